@@ -1,0 +1,311 @@
+"""The values that the decision core takes and gives.  All frozen; docstrings carry units.
+
+Words as in the field: gamma is the draft length, B the decode batch, accepted counts exclude the
+bonus token.
+"""
+
+import math
+from dataclasses import dataclass, field
+from enum import Enum
+
+from controller.core.errors import (
+    InvalidEngineError,
+    InvalidReportError,
+    UnknownArmError,
+)
+
+MAX_GAMMA = 64
+MAX_BATCH_SIZE = 65_536
+MAX_STEP_SECONDS = 3600.0
+
+
+class DrafterKind(Enum):
+    """How drafting scales with the draft length."""
+
+    MTP = "mtp"  # gamma serial passes of a small head (MTP, EAGLE, EAGLE3)
+    DFLASH = "dflash"  # one pass for a fixed block
+    STANDALONE = "standalone"  # gamma serial passes of a small model
+    NGRAM = "ngram"  # prompt lookup
+
+
+class Reason(Enum):
+    """Why a plan or a row is what it is (one short field; the numbers are in `explain`)."""
+
+    EXPLOIT = "exploit"
+    PROBE = "probe"
+    HOLD = "hold"
+    PROFILE_MISSING = "profile-missing"
+    PROFILING = "profiling"
+    LEASE = "lease"
+    OVERRIDE = "override"
+
+
+class RegimeMode(Enum):
+    """Online-update regime of the drafter."""
+
+    OFF = "off"
+    ONLINE = "online"
+    COLLECT = "collect"
+
+
+@dataclass(frozen=True, slots=True)
+class Regime:
+    """`stride`: rounds between gradient steps, for ONLINE only (0 otherwise)."""
+
+    mode: RegimeMode = RegimeMode.OFF
+    stride: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One possible choice: a drafter and a draft length.  gamma = 0 is plain decoding."""
+
+    drafter: str
+    gamma: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """What a cost profile belongs to; field by field as in proto `Fingerprint`."""
+
+    target_model: str
+    target_revision: str = ""
+    engine: str = ""
+    engine_version: str = ""
+    device: str = ""
+    dtype: str = ""
+    quantization: str = ""
+    tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
+    attention_backend: str = ""
+    graph_batch_sizes: tuple[int, ...] = ()
+    shim_version: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterSpec:
+    """A drafter and the draft lengths the engine has prepared for it, ascending."""
+
+    name: str
+    kind: DrafterKind
+    gammas: tuple[int, ...]
+    model: str = ""
+    revision: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.name or len(self.name) > 64:
+            raise InvalidEngineError(f"drafter name {self.name!r}: 1 to 64 characters are needed")
+        if not self.gammas:
+            raise InvalidEngineError(f"drafter {self.name!r}: no draft length is listed")
+        if list(self.gammas) != sorted(set(self.gammas)):
+            raise InvalidEngineError(
+                f"drafter {self.name!r}: draft lengths {list(self.gammas)} "
+                "are not ascending and unique"
+            )
+        if self.gammas[0] < 0 or self.gammas[-1] > MAX_GAMMA:
+            raise InvalidEngineError(
+                f"drafter {self.name!r}: draft lengths {list(self.gammas)} leave 0..{MAX_GAMMA}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What the engine side is able to do; as in proto `Capabilities`."""
+
+    can_sleep: bool = False
+    can_switch_drafter: bool = False
+    can_update_online: bool = False
+    can_collect: bool = False
+    overlap_steps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """An engine as it introduces itself.  Raises InvalidEngineError if it contradicts itself."""
+
+    engine_id: str
+    fingerprint: Fingerprint
+    drafters: tuple[DrafterSpec, ...]
+    max_batch_size: int
+    capabilities: Capabilities = field(default_factory=Capabilities)
+
+    def __post_init__(self) -> None:
+        allowed = set("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._:-")
+        if not 1 <= len(self.engine_id) <= 128 or not set(self.engine_id) <= allowed:
+            raise InvalidEngineError(
+                f"engine_id {self.engine_id[:140]!r}: 1 to 128 of A-Z a-z 0-9 . _ : - are needed"
+            )
+        if not self.drafters:
+            raise InvalidEngineError("no drafter is listed: there is nothing to steer")
+        names = [d.name for d in self.drafters]
+        if len(set(names)) != len(names):
+            raise InvalidEngineError(f"drafter names {names} are not unique")
+        if not 1 <= self.max_batch_size <= MAX_BATCH_SIZE:
+            raise InvalidEngineError(
+                f"max_batch_size {self.max_batch_size} leaves 1..{MAX_BATCH_SIZE}"
+            )
+
+    def drafter(self, name: str) -> DrafterSpec:
+        """The drafter of that name.  Raises UnknownArmError."""
+        for drafter in self.drafters:
+            if drafter.name == name:
+                return drafter
+        raise UnknownArmError(
+            f"unknown drafter {name!r}: this engine introduced {[d.name for d in self.drafters]}"
+        )
+
+    def require(self, arm: Arm) -> None:
+        """Raises UnknownArmError unless the engine introduced this drafter with this gamma."""
+        gammas = self.drafter(arm.drafter).gammas
+        if arm.gamma not in gammas:
+            raise UnknownArmError(
+                f"gamma {arm.gamma} is out of range for drafter {arm.drafter!r}: "
+                f"this engine introduced {list(gammas)}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class StepFlags:
+    """Circumstances of a step; as in proto `StepFlags`."""
+
+    after_gap: bool = False
+    eager_fallback: bool = False
+    first_use: bool = False
+    unsteered: bool = False
+    switched: bool = False
+
+    @property
+    def distorts_cost(self) -> bool:
+        """True when the step's seconds say nothing about a plain step of its shape."""
+        return self.after_gap or self.eager_fallback or self.first_use or self.switched
+
+
+NO_FLAGS = StepFlags()
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One decode iteration.  Raises InvalidReportError for what cannot be true.
+
+    accepted_counts: gamma + 1 counts, entry k = sequences that accepted exactly k draft tokens;
+    they sum to batch_size.  step_seconds: wall clock, end of previous step to end of this one.
+    kv_tokens: sum of context lengths before the step.
+    """
+
+    step: int
+    batch_size: int
+    kv_tokens: int
+    drafter: str
+    gamma: int
+    accepted_counts: tuple[int, ...]
+    step_seconds: float
+    flags: StepFlags = NO_FLAGS
+    plan_epoch: int = 0
+    probe_id: int = 0
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1 or self.batch_size > MAX_BATCH_SIZE:
+            raise InvalidReportError(
+                f"step {self.step}: batch_size {self.batch_size} leaves 1..{MAX_BATCH_SIZE}"
+            )
+        if not 0 <= self.gamma <= MAX_GAMMA:
+            raise InvalidReportError(f"step {self.step}: gamma {self.gamma} leaves 0..{MAX_GAMMA}")
+        if len(self.accepted_counts) != self.gamma + 1:
+            raise InvalidReportError(
+                f"step {self.step}: accepted_counts has {len(self.accepted_counts)} entries, "
+                f"gamma {self.gamma} needs {self.gamma + 1}"
+            )
+        if min(self.accepted_counts) < 0 or sum(self.accepted_counts) != self.batch_size:
+            raise InvalidReportError(
+                f"step {self.step}: accepted_counts {list(self.accepted_counts)} do not sum to "
+                f"batch_size {self.batch_size}"
+            )
+        if not (math.isfinite(self.step_seconds) and 0 < self.step_seconds <= MAX_STEP_SECONDS):
+            raise InvalidReportError(
+                f"step {self.step}: step_seconds {self.step_seconds} is not a positive time "
+                f"up to {MAX_STEP_SECONDS:.0f} s"
+            )
+        if self.kv_tokens < 0:
+            raise InvalidReportError(f"step {self.step}: kv_tokens {self.kv_tokens} is negative")
+
+    @property
+    def arm(self) -> Arm:
+        """What really ran."""
+        return Arm(self.drafter, self.gamma)
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Another arm for `steps` steps in its row's bucket.  `probe_id` is never reused."""
+
+    probe_id: int
+    arm: Arm
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRow:
+    """The choice for batch sizes up to `max_batch_size` (and above the previous row's)."""
+
+    max_batch_size: int
+    arm: Arm
+    reason: Reason
+    probe: Probe | None = None
+    drafter_asleep: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A table over batch sizes.  `rows` ascend; the last one also serves every larger batch."""
+
+    epoch: int
+    rows: tuple[PlanRow, ...]
+    regime: Regime
+    lease_seconds: float
+    reason: Reason
+    reason_detail: str
+
+    def row_for(self, batch_size: int) -> PlanRow:
+        """The row that serves this batch size."""
+        for row in self.rows:
+            if batch_size <= row.max_batch_size:
+                return row
+        return self.rows[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class ArmValue:
+    """One arm at one batch size, with the numbers it was judged by (units as in proto)."""
+
+    arm: Arm
+    expected_accepted: float
+    step_seconds: float
+    tokens_per_second: float
+    optimistic_tokens_per_second: float
+    chosen: bool
+    extrapolated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PositionEstimate:
+    """P(position k accepted | k-1 were) of one drafter, and the evidence behind it."""
+
+    drafter: str
+    position: int
+    conditional_acceptance: float
+    exposures: float
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """The whole decision row at one batch size."""
+
+    engine_id: str
+    batch_size: int
+    plan: Plan
+    arms: tuple[ArmValue, ...]
+    positions: tuple[PositionEstimate, ...]
+    profile_id: str
+    margin: float
+    probe_share: float
+    kv_tokens_per_sequence: float

@@ -1,0 +1,1 @@
+"""The contract between engines and the sidecar; its sources are the .proto files in here."""

@@ -1,0 +1,116 @@
+"""Costs: monotone, honest about what was not measured, hard to upset."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from controller.core.cost import CostModel
+from controller.core.profile import DrafterIdentity, Profile, ProfileCell
+from controller.core.settings import PlannerSettings
+from controller.core.types import Arm, Fingerprint
+
+SETTINGS = PlannerSettings()
+GAMMAS = (0, 1, 3, 7)
+SIZES = (1, 4, 16)
+ARMS = [Arm("mtp", g) for g in GAMMAS]
+
+
+def profile(table, k_kv=0.0):
+    cells = tuple(
+        ProfileCell("mtp", g, b, float(table[i][j]), 0.0, 10)
+        for i, g in enumerate(GAMMAS)
+        for j, b in enumerate(SIZES)
+    )
+    return Profile(Fingerprint("t"), (DrafterIdentity("mtp"),), 100.0, k_kv, cells)
+
+
+def plain(i, j):
+    return 0.01 + 0.002 * GAMMAS[i] + 0.0005 * SIZES[j]
+
+
+TABLE = [[plain(i, j) for j in range(3)] for i in range(4)]
+
+
+def test_measured_cells_come_back_as_measured():
+    model = CostModel(ARMS, SIZES, profile(TABLE), SETTINGS)
+    found = model.costs(100.0, 1.0)
+    assert found.seconds == pytest.approx(np.array(TABLE))
+    assert not found.extrapolated.any()
+
+
+def test_context_adds_its_scalar_per_token():
+    model = CostModel(ARMS, SIZES, profile(TABLE, k_kv=1e-6), SETTINGS)
+    more = model.costs(1100.0, 1.0).seconds - np.array(TABLE)
+    assert more == pytest.approx(np.tile(np.array(SIZES) * 1000 * 1e-6, (4, 1)))
+
+
+def test_outside_the_measured_grid_is_marked():
+    arms = [*ARMS, Arm("mtp", 9)]
+    found = CostModel(arms, (1, 16, 64), profile(TABLE), SETTINGS).costs(100.0, 1.0)
+    assert found.extrapolated[:, 2].all()
+    assert found.extrapolated[4].all()
+    assert not found.extrapolated[:4, :2].any()
+    assert found.seconds[4, 0] > found.seconds[3, 0]
+
+
+@given(st.lists(st.floats(1e-4, 1.0), min_size=12, max_size=12))
+@settings(max_examples=80, deadline=None)
+def test_after_smoothing_no_cost_falls_with_batch_or_draft_length(values):
+    table = np.array(values).reshape(4, 3)
+    found = CostModel(ARMS, (1, 2, 4, 9, 16), profile(table), SETTINGS).costs(100.0, 1.0).seconds
+    assert np.all(np.diff(found, axis=0) >= -1e-12)
+    assert np.all(np.diff(found, axis=1) >= -1e-12)
+    assert np.all(found > 0)
+
+
+def test_a_single_wild_step_moves_nothing():
+    model = CostModel(ARMS, SIZES, profile(TABLE), SETTINGS)
+    for _ in range(50):
+        model.observe(ARMS[2], 4, 400, TABLE[2][1])
+    before = model.costs(100.0, 1.0).seconds.copy()
+    model.observe(ARMS[2], 4, 400, 10 * TABLE[2][1])
+    assert model.costs(100.0, 1.0).seconds == pytest.approx(before)
+    assert model.rejected == 1
+
+
+def test_a_machine_that_slows_down_moves_all_arms_and_so_no_choice():
+    model = CostModel(ARMS, SIZES, profile(TABLE), SETTINGS)
+    for _ in range(300):
+        model.observe(ARMS[2], 4, 400, 1.3 * TABLE[2][1])
+    found = model.costs(100.0, 1.0).seconds[:, 1] / np.array(TABLE)[:, 1]
+    assert found[2] == pytest.approx(1.3, rel=0.02)
+    # The arm that ran takes more of it than the others, but they follow.
+    assert np.all(found > 1.12)
+
+
+def test_what_keeps_happening_is_news_and_is_learnt():
+    model = CostModel(ARMS, SIZES, profile(TABLE), SETTINGS)
+    for _ in range(50):
+        model.observe(ARMS[0], 4, 400, TABLE[0][1])
+    for _ in range(200):
+        model.observe(ARMS[0], 4, 400, 3 * TABLE[0][1])
+    assert model.costs(100.0, 1.0).seconds[0, 1] > 2.5 * TABLE[0][1]
+
+
+def test_live_correction_of_one_arm_is_bounded():
+    settings_ = PlannerSettings(cost_drift_max_profiled=1.2)
+    model = CostModel(ARMS, SIZES, profile(TABLE), settings_)
+    for i in range(2000):
+        arm = i % 2
+        model.observe(ARMS[arm], 4, 400, (4.0 if arm else 1.0) * TABLE[arm][1])
+    assert np.abs(model.specific_drift()).max() <= 1.2 + 1e-9
+
+
+def test_without_a_profile_live_steps_fix_the_scale_at_once():
+    model = CostModel(ARMS, SIZES, None, SETTINGS)
+    model.observe(ARMS[0], 1, 100, 0.5)
+    assert model.costs(100.0, 1.0).seconds[0, 0] == pytest.approx(0.5, rel=0.01)
+    assert model.costs(100.0, 1.0).seconds[0, 2] > 0.4
+
+
+def test_a_drafter_without_measurements_is_never_silently_cheap():
+    arms = [*ARMS, Arm("dflash", 4)]
+    found = CostModel(arms, SIZES, profile(TABLE), SETTINGS).costs(100.0, 1.0)
+    assert np.all(found.seconds[4] >= found.seconds[:4].max())
+    assert found.extrapolated[4].all()

@@ -1,0 +1,99 @@
+"""Values that cannot be true are refused where they are made."""
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from controller.core.errors import InvalidEngineError, InvalidReportError, UnknownArmError
+from controller.core.types import (
+    Arm,
+    DrafterKind,
+    DrafterSpec,
+    EngineSpec,
+    Fingerprint,
+    Plan,
+    PlanRow,
+    Reason,
+    Regime,
+    StepReport,
+)
+
+GOOD: dict[str, Any] = {
+    "step": 1,
+    "batch_size": 4,
+    "kv_tokens": 100,
+    "drafter": "mtp",
+    "gamma": 2,
+    "accepted_counts": (1, 1, 2),
+    "step_seconds": 0.01,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"accepted_counts": (1, 1, 1)}, "do not sum to batch_size 4"),
+        ({"accepted_counts": (1, 3)}, "gamma 2 needs 3"),
+        ({"accepted_counts": (-1, 3, 2)}, "do not sum"),
+        ({"gamma": 65, "accepted_counts": (4,) + (0,) * 65}, "gamma 65 leaves"),
+        ({"gamma": -1, "accepted_counts": ()}, "gamma -1 leaves"),
+        ({"batch_size": 0, "accepted_counts": (0, 0, 0)}, "batch_size 0 leaves"),
+        ({"step_seconds": math.nan}, "not a positive time"),
+        ({"step_seconds": -0.01}, "not a positive time"),
+        ({"step_seconds": 0.0}, "not a positive time"),
+        ({"step_seconds": math.inf}, "not a positive time"),
+        ({"kv_tokens": -1}, "is negative"),
+    ],
+)
+def test_a_report_that_cannot_be_true_is_refused_and_says_why(change, message):
+    with pytest.raises(InvalidReportError, match=message):
+        StepReport(**(GOOD | change))
+
+
+def test_a_good_report_is_taken():
+    assert StepReport(**GOOD).arm == Arm("mtp", 2)
+
+
+@pytest.mark.parametrize("gammas", [(), (1, 0), (0, 0), (-1, 2), (0, 65)])
+def test_draft_lengths_out_of_order_or_range_are_refused(gammas):
+    with pytest.raises(InvalidEngineError):
+        DrafterSpec("mtp", DrafterKind.MTP, gammas)
+
+
+@pytest.mark.parametrize("engine_id", ["", "a" * 129, "a b", "a/b", "ä", "x\n"])
+def test_an_engine_id_is_a_plain_name(engine_id):
+    drafter = DrafterSpec("mtp", DrafterKind.MTP, (0, 1))
+    with pytest.raises(InvalidEngineError, match="engine_id"):
+        EngineSpec(engine_id, Fingerprint("t"), (drafter,), 8)
+
+
+def test_drafters_are_needed_and_unique():
+    drafter = DrafterSpec("mtp", DrafterKind.MTP, (0, 1))
+    with pytest.raises(InvalidEngineError, match="nothing to steer"):
+        EngineSpec("e", Fingerprint("t"), (), 8)
+    with pytest.raises(InvalidEngineError, match="not unique"):
+        EngineSpec("e", Fingerprint("t"), (drafter, drafter), 8)
+
+
+def test_an_arm_must_have_been_introduced():
+    drafter = DrafterSpec("mtp", DrafterKind.MTP, (0, 1, 3))
+    spec = EngineSpec("e", Fingerprint("t"), (drafter,), 8)
+    spec.require(Arm("mtp", 3))
+    with pytest.raises(UnknownArmError, match="gamma 2 is out of range"):
+        spec.require(Arm("mtp", 2))
+    with pytest.raises(UnknownArmError, match="unknown drafter 'dflash'"):
+        spec.require(Arm("dflash", 1))
+
+
+@given(
+    st.lists(st.integers(1, 500), min_size=1, max_size=12, unique=True),
+    st.integers(1, 1000),
+)
+def test_a_batch_is_served_by_the_smallest_row_that_holds_it(sizes, batch):
+    rows = tuple(PlanRow(b, Arm("mtp", 0), Reason.EXPLOIT) for b in sorted(sizes))
+    row = Plan(1, rows, Regime(), 5.0, Reason.EXPLOIT, "").row_for(batch)
+    fitting = [b for b in sizes if b >= batch]
+    assert row.max_batch_size == (min(fitting) if fitting else max(sizes))
