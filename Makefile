@@ -1,0 +1,47 @@
+SHELL := bash
+PYTHON_IN := .venv/bin/python
+# Extra arguments for pytest (make test) or the demo (make demo).
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup check format test bench demo models proto lock clean
+
+help: ## What there is to make
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: ## Virtual environment .venv with CPU torch, SGLang and the project
+	@scripts/setup.sh
+
+check: setup ## The static part: format, lint, types, contract, stub drift
+	@echo "check: ruff format" && .venv/bin/ruff format --check .
+	@echo "check: ruff" && .venv/bin/ruff check .
+	@echo "check: mypy" && .venv/bin/mypy
+	@echo "check: buf" && scripts/buf.sh .venv/bin/buf
+	@echo "check: stubs" && $(PYTHON_IN) scripts/proto.py --check
+	@echo "check: ok"
+
+format: setup ## Formats the code, and repairs what ruff can repair
+	@.venv/bin/ruff check --fix-only --quiet .
+	@.venv/bin/ruff format .
+
+test: setup ## All tests (ARGS="-m 'not engine and not packaging'" for the quick ones)
+	@$(PYTHON_IN) -m pytest $(ARGS)
+
+bench: setup ## Benchmarks only
+	@$(PYTHON_IN) -m pytest tests/bench $(ARGS)
+
+demo: setup ## One stream of prompts, four policies, on the real SGLang
+	@$(PYTHON_IN) -m engine_shim.cpu.demo $(ARGS)
+
+models: setup ## Trains the small models anew (they are checked in)
+	@$(PYTHON_IN) -m engine_shim.cpu.models.make $(ARGS)
+
+proto: setup ## Generates the stubs from proto/
+	@$(PYTHON_IN) scripts/proto.py
+
+lock: setup ## Writes what .venv holds to requirements/constraints.txt
+	@scripts/lock.sh
+
+clean: ## Removes everything that was made, .venv included
+	@rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

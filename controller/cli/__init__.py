@@ -1,0 +1,32 @@
+"""The command line.  Commands import what they need when they run, so that `--help` is instant."""
+
+import typer
+
+from controller.cli import explain, profile, serve
+
+app = typer.Typer(
+    name="controller",
+    help="Steers speculative decoding: how far should an LLM engine speculate, right now?",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+app.command("serve")(serve.serve)
+app.command("profile")(profile.profile)
+app.command("engines")(explain.engines)
+app.command("explain")(explain.explain)
+
+
+@app.command("version")
+def version() -> None:
+    """Prints the version."""
+    import controller
+
+    print(controller.__version__)
+
+
+def main() -> None:
+    """Entry point of the `controller` script."""
+    app()
+
+
+__all__ = ["app", "main"]

@@ -1,0 +1,163 @@
+"""`controller engines` and `controller explain`: what a running sidecar knows, as tables."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    import grpc
+
+    from speculation.v1 import plan_pb2, service_pb2
+
+_ANSWER_SECONDS_MAX = 5.0
+_PIPE_WIDTH = 250
+
+Address = Annotated[
+    str,
+    typer.Option(
+        envvar="CONTROLLER_ADDRESS", help="Where the sidecar serves: unix:PATH or HOST:PORT."
+    ),
+]
+_DEFAULT_ADDRESS = "unix:/run/speculation/controller.sock"
+
+
+def engines(address: Address = _DEFAULT_ADDRESS) -> None:
+    """Lists the engines that the sidecar steers."""
+    from speculation.v1 import service_pb2, service_pb2_grpc
+
+    with _sidecar(address) as channel:
+        answer = service_pb2_grpc.InspectionServiceStub(channel).ListEngines(
+            service_pb2.ListEnginesRequest(), timeout=_ANSWER_SECONDS_MAX
+        )
+    if not answer.engines:
+        print("no engine has introduced itself")
+        return
+    _print_engines(answer)
+
+
+def explain(
+    engine: Annotated[str, typer.Argument(help="Engine id, as `controller engines` lists it.")],
+    batch_size: Annotated[
+        int, typer.Option(min=0, help="Batch size to explain; 0: that of the last report.")
+    ] = 0,
+    address: Address = _DEFAULT_ADDRESS,
+) -> None:
+    """Shows why an engine runs the draft length that it runs: every choice with its numbers."""
+    from speculation.v1 import service_pb2, service_pb2_grpc
+
+    with _sidecar(address) as channel:
+        answer = service_pb2_grpc.InspectionServiceStub(channel).Explain(
+            service_pb2.ExplainRequest(engine_id=engine, batch_size=batch_size),
+            timeout=_ANSWER_SECONDS_MAX,
+        )
+    _print_explanation(answer)
+
+
+@contextmanager
+def _sidecar(address: str) -> "Iterator[grpc.Channel]":
+    import os
+
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    import grpc
+
+    try:
+        with grpc.insecure_channel(address) as channel:
+            yield channel
+    except grpc.RpcError as error:
+        code, details = error.code(), error.details()
+        if code in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}:
+            details = f"no sidecar answers at {address}: is `controller serve` running there?"
+        typer.echo(f"controller: {details}", err=True)
+        raise typer.Exit(1) from error
+
+
+def _print_engines(answer: "service_pb2.ListEnginesResponse") -> None:
+    from rich.table import Table
+
+    table = Table(
+        "engine", "profile", "B", "gamma", "reason", "reports", "rejected", "dropped",
+        "last report",
+    )  # fmt: skip
+    for status in answer.engines:
+        last = status.last_report if status.HasField("last_report") else None
+        row = _row_for(status.plan, last.batch_size if last else 1)
+        table.add_row(
+            status.engine.engine_id,
+            status.profile_id or "none (prior)",
+            str(last.batch_size) if last else "-",
+            f"{row.drafter} {row.gamma}",
+            _reason(status.plan.reason),
+            str(status.reports),
+            str(status.rejected_reports),
+            str(status.dropped_reports),
+            f"{status.seconds_since_last_report:.1f} s ago" if last else "never",
+        )
+    _print(table)
+
+
+def _print_explanation(answer: "service_pb2.ExplainResponse") -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    plan = answer.plan
+    arms = Table(
+        "", "drafter", "gamma", "accepted", "step ms", "tokens/s", "of best", "could be",
+        title=f"{answer.engine_id} at B = {answer.batch_size}",
+    )  # fmt: skip
+    best = max((arm.tokens_per_second for arm in answer.arms), default=0.0)
+    for arm in sorted(answer.arms, key=lambda arm: -arm.tokens_per_second):
+        arms.add_row(
+            "->" if arm.chosen else "",
+            arm.drafter,
+            str(arm.gamma),
+            f"{arm.expected_accepted:.2f}",
+            f"{arm.step_seconds * 1e3:.2f}{'*' if arm.extrapolated else ''}",
+            f"{arm.tokens_per_second:.0f}",
+            f"{arm.tokens_per_second / best:.3f}" if best else "-",
+            f"{arm.optimistic_tokens_per_second:.0f}",
+        )
+    positions = Table("drafter", "position", "P(accepted)", "evidence", title="acceptance")
+    for estimate in answer.positions:
+        positions.add_row(
+            estimate.drafter,
+            str(estimate.position),
+            f"{estimate.conditional_acceptance:.3f}",
+            f"{estimate.exposures:.0f}",
+        )
+    costs = f"profile {answer.profile_id}" if answer.profile_id else "prior (no profile matches)"
+    _print(arms)
+    if any(arm.extrapolated for arm in answer.arms):
+        _print(Text("* outside of what the profile measured"))
+    _print(positions)
+    _print(
+        Text(
+            f"plan {plan.epoch}: {_reason(plan.reason)}; {plan.reason_detail}\n"
+            f"costs: {costs}; context {answer.kv_tokens_per_sequence:.0f} tokens a sequence\n"
+            f"margin over the runner-up {answer.margin:.1%}; "
+            f"probing has cost {answer.probe_share:.2%} of step time"
+        )
+    )
+
+
+def _print(what: object) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        # A pipe or a file has no width: a table is as wide there as it needs to be.
+        console.width = _PIPE_WIDTH
+    console.print(what)
+
+
+def _row_for(plan: "plan_pb2.Plan", batch_size: int) -> "plan_pb2.PlanRow":
+    fitting = (row for row in plan.rows if batch_size <= row.max_batch_size)
+    return next(fitting, plan.rows[-1])
+
+
+def _reason(reason: "plan_pb2.Reason.ValueType") -> str:
+    from speculation.v1 import plan_pb2
+
+    name = plan_pb2.Reason.Name(reason)
+    return name.removeprefix("REASON_").lower().replace("_", "-")

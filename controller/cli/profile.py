@@ -1,0 +1,180 @@
+"""`controller profile`: measures what steps cost on a running engine, through its shim."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from controller.profiling import ProfileOutcome, ProfileRequest
+
+# Exit codes: 0 measured, or a matching profile reused; 2 usage; 3 the file at --output is not this
+# engine's profile; 4 no sidecar; 5 no engine; 6 the engine is not introduced, or several are;
+# 7 the measurement broke off; 1 anything else; 130 and 143 after SIGINT and SIGTERM.
+_EXIT_SIGNAL = 128
+
+
+def profile(  # noqa: PLR0913, PLR0917 -- one parameter for each option
+    engine_url: Annotated[
+        str, typer.Option(help="The engine's HTTP API, which supplies the load.")
+    ] = "http://127.0.0.1:30000",
+    sidecar: Annotated[
+        str,
+        typer.Option(
+            "--sidecar",
+            "--address",
+            envvar="CONTROLLER_ADDRESS",
+            help="Where the sidecar serves: unix:PATH or HOST:PORT.",
+        ),
+    ] = "unix:/run/speculation/controller.sock",
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help="The profile's file.", show_default="profiles/<model>-<device>-<digest>.json"
+        ),
+    ] = None,
+    engine_id: Annotated[
+        str, typer.Option(help="Which introduced engine; needed when there are several.")
+    ] = "",
+    batch_sizes: Annotated[
+        str,
+        typer.Option(
+            help="Batch sizes to measure, separated by commas.",
+            show_default="powers of two up to the engine's largest, or 64",
+        ),
+    ] = "",
+    budget: Annotated[float, typer.Option(min=1.0, help="Seconds for the measurement.")] = 50.0,
+    tolerance: Annotated[
+        float,
+        typer.Option(help="Relative half width of a median's 95 % interval that is good enough."),
+    ] = 0.01,
+    context_tokens: Annotated[
+        int, typer.Option(min=1, help="Prompt length of the loads, in tokens.")
+    ] = 128,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True, dir_okay=False, help="Text that prompts are cut from, not random words."
+        ),
+    ] = None,
+    wait_seconds: Annotated[
+        float, typer.Option(min=0.0, help="How long to wait for the sidecar and the engine.")
+    ] = 30.0,
+    force: Annotated[
+        bool, typer.Option("--force", help="Measure although there is a profile, and replace it.")
+    ] = False,
+    api_key: Annotated[
+        str, typer.Option(envvar="ENGINE_API_KEY", help="The engine's API key, if it has one.")
+    ] = "",
+) -> None:
+    """Measures the seconds of a step for every draft length and batch size, gamma = 0 included.
+
+    The sidecar has the engine run each choice in turn, this command supplies the load, and the
+    profile is installed in the sidecar.  A profile of this engine at --output is reused; another
+    engine's is refused.  An interrupted measurement is gone on with.  Nothing else should use the
+    engine meanwhile.
+
+    Exit codes: 0 done, 1 other errors, 2 usage, 3 the file at --output is no profile of this
+    engine, 4 no sidecar, 5 no engine, 6 the engine is not introduced or there are several, 7 the
+    measurement broke off.
+    """
+    import os
+    import sys
+
+    # Before grpc is loaded: its own lines on standard error are noise beside ours.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+    from controller.core.errors import SpeculationError
+    from controller.profiling import ProfileRequest, ProfilingError, ProfilingSettings
+
+    try:
+        request = ProfileRequest(
+            engine_url=engine_url,
+            sidecar=sidecar,
+            output=output,
+            engine_id=engine_id,
+            settings=ProfilingSettings(
+                batch_sizes=_sizes(batch_sizes),
+                budget_seconds=budget,
+                tolerance=tolerance,
+                context_tokens=context_tokens,
+            ),
+            wait_seconds=wait_seconds,
+            force=force,
+            prompt_text=prompts.read_text(encoding="utf-8") if prompts else "",
+            api_key=api_key,
+            command=_command(sys.argv[1:], api_key),
+        )
+        outcome = _run(request)
+    except (SpeculationError, UnicodeDecodeError) as error:
+        typer.echo(f"controller profile: {error}", err=True)
+        code = error.exit_code if isinstance(error, ProfilingError) else 1
+        raise typer.Exit(code) from error
+    _print(outcome)
+
+
+def _command(arguments: list[str], secret: str) -> str:
+    """The command line for the record, without its secret."""
+    import shlex
+
+    shown = [part.replace(secret, "***") if secret else part for part in arguments]
+    return shlex.join(["controller", *shown])
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r}: numbers separated by commas are needed") from error
+
+
+def _run(request: "ProfileRequest") -> "ProfileOutcome":
+    """Ends cleanly on SIGINT and SIGTERM: what was measured is kept."""
+    import asyncio
+    import signal
+    import sys
+
+    from controller.profiling import profile_engine
+    from controller.profiling.progress import BarReporter, LineReporter
+
+    caught: list[signal.Signals] = []
+
+    async def run() -> "ProfileOutcome":
+        task = asyncio.current_task()
+        assert task is not None
+
+        def stop(number: signal.Signals) -> None:
+            caught.append(number)
+            task.cancel()
+
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop, number)
+        with BarReporter() if sys.stderr.isatty() else LineReporter() as reporter:
+            return await profile_engine(request, reporter)
+
+    try:
+        return asyncio.run(run())
+    except asyncio.CancelledError:
+        name = caught[0].name if caught else "cancelled"
+        typer.echo(f"controller profile: stopped ({name})", err=True)
+        raise typer.Exit(_EXIT_SIGNAL + (caught[0] if caught else 0)) from None
+
+
+def _print(outcome: "ProfileOutcome") -> None:
+    from rich.console import Console
+
+    from controller.profiling.report import ProfileTable
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        # A pipe has no width: the table is then as wide as it needs to be.
+        console = Console(highlight=False, width=1000)
+    console.print(ProfileTable(outcome.profile))
+    how = "reused" if outcome.reused else f"measured in {outcome.seconds:.1f} s"
+    console.print(
+        f"{outcome.path}: profile {outcome.profile.profile_id}, {how}; in use by "
+        f"{', '.join(outcome.engine_ids)}",
+        markup=False,
+        soft_wrap=True,
+    )

@@ -1,0 +1,181 @@
+"""The bench: one engine under a load of our own, running what we say, and the steps that count.
+
+    hold(batch size, prompt length)     a load that keeps that batch decoding
+    visit(arm, seconds)                 forces the arm for a while; its steps go to the cell
+
+A step goes to the cell of what it really ran: those that the engine still makes of the previous
+arm after a switch are not lost, and none is ever credited to an arm that was only asked for.
+"""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from controller.core.clock import Clock
+from controller.core.types import Arm, StepReport
+from controller.profiling.engine_http import Generation
+from controller.profiling.errors import MeasurementStalledError
+from controller.profiling.load import LoadSource
+from controller.profiling.samples import CellKey, Cells, Context, Samples
+from controller.profiling.settings import ProfilingSettings
+from controller.profiling.sidecar import MeasureStream
+from controller.profiling.steps import StepFilter
+
+_LISTEN_SECONDS = 0.1
+# After a load has ended its last reports are still on their way.
+_QUIET_SECONDS = 0.05
+_QUIET_SECONDS_MAX = 1.0
+_REASONS_TOLD = 3
+# Tells the steps of one load from late ones of the load before it.
+_CONTEXT_SLACK = 1.1
+
+
+class Bench:
+    """`cells` is filled as steps come in.
+
+    prefill_seconds_per_token: from a load's request to its full batch; inf before the first.
+    """
+
+    def __init__(
+        self,
+        stream: MeasureStream,
+        loads: LoadSource,
+        settings: ProfilingSettings,
+        clock: Clock,
+        cells: Cells,
+    ) -> None:
+        self.cells = cells
+        self.prefill_seconds_per_token = float("inf")
+        # Kept with each step: the round of visits that it belongs to.
+        self.round_number = 0
+        self._stream = stream
+        self._loads = loads
+        self._settings = settings
+        self._clock = clock
+        self._filter = StepFilter(settings.settle_steps)
+        self._load: Generation | None = None
+        self._batch_size = 0
+        self._prompt_tokens = 0
+        self._context = Context.GRID
+        self._wanted: Arm | None = None
+        # The wanted batch has been seen under this load; and the last report was of a smaller one.
+        self._full = False
+        self._fell_short = False
+        self._begun_at = 0.0
+        self._counted_at = 0.0
+
+    @asynccontextmanager
+    async def hold(
+        self, batch_size: int, prompt_tokens: int, context: Context, first: Arm
+    ) -> AsyncIterator[None]:
+        """Keeps a decode batch of this size up inside the block; it begins with arm `first`.
+
+        Raises MeasurementStalledError when it does not come up, EngineUnreachableError.
+        """
+        self._batch_size, self._prompt_tokens = batch_size, prompt_tokens
+        self._context = context
+        await self._want(first)
+        try:
+            await self._begin()
+            while not self._full:
+                over = self._load is not None and self._load.ended
+                await self._listen()
+                if over and not self._full:
+                    raise MeasurementStalledError(self._why_stalled("while its load ran"))
+            yield
+        finally:
+            await self._end()
+
+    async def visit(self, arm: Arm, seconds: float) -> None:
+        """Runs the arm for so long or until enough of its steps counted, a few in any case.
+
+        Raises MeasurementStalledError, EngineUnreachableError, MeasurementError.
+        """
+        await self._want(arm)
+        samples = self.samples(arm)
+        least = len(samples) + self._settings.visit_steps
+        most = len(samples) + self._settings.visit_steps_most
+        deadline = self._clock.now() + seconds
+        while len(samples) < least or (len(samples) < most and self._clock.now() < deadline):
+            await self._listen()
+            if self._load_is_over():
+                await self._end()
+                await self._begin()
+
+    def samples(self, arm: Arm) -> Samples:
+        """The cell that steps of this arm go to now."""
+        key = CellKey(arm.drafter, arm.gamma, self._batch_size, self._context)
+        return self.cells.setdefault(key, Samples())
+
+    async def _want(self, arm: Arm) -> None:
+        await self._stream.force(arm)
+        self._wanted = arm
+        self._counted_at = self._clock.now()
+
+    async def _begin(self) -> None:
+        await self._fall_quiet()
+        self._filter.expect(self._batch_size, self._contexts())
+        self._full = False
+        self._begun_at = self._clock.now()
+        self._load = self._loads.start(self._batch_size, self._prompt_tokens)
+
+    async def _end(self) -> None:
+        load, self._load = self._load, None
+        if load is not None:
+            await load.stop()
+
+    async def _fall_quiet(self) -> None:
+        deadline = self._clock.now() + _QUIET_SECONDS_MAX
+        while await self._stream.reports(_QUIET_SECONDS) and self._clock.now() < deadline:
+            pass
+
+    def _contexts(self) -> range:
+        """What the load's sequences hold, with room for how engines count."""
+        grown = self._prompt_tokens + self._loads.new_tokens_for(
+            self._batch_size, self._prompt_tokens
+        )
+        slack = _CONTEXT_SLACK
+        return range(int(self._prompt_tokens / slack), int(grown * slack) + 1)
+
+    def _load_is_over(self) -> bool:
+        if self._load is None or self._load.ended:
+            return True
+        # Once full, a smaller batch means that a sequence has reached its end.
+        return self._full and self._fell_short
+
+    async def _listen(self) -> None:
+        """Takes what comes, for a moment."""
+        self._fell_short = False
+        for report in await self._stream.reports(_LISTEN_SECONDS):
+            self._take(report)
+        if self._clock.now() - self._counted_at > self._settings.stall_seconds:
+            # An engine that refuses the load says more than a silence does.
+            if self._load is not None:
+                _ = self._load.ended
+            waited = f"for {self._settings.stall_seconds:.0f} s"
+            raise MeasurementStalledError(self._why_stalled(waited))
+
+    def _take(self, report: StepReport) -> None:
+        if report.batch_size == self._batch_size and not self._full:
+            self._full = True
+            tokens = self._batch_size * self._prompt_tokens
+            each = (self._clock.now() - self._begun_at) / tokens
+            self.prefill_seconds_per_token = min(self.prefill_seconds_per_token, each)
+        self._fell_short = report.batch_size < self._batch_size
+        if self._filter.accepts(report):
+            self.samples(report.arm).add(report.step_seconds, report.kv_tokens, self.round_number)
+            if report.arm == self._wanted:
+                self._counted_at = self._clock.now()
+            else:
+                self._filter.left_out[f"{report.drafter} gamma {report.gamma}"] += 1
+
+    def _why_stalled(self, when: str) -> str:
+        reasons = self._filter.left_out.most_common(_REASONS_TOLD)
+        what = "what came instead: " + ", ".join(f"{n} x {why}" for why, n in reasons)
+        if not reasons:
+            what = (
+                "the engine reports no step at all: is the engine behind this URL the one that "
+                "introduced itself to the sidecar?"
+            )
+        wanted = self._wanted
+        arm = f" of {wanted.drafter} gamma {wanted.gamma}" if wanted else ""
+        return f"no plain step{arm} with a batch of {self._batch_size} {when}; {what}"

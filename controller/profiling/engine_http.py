@@ -1,0 +1,202 @@
+"""The engine's own HTTP API (SGLang's): is it ready, what can it hold, and load for a measurement.
+
+Standard library only, in threads: a handful of requests a minute needs no HTTP framework.
+"""
+
+import asyncio
+import contextlib
+import http.client
+import json
+import socket
+import ssl
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from controller.profiling.errors import EngineUnreachableError, ProfilingUsageError
+
+_ANSWER_SECONDS = 30.0
+# /health_generate itself waits up to 20 s for the scheduler.
+_HEALTH_SECONDS = 25.0
+_LOAD_SECONDS = 1800.0
+_FALLBACK_CONTEXT = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """Tokens that one sequence, and all sequences together, may hold."""
+
+    sequence_tokens: int
+    pool_tokens: int
+
+
+class EngineHttp:
+    """One engine.  Raises ProfilingUsageError for a URL that is none."""
+
+    def __init__(self, url: str, api_key: str = "") -> None:
+        parts = urlsplit(url)
+        try:
+            port = parts.port
+        except ValueError as error:
+            raise ProfilingUsageError(f"engine URL {url!r}: {error}") from error
+        if parts.scheme not in {"http", "https"} or not parts.hostname:
+            raise ProfilingUsageError(
+                f"engine URL {url!r}: http://HOST:PORT is needed, as the engine serves it"
+            )
+        self.url = url
+        self._secure = parts.scheme == "https"
+        self._host, self._port = parts.hostname, port
+        self._prefix = parts.path.rstrip("/")
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+
+    async def why_not_ready(self) -> str:
+        """What keeps the engine from generating; "" when nothing does."""
+        try:
+            status, _ = await self.call("GET", "/health_generate", seconds=_HEALTH_SECONDS)
+        except EngineUnreachableError as error:
+            return str(error)
+        return "" if status == 200 else f"{self.url}/health_generate answers {status}"
+
+    async def limits(self) -> EngineLimits:
+        """From the engine's description of itself; cautious where it does not say.
+
+        Raises EngineUnreachableError when it does not answer, or refuses to.
+        """
+        status, body = await self.call("GET", "/server_info")
+        if status == 404:
+            status, body = await self.call("GET", "/get_server_info")
+        if status in {401, 403}:
+            raise EngineUnreachableError(
+                f"{self.url} answers {status}: it wants an API key (--api-key)"
+            )
+        if status != 200 or not isinstance(body, dict):
+            raise EngineUnreachableError(
+                f"{self.url}/server_info answers {status}: is this an SGLang server?"
+            )
+        pool = _positive(body.get("max_total_num_tokens"))
+        longest = _positive(body.get("max_req_input_len")) or _FALLBACK_CONTEXT
+        return EngineLimits(longest, pool or longest)
+
+    async def tokenize(self, text: str) -> list[int]:
+        """Ids of the engine's own tokenizer; [] when it runs without one."""
+        body = {"prompt": text, "add_special_tokens": False}
+        status, answer = await self.call("POST", "/v1/tokenize", body)
+        tokens = answer.get("tokens") if status == 200 and isinstance(answer, dict) else None
+        if isinstance(tokens, list) and all(isinstance(t, int) for t in tokens):
+            return tokens
+        return []
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], ids: Sequence[str], new_tokens: int
+    ) -> "Generation":
+        """Starts one request of several prompts; greedy, and never ended by a stop token."""
+        body = {
+            "input_ids": [list(prompt) for prompt in prompts],
+            "rid": list(ids),
+            "sampling_params": {
+                "temperature": 0,
+                "max_new_tokens": new_tokens,
+                "ignore_eos": True,
+            },
+        }
+        return Generation(self, body)
+
+    async def call(
+        self, method: str, path: str, body: object = None, seconds: float = _ANSWER_SECONDS
+    ) -> tuple[int, Any]:
+        """Status, and the body if it is JSON.  Raises EngineUnreachableError."""
+        connection = self.connection(seconds)
+        try:
+            return await asyncio.to_thread(self.exchange, connection, method, path, body)
+        finally:
+            connection.close()
+
+    def connection(self, seconds: float) -> http.client.HTTPConnection:
+        """Not connected yet."""
+        if self._secure:
+            return http.client.HTTPSConnection(
+                self._host, self._port, timeout=seconds, context=ssl.create_default_context()
+            )
+        return http.client.HTTPConnection(self._host, self._port, timeout=seconds)
+
+    def exchange(
+        self, connection: http.client.HTTPConnection, method: str, path: str, body: object
+    ) -> tuple[int, Any]:
+        """One request and its answer, blocking.  Raises EngineUnreachableError."""
+        content = None if body is None else json.dumps(body)
+        try:
+            connection.request(method, self._prefix + path, content, self._headers)
+            answer = connection.getresponse()
+            text = answer.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise EngineUnreachableError(
+                f"no engine answers at {self.url}{path}: {str(error) or type(error).__name__}"
+            ) from error
+        try:
+            return answer.status, json.loads(text)
+        except ValueError:
+            return answer.status, text.decode(errors="replace")
+
+
+class Generation:
+    """A request that is being generated, from `EngineHttp.generate`."""
+
+    def __init__(self, engine: EngineHttp, body: dict[str, Any]) -> None:
+        self._engine = engine
+        self._ids: list[str] = body["rid"]
+        self._connection = engine.connection(_LOAD_SECONDS)
+        self._stopped = False
+        self._task = asyncio.create_task(asyncio.to_thread(self._run, body))
+
+    @property
+    def ended(self) -> bool:
+        """True once the engine has answered.  Raises EngineUnreachableError if it refused."""
+        if not self._task.done():
+            return False
+        status, answer = self._task.result()
+        if status != 200 and not self._stopped:
+            text = answer if isinstance(answer, str) else json.dumps(answer)
+            raise EngineUnreachableError(
+                f"{self._engine.url}/generate answers {status}: {text[:300]}"
+            )
+        return True
+
+    async def stop(self) -> None:
+        """Ends every sequence; returns when the engine has let go of them."""
+        if not self._task.done():
+            self._stopped = True
+            with contextlib.suppress(EngineUnreachableError):
+                await asyncio.to_thread(self._abort)
+            # An engine that refuses to abort notices that the client has hung up.
+            await asyncio.wait({self._task}, timeout=2.0)
+        self._hang_up()
+        await asyncio.wait({self._task})
+        # What a request says that was cut off is not news.
+        self._task.exception()
+
+    def _run(self, body: dict[str, Any]) -> tuple[int, Any]:
+        try:
+            return self._engine.exchange(self._connection, "POST", "/generate", body)
+        finally:
+            self._connection.close()
+
+    def _abort(self) -> None:
+        connection = self._engine.connection(_ANSWER_SECONDS)
+        try:
+            for request_id in self._ids:
+                self._engine.exchange(connection, "POST", "/abort_request", {"rid": request_id})
+        finally:
+            connection.close()
+
+    def _hang_up(self) -> None:
+        open_socket = self._connection.sock
+        if open_socket is not None:
+            with contextlib.suppress(OSError):
+                open_socket.shutdown(socket.SHUT_RDWR)
+
+
+def _positive(value: object) -> int:
+    return value if isinstance(value, int) and value > 0 else 0

@@ -1,0 +1,107 @@
+"""From step times to a profile: the context term by least squares, then each cell's median.
+
+    seconds = c[d, gamma, B] + k_kv * (kv - B * kv_ref)
+
+k_kv comes from the context sweep alone.  There each (arm, B) was measured with a short and a long
+context in turn; its intercept is its own, so only differences within it count, and points weigh
+by the inverse square of their median's standard error.  The grid's steps are then moved to the
+reference context, the mean of what the grid saw, and rid of the machine's drift.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from controller.core.profile import ProfileCell
+from controller.core.types import Arm
+from controller.profiling.drift import without_drift
+from controller.profiling.errors import MeasurementError
+from controller.profiling.samples import CellKey, Context, Samples, Summary, summarise
+
+# A median is not known better than this, relative: what drifts within a visit is not averaged out.
+_ERROR_FLOOR = 0.003
+_LEAST_STEPS = 3
+# Interquartile range of a normal distribution, in standard deviations; and the standard error of
+# its median over that of its mean.
+_IQR_TO_SIGMA = 1 / 1.349
+_MEDIAN_PENALTY = 1.2533
+
+
+@dataclass(frozen=True, slots=True)
+class ContextTerm:
+    """Seconds that one more token of context adds to a step, and the estimate's standard error."""
+
+    seconds_per_kv_token: float
+    error: float
+    measured: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CostFit:
+    """What the measurement says: see Profile for the meaning and the units."""
+
+    kv_tokens_per_sequence: float
+    context: ContextTerm
+    cells: tuple[ProfileCell, ...]
+
+
+def fit_costs(cells: Mapping[CellKey, Samples]) -> CostFit:
+    """Raises MeasurementError when the grid is empty."""
+    grid = {k: s for k, s in cells.items() if k.context is Context.GRID and len(s) >= _LEAST_STEPS}
+    if not grid:
+        raise MeasurementError("no cell of the grid was measured: there is nothing to fit")
+    context = fit_context(cells)
+    per_sequence = [kv / key.batch_size for key, s in grid.items() for kv in s.kv_tokens]
+    reference = float(np.mean(per_sequence))
+    found = []
+    for size in sorted({key.batch_size for key in grid}):
+        column = {key: samples for key, samples in grid.items() if key.batch_size == size}
+        for key, summary in summarise_column(column, reference, context.seconds_per_kv_token):
+            found.append(
+                ProfileCell(
+                    key.drafter, key.gamma, size, summary.median, summary.spread, summary.steps
+                )
+            )
+    found.sort(key=lambda cell: (cell.drafter, cell.gamma, cell.batch_size))
+    return CostFit(reference, context, tuple(found))
+
+
+def summarise_column(
+    column: Mapping[CellKey, Samples], kv_reference: float, seconds_per_kv_token: float
+) -> list[tuple[CellKey, Summary]]:
+    """The cells of one batch size, at the reference context and the machine's usual speed."""
+    at_reference = {
+        key: np.asarray(samples.seconds)
+        - seconds_per_kv_token * (np.asarray(samples.kv_tokens) - key.batch_size * kv_reference)
+        for key, samples in column.items()
+    }
+    steady = without_drift(at_reference, {key: s.rounds for key, s in column.items()})
+    return [(key, summarise(seconds)) for key, seconds in steady.items()]
+
+
+def fit_context(cells: Mapping[CellKey, Samples]) -> ContextTerm:
+    """Zero, and not measured, when no cell has both a short and a long context."""
+    groups: dict[tuple[Arm, int], list[tuple[float, float, float]]] = defaultdict(list)
+    for key, samples in cells.items():
+        if key.context is Context.GRID or len(samples) < _LEAST_STEPS:
+            continue
+        summary = summarise(samples.seconds)
+        error = _MEDIAN_PENALTY * _IQR_TO_SIGMA * summary.spread / math.sqrt(summary.steps)
+        error = max(error, _ERROR_FLOOR * summary.median)
+        point = (float(np.median(samples.kv_tokens)), summary.median, error**-2)
+        groups[key.arm, key.batch_size].append(point)
+    product = square = 0.0
+    for points in groups.values():
+        if len(points) < 2:
+            continue
+        kv, seconds, weight = np.array(points).T
+        kv_off = kv - np.average(kv, weights=weight)
+        seconds_off = seconds - np.average(seconds, weights=weight)
+        product += float(np.sum(weight * kv_off * seconds_off))
+        square += float(np.sum(weight * kv_off**2))
+    if square == 0.0:
+        return ContextTerm(0.0, 0.0, measured=False)
+    return ContextTerm(max(product / square, 0.0), 1 / math.sqrt(square), measured=True)

@@ -1,0 +1,96 @@
+"""Load of a wanted batch size: distinct prompts of a wanted length, in one request."""
+
+import random
+import string
+from collections.abc import Sequence
+
+from controller.profiling.engine_http import EngineHttp, EngineLimits, Generation
+from controller.profiling.errors import ProfilingUsageError
+
+# The text that random prompts are cut from, when the user gives none.
+_WORDS = 4000
+# Without a tokenizer: ids that every vocabulary has.
+_COMMON_IDS = range(16, 256)
+# Share of the KV pool that a load may fill; the engine reserves room for drafts in the rest.
+_POOL_SHARE = 0.8
+# A load that has room for fewer new tokens is over before it was measured.
+_LEAST_NEW_TOKENS = 48
+
+
+class Prompts:
+    """Prompts cut from one text's tokens.  `ids`: at least one.
+
+    Each begins with two random tokens of its own, so that a prefix cache finds next to nothing.
+    """
+
+    def __init__(self, ids: Sequence[int], seed: int = 0) -> None:
+        self._ids = list(ids)
+        self._random = random.Random(seed)
+
+    @classmethod
+    async def of_engine(cls, engine: EngineHttp, text: str = "") -> "Prompts":
+        """Tokenized by the engine.  Raises ProfilingUsageError when a given text cannot be."""
+        ids = await engine.tokenize(text or random_text())
+        if not ids and text:
+            raise ProfilingUsageError(
+                "the prompt file cannot be used: the engine runs without a tokenizer, or the file "
+                "holds no token"
+            )
+        return cls(ids or list(_COMMON_IDS))
+
+    def cut(self, count: int, tokens: int) -> list[list[int]]:
+        """`count` prompts of `tokens` ids each."""
+        return [self._one(tokens) for _ in range(count)]
+
+    def _one(self, tokens: int) -> list[int]:
+        start = self._random.randrange(len(self._ids))
+        ids = self._random.choices(self._ids, k=min(2, tokens))
+        while len(ids) < tokens:
+            ids += self._ids[start : start + tokens - len(ids)]
+            start = 0
+        return ids
+
+
+def random_text(seed: int = 0) -> str:
+    """Words that no corpus has, in ASCII."""
+    rng = random.Random(seed)
+    letters = string.ascii_lowercase
+    return " ".join("".join(rng.choices(letters, k=rng.randint(2, 9))) for _ in range(_WORDS))
+
+
+class LoadSource:
+    """Starts loads on one engine.  `replicas`: data-parallel ranks that share a request's prompts.
+
+    `new_tokens`: the most that a load's sequences grow by.
+    """
+
+    def __init__(
+        self,
+        engine: EngineHttp,
+        limits: EngineLimits,
+        prompts: Prompts,
+        new_tokens: int,
+        replicas: int = 1,
+    ) -> None:
+        self._engine = engine
+        self._limits = limits
+        self._prompts = prompts
+        self._new_tokens = new_tokens
+        self._replicas = replicas
+        self._started = 0
+
+    def new_tokens_for(self, batch_size: int, prompt_tokens: int) -> int:
+        """How far sequences of such a load can grow; 0 when the engine has no room for it."""
+        each = min(
+            self._limits.sequence_tokens, int(_POOL_SHARE * self._limits.pool_tokens / batch_size)
+        )
+        room = min(self._new_tokens, each - prompt_tokens)
+        return room if room >= min(_LEAST_NEW_TOKENS, self._new_tokens) else 0
+
+    def start(self, batch_size: int, prompt_tokens: int) -> Generation:
+        """A request that makes a decode batch of this size; there must be room for it."""
+        self._started += 1
+        count = batch_size * self._replicas
+        ids = [f"controller-profile-{id(self):x}-{self._started}-{i:05}" for i in range(count)]
+        room = self.new_tokens_for(batch_size, prompt_tokens)
+        return self._engine.generate(self._prompts.cut(count, prompt_tokens), ids, room)

@@ -1,0 +1,206 @@
+"""Measuring C(drafter, B, gamma, kv): the grid, then the context sweep.
+
+At each batch size one load stays up while the arms take turns, forth and back, round after round:
+what drifts (the machine, the growing contexts) then touches all of them alike and can be taken
+out, and the ratios between them are good even where the absolute times are not.  A cell whose
+median is known well enough leaves its time to the others.
+"""
+
+from collections.abc import Callable
+from datetime import datetime
+
+from controller.core.clock import Clock
+from controller.core.types import Arm, EngineSpec
+from controller.profiling.bench import Bench
+from controller.profiling.errors import MeasurementError, MeasurementStalledError
+from controller.profiling.fit import summarise_column
+from controller.profiling.load import LoadSource
+from controller.profiling.partial import Partial
+from controller.profiling.progress import Reporter
+from controller.profiling.samples import Cells, Context
+from controller.profiling.schedule import (
+    Budget,
+    Part,
+    PartKind,
+    arms_of,
+    is_measured,
+    long_context,
+    parts_of,
+    sweep_arms,
+)
+from controller.profiling.settings import ProfilingSettings, batch_sizes_for
+from controller.profiling.sidecar import MeasureStream
+
+_SAVE_SECONDS = 5.0
+
+
+class Measurement:
+    """One measurement.  `save` is called now and then with all that is measured so far."""
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        settings: ProfilingSettings,
+        clock: Clock,
+        reporter: Reporter,
+        save: Callable[[Partial], None],
+        started_at: datetime,
+    ) -> None:
+        self.cells: Cells = {}
+        self._spec = spec
+        self._settings = settings
+        self._clock = clock
+        self._reporter = reporter
+        self._save = save
+        self._started_at = started_at
+        self._saved_at = clock.now()
+        self._finished: set[str] = set()
+        self._arms = arms_of(spec)
+        self._parts = parts_of(batch_sizes_for(spec, settings.batch_sizes))
+        self._budget = Budget(settings, self._parts, len(self._parts))
+
+    def resume(self, partial: Partial) -> int:
+        """Goes on where another run stopped; the number of parts that it had finished."""
+        self._started_at = partial.started_at
+        self.cells = partial.cells_by_key()
+        names = {
+            part.name
+            for part in self._parts
+            if part.name in partial.finished
+            and (part.kind is PartKind.CONTEXT or self._is_measured(part))
+        }
+        self._finished = names
+        left = [part for part in self._parts if part.name not in names]
+        self._budget = Budget(self._settings, left, len(self._parts))
+        return len(names)
+
+    async def run(self, stream: MeasureStream, loads: LoadSource) -> None:
+        """Fills `cells`.
+
+        Raises MeasurementError when nothing of the grid came out, or the engine or the sidecar
+        went away.
+        """
+        bench = Bench(stream, loads, self._settings, self._clock, self.cells)
+        self._budget.begin(self._clock.now())
+        for part in self._parts:
+            if part.name in self._finished:
+                continue
+            try:
+                if part.kind is PartKind.GRID:
+                    await self._grid(part, bench, loads)
+                else:
+                    await self._sweep(part, bench, loads)
+            except MeasurementStalledError as error:
+                if not self._finished:
+                    # What the smallest batch cannot do, no larger one will.
+                    raise
+                self._reporter.note(f"left out B={part.batch_size}: {error}")
+            else:
+                self._finished.add(part.name)
+            self._budget.finish(part)
+            self.save()
+        grid = [p for p in self._parts if p.kind is PartKind.GRID]
+        if not any(self._is_measured(part) for part in grid):
+            raise MeasurementError(
+                "the engine's KV pool or context length has no room for any load of the grid"
+            )
+
+    def save(self) -> None:
+        """Keeps what is measured so far."""
+        self._saved_at = self._clock.now()
+        finished = tuple(sorted(self._finished))
+        self._save(Partial.of(self._spec, self._started_at, finished, self.cells))
+
+    def _is_measured(self, part: Part) -> bool:
+        return is_measured(part, self._arms, self.cells, self._settings.visit_steps)
+
+    async def _grid(self, part: Part, bench: Bench, loads: LoadSource) -> None:
+        if not loads.new_tokens_for(part.batch_size, self._settings.context_tokens):
+            self._reporter.note(
+                f"left out B={part.batch_size}: the engine's KV pool or context length has no room "
+                "for such a load"
+            )
+            return
+        seconds = self._budget.share(part, self._clock.now())
+        begun_at = self._clock.now()
+        deadline = begun_at + seconds
+        turn = 0
+        bench.round_number = self._next_round(part)
+        async with bench.hold(
+            part.batch_size, self._settings.context_tokens, Context.GRID, self._arms[0]
+        ):
+            while True:
+                unsettled = self._unsettled(part)
+                is_late = self._clock.now() >= deadline
+                enough = turn >= self._settings.rounds and not unsettled
+                if enough or (is_late and self._is_measured(part)):
+                    return
+                left = max(deadline - self._clock.now(), 0.0)
+                waiting = max(len(unsettled), 1) * max(self._settings.rounds - turn, 1)
+                for arm in self._arms if turn % 2 == 0 else reversed(self._arms):
+                    # A settled arm is visited for a moment: it shows the round's drift.
+                    await bench.visit(arm, left / waiting if arm in unsettled else 0.0)
+                    self._tell(part, arm, (self._clock.now() - begun_at) / max(seconds, 1e-9))
+                turn += 1
+                bench.round_number += 1
+
+    def _column(self, part: Part) -> Cells:
+        return {
+            key: samples
+            for key, samples in self.cells.items()
+            if key.batch_size == part.batch_size and key.context is Context.GRID and len(samples)
+        }
+
+    def _next_round(self, part: Part) -> int:
+        return 1 + max((max(s.rounds) for s in self._column(part).values()), default=-1)
+
+    def _unsettled(self, part: Part) -> set[Arm]:
+        """The arms whose medians are not known well enough yet."""
+        settled = {
+            key.arm
+            for key, summary in summarise_column(self._column(part), 0.0, 0.0)
+            if summary.steps >= self._settings.cell_steps
+            and summary.half_width <= self._settings.tolerance
+        }
+        return set(self._arms) - settled
+
+    async def _sweep(self, part: Part, bench: Bench, loads: LoadSource) -> None:
+        begun_at = self._clock.now()
+        seconds = self._budget.share(part, begun_at)
+        if not self._is_measured(Part(PartKind.GRID, part.batch_size)):
+            return
+        bench.round_number = 0
+        arms = sweep_arms(self._spec)
+        # Short, long, short: a drift of the machine falls on both alike.
+        for context, time_share in (
+            (Context.SHORT, 0.25),
+            (Context.LONG, 0.5),
+            (Context.SHORT, 0.25),
+        ):
+            tokens = self._settings.context_tokens
+            if context is Context.LONG:
+                tokens = long_context(
+                    part.batch_size, self._settings, loads, bench.prefill_seconds_per_token, seconds
+                )
+                if not tokens:
+                    self._reporter.note(
+                        f"no context sweep at B={part.batch_size}: no room, or no time, for a "
+                        f"context of more than {self._settings.context_tokens} tokens"
+                    )
+                    return
+            deadline = self._clock.now() + time_share * seconds
+            async with bench.hold(part.batch_size, tokens, context, arms[0]):
+                left = max(deadline - self._clock.now(), 0.0)
+                for arm in (*arms, *reversed(arms)):
+                    await bench.visit(arm, left / (2 * len(arms)))
+                    gone = (self._clock.now() - begun_at) / max(seconds, 1e-9)
+                    self._tell(part, arm, gone, tokens)
+
+    def _tell(self, part: Part, arm: Arm, part_share: float, context_tokens: int = 0) -> None:
+        share, left = self._budget.progress(part_share, self._clock.now())
+        where = f"B={part.batch_size} {arm.drafter} gamma={arm.gamma}"
+        if context_tokens:
+            where += f" context={context_tokens}"
+        self._reporter.progress(share, where, left)
+        if self._clock.now() - self._saved_at >= _SAVE_SECONDS:
+            self.save()

@@ -1,0 +1,108 @@
+"""What a person sees while it measures, on standard error: a bar, or lines if it is no terminal."""
+
+import sys
+from types import TracebackType
+from typing import Protocol, Self, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from controller.core.clock import Clock, WallClock
+
+_LINE_SECONDS = 5.0
+
+
+class Reporter(Protocol):
+    """Told what goes on.  `async` code calls it; nothing blocks for long."""
+
+    def note(self, text: str) -> None:
+        """One line that stays."""
+
+    def waiting(self, text: str) -> None:
+        """Something is waited for; called again and again meanwhile."""
+
+    def progress(self, share: float, doing: str, left_seconds: float) -> None:
+        """`share` in [0, 1] of the work is done; `doing`: at which cell."""
+
+
+class LineReporter:
+    """Plain lines, one every few seconds, for logs."""
+
+    def __init__(self, out: TextIO | None = None, clock: Clock | None = None) -> None:
+        self._out = out or sys.stderr
+        self._clock = clock or WallClock()
+        self._said = ""
+        self._said_at = -float("inf")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        """As in Reporter."""
+        print(text, file=self._out, flush=True)
+
+    def waiting(self, text: str) -> None:
+        """As in Reporter; said once, and again every few seconds."""
+        self._now_and_then(text, text)
+
+    def progress(self, share: float, doing: str, left_seconds: float) -> None:
+        """As in Reporter."""
+        line = f"{share:4.0%}  {doing}  about {left_seconds:.0f} s left"
+        self._now_and_then("progress", line)
+
+    def _now_and_then(self, kind: str, line: str) -> None:
+        now = self._clock.now()
+        if kind != self._said or now - self._said_at >= _LINE_SECONDS:
+            self._said, self._said_at = kind, now
+            self.note(line)
+
+
+class BarReporter:
+    """A bar with the time that is left, on a terminal."""
+
+    def __init__(self) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.percentage:3.0f}%"),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[left]}"),
+            console=Console(stderr=True, highlight=False),
+            transient=True,
+        )
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._progress.stop()
+
+    def note(self, text: str) -> None:
+        """As in Reporter."""
+        self._progress.console.print(text, markup=False, soft_wrap=True)
+
+    def waiting(self, text: str) -> None:
+        """As in Reporter."""
+        self._show(None, text, "")
+
+    def progress(self, share: float, doing: str, left_seconds: float) -> None:
+        """As in Reporter."""
+        self._show(share, doing, f"about {left_seconds:.0f} s left")
+
+    def _show(self, share: float | None, doing: str, left: str) -> None:
+        total = None if share is None else 1.0
+        if self._task is None:
+            self._task = self._progress.add_task(doing, total=total, left=left)
+        self._progress.update(
+            self._task, description=doing, total=total, completed=share or 0.0, left=left
+        )

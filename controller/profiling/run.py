@@ -1,0 +1,198 @@
+"""`controller profile` from end to end: wait, reuse or refuse, measure, write, install."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from controller.core.clock import Clock, WallClock
+from controller.core.profile import Profile
+from controller.core.types import EngineSpec
+from controller.profiling.engine_http import EngineHttp
+from controller.profiling.errors import InvalidPartialError, ProfilingError
+from controller.profiling.fit import fit_costs
+from controller.profiling.load import LoadSource, Prompts
+from controller.profiling.measurement import Measurement
+from controller.profiling.partial import (
+    Partial,
+    identities,
+    load_partial,
+    partial_path,
+    save_partial,
+    utc_now,
+)
+from controller.profiling.profile_file import (
+    default_path,
+    reusable_profile,
+    uncovered,
+    write_profile,
+)
+from controller.profiling.progress import Reporter
+from controller.profiling.report import hardware_note
+from controller.profiling.settings import ProfilingSettings
+from controller.profiling.sidecar import SidecarClient
+from controller.profiling.waiting import Waiter
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileRequest:
+    """What to profile, and where the profile goes.
+
+    output: None for a name made from the engine's identity.  engine_id: "" for the only one.
+    force: measure although a file is there.  prompt_text: what prompts are cut from, "" for
+    random words.  command: recorded in the profile.
+    """
+
+    engine_url: str
+    sidecar: str
+    output: Path | None = None
+    engine_id: str = ""
+    settings: ProfilingSettings = field(default_factory=ProfilingSettings)
+    wait_seconds: float = 30.0
+    force: bool = False
+    prompt_text: str = ""
+    api_key: str = ""
+    command: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileOutcome:
+    """`reused`: it was there already.  `seconds`: of the measurement, 0 without one."""
+
+    profile: Profile
+    path: Path
+    reused: bool
+    engine_ids: tuple[str, ...]
+    seconds: float
+
+
+async def profile_engine(
+    request: ProfileRequest, reporter: Reporter, clock: Clock | None = None
+) -> ProfileOutcome:
+    """Measures a running engine, or finds that it was measured, and installs the profile.
+
+    What is measured so far is kept, whatever ends the measurement.  Raises ProfilingError.
+    """
+    clock = clock or WallClock()
+    engine = EngineHttp(request.engine_url, request.api_key)
+    async with SidecarClient(request.sidecar) as sidecar:
+        waiter = Waiter(request.wait_seconds, clock, reporter)
+        await waiter.for_sidecar(sidecar)
+        await waiter.for_engine(engine)
+        spec = await waiter.for_introduction(sidecar, engine, request.engine_id)
+        path = request.output or default_path(spec)
+        profile = None if request.force else reusable_profile(path, spec)
+        reused, begun_at = profile is not None, clock.now()
+        if profile is None:
+            run = _Run(request, spec, path, reporter, clock)
+            profile = await run.measure(engine, sidecar)
+        else:
+            _tell_reuse(path, profile, spec, reporter)
+        seconds = 0.0 if reused else clock.now() - begun_at
+        engine_ids = await sidecar.install(profile)
+    return ProfileOutcome(profile, path, reused, tuple(engine_ids), seconds)
+
+
+class _Run:
+    """One measurement and its files."""
+
+    def __init__(
+        self,
+        request: ProfileRequest,
+        spec: EngineSpec,
+        path: Path,
+        reporter: Reporter,
+        clock: Clock,
+    ) -> None:
+        self._request = request
+        self._spec = spec
+        self._path = path
+        self._partial_path = partial_path(path)
+        self._reporter = reporter
+        self._measurement = Measurement(
+            spec, request.settings, clock, reporter, self._save, utc_now()
+        )
+
+    async def measure(self, engine: EngineHttp, sidecar: SidecarClient) -> Profile:
+        """Raises ProfilingError; what is measured by then is kept."""
+        self._resume()
+        loads = LoadSource(
+            engine,
+            await engine.limits(),
+            await Prompts.of_engine(engine, self._request.prompt_text),
+            self._request.settings.new_tokens,
+            self._spec.fingerprint.data_parallel_size,
+        )
+        try:
+            async with sidecar.measuring(self._spec.engine_id) as stream:
+                await self._measurement.run(stream, loads)
+        except BaseException:
+            if self._measurement.cells:
+                self._measurement.save()
+                self._reporter.note(
+                    f"what was measured is kept in {self._partial_path}: run the same command "
+                    "again to go on"
+                )
+            raise
+        profile = self._fit()
+        self._write(profile)
+        self._partial_path.unlink(missing_ok=True)
+        return profile
+
+    def _fit(self) -> Profile:
+        fit = fit_costs(self._measurement.cells)
+        if fit.context.measured:
+            self._reporter.note(
+                f"context term: {fit.context.seconds_per_kv_token * 1e6:.3f} "
+                f"+- {fit.context.error * 1e6:.3f} us for each token"
+            )
+        else:
+            self._reporter.note("context term: not measured, 0 is assumed")
+        return Profile(
+            fingerprint=self._spec.fingerprint,
+            drafters=identities(self._spec),
+            kv_tokens_per_sequence=fit.kv_tokens_per_sequence,
+            seconds_per_kv_token=fit.context.seconds_per_kv_token,
+            cells=fit.cells,
+            measured_at=utc_now().isoformat(),
+            command=self._request.command,
+            hardware=hardware_note(self._spec.fingerprint.device),
+        )
+
+    def _resume(self) -> None:
+        path = self._partial_path
+        try:
+            partial = load_partial(path)
+        except InvalidPartialError as error:
+            self._reporter.note(f"begins anew: the interrupted measurement is unreadable: {error}")
+            return
+        if partial is None:
+            return
+        if why := partial.why_unusable(self._spec, utc_now()):
+            self._reporter.note(f"begins anew: {path} is an interrupted measurement, but {why}")
+            return
+        done = self._measurement.resume(partial)
+        steps = sum(len(cell.seconds) for cell in partial.cells)
+        self._reporter.note(
+            f"goes on with the measurement begun {partial.started_at:%Y-%m-%d %H:%M} UTC "
+            f"({path}): {done} parts are done, {steps} steps are kept"
+        )
+
+    def _save(self, partial: Partial) -> None:
+        try:
+            save_partial(self._partial_path, partial)
+        except OSError as error:
+            raise ProfilingError(f"{self._partial_path}: {error.strerror}") from error
+
+    def _write(self, profile: Profile) -> None:
+        try:
+            write_profile(self._path, profile)
+        except OSError as error:
+            raise ProfilingError(f"{self._path}: {error.strerror}") from error
+
+
+def _tell_reuse(path: Path, profile: Profile, spec: EngineSpec, reporter: Reporter) -> None:
+    reporter.note(
+        f"{path} is this engine's profile, measured {profile.measured_at or 'some time ago'}: it "
+        "is used as it is (--force measures again)"
+    )
+    if missing := uncovered(profile, spec):
+        reporter.note(f"it did not measure {', '.join(missing)}: costs there are extrapolated")

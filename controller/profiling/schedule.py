@@ -1,0 +1,136 @@
+"""What is measured in which order, and how much time each part gets.
+
+A part is one batch size of the grid, or one batch size of the context sweep.  A part that needs
+less than its share leaves the rest to those after it; small batches come first, because they are
+quick.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from controller.core.types import Arm, EngineSpec
+from controller.profiling.load import LoadSource
+from controller.profiling.samples import CellKey, Cells
+from controller.profiling.settings import ProfilingSettings
+
+# Lengths that a long context may have; the longest that fits and can be afforded is taken.
+LONG_CONTEXTS = (8192, 6144, 4096, 3072, 2048, 1536, 1024, 768, 512, 384, 256)
+# The long context is at least so many times the short one, or there is no sweep.
+_LEAST_RATIO = 2
+_SWEEP_LARGEST_BATCH = 8
+_SWEEP_BATCH_STEP = 4
+# Share of its time that a part of the sweep may spend on the long prefill.
+_PREFILL_SHARE = 0.4
+
+
+class PartKind(Enum):
+    """What a part measures."""
+
+    GRID = "grid"
+    CONTEXT = "context"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One part, for one batch size."""
+
+    kind: PartKind
+    batch_size: int
+
+    @property
+    def name(self) -> str:
+        """As a partial file names it."""
+        return f"{self.kind.value}:{self.batch_size}"
+
+
+def arms_of(spec: EngineSpec) -> tuple[Arm, ...]:
+    """Everything the engine can be told to run, gamma = 0 included."""
+    return tuple(Arm(d.name, gamma) for d in spec.drafters for gamma in d.gammas)
+
+
+def sweep_arms(spec: EngineSpec) -> tuple[Arm, ...]:
+    """The first drafter's smallest gamma and its middle one: the context term is one scalar."""
+    drafter = spec.drafters[0]
+    middle = drafter.gammas[len(drafter.gammas) // 2]
+    return tuple(dict.fromkeys((Arm(drafter.name, drafter.gammas[0]), Arm(drafter.name, middle))))
+
+
+def parts_of(batch_sizes: Sequence[int]) -> tuple[Part, ...]:
+    """The grid, then the context sweep at one or two of its batch sizes."""
+    largest = max((b for b in batch_sizes if b <= _SWEEP_LARGEST_BATCH), default=min(batch_sizes))
+    smaller = [b for b in batch_sizes if b * _SWEEP_BATCH_STEP <= largest]
+    sweep = sorted({largest, *smaller[-1:]})
+    return (
+        *(Part(PartKind.GRID, size) for size in batch_sizes),
+        *(Part(PartKind.CONTEXT, size) for size in sweep),
+    )
+
+
+def is_measured(part: Part, arms: Sequence[Arm], cells: Cells, least_steps: int) -> bool:
+    """True when every arm's grid cell of the part holds enough steps."""
+    keys = [CellKey(arm.drafter, arm.gamma, part.batch_size) for arm in arms]
+    return all(key in cells and len(cells[key]) >= least_steps for key in keys)
+
+
+def long_context(
+    batch_size: int,
+    settings: ProfilingSettings,
+    loads: LoadSource,
+    prefill_seconds_per_token: float,
+    seconds: float,
+) -> int:
+    """The long end of the sweep, in tokens; 0 when nothing long enough fits or can be afforded."""
+    for tokens in LONG_CONTEXTS:
+        if tokens < _LEAST_RATIO * settings.context_tokens:
+            break
+        affordable = batch_size * tokens * prefill_seconds_per_token <= _PREFILL_SHARE * seconds
+        if affordable and loads.new_tokens_for(batch_size, tokens):
+            return tokens
+    return 0
+
+
+class Budget:
+    """Shares the time out.  Times are of the clock that gives `now`.
+
+    `parts`: what is still to be measured.
+    """
+
+    def __init__(self, settings: ProfilingSettings, parts: Sequence[Part], all_parts: int) -> None:
+        seconds = settings.budget_seconds * len(parts) / all_parts
+        self.seconds = seconds
+        self._left = list(parts)
+        # A part of the grid weighs 1; the sweep's together get their share of the whole.
+        grid = sum(part.kind is PartKind.GRID for part in parts)
+        share = settings.context_share
+        sweeps = max(len(parts) - grid, 1)
+        self._sweep_weight = max(grid, 1) * share / (1 - share) / sweeps
+        self._spendable = seconds * (1 - settings.spare_share)
+        self._total_weight = sum(map(self._weight, parts)) or 1.0
+
+    def begin(self, now: float) -> None:
+        """The measurement begins."""
+        self._begun_at = now
+        self._deadline = now + self._spendable
+
+    def share(self, part: Part, now: float) -> float:
+        """Seconds for the part that begins now, if those after it are to get theirs."""
+        left = max(self._deadline - now, 0.0)
+        return left * self._weight(part) / sum(map(self._weight, self._left))
+
+    def finish(self, part: Part) -> None:
+        """The part is done, or left out."""
+        self._left.remove(part)
+
+    def progress(self, part_share: float, now: float) -> tuple[float, float]:
+        """Share of the work that is done, and seconds that are left; `part_share` of this part."""
+        left = sum(map(self._weight, self._left))
+        if self._left:
+            left -= min(part_share, 1.0) * self._weight(self._left[0])
+        done = 1 - left / self._total_weight
+        by_plan = self._deadline - now
+        by_pace = (now - self._begun_at) * (1 - done) / done if done > 0 else by_plan
+        return done, min(by_pace, by_plan) if by_plan > 0 else by_pace
+
+    def _weight(self, part: Part) -> float:
+        return 1.0 if part.kind is PartKind.GRID else self._sweep_weight

@@ -1,0 +1,157 @@
+"""The sidecar as the measurement sees it: its engines, a forced choice, a new profile."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Self
+
+import grpc
+import grpc.aio
+
+from controller.core.errors import SpeculationError
+from controller.core.profile import Profile
+from controller.core.types import Arm, EngineSpec, StepReport
+from controller.profiling.errors import MeasurementError, ProfilingError, SidecarUnreachableError
+from controller.service import converters
+from speculation.v1 import service_pb2, service_pb2_grpc
+
+_ANSWER_SECONDS = 10.0
+# gRPC would wait up to two minutes between attempts; a starting sidecar is there much sooner.
+_OPTIONS = (
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 500),
+)
+_AWAY = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED})
+
+
+class MeasureStream:
+    """One engine that runs what `force` says.  Every report it sends comes by here, in order."""
+
+    def __init__(
+        self,
+        call: grpc.aio.StreamStreamCall[service_pb2.MeasureRequest, service_pb2.MeasureResponse],
+        engine_id: str,
+    ) -> None:
+        self._call = call
+        self._engine_id = engine_id
+        self._arrived: asyncio.Queue[service_pb2.MeasureResponse] = asyncio.Queue()
+        # Read beside, because a read that is cancelled takes the whole call with it.
+        self._reader = asyncio.create_task(self._read())
+        self.first_epoch: int | None = None
+
+    async def force(self, arm: Arm) -> None:
+        """Makes every batch run this arm, soon.  Raises MeasurementError."""
+        request = service_pb2.MeasureRequest(
+            engine_id=self._engine_id, drafter=arm.drafter, gamma=arm.gamma
+        )
+        try:
+            await self._call.write(request)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            raise await self._why_over() from error
+
+    async def reports(self, wait_seconds: float) -> list[StepReport]:
+        """What came since the last call; [] when nothing does for so long.
+
+        Only steps under a forced plan.  Raises MeasurementError when the measurement is over.
+        """
+        try:
+            async with asyncio.timeout(wait_seconds):
+                responses = [await self._arrived.get()]
+        except TimeoutError:
+            if self._reader.done():
+                raise await self._why_over() from None
+            return []
+        while not self._arrived.empty():
+            responses.append(self._arrived.get_nowait())
+        found: list[StepReport] = []
+        for response in responses:
+            if self.first_epoch is None:
+                self.first_epoch = response.forced_epoch
+            found += map(converters.report_from_proto, response.reports)
+        return [report for report in found if report.plan_epoch >= (self.first_epoch or 0)]
+
+    async def close(self) -> None:
+        """Lets the engine go back to normal planning."""
+        self._call.cancel()
+        self._reader.cancel()
+        await asyncio.wait({self._reader})
+
+    async def _read(self) -> None:
+        try:
+            async for response in self._call:
+                self._arrived.put_nowait(response)
+        except grpc.aio.AioRpcError:
+            pass  # its status is asked for where it matters
+
+    async def _why_over(self) -> ProfilingError:
+        details = await self._call.details()
+        if await self._call.code() in _AWAY:
+            return SidecarUnreachableError(
+                f"the sidecar went away: {details}; start it again, and this command to go on"
+            )
+        return MeasurementError(f"the sidecar ended the measurement: {details}")
+
+
+class SidecarClient:
+    """One sidecar.  `async with SidecarClient(address) as sidecar`."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+    async def __aenter__(self) -> Self:
+        self._channel = grpc.aio.insecure_channel(self.address, options=_OPTIONS)
+        self._inspection = service_pb2_grpc.InspectionServiceStub(self._channel)
+        self._profiling = service_pb2_grpc.ProfilingServiceStub(self._channel)
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._channel.close()
+
+    async def engines(self) -> Sequence[EngineSpec]:
+        """Every engine that has introduced itself.  Raises SidecarUnreachableError."""
+        try:
+            answer = await self._inspection.ListEngines(
+                service_pb2.ListEnginesRequest(), timeout=_ANSWER_SECONDS
+            )
+        except grpc.aio.AioRpcError as error:
+            raise self._away(error) from error
+        return [converters.engine_from_proto(status.engine) for status in answer.engines]
+
+    async def install(self, profile: Profile) -> Sequence[str]:
+        """Puts a profile into use; the engines that use it now.
+
+        Raises SidecarUnreachableError, and ProfilingError when the sidecar refuses it.
+        """
+        try:
+            answer = await self._profiling.InstallProfile(
+                service_pb2.InstallProfileRequest(profile_json=profile.to_json()),
+                timeout=_ANSWER_SECONDS,
+            )
+        except grpc.aio.AioRpcError as error:
+            if error.code() in _AWAY:
+                raise self._away(error) from error
+            raise ProfilingError(
+                f"the sidecar does not take the profile: {error.details()}"
+            ) from error
+        return list(answer.engine_ids)
+
+    @asynccontextmanager
+    async def measuring(self, engine_id: str) -> AsyncIterator[MeasureStream]:
+        """Inside the block the engine runs what is forced; afterwards planning goes on."""
+        stream = MeasureStream(self._profiling.Measure(), engine_id)
+        try:
+            yield stream
+        finally:
+            await stream.close()
+
+    def _away(self, error: grpc.aio.AioRpcError) -> SpeculationError:
+        if error.code() in _AWAY:
+            return SidecarUnreachableError(
+                f"no sidecar listens at {self.address}: start one with "
+                f"`controller serve --address {self.address}`, or name its socket with --sidecar"
+            )
+        return SidecarUnreachableError(
+            f"what listens at {self.address} is no sidecar: {error.code().name}: {error.details()}"
+        )

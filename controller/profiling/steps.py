@@ -1,0 +1,55 @@
+"""Which reports are plain steps of the wanted batch, and why the others are not."""
+
+from collections import Counter
+
+from controller.core.types import Arm, StepReport
+
+
+class StepFilter:
+    """Takes reports in order.  `settle_steps`: how many are left out after anything changed."""
+
+    def __init__(self, settle_steps: int) -> None:
+        self._settle_steps = settle_steps
+        self._unsettled = 0
+        self._batch_size = 0
+        self._context_tokens = range(0)
+        self._last: tuple[Arm, int] | None = None
+        # Why reports were left out since `expect`, for people.
+        self.left_out: Counter[str] = Counter()
+
+    def expect(self, batch_size: int, context_tokens: range) -> None:
+        """From now on, steps of this batch size and of such contexts (their mean) count."""
+        self._batch_size = batch_size
+        self._context_tokens = context_tokens
+        self._last = None
+        self.left_out.clear()
+
+    def accepts(self, report: StepReport) -> bool:
+        """True for a step whose seconds are those of its arm at the wanted batch size."""
+        why = self._why_not(report)
+        if why:
+            self.left_out[why] += 1
+        return not why
+
+    def _why_not(self, report: StepReport) -> str:
+        now = (report.arm, report.batch_size)
+        if now != self._last:
+            self._last = now
+            self._unsettled = self._settle_steps
+        if report.batch_size != self._batch_size:
+            return f"batch of {report.batch_size}"
+        context = report.kv_tokens // report.batch_size
+        if context not in self._context_tokens:
+            return f"context of about {round(context, -2)} tokens"
+        flags = report.flags
+        if flags.unsteered:
+            return "ran without a valid plan"
+        if flags.distorts_cost:
+            # What disturbed this step may still be felt in the next.
+            self._unsettled = max(self._unsettled - 1, 1)
+            names = ("after_gap", "eager_fallback", "first_use", "switched")
+            return f"flagged {next(name for name in names if getattr(flags, name))}"
+        if self._unsettled:
+            self._unsettled -= 1
+            return "right after a change"
+        return ""

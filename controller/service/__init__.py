@@ -1,0 +1,1 @@
+"""The sidecar: gRPC services, sessions, metrics and lifecycle around the decision core."""

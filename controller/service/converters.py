@@ -1,0 +1,262 @@
+"""Where proto meets core, both ways, and nowhere else.
+
+`…_from_proto` raise the core's own errors (InvalidEngineError, InvalidReportError) for what the
+core's types refuse; the other direction cannot fail.
+"""
+
+from controller.core.errors import InvalidEngineError
+from controller.core.types import (
+    NO_FLAGS,
+    Arm,
+    Capabilities,
+    DrafterKind,
+    DrafterSpec,
+    EngineSpec,
+    Explanation,
+    Fingerprint,
+    Plan,
+    PlanRow,
+    Probe,
+    Reason,
+    Regime,
+    RegimeMode,
+    StepFlags,
+    StepReport,
+)
+from speculation.v1 import engine_pb2, plan_pb2, service_pb2
+
+_KIND_TO_PROTO = {
+    DrafterKind.MTP: engine_pb2.DRAFTER_KIND_MTP,
+    DrafterKind.DFLASH: engine_pb2.DRAFTER_KIND_DFLASH,
+    DrafterKind.STANDALONE: engine_pb2.DRAFTER_KIND_STANDALONE,
+    DrafterKind.NGRAM: engine_pb2.DRAFTER_KIND_NGRAM,
+}
+_KIND_FROM_PROTO = {value: kind for kind, value in _KIND_TO_PROTO.items()}
+
+_REASON_TO_PROTO = {
+    Reason.EXPLOIT: plan_pb2.REASON_EXPLOIT,
+    Reason.PROBE: plan_pb2.REASON_PROBE,
+    Reason.HOLD: plan_pb2.REASON_HOLD,
+    Reason.PROFILE_MISSING: plan_pb2.REASON_PROFILE_MISSING,
+    Reason.PROFILING: plan_pb2.REASON_PROFILING,
+    Reason.LEASE: plan_pb2.REASON_LEASE,
+    Reason.OVERRIDE: plan_pb2.REASON_OVERRIDE,
+}
+
+_REGIME_TO_PROTO = {
+    RegimeMode.OFF: plan_pb2.REGIME_MODE_OFF,
+    RegimeMode.ONLINE: plan_pb2.REGIME_MODE_ONLINE,
+    RegimeMode.COLLECT: plan_pb2.REGIME_MODE_COLLECT,
+}
+
+
+def engine_from_proto(message: engine_pb2.EngineSpec) -> EngineSpec:
+    """Raises InvalidEngineError if the introduction contradicts itself."""
+    fingerprint, able = message.fingerprint, message.capabilities
+    return EngineSpec(
+        engine_id=message.engine_id,
+        fingerprint=Fingerprint(
+            target_model=fingerprint.target_model,
+            target_revision=fingerprint.target_revision,
+            engine=fingerprint.engine,
+            engine_version=fingerprint.engine_version,
+            device=fingerprint.device,
+            dtype=fingerprint.dtype,
+            quantization=fingerprint.quantization,
+            # 0 is "not said" on the wire, and an engine that does not say runs on one.
+            tensor_parallel_size=fingerprint.tensor_parallel_size or 1,
+            data_parallel_size=fingerprint.data_parallel_size or 1,
+            attention_backend=fingerprint.attention_backend,
+            graph_batch_sizes=tuple(fingerprint.graph_batch_sizes),
+            shim_version=fingerprint.shim_version,
+        ),
+        drafters=tuple(_drafter_from_proto(drafter) for drafter in message.drafters),
+        max_batch_size=message.max_batch_size,
+        capabilities=Capabilities(
+            can_sleep=able.can_sleep,
+            can_switch_drafter=able.can_switch_drafter,
+            can_update_online=able.can_update_online,
+            can_collect=able.can_collect,
+            overlap_steps=able.overlap_steps,
+        ),
+    )
+
+
+def _drafter_from_proto(message: engine_pb2.Drafter) -> DrafterSpec:
+    kind = _KIND_FROM_PROTO.get(message.kind)
+    if kind is None:
+        raise InvalidEngineError(
+            f"drafter {message.name!r}: kind {message.kind} is unspecified or not known here; "
+            f"known are {', '.join(k.value for k in DrafterKind)}"
+        )
+    return DrafterSpec(message.name, kind, tuple(message.gammas), message.model, message.revision)
+
+
+def engine_to_proto(spec: EngineSpec) -> engine_pb2.EngineSpec:
+    """The introduction as it came."""
+    fingerprint, able = spec.fingerprint, spec.capabilities
+    return engine_pb2.EngineSpec(
+        engine_id=spec.engine_id,
+        fingerprint=engine_pb2.Fingerprint(
+            target_model=fingerprint.target_model,
+            target_revision=fingerprint.target_revision,
+            engine=fingerprint.engine,
+            engine_version=fingerprint.engine_version,
+            device=fingerprint.device,
+            dtype=fingerprint.dtype,
+            quantization=fingerprint.quantization,
+            tensor_parallel_size=fingerprint.tensor_parallel_size,
+            data_parallel_size=fingerprint.data_parallel_size,
+            attention_backend=fingerprint.attention_backend,
+            graph_batch_sizes=fingerprint.graph_batch_sizes,
+            shim_version=fingerprint.shim_version,
+        ),
+        drafters=[
+            engine_pb2.Drafter(
+                name=drafter.name,
+                kind=_KIND_TO_PROTO[drafter.kind],
+                gammas=drafter.gammas,
+                model=drafter.model,
+                revision=drafter.revision,
+            )
+            for drafter in spec.drafters
+        ],
+        max_batch_size=spec.max_batch_size,
+        capabilities=engine_pb2.Capabilities(
+            can_sleep=able.can_sleep,
+            can_switch_drafter=able.can_switch_drafter,
+            can_update_online=able.can_update_online,
+            can_collect=able.can_collect,
+            overlap_steps=able.overlap_steps,
+        ),
+    )
+
+
+def report_from_proto(message: engine_pb2.StepReport) -> StepReport:
+    """Raises InvalidReportError for what cannot be true."""
+    flags = NO_FLAGS
+    if message.HasField("flags"):
+        said = message.flags
+        flags = StepFlags(
+            said.after_gap, said.eager_fallback, said.first_use, said.unsteered, said.switched
+        )
+    return StepReport(
+        message.step,
+        message.batch_size,
+        message.kv_tokens,
+        message.drafter,
+        message.gamma,
+        tuple(message.accepted_counts),
+        message.step_seconds,
+        flags,
+        message.plan_epoch,
+        message.probe_id,
+    )
+
+
+def report_to_proto(report: StepReport) -> engine_pb2.StepReport:
+    """The report as it came; flags are absent when none is set."""
+    message = engine_pb2.StepReport(
+        step=report.step,
+        batch_size=report.batch_size,
+        kv_tokens=report.kv_tokens,
+        drafter=report.drafter,
+        gamma=report.gamma,
+        accepted_counts=report.accepted_counts,
+        step_seconds=report.step_seconds,
+        plan_epoch=report.plan_epoch,
+        probe_id=report.probe_id,
+    )
+    flags = report.flags
+    if flags != NO_FLAGS:
+        message.flags.CopyFrom(
+            engine_pb2.StepFlags(
+                after_gap=flags.after_gap,
+                eager_fallback=flags.eager_fallback,
+                first_use=flags.first_use,
+                unsteered=flags.unsteered,
+                switched=flags.switched,
+            )
+        )
+    return message
+
+
+def reason_to_proto(reason: Reason) -> plan_pb2.Reason.ValueType:
+    """The enum value of the same name."""
+    return _REASON_TO_PROTO[reason]
+
+
+def plan_to_proto(plan: Plan) -> plan_pb2.Plan:
+    """Lease in whole milliseconds, 1 at least."""
+    return plan_pb2.Plan(
+        epoch=plan.epoch,
+        rows=[_row_to_proto(row) for row in plan.rows],
+        regime=_regime_to_proto(plan.regime),
+        lease_ms=max(1, round(plan.lease_seconds * 1000)),
+        reason=_REASON_TO_PROTO[plan.reason],
+        reason_detail=plan.reason_detail,
+    )
+
+
+def _row_to_proto(row: PlanRow) -> plan_pb2.PlanRow:
+    return plan_pb2.PlanRow(
+        max_batch_size=row.max_batch_size,
+        drafter=row.arm.drafter,
+        gamma=row.arm.gamma,
+        probe=None if row.probe is None else _probe_to_proto(row.probe),
+        reason=_REASON_TO_PROTO[row.reason],
+        drafter_asleep=row.drafter_asleep,
+    )
+
+
+def _probe_to_proto(probe: Probe) -> plan_pb2.Probe:
+    return plan_pb2.Probe(
+        probe_id=probe.probe_id,
+        drafter=probe.arm.drafter,
+        gamma=probe.arm.gamma,
+        steps=probe.steps,
+    )
+
+
+def _regime_to_proto(regime: Regime) -> plan_pb2.Regime:
+    return plan_pb2.Regime(mode=_REGIME_TO_PROTO[regime.mode], stride=regime.stride)
+
+
+def arm_from_proto(message: service_pb2.MeasureRequest) -> Arm:
+    """What a measurement asks for."""
+    return Arm(message.drafter, message.gamma)
+
+
+def explanation_to_proto(explanation: Explanation) -> service_pb2.ExplainResponse:
+    """The whole decision row, arms and positions in the order of the explanation."""
+    return service_pb2.ExplainResponse(
+        engine_id=explanation.engine_id,
+        batch_size=explanation.batch_size,
+        plan=plan_to_proto(explanation.plan),
+        arms=[
+            service_pb2.ArmExplanation(
+                drafter=value.arm.drafter,
+                gamma=value.arm.gamma,
+                expected_accepted=value.expected_accepted,
+                step_seconds=value.step_seconds,
+                tokens_per_second=value.tokens_per_second,
+                optimistic_tokens_per_second=value.optimistic_tokens_per_second,
+                chosen=value.chosen,
+                extrapolated=value.extrapolated,
+            )
+            for value in explanation.arms
+        ],
+        positions=[
+            service_pb2.PositionExplanation(
+                drafter=estimate.drafter,
+                position=estimate.position,
+                conditional_acceptance=estimate.conditional_acceptance,
+                exposures=estimate.exposures,
+            )
+            for estimate in explanation.positions
+        ],
+        profile_id=explanation.profile_id,
+        margin=explanation.margin,
+        probe_share=explanation.probe_share,
+        kv_tokens_per_sequence=explanation.kv_tokens_per_sequence,
+    )

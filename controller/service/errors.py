@@ -1,0 +1,104 @@
+"""What the service refuses, and the one place where errors become gRPC status codes."""
+
+from typing import Any, Never
+
+import grpc
+import grpc.aio
+
+from controller.core.errors import (
+    InvalidEngineError,
+    InvalidProfileError,
+    InvalidReportError,
+    ProfileMismatchError,
+    SpeculationError,
+    StaleReportError,
+    UnknownArmError,
+)
+
+# A message may quote what a client sent; this is as much of it as goes back.
+_MESSAGE_MAX = 500
+
+
+class UnknownDrafterError(UnknownArmError):
+    """A report names a drafter that the engine did not introduce."""
+
+
+class NoSessionError(SpeculationError):
+    """The session is unknown, over, or taken over: the engine has to introduce itself again."""
+
+
+class UnknownEngineError(SpeculationError):
+    """No engine of that id has a session."""
+
+
+class TooManyEnginesError(SpeculationError):
+    """The registry is full, and none of its sessions is idle."""
+
+
+class MeasurementConflictError(SpeculationError):
+    """The engine is being measured by someone else, or went away while it was measured."""
+
+
+class InvalidMeasurementError(SpeculationError):
+    """A measurement asks for what the engine cannot run."""
+
+
+class NoMatchingEngineError(SpeculationError):
+    """A profile that belongs to no introduced engine; the message names the field that differs."""
+
+
+class InvalidQuestionError(SpeculationError):
+    """A question about what cannot be."""
+
+
+class SlowClientError(SpeculationError):
+    """A client reads so slowly that what it asked for piles up."""
+
+
+class ProfileNotSavedError(SpeculationError):
+    """The profile directory cannot be written."""
+
+
+class ShuttingDownError(SpeculationError):
+    """The sidecar is going away."""
+
+
+# Narrow before broad: the first match counts.
+_STATUS: tuple[tuple[type[SpeculationError], grpc.StatusCode], ...] = (
+    (UnknownDrafterError, grpc.StatusCode.INVALID_ARGUMENT),
+    (UnknownArmError, grpc.StatusCode.OUT_OF_RANGE),
+    (StaleReportError, grpc.StatusCode.FAILED_PRECONDITION),
+    (InvalidReportError, grpc.StatusCode.INVALID_ARGUMENT),
+    (InvalidEngineError, grpc.StatusCode.INVALID_ARGUMENT),
+    (InvalidProfileError, grpc.StatusCode.INVALID_ARGUMENT),
+    (ProfileMismatchError, grpc.StatusCode.FAILED_PRECONDITION),
+    (NoSessionError, grpc.StatusCode.FAILED_PRECONDITION),
+    (UnknownEngineError, grpc.StatusCode.NOT_FOUND),
+    (TooManyEnginesError, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (MeasurementConflictError, grpc.StatusCode.FAILED_PRECONDITION),
+    (InvalidMeasurementError, grpc.StatusCode.INVALID_ARGUMENT),
+    (NoMatchingEngineError, grpc.StatusCode.FAILED_PRECONDITION),
+    (InvalidQuestionError, grpc.StatusCode.INVALID_ARGUMENT),
+    (SlowClientError, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (ProfileNotSavedError, grpc.StatusCode.INTERNAL),
+    (ShuttingDownError, grpc.StatusCode.UNAVAILABLE),
+)
+
+
+def status_of(error: SpeculationError) -> grpc.StatusCode:
+    """The status that says what kind of error it is; UNKNOWN for one that is not listed."""
+    for kind, status in _STATUS:
+        if isinstance(error, kind):
+            return status
+    return grpc.StatusCode.UNKNOWN
+
+
+def message_of(error: SpeculationError) -> str:
+    """The error's text, cut to a length that fits a status or a rejection."""
+    text = str(error)
+    return text if len(text) <= _MESSAGE_MAX else text[: _MESSAGE_MAX - 1] + "…"
+
+
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: SpeculationError) -> Never:
+    """Ends the call with the error's status and message."""
+    await context.abort(status_of(error), message_of(error))

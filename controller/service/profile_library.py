@@ -1,0 +1,136 @@
+"""The profiles at hand, and which of them belongs to an engine.
+
+Profiles come from files named at the start, and from `InstallProfile` while the sidecar runs; the
+latter are kept as files too when a directory for them is configured.  Several may fit one engine:
+the latest installed or, among files, the latest measured one is used.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import structlog
+
+from controller.core.errors import InvalidProfileError, ProfileMismatchError, SpeculationError
+from controller.core.profile import Profile
+from controller.core.types import EngineSpec
+from controller.service.errors import ProfileNotSavedError
+
+_log = structlog.get_logger(__name__)
+
+
+class ProfileFileError(SpeculationError):
+    """A profile file or directory that cannot be used; the message names it."""
+
+
+class ProfileLibrary:
+    """Profiles in the order of preference.  `directory`: where installed ones are kept."""
+
+    def __init__(self, directory: Path | None = None) -> None:
+        self._directory = directory
+        self._profiles: list[Profile] = []  # the preferred one last
+
+    def __len__(self) -> int:
+        return len(self._profiles)
+
+    def load(self, paths: Iterable[Path]) -> None:
+        """Reads files, and the `*.json` of directories; the library's own directory too.
+
+        Raises ProfileFileError for a path that is missing or a file that is no profile.
+        """
+        found = [(file, _read(file)) for path in paths for file in _files(path)]
+        if self._directory is not None and self._directory.is_dir():
+            found += [(file, _read(file)) for file in _files(self._directory)]
+        for file, profile in sorted(found, key=lambda item: item[1].measured_at):
+            self.add(profile)
+            _log.info(
+                "profile_loaded",
+                path=str(file),
+                profile=profile.profile_id,
+                device=profile.fingerprint.device,
+                target_model=profile.fingerprint.target_model,
+                measured_at=profile.measured_at,
+            )
+
+    def find(self, spec: EngineSpec) -> Profile | None:
+        """The preferred profile that matches, None if no one does."""
+        for profile in reversed(self._profiles):
+            if mismatch(profile, spec) is None:
+                return profile
+        return None
+
+    def why_none(self, spec: EngineSpec) -> str:
+        """Why no profile matches this engine, for people."""
+        if not self._profiles:
+            return "no profile is loaded: measure one with `controller profile`"
+        return "; ".join(
+            f"{profile.profile_id}: {found}"
+            for profile in reversed(self._profiles[-3:])
+            if (found := mismatch(profile, spec))
+        )
+
+    def add(self, profile: Profile) -> None:
+        """Makes it the preferred one; one of the same identity is forgotten."""
+        identity = _identity(profile)
+        self._profiles = [p for p in self._profiles if _identity(p) != identity]
+        self._profiles.append(profile)
+
+    def save(self, profile: Profile) -> Path | None:
+        """Keeps it in the directory, in place of an older one of the same identity.
+
+        None when no directory is configured.  Raises ProfileNotSavedError; the old file is whole.
+        """
+        if self._directory is None:
+            return None
+        path = self._directory / f"{_identity(profile)}.json"
+        part = path.with_suffix(".part")
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            with part.open("w", encoding="utf-8") as file:
+                file.write(profile.to_json())
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(path)
+        except OSError as error:
+            raise ProfileNotSavedError(
+                f"the profile cannot be kept in {self._directory}: {error.strerror}; nothing was "
+                "changed"
+            ) from error
+        return path
+
+
+def mismatch(profile: Profile, spec: EngineSpec) -> ProfileMismatchError | None:
+    """The first field that differs, None when the profile belongs to the engine."""
+    try:
+        profile.require_match(spec.fingerprint, spec.drafters)
+    except ProfileMismatchError as error:
+        return error
+    return None
+
+
+def _identity(profile: Profile) -> str:
+    """Digest of what is compared with an engine: 16 hexadecimal digits."""
+    compared = (
+        asdict(replace(profile.fingerprint, shim_version="")),
+        sorted((d.name, d.model, d.revision) for d in profile.drafters),
+    )
+    return hashlib.sha256(repr(compared).encode()).hexdigest()[:16]
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_dir():
+        return sorted(path.glob("*.json"))
+    return [path]
+
+
+def _read(path: Path) -> Profile:
+    try:
+        return Profile.from_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ProfileFileError(f"profile {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ProfileFileError(f"profile {path}: not UTF-8 text") from error
+    except InvalidProfileError as error:
+        raise ProfileFileError(f"profile {path}: {error}") from error

@@ -1,0 +1,218 @@
+"""The sidecar as a process: what it serves, how it starts, and how it goes.
+
+Start: profiles -> servicers, health, reflection -> socket -> metrics -> SERVING.
+Stop: NOT_SERVING -> sessions end, their streams close (bounded) -> socket file removed.
+"""
+
+import asyncio
+import signal
+from typing import Self
+
+import grpc
+import grpc.aio
+import structlog
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+import controller
+from controller.core.clock import Clock, WallClock
+from controller.core.engine_controller import EngineController
+from controller.core.errors import SpeculationError
+from controller.core.profile import Profile
+from controller.core.types import EngineSpec
+from controller.service import unix_socket
+from controller.service.errors import ShuttingDownError
+from controller.service.inspection import InspectionServicer
+from controller.service.metrics import MetricsServer
+from controller.service.profile_library import ProfileLibrary
+from controller.service.profiling import ProfilingServicer
+from controller.service.session import Session
+from controller.service.sessions import CoreFactory, SessionRegistry
+from controller.service.steering import SpeculationServicer
+from controller.settings import Settings
+from speculation.v1 import service_pb2, service_pb2_grpc
+
+SERVICES = tuple(service.full_name for service in service_pb2.DESCRIPTOR.services_by_name.values())
+
+_EXPIRE_SECONDS = 15.0
+# For unary calls and last words, once the streams are closed; health watches are cut after it.
+_LAST_GRACE_SECONDS = 0.2
+
+_log = structlog.get_logger(__name__)
+
+
+class StartRefusedError(SpeculationError):
+    """The sidecar cannot start as it was asked to."""
+
+
+class Sidecar:
+    """One sidecar.  `async with Sidecar(settings)` serves inside the block.
+
+    clock and core_factory: for tests and simulations; wall time and EngineController by default.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        clock: Clock | None = None,
+        core_factory: CoreFactory | None = None,
+    ) -> None:
+        self._settings = settings
+        self._clock = clock or WallClock()
+        self.profiles = ProfileLibrary(settings.profile_directory)
+        self.registry = SessionRegistry(
+            core_factory or self._core,
+            self.profiles,
+            self._clock,
+            settings.max_engines,
+            settings.session_idle_seconds,
+        )
+        self._path = settings.socket_path
+        self._inode = 0
+        self._health = health.aio.HealthServicer()
+        self._server: grpc.aio.Server | None = None
+        self._metrics: MetricsServer | None = None
+        self._expiring: asyncio.Task[None] | None = None
+
+    def _core(self, spec: EngineSpec, profile: Profile | None) -> EngineController:
+        return EngineController(spec, self._settings.planner, profile, self._clock)
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
+        """Returns when the sidecar is SERVING.
+
+        Raises StartRefusedError, SocketTakenError, ProfileFileError; nothing is left behind then.
+        """
+        settings = self._settings
+        self.profiles.load(settings.profiles)
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        self._server = self._make_server()
+        try:
+            self._bind(self._server)
+            if settings.metrics_port:
+                self._metrics = self._serve_metrics()
+        except SpeculationError:
+            await self.stop()
+            raise
+        await self._server.start()
+        self._expiring = asyncio.create_task(self._expire())
+        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        _log.info(
+            "serving",
+            version=controller.__version__,
+            address=settings.address,
+            tcp=settings.tcp,
+            metrics_port=settings.metrics_port or None,
+            profiles=len(self.profiles),
+        )
+        if not len(self.profiles):
+            _log.warning(
+                "no_profile",
+                detail="costs come from a prior that live steps correct; measure a profile with "
+                "`controller profile`, or name one with --profile",
+            )
+
+    async def stop(self) -> None:
+        """Ends everything that start began, within the drain time."""
+        if self._expiring is not None:
+            self._expiring.cancel()
+        await self._health.enter_graceful_shutdown()
+        sessions = list(self.registry)
+        self.registry.close(ShuttingDownError("the sidecar is shutting down"))
+        if self._server is not None:
+            await self._drain(self._server, sessions)
+            unix_socket.remove_own(self._path, self._inode)
+        if self._metrics is not None:
+            await asyncio.to_thread(self._metrics.close)
+        self._server = self._metrics = None
+
+    async def _drain(self, server: grpc.aio.Server, sessions: list[Session]) -> None:
+        drain_seconds = self._settings.drain_seconds
+        try:
+            async with asyncio.timeout(drain_seconds):
+                await asyncio.gather(*(session.quiet() for session in sessions))
+        except TimeoutError:
+            streams = sum(session.listeners for session in sessions)
+            _log.warning("drain_ran_out", streams=streams, drain_seconds=drain_seconds)
+        await server.stop(min(_LAST_GRACE_SECONDS, drain_seconds))
+
+    async def run(self) -> None:
+        """Serves until SIGTERM or SIGINT.  Raises as `start`."""
+        loop = asyncio.get_running_loop()
+        asked = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, asked.set)
+        async with self:
+            await asked.wait()
+            _log.info("stopping", engines=len(self.registry))
+        _log.info("stopped")
+
+    def _make_server(self) -> grpc.aio.Server:
+        limit = self._settings.max_message_bytes
+        server = grpc.aio.server(
+            options=[
+                ("grpc.max_receive_message_length", limit),
+                ("grpc.max_send_message_length", limit),
+                # Or a second sidecar could bind the same TCP port and take half the calls.
+                ("grpc.so_reuseport", 0),
+            ]
+        )
+        service_pb2_grpc.add_SpeculationServiceServicer_to_server(
+            SpeculationServicer(self.registry), server
+        )
+        service_pb2_grpc.add_InspectionServiceServicer_to_server(
+            InspectionServicer(self.registry), server
+        )
+        service_pb2_grpc.add_ProfilingServiceServicer_to_server(
+            ProfilingServicer(self.registry, self.profiles), server
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        if self._settings.reflection:
+            from grpc_reflection.v1alpha import reflection  # noqa: PLC0415  # only when asked for
+
+            names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
+            reflection.enable_server_reflection(names, server)
+        return server
+
+    def _bind(self, server: grpc.aio.Server) -> None:
+        try:
+            with unix_socket.claimed(self._path):
+                server.add_insecure_port(f"unix:{self._path}")
+                self._inode = self._path.stat().st_ino
+        except RuntimeError as error:
+            raise StartRefusedError(f"{self._path} cannot be bound: {error}") from error
+        if self._settings.tcp is None:
+            return
+        try:
+            server.add_insecure_port(self._settings.tcp)
+        except RuntimeError as error:
+            raise StartRefusedError(
+                f"{self._settings.tcp} cannot be bound (in use?): name another one with --tcp"
+            ) from error
+        _log.warning(
+            "tcp_open", address=self._settings.tcp, detail="no encryption and no authentication"
+        )
+
+    def _serve_metrics(self) -> MetricsServer:
+        host, port = self._settings.metrics_host, self._settings.metrics_port
+        try:
+            return MetricsServer(self.registry, asyncio.get_running_loop(), host, port)
+        except OSError as error:
+            raise StartRefusedError(
+                f"/metrics cannot be served on {host}:{port}: {error.strerror}; name another port "
+                "with --metrics-port, or 0 for none"
+            ) from error
+
+    async def _set_health(self, status: int) -> None:
+        for name in ("", *SERVICES):
+            await self._health.set(name, status)
+
+    async def _expire(self) -> None:
+        while True:
+            await asyncio.sleep(_EXPIRE_SECONDS)
+            self.registry.expire()

@@ -1,0 +1,124 @@
+"""Who has introduced itself: one session per engine id, found by token or by engine."""
+
+import secrets
+from collections.abc import Callable, Iterator
+
+import structlog
+
+from controller.core.clock import Clock
+from controller.core.engine_controller import EngineController
+from controller.core.errors import SpeculationError
+from controller.core.profile import Profile
+from controller.core.types import EngineSpec
+from controller.service.errors import NoSessionError, TooManyEnginesError, UnknownEngineError
+from controller.service.profile_library import ProfileLibrary
+from controller.service.session import Session
+
+CoreFactory = Callable[[EngineSpec, Profile | None], EngineController]
+
+_log = structlog.get_logger(__name__)
+
+
+class SessionRegistry:
+    """All sessions, by token and by engine.  At most `max_engines`."""
+
+    def __init__(
+        self,
+        core_factory: CoreFactory,
+        profiles: ProfileLibrary,
+        clock: Clock,
+        max_engines: int = 1024,
+        idle_seconds: float = 600.0,
+    ) -> None:
+        self._core_factory = core_factory
+        self._profiles = profiles
+        self._clock = clock
+        self._max_engines = max_engines
+        self._idle_seconds = idle_seconds
+        self._by_token: dict[str, Session] = {}
+        self._by_engine: dict[str, Session] = {}
+        self._closed: SpeculationError | None = None
+
+    def __len__(self) -> int:
+        return len(self._by_engine)
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(list(self._by_engine.values()))
+
+    def introduce(self, spec: EngineSpec) -> Session:
+        """Opens a session; one that the same engine_id had is over.
+
+        Raises TooManyEnginesError when the registry is full.
+        """
+        if self._closed is not None:
+            raise self._closed
+        known = self._by_engine.get(spec.engine_id)
+        if known is None and len(self) >= self._max_engines:
+            self.expire()
+            if len(self) >= self._max_engines:
+                raise TooManyEnginesError(
+                    f"{len(self)} engines are being steered already, which is the limit "
+                    "(CONTROLLER_MAX_ENGINES)"
+                )
+        profile = self._profiles.find(spec)
+        core = self._core_factory(spec, profile)
+        if known is not None:
+            self._remove(
+                known,
+                NoSessionError(
+                    f"engine {spec.engine_id!r} introduced itself again: this session is over"
+                ),
+            )
+        session = Session(secrets.token_hex(16), core, self._clock)
+        self._by_token[session.session_id] = session
+        self._by_engine[spec.engine_id] = session
+        _log.info(
+            "engine_introduced",
+            engine=spec.engine_id,
+            drafters={d.name: list(d.gammas) for d in spec.drafters},
+            max_batch_size=spec.max_batch_size,
+            again=known is not None,
+            profile=core.profile_id or None,
+            costs="measured" if core.profile_id else "prior",
+            **({} if profile else {"no_profile": self._profiles.why_none(spec)}),
+        )
+        return session
+
+    def by_token(self, session_id: str) -> Session:
+        """Raises NoSessionError."""
+        session = self._by_token.get(session_id)
+        if session is None:
+            raise self._closed or NoSessionError(
+                f"session {session_id[:64]!r} is unknown or over: the engine has to introduce "
+                "itself (again)"
+            )
+        return session
+
+    def by_engine(self, engine_id: str) -> Session:
+        """Raises UnknownEngineError."""
+        session = self._by_engine.get(engine_id)
+        if session is None:
+            raise UnknownEngineError(
+                f"no engine {engine_id[:128]!r} has a session; introduced are "
+                f"{sorted(self._by_engine)[:16]}"
+            )
+        return session
+
+    def expire(self) -> None:
+        """Ends the sessions that nothing was heard of for the idle time."""
+        for session in self:
+            idle = session.seconds_since_contact
+            if idle >= self._idle_seconds:
+                self._remove(session, NoSessionError(f"nothing was heard for {idle:.0f} s"))
+                _log.info("session_expired", engine=session.engine_id, idle_seconds=round(idle))
+
+    def close(self, why: SpeculationError) -> None:
+        """Ends every session and takes no new one."""
+        self._closed = why
+        for session in self:
+            self._remove(session, why)
+
+    def _remove(self, session: Session, why: SpeculationError) -> None:
+        del self._by_token[session.session_id]
+        del self._by_engine[session.engine_id]
+        session.end(why)

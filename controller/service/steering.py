@@ -1,0 +1,201 @@
+"""Steering: engines report, the sidecar plans.
+
+A Steer stream has one reader, which folds reports as they come, and one writer, which sends the
+newest plan whenever there is one that the engine does not have yet.  The writer wakes on news, and
+a few times per lease without any, so that an idle engine's lease is renewed too.  What a slow
+client does not read is never queued: plans that are overtaken are skipped, and the reader stops
+when rejections pile up.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc.aio
+import structlog
+
+from controller.core.errors import InvalidReportError, SpeculationError
+from controller.service import converters
+from controller.service.errors import NoSessionError, abort, message_of, status_of
+from controller.service.session import Session
+from controller.service.sessions import SessionRegistry
+from controller.service.streams import beside, read
+from speculation.v1 import engine_pb2, service_pb2, service_pb2_grpc
+
+# Reports folded before other streams get their turn; also the most rejections in one response.
+_CHUNK = 256
+# How often an idle stream looks whether its lease is half gone, per lease.
+_LOOKS_PER_LEASE = 8
+_LOOK_SECONDS_MAX = 0.5
+
+_log = structlog.get_logger(__name__)
+
+
+class SpeculationServicer(service_pb2_grpc.SpeculationServiceServicer):
+    """Introduce, Steer, Decide."""
+
+    def __init__(self, registry: SessionRegistry) -> None:
+        self._registry = registry
+
+    async def Introduce(
+        self,
+        request: service_pb2.IntroduceRequest,
+        context: grpc.aio.ServicerContext[
+            service_pb2.IntroduceRequest, service_pb2.IntroduceResponse
+        ],
+    ) -> service_pb2.IntroduceResponse:
+        """Opens a session."""
+        try:
+            session = self._registry.introduce(converters.engine_from_proto(request.engine))
+        except SpeculationError as error:
+            await abort(context, error)
+        return service_pb2.IntroduceResponse(
+            session_id=session.session_id, plan=converters.plan_to_proto(session.plan)
+        )
+
+    async def Steer(  # type: ignore[override]  # grpc.aio also takes a coroutine that reads and writes through its context
+        self,
+        request_iterator: AsyncIterator[service_pb2.SteerRequest],
+        context: grpc.aio.ServicerContext[service_pb2.SteerRequest, service_pb2.SteerResponse],
+    ) -> None:
+        """Reports in, plans out, until either side ends it."""
+        first = await read(context)
+        if first is None:
+            return
+        try:
+            await _SteerStream(self._registry.by_token(first.session_id), context).run(first)
+        except SpeculationError as error:
+            await abort(context, error)
+
+    async def Decide(
+        self,
+        request: service_pb2.DecideRequest,
+        context: grpc.aio.ServicerContext[service_pb2.DecideRequest, service_pb2.DecideResponse],
+    ) -> service_pb2.DecideResponse:
+        """One report in, the choice for its batch size out."""
+        try:
+            session = self._registry.by_token(request.session_id)
+            session.contact()
+            return _decide(session, request.report)
+        except SpeculationError as error:
+            await abort(context, error)
+
+
+def _decide(session: Session, message: engine_pb2.StepReport) -> service_pb2.DecideResponse:
+    try:
+        report = session.unary.identify(converters.report_from_proto(message))
+        session.observe(report)
+    except InvalidReportError as error:
+        session.reject(error)
+        raise
+    plan = session.advance()
+    row = plan.row_for(report.batch_size)
+    if row.probe is not None and session.unary.take(row.probe):
+        row = session.core.decide(report.batch_size)
+    return service_pb2.DecideResponse(
+        drafter=row.arm.drafter,
+        gamma=row.arm.gamma,
+        reason=converters.reason_to_proto(row.reason),
+        reason_detail=plan.reason_detail,
+        epoch=plan.epoch,
+        drafter_asleep=row.drafter_asleep,
+    )
+
+
+class _SteerStream:
+    """One open Steer stream of a session."""
+
+    def __init__(
+        self,
+        session: Session,
+        context: grpc.aio.ServicerContext[service_pb2.SteerRequest, service_pb2.SteerResponse],
+    ) -> None:
+        self._session = session
+        self._context = context
+        self._bell = asyncio.Event()
+        self._rejections: list[service_pb2.ReportRejection] = []
+        self._flushed = asyncio.Event()
+        self._sent_epoch = 0
+
+    async def run(self, first: service_pb2.SteerRequest) -> None:
+        """Serves the stream until the client has sent its last message.
+
+        Raises NoSessionError and ShuttingDownError when the session ends before.
+        """
+        session = self._session
+        session.stream = self
+        session.ring()
+        _log.info("stream_opened", engine=session.engine_id, peer=self._context.peer())
+        lease = session.plan.lease_seconds
+        look_seconds = min(lease / _LOOKS_PER_LEASE, _LOOK_SECONDS_MAX)
+        try:
+            with session.listening(self._bell):
+                async with (
+                    beside(self._look(look_seconds), self._bell),
+                    beside(self._read(first), self._bell) as reader,
+                ):
+                    await self._write(reader)
+        finally:
+            _log.info("stream_closed", engine=session.engine_id)
+
+    async def _write(self, reader: asyncio.Task[None]) -> None:
+        while True:
+            done = reader.done()
+            if self._session.ended is not None:
+                raise self._session.ended
+            if self._session.stream is not self:
+                raise NoSessionError("another stream of this session took over")
+            plan = self._session.advance()
+            news = plan.epoch > self._sent_epoch
+            if news or self._rejections:
+                rejections, self._rejections = self._rejections, []
+                self._flushed.set()
+                self._sent_epoch = plan.epoch
+                await self._context.write(
+                    service_pb2.SteerResponse(
+                        plan=converters.plan_to_proto(plan) if news else None,
+                        rejections=rejections,
+                    )
+                )
+            if done:
+                reader.result()
+                return
+            await self._bell.wait()
+            self._bell.clear()
+
+    async def _read(self, request: service_pb2.SteerRequest | None) -> None:
+        session = self._session
+        while request is not None:
+            if request.session_id != session.session_id:
+                raise NoSessionError(
+                    f"this stream belongs to session {session.session_id!r}, "
+                    f"not to {request.session_id[:64]!r}"
+                )
+            session.contact(request.dropped_reports)
+            reports = request.reports
+            for start in range(0, len(reports), _CHUNK):
+                for message in reports[start : start + _CHUNK]:
+                    self._fold(message)
+                self._bell.set()
+                while len(self._rejections) >= _CHUNK:
+                    self._flushed.clear()
+                    await self._flushed.wait()
+                if start + _CHUNK < len(reports):
+                    await asyncio.sleep(0)
+            self._bell.set()
+            request = await read(self._context)
+
+    def _fold(self, message: engine_pb2.StepReport) -> None:
+        try:
+            self._session.observe(converters.report_from_proto(message))
+        except InvalidReportError as error:
+            self._session.reject(error)
+            self._rejections.append(
+                service_pb2.ReportRejection(
+                    step=message.step, code=status_of(error).value[0], message=message_of(error)
+                )
+            )
+
+    async def _look(self, seconds: float) -> None:
+        while True:
+            await asyncio.sleep(seconds)
+            self._bell.set()

@@ -1,0 +1,33 @@
+"""What the bidirectional calls share: reading with an end, and a child task that ends with them."""
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar, cast
+
+import grpc.aio
+
+Request = TypeVar("Request")
+
+
+async def read(context: grpc.aio.ServicerContext[Request, Any]) -> Request | None:
+    """The client's next message, None once it has sent its last."""
+    message = await context.read()
+    return None if cast("object", message) is grpc.aio.EOF else message
+
+
+@asynccontextmanager
+async def beside(
+    coroutine: Coroutine[Any, Any, None], bell: asyncio.Event
+) -> AsyncIterator[asyncio.Task[None]]:
+    """Runs a coroutine beside the block; sets `bell` when it ends, ends it with the block."""
+    task = asyncio.create_task(coroutine)
+    task.add_done_callback(lambda _: bell.set())
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+        if not task.cancelled():
+            # Marks a failure as seen: the block has raised it already, or ended for another reason.
+            task.exception()

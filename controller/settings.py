@@ -1,0 +1,141 @@
+"""Settings of the sidecar: flags before environment before defaults; unknown keys are refused.
+
+Every field is an environment variable with the prefix CONTROLLER_, the decision's constants with
+CONTROLLER_PLANNER__ (two underscores).
+"""
+
+import dataclasses
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from controller.core.errors import SpeculationError
+from controller.core.settings import PlannerSettings
+
+PREFIX = "CONTROLLER_"
+DEFAULT_ADDRESS = "unix:/run/speculation/controller.sock"
+
+# What Kubernetes puts into every pod when a Service is named "controller": not ours, not refused.
+_SERVICE_LINK = re.compile(
+    r"CONTROLLER_(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
+)
+
+
+class SettingsError(SpeculationError):
+    """A setting that is unknown or cannot be; one line for each."""
+
+
+def _is_unix(address: str) -> str:
+    if not address.startswith("unix:") or not address.removeprefix("unix:"):
+        raise ValueError("unix:PATH is needed")
+    return address
+
+
+def _is_host_port(address: str | None) -> str | None:
+    if address is not None and not re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^\s:]+):\d{1,5}", address):
+        raise ValueError("HOST:PORT is needed")
+    return address
+
+
+def _split(value: object) -> object:
+    return [part for part in value.split(os.pathsep) if part] if isinstance(value, str) else value
+
+
+def _known_constants(value: object) -> object:
+    if isinstance(value, Mapping):
+        known = {field.name for field in dataclasses.fields(PlannerSettings)}
+        if unknown := sorted(set(value) - known):
+            raise ValueError(f"unknown: {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+    return value
+
+
+class Settings(BaseSettings):
+    """What `controller serve` runs with.  `Settings.load` is the way to make one."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX, env_nested_delimiter="__", extra="forbid", frozen=True
+    )
+
+    address: Annotated[str, AfterValidator(_is_unix)] = Field(
+        DEFAULT_ADDRESS, description="Unix socket to serve on, unix:PATH."
+    )
+    tcp: Annotated[str | None, AfterValidator(_is_host_port)] = Field(
+        None, description="HOST:PORT to serve on as well.  No encryption, no authentication."
+    )
+    metrics_host: str = Field(
+        "127.0.0.1", description="Address of /metrics; 0.0.0.0 lets another host scrape it."
+    )
+    metrics_port: int = Field(9464, ge=0, le=65535, description="Port of /metrics; 0: none.")
+    profiles: Annotated[tuple[Path, ...], NoDecode, BeforeValidator(_split)] = Field(
+        (), description="Profile files, or directories of them; separated by colons."
+    )
+    profile_directory: Path | None = Field(
+        None, description="Where profiles measured through this sidecar are kept, and found again."
+    )
+    max_engines: int = Field(1024, ge=1, description="Engines steered at a time.")
+    session_idle_seconds: float = Field(
+        600.0, gt=0, description="A session without stream or message ends after this time."
+    )
+    drain_seconds: float = Field(
+        5.0, ge=0, description="Longest wait for open calls when asked to stop."
+    )
+    max_message_bytes: int = Field(
+        4 * 1024 * 1024, ge=64 * 1024, description="Largest gRPC message, either way."
+    )
+    reflection: bool = Field(default=True, description="Serve gRPC reflection.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="Least level of a log line."
+    )
+    planner: Annotated[PlannerSettings, BeforeValidator(_known_constants)] = Field(
+        PlannerSettings(), description="Constants of the decision."
+    )
+
+    @property
+    def socket_path(self) -> Path:
+        """The path in `address`."""
+        return Path(self.address.removeprefix("unix:").removeprefix("//"))
+
+    @classmethod
+    def load(cls, flags: Mapping[str, Any] | None = None) -> Self:
+        """Flags (None: not given) over the environment over the defaults.
+
+        Raises SettingsError for unknown variables and values that cannot be.
+        """
+        _refuse_unknown(os.environ)
+        given = {name: value for name, value in (flags or {}).items() if value is not None}
+        try:
+            return cls(**given)
+        except ValidationError as error:
+            lines = [
+                f"{'.'.join(map(str, item['loc'])) or 'settings'}: {item['msg']}"
+                f" (is {item['input']!r})"
+                for item in error.errors(include_url=False)
+            ]
+            raise SettingsError("\n".join(lines)) from error
+
+
+def variables() -> frozenset[str]:
+    """The environment variables that mean something."""
+    return frozenset(
+        {f"{PREFIX}{name}".upper() for name in Settings.model_fields if name != "planner"}
+        | {f"{PREFIX}PLANNER__{f.name}".upper() for f in dataclasses.fields(PlannerSettings)}
+    )
+
+
+def _refuse_unknown(environment: Mapping[str, str]) -> None:
+    known = variables()
+    unknown = [
+        name
+        for name in sorted(environment)
+        if name.startswith(PREFIX) and name not in known and not _SERVICE_LINK.fullmatch(name)
+    ]
+    if unknown:
+        raise SettingsError(
+            f"unknown environment variables: {', '.join(unknown)}; known are "
+            f"{', '.join(sorted(known))}"
+        )

@@ -1,0 +1,1 @@
+"""What runs inside, or beside, the engine."""

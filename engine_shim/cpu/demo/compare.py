@@ -1,0 +1,170 @@
+"""Plays of several policies against each other: exactness, medians, paired ratios."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from engine_shim.cpu.demo.player import Answer, Play, acceptance_length
+from engine_shim.cpu.demo.sidecar import GammaSample
+from engine_shim.cpu.demo.stream import Phase
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """The first token in which an answer differs from the reference's."""
+
+    request: int
+    position: int
+    expected: int
+    found: int
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Values of the repeats, in order."""
+
+    values: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """Middle one."""
+        return median(self.values)
+
+    @property
+    def low(self) -> float:
+        """Smallest one."""
+        return min(self.values)
+
+    @property
+    def high(self) -> float:
+        """Largest one."""
+        return max(self.values)
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyPlays:
+    """All repeats of one policy, in order."""
+
+    policy: str
+    plays: tuple[Play, ...]
+
+    @property
+    def tokens_per_second(self) -> Spread:
+        """Of the whole stream."""
+        return Spread(tuple(play.tokens_per_second for play in self.plays))
+
+    @property
+    def answers(self) -> tuple[Answer, ...]:
+        """Of all repeats."""
+        return tuple(answer for play in self.plays for answer in play.answers)
+
+    def phase_tokens_per_second(self, number: int) -> Spread:
+        """Of one phase, counted from 0."""
+        return Spread(tuple(play.phases[number].tokens_per_second for play in self.plays))
+
+    def acceptance_by_domain(self) -> dict[str, float]:
+        """Acceptance length of the requests of each domain, whatever their phase."""
+        domains = sorted({answer.request.domain for answer in self.answers})
+        return {
+            domain: acceptance_length([a for a in self.answers if a.request.domain == domain])
+            for domain in domains
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """How the static draft length was found: the plays held to each, in the order played."""
+
+    plays: Mapping[int, tuple[Play, ...]]
+
+    @property
+    def ranked(self) -> tuple[int, ...]:
+        """Draft lengths from the highest mean rate down."""
+        return tuple(sorted(self.plays, key=self.rate, reverse=True))
+
+    @property
+    def gamma(self) -> int:
+        """The best one."""
+        return self.ranked[0]
+
+    def rate(self, gamma: int) -> float:
+        """Tokens/s of the whole stream, mean over its plays."""
+        return fmean(play.tokens_per_second for play in self.plays[gamma])
+
+    def phase_rate(self, gamma: int, number: int) -> float:
+        """Tokens/s of one phase, counted from 0, mean over its plays."""
+        return fmean(play.phases[number].tokens_per_second for play in self.plays[gamma])
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Everything that was measured.
+
+    policies: off, static, SGLang's adaptive, steered; the first play of the first one is the
+    reference for exactness.  watched: what the sidecar saw of each steered play.
+    selection: None when the static draft length was given.
+    """
+
+    stream: tuple[Phase, ...]
+    policies: tuple[PolicyPlays, ...]
+    watched: tuple[tuple[GammaSample, ...], ...]
+    selection: Selection | None
+
+    @property
+    def steered(self) -> PolicyPlays:
+        """Ours."""
+        return self.policies[-1]
+
+    @property
+    def others(self) -> tuple[PolicyPlays, ...]:
+        """What it is compared with."""
+        return self.policies[:-1]
+
+    def mismatches(self, play: Play) -> tuple[Mismatch, ...]:
+        """Where a play differs from the reference."""
+        return mismatches(self.policies[0].plays[0], play)
+
+    def exact(self, policy: PolicyPlays) -> bool:
+        """Every token of every repeat equals the reference's."""
+        return not any(self.mismatches(play) for play in policy.plays)
+
+    def samples_of(self, repeat: int, number: int) -> tuple[GammaSample, ...]:
+        """Steered steps that were seen during one phase (counted from 0) of one repeat."""
+        phase = self.steered.plays[repeat].phases[number]
+        end = phase.started + phase.seconds
+        return tuple(s for s in self.watched[repeat] if phase.started <= s.at <= end)
+
+
+def mismatches(reference: Play, play: Play) -> tuple[Mismatch, ...]:
+    """Where the answers of `play` differ from the reference's; empty when every token is equal."""
+    found: list[Mismatch] = []
+    for expected, answer in zip(reference.answers, play.answers, strict=True):
+        for position, (a, b) in enumerate(zip(expected.tokens, answer.tokens, strict=True)):
+            if a != b:
+                found.append(Mismatch(answer.request.index, position, a, b))
+                break
+    return tuple(found)
+
+
+def paired_ratio(ours: PolicyPlays, theirs: PolicyPlays) -> Spread:
+    """Tokens/s of ours over theirs, repeat by repeat: what drifts from one to the next cancels."""
+    pairs = zip(ours.plays, theirs.plays, strict=True)
+    return Spread(tuple(a.tokens_per_second / b.tokens_per_second for a, b in pairs))
+
+
+def paired_phase_ratio(ours: PolicyPlays, theirs: PolicyPlays, number: int) -> Spread:
+    """The same of one phase, counted from 0."""
+    pairs = zip(ours.plays, theirs.plays, strict=True)
+    return Spread(
+        tuple(
+            a.phases[number].tokens_per_second / b.phases[number].tokens_per_second
+            for a, b in pairs
+        )
+    )
+
+
+def gamma_shares(samples: Sequence[GammaSample]) -> dict[int, float]:
+    """Share of the samples at each draft length, ascending."""
+    counts = Counter(sample.gamma for sample in samples)
+    return {gamma: counts[gamma] / len(samples) for gamma in sorted(counts)}

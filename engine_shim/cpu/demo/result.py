@@ -1,0 +1,175 @@
+"""build/demo/result.json: the outcome in numbers, for machines."""
+
+import os
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from engine_shim.cpu.demo.compare import (
+    Outcome,
+    PolicyPlays,
+    Spread,
+    gamma_shares,
+    paired_phase_ratio,
+    paired_ratio,
+)
+from engine_shim.cpu.demo.player import Play, acceptance_length
+
+_PACKAGES = ("speculation-controller", "sglang", "torch", "grpcio", "protobuf", "numpy")
+
+
+def as_json(outcome: Outcome) -> dict[str, Any]:
+    """Runs, ratios, draft lengths; the caller adds how and where it was run."""
+    return {
+        "runs": [_run(outcome, policy) for policy in outcome.policies],
+        "ratios": {
+            f"{outcome.steered.policy}/{other.policy}": {
+                **_spread(paired_ratio(outcome.steered, other)),
+                "phases": [
+                    _spread(paired_phase_ratio(outcome.steered, other, number))
+                    for number in range(len(outcome.stream))
+                ],
+            }
+            for other in outcome.others
+        },
+        "gamma": {
+            "sampled_hz": 10,
+            "shares": _keyed(gamma_shares([s for samples in outcome.watched for s in samples])),
+            "repeats": [
+                {
+                    "phases": [
+                        _keyed(gamma_shares(outcome.samples_of(repeat, number)))
+                        for number in range(len(outcome.stream))
+                    ],
+                    "samples": [
+                        [
+                            round(s.at - outcome.steered.plays[repeat].phases[0].started, 3),
+                            s.batch_size,
+                            s.gamma,
+                        ]
+                        for s in samples
+                    ],
+                    "probes": sum(s.probe for s in samples),
+                    "unsteered": sum(s.unsteered for s in samples),
+                }
+                for repeat, samples in enumerate(outcome.watched)
+            ],
+        },
+        "static_selection": _selection(outcome),
+        "stream": [
+            {
+                "phase": phase.name,
+                "domain": phase.domain,
+                "concurrency": phase.concurrency,
+                "requests": len(phase.requests),
+                "tokens": phase.new_tokens,
+            }
+            for phase in outcome.stream
+        ],
+    }
+
+
+def machine() -> dict[str, Any]:
+    """Where it was run, and what else ran there."""
+    return {
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "system": platform.platform(),
+        "load_average": [round(load, 2) for load in os.getloadavg()],
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of what it was run with."""
+    found = {"python": sys.version.split()[0]}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def _run(outcome: Outcome, policy: PolicyPlays) -> dict[str, Any]:
+    return {
+        "policy": policy.policy,
+        "tokens_per_second": round(policy.tokens_per_second.median, 2),
+        "exact": outcome.exact(policy),
+        "acceptance_length": round(acceptance_length(policy.answers), 3),
+        "acceptance_length_by_domain": {
+            domain: round(value, 3) for domain, value in policy.acceptance_by_domain().items()
+        },
+        "phases": [
+            _spread(policy.phase_tokens_per_second(number)) for number in range(len(outcome.stream))
+        ],
+        "repeats": [_repeat(outcome, play) for play in policy.plays],
+    }
+
+
+def _selection(outcome: Outcome) -> dict[str, Any] | None:
+    selection = outcome.selection
+    if selection is None:
+        return None
+    return {
+        "gamma": selection.gamma,
+        "tokens_per_second": {
+            str(gamma): [round(play.tokens_per_second, 2) for play in plays]
+            for gamma, plays in selection.plays.items()
+        },
+        "phases": {
+            str(gamma): [
+                round(selection.phase_rate(gamma, number), 2)
+                for number in range(len(outcome.stream))
+            ]
+            for gamma in selection.plays
+        },
+    }
+
+
+def _repeat(outcome: Outcome, play: Play) -> dict[str, Any]:
+    wrong = outcome.mismatches(play)
+    return {
+        "tokens_per_second": round(play.tokens_per_second, 2),
+        "seconds": round(play.seconds, 3),
+        "exact": not wrong,
+        "mismatches": [
+            {
+                "request": m.request,
+                "position": m.position,
+                "expected": m.expected,
+                "found": m.found,
+            }
+            for m in wrong
+        ],
+        "phases": [
+            {
+                "seconds": round(phase.seconds, 3),
+                "tokens_per_second": round(phase.tokens_per_second, 2),
+                "acceptance_length": round(acceptance_length(phase.answers), 3),
+            }
+            for phase in play.phases
+        ],
+    }
+
+
+def _spread(spread: Spread) -> dict[str, Any]:
+    return {
+        "median": round(spread.median, 4),
+        "low": round(spread.low, 4),
+        "high": round(spread.high, 4),
+        "repeats": [round(value, 4) for value in spread.values],
+    }
+
+
+def _keyed(shares: dict[int, float]) -> dict[str, float]:
+    return {str(gamma): round(share, 4) for gamma, share in shares.items()}
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()

@@ -1,0 +1,61 @@
+"""What the demo shows while it runs: a live line on a terminal, plain lines anywhere else."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.table import Table
+
+
+class Screen:
+    """Prints steps as they begin and end, with their seconds."""
+
+    def __init__(self) -> None:
+        # Without a terminal rich falls back to 80 columns, which breaks the tables' rows.
+        probe = Console()
+        self._console = Console(highlight=False, width=None if probe.is_terminal else 110)
+
+    def say(self, text: str) -> None:
+        """One line."""
+        self._console.print(text, markup=False)
+
+    def heading(self, text: str) -> None:
+        """A line that begins a part."""
+        self._console.print()
+        self._console.print(text, style="bold", markup=False)
+
+    def table(self, title: str, columns: list[str], rows: list[list[str]]) -> None:
+        """The first column is left-aligned, the others are numbers."""
+        table = Table()
+        for index, column in enumerate(columns):
+            table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
+        for row in rows:
+            table.add_row(*row)
+        self.heading(title)  # not the table's own title, which breaks at the table's width
+        self._console.print(table)
+
+    @contextmanager
+    def working(self, text: str) -> Iterator["Work"]:
+        """Shows that something runs; the line stays, with its seconds and its result."""
+        started = time.monotonic()
+        if self._console.is_terminal:
+            with self._console.status(text) as status:
+                work = Work(lambda detail: status.update(f"{text}  [dim]{detail}[/dim]"))
+                yield work
+        else:
+            self.say(f"{text} ...")
+            work = Work(lambda _: None)  # a detail is not worth a line
+            yield work
+        result = f"  {work.result}" if work.result else ""
+        seconds = time.monotonic() - started
+        prefix = "" if self._console.is_terminal else "  done: "
+        self.say(f"{prefix}{text}{result}  ({seconds:.0f} s)")
+
+
+class Work:
+    """A running step: `update` shows where it is, `result` is printed at its end."""
+
+    def __init__(self, update: Callable[[str], None]) -> None:
+        self.update = update
+        self.result = ""

@@ -1,0 +1,188 @@
+"""The demo as a client of the sidecar: watching what it decides, and pinning it for a while."""
+
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import grpc
+
+from engine_shim.cpu.demo.errors import DemoError
+from speculation.v1 import plan_pb2, service_pb2, service_pb2_grpc
+
+_CALL_SECONDS = 5.0
+_WATCH_SECONDS = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class GammaSample:
+    """The last step that the engine had reported at a moment (monotonic clock)."""
+
+    at: float
+    step: int
+    batch_size: int
+    gamma: int
+    probe: bool
+    unsteered: bool
+
+
+class Sidecar:
+    """A connection to a running sidecar.  Leaving the context closes it."""
+
+    def __init__(self, address: str, engine_id: str) -> None:
+        self._channel = grpc.insecure_channel(address)
+        self._inspection = service_pb2_grpc.InspectionServiceStub(self._channel)
+        self._profiling = service_pb2_grpc.ProfilingServiceStub(self._channel)
+        self.engine_id = engine_id
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._channel.close()
+
+    def serving(self) -> bool:
+        """True when it answers."""
+        try:
+            self._list()
+        except grpc.RpcError:
+            return False
+        return True
+
+    def introduced(self) -> bool:
+        """True when the engine has introduced itself."""
+        try:
+            return self._status() is not None
+        except grpc.RpcError:
+            return False
+
+    def status(self) -> service_pb2.EngineStatus:
+        """What the sidecar knows of the engine.  Raises DemoError when that is nothing."""
+        try:
+            found = self._status()
+        except grpc.RpcError as error:
+            raise DemoError(f"the sidecar does not answer: {error}") from error
+        if found is None:
+            raise DemoError(f"the sidecar does not know an engine {self.engine_id!r}")
+        return found
+
+    def explain(self, batch_size: int) -> service_pb2.ExplainResponse:
+        """The decision row at a batch size."""
+        request = service_pb2.ExplainRequest(engine_id=self.engine_id, batch_size=batch_size)
+        return self._inspection.Explain(request, timeout=_CALL_SECONDS)
+
+    def gammas(self) -> tuple[int, ...]:
+        """Draft lengths that the engine can run."""
+        return tuple(self.status().engine.drafters[0].gammas)
+
+    def why(self) -> str:
+        """Reason and detail of the plan in force."""
+        plan = self.status().plan
+        return f"{plan_pb2.Reason.Name(plan.reason)}: {plan.reason_detail}"
+
+    @contextmanager
+    def pinned(self, gamma: int) -> Iterator[None]:
+        """The engine runs this draft length in every batch, as it does while it is profiled.
+
+        Raises DemoError when the sidecar refuses.
+        """
+        drafter = self.status().engine.drafters[0].name
+        requests: queue.SimpleQueue[service_pb2.MeasureRequest | None] = queue.SimpleQueue()
+        requests.put(
+            service_pb2.MeasureRequest(engine_id=self.engine_id, drafter=drafter, gamma=gamma)
+        )
+        responses = self._profiling.Measure(iter(requests.get, None))
+        try:
+            next(responses)  # the force is in a plan now
+        except (grpc.RpcError, StopIteration) as error:
+            raise DemoError(f"the sidecar does not pin gamma {gamma}: {error}") from error
+        drain = threading.Thread(target=_drain, args=(responses,), name="pin", daemon=True)
+        drain.start()
+        try:
+            yield
+        finally:
+            requests.put(None)
+            drain.join(_CALL_SECONDS)
+            responses.cancel()
+
+    def _list(self) -> service_pb2.ListEnginesResponse:
+        return self._inspection.ListEngines(service_pb2.ListEnginesRequest(), timeout=_CALL_SECONDS)
+
+    def _status(self) -> service_pb2.EngineStatus | None:
+        for engine in self._list().engines:
+            if engine.engine.engine_id == self.engine_id:
+                return engine
+        return None
+
+
+class GammaWatch:
+    """Asks ten times a second which step ran last, on a thread, while the context is open.
+
+    rounds: how often it has asked.
+    """
+
+    def __init__(self, sidecar: Sidecar) -> None:
+        self._sidecar = sidecar
+        self._samples: list[GammaSample] = []
+        self._last_step = 0
+        self.rounds = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="gamma-watch", daemon=True)
+
+    @property
+    def samples(self) -> tuple[GammaSample, ...]:
+        """Steps seen so far, none of them twice."""
+        return tuple(self._samples)
+
+    def __enter__(self) -> Self:
+        self._last_step = self._sidecar.status().last_report.step
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._stop.set()
+        self._thread.join(_CALL_SECONDS)
+
+    def _watch(self) -> None:
+        while not self._stop.wait(_WATCH_SECONDS):
+            self.rounds += 1
+            try:
+                status = self._sidecar.status()
+            except DemoError:
+                continue  # a sample is missing; the play's own result tells whether more is
+            report = status.last_report
+            if report.step == self._last_step:
+                continue
+            self._last_step = report.step
+            self._samples.append(
+                GammaSample(
+                    time.monotonic(),
+                    report.step,
+                    report.batch_size,
+                    report.gamma,
+                    report.probe_id != 0,
+                    report.flags.unsteered,
+                )
+            )
+
+
+def _drain(responses: Iterator[service_pb2.MeasureResponse]) -> None:
+    try:
+        for _ in responses:
+            pass
+    except grpc.RpcError:
+        return  # the stream is over, which is all that is waited for

@@ -1,0 +1,105 @@
+"""Make the shipped models again: ``python -m engine_shim.cpu.models.make``.
+
+Everything is made from the running Python's standard library and fixed seeds, offline, on one
+core.  Budgets end by steps or by wall time, whichever comes first, so a busy machine gives a
+somewhat worse set rather than a later one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+
+from engine_shim.cpu.models import corpus
+from engine_shim.cpu.models._draft import agreement_by_domain, train_draft
+from engine_shim.cpu.models._target import cross_entropy, train_target
+from engine_shim.cpu.models.prompts import passage_file
+from engine_shim.cpu.models.recipe import Recipe
+from engine_shim.training.blocks import ModelShape
+from engine_shim.training.checkpoint import load_target, save_draft, save_target
+
+TARGET = "target"
+HELD_OUT = "held_out"
+TOKENIZER = "tokenizer.json"
+
+_log = logging.getLogger(__name__)
+
+
+def make(
+    recipe: Recipe, output: Path, texts: Mapping[str, list[str]], *, keep_target: bool = False
+) -> None:
+    """Train every model of ``recipe`` on ``texts`` and write the folders under ``output``.
+
+    With ``keep_target`` the target and its tokenizer already in ``output`` stay, and only the
+    drafts are made.
+    """
+    if keep_target:
+        tokenizer = Tokenizer.from_file(str(output / TARGET / TOKENIZER))
+        splits = corpus.tokenize(texts, tokenizer)
+    else:
+        tokenizer = corpus.train_tokenizer(texts)
+        splits = corpus.tokenize(texts, tokenizer)
+        save_target(train_target(recipe, splits), output / TARGET)
+        save_tokenizer(tokenizer, output / TARGET)
+        save_held_out(splits, output / HELD_OUT)
+    # Read back rather than passed on: drafts must learn the rounded weights, which are what an
+    # engine serves.
+    target = load_target(output / TARGET).requires_grad_(False)
+    _log.info("target as served: cross entropy %s", cross_entropy(target, splits))
+    for name, draft in recipe.drafts.items():
+        student = train_draft(draft, recipe.draft_shape, target, splits)
+        save_draft(student, output / name)
+        _log.info("%s: agreement %s", name, agreement_by_domain(student, target, splits))
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """Write the tokenizer files that ``AutoTokenizer`` and SGLang look for."""
+    tokenizer.save(str(folder / TOKENIZER))
+    # Written by hand: transformers 5 would name a class that transformers 4 does not know.
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": corpus.DOCUMENT_TOKEN,
+        "eos_token": corpus.DOCUMENT_TOKEN,
+        "pad_token": corpus.DOCUMENT_TOKEN,
+        "model_max_length": ModelShape().max_positions,
+        "clean_up_tokenization_spaces": False,
+    }
+    text = json.dumps(config, indent=2) + "\n"
+    (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
+
+
+def save_held_out(splits: Mapping[str, corpus.Split], folder: Path) -> None:
+    """Write the token ids that prompts are cut from (:mod:`engine_shim.cpu.models.prompts`)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for domain, split in splits.items():
+        np.save(passage_file(folder, domain), corpus.passages(split.validation))
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m engine_shim.cpu.models.make", description=__doc__
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path(__file__).parent, help="where the model folders go"
+    )
+    parser.add_argument(
+        "--keep-target",
+        action="store_true",
+        help="make only the drafts, for the target already there",
+    )
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    torch.set_num_threads(1)  # more threads wait for each other on matrices this small
+    make(Recipe(), arguments.output, corpus.documents(), keep_target=arguments.keep_target)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""What the shipped models are made of: sizes, mixtures and training budgets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from engine_shim.training.blocks import ModelShape
+from engine_shim.training.eagle3 import Eagle3Shape
+from engine_shim.training.schedule import Budget
+
+MIXTURE: Final[Mapping[str, float]] = {"code": 0.4, "prose": 0.25, "json": 0.2, "csv": 0.15}
+
+_SHALLOW_BUDGET: Final = Budget(steps=1000, seconds=300)
+_FULL_BUDGET: Final = Budget(steps=700, seconds=600)
+
+
+@dataclass(frozen=True)
+class DraftRecipe:
+    """One draft: the domains it learns from, by weight, and how long it trains."""
+
+    mixture: Mapping[str, float]
+    budget: Budget
+
+
+def _drafts() -> dict[str, DraftRecipe]:
+    return {
+        "draft-mixed": DraftRecipe(MIXTURE, Budget(steps=600, seconds=720)),
+        # Blind to three domains on purpose: traffic that leaves code is a real shift in acceptance.
+        "draft-code": DraftRecipe({"code": 1.0}, Budget(steps=350, seconds=420)),
+    }
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The whole set.  The defaults are what ships: about 25 minutes on one core.
+
+    ``least_branch_share``: a layer whose output is less than this share of the residual stream it
+    joins counts as doing nothing, and the target is refused.
+    """
+
+    shape: ModelShape = field(default_factory=ModelShape)
+    shallow_layers: int = 8
+    shallow_budget: Budget = _SHALLOW_BUDGET
+    full_budget: Budget = _FULL_BUDGET
+    least_branch_share: float = 0.02
+    drafts: Mapping[str, DraftRecipe] = field(default_factory=_drafts)
+
+    @property
+    def shallow_shape(self) -> ModelShape:
+        """The target before it is grown."""
+        return self.shape.with_layers(self.shallow_layers)
+
+    @property
+    def draft_shape(self) -> Eagle3Shape:
+        """One layer, fed from a low, a middle and the highest target layer that SGLang can capture.
+
+        SGLang reads the output of layer k on entering layer k + 1, so the last layer's own output
+        is out of reach.
+        """
+        layers = self.shape.layers
+        return Eagle3Shape(self.shape.with_layers(1), (2, layers // 2, layers - 2))

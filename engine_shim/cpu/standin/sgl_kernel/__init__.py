@@ -1,0 +1,44 @@
+"""A stand-in for ``sgl_kernel`` in plain torch, so that SGLang's CPU engine runs where no CPU build of it is installed.
+
+Covers what SGLang 0.5.23 calls for dense Qwen3/Llama-style text models in float32 and bfloat16, plain and speculative
+(EAGLE, EAGLE3, NEXTN, STANDALONE, NGRAM), with tensor-parallel size 1 and page size 1.
+"""
+
+from __future__ import annotations
+
+from . import _placeholders
+from ._registry import MissingOperatorError as MissingOperatorError
+from ._registry import Placeholder
+from .attention import decode_attention_cpu as decode_attention_cpu
+from .attention import extend_attention_cpu as extend_attention_cpu
+from .dense import convert_weight_packed as convert_weight_packed
+from .dense import fused_add_rmsnorm_cpu as fused_add_rmsnorm_cpu
+from .dense import rmsnorm_cpu as rmsnorm_cpu
+from .dense import rotary_embedding_cpu as rotary_embedding_cpu
+from .dense import silu_and_mul_cpu as silu_and_mul_cpu
+from .dense import weight_packed_linear as weight_packed_linear
+from .draft_tree import build_tree_kernel_efficient_cpu as build_tree_kernel_efficient_cpu
+from .draft_tree import reconstruct_indices_from_tree_mask as reconstruct_indices_from_tree_mask
+from .kv_cache import copy_all_layer_kv_cache_cpu as copy_all_layer_kv_cache_cpu
+from .kv_cache import store_cache_cpu as store_cache_cpu
+from .process import init_cpu_threads_env as init_cpu_threads_env
+from .process import initialize as initialize
+from .request_slots import assign_draft_cache_locs_contiguous_cpu as assign_draft_cache_locs_contiguous_cpu
+from .request_slots import assign_extend_cache_locs_cpu as assign_extend_cache_locs_cpu
+from .request_slots import assign_req_to_token_pool_cpu as assign_req_to_token_pool_cpu
+from .request_slots import build_draft_decode_metadata_cpu as build_draft_decode_metadata_cpu
+from .speculative import fill_accept_out_cache_loc_cpu as fill_accept_out_cache_loc_cpu
+from .speculative import fill_bonus_tokens_cpu as fill_bonus_tokens_cpu
+from .speculative import rotate_input_ids_cpu as rotate_input_ids_cpu
+from .speculative import verify_tree_greedy_cpu as verify_tree_greedy_cpu
+
+__version__ = "0.4.10"
+
+_placeholders.install()
+
+
+def __getattr__(name: str) -> Placeholder:
+    """Let SGLang import any other operator by name; it fails when it is called."""
+    if name.startswith("_"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return Placeholder(name)

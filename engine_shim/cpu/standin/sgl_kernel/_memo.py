@@ -1,0 +1,58 @@
+"""What every layer of a forward pass would work out again, worked out once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+Derived = TypeVar("Derived")
+
+
+class Memo(Generic[Derived]):
+    """Keeps the last derived value, and hands it out only while everything it was made from is still the same.
+
+    Small inputs are compared by value with private copies: they may be changed in place between calls, and tensors made
+    in inference mode carry no version counter that would show it. A large table is recognised by identity and version
+    counter instead, which every in-place torch operation raises, in inference mode too; a table without a counter is
+    never remembered. (Writing to a table behind torch's back, through numpy or a raw pointer, is the one thing that would
+    go unseen; SGLang fills both kinds of table used here with torch operations.)
+    """
+
+    def __init__(self) -> None:
+        self._table: Tensor | None = None
+        self._version = -1
+        self._options: tuple[int, ...] = ()
+        self._inputs: tuple[Tensor | None, ...] = ()
+        self._derived: Derived | None = None
+
+    def get(
+        self,
+        table: Tensor,
+        inputs: tuple[Tensor | None, ...],
+        options: tuple[int, ...],
+        make: Callable[[], Derived],
+    ) -> Derived:
+        """The kept value if ``table``, ``inputs`` and ``options`` are what it was made from, else ``make()``."""
+        if table.is_inference():
+            return make()
+        version = table._version
+        if table is self._table and version == self._version and options == self._options and self._derived is not None:
+            for one, other in zip(inputs, self._inputs):
+                if not _same(one, other):
+                    break
+            else:
+                return self._derived
+        derived = make()
+        self._table, self._version, self._options = table, version, options
+        self._inputs = tuple(None if tensor is None else tensor.clone() for tensor in inputs)
+        self._derived = derived
+        return derived
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one.dtype == other.dtype and torch.equal(one, other)

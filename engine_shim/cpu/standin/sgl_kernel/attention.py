@@ -1,0 +1,173 @@
+"""Attention over the paged key/value cache, for a whole batch at once.
+
+The arithmetic is float32 whatever the model's dtype. In a float32 model a token's result has the same bits whatever other
+sequences, and however many draft tokens, share the call (see ``_rounding``).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ._memo import Memo
+from ._registry import operator
+from ._tiles import Tile, decode_tiles, extend_tiles
+from .kv_cache import store_cache_cpu
+
+_decode_memo: Memo[list[Tile]] = Memo()
+_extend_memo: Memo[list[Tile]] = Memo()
+
+
+def _reject(logit_cap: float, is_cross: bool, window: int, encoder_lens: Tensor | None, sinks: Tensor | None) -> None:
+    """Raise NotImplementedError, naming the feature, for attention that dense Qwen3/Llama models do not use."""
+    asked = (
+        ("logit soft-capping", logit_cap > 0),
+        ("cross attention", is_cross or encoder_lens is not None),
+        ("sliding windows", window > 0),
+        ("attention sinks", sinks is not None),
+    )
+    for feature, wanted in asked:
+        if wanted:
+            raise NotImplementedError(f"the CPU stand-in of sgl_kernel has no {feature}; use a dense full-attention model")
+
+
+def _gather(cache: Tensor, tile: Tile, fresh: Tensor | None) -> Tensor:
+    """``[batch, heads, keys, size]`` float32 from ``cache [slots, heads, size]``, the pass's own rows put in place."""
+    rows = cache.index_select(0, tile.cache_rows)
+    if fresh is not None and tile.fresh_to is not None:
+        fresh = fresh.view(-1, *cache.shape[1:])
+        if tile.fresh_from is not None:
+            fresh = fresh.index_select(0, tile.fresh_from)
+        rows.index_copy_(0, tile.fresh_to, fresh if fresh.dtype == rows.dtype else fresh.to(rows.dtype))
+    return rows.view(tile.batch, tile.keys, *cache.shape[1:]).transpose(1, 2).float()
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, tile: Tile, scale: float) -> Tensor:
+    """``query [batch * width, heads, size]`` over gathered keys and values, as ``[batch * width, heads, value size]``."""
+    batch, width, heads = tile.batch, tile.width, query.shape[1]
+    if not tile.folds:
+        query = query.view(batch, width, heads, -1).transpose(1, 2)
+        mixed = F.scaled_dot_product_attention(query, key, value, tile.bias, scale=scale, enable_gqa=True)
+        return mixed.transpose(1, 2).reshape(batch * width, heads, -1)
+    group, shared = tile.folds, heads // tile.folds
+    if width == 1:
+        query = query.view(batch, shared, group, -1)
+    else:
+        query = query.view(batch, width, shared, group, -1).permute(0, 2, 3, 1, 4).reshape(batch, shared, group * width, -1)
+    if tile.repeats > 1:
+        query = torch.cat((query,) * tile.repeats, 2)
+    mixed = F.scaled_dot_product_attention(query, key, value, tile.bias, scale=scale)[:, :, : group * width]
+    if width == 1:
+        return mixed.reshape(batch, heads, -1)
+    return mixed.reshape(batch, shared, group, width, -1).permute(0, 3, 1, 2, 4).reshape(batch * width, heads, -1)
+
+
+@operator
+def decode_attention_cpu(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_scale: float,
+    v_scale: float,
+    output: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    loc: Tensor,
+    attn_logits: Tensor,
+    req_to_token: Tensor,
+    req_pool_indices: Tensor,
+    seq_lens: Tensor,
+    sm_scale: float,
+    logit_cap: float,
+    is_cross_attention: bool,
+    sliding_window: int,
+    encoder_lens: Tensor | None,
+    sinks: Tensor | None,
+) -> None:
+    """Store one new token per sequence, then attend over each sequence; writes ``output`` in place.
+
+    Args:
+        query: ``[sequences, heads, size]``; ``output`` likewise with the value size.
+        k_cache, v_cache: ``[slots, key heads, size]``.
+        key, value: the new tokens' rows, stored into slots ``loc [sequences]``; None when they are stored already.
+        attn_logits: scratch of the compiled operator, unused.
+        req_to_token: ``[requests, pool_len]`` slot of every position; row ``req_pool_indices[i]`` is sequence i's.
+        seq_lens: ``[sequences]`` tokens, the new one included.
+
+    Raises:
+        NotImplementedError: for soft-capping, cross attention, sliding windows and sinks.
+    """
+    _reject(logit_cap, is_cross_attention, sliding_window, encoder_lens, sinks)
+    if key is not None and value is not None:
+        store_cache_cpu(key, value, k_cache, v_cache, loc, k_cache.shape[1] * k_cache.shape[2])
+    group, size = query.shape[1] // k_cache.shape[1], query.shape[2]
+    (tile,) = _decode_memo.get(
+        req_to_token,
+        (req_pool_indices, seq_lens),
+        (group, size),
+        lambda: decode_tiles(req_to_token, req_pool_indices, seq_lens, group, size),
+    )
+    keys, values = _gather(k_cache, tile, None), _gather(v_cache, tile, None)
+    output.copy_(_attend(query.float(), keys, values, tile, sm_scale))
+
+
+@operator
+def extend_attention_cpu(
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    output: Tensor,
+    k_buffer: Tensor,
+    v_buffer: Tensor,
+    k_scale: float,
+    v_scale: float,
+    req_to_token: Tensor,
+    req_pool_indices: Tensor,
+    seq_lens: Tensor,
+    extend_seq_lens: Tensor,
+    extend_start_loc: Tensor,
+    max_len_extend: int,
+    sm_scale: float,
+    logit_cap: float,
+    is_cross_attention: bool,
+    sliding_window: int,
+    encoder_lens: Tensor | None,
+    sinks: Tensor | None,
+    tree_mask: Tensor | None,
+    is_causal: bool,
+) -> None:
+    """Attend from the last ``extend_seq_lens[i]`` tokens of every sequence; writes ``output`` in place.
+
+    Args:
+        query: ``[tokens, heads, size]``; sequence i's new tokens are rows ``extend_start_loc[i]`` on. ``output`` likewise.
+        key, value: the new tokens' rows, used instead of what the cache holds for them; None to read the cache.
+        k_buffer, v_buffer: ``[slots, key heads, size]``, only read.
+        seq_lens: ``[sequences]`` tokens, new ones included; the other arguments as in ``decode_attention_cpu``.
+        tree_mask: bool, flat, per sequence ``[new, new]``: which new token sees which; None for a chain.
+        is_causal: False lets every new token see the whole sequence.
+
+    Raises:
+        NotImplementedError: for soft-capping, cross attention, sliding windows and sinks.
+        ValueError: for a tree mask over sequences with different numbers of new tokens.
+    """
+    _reject(logit_cap, is_cross_attention, sliding_window, encoder_lens, sinks)
+    group, size = query.shape[1] // k_buffer.shape[1], query.shape[2]
+    mask = tree_mask if is_causal else None
+    tiles = _extend_memo.get(
+        req_to_token,
+        (req_pool_indices, seq_lens, extend_seq_lens, extend_start_loc, mask),
+        (group, size, int(is_causal)),
+        lambda: extend_tiles(
+            req_to_token, req_pool_indices, seq_lens, extend_seq_lens, extend_start_loc, mask, is_causal, group, size
+        ),
+    )
+    for tile in tiles:
+        keys, values = _gather(k_buffer, tile, key), _gather(v_buffer, tile, value)
+        if tile.query_rows is None or tile.output_to is None or tile.output_from is None:
+            output[: tile.batch * tile.width] = _attend(
+                query[: tile.batch * tile.width].float(), keys, values, tile, sm_scale
+            )
+            continue
+        mixed = _attend(query.index_select(0, tile.query_rows).float(), keys, values, tile, sm_scale)
+        output.index_copy_(0, tile.output_to, mixed.index_select(0, tile.output_from).to(output.dtype))

@@ -1,0 +1,127 @@
+"""Linear layers, norms, activation and rotary embedding."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ._memo import Memo
+from ._registry import operator
+from ._rounding import least_linear_rows
+
+
+@operator
+def convert_weight_packed(weight: Tensor) -> Tensor:
+    """Return ``weight`` itself: whoever updates the parameter in place updates what is multiplied with."""
+    return weight
+
+
+@operator
+def weight_packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, is_vnni: bool) -> Tensor:
+    """``x [rows, in]`` times ``weight [out, in]`` transposed, plus ``bias [out]``: ``[rows, out]`` in ``x``'s dtype.
+
+    In float32 a row's result has the same bits whatever other rows share the call (see ``_rounding``).
+    """
+    if bias is not None and bias.dtype != x.dtype:
+        bias = bias.to(x.dtype)
+    if x.dtype == torch.float32:
+        rows, least = x.shape[0], least_linear_rows(weight.shape[0], weight.shape[1])
+        if 0 < rows < least:
+            return F.linear(torch.cat((x,) * -(-least // rows)), weight, bias)[:rows]
+    return F.linear(x, weight, bias)
+
+
+@lru_cache(maxsize=None)
+def _eps_length(size: int, eps: float) -> Tensor:
+    """The length that ``eps`` adds, at a right angle, to a vector of ``size`` numbers: ``sqrt(size * eps)``."""
+    return torch.tensor(math.sqrt(size * eps))
+
+
+_ZERO = torch.zeros(())
+
+
+def _rms(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+    """RMS norm of a float32 tensor over its last dimension.
+
+    ``x * weight / sqrt(mean(x^2) + eps)``, written with the vector's length as
+    ``sqrt(size) * x * weight / hypot(|x|, sqrt(size * eps))``: four torch calls, where ``F.rms_norm`` runs seven on a CPU.
+    """
+    size = x.shape[-1]
+    length = torch.linalg.vector_norm(x, 2, -1, True).hypot_(_eps_length(size, eps))
+    return torch.addcdiv(_ZERO, x * weight, length, value=math.sqrt(size), out=out)
+
+
+@operator
+def rmsnorm_cpu(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``x [..., d]`` over its root mean square times ``weight [d]``, computed in float32, as a new tensor."""
+    if x.dtype == torch.float32:
+        return _rms(x, weight, eps)
+    return _rms(x.float(), weight.float(), eps).to(x.dtype)
+
+
+@operator
+def fused_add_rmsnorm_cpu(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
+    """In place: ``residual += x`` and ``x = rms_norm(residual) * weight``; both ``[rows, d]``.
+
+    In bfloat16 the norm is taken of the float32 sum, before it is rounded into ``residual``.
+    """
+    if x.dtype == torch.float32:
+        _rms(residual.add_(x), weight, eps, out=x)
+        return
+    total = x.float() + residual.float()
+    residual.copy_(total)
+    x.copy_(_rms(total, weight.float(), eps))
+
+
+@operator
+def silu_and_mul_cpu(x: Tensor) -> Tensor:
+    """``silu(x[..., :d]) * x[..., d:]`` for ``x [..., 2 d]``, computed in float32, as a new tensor ``[..., d]``."""
+    gate, up = x.chunk(2, dim=-1)
+    if x.dtype == torch.float32:
+        return F.silu(gate).mul_(up)
+    return F.silu(gate.float()).mul_(up.float()).to(x.dtype)
+
+
+def _turns(positions: Tensor, cos_sin_cache: Tensor, neox: bool) -> tuple[Tensor, Tensor]:
+    """Factors of a number itself and of its partner, both ``[tokens, 1, rotary_dim]`` float32."""
+    cos, sin = cos_sin_cache.index_select(0, positions.flatten()).float().unsqueeze(1).chunk(2, dim=-1)
+    if neox:
+        return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+    return cos.repeat_interleave(2, -1), torch.stack((-sin, sin), -1).flatten(-2)
+
+
+_turns_memo: Memo[tuple[Tensor, Tensor]] = Memo()
+
+
+@operator
+def rotary_embedding_cpu(
+    positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox: bool
+) -> tuple[Tensor, Tensor]:
+    """Rotate queries and keys by their positions; the inputs stay as they are.
+
+    Args:
+        positions: token positions ``[tokens]``, integer.
+        query: ``[tokens, heads * head_size]`` (or with heads apart); ``key`` likewise with its own head count.
+        cos_sin_cache: ``[max_position, rotary_dim]``, cosines in the first half of a row, sines in the second.
+        is_neox: a number's partner is half a rotary_dim away (True), or its neighbour (False).
+    """
+    by_itself, by_partner = _turns_memo.get(
+        cos_sin_cache, (positions,), (is_neox,), lambda: _turns(positions, cos_sin_cache, is_neox)
+    )
+    tokens, rotary = query.shape[0], by_itself.shape[-1]
+    heads = torch.cat((query.reshape(tokens, -1), key.reshape(tokens, -1)), -1).view(tokens, -1, head_size)
+    turned = (heads if rotary == head_size else heads[..., :rotary]).float()
+    if is_neox:
+        partner = turned.roll(rotary // 2, -1)
+    else:
+        partner = turned.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    turned = torch.addcmul(turned * by_itself, partner, by_partner).to(query.dtype)
+    if rotary != head_size:
+        turned = torch.cat((turned, heads[..., rotary:]), -1)
+    flat = turned.view(tokens, -1)
+    split = query.numel() // tokens
+    return flat[:, :split].view(query.shape), flat[:, split:].view(key.shape)

@@ -1,0 +1,5 @@
+"""Operators that SGLang imports from ``sgl_kernel.kvcacheio`` and that dense text models never call."""
+
+from __future__ import annotations
+
+from . import __getattr__ as __getattr__

@@ -1,0 +1,11 @@
+"""Stub of ``torchvision.transforms.v2``."""
+
+from __future__ import annotations
+
+from ..._placeholder import Placeholder, placeholder
+from ..functional import InterpolationMode as InterpolationMode
+from . import functional as functional
+
+
+def __getattr__(name: str) -> Placeholder:
+    return placeholder(__name__, name)

@@ -1,0 +1,104 @@
+"""The agent: a small process between one engine and the sidecar.
+
+    python -m engine_shim.link.agent --fd 5 --parent 4711 --target unix:/run/.../controller.sock
+
+It speaks gRPC so that the engine need not: gRPC's threads would fight for the engine's GIL.  It
+ends when the engine closes its end of the socket, or dies.  Logs are JSON lines on stderr.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from typing import Final
+
+import structlog
+
+from engine_shim.link.engine_port import EnginePort
+from engine_shim.link.errors import PacketError
+from engine_shim.link.quiet_log import QuietLog
+from engine_shim.link.report_buffer import ReportBuffer
+from engine_shim.link.sidecar_client import SidecarClient, introduced
+
+_PR_SET_PDEATHSIG: Final = 1
+EXIT_BAD_INTRODUCTION: Final = 3
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs until the engine is gone; the exit code is 0 then."""
+    options = _parse(arguments)
+    _die_with(options.parent)
+    # Ctrl-C in a terminal reaches the whole process group; the engine decides when to end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _give_way(options.nice)
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso"),
+            structlog.processors.JSONRenderer(),
+        ],
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+    return asyncio.run(_serve(options))
+
+
+async def _serve(options: argparse.Namespace) -> int:
+    log = QuietLog()
+    buffer = ReportBuffer(options.report_buffer)
+    peer = socket.socket(fileno=options.fd)
+    port = EnginePort(peer, buffer, log, options.report_interval_ms * 1e-3)
+    try:
+        engine = await introduced(port)
+    except PacketError as error:
+        log.warning("bad-introduction", error=str(error))
+        return EXIT_BAD_INTRODUCTION
+    if engine is None:
+        return 0
+    client = SidecarClient(options.target, engine, port, buffer, log)
+    steering = asyncio.create_task(client.run())
+    gone = asyncio.create_task(port.gone.wait())
+    await asyncio.wait({steering, gone}, return_when=asyncio.FIRST_COMPLETED)
+    if steering.done():
+        steering.result()  # it never returns: this raises what broke it
+    steering.cancel()
+    await asyncio.wait({steering})
+    return 0
+
+
+def _die_with(parent: int) -> None:
+    """Ties this process's life to its engine's, even where forked children keep the socket open."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit(0)
+
+
+def _give_way(nice: int) -> None:
+    """Lets the engine's threads run on when a report wakes this process.
+
+    Under the ordinary policy and niceness the scheduler of a full machine puts the woken agent in
+    the place of the thread that woke it: the engine would wait in its own send.
+    """
+    with contextlib.suppress(PermissionError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        os.nice(nice)
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m engine_shim.link.agent")
+    parser.add_argument("--fd", type=int, required=True, help="inherited end of the socket pair")
+    parser.add_argument("--parent", type=int, required=True, help="process id of the engine")
+    parser.add_argument("--target", required=True, help="gRPC address of the sidecar")
+    parser.add_argument("--nice", type=int, default=0)
+    parser.add_argument("--report-buffer", type=int, default=256)
+    parser.add_argument("--report-interval-ms", type=float, default=0.0)
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

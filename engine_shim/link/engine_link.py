@@ -1,0 +1,292 @@
+"""The engine's end of the link: one packet out, at most a few in, for every decode step.
+
+Everything here that an engine step calls is non-blocking and raises nothing: no lock, no RPC, no
+wait.  A full socket drops the report and counts it; a dead agent is noticed, flagged, and replaced
+as soon as its successor runs.
+"""
+
+import errno
+import logging
+import socket
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import monotonic
+from typing import Final, Self
+
+from engine_shim.link import packets
+from engine_shim.link.errors import LinkStartError, PacketError
+from engine_shim.link.packets import SidecarState
+from engine_shim.link.settings import LinkSettings
+from engine_shim.link.steering import Choice, Source, Steering, safe_choice
+from engine_shim.link.supervisor import AgentSupervisor, agent_command
+from speculation.v1.engine_pb2 import EngineSpec
+
+_SEND_FLAGS: Final = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
+# MSG_TRUNC: the call returns the packet's true length, so an oversized one is recognised.
+_RECEIVE_FLAGS: Final = socket.MSG_DONTWAIT | socket.MSG_TRUNC
+# More than the kernel's buffer holds, and an end to a loop that an agent gone wild could keep up.
+_MOST_PACKETS_AT_ONCE: Final = 1024
+_PEER_GONE: Final = frozenset(
+    {errno.EPIPE, errno.ECONNRESET, errno.ENOTCONN, errno.EBADF, errno.ESHUTDOWN}
+)
+_UNENCODABLE: Final = (struct.error, IndexError, TypeError, ValueError, OverflowError)
+_MOST_DROPPED: Final = 2**32 - 1
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkStatus:
+    """How the link stands; counts are since the start of the engine.
+
+    `source`: where the last choice came from.  `lease_seconds_left`: negative after the lease ran
+    out, -inf before the first plan.  `reports_dropped`: the socket was full or gone.
+    `reports_invalid`: numbers that fit no packet.  `packets_refused`: malformed packets and plans
+    that were stale or asked for an arm this engine does not have.
+    """
+
+    agent_connected: bool
+    agent_pid: int | None
+    agent_starts: int
+    sidecar: SidecarState
+    sidecar_detail: str
+    source: Source
+    epoch: int
+    lease_seconds_left: float
+    lapses: int
+    reports_sent: int
+    reports_dropped: int
+    reports_invalid: int
+    plans_taken: int
+    packets_refused: int
+
+
+class EngineLink:
+    """Report every decode step, choose before every decode step; both from the same thread."""
+
+    def __init__(self, supervisor: AgentSupervisor, steering: Steering, safe: Choice) -> None:
+        self._supervisor = supervisor
+        self._steering = steering
+        self._socket: socket.socket | None = None
+        self._closed = False
+        # One byte more than a packet may have, so that a full buffer is too much.
+        self._buffer = bytearray(packets.MAX_PLAN_BYTES + 1)
+        self._view = memoryview(self._buffer)
+        self._unreported_drops = 0
+        self._sent = self._dropped = self._invalid = self._taken = self._refused = 0
+        self._sidecar = SidecarState.UNKNOWN
+        self._sidecar_detail = ""
+        self._last = safe
+
+    @classmethod
+    def start(
+        cls, hello: EngineSpec, settings: LinkSettings, startup_gamma: int | None = None
+    ) -> Self:
+        """Starts the agent and its supervision; returns at once, before any plan.
+
+        The safe default is the first drafter at `settings.safe_gamma`, or at `startup_gamma` (the
+        engine's own) when that is unset.  Raises LinkStartError when the introduction or the
+        settings cannot work, or when no agent can be started.
+        """
+        if not settings.sidecar:
+            raise LinkStartError("SPECULATION_SIDECAR is not set: there is no sidecar to talk to")
+        arms = _arms(hello)
+        gamma = startup_gamma if settings.safe_gamma is None else settings.safe_gamma
+        if gamma is None:
+            raise LinkStartError("no safe draft length: set SPECULATION_SAFE_GAMMA")
+        if (0, gamma) not in arms:
+            raise LinkStartError(
+                f"the safe draft length {gamma} is not among those of drafter "
+                f"{hello.drafters[0].name!r}: {list(hello.drafters[0].gammas)}"
+            )
+        try:
+            first_packet = packets.encode_hello(hello.SerializeToString())
+        except PacketError as error:
+            raise LinkStartError(f"the introduction cannot be sent: {error}") from error
+        command = agent_command(
+            settings.sidecar,
+            nice=settings.agent_nice,
+            report_buffer=settings.report_buffer,
+            report_interval_ms=settings.report_interval_ms,
+        )
+        supervisor = AgentSupervisor(command, first_packet)
+        supervisor.start()
+        safe = safe_choice(gamma)
+        link = cls(supervisor, Steering(arms, safe, settings.grace_seconds), safe)
+        link._connected()
+        return link
+
+    def report(  # noqa: PLR0913, PLR0917 -- no object is made for a step
+        self,
+        step: int,
+        batch_size: int,
+        kv_tokens: int,
+        drafter_index: int,
+        gamma: int,
+        accepted_counts: Sequence[int],
+        step_seconds: float,
+        flags: int,
+        plan_epoch: int,
+        probe_id: int,
+        session: int = 0,
+    ) -> bool:
+        """Sends one step report; units as in proto StepReport, `flags` as in packets.
+
+        `plan_epoch`, `probe_id` and `session` are those of the Choice that the step ran.  False:
+        the report was dropped (and counted).
+        """
+        try:
+            packet = packets.encode_report(
+                step,
+                batch_size,
+                kv_tokens,
+                drafter_index,
+                gamma,
+                accepted_counts,
+                step_seconds,
+                flags,
+                plan_epoch,
+                probe_id,
+                session,
+                self._unreported_drops,
+            )
+        except _UNENCODABLE as error:
+            self._invalid += 1
+            if self._invalid == 1:
+                _log.error("step %r cannot be reported: %s", step, error)
+            return False
+        peer = self._connected()
+        if peer is not None:
+            try:
+                peer.send(packet, _SEND_FLAGS)
+            except BlockingIOError:
+                pass
+            except OSError as error:
+                self._failed(error)
+            else:
+                self._sent += 1
+                self._unreported_drops = 0
+                return True
+        self._dropped += 1
+        self._unreported_drops = min(self._unreported_drops + 1, _MOST_DROPPED)
+        return False
+
+    def choose(self, batch_size: int) -> Choice:
+        """What the next decode step over `batch_size` sequences shall run; once for each step."""
+        self.poll()
+        self._last = choice = self._steering.choose(batch_size, monotonic())
+        return choice
+
+    def poll(self) -> None:
+        """Takes in what the agent sent.
+
+        `choose` does it; an engine may also call it between steps (at a prefill after a long
+        pause, say), so that the next step has a fresh lease.
+        """
+        peer = self._connected()
+        if peer is None:
+            return
+        plans: list[bytes] = []
+        try:
+            for _ in range(_MOST_PACKETS_AT_ONCE):
+                length = peer.recv_into(self._buffer, 0, _RECEIVE_FLAGS)
+                if length == 0:
+                    self._disconnect("the agent closed its end")
+                    break
+                self._sort(length, plans)
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self._failed(error)
+        while plans and not self._take_plan(plans.pop()):
+            pass  # the newest that can be used
+
+    def status(self) -> LinkStatus:
+        """A snapshot; may be called from any thread."""
+        plan = self._steering.plan
+        return LinkStatus(
+            agent_connected=self._socket is not None,
+            agent_pid=self._supervisor.agent_pid,
+            agent_starts=self._supervisor.starts,
+            sidecar=self._sidecar,
+            sidecar_detail=self._sidecar_detail,
+            source=self._last.source,
+            epoch=0 if plan is None else plan.epoch,
+            lease_seconds_left=self._steering.lease_end - monotonic(),
+            lapses=self._steering.lapses,
+            reports_sent=self._sent,
+            reports_dropped=self._dropped,
+            reports_invalid=self._invalid,
+            plans_taken=self._taken,
+            packets_refused=self._refused,
+        )
+
+    def close(self) -> None:
+        """Ends the agent.  Later calls go on without it: reports are dropped, plans run out."""
+        if not self._closed:
+            self._closed = True
+            self._disconnect("the link was closed")
+            self._supervisor.stop()
+
+    def _connected(self) -> socket.socket | None:
+        """The socket in use; when there is none, that of a new agent if one has been started."""
+        if self._socket is None and not self._closed:
+            self._socket = self._supervisor.take()
+        return self._socket
+
+    def _sort(self, length: int, plans: list[bytes]) -> None:
+        """Handles the packet in the buffer, or adds it to `plans`."""
+        if length > packets.MAX_PLAN_BYTES:
+            self._refuse(PacketError(f"a packet of {length} bytes"))
+            return
+        packet = self._view[:length]
+        try:
+            if packets.kind_of(packet) == packets.PLAN:
+                plans.append(bytes(packet))
+                return
+            event = packets.decode_event(packet)
+        except PacketError as error:
+            self._refuse(error)
+        else:
+            self._sidecar, self._sidecar_detail = event.state, event.text
+
+    def _take_plan(self, packet: bytes) -> bool:
+        try:
+            plan = packets.decode_plan(packet)
+        except PacketError as error:
+            self._refuse(error)
+            return False
+        if not self._steering.accept(plan, monotonic()):
+            self._refuse(PacketError(f"plan {plan.epoch} is stale or not for this engine"))
+            return False
+        self._taken += 1
+        return True
+
+    def _refuse(self, error: PacketError) -> None:
+        self._refused += 1
+        if self._refused == 1:
+            _log.error("the agent sent what cannot be used (later ones are counted): %s", error)
+
+    def _failed(self, error: OSError) -> None:
+        if error.errno in _PEER_GONE:
+            self._disconnect(str(error))
+
+    def _disconnect(self, why: str) -> None:
+        gone, self._socket = self._socket, None
+        if gone is not None:
+            gone.close()
+        self._sidecar, self._sidecar_detail = SidecarState.UNKNOWN, f"no agent: {why}"
+
+
+def _arms(hello: EngineSpec) -> frozenset[tuple[int, int]]:
+    """(drafter index, gamma) pairs of an introduction.  Raises LinkStartError."""
+    if not hello.drafters or len(hello.drafters) > 255:
+        raise LinkStartError(f"{len(hello.drafters)} drafters are introduced: 1 to 255 are needed")
+    for drafter in hello.drafters:
+        if not drafter.gammas or max(drafter.gammas) > packets.MAX_GAMMA:
+            raise LinkStartError(
+                f"drafter {drafter.name!r}: draft lengths {list(drafter.gammas)} are none or "
+                f"leave 0..{packets.MAX_GAMMA}"
+            )
+    return frozenset((i, g) for i, drafter in enumerate(hello.drafters) for g in drafter.gammas)

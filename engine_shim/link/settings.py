@@ -1,0 +1,124 @@
+"""Settings of the link and the plugin, from environment variables that begin with SPECULATION_."""
+
+import difflib
+import os
+import re
+from collections.abc import Collection
+from typing import Annotated, Final, Self
+
+from pydantic import Field, ValidationError, field_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from engine_shim.link.errors import LinkSettingsError
+from engine_shim.link.packets import MAX_GAMMA
+
+PREFIX: Final = "SPECULATION_"
+
+
+class LinkSettings(BaseSettings):
+    """One field for each variable; SPECULATION_GRACE_SECONDS sets `grace_seconds`, and so on."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid")
+
+    sidecar: str = Field(
+        default="",
+        description="gRPC address of the sidecar: unix:/run/speculation/controller.sock, or "
+        "host:port. Empty: the plugin is off and the engine runs as if it were not installed.",
+    )
+    engine_id: str = Field(
+        default="",
+        pattern=r"^[A-Za-z0-9._:-]{0,128}$",
+        description="Name of this engine, stable across its restarts (the pod's name, say). "
+        "Empty: the plugin makes one from the host's name and the engine's port.",
+    )
+    gammas: Annotated[tuple[int, ...], NoDecode] = Field(
+        default=(0, 1, 2, 3, 5, 7),
+        description="Draft lengths that the engine prepares and the sidecar may choose from, "
+        "ascending, separated by commas. 0 is plain decoding.",
+    )
+    grace_seconds: float = Field(
+        default=10.0,
+        ge=0,
+        le=3600,
+        description="How long the last plan goes on after its lease ran out, before the safe "
+        "default takes over.",
+    )
+    safe_gamma: int | None = Field(
+        default=None,
+        ge=0,
+        le=MAX_GAMMA,
+        description="Draft length of an engine without a plan. Unset: the one it started with.",
+    )
+    report_buffer: int = Field(
+        default=256,
+        ge=1,
+        le=65_536,
+        description="Step reports that the agent keeps while the sidecar is away; the newest "
+        "stay, the rest are counted.",
+    )
+    report_interval_ms: float = Field(
+        default=0.0,
+        ge=0,
+        le=250,
+        description="How long the agent lets reports pile up after it has looked for them. 0 "
+        "wakes it for every step; 20 or so saves a machine with few free cores that work, and "
+        "delays what the sidecar learns by as much.",
+    )
+    agent_nice: int = Field(
+        default=10,
+        ge=0,
+        le=19,
+        description="Niceness of the agent process, so that on a full machine the engine's "
+        "threads are not put aside when a report wakes it. 19 disturbs the engine least, and may "
+        "lose reports when no core is ever free.",
+    )
+
+    @field_validator("gammas", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        if isinstance(value, str):
+            return tuple(part.strip() for part in value.split(","))
+        return value
+
+    @field_validator("gammas")
+    @classmethod
+    def _check_gammas(cls, gammas: tuple[int, ...]) -> tuple[int, ...]:
+        if not gammas or list(gammas) != sorted(set(gammas)):
+            raise ValueError("draft lengths are needed, ascending and without duplicates")
+        if gammas[0] < 0 or gammas[-1] > MAX_GAMMA:
+            raise ValueError(f"draft lengths leave 0..{MAX_GAMMA}")
+        return gammas
+
+    @field_validator("sidecar")
+    @classmethod
+    def _check_sidecar(cls, sidecar: str) -> str:
+        if sidecar and not re.fullmatch(r"unix:.+|[^\s/]+:\d{1,5}", sidecar):
+            raise ValueError("neither unix:<path> nor <host>:<port>")
+        return sidecar
+
+    @classmethod
+    def load(cls, also_known: Collection[str] = ()) -> Self:
+        """Settings from the environment.
+
+        Raises LinkSettingsError for a variable with the prefix that is neither a field's nor in
+        `also_known` (full names), and for a value that its field refuses.
+        """
+        fields = {PREFIX + name.upper() for name in cls.model_fields}
+        for variable in sorted(os.environ):
+            if variable.startswith(PREFIX) and variable not in fields | set(also_known):
+                close = difflib.get_close_matches(variable, fields, n=1, cutoff=0.85)
+                known = ", ".join(sorted(fields))
+                hint = f"did you mean {close[0]}?" if close else f"known: {known}"
+                raise LinkSettingsError(f"unknown setting {variable}: {hint}")
+        try:
+            return cls()
+        except ValidationError as error:
+            raise LinkSettingsError(_readable(error)) from error
+
+
+def _readable(error: ValidationError) -> str:
+    lines = []
+    for item in error.errors(include_url=False):
+        name = PREFIX + str(item["loc"][0]).upper()
+        lines.append(f"{name}={os.environ.get(name, '')!r}: {item['msg']}")
+    return "; ".join(lines)

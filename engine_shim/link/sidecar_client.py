@@ -1,0 +1,249 @@
+"""The agent's conversation with the sidecar: introduce, steer, start over when it breaks off."""
+
+import asyncio
+from time import monotonic, monotonic_ns
+from typing import Final
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from engine_shim.link.engine_port import EnginePort
+from engine_shim.link.errors import PacketError, UnusablePlanError
+from engine_shim.link.packets import SidecarState
+from engine_shim.link.quiet_log import QuietLog
+from engine_shim.link.report_buffer import ReportBuffer
+from engine_shim.link.translate import Translator, session_tag
+from speculation.v1.engine_pb2 import EngineSpec
+from speculation.v1.plan_pb2 import Plan
+from speculation.v1.service_pb2 import IntroduceRequest, SteerRequest, SteerResponse
+from speculation.v1.service_pb2_grpc import SpeculationServiceStub
+
+_REPORTS_PER_MESSAGE: Final = 128
+_INTRODUCE_SECONDS: Final = 2.0
+_FIRST_WAIT_SECONDS: Final = 0.05
+# Short enough that an engine is steered again within a second of the sidecar's return.
+_LONGEST_WAIT_SECONDS: Final = 0.5
+# A session that lasted this long was a good one: the next is tried at once.
+_GOOD_SESSION_SECONDS: Final = 2.0
+# A stream on which no plan came for so many leases is dead, whatever TCP thinks.
+_SILENT_LEASES: Final = 3.0
+_LEAST_SILENCE_SECONDS: Final = 3.0
+_CHANNEL_OPTIONS: Final = (
+    # Waits between attempts are this module's; gRPC's own would go up to two minutes.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_http_proxy", 0),
+)
+_REFUSALS: Final = frozenset(
+    {
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.UNAUTHENTICATED,
+        grpc.StatusCode.PERMISSION_DENIED,
+        grpc.StatusCode.UNIMPLEMENTED,
+    }
+)
+
+
+class SidecarClient:
+    """Holds a session with the sidecar whenever there is one to be had."""
+
+    def __init__(
+        self,
+        target: str,
+        engine: EngineSpec,
+        port: EnginePort,
+        buffer: ReportBuffer,
+        log: QuietLog,
+    ) -> None:
+        self._target = target
+        self._engine = engine
+        self._port = port
+        self._buffer = buffer
+        self._log = log
+
+    async def run(self) -> None:
+        """Runs until it is cancelled."""
+        wait = _FIRST_WAIT_SECONDS
+        while True:
+            begun = monotonic()
+            state, code, detail = await self._session()
+            self._port.send_state(state, code.value[0], detail)
+            self._log.warning(
+                f"sidecar-{state.name.lower()}",
+                target=self._target,
+                code=code.name,
+                detail=detail,
+                buffered_reports=len(self._buffer),
+            )
+            if monotonic() - begun >= _GOOD_SESSION_SECONDS:
+                wait = _FIRST_WAIT_SECONDS
+            await asyncio.sleep(wait)
+            wait = min(2 * wait, _LONGEST_WAIT_SECONDS)
+
+    async def _session(self) -> tuple[SidecarState, grpc.StatusCode, str]:
+        """One session from introduction to end; returns how it ended."""
+        async with grpc.aio.insecure_channel(self._target, options=_CHANNEL_OPTIONS) as channel:
+            stub = SpeculationServiceStub(channel)
+            try:
+                opened = await stub.Introduce(
+                    IntroduceRequest(engine=self._engine), timeout=_INTRODUCE_SECONDS
+                )
+            except grpc.aio.AioRpcError as error:
+                refused = error.code() in _REFUSALS
+                state = SidecarState.REFUSED if refused else SidecarState.AWAY
+                return state, error.code(), error.details() or ""
+            session = _Session(
+                stub.Steer(),
+                opened.session_id,
+                Translator(self._engine),
+                self._port,
+                self._buffer,
+                self._log,
+            )
+            self._port.send_state(SidecarState.STEERING, 0, opened.session_id)
+            self._log.info("sidecar-steering", target=self._target, session=opened.session_id)
+            if opened.HasField("plan"):
+                session.take_plan(opened.plan)
+            code, detail = await session.run()
+            return SidecarState.AWAY, code, detail
+
+
+class _Session:
+    """One Steer stream.  `run` ends when the stream does, or when the sidecar fell silent."""
+
+    def __init__(
+        self,
+        call: grpc.aio.StreamStreamCall[SteerRequest, SteerResponse],
+        session_id: str,
+        translator: Translator,
+        port: EnginePort,
+        buffer: ReportBuffer,
+        log: QuietLog,
+    ) -> None:
+        self._call = call
+        self._id = session_id
+        self._tag = session_tag(session_id)
+        self._translator = translator
+        self._port = port
+        self._buffer = buffer
+        self._log = log
+        self._epoch = 0
+        self._lease_seconds = 1.0
+        self._plan_at = monotonic()
+        self._sign_due = False
+
+    def take_plan(self, plan: Plan) -> None:
+        """Passes a plan on to the engine, unless it cannot be used there."""
+        arrival_ns = monotonic_ns()
+        self._plan_at = arrival_ns * 1e-9
+        if plan.epoch < self._epoch:
+            self._log.warning("plan-out-of-order", epoch=plan.epoch, newest=self._epoch)
+            return
+        try:
+            packet = self._translator.plan(plan, self._tag, arrival_ns)
+        except UnusablePlanError as error:
+            self._log.warning("plan-unusable", error=str(error))
+            return
+        self._epoch = plan.epoch
+        self._lease_seconds = packet.lease_ms * 1e-3
+        self._port.send_plan(packet)
+
+    async def run(self) -> tuple[grpc.StatusCode, str]:
+        """The status with which the stream ended, and its detail."""
+        # What piled up while the sidecar was away goes out first.
+        self._port.arrived.set()
+        tasks = [asyncio.create_task(part()) for part in (self._read, self._write, self._watch)]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        for task in done:
+            error = task.exception()
+            if error is not None and not isinstance(error, grpc.aio.AioRpcError):
+                raise error
+        if tasks[2] in done:
+            silent = monotonic() - self._plan_at
+            return grpc.StatusCode.DEADLINE_EXCEEDED, f"no plan for {silent:.1f} s"
+        return await self._call.code(), await self._call.details() or "the sidecar ended the stream"
+
+    async def _read(self) -> None:
+        async for response in self._call:
+            if response.HasField("plan"):
+                self.take_plan(response.plan)
+            for rejection in response.rejections:
+                self._log.warning(
+                    "report-rejected",
+                    step=rejection.step,
+                    code=rejection.code,
+                    reason=rejection.message,
+                )
+
+    async def _write(self) -> None:
+        arrived = self._port.arrived
+        while True:
+            await arrived.wait()
+            arrived.clear()
+            while len(self._buffer) or self._sign_due:
+                if not await self._write_one():
+                    return
+
+    async def _write_one(self) -> bool:
+        """Sends what has piled up, or a sign of life; False when the stream is over."""
+        self._sign_due = False
+        batch = self._buffer.take(_REPORTS_PER_MESSAGE)
+        request = SteerRequest(session_id=self._id)
+        for packet in batch:
+            try:
+                request.reports.append(self._translator.report(packet, self._tag))
+            except IndexError:
+                self._buffer.lose()
+                self._log.warning("report-of-unknown-drafter", index=packet.drafter_index)
+        dropped = request.dropped_reports = self._buffer.dropped
+        written = False
+        try:
+            await self._call.write(request)
+            written = True
+        except asyncio.InvalidStateError:
+            pass  # the stream ended meanwhile; its status tells why
+        finally:
+            if written:
+                self._buffer.forgive(dropped)
+            else:
+                self._buffer.give_back(batch)
+        return written
+
+    async def _watch(self) -> None:
+        """Has a sign of life sent at half of the lease; returns when that went unanswered."""
+        signed_at = self._plan_at
+        while True:
+            half = self._lease_seconds / 2
+            due = max(self._plan_at, signed_at) + half
+            now = monotonic()
+            if now < due:
+                await asyncio.sleep(max(due - now, 0.005))
+                continue
+            silence = max(_SILENT_LEASES * self._lease_seconds, _LEAST_SILENCE_SECONDS)
+            if now - self._plan_at > silence:
+                return
+            signed_at = now
+            self._sign_due = True
+            self._port.arrived.set()
+
+
+async def introduced(port: EnginePort) -> EngineSpec | None:
+    """The engine that is at the other end of the socket; None when it went away first.
+
+    Raises PacketError when what came is no introduction.
+    """
+    hello = asyncio.ensure_future(port.introduction())
+    gone = asyncio.ensure_future(port.gone.wait())
+    await asyncio.wait({hello, gone}, return_when=asyncio.FIRST_COMPLETED)
+    gone.cancel()
+    if not hello.done():
+        hello.cancel()
+        return None
+    try:
+        return EngineSpec.FromString(hello.result())
+    except DecodeError as error:
+        raise PacketError(f"the introduction is no EngineSpec: {error}") from error

@@ -1,0 +1,185 @@
+"""Which draft length the engine runs now: the newest plan, its lease, its probes, and what then.
+
+    no plan yet ---------------------------------------------> SAFE_DEFAULT
+    plan arrives --> PLAN --(lease over)--> GRACE --(grace over)--> SAFE_DEFAULT
+                      ^                       |                         |
+                      +------- a plan arrives +-------------------------+
+
+Pure: time is passed in, and nothing here does I/O.  A choice always comes from one plan as it was
+issued: rows of two plans are never mixed, and no row outlives its plan's lease plus the grace.
+"""
+
+from bisect import bisect_left
+from collections.abc import Collection, Sequence
+from enum import Enum
+from typing import Final, NamedTuple
+
+from engine_shim.link.packets import PlanPacket, ProbeEntry
+
+_REMEMBERED_PROBES: Final = 4096
+_NEVER: Final = float("-inf")
+
+
+class Source(Enum):
+    """Where a choice comes from."""
+
+    PLAN = "plan"  # a plan with a valid lease
+    GRACE = "grace"  # the last plan; its lease is over
+    SAFE_DEFAULT = "safe-default"  # no plan, or the grace is over too
+
+
+class Choice(NamedTuple):
+    """What the next step shall run.
+
+    Hand `epoch`, `probe_id` and `session` back with the report of the step that ran it; a source
+    other than PLAN is to be reported with the flag UNSTEERED.
+    `asleep`: at gamma 0, nothing of the drafter runs.
+    """
+
+    drafter_index: int
+    gamma: int
+    asleep: bool
+    epoch: int
+    probe_id: int
+    source: Source
+    session: int
+
+
+def safe_choice(gamma: int) -> Choice:
+    """The choice of an engine that flies alone: its first drafter at this draft length."""
+    return Choice(
+        0, gamma, asleep=False, epoch=0, probe_id=0, source=Source.SAFE_DEFAULT, session=0
+    )
+
+
+class Steering:
+    """The plan in use.  `choose` is to be called once for every decode step that will run.
+
+    `arms`: (drafter index, gamma) pairs that the engine can run.  `lapses` counts how often a
+    lease ran out with no newer plan at hand.
+    """
+
+    __slots__ = (
+        "_arms",
+        "_bounds",
+        "_grace_seconds",
+        "_lapsed",
+        "_lease_end",
+        "_plan",
+        "_ready",
+        "_safe",
+        "_steps_left",
+        "lapses",
+    )
+
+    def __init__(
+        self, arms: Collection[tuple[int, int]], safe: Choice, grace_seconds: float
+    ) -> None:
+        self._arms = frozenset(arms)
+        self._safe = safe
+        self._grace_seconds = grace_seconds
+        self._plan: PlanPacket | None = None
+        self._lease_end = _NEVER
+        self._bounds: list[int] = []
+        # The choice of each row once it has been made; a row with an open probe stays None.
+        self._ready: list[Choice | None] = []
+        self._steps_left: dict[int, int] = {}
+        self._lapsed = False
+        self.lapses = 0
+
+    @property
+    def plan(self) -> PlanPacket | None:
+        """The newest plan that was taken, however old."""
+        return self._plan
+
+    @property
+    def lease_end(self) -> float:
+        """When the lease ends or ended, in seconds of the clock passed in; -inf before a plan."""
+        return self._lease_end
+
+    def accept(self, plan: PlanPacket, now: float) -> bool:
+        """Takes a plan into use.
+
+        False, and no change, when it is older than the one in use or asks for an arm that the
+        engine does not have.  The lease counts from the plan's arrival at the agent (which cannot
+        lie in the future).
+        """
+        old = self._plan
+        same_session = old is not None and old.session == plan.session
+        if old is not None and same_session and plan.epoch < old.epoch:
+            return False
+        arms = self._arms
+        probes = []
+        for _, drafter_index, gamma, _, probe in plan.rows:
+            if (drafter_index, gamma) not in arms:
+                return False
+            if probe is not None:
+                if (probe.drafter_index, probe.gamma) not in arms:
+                    return False
+                probes.append(probe)
+        if not same_session:
+            self._steps_left.clear()
+        self._remember(probes)
+        # The last row serves every larger batch, so its bound is not needed.
+        self._bounds = [row[0] for row in plan.rows[:-1]]
+        self._ready = [None] * len(plan.rows)
+        self._lease_end = min(plan.arrival_ns * 1e-9, now) + plan.lease_ms * 1e-3
+        self._plan = plan
+        self._lapsed = False
+        return True
+
+    def choose(self, batch_size: int, now: float) -> Choice:
+        """The choice for a step over `batch_size` sequences."""
+        if now < self._lease_end:
+            index = bisect_left(self._bounds, batch_size)
+            choice = self._ready[index]
+            return self._make(index) if choice is None else choice
+        return self._unsteered(batch_size, now)
+
+    def _make(self, index: int) -> Choice:
+        """A step of the row's probe while it has any left, else the row's own choice, kept."""
+        plan = self._plan
+        assert plan is not None  # there is no lease without one
+        row = plan.rows[index]
+        probe = row.probe
+        if probe is not None and (left := self._steps_left[probe.probe_id]):
+            self._steps_left[probe.probe_id] = left - 1
+            return Choice(
+                probe.drafter_index,
+                probe.gamma,
+                asleep=False,
+                epoch=plan.epoch,
+                probe_id=probe.probe_id,
+                source=Source.PLAN,
+                session=plan.session,
+            )
+        self._ready[index] = choice = _of_row(plan, index, Source.PLAN)
+        return choice
+
+    def _unsteered(self, batch_size: int, now: float) -> Choice:
+        """Grace: the last plan goes on without its probes (nobody would learn from them)."""
+        if self._plan is None:
+            return self._safe
+        if not self._lapsed:
+            self._lapsed = True
+            self.lapses += 1
+        if now >= self._lease_end + self._grace_seconds:
+            return self._safe
+        return _of_row(self._plan, bisect_left(self._bounds, batch_size), Source.GRACE)
+
+    def _remember(self, probes: Sequence[ProbeEntry]) -> None:
+        """A probe identifier seen before keeps what is left of its steps.
+
+        The newest 4096 identifiers are remembered: enough that a renewed plan never starts a
+        probe again, and bounded for an engine that runs for months.
+        """
+        ledger = self._steps_left
+        for probe in probes:
+            ledger[probe.probe_id] = ledger.pop(probe.probe_id, probe.steps)
+        while len(ledger) > _REMEMBERED_PROBES:
+            del ledger[next(iter(ledger))]
+
+
+def _of_row(plan: PlanPacket, index: int, source: Source) -> Choice:
+    _, drafter_index, gamma, asleep, _ = plan.rows[index]
+    return Choice(drafter_index, gamma, asleep, plan.epoch, 0, source, plan.session)

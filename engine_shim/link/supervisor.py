@@ -1,0 +1,156 @@
+"""Keeps an agent process running beside the engine.
+
+A daemon thread starts the agent, waits for its end, and starts the next one after a short wait.
+The engine's thread never waits for it: it picks up the newest connected socket with `take`, and
+it alone uses and closes that socket afterwards, so no descriptor is closed under its hands.
+
+The agent is started by subprocess without a preexec function, hence by vfork: safe in a process
+with many threads and fast in one with much memory.
+"""
+
+import contextlib
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Final
+
+from engine_shim.link.errors import LinkStartError
+
+_FIRST_WAIT_SECONDS: Final = 0.05
+_LONGEST_WAIT_SECONDS: Final = 5.0
+# An agent that lived this long was well: the wait before the next one is short again.
+_HEALTHY_SECONDS: Final = 10.0
+_STOP_SECONDS: Final = 1.0
+
+_log = logging.getLogger(__name__)
+
+
+class AgentSupervisor:
+    """Runs `command` again and again; `--fd N` and `--parent PID` are appended to it.
+
+    `hello` is the first packet on every new socket.
+    """
+
+    def __init__(self, command: Sequence[str], hello: bytes) -> None:
+        self._command = tuple(command)
+        self._hello = hello
+        self._fresh: deque[socket.socket] = deque()
+        self._stopping = threading.Event()
+        self._started = threading.Event()
+        self._start_error: OSError | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._thread = threading.Thread(target=self._run, name="speculation-agent", daemon=True)
+        self.starts = 0
+
+    @property
+    def agent_pid(self) -> int | None:
+        """Process id of the agent, None while there is none."""
+        process = self._process
+        return None if process is None else process.pid
+
+    def start(self) -> None:
+        """Starts the first agent.  Raises LinkStartError when no process can be started."""
+        # The thread does every start: a parent-death signal belongs to the thread that started
+        # the child, and this one lives as long as the engine.
+        self._thread.start()
+        self._started.wait()
+        if self._start_error is not None:
+            raise LinkStartError(
+                f"the agent cannot be started ({' '.join(self._command)}): {self._start_error}"
+            ) from self._start_error
+
+    def take(self) -> socket.socket | None:
+        """The socket of an agent started since the last call, None when there is none."""
+        taken = None
+        with contextlib.suppress(IndexError):
+            while True:
+                newer = self._fresh.popleft()
+                if taken is not None:
+                    taken.close()
+                taken = newer
+        return taken
+
+    def stop(self) -> None:
+        """Ends the agent (its socket should be closed by now) and the thread."""
+        self._stopping.set()
+        self._discard_untaken()
+        self._thread.join(_STOP_SECONDS)
+        process = self._process
+        if self._thread.is_alive() and process is not None:
+            process.kill()
+            self._thread.join(_STOP_SECONDS)
+
+    def _run(self) -> None:
+        wait = _FIRST_WAIT_SECONDS
+        while not self._stopping.is_set():
+            begun = time.monotonic()
+            try:
+                process = self._spawn()
+            except OSError as error:
+                if not self._started.is_set():
+                    self._start_error = error
+                    self._started.set()
+                    return
+                _log.error("the speculation agent cannot be started: %s", error)
+            else:
+                self._started.set()
+                if self._stopping.is_set():
+                    self._discard_untaken()
+                code = process.wait()
+                self._process = None
+                self._discard_untaken()
+                if self._stopping.is_set():
+                    return
+                _log.warning("the speculation agent ended with code %d; starting another", code)
+            if time.monotonic() - begun >= _HEALTHY_SECONDS:
+                wait = _FIRST_WAIT_SECONDS
+            self._stopping.wait(wait)
+            wait = min(2 * wait, _LONGEST_WAIT_SECONDS)
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            ours.settimeout(0)
+            ours.send(self._hello)
+            fd = theirs.fileno()
+            process = subprocess.Popen(
+                (*self._command, "--fd", str(fd), "--parent", str(os.getpid())),
+                stdin=subprocess.DEVNULL,
+                pass_fds=(fd,),
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            # Only the agent may hold its end, or the engine would not notice its death.
+            theirs.close()
+        self._process = process
+        self.starts += 1
+        self._fresh.append(ours)
+        return process
+
+    def _discard_untaken(self) -> None:
+        untaken = self.take()
+        if untaken is not None:
+            untaken.close()
+
+
+def agent_command(
+    target: str, *, nice: int, report_buffer: int, report_interval_ms: float
+) -> tuple[str, ...]:
+    """The command that runs the agent with this interpreter."""
+    return (
+        sys.executable,
+        "-m",
+        "engine_shim.link.agent",
+        f"--target={target}",
+        f"--nice={nice}",
+        f"--report-buffer={report_buffer}",
+        f"--report-interval-ms={report_interval_ms}",
+    )

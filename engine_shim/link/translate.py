@@ -1,0 +1,115 @@
+"""Between the packets of the socket pair and the messages of the contract; no I/O."""
+
+import hashlib
+
+from engine_shim.link import packets
+from engine_shim.link.errors import UnusablePlanError
+from engine_shim.link.packets import PlanPacket, ProbeEntry, ReportPacket, RowEntry
+from speculation.v1.engine_pb2 import EngineSpec, StepFlags, StepReport
+from speculation.v1.plan_pb2 import (
+    REGIME_MODE_COLLECT,
+    REGIME_MODE_OFF,
+    REGIME_MODE_ONLINE,
+    Plan,
+    PlanRow,
+)
+
+_KNOWN_MODES = frozenset({REGIME_MODE_OFF, REGIME_MODE_ONLINE, REGIME_MODE_COLLECT})
+
+
+def session_tag(session_id: str) -> int:
+    """Four bytes, never 0, that tell one session from the last few others."""
+    digest = hashlib.blake2b(session_id.encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") or 1
+
+
+class Translator:
+    """Between drafter names and their indices in one engine's introduction."""
+
+    def __init__(self, engine: EngineSpec) -> None:
+        self._names = [drafter.name for drafter in engine.drafters]
+        self._arms = {
+            (drafter.name, gamma): index
+            for index, drafter in enumerate(engine.drafters)
+            for gamma in drafter.gammas
+        }
+
+    def report(self, packet: ReportPacket, session: int) -> StepReport:
+        """The message of a report.
+
+        A plan of an earlier session means nothing to this one (epochs and probe identifiers start
+        again), so it is left out.  Raises IndexError for a drafter that was not introduced.
+        """
+        ours = packet.session in (0, session)
+        message = StepReport(
+            step=packet.step,
+            batch_size=packet.batch_size,
+            kv_tokens=packet.kv_tokens,
+            drafter=self._names[packet.drafter_index],
+            gamma=packet.gamma,
+            accepted_counts=packet.accepted_counts,
+            step_seconds=packet.step_seconds,
+            plan_epoch=packet.plan_epoch if ours else 0,
+            probe_id=packet.probe_id if ours else 0,
+        )
+        flags = packet.flags
+        if flags:
+            message.flags.CopyFrom(
+                StepFlags(
+                    after_gap=bool(flags & packets.AFTER_GAP),
+                    eager_fallback=bool(flags & packets.EAGER_FALLBACK),
+                    first_use=bool(flags & packets.FIRST_USE),
+                    unsteered=bool(flags & packets.UNSTEERED),
+                    switched=bool(flags & packets.SWITCHED),
+                )
+            )
+        return message
+
+    def plan(self, plan: Plan, session: int, arrival_ns: int) -> PlanPacket:
+        """The packet of a plan.  Raises UnusablePlanError; the message says what is wrong."""
+        if not 1 <= len(plan.rows) <= packets.MAX_ROWS:
+            raise UnusablePlanError(f"plan {plan.epoch}: {len(plan.rows)} rows")
+        if plan.lease_ms < 1:
+            raise UnusablePlanError(f"plan {plan.epoch}: no lease")
+        rows = []
+        previous = 0
+        for row in plan.rows:
+            if row.max_batch_size <= previous:
+                raise UnusablePlanError(
+                    f"plan {plan.epoch}: max_batch_size {row.max_batch_size} after {previous}"
+                )
+            previous = row.max_batch_size
+            rows.append(self._row(plan.epoch, row))
+        return PlanPacket(
+            session=session,
+            epoch=plan.epoch,
+            arrival_ns=arrival_ns,
+            lease_ms=plan.lease_ms,
+            regime_mode=plan.regime.mode if plan.regime.mode in _KNOWN_MODES else 0,
+            regime_stride=plan.regime.stride,
+            rows=tuple(rows),
+        )
+
+    def _row(self, epoch: int, row: PlanRow) -> RowEntry:
+        index = self._arm(epoch, row.drafter, row.gamma)
+        if row.drafter_asleep and row.gamma:
+            raise UnusablePlanError(f"plan {epoch}: gamma {row.gamma} with the drafter asleep")
+        probe = None
+        if row.HasField("probe"):
+            if row.probe.steps < 1 or row.probe.probe_id < 1:
+                raise UnusablePlanError(f"plan {epoch}: probe {row.probe.probe_id} has no steps")
+            probe = ProbeEntry(
+                row.probe.probe_id,
+                self._arm(epoch, row.probe.drafter, row.probe.gamma),
+                row.probe.gamma,
+                row.probe.steps,
+            )
+        return RowEntry(row.max_batch_size, index, row.gamma, row.drafter_asleep, probe)
+
+    def _arm(self, epoch: int, drafter: str, gamma: int) -> int:
+        index = self._arms.get((drafter, gamma))
+        if index is None:
+            raise UnusablePlanError(
+                f"plan {epoch}: this engine did not introduce gamma {gamma} of drafter {drafter!r}"
+            )
+        return index

@@ -1,0 +1,89 @@
+"""How the engine introduces itself: proto EngineSpec from a scheduler that is ready to serve."""
+
+from __future__ import annotations
+
+import re
+import socket
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine_shim.sglang import surface
+from speculation.v1 import engine_pb2
+
+if TYPE_CHECKING:
+    from engine_shim.sglang.settings import PluginSettings
+
+
+def introduce(
+    scheduler: Any, settings: PluginSettings, gammas: tuple[int, ...], can_sleep: bool
+) -> engine_pb2.EngineSpec:
+    """`scheduler`: after `init_model_worker`."""
+    return engine_pb2.EngineSpec(
+        engine_id=settings.engine_id or default_engine_id(scheduler.server_args.port),
+        fingerprint=_fingerprint(scheduler),
+        drafters=[_drafter(scheduler, gammas)],
+        max_batch_size=scheduler.max_running_requests,
+        capabilities=engine_pb2.Capabilities(
+            can_sleep=can_sleep, overlap_steps=1 if scheduler.enable_overlap else 0
+        ),
+    )
+
+
+def default_engine_id(port: int) -> str:
+    """`<host name>:<port>`: stable across restarts, and apart for two servers of one host."""
+    host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())
+    return f"{host[:120]}:{port}"
+
+
+def _fingerprint(scheduler: Any) -> engine_pb2.Fingerprint:
+    runner = scheduler.tp_worker.model_runner
+    return engine_pb2.Fingerprint(
+        target_model=surface.config_leaf("model_path"),
+        target_revision=surface.config_leaf("revision") or "",
+        engine="sglang",
+        engine_version=surface.sglang_version(),
+        device=_device_name(runner.device),
+        dtype=str(runner.model_config.dtype).removeprefix("torch."),
+        quantization=surface.config_leaf("quantization") or "",
+        tensor_parallel_size=surface.config_leaf("tp_size"),
+        data_parallel_size=surface.config_leaf("dp_size"),
+        attention_backend=runner.decode_attention_backend_str,
+        graph_batch_sizes=surface.graph_batch_sizes(runner),
+        shim_version=_shim_version(),
+    )
+
+
+def _drafter(scheduler: Any, gammas: tuple[int, ...]) -> engine_pb2.Drafter:
+    # The arguments keep the algorithm as the user wrote it; SGLang resolves NEXTN to EAGLE.
+    algorithm: str = scheduler.server_args.speculative_algorithm
+    model: str = surface.config_leaf("speculative_draft_model_path") or ""
+    revision: str = surface.config_leaf("speculative_draft_model_revision") or ""
+    return engine_pb2.Drafter(
+        name=algorithm.lower(),
+        kind=engine_pb2.DRAFTER_KIND_MTP,
+        gammas=gammas,
+        model=model,
+        # SGLang says "main" for a local folder too.
+        revision="" if Path(model).is_dir() else revision,
+    )
+
+
+def _device_name(device: str) -> str:
+    """As the driver reports it; of a CPU, as the kernel does."""
+    if device == "cpu":
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+        return "cpu"
+    from sglang.srt.utils.common import get_device_name
+
+    name: str = get_device_name()
+    return name
+
+
+def _shim_version() -> str:
+    try:
+        return version("speculation-controller")
+    except PackageNotFoundError:
+        return ""

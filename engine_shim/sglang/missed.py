@@ -1,0 +1,126 @@
+"""The steps that a sleeping drafter has missed: a bounded buffer over all requests."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+# Catching up has a prefill's shape, and SGLang's default for those is a chunk of 8192 tokens.
+MAX_POSITIONS: Final = 8192
+
+
+class MissedStep(NamedTuple):
+    """One step that the drafter slept through; a row for each request.
+
+    positions: int64[B], where the target read; tokens: int64[B], what it then chose (for
+    position + 1); hidden: [B, H], its hidden states there, in the form the drafter takes.
+    """
+
+    request_ids: list[str]
+    positions: torch.Tensor
+    tokens: torch.Tensor
+    hidden: torch.Tensor
+
+
+class MissedRows(NamedTuple):
+    """What the requests of one batch have missed, request after request.
+
+    rows: their indices in the batch; starts, lengths: the first missed position and how many there
+    are; order: rows of the concatenated buffer, in the order of the catch-up.
+    cold: requests whose missed positions do not lead up to the present, so that their drafter
+    starts from nothing.  unread: positions of those, and of requests that have left.
+    """
+
+    rows: list[int]
+    starts: list[int]
+    lengths: list[int]
+    order: list[int]
+    cold: int
+    unread: int
+
+
+class MissedSteps:
+    """`max_steps`: missed steps that fill the buffer; `max_positions`: rows that do."""
+
+    def __init__(self, max_steps: int, max_positions: int = MAX_POSITIONS) -> None:
+        self._max_steps = max_steps
+        self._max_positions = max_positions
+        self._steps: list[MissedStep] = []
+        self._positions = 0
+        # Request -> index of the first step that still counts for it.
+        self._valid_from: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def is_full_for(self, batch_size: int) -> bool:
+        """True when one more step of this size would not fit."""
+        return (
+            len(self._steps) >= self._max_steps
+            or self._positions + batch_size > self._max_positions
+        )
+
+    def add(self, step: MissedStep) -> None:
+        """One more missed step."""
+        self._steps.append(step)
+        self._positions += len(step.request_ids)
+
+    def forget(self, request_ids: Sequence[str]) -> None:
+        """These requests were prefilled, and the drafter with them: it has missed nothing."""
+        if self._steps:
+            for request_id in request_ids:
+                self._valid_from[request_id] = len(self._steps)
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        self._steps.clear()
+        self._valid_from.clear()
+        self._positions = 0
+
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Positions, tokens and hidden states of the whole buffer, step after step."""
+        steps = self._steps
+        return (
+            torch.cat([step.positions for step in steps]),
+            torch.cat([step.tokens for step in steps]),
+            torch.cat([step.hidden for step in steps]),
+        )
+
+    def of_batch(
+        self, request_ids: Sequence[str], lengths: Sequence[int], positions: Sequence[int]
+    ) -> MissedRows:
+        """What each request of a batch has missed.
+
+        `lengths`: its context lengths now.  `positions`: those of the whole buffer, as in
+        `tensors`.
+        """
+        missed: dict[str, list[int]] = {request_id: [] for request_id in request_ids}
+        cold = unread = base = 0
+        for index, step in enumerate(self._steps):
+            for row, request_id in enumerate(step.request_ids, base):
+                if self._valid_from.get(request_id, 0) > index:
+                    continue
+                if request_id in missed:
+                    missed[request_id].append(row)
+                else:
+                    unread += 1
+            base += len(step.request_ids)
+        found = MissedRows([], [], [], [], 0, 0)
+        for row, (request_id, length) in enumerate(zip(request_ids, lengths, strict=True)):
+            order = missed[request_id]
+            if not order:
+                continue
+            start = length - len(order)
+            if [positions[i] for i in order] != list(range(start, length)):
+                cold += 1
+                unread += len(order)
+                continue
+            found.rows.append(row)
+            found.starts.append(start)
+            found.lengths.append(len(order))
+            found.order.extend(order)
+        return found._replace(cold=cold, unread=unread)

@@ -1,0 +1,55 @@
+"""Entry point `speculation_controller` of the group `sglang.srt.plugins`.
+
+SGLang calls `register` in every process it starts, before it builds anything.  Errors that SGLang
+would only log end the process here: a server that looks steered and is not must not start.
+"""
+
+import os
+import sys
+
+SIDECAR_VARIABLE = "SPECULATION_SIDECAR"
+
+
+def register() -> None:
+    """Hooks the plugin into this process of SGLang; does nothing unless SPECULATION_SIDECAR is set.
+
+    Raises SystemExit with the reason when the plugin cannot work here.
+    """
+    if not os.environ.get(SIDECAR_VARIABLE):
+        return
+    try:
+        _register()
+    except Exception as error:  # SGLang would log any Exception and go on without the plugin
+        raise SystemExit(
+            f"speculation-controller: the engine does not start: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _register() -> None:
+    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+    from sglang.srt.plugins.hook_registry import HookType
+
+    from engine_shim.sglang import selfcheck, surface
+    from engine_shim.sglang.configuration import SteeredConfiguration
+    from engine_shim.sglang.errors import UnsupportedEngineError
+    from engine_shim.sglang.policy import SteeredPolicy
+    from engine_shim.sglang.session import Session
+    from engine_shim.sglang.settings import load_settings
+
+    settings = load_settings()
+    found = surface.sglang_version()
+    if found != surface.SUPPORTED_VERSION and not settings.allow_unknown_version:
+        raise UnsupportedEngineError(
+            f"SGLang {found or 'of unknown version'} is installed, the plugin is tested with "
+            f"{surface.SUPPORTED_VERSION}; SPECULATION_ALLOW_UNKNOWN_VERSION=1 tries anyway"
+        )
+    configuration = SteeredConfiguration(settings)
+    register_resolution_hook(surface.RESOLUTION_STEP)(configuration.resolve)
+    selfcheck.register(surface.CANDIDATE_STEPS, configuration.candidate_steps, HookType.REPLACE)
+    selfcheck.register(surface.POLICY_CLASS, SteeredPolicy, HookType.REPLACE)
+    # A process that has not loaded the scheduler's module (the detokenizer) never runs one.
+    if surface.SCHEDULER_MODULE in sys.modules:
+        session = Session(settings)
+        selfcheck.register(
+            surface.INIT_MODEL_WORKER, session.around_init_model_worker, HookType.AROUND
+        )

@@ -1,0 +1,72 @@
+"""The policy object that SGLang's AdaptiveController asks for a draft length.
+
+SGLang constructs it (in place of its own `AdaptiveSpeculativeParams`) before anything else of the
+plugin exists in the scheduler's process; the session then gives it the link.  One decision is made
+at the start of each decode step and asked for once inside it.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from engine_shim.link.engine_link import EngineLink
+from engine_shim.link.steering import Choice, Source, safe_choice
+from engine_shim.sglang import selfcheck, surface
+from engine_shim.sglang.settings import load_settings
+
+_log = logging.getLogger(__name__)
+
+
+class SteeredPolicy:
+    """SGLang's `AdaptiveSpecPolicy` protocol, answered by the link."""
+
+    def __init__(self, initial_steps: int, cfg_path: str | None = None) -> None:
+        """`initial_steps`: the draft length the engine starts with.  Raises PluginError."""
+        selfcheck.require_hooks(surface.CANDIDATE_STEPS, surface.INIT_MODEL_WORKER)
+        self._gammas = load_settings().gammas
+        self._link: EngineLink | None = None
+        self.startup_gamma = initial_steps
+        self.choice = safe_choice(initial_steps)
+
+    @property
+    def candidate_steps(self) -> list[int]:
+        """Every draft length that SGLang prepares a runtime state for."""
+        return list(self._gammas)
+
+    def set_cuda_graph_bs(self, cuda_graph_bs: list[int] | None) -> None:
+        """Nothing: every draft length may run at every batch size."""
+
+    def cuda_graph_bs_for_step(self, step: int) -> list[int] | None:
+        """None: no batch size is left out for any draft length."""
+        return None
+
+    def steer_by(self, link: EngineLink) -> None:
+        """From now on the link decides."""
+        self._link = link
+
+    def decide(self, batch_size: int) -> Choice:
+        """The choice for the decode step that begins now; kept until the next one."""
+        if self._link is None:
+            return self.choice
+        choice = self._link.choose(batch_size)
+        if choice.source is not self.choice.source:
+            _note_source(self.choice.source, choice.source)
+        self.choice = choice
+        return choice
+
+    def get_steps_for_batch(self, batch_size: int) -> int:
+        """Draft length of the step that was decided last."""
+        return self.choice.gamma
+
+    def on_verify_complete(
+        self, num_correct_drafts_per_req: list[int], batch_size: int
+    ) -> int | None:
+        """None, always: what was accepted is reported, and gamma changes only as a step begins."""
+        return None
+
+
+def _note_source(old: Source, new: Source) -> None:
+    if new is Source.PLAN:
+        _log.info("the sidecar steers (before: %s)", old.value)
+    else:
+        _log.warning("the sidecar does not steer: %s (before: %s)", new.value, old.value)

@@ -1,0 +1,52 @@
+"""Hooks that are registered with SGLang, and the check that every one of them took.
+
+SGLang logs an error in a hook and goes on without it; this plugin refuses to start instead.  The
+check runs from both ends (the configuration step in the launcher; the policy's constructor and the
+scheduler's start in the scheduler's process), so that no single missing hook can hide itself.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable
+from typing import Any, Final
+
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from engine_shim.sglang.errors import HookError
+
+_registered: Final[dict[str, tuple[HookType, Callable[..., Any]]]] = {}
+
+
+def register(target: str, hook: Callable[..., Any], kind: HookType) -> None:
+    """Registers a hook with SGLang, for `require_hooks` to look for."""
+    HookRegistry.register(target, hook, kind)
+    _registered[target] = (kind, hook)
+
+
+def registered_targets() -> tuple[str, ...]:
+    """Everything this process has registered, in order."""
+    return tuple(_registered)
+
+
+def require_hooks(*targets: str) -> None:
+    """Raises HookError unless each target was patched, and with this plugin's hook."""
+    for target in targets:
+        if target not in _registered:
+            raise HookError(f"the plugin never hooked {target} in this process")
+        if target not in HookRegistry._patched:
+            raise HookError(
+                f"SGLang could not apply the plugin's hook to {target}; its log has the cause, "
+                "beginning with 'Failed to apply hooks'"
+            )
+        kind, hook = _registered[target]
+        in_use = pkgutil.resolve_name(target)
+        if isinstance(hook, type):
+            if in_use is not hook:
+                raise HookError(f"{target} is {in_use!r}, not the plugin's {hook.__qualname__}")
+        elif not hasattr(in_use, "__wrapped__"):
+            raise HookError(f"{target} is not wrapped by the plugin's hook")
+        if kind is HookType.REPLACE:
+            replacing = [h for k, h, _ in HookRegistry._hooks[target] if k is HookType.REPLACE]
+            if replacing[-1] != hook:
+                raise HookError(f"another plugin replaced {target} after this one")

@@ -1,0 +1,202 @@
+"""The plugin in the scheduler's process: hooks around the steps of one engine, joined to its link.
+
+One decode step, in SGLang's order:
+
+  around_forward            decide; catch a drafter up that has slept; launch
+    AdaptiveController      asks the policy, puts that gamma's runtime state into use (QuietSwitch)
+    draft, verify
+    around_draft_extend     asleep: keep what the drafter would have read
+  around_resolve            the result is on the CPU: report
+
+Nothing here may end an engine: what only serves telemetry or the drafter's speed is guarded, and
+switches itself off with one log line.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+from collections.abc import Callable
+from dataclasses import asdict
+from enum import Enum
+from math import isfinite
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from engine_shim.link.engine_link import EngineLink
+from engine_shim.link.errors import LinkStartError
+from engine_shim.sglang import selfcheck, surface
+from engine_shim.sglang.errors import HookError, PluginError
+from engine_shim.sglang.introduction import introduce
+from engine_shim.sglang.policy import SteeredPolicy
+from engine_shim.sglang.sleep import SleepingDrafter, cannot_sleep_reason
+from engine_shim.sglang.switch import QuietSwitch
+from engine_shim.sglang.telemetry import (
+    Launch,
+    StepTap,
+    kv_tokens_at_launch,
+    kv_tokens_committed,
+)
+
+if TYPE_CHECKING:
+    from engine_shim.sglang.settings import PluginSettings
+
+_log = logging.getLogger(__name__)
+
+
+class Session:
+    """Everything of one steered engine; made once, in the process of its scheduler."""
+
+    def __init__(self, settings: PluginSettings) -> None:
+        self._settings = settings
+        self._switch = QuietSwitch()
+        self._link: EngineLink | None = None
+        self._policy: SteeredPolicy | None = None
+        self._tap: StepTap | None = None
+        self._sleep: SleepingDrafter | None = None
+        # The step between its launch and the end of its draft-extend; the scheduler launches one
+        # at a time.
+        self._launching: Launch | None = None
+
+    def around_init_model_worker(self, original: Callable[..., None], scheduler: Any) -> None:
+        """Hooks the worker before it exists, and starts the link when it is ready to serve."""
+        selfcheck.register(surface.FORWARD, self.around_forward, HookType.AROUND)
+        selfcheck.register(surface.DRAFT_EXTEND, self.around_draft_extend, HookType.AROUND)
+        selfcheck.register(surface.RESOLVE_TOKENS, self.around_resolve, HookType.AROUND)
+        selfcheck.register(surface.INTERNAL_STATE, self.after_internal_state, HookType.AFTER)
+        selfcheck.register(
+            surface.APPLY_RUNTIME_STATE, self._switch.apply_runtime_state, HookType.REPLACE
+        )
+        HookRegistry.apply_hooks()
+        selfcheck.require_hooks(*selfcheck.registered_targets())
+        original(scheduler)
+        self._start(scheduler)
+
+    def around_forward(
+        self, original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Around `EAGLEWorkerV2.forward_batch_generation`, prefills included."""
+        policy = self._policy
+        if policy is None or batch.forward_mode.is_idle():
+            return original(worker, batch, *args, **kwargs)
+        sleep = self._sleep
+        if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
+            if sleep is not None:
+                sleep.forget(batch.reqs)
+            return original(worker, batch, *args, **kwargs)
+        choice = policy.decide(batch.seq_lens.shape[0])
+        launch = Launch(choice, batch.forward_iter, kv_tokens_at_launch(batch))
+        if sleep is not None:
+            launch.asleep = self._catch_up(sleep, batch, choice.asleep and choice.gamma == 0)
+        self._launching = launch
+        result = original(worker, batch, *args, **kwargs)
+        result.speculation_launch = launch
+        return result
+
+    def around_draft_extend(
+        self, original: Callable[..., None], draft: Any, batch: Any, result: Any, **kwargs: Any
+    ) -> None:
+        """Around `EagleDraftWorker._draft_extend_for_decode`."""
+        launch, sleep = self._launching, self._sleep
+        if launch is not None and launch.asleep and sleep is not None:
+            try:
+                sleep.sleep_through(batch, result)
+                return
+            except Exception:  # noqa: BLE001 - out of memory, say: then as if awake
+                launch.asleep = False
+                self._stop_sleeping()
+        original(draft, batch, result, **kwargs)
+
+    def around_resolve(
+        self, original: Callable[..., Any], processor: Any, result: Any, batch: Any
+    ) -> Any:
+        """Around `SchedulerBatchResultProcessor._resolve_spec_v2_tokens`."""
+        launch: Launch | None = getattr(result, "speculation_launch", None)
+        if launch is None or self._tap is None:
+            return original(processor, result, batch)
+        if launch.kv_tokens is None:
+            launch.kv_tokens = kv_tokens_committed(batch.reqs)
+        tokens = original(processor, result, batch)
+        try:
+            self._tap.settle(launch, result)
+        except Exception:  # noqa: BLE001 - telemetry must not end an engine
+            self._tap = None
+            _log.exception("steps are no longer reported to the sidecar")
+        return tokens
+
+    def after_internal_state(self, _: None, controller: Any, state: dict[str, Any]) -> None:
+        """After SGLang put its own speculation into the `internal_states` of `/server_info`."""
+        if self._link is not None:
+            state["speculation_controller"] = self.status()
+
+    def status(self) -> dict[str, Any]:
+        """How the engine is steered, in plain values: the link's state and the sleep's counters."""
+        status = asdict(self._link.status()) if self._link is not None else {}
+        status = {name: _plain(value) for name, value in status.items()}
+        if self._sleep is not None:
+            status["sleep"] = asdict(self._sleep.counters)
+        status["reporting"] = self._tap is not None
+        return status
+
+    def _catch_up(self, sleep: SleepingDrafter, batch: Any, asleep: bool) -> bool:
+        """True when the drafter may sleep through the step that begins."""
+        try:
+            sleep.before_step(batch, asleep=asleep)
+        except Exception:  # noqa: BLE001 - out of memory, say: then it drafts cold
+            self._stop_sleeping()
+            return False
+        return asleep
+
+    def _stop_sleeping(self) -> None:
+        self._sleep = None
+        _log.exception("the drafter stays awake from now on; requests that it missed draft cold")
+
+    def _start(self, scheduler: Any) -> None:
+        """Checks what was built, introduces the engine, starts the link.  Raises PluginError."""
+        worker = scheduler.draft_worker
+        controller: Any = getattr(worker, "adaptive_controller", None)
+        policy = getattr(controller, "params", None)
+        if not isinstance(policy, SteeredPolicy):
+            raise HookError(
+                f"SGLang never constructed the plugin's policy (found {type(policy).__name__} in "
+                f"{type(worker).__name__}): the draft length would not be steered"
+            )
+        gammas = tuple(policy.candidate_steps)
+        prepared = tuple(sorted(controller._states))
+        if prepared != gammas:
+            raise HookError(f"SGLang prepared draft lengths {prepared}, not {gammas}")
+        widest = surface.widest_step()
+        if widest != gammas[-1] + 1:
+            raise HookError(
+                f"SGLang sized its buffers for {widest} draft tokens, {gammas[-1] + 1} are needed"
+            )
+        self._switch.prepare(worker, gammas)
+        sleepless = cannot_sleep_reason(worker)
+        if gammas[0] > 0 or self._settings.sleep_positions == 0:
+            sleepless = "the settings leave no room for it"
+        if sleepless is None:
+            self._sleep = SleepingDrafter(worker, self._settings.sleep_positions)
+        spec = introduce(scheduler, self._settings, gammas, can_sleep=sleepless is None)
+        try:
+            link = EngineLink.start(spec, self._settings, policy.startup_gamma)
+        except LinkStartError as error:
+            raise PluginError(str(error)) from error
+        atexit.register(link.close)
+        self._tap = StepTap(link, tuple(spec.fingerprint.graph_batch_sizes))
+        policy.steer_by(link)
+        self._link, self._policy = link, policy
+        _log.info(
+            "steered by %s as %s: draft lengths %s, the drafter %s",
+            self._settings.sidecar,
+            spec.engine_id,
+            list(gammas),
+            "may sleep" if sleepless is None else f"never sleeps ({sleepless})",
+        )
+
+
+def _plain(value: Any) -> Any:
+    """An enum by its name; None for what JSON has no number for; anything else as it is."""
+    if isinstance(value, Enum):
+        return value.name
+    return None if isinstance(value, float) and not isfinite(value) else value

@@ -1,0 +1,98 @@
+"""What is specific to SGLang 0.5.23: the names the plugin hooks, and the facts it reads.
+
+Every other module of this package speaks of SGLang's objects through what is written here or
+through attributes that the contract tests pin down.  A new SGLang version means: run those tests,
+change this file.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+SUPPORTED_VERSION: Final = "0.5.23"
+
+# Algorithms as users write them; NEXTN is an alias of EAGLE once SGLang has resolved it.
+ALGORITHMS: Final = ("EAGLE", "EAGLE3", "NEXTN")
+
+_PARAMS: Final = "sglang.srt.speculative.adaptive_spec_params"
+_EAGLE: Final = "sglang.srt.speculative.eagle_worker_v2"
+
+# Every process that resolves or uses the configuration.
+CANDIDATE_STEPS: Final = f"{_PARAMS}.resolve_candidate_steps_from_config"
+POLICY_CLASS: Final = f"{_PARAMS}.AdaptiveSpeculativeParams"
+# The scheduler's process only.
+SCHEDULER_MODULE: Final = "sglang.srt.managers.scheduler"
+INIT_MODEL_WORKER: Final = f"{SCHEDULER_MODULE}.Scheduler.init_model_worker"
+FORWARD: Final = f"{_EAGLE}.EAGLEWorkerV2.forward_batch_generation"
+APPLY_RUNTIME_STATE: Final = f"{_EAGLE}.EAGLEWorkerV2.apply_runtime_state"
+DRAFT_EXTEND: Final = f"{_EAGLE}.EagleDraftWorker._draft_extend_for_decode"
+RESOLVE_TOKENS: Final = (
+    "sglang.srt.managers.scheduler_components.batch_result_processor"
+    ".SchedulerBatchResultProcessor._resolve_spec_v2_tokens"
+)
+INTERNAL_STATE: Final = (
+    "sglang.srt.managers.scheduler_components.internal_state"
+    ".SchedulerInternalStateController._add_speculative"
+)
+# The step of SGLang's configuration pipeline that settles speculation.
+RESOLUTION_STEP: Final = "handle_speculative_decoding"
+
+# Source of the log entry that SGLang's own runtime switch writes.
+SWITCH_SOURCE: Final = "adaptive_spec.restore"
+# With it SGLang skips the draft-extend of every step at gamma 0, and keeps nothing.
+SKIP_VARIABLE: Final = "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"
+
+
+def sglang_version() -> str:
+    """Version of the installed SGLang, "" when it is not installed as a distribution."""
+    try:
+        return version("sglang")
+    except PackageNotFoundError:
+        return ""
+
+
+def unsupported_reason(args: ServerArgs) -> str | None:
+    """Why speculation under these arguments cannot be steered; None when it can.
+
+    Reads what resolution has decided so far; meant for after the speculation step.
+    """
+    from sglang.srt.arg_groups.overrides import resolved_view
+    from sglang.srt.runtime_context import attn_dp_enabled_of
+    from sglang.srt.speculative.adaptive_spec_params import adaptive_unsupported_reason
+
+    view: Any = resolved_view(args)
+    if view.tp_size != 1:
+        return f"--tensor-parallel-size {view.tp_size}: only 1 is supported"
+    if view.pp_size != 1:
+        return f"--pipeline-parallel-size {view.pp_size}: only 1 is supported"
+    if attn_dp_enabled_of(view):
+        return "data-parallel attention is not supported"
+    if view.dp_size != 1:
+        return f"--data-parallel-size {view.dp_size}: only 1 is supported; run one server each"
+    if view.disaggregation_mode == "prefill":
+        return "a prefill-only server never drafts: leave SPECULATION_SIDECAR unset there"
+    reason: str | None = adaptive_unsupported_reason(args)
+    return reason
+
+
+def config_leaf(name: str) -> Any:
+    """A resolved configuration value of this process, by its flat name."""
+    from sglang.srt.runtime_context import get_context
+
+    return get_context().config_leaf(name)
+
+
+def widest_step() -> int:
+    """Tokens of one sequence in a step that SGLang has sized its buffers for."""
+    from sglang.srt.runtime_context import max_speculative_num_draft_tokens
+
+    return max_speculative_num_draft_tokens() or 0
+
+
+def graph_batch_sizes(model_runner: Any) -> tuple[int, ...]:
+    """Batch sizes with a captured decode graph, ascending; empty when there are none."""
+    return tuple(sorted(getattr(model_runner.decode_cuda_graph_runner, "capture_bs", None) or ()))

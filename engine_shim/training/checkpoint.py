@@ -1,0 +1,175 @@
+"""Model folders that SGLang and transformers load: a config and bfloat16 safetensors.
+
+A live model keeps fused matrices, a checkpoint keeps their parts; the names differ for the draft's
+one layer, which published EAGLE3 checkpoints call ``midlayer``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from engine_shim.training.blocks import ModelShape
+from engine_shim.training.eagle3 import Eagle3Shape, Eagle3Student
+from engine_shim.training.qwen3 import Qwen3Target
+
+_CONFIG: Final = "config.json"
+_WEIGHTS: Final = "model.safetensors"
+_LIVE_LAYER: Final = "model.layers.0."
+_DRAFT_LAYER: Final = "midlayer."
+_VOCABULARY_MAPS: Final = ("d2t", "t2d")
+
+
+def save_target(target: Qwen3Target, folder: Path) -> None:
+    """Write ``target`` as a ``Qwen3ForCausalLM`` checkpoint."""
+    shape = target.shape
+    config = _decoder_config(shape) | {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "tie_word_embeddings": True,
+    }
+    _save(folder, config, dict(_split(target.state_dict(), shape)))
+
+
+def load_target(folder: Path) -> Qwen3Target:
+    """Read back :func:`save_target`, in float32 and ready for inference."""
+    target = Qwen3Target(_shape(_read_config(folder)))
+    target.load_state_dict(_join(load_file(folder / _WEIGHTS)))
+    return target.eval()
+
+
+def save_draft(student: Eagle3Student, folder: Path) -> None:
+    """Write ``student`` as a ``LlamaForCausalLMEagle3`` checkpoint."""
+    shape = student.shape
+    config = _decoder_config(shape.decoder) | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "draft_vocab_size": shape.decoder.vocabulary,
+        "tie_word_embeddings": False,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(shape.feature_layers)},
+    }
+    parts = {_draft_name(name): part for name, part in _split(student.state_dict(), shape.decoder)}
+    # SGLang reads d2t as (target id - draft id): zeros say that draft ids are target ids.
+    parts["d2t"] = torch.zeros(shape.decoder.vocabulary, dtype=torch.int64)
+    parts["t2d"] = torch.ones(shape.decoder.vocabulary, dtype=torch.bool)
+    _save(folder, config, parts)
+
+
+def load_draft(folder: Path, embedding: Tensor) -> Eagle3Student:
+    """Read back :func:`save_draft`, in float32, beside the target's ``embedding``."""
+    config = _read_config(folder)
+    feature_layers = tuple(config["eagle_config"]["eagle_aux_hidden_state_layer_ids"])
+    student = Eagle3Student(Eagle3Shape(_shape(config), feature_layers), embedding.float())
+    parts = {
+        _live_name(name): part
+        for name, part in load_file(folder / _WEIGHTS).items()
+        if name not in _VOCABULARY_MAPS
+    }
+    student.load_state_dict(_join(parts))
+    return student.eval()
+
+
+def _split(state: Mapping[str, Tensor], shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in state.items():
+        if "qkv_proj" in name:
+            sizes = [shape.query_width, shape.kv_width, shape.kv_width]
+            for part, rows in zip(
+                ("q_proj", "k_proj", "v_proj"), torch.split(tensor, sizes), strict=True
+            ):
+                yield name.replace("qkv_proj", part), rows
+        elif "gate_up_proj" in name:
+            for part, rows in zip(("gate_proj", "up_proj"), tensor.chunk(2), strict=True):
+                yield name.replace("gate_up_proj", part), rows
+        else:
+            yield name, tensor
+
+
+def _join(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    state = {}
+    for name, part in parts.items():
+        if "q_proj" in name:
+            group = [
+                parts[name.replace("q_proj", piece)] for piece in ("q_proj", "k_proj", "v_proj")
+            ]
+            state[name.replace("q_proj", "qkv_proj")] = torch.cat(group)
+        elif "gate_proj" in name:
+            state[name.replace("gate_proj", "gate_up_proj")] = torch.cat(
+                [part, parts[name.replace("gate_proj", "up_proj")]]
+            )
+        elif not any(piece in name for piece in ("k_proj", "v_proj", "up_proj")):
+            state[name] = part
+    return {name: tensor.float() for name, tensor in state.items()}
+
+
+def _draft_name(live: str) -> str:
+    return live.replace(_LIVE_LAYER, _DRAFT_LAYER).removeprefix("model.")
+
+
+def _live_name(stored: str) -> str:
+    if stored.startswith(_DRAFT_LAYER):
+        return stored.replace(_DRAFT_LAYER, _LIVE_LAYER)
+    return stored if stored.startswith("lm_head") else f"model.{stored}"
+
+
+def _decoder_config(shape: ModelShape) -> dict[str, Any]:
+    return {
+        "vocab_size": shape.vocabulary,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.mlp,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "max_position_embeddings": shape.max_positions,
+        "rms_norm_eps": shape.norm_epsilon,
+        "rope_theta": shape.rope_base,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "pad_token_id": 0,
+    }
+
+
+def _shape(config: Mapping[str, Any]) -> ModelShape:
+    return ModelShape(
+        hidden=config["hidden_size"],
+        heads=config["num_attention_heads"],
+        kv_heads=config["num_key_value_heads"],
+        head_dim=config["head_dim"],
+        mlp=config["intermediate_size"],
+        layers=config["num_hidden_layers"],
+        vocabulary=config["vocab_size"],
+        max_positions=config["max_position_embeddings"],
+        rope_base=config["rope_theta"],
+        norm_epsilon=config["rms_norm_eps"],
+    )
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
+    return config
+
+
+def _save(folder: Path, config: Mapping[str, Any], parts: Mapping[str, Tensor]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    stored = {
+        name: part.detach()
+        .to(torch.bfloat16 if part.is_floating_point() else part.dtype)
+        .contiguous()
+        .clone()
+        for name, part in parts.items()
+    }
+    weights = folder / _WEIGHTS
+    save_file(stored, weights, metadata={"format": "pt"})
+    weights.chmod(
+        0o644
+    )  # safetensors writes for the owner only; an engine often runs as somebody else

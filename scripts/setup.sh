@@ -1,0 +1,94 @@
+#!/usr/bin/env bash
+# Makes .venv: CPU torch, the unmodified SGLang, this project with its extras.  Does nothing when
+# nothing that it is made from has changed.
+#
+#   PYTHON=python3.12      another interpreter (3.11 or newer)
+#   TORCH_PIP_ARGS=...     extra arguments for installing torch, e.g. an index that has CPU builds
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+venv=.venv
+stamp=$venv/.made-from
+log=build/setup.log
+
+say() { printf 'setup: %s\n' "$*"; }
+die() { printf 'setup: %s\n' "$*" >&2; exit 1; }
+
+# apt PACKAGE...: true when they could be installed.
+apt() {
+  [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null || return 1
+  say "installing $* (Debian packages)"
+  apt-get update -qq
+  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >/dev/null
+}
+
+find_python() {
+  local candidate
+  for candidate in "${PYTHON:-python3.11}" python3; do
+    if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+      command -v "$candidate"
+      return
+    fi
+  done
+  die "needs Python 3.11 or newer (Debian: apt-get install python3 python3-venv), or PYTHON=..."
+}
+
+make_venv() {
+  if ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
+    apt python3-venv || die "Python's venv module is missing (Debian: apt-get install python3-venv)"
+    "$python" -c 'import ensurepip, venv' || die "$python still cannot make virtual environments"
+  fi
+  say "making $venv with $("$python" --version)"
+  "$python" -m venv --clear "$venv"
+}
+
+# pip's output goes to a file: it lists every CUDA package of SGLang that is left out on purpose.
+pip() {
+  "$venv/bin/python" -m pip --disable-pip-version-check "$@" >>"$log" 2>&1 || {
+    tail -n 30 "$log" >&2
+    die "pip failed, see above and $log"
+  }
+}
+
+installed() { "$venv/bin/python" -c "import importlib.metadata as m; print(m.version('$1'))" 2>/dev/null; }
+wanted() { sed -n "s/^$1==//p" requirements/constraints.txt; }
+
+install() {
+  local constraints=(-c requirements/constraints.txt)
+  # torch first and by itself: later, SGLang's requirements find it and leave it alone.
+  if [[ "$(installed torch)" != "$(wanted torch)"* ]]; then
+    say "torch $(wanted torch)"
+    # shellcheck disable=SC2086  # several arguments in one variable
+    pip install "${constraints[@]}" ${TORCH_PIP_ARGS:-} torch
+    "$venv/bin/python" -c 'import torch, sys; sys.exit(torch.version.cuda is not None)' || say \
+      "note: this torch was built for CUDA (several GB); TORCH_PIP_ARGS can name an index with CPU builds"
+  fi
+  if [ "$(installed sglang)" != "$(wanted sglang)" ]; then
+    say "sglang $(wanted sglang), without its CUDA packages"
+    pip install "${constraints[@]}" --no-deps sglang
+  fi
+  say "what SGLang needs on a CPU"
+  pip install "${constraints[@]}" -r requirements/sglang-cpu.txt
+  say "speculation-controller, in place, with its extras"
+  pip install "${constraints[@]}" -e '.[engine,demo,dev]'
+}
+
+python=$(find_python)
+made_from=$(
+  "$python" --version
+  cat pyproject.toml requirements/*.txt scripts/setup.sh | sha256sum
+)
+
+if [ "$(cat "$stamp" 2>/dev/null)" != "$made_from" ]; then
+  started=$SECONDS
+  mkdir -p "${log%/*}"
+  : >"$log"
+  rm -f "$stamp"
+  "$venv/bin/python" -m pip --version >/dev/null 2>&1 || make_venv
+  install
+  printf '%s' "$made_from" >"$stamp"
+  say "$venv is ready ($((SECONDS - started)) s)"
+fi
+
+command -v redis-server >/dev/null || apt redis-server ||
+  say "note: no redis-server here, tests that need one will fail (Debian: apt-get install redis-server)"

@@ -1,0 +1,281 @@
+"""What the link costs an engine: `python -m tests.bench.link_bench` (a few seconds, prints JSON).
+
+The engine's side is this process; agent and gRPC server are processes of their own, as in
+production.  A decode step is stood in for by a wait that does not give up the processor, because
+that is what a busy engine's thread does.  Report out + plan in is timed for every step, the steps
+that find a new plan also by themselves.  Between the steps stands the floor: a bare send and an
+empty receive, with a plain process waiting at the other end; on a loaded machine only the ratio of
+the two, and the thread's own processor time, say something.  Then each report is answered by a
+plan, and the time from the one to the other is taken.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import psutil
+
+from engine_shim.link.engine_link import EngineLink
+from engine_shim.link.settings import LinkSettings
+from engine_shim.link.steering import Choice, Source
+from speculation.v1.engine_pb2 import DRAFTER_KIND_MTP, Drafter, EngineSpec
+from speculation.v1.plan_pb2 import Plan, PlanRow
+from speculation.v1.service_pb2 import (
+    DecideRequest,
+    DecideResponse,
+    IntroduceRequest,
+    IntroduceResponse,
+    SteerRequest,
+    SteerResponse,
+)
+from speculation.v1.service_pb2_grpc import (
+    SpeculationServiceServicer,
+    add_SpeculationServiceServicer_to_server,
+)
+
+_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
+_GAMMA = 3
+# As large as a report at gamma 3.
+_PACKET = bytes(74)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--rate", type=float, default=500.0, help="steps per second")
+    parser.add_argument("--plan-every", type=int, default=20, help="a plan after so many reports")
+    parser.add_argument("--round-trips", type=int, default=500)
+    parser.add_argument("--agent-nice", type=int, default=10)
+    parser.add_argument("--report-interval-ms", type=float, default=0.0)
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    parser.add_argument("--drain", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.drain:
+        _drain(options.drain)
+        return 0
+    if options.serve:
+        asyncio.run(_serve(options.serve))
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        target = f"unix:{folder}/bench.sock"
+        command = [sys.executable, "-m", "tests.bench.link_bench", "--serve", target]
+        server = subprocess.Popen(command)
+        try:
+            print(json.dumps(_measure(target, options), indent=2))
+        finally:
+            server.terminate()
+            server.wait()
+    return 0
+
+
+def _measure(target: str, options: argparse.Namespace) -> dict[str, Any]:
+    spec = EngineSpec(
+        engine_id="bench",
+        drafters=[Drafter(name="eagle3", kind=DRAFTER_KIND_MTP, gammas=[0, 1, 2, 3])],
+        max_batch_size=_BUCKETS[-1],
+    )
+    settings = LinkSettings(
+        sidecar=target,
+        agent_nice=options.agent_nice,
+        report_interval_ms=options.report_interval_ms,
+    )
+    link = EngineLink.start(spec, settings, startup_gamma=_GAMMA)
+    try:
+        until = time.monotonic() + 20
+        while link.choose(1).source is not Source.PLAN:
+            if time.monotonic() > until:
+                raise TimeoutError(f"no plan within 20 s: {link.status()}")
+            time.sleep(0.01)
+        pid = link.status().agent_pid
+        assert pid is not None
+        agent = psutil.Process(pid)
+        cpu_before = agent.cpu_times()
+        timings = _steps(link, options)
+        cpu = agent.cpu_times()
+        spent = cpu.user + cpu.system - cpu_before.user - cpu_before.system
+        round_trips = _round_trips(link, options.steps, options.round_trips)
+        status = link.status()
+        return {
+            "command": " ".join(["python -m tests.bench.link_bench", *sys.argv[1:]]),
+            "cpus": os.cpu_count(),
+            "load_average": os.getloadavg()[0],
+            "python": sys.version.split()[0],
+            "grpcio": grpc.__version__,
+            "steps": options.steps,
+            "rate": options.rate,
+            "report_out_plan_in_us": _summary(timings.wall, 1e6),
+            "of_that_own_processor_us": _summary(timings.own, 1e6),
+            "when_a_plan_came_us": _summary(timings.with_plan, 1e6),
+            "floor_us": _summary(timings.floor, 1e6),
+            "ratio_to_floor_p50": round(
+                statistics.median(timings.wall) / statistics.median(timings.floor), 2
+            ),
+            "report_to_plan_ms": _summary(round_trips, 1e3),
+            "agent_cpu_us_per_report": round(spent / options.steps * 1e6, 1),
+            "agent_resident_mb": round(agent.memory_info().rss / 2**20, 1),
+            "reports_dropped": status.reports_dropped,
+            "plans_taken": status.plans_taken,
+        }
+    finally:
+        link.close()
+
+
+def _report(link: EngineLink, step: int, choice: Choice, plan_every: int) -> bool:
+    # kv_tokens tells the server below after how many reports it shall send a plan.
+    return link.report(
+        step,
+        8,
+        plan_every,
+        0,
+        _GAMMA,
+        (2, 2, 2, 2),
+        0.002,
+        0,
+        choice.epoch,
+        choice.probe_id,
+        choice.session,
+    )
+
+
+@dataclass
+class _Timings:
+    """Seconds, one entry for each step; `own` is the calling thread's processor time."""
+
+    wall: list[float] = field(default_factory=list)
+    own: list[float] = field(default_factory=list)
+    with_plan: list[float] = field(default_factory=list)
+    floor: list[float] = field(default_factory=list)
+
+
+def _steps(link: EngineLink, options: argparse.Namespace) -> _Timings:
+    timings = _Timings()
+    choice = link.choose(8)
+    clock = time.perf_counter
+    due = clock()
+    with _floor() as bare:
+        for step in range(1, options.steps + 1):
+            cpu_begun = time.thread_time()
+            begun = clock()
+            _report(link, step, choice, options.plan_every)
+            newer = link.choose(8)
+            took = clock() - begun
+            timings.own.append(time.thread_time() - cpu_begun)
+            timings.wall.append(took)
+            if newer.epoch != choice.epoch:
+                timings.with_plan.append(took)
+            choice = newer
+            due = _busy_until(due + 0.5 / options.rate)
+            begun = clock()
+            bare.send(_PACKET, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            with contextlib.suppress(BlockingIOError):
+                bare.recv(100, socket.MSG_DONTWAIT)
+            timings.floor.append(clock() - begun)
+            due = _busy_until(due + 0.5 / options.rate)
+    return timings
+
+
+def _busy_until(due: float) -> float:
+    while time.perf_counter() < due:
+        pass
+    return due
+
+
+@contextlib.contextmanager
+def _floor() -> Iterator[socket.socket]:
+    """A socket with a process at its other end that only reads."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command = [sys.executable, "-m", "tests.bench.link_bench", "--drain", str(theirs.fileno())]
+    with subprocess.Popen(command, pass_fds=[theirs.fileno()]), ours:
+        theirs.close()
+        ours.settimeout(20)
+        ours.recv(100)  # it is up
+        ours.settimeout(0)
+        yield ours
+
+
+def _drain(fd: int) -> None:
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    with socket.socket(fileno=fd) as theirs:
+        theirs.send(b"up")
+        while theirs.recv(4096):
+            pass
+
+
+def _round_trips(link: EngineLink, first: int, count: int) -> list[float]:
+    """Seconds from a report to the plan that answers it, at the engine."""
+    times = []
+    for step in range(first + 1, first + count + 1):
+        choice = link.choose(8)
+        begun = time.perf_counter()
+        _report(link, step, choice, plan_every=1)
+        while link.choose(8).epoch == choice.epoch:
+            if time.perf_counter() - begun > 5:
+                raise TimeoutError(f"no plan within 5 s: {link.status()}")
+        times.append(time.perf_counter() - begun)
+        time.sleep(0.001)
+    return times
+
+
+def _summary(seconds: Sequence[float], scale: float) -> dict[str, float]:
+    if len(seconds) < 2:
+        return {"count": len(seconds)}
+    cuts = statistics.quantiles(seconds, n=100, method="inclusive")
+    return {
+        "count": len(seconds),
+        "p50": round(cuts[49] * scale, 2),
+        "p99": round(cuts[98] * scale, 2),
+        "max": round(max(seconds) * scale, 2),
+    }
+
+
+class _Sidecar(SpeculationServiceServicer):
+    """The least sidecar that there can be: it counts reports and renews a plan of eight rows."""
+
+    def __init__(self) -> None:
+        self._reports = 0
+        self._epoch = 0
+
+    def _plan(self) -> Plan:
+        self._epoch += 1
+        rows = [PlanRow(max_batch_size=b, drafter="eagle3", gamma=_GAMMA) for b in _BUCKETS]
+        return Plan(epoch=self._epoch, rows=rows, lease_ms=5000)
+
+    async def Introduce(self, request: IntroduceRequest, context: Any) -> IntroduceResponse:
+        return IntroduceResponse(session_id="bench", plan=self._plan())
+
+    async def Steer(
+        self, request_iterator: AsyncIterator[SteerRequest], context: Any
+    ) -> AsyncIterator[SteerResponse]:
+        async for request in request_iterator:
+            before = self._reports
+            self._reports += len(request.reports)
+            every = request.reports[-1].kv_tokens if request.reports else 1
+            if not request.reports or self._reports // every > before // every:
+                yield SteerResponse(plan=self._plan())
+
+    async def Decide(self, request: DecideRequest, context: Any) -> DecideResponse:
+        raise NotImplementedError
+
+
+async def _serve(target: str) -> None:
+    server = grpc.aio.server()
+    add_SpeculationServiceServicer_to_server(_Sidecar(), server)
+    server.add_insecure_port(target)
+    await server.start()
+    await server.wait_for_termination()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

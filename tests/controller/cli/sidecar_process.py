@@ -1,0 +1,78 @@
+"""`controller serve` as its own process, and other commands beside it."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2
+
+from tests.controller.service.harness import ENVIRONMENT, health_stub
+
+# A process of its own on a busy machine.
+PATIENCE_SECONDS = 60.0
+CONTROLLER = (sys.executable, "-m", "controller.cli")
+
+
+@dataclass
+class SidecarProcess:
+    """A sidecar that serves on `address`; its log lines once it has ended."""
+
+    process: subprocess.Popen[str]
+    address: str
+    seconds_to_serving: float
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> tuple[int, list[dict[str, Any]]]:
+        """(exit code, log lines)."""
+        self.process.send_signal(number)
+        _, errors = self.process.communicate(timeout=PATIENCE_SECONDS)
+        return self.process.returncode, [json.loads(line) for line in errors.splitlines()]
+
+
+@contextmanager
+def sidecar_process(directory: Path, *flags: str) -> Iterator[SidecarProcess]:
+    address = f"unix:{directory}/controller.sock"
+    command = [*CONTROLLER, "serve", "--address", address, "--metrics-port", "0", *flags]
+    began = time.monotonic()
+    with subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            wait_until_serving(address, process)
+            yield SidecarProcess(process, address, time.monotonic() - began)
+        finally:
+            process.kill()
+
+
+def wait_until_serving(address: str, process: "subprocess.Popen[str]") -> None:
+    socket_file = Path(address.removeprefix("unix:"))
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not socket_file.exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    with grpc.insecure_channel(address) as channel:
+        for answer in health_stub(channel).Watch(
+            health_pb2.HealthCheckRequest(), timeout=PATIENCE_SECONDS, wait_for_ready=True
+        ):
+            if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                return
+
+
+def controller(
+    *arguments: str, environment: dict[str, str] | None = None
+) -> "subprocess.CompletedProcess[str]":
+    """One command, run to its end."""
+    return subprocess.run(
+        [*CONTROLLER, *arguments],
+        env=ENVIRONMENT | (environment or {}),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        check=False,
+    )

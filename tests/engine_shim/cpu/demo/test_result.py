@@ -1,0 +1,89 @@
+import json
+import struct
+
+import pytest
+
+from engine_shim.cpu.demo import picture, report, result
+from engine_shim.cpu.demo.screen import Screen
+from tests.engine_shim.cpu.demo.outcomes import outcome
+
+
+def test_every_policy_is_one_run_with_its_median_and_its_repeats():
+    runs = json.loads(json.dumps(result.as_json(outcome())))["runs"]
+    assert [run["policy"] for run in runs] == ["off", "static-3", "sglang-adaptive", "steered"]
+    assert [run["exact"] for run in runs] == [True, False, True, True]
+    steered = runs[-1]
+    assert [repeat["tokens_per_second"] for repeat in steered["repeats"]] == [10.0, 16.0]
+    assert steered["tokens_per_second"] == 13.0
+    assert steered["acceptance_length"] == 3.0
+    assert [phase["median"] for phase in steered["phases"]] == [13.0, 13.0]
+    (wrong,) = runs[1]["repeats"][1]["mismatches"]
+    assert wrong == {"request": 2, "position": 2, "expected": 7, "found": 9}
+
+
+def test_ratios_are_named_and_carry_their_spread():
+    ratios = result.as_json(outcome())["ratios"]
+    assert set(ratios) == {"steered/off", "steered/static-3", "steered/sglang-adaptive"}
+    assert ratios["steered/sglang-adaptive"]["repeats"] == pytest.approx([2.5, 2.0])
+    assert len(ratios["steered/off"]["phases"]) == 2
+
+
+def test_draft_lengths_are_told_over_time_from_the_stream_s_beginning():
+    gamma = result.as_json(outcome())["gamma"]
+    assert gamma["repeats"][0]["samples"] == [[0.1, 1, 7], [0.2, 1, 5], [1.0, 2, 1]]
+    assert gamma["repeats"][0]["probes"] == 1
+    assert gamma["repeats"][0]["phases"] == [{"5": 0.5, "7": 0.5}, {"1": 1.0}]
+    assert gamma["shares"] == {"1": 0.25, "5": 0.25, "7": 0.5}
+
+
+def test_the_search_for_the_static_draft_length_is_kept():
+    found = result.as_json(outcome())["static_selection"]
+    assert found == {
+        "gamma": 3,
+        "tokens_per_second": {"1": [5.0], "2": [8.0, 6.4], "3": [8.0, 10.0]},
+        "phases": {"1": [5.0, 5.0], "2": [7.2, 7.2], "3": [9.0, 9.0]},
+    }
+
+
+def test_machine_and_versions_are_told():
+    assert result.machine()["cores"] >= 1
+    assert result.machine()["processor"]
+    assert result.versions()["grpcio"][0].isdigit()
+
+
+def test_the_picture_is_a_png_of_some_size(tmp_path):
+    path = tmp_path / "new/demo.png"
+    picture.draw(outcome(), path)
+    data = path.read_bytes()
+    assert data.startswith(b"\x89PNG\r\n")
+    assert min(struct.unpack(">II", data[16:24])) > 800
+
+
+def test_the_tables_say_what_was_not_exact(capsys):
+    report.show(outcome(), Screen())
+    printed = capsys.readouterr().out
+    assert "NOT EXACT: static-3, repeat 2, request 2: token 2 is 9" in printed
+    assert "2.250" in printed  # steered / sglang-adaptive
+    assert "5: 50%  7: 50%" not in printed  # over both repeats: 5 once, 7 twice
+    assert "5: 33%  7: 67%" in printed
+
+
+def test_the_search_is_a_table_with_its_winner(capsys):
+    found = outcome()
+    assert found.selection is not None
+    report.show_selection(found.selection, found.stream, Screen())
+    printed = capsys.readouterr().out
+    assert "the best for the whole stream is γ = 3" in printed
+    assert "1 json ×1" in printed
+
+
+def test_the_profile_is_a_table_of_milliseconds(capsys):
+    cells = [
+        {"gamma": gamma, "batch_size": size, "step_seconds": 0.001 * (gamma + size)}
+        for gamma in (0, 3)
+        for size in (1, 16)
+    ]
+    report.show_profile({"cells": cells}, Screen())
+    printed = capsys.readouterr().out
+    assert "γ = 3" in printed
+    assert "19.0" in printed

@@ -1,0 +1,18 @@
+"""What several tests here need and nobody wants to make twice."""
+
+from __future__ import annotations
+
+import pytest
+from tokenizers import Tokenizer
+
+from engine_shim.cpu.models import corpus
+
+
+@pytest.fixture(scope="session")
+def texts() -> dict[str, list[str]]:
+    return corpus.documents()
+
+
+@pytest.fixture(scope="session")
+def tokenizer(texts: dict[str, list[str]]) -> Tokenizer:
+    return corpus.train_tokenizer(texts)

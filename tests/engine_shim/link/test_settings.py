@@ -1,0 +1,67 @@
+import pytest
+
+from engine_shim.link.errors import LinkSettingsError
+from engine_shim.link.settings import LinkSettings
+
+
+def test_without_variables_the_plugin_is_off(monkeypatch):
+    settings = LinkSettings.load()
+    assert settings.sidecar == ""
+    assert settings.gammas == (0, 1, 2, 3, 5, 7)
+    assert settings.safe_gamma is None
+
+
+def test_variables_are_read(monkeypatch):
+    monkeypatch.setenv("SPECULATION_SIDECAR", "unix:/run/speculation/controller.sock")
+    monkeypatch.setenv("SPECULATION_GAMMAS", "0, 2,4")
+    monkeypatch.setenv("SPECULATION_GRACE_SECONDS", "2.5")
+    monkeypatch.setenv("SPECULATION_SAFE_GAMMA", "2")
+    settings = LinkSettings.load()
+    assert settings.sidecar == "unix:/run/speculation/controller.sock"
+    assert settings.gammas == (0, 2, 4)
+    assert settings.grace_seconds == 2.5
+    assert settings.safe_gamma == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("SPECULATION_GAMMAS", "", "SPECULATION_GAMMAS=''"),
+        ("SPECULATION_GAMMAS", "3,1", "ascending"),
+        ("SPECULATION_GAMMAS", "1,1", "without duplicates"),
+        ("SPECULATION_GAMMAS", "0,65", r"0\.\.64"),
+        ("SPECULATION_GAMMAS", "-1,0", r"0\.\.64"),
+        ("SPECULATION_GAMMAS", "a", "SPECULATION_GAMMAS='a'.*integer"),
+        ("SPECULATION_SIDECAR", "/run/x.sock", "unix:<path>"),
+        ("SPECULATION_SIDECAR", "host", "<host>:<port>"),
+        ("SPECULATION_ENGINE_ID", "a b", "SPECULATION_ENGINE_ID='a b'"),
+        ("SPECULATION_GRACE_SECONDS", "-1", "SPECULATION_GRACE_SECONDS"),
+        ("SPECULATION_GRACE_SECONDS", "nan", "SPECULATION_GRACE_SECONDS"),
+        ("SPECULATION_SAFE_GAMMA", "65", "SPECULATION_SAFE_GAMMA"),
+        ("SPECULATION_REPORT_BUFFER", "0", "SPECULATION_REPORT_BUFFER"),
+        ("SPECULATION_AGENT_NICE", "20", "SPECULATION_AGENT_NICE"),
+    ],
+)
+def test_an_impossible_value_is_refused_by_name(monkeypatch, name, value, message):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(LinkSettingsError, match=message):
+        LinkSettings.load()
+
+
+def test_an_unknown_variable_is_refused_and_the_likely_one_named(monkeypatch):
+    monkeypatch.setenv("SPECULATION_GAMAS", "1")
+    with pytest.raises(LinkSettingsError, match=r"SPECULATION_GAMAS: did you mean .*_GAMMAS\?"):
+        LinkSettings.load()
+
+
+def test_a_variable_of_somebody_else_is_let_pass_when_named(monkeypatch):
+    monkeypatch.setenv("SPECULATION_CPU_MODEL", "x")
+    with pytest.raises(LinkSettingsError, match=r"known: .*SPECULATION_SIDECAR"):
+        LinkSettings.load()
+    LinkSettings.load(also_known={"SPECULATION_CPU_MODEL"})
+
+
+def test_every_setting_is_documented():
+    for name, field in LinkSettings.model_fields.items():
+        assert field.description, name
+        assert len(field.description) > 30, name

@@ -1,0 +1,143 @@
+"""A real SGLang server on the CPU, as a user would start it, for the length of a test."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import engine_shim
+from engine_shim.cpu.environment import cpu_engine_env
+from tests.engine_shim.link.eventually import eventually
+
+ROOT = Path(engine_shim.__file__).parents[1]
+MODELS = ROOT / "engine_shim/cpu/models"
+TARGET = MODELS / "target"
+DRAFT = Path(os.environ.get("ENGINE_TEST_DRAFT", MODELS / "draft-mixed"))
+EAGLE3 = ("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(DRAFT))
+START_SECONDS = 240.0
+
+
+@dataclass(frozen=True)
+class Generated:
+    """One request's answer: its tokens, and SGLang's own counters."""
+
+    tokens: list[int]
+    meta: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class EngineProcess:
+    """A server and what it prints."""
+
+    process: subprocess.Popen[bytes]
+    port: int
+    log: Path
+
+    def generate(self, prompts: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[Generated]:
+        """Greedy decoding of all prompts at once; `lengths` in new tokens."""
+        parameters = [
+            {"temperature": 0, "max_new_tokens": length, "ignore_eos": True} for length in lengths
+        ]
+        body = {"input_ids": list(prompts), "sampling_params": parameters}
+        answers = self._call("/generate", body)
+        return [Generated(answer["output_ids"], answer["meta_info"]) for answer in answers]
+
+    def internal_state(self) -> dict[str, Any]:
+        """What `/server_info` says of the scheduler."""
+        state: dict[str, Any] = self._call("/server_info")["internal_states"][0]
+        return state
+
+    def is_ready(self) -> bool:
+        """False while it starts; fails with its last words when it has ended."""
+        assert self.process.poll() is None, self.tail()
+        try:
+            self._call("/health")
+        except OSError:
+            return False
+        return True
+
+    def tail(self, lines: int = 30) -> str:
+        """The end of what it printed."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def _call(self, path: str, body: object = None) -> Any:
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}",
+            data=None if body is None else json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            content = answer.read()
+        return json.loads(content) if content else None
+
+
+def environment(folder: Path, variables: Mapping[str, str]) -> dict[str, str]:
+    """This process's, without SPECULATION_* but for `variables`, with the plugin installed."""
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("SPECULATION_")}
+    paths = [str(ROOT), str(ROOT / "proto")]
+    if not any(
+        e.name == "speculation_controller" for e in entry_points(group="sglang.srt.plugins")
+    ):
+        paths.append(str(install_plugin(folder, "engine_shim.sglang.plugin:register")))
+    old = inherited.get("PYTHONPATH", "").split(os.pathsep)
+    path = os.pathsep.join([*paths, *filter(None, old)])
+    return cpu_engine_env(inherited | {"PYTHONPATH": path} | dict(variables))
+
+
+def install_plugin(folder: Path, target: str, name: str = "speculation_controller") -> Path:
+    """A folder that announces an SGLang plugin to every process that has it on its path."""
+    info = folder / f"{name}-0.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{name} = {target}\n")
+    return folder
+
+
+@contextmanager
+def launched(
+    folder: Path, arguments: Sequence[str], variables: Mapping[str, str]
+) -> Iterator[EngineProcess]:
+    """A server that was started, ready or not; ended with everything it started."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / "engine.log"
+    command = [sys.executable, "-m", "engine_shim.cpu.serve", "--port", str(port)]
+    if "--model-path" not in arguments:
+        command += ["--model-path", str(TARGET), "--context-length", "2048"]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*command, *arguments],
+            env=environment(folder, variables),
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        yield EngineProcess(process, port, log)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(30)
+
+
+@contextmanager
+def serving(
+    folder: Path, arguments: Sequence[str] = (), variables: Mapping[str, str] | None = None
+) -> Iterator[EngineProcess]:
+    """A server that answers."""
+    with launched(folder, arguments, variables or {}) as engine:
+        eventually(engine.is_ready, within=START_SECONDS, what="the engine is ready")
+        yield engine

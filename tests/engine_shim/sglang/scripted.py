@@ -1,0 +1,74 @@
+"""A sidecar with a script: which arm runs, by the number of reports that have arrived."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from speculation.v1.engine_pb2 import StepReport
+from speculation.v1.plan_pb2 import REASON_EXPLOIT, Plan, PlanRow
+from speculation.v1.service_pb2 import SteerRequest, SteerResponse
+from tests.engine_shim.link.eventually import eventually
+from tests.engine_shim.link.fake_sidecar import FakeSidecar
+
+Arm = tuple[int, bool]
+"""Draft length, and whether the drafter sleeps."""
+Script = Callable[[int], Arm]
+
+
+@dataclass
+class ScriptedSidecar:
+    """Answers every message with a plan; `arms` keeps what each epoch asked for."""
+
+    server: FakeSidecar
+    script: Script = lambda _: (3, False)
+    lease_ms: int = 60_000
+    arms: dict[int, Arm] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.server.first_plan = self._next_plan
+        self.server.answer = self._answer
+
+    @property
+    def reports(self) -> list[StepReport]:
+        """All that have arrived, in order."""
+        return self.server.reports
+
+    def run(self, script: Script) -> int:
+        """Begins a script, counted from now; gives the number of reports before it."""
+        before = len(self.reports)
+        self.script = lambda count: script(count - before)
+        self.server.push(self._next_plan())
+        return before
+
+    def reports_since(self, before: int, rows: int) -> list[StepReport]:
+        """The reports after the first `before`, once they cover that many rows."""
+
+        def all_of_them() -> list[StepReport]:
+            later = self.reports[before:]
+            return later if sum(report.batch_size for report in later) >= rows else []
+
+        return eventually(all_of_them, what=f"reports of {rows} rows")
+
+    def _answer(self, _: SteerRequest) -> SteerResponse:
+        return SteerResponse(plan=self._next_plan())
+
+    def _next_plan(self) -> Plan:
+        epoch = len(self.arms) + 1
+        gamma, asleep = self.arms[epoch] = self.script(len(self.reports))
+        drafter = self.server.introductions[-1].drafters[0].name
+        row = PlanRow(
+            max_batch_size=64,
+            drafter=drafter,
+            gamma=gamma,
+            drafter_asleep=asleep,
+            reason=REASON_EXPLOIT,
+        )
+        return Plan(epoch=epoch, rows=[row], lease_ms=self.lease_ms, reason=REASON_EXPLOIT)
+
+
+@contextmanager
+def scripted_sidecar(folder: Path) -> Iterator[ScriptedSidecar]:
+    """A sidecar on a unix socket in `folder`."""
+    with FakeSidecar(f"unix:{folder / 'sidecar.sock'}") as server:
+        yield ScriptedSidecar(server)

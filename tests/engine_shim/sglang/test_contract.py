@@ -1,0 +1,214 @@
+"""What the plugin relies on in SGLang, held against the installed wheel's source.
+
+A failure here means that SGLang changed under the plugin: read the change, adapt `surface` (and
+what uses it), then this table.
+"""
+
+import ast
+
+import pytest
+
+from engine_shim.sglang import surface
+from tests.engine_shim.sglang import wheel
+
+EAGLE = "sglang.srt.speculative.eagle_worker_v2"
+DRAFT_BASE = "sglang.srt.speculative.base_spec_worker.EagleDraftWorkerBase"
+ADAPTIVE = "sglang.srt.speculative.adaptive_runtime_state"
+RESULTS = "sglang.srt.managers.scheduler_components.batch_result_processor"
+HOOKS = {
+    surface.CANDIDATE_STEPS: "cfg_path=None",
+    surface.INIT_MODEL_WORKER: "self",
+    surface.FORWARD: ("self, batch, on_publish=None, grammar_barrier=None, pp_proxy_tensors=None"),
+    surface.APPLY_RUNTIME_STATE: "self, state",
+    surface.DRAFT_EXTEND: "self, batch, batch_result, *, kv_loc_plan=None",
+    surface.RESOLVE_TOKENS: "self, result, batch",
+    surface.INTERNAL_STATE: "self, state",
+}
+USED = {
+    f"{surface.POLICY_CLASS}.__init__": "self, initial_steps, cfg_path=None",
+    "sglang.srt.speculative.adaptive_spec_params.adaptive_unsupported_reason": "server_args",
+    "sglang.srt.plugins.hook_registry.HookRegistry.register": (
+        "cls, target, hook, hook_type=HookType.AFTER, *, source=None"
+    ),
+    "sglang.srt.plugins.hook_registry.HookRegistry.apply_hooks": "cls",
+    "sglang.srt.arg_groups.resolution_hooks.register_resolution_hook": "name",
+    "sglang.srt.arg_groups.overrides.declare_resolution": "server_args, source, **fields",
+    "sglang.srt.runtime_context.attn_dp_enabled_of": "cfg",
+    "sglang.srt.runtime_context.max_speculative_num_draft_tokens": "",
+    "sglang.srt.runtime_context.RuntimeContext.config_leaf": "self, name",
+    "sglang.srt.runtime_context.RuntimeContext.override": "self, source, **fields",
+    "sglang.srt.runtime_context._ConfigBag._set": "self, name, value",
+    f"{EAGLE}.EAGLEWorkerV2._stub_skipped_draft_extend": "self, batch, batch_output",
+    f"{DRAFT_BASE}._rebuild_topk1_chain_buffers": "self",
+    "sglang.srt.speculative.spec_utils.draft_tp_context": "layout",
+    "sglang.srt.layers.moe.utils.speculative_moe_backend_context": "",
+    "sglang.srt.layers.moe.utils.speculative_moe_a2a_backend_context": "",
+    "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new": (
+        "cls, batch, model_runner, *, capture_hidden_mode=None, return_hidden_states_before_norm, "
+        "extend_position_info=None, spec_mrope_positions=None, kv_loc_plan=None, write_cols=None"
+    ),
+}
+# Written again in the plugin, or relied on step by step: any change of their code counts.
+SAME_CODE = {
+    surface.APPLY_RUNTIME_STATE: (
+        "be794e7bda48639a",
+        "switch.QuietSwitch does the same without the log",
+    ),
+    f"{EAGLE}.EAGLEWorkerV2._stub_skipped_draft_extend": (
+        "025c1afc9b2f72ef",
+        "what a slept step hands to the next one",
+    ),
+    f"{DRAFT_BASE}._rebuild_topk1_chain_buffers": (
+        "0e406dcd998a5a2b",
+        "switch.QuietSwitch keeps what it builds",
+    ),
+    f"{ADAPTIVE}.AdaptiveController": ("d13b6da7c8c51a24", "asks the policy"),
+    f"{ADAPTIVE}.AdaptiveSpecPolicy": ("03a153e2b0cd5d73", "policy.SteeredPolicy"),
+    f"{EAGLE}.EagleDraftWorker._draft_extend_for_prefill": (
+        "4dd19e13911fcc3b",
+        "sleep._read catches up like it",
+    ),
+    surface.DRAFT_EXTEND: ("9a3516355f7badd6", "sleep stands in for it"),
+    surface.RESOLVE_TOKENS: ("c2ed08738e6be120", "telemetry reads what it leaves on the result"),
+}
+ATTRIBUTES = {
+    "sglang.srt.managers.utils.GenerationBatchResult": {
+        "accept_lens",
+        "can_run_cuda_graph",
+        "logits_output",
+        "next_draft_input",
+        "next_token_ids",
+        "speculative_num_draft_tokens",
+    },
+    "sglang.srt.managers.schedule_batch.ScheduleBatch": {
+        "extend_lens",
+        "extend_logprob_start_lens",
+        "extend_num_tokens",
+        "forward_iter",
+        "forward_mode",
+        "has_grammar",
+        "input_ids",
+        "is_extend_in_batch",
+        "multimodal_inputs",
+        "orig_seq_lens",
+        "out_cache_loc",
+        "prefix_lens",
+        "req_pool_indices",
+        "req_to_token_pool",
+        "reqs",
+        "return_logprob",
+        "sampling_info",
+        "seq_lens",
+        "seq_lens_cpu",
+        "seq_lens_sum",
+        "spec_info",
+        "token_ids_logprobs",
+        "top_logprobs_nums",
+    },
+    "sglang.srt.managers.schedule_batch.Req": {"rid", "kv"},
+    "sglang.srt.speculative.eagle_info.EagleDraftInput": {"topk_p", "topk_index", "hidden_states"},
+    "sglang.srt.speculative.eagle_info.EagleDraftExtendInput": {
+        "hidden_states",
+        "num_tokens_per_req",
+        "num_tokens_for_logprob_per_req",
+    },
+    f"{ADAPTIVE}.AdaptiveController": {"params", "_states"},
+    f"{ADAPTIVE}.SpecRuntimeState": {
+        "speculative_num_steps",
+        "speculative_num_draft_tokens",
+        "draft_attn_backend",
+        "cuda_graph_runner",
+        "target_attn_backend",
+        "target_graph_runner",
+        "draft_extend_attn_backend",
+        "cuda_graph_runner_for_draft_extend",
+    },
+    f"{EAGLE}.EAGLEWorkerV2": {
+        "adaptive_controller",
+        "_target_worker",
+        "_draft_worker",
+        "speculative_num_steps",
+        "speculative_num_draft_tokens",
+    },
+    f"{EAGLE}.EagleDraftWorker": {
+        "cuda_graph_runner",
+        "cuda_graph_runner_for_draft_extend",
+        "draft_attn_backend",
+        "draft_extend_attn_backend",
+        "draft_runner",
+        "parallel_layout",
+        "seed_dsa_topk_from_draft_extend",
+        "speculative_num_steps",
+        "speculative_num_draft_tokens",
+    },
+    DRAFT_BASE: {
+        "_topk1_parents_prealloc",
+        "_topk1_score_indices_prealloc",
+    },
+    "sglang.srt.model_executor.model_runner.ModelRunner": {
+        "attn_backend",
+        "decode_attention_backend_str",
+        "decode_cuda_graph_runner",
+        "shared_read_done_event",
+    },
+    "sglang.srt.managers.scheduler.Scheduler": {
+        "draft_worker",
+        "enable_overlap",
+        "max_running_requests",
+        "server_args",
+        "tp_worker",
+    },
+    "sglang.srt.plugins.hook_registry.HookRegistry": {"_hooks", "_patched"},
+    "sglang.srt.runtime_context.RuntimeContext": {"_overrides_log"},
+}
+
+
+def test_the_wheel_is_the_version_that_the_plugin_names() -> None:
+    assert surface.sglang_version() == surface.SUPPORTED_VERSION
+
+
+@pytest.mark.parametrize("target", sorted(HOOKS | USED))
+def test_a_function_takes_what_the_plugin_gives_it(target: str) -> None:
+    assert wheel.parameters(target) == (HOOKS | USED)[target]
+
+
+@pytest.mark.parametrize("target", sorted(SAME_CODE))
+def test_code_that_the_plugin_stands_in_for_is_unchanged(target: str) -> None:
+    digest, why_it_matters = SAME_CODE[target]
+    assert wheel.digest(target) == digest, why_it_matters
+
+
+@pytest.mark.parametrize("target", sorted(ATTRIBUTES))
+def test_an_object_has_what_the_plugin_reads_or_writes(target: str) -> None:
+    assert ATTRIBUTES[target] <= wheel.fields(target)
+
+
+def test_a_decode_step_goes_through_every_hook() -> None:
+    assert {"activate_step_by_batch", "draft", "verify", "_draft_extend_for_decode"} <= wheel.calls(
+        surface.FORWARD
+    )
+    assert "_resolve_spec_v2_tokens" in wheel.calls(
+        f"{RESULTS}.SchedulerBatchResultProcessor._normalize_decode_outputs"
+    )
+    scheduler = "sglang.srt.managers.scheduler.Scheduler"
+    assert "init_model_worker" in wheel.calls(f"{scheduler}.__init__")
+    assert "forward_batch_generation" in wheel.calls(f"{scheduler}.run_batch")
+    assert "AdaptiveSpeculativeParams" in wheel.calls(f"{EAGLE}.EAGLEWorkerV2.__init__")
+
+
+def test_every_reader_of_the_candidate_steps_goes_through_the_one_function() -> None:
+    algorithm = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm"
+    readers = (
+        "sglang.srt.model_executor.model_runner.ModelRunner.max_decode_logits_rows",
+        f"{algorithm}.resolve_max_speculative_num_draft_tokens",
+        "sglang.srt.arg_groups.speculative_hook._init_adaptive_speculative_params",
+    )
+    for reader in readers:
+        assert "resolve_candidate_steps_from_config" in wheel.calls(reader)
+
+
+def test_plugins_are_loaded_before_configuration_and_before_the_scheduler() -> None:
+    scheduler = wheel.definition("sglang.srt.managers.scheduler.run_scheduler_process")
+    assert ast.unparse(scheduler.body[0]) == "load_plugins()"
+    assert "load_plugins" in wheel.calls("sglang.srt.entrypoints.engine.Engine.__init__")
+    assert "run_hook" in wheel.calls("sglang.srt.arg_groups.pipeline.run_resolution_pipeline")

@@ -1,0 +1,192 @@
+"""The project as it is installed: what the wheel holds, and what it does to its environment."""
+
+import importlib.metadata
+import json
+import re
+import subprocess
+import sys
+import tomllib
+import venv
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+# What sglang 0.5.23 asks of gRPC on a GPU host, by way of its smg-grpc-servicer 0.14.
+SGLANG_GRPC_FLOOR = [
+    "grpcio==1.81.1",
+    "grpcio-health-checking==1.81.1",
+    "grpcio-reflection==1.81.1",
+    "protobuf==6.33.5",
+]
+
+pytestmark = [pytest.mark.packaging, pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def run(*command: str | Path) -> str:
+    """Output of a command; fails the test with everything it said when it fails."""
+    result = subprocess.run(
+        [str(part) for part in command], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def pip(python: Path | str, *arguments: str | Path) -> str:
+    return run(python, "-m", "pip", "--disable-pip-version-check", *arguments)
+
+
+def environment(path: Path) -> Path:
+    """The interpreter of a new virtual environment."""
+    venv.create(path, with_pip=True)
+    return path / "bin" / "python"
+
+
+def lower_bounds() -> list[str]:
+    """The dependencies, each at the lowest version that pyproject.toml admits."""
+    return [dependency.replace(">=", "==") for dependency in PROJECT["dependencies"]]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("wheel")
+    pip(sys.executable, "wheel", "--no-deps", "--wheel-dir", directory, ROOT)
+    (built,) = directory.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def contents(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return set(archive.namelist())
+
+
+@pytest.mark.parametrize("package", ["controller", "engine_shim", "speculation"])
+def test_the_wheel_is_typed(contents: set[str], package: str):
+    assert f"{package}/py.typed" in contents
+
+
+def test_the_wheel_holds_the_stubs_and_their_types(contents: set[str]):
+    stubs = {f"speculation/v1/{name}_pb2.py" for name in ("engine", "plan", "service")}
+    stubs.add("speculation/v1/service_pb2_grpc.py")
+    assert stubs | {f"{name}i" for name in stubs} <= contents
+
+
+def test_the_wheel_holds_every_tracked_file_of_its_packages(contents: set[str]):
+    ignored = re.compile(r"__pycache__|\.pyc$")
+    files = {
+        str(path.relative_to(ROOT))
+        for package in ("controller", "engine_shim")
+        for path in (ROOT / package).rglob("*")
+        if path.is_file() and not ignored.search(str(path))
+    }
+    assert files <= contents
+
+
+def test_the_wheel_declares_its_command_and_its_plugin(wheel: Path):
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (n for n in archive.namelist() if n.endswith("entry_points.txt"))
+        entry_points = archive.read(name).decode()
+    assert "controller = controller.cli:main" in entry_points
+    assert "[sglang.srt.plugins]" in entry_points
+
+
+@pytest.mark.parametrize("end", ["lowest", "newest"])
+def test_both_ends_of_the_dependency_range_work(end: str, wheel: Path, tmp_path: Path):
+    python = environment(tmp_path / "venv")
+    pip(python, "install", wheel, *(lower_bounds() if end == "lowest" else []))
+    versions = json.loads(run(python, ROOT / "tests" / "workshop" / "round_trip.py"))
+    if end == "lowest":
+        assert f"grpcio=={versions['grpcio']}" in lower_bounds()
+        assert f"protobuf=={versions['protobuf']}" in lower_bounds()
+    else:
+        assert int(versions["protobuf"].split(".")[0]) >= 7
+    assert "serve" in run(tmp_path / "venv" / "bin" / "controller", "--help")
+    print(end, versions)
+
+
+def closure(names: list[str]) -> Iterator[importlib.metadata.Distribution]:
+    """The installed distributions of these names and what they require, as installed here."""
+    seen: set[str] = set()
+    while names:
+        name = canonicalize_name(names.pop())
+        if name in seen:
+            continue
+        seen.add(name)
+        try:
+            distribution = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # for another platform, or one of those that need a GPU
+        yield distribution
+        if name == "sglang":
+            continue  # installed without its requirements
+        for text in distribution.requires or []:
+            requirement = Requirement(text)
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                names.append(requirement.name)
+
+
+def pinned() -> dict[str, str]:
+    """Name and version of SGLang's pinned packages."""
+    lines = (ROOT / "requirements" / "sglang-cpu.txt").read_text().splitlines()
+    pairs = (line.split("==") for line in lines if "==" in line)
+    return {canonicalize_name(name): version for name, version in pairs}
+
+
+@pytest.fixture
+def sglang_environment(tmp_path: Path) -> Path:
+    """Interpreter of an environment that looks to pip like one with SGLang and without us.
+
+    It holds the metadata of SGLang, torch, the pinned packages and all that they require, as they
+    are installed here, and none of their gigabytes.
+    """
+    python = environment(tmp_path / "sglang")
+    (packages,) = (tmp_path / "sglang" / "lib").glob("python3*/site-packages")
+    for distribution in closure(["sglang", "torch", *pinned()]):
+        name = distribution.name.replace("-", "_")
+        metadata = packages / f"{name}-{distribution.version}.dist-info"
+        metadata.mkdir(exist_ok=True)
+        (metadata / "METADATA").write_text(distribution.read_text("METADATA") or "")
+        (metadata / "RECORD").touch()
+        (metadata / "INSTALLER").write_text("pip\n")
+    return python
+
+
+def installed(python: Path) -> dict[str, str]:
+    listed: list[dict[str, str]] = json.loads(pip(python, "list", "--format=json"))
+    return {canonicalize_name(entry["name"]): entry["version"] for entry in listed}
+
+
+def would_install(python: Path, tmp_path: Path, *arguments: str) -> dict[str, str]:
+    report = tmp_path / "report.json"
+    pip(python, "install", "--dry-run", "--report", report, *arguments)
+    entries: list[dict[str, Any]] = json.loads(report.read_text())["install"]
+    metadata = [entry["metadata"] for entry in entries]
+    return {canonicalize_name(entry["name"]): entry["version"] for entry in metadata}
+
+
+def test_installing_into_sglangs_environment_changes_none_of_its_packages(
+    sglang_environment: Path, wheel: Path, tmp_path: Path
+):
+    before = installed(sglang_environment)
+    assert pinned().items() <= before.items()
+    assert "speculation-controller" not in before
+    new = would_install(sglang_environment, tmp_path, f"{wheel}[engine]")
+    assert new.keys() & before.keys() == set()
+    assert {"speculation-controller", "grpcio", "structlog"} <= new.keys()
+
+
+def test_an_older_grpc_that_sglang_came_with_stays(
+    sglang_environment: Path, wheel: Path, tmp_path: Path
+):
+    pip(sglang_environment, "install", *SGLANG_GRPC_FLOOR)
+    before = installed(sglang_environment)
+    new = would_install(sglang_environment, tmp_path, f"{wheel}[engine]")
+    assert new.keys() & before.keys() == set()
