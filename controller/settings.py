@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic.fields import FieldInfo
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
 
 from controller.core.errors import SpeculationError
 from controller.core.settings import PlannerSettings
@@ -42,16 +48,23 @@ def _is_host_port(address: str | None) -> str | None:
     return address
 
 
-def _split(value: object) -> object:
-    return [part for part in value.split(os.pathsep) if part] if isinstance(value, str) else value
-
-
 def _known_constants(value: object) -> object:
     if isinstance(value, Mapping):
         known = {field.name for field in dataclasses.fields(PlannerSettings)}
         if unknown := sorted(set(value) - known):
             raise ValueError(f"unknown: {', '.join(unknown)}; known: {', '.join(sorted(known))}")
     return value
+
+
+class _Environment(EnvSettingsSource):
+    """The environment, with lists as everywhere in a shell: separated by colons, not as JSON."""
+
+    def prepare_field_value(
+        self, field_name: str, field: FieldInfo, value: Any, value_is_complex: bool
+    ) -> Any:
+        if field_name == "profiles" and isinstance(value, str):
+            return [part for part in value.split(os.pathsep) if part]
+        return super().prepare_field_value(field_name, field, value, value_is_complex)
 
 
 class Settings(BaseSettings):
@@ -71,7 +84,7 @@ class Settings(BaseSettings):
         "127.0.0.1", description="Address of /metrics; 0.0.0.0 lets another host scrape it."
     )
     metrics_port: int = Field(9464, ge=0, le=65535, description="Port of /metrics; 0: none.")
-    profiles: Annotated[tuple[Path, ...], NoDecode, BeforeValidator(_split)] = Field(
+    profiles: tuple[Path, ...] = Field(
         (), description="Profile files, or directories of them; separated by colons."
     )
     profile_directory: Path | None = Field(
@@ -94,6 +107,18 @@ class Settings(BaseSettings):
     planner: Annotated[PlannerSettings, BeforeValidator(_known_constants)] = Field(
         PlannerSettings(), description="Constants of the decision."
     )
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,  # noqa: ARG003 -- pydantic fixes the signature
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003 -- pydantic fixes the signature
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003 -- pydantic fixes the signature
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Flags, then the environment; no hidden files."""
+        return init_settings, _Environment(settings_cls)
 
     @property
     def socket_path(self) -> Path:

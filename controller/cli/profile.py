@@ -43,7 +43,7 @@ def profile(  # noqa: PLR0913, PLR0917 -- one parameter for each option
             show_default="powers of two up to the engine's largest, or 64",
         ),
     ] = "",
-    budget: Annotated[float, typer.Option(min=1.0, help="Seconds for the measurement.")] = 50.0,
+    budget: Annotated[float, typer.Option(min=1.0, help="Seconds for the measurement.")] = 45.0,
     tolerance: Annotated[
         float,
         typer.Option(help="Relative half width of a median's 95 % interval that is good enough."),

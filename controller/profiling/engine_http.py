@@ -14,7 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from controller.profiling.errors import EngineUnreachableError, ProfilingUsageError
+from controller.profiling.errors import (
+    EngineRefusedError,
+    EngineUnreachableError,
+    ProfilingUsageError,
+)
 
 _ANSWER_SECONDS = 30.0
 # /health_generate itself waits up to 20 s for the scheduler.
@@ -153,15 +157,16 @@ class Generation:
 
     @property
     def ended(self) -> bool:
-        """True once the engine has answered.  Raises EngineUnreachableError if it refused."""
+        """True once the engine has answered.
+
+        Raises EngineRefusedError if it refused, EngineUnreachableError if it went away.
+        """
         if not self._task.done():
             return False
         status, answer = self._task.result()
         if status != 200 and not self._stopped:
             text = answer if isinstance(answer, str) else json.dumps(answer)
-            raise EngineUnreachableError(
-                f"{self._engine.url}/generate answers {status}: {text[:300]}"
-            )
+            raise EngineRefusedError(f"{self._engine.url}/generate answers {status}: {text[:300]}")
         return True
 
     async def stop(self) -> None:

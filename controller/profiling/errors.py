@@ -35,6 +35,10 @@ class EngineUnreachableError(ProfilingError):
     exit_code = 5
 
 
+class EngineRefusedError(EngineUnreachableError):
+    """The engine refuses a load."""
+
+
 class EngineNotIntroducedError(ProfilingError):
     """The sidecar does not know which engine is meant: none, another one, or several."""
 

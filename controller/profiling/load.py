@@ -13,6 +13,8 @@ _WORDS = 4000
 _COMMON_IDS = range(16, 256)
 # Share of the KV pool that a load may fill; the engine reserves room for drafts in the rest.
 _POOL_SHARE = 0.8
+# Tokens of a sequence that the engine keeps for itself, for drafts among others.
+_RESERVED_TOKENS = 64
 # A load that has room for fewer new tokens is over before it was measured.
 _LEAST_NEW_TOKENS = 48
 
@@ -82,7 +84,8 @@ class LoadSource:
     def new_tokens_for(self, batch_size: int, prompt_tokens: int) -> int:
         """How far sequences of such a load can grow; 0 when the engine has no room for it."""
         each = min(
-            self._limits.sequence_tokens, int(_POOL_SHARE * self._limits.pool_tokens / batch_size)
+            self._limits.sequence_tokens - _RESERVED_TOKENS,
+            int(_POOL_SHARE * self._limits.pool_tokens / batch_size),
         )
         room = min(self._new_tokens, each - prompt_tokens)
         return room if room >= min(_LEAST_NEW_TOKENS, self._new_tokens) else 0

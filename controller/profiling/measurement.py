@@ -1,9 +1,9 @@
 """Measuring C(drafter, B, gamma, kv): the grid, then the context sweep.
 
-At each batch size one load stays up while the arms take turns, forth and back, round after round:
-what drifts (the machine, the growing contexts) then touches all of them alike and can be taken
-out, and the ratios between them are good even where the absolute times are not.  A cell whose
-median is known well enough leaves its time to the others.
+At each batch size one load stays up while the arms take turns, forth and back, round after round,
+and every batch size has its turn twice: what drifts (the machine, the growing contexts) then
+touches all of them alike and can be taken out, and the ratios between them are good even where the
+absolute times are not.  A cell whose median is known well enough leaves its time to the others.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,11 @@ from datetime import datetime
 from controller.core.clock import Clock
 from controller.core.types import Arm, EngineSpec
 from controller.profiling.bench import Bench
-from controller.profiling.errors import MeasurementError, MeasurementStalledError
+from controller.profiling.errors import (
+    EngineRefusedError,
+    MeasurementError,
+    MeasurementStalledError,
+)
 from controller.profiling.fit import summarise_column
 from controller.profiling.load import LoadSource
 from controller.profiling.partial import Partial
@@ -90,7 +94,7 @@ class Measurement:
                     await self._grid(part, bench, loads)
                 else:
                     await self._sweep(part, bench, loads)
-            except MeasurementStalledError as error:
+            except (MeasurementStalledError, EngineRefusedError) as error:
                 if not self._finished:
                     # What the smallest batch cannot do, no larger one will.
                     raise
@@ -99,8 +103,7 @@ class Measurement:
                 self._finished.add(part.name)
             self._budget.finish(part)
             self.save()
-        grid = [p for p in self._parts if p.kind is PartKind.GRID]
-        if not any(self._is_measured(part) for part in grid):
+        if not any(self._is_measured(part) for part in self._parts):
             raise MeasurementError(
                 "the engine's KV pool or context length has no room for any load of the grid"
             )
@@ -115,13 +118,15 @@ class Measurement:
         return is_measured(part, self._arms, self.cells, self._settings.visit_steps)
 
     async def _grid(self, part: Part, bench: Bench, loads: LoadSource) -> None:
+        seconds = self._budget.share(part, self._clock.now())
+        if part.again and not (seconds and self._is_measured(part)):
+            return  # out of time; or it was left out, and was said to be
         if not loads.new_tokens_for(part.batch_size, self._settings.context_tokens):
             self._reporter.note(
                 f"left out B={part.batch_size}: the engine's KV pool or context length has no room "
                 "for such a load"
             )
             return
-        seconds = self._budget.share(part, self._clock.now())
         begun_at = self._clock.now()
         deadline = begun_at + seconds
         turn = 0
@@ -167,7 +172,7 @@ class Measurement:
     async def _sweep(self, part: Part, bench: Bench, loads: LoadSource) -> None:
         begun_at = self._clock.now()
         seconds = self._budget.share(part, begun_at)
-        if not self._is_measured(Part(PartKind.GRID, part.batch_size)):
+        if not self._is_measured(part):
             return
         bench.round_number = 0
         arms = sweep_arms(self._spec)

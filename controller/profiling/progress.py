@@ -9,7 +9,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from controller.core.clock import Clock, WallClock
 
-_LINE_SECONDS = 5.0
+_LINE_SECONDS = 10.0
 
 
 class Reporter(Protocol):

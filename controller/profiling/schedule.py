@@ -1,8 +1,9 @@
 """What is measured in which order, and how much time each part gets.
 
-A part is one batch size of the grid, or one batch size of the context sweep.  A part that needs
-less than its share leaves the rest to those after it; small batches come first, because they are
-quick.
+A part is one batch size of the grid, or one batch size of the context sweep.  The grid is gone
+through twice, up and down again with the sweep between, so that a machine that is slower for a
+while is not taken for a dear batch size.  A part that needs less than its share leaves the rest to
+those after it.
 """
 
 from collections.abc import Sequence
@@ -33,15 +34,16 @@ class PartKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One part, for one batch size."""
+    """One part, for one batch size.  `again`: on the way back."""
 
     kind: PartKind
     batch_size: int
+    again: bool = False
 
     @property
     def name(self) -> str:
         """As a partial file names it."""
-        return f"{self.kind.value}:{self.batch_size}"
+        return f"{self.kind.value}:{self.batch_size}{':again' if self.again else ''}"
 
 
 def arms_of(spec: EngineSpec) -> tuple[Arm, ...]:
@@ -57,13 +59,14 @@ def sweep_arms(spec: EngineSpec) -> tuple[Arm, ...]:
 
 
 def parts_of(batch_sizes: Sequence[int]) -> tuple[Part, ...]:
-    """The grid, then the context sweep at one or two of its batch sizes."""
+    """The grid, the context sweep at one or two of its batch sizes, and the grid again."""
     largest = max((b for b in batch_sizes if b <= _SWEEP_LARGEST_BATCH), default=min(batch_sizes))
     smaller = [b for b in batch_sizes if b * _SWEEP_BATCH_STEP <= largest]
     sweep = sorted({largest, *smaller[-1:]})
     return (
         *(Part(PartKind.GRID, size) for size in batch_sizes),
         *(Part(PartKind.CONTEXT, size) for size in sweep),
+        *(Part(PartKind.GRID, size, again=True) for size in reversed(batch_sizes)),
     )
 
 

@@ -28,8 +28,8 @@ class ProfilingSettings:
     # Part of the budget for the context sweep, and part that is kept for what takes longer.
     context_share: float = 0.15
     spare_share: float = 0.08
-    # Times that every draft length is visited at a batch size, at the least.
-    rounds: int = 3
+    # Times that every draft length is visited each time a batch size is, at the least.
+    rounds: int = 2
     # Steps after a switch that are left out: the switch itself, and one that it may have disturbed.
     settle_steps: int = 2
     # Steps of a visit, at the least and when they come quickly: short visits make many rounds,

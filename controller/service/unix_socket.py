@@ -43,14 +43,16 @@ def claimed(path: Path) -> Iterator[None]:
             f"the directory of {path} cannot be used: {error.strerror}; name another socket with "
             "--address unix:PATH"
         ) from error
-    umask = os.umask(0o777 & ~_MODE)
     try:
         fcntl.flock(directory, fcntl.LOCK_EX)
         _remove_if_dead(path)
-        yield
+        umask = os.umask(0o777 & ~_MODE)
+        try:
+            yield
+        finally:
+            os.umask(umask)
         path.chmod(_MODE)
     finally:
-        os.umask(umask)
         os.close(directory)
 
 

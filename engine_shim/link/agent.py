@@ -86,6 +86,7 @@ def _give_way(nice: int) -> None:
     """
     with contextlib.suppress(PermissionError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    with contextlib.suppress(PermissionError):
         os.nice(nice)
 
 
@@ -94,7 +95,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--fd", type=int, required=True, help="inherited end of the socket pair")
     parser.add_argument("--parent", type=int, required=True, help="process id of the engine")
     parser.add_argument("--target", required=True, help="gRPC address of the sidecar")
-    parser.add_argument("--nice", type=int, default=0)
+    parser.add_argument("--nice", type=int, default=19)
     parser.add_argument("--report-buffer", type=int, default=256)
     parser.add_argument("--report-interval-ms", type=float, default=0.0)
     return parser.parse_args(arguments)

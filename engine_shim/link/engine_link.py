@@ -23,8 +23,6 @@ from engine_shim.link.supervisor import AgentSupervisor, agent_command
 from speculation.v1.engine_pb2 import EngineSpec
 
 _SEND_FLAGS: Final = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
-# MSG_TRUNC: the call returns the packet's true length, so an oversized one is recognised.
-_RECEIVE_FLAGS: Final = socket.MSG_DONTWAIT | socket.MSG_TRUNC
 # More than the kernel's buffer holds, and an end to a loop that an agent gone wild could keep up.
 _MOST_PACKETS_AT_ONCE: Final = 1024
 _PEER_GONE: Final = frozenset(
@@ -70,7 +68,7 @@ class EngineLink:
         self._steering = steering
         self._socket: socket.socket | None = None
         self._closed = False
-        # One byte more than a packet may have, so that a full buffer is too much.
+        # One byte more than a packet may have: one that is cut here has no valid length.
         self._buffer = bytearray(packets.MAX_PLAN_BYTES + 1)
         self._view = memoryview(self._buffer)
         self._unreported_drops = 0
@@ -190,7 +188,7 @@ class EngineLink:
         plans: list[bytes] = []
         try:
             for _ in range(_MOST_PACKETS_AT_ONCE):
-                length = peer.recv_into(self._buffer, 0, _RECEIVE_FLAGS)
+                length = peer.recv_into(self._buffer, 0, socket.MSG_DONTWAIT)
                 if length == 0:
                     self._disconnect("the agent closed its end")
                     break
@@ -237,9 +235,6 @@ class EngineLink:
 
     def _sort(self, length: int, plans: list[bytes]) -> None:
         """Handles the packet in the buffer, or adds it to `plans`."""
-        if length > packets.MAX_PLAN_BYTES:
-            self._refuse(PacketError(f"a packet of {length} bytes"))
-            return
         packet = self._view[:length]
         try:
             if packets.kind_of(packet) == packets.PLAN:

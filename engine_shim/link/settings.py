@@ -3,7 +3,6 @@
 import difflib
 import os
 import re
-from collections.abc import Collection
 from typing import Annotated, Final, Self
 
 from pydantic import Field, ValidationError, field_validator
@@ -65,12 +64,12 @@ class LinkSettings(BaseSettings):
         "delays what the sidecar learns by as much.",
     )
     agent_nice: int = Field(
-        default=10,
+        default=19,
         ge=0,
         le=19,
-        description="Niceness of the agent process, so that on a full machine the engine's "
-        "threads are not put aside when a report wakes it. 19 disturbs the engine least, and may "
-        "lose reports when no core is ever free.",
+        description="Niceness of the agent process. At 19 the engine's threads are not put aside "
+        "when a report wakes it, even where no core is free; lower it if reports are dropped "
+        "because more threads than cores are always busy.",
     )
 
     @field_validator("gammas", mode="before")
@@ -97,15 +96,15 @@ class LinkSettings(BaseSettings):
         return sidecar
 
     @classmethod
-    def load(cls, also_known: Collection[str] = ()) -> Self:
+    def load(cls) -> Self:
         """Settings from the environment.
 
-        Raises LinkSettingsError for a variable with the prefix that is neither a field's nor in
-        `also_known` (full names), and for a value that its field refuses.
+        Raises LinkSettingsError for a variable with the prefix that no field has, and for a value
+        that its field refuses.
         """
         fields = {PREFIX + name.upper() for name in cls.model_fields}
         for variable in sorted(os.environ):
-            if variable.startswith(PREFIX) and variable not in fields | set(also_known):
+            if variable.startswith(PREFIX) and variable not in fields:
                 close = difflib.get_close_matches(variable, fields, n=1, cutoff=0.85)
                 known = ", ".join(sorted(fields))
                 hint = f"did you mean {close[0]}?" if close else f"known: {known}"

@@ -159,7 +159,8 @@ class _Session:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         for task in done:
-            error = task.exception()
+            # gRPC cancels a write on a call that it has cancelled; the call's status tells why.
+            error = None if task.cancelled() else task.exception()
             if error is not None and not isinstance(error, grpc.aio.AioRpcError):
                 raise error
         if tasks[2] in done:

@@ -5,8 +5,10 @@ production.  A decode step is stood in for by a wait that does not give up the p
 that is what a busy engine's thread does.  Report out + plan in is timed for every step, the steps
 that find a new plan also by themselves.  Between the steps stands the floor: a bare send and an
 empty receive, with a plain process waiting at the other end; on a loaded machine only the ratio of
-the two, and the thread's own processor time, say something.  Then each report is answered by a
-plan, and the time from the one to the other is taken.
+the two, and the thread's own processor time, say something.  "warm" is the same code in a tight
+loop, on a socket pair that the benchmark empties itself: what is left when no cache was lost and
+nobody had to be woken.  Last, each report is answered by a plan, and the time from the one to the
+other is taken.
 """
 
 import argparse
@@ -27,9 +29,12 @@ from typing import Any
 import grpc
 import psutil
 
+from engine_shim.link import packets
 from engine_shim.link.engine_link import EngineLink
+from engine_shim.link.packets import PlanPacket, RowEntry
 from engine_shim.link.settings import LinkSettings
-from engine_shim.link.steering import Choice, Source
+from engine_shim.link.steering import Choice, Source, Steering, safe_choice
+from engine_shim.link.supervisor import AgentSupervisor
 from speculation.v1.engine_pb2 import DRAFTER_KIND_MTP, Drafter, EngineSpec
 from speculation.v1.plan_pb2 import Plan, PlanRow
 from speculation.v1.service_pb2 import (
@@ -57,7 +62,7 @@ def main() -> int:
     parser.add_argument("--rate", type=float, default=500.0, help="steps per second")
     parser.add_argument("--plan-every", type=int, default=20, help="a plan after so many reports")
     parser.add_argument("--round-trips", type=int, default=500)
-    parser.add_argument("--agent-nice", type=int, default=10)
+    parser.add_argument("--agent-nice", type=int, default=19)
     parser.add_argument("--report-interval-ms", type=float, default=0.0)
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--drain", type=int, help=argparse.SUPPRESS)
@@ -119,6 +124,7 @@ def _measure(target: str, options: argparse.Namespace) -> dict[str, Any]:
             "of_that_own_processor_us": _summary(timings.own, 1e6),
             "when_a_plan_came_us": _summary(timings.with_plan, 1e6),
             "floor_us": _summary(timings.floor, 1e6),
+            "warm_us": _summary(_warm(spec), 1e6),
             "ratio_to_floor_p50": round(
                 statistics.median(timings.wall) / statistics.median(timings.floor), 2
             ),
@@ -184,6 +190,38 @@ def _steps(link: EngineLink, options: argparse.Namespace) -> _Timings:
             timings.floor.append(clock() - begun)
             due = _busy_until(due + 0.5 / options.rate)
     return timings
+
+
+class _NoAgent(AgentSupervisor):
+    """Hands out one end of a socket pair; the benchmark holds the other."""
+
+    def __init__(self, peer: socket.socket) -> None:
+        super().__init__((), b"")
+        self._fresh.append(peer)
+
+    def stop(self) -> None:
+        pass
+
+
+def _warm(spec: EngineSpec, steps: int = 5000) -> list[float]:
+    times = []
+    arms = [(0, gamma) for gamma in spec.drafters[0].gammas]
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.settimeout(0)
+    safe = safe_choice(_GAMMA)
+    link = EngineLink(_NoAgent(ours), Steering(arms, safe, 10.0), safe)
+    rows = tuple(RowEntry(bound, 0, _GAMMA, asleep=False, probe=None) for bound in _BUCKETS)
+    plan = PlanPacket(1, 1, time.monotonic_ns(), 600_000, 1, 0, rows)
+    with theirs, contextlib.closing(link):
+        theirs.send(packets.encode_plan(plan))
+        choice = link.choose(8)
+        for step in range(1, steps + 1):
+            begun = time.perf_counter()
+            _report(link, step, choice, 1)
+            choice = link.choose(8)
+            times.append(time.perf_counter() - begun)
+            theirs.recv(4096)
+    return times
 
 
 def _busy_until(due: float) -> float:

@@ -60,13 +60,12 @@ class Phase:
 
 FULL = (
     PhasePlan("json", 1, 3),
-    PhasePlan("code", 4, 8),
+    PhasePlan("code", 4, 6),
     PhasePlan("prose", 16, 16),
-    PhasePlan("csv", 8, 12),
+    PhasePlan("csv", 8, 10),
     PhasePlan(_MIXED, 2, 4),
-    PhasePlan("json", 16, 20),
+    PhasePlan("json", 16, 16),
     PhasePlan("prose", 1, 2),
-    PhasePlan(_MIXED, 12, 14),
 )
 QUICK = (
     PhasePlan("json", 1, 1),

@@ -23,6 +23,7 @@ class Notes:
 
     lines: list[str] = field(default_factory=list)
     shares: list[float] = field(default_factory=list)
+    cells: list[str] = field(default_factory=list)
     waits: list[str] = field(default_factory=list)
     on_progress: Callable[[float], None] = lambda _: None
 
@@ -37,6 +38,7 @@ class Notes:
         assert left_seconds >= 0
         assert doing
         self.shares.append(share)
+        self.cells.append(doing)
         self.on_progress(share)
 
     @property

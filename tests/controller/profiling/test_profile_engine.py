@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import itertools
 import json
 import math
 
@@ -137,7 +138,7 @@ async def test_a_cancelled_measurement_is_kept_releases_the_engine_and_is_gone_o
         await until(lambda: engine.busy == 0)
         assert "run the same command" in notes.text
         kept = json.loads(partial.read_text())
-        assert "grid:1" in kept["finished"]
+        assert {"grid:1", "grid:4"} <= set(kept["finished"])
         steps_at_one = {
             c["gamma"]: len(c["seconds"]) for c in kept["cells"] if c["batch_size"] == 1
         }
@@ -145,9 +146,11 @@ async def test_a_cancelled_measurement_is_kept_releases_the_engine_and_is_gone_o
         outcome = await profile(tmp_path, engine, again)
     assert "goes on with the measurement" in again.text
     # What was finished is not measured again, and counts.
+    sizes = [cell.split()[0] for cell in again.cells]
+    assert len(list(itertools.groupby(sizes))) <= 6 - len(kept["finished"])
     for cell in outcome.profile.cells:
         if cell.batch_size == 1:
-            assert 0.9 * steps_at_one[cell.gamma] <= cell.steps <= steps_at_one[cell.gamma]
+            assert cell.steps >= 0.9 * steps_at_one[cell.gamma]
     grid = {(c.gamma, c.batch_size) for c in outcome.profile.cells}
     assert grid == {(gamma, size) for gamma in GAMMAS for size in (1, 4)}
     assert not partial.exists()

@@ -272,6 +272,8 @@ async def test_a_profile_that_cannot_be_kept_is_not_used_either(tmp_path: Path):
         assert code is grpc.StatusCode.INTERNAL
         assert "cannot be kept in" in message
         assert (await running.status()).profile_id == ""
+        await running.introduce("later")
+        assert (await running.status("later")).profile_id == ""
 
 
 async def test_a_measured_engine_stays_forced_while_a_profile_is_installed(tmp_path: Path):

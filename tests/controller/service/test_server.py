@@ -5,6 +5,7 @@ from pathlib import Path
 import grpc
 import grpc.aio
 import pytest
+import structlog
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
@@ -164,3 +165,31 @@ async def test_engines_beyond_the_limit_are_refused(tmp_path: Path):
         code, message = await failure(running.speculation.Introduce(request))
     assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert "CONTROLLER_MAX_ENGINES" in message
+
+
+async def test_a_client_that_does_not_read_holds_the_end_up_no_longer_than_the_drain(
+    tmp_path: Path,
+):
+    async with serving(tmp_path, drain_seconds=0.3) as running:
+        stream = SteerClient(running, await running.introduce())
+        tally = running.sidecar.registry.by_engine("engine-0").tally
+        bad = [report_message(step, drafter="x" * 300) for step in range(1, 257)]
+
+        async def flood() -> None:
+            while True:
+                await stream.call.write(
+                    service_pb2.SteerRequest(session_id=stream.session_id, reports=bad)
+                )
+
+        flooding = asyncio.create_task(flood())
+        # Every report is refused; the answers pile up until the sidecar reads no more.
+        before = -1
+        while tally.rejected.total() > before:
+            before = tally.rejected.total()
+            await asyncio.sleep(0.3)
+        began = asyncio.get_running_loop().time()
+        with structlog.testing.capture_logs() as lines:
+            await soon(running.sidecar.stop())
+        assert asyncio.get_running_loop().time() - began < 3
+        assert {line["event"] for line in lines} == {"drain_ran_out", "stream_closed"}
+        assert (await failure(flooding))[0] is grpc.StatusCode.UNAVAILABLE

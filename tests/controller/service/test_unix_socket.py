@@ -1,11 +1,15 @@
 import os
 import socket
 import stat
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from controller.service.unix_socket import SocketTakenError, claimed, remove_own
+from tests.controller.service.harness import ENVIRONMENT, PATIENCE_SECONDS
 
 
 def listen(path: Path) -> socket.socket:
@@ -47,6 +51,38 @@ def test_a_living_ones_socket_is_left_alone(tmp_path: Path):
             pass
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(str(path))
+
+
+SECOND = """
+import sys
+from pathlib import Path
+from controller.service.unix_socket import SocketTakenError, claimed
+print("trying", flush=True)
+try:
+    with claimed(Path(sys.argv[1])):
+        print("free")
+except SocketTakenError as error:
+    print(error)
+"""
+
+
+def test_of_two_that_start_together_the_second_waits_and_sees_the_first(tmp_path: Path):
+    path = tmp_path / "s"
+    with claimed(path):
+        second = subprocess.Popen(
+            [sys.executable, "-c", SECOND, str(path)],
+            env=ENVIRONMENT,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert second.stdout is not None
+        assert second.stdout.readline() == "trying\n"
+        # Right however long this is; long enough to fail if nobody waited.
+        time.sleep(0.2)
+        server = listen(path)
+    answer, _ = second.communicate(timeout=PATIENCE_SECONDS)
+    server.close()
+    assert "another sidecar is serving" in answer
 
 
 def test_a_busy_ones_socket_is_left_alone(tmp_path: Path):

@@ -111,14 +111,6 @@ def test_plans_are_used_in_the_order_they_were_issued(sidecar, start_link):
     assert all(c.gamma == c.epoch % 2 for c in seen if c.epoch > 1)
 
 
-def test_an_idle_engine_finds_the_newest_plan_however_many_it_missed(sidecar, start_link):
-    link = start_link()
-    steered(link)
-    for epoch in range(2, 3001):
-        sidecar.push(plan(epoch, 5))
-    eventually(lambda: link.choose(4).epoch == 3000)
-
-
 def test_an_idle_engine_keeps_its_lease_by_signs_of_life(sidecar, start_link):
     renewing(sidecar, gamma=5, lease_ms=1000)
     link = start_link()
@@ -171,7 +163,7 @@ def test_without_its_sidecar_the_engine_goes_through_grace_to_the_safe_default_a
     sidecar, start_link
 ):
     renewing(sidecar, gamma=5, lease_ms=600)
-    link = start_link(grace_seconds=0.5)
+    link = start_link(grace_seconds=3)
     steered(link)
     sidecar.stop()
     seen = [link.choose(4)]
@@ -188,7 +180,7 @@ def test_without_its_sidecar_the_engine_goes_through_grace_to_the_safe_default_a
     assert link.status().sidecar is SidecarState.AWAY
     assert link.status().agent_connected
     sidecar.start()
-    assert steered(link, within=5).gamma == 5
+    assert steered(link, within=2).gamma == 5
     assert link.status().sidecar is SidecarState.STEERING
     assert len(sidecar.introductions) == 2
     assert link.status().agent_starts == 1
@@ -204,13 +196,14 @@ def test_a_sidecar_that_forgot_the_session_is_introduced_to_again(sidecar, start
     eventually(lambda: report(link, 1) and sidecar.reports)
 
 
-def test_a_sidecar_that_falls_silent_is_introduced_to_again(sidecar, start_link):
+def test_a_sidecar_that_falls_silent_is_introduced_to_again(sidecar, start_link, capfd):
     sidecar.first_plan = lambda: plan(1, 5, lease_ms=300)
     link = start_link(grace_seconds=60)
     before = steered(link)
     assert eventually(lambda: link.choose(4).source is Source.GRACE)
     eventually(lambda: len(sidecar.introductions) >= 2)
     eventually(lambda: link.choose(4).session != before.session)
+    assert "no plan for" in capfd.readouterr().err
 
 
 def test_a_sidecar_at_a_tcp_address_steers_too(start_link):

@@ -121,9 +121,10 @@ def test_a_full_socket_drops_reports_counts_them_and_says_so_with_the_next():
         before = received(agent)
         assert len(before) == step - 1
         assert report(link, step + 6)
-        assert [r.dropped_before for r in received(agent)] == [6]
+        assert report(link, step + 7)
+        assert [r.dropped_before for r in received(agent)] == [6, 0]
         status = link.status()
-        assert (status.reports_sent, status.reports_dropped) == (step, 6)
+        assert (status.reports_sent, status.reports_dropped) == (step + 1, 6)
         assert status.agent_connected
 
 
@@ -211,6 +212,14 @@ def test_a_broken_plan_after_a_good_one_leaves_the_good_one_in_use():
         agent.send(plan(2, 5)[:-1])
         assert link.choose(4).epoch == 1
         assert link.status().packets_refused == 1
+
+
+def test_the_largest_plan_is_taken():
+    rows = [RowEntry(i + 1, 0, 3, asleep=False, probe=None) for i in range(packets.MAX_ROWS)]
+    with linked() as (link, _, agent):
+        largest = PlanPacket(1, 1, time.monotonic_ns(), 600_000, 1, 0, tuple(rows))
+        agent.send(packets.encode_plan(largest))
+        assert link.choose(400).gamma == 3
 
 
 def test_an_oversized_packet_is_refused():

@@ -88,9 +88,9 @@ def environment(folder: Path, variables: Mapping[str, str]) -> dict[str, str]:
         e.name == "speculation_controller" for e in entry_points(group="sglang.srt.plugins")
     ):
         paths.append(str(install_plugin(folder, "engine_shim.sglang.plugin:register")))
-    old = inherited.get("PYTHONPATH", "").split(os.pathsep)
-    path = os.pathsep.join([*paths, *filter(None, old)])
-    return cpu_engine_env(inherited | {"PYTHONPATH": path} | dict(variables))
+    added = [variables.get("PYTHONPATH", ""), inherited.get("PYTHONPATH", "")]
+    path = os.pathsep.join([*paths, *filter(None, added)])
+    return cpu_engine_env(inherited | dict(variables) | {"PYTHONPATH": path})
 
 
 def install_plugin(folder: Path, target: str, name: str = "speculation_controller") -> Path:

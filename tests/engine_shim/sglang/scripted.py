@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
 
 from speculation.v1.engine_pb2 import StepReport
 from speculation.v1.plan_pb2 import REASON_EXPLOIT, Plan, PlanRow
@@ -24,6 +25,7 @@ class ScriptedSidecar:
     script: Script = lambda _: (3, False)
     lease_ms: int = 60_000
     arms: dict[int, Arm] = field(default_factory=dict)
+    _lock: Lock = field(default_factory=Lock)
 
     def __post_init__(self) -> None:
         self.server.first_plan = self._next_plan
@@ -54,8 +56,9 @@ class ScriptedSidecar:
         return SteerResponse(plan=self._next_plan())
 
     def _next_plan(self) -> Plan:
-        epoch = len(self.arms) + 1
-        gamma, asleep = self.arms[epoch] = self.script(len(self.reports))
+        with self._lock:
+            epoch = len(self.arms) + 1
+            gamma, asleep = self.arms[epoch] = self.script(len(self.reports))
         drafter = self.server.introductions[-1].drafters[0].name
         row = PlanRow(
             max_batch_size=64,

@@ -21,15 +21,17 @@ _extend_memo: Memo[list[Tile]] = Memo()
 
 def _reject(logit_cap: float, is_cross: bool, window: int, encoder_lens: Tensor | None, sinks: Tensor | None) -> None:
     """Raise NotImplementedError, naming the feature, for attention that dense Qwen3/Llama models do not use."""
-    asked = (
-        ("logit soft-capping", logit_cap > 0),
-        ("cross attention", is_cross or encoder_lens is not None),
-        ("sliding windows", window > 0),
-        ("attention sinks", sinks is not None),
-    )
-    for feature, wanted in asked:
-        if wanted:
-            raise NotImplementedError(f"the CPU stand-in of sgl_kernel has no {feature}; use a dense full-attention model")
+    if logit_cap > 0:
+        feature = "logit soft-capping"
+    elif is_cross or encoder_lens is not None:
+        feature = "cross attention"
+    elif window > 0:
+        feature = "sliding windows"
+    elif sinks is not None:
+        feature = "attention sinks"
+    else:
+        return
+    raise NotImplementedError(f"the CPU stand-in of sgl_kernel has no {feature}; use a dense full-attention model")
 
 
 def _gather(cache: Tensor, tile: Tile, fresh: Tensor | None) -> Tensor:
@@ -43,13 +45,14 @@ def _gather(cache: Tensor, tile: Tile, fresh: Tensor | None) -> Tensor:
     return rows.view(tile.batch, tile.keys, *cache.shape[1:]).transpose(1, 2).float()
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, tile: Tile, scale: float) -> Tensor:
-    """``query [batch * width, heads, size]`` over gathered keys and values, as ``[batch * width, heads, value size]``."""
+def _attend(query: Tensor, key: Tensor, value: Tensor, tile: Tile, scale: float, output: Tensor) -> None:
+    """Write attention of ``query [batch * width, heads, size]`` over gathered keys and values into ``output``."""
     batch, width, heads = tile.batch, tile.width, query.shape[1]
     if not tile.folds:
         query = query.view(batch, width, heads, -1).transpose(1, 2)
         mixed = F.scaled_dot_product_attention(query, key, value, tile.bias, scale=scale, enable_gqa=True)
-        return mixed.transpose(1, 2).reshape(batch * width, heads, -1)
+        output.view(batch, width, heads, -1).copy_(mixed.transpose(1, 2))
+        return
     group, shared = tile.folds, heads // tile.folds
     if width == 1:
         query = query.view(batch, shared, group, -1)
@@ -57,10 +60,14 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, tile: Tile, scale: float)
         query = query.view(batch, width, shared, group, -1).permute(0, 2, 3, 1, 4).reshape(batch, shared, group * width, -1)
     if tile.repeats > 1:
         query = torch.cat((query,) * tile.repeats, 2)
-    mixed = F.scaled_dot_product_attention(query, key, value, tile.bias, scale=scale)[:, :, : group * width]
+    mixed = F.scaled_dot_product_attention(query, key, value, tile.bias, scale=scale)
+    if tile.repeats > 1:
+        mixed = mixed[:, :, : group * width]
     if width == 1:
-        return mixed.reshape(batch, heads, -1)
-    return mixed.reshape(batch, shared, group, width, -1).permute(0, 3, 1, 2, 4).reshape(batch * width, heads, -1)
+        output.view(batch, shared, group, -1).copy_(mixed)
+    else:
+        mixed = mixed.unflatten(2, (group, width)).permute(0, 3, 1, 2, 4)
+        output.view(batch, width, shared, group, -1).copy_(mixed)
 
 
 @operator
@@ -109,7 +116,7 @@ def decode_attention_cpu(
         lambda: decode_tiles(req_to_token, req_pool_indices, seq_lens, group, size),
     )
     keys, values = _gather(k_cache, tile, None), _gather(v_cache, tile, None)
-    output.copy_(_attend(query.float(), keys, values, tile, sm_scale))
+    _attend(query.float(), keys, values, tile, sm_scale, output)
 
 
 @operator
@@ -165,9 +172,9 @@ def extend_attention_cpu(
     for tile in tiles:
         keys, values = _gather(k_buffer, tile, key), _gather(v_buffer, tile, value)
         if tile.query_rows is None or tile.output_to is None or tile.output_from is None:
-            output[: tile.batch * tile.width] = _attend(
-                query[: tile.batch * tile.width].float(), keys, values, tile, sm_scale
-            )
+            tokens = tile.batch * tile.width
+            _attend(query[:tokens].float(), keys, values, tile, sm_scale, output[:tokens])
             continue
-        mixed = _attend(query.index_select(0, tile.query_rows).float(), keys, values, tile, sm_scale)
-        output.index_copy_(0, tile.output_to, mixed.index_select(0, tile.output_from).to(output.dtype))
+        padded = output.new_empty(tile.batch * tile.width, *output.shape[1:])
+        _attend(query.index_select(0, tile.query_rows).float(), keys, values, tile, sm_scale, padded)
+        output.index_copy_(0, tile.output_to, padded.index_select(0, tile.output_from))

@@ -123,5 +123,5 @@ def rotary_embedding_cpu(
     if rotary != head_size:
         turned = torch.cat((turned, heads[..., rotary:]), -1)
     flat = turned.view(tokens, -1)
-    split = query.numel() // tokens
+    split = math.prod(query.shape[1:])
     return flat[:, :split].view(query.shape), flat[:, split:].view(key.shape)

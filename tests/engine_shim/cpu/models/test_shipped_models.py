@@ -133,9 +133,10 @@ def test_text_survives_the_tokenizer(text: str) -> None:
 
 def test_held_out_prompts_read_as_their_domain() -> None:
     tokenizer = AutoTokenizer.from_pretrained(MODELS / "target")
-    marks = {"code": "self.", "prose": " the ", "json": '"email": "', "csv": "north,"}
+    marks = {"code": "\n        ", "prose": " the ", "json": '"email": "', "csv": "north,"}
     for domain, mark in marks.items():
-        assert mark in tokenizer.decode(held_out_prompts(domain, 1, 1000, seed=0)[0])
+        passages = held_out_prompts(domain, 8, 1000, seed=0)
+        assert sum(mark in tokenizer.decode(passage) for passage in passages) >= 7, domain
 
 
 def test_the_whole_set_stays_small() -> None:

@@ -1,0 +1,52 @@
+"""SGLang plugins that get in this plugin's way, for tests of its self-check."""
+
+import sys
+from typing import Any
+
+from engine_shim.sglang import surface
+
+
+def break_telemetry_hook() -> None:
+    """SGLang cannot apply one hook (it changed, say), logs that and goes on."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    apply_target = HookRegistry._apply_target
+
+    def fail_for_one(target: str, hooks: Any) -> None:
+        if target == surface.RESOLVE_TOKENS:
+            raise AttributeError("sabotaged")
+        apply_target(target, hooks)
+
+    HookRegistry._apply_target = fail_for_one
+
+
+def bring_back_sglangs_policy() -> None:
+    """SGLang's worker constructs its own policy after all."""
+    if surface.SCHEDULER_MODULE not in sys.modules:
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.speculative import adaptive_spec_params
+
+    own = adaptive_spec_params.AdaptiveSpeculativeParams
+
+    def restore(scheduler: Any) -> None:
+        from sglang.srt.speculative import eagle_worker_v2
+
+        eagle_worker_v2.AdaptiveSpeculativeParams = own
+
+    target = f"{surface.SCHEDULER_MODULE}.Scheduler.maybe_init_draft_worker"
+    HookRegistry.register(target, restore, HookType.BEFORE)
+
+
+def replace_candidates() -> None:
+    """Another plugin replaces the same function, and is registered after this one."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    apply_hooks = HookRegistry.apply_hooks.__func__
+
+    def first_register(registry: Any) -> None:
+        registry.apply_hooks = classmethod(apply_hooks)
+        registry.register(surface.CANDIDATE_STEPS, lambda cfg_path=None: [3], HookType.REPLACE)
+        registry.apply_hooks()
+
+    HookRegistry.apply_hooks = classmethod(first_register)

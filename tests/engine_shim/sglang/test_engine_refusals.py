@@ -1,0 +1,63 @@
+"""A server that could not be steered does not start, and says why."""
+
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.engine_shim.sglang.engine import EAGLE3, START_SECONDS, install_plugin, launched
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
+
+SABOTAGE = "tests.engine_shim.sglang.sabotage"
+
+
+def last_words(folder: Path, arguments: Sequence[str], sabotage: str = "") -> str:
+    """What a server prints that ends by itself, with an error."""
+    variables = {"SPECULATION_SIDECAR": f"unix:{folder / 'nobody.sock'}"}
+    if sabotage:
+        plugins = install_plugin(folder / "sabotage", f"{SABOTAGE}:{sabotage}", name="sabotage")
+        variables["PYTHONPATH"] = str(plugins)
+    with launched(folder, arguments, variables) as engine:
+        try:
+            assert engine.process.wait(START_SECONDS) != 0
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"it started:\n{engine.tail()}")
+        return engine.log.read_text(errors="replace")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ((), "--speculative-algorithm is None"),
+        (
+            (*EAGLE3, "--speculative-adaptive", "--speculative-adaptive-config", "own.json"),
+            "--speculative-adaptive-config and SPECULATION_SIDECAR exclude each other",
+        ),
+        ((*EAGLE3, "--tp-size", "2"), "--tensor-parallel-size 2: only 1 is supported"),
+    ],
+    ids=["no-speculation", "own-config", "tensor-parallel"],
+)
+def test_a_configuration_that_cannot_be_steered(
+    tmp_path: Path, arguments: tuple[str, ...], reason: str
+) -> None:
+    assert reason in last_words(tmp_path, arguments)
+
+
+def test_a_hook_that_sglang_could_not_apply(tmp_path: Path) -> None:
+    words = last_words(tmp_path, EAGLE3, "break_telemetry_hook")
+    assert "SGLang could not apply the plugin's hook" in words
+    assert "_resolve_spec_v2_tokens" in words
+
+
+def test_a_policy_that_was_never_constructed(tmp_path: Path) -> None:
+    words = last_words(tmp_path, EAGLE3, "bring_back_sglangs_policy")
+    assert "SGLang never constructed the plugin's policy" in words
+    assert "found AdaptiveSpeculativeParams" in words
+
+
+def test_a_plugin_that_replaces_the_same_function(tmp_path: Path) -> None:
+    words = last_words(tmp_path, EAGLE3, "replace_candidates")
+    assert "another plugin replaced" in words
+    assert "resolve_candidate_steps_from_config" in words
