@@ -61,7 +61,8 @@ class CostModel:
         profile: Profile | None,
         settings: PlannerSettings,
     ) -> None:
-        self.profile = profile
+        # A digest of the whole file: made once, read at every plan.
+        self.profile_id = profile.profile_id if profile else ""
         self._arms = {arm: i for i, arm in enumerate(arms)}
         self._buckets = np.asarray(buckets, dtype=np.float64)
         self._bucket_list = list(buckets)

@@ -69,7 +69,7 @@ class EngineController:
     @property
     def profile_id(self) -> str:
         """Digest of the profile in use; "" while costs come from the prior."""
-        return self.cost.profile.profile_id if self.cost.profile else ""
+        return self.cost.profile_id
 
     @property
     def switches(self) -> int:
@@ -201,7 +201,14 @@ class EngineController:
         choice = self._planner.update(values)
         active = self.cost.bucket_of(self._last_batch)
         if self.reports:
-            self.explorer.consider(self.arms, values, active, self._last_batch, choice[active], now)
+            self.explorer.consider(
+                self.arms,
+                values,
+                active,
+                self._last_batch,
+                choice[active],
+                now,
+            )
         probing = self.explorer.running
         rows = [
             self._row(

@@ -67,9 +67,14 @@ class Explorer:
             self._running = None
 
     def consider(
-        self, arms: tuple[Arm, ...], values: Values, bucket: int, batch_size: int, current: int,
+        self,
+        arms: tuple[Arm, ...],
+        values: Values,
+        bucket: int,
+        batch_size: int,
+        current: int,
         now: float,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Starts a probe in the active bucket if one is worth its price and the credit is there."""
         if self._running or self._settings.probe_share == 0:
             return

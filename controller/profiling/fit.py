@@ -10,7 +10,7 @@ reference context, the mean of what the grid saw, and rid of the machine's drift
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +24,9 @@ from controller.profiling.samples import CellKey, Context, Samples, Summary, sum
 # A median is not known better than this, relative: what drifts within a visit is not averaged out.
 _ERROR_FLOOR = 0.003
 _LEAST_STEPS = 3
+# From where on a measurement is worth a warning.
+_DOUBTFUL_SPREAD = 0.15
+_DOUBTFUL_DISORDER = 0.1
 # Interquartile range of a normal distribution, in standard deviations; and the standard error of
 # its median over that of its mean.
 _IQR_TO_SIGMA = 1 / 1.349
@@ -105,3 +108,33 @@ def fit_context(cells: Mapping[CellKey, Samples]) -> ContextTerm:
     if square == 0.0:
         return ContextTerm(0.0, 0.0, measured=False)
     return ContextTerm(max(product / square, 0.0), 1 / math.sqrt(square), measured=True)
+
+
+def why_doubtful(cells: Sequence[ProfileCell]) -> str:
+    """What casts doubt on a measurement, for people; "" when nothing does."""
+    spread = float(np.median([cell.spread_seconds / cell.step_seconds for cell in cells]))
+    if spread > _DOUBTFUL_SPREAD:
+        return f"steps of one cell spread by {spread:.0%} (interquartile range)"
+    if (share := disorder(cells)) > _DOUBTFUL_DISORDER:
+        return f"a smaller batch or draft length costs up to {share:.0%} more than a larger one"
+    return ""
+
+
+def disorder(cells: Sequence[ProfileCell]) -> float:
+    """How far the cells are from what costs must be: rising with gamma and with B.
+
+    The largest share by which a cell costs more than one with more of either; 0 when none does.
+    What a busy machine does to a measurement shows here first.
+    """
+    cost = {(cell.drafter, cell.gamma, cell.batch_size): cell.step_seconds for cell in cells}
+    gammas = {d: sorted({g for x, g, _ in cost if x == d}) for d, _, _ in cost}
+    sizes = sorted({size for _, _, size in cost})
+    worst = 0.0
+    for (drafter, gamma, size), seconds in cost.items():
+        for after in (
+            *((drafter, g, size) for g in gammas[drafter] if g > gamma),
+            *((drafter, gamma, s) for s in sizes if s > size),
+        ):
+            if after in cost:
+                worst = max(worst, seconds / cost[after] - 1)
+    return worst

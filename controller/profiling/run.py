@@ -2,14 +2,13 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 
 from controller.core.clock import Clock, WallClock
 from controller.core.profile import Profile
 from controller.core.types import EngineSpec
 from controller.profiling.engine_http import EngineHttp
 from controller.profiling.errors import InvalidPartialError, ProfilingError
-from controller.profiling.fit import fit_costs
+from controller.profiling.fit import fit_costs, why_doubtful
 from controller.profiling.load import LoadSource, Prompts
 from controller.profiling.measurement import Measurement
 from controller.profiling.partial import (
@@ -31,9 +30,6 @@ from controller.profiling.report import hardware_note
 from controller.profiling.settings import ProfilingSettings
 from controller.profiling.sidecar import SidecarClient
 from controller.profiling.waiting import Waiter
-
-# Interquartile range over median, of a middling cell, from which on a profile is worth a warning.
-_NOISY_SPREAD = 0.15
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,11 +146,10 @@ class _Run:
             )
         else:
             self._reporter.note("context term: not measured, 0 is assumed")
-        spread = median(cell.spread_seconds / cell.step_seconds for cell in fit.cells)
-        if spread > _NOISY_SPREAD:
+        if doubt := why_doubtful(fit.cells):
             self._reporter.note(
-                f"the steps of a cell spread by {spread:.0%} (interquartile range): something else "
-                "keeps the machine busy; the profile is better measured when it is quiet"
+                f"the profile is doubtful: {doubt}; something else kept the machine busy, so "
+                "measure again (--force) when it is quiet"
             )
         return Profile(
             fingerprint=self._spec.fingerprint,

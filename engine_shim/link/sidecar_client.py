@@ -28,6 +28,8 @@ _GOOD_SESSION_SECONDS: Final = 2.0
 # A stream on which no plan came for so many leases is dead, whatever TCP thinks.
 _SILENT_LEASES: Final = 3.0
 _LEAST_SILENCE_SECONDS: Final = 3.0
+# A plan may come with a shorter lease than the one before it.
+_LONGEST_NAP_SECONDS: Final = 0.1
 _CHANNEL_OPTIONS: Final = (
     # Waits between attempts are this module's; gRPC's own would go up to two minutes.
     ("grpc.use_local_subchannel_pool", 1),
@@ -222,7 +224,7 @@ class _Session:
             due = max(self._plan_at, signed_at) + half
             now = monotonic()
             if now < due:
-                await asyncio.sleep(max(due - now, 0.005))
+                await asyncio.sleep(min(max(due - now, 0.005), _LONGEST_NAP_SECONDS))
                 continue
             silence = max(_SILENT_LEASES * self._lease_seconds, _LEAST_SILENCE_SECONDS)
             if now - self._plan_at > silence:

@@ -4,13 +4,20 @@ import dataclasses
 from collections import Counter
 
 import pytest
-from virtual_engine import GAMMAS, best_arm_rate, engine_spec, gpu_like, make, profile_of
 
 from controller.core.clock import VirtualClock
 from controller.core.engine_controller import EngineController
 from controller.core.errors import ProfileMismatchError, StaleReportError, UnknownArmError
 from controller.core.settings import PlannerSettings
 from controller.core.types import Arm, Capabilities, Reason, StepReport
+from tests.controller.core.virtual_engine import (
+    GAMMAS,
+    best_arm_rate,
+    engine_spec,
+    gpu_like,
+    make,
+    profile_of,
+)
 
 
 def steady_ratio(profile_error, acceptance, batch_size):

@@ -3,8 +3,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from controller.core.profile import ProfileCell
 from controller.profiling.errors import MeasurementError
-from controller.profiling.fit import fit_context, fit_costs
+from controller.profiling.fit import disorder, fit_context, fit_costs, why_doubtful
 from controller.profiling.samples import CellKey, Context, Samples
 
 K_KV = 3e-7
@@ -89,3 +90,29 @@ def test_cells_with_next_to_no_steps_are_left_out():
 def test_an_empty_grid_is_refused():
     with pytest.raises(MeasurementError, match="no cell of the grid"):
         fit_costs({CellKey("mtp", 0, 1): Samples()})
+
+
+def grid(cost_of, spread=0.02):
+    return [
+        ProfileCell("mtp", gamma, size, cost_of(gamma, size), spread * cost_of(gamma, size), 20)
+        for gamma in (0, 1, 3)
+        for size in (1, 4, 16)
+    ]
+
+
+def test_costs_that_rise_with_batch_and_draft_length_are_not_doubted():
+    assert disorder(grid(lambda gamma, size: cost(gamma, size, 0))) == 0
+    assert why_doubtful(grid(lambda gamma, size: cost(gamma, size, 0))) == ""
+
+
+def test_a_small_batch_that_costs_more_than_a_large_one_casts_doubt():
+    def busy_once(gamma, size):
+        return cost(gamma, size, 0) * (4 if size == 1 else 1)
+
+    assert disorder(grid(busy_once)) > 0.5
+    assert "costs up to" in why_doubtful(grid(busy_once))
+
+
+def test_so_does_a_wide_spread():
+    doubt = why_doubtful(grid(lambda gamma, size: cost(gamma, size, 0), spread=0.4))
+    assert "spread by 40%" in doubt

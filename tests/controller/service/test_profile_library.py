@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from controller.core.profile import Profile
+from controller.core.profile import DrafterIdentity, Profile
 from controller.core.types import EngineSpec
 from controller.service import converters
 from controller.service.errors import ProfileNotSavedError
@@ -57,6 +57,17 @@ def test_an_installed_profile_goes_before_every_file(tmp_path: Path):
     assert found is not None
     assert found.measured_at == "2029"
     assert len(library) == 1
+
+
+def test_of_two_that_fit_the_one_added_last_is_used():
+    one = make_profile()
+    both = replace(one, drafters=(*one.drafters, DrafterIdentity("dflash")))
+    for order in ((one, both), (both, one)):
+        library = ProfileLibrary()
+        for profile in order:
+            library.add(profile)
+        assert len(library) == 2
+        assert library.find(engine()) == order[-1]
 
 
 def test_no_other_engines_profile_is_ever_used():

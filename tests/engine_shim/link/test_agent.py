@@ -119,6 +119,16 @@ def test_an_idle_engine_keeps_its_lease_by_signs_of_life(sidecar, start_link):
     assert sidecar.reports == []
 
 
+def test_a_lease_shorter_than_the_one_before_is_kept_too(sidecar, start_link):
+    renewing(sidecar, gamma=5, lease_ms=1000)
+    sidecar.first_plan = lambda: plan(1, 3, lease_ms=60_000)
+    link = start_link()
+    steered(link)
+    sidecar.push(plan(1, 3, lease_ms=1000))
+    eventually(lambda: link.choose(4).epoch >= 4)
+    assert link.status().lapses == 0
+
+
 def test_a_probe_runs_once_over_renewals(sidecar, start_link):
     probe = Probe(probe_id=7, drafter="eagle3", gamma=7, steps=3)
     sidecar.first_plan = lambda: plan(1, 3, probe=probe)

@@ -21,7 +21,7 @@ from tests.engine_shim.link.eventually import eventually
 ROOT = Path(engine_shim.__file__).parents[1]
 MODELS = ROOT / "engine_shim/cpu/models"
 TARGET = MODELS / "target"
-DRAFT = Path(os.environ.get("ENGINE_TEST_DRAFT", MODELS / "draft-mixed"))
+DRAFT = MODELS / "draft-mixed"
 EAGLE3 = ("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(DRAFT))
 START_SECONDS = 240.0
 
