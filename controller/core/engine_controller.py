@@ -233,6 +233,8 @@ class EngineController:
             f"B={self._last_batch}: {arm.drafter} gamma {arm.gamma}, "
             f"{values.value[choice[active], active]:.0f} tok/s expected"
         )
+        if not self.profile_id:
+            detail += "; costs from the prior, no profile loaded"
         if probing:
             probe = probing[1]
             return Reason.PROBE, (
@@ -240,11 +242,12 @@ class EngineController:
                 "to learn"
             )
         if not self.profile_id:
-            return Reason.PROFILE_MISSING, f"{detail}; costs from the prior, no profile loaded"
+            return Reason.PROFILE_MISSING, detail
         return self._planner.reasons[active], detail
 
     def _row(self, size: int, arm: Arm, reason: Reason, probe: Probe | None) -> PlanRow:
-        return PlanRow(size, arm, reason, probe, self._asleep(arm))
+        asleep = self._asleep(arm) or (probe is not None and self._asleep(probe.arm))
+        return PlanRow(size, arm, reason, probe, asleep)
 
     def _asleep(self, arm: Arm) -> bool:
         return arm.gamma == 0 and self.spec.capabilities.can_sleep

@@ -17,6 +17,7 @@ from controller.core.errors import (
 MAX_GAMMA = 64
 MAX_BATCH_SIZE = 65_536
 MAX_STEP_SECONDS = 3600.0
+MAX_DRAFTERS = 16
 
 
 class DrafterKind(Enum):
@@ -140,6 +141,13 @@ class EngineSpec:
         names = [d.name for d in self.drafters]
         if len(set(names)) != len(names):
             raise InvalidEngineError(f"drafter names {names} are not unique")
+        if len(names) > MAX_DRAFTERS:
+            raise InvalidEngineError(f"{len(names)} drafters are listed, {MAX_DRAFTERS} at most")
+        graphs = self.fingerprint.graph_batch_sizes
+        if list(graphs) != sorted(set(graphs)) or (graphs and graphs[0] < 1):
+            raise InvalidEngineError(
+                f"graph_batch_sizes {list(graphs)[:16]} are not ascending, unique and above 0"
+            )
         if not 1 <= self.max_batch_size <= MAX_BATCH_SIZE:
             raise InvalidEngineError(
                 f"max_batch_size {self.max_batch_size} leaves 1..{MAX_BATCH_SIZE}"
@@ -245,7 +253,10 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class PlanRow:
-    """The choice for batch sizes up to `max_batch_size` (and above the previous row's)."""
+    """The choice for batch sizes up to `max_batch_size` (and above the previous row's).
+
+    drafter_asleep: in its steps at gamma = 0 (its probe's included) nothing of the drafter runs.
+    """
 
     max_batch_size: int
     arm: Arm

@@ -266,9 +266,9 @@ def _rows(data: bytes) -> tuple[RowEntry, ...]:
             raise PacketError(f"plan: max_batch_size {size} after {previous} does not ascend")
         if gamma > MAX_GAMMA or flags > (_ASLEEP | _HAS_PROBE):
             raise PacketError(f"plan: row with gamma {gamma}, flags {flags}")
-        if flags & _ASLEEP and gamma:
-            raise PacketError(f"plan: gamma {gamma} with the drafter asleep")
         entry = _probe(*probe) if flags & _HAS_PROBE else None
+        if flags & _ASLEEP and gamma and (entry is None or entry.gamma):
+            raise PacketError(f"plan: gamma {gamma} with the drafter asleep")
         rows.append(RowEntry(size, drafter, gamma, flags & _ASLEEP != 0, entry))
         previous = size
     return tuple(rows)

@@ -147,7 +147,7 @@ class Steering:
             return Choice(
                 probe.drafter_index,
                 probe.gamma,
-                asleep=False,
+                asleep=row.asleep and probe.gamma == 0,
                 epoch=plan.epoch,
                 probe_id=probe.probe_id,
                 source=Source.PLAN,
@@ -182,4 +182,5 @@ class Steering:
 
 def _of_row(plan: PlanPacket, index: int, source: Source) -> Choice:
     _, drafter_index, gamma, asleep, _ = plan.rows[index]
+    asleep = asleep and gamma == 0  # the flag may speak of the row's probe only
     return Choice(drafter_index, gamma, asleep, plan.epoch, 0, source, plan.session)

@@ -92,7 +92,7 @@ class Translator:
 
     def _row(self, epoch: int, row: PlanRow) -> RowEntry:
         index = self._arm(epoch, row.drafter, row.gamma)
-        if row.drafter_asleep and row.gamma:
+        if row.drafter_asleep and row.gamma and (not row.HasField("probe") or row.probe.gamma):
             raise UnusablePlanError(f"plan {epoch}: gamma {row.gamma} with the drafter asleep")
         probe = None
         if row.HasField("probe"):

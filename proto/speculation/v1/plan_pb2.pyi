@@ -157,7 +157,9 @@ class PlanRow(_message.Message):
     gamma: _builtins.int
     reason: Global___Reason.ValueType
     drafter_asleep: _builtins.bool
-    """At gamma = 0: nothing of the drafter runs.  Only for engines with `can_sleep`."""
+    """In this row's steps at gamma = 0 (its probe's included) nothing of the drafter runs.  Only for
+    engines with `can_sleep`, and only where the row or its probe has gamma = 0.
+    """
     @_builtins.property
     def probe(self) -> Global___Probe: ...
     def __init__(

@@ -78,6 +78,19 @@ def test_drafters_are_needed_and_unique():
         EngineSpec("e", Fingerprint("t"), (drafter, drafter), 8)
 
 
+@pytest.mark.parametrize("sizes", [(0, 1), (2, 1), (1, 1)])
+def test_captured_batch_sizes_ascend_from_one(sizes):
+    drafter = DrafterSpec("mtp", DrafterKind.MTP, (0, 1))
+    with pytest.raises(InvalidEngineError, match="graph_batch_sizes"):
+        EngineSpec("e", Fingerprint("t", graph_batch_sizes=sizes), (drafter,), 8)
+
+
+def test_the_number_of_drafters_is_bounded():
+    drafters = tuple(DrafterSpec(f"d{i}", DrafterKind.MTP, (0, 1)) for i in range(17))
+    with pytest.raises(InvalidEngineError, match="17 drafters"):
+        EngineSpec("e", Fingerprint("t"), drafters, 8)
+
+
 def test_an_arm_must_have_been_introduced():
     drafter = DrafterSpec("mtp", DrafterKind.MTP, (0, 1, 3))
     spec = EngineSpec("e", Fingerprint("t"), (drafter,), 8)

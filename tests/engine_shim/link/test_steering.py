@@ -107,6 +107,15 @@ def test_a_probe_runs_for_its_steps_in_its_bucket_only():
     assert [c.probe_id for c in chosen] == [77, 0, 77, 77, 0, 0]
 
 
+def test_a_row_that_sleeps_does_so_only_in_its_steps_without_a_draft():
+    state = steered()
+    drafting = row(4, 3, ProbeEntry(1, 0, 0, 1))._replace(asleep=True)
+    plain = row(16, 0, ProbeEntry(2, 0, 3, 1))._replace(asleep=True)
+    state.accept(plan(1, drafting, plain), 0.0)
+    chosen = [state.choose(b, 0.1) for b in (2, 2, 8, 8)]
+    assert [(c.gamma, c.asleep) for c in chosen] == [(0, True), (3, False), (3, False), (0, True)]
+
+
 def test_a_renewed_plan_continues_its_probe_and_never_starts_it_again():
     state = steered()
     probe = ProbeEntry(77, 0, 5, 3)

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 Derived = TypeVar("Derived")
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry(Generic[Derived]):
+    table: Tensor
+    version: int
+    options: tuple[int, ...]
+    inputs: tuple[Tensor | None, ...]
+    derived: Derived
 
 
 class Memo(Generic[Derived]):
@@ -22,11 +32,7 @@ class Memo(Generic[Derived]):
     """
 
     def __init__(self) -> None:
-        self._table: Tensor | None = None
-        self._version = -1
-        self._options: tuple[int, ...] = ()
-        self._inputs: tuple[Tensor | None, ...] = ()
-        self._derived: Derived | None = None
+        self._entry: _Entry[Derived] | None = None
 
     def get(
         self,
@@ -39,16 +45,16 @@ class Memo(Generic[Derived]):
         if table.is_inference():
             return make()
         version = table._version
-        if table is self._table and version == self._version and options == self._options and self._derived is not None:
-            for one, other in zip(inputs, self._inputs):
+        entry = self._entry
+        if entry is not None and table is entry.table and version == entry.version and options == entry.options:
+            for one, other in zip(inputs, entry.inputs, strict=True):
                 if not _same(one, other):
                     break
             else:
-                return self._derived
+                return entry.derived
+        copies = tuple(None if tensor is None else tensor.clone() for tensor in inputs)
         derived = make()
-        self._table, self._version, self._options = table, version, options
-        self._inputs = tuple(None if tensor is None else tensor.clone() for tensor in inputs)
-        self._derived = derived
+        self._entry = _Entry(table, version, options, copies, derived)
         return derived
 
 

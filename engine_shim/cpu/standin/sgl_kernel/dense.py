@@ -31,7 +31,8 @@ def weight_packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, is_vnni
     if x.dtype == torch.float32:
         rows, least = x.shape[0], least_linear_rows(weight.shape[0], weight.shape[1])
         if 0 < rows < least:
-            return F.linear(torch.cat((x,) * -(-least // rows)), weight, bias)[:rows]
+            # resize_ keeps the leading rows and, unlike a slice, makes no view to keep track of
+            return F.linear(torch.cat((x,) * -(-least // rows)), weight, bias).resize_(rows, weight.shape[0])
     return F.linear(x, weight, bias)
 
 
@@ -113,7 +114,8 @@ def rotary_embedding_cpu(
         cos_sin_cache, (positions,), (is_neox,), lambda: _turns(positions, cos_sin_cache, is_neox)
     )
     tokens, rotary = query.shape[0], by_itself.shape[-1]
-    heads = torch.cat((query.reshape(tokens, -1), key.reshape(tokens, -1)), -1).view(tokens, -1, head_size)
+    flat = torch.cat((query.reshape(tokens, -1), key.reshape(tokens, -1)), -1)
+    heads = flat.view(tokens, -1, head_size)
     turned = (heads if rotary == head_size else heads[..., :rotary]).float()
     if is_neox:
         partner = turned.roll(rotary // 2, -1)
@@ -122,6 +124,6 @@ def rotary_embedding_cpu(
     turned = torch.addcmul(turned * by_itself, partner, by_partner).to(query.dtype)
     if rotary != head_size:
         turned = torch.cat((turned, heads[..., rotary:]), -1)
-    flat = turned.view(tokens, -1)
-    split = math.prod(query.shape[1:])
-    return flat[:, :split].view(query.shape), flat[:, split:].view(key.shape)
+    widths = (math.prod(query.shape[1:]), math.prod(key.shape[1:]))
+    rotated_query, rotated_key = torch.split_with_sizes(turned.view(flat.shape), widths, -1)
+    return rotated_query.view(query.shape), rotated_key.view(key.shape)

@@ -21,8 +21,11 @@ def store_cache_cpu(
         indices: ``[tokens]`` slots, distinct.
     """
     for rows, cache in ((key, key_cache), (value, value_cache)):
-        rows = rows.reshape(-1, row_size)
-        cache.view(-1, row_size).index_copy_(0, indices, rows if rows.dtype == cache.dtype else rows.to(cache.dtype))
+        if rows.dtype != cache.dtype:
+            rows = rows.to(cache.dtype)
+        if rows.shape[1:] != cache.shape[1:]:
+            rows, cache = rows.reshape(-1, row_size), cache.view(-1, row_size)
+        cache.index_copy_(0, indices, rows)
 
 
 @operator

@@ -7,7 +7,6 @@ layer), the student would still train, but the served draft would accept another
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -48,7 +47,7 @@ def answers(engine: EngineProcess, domain: str) -> list[tuple[list[int], Generat
 
 
 def rounds_of(student: Eagle3Student, features: Tensor, tokens: Tensor, prompt: int) -> int:
-    """Verifications to get through ``tokens`` [1, length], the first after the prompt being free."""
+    """Verifications to get through ``tokens`` [1, length]; prefill gives the first new one."""
     known, rounds = prompt + 1, 0
     while known < tokens.shape[1]:
         chain = student.greedy_chain(features[:, : known - 1], tokens[:, :known], GAMMA)[0]
