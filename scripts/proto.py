@@ -37,7 +37,7 @@ def environment(name: str, requirements: tuple[str, ...]) -> Path:
         print(f"proto: making {home.relative_to(ROOT)} ({', '.join(requirements)})", flush=True)
         venv.create(home, with_pip=True, clear=True)
         pip = [str(home / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
-        subprocess.run([*pip, "install", "--quiet", *requirements], check=True)
+        subprocess.run([*pip, "install", "-qq", *requirements], check=True)
         stamp.write_text(wanted)
     return home / "bin"
 

@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 from controller.core.settings import PlannerSettings
 
 # A window needs this many exposures before it can call a shift.
-_SHIFT_MIN_EXPOSURES = 24.0
+_SHIFT_MIN_EXPOSURES = 10.0
 # How much of the fast window is kept when it does.
-_SHIFT_KEEP = 0.25
+_SHIFT_KEEP = 0.1
 
 
 class AcceptanceEstimator:

@@ -31,10 +31,10 @@ class PlannerSettings:
     prior_acceptance: float = 0.7
     prior_exposures: float = 4.0
     # Memory of the fast and the slow window, in exposures (sequences seen at a position).
-    fast_exposures: float = 96.0
+    fast_exposures: float = 20.0
     slow_exposures: float = 1500.0
     # Standard errors between the windows that count as a shift of traffic.
-    shift_z: float = 3.5
+    shift_z: float = 2.8
     # Largest factor by which live steps may move a profiled cost, and a prior's.
     cost_drift_max_profiled: float = 1.5
     cost_drift_max_prior: float = 10.0

@@ -109,6 +109,7 @@ class Bench:
     async def _want(self, arm: Arm) -> None:
         await self._stream.force(arm)
         self._wanted = arm
+        self._filter.left_out.clear()
         self._counted_at = self._clock.now()
 
     async def _begin(self) -> None:

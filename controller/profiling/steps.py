@@ -14,7 +14,7 @@ class StepFilter:
         self._batch_size = 0
         self._context_tokens = range(0)
         self._last: tuple[Arm, int] | None = None
-        # Why reports were left out since `expect`, for people.
+        # Why reports were left out, for people; the user empties it.
         self.left_out: Counter[str] = Counter()
 
     def expect(self, batch_size: int, context_tokens: range) -> None:
@@ -22,7 +22,6 @@ class StepFilter:
         self._batch_size = batch_size
         self._context_tokens = context_tokens
         self._last = None
-        self.left_out.clear()
 
     def accepts(self, report: StepReport) -> bool:
         """True for a step whose seconds are those of its arm at the wanted batch size."""

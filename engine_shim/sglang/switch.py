@@ -7,7 +7,7 @@ step.  Everything else is as in SGLang 0.5.23; a contract test notices when that
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from engine_shim.sglang import surface
 
@@ -16,13 +16,17 @@ if TYPE_CHECKING:
 
     ChainBuffers = tuple["torch.Tensor | None", "torch.Tensor | None"]
 
+_STEPS: Final = "speculative_num_steps"
+_TOKENS: Final = "speculative_num_draft_tokens"
+
 
 class QuietSwitch:
     """In place of `EAGLEWorkerV2.apply_runtime_state`; one per worker."""
 
     def __init__(self) -> None:
         self._chain_buffers: dict[int, ChainBuffers] = {}
-        self._logged: dict[str, int] | None = None
+        self._spec: Any = None
+        self._logged: dict[str, int] = {}
 
     def prepare(self, worker: Any, gammas: tuple[int, ...]) -> None:
         """Builds the constant tensors of every draft length, and leaves the worker as it is."""
@@ -79,19 +83,18 @@ class QuietSwitch:
         The first time through its front door, which logs them; from then on that one log entry is
         kept up to date, so that `/server_info` shows what runs.
         """
+        spec, logged = self._spec, self._logged
+        if spec is None:
+            self._publish_first(gamma, tokens)
+            return
+        spec._set(_STEPS, gamma)
+        spec._set(_TOKENS, tokens)
+        logged[_STEPS], logged[_TOKENS] = gamma, tokens
+
+    def _publish_first(self, gamma: int, tokens: int) -> None:
         from sglang.srt.runtime_context import get_context, get_spec
 
-        if self._logged is None:
-            context: Any = get_context()
-            context.override(
-                surface.SWITCH_SOURCE,
-                speculative_num_steps=gamma,
-                speculative_num_draft_tokens=tokens,
-            )
-            self._logged = context._overrides_log[-1][1]
-            return
-        spec: Any = get_spec()
-        spec._set("speculative_num_steps", gamma)
-        spec._set("speculative_num_draft_tokens", tokens)
-        self._logged["speculative_num_steps"] = gamma
-        self._logged["speculative_num_draft_tokens"] = tokens
+        context: Any = get_context()
+        context.override(surface.SWITCH_SOURCE, **{_STEPS: gamma, _TOKENS: tokens})
+        self._logged = context._overrides_log[-1][1]
+        self._spec = get_spec()

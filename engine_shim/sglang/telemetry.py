@@ -15,8 +15,6 @@ from bisect import bisect_left
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from engine_shim.link.packets import (
     AFTER_GAP,
     EAGER_FALLBACK,
@@ -78,12 +76,14 @@ class StepTap:
         self._last_arm: tuple[int, int, bool] | None = None
 
     def settle(self, launch: Launch, result: Any) -> None:
-        """Reports a step whose result has arrived.  `result`: SGLang's, its tensors on the CPU."""
+        """Reports a step whose result SGLang has read back and counted."""
         now = perf_counter()
         gamma: int = result.speculative_num_draft_tokens - 1
-        lengths = result.accept_lens.numpy()
-        batch_size = len(lengths)
-        counts: list[int] = np.bincount(lengths, minlength=gamma + 2)[1:].tolist()
+        accepted: list[int] = result.num_correct_drafts_per_req_cpu
+        batch_size = len(accepted)
+        counts = [0] * (gamma + 1)
+        for length in accepted:
+            counts[length] += 1
         choice = launch.choice
         flags = 0
         iteration = launch.forward_iter

@@ -54,7 +54,7 @@ def train(
 
     ``on_step`` is given (step, loss).  Returns the number of updates made.
     """
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    parameters = list(module.parameters())
     optimizer = torch.optim.AdamW(
         parameters, lr=0.0, betas=(0.9, 0.95), weight_decay=weight_decay, fused=True
     )

@@ -1,7 +1,7 @@
-"""The two things a CPU without AMX has to be told, each through the entry point its framework offers for it.
+"""What SGLang and torch have to be told on a CPU, each through the entry point it offers for that.
 
-Both are declared in the ``dist-info`` folder beside this file, so they act in every process, spawned ones included, that
-has this folder on its path, and in no other.
+The entry points are declared in the ``dist-info`` folder beside this file. So they act in every
+process, spawned ones included, that has this folder on its path, and in no other.
 """
 
 from __future__ import annotations
@@ -9,30 +9,39 @@ from __future__ import annotations
 import os
 
 
+def _wanted() -> bool:
+    return os.environ.get("SGLANG_USE_CPU_ENGINE") == "1"
+
+
 def answer_amx() -> None:
-    """Entry point of torch's ``torch.backends`` group, called at the end of ``import torch``.
+    """Say that the CPU has AMX tiles; called by torch (group ``torch.backends``) when imported.
 
-    SGLang's only complete CPU attention backend calls itself ``intel_amx`` and asks torch for AMX tiles before it offers
-    itself. The stand-in's operators need no tiles, so the question is answered with yes.
+    SGLang's only complete CPU attention backend calls itself ``intel_amx`` and asks torch for AMX
+    tiles before it offers itself.  The operators of the stand-in need no tiles.
     """
-    if os.environ.get("SGLANG_USE_CPU_ENGINE") != "1":
-        return
-    import torch
+    if _wanted():
+        import torch
 
-    setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+        vars(torch.cpu)["_is_amx_tile_supported"] = lambda: True
 
 
 def accept_any_weight() -> None:
-    """Entry point of SGLang's ``sglang.srt.plugins`` group, called early in every SGLang process.
+    """Send every matrix to the stand-in; called by SGLang (group ``sglang.srt.plugins``).
 
-    SGLang hands a linear layer to ``sgl_kernel`` only if AMX tiles can hold its weight: bfloat16, dimensions in multiples
-    of 16 and 32. The stand-in takes any shape, and float32 must pass through it to round alike at every batch size.
+    SGLang hands a layer to ``sgl_kernel`` only if AMX tiles can hold its weight: bfloat16, sizes in
+    multiples of 16 and 32.  The stand-in takes any matrix, and float32 has to pass through it to
+    round alike at every batch size.
     """
-    if os.environ.get("SGLANG_USE_CPU_ENGINE") != "1":
+    if not _wanted():
         return
     import torch
-    from sglang.srt.layers import amx_utils
+    from sglang.srt.layers import amx_utils, logits_processor
 
-    dtype_fits, shape_fits = amx_utils.dtype_is_supported, amx_utils.dim_is_supported
+    dtype_fits = amx_utils.dtype_is_supported
+    shape_fits = amx_utils.dim_is_supported
+    head_fits = logits_processor.use_intel_amx_backend
     amx_utils.dtype_is_supported = lambda weight: weight.dtype == torch.float32 or dtype_fits(weight)
     amx_utils.dim_is_supported = lambda weight: weight.ndim == 2 or shape_fits(weight)
+    logits_processor.use_intel_amx_backend = lambda head: (
+        head_fits(head) or head.weight.dtype == torch.float32
+    )

@@ -36,17 +36,3 @@ def bring_back_sglangs_policy() -> None:
 
     target = f"{surface.SCHEDULER_MODULE}.Scheduler.maybe_init_draft_worker"
     HookRegistry.register(target, restore, HookType.BEFORE)
-
-
-def replace_candidates() -> None:
-    """Another plugin replaces the same function, and is registered after this one."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    apply_hooks = HookRegistry.apply_hooks.__func__
-
-    def first_register(registry: Any) -> None:
-        registry.apply_hooks = classmethod(apply_hooks)
-        registry.register(surface.CANDIDATE_STEPS, lambda cfg_path=None: [3], HookType.REPLACE)
-        registry.apply_hooks()
-
-    HookRegistry.apply_hooks = classmethod(first_register)

@@ -73,7 +73,7 @@ SAME_CODE = {
 }
 ATTRIBUTES = {
     "sglang.srt.managers.utils.GenerationBatchResult": {
-        "accept_lens",
+        "num_correct_drafts_per_req_cpu",
         "can_run_cuda_graph",
         "logits_output",
         "next_draft_input",

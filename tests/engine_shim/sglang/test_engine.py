@@ -108,14 +108,14 @@ def test_it_introduces_itself(engine: EngineProcess, sidecar: ScriptedSidecar) -
     assert list(fingerprint.graph_batch_sizes) == []
 
 
-def test_every_token_is_plain_decodings_while_gamma_changes_at_every_step(
+def test_every_token_is_plain_decodings_while_gamma_changes_with_every_plan(
     engine: EngineProcess, sidecar: ScriptedSidecar, plain: dict[str, list[list[int]]]
 ) -> None:
     answers, reports = play(engine, sidecar, cycle)
     assert [answer.tokens for answer in answers] == plain["batch"]
     assert {report.gamma for report in reports} == {0, 1, 3, 5, 7}
-    # On a busy machine a plan may serve for two steps.
-    assert sum(report.flags.switched for report in reports) > len(reports) / 4
+    # A new plan comes with every step, unless the machine is so busy that it comes late.
+    assert sum(report.flags.switched for report in reports) > 10
 
 
 def test_reports_reconcile_with_sglangs_own_counters(
@@ -147,7 +147,7 @@ def test_what_is_reported_is_what_the_plan_asked_for(
         assert report.gamma == sidecar.arms[report.plan_epoch][0]
         assert not report.flags.unsteered
         assert not report.flags.eager_fallback
-    assert len({report.plan_epoch for report in reports}) > len(reports) / 4
+    assert len({report.plan_epoch for report in reports}) > 10
 
 
 def test_the_context_is_counted_before_each_step(

@@ -27,22 +27,10 @@ def last_words(folder: Path, arguments: Sequence[str], sabotage: str = "") -> st
         return engine.log.read_text(errors="replace")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        ((), "--speculative-algorithm is None"),
-        (
-            (*EAGLE3, "--speculative-adaptive", "--speculative-adaptive-config", "own.json"),
-            "--speculative-adaptive-config and SPECULATION_SIDECAR exclude each other",
-        ),
-        ((*EAGLE3, "--tp-size", "2"), "--tensor-parallel-size 2: only 1 is supported"),
-    ],
-    ids=["no-speculation", "own-config", "tensor-parallel"],
-)
-def test_a_configuration_that_cannot_be_steered(
-    tmp_path: Path, arguments: tuple[str, ...], reason: str
-) -> None:
-    assert reason in last_words(tmp_path, arguments)
+def test_a_configuration_that_cannot_be_steered(tmp_path: Path) -> None:
+    own = ("--speculative-adaptive", "--speculative-adaptive-config", "own.json")
+    words = last_words(tmp_path, (*EAGLE3, *own))
+    assert "--speculative-adaptive-config and SPECULATION_SIDECAR exclude each other" in words
 
 
 def test_a_hook_that_sglang_could_not_apply(tmp_path: Path) -> None:
@@ -55,9 +43,3 @@ def test_a_policy_that_was_never_constructed(tmp_path: Path) -> None:
     words = last_words(tmp_path, EAGLE3, "bring_back_sglangs_policy")
     assert "SGLang never constructed the plugin's policy" in words
     assert "found AdaptiveSpeculativeParams" in words
-
-
-def test_a_plugin_that_replaces_the_same_function(tmp_path: Path) -> None:
-    words = last_words(tmp_path, EAGLE3, "replace_candidates")
-    assert "another plugin replaced" in words
-    assert "resolve_candidate_steps_from_config" in words

@@ -57,7 +57,7 @@ def choice(
 def result(gamma: int, accept_lens: list[int], *, graph: bool = False) -> Any:
     return SimpleNamespace(
         speculative_num_draft_tokens=gamma + 1,
-        accept_lens=torch.tensor(accept_lens, dtype=torch.int32),
+        num_correct_drafts_per_req_cpu=[length - 1 for length in accept_lens],
         can_run_cuda_graph=graph,
     )
 

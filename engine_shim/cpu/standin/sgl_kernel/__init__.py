@@ -1,7 +1,9 @@
-"""A stand-in for ``sgl_kernel`` in plain torch, so that SGLang's CPU engine runs where no CPU build of it is installed.
+"""A stand-in for ``sgl_kernel`` in plain torch, so that SGLang's CPU engine runs where no CPU build
+of it is installed.
 
-Covers what SGLang 0.5.23 calls for dense Qwen3/Llama-style text models in float32 and bfloat16, plain and speculative
-(EAGLE, EAGLE3, NEXTN, STANDALONE, NGRAM), with tensor-parallel size 1 and page size 1.
+Covers what SGLang 0.5.23 calls for dense Qwen3/Llama-style text models in float32 and bfloat16,
+plain and speculative (EAGLE, EAGLE3, NEXTN, STANDALONE, NGRAM), with tensor-parallel size 1 and
+page size 1.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from .kv_cache import copy_all_layer_kv_cache_cpu as copy_all_layer_kv_cache_cpu
 from .kv_cache import store_cache_cpu as store_cache_cpu
 from .process import init_cpu_threads_env as init_cpu_threads_env
 from .process import initialize as initialize
-from .request_slots import assign_draft_cache_locs_contiguous_cpu as assign_draft_cache_locs_contiguous_cpu
+from .request_slots import (
+    assign_draft_cache_locs_contiguous_cpu as assign_draft_cache_locs_contiguous_cpu,
+)
 from .request_slots import assign_extend_cache_locs_cpu as assign_extend_cache_locs_cpu
 from .request_slots import assign_req_to_token_pool_cpu as assign_req_to_token_pool_cpu
 from .request_slots import build_draft_decode_metadata_cpu as build_draft_decode_metadata_cpu

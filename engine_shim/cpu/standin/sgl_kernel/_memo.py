@@ -22,13 +22,16 @@ class _Entry(Generic[Derived]):
 
 
 class Memo(Generic[Derived]):
-    """Keeps the last derived value, and hands it out only while everything it was made from is still the same.
+    """Keeps the last derived value, and hands it out only while everything it was made from is
+    still the same.
 
-    Small inputs are compared by value with private copies: they may be changed in place between calls, and tensors made
-    in inference mode carry no version counter that would show it. A large table is recognised by identity and version
-    counter instead, which every in-place torch operation raises, in inference mode too; a table without a counter is
-    never remembered. (Writing to a table behind torch's back, through numpy or a raw pointer, is the one thing that would
-    go unseen; SGLang fills both kinds of table used here with torch operations.)
+    Small inputs are compared by value with private copies: they may be changed in place between
+        calls, and tensors made
+    in inference mode carry no version counter that would show it. A large table is recognised by
+    identity and version counter instead, which every in-place torch operation raises, in inference
+    mode too; a table without a counter is never remembered. (Writing to a table behind torch's
+    back, through numpy or a raw pointer, is the one thing that would go unseen; SGLang fills both
+    kinds of table used here with torch operations.)
     """
 
     def __init__(self) -> None:
@@ -41,12 +44,19 @@ class Memo(Generic[Derived]):
         options: tuple[int, ...],
         make: Callable[[], Derived],
     ) -> Derived:
-        """The kept value if ``table``, ``inputs`` and ``options`` are what it was made from, else ``make()``."""
+        """The kept value if ``table``, ``inputs`` and ``options`` are what it was made from, else
+        ``make()``.
+        """
         if table.is_inference():
             return make()
         version = table._version
         entry = self._entry
-        if entry is not None and table is entry.table and version == entry.version and options == entry.options:
+        if (
+            entry is not None
+            and table is entry.table
+            and version == entry.version
+            and options == entry.options
+        ):
             for one, other in zip(inputs, entry.inputs, strict=True):
                 if not _same(one, other):
                     break

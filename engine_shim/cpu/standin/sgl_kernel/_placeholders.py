@@ -1,7 +1,8 @@
 """Names that must exist for SGLang's modules to import, and names that must not.
 
-A model file that fails to import is skipped with a warning, and SGLang then serves the model through its generic
-Transformers implementation: correct, several times slower, and easy to miss. So each name below is bound.
+A model file that fails to import is skipped with a warning, and SGLang then serves the model
+through its generic Transformers implementation: correct, several times slower, and easy to miss. So
+each name below is bound.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ LOOKED_UP_AT_IMPORT = (
     "fused_sigmoid_mul_cpu",
 )
 
-# SGLang asks for these with `hasattr` and calls them when they are there (models/utils.py, models/qwen3_moe.py); even a
-# placeholder would be taken for the real thing.
+# SGLang asks for these with `hasattr` and calls them when they are there (models/utils.py,
+# models/qwen3_moe.py); even a placeholder would be taken for the real thing.
 MUST_STAY_ABSENT = ("fused_qk_norm_cpu", "fused_qk_norm_rope_cpu")
 
 

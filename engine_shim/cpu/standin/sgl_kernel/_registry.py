@@ -1,8 +1,8 @@
 """Where the operators of the stand-in are made visible to SGLang.
 
-SGLang reaches a CPU operator in two ways: as ``torch.ops.sgl_kernel.<name>`` and as ``from sgl_kernel import <name>``.
-The compiled package registers schemas for the first; a plain Python attribute on the same namespace is found by the same
-look-up and saves the dispatcher's round trip.
+SGLang reaches a CPU operator in two ways: as ``torch.ops.sgl_kernel.<name>`` and as ``from
+sgl_kernel import <name>``. The compiled package registers schemas for the first; a plain Python
+attribute on the same namespace is found by the same look-up and saves the dispatcher's round trip.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ class MissingOperatorError(NotImplementedError):
 
 
 class Placeholder:
-    """Stands for an operator that SGLang looks up when it imports a module but that dense text models never call."""
+    """Stands for an operator that SGLang looks up when it imports a module but that dense text
+    models never call.
+    """
 
     def __init__(self, name: str) -> None:
         self.__name__ = name

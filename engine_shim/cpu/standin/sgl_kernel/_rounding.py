@@ -1,22 +1,24 @@
 """How this machine's matrix products round, found out by trying.
 
-Speculative decoding is exact only if a token's logits do not depend on how many tokens are computed beside it. In float32
-they do: a BLAS picks its kernel, and with it the order of its additions, by the shape of the product. But not by every
-shape. With MKL on an AVX-512 machine a row of ``x @ w.T`` has the same bits for any number of rows from 4 on, and padding
-a sum with zeros changes nothing as long as the BLAS cuts the padded sum at the same places. So products are given shapes
-for which the bits agree; which those are is measured, once per shape and on random numbers, not taken for granted.
+Speculative decoding is exact only if a token's logits do not depend on how many tokens are computed
+beside it. In float32 they do: a BLAS picks its kernel, and with it the order of its additions, by
+the shape of the product. But not by every shape. With MKL on an AVX-512 machine a row of ``x @
+w.T`` has the same bits for any number of rows from 4 on, and padding a sum with zeros changes
+nothing as long as the BLAS cuts the padded sum at the same places. So products are given shapes for
+which the bits agree; which those are is measured, once per shape and on random numbers, not taken
+for granted.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# scaled_dot_product_attention walks over the keys in blocks of this size (kvSplitSize of ATen's CPU flash attention);
-# a whole block is the shape every shorter one is compared with.
+# scaled_dot_product_attention walks over the keys in blocks of this size (kvSplitSize of ATen's CPU
+# flash attention); a whole block is the shape every shorter one is compared with.
 KEY_BLOCK = 512
 _KEY_STEP = 32
 _ROW_COUNTS = (1, 2, 4, 8, 16)
@@ -29,9 +31,11 @@ def _draw(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-@lru_cache(maxsize=None)
+@cache
 def least_linear_rows(outputs: int, inputs: int) -> int:
-    """The number of rows from which ``F.linear`` rounds a row alike, for a float32 weight ``[outputs, inputs]``."""
+    """The number of rows from which ``F.linear`` rounds a row alike, for a float32 weight
+    ``[outputs, inputs]``.
+    """
     with torch.inference_mode():
         weight, x = _draw(min(outputs, _PROBE_OUTPUTS), inputs), _draw(_PROBE_ROWS, inputs)
         reference = F.linear(x, weight)
@@ -43,33 +47,44 @@ def least_linear_rows(outputs: int, inputs: int) -> int:
 
 
 def _probe_attention(rows: int, keys: int, head_size: int) -> Tensor:
-    """``[rows, head_size]``: attention of probe rows over ``keys`` key slots, row i seeing the first ``7 i + 1`` of them.
+    """``[rows, head_size]``: attention of probe rows over ``keys`` key slots, row i seeing the
+    first ``7 i + 1`` of them.
 
-    Rows that would see more than ``keys`` are left out, so that the result is the same sum at every ``keys``.
+    Rows that would see more than ``keys`` are left out, so that the result is the same sum at every
+    ``keys``.
     """
     visible = 7 * torch.arange(_PROBE_ROWS) + 1
     rows = min(rows, int((visible <= keys).sum()))
-    bias = torch.zeros(rows, keys).masked_fill_(torch.arange(keys) >= visible[:rows, None], float("-inf"))
-    query, key, value = (_draw(n, head_size)[:m].clone()[None, None]
-                         for n, m in ((_PROBE_ROWS, rows), (KEY_BLOCK, keys), (KEY_BLOCK + 1, keys)))
+    bias = torch.zeros(rows, keys).masked_fill_(
+        torch.arange(keys) >= visible[:rows, None], float("-inf")
+    )
+    query, key, value = (
+        _draw(n, head_size)[:m].clone()[None, None]
+        for n, m in ((_PROBE_ROWS, rows), (KEY_BLOCK, keys), (KEY_BLOCK + 1, keys))
+    )
     return F.scaled_dot_product_attention(query, key, value, bias)[0, 0]
 
 
-@lru_cache(maxsize=None)
+@cache
 def least_attention_rows(head_size: int) -> int:
     """The number of query rows from which attention over a full key block rounds a row alike."""
     with torch.inference_mode():
         reference = _probe_attention(_PROBE_ROWS, KEY_BLOCK, head_size)
         for least in _ROW_COUNTS:
             counts = (least, least + 1, least + 3, 2 * least, 3 * least)
-            if all(torch.equal(_probe_attention(n, KEY_BLOCK, head_size), reference[:n]) for n in counts):
+            if all(
+                torch.equal(_probe_attention(n, KEY_BLOCK, head_size), reference[:n])
+                for n in counts
+            ):
                 return least
     return _ROW_COUNTS[-1]
 
 
-@lru_cache(maxsize=None)
+@cache
 def safe_key_counts(head_size: int) -> tuple[int, ...]:
-    """Ascending numbers of key slots, the last a full block, at which attention has the bits of a full block."""
+    """Ascending numbers of key slots, the last a full block, at which attention has the bits of a
+    full block.
+    """
     with torch.inference_mode():
         reference = _probe_attention(_PROBE_ROWS, KEY_BLOCK, head_size)
         safe = []
@@ -80,9 +95,11 @@ def safe_key_counts(head_size: int) -> tuple[int, ...]:
     return (*safe, KEY_BLOCK)
 
 
-@lru_cache(maxsize=None)
+@cache
 def padded_key_count(longest: int, head_size: int) -> int:
-    """The smallest number of key slots, ``longest`` or more, to which all sequences of a batch may be padded."""
+    """The smallest number of key slots, ``longest`` or more, to which all sequences of a batch may
+    be padded.
+    """
     blocks, rest = divmod(longest, KEY_BLOCK)
     if rest == 0 and blocks:
         return longest

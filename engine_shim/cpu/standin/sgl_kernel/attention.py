@@ -1,7 +1,8 @@
 """Attention over the paged key/value cache, for a whole batch at once.
 
-The arithmetic is float32 whatever the model's dtype. In a float32 model a token's result has the same bits whatever other
-sequences, and however many draft tokens, share the call (see ``_rounding``).
+The arithmetic is float32 whatever the model's dtype. In a float32 model a token's result has the
+same bits whatever other sequences, and however many draft tokens, share the call (see
+``_rounding``).
 """
 
 from __future__ import annotations
@@ -12,15 +13,19 @@ from torch import Tensor
 
 from ._memo import Memo
 from ._registry import operator
-from ._tiles import Tile, decode_tiles, extend_tiles
+from ._tiles import Spans, Tile, decode_tiles, extend_tiles
 from .kv_cache import store_cache_cpu
 
 _decode_memo: Memo[list[Tile]] = Memo()
 _extend_memo: Memo[list[Tile]] = Memo()
 
 
-def _reject(logit_cap: float, is_cross: bool, window: int, encoder_lens: Tensor | None, sinks: Tensor | None) -> None:
-    """Raise NotImplementedError, naming the feature, for attention that dense Qwen3/Llama models do not use."""
+def _reject(
+    logit_cap: float, is_cross: bool, window: int, encoder_lens: Tensor | None, sinks: Tensor | None
+) -> None:
+    """Raise NotImplementedError, naming the feature, for attention that dense Qwen3/Llama models do
+    not use.
+    """
     if logit_cap > 0:
         feature = "logit soft-capping"
     elif is_cross or encoder_lens is not None:
@@ -31,43 +36,44 @@ def _reject(logit_cap: float, is_cross: bool, window: int, encoder_lens: Tensor 
         feature = "attention sinks"
     else:
         return
-    raise NotImplementedError(f"the CPU stand-in of sgl_kernel has no {feature}; use a dense full-attention model")
+    raise NotImplementedError(
+        f"the CPU stand-in of sgl_kernel has no {feature}; use a dense full-attention model"
+    )
 
 
 def _gather(cache: Tensor, tile: Tile, fresh: Tensor | None) -> Tensor:
-    """``[batch, heads, keys, size]`` float32 from ``cache [slots, heads, size]``, the pass's own rows put in place."""
+    """Float32 ``[batch, heads, keys, size]`` from ``cache [slots, heads, size]``.
+
+    ``fresh``, the pass's own rows, takes the place of what the cache holds for them.
+    """
     rows = cache.index_select(0, tile.cache_rows)
-    if fresh is not None and tile.fresh_to is not None:
+    if fresh is not None and tile.fresh_slots is not None:
         fresh = fresh.view(-1, *cache.shape[1:])
-        if tile.fresh_from is not None:
-            fresh = fresh.index_select(0, tile.fresh_from)
-        rows.index_copy_(0, tile.fresh_to, fresh if fresh.dtype == rows.dtype else fresh.to(rows.dtype))
+        if tile.placement is not None:
+            fresh = fresh.index_select(0, tile.placement.fresh)
+        rows.index_copy_(0, tile.fresh_slots, fresh.to(rows.dtype))
     return rows.view(tile.batch, tile.keys, *cache.shape[1:]).transpose(1, 2).float()
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, tile: Tile, scale: float, output: Tensor) -> None:
-    """Write attention of ``query [batch * width, heads, size]`` over gathered keys and values into ``output``."""
-    batch, width, heads = tile.batch, tile.width, query.shape[1]
-    if not tile.folds:
-        query = query.view(batch, width, heads, -1).transpose(1, 2)
-        mixed = F.scaled_dot_product_attention(query, key, value, tile.bias, scale=scale, enable_gqa=True)
-        output.view(batch, width, heads, -1).copy_(mixed.transpose(1, 2))
-        return
-    group, shared = tile.folds, heads // tile.folds
-    if width == 1:
-        query = query.view(batch, shared, group, -1)
-    else:
-        query = query.view(batch, width, shared, group, -1).permute(0, 2, 3, 1, 4).reshape(batch, shared, group * width, -1)
-    if tile.repeats > 1:
-        query = torch.cat((query,) * tile.repeats, 2)
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, tile: Tile, scale: float, output: Tensor
+) -> None:
+    """Write attention over gathered keys and values into ``output [batch * width, heads, size]``.
+
+    Heads that share a key head are folded into the rows of one product, ``group * width`` of them.
+    """
+    batch, width, shared = tile.batch, tile.width, key.shape[1]
+    group = query.shape[1] // shared
+    rows = group * width
+    query = query.view(batch, width, shared, group, -1).permute(0, 2, 3, 1, 4)
+    query = query.reshape(batch, shared, rows, -1)
+    if tile.spare:
+        query = F.pad(query, (0, 0, 0, tile.spare))
     mixed = F.scaled_dot_product_attention(query, key, value, tile.bias, scale=scale)
-    if tile.repeats > 1:
-        mixed = mixed[:, :, : group * width]
-    if width == 1:
-        output.view(batch, shared, group, -1).copy_(mixed)
-    else:
-        mixed = mixed.unflatten(2, (group, width)).permute(0, 3, 1, 2, 4)
-        output.view(batch, width, shared, group, -1).copy_(mixed)
+    if tile.spare:
+        mixed = mixed[:, :, :rows]
+    mixed = mixed.view(batch, shared, group, width, -1).permute(0, 3, 1, 2, 4)
+    output.view(batch, width, shared, group, -1).copy_(mixed)
 
 
 @operator
@@ -97,9 +103,11 @@ def decode_attention_cpu(
     Args:
         query: ``[sequences, heads, size]``; ``output`` likewise with the value size.
         k_cache, v_cache: ``[slots, key heads, size]``.
-        key, value: the new tokens' rows, stored into slots ``loc [sequences]``; None when they are stored already.
+        key, value: the new tokens' rows, stored into slots ``loc [sequences]``; None when they are
+            stored already.
         attn_logits: scratch of the compiled operator, unused.
-        req_to_token: ``[requests, pool_len]`` slot of every position; row ``req_pool_indices[i]`` is sequence i's.
+        req_to_token: ``[requests, pool_len]`` slot of every position; row ``req_pool_indices[i]``
+            is sequence i's.
         seq_lens: ``[sequences]`` tokens, the new one included.
 
     Raises:
@@ -117,6 +125,23 @@ def decode_attention_cpu(
     )
     keys, values = _gather(k_cache, tile, None), _gather(v_cache, tile, None)
     _attend(query.float(), keys, values, tile, sm_scale, output)
+
+
+def _spans(
+    requests: Tensor, lengths: Tensor, widths: Tensor, starts: Tensor, tree_mask: Tensor | None
+) -> Spans:
+    """The arguments of ``extend_attention_cpu`` as spans.
+
+    Raises:
+        ValueError: for a tree mask over sequences with different numbers of new tokens.
+    """
+    trees = None
+    if tree_mask is not None:
+        width = int(widths.max())
+        if int(widths.min()) != width:
+            raise ValueError("a tree mask needs the same number of draft tokens in every sequence")
+        trees = tree_mask.view(-1)[: len(widths) * width * width].view(-1, width, width).bool()
+    return Spans(requests.long(), lengths.long(), widths.long(), starts.long(), trees)
 
 
 @operator
@@ -144,14 +169,19 @@ def extend_attention_cpu(
     tree_mask: Tensor | None,
     is_causal: bool,
 ) -> None:
-    """Attend from the last ``extend_seq_lens[i]`` tokens of every sequence; writes ``output`` in place.
+    """Attend from the last ``extend_seq_lens[i]`` tokens of every sequence; writes ``output`` in
+    place.
 
     Args:
-        query: ``[tokens, heads, size]``; sequence i's new tokens are rows ``extend_start_loc[i]`` on. ``output`` likewise.
-        key, value: the new tokens' rows, used instead of what the cache holds for them; None to read the cache.
+        query: ``[tokens, heads, size]``; sequence i's new tokens are rows ``extend_start_loc[i]``
+            on. ``output`` likewise.
+        key, value: the new tokens' rows, used instead of what the cache holds for them; None to
+            read the cache.
         k_buffer, v_buffer: ``[slots, key heads, size]``, only read.
-        seq_lens: ``[sequences]`` tokens, new ones included; the other arguments as in ``decode_attention_cpu``.
-        tree_mask: bool, flat, per sequence ``[new, new]``: which new token sees which; None for a chain.
+        seq_lens: ``[sequences]`` tokens, new ones included; the other arguments as in
+            ``decode_attention_cpu``.
+        tree_mask: bool, flat, per sequence ``[new, new]``: which new token sees which; None for a
+            chain.
         is_causal: False lets every new token see the whole sequence.
 
     Raises:
@@ -160,21 +190,26 @@ def extend_attention_cpu(
     """
     _reject(logit_cap, is_cross_attention, sliding_window, encoder_lens, sinks)
     group, size = query.shape[1] // k_buffer.shape[1], query.shape[2]
-    mask = tree_mask if is_causal else None
+    trees = tree_mask if is_causal else None
     tiles = _extend_memo.get(
         req_to_token,
-        (req_pool_indices, seq_lens, extend_seq_lens, extend_start_loc, mask),
-        (group, size, int(is_causal)),
+        (req_pool_indices, seq_lens, extend_seq_lens, extend_start_loc, trees),
+        (group, size, is_causal),
         lambda: extend_tiles(
-            req_to_token, req_pool_indices, seq_lens, extend_seq_lens, extend_start_loc, mask, is_causal, group, size
+            req_to_token,
+            _spans(req_pool_indices, seq_lens, extend_seq_lens, extend_start_loc, trees),
+            group,
+            size,
+            causal=is_causal,
         ),
     )
     for tile in tiles:
         keys, values = _gather(k_buffer, tile, key), _gather(v_buffer, tile, value)
-        if tile.query_rows is None or tile.output_to is None or tile.output_from is None:
-            tokens = tile.batch * tile.width
-            _attend(query[:tokens].float(), keys, values, tile, sm_scale, output[:tokens])
+        place = tile.placement
+        if place is None:
+            _attend(query.float(), keys, values, tile, sm_scale, output)
             continue
         padded = output.new_empty(tile.batch * tile.width, *output.shape[1:])
-        _attend(query.index_select(0, tile.query_rows).float(), keys, values, tile, sm_scale, padded)
-        output.index_copy_(0, tile.output_to, padded.index_select(0, tile.output_from))
+        rows = query.index_select(0, place.queries).float()
+        _attend(rows, keys, values, tile, sm_scale, padded)
+        output.index_copy_(0, place.outputs, padded.index_select(0, place.real))

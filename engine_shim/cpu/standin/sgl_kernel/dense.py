@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -16,15 +16,19 @@ from ._rounding import least_linear_rows
 
 @operator
 def convert_weight_packed(weight: Tensor) -> Tensor:
-    """Return ``weight`` itself: whoever updates the parameter in place updates what is multiplied with."""
+    """Return ``weight`` itself: whoever updates the parameter in place updates what is multiplied
+    with.
+    """
     return weight
 
 
 @operator
 def weight_packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, is_vnni: bool) -> Tensor:
-    """``x [rows, in]`` times ``weight [out, in]`` transposed, plus ``bias [out]``: ``[rows, out]`` in ``x``'s dtype.
+    """``x [rows, in]`` times ``weight [out, in]`` transposed, plus ``bias [out]``: ``[rows, out]``
+    in ``x``'s dtype.
 
-    In float32 a row's result has the same bits whatever other rows share the call (see ``_rounding``).
+    In float32 a row's result has the same bits whatever other rows share the call (see
+    ``_rounding``).
     """
     if bias is not None and bias.dtype != x.dtype:
         bias = bias.to(x.dtype)
@@ -32,14 +36,10 @@ def weight_packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, is_vnni
         rows, least = x.shape[0], least_linear_rows(weight.shape[0], weight.shape[1])
         if 0 < rows < least:
             # resize_ keeps the leading rows and, unlike a slice, makes no view to keep track of
-            return F.linear(torch.cat((x,) * -(-least // rows)), weight, bias).resize_(rows, weight.shape[0])
+            return F.linear(torch.cat((x,) * -(-least // rows)), weight, bias).resize_(
+                rows, weight.shape[0]
+            )
     return F.linear(x, weight, bias)
-
-
-@lru_cache(maxsize=None)
-def _eps_length(size: int, eps: float) -> Tensor:
-    """The length that ``eps`` adds, at a right angle, to a vector of ``size`` numbers: ``sqrt(size * eps)``."""
-    return torch.tensor(math.sqrt(size * eps))
 
 
 _ZERO = torch.zeros(())
@@ -48,17 +48,21 @@ _ZERO = torch.zeros(())
 def _rms(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
     """RMS norm of a float32 tensor over its last dimension.
 
-    ``x * weight / sqrt(mean(x^2) + eps)``, written with the vector's length as
-    ``sqrt(size) * x * weight / hypot(|x|, sqrt(size * eps))``: four torch calls, where ``F.rms_norm`` runs seven on a CPU.
+    ``x * weight / sqrt(mean(x^2) + eps)``, written with the vector's length as ``sqrt(size) * x *
+    weight / sqrt(|x|^2 + size * eps)``: short torch calls, two thirds of the time of ``F.rms_norm``.
+    Each of them rounds correctly, so that vector lanes and leftovers agree (``hypot`` does not).
     """
     size = x.shape[-1]
-    length = torch.linalg.vector_norm(x, 2, -1, True).hypot_(_eps_length(size, eps))
+    length = torch.linalg.vector_norm(x, 2, -1, True)
+    length.mul_(length).add_(size * eps).sqrt_()
     return torch.addcdiv(_ZERO, x * weight, length, value=math.sqrt(size), out=out)
 
 
 @operator
 def rmsnorm_cpu(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``x [..., d]`` over its root mean square times ``weight [d]``, computed in float32, as a new tensor."""
+    """``x [..., d]`` over its root mean square times ``weight [d]``, computed in float32, as a new
+    tensor.
+    """
     if x.dtype == torch.float32:
         return _rms(x, weight, eps)
     return _rms(x.float(), weight.float(), eps).to(x.dtype)
@@ -80,7 +84,9 @@ def fused_add_rmsnorm_cpu(x: Tensor, residual: Tensor, weight: Tensor, eps: floa
 
 @operator
 def silu_and_mul_cpu(x: Tensor) -> Tensor:
-    """``silu(x[..., :d]) * x[..., d:]`` for ``x [..., 2 d]``, computed in float32, as a new tensor ``[..., d]``."""
+    """``silu(x[..., :d]) * x[..., d:]`` for ``x [..., 2 d]``, computed in float32, as a new tensor
+    ``[..., d]``.
+    """
     gate, up = x.chunk(2, dim=-1)
     if x.dtype == torch.float32:
         return F.silu(gate).mul_(up)
@@ -89,7 +95,9 @@ def silu_and_mul_cpu(x: Tensor) -> Tensor:
 
 def _turns(positions: Tensor, cos_sin_cache: Tensor, neox: bool) -> tuple[Tensor, Tensor]:
     """Factors of a number itself and of its partner, both ``[tokens, 1, rotary_dim]`` float32."""
-    cos, sin = cos_sin_cache.index_select(0, positions.flatten()).float().unsqueeze(1).chunk(2, dim=-1)
+    cos, sin = (
+        cos_sin_cache.index_select(0, positions.flatten()).float().unsqueeze(1).chunk(2, dim=-1)
+    )
     if neox:
         return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
     return cos.repeat_interleave(2, -1), torch.stack((-sin, sin), -1).flatten(-2)
@@ -100,14 +108,21 @@ _turns_memo: Memo[tuple[Tensor, Tensor]] = Memo()
 
 @operator
 def rotary_embedding_cpu(
-    positions: Tensor, query: Tensor, key: Tensor, head_size: int, cos_sin_cache: Tensor, is_neox: bool
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor,
+    head_size: int,
+    cos_sin_cache: Tensor,
+    is_neox: bool,
 ) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys by their positions; the inputs stay as they are.
 
     Args:
         positions: token positions ``[tokens]``, integer.
-        query: ``[tokens, heads * head_size]`` (or with heads apart); ``key`` likewise with its own head count.
-        cos_sin_cache: ``[max_position, rotary_dim]``, cosines in the first half of a row, sines in the second.
+        query: ``[tokens, heads * head_size]`` (or with heads apart); ``key`` likewise with its own
+            head count.
+        cos_sin_cache: ``[max_position, rotary_dim]``, cosines in the first half of a row, sines in
+            the second.
         is_neox: a number's partner is half a rotary_dim away (True), or its neighbour (False).
     """
     by_itself, by_partner = _turns_memo.get(

@@ -1,7 +1,8 @@
 """The tree of drafted tokens: who is whose parent, and which draft token may see which.
 
-Node 0 is the root, the last token already verified; nodes 1 .. n-1 are draft tokens, a parent always before its children.
-``next_token[i]`` is the first child of node i and ``next_sibling[i]`` its next sibling, -1 for none.
+Node 0 is the root, the last token already verified; nodes 1 .. n-1 are draft tokens, a parent
+always before its children. ``next_token[i]`` is the first child of node i and ``next_sibling[i]``
+its next sibling, -1 for none.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ _FULL_MASK, _DRAFT_ONLY_MASK = 0, 1
 
 
 def _parents(selected: list[int], parent_list: list[int], topk: int) -> list[int | None]:
-    """Parent of every node, None where the drafter's record names no selected one (such a node is unreachable)."""
-    node_of = {}
+    """Parent of every node, None where the drafter's record names no selected one (such a node is
+    unreachable).
+    """
+    node_of: dict[int, int] = {}
     for node, score_index in enumerate(selected, start=1):
         node_of.setdefault(score_index, node)
     parents: list[int | None] = [None]
@@ -37,7 +40,9 @@ def _links(parents: list[int | None]) -> tuple[list[int], list[int]]:
 
 
 def _ancestry(parents: list[int | None]) -> list[list[int]]:
-    """For every node the draft nodes on its path to the root, itself included, the root left out."""
+    """For every node the draft nodes on its path to the root, itself included, the root left
+    out.
+    """
     paths: list[list[int]] = [[]]
     for node in range(1, len(parents)):
         path, at = [], node
@@ -66,21 +71,24 @@ def build_tree_kernel_efficient_cpu(
     """Fill mask, positions and links of every request's draft tree, in place.
 
     Args:
-        parent_list: ``[requests, *]``; entry s is the score index of the parent shared by the candidates of group s.
-        selected_index: ``[requests, num_nodes - 1]`` score indices of the chosen draft tokens, ascending; index // topk
-            is a token's group, group 0 hangs from the root.
+        parent_list: ``[requests, *]``; entry s is the score index of the parent shared by the
+            candidates of group s.
+        selected_index: ``[requests, num_nodes - 1]`` score indices of the chosen draft tokens,
+            ascending; index // topk is a token's group, group 0 hangs from the root.
         seq_lens: ``[requests]`` verified tokens.
-        tree_mask: bool, flat. Mode 0: per request ``[num_nodes, seq_len + num_nodes]``, of which only the draft columns
-            are written; mode 1: per request ``[num_nodes, num_nodes]``.
-        positions, retrive_index, retrive_next_token, retrive_next_sibling: ``[requests * num_nodes]`` or
-            ``[requests, num_nodes]``.
+        tree_mask: bool, flat. Mode 0: per request ``[num_nodes, seq_len + num_nodes]``, of which
+            only the draft columns are written; mode 1: per request ``[num_nodes, num_nodes]``.
+        positions, retrive_index, retrive_next_token, retrive_next_sibling: ``[requests *
+            num_nodes]`` or ``[requests, num_nodes]``.
 
     Raises:
         ValueError: for the bit-packed mask mode, which only CUDA backends read.
     """
     mode = int(tree_mask_mode)
     if mode not in (_FULL_MASK, _DRAFT_ONLY_MASK):
-        raise ValueError(f"tree mask mode {mode} is bit-packed, which only CUDA attention backends read")
+        raise ValueError(
+            f"tree mask mode {mode} is bit-packed, which only CUDA attention backends read"
+        )
     requests = seq_lens.numel()
     lengths = seq_lens.tolist()
     flat_mask = tree_mask.view(-1)
@@ -125,7 +133,10 @@ def reconstruct_indices_from_tree_mask(
     """
     shape = (batch_size, draft_token_num)
     children, siblings, depths = [], [], []
-    for rows, length in zip(tree_mask.view(batch_size, draft_token_num, draft_token_num).tolist(), verified_seq_len.tolist()):
+    for rows, length in zip(
+        tree_mask.view(batch_size, draft_token_num, draft_token_num).tolist(),
+        verified_seq_len.tolist(),
+    ):
         ancestors = [[j for j in range(i) if row[j]] for i, row in enumerate(rows)]
         parents: list[int | None] = [path[-1] if path else None for path in ancestors]
         child, sibling = _links(parents)

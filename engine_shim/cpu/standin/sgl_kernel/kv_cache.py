@@ -11,13 +11,19 @@ from ._registry import operator
 
 @operator
 def store_cache_cpu(
-    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, indices: Tensor, row_size: int
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    indices: Tensor,
+    row_size: int,
 ) -> None:
     """Write token ``i``'s key and value into cache row ``indices[i]``, in place.
 
     Args:
         key, value: one row of ``row_size`` numbers per token, in any shape.
-        key_cache, value_cache: ``[slots, ...]`` with ``row_size`` numbers per slot; rows are cast to their dtype.
+        key_cache, value_cache: ``[slots, ...]`` with ``row_size`` numbers per slot; rows are cast
+            to their dtype.
         indices: ``[tokens]`` slots, distinct.
     """
     for rows, cache in ((key, key_cache), (value, value_cache)):
@@ -29,15 +35,22 @@ def store_cache_cpu(
 
 
 @operator
-def copy_all_layer_kv_cache_cpu(data_ptrs: Tensor, strides: Tensor, tgt_loc: Tensor, src_loc: Tensor) -> None:
-    """Copy row ``src_loc[i]`` to row ``tgt_loc[i]`` in every buffer; all rows are read before any is written.
+def copy_all_layer_kv_cache_cpu(
+    data_ptrs: Tensor, strides: Tensor, tgt_loc: Tensor, src_loc: Tensor
+) -> None:
+    """Copy row ``src_loc[i]`` to row ``tgt_loc[i]`` in every buffer; all rows are read before any
+    is written.
 
     Args:
         data_ptrs: ``[buffers]`` base addresses (uint64), one per layer and side.
         strides: ``[buffers]`` bytes per row.
         tgt_loc, src_loc: ``[rows]``; both are given in the same order, and may overlap.
     """
-    pairs = [(target, source) for target, source in zip(tgt_loc.tolist(), src_loc.tolist()) if target != source]
+    pairs = [
+        (target, source)
+        for target, source in zip(tgt_loc.tolist(), src_loc.tolist())
+        if target != source
+    ]
     if not pairs:
         return
     for base, stride in zip(data_ptrs.tolist(), strides.tolist()):

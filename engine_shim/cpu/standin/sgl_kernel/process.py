@@ -7,7 +7,9 @@ from ._registry import operator
 
 @operator
 def init_cpu_threads_env(cpu_ids: str) -> str:
-    """Leave thread placement to the environment (``OMP_NUM_THREADS``) and return an empty report."""
+    """Leave thread placement to the environment (``OMP_NUM_THREADS``) and return an empty
+    report.
+    """
     return ""
 
 
@@ -16,7 +18,8 @@ def initialize(size: int, rank: int) -> None:
     """Accept a tensor-parallel group of one.
 
     Raises:
-        ValueError: for any other size; the compiled package brings shared-memory collectives, this one does not.
+        ValueError: for any other size; the compiled package brings shared-memory collectives, this
+            one does not.
     """
     if size != 1:
         raise ValueError(f"the CPU stand-in has no collectives: --tp-size must be 1, not {size}")

@@ -1,8 +1,8 @@
 """The map from a request's token positions to rows of the key/value cache.
 
-``req_to_token [requests, pool_len]`` (int32) holds, in row r, the cache slot of every position of request r. The spans
-of a call are ragged: request i covers positions ``start[i] .. end[i]`` (exclusive), and its slots lie one request after
-the other in a flat tensor.
+``req_to_token [requests, pool_len]`` (int32) holds, in row r, the cache slot of every position of
+request r. The spans of a call are ragged: request i covers positions ``start[i] .. end[i]``
+(exclusive), and its slots lie one request after the other in a flat tensor.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from ._registry import operator
 
 
 def _spans(req_pool_indices: Tensor, start: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
-    """Row and column in ``req_to_token`` of every position in the spans, as two int64 tensors ``[total]``."""
+    """Row and column in ``req_to_token`` of every position in the spans, as two int64 tensors
+    ``[total]``.
+    """
     lengths = end - start
     rows = torch.repeat_interleave(req_pool_indices.long(), lengths)
     first = torch.repeat_interleave((start - (lengths.cumsum(0) - lengths)).long(), lengths)
@@ -23,7 +25,12 @@ def _spans(req_pool_indices: Tensor, start: Tensor, end: Tensor) -> tuple[Tensor
 
 @operator
 def assign_req_to_token_pool_cpu(
-    req_pool_indices: Tensor, req_to_token: Tensor, start: Tensor, end: Tensor, out_cache_loc: Tensor, pool_len: int
+    req_pool_indices: Tensor,
+    req_to_token: Tensor,
+    start: Tensor,
+    end: Tensor,
+    out_cache_loc: Tensor,
+    pool_len: int,
 ) -> None:
     """Write the flat slots ``out_cache_loc`` into the spans of ``req_to_token``, in place."""
     rows, columns = _spans(req_pool_indices, start, end)
@@ -32,7 +39,12 @@ def assign_req_to_token_pool_cpu(
 
 @operator
 def assign_extend_cache_locs_cpu(
-    req_pool_indices: Tensor, req_to_token: Tensor, start: Tensor, end: Tensor, out_cache_loc: Tensor, pool_len: int
+    req_pool_indices: Tensor,
+    req_to_token: Tensor,
+    start: Tensor,
+    end: Tensor,
+    out_cache_loc: Tensor,
+    pool_len: int,
 ) -> None:
     """Read the spans of ``req_to_token`` into the flat ``out_cache_loc``, in place."""
     rows, columns = _spans(req_pool_indices, start, end)
@@ -49,7 +61,9 @@ def assign_draft_cache_locs_contiguous_cpu(
     topk: int,
     num_steps: int,
 ) -> None:
-    """Read ``topk * num_steps`` slots per request, from position ``seq_lens[i]`` on, into ``out_cache_loc``, in place."""
+    """Read ``topk * num_steps`` slots per request, from position ``seq_lens[i]`` on, into
+    ``out_cache_loc``, in place.
+    """
     columns = seq_lens.long()[:, None] + torch.arange(topk * num_steps)
     slots = req_to_token[req_pool_indices.long()[:, None], columns].flatten()
     out_cache_loc[: slots.numel()] = slots.to(out_cache_loc.dtype)
@@ -57,12 +71,18 @@ def assign_draft_cache_locs_contiguous_cpu(
 
 @operator
 def build_draft_decode_metadata_cpu(
-    req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, topk: int, num_steps: int, pool_len: int
+    req_to_token: Tensor,
+    req_pool_indices: Tensor,
+    seq_lens: Tensor,
+    topk: int,
+    num_steps: int,
+    pool_len: int,
 ) -> Tensor:
-    """One row of slots per draft branch, ``[requests * topk, pool_len]``: the request's prefix, then the branch's own.
+    """One row of slots per draft branch, ``[requests * topk, pool_len]``: the request's prefix,
+    then the branch's own.
 
-    Branch t of a request drafts into positions ``seq_len + t * num_steps`` on; seen from inside the branch those come
-    right after the prefix.
+    Branch t of a request drafts into positions ``seq_len + t * num_steps`` on; seen from inside the
+    branch those come right after the prefix.
     """
     rows = req_pool_indices.long()
     table = req_to_token[rows].repeat_interleave(topk, 0)

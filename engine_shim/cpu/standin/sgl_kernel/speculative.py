@@ -24,15 +24,20 @@ def verify_tree_greedy_cpu(
 
     Args:
         predicts: ``[requests * nodes]``; the target's token is written after every accepted node.
-        accept_index: ``[requests, most + 1]``, preset to -1; receives the flat indices of root and accepted nodes.
-        accept_token_num: ``[requests]``; receives the number of accepted draft tokens, the bonus token not counted.
+        accept_index: ``[requests, most + 1]``, preset to -1; receives the flat indices of root and
+            accepted nodes.
+        accept_token_num: ``[requests]``; receives the number of accepted draft tokens, the bonus
+            token not counted.
         candidates: ``[requests, nodes]`` draft tokens, node 0 the last verified token.
         retrive_index, retrive_next_token, retrive_next_sibling: the tree (see ``draft_tree``).
-        target_predict: ``[requests * nodes]`` or ``[requests, nodes]``, the target's greedy token after each node.
+        target_predict: ``[requests * nodes]`` or ``[requests, nodes]``, the target's greedy token
+            after each node.
     """
     chosen = target_predict.reshape(-1).tolist()
     most = accept_index.shape[1] - 1
-    trees = zip(*(t.tolist() for t in (candidates, retrive_index, retrive_next_token, retrive_next_sibling)))
+    trees = zip(
+        *(t.tolist() for t in (candidates, retrive_index, retrive_next_token, retrive_next_sibling))
+    )
     accepted_nodes, counts, written = [], [], []
     for tokens, flat, child, sibling in trees:
         path, node = [flat[0]], 0
@@ -54,18 +59,26 @@ def verify_tree_greedy_cpu(
 
 
 @operator
-def fill_bonus_tokens_cpu(accept_tokens: Tensor, accept_lens: Tensor, bonus_tokens: Tensor, accept_stride: int) -> None:
-    """``bonus_tokens[i]`` = the last of the ``accept_lens[i]`` tokens in row i of ``accept_tokens``, in place.
+def fill_bonus_tokens_cpu(
+    accept_tokens: Tensor, accept_lens: Tensor, bonus_tokens: Tensor, accept_stride: int
+) -> None:
+    """``bonus_tokens[i]`` = the last of the ``accept_lens[i]`` tokens in row i of
+    ``accept_tokens``, in place.
 
-    ``accept_tokens`` is ``[requests, accept_stride]``, flat or not; ``accept_lens`` counts the bonus token.
+    ``accept_tokens`` is ``[requests, accept_stride]``, flat or not; ``accept_lens`` counts the
+    bonus token.
     """
     last = torch.arange(accept_lens.numel()) * accept_stride + accept_lens.long() - 1
     bonus_tokens.copy_(accept_tokens.reshape(-1)[last])
 
 
 @operator
-def fill_accept_out_cache_loc_cpu(accept_index: Tensor, out_cache_loc: Tensor, accept_out_cache_loc: Tensor) -> None:
-    """Pack the cache slots of the accepted nodes (``accept_index`` other than -1) to the front, in place."""
+def fill_accept_out_cache_loc_cpu(
+    accept_index: Tensor, out_cache_loc: Tensor, accept_out_cache_loc: Tensor
+) -> None:
+    """Pack the cache slots of the accepted nodes (``accept_index`` other than -1) to the front, in
+    place.
+    """
     flat = accept_index.reshape(-1)
     kept = flat[flat > -1].long()
     accept_out_cache_loc[: kept.numel()] = out_cache_loc[kept].to(accept_out_cache_loc.dtype)
@@ -82,9 +95,11 @@ def rotate_input_ids_cpu(
     """Shift every request's token ids left by one and put its newest token behind, in place.
 
     Args:
-        input_ids: ``[tokens]``; request i owns ``extend_seq_lens[i]`` ids from ``extend_start_loc[i]`` on.
+        input_ids: ``[tokens]``; request i owns ``extend_seq_lens[i]`` ids from
+            ``extend_start_loc[i]`` on.
         topk_index: one new token per request.
-        select_index: where the new token goes instead of the last place, ``[requests]`` flat indices.
+        select_index: where the new token goes instead of the last place, ``[requests]`` flat
+            indices.
     """
     newest = topk_index.reshape(-1).tolist()
     places = None if select_index is None else select_index.tolist()

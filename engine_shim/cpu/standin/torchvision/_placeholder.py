@@ -16,13 +16,17 @@ class Placeholder:
         self.__name__ = name
 
     def _refuse(self) -> NoReturn:
-        raise MissingTorchvisionError(f"{self.__name__} is a stub: images are not supported here; install torchvision")
+        raise MissingTorchvisionError(
+            f"{self.__name__} is a stub: images are not supported here; install torchvision"
+        )
 
     def __call__(self, *args: object, **kwargs: object) -> NoReturn:
         self._refuse()
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):  # introspection (inspect, pickle, doctest) asks and expects AttributeError
+        if name.startswith(
+            "__"
+        ):  # introspection (inspect, pickle, doctest) asks and expects AttributeError
             raise AttributeError(name)
         self._refuse()
 

@@ -1,0 +1,105 @@
+"""What SGLang's own configuration makes of the plugin, without starting an engine."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine_shim.sglang import resolve_probe
+from tests.engine_shim.sglang.engine import DRAFT, TARGET, environment
+
+pytestmark = [pytest.mark.slow]
+
+COMMON = {
+    "model_path": str(TARGET),
+    "device": "cpu",
+    "dtype": "float32",
+    "disable_cuda_graph": True,
+}
+EAGLE3 = COMMON | {
+    "speculative_algorithm": "EAGLE3",
+    "speculative_draft_model_path": str(DRAFT),
+}
+ACCEPTED: dict[str, dict[str, Any]] = {
+    "only the algorithm": EAGLE3,
+    "chosen steps": EAGLE3 | {"speculative_num_steps": 5},
+    "static flags": EAGLE3
+    | {
+        "speculative_num_steps": 2,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": 3,
+    },
+    "adaptive by hand": EAGLE3 | {"speculative_adaptive": True},
+    "nextn": EAGLE3 | {"speculative_algorithm": "NEXTN"},
+}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no speculation": (COMMON, "--speculative-algorithm is None"),
+    "another algorithm": (
+        COMMON | {"speculative_algorithm": "NGRAM"},
+        "--speculative-algorithm is NGRAM",
+    ),
+    "own file": (
+        EAGLE3 | {"speculative_adaptive": True, "speculative_adaptive_config": "own.json"},
+        "--speculative-adaptive-config and SPECULATION_SIDECAR exclude each other",
+    ),
+    "trees": (EAGLE3 | {"speculative_eagle_topk": 4}, "--speculative-eagle-topk 4"),
+    "other steps": (
+        EAGLE3 | {"speculative_num_steps": 4},
+        "--speculative-num-steps 4 is not among SPECULATION_GAMMAS 0,1,2,3,5,7",
+    ),
+    "tensor parallel": (EAGLE3 | {"tp_size": 2}, "--tensor-parallel-size 2: only 1 is supported"),
+    "data parallel": (EAGLE3 | {"dp_size": 2}, "--data-parallel-size 2: only 1 is supported"),
+    "two-batch overlap": (
+        EAGLE3 | {"enable_two_batch_overlap": True},
+        "enable_two_batch_overlap=True is not supported",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def resolved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    folder: Path = tmp_path_factory.mktemp("resolution")
+    asked = ACCEPTED | {name: arguments for name, (arguments, _) in REFUSED.items()}
+    done = subprocess.run(
+        [sys.executable, resolve_probe.__file__],
+        input=json.dumps(list(asked.values())),
+        env=environment(folder, {"SPECULATION_SIDECAR": "unix:/nowhere"}),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    results: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return dict(zip(asked, results, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [
+        ("only the algorithm", 3),
+        ("chosen steps", 5),
+        ("static flags", 2),
+        ("adaptive by hand", 3),
+        ("nextn", 3),
+    ],
+)
+def test_adaptive_mode_is_switched_on(
+    resolved: dict[str, dict[str, Any]], name: str, steps: int
+) -> None:
+    assert resolved[name] == {
+        "speculative_adaptive": True,
+        "speculative_algorithm": "EAGLE" if name == "nextn" else "EAGLE3",
+        "speculative_num_steps": steps,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": steps + 1,
+    }
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_what_cannot_be_steered_is_refused(resolved: dict[str, dict[str, Any]], name: str) -> None:
+    error = resolved[name].get("error", "it was accepted")
+    assert error.startswith("UnsupportedEngineError: ")
+    assert REFUSED[name][1] in error
