@@ -29,12 +29,16 @@ def test_the_estimate_does_not_depend_on_the_draft_lengths_that_ran(gammas):
     truth = [0.9, 0.8, 0.7, 0.6, 0.5, 0.5, 0.5]
     rng = random.Random(1)
     estimator = AcceptanceEstimator(7, SETTINGS)
-    for i in range(2000):
+    seen = []
+    for i in range(3000):
         gamma = gammas[i % len(gammas)]
         estimator.fold(draw(rng, 8, gamma, truth))
-    means, _ = estimator.conditional()
+        if i >= 1000:
+            seen.append(estimator.conditional()[0])
+    # On average over time: a false alarm now and then shortens the memory for a while.
+    means = np.mean(seen, axis=0)
     for k in range(max(gammas)):
-        assert means[k] == pytest.approx(truth[k], abs=0.08)
+        assert means[k] == pytest.approx(truth[k], abs=0.05)
 
 
 def test_a_fully_accepted_short_draft_is_not_taken_for_a_low_acceptance():
