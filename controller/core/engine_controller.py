@@ -86,16 +86,21 @@ class EngineController:
         self._last_step = report.step
         self._last_batch = report.batch_size
         self.reports += 1
-        for name, estimator in self.acceptance.items():
-            if name == report.drafter:
-                estimator.fold(report.accepted_counts)
-            else:
-                estimator.fade(report.batch_size)
+        # A measurement brings its own load: what it accepts says nothing about the traffic.
+        if self._forced is None:
+            self._fold_acceptance(report)
         kv_per_sequence = report.kv_tokens / report.batch_size
         self._kv_per_sequence += _KV_RATE * (kv_per_sequence - self._kv_per_sequence)
         if not report.flags.distorts_cost:
             self.cost.observe(report.arm, report.batch_size, report.kv_tokens, report.step_seconds)
         self.explorer.observe(report, self._clock.now())
+
+    def _fold_acceptance(self, report: StepReport) -> None:
+        for name, estimator in self.acceptance.items():
+            if name == report.drafter:
+                estimator.fold(report.accepted_counts)
+            else:
+                estimator.fade(report.batch_size)
 
     def next_plan(self) -> Plan | None:
         """A new plan if one is due (changed, a probe, or the lease half gone), else None."""

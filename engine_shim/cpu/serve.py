@@ -1,7 +1,7 @@
-"""SGLang's own HTTP server on a CPU: ``python -m engine_shim.cpu.serve --model-path FOLDER [any
-SGLang option]``.
+"""SGLang's own HTTP server on a CPU.
 
-Only defaults differ from ``python -m sglang.launch_server``; every option given wins over them.
+``python -m engine_shim.cpu.serve --model-path FOLDER [any SGLang option]`` is
+``python -m sglang.launch_server`` with other defaults; every option given wins over them.
 """
 
 from __future__ import annotations
@@ -10,24 +10,23 @@ import os
 import sys
 from collections.abc import Sequence
 
-from engine_shim.cpu.environment import STANDIN_FOLDER, cpu_engine_env
+from engine_shim.cpu.environment import enter_cpu_environment
 
-# Options a CPU engine cannot do without, or that make no sense on it; each is left out when the
-# caller names it.
+# None marks an option that takes no value.
 _DEFAULTS: dict[str, str | None] = {
     "--device": "cpu",
+    # The dtype in which a token's bits do not depend on the batch, so speculation is exact.
     "--dtype": "float32",
     "--disable-cuda-graph": None,
     "--skip-server-warmup": None,
+    # SGLang would size its cache by the machine's memory and take most of it.
     "--max-running-requests": "16",
     "--max-total-tokens": "16384",
 }
 
 
 def with_cpu_defaults(arguments: Sequence[str]) -> list[str]:
-    """``arguments`` for SGLang's parser, preceded by the CPU defaults that they do not name
-    themselves.
-    """
+    """The CPU defaults that ``arguments`` do not name themselves, then ``arguments``."""
     named = {argument.split("=", 1)[0] for argument in arguments}
     defaults: list[str] = []
     for option, value in _DEFAULTS.items():
@@ -36,33 +35,22 @@ def with_cpu_defaults(arguments: Sequence[str]) -> list[str]:
     return [*defaults, *arguments]
 
 
-def serve(arguments: Sequence[str]) -> None:
-    """Run the server until it is told to stop; must be called in an environment from
-    ``cpu_engine_env``.
-    """
+def main() -> None:
+    """Serve until told to stop, then end the processes that SGLang started."""
+    enter_cpu_environment()
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
     load_plugins()
-    server_args = prepare_server_args(with_cpu_defaults(arguments))
+    server_args = prepare_server_args(with_cpu_defaults(sys.argv[1:]))
     try:
         run_server(server_args)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 
 
-def main() -> None:
-    """Enter the CPU environment, which has to stand before the interpreter starts, and serve."""
-    if str(STANDIN_FOLDER) not in sys.path or os.environ.get("SGLANG_USE_CPU_ENGINE") != "1":
-        os.execve(
-            sys.executable,
-            [sys.executable, "-m", "engine_shim.cpu.serve", *sys.argv[1:]],
-            cpu_engine_env(),
-        )
-    serve(sys.argv[1:])
-
-
+# SGLang's processes are spawned, and a spawned process imports this module again.
 if __name__ == "__main__":
     main()

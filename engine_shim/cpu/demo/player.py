@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 
 from engine_shim.cpu.demo.errors import EngineFailedError
+from engine_shim.cpu.demo.foreign_load import ForeignLoad
 from engine_shim.cpu.demo.stream import Phase, Request
 
 # Nothing in the stream takes a tenth of this; a request that does is lost.
@@ -59,9 +60,13 @@ class PhasePlay:
 
 @dataclass(frozen=True, slots=True)
 class Play:
-    """One pass over the stream."""
+    """One pass over the stream.
+
+    foreign_cores: how many cores other programs kept busy meanwhile, on average.
+    """
 
     phases: tuple[PhasePlay, ...]
+    foreign_cores: float = 0.0
 
     @property
     def answers(self) -> tuple[Answer, ...]:
@@ -97,11 +102,12 @@ async def play(stream: Sequence[Phase], url: str, progress: Progress | None = No
     async with aiohttp.ClientSession(url, timeout=timeout, connector=connector) as session:
         await _flush_cache(session)
         played: list[PhasePlay] = []
-        for phase in stream:
-            if progress is not None:
-                progress(phase)
-            played.append(await _play_phase(phase, session))
-    return Play(tuple(played))
+        with ForeignLoad() as others:
+            for phase in stream:
+                if progress is not None:
+                    progress(phase)
+                played.append(await _play_phase(phase, session))
+    return Play(tuple(played), others.cores)
 
 
 async def _flush_cache(session: aiohttp.ClientSession) -> None:

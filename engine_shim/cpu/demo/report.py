@@ -12,6 +12,7 @@ from engine_shim.cpu.demo.compare import (
     paired_phase_ratio,
     paired_ratio,
 )
+from engine_shim.cpu.demo.foreign_load import DOUBTFUL_CORES
 from engine_shim.cpu.demo.player import acceptance_length
 from engine_shim.cpu.demo.screen import Screen
 from engine_shim.cpu.demo.stream import Phase
@@ -39,6 +40,12 @@ def show(outcome: Outcome, screen: Screen) -> None:
         ["phase", "γ", *(policy.policy for policy in outcome.policies[1:])],
         [_gamma_row(outcome, number) for number in range(len(outcome.stream))],
     )
+    busiest = max(play.foreign_cores for p in outcome.policies for play in p.plays)
+    if busiest > DOUBTFUL_CORES:
+        screen.say(
+            f"Other programs kept up to {busiest:.1f} cores busy during a play: "
+            "the speeds above are doubtful, the tokens are not."
+        )
     for policy in outcome.policies:
         for repeat, play in enumerate(policy.plays, start=1):
             for wrong in outcome.mismatches(play)[:3]:

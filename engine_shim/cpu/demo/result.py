@@ -134,6 +134,7 @@ def _repeat(outcome: Outcome, play: Play) -> dict[str, Any]:
     return {
         "tokens_per_second": round(play.tokens_per_second, 2),
         "seconds": round(play.seconds, 3),
+        "foreign_cores": round(play.foreign_cores, 2),
         "exact": not wrong,
         "mismatches": [
             {

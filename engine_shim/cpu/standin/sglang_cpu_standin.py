@@ -40,7 +40,9 @@ def accept_any_weight() -> None:
     dtype_fits = amx_utils.dtype_is_supported
     shape_fits = amx_utils.dim_is_supported
     head_fits = logits_processor.use_intel_amx_backend
-    amx_utils.dtype_is_supported = lambda weight: weight.dtype == torch.float32 or dtype_fits(weight)
+    amx_utils.dtype_is_supported = lambda weight: (
+        weight.dtype == torch.float32 or dtype_fits(weight)
+    )
     amx_utils.dim_is_supported = lambda weight: weight.ndim == 2 or shape_fits(weight)
     logits_processor.use_intel_amx_backend = lambda head: (
         head_fits(head) or head.weight.dtype == torch.float32

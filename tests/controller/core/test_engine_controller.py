@@ -165,6 +165,18 @@ def test_a_forced_arm_rules_every_row_until_it_is_released():
         engine.controller.force(Arm("mtp", 6))
 
 
+def test_a_measurement_teaches_costs_and_no_acceptance():
+    engine = make()
+    engine.run(100, 8, [0.8] * 7)
+    before = engine.controller.explain(8).positions
+    engine.controller.force(Arm("mtp", 3))
+    engine.run(50, 8, [0.1] * 7)
+    assert engine.controller.explain(8).positions == before
+    engine.controller.force(None)
+    engine.run(1, 8, [0.1] * 7)
+    assert engine.controller.explain(8).positions != before
+
+
 def test_a_profile_can_come_later_but_only_the_right_one():
     engine = make(None)
     spec = engine.controller.spec

@@ -1,5 +1,4 @@
-"""A stand-in for ``sgl_kernel`` in plain torch, so that SGLang's CPU engine runs where no CPU build
-of it is installed.
+"""A stand-in for ``sgl_kernel`` in plain torch: SGLang's CPU engine without its compiled operators.
 
 Covers what SGLang 0.5.23 calls for dense Qwen3/Llama-style text models in float32 and bfloat16,
 plain and speculative (EAGLE, EAGLE3, NEXTN, STANDALONE, NGRAM), with tensor-parallel size 1 and

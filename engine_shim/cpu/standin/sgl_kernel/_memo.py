@@ -22,16 +22,14 @@ class _Entry(Generic[Derived]):
 
 
 class Memo(Generic[Derived]):
-    """Keeps the last derived value, and hands it out only while everything it was made from is
-    still the same.
+    """Keeps the last derived value while everything it was made from stays the same.
 
     Small inputs are compared by value with private copies: they may be changed in place between
-        calls, and tensors made
-    in inference mode carry no version counter that would show it. A large table is recognised by
-    identity and version counter instead, which every in-place torch operation raises, in inference
-    mode too; a table without a counter is never remembered. (Writing to a table behind torch's
-    back, through numpy or a raw pointer, is the one thing that would go unseen; SGLang fills both
-    kinds of table used here with torch operations.)
+    calls, and tensors made in inference mode carry no version counter that would show it.  A large
+    table is recognised by identity and version counter, which every in-place torch operation
+    raises, in inference mode too; a table without a counter is never remembered.  Only a write
+    behind torch's back (numpy, a raw pointer, ``.data``) would go unseen, and SGLang fills the
+    tables used here, slots and rotary factors, with ordinary torch operations.
     """
 
     def __init__(self) -> None:
@@ -44,9 +42,7 @@ class Memo(Generic[Derived]):
         options: tuple[int, ...],
         make: Callable[[], Derived],
     ) -> Derived:
-        """The kept value if ``table``, ``inputs`` and ``options`` are what it was made from, else
-        ``make()``.
-        """
+        """The kept value, or that of ``make()`` if any of the first three arguments changed."""
         if table.is_inference():
             return make()
         version = table._version

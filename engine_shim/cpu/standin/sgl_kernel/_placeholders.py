@@ -1,8 +1,8 @@
 """Names that must exist for SGLang's modules to import, and names that must not.
 
 A model file that fails to import is skipped with a warning, and SGLang then serves the model
-through its generic Transformers implementation: correct, several times slower, and easy to miss. So
-each name below is bound.
+through its generic Transformers implementation: correct, several times slower, and easy to miss.
+So each name below is bound.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Where the operators of the stand-in are made visible to SGLang.
 
 SGLang reaches a CPU operator in two ways: as ``torch.ops.sgl_kernel.<name>`` and as ``from
-sgl_kernel import <name>``. The compiled package registers schemas for the first; a plain Python
+sgl_kernel import <name>``.  The compiled package registers schemas for the first; a plain Python
 attribute on the same namespace is found by the same look-up and saves the dispatcher's round trip.
 """
 
@@ -22,17 +22,15 @@ class MissingOperatorError(NotImplementedError):
 
 
 class Placeholder:
-    """Stands for an operator that SGLang looks up when it imports a module but that dense text
-    models never call.
-    """
+    """Stands for an operator that SGLang imports but dense text models never call."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = name
 
     def __call__(self, *args: object, **kwargs: object) -> NoReturn:
         raise MissingOperatorError(
-            f"sgl_kernel.{self.__name__} has no CPU stand-in; it covers dense Qwen3/Llama-style text models. "
-            "Install a CPU build of sgl_kernel for this model."
+            f"sgl_kernel.{self.__name__} has no CPU stand-in, which covers dense Qwen3/Llama-style "
+            "text models; install a CPU build of sgl_kernel for this model"
         )
 
     def __repr__(self) -> str:

@@ -1,17 +1,17 @@
 """How this machine's matrix products round, found out by trying.
 
 Speculative decoding is exact only if a token's logits do not depend on how many tokens are computed
-beside it. In float32 they do: a BLAS picks its kernel, and with it the order of its additions, by
-the shape of the product. But not by every shape. With MKL on an AVX-512 machine a row of ``x @
-w.T`` has the same bits for any number of rows from 4 on, and padding a sum with zeros changes
-nothing as long as the BLAS cuts the padded sum at the same places. So products are given shapes for
-which the bits agree; which those are is measured, once per shape and on random numbers, not taken
-for granted.
+beside it.  In float32 they do: a BLAS picks its kernel, and with it the order of its additions, by
+the shape of the product.  But not every shape makes a difference.  With MKL on an AVX-512 machine a
+row of ``x @ w.T`` has the same bits for any number of rows from 4 on, and padding a sum with zeros
+changes nothing as long as the BLAS cuts the padded sum at the same places.  So products are given
+shapes for which the bits agree; which those are is measured, once per shape and on random numbers,
+not taken for granted.
 """
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -28,14 +28,13 @@ _PROBE_OUTPUTS = 4096
 
 
 def _draw(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, generator=generator, dtype=torch.float32)
 
 
 @cache
 def least_linear_rows(outputs: int, inputs: int) -> int:
-    """The number of rows from which ``F.linear`` rounds a row alike, for a float32 weight
-    ``[outputs, inputs]``.
-    """
+    """From how many rows on ``F.linear`` with a weight ``[outputs, inputs]`` rounds a row alike."""
     with torch.inference_mode():
         weight, x = _draw(min(outputs, _PROBE_OUTPUTS), inputs), _draw(_PROBE_ROWS, inputs)
         reference = F.linear(x, weight)
@@ -47,15 +46,14 @@ def least_linear_rows(outputs: int, inputs: int) -> int:
 
 
 def _probe_attention(rows: int, keys: int, head_size: int) -> Tensor:
-    """``[rows, head_size]``: attention of probe rows over ``keys`` key slots, row i seeing the
-    first ``7 i + 1`` of them.
+    """Attention of probe rows over ``keys`` key slots: ``[rows, head_size]``.
 
-    Rows that would see more than ``keys`` are left out, so that the result is the same sum at every
-    ``keys``.
+    Row i sees the first ``7 i + 1`` slots.  Rows that would see more than ``keys`` are left out, so
+    that a row is the same sum at every ``keys``.
     """
     visible = 7 * torch.arange(_PROBE_ROWS) + 1
     rows = min(rows, int((visible <= keys).sum()))
-    bias = torch.zeros(rows, keys).masked_fill_(
+    bias = torch.zeros(rows, keys, dtype=torch.float32).masked_fill_(
         torch.arange(keys) >= visible[:rows, None], float("-inf")
     )
     query, key, value = (
@@ -67,7 +65,7 @@ def _probe_attention(rows: int, keys: int, head_size: int) -> Tensor:
 
 @cache
 def least_attention_rows(head_size: int) -> int:
-    """The number of query rows from which attention over a full key block rounds a row alike."""
+    """From how many query rows on attention over a full key block rounds a row alike."""
     with torch.inference_mode():
         reference = _probe_attention(_PROBE_ROWS, KEY_BLOCK, head_size)
         for least in _ROW_COUNTS:
@@ -82,9 +80,7 @@ def least_attention_rows(head_size: int) -> int:
 
 @cache
 def safe_key_counts(head_size: int) -> tuple[int, ...]:
-    """Ascending numbers of key slots, the last a full block, at which attention has the bits of a
-    full block.
-    """
+    """Numbers of key slots, ascending up to the full block, that have the full block's bits."""
     with torch.inference_mode():
         reference = _probe_attention(_PROBE_ROWS, KEY_BLOCK, head_size)
         safe = []
@@ -97,9 +93,7 @@ def safe_key_counts(head_size: int) -> tuple[int, ...]:
 
 @cache
 def padded_key_count(longest: int, head_size: int) -> int:
-    """The smallest number of key slots, ``longest`` or more, to which all sequences of a batch may
-    be padded.
-    """
+    """To how many key slots a batch is padded whose longest sequence has ``longest`` tokens."""
     blocks, rest = divmod(longest, KEY_BLOCK)
     if rest == 0 and blocks:
         return longest

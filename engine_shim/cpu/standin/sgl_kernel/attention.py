@@ -23,9 +23,7 @@ _extend_memo: Memo[list[Tile]] = Memo()
 def _reject(
     logit_cap: float, is_cross: bool, window: int, encoder_lens: Tensor | None, sinks: Tensor | None
 ) -> None:
-    """Raise NotImplementedError, naming the feature, for attention that dense Qwen3/Llama models do
-    not use.
-    """
+    """Raise NotImplementedError, with its name, for what dense Qwen3/Llama models do not use."""
     if logit_cap > 0:
         feature = "logit soft-capping"
     elif is_cross or encoder_lens is not None:
@@ -169,12 +167,11 @@ def extend_attention_cpu(
     tree_mask: Tensor | None,
     is_causal: bool,
 ) -> None:
-    """Attend from the last ``extend_seq_lens[i]`` tokens of every sequence; writes ``output`` in
-    place.
+    """Attend from the new tokens of every sequence; writes ``output`` in place.
 
     Args:
-        query: ``[tokens, heads, size]``; sequence i's new tokens are rows ``extend_start_loc[i]``
-            on. ``output`` likewise.
+        query: ``[tokens, heads, size]``; sequence i's ``extend_seq_lens[i]`` new tokens are rows
+            ``extend_start_loc[i]`` on.  ``output`` likewise.
         key, value: the new tokens' rows, used instead of what the cache holds for them; None to
             read the cache.
         k_buffer, v_buffer: ``[slots, key heads, size]``, only read.

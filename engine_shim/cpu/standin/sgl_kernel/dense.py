@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import cache, lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -16,41 +15,37 @@ from ._rounding import least_linear_rows
 
 @operator
 def convert_weight_packed(weight: Tensor) -> Tensor:
-    """Return ``weight`` itself: whoever updates the parameter in place updates what is multiplied
-    with.
-    """
+    """Return ``weight`` itself: an update of the parameter is an update of what is multiplied."""
     return weight
 
 
 @operator
 def weight_packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, is_vnni: bool) -> Tensor:
-    """``x [rows, in]`` times ``weight [out, in]`` transposed, plus ``bias [out]``: ``[rows, out]``
-    in ``x``'s dtype.
+    """``x @ weight.T + bias`` for ``x [rows, in]``, ``weight [out, in]`` and ``bias [out]``.
 
-    In float32 a row's result has the same bits whatever other rows share the call (see
-    ``_rounding``).
+    In float32 a row has the same bits whatever other rows share the call (see ``_rounding``).
     """
     if bias is not None and bias.dtype != x.dtype:
         bias = bias.to(x.dtype)
     if x.dtype == torch.float32:
-        rows, least = x.shape[0], least_linear_rows(weight.shape[0], weight.shape[1])
+        (outputs, inputs), rows = weight.shape, x.shape[0]
+        least = least_linear_rows(outputs, inputs)
         if 0 < rows < least:
-            # resize_ keeps the leading rows and, unlike a slice, makes no view to keep track of
-            return F.linear(torch.cat((x,) * -(-least // rows)), weight, bias).resize_(
-                rows, weight.shape[0]
-            )
+            repeated = torch.cat((x,) * -(-least // rows))
+            # resize_ keeps the leading rows and, unlike a slice, makes no view to keep track of.
+            return F.linear(repeated, weight, bias).resize_(rows, outputs)
     return F.linear(x, weight, bias)
 
 
-_ZERO = torch.zeros(())
+_ZERO = torch.zeros((), dtype=torch.float32)
 
 
 def _rms(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
     """RMS norm of a float32 tensor over its last dimension.
 
-    ``x * weight / sqrt(mean(x^2) + eps)``, written with the vector's length as ``sqrt(size) * x *
-    weight / sqrt(|x|^2 + size * eps)``: short torch calls, two thirds of the time of ``F.rms_norm``.
-    Each of them rounds correctly, so that vector lanes and leftovers agree (``hypot`` does not).
+    ``x * weight / sqrt(mean(x^2) + eps)`` is written with the vector's length as ``sqrt(size) * x *
+    weight / sqrt(|x|^2 + size * eps)``, which takes two thirds of the time of ``F.rms_norm``.  Each
+    call rounds alike in vector lanes and in leftovers.
     """
     size = x.shape[-1]
     length = torch.linalg.vector_norm(x, 2, -1, True)
@@ -60,9 +55,7 @@ def _rms(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Te
 
 @operator
 def rmsnorm_cpu(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``x [..., d]`` over its root mean square times ``weight [d]``, computed in float32, as a new
-    tensor.
-    """
+    """``x [..., d]`` over its root mean square times ``weight [d]``; float32 inside."""
     if x.dtype == torch.float32:
         return _rms(x, weight, eps)
     return _rms(x.float(), weight.float(), eps).to(x.dtype)
@@ -84,9 +77,7 @@ def fused_add_rmsnorm_cpu(x: Tensor, residual: Tensor, weight: Tensor, eps: floa
 
 @operator
 def silu_and_mul_cpu(x: Tensor) -> Tensor:
-    """``silu(x[..., :d]) * x[..., d:]`` for ``x [..., 2 d]``, computed in float32, as a new tensor
-    ``[..., d]``.
-    """
+    """``silu(x[..., :d]) * x[..., d:]`` for ``x [..., 2 d]``; float32 inside."""
     gate, up = x.chunk(2, dim=-1)
     if x.dtype == torch.float32:
         return F.silu(gate).mul_(up)
@@ -95,9 +86,8 @@ def silu_and_mul_cpu(x: Tensor) -> Tensor:
 
 def _turns(positions: Tensor, cos_sin_cache: Tensor, neox: bool) -> tuple[Tensor, Tensor]:
     """Factors of a number itself and of its partner, both ``[tokens, 1, rotary_dim]`` float32."""
-    cos, sin = (
-        cos_sin_cache.index_select(0, positions.flatten()).float().unsqueeze(1).chunk(2, dim=-1)
-    )
+    factors = cos_sin_cache.index_select(0, positions.flatten()).float()
+    cos, sin = factors.unsqueeze(1).chunk(2, dim=-1)
     if neox:
         return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
     return cos.repeat_interleave(2, -1), torch.stack((-sin, sin), -1).flatten(-2)
@@ -128,9 +118,9 @@ def rotary_embedding_cpu(
     by_itself, by_partner = _turns_memo.get(
         cos_sin_cache, (positions,), (is_neox,), lambda: _turns(positions, cos_sin_cache, is_neox)
     )
-    tokens, rotary = query.shape[0], by_itself.shape[-1]
-    flat = torch.cat((query.reshape(tokens, -1), key.reshape(tokens, -1)), -1)
-    heads = flat.view(tokens, -1, head_size)
+    flat = torch.cat((query.flatten(1), key.flatten(1)), -1)
+    heads = flat.view(flat.shape[0], flat.shape[1] // head_size, head_size)
+    rotary = by_itself.shape[-1]
     turned = (heads if rotary == head_size else heads[..., :rotary]).float()
     if is_neox:
         partner = turned.roll(rotary // 2, -1)

@@ -1,56 +1,80 @@
 """The tree of drafted tokens: who is whose parent, and which draft token may see which.
 
 Node 0 is the root, the last token already verified; nodes 1 .. n-1 are draft tokens, a parent
-always before its children. ``next_token[i]`` is the first child of node i and ``next_sibling[i]``
+always before its children.  ``next_token[i]`` is the first child of node i and ``next_sibling[i]``
 its next sibling, -1 for none.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ._registry import operator
 
-_FULL_MASK, _DRAFT_ONLY_MASK = 0, 1
+_DRAFT_ONLY_MASK = 1
 
 
-def _parents(selected: list[int], parent_list: list[int], topk: int) -> list[int | None]:
-    """Parent of every node, None where the drafter's record names no selected one (such a node is
-    unreachable).
+@dataclass(frozen=True, slots=True)
+class _Tree:
+    """One request's tree: every node's parent, and its ancestors from the root down."""
+
+    parents: list[int | None]
+    ancestors: list[list[int]]
+
+    def links(self) -> tuple[list[int], list[int]]:
+        """First child and next sibling of every node, siblings in ascending order."""
+        child, sibling = [-1] * len(self.parents), [-1] * len(self.parents)
+        for node in range(len(self.parents) - 1, 0, -1):
+            parent = self.parents[node]
+            if parent is not None:
+                sibling[node], child[parent] = child[parent], node
+        return child, sibling
+
+    def visible(self) -> list[list[bool]]:
+        """For every node which nodes it sees: its ancestors and itself."""
+        nodes = range(len(self.parents))
+        seen = [{*above, node} for node, above in enumerate(self.ancestors)]
+        return [[other in sees for other in nodes] for sees in seen]
+
+
+def _from_scores(selected: list[int], parent_list: list[int], topk: int) -> _Tree:
+    """The tree of the chosen candidates, see ``build_tree_kernel_efficient_cpu``.
+
+    A node whose parent was not chosen hangs from nothing and is never reached; it sees the root.
     """
-    node_of: dict[int, int] = {}
-    for node, score_index in enumerate(selected, start=1):
-        node_of.setdefault(score_index, node)
+    node_of = {score_index: node for node, score_index in enumerate(selected, start=1)}
     parents: list[int | None] = [None]
+    ancestors: list[list[int]] = [[]]
     for score_index in selected:
-        slot = score_index // topk
-        parents.append(0 if slot == 0 else node_of.get(parent_list[slot]))
-    return parents
+        group = score_index // topk
+        parent = 0 if group == 0 else node_of.get(parent_list[group])
+        parents.append(parent)
+        ancestors.append([0] if parent is None else [*ancestors[parent], parent])
+    return _Tree(parents, ancestors)
 
 
-def _links(parents: list[int | None]) -> tuple[list[int], list[int]]:
-    """First child and next sibling of every node, siblings in ascending order."""
-    child, sibling = [-1] * len(parents), [-1] * len(parents)
-    for node in range(len(parents) - 1, 0, -1):
-        parent = parents[node]
-        if parent is not None:
-            sibling[node], child[parent] = child[parent], node
-    return child, sibling
+def _from_mask(rows: list[list[bool]]) -> _Tree:
+    """The tree of a mask whose row i is true at i's ancestors, the last of which is its parent."""
+    ancestors = [[j for j in range(i) if row[j]] for i, row in enumerate(rows)]
+    return _Tree([above[-1] if above else None for above in ancestors], ancestors)
 
 
-def _ancestry(parents: list[int | None]) -> list[list[int]]:
-    """For every node the draft nodes on its path to the root, itself included, the root left
-    out.
-    """
-    paths: list[list[int]] = [[]]
-    for node in range(1, len(parents)):
-        path, at = [], node
-        while at:
-            path.append(at)
-            at = parents[at] or 0
-        paths.append(path)
-    return paths
+def _write_links(
+    trees: list[_Tree], lengths: list[int], positions: Tensor, index: Tensor, links: list[Tensor]
+) -> None:
+    """Fill positions, flat node numbers and the two kinds of link, ``[requests * nodes]`` each."""
+    children, siblings, depths = [], [], []
+    for tree, length in zip(trees, lengths, strict=True):
+        child, sibling = tree.links()
+        children += child
+        siblings += sibling
+        depths += [length + len(above) for above in tree.ancestors]
+    columns = (list(range(len(depths))), depths, children, siblings)
+    for target, column in zip((index, positions, *links), columns, strict=True):
+        target.view(-1).copy_(torch.tensor(column, dtype=torch.int64))
 
 
 @operator
@@ -71,49 +95,30 @@ def build_tree_kernel_efficient_cpu(
     """Fill mask, positions and links of every request's draft tree, in place.
 
     Args:
-        parent_list: ``[requests, *]``; entry s is the score index of the parent shared by the
-            candidates of group s.
+        parent_list: ``[requests, groups]``; entry g is the score index of the parent that the
+            candidates of group g share.
         selected_index: ``[requests, num_nodes - 1]`` score indices of the chosen draft tokens,
-            ascending; index // topk is a token's group, group 0 hangs from the root.
+            ascending; index // topk is a token's group, and group 0 hangs from the root.
         seq_lens: ``[requests]`` verified tokens.
-        tree_mask: bool, flat. Mode 0: per request ``[num_nodes, seq_len + num_nodes]``, of which
-            only the draft columns are written; mode 1: per request ``[num_nodes, num_nodes]``.
-        positions, retrive_index, retrive_next_token, retrive_next_sibling: ``[requests *
-            num_nodes]`` or ``[requests, num_nodes]``.
+        tree_mask: bool ``[requests, num_nodes, num_nodes]``, flat: which node sees which.
+        positions, retrive_index, retrive_next_token, retrive_next_sibling: ``[requests,
+            num_nodes]``, flat or not; position in the sequence, node number over the whole batch,
+            and the links.
 
     Raises:
-        ValueError: for the bit-packed mask mode, which only CUDA backends read.
+        ValueError: for a mask mode other than the one SGLang's CPU backend reads.
     """
-    mode = int(tree_mask_mode)
-    if mode not in (_FULL_MASK, _DRAFT_ONLY_MASK):
+    if int(tree_mask_mode) != _DRAFT_ONLY_MASK:
         raise ValueError(
-            f"tree mask mode {mode} is bit-packed, which only CUDA attention backends read"
+            f"tree mask mode {int(tree_mask_mode)} is for GPU attention backends; "
+            f"SGLang's CPU backend reads mode {_DRAFT_ONLY_MASK} (QLEN_ONLY)"
         )
-    requests = seq_lens.numel()
-    lengths = seq_lens.tolist()
-    flat_mask = tree_mask.view(-1)
-    children, siblings, depths = [], [], []
-    offset = 0
-    for selected, parent_row, length in zip(selected_index.tolist(), parent_list.tolist(), lengths):
-        parents = _parents(selected, parent_row, topk)
-        child, sibling = _links(parents)
-        paths = _ancestry(parents)
-        children.append(child)
-        siblings.append(sibling)
-        depths.append([length + len(path) for path in paths])
-        visible = torch.zeros(num_nodes, num_nodes, dtype=torch.bool)
-        visible[:, 0] = True
-        for node, path in enumerate(paths):
-            visible[node, path] = True
-        prefix = length if mode == _FULL_MASK else 0
-        size = num_nodes * (prefix + num_nodes)
-        flat_mask[offset : offset + size].view(num_nodes, prefix + num_nodes)[:, prefix:] = visible
-        offset += size
-    shape = (requests, num_nodes)
-    retrive_index.view(shape).copy_(torch.arange(requests * num_nodes).view(shape))
-    retrive_next_token.view(shape).copy_(torch.tensor(children).view(shape))
-    retrive_next_sibling.view(shape).copy_(torch.tensor(siblings).view(shape))
-    positions.view(shape).copy_(torch.tensor(depths).view(shape))
+    rows = zip(selected_index.tolist(), parent_list.tolist(), strict=True)
+    trees = [_from_scores(selected, parents, topk) for selected, parents in rows]
+    visible = torch.tensor([tree.visible() for tree in trees], dtype=torch.bool).flatten()
+    tree_mask.view(-1)[: visible.numel()] = visible
+    links = [retrive_next_token, retrive_next_sibling]
+    _write_links(trees, seq_lens.tolist(), positions, retrive_index, links)
 
 
 @operator
@@ -129,21 +134,10 @@ def reconstruct_indices_from_tree_mask(
 ) -> None:
     """Fill positions and links from the masks alone, in place (the n-gram drafter proposes masks).
 
-    ``tree_mask`` is bool ``[batch_size, n, n]``, row i true at i's ancestors and at i itself.
+    ``tree_mask`` is bool ``[batch_size, n, n]``, flat or not, row i true at i's ancestors; the
+    other arguments are as in ``build_tree_kernel_efficient_cpu``.
     """
-    shape = (batch_size, draft_token_num)
-    children, siblings, depths = [], [], []
-    for rows, length in zip(
-        tree_mask.view(batch_size, draft_token_num, draft_token_num).tolist(),
-        verified_seq_len.tolist(),
-    ):
-        ancestors = [[j for j in range(i) if row[j]] for i, row in enumerate(rows)]
-        parents: list[int | None] = [path[-1] if path else None for path in ancestors]
-        child, sibling = _links(parents)
-        children.append(child)
-        siblings.append(sibling)
-        depths.append([length + len(path) for path in ancestors])
-    retrive_index.view(shape).copy_(torch.arange(batch_size * draft_token_num).view(shape))
-    retrive_next_token.view(shape).copy_(torch.tensor(children).view(shape))
-    retrive_next_sibling.view(shape).copy_(torch.tensor(siblings).view(shape))
-    positions.view(shape).copy_(torch.tensor(depths).view(shape))
+    masks = tree_mask.view(batch_size, draft_token_num, draft_token_num).tolist()
+    trees = [_from_mask(rows) for rows in masks]
+    links = [retrive_next_token, retrive_next_sibling]
+    _write_links(trees, verified_seq_len.tolist(), positions, retrive_index, links)

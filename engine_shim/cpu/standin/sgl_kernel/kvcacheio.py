@@ -1,6 +1,4 @@
-"""Operators that SGLang imports from ``sgl_kernel.kvcacheio`` and that dense text models never
-call.
-"""
+"""Operators that SGLang imports from here and that dense text models never call."""
 
 from __future__ import annotations
 

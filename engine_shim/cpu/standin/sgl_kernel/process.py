@@ -7,9 +7,7 @@ from ._registry import operator
 
 @operator
 def init_cpu_threads_env(cpu_ids: str) -> str:
-    """Leave thread placement to the environment (``OMP_NUM_THREADS``) and return an empty
-    report.
-    """
+    """Leave threads to the environment (``OMP_NUM_THREADS``); the report is empty."""
     return ""
 
 

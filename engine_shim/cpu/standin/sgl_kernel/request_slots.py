@@ -14,9 +14,7 @@ from ._registry import operator
 
 
 def _spans(req_pool_indices: Tensor, start: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
-    """Row and column in ``req_to_token`` of every position in the spans, as two int64 tensors
-    ``[total]``.
-    """
+    """Row and column in ``req_to_token`` of every position in the spans, ``[total]`` each."""
     lengths = end - start
     rows = torch.repeat_interleave(req_pool_indices.long(), lengths)
     first = torch.repeat_interleave((start - (lengths.cumsum(0) - lengths)).long(), lengths)
@@ -61,8 +59,9 @@ def assign_draft_cache_locs_contiguous_cpu(
     topk: int,
     num_steps: int,
 ) -> None:
-    """Read ``topk * num_steps`` slots per request, from position ``seq_lens[i]`` on, into
-    ``out_cache_loc``, in place.
+    """Read ``topk * num_steps`` slots per request into ``out_cache_loc``, in place.
+
+    They are those of position ``seq_lens[i]`` and the following ones.
     """
     columns = seq_lens.long()[:, None] + torch.arange(topk * num_steps)
     slots = req_to_token[req_pool_indices.long()[:, None], columns].flatten()
@@ -78,8 +77,7 @@ def build_draft_decode_metadata_cpu(
     num_steps: int,
     pool_len: int,
 ) -> Tensor:
-    """One row of slots per draft branch, ``[requests * topk, pool_len]``: the request's prefix,
-    then the branch's own.
+    """One row of slots per draft branch: ``[requests * topk, pool_len]``, a new tensor.
 
     Branch t of a request drafts into positions ``seq_len + t * num_steps`` on; seen from inside the
     branch those come right after the prefix.

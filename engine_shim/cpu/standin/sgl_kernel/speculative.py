@@ -35,11 +35,9 @@ def verify_tree_greedy_cpu(
     """
     chosen = target_predict.reshape(-1).tolist()
     most = accept_index.shape[1] - 1
-    trees = zip(
-        *(t.tolist() for t in (candidates, retrive_index, retrive_next_token, retrive_next_sibling))
-    )
+    trees = (candidates, retrive_index, retrive_next_token, retrive_next_sibling)
     accepted_nodes, counts, written = [], [], []
-    for tokens, flat, child, sibling in trees:
+    for tokens, flat, child, sibling in zip(*(t.tolist() for t in trees), strict=True):
         path, node = [flat[0]], 0
         while len(path) <= most:
             wanted = chosen[path[-1]]
@@ -52,9 +50,9 @@ def verify_tree_greedy_cpu(
         counts.append(len(path) - 1)
         written.extend(path)
         accepted_nodes.append(path + [-1] * (most + 1 - len(path)))
-    where = torch.tensor(written)
+    where = torch.tensor(written, dtype=torch.int64)
     predicts[where] = target_predict.reshape(-1)[where].to(predicts.dtype)
-    accept_index.copy_(torch.tensor(accepted_nodes))
+    accept_index.copy_(torch.tensor(accepted_nodes).view(accept_index.shape))
     accept_token_num.copy_(torch.tensor(counts))
 
 
@@ -62,11 +60,10 @@ def verify_tree_greedy_cpu(
 def fill_bonus_tokens_cpu(
     accept_tokens: Tensor, accept_lens: Tensor, bonus_tokens: Tensor, accept_stride: int
 ) -> None:
-    """``bonus_tokens[i]`` = the last of the ``accept_lens[i]`` tokens in row i of
-    ``accept_tokens``, in place.
+    """Set ``bonus_tokens[i]`` to the last accepted token of request i, in place.
 
-    ``accept_tokens`` is ``[requests, accept_stride]``, flat or not; ``accept_lens`` counts the
-    bonus token.
+    ``accept_tokens`` is ``[requests, accept_stride]``, flat or not, of which the first
+    ``accept_lens[i]`` in row i are accepted, the bonus token being the last.
     """
     last = torch.arange(accept_lens.numel()) * accept_stride + accept_lens.long() - 1
     bonus_tokens.copy_(accept_tokens.reshape(-1)[last])
@@ -76,9 +73,7 @@ def fill_bonus_tokens_cpu(
 def fill_accept_out_cache_loc_cpu(
     accept_index: Tensor, out_cache_loc: Tensor, accept_out_cache_loc: Tensor
 ) -> None:
-    """Pack the cache slots of the accepted nodes (``accept_index`` other than -1) to the front, in
-    place.
-    """
+    """Pack the cache slots of accepted nodes (``accept_index`` not -1) to the front, in place."""
     flat = accept_index.reshape(-1)
     kept = flat[flat > -1].long()
     accept_out_cache_loc[: kept.numel()] = out_cache_loc[kept].to(accept_out_cache_loc.dtype)
@@ -103,7 +98,8 @@ def rotate_input_ids_cpu(
     """
     newest = topk_index.reshape(-1).tolist()
     places = None if select_index is None else select_index.tolist()
-    for i, (start, length) in enumerate(zip(extend_start_loc.tolist(), extend_seq_lens.tolist())):
+    spans = zip(extend_start_loc.tolist(), extend_seq_lens.tolist(), strict=True)
+    for i, (start, length) in enumerate(spans):
         if length == 0:
             continue
         input_ids[start : start + length - 1] = input_ids[start + 1 : start + length].clone()

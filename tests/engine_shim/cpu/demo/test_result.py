@@ -1,5 +1,6 @@
 import json
 import struct
+from dataclasses import replace
 
 import pytest
 
@@ -66,6 +67,18 @@ def test_the_tables_say_what_was_not_exact(capsys):
     assert "2.250" in printed  # steered / sglang-adaptive
     assert "5: 50%  7: 50%" not in printed  # over both repeats: 5 once, 7 twice
     assert "5: 33%  7: 67%" in printed
+
+
+def test_a_busy_neighbour_makes_the_speeds_doubtful(capsys):
+    quiet = outcome()
+    report.show(quiet, Screen())
+    assert "doubtful" not in capsys.readouterr().out
+    first = quiet.policies[0]
+    disturbed = replace(first, plays=(first.plays[0], replace(first.plays[1], foreign_cores=0.8)))
+    busy = replace(quiet, policies=(disturbed, *quiet.policies[1:]))
+    report.show(busy, Screen())
+    assert "up to 0.8 cores busy" in capsys.readouterr().out
+    assert [r["foreign_cores"] for r in result.as_json(busy)["runs"][0]["repeats"]] == [0.0, 0.8]
 
 
 def test_the_search_is_a_table_with_its_winner(capsys):
