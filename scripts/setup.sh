@@ -60,7 +60,7 @@ install() {
     say "torch $(wanted torch)"
     # shellcheck disable=SC2086  # several arguments in one variable
     pip install "${constraints[@]}" ${TORCH_PIP_ARGS:-} torch
-    "$venv/bin/python" -c 'import torch, sys; sys.exit(torch.version.cuda is not None)' || say \
+    "$venv/bin/python" -W ignore -c 'import torch, sys; sys.exit(torch.version.cuda is not None)' || say \
       "note: this torch was built for CUDA (several GB); TORCH_PIP_ARGS can name an index with CPU builds"
   fi
   if [ "$(installed sglang)" != "$(wanted sglang)" ]; then

@@ -134,8 +134,7 @@ class Session:
         """How the engine is steered, in plain values: the link's state and the sleep's counters."""
         status = asdict(self._link.status()) if self._link is not None else {}
         status = {name: _plain(value) for name, value in status.items()}
-        if self._sleep is not None:
-            status["sleep"] = asdict(self._sleep.counters)
+        status["sleep"] = None if self._sleep is None else asdict(self._sleep.counters)
         status["reporting"] = self._tap is not None
         return status
 

@@ -75,13 +75,17 @@ def assert_near(actual: Tensor, expected: Tensor) -> None:
 
 
 def decode(
-    batch: Batch, query: Tensor, key: Tensor | None, value: Tensor | None, **other: object
+    batch: Batch,
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    other: dict[str, object] | None = None,
 ) -> Tensor:
     output = torch.full_like(query, float("nan"))
     loc = torch.stack([batch.rows(i)[-1] for i in range(len(batch.lengths))])
     arguments = {
         "logit_cap": 0.0, "is_cross": False, "window": 0, "encoder_lens": None, "sinks": None,
-    } | other  # fmt: skip
+    } | (other or {})  # fmt: skip
     scratch = torch.empty(0)
     decode_attention_cpu(
         query, batch.k_cache, batch.v_cache, 1.0, 1.0, output, key, value, loc, scratch,
@@ -99,14 +103,14 @@ def extend(
     tree: Tensor | None = None,
     starts: list[int] | None = None,
     causal: bool = True,
-    **other: object,
+    other: dict[str, object] | None = None,
 ) -> Tensor:
     output = torch.full_like(query, float("nan"))
     width = torch.tensor(widths)
     start = width.cumsum(0) - width if starts is None else torch.tensor(starts)
     arguments = {
         "logit_cap": 0.0, "is_cross": False, "window": 0, "encoder_lens": None, "sinks": None,
-    } | other  # fmt: skip
+    } | (other or {})  # fmt: skip
     extend_attention_cpu(
         query, key, value, output, batch.k_cache, batch.v_cache, 1.0, 1.0,
         batch.table, batch.requests, batch.lengths, width.int(), start.int(), max(widths),
@@ -354,6 +358,6 @@ def test_what_is_missing_is_refused_by_name(feature: str) -> None:
     batch = batch_of([10])
     query, key, value = fresh(1, batch, 2)
     with pytest.raises(NotImplementedError, match=feature):
-        decode(batch, query, key, value, **UNSUPPORTED[feature])
+        decode(batch, query, key, value, other=UNSUPPORTED[feature])
     with pytest.raises(NotImplementedError, match=feature):
-        extend(batch, [1], query, key, value, **UNSUPPORTED[feature])
+        extend(batch, [1], query, key, value, other=UNSUPPORTED[feature])

@@ -132,7 +132,7 @@ def test_silu_and_mul(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 def rotated(x: Tensor, positions: Tensor, head: int, table: Tensor, neox: bool) -> Tensor:
     """Every pair of numbers turned by its angle, one pair at a time."""
-    result = x.double().unflatten(1, (-1, head)).clone()
+    result: Tensor = x.double().unflatten(1, (-1, head)).clone()
     half = table.shape[1] // 2
     for token, position in enumerate(positions.tolist()):
         for pair in range(half):

@@ -1,0 +1,169 @@
+"""What goes wrong in the plugin does not go wrong in the engine."""
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engine_shim.link.steering import Choice, Source
+from engine_shim.sglang.session import Session
+from engine_shim.sglang.settings import PluginSettings
+from engine_shim.sglang.sleep import SleepCounters
+
+
+class Mode:
+    """A forward mode."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def is_idle(self) -> bool:
+        return self.name == "idle"
+
+    def is_extend(self) -> bool:
+        return self.name == "extend"
+
+
+class Sleep:
+    """Records what it is asked, or fails at it."""
+
+    def __init__(self, failing: str = "") -> None:
+        self.failing = failing
+        self.counters = SleepCounters()
+        self.calls: list[str] = []
+
+    def _note(self, call: str) -> None:
+        self.calls.append(call)
+        if call.startswith(self.failing or "nothing"):
+            raise RuntimeError("out of memory")
+
+    def before_step(self, batch: Any, *, asleep: bool) -> None:
+        self._note(f"before {'asleep' if asleep else 'awake'}")
+
+    def sleep_through(self, batch: Any, result: Any) -> None:
+        self._note("through")
+
+    def forget(self, requests: Any) -> None:
+        self._note("forget")
+
+
+def session(*, asleep: bool, failing: str = "", gamma: int = 0) -> Any:
+    made: Any = Session(PluginSettings())
+    choice = Choice(0, gamma, asleep, 1, 0, Source.PLAN, 0)
+    made._policy = SimpleNamespace(decide=lambda _: choice)
+    made._sleep = Sleep(failing)
+    return made
+
+
+def batch(mode: str = "decode") -> Any:
+    return SimpleNamespace(
+        forward_mode=Mode(mode),
+        is_extend_in_batch=mode == "extend",
+        forward_iter=1,
+        reqs=[],
+        seq_lens=SimpleNamespace(shape=(1,)),
+        seq_lens_sum=10,
+    )
+
+
+def run_step(made: Any, mode: str = "decode") -> tuple[Any, bool]:
+    """One forward with its draft-extend; gives the result and whether the drafter worked."""
+    worked: list[bool] = []
+
+    def forward(worker: Any, batch: Any, **_: Any) -> Any:
+        result = SimpleNamespace()
+        if mode == "decode":
+            made.around_draft_extend(lambda *_: worked.append(True), None, batch, result)
+        return result
+
+    return made.around_forward(forward, None, batch(mode)), bool(worked)
+
+
+def test_a_step_that_sleeps_skips_the_draft_extend() -> None:
+    made = session(asleep=True)
+    result, worked = run_step(made)
+    assert not worked
+    assert result.speculation_launch.asleep
+    assert made._sleep.calls == ["before asleep", "through"]
+
+
+@pytest.mark.parametrize(("asleep", "gamma"), [(False, 0), (False, 3), (True, 3)])
+def test_a_step_that_drafts_or_stays_awake_does_not_sleep(asleep: bool, gamma: int) -> None:
+    made = session(asleep=asleep, gamma=gamma)
+    result, worked = run_step(made)
+    assert worked
+    assert not result.speculation_launch.asleep
+    assert made._sleep.calls == ["before awake"]
+
+
+@pytest.mark.parametrize("failing", ["before", "through"])
+def test_a_failure_to_sleep_keeps_the_drafter_awake_for_good(
+    failing: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = session(asleep=True, failing=failing)
+    with caplog.at_level(logging.ERROR):
+        result, worked = run_step(made)
+    assert worked
+    assert not result.speculation_launch.asleep
+    assert made.status()["sleep"] is None
+    assert "stays awake" in caplog.text
+    _, worked = run_step(made)
+    assert worked
+
+
+def test_a_prefill_is_no_step_but_wakes_its_requests() -> None:
+    made = session(asleep=True)
+    result, _ = run_step(made, "extend")
+    assert made._sleep.calls == ["forget"]
+    assert not hasattr(result, "speculation_launch")
+
+
+def test_an_idle_forward_and_an_engine_that_starts_up_pass_through() -> None:
+    made = session(asleep=True)
+    run_step(made, "idle")
+    assert made._sleep.calls == []
+    starting: Any = Session(PluginSettings())
+    result, worked = run_step(starting)
+    assert worked
+    assert not hasattr(result, "speculation_launch")
+
+
+def test_a_failure_to_report_stops_reports_and_nothing_else(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(*_: Any) -> None:
+        raise ValueError("nobody thought of this")
+
+    made = session(asleep=False, gamma=3)
+    made._tap = SimpleNamespace(settle=fail)
+    result, _ = run_step(made)
+    assert made.status()["reporting"]
+    with caplog.at_level(logging.ERROR):
+        tokens = made.around_resolve(lambda *_: [[1, 2]], None, result, batch())
+    assert tokens == [[1, 2]]
+    assert not made.status()["reporting"]
+    assert "no longer reported" in caplog.text
+    assert made.around_resolve(lambda *_: [[3]], None, result, batch()) == [[3]]
+
+
+def test_results_of_other_forwards_are_not_reported() -> None:
+    made = session(asleep=False)
+    made._tap = SimpleNamespace(settle=pytest.fail)
+    assert made.around_resolve(lambda *_: [[1]], None, SimpleNamespace(), batch()) == [[1]]
+
+
+def test_context_lengths_that_only_the_requests_know_are_read_before_they_change() -> None:
+    made = session(asleep=False, gamma=3)
+    seen: list[int] = []
+    made._tap = SimpleNamespace(settle=lambda launch, _: seen.append(launch.kv_tokens))
+    result, _ = run_step(made)
+    result.speculation_launch.kv_tokens = None
+    request = SimpleNamespace(kv=SimpleNamespace(kv_committed_len=7))
+
+    def commit(*_: Any) -> list[list[int]]:
+        request.kv.kv_committed_len += 4
+        return [[1]]
+
+    made.around_resolve(commit, None, result, SimpleNamespace(reqs=[request]))
+    assert seen == [7]
