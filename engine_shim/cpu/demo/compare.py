@@ -80,8 +80,10 @@ class Selection:
 
     @property
     def ranked(self) -> tuple[int, ...]:
-        """Draft lengths from the highest mean rate down."""
-        return tuple(sorted(self.plays, key=self.rate, reverse=True))
+        """Draft lengths from the highest mean rate down; those played more often come first."""
+        return tuple(
+            sorted(self.plays, key=lambda g: (len(self.plays[g]), self.rate(g)), reverse=True)
+        )
 
     @property
     def gamma(self) -> int:
@@ -95,6 +97,20 @@ class Selection:
     def phase_rate(self, gamma: int, number: int) -> float:
         """Tokens/s of one phase, counted from 0, mean over its plays."""
         return fmean(play.phases[number].tokens_per_second for play in self.plays[gamma])
+
+    @property
+    def hindsight(self) -> float:
+        """Tokens/s of the whole stream had every phase run at its own best draft length.
+
+        About the most that any choice of draft length can reach; somewhat too high, since the best
+        of several noisy rates is.
+        """
+        phases = self.plays[self.gamma][0].phases
+        seconds = sum(
+            phase.tokens / max(self.phase_rate(gamma, number) for gamma in self.plays)
+            for number, phase in enumerate(phases)
+        )
+        return sum(phase.tokens for phase in phases) / seconds
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,6 +82,10 @@ def show_selection(selection: Selection, stream: Sequence[Phase], screen: Screen
         ["phase", *(f"γ = {gamma}" for gamma in gammas)],
         rows,
     )
+    screen.say(
+        f"Every phase at its own best γ, in hindsight: {selection.hindsight:.1f} tokens/s, "
+        f"{selection.hindsight / selection.rate(selection.gamma):.2f} × the best static."
+    )
 
 
 def _stream_row(outcome: Outcome, policy: PolicyPlays) -> list[str]:

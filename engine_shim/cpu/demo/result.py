@@ -119,6 +119,7 @@ def _selection(outcome: Outcome) -> dict[str, Any] | None:
             str(gamma): [round(play.tokens_per_second, 2) for play in plays]
             for gamma, plays in selection.plays.items()
         },
+        "hindsight_tokens_per_second": round(selection.hindsight, 2),
         "phases": {
             str(gamma): [
                 round(selection.phase_rate(gamma, number), 2)

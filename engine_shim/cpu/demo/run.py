@@ -23,8 +23,8 @@ from engine_shim.cpu.demo.stream import Phase, halved, warm_up_stream
 
 # Beyond its own budget: waiting for load to begin, the fit, a slow machine.
 _PROFILE_SPARE_SECONDS = 90.0
-# A static draft length within this of the best one is measured once more before it is chosen.
-_CLOSE = 0.05
+# So many of the best static draft lengths are played a second time before one is chosen.
+_FINALISTS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,16 +146,14 @@ class _Stage:
         short = halved(stream)
         plays: dict[int, tuple[Play, ...]] = {gamma: () for gamma in engines.GAMMAS if gamma > 0}
         candidates = tuple(plays)
-        while candidates:
+        for _ in range(2):
             for gamma in candidates:
                 with self._screen.working(f"γ = {gamma}") as work, self._sidecar.pinned(gamma):
                     played = self._play(STEERED, short, work.update)
                     work.result = f"{played.tokens_per_second:.1f} tokens/s"
                 plays[gamma] += (played,)
-            selection = Selection(plays)
-            first, second = selection.ranked[:2]
-            close = selection.rate(second) > selection.rate(first) * (1 - _CLOSE)
-            candidates = (first, second) if close and len(plays[first]) == 1 else ()
+            candidates = Selection(plays).ranked[:_FINALISTS]
+        selection = Selection(plays)
         report.show_selection(selection, short, self._screen)
         return selection
 

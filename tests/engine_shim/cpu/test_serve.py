@@ -110,10 +110,13 @@ class TestPlain:
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_a_model_that_drafts_for_itself_is_always_right(
+def test_speculation_gives_the_very_same_tokens(
     plain: EngineProcess, model: Path, prompts: list[list[int]], tmp_path: Path
 ) -> None:
-    """Drafted one by one, verified in rows: every draft is accepted if the bits agree."""
+    """The model drafts for itself: it is right often, and not always.
+
+    SGLang's STANDALONE drafter never sees the first token of a prompt.
+    """
     arguments = ("--model-path", str(model), "--disable-radix-cache", *SPECULATION)
     draft = ("--speculative-draft-model-path", str(model))
     expected = tokens(plain, prompts)
@@ -121,9 +124,9 @@ def test_a_model_that_drafts_for_itself_is_always_right(
         for chosen in ([0], [1, 2, 3, 4], range(len(prompts))):
             answers = engine.generate([prompts[i] for i in chosen], [NEW_TOKENS] * len(chosen))
             assert [answer.tokens for answer in answers] == [expected[i] for i in chosen]
-            # The first token is the prefill's; each verification then yields GAMMA + 1.
-            for answer in answers:
-                assert answer.meta["spec_verify_ct"] == -(-(NEW_TOKENS - 1) // (GAMMA + 1))
+            rounds = sum(answer.meta["spec_verify_ct"] for answer in answers)
+            assert len(chosen) * (NEW_TOKENS - 1) / (GAMMA + 1) < rounds
+            assert rounds < 0.8 * len(chosen) * (NEW_TOKENS - 1)
 
 
 @pytest.mark.engine

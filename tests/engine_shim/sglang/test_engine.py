@@ -181,9 +181,10 @@ def accepted_by_context(reports: Sequence[StepReport], gamma: int) -> dict[int, 
 def test_a_drafter_that_slept_drafts_what_it_would_have_drafted_awake(
     engine: EngineProcess, sidecar: ScriptedSidecar, plain: dict[str, list[list[int]]]
 ) -> None:
-    def bursts(count: int) -> tuple[int, bool]:
-        # Sleeps of 1 to 27 steps: shorter and longer than the buffer of 12.
-        return (3, False) if count % 7 < 3 or count % 40 > 30 else (0, True)
+    def naps(count: int) -> tuple[int, bool]:
+        # Of 2, 5 and 29 steps: shorter and longer than the buffer of 12.
+        at = count % 48
+        return (0, True) if at in (4, 5) or 10 <= at < 15 or at >= 19 else (3, False)
 
     def woken(count: int) -> tuple[int, bool]:
         return (3, False) if count % 2 else (0, False)
@@ -195,17 +196,19 @@ def test_a_drafter_that_slept_drafts_what_it_would_have_drafted_awake(
         awake |= accepted_by_context(reports, gamma=3)
 
     before = engine.internal_state()["speculation_controller"]["sleep"]
-    answers, reports = play(engine, sidecar, bursts, ALONE, [ALONE_LENGTH])
+    answers, reports = play(engine, sidecar, naps, ALONE, [ALONE_LENGTH])
     assert answers[0].tokens == plain["alone"][0]
     after = engine.internal_state()["speculation_controller"]["sleep"]
     slept = {name: after[name] - before[name] for name in after}
-    assert slept["slept"] > 50
-    assert slept["caught_up"] + slept["unread"] >= slept["slept"] - 12
+    assert slept["slept"] > 12 * 3
+    # At most one buffer is left unread: that of the request's end.
+    assert slept["caught_up"] >= slept["slept"] - 12
+    assert slept["passes"] > slept["caught_up"] / 12
     assert slept["cold"] == 0
 
     woke = accepted_by_context(reports, gamma=3)
     both = sorted(awake.keys() & woke.keys())
-    assert len(both) > 30
+    assert len(both) > 10
     assert any(woke[context] > 0 for context in both)
     assert {context: woke[context] for context in both} == {
         context: awake[context] for context in both

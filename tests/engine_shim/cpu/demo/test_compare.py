@@ -2,11 +2,13 @@ import pytest
 
 from engine_shim.cpu.demo.compare import (
     Mismatch,
+    Selection,
     Spread,
     gamma_shares,
     paired_phase_ratio,
     paired_ratio,
 )
+from engine_shim.cpu.demo.player import Play
 from tests.engine_shim.cpu.demo.outcomes import outcome, play_of
 
 
@@ -71,6 +73,22 @@ def test_the_static_draft_length_is_the_one_with_the_highest_mean():
     assert selection is not None
     assert selection.ranked == (3, 2, 1)
     assert selection.gamma == 3
+
+
+def test_a_draft_length_that_was_played_once_does_not_beat_one_that_was_played_twice():
+    lucky = Selection({1: (play_of(0.5),), 2: (play_of(0.8), play_of(0.9))})
+    assert lucky.gamma == 2
+
+
+def test_hindsight_takes_every_phase_at_its_own_best():
+    def halves(first: float, second: float) -> Play:
+        a, b = play_of(first), play_of(second)
+        return Play((a.phases[0], b.phases[1]))
+
+    found = Selection({1: (halves(1.0, 4.0),), 5: (halves(2.0, 1.0),)})
+    assert found.rate(1) == pytest.approx(16 / 5)
+    assert found.rate(5) == pytest.approx(16 / 3)
+    assert found.hindsight == pytest.approx(16 / 2)
 
 
 def test_a_spread_of_one_is_that_one():

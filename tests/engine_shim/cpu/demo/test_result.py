@@ -42,6 +42,7 @@ def test_the_search_for_the_static_draft_length_is_kept():
     assert found == {
         "gamma": 3,
         "tokens_per_second": {"1": [5.0], "2": [8.0, 6.4], "3": [8.0, 10.0]},
+        "hindsight_tokens_per_second": 9.0,
         "phases": {"1": [5.0, 5.0], "2": [7.2, 7.2], "3": [9.0, 9.0]},
     }
 
@@ -88,6 +89,7 @@ def test_the_search_is_a_table_with_its_winner(capsys):
     printed = capsys.readouterr().out
     assert "the best for the whole stream is γ = 3" in printed
     assert "1 json ×1" in printed
+    assert "in hindsight: 9.0 tokens/s, 1.00 × the best static" in printed
 
 
 def test_the_profile_is_a_table_of_milliseconds(capsys):
