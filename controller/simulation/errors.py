@@ -1,0 +1,15 @@
+"""Errors of the simulator's inputs: one line that names the file, the line and the fault."""
+
+from pathlib import Path
+
+from controller.core.errors import SpeculationError
+
+
+class InvalidInputError(SpeculationError):
+    """A file or an option that the simulation cannot run on.  `line` counts from 1; 0 = no line."""
+
+    def __init__(self, source: str | Path, line: int, fault: str) -> None:
+        self.source = str(source)
+        self.line = line
+        where = f"{source}:{line}" if line else f"{source}"
+        super().__init__(f"{where}: {fault}")

@@ -1,0 +1,50 @@
+"""What a policy is to the simulated engine: it is asked before a step and told after it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from controller.core.types import StepFlags
+
+
+@dataclass(slots=True)
+class Choice:
+    """What the next step runs: an arm by its index in `CostSurface.arms`.
+
+    probe_id: passed back in the step's record.  asleep: at gamma = 0, no drafter is kept in step.
+    """
+
+    arm: int
+    probe_id: int = 0
+    asleep: bool = True
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """One decode step as an engine's telemetry has it.
+
+    arm: index of what ran.  counts: gamma + 1 counts of accepted lengths.  classes: (label, counts)
+    of the batch's request classes, empty when there is only one.  kv_tokens: before the step.
+    """
+
+    step: int
+    batch_size: int
+    kv_tokens: int
+    arm: int
+    counts: list[int]
+    step_seconds: float
+    flags: StepFlags
+    probe_id: int
+    classes: Sequence[tuple[str, list[int]]] = ()
+
+
+class Policy(Protocol):
+    """Chooses arms.  It sees what an engine can see, never the truth (unless it is an oracle)."""
+
+    def choose(self, batch_size: int, now: float) -> Choice:
+        """Before a step: the batch that will run, and the virtual time in seconds."""
+        ...
+
+    def observe(self, record: StepRecord, now: float) -> None:
+        """After a step, as late as the engine's lag says."""
+        ...

@@ -1,0 +1,102 @@
+"""What the simulated engine is asked to do: requests, and when they come.
+
+Every request carries, for every drafter and every position of its output, the number of drafts
+that would be accepted if drafting started there.  A step at position p with draft length gamma
+accepts min(accepted[p], gamma) and moves p on by that + 1.  So every policy meets exactly the same
+luck (paired comparison), and a recorded bank is replayed rather than averaged.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPool:
+    """Requests in the order in which they are served.
+
+    context_tokens, output_tokens, labels: [requests] of int64; `labels` index `label_names`.
+    offsets: [requests] of int64, where a request's positions start in `accepted`.
+    accepted: drafter -> [positions] of uint8, drafts that would be accepted from that position on.
+    """
+
+    context_tokens: NDArray[np.int64]
+    output_tokens: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    accepted: Mapping[str, NDArray[np.uint8]]
+    label_names: tuple[str, ...] = ("",)
+
+    @property
+    def requests(self) -> int:
+        """How many requests there are."""
+        return len(self.output_tokens)
+
+
+class AcceptanceSource(Protocol):
+    """Where acceptance comes from: a curve, or a recorded bank."""
+
+    @property
+    def name(self) -> str:
+        """Short name for tables."""
+        ...
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        """Drafters that the source knows."""
+        ...
+
+    def pool(
+        self,
+        rng: np.random.Generator,
+        requests: int,
+        output_tokens: NDArray[np.int64] | None = None,
+        context_tokens: NDArray[np.int64] | None = None,
+    ) -> RequestPool:
+        """`requests` requests.  Lengths ([requests] of int64) are the source's own if not given.
+
+        A recorded sequence shorter than the asked output starts again from its beginning.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A stretch of closed-loop work: `tokens` tokens at `concurrency`, requests from `pool` in turn.
+
+    When a phase begins at a smaller concurrency, running requests finish first.  at_once: running
+    requests change over to this phase's acceptance at its first step (pools of equal shape only),
+    instead of leaving one by one.  segment: index of the hindsight segment that it belongs to.
+    """
+
+    name: str
+    pool: RequestPool
+    concurrency: int
+    tokens: int
+    at_once: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedLoop:
+    """Phases one after the other; every phase is one segment of the oracle's."""
+
+    phases: tuple[Phase, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenLoop:
+    """Requests that come when they come; at most `max_concurrency` run, the others wait.
+
+    arrival_seconds: [requests], ascending, from 0.  window_seconds: length of an oracle segment.
+    """
+
+    pool: RequestPool
+    arrival_seconds: NDArray[np.float64]
+    max_concurrency: int
+    window_seconds: float
+
+
+Workload = ClosedLoop | OpenLoop
