@@ -65,11 +65,11 @@ class AcceptanceSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A stretch of closed-loop work: `tokens` tokens at `concurrency`, requests from `pool` in turn.
+    """A stretch of closed-loop work: `tokens` tokens at `concurrency`, from `pool` in turn.
 
     When a phase begins at a smaller concurrency, running requests finish first.  at_once: running
     requests change over to this phase's acceptance at its first step (pools of equal shape only),
-    instead of leaving one by one.  segment: index of the hindsight segment that it belongs to.
+    instead of leaving one by one.
     """
 
     name: str
