@@ -1,0 +1,87 @@
+"""The peers: every other way of choosing a draft length that the simulation compares with."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from controller.core.profile import Profile
+from controller.core.types import Arm
+from controller.simulation.peers.arm_lookup import first_drafter, speculating_arm
+from controller.simulation.peers.bandit_ucb import Reward, UcbBandit
+from controller.simulation.peers.errors import PeerUnavailableError
+from controller.simulation.peers.goodput_probe import GoodputProbe
+from controller.simulation.peers.hill_climber import HillClimber
+from controller.simulation.peers.sglang_adaptive import SGLangAdaptive
+from controller.simulation.peers.static import Static
+from controller.simulation.peers.tide import TideThreshold
+from controller.simulation.peers.trtllm_gate import SpeculationGate
+from controller.simulation.peers.vllm_schedule import BatchSchedule, Table, best_table
+from controller.simulation.policy import Policy
+
+__all__ = [
+    "BatchSchedule",
+    "GoodputProbe",
+    "HillClimber",
+    "PeerFactory",
+    "PeerUnavailableError",
+    "Reward",
+    "SGLangAdaptive",
+    "SpeculationGate",
+    "Static",
+    "Table",
+    "TideThreshold",
+    "UcbBandit",
+    "best_table",
+    "standard_peers",
+]
+
+PeerFactory = Callable[[], Policy]
+
+# The draft length of TIDE's evaluation, for peers with one fixed length and a table without any.
+_USUAL_GAMMA = 3
+# A shift is followed over about so many steps of a batch octave.
+_BANDIT_DISCOUNT = 1 - 1 / 2000
+
+
+def standard_peers(
+    arms: Sequence[Arm], profile: Profile | None, table: Table
+) -> dict[str, PeerFactory]:
+    """Name -> factory of every peer with its usual settings; each call makes a fresh object.
+
+    table: the schedule of `vllm-schedule`, see `best_table`.  Peers with one fixed arm take the one
+    that the table speculates with most often, and the gate speculates up to the largest batch at
+    which the table does.  `tide` needs costs: without a profile it is left out.  The factory of
+    `sglang-adaptive` raises PeerUnavailableError where SGLang is not installed.
+    """
+    arms = tuple(arms)
+    fixed = arms[_usual_arm(arms, table)]
+    peers: dict[str, PeerFactory] = {
+        "sglang-adaptive": partial(SGLangAdaptive, arms),
+        "vllm-schedule": partial(BatchSchedule, arms, table),
+        "trtllm-gate": partial(
+            SpeculationGate,
+            arms,
+            fixed.gamma,
+            _largest_speculating_batch(arms, table),
+            drafter=fixed.drafter,
+        ),
+        "hill-climber": partial(HillClimber, arms),
+        "goodput-probe": partial(GoodputProbe, arms),
+        "bandit-ucb": partial(UcbBandit, arms, discount=_BANDIT_DISCOUNT),
+    }
+    if profile is not None:
+        peers["tide"] = partial(TideThreshold, arms, profile, fixed.gamma, drafter=fixed.drafter)
+    return peers
+
+
+def _usual_arm(arms: Sequence[Arm], table: Table) -> int:
+    speculating = [arm for _, _, arm in table if arms[arm].gamma > 0]
+    if not speculating:
+        return speculating_arm(arms, first_drafter(arms), _USUAL_GAMMA)
+    return max(sorted(set(speculating)), key=speculating.count)
+
+
+def _largest_speculating_batch(arms: Sequence[Arm], table: Table) -> int | None:
+    """None when the table never switches speculation off above some batch size."""
+    if arms[table[-1][2]].gamma > 0:
+        return None
+    return max((last for _, last, arm in table if arms[arm].gamma > 0), default=0)

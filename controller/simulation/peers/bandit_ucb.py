@@ -1,0 +1,123 @@
+"""An upper-confidence-bound bandit over arms, as in BanditSpec.
+
+Restated from BanditSpec (Hou et al., ICML 2025, arXiv 2505.15141): every draft length is an arm of
+a stochastic bandit, tried in turn for two rounds and then chosen by
+
+    score_i = mean reward_i / best mean reward + exploration * sqrt(ln t / n_i)
+
+with n_i the steps of arm i and t their sum.  The paper's reward is the tokens a step gains, which
+grows with every longer draft and can never choose gamma = 0; its released code rewards tokens over
+wall seconds.  Both are here, the second is the default.  Rewards are divided by the best mean, as
+the bound wants them in [0, 1].
+
+Ours, and generous: one bandit per octave of the batch size (the paper's batch is constant); every
+drafter's arms take part; `exploration` far below UCB1's sqrt(2), which at these small gaps would
+still be exploring after a million steps; `discount` < 1 weighs a sample by discount^age (age in the
+octave's steps), so that shifting traffic is followed.  It is given no costs and no profile.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from controller.core.types import Arm
+from controller.simulation.peers.readings import accepted_tokens, octave
+from controller.simulation.policy import Choice, StepRecord
+from controller.simulation.results import Origin
+
+EXPLORATION = 0.2
+ROUNDS = 2
+# Weights grow instead of old ones being faded; past this they are scaled back.
+_WEIGHT_MAX = 1e100
+
+
+class Reward(Enum):
+    """What a step is worth."""
+
+    TOKENS_PER_SECOND = "tokens-per-second"
+    TOKENS_PER_STEP = "tokens-per-step"  # per sequence
+
+
+@dataclass(slots=True)
+class _Bandit:
+    """One octave.  weights, rewards: [arms], sums over steps.  weight: of the newest step."""
+
+    weights: list[float]
+    rewards: list[float]
+    weight: float = 1.0
+    total: float = 0.0
+    asked: int = 0
+
+
+class UcbBandit:
+    """UCB over all arms, one bandit per octave of the batch size.  discount: in (0, 1]."""
+
+    origin = Origin.RESTATED
+
+    def __init__(
+        self,
+        arms: Sequence[Arm],
+        *,
+        reward: Reward = Reward.TOKENS_PER_SECOND,
+        exploration: float = EXPLORATION,
+        discount: float = 1.0,
+    ) -> None:
+        self._choices = [Choice(i) for i in range(len(arms))]
+        self._per_second = reward is Reward.TOKENS_PER_SECOND
+        self._exploration = exploration
+        self._growth = 1.0 / discount
+        self._bandits: dict[int, _Bandit] = {}
+
+    def _bandit(self, batch_size: int) -> _Bandit:
+        key = octave(batch_size)
+        found = self._bandits.get(key)
+        if found is None:
+            arms = len(self._choices)
+            found = self._bandits[key] = _Bandit([0.0] * arms, [0.0] * arms)
+        return found
+
+    def choose(self, batch_size: int, now: float) -> Choice:
+        """The arm with the highest bound, once each has been tried."""
+        del now
+        bandit = self._bandit(batch_size)
+        arms = len(self._choices)
+        if bandit.asked < ROUNDS * arms:
+            bandit.asked += 1
+            return self._choices[(bandit.asked - 1) % arms]
+        if 0.0 in bandit.weights:
+            # Its trial has not been reported yet, or was of another octave.
+            return self._choices[bandit.weights.index(0.0)]
+        means = [r / w for r, w in zip(bandit.rewards, bandit.weights, strict=True)]
+        samples = bandit.total / bandit.weight
+        bonus = self._exploration * math.sqrt(math.log(max(samples, 1.0)) * bandit.weight)
+        bonus *= max(means)
+        best, best_score = 0, -1.0
+        for i, weight in enumerate(bandit.weights):
+            score = means[i] + bonus / math.sqrt(weight)
+            if score > best_score:
+                best, best_score = i, score
+        return self._choices[best]
+
+    def observe(self, record: StepRecord, now: float) -> None:
+        """Rewards the arm that ran."""
+        del now
+        bandit = self._bandit(record.batch_size)
+        tokens = record.batch_size + accepted_tokens(record.counts)
+        divisor = record.step_seconds if self._per_second else record.batch_size
+        bandit.weight *= self._growth
+        weight = bandit.weight
+        bandit.weights[record.arm] += weight
+        bandit.rewards[record.arm] += weight * tokens / divisor
+        bandit.total = bandit.total + weight
+        if weight > _WEIGHT_MAX:
+            _scale_back(bandit)
+
+
+def _scale_back(bandit: _Bandit) -> None:
+    factor = 1.0 / bandit.weight
+    # Not to zero: that would mean "never tried".
+    bandit.weights = [max(w * factor, 1e-12) for w in bandit.weights]
+    bandit.rewards = [r * factor for r in bandit.rewards]
+    bandit.total *= factor
+    bandit.weight = 1.0

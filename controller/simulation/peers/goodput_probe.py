@@ -1,0 +1,81 @@
+"""Probe once, then the best: the rule of the goodput prototype, as its code runs.
+
+Restated from spec-goodput-control (KookiesNKareem, 2026), the controller that is kept per batch
+bin with switching off allowed: start at gamma = 1, run every other draft length for one window of
+24 steps (0 last), then after every window take the shortest draft length whose averaged
+tokens/second (weight 0.35 a step) lies within 3 % of the best one.  What is not running keeps the
+average of its only window: nothing is tried twice unless the running one falls below it.
+
+Batch bins end at 1, 2, 4, 8, 16, 24, 32, 48, 64 and infinity.  It knows no costs, no acceptance,
+and the first drafter only.  Left out: the variant that decides per request.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from controller.core.types import Arm
+from controller.simulation.peers.arm_lookup import by_gamma, first_drafter, nearest
+from controller.simulation.peers.readings import accepted_tokens
+from controller.simulation.policy import Choice, StepRecord
+from controller.simulation.results import Origin
+
+WINDOW_STEPS = 24
+MARGIN = 0.03
+EWMA_WEIGHT = 0.35
+INITIAL_GAMMA = 1
+_BIN_ENDS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
+
+
+@dataclass(slots=True)
+class _Bin:
+    """running: the arm.  to_probe: arms left to try.  rates: arm -> averaged tokens/second."""
+
+    running: int
+    to_probe: list[int]
+    rates: dict[int, float] = field(default_factory=dict)
+    steps: int = 0
+
+
+class GoodputProbe:
+    """One window of each of the first drafter's draft lengths, then the best, per batch bin."""
+
+    origin = Origin.RESTATED
+
+    def __init__(self, arms: Sequence[Arm], *, window_steps: int = WINDOW_STEPS) -> None:
+        index = by_gamma(arms, first_drafter(arms))
+        self._ascending = list(index.values())
+        self._choices = {arm: Choice(arm) for arm in self._ascending}
+        self._first = index[nearest(list(index), INITIAL_GAMMA)]
+        others = [gamma for gamma in index if index[gamma] != self._first]
+        self._queue = [index[gamma] for gamma in sorted(others, key=lambda g: (g == 0, g))]
+        self._window_steps = window_steps
+        self._bins: dict[int, _Bin] = {}
+
+    def _bin(self, batch_size: int) -> _Bin:
+        key = bisect_left(_BIN_ENDS, batch_size)
+        found = self._bins.get(key)
+        if found is None:
+            found = self._bins[key] = _Bin(self._first, self._queue.copy())
+        return found
+
+    def choose(self, batch_size: int, now: float) -> Choice:
+        """What the bin runs."""
+        del now
+        return self._choices[self._bin(batch_size).running]
+
+    def observe(self, record: StepRecord, now: float) -> None:
+        """Averages the step's tokens/second; every window ends in a decision."""
+        del now
+        found = self._bin(record.batch_size)
+        rate = (record.batch_size + accepted_tokens(record.counts)) / record.step_seconds
+        before = found.rates.get(record.arm)
+        found.rates[record.arm] = rate if before is None else before + EWMA_WEIGHT * (rate - before)
+        found.steps += 1
+        if found.steps >= self._window_steps:
+            found.steps = 0
+            found.running = found.to_probe.pop(0) if found.to_probe else self._best(found.rates)
+
+    def _best(self, rates: dict[int, float]) -> int:
+        enough = max(rates.values()) / (1 + MARGIN)
+        return next(arm for arm in self._ascending if rates.get(arm, 0.0) >= enough)

@@ -1,0 +1,34 @@
+"""One arm, always: what an engine does that was configured once.
+
+Every serving engine takes a fixed draft length at start (SGLang `--speculative-num-steps`, vLLM
+`num_speculative_tokens`, TensorRT-LLM `max_draft_len`) and keeps it.  It is given nothing.
+"""
+
+from collections.abc import Sequence
+
+from controller.core.types import Arm
+from controller.simulation.errors import InvalidInputError
+from controller.simulation.policy import Choice, StepRecord
+from controller.simulation.results import Origin
+
+
+class Static:
+    """Runs arms[arm_index] in every step.  Raises InvalidInputError for no such arm."""
+
+    origin = Origin.STATIC
+
+    def __init__(self, arms: Sequence[Arm], arm_index: int) -> None:
+        if not 0 <= arm_index < len(arms):
+            raise InvalidInputError(
+                "static", 0, f"arm {arm_index} does not exist, there are {len(arms)}"
+            )
+        self.arm = arms[arm_index]
+        self._choice = Choice(arm_index)
+
+    def choose(self, batch_size: int, now: float) -> Choice:
+        """The arm."""
+        del batch_size, now
+        return self._choice
+
+    def observe(self, record: StepRecord, now: float) -> None:
+        """Nothing is learnt."""

@@ -1,0 +1,149 @@
+"""TIDE's adaptive drafter: speculation of one fixed length, on or off.
+
+Restated from TIDE, arXiv 2602.05145, section 4.1 (no code was published).  With a target latency
+T(n) and a drafter latency D0 profiled at start, acceptance rate alpha and c(b) = D0 / T(b),
+beta(b) = T(b (gamma + 1)) / T(b):
+
+    E[l] = (1 - alpha^(gamma+1)) / (1 - alpha)                                    (Eq. 2)
+    practical speedup = E[l] / (c(b) gamma + beta(b))                             (Eq. 5)
+
+and speculation runs while the speedup is above 1.  The denominator is (gamma D0 + T(b (gamma + 1)))
+/ T(b): what a step at gamma costs relative to a plain one at the same batch.  A profile measures
+just that ratio, C(gamma, b) / C(0, b), so the cells are used as they are, without the assumption
+that D0 is constant: interpolated in log b, held constant outside.
+
+alpha comes from an average of the acceptance length through Eq. 2.  As gamma is fixed, Eq. 5 undoes
+that inversion, and the rule becomes a threshold on the acceptance length, as section 5 applies it.
+The average forgets by sequences, so that batch 1 and batch 256 track alike; before the first draft
+is seen, speculation is on.
+
+Given to it: the costs that the controller is given.  Ours, and generous: while off it sees nothing
+and would stay off for ever, so it drafts in one of `recheck_steps` steps.  Left out: the training
+half of TIDE, which changes the drafter and not this decision.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from controller.core.profile import Profile
+from controller.core.types import Arm
+from controller.simulation.errors import InvalidInputError
+from controller.simulation.peers.arm_lookup import first_drafter, off_arm, speculating_arm
+from controller.simulation.peers.readings import accepted_tokens
+from controller.simulation.policy import Choice, StepRecord
+from controller.simulation.results import Origin
+
+
+def expected_length(alpha: float, gamma: int) -> float:
+    """Eq. 2: tokens a sequence gains in a step, 1..gamma + 1, at acceptance rate alpha."""
+    return float(sum(alpha**k for k in range(gamma + 1)))
+
+
+def acceptance_rate(length: float, gamma: int) -> float:
+    """Eq. 2 inverted: the alpha in [0, 1] that gives this acceptance length (bisection)."""
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        if expected_length(middle, gamma) < length:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
+
+
+def practical_speedup(alpha: float, gamma: int, relative_cost: float) -> float:
+    """Eq. 5; relative_cost = c(b) gamma + beta(b) = seconds at gamma over seconds at 0."""
+    return expected_length(alpha, gamma) / relative_cost
+
+
+class TideThreshold:
+    """One arm or plain decoding, by Eq. 5.
+
+    gamma: the draft length (nearest available, of `drafter`; default: the first one).
+    memory_sequences: sequences after which the average has forgotten all but 1/e.
+    Raises InvalidInputError if the profile lacks the two arms.
+    """
+
+    origin = Origin.RESTATED
+
+    def __init__(
+        self,
+        arms: Sequence[Arm],
+        profile: Profile,
+        gamma: int = 3,
+        *,
+        drafter: str | None = None,
+        recheck_steps: int = 100,
+        memory_sequences: float = 50.0,
+        warm: bool = False,
+    ) -> None:
+        drafter = first_drafter(arms) if drafter is None else drafter
+        on = speculating_arm(arms, drafter, gamma)
+        off = off_arm(arms, drafter)
+        self.gamma = arms[on].gamma
+        self._on = Choice(on, asleep=not warm)
+        self._off = self._on if off is None else Choice(off, asleep=not warm)
+        # Plain decoding alone, or none of it: there is nothing to decide.
+        self._fixed = self.gamma == 0 or off is None
+        self._recheck_steps = recheck_steps
+        self._memory = memory_sequences
+        self._length = math.inf
+        self._off_steps = 0
+        self._relative: dict[int, float] = {}
+        if not self._fixed:
+            assert off is not None
+            self._log_sizes, self._ratios = _relative_costs(profile, arms[on], arms[off])
+
+    @property
+    def acceptance_length(self) -> float:
+        """The average, tokens a sequence and step; infinite before anything was seen."""
+        return self._length
+
+    def relative_cost(self, batch_size: int) -> float:
+        """c(b) gamma + beta(b): the acceptance length at which speculation breaks even."""
+        found = self._relative.get(batch_size)
+        if found is None:
+            found = float(np.interp(math.log(batch_size), self._log_sizes, self._ratios))
+            self._relative[batch_size] = found
+        return found
+
+    def choose(self, batch_size: int, now: float) -> Choice:
+        """On while the practical speedup at this batch is above 1."""
+        del now
+        if self._fixed or self._length > self.relative_cost(batch_size):
+            self._off_steps = 0
+            return self._on
+        self._off_steps += 1
+        if self._off_steps >= self._recheck_steps:
+            self._off_steps = 0
+            return self._on
+        return self._off
+
+    def observe(self, record: StepRecord, now: float) -> None:
+        """Folds a drafted step into the average."""
+        del now
+        if len(record.counts) < 2:
+            return
+        length = 1.0 + accepted_tokens(record.counts) / record.batch_size
+        if self._length == math.inf:
+            self._length = length
+            return
+        keep = math.exp(-record.batch_size / self._memory)
+        self._length = keep * self._length + (1.0 - keep) * length
+
+
+def _relative_costs(profile: Profile, on: Arm, off: Arm) -> tuple[list[float], list[float]]:
+    """(log b, C(on, b) / C(off, b)) at the batch sizes where the profile has both, ascending."""
+    by_size: dict[Arm, dict[int, float]] = {on: {}, off: {}}
+    for cell in profile.cells:
+        if cell.arm in by_size:
+            by_size[cell.arm][cell.batch_size] = cell.step_seconds
+    sizes = sorted(by_size[on].keys() & by_size[off].keys())
+    if not sizes:
+        raise InvalidInputError(
+            "profile", 0, f"no batch size is measured at both {on} and {off}, which TIDE compares"
+        )
+    ratios = [by_size[on][size] / by_size[off][size] for size in sizes]
+    return [math.log(size) for size in sizes], ratios
