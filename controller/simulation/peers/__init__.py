@@ -38,8 +38,8 @@ PeerFactory = Callable[[], Policy]
 
 # The draft length of TIDE's evaluation, for peers with one fixed length and a table without any.
 _USUAL_GAMMA = 3
-# A shift is followed over about so many steps of a batch octave.
-_BANDIT_DISCOUNT = 1 - 1 / 2000
+# Shifts are followed over some 500 steps of a batch octave; the plain bandit takes many thousands.
+_BANDIT_DISCOUNT = 1 - 1 / 500
 
 
 def standard_peers(

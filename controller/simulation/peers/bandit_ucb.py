@@ -26,7 +26,7 @@ from controller.simulation.peers.readings import accepted_tokens, octave
 from controller.simulation.policy import Choice, StepRecord
 from controller.simulation.results import Origin
 
-EXPLORATION = 0.2
+EXPLORATION = 0.1
 ROUNDS = 2
 # Weights grow instead of old ones being faded; past this they are scaled back.
 _WEIGHT_MAX = 1e100
@@ -86,7 +86,7 @@ class UcbBandit:
             bandit.asked += 1
             return self._choices[(bandit.asked - 1) % arms]
         if 0.0 in bandit.weights:
-            # Its trial has not been reported yet, or was of another octave.
+            # Its trial has not been reported yet, or is forgotten.
             return self._choices[bandit.weights.index(0.0)]
         means = [r / w for r, w in zip(bandit.rewards, bandit.weights, strict=True)]
         samples = bandit.total / bandit.weight
@@ -109,15 +109,15 @@ class UcbBandit:
         weight = bandit.weight
         bandit.weights[record.arm] += weight
         bandit.rewards[record.arm] += weight * tokens / divisor
-        bandit.total = bandit.total + weight
+        bandit.total += weight
         if weight > _WEIGHT_MAX:
             _scale_back(bandit)
 
 
 def _scale_back(bandit: _Bandit) -> None:
     factor = 1.0 / bandit.weight
-    # Not to zero: that would mean "never tried".
-    bandit.weights = [max(w * factor, 1e-12) for w in bandit.weights]
+    # One that falls to zero counts as never tried, which by then it is.
+    bandit.weights = [w * factor for w in bandit.weights]
     bandit.rewards = [r * factor for r in bandit.rewards]
     bandit.total *= factor
     bandit.weight = 1.0

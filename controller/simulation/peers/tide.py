@@ -14,8 +14,8 @@ that D0 is constant: interpolated in log b, held constant outside.
 
 alpha comes from an average of the acceptance length through Eq. 2.  As gamma is fixed, Eq. 5 undoes
 that inversion, and the rule becomes a threshold on the acceptance length, as section 5 applies it.
-The average forgets by sequences, so that batch 1 and batch 256 track alike; before the first draft
-is seen, speculation is on.
+The average forgets by sequences, so that batch 1 and batch 256 track alike.  Over the first
+`memory_sequences` it is a plain mean and speculation stays on, as Algorithm 1 starts its averages.
 
 Given to it: the costs that the controller is given.  Ours, and generous: while off it sees nothing
 and would stay off for ever, so it drafts in one of `recheck_steps` steps.  Left out: the training
@@ -62,7 +62,7 @@ class TideThreshold:
     """One arm or plain decoding, by Eq. 5.
 
     gamma: the draft length (nearest available, of `drafter`; default: the first one).
-    memory_sequences: sequences after which the average has forgotten all but 1/e.
+    memory_sequences: sequence-steps after which the average has forgotten all but 1/e.
     Raises InvalidInputError if the profile lacks the two arms.
     """
 
@@ -89,7 +89,8 @@ class TideThreshold:
         self._fixed = self.gamma == 0 or off is None
         self._recheck_steps = recheck_steps
         self._memory = memory_sequences
-        self._length = math.inf
+        self._length = 0.0
+        self._seen = 0
         self._off_steps = 0
         self._relative: dict[int, float] = {}
         if not self._fixed:
@@ -98,7 +99,7 @@ class TideThreshold:
 
     @property
     def acceptance_length(self) -> float:
-        """The average, tokens a sequence and step; infinite before anything was seen."""
+        """The average, tokens a sequence and step; 0 before anything was seen."""
         return self._length
 
     def relative_cost(self, batch_size: int) -> float:
@@ -112,7 +113,8 @@ class TideThreshold:
     def choose(self, batch_size: int, now: float) -> Choice:
         """On while the practical speedup at this batch is above 1."""
         del now
-        if self._fixed or self._length > self.relative_cost(batch_size):
+        starting = self._fixed or self._seen < self._memory
+        if starting or self._length > self.relative_cost(batch_size):
             self._off_steps = 0
             return self._on
         self._off_steps += 1
@@ -127,11 +129,12 @@ class TideThreshold:
         if len(record.counts) < 2:
             return
         length = 1.0 + accepted_tokens(record.counts) / record.batch_size
-        if self._length == math.inf:
-            self._length = length
-            return
-        keep = math.exp(-record.batch_size / self._memory)
-        self._length = keep * self._length + (1.0 - keep) * length
+        if self._seen < self._memory:
+            self._seen += record.batch_size
+            weight = record.batch_size / self._seen
+        else:
+            weight = 1.0 - math.exp(-record.batch_size / self._memory)
+        self._length += weight * (length - self._length)
 
 
 def _relative_costs(profile: Profile, on: Arm, off: Arm) -> tuple[list[float], list[float]]:
