@@ -7,79 +7,130 @@ k <= gamma) and successes, and a_k = P(k accepted | k - 1 were) = successes / ex
 of accepted / gamma would move whenever gamma does.
 
 Forgetting is by evidence: m new exposures fade the old ones by exp(-m / memory), so that B = 1
-and B = 256 track alike.  A position that a step did not reach keeps its mean and loses confidence.
-Two windows stand side by side; when the fast one leaves the slow one by `shift_z` standard errors
-the slow one is replaced by it, and the memory starts short again.
+and B = 256 track alike; a large batch never forgets more than a fixed share of it in one step.  A
+position that a step did not reach keeps its mean and loses confidence, step by step.  Two windows
+stand side by side; when the fast one leaves the slow one by `shift_z` standard errors, the slow
+one is replaced by it, and the memory starts short again.
 
-Positions with little evidence lean on the position before them (the geometric tail, a_k = a_{k-1}),
-the first one on a prior.
+Positions with little evidence lean on a parent: the drafter's own calibrated confidence where the
+engine reports it, else the position before them (the geometric tail, a_k = a_{k-1}), the first one
+a prior.
 """
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from controller.core.confidence import ConfidenceCalibration
 from controller.core.settings import PlannerSettings
 
 # A window needs this many exposures before it can call a shift.
-_SHIFT_MIN_EXPOSURES = 10.0
+_SHIFT_MIN_EXPOSURES = 8.0
 # How much of the fast window is kept when it does.
 _SHIFT_KEEP = 0.1
+# What an idle drafter's evidence is worth after the traffic has shifted.
+_DOUBTED_EXPOSURES = 8.0
+# A calibrated confidence is worth so many exposures.
+_CONFIDENCE_WEIGHT = 12.0
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptanceCurve:
+    """What is known of one drafter at one moment.
+
+    conditional, exposures: a_k and the sequences behind it, for k = 1..gamma_max.
+    expected: E[accepted | gamma] = s_1 + ... + s_gamma with s_k = a_1 ... a_k, gamma = 0..gamma_max.
+    prior_exposures: what a position is worth before it was ever seen.
+    """
+
+    conditional: list[float]
+    exposures: list[float]
+    expected: list[float]
+    prior_exposures: float
+
+    def variance(self) -> NDArray[np.float64]:
+        """[gamma_max] variance of the estimate of a_k."""
+        means = np.array(self.conditional)
+        return means * (1 - means) / (np.array(self.exposures) + self.prior_exposures)
+
+    def sensitivity(self) -> NDArray[np.float64]:
+        """[gamma_max + 1, gamma_max] of dE[accepted | gamma] / da_k.
+
+        It is (s_k + ... + s_gamma) / a_k for k <= gamma, and 0 behind.
+        """
+        expected = np.array(self.expected)
+        tail = np.maximum(expected[:, None] - expected[None, :-1], 0.0)
+        return tail / np.maximum(np.array(self.conditional), 1e-6)
 
 
 class AcceptanceEstimator:
     """Conditional acceptance of one drafter, positions 1..gamma_max.
 
-    One object per engine and drafter; `fold` is the only thing that changes it.
+    One object per engine, drafter and request class; `fold` and `fade` change it.
+    parent: the estimator of all traffic, on which a class's estimator leans.
     """
 
-    def __init__(self, gamma_max: int, settings: PlannerSettings) -> None:
+    def __init__(
+        self,
+        gamma_max: int,
+        settings: PlannerSettings,
+        parent: "AcceptanceEstimator | None" = None,
+    ) -> None:
         self.gamma_max = gamma_max
         self._settings = settings
+        self._parent = parent
         self._fast_n = [0.0] * gamma_max
         self._fast_s = [0.0] * gamma_max
         self._slow_n = [0.0] * gamma_max
         self._slow_s = [0.0] * gamma_max
+        # Steps seen, and the step of each position's last exposure: idle evidence fades on reading.
+        self._steps = 0
+        self._seen_at = [0] * gamma_max
+        self._confidence = ConfidenceCalibration(gamma_max)
         self.shifts = 0
 
-    def fold(self, accepted_counts: Sequence[int]) -> None:
-        """Takes one step's histogram (gamma + 1 counts; entry j accepted exactly j drafts)."""
-        gamma = min(len(accepted_counts) - 1, self.gamma_max)
-        batch = reached = sum(accepted_counts)
+    def fold(self, accepted_counts: Sequence[int], confidences: Sequence[float] = ()) -> bool:
+        """Takes one step's histogram (gamma + 1 counts); True when the traffic has shifted.
+
+        confidences: gamma floats, the drafter's own mean probability of what it drafted.
+        """
+        self._steps += 1
         settings = self._settings
+        gamma = min(len(accepted_counts) - 1, self.gamma_max)
+        reached = sum(accepted_counts)
         for k in range(gamma):
             if reached == 0:
                 break
             successes = reached - accepted_counts[k]
-            fast_keep = math.exp(-reached / settings.fast_exposures)
-            slow_keep = math.exp(-reached / settings.slow_exposures)
+            self._wake(k)
+            fast_keep = math.exp(-min(reached / settings.fast_exposures, 1 / settings.fast_steps))
+            slow_keep = math.exp(-min(reached / settings.slow_exposures, 1 / settings.slow_steps))
             self._fast_n[k] = self._fast_n[k] * fast_keep + reached
             self._fast_s[k] = self._fast_s[k] * fast_keep + successes
             self._slow_n[k] = self._slow_n[k] * slow_keep + reached
             self._slow_s[k] = self._slow_s[k] * slow_keep + successes
             reached = successes
-        self._fade(gamma, batch)
-        if gamma > 0:
-            self._detect_shift(gamma)
+        if confidences:
+            self._confidence.fold(confidences, accepted_counts)
+        return gamma > 0 and self._detect_shift(gamma)
 
-    def fade(self, batch_size: int) -> None:
-        """A step of `batch_size` sequences that ran without this drafter: evidence grows older."""
-        self._fade(0, batch_size)
+    def pass_by(self) -> None:
+        """A step that ran without this drafter."""
+        self._steps += 1
 
-    def _fade(self, first: int, batch: int) -> None:
-        if first >= self.gamma_max:
-            return
-        fast_keep = math.exp(-batch / self._settings.fast_exposures)
-        slow_keep = math.exp(-batch / self._settings.slow_exposures)
-        for k in range(first, self.gamma_max):
-            self._fast_n[k] *= fast_keep
-            self._fast_s[k] *= fast_keep
-            self._slow_n[k] *= slow_keep
-            self._slow_s[k] *= slow_keep
+    def _wake(self, k: int) -> None:
+        """Fades what a position knew by the steps in which it was not seen."""
+        idle = self._steps - self._seen_at[k] - 1
+        self._seen_at[k] = self._steps
+        if idle > 0:
+            keep = math.exp(-idle / self._settings.idle_steps)
+            self._slow_n[k] *= keep
+            self._slow_s[k] *= keep
 
-    def _detect_shift(self, gamma: int) -> None:
+    def _detect_shift(self, gamma: int) -> bool:
         for k in range(gamma):
             fast, slow = self._fast_n[k], self._slow_n[k]
             if fast < _SHIFT_MIN_EXPOSURES or slow < 2 * fast:
@@ -87,38 +138,50 @@ class AcceptanceEstimator:
             fast_mean, slow_mean = self._fast_s[k] / fast, self._slow_s[k] / slow
             variance = max(slow_mean * (1 - slow_mean), 0.01) * (1 / fast + 1 / slow)
             if abs(fast_mean - slow_mean) > self._settings.shift_z * math.sqrt(variance):
-                # Part of the fast window is from before the shift: it stays as a weak memory.
-                self._fast_n = [n * _SHIFT_KEEP for n in self._fast_n]
-                self._fast_s = [s * _SHIFT_KEEP for s in self._fast_s]
-                self._slow_n = self._fast_n.copy()
-                self._slow_s = self._fast_s.copy()
+                self.forget()
                 self.shifts += 1
-                return
+                return True
+        return False
 
-    def conditional(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """(a_k, exposures_k) for k = 1..gamma_max; arrays of gamma_max floats."""
-        weight = self._settings.prior_exposures
-        parent = self._settings.prior_acceptance
-        means = np.empty(self.gamma_max)
+    def forget(self) -> None:
+        """Keeps a weak memory of the fast window only (part of it is from before the shift)."""
         for k in range(self.gamma_max):
-            parent = (self._slow_s[k] + weight * parent) / (self._slow_n[k] + weight)
-            means[k] = parent
-        return means, np.array(self._slow_n)
+            idle = self._steps - self._seen_at[k]
+            self._seen_at[k] = self._steps
+            keep = _SHIFT_KEEP * math.exp(-idle / self._settings.fast_steps)
+            self._fast_n[k] *= keep
+            self._fast_s[k] *= keep
+        self._slow_n = self._fast_n.copy()
+        self._slow_s = self._fast_s.copy()
 
-    def expected_accepted(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """(mean, optimistic) E[accepted | gamma] for gamma = 0..gamma_max, draft tokens.
+    def doubt(self) -> None:
+        """The traffic has changed while this drafter stood by: its means stay, weakly."""
+        for k in range(self.gamma_max):
+            keep = min(1.0, _DOUBTED_EXPOSURES / max(self._slow_n[k], 1e-9))
+            self._slow_n[k] *= keep
+            self._slow_s[k] *= keep
 
-        E = s_1 + ... + s_gamma with the survival s_k = a_1 ... a_k; the optimistic one takes every
-        a_k at its upper confidence bound.
-        """
-        means, exposures = self.conditional()
-        weight = self._settings.prior_exposures
-        error = np.sqrt(means * (1 - means) / (exposures + weight))
-        upper = np.minimum(means + self._settings.confidence_z * error, 0.99)
-        return _sum_survival(means), _sum_survival(np.maximum(upper, means))
-
-
-def _sum_survival(conditional: NDArray[np.float64]) -> NDArray[np.float64]:
-    expected = np.zeros(len(conditional) + 1)
-    np.cumsum(np.cumprod(conditional), out=expected[1:])
-    return expected
+    def curve(self) -> AcceptanceCurve:
+        """The estimates as they stand."""
+        settings = self._settings
+        above = self._parent.curve().conditional if self._parent is not None else None
+        trusted = self._confidence.calibrated()
+        mean, weight = settings.prior_acceptance, settings.prior_exposures
+        if above is not None:
+            weight = settings.class_exposures
+        elif trusted is not None:
+            above, weight = trusted, _CONFIDENCE_WEIGHT
+        conditional, exposures, expected = [], [], [0.0]
+        survival, total = 1.0, 0.0
+        for k in range(self.gamma_max):
+            idle = self._steps - self._seen_at[k]
+            keep = math.exp(-idle / settings.idle_steps) if idle else 1.0
+            seen = self._slow_n[k] * keep
+            parent = mean if above is None else above[k]
+            mean = (self._slow_s[k] * keep + weight * parent) / (seen + weight)
+            survival *= mean
+            total += survival
+            conditional.append(mean)
+            exposures.append(seen)
+            expected.append(total)
+        return AcceptanceCurve(conditional, exposures, expected, settings.prior_exposures)

@@ -1,26 +1,30 @@
 """What a step costs: C(d, B, gamma, kv), measured once and refined by live steps.
 
-    C = (grid[arm, B] + k_kv * (kv - B * kv_ref)) * common[B] * specific[arm, B]
+    log C = log(grid[arm, B] + k_kv * (kv - B * kv_ref)) + phi(arm, B) . w + cell[arm, B]
 
-`grid` comes from a profile (interpolated in log B, monotone in B and gamma) or, without one, from
-a prior of the form t0 * (1 + B (gamma + 1) / B_sat + gamma * d), which is marked as such and only
-serves until live steps have corrected it.
+`grid` comes from a profile or, without one, from a prior, which is marked as such and only serves
+until live steps have corrected it.
 
-Live steps move two residuals, both in log space.  `common` follows quickly and moves every arm of
-a batch size alike, since a machine that slows down slows all of them: were it charged to the arm
-that happens to run, every noisy minute would look like a reason to switch.  `specific` follows
-slowly.  A step far outside the usual scatter is dropped, unless it keeps happening; the specific
-residual is bounded.
+Live steps move w, a handful of coefficients with a Kalman filter: how slow the machine is right
+now (quick: it moves every arm alike, so a slow minute is no reason to switch), how that grows with
+B, and per drafter what drafting at all, each further pass, and the verified width add.  So one arm
+that turns out dearer than its table moves all arms that share the reason.  What is left over goes
+to the single cell and half of it to its neighbours in B.  A table that surprises is trusted less:
+the doubt about cells never run grows with the errors found on first visits.
+
+A step far outside the usual scatter is dropped, unless it keeps happening.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.core.profile import Profile, ProfileCell
+from controller.core.grid import profiled_grid
+from controller.core.profile import Profile
 from controller.core.settings import PlannerSettings
 from controller.core.types import Arm
 
@@ -30,29 +34,51 @@ _PRIOR_SATURATION_TOKENS = 256.0
 _PRIOR_DRAFT_SHARE = 0.12
 _PRIOR_STEP_SECONDS = 0.02
 
-_COMMON_RATE = 0.1
-_SPECIFIC_RATE = 0.02
-# How much of a correction adjacent batch sizes take over.
+# Standard deviations of the log-coefficients before any live step: the machine, its growth with
+# log B; per drafter: drafting at all, passes, width times log B.  Then that of a single cell.
+_PROFILED_DOUBT = ((0.1, 0.08, 0.12, 0.12, 0.12), 0.03)
+_PRIOR_DOUBT = ((3.0, 0.6, 0.3, 0.5, 0.4), 0.1)
+# How far they may wander in one step.
+_WANDER = (0.005, 0.001, 0.0003, 0.0003, 0.0003)
 _NEIGHBOUR_SHARE = 0.5
+_CELL_RATE_MIN = 0.01
+_SCATTER_START = 0.05
+_SCATTER_MIN = 0.01
+_SCATTER_RATE = 0.02
 _OUTLIER_SCALES = 6.0
 _OUTLIER_FLOOR = 0.4
 _OUTLIERS_THAT_ARE_NEWS = 6
+_SURPRISE_RATE = 0.2
+_SURPRISE_MAX = 100.0
+# How far surprise may widen the doubt about the coefficients, as a factor of their variance.
+_DOUBT_GROWTH_MAX = 9.0
+
+
+_Number = TypeVar("_Number", float, NDArray[np.float64])
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds of a step for every (arm, bucket), and what is known about each.
-
-    seconds, optimistic_seconds: [arms, buckets]; extrapolated: [arms, buckets] of bool.
-    """
+    """seconds: [arms, buckets] of a step; extrapolated: [arms, buckets], outside of the profile."""
 
     seconds: NDArray[np.float64]
-    optimistic_seconds: NDArray[np.float64]
     extrapolated: NDArray[np.bool_]
 
 
+@dataclass(slots=True)
+class _Pending:
+    """Errors of one cell since the last update."""
+
+    total: float = 0.0
+    steps: int = 0
+
+
 class CostModel:
-    """Costs of `arms` at the batch sizes `buckets` (ascending).  One object per engine."""
+    """Costs of `arms` at the batch sizes `buckets` (ascending).  One object per engine.
+
+    padded: a batch runs as large as its bucket (captured graphs); else at its own size.
+    prior: ([arms, buckets] seconds at kv = 0, seconds per KV token) for an engine without profile.
+    """
 
     def __init__(
         self,
@@ -60,152 +86,211 @@ class CostModel:
         buckets: Sequence[int],
         profile: Profile | None,
         settings: PlannerSettings,
+        *,
+        padded: bool = False,
+        prior: tuple[NDArray[np.float64], float] | None = None,
     ) -> None:
         # A digest of the whole file: made once, read at every plan.
         self.profile_id = profile.profile_id if profile else ""
         self._arms = {arm: i for i, arm in enumerate(arms)}
         self._buckets = np.asarray(buckets, dtype=np.float64)
-        self._bucket_list = list(buckets)
+        self._bucket_list = [float(b) for b in buckets]
+        self._padded = padded
+        self._bucket_index = _bucket_index(buckets)
         shape = (len(arms), len(buckets))
-        if profile is None:
-            self._grid = _prior_grid(arms, self._buckets)
-            self._extrapolated = np.zeros(shape, dtype=bool)
-            self._kv_reference, self._kv_rate = 0.0, 0.0
-            drift = settings.cost_drift_max_prior
-            self._evidence_start, self._sigma = 0.0, 0.25
-        else:
-            self._grid, self._extrapolated = _profiled_grid(arms, self._buckets, profile)
+        self._extrapolated = np.zeros(shape, dtype=bool)
+        self._kv_reference, self._kv_rate = 0.0, 0.0
+        if profile is not None:
+            grid, self._extrapolated = profiled_grid(arms, self._buckets, profile)
             self._kv_reference = profile.kv_tokens_per_sequence
             self._kv_rate = profile.seconds_per_kv_token
-            drift = settings.cost_drift_max_profiled
-            self._evidence_start, self._sigma = 4.0, 0.2
+            doubt, drift = _PROFILED_DOUBT, settings.cost_drift_max_profiled
+        else:
+            grid = _prior_grid(arms, self._buckets) if prior is None else prior[0]
+            self._kv_rate = 0.0 if prior is None else prior[1]
+            doubt, drift = _PRIOR_DOUBT, settings.cost_drift_max_prior
+        self._grid = grid
+        self._grid_rows: list[list[float]] = grid.tolist()
         self._drift_max = math.log(drift)
-        self._common = np.zeros(len(buckets))
-        self._common_evidence = np.full(len(buckets), self._evidence_start)
-        self._specific = np.zeros(shape)
-        self._evidence = np.full(shape, self._evidence_start)
-        self._scatter = 0.05
+        self._features = _features(arms, self._buckets)
+        self._flat_features = self._features.reshape(len(self._features), -1)
+        drafters = (len(self._features) - 2) // 3
+        sigma = np.array([*doubt[0][:2], *(doubt[0][2:] * drafters)])
+        self._wander = np.diag(np.square([*_WANDER[:2], *(_WANDER[2:] * drafters)]))
+        self._weights = np.zeros(len(sigma))
+        self._covariance = np.diag(sigma**2)
+        self._covariance_start = float(np.trace(self._covariance))
+        self._cell_sigma = doubt[1]
+        self._cell = np.zeros(shape)
+        self._cell_steps = np.zeros(shape)
+        self._surprise = 1.0
+        self._scatter = _SCATTER_START
         self._outliers_in_a_row = 0
+        self._pending: dict[tuple[int, int], _Pending] = {}
         self.rejected = 0
+        self.steps = 0
+        self._refresh()
 
     def bucket_of(self, batch_size: int) -> int:
         """Index of the bucket that serves a batch size."""
-        return min(int(np.searchsorted(self._buckets, batch_size)), len(self._bucket_list) - 1)
+        index = self._bucket_index
+        return index[batch_size] if batch_size < len(index) else len(self._bucket_list) - 1
 
-    def observe(self, arm: Arm, batch_size: int, kv_tokens: int, step_seconds: float) -> None:
-        """Takes one plain step (the caller leaves out distorted ones)."""
+    def predict(self, arm: Arm, batch_size: int, kv_tokens: int) -> float:
+        """Seconds of a plain step at this very batch and context."""
         i, j = self._arms[arm], self.bucket_of(batch_size)
-        base = self._grid[i, j] + self._kv_rate * (kv_tokens - batch_size * self._kv_reference)
-        floor = 0.1 * float(self._grid[i, j])
-        predicted = math.log(max(base, floor)) + float(self._common[j] + self._specific[i, j])
-        error = math.log(step_seconds) - predicted
+        base = self._base(i, j, batch_size, kv_tokens)
+        return base * math.exp(float(self._correction[i, j]))
+
+    def observe(
+        self, arm: Arm, batch_size: int, expected_seconds: float, step_seconds: float
+    ) -> None:
+        """Takes one plain step (the caller leaves out distorted ones).
+
+        expected_seconds: what `predict` gave for it.
+        """
+        error = math.log(step_seconds / expected_seconds)
         if self._is_outlier(error):
             return
-        self._scatter += 0.02 * (min(abs(error), 1.0) - self._scatter)
-        self._learn(i, j, error)
+        self.steps += 1
+        if self.steps > 1:
+            excess = min(abs(error), 0.5) - self._scatter
+            self._scatter = max(_SCATTER_MIN, self._scatter + _SCATTER_RATE * excess)
+        cell = (self._arms[arm], self.bucket_of(batch_size))
+        pending = self._pending.get(cell)
+        if pending is None:
+            pending = self._pending[cell] = _Pending()
+        pending.total += error
+        pending.steps += 1
+
+    def _base(self, i: int, j: int, batch_size: int, kv_tokens: int) -> float:
+        row, sizes = self._grid_rows[i], self._bucket_list
+        grid, size = row[j], sizes[j]
+        if batch_size != size and not self._padded:
+            if j > 0 and batch_size < size:
+                share = (batch_size - sizes[j - 1]) / (size - sizes[j - 1])
+                grid = row[j - 1] + share * (grid - row[j - 1])
+            size = batch_size
+        else:
+            size = batch_size
+        return max(grid + self._kv_rate * (kv_tokens - size * self._kv_reference), 0.1 * grid)
 
     def _is_outlier(self, error: float) -> bool:
-        if abs(error) <= max(_OUTLIER_FLOOR, _OUTLIER_SCALES * self._scatter):
+        if self.steps < 3 or abs(error) <= max(_OUTLIER_FLOOR, _OUTLIER_SCALES * self._scatter):
             self._outliers_in_a_row = 0
             return False
         self._outliers_in_a_row += 1
-        if self._outliers_in_a_row >= _OUTLIERS_THAT_ARE_NEWS or self._common_evidence.max() < 3:
+        if self._outliers_in_a_row >= _OUTLIERS_THAT_ARE_NEWS:
             return False
         self.rejected += 1
         return True
 
-    def _learn(self, i: int, j: int, error: float) -> None:
-        if not self._common_evidence.any():
-            # The very first step fixes the scale for every batch size.
-            self._common += error
-            self._common_evidence += 1.0
+    def learn(self) -> None:
+        """Takes what has been observed since the last call into the coefficients and cells."""
+        if not self._pending:
             return
-        common_rate = max(_COMMON_RATE, 1.0 / (1.0 + self._common_evidence[j]))
-        specific_rate = max(_SPECIFIC_RATE, 0.5 / (1.0 + self._evidence[i, j]))
-        self._common_evidence[j] += 1.0
-        self._evidence[i, j] += 1.0
+        for (i, j), pending in self._pending.items():
+            self._learn_cell(i, j, pending.total / pending.steps, pending.steps)
+        self._pending.clear()
+        self._refresh()
+
+    def _learn_cell(self, i: int, j: int, error: float, steps: int) -> None:
+        phi = self._features[:, i, j]
+        self._covariance += steps * self._wander
+        noise = (1.25 * self._scatter) ** 2 / steps
+        cell_doubt = self._cell_doubt(float(self._cell_steps[i, j]))
+        spread = self._covariance @ phi
+        total = float(phi @ spread) + cell_doubt + noise
+        if self._cell_steps[i, j] == 0 and self.steps > steps:
+            found = min(max(error * error / total, 0.0), _SURPRISE_MAX)
+            self._surprise += _SURPRISE_RATE * (found - self._surprise)
+            if found > 4:
+                # The table is wrong by more than was thought possible: believe it less.
+                room = _DOUBT_GROWTH_MAX * self._covariance_start / np.trace(self._covariance)
+                self._covariance *= max(1.0, min(found / 2, float(room)))
+                spread = self._covariance @ phi
+                total = float(phi @ spread) + cell_doubt + noise
+        gain = spread / total
+        self._weights += gain * error
+        self._covariance -= np.outer(gain, spread)
+        left = error * (1 - float(phi @ gain))
+        rate = max(cell_doubt / (cell_doubt + noise), min(1.0, _CELL_RATE_MIN * steps))
+        self._cell_steps[i, j] += steps
         for k, share in ((j - 1, _NEIGHBOUR_SHARE), (j, 1.0), (j + 1, _NEIGHBOUR_SHARE)):
             if 0 <= k < len(self._bucket_list):
-                self._common[k] += common_rate * share * error
-                moved = self._specific[i, k] + specific_rate * share * error
-                self._specific[i, k] = min(self._drift_max, max(-self._drift_max, moved))
+                moved = self._cell[i, k] + rate * share * left
+                self._cell[i, k] = min(self._drift_max, max(-self._drift_max, moved))
 
-    def specific_drift(self) -> NDArray[np.float64]:
-        """Factors by which live steps have moved single cells: [arms, buckets], 1 = unmoved."""
-        return np.exp(self._specific)
+    def _cell_doubt(self, steps: _Number) -> _Number:
+        """Variance of what a single cell adds, after so many steps in it."""
+        prior = self._cell_sigma**2 * max(1.0, self._surprise)
+        noise = (1.25 * self._scatter) ** 2
+        doubt: _Number = prior / (1 + steps * (prior / noise))
+        return doubt
 
-    def costs(self, kv_tokens_per_sequence: float, confidence_z: float) -> Costs:
+    def _refresh(self) -> None:
+        shared = (self._weights @ self._flat_features).reshape(self._cell.shape)
+        # The drift that matters to a choice is that between arms: it is bounded, the machine's not.
+        machine = shared.min(axis=0)
+        bounded = np.minimum(shared - machine, 2 * self._drift_max) + machine
+        self._correction = bounded + self._cell
+        self._factors = np.exp(self._correction)
+
+    def drift(self) -> NDArray[np.float64]:
+        """Factors by which live steps have moved the table: [arms, buckets], 1 = unmoved."""
+        return self._factors
+
+    def costs(self, kv_tokens_per_sequence: float) -> Costs:
         """Costs at the buckets' batch sizes and this mean context length."""
         kv_seconds = self._kv_rate * (kv_tokens_per_sequence - self._kv_reference) * self._buckets
         base = np.maximum(self._grid + kv_seconds, 0.1 * self._grid)
-        seconds = base * np.exp(self._common + self._specific)
-        doubt = self._sigma / np.sqrt(1.0 + self._evidence)
-        return Costs(seconds, seconds * np.exp(-confidence_z * doubt), self._extrapolated)
+        return Costs(base * self._factors, self._extrapolated)
+
+    def relative_doubt(self, bucket: int, current: int) -> NDArray[np.float64]:
+        """[arms] variance of log(C_arm / C_current) at a bucket."""
+        phi = self._features[:, :, bucket]
+        apart = phi - phi[:, current : current + 1]
+        shared = np.einsum("pa,pq,qa->a", apart, self._covariance, apart)
+        cells = self._cell_doubt(self._cell_steps[:, bucket])
+        doubt: NDArray[np.float64] = np.maximum(shared, 0.0) + cells + cells[current]
+        doubt[current] = 0.0
+        return doubt
+
+
+def _bucket_index(buckets: Sequence[int]) -> list[int]:
+    """Bucket of every batch size up to the last bucket's: a look-up instead of a search."""
+    index = [0] * (buckets[-1] + 1)
+    j = 0
+    for size in range(buckets[-1] + 1):
+        if size > buckets[j]:
+            j += 1
+        index[size] = j
+    return index
+
+
+def _features(arms: Sequence[Arm], buckets: NDArray[np.float64]) -> NDArray[np.float64]:
+    """[2 + 3 * drafters, arms, buckets]: 1, log B; per drafter drafts, passes, width * log B."""
+    drafters = list(dict.fromkeys(arm.drafter for arm in arms))
+    log_batch = np.log2(buckets) / max(1.0, math.log2(buckets[-1]))
+    features = np.zeros((2 + 3 * len(drafters), len(arms), len(buckets)))
+    features[0] = 1.0
+    features[1] = log_batch
+    for d, drafter in enumerate(drafters):
+        deepest = max(1, *(arm.gamma for arm in arms if arm.drafter == drafter), 1)
+        for i, arm in enumerate(arms):
+            if arm.drafter == drafter and arm.gamma > 0:
+                features[2 + 3 * d, i] = 1.0
+                features[3 + 3 * d, i] = arm.gamma / deepest
+                width = math.log2(arm.gamma + 1) / math.log2(deepest + 1)
+                features[4 + 3 * d, i] = width * log_batch
+    return features
 
 
 def _prior_grid(arms: Sequence[Arm], buckets: NDArray[np.float64]) -> NDArray[np.float64]:
+    """t0 * (1 + B (gamma + 1) / B_sat + gamma * d): used when not even the model's shape is known."""
     gammas = np.array([[float(arm.gamma)] for arm in arms])
     tokens = buckets * (gammas + 1)
     relative: NDArray[np.float64] = (
         1 + tokens / _PRIOR_SATURATION_TOKENS + _PRIOR_DRAFT_SHARE * gammas
     )
     return _PRIOR_STEP_SECONDS * relative
-
-
-def _profiled_grid(
-    arms: Sequence[Arm], buckets: NDArray[np.float64], profile: Profile
-) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """[arms, buckets] seconds from the profile's cells, and where they left the measured grid."""
-    sizes = np.array(sorted({c.batch_size for c in profile.cells}), dtype=np.float64)
-    grid = np.empty((len(arms), len(buckets)))
-    outside = np.zeros(grid.shape, dtype=bool)
-    for drafter in {arm.drafter for arm in arms}:
-        cells = [c for c in profile.cells if c.drafter == drafter]
-        if not cells:
-            # An arm without a measurement is never silently cheap: it costs what the dearest does.
-            rows = [i for i, arm in enumerate(arms) if arm.drafter == drafter]
-            grid[rows] = max(c.step_seconds for c in profile.cells)
-            outside[rows] = True
-            continue
-        gammas = np.array(sorted({c.gamma for c in cells}), dtype=np.float64)
-        table = np.vstack([_over_batch(cells, int(g), sizes) for g in gammas])
-        table = _monotone(_monotone(table, 0), 1)
-        measured = (buckets >= sizes[0]) & (buckets <= sizes[-1])
-        at_buckets = np.vstack([_interpolate(np.log(buckets), np.log(sizes), row) for row in table])
-        for i, arm in enumerate(arms):
-            if arm.drafter == drafter:
-                for j in range(len(buckets)):
-                    grid[i, j] = _interpolate(
-                        np.array([float(arm.gamma)]), gammas, at_buckets[:, j]
-                    )[0]
-                outside[i] = ~measured | (not gammas[0] <= arm.gamma <= gammas[-1])
-    return grid, outside
-
-
-def _over_batch(
-    cells: Sequence[ProfileCell], gamma: int, sizes: NDArray[np.float64]
-) -> NDArray[np.float64]:
-    mine = sorted((c.batch_size, c.step_seconds) for c in cells if c.gamma == gamma)
-    x = np.log(np.array([b for b, _ in mine], dtype=np.float64))
-    return _interpolate(np.log(sizes), x, np.array([s for _, s in mine]))
-
-
-def _interpolate(
-    at: NDArray[np.float64], x: NDArray[np.float64], y: NDArray[np.float64]
-) -> NDArray[np.float64]:
-    """Linear inside, continued with the last slope (never downwards past the end) outside."""
-    inside = np.interp(at, x, y)
-    if len(x) < 2:
-        return inside
-    right = (y[-1] - y[-2]) / (x[-1] - x[-2])
-    left = (y[1] - y[0]) / (x[1] - x[0])
-    beyond = y[-1] + np.maximum(right, 0.0) * (at - x[-1])
-    before = np.maximum(y[0] + np.maximum(left, 0.0) * (at - x[0]), 0.25 * y[0])
-    return np.where(at > x[-1], beyond, np.where(at < x[0], before, inside))
-
-
-def _monotone(table: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
-    """Never falling along the axis: the mean of the running maximum and the reversed minimum."""
-    rising = np.maximum.accumulate(table, axis=axis)
-    flipped = np.flip(np.minimum.accumulate(np.flip(table, axis), axis=axis), axis)
-    return (rising + flipped) / 2

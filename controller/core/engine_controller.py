@@ -1,6 +1,6 @@
 """One engine's decision loop: reports in, plans out.
 
-    report -> acceptance, cost, exploration account -> (at most every `replan_seconds`)
+    report -> acceptance, cost, catch-up, exploration account -> (at most every `replan_seconds`)
     values -> choice with hysteresis -> perhaps a probe -> plan, if anything changed
 
 The only state is in this object; the only clock is the one passed in.  Feed a second one the same
@@ -9,14 +9,19 @@ reports at the same times and it makes the same plans.
 
 from collections.abc import Sequence
 
-from controller.core.acceptance import AcceptanceEstimator
+import numpy as np
+
+from controller.core.acceptance import AcceptanceCurve
+from controller.core.catch_up import CatchUp
 from controller.core.clock import Clock
 from controller.core.cost import CostModel
 from controller.core.errors import StaleReportError
-from controller.core.exploration import Explorer
-from controller.core.planner import Planner, Values, batch_buckets
+from controller.core.exploration import Explorer, relative_variance
+from controller.core.planner import Values, batch_buckets, evaluate
+from controller.core.policies import make_planner
 from controller.core.profile import Profile
 from controller.core.settings import PlannerSettings
+from controller.core.traffic import TrafficEstimator
 from controller.core.types import (
     Arm,
     ArmValue,
@@ -32,6 +37,10 @@ from controller.core.types import (
 )
 
 _KV_RATE = 0.05
+# At the start and after a shift estimates move quickly: for so many reports plans are made anew
+# after this share of the usual pause.
+_UNSETTLED_REPORTS = 30
+_UNSETTLED_PAUSE = 0.2
 
 
 class EngineController:
@@ -49,12 +58,17 @@ class EngineController:
         self._settings = settings
         self._clock = clock
         self.arms = tuple(Arm(d.name, gamma) for d in spec.drafters for gamma in d.gammas)
+        self._known = frozenset(self.arms)
         self._buckets = batch_buckets(spec.max_batch_size, spec.fingerprint.graph_batch_sizes)
-        self.acceptance = {
-            d.name: AcceptanceEstimator(d.gammas[-1], settings) for d in spec.drafters
-        }
-        self.cost = CostModel(self.arms, self._buckets, profile, settings)
-        self._planner = Planner(self.arms, self._buckets, settings)
+        self._sizes = np.asarray(self._buckets, dtype=np.float64)
+        self.traffic = TrafficEstimator(spec.drafters, settings)
+        self.cost = self._cost_model(profile)
+        self._catch_up = CatchUp(
+            [d.name for d in spec.drafters],
+            profile.catch_up_seconds_per_token if profile else 0.0,
+            can_sleep=spec.capabilities.can_sleep,
+        )
+        self._planner = make_planner(self.arms, self._buckets, settings)
         self.explorer = Explorer(settings)
         self._forced: Arm | None = None
         self._kv_per_sequence = profile.kv_tokens_per_sequence if profile else 0.0
@@ -62,9 +76,17 @@ class EngineController:
         self._last_batch = 1
         self._epoch = 0
         self._plan: Plan | None = None
+        self._rows_made_from: object = None
         self._plan_time = 0.0
         self._evaluated_at = -float("inf")
+        self._unsettled_until = _UNSETTLED_REPORTS
         self.reports = 0
+
+    def _cost_model(self, profile: Profile | None) -> CostModel:
+        return CostModel(
+            self.arms, self._buckets, profile, self._settings,
+            padded=bool(self.spec.fingerprint.graph_batch_sizes),
+        )  # fmt: skip
 
     @property
     def profile_id(self) -> str:
@@ -82,25 +104,24 @@ class EngineController:
             raise StaleReportError(
                 f"step {report.step} does not follow step {self._last_step}: steps must go forward"
             )
-        self.spec.require(report.arm)
+        arm = report.arm
+        if arm not in self._known:
+            self.spec.require(arm)
         self._last_step = report.step
         self._last_batch = report.batch_size
         self.reports += 1
         # A measurement brings its own load: what it accepts says nothing about the traffic.
         if self._forced is None:
-            self._fold_acceptance(report)
+            if self.traffic.fold(report):
+                self._unsettled_until = self.reports + _UNSETTLED_REPORTS
+            self._planner.observe(report)
         kv_per_sequence = report.kv_tokens / report.batch_size
         self._kv_per_sequence += _KV_RATE * (kv_per_sequence - self._kv_per_sequence)
-        if not report.flags.distorts_cost:
-            self.cost.observe(report.arm, report.batch_size, report.kv_tokens, report.step_seconds)
+        expected = self.cost.predict(arm, report.batch_size, report.kv_tokens)
+        woke = self._catch_up.observe(report, expected)
+        if not (woke or report.flags.distorts_cost):
+            self.cost.observe(arm, report.batch_size, expected, report.step_seconds)
         self.explorer.observe(report, self._clock.now())
-
-    def _fold_acceptance(self, report: StepReport) -> None:
-        for name, estimator in self.acceptance.items():
-            if name == report.drafter:
-                estimator.fold(report.accepted_counts)
-            else:
-                estimator.fade(report.batch_size)
 
     def next_plan(self) -> Plan | None:
         """A new plan if one is due (changed, a probe, or the lease half gone), else None."""
@@ -108,7 +129,9 @@ class EngineController:
         if self._plan is None:
             return self.current_plan()
         half_gone = now - self._plan_time >= self._settings.lease_seconds / 2
-        if now - self._evaluated_at < self._settings.replan_seconds and not half_gone:
+        settled = self.reports > self._unsettled_until
+        pause = self._settings.replan_seconds * (1.0 if settled else _UNSETTLED_PAUSE)
+        if now - self._evaluated_at < pause and not half_gone:
             return None
         rows, reason, detail = self._decide_rows(now)
         if rows == self._plan.rows:
@@ -147,7 +170,9 @@ class EngineController:
     def use_profile(self, profile: Profile) -> None:
         """Puts a profile into use; acceptance is kept.  Raises ProfileMismatchError."""
         profile.require_match(self.spec.fingerprint, self.spec.drafters)
-        self.cost = CostModel(self.arms, self._buckets, profile, self._settings)
+        self.cost = self._cost_model(profile)
+        if profile.catch_up_seconds_per_token:
+            self._catch_up.use(profile.catch_up_seconds_per_token)
         self._evaluated_at = -float("inf")
 
     def explain(self, batch_size: int = 0) -> Explanation:
@@ -158,8 +183,13 @@ class EngineController:
         plan = self.current_plan()
         chosen = plan.row_for(batch_size).arm
         column = values.value[:, bucket]
-        ranked = sorted(column, reverse=True)
-        margin = ranked[0] / ranked[1] - 1 if len(ranked) > 1 else 0.0
+        order = np.argsort(-column, kind="stable")
+        best = int(order[0])
+        runner_up = int(order[1]) if len(order) > 1 else best
+        current = self.arms.index(chosen)
+        doubt = np.sqrt(relative_variance(values, self.cost, self.arms, bucket, current))
+        hoped = column * (1 + self._settings.confidence_z * doubt)
+        drift = self.cost.drift()[:, bucket]
         return Explanation(
             engine_id=self.spec.engine_id,
             batch_size=batch_size,
@@ -170,52 +200,75 @@ class EngineController:
                     float(values.expected[i]),
                     float(values.costs.seconds[i, bucket]),
                     float(column[i]),
-                    float(values.optimistic_value[i, bucket]),
+                    float(hoped[i]),
                     arm == chosen,
                     bool(values.costs.extrapolated[i, bucket]),
+                    float(drift[i]),
+                    float(values.catch_up[i]),
                 )
                 for i, arm in enumerate(self.arms)
             ),
             positions=self._positions(),
             profile_id=self.profile_id,
-            margin=float(margin),
+            margin=float(column[best] / column[runner_up] - 1),
             probe_share=self.explorer.probe_share,
             kv_tokens_per_sequence=self._kv_per_sequence,
+            runner_up=self.arms[runner_up],
+            policy=self._settings.policy,
+            probes=self.explorer.probes,
+            probe_lost_seconds=self.explorer.lost_seconds,
+            probe_credit_seconds=self.explorer.credit_seconds,
+            shifts=self.traffic.shifts,
+            switches=self.switches,
+            cost_outliers=self.cost.rejected,
         )
 
     def _positions(self) -> tuple[PositionEstimate, ...]:
         found: list[PositionEstimate] = []
-        for name, estimator in self.acceptance.items():
-            means, exposures = estimator.conditional()
-            found += [
-                PositionEstimate(name, k + 1, float(means[k]), float(exposures[k]))
-                for k in range(estimator.gamma_max)
-            ]
+        for name, estimator in self.traffic.drafters.items():
+            found += _estimates(name, estimator.curve())
+        for label, estimators in self.traffic.classes.items():
+            for name, estimator in estimators.items():
+                found += _estimates(name, estimator.curve(), label)
         return tuple(found)
 
     def _evaluate(self) -> Values:
-        return self._planner.evaluate(self.acceptance, self.cost, self._kv_per_sequence)
+        self.cost.learn()
+        return evaluate(
+            self.arms,
+            self._sizes,
+            self.traffic.curves(),
+            self.cost.costs(self._kv_per_sequence),
+            self._catch_up.seconds(),
+        )
 
     def _decide_rows(self, now: float) -> tuple[tuple[PlanRow, ...], Reason, str]:
         if self._forced is not None:
             detail = f"measuring {self._forced.drafter} at gamma {self._forced.gamma}"
-            rows = [self._row(b, self._forced, Reason.PROFILING, None) for b in self._buckets]
-            return tuple(rows), Reason.PROFILING, detail
+            self._rows_made_from = None
+            forced = [self._row(b, self._forced, Reason.PROFILING, None) for b in self._buckets]
+            return tuple(forced), Reason.PROFILING, detail
         self._evaluated_at = now
         values = self._evaluate()
         choice = self._planner.update(values)
         active = self.cost.bucket_of(self._last_batch)
-        if self.reports:
+        if self.reports and self._planner.explores:
             self.explorer.consider(
-                self.arms,
-                values,
-                active,
-                self._last_batch,
-                choice[active],
-                now,
+                self.arms, values, self.cost, active, self._last_batch, choice[active], now
             )
         probing = self.explorer.running
-        rows = [
+        rows = self._rows(choice, probing)
+        return rows, *self._why(values, choice, active, probing)
+
+    def _rows(
+        self, choice: Sequence[int], probing: tuple[int, Probe] | None
+    ) -> tuple[PlanRow, ...]:
+        """The table; the rows of the last plan where nothing has changed."""
+        made_from = (tuple(choice), tuple(self._planner.reasons), probing)
+        if made_from == self._rows_made_from and self._plan is not None:
+            return self._plan.rows
+        self._rows_made_from = made_from
+        return tuple(
             self._row(
                 size,
                 self.arms[choice[j]],
@@ -223,8 +276,7 @@ class EngineController:
                 probing[1] if probing and probing[0] == j else None,
             )
             for j, size in enumerate(self._buckets)
-        ]
-        return tuple(rows), *self._why(values, choice, active, probing)
+        )
 
     def _why(
         self,
@@ -262,3 +314,8 @@ class EngineController:
         self._plan_time = now
         self._plan = Plan(self._epoch, rows, Regime(), self._settings.lease_seconds, reason, detail)
         return self._plan
+
+
+def _estimates(drafter: str, curve: AcceptanceCurve, label: str = "") -> list[PositionEstimate]:
+    pairs = zip(curve.conditional, curve.exposures, strict=True)
+    return [PositionEstimate(drafter, k, a, n, label) for k, (a, n) in enumerate(pairs, start=1)]

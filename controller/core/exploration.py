@@ -1,21 +1,43 @@
-"""Bounded exploration: gamma = 0 shows nothing about acceptance, so something must look.
+"""Bounded exploration: what does not run shows nothing, so something must look.
 
-Every step of the engine earns `probe_share` of its seconds as credit.  When credit is there, the
-arm whose optimistic value beats the current one by the most per second lost is run for a few
-steps.  What a probe really cost is measured against what the current arm would have made of the
-same seconds, and charged.  So probing is frequent where it is cheap, rare where it is dear, and
-never more than its share.
+Two reasons to look, one account.  Every step of the engine earns `probe_share` of its seconds as
+credit, and what a probe really lost, against what the current arm would have made of the same
+seconds, is charged.
+
+*Doubt.*  The value of an arm relative to the current one is uncertain by what its acceptance and
+its cost are uncertain by, where the two arms differ.  Its expected improvement (Jones, Schonlau and
+Welch 1998: sd * phi(u) + mean * Phi(u), u = mean / sd) over the next `horizon_steps`, against what
+a few steps of it are expected to lose, says whether to look; the best ratio goes first.
+
+*Time.*  At gamma = 0 nothing at all is seen, so a better day would go unnoticed.  If it comes once
+in `horizon_steps` and would gain g, and a look costs c steps, the loss c / I + g I / (2 horizon) is
+least at an interval of I = sqrt(2 c horizon / g) steps: cheap looks come often, dear ones rarely,
+and none where even a perfect drafter would not pay.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
+from controller.core.cost import CostModel
 from controller.core.planner import Values
 from controller.core.settings import PlannerSettings
 from controller.core.types import Arm, Probe, StepReport
 
 # A probe whose steps never come (the batch left its bucket) is given up after this time.
 _PROBE_PATIENCE_SECONDS = 2.0
+# Doubts are weighed anew after so many reports.
+_CONSIDER_EVERY = 8
+# What a better day is taken to be: the conditional acceptance of a drafter that fits its traffic.
+_HOPEFUL_ACCEPTANCE = 0.8
+# Sequences that one look at gamma = 0 wants to see.
+_LOOK_EXPOSURES = 6
+_INTERVAL_MIN = 8.0
+# Expected improvement over the horizon must exceed the price by this factor.
+_RETURN_MIN = 2.0
 
 
 @dataclass(slots=True)
@@ -35,6 +57,9 @@ class Explorer:
         self._credit = settings.probe_credit_start_seconds
         self._running: _Running | None = None
         self._next_id = 1
+        self._reports = 0
+        self._blind_steps = 0
+        self._consider_at = 0
         self.probes = 0
         self.lost_seconds = 0.0
         self.total_seconds = 0.0
@@ -45,12 +70,19 @@ class Explorer:
         return max(self.lost_seconds, 0.0) / self.total_seconds if self.total_seconds else 0.0
 
     @property
+    def credit_seconds(self) -> float:
+        """What probing may still lose now."""
+        return self._credit
+
+    @property
     def running(self) -> tuple[int, Probe] | None:
         """(bucket, probe) under way, or None."""
         return (self._running.bucket, self._running.probe) if self._running else None
 
     def observe(self, report: StepReport, now: float) -> None:
         """Earns credit, charges a probe's step, ends a probe that is done or stuck."""
+        self._reports += 1
+        self._blind_steps = 0 if report.gamma else self._blind_steps + 1
         self.total_seconds += report.step_seconds
         earned = self._settings.probe_share * report.step_seconds
         running = self._running
@@ -68,32 +100,33 @@ class Explorer:
 
     def consider(
         self,
-        arms: tuple[Arm, ...],
+        arms: Sequence[Arm],
         values: Values,
+        costs: CostModel,
         bucket: int,
         batch_size: int,
         current: int,
         now: float,
     ) -> None:
         """Starts a probe in the active bucket if one is worth its price and the credit is there."""
-        if self._running or self._settings.probe_share == 0:
+        if self._running or self._settings.probe_share == 0 or len(arms) < 2:
             return
+        blind = arms[current].gamma == 0 and self._blind_steps >= _INTERVAL_MIN
+        if not blind and self._reports < self._consider_at:
+            return
+        self._consider_at = self._reports + _CONSIDER_EVERY
         here = values.value[:, bucket]
-        hoped = values.optimistic_value[:, bucket]
-        steps = math.ceil(self._settings.probe_exposures / batch_size)
-        steps = max(1, min(self._settings.probe_steps_max, steps))
-        best, best_score = -1, 0.0
-        for i in range(len(arms)):
-            gain = hoped[i] / here[current] - 1
-            if i == current or gain <= self._settings.switch_margin:
-                continue
-            # Share of a step's seconds that running this arm is expected to lose.
-            loss = max(1 - here[i] / here[current], 0.0)
-            price = steps * loss * values.costs.seconds[i, bucket]
-            score = gain / (loss + 0.02)
-            if price <= self._credit and score > best_score:
-                best, best_score = i, score
-        if best < 0:
+        relative = here / here[current] - 1
+        # The first step may have to catch up: the second one shows the cost.
+        steps = max(2, self._steps(batch_size, self._settings.probe_exposures))
+        loss = np.maximum(-relative, 0.0) + values.catch_up / (
+            steps * values.costs.seconds[:, bucket]
+        )
+        best = self._by_doubt(values, costs, arms, bucket, current, steps, relative, loss)
+        if best is None and blind:
+            steps = self._steps(batch_size, _LOOK_EXPOSURES)
+            best = self._by_time(values, arms, bucket, current, steps, relative)
+        if best is None:
             return
         probe = Probe(self._next_id, arms[best], steps)
         self._next_id += 1
@@ -102,6 +135,107 @@ class Explorer:
             probe, bucket, now + _PROBE_PATIENCE_SECONDS, 0, float(here[current])
         )
 
+    def _steps(self, batch_size: int, exposures: int) -> int:
+        wanted = math.ceil(exposures / batch_size)
+        return max(1, min(self._settings.probe_steps_max, wanted))
+
+    def _by_doubt(
+        self,
+        values: Values,
+        costs: CostModel,
+        arms: Sequence[Arm],
+        bucket: int,
+        current: int,
+        steps: int,
+        relative: NDArray[np.float64],
+        loss: NDArray[np.float64],
+    ) -> int | None:
+        doubt = np.sqrt(relative_variance(values, costs, arms, bucket, current, unseen=True))
+        gain = expected_improvement(relative, doubt * (1 + relative))
+        price = steps * loss
+        # A free look still takes the trouble of a switch.
+        ratio = gain * self._settings.horizon_steps / (price + 0.02 * steps)
+        ratio[price * values.costs.seconds[:, bucket] > self._credit] = 0.0
+        ratio[current] = 0.0
+        best = int(ratio.argmax())
+        return best if ratio[best] > _RETURN_MIN and doubt[best] > 0 else None
+
+    def _by_time(
+        self,
+        values: Values,
+        arms: Sequence[Arm],
+        bucket: int,
+        current: int,
+        steps: int,
+        relative: NDArray[np.float64],
+    ) -> int | None:
+        seconds = values.costs.seconds[:, bucket]
+        hoped = hopeful_value(arms) / seconds * seconds[current] - 1
+        gain = float(hoped.max())
+        if gain <= self._settings.switch_margin:
+            return None
+        price = steps * np.maximum(-relative, 0.0) * seconds / seconds[current]
+        price += values.catch_up / seconds[current]
+        price[[arm.gamma == 0 for arm in arms]] = np.inf
+        look = int(price.argmin())
+        cost = max(float(price[look]), 0.01)
+        if not math.isfinite(cost) or cost * seconds[current] > self._credit:
+            return None
+        interval = max(
+            _INTERVAL_MIN,
+            math.sqrt(2 * cost * self._settings.horizon_steps / gain),
+            cost / self._settings.probe_share,
+        )
+        return look if self._blind_steps >= interval else None
+
     def cancel(self) -> None:
         """Forgets the probe under way (the choice is forced from outside)."""
         self._running = None
+
+
+def relative_variance(
+    values: Values,
+    costs: CostModel,
+    arms: Sequence[Arm],
+    bucket: int,
+    current: int,
+    *,
+    unseen: bool = False,
+) -> NDArray[np.float64]:
+    """[arms] variance of log(V_arm / V_current): where two arms share an estimate it cancels.
+
+    unseen: only what running the current arm does not show anyway: positions behind its draft
+    length, other drafters, and costs.
+    """
+    total = costs.relative_doubt(bucket, current)
+    running = arms[current]
+    for name, curve in values.curves.items():
+        slopes = curve.sensitivity() / (1 + np.array(curve.expected))[:, None]
+        here = np.array(
+            [slopes[a.gamma] if a.drafter == name else np.zeros(slopes.shape[1]) for a in arms]
+        )
+        variance = curve.variance()
+        if unseen and name == running.drafter:
+            variance[: running.gamma] = 0.0
+        total = total + (here - here[current]) ** 2 @ variance
+    return total
+
+
+def expected_improvement(mean: NDArray[np.float64], sd: NDArray[np.float64]) -> NDArray[np.float64]:
+    """E[max(0, x)] of x ~ N(mean, sd^2), elementwise."""
+    safe = np.maximum(sd, 1e-9)
+    u = mean / safe
+    density = np.exp(-u * u / 2) / math.sqrt(2 * math.pi)
+    below = 0.5 * (1 + _erf(u / math.sqrt(2)))
+    return np.maximum(safe * density + mean * below, 0.0)
+
+
+def _erf(x: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The error function (numpy has none)."""
+    return np.array([math.erf(value) for value in x])
+
+
+def hopeful_value(arms: Sequence[Arm]) -> NDArray[np.float64]:
+    """[arms] tokens a step and sequence if every position were accepted as on a good day."""
+    a = _HOPEFUL_ACCEPTANCE
+    return np.array([(1 - a ** (arm.gamma + 1)) / (1 - a) for arm in arms])

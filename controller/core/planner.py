@@ -3,7 +3,9 @@
     V(d, gamma, B) = B * (1 + E_d[accepted | gamma]) / C(d, B, gamma, kv)
 
 gamma = 0 is an arm like any other (E = 0).  The chosen arm changes only when another one's value
-exceeds it by `switch_margin`, so that noise at a pivot does not turn into switching.
+exceeds it by `switch_margin`, so that noise at a pivot does not turn into switching, and when it
+pays back what the change costs (a drafter that slept or stood by has to catch up) within
+`payback_seconds`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,10 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.core.acceptance import AcceptanceEstimator
-from controller.core.cost import CostModel, Costs
+from controller.core.acceptance import AcceptanceCurve
+from controller.core.cost import Costs
 from controller.core.settings import PlannerSettings
-from controller.core.types import Arm, Reason
+from controller.core.types import Arm, Reason, StepReport
 
 # Every batch size up to here has its own row; beyond, rows are about an eighth apart.
 _EXACT_BUCKETS = 8
@@ -42,18 +44,35 @@ def batch_buckets(max_batch_size: int, graph_batch_sizes: Sequence[int] = ()) ->
 class Values:
     """Everything the choice is made from.
 
-    expected, optimistic_expected: [arms] draft tokens; costs: [arms, buckets] seconds;
-    value, optimistic_value: [arms, buckets] tokens per second of the whole batch.
+    curves: by drafter, of the batch as it is (its request classes mixed).  expected: [arms] draft
+    tokens.  catch_up: [arms] seconds that changing to the arm costs first.  costs, value:
+    [arms, buckets], value in tokens per second of the whole batch.
     """
 
+    curves: Mapping[str, AcceptanceCurve]
     expected: NDArray[np.float64]
     costs: Costs
+    catch_up: NDArray[np.float64]
     value: NDArray[np.float64]
-    optimistic_value: NDArray[np.float64]
+
+
+def evaluate(
+    arms: Sequence[Arm],
+    sizes: NDArray[np.float64],
+    curves: Mapping[str, AcceptanceCurve],
+    costs: Costs,
+    catch_up: Mapping[str, float],
+) -> Values:
+    """Values of all arms at all buckets.  catch_up: seconds by drafter."""
+    expected = np.array([curves[arm.drafter].expected[arm.gamma] for arm in arms])
+    price = np.array([catch_up[arm.drafter] if arm.gamma else 0.0 for arm in arms])
+    return Values(curves, expected, costs, price, (1 + expected)[:, None] * sizes / costs.seconds)
 
 
 class Planner:
     """The current choice per bucket.  `update` is the only thing that changes it."""
+
+    explores = True
 
     def __init__(
         self, arms: Sequence[Arm], buckets: Sequence[int], settings: PlannerSettings
@@ -61,45 +80,44 @@ class Planner:
         self.arms = tuple(arms)
         self.buckets = tuple(buckets)
         self._settings = settings
-        self._sizes = np.asarray(buckets, dtype=np.float64)
         self.choice: list[int] | None = None
         self.reasons: list[Reason] = [Reason.EXPLOIT] * len(buckets)
         self.switches = 0
 
-    def evaluate(
-        self,
-        acceptance: Mapping[str, AcceptanceEstimator],
-        costs: CostModel,
-        kv_tokens_per_sequence: float,
-    ) -> Values:
-        """Values of all arms at all buckets on the estimates as they stand."""
-        curves = {name: estimator.expected_accepted() for name, estimator in acceptance.items()}
-        mean = np.array([curves[a.drafter][0][a.gamma] for a in self.arms])
-        upper = np.array([curves[a.drafter][1][a.gamma] for a in self.arms])
-        priced = costs.costs(kv_tokens_per_sequence, self._settings.confidence_z)
-        return Values(
-            mean,
-            priced,
-            self._sizes * (1 + mean)[:, None] / priced.seconds,
-            self._sizes * (1 + upper)[:, None] / priced.optimistic_seconds,
-        )
+    def observe(self, report: StepReport) -> None:
+        """Every report passes by here; this rule works on the estimates alone."""
 
     def update(self, values: Values) -> Sequence[int]:
-        """Moves the choice where the gain beats the margin; returns it, one arm index a bucket."""
-        best = values.value.argmax(axis=0)
+        """Moves the choice where the gain beats margin and price; one arm index a bucket."""
+        value = self.eligible(values)
+        best: list[int] = value.argmax(axis=0).tolist()
         if self.choice is None:
-            self.choice = [int(i) for i in best]
+            self.choice = best
             return self.choice
-        for j, candidate in enumerate(best):
-            current = self.choice[j]
-            if candidate == current:
-                self.reasons[j] = Reason.EXPLOIT
+        self.reasons = [Reason.EXPLOIT] * len(self.buckets)
+        if best == self.choice:
+            return self.choice
+        for j, (candidate, now) in enumerate(zip(best, self.choice, strict=True)):
+            if candidate == now:
                 continue
-            gain = values.value[candidate, j] / values.value[current, j] - 1
-            if gain > self._settings.switch_margin:
-                self.choice[j] = int(candidate)
-                self.reasons[j] = Reason.EXPLOIT
+            gain = value[candidate, j] / max(value[now, j], 1e-12) - 1
+            paid_back = gain * self._settings.payback_seconds > values.catch_up[candidate]
+            if gain > self._settings.switch_margin and paid_back:
+                self.choice[j] = candidate
                 self.switches += 1
             else:
                 self.reasons[j] = Reason.HOLD
         return self.choice
+
+    def eligible(self, values: Values) -> NDArray[np.float64]:
+        """[arms, buckets] values; almost none where a time between tokens breaks the ceiling.
+
+        The mean time between a sequence's tokens is C / (1 + E).  Where no arm keeps the ceiling all
+        stay eligible.
+        """
+        ceiling = self._settings.tpot_ceiling_seconds
+        if ceiling <= 0:
+            return values.value
+        tpot = values.costs.seconds / (1 + values.expected)[:, None]
+        keeps = tpot <= ceiling
+        return np.where(keeps | ~keeps.any(axis=0), values.value, values.value * 1e-9)

@@ -47,6 +47,9 @@ class DrafterIdentity:
 class Profile:
     """C(d, B, gamma, kv) = cell + seconds_per_kv_token * (kv - B * kv_tokens_per_sequence).
 
+    catch_up_seconds_per_token: what a drafter pays for every token that it missed while it slept
+    or another one drafted (0: unknown; live steps measure it).
+
     Raises InvalidProfileError for numbers that cannot be.
     """
 
@@ -58,6 +61,7 @@ class Profile:
     measured_at: str = ""
     command: str = ""
     hardware: str = ""
+    catch_up_seconds_per_token: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.cells:
@@ -70,6 +74,9 @@ class Profile:
             raise InvalidProfileError(
                 f"seconds_per_kv_token {self.seconds_per_kv_token} is not a time"
             )
+        rate = self.catch_up_seconds_per_token
+        if not (math.isfinite(rate) and rate >= 0):
+            raise InvalidProfileError(f"catch_up_seconds_per_token {rate} is not a time")
         names = {d.name for d in self.drafters}
         seen: set[tuple[str, int, int]] = set()
         for cell in self.cells:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+POLICIES = ("goodput", "tide", "sglang-ema")
+
 
 @dataclass(frozen=True, slots=True)
 class PlannerSettings:
@@ -10,39 +12,57 @@ class PlannerSettings:
     Raises ValueError for values that cannot work.
     """
 
+    # Which rule decides: ours ("goodput"), TIDE's threshold or SGLang's moving average.
+    policy: str = "goodput"
+    # The draft length that TIDE's threshold turns on and off.
+    tide_gamma: int = 3
     # How long the shim may use a plan without fresh contact, seconds.
     lease_seconds: float = 5.0
     # Smallest time between two evaluations of the plan, seconds: bounds the work per engine.
-    replan_seconds: float = 0.02
+    replan_seconds: float = 0.05
     # Relative gain that another arm must promise before the plan switches to it.
-    switch_margin: float = 0.02
+    switch_margin: float = 0.01
+    # Seconds within which a switch must have paid back its catch-up.
+    payback_seconds: float = 2.0
+    # Longest mean time between a sequence's tokens, seconds; 0 = no ceiling.
+    tpot_ceiling_seconds: float = 0.0
     # Share of step time that probing may cost.
-    probe_share: float = 0.01
+    probe_share: float = 0.008
     # Probing credit at the start, and the most that can be saved up, seconds of lost time.
-    probe_credit_start_seconds: float = 0.2
-    probe_credit_max_seconds: float = 1.0
+    probe_credit_start_seconds: float = 0.1
+    probe_credit_max_seconds: float = 0.5
     # Sequences that a probe wants to see at its first position.
-    probe_exposures: int = 24
+    probe_exposures: int = 16
     # Most steps of one probe.
     probe_steps_max: int = 8
-    # Width of the confidence bounds, in standard errors.
+    # Steps for which what a probe finds is expected to hold: the return on its price.
+    horizon_steps: float = 2000.0
+    # Width of the confidence bounds, in standard errors (for `explain`).
     confidence_z: float = 1.28
     # Conditional acceptance assumed before any evidence, and how many exposures it weighs.
     prior_acceptance: float = 0.7
     prior_exposures: float = 4.0
-    # Memory of the fast and the slow window, in exposures (sequences seen at a position).
+    # How many exposures all traffic weighs in a request class's estimate.
+    class_exposures: float = 24.0
+    # Memory of the fast and the slow window: in exposures, but never less than so many steps.
     fast_exposures: float = 20.0
+    fast_steps: float = 2.5
     slow_exposures: float = 1500.0
+    slow_steps: float = 150.0
+    # Steps after which what was not seen has lost two thirds of its confidence.
+    idle_steps: float = 2000.0
     # Standard errors between the windows that count as a shift of traffic.
-    shift_z: float = 2.8
+    shift_z: float = 3.2
     # Largest factor by which live steps may move a profiled cost, and a prior's.
-    cost_drift_max_profiled: float = 1.5
+    cost_drift_max_profiled: float = 2.0
     cost_drift_max_prior: float = 10.0
 
     def __post_init__(self) -> None:
         positive = (
-            "lease_seconds", "replan_seconds", "probe_exposures", "probe_steps_max",
-            "confidence_z", "prior_exposures", "fast_exposures", "slow_exposures", "shift_z",
+            "lease_seconds", "replan_seconds", "payback_seconds", "probe_exposures",
+            "probe_steps_max", "horizon_steps", "confidence_z", "prior_exposures",
+            "class_exposures", "fast_exposures", "fast_steps", "slow_exposures", "slow_steps",
+            "idle_steps", "shift_z",
         )  # fmt: skip
         for name in positive:
             if not getattr(self, name) > 0:
@@ -50,10 +70,19 @@ class PlannerSettings:
         for name in ("switch_margin", "probe_share"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must lie in [0, 1), not {getattr(self, name)!r}")
+        for name in (
+            "probe_credit_start_seconds", "probe_credit_max_seconds", "tpot_ceiling_seconds",
+        ):  # fmt: skip
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must not be below 0, but is {getattr(self, name)!r}")
         if not 0 < self.prior_acceptance < 1:
             raise ValueError(f"prior_acceptance must lie in (0, 1), not {self.prior_acceptance!r}")
-        if self.fast_exposures > self.slow_exposures:
-            raise ValueError("fast_exposures must not exceed slow_exposures")
+        if self.fast_exposures > self.slow_exposures or self.fast_steps > self.slow_steps:
+            raise ValueError("the fast window must not be longer than the slow one")
         for name in ("cost_drift_max_profiled", "cost_drift_max_prior"):
             if not getattr(self, name) >= 1:
                 raise ValueError(f"{name} is a factor of at least 1, not {getattr(self, name)!r}")
+        if self.policy not in POLICIES:
+            raise ValueError(f"policy must be one of {', '.join(POLICIES)}, not {self.policy!r}")
+        if self.tide_gamma < 1:
+            raise ValueError(f"tide_gamma must be 1 or more, not {self.tide_gamma!r}")

@@ -185,10 +185,18 @@ class StepFlags:
     @property
     def distorts_cost(self) -> bool:
         """True when the step's seconds say nothing about a plain step of its shape."""
-        return self.after_gap or self.eager_fallback or self.first_use or self.switched
+        return self.after_gap or self.eager_fallback or self.first_use
 
 
 NO_FLAGS = StepFlags()
+
+
+@dataclass(frozen=True, slots=True)
+class ClassCounts:
+    """One request class's share of a step: gamma + 1 counts, as `StepReport.accepted_counts`."""
+
+    label: str
+    accepted_counts: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +218,8 @@ class StepReport:
     flags: StepFlags = NO_FLAGS
     plan_epoch: int = 0
     probe_id: int = 0
+    classes: tuple[ClassCounts, ...] = ()
+    confidences: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if self.batch_size < 1 or self.batch_size > MAX_BATCH_SIZE:
@@ -286,7 +296,11 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class ArmValue:
-    """One arm at one batch size, with the numbers it was judged by (units as in proto)."""
+    """One arm at one batch size, with the numbers it was judged by (units as in proto).
+
+    cost_drift: factor by which live steps have moved its profiled cost.  catch_up_seconds: what
+    changing to it now would cost first.
+    """
 
     arm: Arm
     expected_accepted: float
@@ -295,16 +309,22 @@ class ArmValue:
     optimistic_tokens_per_second: float
     chosen: bool
     extrapolated: bool
+    cost_drift: float = 1.0
+    catch_up_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class PositionEstimate:
-    """P(position k accepted | k-1 were) of one drafter, and the evidence behind it."""
+    """P(position k accepted | k-1 were) of one drafter, and the evidence behind it.
+
+    label: the request class that it is of; "" = all traffic.
+    """
 
     drafter: str
     position: int
     conditional_acceptance: float
     exposures: float
+    label: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,3 +340,11 @@ class Explanation:
     margin: float
     probe_share: float
     kv_tokens_per_sequence: float
+    runner_up: Arm
+    policy: str
+    probes: int
+    probe_lost_seconds: float
+    probe_credit_seconds: float
+    shifts: int
+    switches: int
+    cost_outliers: int

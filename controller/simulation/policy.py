@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from controller.core.types import StepFlags
 
@@ -47,4 +47,13 @@ class Policy(Protocol):
 
     def observe(self, record: StepRecord, now: float) -> None:
         """After a step, as late as the engine's lag says."""
+        ...
+
+
+@runtime_checkable
+class Clairvoyant(Protocol):
+    """A policy of hindsight: it is told which segment of the workload the next step belongs to."""
+
+    def enter(self, segment: int) -> None:
+        """Index of the segment."""
         ...

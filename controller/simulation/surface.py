@@ -68,4 +68,5 @@ class CostSurface:
             kv,
             float(np.median(self.kv_seconds)) if with_context else 0.0,
             tuple(cells),
+            catch_up_seconds_per_token=self.catch_up_seconds_per_token,
         )

@@ -1,0 +1,64 @@
+"""What waking a drafter costs: the tokens it missed times what one of them takes.
+
+A drafter misses what the engine generates while it sleeps (gamma = 0) or another drafter runs.
+The rate starts at the profile's and follows the seconds that waking steps take beyond a plain one.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from controller.core.types import StepReport
+
+# The rate's memory, in wakings, and the missed tokens that its first value weighs.
+_WAKINGS = 50.0
+_PRIOR_TOKENS = 1000.0
+
+
+class CatchUp:
+    """Missed tokens by drafter, and the price of one.  One object per engine.
+
+    The price is a least-squares line through the origin: excess seconds over missed tokens.
+    """
+
+    def __init__(
+        self, drafters: Sequence[str], seconds_per_token: float, *, can_sleep: bool
+    ) -> None:
+        self._missed = dict.fromkeys(drafters, 0.0)
+        self._can_sleep = can_sleep
+        self.use(seconds_per_token)
+
+    def use(self, seconds_per_token: float) -> None:
+        """Starts from a measured price."""
+        self._weight = _PRIOR_TOKENS**2
+        self._product = self._weight * seconds_per_token
+
+    @property
+    def seconds_per_token(self) -> float:
+        """The price of a missed token, as known now."""
+        return max(0.0, self._product / self._weight)
+
+    def observe(self, report: StepReport, expected_seconds: float) -> bool:
+        """Takes a step; True when it woke a drafter, so that its seconds are no plain step's.
+
+        expected_seconds: of a plain step of this shape.
+        """
+        gained = report.batch_size + sum(k * n for k, n in enumerate(report.accepted_counts))
+        runs = report.gamma > 0 or not self._can_sleep
+        woke = False
+        for name, missed in self._missed.items():
+            if name != report.drafter or not runs:
+                self._missed[name] = min(missed + gained, float(report.kv_tokens + gained))
+            elif missed > 0 and report.gamma > 0:
+                woke = True
+                self._missed[name] = 0.0
+                if not (report.flags.after_gap or report.flags.first_use):
+                    excess = report.step_seconds - expected_seconds
+                    # A wild step must not make waking look dear for the next fifty.
+                    excess = min(excess, 4 * expected_seconds)
+                    keep = 1 - 1 / _WAKINGS
+                    self._product = keep * self._product + excess * missed
+                    self._weight = keep * self._weight + missed * missed
+        return woke
+
+    def seconds(self) -> Mapping[str, float]:
+        """By drafter, what drafting with it in the next step costs beyond the step."""
+        return {name: self.seconds_per_token * missed for name, missed in self._missed.items()}

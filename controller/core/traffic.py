@@ -1,0 +1,81 @@
+"""Acceptance of everything an engine serves: by drafter, and by request class where it says so.
+
+A batch is priced as the mix that it really is: E[accepted | gamma] is the mean over its classes,
+weighted by how many sequences of each ran in the last step.  Without classes it is the drafter's
+estimate over all traffic.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from controller.core.acceptance import AcceptanceCurve, AcceptanceEstimator
+from controller.core.settings import PlannerSettings
+from controller.core.types import DrafterSpec, StepReport
+
+# Classes beyond these are estimated as part of all traffic.
+MAX_CLASSES = 8
+
+
+class TrafficEstimator:
+    """All acceptance estimators of one engine.  `fold` is the only thing that changes it."""
+
+    def __init__(self, drafters: Sequence[DrafterSpec], settings: PlannerSettings) -> None:
+        self._settings = settings
+        self.drafters = {
+            d.name: AcceptanceEstimator(max(d.gammas[-1], 1), settings) for d in drafters
+        }
+        self.classes: dict[str, dict[str, AcceptanceEstimator]] = {}
+        self._mix: dict[str, float] = {}
+
+    @property
+    def shifts(self) -> int:
+        """Shifts of traffic noticed so far."""
+        return sum(estimator.shifts for estimator in self.drafters.values())
+
+    def fold(self, report: StepReport) -> bool:
+        """One report's accepted counts, and those of its classes; True on a shift of traffic."""
+        for name, estimator in self.drafters.items():
+            if name != report.drafter:
+                estimator.pass_by()
+        shifted = self.drafters[report.drafter].fold(report.accepted_counts, report.confidences)
+        if shifted:
+            # What was learnt of a drafter under other traffic is worth less under this one.
+            for name, estimator in self.drafters.items():
+                if name != report.drafter:
+                    estimator.doubt()
+        if report.classes or self._mix:
+            self._fold_classes(report)
+        return shifted
+
+    def _fold_classes(self, report: StepReport) -> None:
+        self._mix = {}
+        for part in report.classes:
+            known = self.classes.get(part.label)
+            if known is None:
+                if len(self.classes) >= MAX_CLASSES:
+                    continue
+                known = {
+                    name: AcceptanceEstimator(main.gamma_max, self._settings, parent=main)
+                    for name, main in self.drafters.items()
+                }
+                self.classes[part.label] = known
+            for name, estimator in known.items():
+                if name == report.drafter:
+                    estimator.fold(part.accepted_counts)
+                else:
+                    estimator.pass_by()
+            self._mix[part.label] = sum(part.accepted_counts) / report.batch_size
+
+    def curves(self) -> Mapping[str, AcceptanceCurve]:
+        """By drafter, the curve of the batch that ran last."""
+        found = {name: estimator.curve() for name, estimator in self.drafters.items()}
+        if not self._mix:
+            return found
+        rest = max(0.0, 1 - sum(self._mix.values()))
+        for name, curve in found.items():
+            expected = [rest * value for value in curve.expected]
+            for label, share in self._mix.items():
+                own = self.classes[label][name].curve().expected
+                expected = [e + share * o for e, o in zip(expected, own, strict=True)]
+            found[name] = dataclasses.replace(curve, expected=expected)
+        return found

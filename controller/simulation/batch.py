@@ -1,0 +1,236 @@
+"""The running batch: which requests are in it, where each stands, who comes next."""
+
+import bisect
+from collections import deque
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controller.simulation.errors import InvalidInputError
+from controller.simulation.surface import CostSurface
+from controller.simulation.workload import ClosedLoop, RequestPool, Workload
+
+
+class Batch:
+    """Sequences of a workload under continuous batching.  One object per run.
+
+    All per-sequence state is in numpy arrays of which the first `size` entries are in use.
+    """
+
+    def __init__(self, workload: Workload, surface: CostSurface) -> None:
+        self._surface = surface
+        self._drafters = [d.name for d in surface.drafters]
+        if isinstance(workload, ClosedLoop):
+            self._closed: ClosedLoop | None = workload
+            pools = [phase.pool for phase in workload.phases]
+            capacity = max(phase.concurrency for phase in workload.phases)
+            self._arrivals: list[float] = []
+            self._window = 0.0
+        else:
+            self._closed = None
+            pools = [workload.pool]
+            capacity = workload.max_concurrency
+            self._arrivals = workload.arrival_seconds.tolist()
+            self._window = workload.window_seconds
+        if capacity > surface.max_batch_size:
+            raise InvalidInputError(
+                surface.name, 0,
+                f"a batch of {capacity} is asked for, costs reach {surface.max_batch_size}",
+            )  # fmt: skip
+        self._join(pools)
+        self._base = np.zeros(capacity, dtype=np.int64)
+        self._position = np.zeros(capacity, dtype=np.int64)
+        self._output = np.zeros(capacity, dtype=np.int64)
+        self._context = np.zeros(capacity, dtype=np.int64)
+        self._label = np.zeros(capacity, dtype=np.int64)
+        self.size = 0
+        self.kv_tokens = 0
+        self.phase = 0
+        self.phase_changed = True
+        self._capacity = capacity
+        self._next_request = 0
+        self._phase_tokens = 0.0
+        self._steps_to_check = 0
+        self._prefilling: deque[list[int]] = deque()
+        self.done = False
+
+    def _join(self, pools: list[RequestPool]) -> None:
+        """One array per drafter over all pools, so that a sequence needs one offset only."""
+        names = sorted({label for pool in pools for label in pool.label_names})
+        self.label_names = tuple(names)
+        flats: list[list[NDArray[np.uint8]]] = [[] for _ in self._drafters]
+        self._pools = []
+        starts, start = [], 0
+        for pool in pools:
+            length = 0
+            for d, name in enumerate(self._drafters):
+                source = pool.accepted.get(name)
+                if source is None:
+                    raise InvalidInputError(
+                        "acceptance", 0,
+                        f"nothing is known of drafter {name!r}, only of {sorted(pool.accepted)}",
+                    )  # fmt: skip
+                flats[d].append(source)
+                length = len(source)
+            labels = np.array([names.index(n) for n in pool.label_names])[pool.labels]
+            self._pools.append((pool, pool.offsets + start, labels))
+            starts.append(start)
+            start += length
+        self._starts = starts
+        self._flat = [np.concatenate(parts) for parts in flats]
+
+    @property
+    def waiting_prefill(self) -> bool:
+        """True while an admitted request's prompt is not read yet."""
+        return bool(self._prefilling)
+
+    def next_arrival(self) -> float | None:
+        """Virtual seconds of the next request to come; None when none will."""
+        if self._next_request < len(self._arrivals):
+            return self._arrivals[self._next_request]
+        return None
+
+    def segment(self, now: float) -> int:
+        """The oracle's segment that a step starting now belongs to."""
+        return self.phase if self._closed is not None else int(now / self._window)
+
+    def admit(self, now: float) -> None:
+        """Takes in what has come, up to the limit."""
+        if self._closed is not None:
+            room = self._closed.phases[self.phase].concurrency - self.size - len(self._prefilling)
+            if room > 0:
+                self._take_next(room, cycle=True)
+            return
+        room = self._capacity - self.size - len(self._prefilling)
+        if room > 0:
+            arrived = bisect.bisect_right(self._arrivals, now) - self._next_request
+            if arrived > 0:
+                self._take_next(min(room, arrived), cycle=False)
+
+    def _take_next(self, count: int, *, cycle: bool) -> None:
+        pool, offsets, labels = self._pools[self.phase if self._closed is not None else 0]
+        for _ in range(count):
+            i = self._next_request % pool.requests if cycle else self._next_request
+            self._next_request += 1
+            self._prefilling.append(
+                [
+                    int(pool.context_tokens[i]), int(offsets[i]), int(pool.output_tokens[i]),
+                    int(labels[i]), int(pool.context_tokens[i]),
+                ]
+            )  # fmt: skip
+
+    def start_all(self) -> None:
+        """Prompts cost nothing: every admitted request decodes from the next step on."""
+        while self._prefilling:
+            self._start(self._prefilling.popleft())
+
+    def prefill(self, chunk_tokens: int, seconds_per_token: float) -> float:
+        """Reads up to `chunk_tokens` of the waiting prompts; returns the seconds that it took."""
+        left = chunk_tokens
+        while left > 0 and self._prefilling:
+            request = self._prefilling[0]
+            taken = min(left, request[0])
+            request[0] -= taken
+            left -= taken
+            if request[0] == 0:
+                self._start(self._prefilling.popleft())
+        return (chunk_tokens - left) * seconds_per_token
+
+    def _start(self, request: list[int]) -> None:
+        _, base, output, label, context = request
+        n = self.size
+        self._base[n] = base
+        self._position[n] = 0
+        self._output[n] = output
+        self._context[n] = context
+        self._label[n] = label
+        self.size = n + 1
+        self.kv_tokens += context
+        self._steps_to_check = 0
+
+    def step(
+        self, drafter: int, gamma: int, thinning: NDArray[np.float64] | None
+    ) -> tuple[list[int], list[tuple[str, list[int]]], float]:
+        """One decode step: (accepted_counts, counts by class, tokens gained)."""
+        n = self.size
+        position = self._position[:n]
+        if gamma > 0:
+            accepted = self._flat[drafter][self._base[:n] + position]
+            np.minimum(accepted, gamma, out=accepted)
+            if thinning is not None:
+                accepted = (accepted * thinning).astype(np.uint8)
+            counts: list[int] = np.bincount(accepted, minlength=gamma + 1).tolist()
+            position += accepted
+        else:
+            accepted = None
+            counts = [n]
+        position += 1
+        tokens = n + sum(k * count for k, count in enumerate(counts))
+        classes = self._classes(accepted, gamma, n)
+        self.kv_tokens += tokens
+        if self._steps_to_check <= 0:
+            tokens -= self._leave(n)
+        self._steps_to_check -= 1
+        return counts, classes, float(tokens)
+
+    def _classes(
+        self, accepted: NDArray[np.uint8] | None, gamma: int, n: int
+    ) -> list[tuple[str, list[int]]]:
+        if len(self.label_names) < 2:
+            return []
+        labels = self._label[:n]
+        width = gamma + 1
+        joint = labels * width if accepted is None else labels * width + accepted
+        counts = np.bincount(joint, minlength=width * len(self.label_names))
+        return [
+            (name, row)
+            for name, row in zip(self.label_names, counts.reshape(-1, width).tolist(), strict=True)
+            if any(row)
+        ]
+
+    def _leave(self, n: int) -> int:
+        """Takes out what is finished; returns the tokens past their ends."""
+        left = self._output[:n] - self._position[:n]
+        keep = left > 0
+        staying = int(np.count_nonzero(keep))
+        past = 0
+        if staying < n:
+            gone = ~keep
+            past = -int(left[gone].sum())
+            self.kv_tokens -= int((self._context[:n] + self._position[:n])[gone].sum())
+            for array in (self._base, self._position, self._output, self._context, self._label):
+                array[:staying] = array[:n][keep]
+            self.size = staying
+        # No sequence can finish before the shortest one has gained all it lacks.
+        fastest = 1 + max(d.gammas[-1] for d in self._surface.drafters)
+        lacking = int(left[keep].min()) if staying else 0
+        self._steps_to_check = max(1, lacking // fastest)
+        return past
+
+    def take(self, tokens: float) -> float:
+        """Books tokens to the phase; the share of them (0..1) that the workload still wanted."""
+        if self._closed is None:
+            finished = self._next_request >= len(self._arrivals)
+            self.done = finished and self.size == 0 and not self._prefilling
+            return 1.0
+        if tokens == 0:
+            return 1.0
+        wanted = self._closed.phases[self.phase].tokens - self._phase_tokens
+        self._phase_tokens += tokens
+        if self._phase_tokens < self._closed.phases[self.phase].tokens:
+            return 1.0
+        if self.phase + 1 == len(self._closed.phases):
+            self.done = True
+            return wanted / tokens
+        self._begin_phase(self.phase + 1)
+        return 1.0
+
+    def _begin_phase(self, phase: int) -> None:
+        assert self._closed is not None
+        if self._closed.phases[phase].at_once:
+            shift = self._starts[phase] - self._starts[self.phase]
+            self._base[: self.size] += shift
+        self.phase = phase
+        self.phase_changed = True
+        self._phase_tokens = 0.0
+        self._next_request = 0 if not self._closed.phases[phase].at_once else self._next_request

@@ -1,0 +1,296 @@
+"""A decode engine in virtual time: continuous batching, KV growth, lag, and the costs of a surface.
+
+    admit -> (prefill) -> choose -> draft, verify, accept -> leave -> ... -> observe, `lag` late
+
+Nothing in here knows what a good choice is.  The same workload and seed give every policy the same
+requests, the same acceptance at the same position, and the same noise on the same step.
+"""
+
+import math
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controller.core.types import NO_FLAGS, StepFlags
+from controller.simulation.batch import Batch
+from controller.simulation.errors import InvalidInputError
+from controller.simulation.policy import Clairvoyant, Policy, StepRecord
+from controller.simulation.surface import CostSurface
+from controller.simulation.workload import ClosedLoop, Workload
+
+_NOISE_BLOCK = 4096
+_GAP = StepFlags(after_gap=True)
+_SWITCHED = StepFlags(switched=True)
+_GAP_SWITCHED = StepFlags(after_gap=True, switched=True)
+
+
+class Prefill(Enum):
+    """Where prompts are read: not here (disaggregated), or between decode steps in chunks."""
+
+    NONE = "none"
+    CHUNKED = "chunked"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How the engine behaves.  Raises InvalidInputError for what cannot be.
+
+    lag: steps between a step's end and the policy's knowing of it, beyond the next step's start.
+    noise: standard deviation of the log of a step's seconds.  outlier_share of the steps take
+    outlier_factor as long.  switch_seconds: paid by a step whose arm differs from the last one's.
+    warm_factor: a step at gamma = 0 costs this much when a drafter is kept in step.  stale_steps: so
+    many steps after a sleep longer than `stale_after`, drafts are accepted only with stale_acceptance
+    of their usual probability (a drafter whose KV cache has holes).
+    """
+
+    lag: int = 1
+    noise: float = 0.03
+    outlier_share: float = 0.0
+    outlier_factor: float = 10.0
+    switch_seconds: float = 0.0
+    warm_factor: float = 1.05
+    prefill: Prefill = Prefill.NONE
+    prefill_chunk_tokens: int = 2048
+    stale_after: int = 8
+    stale_steps: int = 0
+    stale_acceptance: float = 0.3
+    max_steps: int = 5_000_000
+
+    def __post_init__(self) -> None:
+        checks = (
+            ("lag", 0 <= self.lag <= 64),
+            ("noise", 0 <= self.noise < 2),
+            ("outlier_share", 0 <= self.outlier_share < 1),
+            ("outlier_factor", 1 <= self.outlier_factor < math.inf),
+            ("switch_seconds", 0 <= self.switch_seconds < math.inf),
+            ("warm_factor", 1 <= self.warm_factor < math.inf),
+            ("prefill_chunk_tokens", self.prefill_chunk_tokens >= 1),
+            ("stale_acceptance", 0 <= self.stale_acceptance <= 1),
+        )
+        for name, good in checks:
+            if not good:
+                raise InvalidInputError(name, 0, f"{getattr(self, name)} is out of range")
+
+
+@dataclass(slots=True)
+class Trace:
+    """What ran, step by step (Python lists, one entry a step)."""
+
+    arms: list[int] = field(default_factory=list)
+    batch_sizes: list[int] = field(default_factory=list)
+    kv_tokens: list[int] = field(default_factory=list)
+    ends: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    # (step, phase index) of every phase's first step.
+    phase_starts: list[tuple[int, int]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class RunResult:
+    """One run.  seconds: with requests in flight.  segment_*: by the oracle's segments.
+
+    octaves: batch sizes 2^(o-1)+1 .. 2^o -> [tokens, seconds].  sequence_seconds: sum over steps of
+    batch size * seconds.
+    """
+
+    tokens: float
+    seconds: float
+    steps: int
+    switches: int
+    segment_tokens: list[float]
+    segment_seconds: list[float]
+    octaves: dict[int, list[float]]
+    sequence_seconds: float
+    decision_seconds: float
+    trace: Trace
+
+
+def simulate(
+    workload: Workload,
+    surface: CostSurface,
+    policy: Policy,
+    options: EngineOptions,
+    seed: int,
+) -> RunResult:
+    """Runs the workload to its end.  Raises InvalidInputError if it never ends."""
+    return _Run(workload, surface, policy, options, seed).run()
+
+
+class _Run:
+    def __init__(
+        self,
+        workload: Workload,
+        surface: CostSurface,
+        policy: Policy,
+        options: EngineOptions,
+        seed: int,
+    ) -> None:
+        self._workload = workload
+        self._surface = surface
+        self._policy = policy
+        self._options = options
+        # Two streams: what a policy does must not move the noise that it meets.
+        self._noise_rng, self._thinning_rng = np.random.default_rng(seed).spawn(2)
+        self._batch = Batch(workload, surface)
+        self._arms = surface.arms
+        self._drafters = [d.name for d in surface.drafters]
+        self._drafter_of = [self._drafters.index(arm.drafter) for arm in self._arms]
+        # Plain lists: a numpy scalar read costs more than the sum it goes into.
+        self._seconds: list[list[float]] = surface.seconds.tolist()
+        self._kv_seconds: list[float] = surface.kv_seconds.tolist()
+        self._missed = [0.0] * len(self._drafters)
+        self._asleep_steps = 0
+        self._stale_left = 0
+        self._noise: list[float] = []
+        self._decision_seconds = 0.0
+        self.result = RunResult(0.0, 0.0, 0, 0, [], [], {}, 0.0, 0.0, Trace())
+
+    def run(self) -> RunResult:
+        """The whole workload."""
+        batch, policy, options, trace = self._batch, self._policy, self._options, self.result.trace
+        late: deque[StepRecord] = deque()
+        now, step, last_arm, gap = 0.0, 0, -1, False
+        clock = time.perf_counter
+        clairvoyant = policy if isinstance(policy, Clairvoyant) else None
+        while True:
+            batch.admit(now)
+            if options.prefill is Prefill.NONE:
+                batch.start_all()
+            if batch.phase_changed:
+                trace.phase_starts.append((step, batch.phase))
+                batch.phase_changed = False
+            if batch.waiting_prefill:
+                spent = batch.prefill(
+                    options.prefill_chunk_tokens, self._surface.prefill_seconds_per_token
+                )
+                now = self._account(now, spent, 0.0)
+                gap = True
+            n = batch.size
+            if n == 0:
+                if batch.waiting_prefill:
+                    continue
+                arrival = batch.next_arrival()
+                if arrival is None:
+                    break
+                now, gap = max(now, arrival), True
+                continue
+            if clairvoyant is not None:
+                clairvoyant.enter(batch.segment(now))
+            began = clock()
+            while late and late[0].step < step - options.lag:
+                policy.observe(late.popleft(), now)
+            choice = policy.choose(n, now)
+            self._decision_seconds += clock() - began
+            arm = choice.arm
+            switched = arm != last_arm and last_arm >= 0
+            kv = batch.kv_tokens
+            seconds = self._step_seconds(arm, n, kv, switched, choice.asleep)
+            counts, classes, tokens = batch.step(
+                self._drafter_of[arm], self._arms[arm].gamma, self._thinning()
+            )
+            self._keep_up(arm, choice.asleep, tokens)
+            ended = self._account(now, seconds, tokens)
+            trace.arms.append(arm)
+            trace.batch_sizes.append(n)
+            trace.kv_tokens.append(kv)
+            trace.ends.append(ended)
+            trace.tokens.append(int(tokens))
+            if switched:
+                self.result.switches += 1
+                flags = _GAP_SWITCHED if gap else _SWITCHED
+            else:
+                flags = _GAP if gap else NO_FLAGS
+            late.append(
+                StepRecord(step, n, kv, arm, counts, seconds, flags, choice.probe_id, classes)
+            )
+            octave = self.result.octaves.setdefault((n - 1).bit_length(), [0.0, 0.0])
+            octave[0] += tokens
+            octave[1] += ended - now
+            self.result.sequence_seconds += n * (ended - now)
+            now, last_arm, gap = ended, arm, False
+            step += 1
+            if batch.done:
+                break
+            if step >= options.max_steps:
+                raise InvalidInputError(
+                    "workload", 0, f"it has not ended after {step} steps: it is too large"
+                )
+        self.result.steps = step
+        self.result.decision_seconds = self._decision_seconds
+        return self.result
+
+    def _step_seconds(self, arm: int, n: int, kv: int, switched: bool, asleep: bool) -> float:
+        """Wall seconds of the step that is about to run, noise and penalties included."""
+        surface, options = self._surface, self._options
+        column = min(n, surface.max_batch_size)
+        plain = self._seconds[arm][column]
+        base = plain + self._kv_seconds[arm] * (kv - n * surface.kv_reference)
+        base = max(base, 0.1 * plain)
+        gamma = self._arms[arm].gamma
+        if gamma == 0 and not asleep:
+            base *= options.warm_factor
+        seconds = base * self._next_noise()
+        if gamma > 0:
+            drafter = self._drafter_of[arm]
+            seconds += surface.catch_up_seconds_per_token * min(self._missed[drafter], kv)
+            self._missed[drafter] = 0.0
+        if switched:
+            seconds += options.switch_seconds
+        return seconds
+
+    def _keep_up(self, arm: int, asleep: bool, tokens: float) -> None:
+        """What every drafter missed in this step, and whether the one that ran is stale."""
+        gamma = self._arms[arm].gamma
+        for d in range(len(self._missed)):
+            if d != self._drafter_of[arm] or (gamma == 0 and asleep):
+                self._missed[d] += tokens
+        if gamma == 0 and asleep:
+            self._asleep_steps += 1
+            return
+        if self._asleep_steps > self._options.stale_after:
+            self._stale_left = self._options.stale_steps
+        self._asleep_steps = 0
+        self._stale_left = max(0, self._stale_left - 1)
+
+    def _thinning(self) -> NDArray[np.float64] | None:
+        waking = self._asleep_steps > self._options.stale_after and self._options.stale_steps > 0
+        if self._stale_left == 0 and not waking:
+            return None
+        return (
+            self._thinning_rng.random(self._batch.size) < self._options.stale_acceptance
+        ).astype(float)
+
+    def _next_noise(self) -> float:
+        if not self._noise:
+            # Mean 1: noise alone makes no policy slower or faster.
+            sigma = self._options.noise
+            block = np.exp(
+                sigma * self._noise_rng.standard_normal(_NOISE_BLOCK) - sigma * sigma / 2
+            )
+            wild = self._noise_rng.random(_NOISE_BLOCK) < self._options.outlier_share
+            block[wild] *= self._options.outlier_factor
+            self._noise = block.tolist()
+        return self._noise.pop()
+
+    def _account(self, now: float, seconds: float, tokens: float) -> float:
+        """Books a stretch of time; a closed loop's last step counts up to its last token only."""
+        result = self.result
+        segment = self._batch.segment(now)
+        share = self._batch.take(tokens)
+        while len(result.segment_tokens) <= segment:
+            result.segment_tokens.append(0.0)
+            result.segment_seconds.append(0.0)
+        result.segment_tokens[segment] += tokens * share
+        result.segment_seconds[segment] += seconds * share
+        result.tokens += tokens * share
+        result.seconds += seconds * share
+        return now + seconds
+
+
+def is_shifting(workload: Workload) -> bool:
+    """True when load or traffic moves while the workload runs."""
+    return not (isinstance(workload, ClosedLoop) and len(workload.phases) == 1)

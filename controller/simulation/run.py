@@ -1,0 +1,215 @@
+"""Runs scenarios: every static arm, the oracle, every peer and the controller, seed by seed.
+
+The oracle is made from the static runs: per segment of the workload the arm that was best there,
+run as one schedule; where that is slower than the best single arm, that arm is the oracle.
+"""
+
+import os
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field
+
+from controller.core.settings import PlannerSettings
+from controller.simulation.engine import RunResult, simulate
+from controller.simulation.errors import InvalidInputError
+from controller.simulation.hindsight import SegmentSchedule, best_by_segment, recovery_steps
+from controller.simulation.ours import ControllerPolicy
+from controller.simulation.peers import PeerUnavailableError, Static, best_table, standard_peers
+from controller.simulation.policy import Policy
+from controller.simulation.results import Origin, Timeline
+from controller.simulation.scenario import Scenario
+from controller.simulation.surface import CostSurface
+from controller.simulation.timeline import timeline
+from controller.simulation.workload import ClosedLoop, Workload
+
+OURS = "controller"
+ORACLE = "oracle"
+OFF = "off"
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyRun:
+    """One policy on one seed.  recovery: steps after each sudden change, in order."""
+
+    name: str
+    origin: Origin
+    tokens: float
+    seconds: float
+    steps: int
+    switches: int
+    recovery: tuple[float, ...]
+    probe_share: float
+    sequence_seconds: float
+    decision_seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class SeedRun:
+    """All policies of one scenario on one seed; `missing`: peers that could not run, and why."""
+
+    seed: int
+    runs: tuple[PolicyRun, ...]
+    best_static: str
+    missing: dict[str, str] = field(default_factory=dict)
+    timeline: Timeline | None = None
+
+    def run(self, name: str) -> PolicyRun:
+        """The run of that name.  Raises KeyError."""
+        for run in self.runs:
+            if run.name == name:
+                return run
+        raise KeyError(name)
+
+
+def static_names(surface: CostSurface) -> dict[str, int]:
+    """Name -> arm index of every static arm; plain decoding once, whoever would not draft."""
+    several = len(surface.drafters) > 1
+    names: dict[str, int] = {}
+    for i, arm in enumerate(surface.arms):
+        if arm.gamma == 0:
+            names.setdefault(OFF, i)
+        else:
+            names[f"static-{arm.drafter}-{arm.gamma}" if several else f"static-{arm.gamma}"] = i
+    return names
+
+
+def policy_names(scenario: Scenario) -> list[str]:
+    """Everything that `wanted` may name."""
+    peers = standard_peers(scenario.surface.arms, scenario.profile, ((1, 1, 0),))
+    return [OURS, ORACLE, *static_names(scenario.surface), *peers]
+
+
+def run_seed(
+    scenario: Scenario,
+    seed: int,
+    wanted: Collection[str] | None = None,
+    settings: PlannerSettings | None = None,
+) -> SeedRun:
+    """All policies (or the wanted ones; static arms and the oracle are always run)."""
+    surface, options = scenario.surface, scenario.options
+    workload = scenario.workload(seed)
+    runs: list[PolicyRun] = []
+
+    def run(name: str, policy: Policy) -> RunResult:
+        result = simulate(workload, surface, policy, options, seed)
+        runs.append(_summary(name, policy, result, workload, surface))
+        return result
+
+    statics = static_names(surface)
+    static_runs = {name: run(name, Static(surface.arms, arm)) for name, arm in statics.items()}
+    best = max(static_runs, key=lambda name: static_runs[name].tokens / static_runs[name].seconds)
+    oracle = _run_oracle(statics, static_runs, best, run, runs)
+    by_arm = [static_runs[_name_of(statics, surface, i)] for i in range(len(surface.arms))]
+    table = best_table([result.octaves for result in by_arm])
+    missing: dict[str, str] = {}
+    for name, factory in standard_peers(surface.arms, scenario.profile, table).items():
+        if wanted is None or name in wanted:
+            try:
+                run(name, factory())
+            except PeerUnavailableError as error:
+                missing[name] = str(error)
+    picture = None
+    if wanted is None or OURS in wanted:
+        ours = ControllerPolicy(surface, scenario.profile, scenario.max_batch_size, settings)
+        result = run(OURS, ours)
+        if scenario.shifting:
+            picture = timeline(surface, result, oracle)
+    return SeedRun(seed, tuple(runs), best, missing, picture)
+
+
+def _run_oracle(
+    statics: dict[str, int],
+    static_runs: dict[str, RunResult],
+    best: str,
+    run: Callable[[str, Policy], RunResult],
+    runs: list[PolicyRun],
+) -> RunResult:
+    arms, results = list(statics.values()), list(static_runs.values())
+    best_run = static_runs[best]
+    schedule = [arms[i] for i in best_by_segment(results)]
+    if len(set(schedule)) > 1:
+        oracle = run(ORACLE, SegmentSchedule(schedule))
+        if oracle.tokens / oracle.seconds >= best_run.tokens / best_run.seconds:
+            return oracle
+        runs.pop()
+    as_oracle = next(found for found in runs if found.name == best)
+    runs.append(
+        PolicyRun(
+            ORACLE, Origin.HINDSIGHT, as_oracle.tokens, as_oracle.seconds, as_oracle.steps,
+            as_oracle.switches, as_oracle.recovery, 0.0, as_oracle.sequence_seconds,
+            as_oracle.decision_seconds,
+        )
+    )  # fmt: skip
+    return best_run
+
+
+def _name_of(statics: dict[str, int], surface: CostSurface, arm: int) -> str:
+    if surface.arms[arm].gamma == 0:
+        return OFF
+    return next(name for name, index in statics.items() if index == arm)
+
+
+def _summary(
+    name: str, policy: Policy, result: RunResult, workload: Workload, surface: CostSurface
+) -> PolicyRun:
+    recovery = recovery_steps(workload, surface, result) if isinstance(workload, ClosedLoop) else []
+    return PolicyRun(
+        name,
+        getattr(policy, "origin", Origin.RESTATED),
+        result.tokens,
+        result.seconds,
+        result.steps,
+        result.switches,
+        tuple(recovery),
+        policy.controller.explorer.probe_share if isinstance(policy, ControllerPolicy) else 0.0,
+        result.sequence_seconds,
+        result.decision_seconds,
+    )
+
+
+def run_all(
+    scenarios: Sequence[Scenario],
+    seed: int,
+    wanted: Collection[str] | None = None,
+    settings: PlannerSettings | None = None,
+    processes: int | None = None,
+    on_done: Callable[[Scenario], None] | None = None,
+) -> list[list[SeedRun]]:
+    """Every scenario on its seeds (seed, seed + 1, ...), side by side on all processors.
+
+    Raises InvalidInputError if a wanted policy exists in no scenario.
+    """
+    if wanted is not None:
+        known = {name for scenario in scenarios for name in policy_names(scenario)}
+        for name in wanted:
+            if name not in known:
+                raise InvalidInputError(
+                    "--policy", 0, f"{name!r} is unknown; there are {', '.join(sorted(known))}"
+                )
+    found: list[list[SeedRun]] = [[] for _ in scenarios]
+    tasks = [(i, seed + k) for i, s in enumerate(scenarios) for k in range(s.seeds)]
+    workers = processes or len(os.sched_getaffinity(0))
+    if workers == 1 or len(tasks) == 1:
+        for i, task_seed in tasks:
+            found[i].append(run_seed(scenarios[i], task_seed, wanted, settings))
+            if on_done is not None:
+                on_done(scenarios[i])
+        return found
+    with ProcessPoolExecutor(workers) as pool:
+        waiting = {
+            pool.submit(run_seed, scenarios[i], task_seed, wanted, settings): i
+            for i, task_seed in tasks
+        }
+        for future in as_completed(waiting):
+            i = waiting[future]
+            found[i].append(future.result())
+            if on_done is not None:
+                on_done(scenarios[i])
+    for seeds in found:
+        seeds.sort(key=lambda run: run.seed)
+    return found

@@ -1,0 +1,37 @@
+"""A scenario: one workload on one engine, and what the controller was told about its costs."""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from controller.core.profile import Profile
+from controller.simulation.engine import EngineOptions
+from controller.simulation.surface import CostSurface
+from controller.simulation.workload import Workload
+
+
+class WorkloadSource(Protocol):
+    """Makes the workload of a seed; equal seeds make equal workloads."""
+
+    def __call__(self, seed: int) -> Workload:
+        """The workload."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """What is run, with all policies, `seeds` times.
+
+    profile: what the controller (and every peer that needs costs) was told; None = nothing.
+    max_batch_size: the engine's limit, which the plan's table reaches.
+    """
+
+    name: str
+    group: str
+    description: str
+    surface: CostSurface
+    workload: WorkloadSource
+    profile: Profile | None
+    max_batch_size: int
+    shifting: bool
+    seeds: int = 2
+    options: EngineOptions = field(default_factory=EngineOptions)

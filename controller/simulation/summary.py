@@ -1,0 +1,96 @@
+"""From runs to a report: ratios over paired seeds, with their spread."""
+
+import math
+from collections.abc import Sequence
+
+from controller.simulation.results import Origin, PolicyReport, ScenarioReport
+from controller.simulation.run import OFF, ORACLE, OURS, PolicyRun, SeedRun
+from controller.simulation.scenario import Scenario
+
+# Student's t, 97.5 %, by degrees of freedom (1, 2, ...); beyond, the normal value is close.
+_T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
+_T_LARGE = 2.1
+
+Interval = tuple[float, float] | None
+
+
+def summarise(scenario: Scenario, seeds: Sequence[SeedRun]) -> ScenarioReport:
+    """The scenario's report over all its seeds."""
+    names = [run.name for run in seeds[0].runs]
+    best_static = _best_static(seeds)
+    peers = [run.name for run in seeds[0].runs if run.origin in {Origin.IMPORTED, Origin.RESTATED}]
+    policies = [_policy(name, seeds, best_static, peers) for name in names]
+    policies.sort(key=lambda report: -report.tokens_per_second)
+    missing = "".join(f" Left out: {name} ({why})." for name, why in seeds[0].missing.items())
+    ours = next((run for run in seeds[0].runs if run.name == OURS), seeds[0].runs[0])
+    return ScenarioReport(
+        name=scenario.name,
+        group=scenario.group,
+        description=scenario.description + missing,
+        shifting=scenario.shifting,
+        steps=ours.steps,
+        seeds=len(seeds),
+        best_static=best_static,
+        policies=tuple(policies),
+        timeline=next((s.timeline for s in seeds if s.timeline is not None), None),
+    )
+
+
+def _best_static(seeds: Sequence[SeedRun]) -> str:
+    """The single arm that was best over all seeds together."""
+    names = [run.name for run in seeds[0].runs if run.origin is Origin.STATIC]
+    return max(names, key=lambda name: sum(math.log(seed.run(name).rate) for seed in seeds))
+
+
+def _policy(
+    name: str, seeds: Sequence[SeedRun], best_static: str, peers: Sequence[str]
+) -> PolicyReport:
+    runs = [seed.run(name) for seed in seeds]
+    oracle, oracle_ci = _ratio(name, ORACLE, seeds)
+    static, static_ci = _ratio(name, best_static, seeds)
+    has_off = any(run.name == OFF for run in seeds[0].runs)
+    off, off_ci = _ratio(name, OFF, seeds) if has_off else (None, None)
+    steps = sum(run.steps for run in runs)
+    return PolicyReport(
+        name=name,
+        origin=runs[0].origin,
+        tokens_per_second=sum(r.tokens for r in runs) / sum(r.seconds for r in runs),
+        ratio_to_oracle=oracle,
+        ratio_to_best_static=static,
+        ratio_to_off=off,
+        ratio_to_oracle_ci=oracle_ci,
+        ratio_to_best_static_ci=static_ci,
+        ratio_to_off_ci=off_ci,
+        switches_per_1000_steps=1000 * sum(run.switches for run in runs) / steps,
+        recovery_steps=_median([value for run in runs for value in run.recovery]),
+        probe_share=sum(run.probe_share * run.seconds for run in runs)
+        / sum(run.seconds for run in runs),
+        tpot_ms=1e3 * _tpot(runs),
+        decision_microseconds=1e6 * sum(run.decision_seconds for run in runs) / steps,
+        ratio_to_peers={peer: _ratio(name, peer, seeds)[0] for peer in peers if name == OURS},
+    )
+
+
+def _tpot(runs: Sequence[PolicyRun]) -> float:
+    return sum(run.sequence_seconds for run in runs) / sum(run.tokens for run in runs)
+
+
+def _ratio(name: str, other: str, seeds: Sequence[SeedRun]) -> tuple[float, Interval]:
+    """Geometric mean over seeds of rate / rate, and its 95 % interval (Student, on logs)."""
+    logs = [math.log(seed.run(name).rate / seed.run(other).rate) for seed in seeds]
+    mean = sum(logs) / len(logs)
+    if len(logs) < 2:
+        return math.exp(mean), None
+    variance = sum((value - mean) ** 2 for value in logs) / (len(logs) - 1)
+    degrees = len(logs) - 1
+    t = _T[degrees - 1] if degrees <= len(_T) else _T_LARGE
+    half = t * math.sqrt(variance / len(logs))
+    return math.exp(mean), (math.exp(mean - half), math.exp(mean + half))
+
+
+def _median(values: Sequence[float]) -> float | None:
+    if not values:
+        return None
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2

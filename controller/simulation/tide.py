@@ -1,0 +1,106 @@
+"""TIDE's measurements (arXiv 2602.05145): the latencies of Table 5 and the runs of Table 4."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class TideModel:
+    """One column of Table 5: EAGLE-3 in front of a target on H100 GPUs under tensor parallelism.
+
+    target_ms: T(n) at n = 1, 2, 4, ... tokens in one pass; it ends where the table does.
+    draft_ms: D_0, one pass of the drafter, whatever the batch.
+    """
+
+    target_ms: tuple[float, ...]
+    draft_ms: float
+
+    @property
+    def tokens(self) -> NDArray[np.float64]:
+        """The n of `target_ms`."""
+        return np.exp2(np.arange(len(self.target_ms), dtype=np.float64))
+
+    @property
+    def last_slope(self) -> float:
+        """Seconds that one more token adds to the largest pass in the table."""
+        n = self.tokens
+        return float((self.target_ms[-1] - self.target_ms[-2]) / 1e3 / (n[-1] - n[-2]))
+
+    def target_seconds(self, tokens: NDArray[np.float64]) -> NDArray[np.float64]:
+        """T(n): linear between the table's points, on with the last slope behind them."""
+        n = self.tokens
+        inside: NDArray[np.float64] = np.interp(tokens, n, np.array(self.target_ms) / 1e3)
+        beyond: NDArray[np.float64] = np.maximum(tokens - n[-1], 0.0) * self.last_slope
+        return inside + beyond
+
+    def step_seconds(self, batch_sizes: NDArray[np.float64], gamma: int) -> NDArray[np.float64]:
+        """Eq. 3's numerator, gamma D_0 + T(B (gamma + 1)), with the shape of batch_sizes."""
+        return gamma * self.draft_ms / 1e3 + self.target_seconds(batch_sizes * (gamma + 1))
+
+    def max_batch_size(self, gamma_max: int) -> int:
+        """Largest batch whose passes lie in the table up to gamma_max; 0 if none does."""
+        return int(self.tokens[-1]) // (gamma_max + 1)
+
+
+TIDE_MODELS: Mapping[str, TideModel] = {
+    "tide-gpt-oss-120b": TideModel(
+        (3.416, 3.844, 4.341, 5.236, 6.123, 7.637, 9.345, 11.79, 15.50, 21.50), 0.393
+    ),
+    "tide-qwen3-235b": TideModel((9.057, 10.07, 11.86, 14.68, 17.84, 23.47, 26.68, 31.46), 0.137),
+    "tide-llama4-scout": TideModel(
+        (6.461, 7.953, 8.932, 11.01, 13.61, 16.82, 19.58, 23.82, 27.89, 40.86), 0.330
+    ),
+    "tide-llama3.3-70b": TideModel(
+        (15.50, 16.00, 16.11, 16.36, 17.10, 18.45, 19.00, 21.38, 27.54, 64.76), 0.843
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TideRun:
+    """A chain configuration of Table 4, end to end (a draft of `gamma`, top-k 1).
+
+    acceptance_length: mean over GSM8K, HumanEval and MATH-500.  plain, speculative: the table's
+    average tokens per second without and with speculation.
+    """
+
+    batch_size: int
+    gamma: int
+    acceptance_length: float
+    plain: float
+    speculative: float
+
+    @property
+    def speedup(self) -> float:
+        """Measured."""
+        return self.speculative / self.plain
+
+
+def _run(
+    batch_size: int,
+    gamma: int,
+    lengths: tuple[float, float, float],
+    plain: float,
+    speculative: float,
+) -> TideRun:
+    return TideRun(batch_size, gamma, sum(lengths) / 3, plain, speculative)
+
+
+# Its trees (top-k 4) are not what Eq. 5 describes and are left out.
+TIDE_RUNS: tuple[TideRun, ...] = (
+    _run(1, 2, (2.35, 2.36, 2.46), 246.62, 313.45),
+    _run(1, 3, (2.76, 2.76, 2.95), 246.62, 342.20),
+    _run(4, 2, (2.35, 2.34, 2.47), 593.79, 758.49),
+    _run(4, 3, (2.78, 2.75, 2.97), 593.79, 821.28),
+    _run(8, 2, (2.36, 2.34, 2.47), 851.35, 1098.16),
+    _run(8, 3, (2.76, 2.75, 2.97), 851.35, 1187.32),
+    _run(16, 2, (2.35, 2.35, 2.47), 1226.10, 1563.06),
+    _run(16, 3, (2.77, 2.75, 2.97), 1226.10, 1635.25),
+    _run(32, 2, (2.35, 2.33, 2.46), 1671.85, 2085.41),
+    _run(32, 3, (2.76, 2.73, 2.96), 1671.85, 2272.30),
+    _run(64, 2, (2.36, 2.35, 2.47), 2312.08, 3186.51),
+    _run(64, 3, (2.74, 2.75, 2.97), 2312.08, 3401.52),
+)
