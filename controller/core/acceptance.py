@@ -9,8 +9,9 @@ of accepted / gamma would move whenever gamma does.
 Forgetting is by evidence: m new exposures fade the old ones by exp(-m / memory), so that B = 1
 and B = 256 track alike; a large batch never forgets more than a fixed share of it in one step.  A
 position that a step did not reach keeps its mean and loses confidence, step by step.  Two windows
-stand side by side; when the fast one leaves the slow one by `shift_z` standard errors, the slow
-one is replaced by it, and the memory starts short again.
+stand side by side; when the fast one leaves the slow one by `shift_z` standard errors, or all
+positions together speak for a large change (`shift_alarm`), the slow one is replaced by it, and the
+memory starts short again.
 
 Positions with little evidence lean on a parent: the drafter's own calibrated confidence where the
 engine reports it, else the position before them (the geometric tail, a_k = a_{k-1}), the first one
@@ -26,6 +27,7 @@ from numpy.typing import NDArray
 
 from controller.core.confidence import ConfidenceCalibration
 from controller.core.settings import PlannerSettings
+from controller.core.shift_alarm import ShiftAlarm
 
 # A window needs this many exposures before it can call a shift.
 _SHIFT_MIN_EXPOSURES = 8.0
@@ -90,6 +92,7 @@ class AcceptanceEstimator:
         self._steps = 0
         self._seen_at = [0] * gamma_max
         self._confidence = ConfidenceCalibration(gamma_max)
+        self._alarm = ShiftAlarm(gamma_max, settings)
         self.shifts = 0
 
     def fold(self, accepted_counts: Sequence[int], confidences: Sequence[float] = ()) -> bool:
@@ -101,6 +104,7 @@ class AcceptanceEstimator:
         settings = self._settings
         gamma = min(len(accepted_counts) - 1, self.gamma_max)
         reached = sum(accepted_counts)
+        alarmed = gamma > 0 and self._alarm.fold(accepted_counts)
         for k in range(gamma):
             if reached == 0:
                 break
@@ -115,7 +119,11 @@ class AcceptanceEstimator:
             reached = successes
         if confidences:
             self._confidence.fold(confidences, accepted_counts)
-        return gamma > 0 and self._detect_shift(gamma)
+        if gamma == 0 or not (alarmed or self._windows_part(gamma)):
+            return False
+        self.forget()
+        self.shifts += 1
+        return True
 
     def pass_by(self) -> None:
         """A step that ran without this drafter."""
@@ -130,7 +138,7 @@ class AcceptanceEstimator:
             self._slow_n[k] *= keep
             self._slow_s[k] *= keep
 
-    def _detect_shift(self, gamma: int) -> bool:
+    def _windows_part(self, gamma: int) -> bool:
         for k in range(gamma):
             fast, slow = self._fast_n[k], self._slow_n[k]
             if fast < _SHIFT_MIN_EXPOSURES or slow < 2 * fast:
@@ -138,8 +146,6 @@ class AcceptanceEstimator:
             fast_mean, slow_mean = self._fast_s[k] / fast, self._slow_s[k] / slow
             variance = max(slow_mean * (1 - slow_mean), 0.01) * (1 / fast + 1 / slow)
             if abs(fast_mean - slow_mean) > self._settings.shift_z * math.sqrt(variance):
-                self.forget()
-                self.shifts += 1
                 return True
         return False
 
@@ -184,4 +190,5 @@ class AcceptanceEstimator:
             conditional.append(mean)
             exposures.append(seen)
             expected.append(total)
+        self._alarm.believe(conditional, exposures)
         return AcceptanceCurve(conditional, exposures, expected, settings.prior_exposures)

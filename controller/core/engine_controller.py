@@ -250,11 +250,20 @@ class EngineController:
             return tuple(forced), Reason.PROFILING, detail
         self._evaluated_at = now
         values = self._evaluate()
-        choice = self._planner.update(values)
+        hazard = self.traffic.hazard
+        choice = self._planner.update(values, hazard)
         active = self.cost.bucket_of(self._last_batch)
         if self.reports and self._planner.explores:
             self.explorer.consider(
-                self.arms, values, self.cost, active, self._last_batch, choice[active], now
+                self.arms,
+                values,
+                self.cost,
+                active,
+                self._last_batch,
+                choice[active],
+                self._planner.watch,
+                1 / hazard,
+                now,
             )
         probing = self.explorer.running
         rows = self._rows(choice, probing)

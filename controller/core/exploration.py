@@ -6,13 +6,10 @@ seconds, is charged.
 
 *Doubt.*  The value of an arm relative to the current one is uncertain by what its acceptance and
 its cost are uncertain by, where the two arms differ.  Its expected improvement (Jones, Schonlau and
-Welch 1998: sd * phi(u) + mean * Phi(u), u = mean / sd) over the next `horizon_steps`, against what
+Welch 1998: sd * phi(u) + mean * Phi(u), u = mean / sd) until the traffic next shifts, against what
 a few steps of it are expected to lose, says whether to look; the best ratio goes first.
 
-*Time.*  At gamma = 0 nothing at all is seen, so a better day would go unnoticed.  If it comes once
-in `horizon_steps` and would gain g, and a look costs c steps, the loss c / I + g I / (2 horizon) is
-least at an interval of I = sqrt(2 c horizon / g) steps: cheap looks come often, dear ones rarely,
-and none where even a perfect drafter would not pay.
+*Time.*  At gamma = 0 nothing at all is seen, so a better day would go unnoticed: see `watch`.
 """
 
 import math
@@ -26,16 +23,14 @@ from controller.core.cost import CostModel
 from controller.core.planner import Values
 from controller.core.settings import PlannerSettings
 from controller.core.types import Arm, Probe, StepReport
+from controller.core.watch import Watch
 
 # A probe whose steps never come (the batch left its bucket) is given up after this time.
 _PROBE_PATIENCE_SECONDS = 2.0
 # Doubts are weighed anew after so many reports.
 _CONSIDER_EVERY = 8
-# What a better day is taken to be: the conditional acceptance of a drafter that fits its traffic.
-_HOPEFUL_ACCEPTANCE = 0.8
-# Sequences that one look at gamma = 0 wants to see.
-_LOOK_EXPOSURES = 6
-_INTERVAL_MIN = 8.0
+# Blind steps before the next look is even considered.
+_BLIND_STEPS_MIN = 8
 # Expected improvement over the horizon must exceed the price by this factor.
 _RETURN_MIN = 2.0
 
@@ -106,12 +101,14 @@ class Explorer:
         bucket: int,
         batch_size: int,
         current: int,
+        watch: Watch | None,
+        horizon_steps: float,
         now: float,
     ) -> None:
         """Starts a probe in the active bucket if one is worth its price and the credit is there."""
         if self._running or self._settings.probe_share == 0 or len(arms) < 2:
             return
-        blind = arms[current].gamma == 0 and self._blind_steps >= _INTERVAL_MIN
+        blind = arms[current].gamma == 0 and self._blind_steps >= _BLIND_STEPS_MIN
         if not blind and self._reports < self._consider_at:
             return
         self._consider_at = self._reports + _CONSIDER_EVERY
@@ -122,10 +119,15 @@ class Explorer:
         loss = np.maximum(-relative, 0.0) + values.catch_up / (
             steps * values.costs.seconds[:, bucket]
         )
-        best = self._by_doubt(values, costs, arms, bucket, current, steps, relative, loss)
-        if best is None and blind:
-            steps = self._steps(batch_size, _LOOK_EXPOSURES)
-            best = self._by_time(values, arms, bucket, current, steps, relative)
+        best = self._by_doubt(
+            values, costs, arms, bucket, current, steps, relative, loss, horizon_steps
+        )
+        if best is None and blind and watch is not None:
+            look = int(watch.arm[bucket])
+            steps = int(watch.steps[bucket])
+            cost = float(steps * loss[look] * values.costs.seconds[look, bucket])
+            if self._blind_steps >= watch.interval[bucket] and cost <= self._credit:
+                best = look
         if best is None:
             return
         probe = Probe(self._next_id, arms[best], steps)
@@ -149,44 +151,17 @@ class Explorer:
         steps: int,
         relative: NDArray[np.float64],
         loss: NDArray[np.float64],
+        horizon_steps: float,
     ) -> int | None:
         doubt = np.sqrt(relative_variance(values, costs, arms, bucket, current, unseen=True))
         gain = expected_improvement(relative, doubt * (1 + relative))
         price = steps * loss
         # A free look still takes the trouble of a switch.
-        ratio = gain * self._settings.horizon_steps / (price + 0.02 * steps)
+        ratio = gain * horizon_steps / (price + 0.02 * steps)
         ratio[price * values.costs.seconds[:, bucket] > self._credit] = 0.0
         ratio[current] = 0.0
         best = int(ratio.argmax())
         return best if ratio[best] > _RETURN_MIN and doubt[best] > 0 else None
-
-    def _by_time(
-        self,
-        values: Values,
-        arms: Sequence[Arm],
-        bucket: int,
-        current: int,
-        steps: int,
-        relative: NDArray[np.float64],
-    ) -> int | None:
-        seconds = values.costs.seconds[:, bucket]
-        hoped = hopeful_value(arms) / seconds * seconds[current] - 1
-        gain = float(hoped.max())
-        if gain <= self._settings.switch_margin:
-            return None
-        price = steps * np.maximum(-relative, 0.0) * seconds / seconds[current]
-        price += values.catch_up / seconds[current]
-        price[[arm.gamma == 0 for arm in arms]] = np.inf
-        look = int(price.argmin())
-        cost = max(float(price[look]), 0.01)
-        if not math.isfinite(cost) or cost * seconds[current] > self._credit:
-            return None
-        interval = max(
-            _INTERVAL_MIN,
-            math.sqrt(2 * cost * self._settings.horizon_steps / gain),
-            cost / self._settings.probe_share,
-        )
-        return look if self._blind_steps >= interval else None
 
     def cancel(self) -> None:
         """Forgets the probe under way (the choice is forced from outside)."""
@@ -233,9 +208,3 @@ def expected_improvement(mean: NDArray[np.float64], sd: NDArray[np.float64]) -> 
 def _erf(x: NDArray[np.float64]) -> NDArray[np.float64]:
     """The error function (numpy has none)."""
     return np.array([math.erf(value) for value in x])
-
-
-def hopeful_value(arms: Sequence[Arm]) -> NDArray[np.float64]:
-    """[arms] tokens a step and sequence if every position were accepted as on a good day."""
-    a = _HOPEFUL_ACCEPTANCE
-    return np.array([(1 - a ** (arm.gamma + 1)) / (1 - a) for arm in arms])

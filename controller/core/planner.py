@@ -3,7 +3,7 @@
     V(d, gamma, B) = B * (1 + E_d[accepted | gamma]) / C(d, B, gamma, kv)
 
 gamma = 0 is an arm like any other (E = 0).  The chosen arm changes only when another one's value
-exceeds it by `switch_margin`, so that noise at a pivot does not turn into switching, and when it
+exceeds it by `switch_margin` (gamma = 0 has to earn what blindness costs, see `watch`), so that noise at a pivot does not turn into switching, and when it
 pays back what the change costs (a drafter that slept or stood by has to catch up) within
 `payback_seconds`.
 """
@@ -18,6 +18,7 @@ from controller.core.acceptance import AcceptanceCurve
 from controller.core.cost import Costs
 from controller.core.settings import PlannerSettings
 from controller.core.types import Arm, Reason, StepReport
+from controller.core.watch import Watch, Watcher
 
 # Every batch size up to here has its own row; beyond, rows are about an eighth apart.
 _EXACT_BUCKETS = 8
@@ -80,6 +81,9 @@ class Planner:
         self.arms = tuple(arms)
         self.buckets = tuple(buckets)
         self._settings = settings
+        self._off = np.array([arm.gamma == 0 for arm in arms])
+        self._watcher = Watcher(arms, np.asarray(buckets, dtype=np.float64), settings)
+        self.watch: Watch | None = None
         self.choice: list[int] | None = None
         self.reasons: list[Reason] = [Reason.EXPLOIT] * len(buckets)
         self.switches = 0
@@ -87,9 +91,16 @@ class Planner:
     def observe(self, report: StepReport) -> None:
         """Every report passes by here; this rule works on the estimates alone."""
 
-    def update(self, values: Values) -> Sequence[int]:
-        """Moves the choice where the gain beats margin and price; one arm index a bucket."""
+    def update(self, values: Values, hazard: float) -> Sequence[int]:
+        """Moves the choice where the gain beats margin and price; one arm index a bucket.
+
+        hazard: probability that the traffic shifts in one step.
+        """
         value = self.eligible(values)
+        if self._off[value.argmax(axis=0)].any():
+            self.watch = self._watcher.watch(value, values.costs.seconds, values.catch_up, hazard)
+            if self.watch is not None:
+                value = np.where(self._off[:, None], value * (1 - self.watch.loss), value)
         best: list[int] = value.argmax(axis=0).tolist()
         if self.choice is None:
             self.choice = best

@@ -40,8 +40,11 @@ class TidePlanner(Planner):
         self._on = min(drafting, key=lambda i: abs(arms[i].gamma - settings.tide_gamma))
         self._off = next((i for i in first if arms[i].gamma == 0), self._on)
 
-    def update(self, values: Values) -> Sequence[int]:
+    def update(self, values: Values, hazard: float) -> Sequence[int]:
         """One of the two arms a bucket."""
+        self.watch = self._watcher.watch(
+            values.value, values.costs.seconds, values.catch_up, hazard
+        )
         cost = values.costs.seconds[self._on] / values.costs.seconds[self._off]
         speedup = (1 + values.expected[self._on]) / cost
         choice = [self._on if s > 1 else self._off for s in speedup]
@@ -120,9 +123,9 @@ class EmaPlanner(Planner):
         accepted = sum(k * count for k, count in enumerate(report.accepted_counts))
         self._slot(report.batch_size).observe(accepted / report.batch_size, report.gamma)
 
-    def update(self, values: Values) -> Sequence[int]:
+    def update(self, values: Values, hazard: float) -> Sequence[int]:
         """The slots' draft lengths; values do not matter."""
-        del values
+        del values, hazard
         choice = [self._index[self._slot(size).gamma] for size in self.buckets]
         if self.choice is not None:
             self.switches += sum(a != b for a, b in zip(choice, self.choice, strict=True))

@@ -35,8 +35,6 @@ class PlannerSettings:
     probe_exposures: int = 16
     # Most steps of one probe.
     probe_steps_max: int = 8
-    # Steps for which what a probe finds is expected to hold: the return on its price.
-    horizon_steps: float = 2000.0
     # Width of the confidence bounds, in standard errors (for `explain`).
     confidence_z: float = 1.28
     # Conditional acceptance assumed before any evidence, and how many exposures it weighs.
@@ -53,6 +51,8 @@ class PlannerSettings:
     idle_steps: float = 2000.0
     # Standard errors between the windows that count as a shift of traffic.
     shift_z: float = 3.2
+    # Log-likelihood ratio at which all positions together count as one.
+    shift_alarm: float = 6.0
     # Largest factor by which live steps may move a profiled cost, and a prior's.
     cost_drift_max_profiled: float = 2.0
     cost_drift_max_prior: float = 10.0
@@ -60,9 +60,9 @@ class PlannerSettings:
     def __post_init__(self) -> None:
         positive = (
             "lease_seconds", "replan_seconds", "payback_seconds", "probe_exposures",
-            "probe_steps_max", "horizon_steps", "confidence_z", "prior_exposures",
+            "probe_steps_max", "confidence_z", "prior_exposures",
             "class_exposures", "fast_exposures", "fast_steps", "slow_exposures", "slow_steps",
-            "idle_steps", "shift_z",
+            "idle_steps", "shift_z", "shift_alarm",
         )  # fmt: skip
         for name in positive:
             if not getattr(self, name) > 0:

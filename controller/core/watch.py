@@ -1,0 +1,88 @@
+"""What it costs to be blind: at gamma = 0 a better day goes unnoticed until something looks.
+
+If the traffic shifts with probability h in a step, a better day would gain g, and a look costs c
+steps, then looking every I steps loses c / I + g h I / 2 of every step.  That is least at
+I = sqrt(2 c / (g h)), and never more often than the exploration budget allows.  The loss is the
+price of choosing gamma = 0 at all: where traffic changes every hundred steps, a draft length of 1
+that always sees is worth more than an off that is a little faster.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controller.core.settings import PlannerSettings
+from controller.core.types import Arm
+
+# What a better day is taken to be: the conditional acceptance of a drafter that fits its traffic.
+_HOPEFUL_ACCEPTANCE = 0.8
+# Drafts that one look should find accepted if it is a better day.
+_LOOK_ACCEPTED = 4.0
+_INTERVAL_MIN = 8.0
+_COST_MIN = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """Per bucket: which arm looks, for how many steps, how often, and what blindness costs.
+
+    arm, steps: [buckets] of int.  interval: [buckets] steps; inf where even a good day would not
+    pay.  loss: [buckets], share of every step, looking included.
+    """
+
+    arm: NDArray[np.int64]
+    steps: NDArray[np.int64]
+    interval: NDArray[np.float64]
+    loss: NDArray[np.float64]
+
+
+class Watcher:
+    """Works out `Watch` from values.  One object per engine; it holds no state."""
+
+    def __init__(
+        self, arms: Sequence[Arm], sizes: NDArray[np.float64], settings: PlannerSettings
+    ) -> None:
+        a = _HOPEFUL_ACCEPTANCE
+        self._off = next((i for i, arm in enumerate(arms) if arm.gamma == 0), None)
+        self._drafting = np.array([arm.gamma > 0 for arm in arms])
+        self._hopeful = np.array([[(1 - a ** (arm.gamma + 1)) / (1 - a)] for arm in arms])
+        wanted = np.ceil(_LOOK_ACCEPTED / np.maximum((self._hopeful - 1) * sizes, 1e-9))
+        self._steps = np.clip(wanted, 1, settings.probe_steps_max).astype(np.int64)
+        self._settings = settings
+
+    def watch(
+        self,
+        value: NDArray[np.float64],
+        seconds: NDArray[np.float64],
+        catch_up: NDArray[np.float64],
+        hazard: float,
+    ) -> Watch | None:
+        """value, seconds: [arms, buckets]; catch_up: [arms] seconds.  None: nothing to watch with."""
+        if self._off is None or not self._drafting.any():
+            return None
+        off, settings = self._off, self._settings
+        gain = (self._hopeful / seconds)[self._drafting].max(axis=0) * seconds[off] - 1
+        loss = np.maximum(1 - value / value[off], 0.0) * seconds / seconds[off]
+        price = self._steps * loss + catch_up[:, None] / seconds[off]
+        price[~self._drafting] = np.inf
+        arm = price.argmin(axis=0)
+        columns = np.arange(len(arm))
+        cost = np.maximum(price[arm, columns], _COST_MIN)
+        worth = gain > settings.switch_margin
+        risk = np.where(worth, gain, 1.0) * hazard
+        interval = np.maximum(np.sqrt(2 * cost / risk), _INTERVAL_MIN)
+        if settings.probe_share > 0:
+            interval = np.maximum(interval, cost / settings.probe_share)
+            blind = cost / interval + risk * interval / 2
+        else:
+            # Nothing ever looks: gamma = 0 is for good, and taken as such.
+            interval = np.full(len(arm), np.inf)
+            blind = np.zeros(len(arm))
+        return Watch(
+            arm,
+            self._steps[arm, columns],
+            np.where(worth, interval, np.inf),
+            np.where(worth, np.minimum(blind, 0.9), 0.0),
+        )

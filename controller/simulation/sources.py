@@ -1,0 +1,146 @@
+"""How scenarios make their workloads: phases, mixtures and arrivals from acceptance sources."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controller.simulation.workload import (
+    AcceptanceSource,
+    ClosedLoop,
+    OpenLoop,
+    Phase,
+    RequestPool,
+)
+
+# Requests in a phase's pool, at least; they are served in turn, again and again.
+_POOL_REQUESTS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """Requests of several kinds in random order, with their kind as class label if `labelled`."""
+
+    name: str
+    sources: tuple[AcceptanceSource, ...]
+    weights: tuple[float, ...]
+    labelled: bool = False
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        """Drafters that every kind knows."""
+        first, *others = self.sources
+        return tuple(d for d in first.drafters if all(d in other.drafters for other in others))
+
+    def pool(
+        self,
+        rng: np.random.Generator,
+        requests: int,
+        output_tokens: NDArray[np.int64] | None = None,
+        context_tokens: NDArray[np.int64] | None = None,
+    ) -> RequestPool:
+        """Every request from one source, drawn by weight."""
+        share = np.array(self.weights) / sum(self.weights)
+        kinds = rng.choice(len(self.sources), size=requests, p=share)
+        pools = [
+            source.pool(
+                rng,
+                requests,
+                output_tokens,
+                context_tokens,
+            )
+            for source in self.sources
+        ]
+        return _interleave(pools, kinds, [s.name for s in self.sources], labelled=self.labelled)
+
+
+def _interleave(
+    pools: Sequence[RequestPool], kinds: NDArray[np.int64], names: Sequence[str], *, labelled: bool
+) -> RequestPool:
+    output = np.array([pools[k].output_tokens[i] for i, k in enumerate(kinds)], dtype=np.int64)
+    context = np.array([pools[k].context_tokens[i] for i, k in enumerate(kinds)], dtype=np.int64)
+    offsets = np.concatenate(([0], np.cumsum(output)[:-1])).astype(np.int64)
+    accepted = {}
+    for drafter in pools[0].accepted:
+        parts = []
+        for i, k in enumerate(kinds):
+            start = int(pools[k].offsets[i])
+            parts.append(pools[k].accepted[drafter][start : start + int(output[i])])
+        accepted[drafter] = np.concatenate(parts)
+    if not labelled:
+        return RequestPool(context, output, offsets, np.zeros(len(kinds), dtype=np.int64), accepted)
+    return RequestPool(context, output, offsets, kinds.astype(np.int64), accepted, tuple(names))
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseSpec:
+    """A phase before its requests are drawn; see `workload.Phase`."""
+
+    name: str
+    acceptance: AcceptanceSource
+    concurrency: int
+    tokens: int
+    at_once: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedSource:
+    """A closed loop: equal acceptance means equal requests, and all pools have equal lengths.
+
+    output_mean, context_mean: tokens; lengths are lognormal around them (sigma 0.5), at least 8.
+    None: the sources' own lengths (then no phase may change over `at_once`).
+    """
+
+    phases: tuple[PhaseSpec, ...]
+    output_mean: float | None = 256.0
+    context_mean: float = 384.0
+
+    def __call__(self, seed: int) -> ClosedLoop:
+        """The workload of a seed."""
+        rng = np.random.default_rng([seed, 1])
+        requests = max(_POOL_REQUESTS, 2 * max(p.concurrency for p in self.phases))
+        output = context = None
+        if self.output_mean is not None:
+            output = lengths(rng, requests, self.output_mean)
+            context = lengths(rng, requests, self.context_mean)
+        pools: dict[int, RequestPool] = {}
+        for spec in self.phases:
+            if id(spec.acceptance) not in pools:
+                pools[id(spec.acceptance)] = spec.acceptance.pool(rng, requests, output, context)
+        return ClosedLoop(
+            tuple(
+                Phase(p.name, pools[id(p.acceptance)], p.concurrency, p.tokens, p.at_once)
+                for p in self.phases
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSource:
+    """Requests at recorded or drawn times; acceptance from a source, in turn.
+
+    arrival_seconds, context_tokens, output_tokens: [requests].
+    """
+
+    acceptance: AcceptanceSource
+    arrival_seconds: NDArray[np.float64]
+    context_tokens: NDArray[np.int64]
+    output_tokens: NDArray[np.int64]
+    max_concurrency: int
+    window_seconds: float
+
+    def __call__(self, seed: int) -> OpenLoop:
+        """The workload of a seed: the times are the same, the acceptance is drawn anew."""
+        rng = np.random.default_rng([seed, 2])
+        pool = self.acceptance.pool(
+            rng, len(self.arrival_seconds), self.output_tokens, self.context_tokens
+        )
+        return OpenLoop(pool, self.arrival_seconds, self.max_concurrency, self.window_seconds)
+
+
+def lengths(rng: np.random.Generator, requests: int, mean: float) -> NDArray[np.int64]:
+    """[requests] lognormal lengths of this mean, at least 8 tokens."""
+    sigma = 0.5
+    drawn = rng.lognormal(np.log(mean) - sigma * sigma / 2, sigma, requests)
+    return np.maximum(8, np.rint(drawn)).astype(np.int64)
