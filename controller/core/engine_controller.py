@@ -35,6 +35,7 @@ from controller.core.types import (
     Regime,
     StepReport,
 )
+from controller.core.watch import budget
 
 _KV_RATE = 0.05
 # At the start and after a shift estimates move quickly: for so many reports plans are made anew
@@ -121,7 +122,8 @@ class EngineController:
         woke = self._catch_up.observe(report, expected)
         if not (woke or report.flags.distorts_cost):
             self.cost.observe(arm, report.batch_size, expected, report.step_seconds)
-        self.explorer.observe(report, self._clock.now())
+        share = budget(self._settings, self.traffic.hazard)
+        self.explorer.observe(report, share, self._clock.now())
 
     def next_plan(self) -> Plan | None:
         """A new plan if one is due (changed, a probe, or the lease half gone), else None."""

@@ -1,7 +1,7 @@
 """Bounded exploration: what does not run shows nothing, so something must look.
 
-Two reasons to look, one account.  Every step of the engine earns `probe_share` of its seconds as
-credit, and what a probe really lost, against what the current arm would have made of the same
+Two reasons to look, one account.  Every step of the engine earns a share of its seconds as credit
+(`watch.budget`, at most `probe_share`), and what a probe really lost, against what the current arm would have made of the same
 seconds, is charged.
 
 *Doubt.*  The value of an arm relative to the current one is uncertain by what its acceptance and
@@ -74,12 +74,15 @@ class Explorer:
         """(bucket, probe) under way, or None."""
         return (self._running.bucket, self._running.probe) if self._running else None
 
-    def observe(self, report: StepReport, now: float) -> None:
-        """Earns credit, charges a probe's step, ends a probe that is done or stuck."""
+    def observe(self, report: StepReport, share: float, now: float) -> None:
+        """Earns credit, charges a probe's step, ends a probe that is done or stuck.
+
+        share: of step time that probing may cost now, see `watch.budget`.
+        """
         self._reports += 1
         self._blind_steps = 0 if report.gamma else self._blind_steps + 1
         self.total_seconds += report.step_seconds
-        earned = self._settings.probe_share * report.step_seconds
+        earned = share * report.step_seconds
         running = self._running
         if running and report.probe_id == running.probe.probe_id:
             running.seen += 1

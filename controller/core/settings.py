@@ -27,9 +27,9 @@ class PlannerSettings:
     # Longest mean time between a sequence's tokens, seconds; 0 = no ceiling.
     tpot_ceiling_seconds: float = 0.0
     # Share of step time that probing may cost.
-    probe_share: float = 0.008
+    probe_share: float = 0.01
     # Probing credit at the start, and the most that can be saved up, seconds of lost time.
-    probe_credit_start_seconds: float = 0.1
+    probe_credit_start_seconds: float = 0.05
     probe_credit_max_seconds: float = 0.5
     # Sequences that a probe wants to see at its first position.
     probe_exposures: int = 16

@@ -7,6 +7,7 @@ price of choosing gamma = 0 at all: where traffic changes every hundred steps, a
 that always sees is worth more than an off that is a little faster.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,9 @@ _HOPEFUL_ACCEPTANCE = 0.8
 _LOOK_ACCEPTED = 4.0
 _INTERVAL_MIN = 8.0
 _COST_MIN = 0.01
+# Traffic that shifts once in so many steps or more often earns the whole budget, calm traffic this.
+_BUSY_STEPS = 1000.0
+_CALM_SHARE = 0.35
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,15 @@ class Watch:
     steps: NDArray[np.int64]
     interval: NDArray[np.float64]
     loss: NDArray[np.float64]
+
+
+def budget(settings: PlannerSettings, hazard: float) -> float:
+    """Share of step time that probing may cost: all of `probe_share` where traffic shifts often.
+
+    Where it has not shifted for long, looking finds less, and gets less: by the square root, as the
+    best interval goes.
+    """
+    return settings.probe_share * min(1.0, max(_CALM_SHARE, math.sqrt(_BUSY_STEPS * hazard)))
 
 
 class Watcher:
@@ -73,8 +86,9 @@ class Watcher:
         worth = gain > settings.switch_margin
         risk = np.where(worth, gain, 1.0) * hazard
         interval = np.maximum(np.sqrt(2 * cost / risk), _INTERVAL_MIN)
-        if settings.probe_share > 0:
-            interval = np.maximum(interval, cost / settings.probe_share)
+        share = budget(settings, hazard)
+        if share > 0:
+            interval = np.maximum(interval, cost / share)
             blind = cost / interval + risk * interval / 2
         else:
             # Nothing ever looks: gamma = 0 is for good, and taken as such.
