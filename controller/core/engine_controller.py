@@ -242,6 +242,7 @@ class EngineController:
             self.traffic.curves(),
             self.cost.costs(self._kv_per_sequence),
             self._catch_up.seconds(),
+            self._catch_up.seconds_per_token,
         )
 
     def _decide_rows(self, now: float) -> tuple[tuple[PlanRow, ...], Reason, str]:
@@ -264,7 +265,7 @@ class EngineController:
                 self._last_batch,
                 choice[active],
                 self._planner.watch,
-                1 / hazard,
+                1 / hazard.expected,
                 now,
             )
         probing = self.explorer.running

@@ -18,7 +18,7 @@ from controller.core.acceptance import AcceptanceCurve
 from controller.core.cost import Costs
 from controller.core.settings import PlannerSettings
 from controller.core.types import Arm, Reason, StepReport
-from controller.core.watch import Watch, Watcher
+from controller.core.watch import CatchUpPrice, Hazard, Watch, Watcher
 
 # Every batch size up to here has its own row; beyond, rows are about an eighth apart.
 _EXACT_BUCKETS = 8
@@ -54,6 +54,7 @@ class Values:
     expected: NDArray[np.float64]
     costs: Costs
     catch_up: NDArray[np.float64]
+    catch_up_price: CatchUpPrice
     value: NDArray[np.float64]
 
 
@@ -63,11 +64,19 @@ def evaluate(
     curves: Mapping[str, AcceptanceCurve],
     costs: Costs,
     catch_up: Mapping[str, float],
+    catch_up_per_token: float,
 ) -> Values:
     """Values of all arms at all buckets.  catch_up: seconds by drafter."""
     expected = np.array([curves[arm.drafter].expected[arm.gamma] for arm in arms])
     price = np.array([catch_up[arm.drafter] if arm.gamma else 0.0 for arm in arms])
-    return Values(curves, expected, costs, price, (1 + expected)[:, None] * sizes / costs.seconds)
+    return Values(
+        curves,
+        expected,
+        costs,
+        price,
+        CatchUpPrice(min(catch_up.values()), catch_up_per_token),
+        (1 + expected)[:, None] * sizes / costs.seconds,
+    )
 
 
 class Planner:
@@ -91,14 +100,13 @@ class Planner:
     def observe(self, report: StepReport) -> None:
         """Every report passes by here; this rule works on the estimates alone."""
 
-    def update(self, values: Values, hazard: float) -> Sequence[int]:
-        """Moves the choice where the gain beats margin and price; one arm index a bucket.
-
-        hazard: probability that the traffic shifts in one step.
-        """
+    def update(self, values: Values, hazard: Hazard) -> Sequence[int]:
+        """Moves the choice where the gain beats margin and price; one arm index a bucket."""
         value = self.eligible(values)
         if self._off[value.argmax(axis=0)].any():
-            self.watch = self._watcher.watch(value, values.costs.seconds, values.catch_up, hazard)
+            self.watch = self._watcher.watch(
+                value, values.costs.seconds, values.catch_up_price, hazard
+            )
             if self.watch is not None:
                 value = np.where(self._off[:, None], value * (1 - self.watch.loss), value)
         best: list[int] = value.argmax(axis=0).tolist()

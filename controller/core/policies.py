@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from controller.core.planner import Planner, Values
 from controller.core.settings import PlannerSettings
 from controller.core.types import Arm, Reason, StepReport
+from controller.core.watch import Hazard
 
 # SGLang's default table: smallest batch size of a slot, its draft lengths, margin on the way down.
 _SLOTS = (
@@ -40,10 +41,10 @@ class TidePlanner(Planner):
         self._on = min(drafting, key=lambda i: abs(arms[i].gamma - settings.tide_gamma))
         self._off = next((i for i in first if arms[i].gamma == 0), self._on)
 
-    def update(self, values: Values, hazard: float) -> Sequence[int]:
+    def update(self, values: Values, hazard: Hazard) -> Sequence[int]:
         """One of the two arms a bucket."""
         self.watch = self._watcher.watch(
-            values.value, values.costs.seconds, values.catch_up, hazard
+            values.value, values.costs.seconds, values.catch_up_price, hazard
         )
         cost = values.costs.seconds[self._on] / values.costs.seconds[self._off]
         speedup = (1 + values.expected[self._on]) / cost
@@ -123,7 +124,7 @@ class EmaPlanner(Planner):
         accepted = sum(k * count for k, count in enumerate(report.accepted_counts))
         self._slot(report.batch_size).observe(accepted / report.batch_size, report.gamma)
 
-    def update(self, values: Values, hazard: float) -> Sequence[int]:
+    def update(self, values: Values, hazard: Hazard) -> Sequence[int]:
         """The slots' draft lengths; values do not matter."""
         del values, hazard
         choice = [self._index[self._slot(size).gamma] for size in self.buckets]

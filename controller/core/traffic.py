@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from controller.core.acceptance import AcceptanceCurve, AcceptanceEstimator
 from controller.core.settings import PlannerSettings
 from controller.core.types import DrafterSpec, StepReport
+from controller.core.watch import Hazard
 
 # Shifts are expected once in so many steps before any was seen; how long their rate is remembered.
 _HAZARD_PRIOR_STEPS = 2000.0
 _HAZARD_MEMORY_STEPS = 20_000.0
-_HAZARD_MIN_SHIFTS = 1.0
 # Classes beyond these are estimated as part of all traffic.
 MAX_CLASSES = 8
 
@@ -31,12 +31,13 @@ class TrafficEstimator:
         self.classes: dict[str, dict[str, AcceptanceEstimator]] = {}
         self._mix: dict[str, float] = {}
         self._hazard_steps = _HAZARD_PRIOR_STEPS
-        self._hazard_shifts = 1.0
+        self._hazard_shifts = 0.0
 
     @property
-    def hazard(self) -> float:
-        """Probability that the traffic shifts in one step, as experience has it."""
-        return self._hazard_shifts / self._hazard_steps
+    def hazard(self) -> Hazard:
+        """How likely a shift is in one step."""
+        expected = (1 + self._hazard_shifts) / self._hazard_steps
+        return Hazard(expected, self._hazard_shifts / self._hazard_steps)
 
     @property
     def shifts(self) -> int:
@@ -53,7 +54,7 @@ class TrafficEstimator:
         if self._hazard_steps > _HAZARD_MEMORY_STEPS:
             keep = _HAZARD_MEMORY_STEPS / self._hazard_steps
             self._hazard_steps *= keep
-            self._hazard_shifts = max(keep * self._hazard_shifts, _HAZARD_MIN_SHIFTS)
+            self._hazard_shifts *= keep
         if shifted:
             self._hazard_shifts += 1
             # What was learnt of a drafter under other traffic is worth less under this one.

@@ -2,9 +2,10 @@
 
 If the traffic shifts with probability h in a step, a better day would gain g, and a look costs c
 steps, then looking every I steps loses c / I + g h I / 2 of every step.  That is least at
-I = sqrt(2 c / (g h)), and never more often than the exploration budget allows.  The loss is the
-price of choosing gamma = 0 at all: where traffic changes every hundred steps, a draft length of 1
-that always sees is worth more than an off that is a little faster.
+I = sqrt(2 c / (g h)), and never more often than the exploration budget allows.  Where shifts have
+been seen, the loss is the price of choosing gamma = 0 at all: with traffic that changes every
+hundred steps, a draft length of 1 that always sees is worth more than an off that is a little
+faster.
 """
 
 import math
@@ -26,6 +27,8 @@ _COST_MIN = 0.01
 # Traffic that shifts once in so many steps or more often earns the whole budget, calm traffic this.
 _BUSY_STEPS = 1000.0
 _CALM_SHARE = 0.35
+# A request ends after so many plain steps or so, and needs no catching up any more.
+_MISSED_STEPS_MAX = 200.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +45,31 @@ class Watch:
     loss: NDArray[np.float64]
 
 
-def budget(settings: PlannerSettings, hazard: float) -> float:
+@dataclass(frozen=True, slots=True)
+class Hazard:
+    """Probability of a shift in one step: expected (with the prior), and as seen so far."""
+
+    expected: float
+    seen: float
+
+
+@dataclass(frozen=True, slots=True)
+class CatchUpPrice:
+    """now: seconds that the cheapest waking would take; per_token: seconds a missed token."""
+
+    now: float
+    per_token: float
+
+
+def budget(settings: PlannerSettings, hazard: Hazard) -> float:
     """Share of step time that probing may cost: all of `probe_share` where traffic shifts often.
 
     Where it has not shifted for long, looking finds less, and gets less: by the square root, as the
     best interval goes.
     """
-    return settings.probe_share * min(1.0, max(_CALM_SHARE, math.sqrt(_BUSY_STEPS * hazard)))
+    return settings.probe_share * min(
+        1.0, max(_CALM_SHARE, math.sqrt(_BUSY_STEPS * hazard.expected))
+    )
 
 
 class Watcher:
@@ -63,40 +84,48 @@ class Watcher:
         self._hopeful = np.array([[(1 - a ** (arm.gamma + 1)) / (1 - a)] for arm in arms])
         wanted = np.ceil(_LOOK_ACCEPTED / np.maximum((self._hopeful - 1) * sizes, 1e-9))
         self._steps = np.clip(wanted, 1, settings.probe_steps_max).astype(np.int64)
+        self._sizes = sizes
         self._settings = settings
 
     def watch(
         self,
         value: NDArray[np.float64],
         seconds: NDArray[np.float64],
-        catch_up: NDArray[np.float64],
-        hazard: float,
+        catch_up: CatchUpPrice,
+        hazard: Hazard,
     ) -> Watch | None:
-        """value, seconds: [arms, buckets]; catch_up: [arms] seconds.  None: nothing to watch with."""
+        """value, seconds: [arms, buckets].  None: nothing to watch, or nothing to watch with."""
         if self._off is None or not self._drafting.any():
             return None
         off, settings = self._off, self._settings
         gain = (self._hopeful / seconds)[self._drafting].max(axis=0) * seconds[off] - 1
         loss = np.maximum(1 - value / value[off], 0.0) * seconds / seconds[off]
-        price = self._steps * loss + catch_up[:, None] / seconds[off]
+        price = self._steps * loss
         price[~self._drafting] = np.inf
         arm = price.argmin(axis=0)
         columns = np.arange(len(arm))
         cost = np.maximum(price[arm, columns], _COST_MIN)
         worth = gain > settings.switch_margin
-        risk = np.where(worth, gain, 1.0) * hazard
-        interval = np.maximum(np.sqrt(2 * cost / risk), _INTERVAL_MIN)
+        gain = np.where(worth, gain, 1.0)
         share = budget(settings, hazard)
-        if share > 0:
-            interval = np.maximum(interval, cost / share)
-            blind = cost / interval + risk * interval / 2
-        else:
+        if share == 0:
             # Nothing ever looks: gamma = 0 is for good, and taken as such.
-            interval = np.full(len(arm), np.inf)
-            blind = np.zeros(len(arm))
+            nothing = np.zeros(len(arm))
+            return Watch(arm, self._steps[arm, columns], nothing + np.inf, nothing)
+        best = np.maximum(np.sqrt(2 * cost / (gain * hazard.expected)), _INTERVAL_MIN)
+        due = np.maximum(best, (cost + catch_up.now / seconds[off]) / share)
+        # Catching up takes its share of every step, however often one looks; it ends where the
+        # requests do.
+        asleep = catch_up.per_token * self._sizes / seconds[off]
+        rest = np.maximum(share - asleep, 0.0)
+        apart = np.maximum(best, np.minimum(
+            cost / np.maximum(rest, 1e-9), (cost + asleep * _MISSED_STEPS_MAX) / share
+        ))  # fmt: skip
+        blind = cost / apart + np.minimum(asleep, share) + gain * hazard.seen * apart / 2
+        blind = np.where(hazard.seen > 0, np.minimum(blind, 0.9), 0.0)
         return Watch(
             arm,
             self._steps[arm, columns],
-            np.where(worth, interval, np.inf),
-            np.where(worth, np.minimum(blind, 0.9), 0.0),
+            np.where(worth, due, np.inf),
+            np.where(worth, blind, 0.0),
         )
