@@ -104,22 +104,29 @@ class AcceptanceEstimator:
         settings = self._settings
         gamma = min(len(accepted_counts) - 1, self.gamma_max)
         reached = sum(accepted_counts)
-        alarmed = gamma > 0 and self._alarm.fold(accepted_counts)
+        shifted = gamma > 0 and self._alarm.fold(accepted_counts)
+        fast_least, slow_least = 1 / settings.fast_steps, 1 / settings.slow_steps
+        fast_n, fast_s, slow_n, slow_s = self._fast_n, self._fast_s, self._slow_n, self._slow_s
         for k in range(gamma):
             if reached == 0:
                 break
             successes = reached - accepted_counts[k]
             self._wake(k)
-            fast_keep = math.exp(-min(reached / settings.fast_exposures, 1 / settings.fast_steps))
-            slow_keep = math.exp(-min(reached / settings.slow_exposures, 1 / settings.slow_steps))
-            self._fast_n[k] = self._fast_n[k] * fast_keep + reached
-            self._fast_s[k] = self._fast_s[k] * fast_keep + successes
-            self._slow_n[k] = self._slow_n[k] * slow_keep + reached
-            self._slow_s[k] = self._slow_s[k] * slow_keep + successes
+            keep = math.exp(-min(reached / settings.fast_exposures, fast_least))
+            fast = fast_n[k] = fast_n[k] * keep + reached
+            fast_s[k] = fast_s[k] * keep + successes
+            keep = math.exp(-min(reached / settings.slow_exposures, slow_least))
+            slow = slow_n[k] = slow_n[k] * keep + reached
+            slow_s[k] = slow_s[k] * keep + successes
+            if fast >= _SHIFT_MIN_EXPOSURES and slow >= 2 * fast:
+                slow_mean = slow_s[k] / slow
+                apart = fast_s[k] / fast - slow_mean
+                variance = max(slow_mean * (1 - slow_mean), 0.01) * (1 / fast + 1 / slow)
+                shifted = shifted or apart * apart > settings.shift_z**2 * variance
             reached = successes
         if confidences:
             self._confidence.fold(confidences, accepted_counts)
-        if gamma == 0 or not (alarmed or self._windows_part(gamma)):
+        if not shifted:
             return False
         self.forget()
         self.shifts += 1
@@ -137,17 +144,6 @@ class AcceptanceEstimator:
             keep = math.exp(-idle / self._settings.idle_steps)
             self._slow_n[k] *= keep
             self._slow_s[k] *= keep
-
-    def _windows_part(self, gamma: int) -> bool:
-        for k in range(gamma):
-            fast, slow = self._fast_n[k], self._slow_n[k]
-            if fast < _SHIFT_MIN_EXPOSURES or slow < 2 * fast:
-                continue
-            fast_mean, slow_mean = self._fast_s[k] / fast, self._slow_s[k] / slow
-            variance = max(slow_mean * (1 - slow_mean), 0.01) * (1 / fast + 1 / slow)
-            if abs(fast_mean - slow_mean) > self._settings.shift_z * math.sqrt(variance):
-                return True
-        return False
 
     def forget(self) -> None:
         """Keeps a weak memory of the fast window only (part of it is from before the shift)."""

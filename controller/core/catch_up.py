@@ -24,6 +24,8 @@ class CatchUp:
     ) -> None:
         self._missed = dict.fromkeys(drafters, 0.0)
         self._can_sleep = can_sleep
+        # With one drafter that has missed nothing there is nothing to do.
+        self._asleep = len(self._missed) > 1
         self.use(seconds_per_token)
 
     def use(self, seconds_per_token: float) -> None:
@@ -41,8 +43,11 @@ class CatchUp:
 
         expected_seconds: of a plain step of this shape.
         """
+        if report.gamma > 0 and not self._asleep:
+            return False
         gained = report.batch_size + sum(k * n for k, n in enumerate(report.accepted_counts))
         runs = report.gamma > 0 or not self._can_sleep
+        self._asleep = len(self._missed) > 1 or not runs
         woke = False
         for name, missed in self._missed.items():
             if name != report.drafter or not runs:

@@ -41,6 +41,8 @@ _PRIOR_DOUBT = ((3.0, 0.6, 0.3, 0.5, 0.4), 0.1)
 # How far they may wander in one step.
 _WANDER = (0.005, 0.001, 0.0003, 0.0003, 0.0003)
 _NEIGHBOUR_SHARE = 0.5
+_STEPS_AN_UPDATE = 8
+_STEPS_KNOWN = 32
 _CELL_RATE_MIN = 0.01
 _SCATTER_START = 0.05
 _SCATTER_MIN = 0.01
@@ -92,7 +94,6 @@ class CostModel:
     ) -> None:
         # A digest of the whole file: made once, read at every plan.
         self.profile_id = profile.profile_id if profile else ""
-        self._arms = {arm: i for i, arm in enumerate(arms)}
         self._buckets = np.asarray(buckets, dtype=np.float64)
         self._bucket_list = [float(b) for b in buckets]
         self._padded = padded
@@ -136,14 +137,14 @@ class CostModel:
         index = self._bucket_index
         return index[batch_size] if batch_size < len(index) else len(self._bucket_list) - 1
 
-    def predict(self, arm: Arm, batch_size: int, kv_tokens: int) -> float:
-        """Seconds of a plain step at this very batch and context."""
-        i, j = self._arms[arm], self.bucket_of(batch_size)
-        base = self._base(i, j, batch_size, kv_tokens)
-        return base * math.exp(float(self._correction[i, j]))
+    def predict(self, arm: int, batch_size: int, kv_tokens: int) -> float:
+        """Seconds of a plain step of this arm (by index) at this very batch and context."""
+        j = self.bucket_of(batch_size)
+        base = self._base(arm, j, batch_size, kv_tokens)
+        return base * math.exp(float(self._correction[arm, j]))
 
     def observe(
-        self, arm: Arm, batch_size: int, expected_seconds: float, step_seconds: float
+        self, arm: int, batch_size: int, expected_seconds: float, step_seconds: float
     ) -> None:
         """Takes one plain step (the caller leaves out distorted ones).
 
@@ -156,7 +157,7 @@ class CostModel:
         if self.steps > 1:
             excess = min(abs(error), 0.5) - self._scatter
             self._scatter = max(_SCATTER_MIN, self._scatter + _SCATTER_RATE * excess)
-        cell = (self._arms[arm], self.bucket_of(batch_size))
+        cell = (arm, self.bucket_of(batch_size))
         pending = self._pending.get(cell)
         if pending is None:
             pending = self._pending[cell] = _Pending()
@@ -187,12 +188,16 @@ class CostModel:
 
     def learn(self) -> None:
         """Takes what has been observed since the last call into the coefficients and cells."""
-        if not self._pending:
-            return
-        for (i, j), pending in self._pending.items():
+        # A well-known cell can wait for a few more steps: one update takes as long for all of them.
+        ready = [
+            cell for cell, pending in self._pending.items()
+            if pending.steps >= _STEPS_AN_UPDATE or self._cell_steps[cell] < _STEPS_KNOWN
+        ]  # fmt: skip
+        for i, j in ready:
+            pending = self._pending.pop((i, j))
             self._learn_cell(i, j, pending.total / pending.steps, pending.steps)
-        self._pending.clear()
-        self._refresh()
+        if ready:
+            self._refresh()
 
     def _learn_cell(self, i: int, j: int, error: float, steps: int) -> None:
         phi = self._features[:, i, j]

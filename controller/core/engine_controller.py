@@ -38,6 +38,8 @@ from controller.core.types import (
 from controller.core.watch import budget
 
 _KV_RATE = 0.05
+# A step that takes longer than so many expected ones was not made slow by its arm.
+_WILD_STEP = 3.0
 # At the start and after a shift estimates move quickly: for so many reports plans are made anew
 # after this share of the usual pause.
 _UNSETTLED_REPORTS = 30
@@ -59,7 +61,7 @@ class EngineController:
         self._settings = settings
         self._clock = clock
         self.arms = tuple(Arm(d.name, gamma) for d in spec.drafters for gamma in d.gammas)
-        self._known = frozenset(self.arms)
+        self._arm_index = {(arm.drafter, arm.gamma): i for i, arm in enumerate(self.arms)}
         self._buckets = batch_buckets(spec.max_batch_size, spec.fingerprint.graph_batch_sizes)
         self._sizes = np.asarray(self._buckets, dtype=np.float64)
         self.traffic = TrafficEstimator(spec.drafters, settings)
@@ -77,7 +79,6 @@ class EngineController:
         self._last_batch = 1
         self._epoch = 0
         self._plan: Plan | None = None
-        self._rows_made_from: object = None
         self._plan_time = 0.0
         self._evaluated_at = -float("inf")
         self._unsettled_until = _UNSETTLED_REPORTS
@@ -105,9 +106,9 @@ class EngineController:
             raise StaleReportError(
                 f"step {report.step} does not follow step {self._last_step}: steps must go forward"
             )
-        arm = report.arm
-        if arm not in self._known:
-            self.spec.require(arm)
+        arm = self._arm_index.get((report.drafter, report.gamma), -1)
+        if arm < 0:
+            self.spec.require(report.arm)
         self._last_step = report.step
         self._last_batch = report.batch_size
         self.reports += 1
@@ -119,11 +120,13 @@ class EngineController:
         kv_per_sequence = report.kv_tokens / report.batch_size
         self._kv_per_sequence += _KV_RATE * (kv_per_sequence - self._kv_per_sequence)
         expected = self.cost.predict(arm, report.batch_size, report.kv_tokens)
+        bearable = _WILD_STEP * expected + self._catch_up.seconds()[report.drafter]
         woke = self._catch_up.observe(report, expected)
         if not (woke or report.flags.distorts_cost):
             self.cost.observe(arm, report.batch_size, expected, report.step_seconds)
         share = budget(self._settings, self.traffic.hazard)
-        self.explorer.observe(report, share, self._clock.now())
+        seconds = min(report.step_seconds, bearable)
+        self.explorer.observe(report, seconds, share, self._clock.now())
 
     def next_plan(self) -> Plan | None:
         """A new plan if one is due (changed, a probe, or the lease half gone), else None."""
@@ -248,7 +251,6 @@ class EngineController:
     def _decide_rows(self, now: float) -> tuple[tuple[PlanRow, ...], Reason, str]:
         if self._forced is not None:
             detail = f"measuring {self._forced.drafter} at gamma {self._forced.gamma}"
-            self._rows_made_from = None
             forced = [self._row(b, self._forced, Reason.PROFILING, None) for b in self._buckets]
             return tuple(forced), Reason.PROFILING, detail
         self._evaluated_at = now
@@ -276,19 +278,20 @@ class EngineController:
         self, choice: Sequence[int], probing: tuple[int, Probe] | None
     ) -> tuple[PlanRow, ...]:
         """The table; the rows of the last plan where nothing has changed."""
-        made_from = (tuple(choice), tuple(self._planner.reasons), probing)
-        if made_from == self._rows_made_from and self._plan is not None:
-            return self._plan.rows
-        self._rows_made_from = made_from
-        return tuple(
-            self._row(
-                size,
-                self.arms[choice[j]],
-                self._planner.reasons[j],
-                probing[1] if probing and probing[0] == j else None,
-            )
-            for j, size in enumerate(self._buckets)
-        )
+        kept = self._plan.rows if self._plan is not None else ()
+        rows = []
+        for j, (size, chosen, reason) in enumerate(
+            zip(self._buckets, choice, self._planner.reasons, strict=True)
+        ):
+            arm = self.arms[chosen]
+            probe = probing[1] if probing and probing[0] == j else None
+            row = kept[j] if kept else None
+            if row is None or (
+                row.arm is not arm or row.reason is not reason or row.probe is not probe
+            ):
+                row = self._row(size, arm, reason, probe)
+            rows.append(row)
+        return tuple(rows)
 
     def _why(
         self,

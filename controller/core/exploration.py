@@ -28,9 +28,7 @@ from controller.core.watch import Watch
 # A probe whose steps never come (the batch left its bucket) is given up after this time.
 _PROBE_PATIENCE_SECONDS = 2.0
 # Doubts are weighed anew after so many reports.
-_CONSIDER_EVERY = 8
-# Blind steps before the next look is even considered.
-_BLIND_STEPS_MIN = 8
+_CONSIDER_EVERY = 12
 # Expected improvement over the horizon must exceed the price by this factor.
 _RETURN_MIN = 2.0
 
@@ -74,22 +72,22 @@ class Explorer:
         """(bucket, probe) under way, or None."""
         return (self._running.bucket, self._running.probe) if self._running else None
 
-    def observe(self, report: StepReport, share: float, now: float) -> None:
+    def observe(self, report: StepReport, seconds: float, share: float, now: float) -> None:
         """Earns credit, charges a probe's step, ends a probe that is done or stuck.
 
-        share: of step time that probing may cost now, see `watch.budget`.
+        seconds: the step's, without what has nothing to do with the choice.  share: of step time that probing may cost now, see `watch.budget`.
         """
         self._reports += 1
         self._blind_steps = 0 if report.gamma else self._blind_steps + 1
-        self.total_seconds += report.step_seconds
-        earned = share * report.step_seconds
+        self.total_seconds += seconds
+        earned = share * seconds
         running = self._running
         if running and report.probe_id == running.probe.probe_id:
             running.seen += 1
             tokens = report.batch_size + sum(
                 k * count for k, count in enumerate(report.accepted_counts)
             )
-            lost = report.step_seconds - tokens / running.baseline_tokens_per_second
+            lost = seconds - tokens / running.baseline_tokens_per_second
             self.lost_seconds += lost
             earned -= max(lost, 0.0)
         self._credit = min(self._credit + earned, self._settings.probe_credit_max_seconds)
@@ -111,25 +109,26 @@ class Explorer:
         """Starts a probe in the active bucket if one is worth its price and the credit is there."""
         if self._running or self._settings.probe_share == 0 or len(arms) < 2:
             return
-        blind = arms[current].gamma == 0 and self._blind_steps >= _BLIND_STEPS_MIN
-        if not blind and self._reports < self._consider_at:
+        due = self._reports >= self._consider_at
+        interval = math.inf
+        if watch is not None and arms[current].gamma == 0:
+            interval = float(watch.interval[bucket])
+        if not due and self._blind_steps < interval:
             return
-        self._consider_at = self._reports + _CONSIDER_EVERY
         here = values.value[:, bucket]
         relative = here / here[current] - 1
-        # The first step may have to catch up: the second one shows the cost.
-        steps = max(2, self._steps(batch_size, self._settings.probe_exposures))
-        loss = np.maximum(-relative, 0.0) + values.catch_up / (
-            steps * values.costs.seconds[:, bucket]
-        )
-        best = self._by_doubt(
-            values, costs, arms, bucket, current, steps, relative, loss, horizon_steps
-        )
-        if best is None and blind and watch is not None:
-            look = int(watch.arm[bucket])
-            steps = int(watch.steps[bucket])
-            cost = float(steps * loss[look] * values.costs.seconds[look, bucket])
-            if self._blind_steps >= watch.interval[bucket] and cost <= self._credit:
+        best, steps = None, 0
+        if due:
+            self._consider_at = self._reports + _CONSIDER_EVERY
+            # The first step may have to catch up: the second one shows the cost.
+            steps = max(2, self._steps(batch_size, self._settings.probe_exposures))
+            best = self._by_doubt(
+                values, costs, arms, bucket, current, steps, relative, horizon_steps
+            )
+        if best is None and watch is not None and self._blind_steps >= interval:
+            look, steps = int(watch.arm[bucket]), int(watch.steps[bucket])
+            lost = steps * max(-float(relative[look]), 0.0) * values.costs.seconds[look, bucket]
+            if lost + values.catch_up[look] <= self._credit:
                 best = look
         if best is None:
             return
@@ -153,15 +152,16 @@ class Explorer:
         current: int,
         steps: int,
         relative: NDArray[np.float64],
-        loss: NDArray[np.float64],
         horizon_steps: float,
     ) -> int | None:
+        seconds = values.costs.seconds[:, bucket]
+        loss = np.maximum(-relative, 0.0) + values.catch_up / (steps * seconds)
         doubt = np.sqrt(relative_variance(values, costs, arms, bucket, current, unseen=True))
         gain = expected_improvement(relative, doubt * (1 + relative))
         price = steps * loss
         # A free look still takes the trouble of a switch.
         ratio = gain * horizon_steps / (price + 0.02 * steps)
-        ratio[price * values.costs.seconds[:, bucket] > self._credit] = 0.0
+        ratio[price * seconds > self._credit] = 0.0
         ratio[current] = 0.0
         best = int(ratio.argmax())
         return best if ratio[best] > _RETURN_MIN and doubt[best] > 0 else None

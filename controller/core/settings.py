@@ -19,7 +19,7 @@ class PlannerSettings:
     # How long the shim may use a plan without fresh contact, seconds.
     lease_seconds: float = 5.0
     # Smallest time between two evaluations of the plan, seconds: bounds the work per engine.
-    replan_seconds: float = 0.05
+    replan_seconds: float = 0.07
     # Relative gain that another arm must promise before the plan switches to it.
     switch_margin: float = 0.01
     # Seconds within which a switch must have paid back its catch-up.

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from controller.core.settings import PlannerSettings
 
 _LOGITS = 1.5
+_FACTOR = math.exp(_LOGITS)
 # Exposures with which a belief counts by half.
 _HALF_TRUST = 8.0
 
@@ -31,14 +32,15 @@ class ShiftAlarm:
 
     def believe(self, conditional: Sequence[float], exposures: Sequence[float]) -> None:
         """Takes the estimates that the next steps are tested against."""
-        self._up = []
-        self._down = []
+        self._up, self._down = [], []
         for a, n in zip(conditional, exposures, strict=True):
             p = min(max(a, 0.02), 0.98)
             trust = (n + 1) / (n + 1 + _HALF_TRUST)
-            for found, logits in ((self._up, _LOGITS), (self._down, -_LOGITS)):
-                b = p * math.exp(logits) / (1 - p + p * math.exp(logits))
-                found.append((trust * math.log(b / p), trust * math.log((1 - b) / (1 - p))))
+            # With b = p e^L / (1 - p + p e^L): log((1 - b) / (1 - p)) = -log(1 - p + p e^L).
+            better = -trust * math.log(1 + p * (_FACTOR - 1))
+            worse = -trust * math.log(1 + p * (1 / _FACTOR - 1))
+            self._up.append((better + trust * _LOGITS, better))
+            self._down.append((worse - trust * _LOGITS, worse))
 
     def fold(self, accepted_counts: Sequence[int]) -> bool:
         """One step's counts; True when a sum has passed its limit (both start again then)."""
