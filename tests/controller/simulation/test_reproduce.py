@@ -35,15 +35,15 @@ def test_the_report_on_drafters_says_how_close_it_came():
 
 
 def test_with_the_grid_goodput_stands_beside_the_published(tmp_path):
-    body = {"conc": qwen.CONCURRENCIES, "drafters": {}}
+    drafters = {}
     for name, deepest in qwen.GAMMA_MAX.items():
         row = {"goodput": [123_456.0] * 12}
-        body["drafters"][name] = {
+        drafters[name] = {
             "nospec": row,
             "fixed": [{"gamma": g, **row} for g in range(1, deepest + 1)],
         }
     path = tmp_path / "grid.json"
-    path.write_text(json.dumps(body))
+    path.write_text(json.dumps({"conc": qwen.CONCURRENCIES, "drafters": drafters}))
     text = text_of(reproduce_drafters(path))
     assert "123,456" in text
     assert "of the published best, these choices keep 100.0% at least" in text

@@ -16,14 +16,14 @@ THEIRS, KERNELS, OVERHEADS = reproduce_drafters().envelopes
 
 def grid(factor=1.0):
     """A grid file's content with the roofline's own goodput, times a factor."""
-    body = {"meta": {"isl": 1}, "conc": list(qwen.CONCURRENCIES), "drafters": {}}
+    drafters = {}
     for name in qwen.DRAFTERS:
         rows = (factor * goodput(name, device("B200"), Overlap.STEP)).tolist()
-        body["drafters"][name] = {
+        drafters[name] = {
             "nospec": {"goodput": rows[0]},
             "fixed": [{"gamma": g, "goodput": row} for g, row in enumerate(rows) if g > 0],
         }
-    return body
+    return {"meta": {"isl": 1}, "conc": list(qwen.CONCURRENCIES), "drafters": drafters}
 
 
 def write(path, body):
