@@ -1,0 +1,107 @@
+"""`controller convert`: our profiles as step-cost tables, which other tools read, and back."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_EXIT_REFUSED = 2
+
+
+def convert(
+    source: Annotated[
+        Path, typer.Argument(metavar="IN", help="A profile (.json) or a step-cost table (.csv).")
+    ],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="The other one: .csv or .json.")],
+    like: Annotated[
+        Path | None,
+        typer.Option(help="For .csv to .json: the profile whose engine and drafter were measured."),
+    ] = None,
+    drafter: Annotated[
+        str, typer.Option(help="Which drafter of the profile; needed when it has several.")
+    ] = "",
+    force: Annotated[bool, typer.Option("--force", help="Replace OUT if it is there.")] = False,
+) -> None:
+    """Writes a profile's cells as batch_size,num_draft_tokens,step_seconds, or the reverse.
+
+    num_draft_tokens is gamma + 1: 1 is plain decoding.  A table holds one drafter and neither
+    spread nor context; a profile made from one has the fingerprint and the context term of --like.
+
+    Exit codes: 0 done, 2 anything else, with one line on standard error.
+    """
+    from controller.core.errors import SpeculationError
+    from controller.profiling.partial import write_whole
+
+    try:
+        if target.exists() and not force:
+            raise typer.BadParameter(f"{target} is there already: --force replaces it")
+        kinds = (source.suffix.lower(), target.suffix.lower())
+        if kinds == (".json", ".csv"):
+            if like is not None:
+                raise typer.BadParameter("--like is for .csv to .json; a profile knows its engine")
+            content, cells = _to_csv(source, drafter)
+        elif kinds == (".csv", ".json"):
+            if like is None:
+                raise typer.BadParameter("a table names no engine: --like PROFILE.json is needed")
+            content, cells = _to_json(source, like, drafter)
+        else:
+            raise typer.BadParameter(
+                f"{source} to {target}: .json to .csv and .csv to .json are possible"
+            )
+        write_whole(target, content.encode())
+    except OSError as error:
+        _refuse(f"{target}: cannot be written: {error.strerror}", error)
+    except (SpeculationError, typer.BadParameter) as error:
+        _refuse(str(error), error)
+    print(f"{target}: {cells} cells")
+
+
+def _refuse(fault: str, error: Exception) -> None:
+    typer.echo(f"controller convert: {' '.join(fault.splitlines())}", err=True)
+    raise typer.Exit(_EXIT_REFUSED) from error
+
+
+def _to_csv(source: Path, drafter: str) -> tuple[str, int]:
+    """(text, number of cells)."""
+    from controller.simulation.step_costs import profile_table, read_profile, write_step_costs
+
+    profile = read_profile(source)
+    name = drafter or _only([d.name for d in profile.drafters], source)
+    table = profile_table(profile, name, source)
+    return write_step_costs(table), table.seconds.size
+
+
+def _to_json(source: Path, like: Path, drafter: str) -> tuple[str, int]:
+    """(text, number of cells)."""
+    import dataclasses
+    import shlex
+    import sys
+
+    from controller.core.errors import InvalidProfileError
+    from controller.simulation.errors import InvalidInputError
+    from controller.simulation.step_costs import read_profile, read_step_costs
+
+    model = read_profile(like)
+    name = drafter or _only([d.name for d in model.drafters], like)
+    identity = tuple(d for d in model.drafters if d.name == name)
+    if not identity:
+        known = [d.name for d in model.drafters]
+        raise InvalidInputError(like, 0, f"there is no drafter {name!r}, only {known}")
+    try:
+        profile = dataclasses.replace(
+            model,
+            drafters=identity,
+            cells=read_step_costs(source).cells(name),
+            measured_at="",
+            command=shlex.join(["controller", *sys.argv[1:]]),
+        )
+    except InvalidProfileError as error:
+        raise InvalidInputError(source, 0, str(error)) from error
+    return profile.to_json(), len(profile.cells)
+
+
+def _only(names: list[str], source: Path) -> str:
+    """The drafter that is meant when none is named.  Raises typer.BadParameter."""
+    if len(names) == 1:
+        return names[0]
+    raise typer.BadParameter(f"{source} has the drafters {names}: --drafter NAME is needed")
