@@ -1,7 +1,7 @@
 """`controller convert`: our profiles as step-cost tables, which other tools read, and back."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -33,32 +33,44 @@ def convert(
     from controller.profiling.partial import write_whole
 
     try:
-        if target.exists() and not force:
-            raise typer.BadParameter(f"{target} is there already: --force replaces it")
-        kinds = (source.suffix.lower(), target.suffix.lower())
-        if kinds == (".json", ".csv"):
-            if like is not None:
-                raise typer.BadParameter("--like is for .csv to .json; a profile knows its engine")
-            content, cells = _to_csv(source, drafter)
-        elif kinds == (".csv", ".json"):
-            if like is None:
-                raise typer.BadParameter("a table names no engine: --like PROFILE.json is needed")
-            content, cells = _to_json(source, like, drafter)
-        else:
-            raise typer.BadParameter(
-                f"{source} to {target}: .json to .csv and .csv to .json are possible"
-            )
+        _require_free(target, force=force)
+        content, cells = _converted(source, target, like, drafter)
         write_whole(target, content.encode())
     except OSError as error:
         _refuse(f"{target}: cannot be written: {error.strerror}", error)
-    except (SpeculationError, typer.BadParameter) as error:
+    except SpeculationError as error:
         _refuse(str(error), error)
     print(f"{target}: {cells} cells")
 
 
-def _refuse(fault: str, error: Exception) -> None:
+def _refuse(fault: str, error: Exception) -> NoReturn:
     typer.echo(f"controller convert: {' '.join(fault.splitlines())}", err=True)
     raise typer.Exit(_EXIT_REFUSED) from error
+
+
+def _require_free(target: Path, *, force: bool) -> None:
+    from controller.simulation.errors import InvalidInputError
+
+    if target.exists() and not force:
+        raise InvalidInputError(target, 0, "is there already; --force replaces it")
+
+
+def _converted(source: Path, target: Path, like: Path | None, drafter: str) -> tuple[str, int]:
+    """(text, number of cells)."""
+    from controller.simulation.errors import InvalidInputError
+
+    kinds = (source.suffix.lower(), target.suffix.lower())
+    if kinds == (".json", ".csv") and like is None:
+        return _to_csv(source, drafter)
+    if kinds == (".json", ".csv"):
+        raise InvalidInputError(source, 0, "a profile knows its engine; --like is for a table")
+    if kinds == (".csv", ".json") and like is not None:
+        return _to_json(source, like, drafter)
+    if kinds == (".csv", ".json"):
+        raise InvalidInputError(source, 0, "a table names no engine; --like PROFILE.json is needed")
+    raise InvalidInputError(
+        source, 0, f"only .json to .csv and .csv to .json are possible, not to {target.name}"
+    )
 
 
 def _to_csv(source: Path, drafter: str) -> tuple[str, int]:
@@ -101,7 +113,9 @@ def _to_json(source: Path, like: Path, drafter: str) -> tuple[str, int]:
 
 
 def _only(names: list[str], source: Path) -> str:
-    """The drafter that is meant when none is named.  Raises typer.BadParameter."""
+    """The drafter that is meant when none is named.  Raises InvalidInputError for several."""
+    from controller.simulation.errors import InvalidInputError
+
     if len(names) == 1:
         return names[0]
-    raise typer.BadParameter(f"{source} has the drafters {names}: --drafter NAME is needed")
+    raise InvalidInputError(source, 0, f"has the drafters {names}; --drafter NAME is needed")

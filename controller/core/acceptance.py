@@ -44,7 +44,7 @@ class AcceptanceCurve:
     """What is known of one drafter at one moment.
 
     conditional, exposures: a_k and the sequences behind it, for k = 1..gamma_max.
-    expected: E[accepted | gamma] = s_1 + ... + s_gamma with s_k = a_1 ... a_k, gamma = 0..gamma_max.
+    expected: E[accepted | gamma] = s_1 + ... + s_gamma, s_k = a_1 ... a_k, gamma = 0..gamma_max.
     prior_exposures: what a position is worth before it was ever seen.
     """
 
@@ -56,7 +56,9 @@ class AcceptanceCurve:
     def variance(self) -> NDArray[np.float64]:
         """[gamma_max] variance of the estimate of a_k."""
         means = np.array(self.conditional)
-        return means * (1 - means) / (np.array(self.exposures) + self.prior_exposures)
+        evidence = np.array(self.exposures) + self.prior_exposures
+        variance: NDArray[np.float64] = means * (1 - means) / evidence
+        return variance
 
     def sensitivity(self) -> NDArray[np.float64]:
         """[gamma_max + 1, gamma_max] of dE[accepted | gamma] / da_k.
@@ -65,7 +67,8 @@ class AcceptanceCurve:
         """
         expected = np.array(self.expected)
         tail = np.maximum(expected[:, None] - expected[None, :-1], 0.0)
-        return tail / np.maximum(np.array(self.conditional), 1e-6)
+        slopes: NDArray[np.float64] = tail / np.maximum(np.array(self.conditional), 1e-6)
+        return slopes
 
 
 class AcceptanceEstimator:

@@ -1,5 +1,4 @@
-"""Drafter confidences, calibrated: what the drafter thinks of its drafts, corrected by what became
-of them.
+"""Drafter confidences: what the drafter thinks of its drafts, corrected by what became of them.
 
     logit(a_k) = logit(mean confidence_k) + offset
 

@@ -292,7 +292,7 @@ def _features(arms: Sequence[Arm], buckets: NDArray[np.float64]) -> NDArray[np.f
 
 
 def _prior_grid(arms: Sequence[Arm], buckets: NDArray[np.float64]) -> NDArray[np.float64]:
-    """t0 * (1 + B (gamma + 1) / B_sat + gamma * d): used when not even the model's shape is known."""
+    """t0 * (1 + B (gamma + 1) / B_sat + gamma * d), when not even the model's shape is known."""
     gammas = np.array([[float(arm.gamma)] for arm in arms])
     tokens = buckets * (gammas + 1)
     relative: NDArray[np.float64] = (

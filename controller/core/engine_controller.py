@@ -16,7 +16,7 @@ from controller.core.catch_up import CatchUp
 from controller.core.clock import Clock
 from controller.core.cost import CostModel
 from controller.core.errors import StaleReportError
-from controller.core.exploration import Explorer, relative_variance
+from controller.core.exploration import Explorer, Situation, relative_variance
 from controller.core.planner import Values, batch_buckets, evaluate
 from controller.core.policies import make_planner
 from controller.core.profile import Profile
@@ -72,7 +72,7 @@ class EngineController:
             can_sleep=spec.capabilities.can_sleep,
         )
         self._planner = make_planner(self.arms, self._buckets, settings)
-        self.explorer = Explorer(settings)
+        self.explorer = Explorer(self.arms, settings)
         self._forced: Arm | None = None
         self._kv_per_sequence = profile.kv_tokens_per_sequence if profile else 0.0
         self._last_step = -1
@@ -124,7 +124,11 @@ class EngineController:
         woke = self._catch_up.observe(report, expected)
         if not (woke or report.flags.distorts_cost):
             self.cost.observe(arm, report.batch_size, expected, report.step_seconds)
-        share = budget(self._settings, self.traffic.hazard)
+        watch = self._planner.watch
+        if watch is not None and report.gamma == 0:
+            share = float(watch.share[self.cost.bucket_of(report.batch_size)])
+        else:
+            share = budget(self._settings, self.traffic.hazard)
         seconds = min(report.step_seconds, bearable)
         self.explorer.observe(report, seconds, share, self._clock.now())
 
@@ -259,17 +263,11 @@ class EngineController:
         choice = self._planner.update(values, hazard)
         active = self.cost.bucket_of(self._last_batch)
         if self.reports and self._planner.explores:
-            self.explorer.consider(
-                self.arms,
-                values,
-                self.cost,
-                active,
-                self._last_batch,
-                choice[active],
-                self._planner.watch,
-                1 / hazard.expected,
-                now,
-            )
+            situation = Situation(
+                values, self.cost, active, self._last_batch, choice[active],
+                self._planner.watch, 1 / hazard.expected,
+            )  # fmt: skip
+            self.explorer.consider(situation, now)
         probing = self.explorer.running
         rows = self._rows(choice, probing)
         return rows, *self._why(values, choice, active, probing)

@@ -1,8 +1,8 @@
 """Bounded exploration: what does not run shows nothing, so something must look.
 
 Two reasons to look, one account.  Every step of the engine earns a share of its seconds as credit
-(`watch.budget`, at most `probe_share`), and what a probe really lost, against what the current arm would have made of the same
-seconds, is charged.
+(`watch.budget`, at most `probe_share`).  What a probe really lost, against what the current arm
+would have made of the same seconds, is charged.
 
 *Doubt.*  The value of an arm relative to the current one is uncertain by what its acceptance and
 its cost are uncertain by, where the two arms differ.  Its expected improvement (Jones, Schonlau and
@@ -42,10 +42,27 @@ class _Running:
     baseline_tokens_per_second: float
 
 
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """Where the engine stands: the active bucket, its batch, the arm (by index) in force there.
+
+    horizon_steps: steps for which what a probe finds is expected to hold.
+    """
+
+    values: Values
+    costs: CostModel
+    bucket: int
+    batch_size: int
+    current: int
+    watch: Watch | None
+    horizon_steps: float
+
+
 class Explorer:
     """Decides when to probe what, and keeps the account.  One object per engine."""
 
-    def __init__(self, settings: PlannerSettings) -> None:
+    def __init__(self, arms: Sequence[Arm], settings: PlannerSettings) -> None:
+        self._arms = tuple(arms)
         self._settings = settings
         self._credit = settings.probe_credit_start_seconds
         self._running: _Running | None = None
@@ -75,7 +92,8 @@ class Explorer:
     def observe(self, report: StepReport, seconds: float, share: float, now: float) -> None:
         """Earns credit, charges a probe's step, ends a probe that is done or stuck.
 
-        seconds: the step's, without what has nothing to do with the choice.  share: of step time that probing may cost now, see `watch.budget`.
+        seconds: the step's, without what has nothing to do with the choice.  share: of step time
+        that probing may cost now, see `watch.budget`.
         """
         self._reports += 1
         self._blind_steps = 0 if report.gamma else self._blind_steps + 1
@@ -94,24 +112,14 @@ class Explorer:
         if running and (running.seen >= running.probe.steps or now > running.deadline):
             self._running = None
 
-    def consider(
-        self,
-        arms: Sequence[Arm],
-        values: Values,
-        costs: CostModel,
-        bucket: int,
-        batch_size: int,
-        current: int,
-        watch: Watch | None,
-        horizon_steps: float,
-        now: float,
-    ) -> None:
+    def consider(self, at: Situation, now: float) -> None:
         """Starts a probe in the active bucket if one is worth its price and the credit is there."""
-        if self._running or self._settings.probe_share == 0 or len(arms) < 2:
+        if self._running or self._settings.probe_share == 0 or len(self._arms) < 2:
             return
+        watch, values, bucket, current = at.watch, at.values, at.bucket, at.current
         due = self._reports >= self._consider_at
         interval = math.inf
-        if watch is not None and arms[current].gamma == 0:
+        if watch is not None and self._arms[current].gamma == 0:
             interval = float(watch.interval[bucket])
         if not due and self._blind_steps < interval:
             return
@@ -121,10 +129,8 @@ class Explorer:
         if due:
             self._consider_at = self._reports + _CONSIDER_EVERY
             # The first step may have to catch up: the second one shows the cost.
-            steps = max(2, self._steps(batch_size, self._settings.probe_exposures))
-            best = self._by_doubt(
-                values, costs, arms, bucket, current, steps, relative, horizon_steps
-            )
+            steps = max(2, self._steps(at.batch_size))
+            best = self._by_doubt(at, steps, relative)
         if best is None and watch is not None and self._blind_steps >= interval:
             look, steps = int(watch.arm[bucket]), int(watch.steps[bucket])
             lost = steps * max(-float(relative[look]), 0.0) * values.costs.seconds[look, bucket]
@@ -132,35 +138,28 @@ class Explorer:
                 best = look
         if best is None:
             return
-        probe = Probe(self._next_id, arms[best], steps)
+        probe = Probe(self._next_id, self._arms[best], steps)
         self._next_id += 1
         self.probes += 1
         self._running = _Running(
             probe, bucket, now + _PROBE_PATIENCE_SECONDS, 0, float(here[current])
         )
 
-    def _steps(self, batch_size: int, exposures: int) -> int:
-        wanted = math.ceil(exposures / batch_size)
+    def _steps(self, batch_size: int) -> int:
+        wanted = math.ceil(self._settings.probe_exposures / batch_size)
         return max(1, min(self._settings.probe_steps_max, wanted))
 
-    def _by_doubt(
-        self,
-        values: Values,
-        costs: CostModel,
-        arms: Sequence[Arm],
-        bucket: int,
-        current: int,
-        steps: int,
-        relative: NDArray[np.float64],
-        horizon_steps: float,
-    ) -> int | None:
-        seconds = values.costs.seconds[:, bucket]
+    def _by_doubt(self, at: Situation, steps: int, relative: NDArray[np.float64]) -> int | None:
+        values, current = at.values, at.current
+        seconds = values.costs.seconds[:, at.bucket]
         loss = np.maximum(-relative, 0.0) + values.catch_up / (steps * seconds)
-        doubt = np.sqrt(relative_variance(values, costs, arms, bucket, current, unseen=True))
+        doubt = np.sqrt(
+            relative_variance(values, at.costs, self._arms, at.bucket, current, unseen=True)
+        )
         gain = expected_improvement(relative, doubt * (1 + relative))
         price = steps * loss
         # A free look still takes the trouble of a switch.
-        ratio = gain * horizon_steps / (price + 0.02 * steps)
+        ratio = gain * at.horizon_steps / (price + 0.02 * steps)
         ratio[price * seconds > self._credit] = 0.0
         ratio[current] = 0.0
         best = int(ratio.argmax())

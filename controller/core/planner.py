@@ -2,10 +2,10 @@
 
     V(d, gamma, B) = B * (1 + E_d[accepted | gamma]) / C(d, B, gamma, kv)
 
-gamma = 0 is an arm like any other (E = 0).  The chosen arm changes only when another one's value
-exceeds it by `switch_margin` (gamma = 0 has to earn what blindness costs, see `watch`), so that noise at a pivot does not turn into switching, and when it
-pays back what the change costs (a drafter that slept or stood by has to catch up) within
-`payback_seconds`.
+gamma = 0 is an arm like any other (E = 0), and has to earn what blindness costs (`watch`).  The
+chosen arm changes only when another one's value exceeds it by `switch_margin`, so that noise at a
+pivot does not turn into switching, and when it pays back what the change costs (a drafter that
+slept or stood by has to catch up) within `payback_seconds`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -131,8 +131,8 @@ class Planner:
     def eligible(self, values: Values) -> NDArray[np.float64]:
         """[arms, buckets] values; almost none where a time between tokens breaks the ceiling.
 
-        The mean time between a sequence's tokens is C / (1 + E).  Where no arm keeps the ceiling all
-        stay eligible.
+        The mean time between a sequence's tokens is C / (1 + E).  Where no arm keeps the ceiling
+        all stay eligible.
         """
         ceiling = self._settings.tpot_ceiling_seconds
         if ceiling <= 0:

@@ -38,17 +38,17 @@ class TidePlanner(Planner):
         super().__init__(arms, buckets, settings)
         first = [i for i, arm in enumerate(arms) if arm.drafter == arms[0].drafter]
         drafting = [i for i in first if arms[i].gamma] or first
-        self._on = min(drafting, key=lambda i: abs(arms[i].gamma - settings.tide_gamma))
-        self._off = next((i for i in first if arms[i].gamma == 0), self._on)
+        self._on_arm = min(drafting, key=lambda i: abs(arms[i].gamma - settings.tide_gamma))
+        self._off_arm = next((i for i in first if arms[i].gamma == 0), self._on_arm)
 
     def update(self, values: Values, hazard: Hazard) -> Sequence[int]:
         """One of the two arms a bucket."""
         self.watch = self._watcher.watch(
             values.value, values.costs.seconds, values.catch_up_price, hazard
         )
-        cost = values.costs.seconds[self._on] / values.costs.seconds[self._off]
-        speedup = (1 + values.expected[self._on]) / cost
-        choice = [self._on if s > 1 else self._off for s in speedup]
+        cost = values.costs.seconds[self._on_arm] / values.costs.seconds[self._off_arm]
+        speedup = (1 + values.expected[self._on_arm]) / cost
+        choice = [self._on_arm if s > 1 else self._off_arm for s in speedup]
         if self.choice is not None:
             self.switches += sum(a != b for a, b in zip(choice, self.choice, strict=True))
         self.choice = choice

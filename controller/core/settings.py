@@ -4,6 +4,13 @@ from dataclasses import dataclass
 
 POLICIES = ("goodput", "tide", "sglang-ema")
 
+_POSITIVE = (
+    "lease_seconds", "replan_seconds", "payback_seconds", "probe_exposures", "probe_steps_max",
+    "confidence_z", "prior_exposures", "class_exposures", "fast_exposures", "fast_steps",
+    "slow_exposures", "slow_steps", "idle_steps", "shift_z", "shift_alarm",
+)  # fmt: skip
+_NOT_NEGATIVE = ("probe_credit_start_seconds", "probe_credit_max_seconds", "tpot_ceiling_seconds")
+
 
 @dataclass(frozen=True, slots=True)
 class PlannerSettings:
@@ -27,7 +34,7 @@ class PlannerSettings:
     # Longest mean time between a sequence's tokens, seconds; 0 = no ceiling.
     tpot_ceiling_seconds: float = 0.0
     # Share of step time that probing may cost.
-    probe_share: float = 0.01
+    probe_share: float = 0.009
     # Probing credit at the start, and the most that can be saved up, seconds of lost time.
     probe_credit_start_seconds: float = 0.05
     probe_credit_max_seconds: float = 0.5
@@ -58,30 +65,25 @@ class PlannerSettings:
     cost_drift_max_prior: float = 10.0
 
     def __post_init__(self) -> None:
-        positive = (
-            "lease_seconds", "replan_seconds", "payback_seconds", "probe_exposures",
-            "probe_steps_max", "confidence_z", "prior_exposures",
-            "class_exposures", "fast_exposures", "fast_steps", "slow_exposures", "slow_steps",
-            "idle_steps", "shift_z", "shift_alarm",
-        )  # fmt: skip
-        for name in positive:
+        for name in _POSITIVE:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name)!r}")
         for name in ("switch_margin", "probe_share"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must lie in [0, 1), not {getattr(self, name)!r}")
-        for name in (
-            "probe_credit_start_seconds", "probe_credit_max_seconds", "tpot_ceiling_seconds",
-        ):  # fmt: skip
+        for name in _NOT_NEGATIVE:
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must not be below 0, but is {getattr(self, name)!r}")
+        for name in ("cost_drift_max_profiled", "cost_drift_max_prior"):
+            if not getattr(self, name) >= 1:
+                raise ValueError(f"{name} is a factor of at least 1, not {getattr(self, name)!r}")
+        self._check_choices()
+
+    def _check_choices(self) -> None:
         if not 0 < self.prior_acceptance < 1:
             raise ValueError(f"prior_acceptance must lie in (0, 1), not {self.prior_acceptance!r}")
         if self.fast_exposures > self.slow_exposures or self.fast_steps > self.slow_steps:
             raise ValueError("the fast window must not be longer than the slow one")
-        for name in ("cost_drift_max_profiled", "cost_drift_max_prior"):
-            if not getattr(self, name) >= 1:
-                raise ValueError(f"{name} is a factor of at least 1, not {getattr(self, name)!r}")
         if self.policy not in POLICIES:
             raise ValueError(f"policy must be one of {', '.join(POLICIES)}, not {self.policy!r}")
         if self.tide_gamma < 1:

@@ -36,13 +36,15 @@ class Watch:
     """Per bucket: which arm looks, for how many steps, how often, and what blindness costs.
 
     arm, steps: [buckets] of int.  interval: [buckets] steps; inf where even a good day would not
-    pay.  loss: [buckets], share of every step, looking included.
+    pay.  loss: [buckets], share of every step, looking included.  share: [buckets], what looking
+    may cost there.
     """
 
     arm: NDArray[np.int64]
     steps: NDArray[np.int64]
     interval: NDArray[np.float64]
     loss: NDArray[np.float64]
+    share: NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,21 +113,22 @@ class Watcher:
         if share == 0:
             # Nothing ever looks: gamma = 0 is for good, and taken as such.
             nothing = np.zeros(len(arm))
-            return Watch(arm, self._steps[arm, columns], nothing + np.inf, nothing)
+            return Watch(arm, self._steps[arm, columns], nothing + np.inf, nothing, nothing)
         best = np.maximum(np.sqrt(2 * cost / (gain * hazard.expected)), _INTERVAL_MIN)
-        due = np.maximum(best, (cost + catch_up.now / seconds[off]) / share)
-        # Catching up takes its share of every step, however often one looks; it ends where the
-        # requests do.
+        # Catching up takes its share of every step, however often one looks.
         asleep = catch_up.per_token * self._sizes / seconds[off]
-        rest = np.maximum(share - asleep, 0.0)
-        apart = np.maximum(best, np.minimum(
-            cost / np.maximum(rest, 1e-9), (cost + asleep * _MISSED_STEPS_MAX) / share
-        ))  # fmt: skip
-        blind = cost / apart + np.minimum(asleep, share) + gain * hazard.seen * apart / 2
+        shares = np.minimum(share + asleep, settings.probe_share)
+        due = np.maximum(best, (cost + catch_up.now / seconds[off]) / shares)
+        # It ends where the requests do.
+        often = cost / np.maximum(shares - asleep, 1e-9)
+        rarely = (cost + asleep * _MISSED_STEPS_MAX) / shares
+        apart = np.maximum(best, np.minimum(often, rarely))
+        blind = cost / apart + np.minimum(asleep, shares) + gain * hazard.seen * apart / 2
         blind = np.where(hazard.seen > 0, np.minimum(blind, 0.9), 0.0)
         return Watch(
             arm,
             self._steps[arm, columns],
             np.where(worth, due, np.inf),
             np.where(worth, blind, 0.0),
+            shares,
         )

@@ -1,16 +1,27 @@
-"""Acceptance drawn from curves: P(position k accepted | k-1 were), independently step by step."""
+"""Acceptance drawn from curves: P(position k accepted | k-1 were), independently step by step.
 
-from collections.abc import Mapping, Sequence
+And the short way to name acceptance on a command line, be it a curve or a recorded bank:
+
+    geometric:0.7    positions:0.8,0.7,0.6    survival:0.779,0.583    FILE    mtp=... ; dflash=...
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from controller.core.types import MAX_GAMMA
+from controller.simulation.bank import Bank
 from controller.simulation.errors import InvalidInputError
-from controller.simulation.reading import shown
+from controller.simulation.reading import finite, shown
 from controller.simulation.sources import lengths
-from controller.simulation.workload import RequestPool
+from controller.simulation.workload import AcceptanceSource, RequestPool
+
+_DRAFTER = re.compile(r"\s*([A-Za-z0-9_.-]{1,64})\s*=(.*)", re.DOTALL)
+_KIND = re.compile(r"\s*(geometric|positions|survival)\s*:(.*)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,3 +116,78 @@ def _require_curve(where: str, values: Sequence[float]) -> None:
     for k, value in enumerate(values, 1):
         if not 0 <= value <= 1:
             raise InvalidInputError(where, 0, f"position {k}: {shown(value)} leaves 0..1")
+
+
+def parse_acceptance(text: str, drafters: Sequence[str] = ("mtp",)) -> AcceptanceSource:
+    """A curve for every drafter, or a recorded bank; parts are separated by semicolons.
+
+    `geometric:A` (a_k = A), `positions:A1,A2,...` (conditional acceptance) and
+    `survival:S1,S2,...` are curves: of the drafter named before an equals sign, or of all
+    `drafters`.  Anything else is a file: SpecDecode-Bench JSONL, several of which are mixed as
+    classes of requests, or CSVs of rounds (`.csv`), one a drafter.
+
+    Raises InvalidInputError: an empty text, a number that is none or leaves 0..1, a drafter that
+    has two curves, curves and files in one text, a file that `Bank` refuses.
+    """
+    parts = [part for part in text.split(";") if part.strip()]
+    if not parts:
+        raise InvalidInputError("acceptance", 0, "nothing is named: try geometric:0.7, or a file")
+    named = [_named(part) for part in parts]
+    kinds = [_KIND.fullmatch(body) for _, body in named]
+    if not any(kinds):
+        return _bank(named, drafters)
+    curves: dict[str, list[float]] = {}
+    for (drafter, body), kind in zip(named, kinds, strict=True):
+        if kind is None:
+            fault = f"{shown(body)} is no curve, and files do not go with curves"
+            raise InvalidInputError("acceptance", 0, fault)
+        curve = _curve(body.strip(), kind[1], kind[2])
+        for name in (drafter,) if drafter else drafters:
+            if name in curves:
+                raise InvalidInputError("acceptance", 0, f"drafter {name!r} has two curves")
+            curves[name] = curve
+    return Curves(" ".join(text.split()), curves)
+
+
+def _named(part: str) -> tuple[str, str]:
+    """(drafter or "", the rest)."""
+    found = _DRAFTER.fullmatch(part)
+    return (found[1], found[2]) if found else ("", part)
+
+
+def _curve(where: str, kind: str, values: str) -> list[float]:
+    numbers = []
+    for value in values.split(","):
+        number = finite(value.strip())
+        if number is None or not 0 <= number <= 1:
+            fault = f"{shown(value)} is no probability, 0 to 1 is needed"
+            raise InvalidInputError(shown(where), 0, fault)
+        numbers.append(number)
+    if kind == "geometric" and len(numbers) > 1:
+        raise InvalidInputError(shown(where), 0, "one number is needed")
+    makers: Mapping[str, Callable[[list[float]], list[float]]] = {
+        "geometric": lambda found: geometric(found[0]),
+        "positions": list,
+        "survival": conditional,
+    }
+    return makers[kind](numbers)
+
+
+def _bank(named: Sequence[tuple[str, str]], drafters: Sequence[str]) -> Bank:
+    files = [(drafter, Path(body.strip())) for drafter, body in named]
+    rounds = [file.suffix.lower() == ".csv" for _, file in files]
+    if all(rounds):
+        if len(files) == 1 and not files[0][0] and len(drafters) == 1:
+            return Bank.load_rounds({drafters[0]: files[0][1]})
+        by_drafter = {drafter: file for drafter, file in files if drafter}
+        if len(by_drafter) < len(files):
+            fault = "whose rounds are these?  Name each file once, DRAFTER=FILE"
+            raise InvalidInputError(files[0][1], 0, fault)
+        return Bank.load_rounds(by_drafter)
+    for (drafter, file), is_rounds in zip(files, rounds, strict=True):
+        if is_rounds:
+            raise InvalidInputError(file, 0, "rounds (.csv) and requests cannot be mixed")
+        if drafter:
+            fault = f"names its drafters itself; leave {drafter}= out"
+            raise InvalidInputError(file, 0, fault)
+    return Bank.load([file for _, file in files])

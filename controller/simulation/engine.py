@@ -15,17 +15,20 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.core.types import NO_FLAGS, StepFlags
+from controller.core.types import StepFlags
 from controller.simulation.batch import Batch
 from controller.simulation.errors import InvalidInputError
-from controller.simulation.policy import Clairvoyant, Policy, StepRecord
+from controller.simulation.policy import Choice, Clairvoyant, Policy, StepRecord
 from controller.simulation.surface import CostSurface
-from controller.simulation.workload import ClosedLoop, Workload
+from controller.simulation.workload import Workload
 
 _NOISE_BLOCK = 4096
-_GAP = StepFlags(after_gap=True)
-_SWITCHED = StepFlags(switched=True)
-_GAP_SWITCHED = StepFlags(after_gap=True, switched=True)
+# By (after a gap, switched).
+_FLAGS = {
+    (gap, switched): StepFlags(after_gap=gap, switched=switched)
+    for gap in (False, True)
+    for switched in (False, True)
+}
 
 
 class Prefill(Enum):
@@ -42,9 +45,9 @@ class EngineOptions:
     lag: steps between a step's end and the policy's knowing of it, beyond the next step's start.
     noise: standard deviation of the log of a step's seconds.  outlier_share of the steps take
     outlier_factor as long.  switch_seconds: paid by a step whose arm differs from the last one's.
-    warm_factor: a step at gamma = 0 costs this much when a drafter is kept in step.  stale_steps: so
-    many steps after a sleep longer than `stale_after`, drafts are accepted only with stale_acceptance
-    of their usual probability (a drafter whose KV cache has holes).
+    warm_factor: a step at gamma = 0 costs this much when a drafter is kept in step.  stale_steps:
+    for so many steps after a sleep longer than `stale_after`, drafts are accepted only with
+    stale_acceptance of their usual probability (a drafter whose KV cache has holes).
     """
 
     lag: int = 1
@@ -87,6 +90,14 @@ class Trace:
     tokens: list[int] = field(default_factory=list)
     # (step, phase index) of every phase's first step.
     phase_starts: list[tuple[int, int]] = field(default_factory=list)
+
+    def add(self, arm: int, batch_size: int, kv_tokens: int, end: float, tokens: int) -> None:
+        """One more step."""
+        self.arms.append(arm)
+        self.batch_sizes.append(batch_size)
+        self.kv_tokens.append(kv_tokens)
+        self.ends.append(end)
+        self.tokens.append(tokens)
 
 
 @dataclass(slots=True)
@@ -147,81 +158,85 @@ class _Run:
         self._stale_left = 0
         self._noise: list[float] = []
         self._decision_seconds = 0.0
+        self._clairvoyant = policy if isinstance(policy, Clairvoyant) else None
+        self._late: deque[StepRecord] = deque()
+        self._now, self._last_arm, self._gap = 0.0, -1, False
         self.result = RunResult(0.0, 0.0, 0, 0, [], [], {}, 0.0, 0.0, Trace())
 
     def run(self) -> RunResult:
         """The whole workload."""
-        batch, policy, options, trace = self._batch, self._policy, self._options, self.result.trace
-        late: deque[StepRecord] = deque()
-        now, step, last_arm, gap = 0.0, 0, -1, False
-        clock = time.perf_counter
-        clairvoyant = policy if isinstance(policy, Clairvoyant) else None
+        batch, options = self._batch, self._options
         while True:
-            batch.admit(now)
-            if options.prefill is Prefill.NONE:
-                batch.start_all()
+            batch.admit(self._now)
             if batch.phase_changed:
-                trace.phase_starts.append((step, batch.phase))
+                self.result.trace.phase_starts.append((self.result.steps, batch.phase))
                 batch.phase_changed = False
-            if batch.waiting_prefill:
-                spent = batch.prefill(
-                    options.prefill_chunk_tokens, self._surface.prefill_seconds_per_token
-                )
-                now = self._account(now, spent, 0.0)
-                gap = True
-            n = batch.size
-            if n == 0:
-                if batch.waiting_prefill:
-                    continue
+            self._read_prompts()
+            if batch.size > 0:
+                self._step()
+                if batch.done:
+                    break
+                if self.result.steps >= options.max_steps:
+                    raise InvalidInputError(
+                        "workload", 0,
+                        f"it has not ended after {options.max_steps} steps: it is too large",
+                    )  # fmt: skip
+            elif not batch.waiting_prefill:
                 arrival = batch.next_arrival()
                 if arrival is None:
                     break
-                now, gap = max(now, arrival), True
-                continue
-            if clairvoyant is not None:
-                clairvoyant.enter(batch.segment(now))
-            began = clock()
-            while late and late[0].step < step - options.lag:
-                policy.observe(late.popleft(), now)
-            choice = policy.choose(n, now)
-            self._decision_seconds += clock() - began
-            arm = choice.arm
-            switched = arm != last_arm and last_arm >= 0
-            kv = batch.kv_tokens
-            seconds = self._step_seconds(arm, n, kv, switched, choice.asleep)
-            counts, classes, tokens = batch.step(
-                self._drafter_of[arm], self._arms[arm].gamma, self._thinning()
-            )
-            self._keep_up(arm, choice.asleep, tokens)
-            ended = self._account(now, seconds, tokens)
-            trace.arms.append(arm)
-            trace.batch_sizes.append(n)
-            trace.kv_tokens.append(kv)
-            trace.ends.append(ended)
-            trace.tokens.append(int(tokens))
-            if switched:
-                self.result.switches += 1
-                flags = _GAP_SWITCHED if gap else _SWITCHED
-            else:
-                flags = _GAP if gap else NO_FLAGS
-            late.append(
-                StepRecord(step, n, kv, arm, counts, seconds, flags, choice.probe_id, classes)
-            )
-            octave = self.result.octaves.setdefault((n - 1).bit_length(), [0.0, 0.0])
-            octave[0] += tokens
-            octave[1] += ended - now
-            self.result.sequence_seconds += n * (ended - now)
-            now, last_arm, gap = ended, arm, False
-            step += 1
-            if batch.done:
-                break
-            if step >= options.max_steps:
-                raise InvalidInputError(
-                    "workload", 0, f"it has not ended after {step} steps: it is too large"
-                )
-        self.result.steps = step
+                self._now, self._gap = max(self._now, arrival), True
         self.result.decision_seconds = self._decision_seconds
         return self.result
+
+    def _read_prompts(self) -> None:
+        batch, options = self._batch, self._options
+        if options.prefill is Prefill.NONE:
+            batch.start_all()
+        elif batch.waiting_prefill:
+            spent = batch.prefill(
+                options.prefill_chunk_tokens, self._surface.prefill_seconds_per_token
+            )
+            self._now = self._account(self._now, spent, 0.0)
+            self._gap = True
+
+    def _choose(self, step: int) -> Choice:
+        """Tells the policy what is late enough to be known, and asks it."""
+        policy, late, now = self._policy, self._late, self._now
+        if self._clairvoyant is not None:
+            self._clairvoyant.enter(self._batch.segment(now))
+        began = time.perf_counter()
+        while late and late[0].step < step - self._options.lag:
+            policy.observe(late.popleft(), now)
+        choice = policy.choose(self._batch.size, now)
+        self._decision_seconds += time.perf_counter() - began
+        return choice
+
+    def _step(self) -> None:
+        """One decode step, from the choice to its record."""
+        batch, result = self._batch, self.result
+        step, n, kv, began = result.steps, batch.size, batch.kv_tokens, self._now
+        choice = self._choose(step)
+        arm = choice.arm
+        switched = arm != self._last_arm and self._last_arm >= 0
+        seconds = self._step_seconds(arm, n, kv, switched, choice.asleep)
+        counts, classes, tokens = batch.step(
+            self._drafter_of[arm], self._arms[arm].gamma, self._thinning()
+        )
+        self._keep_up(arm, choice.asleep, tokens)
+        self._now = self._account(began, seconds, tokens)
+        result.trace.add(arm, n, kv, self._now, int(tokens))
+        result.steps += 1
+        result.switches += switched
+        result.sequence_seconds += n * seconds
+        octave = result.octaves.setdefault((n - 1).bit_length(), [0.0, 0.0])
+        octave[0] += tokens
+        octave[1] += seconds
+        flags = _FLAGS[self._gap, switched]
+        self._late.append(
+            StepRecord(step, n, kv, arm, counts, seconds, flags, choice.probe_id, classes)
+        )
+        self._last_arm, self._gap = arm, False
 
     def _step_seconds(self, arm: int, n: int, kv: int, switched: bool, asleep: bool) -> float:
         """Wall seconds of the step that is about to run, noise and penalties included."""
@@ -289,8 +304,3 @@ class _Run:
         result.tokens += tokens * share
         result.seconds += seconds * share
         return now + seconds
-
-
-def is_shifting(workload: Workload) -> bool:
-    """True when load or traffic moves while the workload runs."""
-    return not (isinstance(workload, ClosedLoop) and len(workload.phases) == 1)

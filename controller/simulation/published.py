@@ -171,7 +171,8 @@ def _tide(model: TideModel) -> _Source:
         lambda _: 0.0,
         measured,
         prefill=model.last_slope,
-        catch_up=model.last_slope * model.draft_ms / model.target_ms[0],
+        # An EAGLE-3 drafter is one layer.
+        catch_up=model.last_slope / model.layers,
         curves={},
     )
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from controller.core.profile import Profile
 from controller.simulation import published
-from controller.simulation.curves import Curves
+from controller.simulation.curves import Curves, conditional
 from controller.simulation.engine import EngineOptions, Prefill
 from controller.simulation.ours import FINGERPRINT
 from controller.simulation.scenario import Scenario
@@ -122,12 +122,6 @@ def _stationary() -> list[Scenario]:
         for b in (1, 16, 128, 1024)
     ]
     return found
-
-
-def conditional(survival: Sequence[float]) -> list[float]:
-    """a_k = s_k / s_(k-1)."""
-    before = [1.0, *survival[:-1]]
-    return [s / b for s, b in zip(survival, before, strict=True)]
 
 
 Step = tuple[str, int, int]  # kind of traffic, concurrency, tokens a sequence

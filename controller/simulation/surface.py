@@ -39,7 +39,7 @@ class CostSurface:
     @property
     def max_batch_size(self) -> int:
         """Largest batch that the surface prices."""
-        return self.seconds.shape[1] - 1
+        return int(self.seconds.shape[1]) - 1
 
     def profile(
         self,

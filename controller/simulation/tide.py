@@ -12,11 +12,12 @@ class TideModel:
     """One column of Table 5: EAGLE-3 in front of a target on H100 GPUs under tensor parallelism.
 
     target_ms: T(n) at n = 1, 2, 4, ... tokens in one pass; it ends where the table does.
-    draft_ms: D_0, one pass of the drafter, whatever the batch.
+    draft_ms: D_0, one pass of the drafter, whatever the batch.  layers: of the target (model card).
     """
 
     target_ms: tuple[float, ...]
     draft_ms: float
+    layers: int
 
     @property
     def tokens(self) -> NDArray[np.float64]:
@@ -47,14 +48,16 @@ class TideModel:
 
 TIDE_MODELS: Mapping[str, TideModel] = {
     "tide-gpt-oss-120b": TideModel(
-        (3.416, 3.844, 4.341, 5.236, 6.123, 7.637, 9.345, 11.79, 15.50, 21.50), 0.393
+        (3.416, 3.844, 4.341, 5.236, 6.123, 7.637, 9.345, 11.79, 15.50, 21.50), 0.393, 36
     ),
-    "tide-qwen3-235b": TideModel((9.057, 10.07, 11.86, 14.68, 17.84, 23.47, 26.68, 31.46), 0.137),
+    "tide-qwen3-235b": TideModel(
+        (9.057, 10.07, 11.86, 14.68, 17.84, 23.47, 26.68, 31.46), 0.137, 94
+    ),
     "tide-llama4-scout": TideModel(
-        (6.461, 7.953, 8.932, 11.01, 13.61, 16.82, 19.58, 23.82, 27.89, 40.86), 0.330
+        (6.461, 7.953, 8.932, 11.01, 13.61, 16.82, 19.58, 23.82, 27.89, 40.86), 0.330, 48
     ),
     "tide-llama3.3-70b": TideModel(
-        (15.50, 16.00, 16.11, 16.36, 17.10, 18.45, 19.00, 21.38, 27.54, 64.76), 0.843
+        (15.50, 16.00, 16.11, 16.36, 17.10, 18.45, 19.00, 21.38, 27.54, 64.76), 0.843, 80
     ),
 }
 
