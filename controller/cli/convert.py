@@ -30,7 +30,7 @@ def convert(
     Exit codes: 0 done, 2 anything else, with one line on standard error.
     """
     from controller.core.errors import SpeculationError
-    from controller.profiling.partial import write_whole
+    from controller.whole_file import write_whole
 
     try:
         _require_free(target, force=force)

@@ -23,7 +23,7 @@ _PROMPT = "prompt_token_ids"
 class Recorded:
     """One recorded request.
 
-    accepted: drafter -> [positions] of uint8, drafts accepted if drafting started there.
+    accepted: drafter -> [positions or more] of uint8, drafts accepted if drafting started there.
     context_tokens: of its prompt.
     """
 
@@ -33,7 +33,7 @@ class Recorded:
 
     @property
     def positions(self) -> int:
-        """Output tokens that were recorded, of every drafter."""
+        """Output tokens that were recorded of every drafter."""
         return min(len(values) for values in self.accepted.values())
 
 
@@ -76,12 +76,10 @@ def _request(path: Path, line: int, text: str, label: str) -> Recorded:
     names = [key for key in body if key.startswith(_PREFIX) and key != _PREFIX]
     if not names:
         raise InvalidInputError(path, line, f"no key {_PREFIX}NAME names a drafter")
-    accepted = {}
-    for name in names:
-        accepted[name.removeprefix(_PREFIX)] = _accepted(path, line, name, body[name])
-    shortest = min(len(values) for values in accepted.values())
-    cut = {drafter: values[:shortest] for drafter, values in accepted.items()}
-    return Recorded(label, len(prompt), cut)
+    accepted = {
+        name.removeprefix(_PREFIX): _accepted(path, line, name, body[name]) for name in names
+    }
+    return Recorded(label, len(prompt), accepted)
 
 
 def _accepted(path: Path, line: int, name: str, value: object) -> NDArray[np.uint8]:

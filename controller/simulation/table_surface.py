@@ -82,19 +82,14 @@ def table_surface(
     the last slope, never downwards (a single size is a constant).  Plain decoding is the target
     alone: the first drafter's serves for all.
 
-    kinds: of the drafters; one that is not in it is MTP, serial passes.  max_batch_size: by default
-    the largest that all tables reach; above it costs are extrapolated.
+    kinds: by drafter; one that is not in it is MTP, serial passes.  max_batch_size: by default the
+    largest that all tables reach; above it costs are extrapolated.
 
-    Raises InvalidInputError: no drafter, a name that is none, a kind of a drafter that is not
-    there, a max_batch_size out of range.
+    Raises InvalidInputError: no drafter, a name that is none, a max_batch_size out of range.
     """
     if not tables:
         raise InvalidInputError(name, 0, "no drafter is named")
     kinds = kinds or {}
-    strange = sorted(kinds.keys() - tables.keys())
-    if strange:
-        known = sorted(tables)
-        raise InvalidInputError(name, 0, f"there is no drafter {strange[0]!r}, only {known}")
     largest = min(table.batch_sizes[-1] for table in tables.values())
     largest = largest if max_batch_size is None else max_batch_size
     if not 1 <= largest <= MAX_BATCH_SIZE:

@@ -2,6 +2,9 @@
 
 import json
 import time
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +17,7 @@ from controller.simulation.errors import InvalidInputError
 from controller.simulation.reading import csv_rows, text_lines
 from controller.simulation.step_costs import read_profile, read_step_costs
 
-READERS = {
+READERS: dict[str, Callable[[Any], object]] = {
     "requests": lambda path: Bank.load([path]),
     "rounds": lambda path: Bank.load_rounds({"mtp": path}),
     "arrivals": read_arrivals,
@@ -96,12 +99,16 @@ def test_an_empty_file_is_refused(file, kind):
 
 
 @pytest.mark.parametrize("kind", READERS)
-def test_a_line_of_100_mb_is_refused_at_once(file, kind):
-    file.write_bytes(b"1" * (100 << 20))
+def test_a_line_of_200_mb_is_refused_without_reading_it(file, kind):
+    file.write_bytes(b"1" * (200 << 20))
     began = time.monotonic()
+    tracemalloc.start()
     with pytest.raises(InvalidInputError):
         READERS[kind](file)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
     assert time.monotonic() - began < 20
+    assert peak < 150 << 20
     file.unlink()
 
 

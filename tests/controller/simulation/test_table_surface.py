@@ -80,7 +80,8 @@ def test_a_profile_comes_out_of_the_surface_that_it_went_into():
     profile = Profile(
         Fingerprint("model"), drafters, 300.0, 1e-7, cells, catch_up_seconds_per_token=1e-5
     )
-    surface = profile_surface("p.json", profile, {"x": DrafterKind.NGRAM})
+    kinds = {"x": DrafterKind.NGRAM, "another": DrafterKind.DFLASH}
+    surface = profile_surface("p.json", profile, kinds)
     assert surface.profile(profile.fingerprint, [1, 8]) == profile
     assert [d.kind for d in surface.drafters] == [DrafterKind.MTP, DrafterKind.NGRAM]
     assert surface.catch_up_seconds_per_token == 1e-5
@@ -96,7 +97,6 @@ def test_a_profile_with_holes_is_refused_by_name():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kinds": {"x": DrafterKind.MTP}}, r"there is no drafter 'x', only \['mtp'\]"),
         ({"max_batch_size": 0}, "max_batch_size 0 leaves 1..65536"),
         ({"max_batch_size": 65_537}, "max_batch_size 65537 leaves"),
     ],
