@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _EXIT_SIGNAL = 128
 
 
-def profile(  # noqa: PLR0913, PLR0917 -- one parameter for each option
+def profile(
     engine_url: Annotated[
         str, typer.Option(help="The engine's HTTP API, which supplies the load.")
     ] = "http://127.0.0.1:30000",

@@ -239,7 +239,7 @@ class CostModel:
         machine = shared.min(axis=0)
         bounded = np.minimum(shared - machine, 2 * self._drift_max) + machine
         self._correction = bounded + self._cell
-        self._factors = np.exp(self._correction)
+        self._factors: NDArray[np.float64] = np.exp(self._correction)
 
     def drift(self) -> NDArray[np.float64]:
         """Factors by which live steps have moved the table: [arms, buckets], 1 = unmoved."""

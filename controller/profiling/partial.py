@@ -4,7 +4,6 @@ The raw steps are kept, not their summaries: a later run goes on where this one 
 everything together.
 """
 
-import os
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -17,6 +16,7 @@ from controller.core.profile import DrafterIdentity, Profile, ProfileCell
 from controller.core.types import EngineSpec, Fingerprint
 from controller.profiling.errors import InvalidPartialError
 from controller.profiling.samples import CellKey, Cells, Context, Samples
+from controller.whole_file import write_whole
 
 OLDEST = timedelta(days=1)
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -137,25 +137,6 @@ def load_partial(path: Path) -> Partial | None:
 def save_partial(path: Path, partial: Partial) -> None:
     """Whole, or as it was.  Raises OSError."""
     write_whole(path, _ADAPTER.dump_json(partial, indent=1))
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Writes so that a crash leaves the old file or the new one.  Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with part.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
-    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
 
 
 def identities(spec: EngineSpec) -> tuple[DrafterIdentity, ...]:

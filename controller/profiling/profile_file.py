@@ -9,8 +9,9 @@ from controller.core.errors import InvalidProfileError, ProfileMismatchError
 from controller.core.profile import Profile
 from controller.core.types import EngineSpec
 from controller.profiling.errors import ProfileRefusedError
-from controller.profiling.partial import identities, write_whole
+from controller.profiling.partial import identities
 from controller.profiling.schedule import arms_of
+from controller.whole_file import write_whole
 
 _NAME_MAX = 48
 

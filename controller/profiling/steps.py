@@ -43,7 +43,7 @@ class StepFilter:
         flags = report.flags
         if flags.unsteered:
             return "ran without a valid plan"
-        if flags.distorts_cost:
+        if flags.distorts_cost or flags.switched:
             # What disturbed this step may still be felt in the next.
             self._unsettled = max(self._unsettled - 1, 1)
             names = ("after_gap", "eager_fallback", "first_use", "switched")

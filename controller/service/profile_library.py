@@ -6,7 +6,6 @@ the latest installed or, among files, the latest measured one is used.
 """
 
 import hashlib
-import os
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from controller.core.errors import InvalidProfileError, ProfileMismatchError, Sp
 from controller.core.profile import Profile
 from controller.core.types import EngineSpec
 from controller.service.errors import ProfileNotSavedError
+from controller.whole_file import write_whole
 
 _log = structlog.get_logger(__name__)
 
@@ -85,14 +85,8 @@ class ProfileLibrary:
         if self._directory is None:
             return None
         path = self._directory / f"{_identity(profile)}.json"
-        part = path.with_suffix(".part")
         try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            with part.open("w", encoding="utf-8") as file:
-                file.write(profile.to_json())
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(path)
+            write_whole(path, profile.to_json().encode())
         except OSError as error:
             raise ProfileNotSavedError(
                 f"the profile cannot be kept in {self._directory}: {error.strerror}; nothing was "

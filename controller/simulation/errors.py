@@ -11,5 +11,10 @@ class InvalidInputError(SpeculationError):
     def __init__(self, source: str | Path, line: int, fault: str) -> None:
         self.source = str(source)
         self.line = line
+        self.fault = fault
         where = f"{source}:{line}" if line else f"{source}"
         super().__init__(f"{where}: {fault}")
+
+    def __reduce__(self) -> tuple[type, tuple[str, int, str]]:
+        """Comes back whole from a worker process."""
+        return type(self), (self.source, self.line, self.fault)

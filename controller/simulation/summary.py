@@ -1,7 +1,7 @@
 """From runs to a report: ratios over paired seeds, with their spread."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from controller.simulation.results import Origin, PolicyReport, ScenarioReport
 from controller.simulation.run import OFF, ORACLE, OURS, PolicyRun, SeedRun
@@ -14,9 +14,11 @@ _T_LARGE = 2.1
 Interval = tuple[float, float] | None
 
 
-def summarise(scenario: Scenario, seeds: Sequence[SeedRun]) -> ScenarioReport:
-    """The scenario's report over all its seeds."""
-    names = [run.name for run in seeds[0].runs]
+def summarise(
+    scenario: Scenario, seeds: Sequence[SeedRun], wanted: Collection[str] | None = None
+) -> ScenarioReport:
+    """The scenario's report over all its seeds; of the wanted policies only, if any are named."""
+    names = [run.name for run in seeds[0].runs if wanted is None or run.name in wanted]
     best_static = _best_static(seeds)
     peers = [run.name for run in seeds[0].runs if run.origin in {Origin.IMPORTED, Origin.RESTATED}]
     policies = [_policy(name, seeds, best_static, peers) for name in names]

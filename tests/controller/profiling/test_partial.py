@@ -12,9 +12,9 @@ from controller.profiling.partial import (
     load_partial,
     partial_path,
     save_partial,
-    write_whole,
 )
 from controller.profiling.samples import CellKey, Context, Samples
+from controller.whole_file import write_whole
 
 NOW = datetime(2030, 5, 1, 12, tzinfo=UTC)
 SPEC = EngineSpec(
@@ -23,6 +23,7 @@ SPEC = EngineSpec(
     (DrafterSpec("mtp", DrafterKind.MTP, (0, 1), "draft", "r1"),),
     8,
 )
+
 CELLS = {
     CellKey("mtp", 0, 1): Samples([0.01, 0.02], [128, 129], [0, 1]),
     CellKey("mtp", 1, 4, Context.LONG): Samples([0.03], [4096], [0]),

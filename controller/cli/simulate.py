@@ -1,0 +1,229 @@
+"""`controller simulate`: the production core, and every peer, on a simulated engine."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from controller.simulation.results import SimulationReport
+    from controller.simulation.scenario import Scenario
+
+_EXIT_USAGE = 2
+
+
+def simulate(
+    more: Annotated[
+        list[str] | None, typer.Argument(metavar="[POLICY]...", help="More for --policy.")
+    ] = None,
+    suite: Annotated[
+        str, typer.Option(help="'standard', or 'standard/PART' for scenarios whose name has PART.")
+    ] = "",
+    acceptance: Annotated[
+        str,
+        typer.Option(
+            help="geometric:0.7, positions:0.8,0.7, survival:0.8,0.6 (also DRAFTER=..., joined by "
+            "semicolons), or a bank: SpecDecode-Bench .jsonl, rounds .csv."
+        ),
+    ] = "",
+    cost: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Step-cost table .csv (DRAFTER=PATH for several), profile .json, or a published "
+            "name such as h100-llama3.1-8b."
+        ),
+    ] = None,
+    arrivals: Annotated[
+        Path | None, typer.Option(help="CSV of TIMESTAMP,ContextTokens,GeneratedTokens.")
+    ] = None,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(help="Report these only (static arms and the oracle are always run)."),
+    ] = None,
+    drafter: Annotated[str, typer.Option(help="Which drafter a nameless table is of.")] = "",
+    concurrency: Annotated[
+        str, typer.Option(help="Sequences at a time without --arrivals, e.g. 1,8,64.")
+    ] = "",
+    tokens: Annotated[int, typer.Option(help="Tokens a sequence and closed phase.")] = 5000,
+    max_batch: Annotated[int | None, typer.Option(help="The engine's largest batch.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Only the first so many arrivals.")] = None,
+    speed: Annotated[float, typer.Option(help="2: arrivals come twice as fast.")] = 1.0,
+    prefill: Annotated[str, typer.Option(help="'none' (disaggregated) or 'chunked'.")] = "none",
+    lag: Annotated[int, typer.Option(help="Steps that telemetry and plan are late.")] = 1,
+    noise: Annotated[float, typer.Option(help="Standard deviation of log step seconds.")] = 0.03,
+    outliers: Annotated[float, typer.Option(help="Share of steps that take ten-fold.")] = 0.0,
+    profile_error: Annotated[
+        float, typer.Option(help="Factor by which the controller's drafting costs are wrong.")
+    ] = 1.0,
+    no_profile: Annotated[
+        bool, typer.Option("--no-profile", help="The controller is told no costs at all.")
+    ] = False,
+    kv_seconds: Annotated[
+        float, typer.Option(help="Price of a token of context, seconds; a .csv does not tell.")
+    ] = 0.0,
+    seeds: Annotated[int | None, typer.Option(help="Repetitions; paired over policies.")] = None,
+    seed: Annotated[int, typer.Option(help="The first seed.")] = 0,
+    processes: Annotated[int | None, typer.Option(help="Side by side; all processors.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Writes the report.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Writes one page with plots.")] = None,
+    reproduce: Annotated[
+        str, typer.Option(help="'tide' or 'drafters': a published result, and how close.")
+    ] = "",
+    grid: Annotated[
+        Path | None, typer.Option(help="The published drafter grid, for --reproduce drafters.")
+    ] = None,
+) -> None:
+    """Compares the controller with every static choice, hindsight, and the peers.
+
+    Either --suite standard, or --acceptance and --cost (and perhaps --arrivals), or --reproduce.
+    Virtual time, seeded: equal inputs give equal results.
+
+    Exit codes: 0 done, 2 bad input (one line on standard error).
+    """
+    from controller.core.errors import SpeculationError
+    from controller.simulation.engine import EngineOptions, Prefill
+    from controller.simulation.errors import InvalidInputError
+    from controller.simulation.files import Given
+
+    wanted = _wanted(policy, more)
+    try:
+        if reproduce:
+            _reproduce(reproduce, grid)
+            return
+        if prefill not in {kind.value for kind in Prefill}:
+            raise InvalidInputError("--prefill", 0, f"{prefill!r}: 'none' or 'chunked'")
+        options = EngineOptions(
+            lag=lag, noise=noise, outlier_share=outliers, prefill=Prefill(prefill)
+        )
+        given = Given(
+            acceptance, tuple(cost or ()), arrivals, drafter, _sizes(concurrency), tokens,
+            max_batch, limit, speed, None if no_profile else profile_error, kv_seconds,
+            seeds or 3, options,
+        )  # fmt: skip
+        scenarios = _scenarios(suite, given, seeds)
+        _require_writable(json_file, html)
+        report = _run(scenarios, seed, wanted, processes)
+        _show(report, json_file, html)
+    except SpeculationError as error:
+        typer.echo(f"controller simulate: {' '.join(str(error).splitlines())}", err=True)
+        raise typer.Exit(_EXIT_USAGE) from error
+
+
+def _wanted(policy: list[str] | None, more: list[str] | None) -> list[str] | None:
+    named = [name for text in [*(policy or ()), *(more or ())] for name in text.split(",") if name]
+    return named or None
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    from controller.simulation.errors import InvalidInputError
+
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not all(part.isdecimal() for part in parts):
+        raise InvalidInputError("--concurrency", 0, f"{text!r}: numbers such as 1,8,64")
+    return tuple(int(part) for part in parts)
+
+
+def _scenarios(suite: str, given: "object", seeds: int | None) -> "list[Scenario]":
+    from dataclasses import replace
+
+    from controller.simulation import files
+    from controller.simulation.errors import InvalidInputError
+    from controller.simulation.suite import standard
+
+    assert isinstance(given, files.Given)
+    if not suite:
+        if not given.acceptance:
+            raise InvalidInputError("--acceptance", 0, "is needed, or --suite standard")
+        return files.scenarios(given)
+    name, _, part = suite.partition("/")
+    if name != "standard":
+        raise InvalidInputError("--suite", 0, f"{name!r} is none, there is 'standard'")
+    found = [scenario for scenario in standard() if part in scenario.name]
+    if given.acceptance:
+        found += files.scenarios(given)
+    if not found:
+        raise InvalidInputError("--suite", 0, f"no scenario's name has {part!r}")
+    return [replace(scenario, seeds=seeds) for scenario in found] if seeds else found
+
+
+def _require_writable(*paths: Path | None) -> None:
+    """Minutes of work must not end in a directory that does not exist."""
+    from controller.simulation.errors import InvalidInputError
+
+    for path in paths:
+        if path is not None and not path.absolute().parent.is_dir():
+            raise InvalidInputError(path, 0, "its directory does not exist")
+
+
+def _run(
+    scenarios: "Sequence[Scenario]", seed: int, wanted: list[str] | None, processes: int | None
+) -> "SimulationReport":
+    import shlex
+    import sys
+    import time
+
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    import controller
+    from controller.simulation.results import SimulationReport
+    from controller.simulation.run import run_all
+    from controller.simulation.summary import summarise
+
+    began = time.monotonic()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+               TimeElapsedColumn())  # fmt: skip
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        total = sum(scenario.seeds for scenario in scenarios)
+        task = progress.add_task("simulating", total=total)
+
+        def on_done(scenario: "Scenario") -> None:
+            progress.update(task, advance=1, description=scenario.name[:40])
+
+        runs = run_all(scenarios, seed, wanted, processes=processes, on_done=on_done)
+    return SimulationReport(
+        shlex.join(["controller", *sys.argv[1:]]),
+        controller.__version__,
+        seed,
+        time.monotonic() - began,
+        tuple(summarise(s, found, wanted) for s, found in zip(scenarios, runs, strict=True)),
+    )
+
+
+def _show(report: "SimulationReport", json_file: Path | None, html: Path | None) -> None:
+    from rich.console import Console
+
+    from controller.simulation.errors import InvalidInputError
+    from controller.simulation.report import render_html, render_text, to_json
+    from controller.whole_file import write_whole
+
+    console = Console()
+    if not console.is_terminal:
+        console.width = 160
+    console.print(render_text(report))
+    for path, text in ((json_file, to_json), (html, render_html)):
+        if path is not None:
+            try:
+                write_whole(path, text(report).encode())
+            except OSError as error:
+                raise InvalidInputError(path, 0, f"cannot be written: {error.strerror}") from error
+            console.print(str(path))
+
+
+def _reproduce(what: str, grid: Path | None) -> None:
+    from rich.console import Console
+
+    from controller.simulation.errors import InvalidInputError
+    from controller.simulation.reproduce import tables
+    from controller.simulation.reproduce_drafters import reproduce_drafters
+    from controller.simulation.reproduce_tide import reproduce_tide
+
+    if what not in {"tide", "drafters"}:
+        raise InvalidInputError("--reproduce", 0, f"{what!r}: 'tide' or 'drafters'")
+    found = reproduce_tide() if what == "tide" else reproduce_drafters(grid)
+    console = Console()
+    if not console.is_terminal:
+        console.width = 160
+    console.print(tables(found))

@@ -1,0 +1,202 @@
+"""Scenarios from files and names that a user gives: acceptance, costs, arrivals."""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from controller.core.profile import Profile
+from controller.core.types import DrafterKind
+from controller.simulation import published
+from controller.simulation.arrivals import read_arrivals
+from controller.simulation.curves import parse_acceptance
+from controller.simulation.engine import EngineOptions
+from controller.simulation.errors import InvalidInputError
+from controller.simulation.scenario import Scenario
+from controller.simulation.sources import ClosedSource, OpenSource, PhaseSpec
+from controller.simulation.step_costs import read_profile
+from controller.simulation.suite import measured_profile, only
+from controller.simulation.surface import CostSurface
+from controller.simulation.table_surface import csv_surface, profile_surface
+from controller.simulation.workload import AcceptanceSource
+
+_KINDS = {"ngram": DrafterKind.NGRAM, "dflash": DrafterKind.DFLASH}
+_DEFAULT_DRAFTER = "mtp"
+# Oracle segments of an arrival file.
+_WINDOWS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a user asks for.
+
+    acceptance: see `parse_acceptance`.  cost: PATH.csv, DRAFTER=PATH.csv (several), PATH.json (our
+    profile) or the name of a published surface.  drafter: what a nameless cost table drafts with.
+    concurrency: sizes of the closed loop (none: a spread up to the largest batch).  profile_error:
+    factor on the drafting cells that the controller is told; None: it is told nothing.
+    """
+
+    acceptance: str
+    cost: tuple[str, ...]
+    arrivals: Path | None = None
+    drafter: str = ""
+    concurrency: tuple[int, ...] = ()
+    tokens_per_sequence: int = 5000
+    max_batch_size: int | None = None
+    limit: int | None = None
+    speed: float = 1.0
+    profile_error: float | None = 1.0
+    seconds_per_kv_token: float = 0.0
+    seeds: int = 3
+    options: EngineOptions = field(default_factory=EngineOptions)
+
+
+def scenarios(given: Given) -> list[Scenario]:
+    """The scenarios of one run on given files.  Raises InvalidInputError."""
+    if given.tokens_per_sequence < 1 or given.seeds < 1:
+        raise InvalidInputError("--tokens, --seeds", 0, "at least 1 is needed")
+    surface, acceptance = _inputs(given)
+    profile = _profile(surface, given.profile_error)
+    if given.arrivals is not None:
+        return [_open(given, given.arrivals, surface, acceptance, profile)]
+    return _closed(given, surface, acceptance, profile)
+
+
+def _profile(surface: CostSurface, error: float | None) -> Profile | None:
+    if error is None:
+        return None
+    if not 0.1 <= error <= 10:
+        raise InvalidInputError("--profile-error", 0, f"a factor of {error} leaves 0.1..10")
+    return measured_profile(surface, surface.max_batch_size, None if error == 1 else error)
+
+
+def _inputs(given: Given) -> tuple[CostSurface, AcceptanceSource]:
+    """Costs and acceptance that speak of the same drafters."""
+    if not given.cost:
+        raise InvalidInputError(
+            "--cost", 0, f"a table or one of {', '.join(published.names())} is needed"
+        )
+    first = given.cost[0]
+    size = given.max_batch_size
+    if len(given.cost) == 1 and first in published.names():
+        surface = published.surface(first, max_batch_size=size, extrapolate=size is not None)
+    elif len(given.cost) == 1 and first.lower().endswith(".json"):
+        surface = profile_surface(Path(first).name, read_profile(first), _KINDS, size)
+    else:
+        return _tables(given)
+    acceptance = parse_acceptance(given.acceptance, [d.name for d in surface.drafters])
+    return _agree(surface, acceptance, given.drafter), acceptance
+
+
+def _tables(given: Given) -> tuple[CostSurface, AcceptanceSource]:
+    pairs = [_named(text) for text in given.cost]
+    names = [name for name, _ in pairs if name]
+    acceptance = parse_acceptance(given.acceptance, names or [given.drafter or _DEFAULT_DRAFTER])
+    if not names and len(pairs) == 1:
+        name = given.drafter or acceptance.drafters[0]
+        pairs = [(name, pairs[0][1])]
+    elif len(names) < len(pairs):
+        raise InvalidInputError(
+            pairs[0][1], 0, "several tables need their drafters: --cost DRAFTER=PATH"
+        )
+    surface = csv_surface(
+        dict(pairs), _KINDS, given.max_batch_size, seconds_per_kv_token=given.seconds_per_kv_token
+    )
+    return _agree(surface, acceptance, given.drafter), acceptance
+
+
+def _named(text: str) -> tuple[str, str]:
+    name, sign, path = text.partition("=")
+    return (name, path) if sign and "/" not in name else ("", text)
+
+
+def _agree(surface: CostSurface, acceptance: AcceptanceSource, wanted: str) -> CostSurface:
+    """The surface with the drafters whose acceptance is known; a lone one takes its name."""
+    if wanted and wanted not in acceptance.drafters:
+        raise InvalidInputError(
+            "--drafter", 0, f"{wanted!r} has no acceptance; there are {list(acceptance.drafters)}"
+        )
+    known = (wanted,) if wanted else acceptance.drafters
+    common = [d.name for d in surface.drafters if d.name in known]
+    if common:
+        return only(surface, *common)
+    if len(surface.drafters) == 1:
+        return replace(surface, drafters=(replace(surface.drafters[0], name=known[0]),))
+    raise InvalidInputError(
+        surface.name, 0,
+        f"costs are of {[d.name for d in surface.drafters]}, acceptance of {list(known)}: "
+        "name one with --drafter",
+    )  # fmt: skip
+
+
+def _closed(
+    given: Given, surface: CostSurface, acceptance: AcceptanceSource, profile: Profile | None
+) -> list[Scenario]:
+    limit = surface.max_batch_size
+    sizes = given.concurrency or tuple(b for b in (1, 4, 16, 64, 256, 1024) if b <= limit)
+    for b in sizes:
+        if not 1 <= b <= limit:
+            raise InvalidInputError("--concurrency", 0, f"{b} leaves 1..{limit}")
+
+    def phase(b: int) -> PhaseSpec:
+        # One sequence alone is luck for long: give it more time.
+        return PhaseSpec(
+            f"x{b}", acceptance, b, b * given.tokens_per_sequence * (3 if b < 4 else 1)
+        )
+
+    found = [
+        _scenario(given, f"closed/B={b}", f"{b} sequences at a time", surface, profile,
+                  ClosedSource((phase(b),), None), shifting=False)
+        for b in sizes
+    ]  # fmt: skip
+    if len(sizes) > 1:
+        turns = (*sizes, *sizes[-2::-1])
+        found.append(
+            _scenario(
+                given,
+                "closed/moving",
+                f"concurrency {' '.join(map(str, turns))}",
+                surface,
+                profile,
+                ClosedSource(tuple(phase(b) for b in turns), None),
+                shifting=True,
+            )
+        )
+    return found
+
+
+def _open(
+    given: Given,
+    path: Path,
+    surface: CostSurface,
+    acceptance: AcceptanceSource,
+    profile: Profile | None,
+) -> Scenario:
+    arrivals = read_arrivals(path, given.limit, given.speed)
+    last = float(arrivals.arrival_seconds[-1])
+    source = OpenSource(
+        acceptance, arrivals.arrival_seconds, arrivals.context_tokens, arrivals.output_tokens,
+        surface.max_batch_size, max(1.0, last / _WINDOWS),
+    )  # fmt: skip
+    return _scenario(
+        given, f"arrivals/{path.stem}",
+        f"{len(arrivals.arrival_seconds)} requests over {last:.0f} s (speed {given.speed:g})",
+        surface, profile, source, shifting=True,
+    )  # fmt: skip
+
+
+def _scenario(
+    given: Given,
+    name: str,
+    description: str,
+    surface: CostSurface,
+    profile: Profile | None,
+    workload: ClosedSource | OpenSource,
+    *,
+    shifting: bool,
+) -> Scenario:
+    told = {None: "no profile", 1.0: "costs exact"}.get(
+        given.profile_error, f"drafting costs off by a factor of {given.profile_error}"
+    )
+    return Scenario(
+        name, "given", f"{description}; {given.acceptance} on {', '.join(given.cost)}; {told}",
+        surface, workload, profile, surface.max_batch_size, shifting, given.seeds, given.options,
+    )  # fmt: skip
