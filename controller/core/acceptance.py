@@ -176,7 +176,7 @@ class AcceptanceEstimator:
             weight = settings.class_exposures
         elif trusted is not None:
             above, weight = trusted, _CONFIDENCE_WEIGHT
-        conditional, exposures, expected = [], [], [0.0]
+        conditional, exposures, expected, own = [], [], [0.0], []
         survival, total = 1.0, 0.0
         for k in range(self.gamma_max):
             idle = self._steps - self._seen_at[k]
@@ -184,10 +184,13 @@ class AcceptanceEstimator:
             seen = self._slow_n[k] * keep
             parent = mean if above is None else above[k]
             mean = (self._slow_s[k] * keep + weight * parent) / (seen + weight)
+            prior = settings.prior_exposures
+            own.append((self._slow_s[k] * keep + prior * parent) / (seen + prior))
             survival *= mean
             total += survival
             conditional.append(mean)
             exposures.append(seen)
             expected.append(total)
-        self._alarm.believe(conditional, exposures)
+        # A class that differs from all traffic has not shifted: it is tested against itself.
+        self._alarm.believe(own, exposures)
         return AcceptanceCurve(conditional, exposures, expected, settings.prior_exposures)

@@ -6,8 +6,8 @@ Page's cumulative sum (Biometrika 1954), one for better and one for worse:
                     successes_k log(b_k / a_k) + failures_k log((1 - b_k) / (1 - a_k)))
 
 with a_k as believed and b_k the same moved by `_LOGITS` on the logit scale; W above `shift_alarm`
-is a shift.  A window of one position needs a handful of sequences; this needs one draft that goes
-six deep where one in ten was accepted.
+is a shift.  A window of one position needs a handful of sequences; this needs a draft or two that go
+deep where one in ten was accepted.
 """
 
 import math
@@ -19,6 +19,8 @@ _LOGITS = 1.5
 _FACTOR = math.exp(_LOGITS)
 # Exposures with which a belief counts by half.
 _HALF_TRUST = 8.0
+# What a position that was never reached is trusted to be like the one before it.
+_PRIOR_TRUST = 3.0
 
 
 class ShiftAlarm:
@@ -36,7 +38,7 @@ class ShiftAlarm:
         self._up, self._down = [], []
         for a, n in zip(conditional, exposures, strict=True):
             p = min(max(a, 0.02), 0.98)
-            trust = (n + 1) / (n + 1 + _HALF_TRUST)
+            trust = (n + _PRIOR_TRUST) / (n + _PRIOR_TRUST + _HALF_TRUST)
             # With b = p e^L / (1 - p + p e^L): log((1 - b) / (1 - p)) = -log(1 - p + p e^L).
             better = -trust * math.log(1 + p * (_FACTOR - 1))
             worse = -trust * math.log(1 + p * (1 / _FACTOR - 1))
