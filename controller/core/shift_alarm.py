@@ -6,8 +6,8 @@ Page's cumulative sum (Biometrika 1954), one for better and one for worse:
                     successes_k log(b_k / a_k) + failures_k log((1 - b_k) / (1 - a_k)))
 
 with a_k as believed and b_k the same moved by `_LOGITS` on the logit scale; W above `shift_alarm`
-is a shift.  A window of one position needs a handful of sequences; this needs a draft or two that go
-deep where one in ten was accepted.
+is a shift.  A window of one position needs a handful of sequences; this needs a draft or two that
+go deep where one in ten was accepted.
 """
 
 import math

@@ -213,7 +213,8 @@ class Batch:
             finished = self._next_request >= len(self._arrivals)
             self.done = finished and self.size == 0 and not self._prefilling
             return 1.0
-        if tokens == 0:
+        # What the last phase left behind finishes first; this one's tokens count from then on.
+        if tokens == 0 or self.size > self._closed.phases[self.phase].concurrency:
             return 1.0
         wanted = self._closed.phases[self.phase].tokens - self._phase_tokens
         self._phase_tokens += tokens

@@ -67,9 +67,9 @@ class AcceptanceSource(Protocol):
 class Phase:
     """A stretch of closed-loop work: `tokens` tokens at `concurrency`, from `pool` in turn.
 
-    When a phase begins at a smaller concurrency, running requests finish first.  at_once: running
-    requests change over to this phase's acceptance at its first step (pools of equal shape only),
-    instead of leaving one by one.
+    When a phase begins at a smaller concurrency, running requests finish first, and its tokens
+    count once the batch has shrunk to it.  at_once: running requests change over to this phase's
+    acceptance at its first step (pools of equal shape only), instead of leaving one by one.
     """
 
     name: str

@@ -1,0 +1,167 @@
+"""What is shown is what was found: nothing lost, nothing executable, nothing to fetch."""
+
+import dataclasses
+import io
+import json
+from html.parser import HTMLParser
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from controller.simulation.errors import InvalidInputError
+from controller.simulation.report import bars, from_json, render_html, render_text, to_json
+from controller.simulation.results import (
+    Origin,
+    PolicyReport,
+    ScenarioReport,
+    SimulationReport,
+    Timeline,
+)
+
+LINE = Timeline(
+    (1.0, 2.0), (1.0, 4.0), (3.0, 0.0), (90.0, 80.0), (1.0, 2.0), (3.0, 1.0), (95.0, 85.0)
+)
+
+
+def policy(name="controller", origin=Origin.OURS, oracle=0.995, **changes):
+    base = PolicyReport(
+        name, origin, 1000.0, oracle, 1.1, 1.5, (0.98, 1.0), None, None, 12.0, 20.0, 0.004, 5.0,
+        40.0, {"tide": 1.05} if origin is Origin.OURS else {},
+    )  # fmt: skip
+    return dataclasses.replace(base, **changes)
+
+
+def scenario(name="traffic", *policies, shifting=True, group="shifting", timeline=None):
+    shown = policies or (policy(), policy("tide", Origin.RESTATED, 0.94))
+    return ScenarioReport(name, group, "words", shifting, 100, 3, "static-3", shown, timeline)
+
+
+def report(*scenarios):
+    return SimulationReport("controller simulate", "1.0", 7, 12.5, scenarios)
+
+
+numbers = st.floats(0.01, 100.0)
+policies = st.builds(
+    PolicyReport, st.text(max_size=20), st.sampled_from(Origin), numbers, numbers, numbers,
+    st.none() | numbers, st.none() | st.tuples(numbers, numbers), st.none(), st.none(), numbers,
+    st.none() | numbers, numbers, numbers, numbers, st.dictionaries(st.text(max_size=8), numbers),
+)  # fmt: skip
+scenarios = st.builds(
+    ScenarioReport, st.text(max_size=20), st.text(max_size=9), st.text(max_size=9), st.booleans(),
+    st.integers(1, 99), st.integers(1, 9), st.text(max_size=9), st.tuples(policies, policies),
+    st.none() | st.just(LINE),
+)  # fmt: skip
+
+
+@given(st.lists(scenarios, max_size=4))
+@settings(max_examples=60, deadline=None)
+def test_json_comes_back_as_it_went(found):
+    there = report(*found)
+    assert from_json(to_json(there)) == there
+
+
+def test_json_has_the_agreed_shape_and_only_finite_numbers():
+    there = report(scenario("x", policy(ratio_to_off=None, tokens_per_second=float("nan"))))
+    body = json.loads(to_json(there), parse_constant=pytest.fail)
+    first = body["scenarios"][0]["policies"][0]
+    assert first["name"] == "controller"
+    assert {"tokens_per_second", "ratio_to_oracle", "ratio_to_best_static", "ratio_to_off",
+            "switches_per_1000_steps"} <= set(first)  # fmt: skip
+    assert first["tokens_per_second"] is None
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"scenarios": 3}', "\x00"])
+def test_anything_else_is_refused_in_one_line(text):
+    with pytest.raises(InvalidInputError) as caught:
+        from_json(text)
+    assert "\n" not in str(caught.value)
+
+
+class Reader(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.tags, self.links = [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.links += [v for k, v in attrs if k in {"src", "href", "xlink:href"} and v]
+
+
+@pytest.fixture(scope="module")
+def page():
+    return render_html(
+        report(
+            scenario("<script>alert(1)</script>", timeline=LINE),
+            scenario("still", shifting=False, group="stationary"),
+            scenario("stationary/h100/alpha=0.7/B=8", shifting=False, group="stationary"),
+        )
+    )
+
+
+def test_names_are_words_and_never_markup(page):
+    assert "<script" not in page
+    assert "&lt;script&gt;" in page
+
+
+def test_the_page_fetches_nothing(page):
+    reader = Reader()
+    reader.feed(page)
+    assert "script" not in reader.tags
+    assert "link" not in reader.tags
+    assert all(link.startswith(("#", "data:")) for link in reader.links)
+    assert page.count("<svg") >= 3
+
+
+def test_an_empty_report_is_shown_as_such():
+    assert "no scenario" in text_of(report(), 80)
+    assert "<h1>" in render_html(report())
+
+
+def text_of(there, width):
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(render_text(there))
+    return console.export_text()
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+@pytest.mark.parametrize("count", [1, 30])
+def test_tables_fit_any_terminal(width, count):
+    shown = text_of(report(*[scenario(f"traffic/{i}") for i in range(count)]), width)
+    assert max(map(len, shown.splitlines())) <= width
+
+
+def bar(there, name):
+    return next(b for b in bars(there) if b.name.startswith(name))
+
+
+def test_bars_hold_at_their_border_and_not_below():
+    def still(value):
+        return report(scenario("s", policy(oracle=value), shifting=False, group="stationary"))
+
+    assert bar(still(0.98), "stationary: worst").holds
+    assert not bar(still(0.9799), "stationary: worst").holds
+    assert not bar(still(0.9899), "stationary: mean").holds
+    assert bar(still(0.99), "stationary: mean").holds
+
+
+def test_to_beat_is_more_than_to_equal():
+    def moving(static, peer):
+        ours = policy(ratio_to_best_static=static, ratio_to_peers={"tide": peer, "x": 2.0})
+        return report(scenario("m", ours))
+
+    assert not bar(moving(1.0, 1.0), "shifting: against the best static").holds
+    assert bar(moving(1.001, 1.0), "shifting: against the best static").holds
+    assert not bar(moving(1.1, 1.0), "shifting: against the best peer").holds
+    assert "tide" in bar(moving(1.1, 1.0), "shifting: against the best peer").where
+
+
+def test_the_worst_scenario_is_named():
+    there = report(scenario("good"), scenario("bad", policy(oracle=0.9)))
+    found = bar(there, "shifting: against the oracle")
+    assert (found.found, found.where, found.holds) == (0.9, "bad", False)
+
+
+def test_without_the_controller_there_are_no_bars():
+    assert bars(report(scenario("x", policy("tide", Origin.RESTATED)))) == ()
