@@ -8,6 +8,7 @@ import typer
 
 if TYPE_CHECKING:
     import grpc
+    from rich.table import Table
 
     from speculation.v1 import plan_pb2, service_pb2
 
@@ -98,46 +99,86 @@ def _print_engines(answer: "service_pb2.ListEnginesResponse") -> None:
 
 
 def _print_explanation(answer: "service_pb2.ExplainResponse") -> None:
-    from rich.table import Table
     from rich.text import Text
 
-    plan = answer.plan
-    arms = Table(
-        "", "drafter", "gamma", "accepted", "step ms", "tokens/s", "of best", "could be",
+    _print(_arms_table(answer))
+    if any(arm.extrapolated for arm in answer.arms):
+        _print(Text("* outside of what the profile measured"))
+    _print(_positions_table(answer))
+    _print(Text(_in_words(answer)))
+
+
+def _arms_table(answer: "service_pb2.ExplainResponse") -> "Table":
+    from rich.table import Table
+
+    # Columns that would say the same everywhere are left out.
+    drifted = any(abs(arm.cost_drift - 1) >= 0.005 for arm in answer.arms)
+    priced = any(arm.catch_up_seconds > 0 for arm in answer.arms)
+    table = Table(
+        "", "drafter", "gamma", "accepted", "step ms",
+        *(["drift"] if drifted else []),
+        *(["catch-up ms"] if priced else []),
+        "tokens/s", "of best", "could be",
         title=f"{answer.engine_id} at B = {answer.batch_size}",
     )  # fmt: skip
     best = max((arm.tokens_per_second for arm in answer.arms), default=0.0)
     for arm in sorted(answer.arms, key=lambda arm: -arm.tokens_per_second):
-        arms.add_row(
+        table.add_row(
             "->" if arm.chosen else "",
             arm.drafter,
             str(arm.gamma),
             f"{arm.expected_accepted:.2f}",
             f"{arm.step_seconds * 1e3:.2f}{'*' if arm.extrapolated else ''}",
+            *([f"x{arm.cost_drift:.2f}"] if drifted else []),
+            *([f"{arm.catch_up_seconds * 1e3:.2f}"] if priced else []),
             f"{arm.tokens_per_second:.0f}",
             f"{arm.tokens_per_second / best:.3f}" if best else "-",
             f"{arm.optimistic_tokens_per_second:.0f}",
         )
-    positions = Table("drafter", "position", "P(accepted)", "evidence", title="acceptance")
+    return table
+
+
+def _positions_table(answer: "service_pb2.ExplainResponse") -> "Table":
+    from rich.table import Table
+
+    classes = any(estimate.label for estimate in answer.positions)
+    table = Table(
+        "drafter", *(["class"] if classes else []), "position", "P(accepted)", "evidence",
+        title="acceptance",
+    )  # fmt: skip
     for estimate in answer.positions:
-        positions.add_row(
+        table.add_row(
             estimate.drafter,
+            *([estimate.label or "all"] if classes else []),
             str(estimate.position),
             f"{estimate.conditional_acceptance:.3f}",
             f"{estimate.exposures:.0f}",
         )
-    costs = f"profile {answer.profile_id}" if answer.profile_id else "prior (no profile matches)"
-    _print(arms)
-    if any(arm.extrapolated for arm in answer.arms):
-        _print(Text("* outside of what the profile measured"))
-    _print(positions)
-    _print(
-        Text(
-            f"plan {plan.epoch}: {_reason(plan.reason)}; {plan.reason_detail}\n"
-            f"costs: {costs}; context {answer.kv_tokens_per_sequence:.0f} tokens a sequence\n"
-            f"margin over the runner-up {answer.margin:.1%}; "
-            f"probing has cost {answer.probe_share:.2%} of step time"
-        )
+    return table
+
+
+def _in_words(answer: "service_pb2.ExplainResponse") -> str:
+    plan = answer.plan
+    costs = (
+        f"profile {answer.profile_id}"
+        if answer.profile_id
+        else f"{answer.prior or 'generic'} prior (no profile matches)"
+    )
+    policy = "" if answer.policy in {"", "goodput"} else f"\nthe rule is {answer.policy}, not ours"
+    second = (
+        f"runner-up {answer.runner_up_drafter} gamma {answer.runner_up_gamma}, "
+        f"{answer.margin:.1%} behind the best"
+        if answer.runner_up_drafter
+        else "nothing to choose from"
+    )
+    return (
+        f"plan {plan.epoch}: {_reason(plan.reason)}; {plan.reason_detail}\n"
+        f"costs: {costs}; context {answer.kv_tokens_per_sequence:.0f} tokens a sequence; "
+        f"{answer.cost_outliers} step times left out as outliers\n"
+        f"{second}; {answer.switches} switches, {answer.shifts} shifts of traffic\n"
+        f"probing has cost {answer.probe_share:.2%} of step time: {answer.probes} probes, "
+        f"{answer.probe_lost_seconds:.2f} s lost, {answer.probe_credit_seconds:.3f} s to spend"
+        f"{policy}"
     )
 
 

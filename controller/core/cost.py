@@ -24,19 +24,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controller.core.grid import profiled_grid
+from controller.core.prior import Prior, generic_prior
 from controller.core.profile import Profile
 from controller.core.settings import PlannerSettings
 from controller.core.types import Arm
 
-# Shape of the prior: tokens per step at which compute starts to show, cost of one draft pass
-# relative to a target pass, and the seconds that the first live steps correct.
-_PRIOR_SATURATION_TOKENS = 256.0
-_PRIOR_DRAFT_SHARE = 0.12
-_PRIOR_STEP_SECONDS = 0.02
-
 # Standard deviations of the log-coefficients before any live step: the machine, its growth with
 # log B; per drafter: drafting at all, passes, width times log B.  Then that of a single cell.
 _PROFILED_DOUBT = ((0.1, 0.08, 0.12, 0.12, 0.12), 0.03)
+_ROOFLINE_DOUBT = ((1.0, 0.3, 0.25, 0.25, 0.2), 0.08)
 _PRIOR_DOUBT = ((3.0, 0.6, 0.3, 0.5, 0.4), 0.1)
 # How far they may wander in one step.
 _WANDER = (0.005, 0.001, 0.0003, 0.0003, 0.0003)
@@ -79,7 +75,7 @@ class CostModel:
     """Costs of `arms` at the batch sizes `buckets` (ascending).  One object per engine.
 
     padded: a batch runs as large as its bucket (captured graphs); else at its own size.
-    prior: ([arms, buckets] seconds at kv = 0, seconds per KV token) for an engine without profile.
+    prior: for an engine without a profile; by default the generic one.
     """
 
     def __init__(
@@ -90,10 +86,12 @@ class CostModel:
         settings: PlannerSettings,
         *,
         padded: bool = False,
-        prior: tuple[NDArray[np.float64], float] | None = None,
+        prior: Prior | None = None,
     ) -> None:
         # A digest of the whole file: made once, read at every plan.
         self.profile_id = profile.profile_id if profile else ""
+        # Where the costs come from without a profile.
+        self.prior = ""
         self._buckets = np.asarray(buckets, dtype=np.float64)
         self._bucket_list = [float(b) for b in buckets]
         self._padded = padded
@@ -107,9 +105,10 @@ class CostModel:
             self._kv_rate = profile.seconds_per_kv_token
             doubt, drift = _PROFILED_DOUBT, settings.cost_drift_max_profiled
         else:
-            grid = _prior_grid(arms, self._buckets) if prior is None else prior[0]
-            self._kv_rate = 0.0 if prior is None else prior[1]
-            doubt, drift = _PRIOR_DOUBT, settings.cost_drift_max_prior
+            prior = prior or generic_prior(arms, buckets)
+            grid, self._kv_rate, self.prior = prior.grid, prior.kv_rate, prior.name
+            doubt = _ROOFLINE_DOUBT if prior.name == "roofline" else _PRIOR_DOUBT
+            drift = settings.cost_drift_max_prior
         self._grid = grid
         self._grid_rows: list[list[float]] = grid.tolist()
         self._drift_max = math.log(drift)
@@ -289,13 +288,3 @@ def _features(arms: Sequence[Arm], buckets: NDArray[np.float64]) -> NDArray[np.f
                 width = math.log2(arm.gamma + 1) / math.log2(deepest + 1)
                 features[4 + 3 * d, i] = width * log_batch
     return features
-
-
-def _prior_grid(arms: Sequence[Arm], buckets: NDArray[np.float64]) -> NDArray[np.float64]:
-    """t0 * (1 + B (gamma + 1) / B_sat + gamma * d), when not even the model's shape is known."""
-    gammas = np.array([[float(arm.gamma)] for arm in arms])
-    tokens = buckets * (gammas + 1)
-    relative: NDArray[np.float64] = (
-        1 + tokens / _PRIOR_SATURATION_TOKENS + _PRIOR_DRAFT_SHARE * gammas
-    )
-    return _PRIOR_STEP_SECONDS * relative

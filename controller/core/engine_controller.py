@@ -19,6 +19,7 @@ from controller.core.errors import StaleReportError
 from controller.core.exploration import Explorer, Situation, relative_variance
 from controller.core.planner import Values, batch_buckets, evaluate
 from controller.core.policies import make_planner
+from controller.core.prior import prior_for
 from controller.core.profile import Profile
 from controller.core.settings import PlannerSettings
 from controller.core.traffic import TrafficEstimator
@@ -85,10 +86,11 @@ class EngineController:
         self.reports = 0
 
     def _cost_model(self, profile: Profile | None) -> CostModel:
+        padded = bool(self.spec.fingerprint.graph_batch_sizes)
+        prior = None if profile else prior_for(self.spec, self.arms, self._buckets)
         return CostModel(
-            self.arms, self._buckets, profile, self._settings,
-            padded=bool(self.spec.fingerprint.graph_batch_sizes),
-        )  # fmt: skip
+            self.arms, self._buckets, profile, self._settings, padded=padded, prior=prior
+        )
 
     @property
     def profile_id(self) -> str:
@@ -230,6 +232,7 @@ class EngineController:
             shifts=self.traffic.shifts,
             switches=self.switches,
             cost_outliers=self.cost.rejected,
+            prior=self.cost.prior,
         )
 
     def _positions(self) -> tuple[PositionEstimate, ...]:
@@ -304,7 +307,7 @@ class EngineController:
             f"{values.value[choice[active], active]:.0f} tok/s expected"
         )
         if not self.profile_id:
-            detail += "; costs from the prior, no profile loaded"
+            detail += f"; costs from a {self.cost.prior} prior, no profile loaded"
         if probing:
             probe = probing[1]
             return Reason.PROBE, (

@@ -7,6 +7,7 @@ bonus token.
 import math
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from controller.core.errors import (
     InvalidEngineError,
@@ -14,10 +15,17 @@ from controller.core.errors import (
     UnknownArmError,
 )
 
+if TYPE_CHECKING:
+    from controller.core.shapes import DrafterShape, ModelShape
+
 MAX_GAMMA = 64
 MAX_BATCH_SIZE = 65_536
 MAX_STEP_SECONDS = 3600.0
 MAX_DRAFTERS = 16
+# Drafters times draft lengths: the estimates of an engine grow with it.
+MAX_ARMS = 256
+MAX_REPORT_CLASSES = 64
+MAX_LABEL_CHARACTERS = 64
 
 
 class DrafterKind(Enum):
@@ -85,13 +93,17 @@ class Fingerprint:
 
 @dataclass(frozen=True, slots=True)
 class DrafterSpec:
-    """A drafter and the draft lengths the engine has prepared for it, ascending."""
+    """A drafter and the draft lengths the engine has prepared for it, ascending.
+
+    shape: what a pass of it weighs, when known.
+    """
 
     name: str
     kind: DrafterKind
     gammas: tuple[int, ...]
     model: str = ""
     revision: str = ""
+    shape: "DrafterShape | None" = None
 
     def __post_init__(self) -> None:
         if not self.name or len(self.name) > 64:
@@ -122,13 +134,17 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """An engine as it introduces itself.  Raises InvalidEngineError if it contradicts itself."""
+    """An engine as it introduces itself.  Raises InvalidEngineError if it contradicts itself.
+
+    shape: what the target model weighs, when known: see `prior`.
+    """
 
     engine_id: str
     fingerprint: Fingerprint
     drafters: tuple[DrafterSpec, ...]
     max_batch_size: int
     capabilities: Capabilities = field(default_factory=Capabilities)
+    shape: "ModelShape | None" = None
 
     def __post_init__(self) -> None:
         allowed = set("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._:-")
@@ -143,6 +159,11 @@ class EngineSpec:
             raise InvalidEngineError(f"drafter names {names} are not unique")
         if len(names) > MAX_DRAFTERS:
             raise InvalidEngineError(f"{len(names)} drafters are listed, {MAX_DRAFTERS} at most")
+        arms = sum(len(d.gammas) for d in self.drafters)
+        if arms > MAX_ARMS:
+            raise InvalidEngineError(
+                f"{arms} draft lengths are listed over all drafters, {MAX_ARMS} at most"
+            )
         graphs = self.fingerprint.graph_batch_sizes
         if list(graphs) != sorted(set(graphs)) or (graphs and graphs[0] < 1):
             raise InvalidEngineError(
@@ -205,7 +226,9 @@ class StepReport:
 
     accepted_counts: gamma + 1 counts, entry k = sequences that accepted exactly k draft tokens;
     they sum to batch_size.  step_seconds: wall clock, end of previous step to end of this one.
-    kv_tokens: sum of context lengths before the step.
+    kv_tokens: sum of context lengths before the step.  classes: the same counts by request class,
+    for engines that know one.  confidences: gamma means over the batch of the drafter's own
+    probability of what it drafted, or none.
     """
 
     step: int
@@ -245,6 +268,44 @@ class StepReport:
             )
         if self.kv_tokens < 0:
             raise InvalidReportError(f"step {self.step}: kv_tokens {self.kv_tokens} is negative")
+        if self.classes:
+            self._check_classes()
+        if self.confidences:
+            self._check_confidences()
+
+    def _check_classes(self) -> None:
+        labels = [part.label for part in self.classes]
+        if len(labels) > MAX_REPORT_CLASSES or len(set(labels)) != len(labels):
+            raise InvalidReportError(
+                f"step {self.step}: {len(labels)} classes, unique ones and at most "
+                f"{MAX_REPORT_CLASSES} are needed"
+            )
+        left = list(self.accepted_counts)
+        for part in self.classes:
+            if not (1 <= len(part.label) <= MAX_LABEL_CHARACTERS and part.label.isprintable()):
+                raise InvalidReportError(
+                    f"step {self.step}: class {part.label[:80]!r}: 1 to {MAX_LABEL_CHARACTERS} "
+                    "printable characters are needed"
+                )
+            counts = part.accepted_counts
+            if len(counts) != len(left) or min(counts) < 0 or not any(counts):
+                raise InvalidReportError(
+                    f"step {self.step}: class {part.label!r}: accepted_counts {list(counts)[:80]} "
+                    f"are not {len(left)} counts of at least one sequence"
+                )
+            left = [all_ - mine for all_, mine in zip(left, counts, strict=True)]
+        if min(left) < 0:
+            raise InvalidReportError(
+                f"step {self.step}: its classes count more sequences than the step has"
+            )
+
+    def _check_confidences(self) -> None:
+        good = all(math.isfinite(p) and 0 <= p <= 1 for p in self.confidences)
+        if len(self.confidences) != self.gamma or not good:
+            raise InvalidReportError(
+                f"step {self.step}: confidences {list(self.confidences)[:80]} are not {self.gamma} "
+                "probabilities"
+            )
 
     @property
     def arm(self) -> Arm:
@@ -348,3 +409,4 @@ class Explanation:
     shifts: int
     switches: int
     cost_outliers: int
+    prior: str = ""

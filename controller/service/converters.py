@@ -9,6 +9,7 @@ from controller.core.types import (
     NO_FLAGS,
     Arm,
     Capabilities,
+    ClassCounts,
     DrafterKind,
     DrafterSpec,
     EngineSpec,
@@ -22,6 +23,12 @@ from controller.core.types import (
     RegimeMode,
     StepFlags,
     StepReport,
+)
+from controller.service.shapes import (
+    drafter_shape_from_proto,
+    drafter_shape_to_proto,
+    model_shape_from_proto,
+    model_shape_to_proto,
 )
 from speculation.v1 import engine_pb2, plan_pb2, service_pb2
 
@@ -79,6 +86,7 @@ def engine_from_proto(message: engine_pb2.EngineSpec) -> EngineSpec:
             can_collect=able.can_collect,
             overlap_steps=able.overlap_steps,
         ),
+        shape=model_shape_from_proto(message.shape) if message.HasField("shape") else None,
     )
 
 
@@ -89,7 +97,14 @@ def _drafter_from_proto(message: engine_pb2.Drafter) -> DrafterSpec:
             f"drafter {message.name!r}: kind {message.kind} is unspecified or not known here; "
             f"known are {', '.join(k.value for k in DrafterKind)}"
         )
-    return DrafterSpec(message.name, kind, tuple(message.gammas), message.model, message.revision)
+    return DrafterSpec(
+        message.name,
+        kind,
+        tuple(message.gammas),
+        message.model,
+        message.revision,
+        drafter_shape_from_proto(message.shape, kind) if message.HasField("shape") else None,
+    )
 
 
 def engine_to_proto(spec: EngineSpec) -> engine_pb2.EngineSpec:
@@ -118,6 +133,7 @@ def engine_to_proto(spec: EngineSpec) -> engine_pb2.EngineSpec:
                 gammas=drafter.gammas,
                 model=drafter.model,
                 revision=drafter.revision,
+                shape=None if drafter.shape is None else drafter_shape_to_proto(drafter.shape),
             )
             for drafter in spec.drafters
         ],
@@ -129,6 +145,7 @@ def engine_to_proto(spec: EngineSpec) -> engine_pb2.EngineSpec:
             can_collect=able.can_collect,
             overlap_steps=able.overlap_steps,
         ),
+        shape=None if spec.shape is None else model_shape_to_proto(spec.shape),
     )
 
 
@@ -151,6 +168,8 @@ def report_from_proto(message: engine_pb2.StepReport) -> StepReport:
         flags,
         message.plan_epoch,
         message.probe_id,
+        tuple(ClassCounts(c.label, tuple(c.accepted_counts)) for c in message.classes),
+        tuple(message.confidences),
     )
 
 
@@ -166,6 +185,11 @@ def report_to_proto(report: StepReport) -> engine_pb2.StepReport:
         step_seconds=report.step_seconds,
         plan_epoch=report.plan_epoch,
         probe_id=report.probe_id,
+        classes=[
+            engine_pb2.ClassCounts(label=part.label, accepted_counts=part.accepted_counts)
+            for part in report.classes
+        ],
+        confidences=report.confidences,
     )
     flags = report.flags
     if flags != NO_FLAGS:
@@ -243,6 +267,8 @@ def explanation_to_proto(explanation: Explanation) -> service_pb2.ExplainRespons
                 optimistic_tokens_per_second=value.optimistic_tokens_per_second,
                 chosen=value.chosen,
                 extrapolated=value.extrapolated,
+                cost_drift=value.cost_drift,
+                catch_up_seconds=value.catch_up_seconds,
             )
             for value in explanation.arms
         ],
@@ -252,6 +278,7 @@ def explanation_to_proto(explanation: Explanation) -> service_pb2.ExplainRespons
                 position=estimate.position,
                 conditional_acceptance=estimate.conditional_acceptance,
                 exposures=estimate.exposures,
+                label=estimate.label,
             )
             for estimate in explanation.positions
         ],
@@ -259,4 +286,14 @@ def explanation_to_proto(explanation: Explanation) -> service_pb2.ExplainRespons
         margin=explanation.margin,
         probe_share=explanation.probe_share,
         kv_tokens_per_sequence=explanation.kv_tokens_per_sequence,
+        runner_up_drafter=explanation.runner_up.drafter,
+        runner_up_gamma=explanation.runner_up.gamma,
+        policy=explanation.policy,
+        probes=explanation.probes,
+        probe_lost_seconds=explanation.probe_lost_seconds,
+        probe_credit_seconds=explanation.probe_credit_seconds,
+        shifts=explanation.shifts,
+        switches=explanation.switches,
+        cost_outliers=explanation.cost_outliers,
+        prior=explanation.prior,
     )

@@ -60,6 +60,7 @@ class Drafter(_message.Message):
     GAMMAS_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
+    SHAPE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Short stable name, unique within the engine, e.g. "eagle3"."""
     kind: Global___DrafterKind.ValueType
@@ -72,6 +73,10 @@ class Drafter(_message.Message):
         gamma = 0 is listed when the engine can run a step without drafting.
         """
 
+    @_builtins.property
+    def shape(self) -> Global___DrafterShape:
+        """What a pass of it reads and computes, when known: see ModelShape."""
+
     def __init__(
         self,
         *,
@@ -80,12 +85,15 @@ class Drafter(_message.Message):
         gammas: _abc.Iterable[_builtins.int] | None = ...,
         model: _builtins.str = ...,
         revision: _builtins.str = ...,
+        shape: Global___DrafterShape | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_shape", b"_shape", "shape", b"shape"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gammas", b"gammas", "kind", b"kind", "model", b"model", "name", b"name", "revision", b"revision"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_shape", b"_shape", "gammas", b"gammas", "kind", b"kind", "model", b"model", "name", b"name", "revision", b"revision", "shape", b"shape"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__shape: _TypeAlias = _typing.Literal["shape"]  # noqa: Y015
+    _WhichOneofArgType__shape: _TypeAlias = _typing.Literal["_shape", b"_shape"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__shape) -> _WhichOneofReturnType__shape | None: ...
 
 Global___Drafter: _TypeAlias = Drafter  # noqa: Y015
 
@@ -198,6 +206,7 @@ class EngineSpec(_message.Message):
     DRAFTERS_FIELD_NUMBER: _builtins.int
     MAX_BATCH_SIZE_FIELD_NUMBER: _builtins.int
     CAPABILITIES_FIELD_NUMBER: _builtins.int
+    SHAPE_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """Stable across restarts of the same engine instance (pod name, say); [A-Za-z0-9._:-]{1,128}."""
     max_batch_size: _builtins.int
@@ -208,6 +217,10 @@ class EngineSpec(_message.Message):
     def drafters(self) -> _containers.RepeatedCompositeFieldContainer[Global___Drafter]: ...
     @_builtins.property
     def capabilities(self) -> Global___Capabilities: ...
+    @_builtins.property
+    def shape(self) -> Global___ModelShape:
+        """With it (and a known device) costs that nobody has measured come from a roofline."""
+
     def __init__(
         self,
         *,
@@ -216,14 +229,246 @@ class EngineSpec(_message.Message):
         drafters: _abc.Iterable[Global___Drafter] | None = ...,
         max_batch_size: _builtins.int = ...,
         capabilities: Global___Capabilities | None = ...,
+        shape: Global___ModelShape | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "fingerprint", b"fingerprint"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_shape", b"_shape", "capabilities", b"capabilities", "fingerprint", b"fingerprint", "shape", b"shape"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "drafters", b"drafters", "engine_id", b"engine_id", "fingerprint", b"fingerprint", "max_batch_size", b"max_batch_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_shape", b"_shape", "capabilities", b"capabilities", "drafters", b"drafters", "engine_id", b"engine_id", "fingerprint", b"fingerprint", "max_batch_size", b"max_batch_size", "shape", b"shape"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__shape: _TypeAlias = _typing.Literal["shape"]  # noqa: Y015
+    _WhichOneofArgType__shape: _TypeAlias = _typing.Literal["_shape", b"_shape"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__shape) -> _WhichOneofReturnType__shape | None: ...
+
+Global___EngineSpec: _TypeAlias = EngineSpec  # noqa: Y015
+
+@_typing.final
+class ModelShape(_message.Message):
+    """What a target model weighs.  Parameters are counts, not bytes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HIDDEN_SIZE_FIELD_NUMBER: _builtins.int
+    VOCABULARY_SIZE_FIELD_NUMBER: _builtins.int
+    ATTENTION_FIELD_NUMBER: _builtins.int
+    DENSE_PARAMS_FIELD_NUMBER: _builtins.int
+    EXPERTS_FIELD_NUMBER: _builtins.int
+    BYTES_PER_WEIGHT_FIELD_NUMBER: _builtins.int
+    BYTES_PER_KV_FIELD_NUMBER: _builtins.int
+    hidden_size: _builtins.int
+    vocabulary_size: _builtins.int
+    dense_params: _builtins.int
+    """Read whole in every step, all layers; embedding and output head are not in it."""
+    bytes_per_weight: _builtins.float
+    bytes_per_kv: _builtins.float
+    @_builtins.property
+    def attention(self) -> _containers.RepeatedCompositeFieldContainer[Global___AttentionShape]: ...
+    @_builtins.property
+    def experts(self) -> Global___ExpertShape: ...
+    def __init__(
+        self,
+        *,
+        hidden_size: _builtins.int = ...,
+        vocabulary_size: _builtins.int = ...,
+        attention: _abc.Iterable[Global___AttentionShape] | None = ...,
+        dense_params: _builtins.int = ...,
+        experts: Global___ExpertShape | None = ...,
+        bytes_per_weight: _builtins.float = ...,
+        bytes_per_kv: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_experts", b"_experts", "experts", b"experts"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_experts", b"_experts", "attention", b"attention", "bytes_per_kv", b"bytes_per_kv", "bytes_per_weight", b"bytes_per_weight", "dense_params", b"dense_params", "experts", b"experts", "hidden_size", b"hidden_size", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__experts: _TypeAlias = _typing.Literal["experts"]  # noqa: Y015
+    _WhichOneofArgType__experts: _TypeAlias = _typing.Literal["_experts", b"_experts"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__experts) -> _WhichOneofReturnType__experts | None: ...
+
+Global___ModelShape: _TypeAlias = ModelShape  # noqa: Y015
+
+@_typing.final
+class AttentionShape(_message.Message):
+    """Layers of one kind of attention."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LAYERS_FIELD_NUMBER: _builtins.int
+    GROUPED_QUERY_FIELD_NUMBER: _builtins.int
+    LATENT_FIELD_NUMBER: _builtins.int
+    LINEAR_FIELD_NUMBER: _builtins.int
+    layers: _builtins.int
+    @_builtins.property
+    def grouped_query(self) -> Global___GroupedQueryAttention: ...
+    @_builtins.property
+    def latent(self) -> Global___LatentAttention: ...
+    @_builtins.property
+    def linear(self) -> Global___LinearAttention: ...
+    def __init__(
+        self,
+        *,
+        layers: _builtins.int = ...,
+        grouped_query: Global___GroupedQueryAttention | None = ...,
+        latent: Global___LatentAttention | None = ...,
+        linear: Global___LinearAttention | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["grouped_query", b"grouped_query", "kind", b"kind", "latent", b"latent", "linear", b"linear"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grouped_query", b"grouped_query", "kind", b"kind", "latent", b"latent", "layers", b"layers", "linear", b"linear"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["grouped_query", "latent", "linear"]  # noqa: Y015
+    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+Global___AttentionShape: _TypeAlias = AttentionShape  # noqa: Y015
+
+@_typing.final
+class GroupedQueryAttention(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUERY_HEADS_FIELD_NUMBER: _builtins.int
+    KV_HEADS_FIELD_NUMBER: _builtins.int
+    HEAD_DIM_FIELD_NUMBER: _builtins.int
+    query_heads: _builtins.int
+    kv_heads: _builtins.int
+    head_dim: _builtins.int
+    def __init__(
+        self,
+        *,
+        query_heads: _builtins.int = ...,
+        kv_heads: _builtins.int = ...,
+        head_dim: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["head_dim", b"head_dim", "kv_heads", b"kv_heads", "query_heads", b"query_heads"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___EngineSpec: _TypeAlias = EngineSpec  # noqa: Y015
+Global___GroupedQueryAttention: _TypeAlias = GroupedQueryAttention  # noqa: Y015
+
+@_typing.final
+class LatentAttention(_message.Message):
+    """Multi-head latent attention, absorbed form."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUERY_HEADS_FIELD_NUMBER: _builtins.int
+    LATENT_DIM_FIELD_NUMBER: _builtins.int
+    ROPE_DIM_FIELD_NUMBER: _builtins.int
+    query_heads: _builtins.int
+    latent_dim: _builtins.int
+    rope_dim: _builtins.int
+    def __init__(
+        self,
+        *,
+        query_heads: _builtins.int = ...,
+        latent_dim: _builtins.int = ...,
+        rope_dim: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["latent_dim", b"latent_dim", "query_heads", b"query_heads", "rope_dim", b"rope_dim"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LatentAttention: _TypeAlias = LatentAttention  # noqa: Y015
+
+@_typing.final
+class LinearAttention(_message.Message):
+    """A recurrent state of fixed size."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_BYTES_FIELD_NUMBER: _builtins.int
+    TOKEN_FLOPS_FIELD_NUMBER: _builtins.int
+    state_bytes: _builtins.float
+    """Of one layer, per sequence."""
+    token_flops: _builtins.float
+    """Of one token's update and read-out in one layer."""
+    def __init__(
+        self,
+        *,
+        state_bytes: _builtins.float = ...,
+        token_flops: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["state_bytes", b"state_bytes", "token_flops", b"token_flops"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LinearAttention: _TypeAlias = LinearAttention  # noqa: Y015
+
+@_typing.final
+class ExpertShape(_message.Message):
+    """Mixture-of-experts layers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LAYERS_FIELD_NUMBER: _builtins.int
+    EXPERTS_FIELD_NUMBER: _builtins.int
+    EXPERTS_PER_TOKEN_FIELD_NUMBER: _builtins.int
+    SHARED_FIELD_NUMBER: _builtins.int
+    PARAMS_PER_EXPERT_FIELD_NUMBER: _builtins.int
+    layers: _builtins.int
+    experts: _builtins.int
+    experts_per_token: _builtins.int
+    shared: _builtins.int
+    params_per_expert: _builtins.int
+    def __init__(
+        self,
+        *,
+        layers: _builtins.int = ...,
+        experts: _builtins.int = ...,
+        experts_per_token: _builtins.int = ...,
+        shared: _builtins.int = ...,
+        params_per_expert: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["experts", b"experts", "experts_per_token", b"experts_per_token", "layers", b"layers", "params_per_expert", b"params_per_expert", "shared", b"shared"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExpertShape: _TypeAlias = ExpertShape  # noqa: Y015
+
+@_typing.final
+class DrafterShape(_message.Message):
+    """What a drafter weighs."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DENSE_PARAMS_FIELD_NUMBER: _builtins.int
+    EXPERTS_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    BYTES_PER_WEIGHT_FIELD_NUMBER: _builtins.int
+    KV_BYTES_PER_TOKEN_FIELD_NUMBER: _builtins.int
+    dense_params: _builtins.int
+    """Read in every pass, its output head (a borrowed one, too) included."""
+    block_size: _builtins.int
+    """Positions of a block drafter's one pass; 0 for all others."""
+    bytes_per_weight: _builtins.float
+    kv_bytes_per_token: _builtins.float
+    """Of its own cache, per context token and pass."""
+    @_builtins.property
+    def experts(self) -> Global___ExpertShape: ...
+    def __init__(
+        self,
+        *,
+        dense_params: _builtins.int = ...,
+        experts: Global___ExpertShape | None = ...,
+        block_size: _builtins.int = ...,
+        bytes_per_weight: _builtins.float = ...,
+        kv_bytes_per_token: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_experts", b"_experts", "experts", b"experts"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_experts", b"_experts", "block_size", b"block_size", "bytes_per_weight", b"bytes_per_weight", "dense_params", b"dense_params", "experts", b"experts", "kv_bytes_per_token", b"kv_bytes_per_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__experts: _TypeAlias = _typing.Literal["experts"]  # noqa: Y015
+    _WhichOneofArgType__experts: _TypeAlias = _typing.Literal["_experts", b"_experts"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__experts) -> _WhichOneofReturnType__experts | None: ...
+
+Global___DrafterShape: _TypeAlias = DrafterShape  # noqa: Y015
 
 @_typing.final
 class StepReport(_message.Message):
@@ -241,6 +486,8 @@ class StepReport(_message.Message):
     FLAGS_FIELD_NUMBER: _builtins.int
     PLAN_EPOCH_FIELD_NUMBER: _builtins.int
     PROBE_ID_FIELD_NUMBER: _builtins.int
+    CLASSES_FIELD_NUMBER: _builtins.int
+    CONFIDENCES_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Engine-side counter of decode steps, strictly increasing within a session."""
     batch_size: _builtins.int
@@ -266,6 +513,18 @@ class StepReport(_message.Message):
     def flags(self) -> Global___StepFlags:
         """Why the seconds of this step say little about a plain step.  Absent flags are false."""
 
+    @_builtins.property
+    def classes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClassCounts]:
+        """The same counts by request class, for engines that know one; at most 64, labels unique.
+        Sequences of no class are left out.
+        """
+
+    @_builtins.property
+    def confidences(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """The drafter's own probability of what it drafted, position by position, mean over the batch:
+        gamma values in [0, 1], or none.
+        """
+
     def __init__(
         self,
         *,
@@ -279,14 +538,46 @@ class StepReport(_message.Message):
         flags: Global___StepFlags | None = ...,
         plan_epoch: _builtins.int = ...,
         probe_id: _builtins.int = ...,
+        classes: _abc.Iterable[Global___ClassCounts] | None = ...,
+        confidences: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["flags", b"flags"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_counts", b"accepted_counts", "batch_size", b"batch_size", "drafter", b"drafter", "flags", b"flags", "gamma", b"gamma", "kv_tokens", b"kv_tokens", "plan_epoch", b"plan_epoch", "probe_id", b"probe_id", "step", b"step", "step_seconds", b"step_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_counts", b"accepted_counts", "batch_size", b"batch_size", "classes", b"classes", "confidences", b"confidences", "drafter", b"drafter", "flags", b"flags", "gamma", b"gamma", "kv_tokens", b"kv_tokens", "plan_epoch", b"plan_epoch", "probe_id", b"probe_id", "step", b"step", "step_seconds", b"step_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepReport: _TypeAlias = StepReport  # noqa: Y015
+
+@_typing.final
+class ClassCounts(_message.Message):
+    """One request class's part of a step."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LABEL_FIELD_NUMBER: _builtins.int
+    ACCEPTED_COUNTS_FIELD_NUMBER: _builtins.int
+    label: _builtins.str
+    """1 to 64 printable characters.  A short list of labels: the sidecar estimates 8 of them apart,
+    and any further ones as part of all traffic.
+    """
+    @_builtins.property
+    def accepted_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """gamma + 1 counts, as StepReport.accepted_counts."""
+
+    def __init__(
+        self,
+        *,
+        label: _builtins.str = ...,
+        accepted_counts: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_counts", b"accepted_counts", "label", b"label"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClassCounts: _TypeAlias = ClassCounts  # noqa: Y015
 
 @_typing.final
 class StepFlags(_message.Message):

@@ -322,6 +322,8 @@ class ArmExplanation(_message.Message):
     OPTIMISTIC_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
     CHOSEN_FIELD_NUMBER: _builtins.int
     EXTRAPOLATED_FIELD_NUMBER: _builtins.int
+    COST_DRIFT_FIELD_NUMBER: _builtins.int
+    CATCH_UP_SECONDS_FIELD_NUMBER: _builtins.int
     drafter: _builtins.str
     gamma: _builtins.int
     expected_accepted: _builtins.float
@@ -333,6 +335,10 @@ class ArmExplanation(_message.Message):
     chosen: _builtins.bool
     extrapolated: _builtins.bool
     """The cost lies outside the measured grid."""
+    cost_drift: _builtins.float
+    """Factor by which live steps have moved the profiled (or prior) cost; 1 = unmoved."""
+    catch_up_seconds: _builtins.float
+    """What changing to it now would cost first: its drafter has to catch up."""
     def __init__(
         self,
         *,
@@ -344,10 +350,12 @@ class ArmExplanation(_message.Message):
         optimistic_tokens_per_second: _builtins.float = ...,
         chosen: _builtins.bool = ...,
         extrapolated: _builtins.bool = ...,
+        cost_drift: _builtins.float = ...,
+        catch_up_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen", "drafter", b"drafter", "expected_accepted", b"expected_accepted", "extrapolated", b"extrapolated", "gamma", b"gamma", "optimistic_tokens_per_second", b"optimistic_tokens_per_second", "step_seconds", b"step_seconds", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["catch_up_seconds", b"catch_up_seconds", "chosen", b"chosen", "cost_drift", b"cost_drift", "drafter", b"drafter", "expected_accepted", b"expected_accepted", "extrapolated", b"extrapolated", "gamma", b"gamma", "optimistic_tokens_per_second", b"optimistic_tokens_per_second", "step_seconds", b"step_seconds", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -361,6 +369,7 @@ class PositionExplanation(_message.Message):
     POSITION_FIELD_NUMBER: _builtins.int
     CONDITIONAL_ACCEPTANCE_FIELD_NUMBER: _builtins.int
     EXPOSURES_FIELD_NUMBER: _builtins.int
+    LABEL_FIELD_NUMBER: _builtins.int
     drafter: _builtins.str
     position: _builtins.int
     """k, from 1."""
@@ -368,6 +377,8 @@ class PositionExplanation(_message.Message):
     """P(position k accepted | k - 1 were)."""
     exposures: _builtins.float
     """Sequences that reached the position, discounted by age of evidence."""
+    label: _builtins.str
+    """The request class that it is of; empty: all traffic."""
     def __init__(
         self,
         *,
@@ -375,10 +386,11 @@ class PositionExplanation(_message.Message):
         position: _builtins.int = ...,
         conditional_acceptance: _builtins.float = ...,
         exposures: _builtins.float = ...,
+        label: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["conditional_acceptance", b"conditional_acceptance", "drafter", b"drafter", "exposures", b"exposures", "position", b"position"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conditional_acceptance", b"conditional_acceptance", "drafter", b"drafter", "exposures", b"exposures", "label", b"label", "position", b"position"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -397,6 +409,16 @@ class ExplainResponse(_message.Message):
     MARGIN_FIELD_NUMBER: _builtins.int
     PROBE_SHARE_FIELD_NUMBER: _builtins.int
     KV_TOKENS_PER_SEQUENCE_FIELD_NUMBER: _builtins.int
+    RUNNER_UP_DRAFTER_FIELD_NUMBER: _builtins.int
+    RUNNER_UP_GAMMA_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
+    PROBES_FIELD_NUMBER: _builtins.int
+    PROBE_LOST_SECONDS_FIELD_NUMBER: _builtins.int
+    PROBE_CREDIT_SECONDS_FIELD_NUMBER: _builtins.int
+    SHIFTS_FIELD_NUMBER: _builtins.int
+    SWITCHES_FIELD_NUMBER: _builtins.int
+    COST_OUTLIERS_FIELD_NUMBER: _builtins.int
+    PRIOR_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     batch_size: _builtins.int
     profile_id: _builtins.str
@@ -405,6 +427,21 @@ class ExplainResponse(_message.Message):
     probe_share: _builtins.float
     """Share of step time that probing has cost so far."""
     kv_tokens_per_sequence: _builtins.float
+    runner_up_drafter: _builtins.str
+    """The second best choice."""
+    runner_up_gamma: _builtins.int
+    policy: _builtins.str
+    """The rule that decides: "goodput", "tide" or "sglang-ema"."""
+    probes: _builtins.int
+    """Probes so far, what they have lost, and what they may still lose now."""
+    probe_lost_seconds: _builtins.float
+    probe_credit_seconds: _builtins.float
+    shifts: _builtins.int
+    """Shifts of traffic noticed, changes of a bucket's choice, step times left out as outliers."""
+    switches: _builtins.int
+    cost_outliers: _builtins.int
+    prior: _builtins.str
+    """Where costs come from when no profile matches: "roofline" or "generic"; empty with a profile."""
     @_builtins.property
     def plan(self) -> _plan_pb2.Plan: ...
     @_builtins.property
@@ -423,10 +460,20 @@ class ExplainResponse(_message.Message):
         margin: _builtins.float = ...,
         probe_share: _builtins.float = ...,
         kv_tokens_per_sequence: _builtins.float = ...,
+        runner_up_drafter: _builtins.str = ...,
+        runner_up_gamma: _builtins.int = ...,
+        policy: _builtins.str = ...,
+        probes: _builtins.int = ...,
+        probe_lost_seconds: _builtins.float = ...,
+        probe_credit_seconds: _builtins.float = ...,
+        shifts: _builtins.int = ...,
+        switches: _builtins.int = ...,
+        cost_outliers: _builtins.int = ...,
+        prior: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arms", b"arms", "batch_size", b"batch_size", "engine_id", b"engine_id", "kv_tokens_per_sequence", b"kv_tokens_per_sequence", "margin", b"margin", "plan", b"plan", "positions", b"positions", "probe_share", b"probe_share", "profile_id", b"profile_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arms", b"arms", "batch_size", b"batch_size", "cost_outliers", b"cost_outliers", "engine_id", b"engine_id", "kv_tokens_per_sequence", b"kv_tokens_per_sequence", "margin", b"margin", "plan", b"plan", "policy", b"policy", "positions", b"positions", "prior", b"prior", "probe_credit_seconds", b"probe_credit_seconds", "probe_lost_seconds", b"probe_lost_seconds", "probe_share", b"probe_share", "probes", b"probes", "profile_id", b"profile_id", "runner_up_drafter", b"runner_up_drafter", "runner_up_gamma", b"runner_up_gamma", "shifts", b"shifts", "switches", b"switches"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

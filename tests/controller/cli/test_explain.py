@@ -63,11 +63,12 @@ def test_an_explanation_shows_every_choice_and_marks_the_one_that_runs(sidecar: 
     assert "measured at B = 8" in result.stdout
     assert result.stdout.count("->") == 1
     assert f"profile {make_profile('profiled').profile_id}" in result.stdout
-    assert "margin over the runner-up" in result.stdout
+    assert "behind the best" in result.stdout
     assert "probing has cost" in result.stdout
-    rates = [
-        float(line.split("│")[6]) for line in result.stdout.splitlines() if line.count("│") == 9
-    ]
+    table = result.stdout[: result.stdout.index("└")].splitlines()
+    header = next(line for line in table if "tokens/s" in line)
+    column = [title.strip() for title in header.strip("┃").split("┃")].index("tokens/s")
+    rates = [float(line.strip("│").split("│")[column]) for line in table if "│" in line]
     assert len(rates) == 4
     assert rates == sorted(rates, reverse=True)
 
@@ -75,7 +76,7 @@ def test_an_explanation_shows_every_choice_and_marks_the_one_that_runs(sidecar: 
 def test_an_explanation_from_the_prior_says_so(sidecar: SidecarProcess):
     result = controller("explain", "prior", "--address", sidecar.address)
     assert result.returncode == 0, result.stderr
-    assert "costs: prior (no profile matches)" in result.stdout
+    assert "costs: generic prior (no profile matches)" in result.stdout
     assert "profile-missing" in result.stdout
 
 

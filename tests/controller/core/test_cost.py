@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controller.core.cost import CostModel
+from controller.core.prior import Prior
 from controller.core.profile import DrafterIdentity, Profile, ProfileCell
 from controller.core.settings import PlannerSettings
 from controller.core.types import Arm, Fingerprint
@@ -154,7 +155,7 @@ def test_a_batch_between_two_sizes_is_priced_between_them_unless_it_is_padded():
 
 def test_a_prior_is_used_where_there_is_no_profile():
     grid = np.array(TABLE) * 3
-    model = CostModel(ARMS, SIZES, None, SETTINGS, prior=(grid, 1e-6))
+    model = CostModel(ARMS, SIZES, None, SETTINGS, prior=Prior("roofline", grid, 1e-6))
     assert model.costs(0.0).seconds == pytest.approx(grid)
     assert model.costs(1000.0).seconds[0, 2] == pytest.approx(grid[0, 2] + 16 * 1000 * 1e-6)
 

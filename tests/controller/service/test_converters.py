@@ -165,12 +165,33 @@ def test_an_explanation_goes_out_whole():
         "e",
         4,
         PLAN,
-        (ArmValue(Arm("mtp", 3), 1.5, 0.01, 1000.0, 1100.0, chosen=True, extrapolated=True),),
-        (PositionEstimate("mtp", 1, 0.75, 120.0),),
+        (
+            ArmValue(
+                Arm("mtp", 3),
+                1.5,
+                0.01,
+                1000.0,
+                1100.0,
+                chosen=True,
+                extrapolated=True,
+                cost_drift=1.25,
+                catch_up_seconds=0.003,
+            ),
+        ),
+        (PositionEstimate("mtp", 1, 0.75, 120.0, "code"),),
         "0123456789abcdef",
         0.1,
         0.005,
         700.0,
+        Arm("mtp", 5),
+        "goodput",
+        12,
+        0.5,
+        0.25,
+        3,
+        40,
+        2,
+        "roofline",
     )
     message = converters.explanation_to_proto(explanation)
     assert message == service_pb2.ExplainResponse(
@@ -187,15 +208,31 @@ def test_an_explanation_goes_out_whole():
                 optimistic_tokens_per_second=1100.0,
                 chosen=True,
                 extrapolated=True,
+                cost_drift=1.25,
+                catch_up_seconds=0.003,
             )
         ],
         positions=[
             service_pb2.PositionExplanation(
-                drafter="mtp", position=1, conditional_acceptance=0.75, exposures=120.0
+                drafter="mtp",
+                position=1,
+                conditional_acceptance=0.75,
+                exposures=120.0,
+                label="code",
             )
         ],
         profile_id="0123456789abcdef",
         margin=0.1,
         probe_share=0.005,
         kv_tokens_per_sequence=700.0,
+        runner_up_drafter="mtp",
+        runner_up_gamma=5,
+        policy="goodput",
+        probes=12,
+        probe_lost_seconds=0.5,
+        probe_credit_seconds=0.25,
+        shifts=3,
+        switches=40,
+        cost_outliers=2,
+        prior="roofline",
     )

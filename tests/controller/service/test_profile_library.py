@@ -112,11 +112,17 @@ def test_nothing_is_kept_without_a_directory():
     assert ProfileLibrary().save(make_profile()) is None
 
 
-def test_a_failed_write_leaves_the_old_file_whole(tmp_path: Path):
+def test_a_failed_write_leaves_the_old_file_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     library = ProfileLibrary(tmp_path)
     path = library.save(make_profile(measured_at="2029"))
     assert path is not None
-    path.with_suffix(".part").mkdir()
+    # A file system that fails at the last moment, as a full or lost volume does.
+    monkeypatch.setattr("os.fsync", _fail)
     with pytest.raises(ProfileNotSavedError, match="nothing was changed"):
         library.save(make_profile(measured_at="2031"))
     assert Profile.from_json(path.read_text()).measured_at == "2029"
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def _fail(descriptor: int) -> None:
+    raise OSError(28, "No space left on device")

@@ -147,7 +147,7 @@ def test_prompts_in_chunks_take_time_and_mark_the_next_step():
 
 def test_an_open_loop_waits_for_requests_and_serves_every_one():
     requests = pool(requests=20, output=30)
-    times = np.arange(20) * 1.0
+    times = np.arange(20, dtype=np.float64)
     policy = Recorder()
     run = simulate(OpenLoop(requests, times, 8, 5.0), surface(), policy, STILL, 0)
     assert run.tokens == 20 * 30

@@ -112,6 +112,7 @@ def test_a_summary_pairs_seeds():
     ours = report.policy("controller")
     logs = [np.log(s.run("controller").rate / s.run("oracle").rate) for s in seeds]
     assert ours.ratio_to_oracle == pytest.approx(np.exp(np.mean(logs)))
+    assert ours.ratio_to_oracle_ci is not None
     low, high = ours.ratio_to_oracle_ci
     assert low < ours.ratio_to_oracle < high
     assert report.policy("off").ratio_to_off == pytest.approx(1.0)
@@ -124,6 +125,7 @@ def test_only_wanted_policies_are_reported():
     report = summarise(one, run_all([one], 0, ["controller"], processes=1)[0], ["controller"])
     assert [p.name for p in report.policies] == ["controller"]
     assert report.policies[0].ratio_to_oracle_ci is None
+    assert report.policies[0].ratio_to_off is not None
     assert report.policies[0].ratio_to_off > 1
 
 

@@ -7,6 +7,7 @@ import pytest
 from controller.simulation.run import run_seed
 from controller.simulation.suite import measured_profile, standard
 from controller.simulation.summary import summarise
+from controller.simulation.workload import ClosedLoop
 
 SUITE = {scenario.name: scenario for scenario in standard()}
 
@@ -25,13 +26,17 @@ def test_every_known_trap_has_a_scenario():
 def test_names_are_unique_and_workloads_are_repeatable():
     assert len(SUITE) == len(standard())
     first, again = SUITE["traffic/B=16"].workload(3), SUITE["traffic/B=16"].workload(3)
+    assert isinstance(first, ClosedLoop)
+    assert isinstance(again, ClosedLoop)
     assert (first.phases[0].pool.accepted["eagle"] == again.phases[0].pool.accepted["eagle"]).all()
 
 
 def test_a_wrong_profile_is_as_wrong_as_it_says():
     surface = SUITE["noise"].surface
     right = {(c.gamma, c.batch_size): c.step_seconds for c in measured_profile(surface, 64).cells}
-    for cell in SUITE["wrong-profile/plus30"].profile.cells:
+    wrong = SUITE["wrong-profile/plus30"].profile
+    assert wrong is not None
+    for cell in wrong.cells:
         factor = cell.step_seconds / right[cell.gamma, cell.batch_size]
         assert factor == pytest.approx(1.3 if cell.gamma else 1.0)
 
@@ -44,6 +49,8 @@ def test_the_controller_keeps_its_bars_on_one_seed(name, least):
     scenario = dataclasses.replace(SUITE[name], seeds=1)
     report = summarise(scenario, [run_seed(scenario, 0, ["controller", "tide", "hill-climber"])])
     ours = report.policy("controller")
+    assert ours.ratio_to_oracle is not None
+    assert ours.ratio_to_off is not None
     assert ours.ratio_to_oracle >= least
     assert ours.ratio_to_best_static > 1
     assert min(ours.ratio_to_peers.values()) > 1
