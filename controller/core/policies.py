@@ -84,7 +84,9 @@ class _Slot:
             # Off shows nothing: the next length is tried after every interval.
             if len(self.gammas) > 1:
                 self._index = 1
-                self._average = max(self._average, self.gamma - 1.0)
+                if self._average < 0:
+                    # It started off and has seen nothing yet.
+                    self._average = self.gamma - 1.0
             return
         start = self._index
         while self._index > 0:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from controller.core.devices import device
 from controller.core.roofline import prior_grid
 from controller.core.shapes import InvalidShapeError
-from controller.core.types import Arm, EngineSpec
+from controller.core.types import MAX_STEP_SECONDS, Arm, EngineSpec
 
 # Shape of the guess: tokens per step at which compute starts to show, cost of one draft pass
 # relative to a target pass, and the seconds that the first live steps correct.
@@ -37,16 +37,19 @@ class Prior:
 def prior_for(spec: EngineSpec, arms: Sequence[Arm], buckets: Sequence[int]) -> Prior:
     """The best that can be said of an engine that nobody has profiled."""
     shapes = {d.name: d.shape for d in spec.drafters if d.shape is not None}
-    if spec.shape is not None and len(shapes) == len(spec.drafters):
-        try:
-            gpus = max(1, spec.fingerprint.tensor_parallel_size)
-            gpu = device(spec.fingerprint.device).with_typical_overheads().tensor_parallel(gpus)
-            grid, rate = prior_grid(arms, shapes, buckets, spec.shape, gpu)
-        except InvalidShapeError:
-            # Not a GPU of the table, or a draft longer than its block: nothing is lost by a guess.
-            return generic_prior(arms, buckets)
-        return Prior("roofline", grid, rate)
-    return generic_prior(arms, buckets)
+    if spec.shape is None or len(shapes) < len(spec.drafters):
+        return generic_prior(arms, buckets)
+    try:
+        gpus = max(1, spec.fingerprint.tensor_parallel_size)
+        gpu = device(spec.fingerprint.device).with_typical_overheads().tensor_parallel(gpus)
+        grid, rate = prior_grid(arms, shapes, buckets, spec.shape, gpu)
+    except InvalidShapeError:
+        # Not a GPU of the table, or a draft longer than its block: nothing is lost by a guess.
+        return generic_prior(arms, buckets)
+    if not (grid.max() <= MAX_STEP_SECONDS and rate <= MAX_STEP_SECONDS):
+        # Numbers that each can be and together cannot.
+        return generic_prior(arms, buckets)
+    return Prior("roofline", grid, rate)
 
 
 def generic_prior(arms: Sequence[Arm], buckets: Sequence[int]) -> Prior:

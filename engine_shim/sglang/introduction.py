@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine_shim.sglang import surface
+from engine_shim.sglang.shape import set_shapes
 from speculation.v1 import engine_pb2
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ def introduce(
     scheduler: Any, settings: PluginSettings, gammas: tuple[int, ...], can_sleep: bool
 ) -> engine_pb2.EngineSpec:
     """`scheduler`: after `init_model_worker`."""
-    return engine_pb2.EngineSpec(
+    spec = engine_pb2.EngineSpec(
         engine_id=settings.engine_id or default_engine_id(scheduler.server_args.port),
         fingerprint=_fingerprint(scheduler),
         drafters=[_drafter(scheduler, gammas)],
@@ -28,6 +29,9 @@ def introduce(
             can_sleep=can_sleep, overlap_steps=1 if scheduler.enable_overlap else 0
         ),
     )
+    target, draft = scheduler.tp_worker, scheduler.draft_worker.draft_worker
+    set_shapes(spec, target.model_runner, draft.draft_runner)
+    return spec
 
 
 def default_engine_id(port: int) -> str:

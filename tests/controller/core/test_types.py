@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from controller.core.errors import InvalidEngineError, InvalidReportError, UnknownArmError
 from controller.core.types import (
     Arm,
+    ClassCounts,
     DrafterKind,
     DrafterSpec,
     EngineSpec,
@@ -32,6 +33,10 @@ GOOD: dict[str, Any] = {
 }
 
 
+def classes(*parts):
+    return tuple(ClassCounts(label, counts) for label, counts in parts)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -46,6 +51,18 @@ GOOD: dict[str, Any] = {
         ({"step_seconds": 0.0}, "not a positive time"),
         ({"step_seconds": math.inf}, "not a positive time"),
         ({"kv_tokens": -1}, "is negative"),
+        ({"classes": classes(("a", (1, 0, 0)), ("a", (0, 1, 0)))}, "2 classes, unique ones"),
+        ({"classes": classes(*((f"c{i}", (1, 0, 0)) for i in range(65)))}, "65 classes"),
+        ({"classes": classes(("", (1, 0, 0)))}, "printable characters"),
+        ({"classes": classes(("x" * 65, (1, 0, 0)))}, "printable characters"),
+        ({"classes": classes(("a\nb", (1, 0, 0)))}, "printable characters"),
+        ({"classes": classes(("a", (1, 0)))}, "are not 3 counts"),
+        ({"classes": classes(("a", (0, 0, 0)))}, "at least one sequence"),
+        ({"classes": classes(("a", (-1, 1, 0)))}, "are not 3 counts"),
+        ({"classes": classes(("a", (1, 0, 2)), ("b", (1, 0, 0)))}, "more sequences than"),
+        ({"confidences": (0.5,)}, "are not 2 probabilities"),
+        ({"confidences": (0.5, 1.1)}, "are not 2 probabilities"),
+        ({"confidences": (0.5, math.nan)}, "are not 2 probabilities"),
     ],
 )
 def test_a_report_that_cannot_be_true_is_refused_and_says_why(change, message):
@@ -55,6 +72,11 @@ def test_a_report_that_cannot_be_true_is_refused_and_says_why(change, message):
 
 def test_a_good_report_is_taken():
     assert StepReport(**GOOD).arm == Arm("mtp", 2)
+
+
+def test_classes_may_leave_sequences_out():
+    parts = classes(("code", (0, 0, 2)), ("chat", (1, 0, 0)))
+    assert StepReport(**GOOD, classes=parts, confidences=(0.9, 0.0)).classes == parts
 
 
 @pytest.mark.parametrize("gammas", [(), (1, 0), (0, 0), (-1, 2), (0, 65)])
@@ -89,6 +111,12 @@ def test_the_number_of_drafters_is_bounded():
     drafters = tuple(DrafterSpec(f"d{i}", DrafterKind.MTP, (0, 1)) for i in range(17))
     with pytest.raises(InvalidEngineError, match="17 drafters"):
         EngineSpec("e", Fingerprint("t"), drafters, 8)
+
+
+def test_the_number_of_draft_lengths_over_all_drafters_is_bounded():
+    drafters = tuple(DrafterSpec(f"d{i}", DrafterKind.MTP, tuple(range(65))) for i in range(4))
+    with pytest.raises(InvalidEngineError, match="260 draft lengths are listed"):
+        EngineSpec("e", Fingerprint("m"), drafters, 8)
 
 
 def test_an_arm_must_have_been_introduced():

@@ -112,6 +112,28 @@ ATTRIBUTES = {
         "num_tokens_per_req",
         "num_tokens_for_logprob_per_req",
     },
+    "sglang.srt.layers.radix_attention.RadixAttention": {
+        "layer_id",
+        "tp_q_head_num",
+        "tp_k_head_num",
+        "head_dim",
+        "is_cross_attention",
+    },
+    "sglang.srt.layers.moe.fused_moe_triton.layer.FusedMoE": {
+        "num_experts",
+        "num_fused_shared_experts",
+        "top_k",
+    },
+    "sglang.srt.configs.model_config.ModelConfig": {
+        "attention_arch",
+        "hidden_size",
+        "is_draft_model",
+        "is_multimodal",
+        "num_attention_heads",
+        "num_hidden_layers",
+        "quantization",
+        "vocab_size",
+    },
     f"{ADAPTIVE}.AdaptiveController": {"params", "_states"},
     f"{ADAPTIVE}.SpecRuntimeState": {
         "speculative_num_steps",
@@ -148,6 +170,7 @@ ATTRIBUTES = {
     "sglang.srt.model_executor.model_runner.ModelRunner": {
         "attn_backend",
         "decode_attention_backend_str",
+        "kv_cache_dtype",
         "decode_cuda_graph_runner",
         "shared_read_done_event",
     },

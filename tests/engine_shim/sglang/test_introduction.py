@@ -25,6 +25,7 @@ def scheduler(algorithm: str = "NEXTN") -> Any:
     return SimpleNamespace(
         server_args=SimpleNamespace(port=30000, speculative_algorithm=algorithm),
         tp_worker=SimpleNamespace(model_runner=runner),
+        draft_worker=SimpleNamespace(draft_worker=SimpleNamespace(draft_runner=runner)),
         max_running_requests=48,
         enable_overlap=True,
     )
@@ -60,6 +61,14 @@ def test_it_says_what_a_profile_belongs_to() -> None:
     assert (drafter.name, drafter.kind, drafter.model) == ("nextn", DRAFTER_KIND_MTP, "org/draft")
     assert (list(drafter.gammas), drafter.revision) == ([0, 1, 3], "main")
     assert (spec.capabilities.can_sleep, spec.capabilities.overlap_steps) == (True, 1)
+
+
+@pytest.mark.usefixtures("leaves")
+def test_models_that_cannot_be_weighed_are_introduced_without_a_shape() -> None:
+    """The runners here have no model to look into; the engine starts all the same."""
+    spec = introduce(scheduler(), PluginSettings(), (0, 1), can_sleep=True)
+    assert not spec.HasField("shape")
+    assert not spec.drafters[0].HasField("shape")
 
 
 def test_a_local_draft_has_no_revision(leaves: dict[str, Any], tmp_path: Path) -> None:
