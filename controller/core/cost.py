@@ -160,7 +160,8 @@ class CostModel:
         pending = self._pending.get(cell)
         if pending is None:
             pending = self._pending[cell] = _Pending()
-        pending.total += error
+        # Against the table itself: what is believed may have moved before this is learnt.
+        pending.total += error + float(self._correction[cell])
         pending.steps += 1
 
     def _base(self, i: int, j: int, batch_size: int, kv_tokens: int) -> float:
@@ -194,7 +195,9 @@ class CostModel:
         ]  # fmt: skip
         for i, j in ready:
             pending = self._pending.pop((i, j))
-            self._learn_cell(i, j, pending.total / pending.steps, pending.steps)
+            found = pending.total / pending.steps
+            believed = float(self._features[:, i, j] @ self._weights + self._cell[i, j])
+            self._learn_cell(i, j, found - believed, pending.steps)
         if ready:
             self._refresh()
 

@@ -256,11 +256,12 @@ class EngineController:
         )
 
     def _decide_rows(self, now: float) -> tuple[tuple[PlanRow, ...], Reason, str]:
+        self._evaluated_at = now
         if self._forced is not None:
+            self.cost.learn()
             detail = f"measuring {self._forced.drafter} at gamma {self._forced.gamma}"
             forced = [self._row(b, self._forced, Reason.PROFILING, None) for b in self._buckets]
             return tuple(forced), Reason.PROFILING, detail
-        self._evaluated_at = now
         values = self._evaluate()
         hazard = self.traffic.hazard
         choice = self._planner.update(values, hazard)

@@ -91,6 +91,20 @@ def test_a_machine_that_slows_down_moves_all_arms_and_so_no_choice():
     assert np.all(found > 1.08)
 
 
+def test_cells_that_are_learnt_together_do_not_add_up_to_more_than_was_seen():
+    """Between two plans many batch sizes may run; all of them say the same: 20 % slower."""
+    model = CostModel(ARMS, SIZES, profile(TABLE), SETTINGS)
+    for _ in range(20):
+        for i in range(4):
+            for j, size in enumerate(SIZES):
+                for _ in range(8):
+                    expected = model.predict(i, size, 100 * size)
+                    model.observe(i, size, expected, 1.2 * TABLE[i][j])
+        model.learn()
+        assert np.all(model.drift() < 1.25)
+    assert model.drift() == pytest.approx(np.full((4, 3), 1.2), rel=0.02)
+
+
 def test_what_keeps_happening_is_news_and_is_learnt():
     model = CostModel(ARMS, SIZES, profile(TABLE), SETTINGS)
     for _ in range(50):

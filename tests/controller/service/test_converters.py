@@ -3,12 +3,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.core.errors import InvalidEngineError
+from controller.core.shapes import (
+    DrafterShape,
+    Experts,
+    GroupedQueryAttention,
+    LatentAttention,
+    LinearAttention,
+    ModelShape,
+)
 from controller.core.types import (
     MAX_BATCH_SIZE,
     MAX_GAMMA,
     Arm,
     ArmValue,
     Capabilities,
+    ClassCounts,
     DrafterKind,
     DrafterSpec,
     EngineSpec,
@@ -46,27 +55,63 @@ fingerprints = st.builds(
     graph_batch_sizes=ascending(1, 512),
     shim_version=names,
 )
-drafters = st.builds(
-    DrafterSpec,
-    names.filter(bool),
-    st.sampled_from(DrafterKind),
-    ascending(0, MAX_GAMMA, least=1),
-    names,
-    names,
+size = st.integers(1, 2**31)
+weight = st.floats(0.25, 8.0)
+experts = st.none() | st.builds(
+    Experts, size, st.just(64), st.integers(1, 64), st.integers(0, 4), size
 )
+attention = st.one_of(
+    st.builds(
+        lambda kv, n, dim: GroupedQueryAttention(kv * n, kv, dim), *[st.integers(1, 128)] * 3
+    ),
+    st.builds(LatentAttention, size, size, st.integers(0, 512)),
+    st.builds(LinearAttention, st.floats(1, 1e9), st.floats(0, 1e9)),
+)
+layers = st.lists(st.tuples(attention, st.integers(1, 200)), min_size=1, max_size=3).map(tuple)
+model_shapes = st.builds(ModelShape, size, size, layers, size, experts, weight, weight)
+drafter_shapes = {
+    DrafterKind.MTP: st.builds(DrafterShape, st.just(DrafterKind.MTP), size, experts),
+    DrafterKind.DFLASH: st.builds(
+        DrafterShape, st.just(DrafterKind.DFLASH), size, experts, st.integers(1, 64), weight, weight
+    ),
+    DrafterKind.NGRAM: st.just(DrafterShape(DrafterKind.NGRAM)),
+}
+
+
+@st.composite
+def drafters(draw: st.DrawFn) -> DrafterSpec:
+    kind = draw(st.sampled_from(DrafterKind))
+    shapes = st.none() | drafter_shapes.get(kind, st.none())
+    return DrafterSpec(
+        draw(names.filter(bool)),
+        kind,
+        draw(ascending(0, MAX_GAMMA, least=1)),
+        draw(names),
+        draw(names),
+        draw(shapes),
+    )
+
+
 engines = st.builds(
     EngineSpec,
     st.from_regex(r"\A[A-Za-z0-9._:-]{1,128}\Z"),
     fingerprints,
-    st.lists(drafters, min_size=1, max_size=3, unique_by=lambda d: d.name).map(tuple),
+    st.lists(drafters(), min_size=1, max_size=3, unique_by=lambda d: d.name).map(tuple),
     st.integers(1, MAX_BATCH_SIZE),
     st.builds(Capabilities, *(st.booleans() for _ in range(4)), overlap_steps=st.integers(0, 4)),
+    st.none() | model_shapes,
 )
 
 
 @st.composite
 def reports(draw: st.DrawFn) -> StepReport:
     counts = draw(st.lists(st.integers(0, 100), min_size=1, max_size=9).filter(any))
+    # Two classes and a rest of none.
+    parts = [[n // (2 + i) - n // 7 for n in counts] for i in range(2)]
+    classes = [ClassCounts(f"class-{i}", tuple(p)) for i, p in enumerate(parts) if any(p)]
+    sure = st.lists(
+        st.floats(0, 1, width=32), min_size=len(counts) - 1, max_size=len(counts) - 1
+    ).map(tuple)
     return StepReport(
         draw(uint64),
         sum(counts),
@@ -78,6 +123,8 @@ def reports(draw: st.DrawFn) -> StepReport:
         draw(st.builds(StepFlags, *(st.booleans() for _ in range(5)))),
         draw(uint64),
         draw(uint64),
+        draw(st.sampled_from([(), tuple(classes)])),
+        draw(st.just(()) | sure),
     )
 
 

@@ -39,6 +39,12 @@ BAD_REPORTS: dict[str, tuple[dict[str, Any], grpc.StatusCode, str]] = {
     "infinite time": ({"step_seconds": math.inf}, INVALID, "step_seconds inf is not"),
     "negative time": ({"step_seconds": -0.01}, INVALID, "step_seconds -0.01 is not"),
     "no time": ({"step_seconds": 0.0}, INVALID, "step_seconds 0.0 is not"),
+    "classes beyond the batch": (
+        {"classes": 2 * [engine_pb2.ClassCounts(label="a", accepted_counts=[1, 1, 2])]},
+        INVALID,
+        "2 classes, unique ones",
+    ),
+    "confidence above one": ({"confidences": [0.5, 1.5]}, INVALID, "are not 2 probabilities"),
     "empty batch": ({"batch_size": 0, "accepted_counts": [0, 0, 0]}, INVALID, "batch_size 0"),
     "step going back": ({"step": 3}, PRECONDITION, "step 3 does not follow step 10"),
     "step repeated": ({"step": 10}, PRECONDITION, "step 10 does not follow step 10"),
@@ -71,6 +77,24 @@ def contradiction(**changes: Any) -> engine_pb2.EngineSpec:
     return message
 
 
+def with_shape(**changes: Any) -> engine_pb2.EngineSpec:
+    layers = engine_pb2.AttentionShape(
+        layers=2,
+        grouped_query=engine_pb2.GroupedQueryAttention(query_heads=4, kv_heads=2, head_dim=64),
+    )
+    shape: dict[str, Any] = {
+        "hidden_size": 256,
+        "vocabulary_size": 1000,
+        "attention": [layers],
+        "dense_params": 10**6,
+        "bytes_per_weight": 2.0,
+        "bytes_per_kv": 2.0,
+    }
+    message = engine_message()
+    message.shape.CopyFrom(engine_pb2.ModelShape(**shape | changes))
+    return message
+
+
 MTP = engine_pb2.DRAFTER_KIND_MTP
 
 
@@ -92,6 +116,22 @@ MTP = engine_pb2.DRAFTER_KIND_MTP
         (
             contradiction(drafters=[engine_pb2.Drafter(name="mtp", kind=MTP, gammas=[0, 65])]),
             "leave 0..64",
+        ),
+        (
+            contradiction(
+                drafters=[
+                    engine_pb2.Drafter(name=f"mtp-{i}", kind=MTP, gammas=range(65))
+                    for i in range(4)
+                ]
+            ),
+            "260 draft lengths are listed over all drafters, 256 at most",
+        ),
+        (with_shape(dense_params=0), "shape: ModelShape: dense_params 0 must be above 0"),
+        (with_shape(bytes_per_weight=math.nan), "bytes_per_weight nan must be above 0"),
+        (with_shape(attention=[]), "every kind of attention needs at least one layer"),
+        (
+            with_shape(attention=[engine_pb2.AttentionShape(layers=2)]),
+            "attention is of no kind that is known here",
         ),
         (
             contradiction(drafters=2 * [engine_pb2.Drafter(name="mtp", kind=MTP, gammas=[0])]),

@@ -7,7 +7,7 @@ import pytest
 
 from tests.engine_shim.link.eventually import eventually
 from tests.engine_shim.sglang.engine import Generated, serving
-from tests.engine_shim.sglang.random_models import VOCABULARY, eagle_draft, mtp_target
+from tests.engine_shim.sglang.random_models import HIDDEN, VOCABULARY, eagle_draft, mtp_target
 from tests.engine_shim.sglang.scripted import ScriptedSidecar, scripted_sidecar
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -62,7 +62,10 @@ def test_every_token_is_plain_decodings(
     )  # fmt: skip
     answers, sidecar = steered(tmp_path, options(target, *speculation))
     assert [answer.tokens for answer in answers] == plain
-    assert sidecar.server.introductions[0].drafters[0].name == algorithm.lower()
+    introduction = sidecar.server.introductions[0]
+    assert introduction.drafters[0].name == algorithm.lower()
+    assert introduction.HasField("shape")
+    assert introduction.drafters[0].shape.dense_params > VOCABULARY * HIDDEN
     gammas = {report.gamma for report in sidecar.reports}
     assert 0 in gammas
     assert len(gammas) > 3
