@@ -36,6 +36,9 @@ _ROOFLINE_DOUBT = ((1.0, 0.3, 0.25, 0.25, 0.2), 0.08)
 _PRIOR_DOUBT = ((3.0, 0.6, 0.3, 0.5, 0.4), 0.1)
 # How far they may wander in one step.
 _WANDER = (0.005, 0.001, 0.0003, 0.0003, 0.0003)
+# How quickly the machine's restlessness is learnt, an update; and the most of it (log seconds).
+_PACE_RATE = 0.1
+_PACE_MAX = 0.3
 _NEIGHBOUR_SHARE = 0.5
 _STEPS_AN_UPDATE = 8
 _STEPS_KNOWN = 32
@@ -124,6 +127,8 @@ class CostModel:
         self._cell = np.zeros(shape)
         self._cell_steps = np.zeros(shape)
         self._surprise = 1.0
+        self._pace = 0.0
+        self._last_cell = (-1, -1)
         self._scatter = _SCATTER_START
         self._outliers_in_a_row = 0
         self._pending: dict[tuple[int, int], _Pending] = {}
@@ -203,9 +208,15 @@ class CostModel:
 
     def _learn_cell(self, i: int, j: int, error: float, steps: int) -> None:
         phi = self._features[:, i, j]
-        self._covariance += steps * self._wander
         noise = (1.25 * self._scatter) ** 2 / steps
         cell_doubt = self._cell_doubt(float(self._cell_steps[i, j]))
+        if (i, j) == self._last_cell:
+            # Nothing changed but the time: what is more than scatter is the machine's pace.
+            jump = min(max(error * error - cell_doubt - noise, 0.0), _PACE_MAX**2)
+            self._pace += _PACE_RATE * (jump - self._pace)
+        self._last_cell = (i, j)
+        self._covariance += steps * self._wander
+        self._covariance[0, 0] += self._pace
         spread = self._covariance @ phi
         total = float(phi @ spread) + cell_doubt + noise
         if self._cell_steps[i, j] == 0 and self.steps > steps:

@@ -1,9 +1,9 @@
 """The whole loop in virtual time: good choices, never stuck, never out of bounds, replayable."""
 
 import dataclasses
+import math
 from collections import Counter
 
-import numpy as np
 import pytest
 
 from controller.core.clock import VirtualClock
@@ -182,12 +182,16 @@ def test_a_measurement_teaches_costs_and_no_acceptance():
 def test_costs_are_learnt_while_a_choice_is_forced():
     """A long measurement on a machine of changing speed must not come in one piece at its end."""
     engine = make()
-    pace = {"now": 1.0}
-    engine.seconds = lambda gamma, batch: pace["now"] * gpu_like(gamma, batch)
+    pace = {"now": 0.0}
+
+    def wandering(gamma, batch):
+        pace["now"] = 0.98 * pace["now"] + engine.rng.gauss(0, 0.025)
+        return math.exp(pace["now"]) * gpu_like(gamma, batch)
+
+    engine.seconds = wandering
     for gamma in (1, 2, 3, 5, 7, 3, 2):
         engine.controller.force(Arm("mtp", gamma))
         for batch in (1, 2, 4, 8, 16) * 6:
-            pace["now"] = 0.9 if pace["now"] == 1.15 else 1.15
             engine.run(20, batch, [0.6] * 8)
         engine.controller.force(None)
         drift = engine.controller.cost.drift()[:, engine.controller.cost.bucket_of(8)]
