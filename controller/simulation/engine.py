@@ -23,6 +23,7 @@ from controller.simulation.surface import CostSurface
 from controller.simulation.workload import Workload
 
 _NOISE_BLOCK = 4096
+_PACE_STEPS = 50.0
 # By (after a gap, switched).
 _FLAGS = {
     (gap, switched): StepFlags(after_gap=gap, switched=switched)
@@ -44,7 +45,8 @@ class EngineOptions:
 
     lag: steps between a step's end and the policy's knowing of it, beyond the next step's start.
     noise: standard deviation of the log of a step's seconds.  outlier_share of the steps take
-    outlier_factor as long.  switch_seconds: paid by a step whose arm differs from the last one's.
+    outlier_factor as long.  pace: standard deviation of the log of the machine's pace, which stays
+    for some fifty steps (first-order autoregressive).  switch_seconds: paid by a step whose arm differs from the last one's.
     warm_factor: a step at gamma = 0 costs this much when a drafter is kept in step.  stale_steps:
     for so many steps after a sleep longer than `stale_after`, drafts are accepted only with
     stale_acceptance of their usual probability (a drafter whose KV cache has holes).
@@ -54,6 +56,7 @@ class EngineOptions:
     noise: float = 0.03
     outlier_share: float = 0.0
     outlier_factor: float = 10.0
+    pace: float = 0.0
     switch_seconds: float = 0.0
     warm_factor: float = 1.05
     prefill: Prefill = Prefill.NONE
@@ -67,6 +70,7 @@ class EngineOptions:
         checks = (
             ("lag", 0 <= self.lag <= 64),
             ("noise", 0 <= self.noise < 2),
+            ("pace", 0 <= self.pace < 2),
             ("outlier_share", 0 <= self.outlier_share < 1),
             ("outlier_factor", 1 <= self.outlier_factor < math.inf),
             ("switch_seconds", 0 <= self.switch_seconds < math.inf),
@@ -144,8 +148,9 @@ class _Run:
         self._surface = surface
         self._policy = policy
         self._options = options
-        # Two streams: what a policy does must not move the noise that it meets.
-        self._noise_rng, self._thinning_rng = np.random.default_rng(seed).spawn(2)
+        # A stream each: what a policy does must not move the noise that it meets.
+        streams = np.random.default_rng(seed).spawn(3)
+        self._noise_rng, self._thinning_rng, self._pace_rng = streams
         self._batch = Batch(workload, surface)
         self._arms = surface.arms
         self._drafters = [d.name for d in surface.drafters]
@@ -157,6 +162,7 @@ class _Run:
         self._asleep_steps = 0
         self._stale_left = 0
         self._noise: list[float] = []
+        self._pace = 0.0
         self._decision_seconds = 0.0
         self._clairvoyant = policy if isinstance(policy, Clairvoyant) else None
         self._late: deque[StepRecord] = deque()
@@ -288,8 +294,20 @@ class _Run:
             )
             wild = self._noise_rng.random(_NOISE_BLOCK) < self._options.outlier_share
             block[wild] *= self._options.outlier_factor
-            self._noise = block.tolist()
+            if self._options.pace:
+                block *= self._paces()
+            self._noise = block[::-1].tolist()
         return self._noise.pop()
+
+    def _paces(self) -> NDArray[np.float64]:
+        """The next block's factors of the machine's pace, mean 1."""
+        sigma, keep = self._options.pace, 1 - 1 / _PACE_STEPS
+        shocks = sigma * math.sqrt(1 - keep * keep) * self._pace_rng.standard_normal(_NOISE_BLOCK)
+        logs = np.empty(_NOISE_BLOCK)
+        for i, shock in enumerate(shocks.tolist()):
+            self._pace = logs[i] = keep * self._pace + shock
+        factors: NDArray[np.float64] = np.exp(logs - sigma * sigma / 2)
+        return factors
 
     def _account(self, now: float, seconds: float, tokens: float) -> float:
         """Books a stretch of time; a closed loop's last step counts up to its last token only."""

@@ -228,6 +228,10 @@ def _hostile() -> list[Scenario]:
             options=EngineOptions(noise=0.1, outlier_share=0.01),
         ),
         _moving(
+            "restless", "the machine's pace wanders by 12 % over some fifty steps", h100, _BOTH,
+            options=EngineOptions(noise=0.05, pace=0.12),
+        ),
+        _moving(
             "stale", "a drafter that slept drafts badly for 5 steps; lag of two steps", h100,
             _traffic(16, 2000),
             options=EngineOptions(stale_steps=5, lag=2, switch_seconds=2e-4),
