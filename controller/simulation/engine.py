@@ -46,7 +46,8 @@ class EngineOptions:
     lag: steps between a step's end and the policy's knowing of it, beyond the next step's start.
     noise: standard deviation of the log of a step's seconds.  outlier_share of the steps take
     outlier_factor as long.  pace: standard deviation of the log of the machine's pace, which stays
-    for some fifty steps (first-order autoregressive).  switch_seconds: paid by a step whose arm differs from the last one's.
+    for some fifty steps (first-order autoregressive).  switch_seconds: paid by a step whose arm
+    differs from the last one's.
     warm_factor: a step at gamma = 0 costs this much when a drafter is kept in step.  stale_steps:
     for so many steps after a sleep longer than `stale_after`, drafts are accepted only with
     stale_acceptance of their usual probability (a drafter whose KV cache has holes).

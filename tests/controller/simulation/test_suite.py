@@ -16,7 +16,8 @@ def test_every_known_trap_has_a_scenario():
     wanted = {
         "traffic/B=1", "load/h100", "load+traffic/h100", "bursts", "collapse/B=16", "drafters",
         "wrong-profile/plus30", "wrong-profile/minus30", "wrong-profile/none",
-        "wrong-profile/context", "noise", "restless", "stale", "chat/B=1", "arrivals/rush", "mixed-classes",
+        "wrong-profile/context", "noise", "restless", "stale", "chat/B=1", "arrivals/rush",
+        "mixed-classes",
     }  # fmt: skip
     assert wanted <= set(SUITE)
     costs = {name.split("/")[1] for name in SUITE if name.startswith("stationary/")}
