@@ -21,6 +21,7 @@ a prior.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +29,7 @@ from numpy.typing import NDArray
 from controller.core.confidence import ConfidenceCalibration
 from controller.core.settings import PlannerSettings
 from controller.core.shift_alarm import ShiftAlarm
+from controller.core.types import MAX_BATCH_SIZE
 
 # A window needs this many exposures before it can call a shift.
 _SHIFT_MIN_EXPOSURES = 8.0
@@ -94,6 +96,8 @@ class AcceptanceEstimator:
         # Steps seen, and the step of each position's last exposure: idle evidence fades on reading.
         self._steps = 0
         self._seen_at = [0] * gamma_max
+        self._fast_keeps = _keeps(settings.fast_exposures, settings.fast_steps)
+        self._slow_keeps = _keeps(settings.slow_exposures, settings.slow_steps)
         self._confidence = ConfidenceCalibration(gamma_max)
         self._alarm = ShiftAlarm(gamma_max, settings)
         self.shifts = 0
@@ -104,28 +108,29 @@ class AcceptanceEstimator:
         confidences: gamma floats, the drafter's own mean probability of what it drafted.
         """
         self._steps += 1
-        settings = self._settings
+        z = self._settings.shift_z
         gamma = min(len(accepted_counts) - 1, self.gamma_max)
         reached = sum(accepted_counts)
         shifted = gamma > 0 and self._alarm.fold(accepted_counts)
-        fast_least, slow_least = 1 / settings.fast_steps, 1 / settings.slow_steps
+        fast_keeps, slow_keeps = self._fast_keeps, self._slow_keeps
+        fast_most, slow_most = len(fast_keeps) - 1, len(slow_keeps) - 1
         fast_n, fast_s, slow_n, slow_s = self._fast_n, self._fast_s, self._slow_n, self._slow_s
         for k in range(gamma):
             if reached == 0:
                 break
             successes = reached - accepted_counts[k]
             self._wake(k)
-            keep = math.exp(-min(reached / settings.fast_exposures, fast_least))
+            keep = fast_keeps[min(fast_most, reached)]
             fast = fast_n[k] = fast_n[k] * keep + reached
             fast_s[k] = fast_s[k] * keep + successes
-            keep = math.exp(-min(reached / settings.slow_exposures, slow_least))
+            keep = slow_keeps[min(slow_most, reached)]
             slow = slow_n[k] = slow_n[k] * keep + reached
             slow_s[k] = slow_s[k] * keep + successes
             if fast >= _SHIFT_MIN_EXPOSURES and slow >= 2 * fast:
                 slow_mean = slow_s[k] / slow
                 apart = fast_s[k] / fast - slow_mean
                 variance = max(slow_mean * (1 - slow_mean), 0.01) * (1 / fast + 1 / slow)
-                shifted = shifted or apart * apart > settings.shift_z**2 * variance
+                shifted = shifted or apart * apart > z * z * variance
             reached = successes
         if confidences:
             self._confidence.fold(confidences, accepted_counts)
@@ -194,3 +199,10 @@ class AcceptanceEstimator:
         # A class that differs from all traffic has not shifted: it is tested against itself.
         self._alarm.believe(own, exposures)
         return AcceptanceCurve(conditional, exposures, expected, settings.prior_exposures)
+
+
+@lru_cache(maxsize=8)
+def _keeps(exposures: float, steps: float) -> tuple[float, ...]:
+    """What is kept of a window after so many new exposures; the last entry is for all beyond."""
+    most = min(math.ceil(exposures / steps), MAX_BATCH_SIZE)
+    return tuple(math.exp(-min(n / exposures, 1 / steps)) for n in range(most + 1))

@@ -7,16 +7,18 @@ The only state is in this object; the only clock is the one passed in.  Feed a s
 reports at the same times and it makes the same plans.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from controller.core.acceptance import AcceptanceCurve
 from controller.core.catch_up import CatchUp
 from controller.core.clock import Clock
-from controller.core.cost import CostModel
+from controller.core.cost import CostModel, Costs
 from controller.core.errors import StaleReportError
 from controller.core.exploration import Explorer, Situation, relative_variance
+from controller.core.override_rows import rows_under
+from controller.core.overrides import Override
 from controller.core.planner import Values, batch_buckets, evaluate
 from controller.core.policies import make_planner
 from controller.core.prior import prior_for
@@ -33,7 +35,6 @@ from controller.core.types import (
     PositionEstimate,
     Probe,
     Reason,
-    Regime,
     StepReport,
 )
 from controller.core.watch import budget
@@ -73,6 +74,8 @@ class EngineController:
             can_sleep=spec.capabilities.can_sleep,
         )
         self._planner = make_planner(self.arms, self._buckets, settings)
+        self._overrides: tuple[Override, ...] = ()
+        self._rows_at = rows_under((), spec, self._buckets, self.arms)
         self.explorer = Explorer(self.arms, settings)
         self._forced: Arm | None = None
         self._kv_per_sequence = profile.kv_tokens_per_sequence if profile else 0.0
@@ -80,6 +83,8 @@ class EngineController:
         self._last_batch = 1
         self._epoch = 0
         self._plan: Plan | None = None
+        # What the plan's rows were made from: they are made again only when that changes.
+        self._decided: tuple[object, ...] | None = None
         self._plan_time = 0.0
         self._evaluated_at = -float("inf")
         self._unsettled_until = _UNSETTLED_REPORTS
@@ -128,11 +133,33 @@ class EngineController:
             self.cost.observe(arm, report.batch_size, expected, report.step_seconds)
         watch = self._planner.watch
         if watch is not None and report.gamma == 0:
-            share = float(watch.share[self.cost.bucket_of(report.batch_size)])
+            share = float(watch.share[self._rows_at.row_of(report.batch_size)])
         else:
             share = budget(self._settings, self.traffic.hazard)
         seconds = min(report.step_seconds, bearable)
         self.explorer.observe(report, seconds, share, self._clock.now())
+
+    def set_overrides(self, overrides: Iterable[Override]) -> bool:
+        """Plans under these from now on; True when that is a change for this engine."""
+        mine = tuple(
+            sorted(
+                (o for o in set(overrides) if o.scope.covers(self.spec)),
+                key=lambda o: o.override_id,
+            )
+        )
+        if mine == self._overrides:
+            return False
+        self._overrides = mine
+        at = self._rows_at = rows_under(mine, self.spec, self._buckets, self.arms)
+        self._planner.limit(at.upper, self._sizes[at.bucket], at.legal)
+        self.explorer.cancel()
+        self._evaluated_at = -float("inf")
+        return True
+
+    @property
+    def overrides(self) -> tuple[Override, ...]:
+        """Those that are for this engine, whatever its batch."""
+        return self._overrides
 
     def next_plan(self) -> Plan | None:
         """A new plan if one is due (changed, a probe, or the lease half gone), else None."""
@@ -189,11 +216,11 @@ class EngineController:
     def explain(self, batch_size: int = 0) -> Explanation:
         """The decision row at a batch size (0: the last report's), with all its numbers."""
         batch_size = batch_size or self._last_batch
-        bucket = self.cost.bucket_of(batch_size)
+        row, bucket = self._rows_at.row_of(batch_size), self.cost.bucket_of(batch_size)
         values = self._evaluate()
         plan = self.current_plan()
         chosen = plan.row_for(batch_size).arm
-        column = values.value[:, bucket]
+        column = values.value[:, row]
         order = np.argsort(-column, kind="stable")
         best = int(order[0])
         runner_up = int(order[1]) if len(order) > 1 else best
@@ -209,13 +236,14 @@ class EngineController:
                 ArmValue(
                     arm,
                     float(values.expected[i]),
-                    float(values.costs.seconds[i, bucket]),
+                    float(values.costs.seconds[i, row]),
                     float(column[i]),
                     float(hoped[i]),
                     arm == chosen,
-                    bool(values.costs.extrapolated[i, bucket]),
+                    bool(values.costs.extrapolated[i, row]),
                     float(drift[i]),
                     float(values.catch_up[i]),
+                    self._rows_at.legal is None or bool(self._rows_at.legal[i, row]),
                 )
                 for i, arm in enumerate(self.arms)
             ),
@@ -233,6 +261,8 @@ class EngineController:
             switches=self.switches,
             cost_outliers=self.cost.rejected,
             prior=self.cost.prior,
+            limits=self._rows_at.limits[row],
+            overrides=self._overrides,
         )
 
     def _positions(self) -> tuple[PositionEstimate, ...]:
@@ -246,11 +276,15 @@ class EngineController:
 
     def _evaluate(self) -> Values:
         self.cost.learn()
+        costs, sizes, at = self.cost.costs(self._kv_per_sequence), self._sizes, self._rows_at
+        if at.split:
+            costs = Costs(costs.seconds[:, at.bucket], costs.extrapolated[:, at.bucket])
+            sizes = sizes[at.bucket]
         return evaluate(
             self.arms,
-            self._sizes,
+            sizes,
             self.traffic.curves(),
-            self.cost.costs(self._kv_per_sequence),
+            costs,
             self._catch_up.seconds(),
             self._catch_up.seconds_per_token,
         )
@@ -259,17 +293,21 @@ class EngineController:
         self._evaluated_at = now
         if self._forced is not None:
             self.cost.learn()
+            self._decided = None
             detail = f"measuring {self._forced.drafter} at gamma {self._forced.gamma}"
-            forced = [self._row(b, self._forced, Reason.PROFILING, None) for b in self._buckets]
+            forced = [
+                self._row(b, self._forced, Reason.PROFILING, None) for b in self._rows_at.upper
+            ]
             return tuple(forced), Reason.PROFILING, detail
         values = self._evaluate()
         hazard = self.traffic.hazard
         choice = self._planner.update(values, hazard)
-        active = self.cost.bucket_of(self._last_batch)
-        if self.reports and self._planner.explores:
+        at, active = self._rows_at, self._rows_at.row_of(self._last_batch)
+        if self.reports and self._planner.explores and at.limits[active].explore:
             situation = Situation(
                 values, self.cost, active, self._last_batch, choice[active],
                 self._planner.watch, 1 / hazard.expected,
+                int(at.bucket[active]), None if at.legal is None else at.legal[:, active],
             )  # fmt: skip
             self.explorer.consider(situation, now)
         probing = self.explorer.running
@@ -281,15 +319,22 @@ class EngineController:
     ) -> tuple[PlanRow, ...]:
         """The table; the rows of the last plan where nothing has changed."""
         kept = self._plan.rows if self._plan is not None else ()
+        decided = (self._rows_at.upper, [*choice], self._planner.reasons, probing)
+        if kept and decided == self._decided:
+            return kept
+        self._decided = decided
         rows = []
         for j, (size, chosen, reason) in enumerate(
-            zip(self._buckets, choice, self._planner.reasons, strict=True)
+            zip(self._rows_at.upper, choice, self._planner.reasons, strict=True)
         ):
             arm = self.arms[chosen]
             probe = probing[1] if probing and probing[0] == j else None
-            row = kept[j] if kept else None
+            row = kept[j] if j < len(kept) else None
             if row is None or (
-                row.arm is not arm or row.reason is not reason or row.probe is not probe
+                row.arm is not arm
+                or row.reason is not reason
+                or row.probe is not probe
+                or row.max_batch_size != size
             ):
                 row = self._row(size, arm, reason, probe)
             rows.append(row)
@@ -307,6 +352,11 @@ class EngineController:
             f"B={self._last_batch}: {arm.drafter} gamma {arm.gamma}, "
             f"{values.value[choice[active], active]:.0f} tok/s expected"
         )
+        limits = self._rows_at.limits[active]
+        if limits.overrides:
+            detail += f"; under {', '.join(limits.overrides)}"
+            if not any(limits.legal(self.arms)):
+                detail += ", which leave nothing that this engine can run: no speculation"
         if not self.profile_id:
             detail += f"; costs from a {self.cost.prior} prior, no profile loaded"
         if probing:
@@ -315,9 +365,10 @@ class EngineController:
                 f"{detail}; {probe.steps} steps of {probe.arm.drafter} gamma {probe.arm.gamma} "
                 "to learn"
             )
-        if not self.profile_id:
+        reason = self._planner.reasons[active]
+        if not self.profile_id and reason is not Reason.OVERRIDE:
             return Reason.PROFILE_MISSING, detail
-        return self._planner.reasons[active], detail
+        return reason, detail
 
     def _row(self, size: int, arm: Arm, reason: Reason, probe: Probe | None) -> PlanRow:
         asleep = self._asleep(arm) or (probe is not None and self._asleep(probe.arm))
@@ -329,7 +380,10 @@ class EngineController:
     def _issue(self, rows: tuple[PlanRow, ...], reason: Reason, detail: str, now: float) -> Plan:
         self._epoch += 1
         self._plan_time = now
-        self._plan = Plan(self._epoch, rows, Regime(), self._settings.lease_seconds, reason, detail)
+        at = self._rows_at
+        self._plan = Plan(
+            self._epoch, rows, at.regime, self._settings.lease_seconds, reason, detail, at.named
+        )
         return self._plan
 
 

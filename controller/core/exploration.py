@@ -46,7 +46,9 @@ class _Running:
 class Situation:
     """Where the engine stands: the active bucket, its batch, the arm (by index) in force there.
 
-    horizon_steps: steps for which what a probe finds is expected to hold.
+    bucket: of the plan's row, by which `values` and `watch` go; cost_bucket: of the cost table.
+    horizon_steps: steps for which what a probe finds is expected to hold.  legal: [arms] that may
+    be probed, or None: all.
     """
 
     values: Values
@@ -56,6 +58,8 @@ class Situation:
     current: int
     watch: Watch | None
     horizon_steps: float
+    cost_bucket: int
+    legal: NDArray[np.bool_] | None = None
 
 
 class Explorer:
@@ -133,6 +137,8 @@ class Explorer:
             best = self._by_doubt(at, steps, relative)
         if best is None and watch is not None and self._blind_steps >= interval:
             look, steps = int(watch.arm[bucket]), int(watch.steps[bucket])
+            if at.legal is not None and not at.legal[look]:
+                return
             lost = steps * max(-float(relative[look]), 0.0) * values.costs.seconds[look, bucket]
             if lost + values.catch_up[look] <= self._credit:
                 best = look
@@ -154,7 +160,7 @@ class Explorer:
         seconds = values.costs.seconds[:, at.bucket]
         loss = np.maximum(-relative, 0.0) + values.catch_up / (steps * seconds)
         doubt = np.sqrt(
-            relative_variance(values, at.costs, self._arms, at.bucket, current, unseen=True)
+            relative_variance(values, at.costs, self._arms, at.cost_bucket, current, unseen=True)
         )
         gain = expected_improvement(relative, doubt * (1 + relative))
         price = steps * loss
@@ -162,6 +168,8 @@ class Explorer:
         ratio = gain * at.horizon_steps / (price + 0.02 * steps)
         ratio[price * seconds > self._credit] = 0.0
         ratio[current] = 0.0
+        if at.legal is not None:
+            ratio[~at.legal] = 0.0
         best = int(ratio.argmax())
         return best if ratio[best] > _RETURN_MIN and doubt[best] > 0 else None
 

@@ -8,6 +8,7 @@ pivot does not turn into switching, and when it pays back what the change costs 
 slept or stood by has to catch up) within `payback_seconds`.
 """
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,8 @@ from controller.core.settings import PlannerSettings
 from controller.core.types import Arm, Reason, StepReport
 from controller.core.watch import CatchUpPrice, Hazard, Watch, Watcher
 
+# What an arm's value shrinks by where it may not run.
+_UNTHINKABLE = 1e-12
 # Every batch size up to here has its own row; beyond, rows are about an eighth apart.
 _EXACT_BUCKETS = 8
 
@@ -92,10 +95,31 @@ class Planner:
         self._settings = settings
         self._off = np.array([arm.gamma == 0 for arm in arms])
         self._watcher = Watcher(arms, np.asarray(buckets, dtype=np.float64), settings)
+        self._legal: NDArray[np.bool_] | None = None
         self.watch: Watch | None = None
         self.choice: list[int] | None = None
         self.reasons: list[Reason] = [Reason.EXPLOIT] * len(buckets)
         self.switches = 0
+
+    def limit(
+        self,
+        buckets: Sequence[int],
+        sizes: NDArray[np.float64],
+        legal: NDArray[np.bool_] | None,
+    ) -> None:
+        """Other rows from now on, and what may run in them.
+
+        buckets: upper ends, ascending.  sizes: the batch that each is priced at.  legal: [arms,
+        rows] with at least one in each, or None: everything.
+        """
+        if self.choice is not None:
+            old = [min(bisect_left(self.buckets, b), len(self.buckets) - 1) for b in buckets]
+            self.choice = [self.choice[j] for j in old]
+        self.buckets = tuple(buckets)
+        self.reasons = [Reason.EXPLOIT] * len(buckets)
+        self._watcher = Watcher(self.arms, sizes, self._settings)
+        self.watch = None
+        self._legal = legal
 
     def observe(self, report: StepReport) -> None:
         """Every report passes by here; this rule works on the estimates alone."""
@@ -109,11 +133,14 @@ class Planner:
             )
             if self.watch is not None:
                 value = np.where(self._off[:, None], value * (1 - self.watch.loss), value)
+        self.reasons = [Reason.EXPLOIT] * len(self.buckets)
+        if self._legal is not None:
+            self._say_overridden(value.argmax(axis=0))
+            value = np.where(self._legal, value, value * _UNTHINKABLE)
         best: list[int] = value.argmax(axis=0).tolist()
         if self.choice is None:
             self.choice = best
             return self.choice
-        self.reasons = [Reason.EXPLOIT] * len(self.buckets)
         if best == self.choice:
             return self.choice
         for j, (candidate, now) in enumerate(zip(best, self.choice, strict=True)):
@@ -124,9 +151,24 @@ class Planner:
             if gain > self._settings.switch_margin and paid_back:
                 self.choice[j] = candidate
                 self.switches += 1
-            else:
+            elif self.reasons[j] is Reason.EXPLOIT:
                 self.reasons[j] = Reason.HOLD
         return self.choice
+
+    def _say_overridden(self, wanted: Sequence[int] | NDArray[np.int64]) -> None:
+        assert self._legal is not None
+        for j, arm in enumerate(wanted):
+            if not self._legal[arm, j]:
+                self.reasons[j] = Reason.OVERRIDE
+
+    def lawful(self, choice: list[int], values: Values) -> list[int]:
+        """A rule's choice, with the best legal arm where its own is not."""
+        self.reasons = [Reason.EXPLOIT] * len(self.buckets)
+        if self._legal is None:
+            return choice
+        self._say_overridden(choice)
+        best = np.where(self._legal, values.value, values.value * _UNTHINKABLE).argmax(axis=0)
+        return [arm if self._legal[arm, j] else int(best[j]) for j, arm in enumerate(choice)]
 
     def eligible(self, values: Values) -> NDArray[np.float64]:
         """[arms, buckets] values; almost none where a time between tokens breaks the ceiling.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from controller.core.planner import Planner, Values
 from controller.core.settings import PlannerSettings
-from controller.core.types import Arm, Reason, StepReport
+from controller.core.types import Arm, StepReport
 from controller.core.watch import Hazard
 
 # SGLang's default table: smallest batch size of a slot, its draft lengths, margin on the way down.
@@ -48,11 +48,10 @@ class TidePlanner(Planner):
         )
         cost = values.costs.seconds[self._on_arm] / values.costs.seconds[self._off_arm]
         speedup = (1 + values.expected[self._on_arm]) / cost
-        choice = [self._on_arm if s > 1 else self._off_arm for s in speedup]
+        choice = self.lawful([self._on_arm if s > 1 else self._off_arm for s in speedup], values)
         if self.choice is not None:
             self.switches += sum(a != b for a, b in zip(choice, self.choice, strict=True))
         self.choice = choice
-        self.reasons = [Reason.EXPLOIT] * len(self.buckets)
         return choice
 
 
@@ -127,13 +126,13 @@ class EmaPlanner(Planner):
         self._slot(report.batch_size).observe(accepted / report.batch_size, report.gamma)
 
     def update(self, values: Values, hazard: Hazard) -> Sequence[int]:
-        """The slots' draft lengths; values do not matter."""
-        del values, hazard
-        choice = [self._index[self._slot(size).gamma] for size in self.buckets]
+        """The slots' draft lengths; values matter only where those may not run."""
+        del hazard
+        wanted = [self._index[self._slot(size).gamma] for size in self.buckets]
+        choice = self.lawful(wanted, values)
         if self.choice is not None:
             self.switches += sum(a != b for a, b in zip(choice, self.choice, strict=True))
         self.choice = choice
-        self.reasons = [Reason.EXPLOIT] * len(self.buckets)
         return choice
 
 

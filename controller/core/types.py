@@ -16,6 +16,7 @@ from controller.core.errors import (
 )
 
 if TYPE_CHECKING:
+    from controller.core.overrides import Limits, Override
     from controller.core.shapes import DrafterShape, ModelShape
 
 MAX_GAMMA = 64
@@ -338,7 +339,10 @@ class PlanRow:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A table over batch sizes.  `rows` ascend; the last one also serves every larger batch."""
+    """A table over batch sizes.  `rows` ascend; the last one also serves every larger batch.
+
+    overrides: ids of those that count anywhere in it.
+    """
 
     epoch: int
     rows: tuple[PlanRow, ...]
@@ -346,6 +350,7 @@ class Plan:
     lease_seconds: float
     reason: Reason
     reason_detail: str
+    overrides: tuple[str, ...] = ()
 
     def row_for(self, batch_size: int) -> PlanRow:
         """The row that serves this batch size."""
@@ -360,7 +365,7 @@ class ArmValue:
     """One arm at one batch size, with the numbers it was judged by (units as in proto).
 
     cost_drift: factor by which live steps have moved its profiled cost.  catch_up_seconds: what
-    changing to it now would cost first.
+    changing to it now would cost first.  legal: overrides let it run.
     """
 
     arm: Arm
@@ -372,6 +377,7 @@ class ArmValue:
     extrapolated: bool
     cost_drift: float = 1.0
     catch_up_seconds: float = 0.0
+    legal: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,7 +396,10 @@ class PositionEstimate:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The whole decision row at one batch size."""
+    """The whole decision row at one batch size.
+
+    limits: what overrides leave there.  overrides: all that are for this engine.
+    """
 
     engine_id: str
     batch_size: int
@@ -410,3 +419,5 @@ class Explanation:
     switches: int
     cost_outliers: int
     prior: str = ""
+    limits: "Limits | None" = None
+    overrides: "tuple[Override, ...]" = ()

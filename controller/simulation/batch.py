@@ -18,7 +18,7 @@ class Batch:
     """
 
     def __init__(self, workload: Workload, surface: CostSurface) -> None:
-        self._surface = surface
+        self._fastest = 1 + max(d.gammas[-1] for d in surface.drafters)
         self._drafters = [d.name for d in surface.drafters]
         if isinstance(workload, ClosedLoop):
             self._closed: ClosedLoop | None = workload
@@ -191,20 +191,20 @@ class Batch:
     def _leave(self, n: int) -> int:
         """Takes out what is finished; returns the tokens past their ends."""
         left = self._output[:n] - self._position[:n]
-        keep = left > 0
-        staying = int(np.count_nonzero(keep))
+        lacking = int(left.min())
         past = 0
-        if staying < n:
+        if lacking <= 0:
+            keep = left > 0
             gone = ~keep
             past = -int(left[gone].sum())
             self.kv_tokens -= int((self._context[:n] + self._position[:n])[gone].sum())
+            staying = n - int(np.count_nonzero(gone))
             for array in (self._base, self._position, self._output, self._context, self._label):
                 array[:staying] = array[:n][keep]
             self.size = staying
+            lacking = int(left[keep].min()) if staying else 0
         # No sequence can finish before the shortest one has gained all it lacks.
-        fastest = 1 + max(d.gammas[-1] for d in self._surface.drafters)
-        lacking = int(left[keep].min()) if staying else 0
-        self._steps_to_check = max(1, lacking // fastest)
+        self._steps_to_check = max(1, lacking // self._fastest)
         return past
 
     def take(self, tokens: float) -> float:

@@ -50,7 +50,7 @@ def situation(acceptance, steps, current, bucket=0, horizon=2000.0):
         ARMS, np.array(SIZES, dtype=float), {"mtp": estimator.curve()}, costs.costs(512.0),
         {"mtp": 0.0}, 0.0,
     )  # fmt: skip
-    return Situation(values, costs, bucket, SIZES[bucket], current, None, horizon)
+    return Situation(values, costs, bucket, SIZES[bucket], current, None, horizon, bucket)
 
 
 def explorer(credit=10.0):
