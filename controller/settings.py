@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
@@ -90,6 +91,30 @@ class Settings(BaseSettings):
     profile_directory: Path | None = Field(
         None, description="Where profiles measured through this sidecar are kept, and found again."
     )
+    state_directory: Path | None = Field(
+        None,
+        description="Where overrides and their audit are kept; by default SOCKET.state beside the "
+        "socket.",
+    )
+    redis_url: SecretStr | None = Field(
+        None,
+        description="The fleet's Redis: redis[s]://, redis[s]+sentinel:// or redis[s]+cluster://.",
+    )
+    redis_password_file: Path | None = Field(
+        None, description="File with its password, read again for every connection."
+    )
+    redis_namespace: str = Field(
+        "speculation", pattern=r"^[A-Za-z0-9._-]{1,64}$", description="Part of every key there."
+    )
+    redis_replicas: int = Field(
+        0, ge=0, le=16, description="Replicas that must have an override before it counts as set."
+    )
+    override_default_seconds: float = Field(
+        3600.0, gt=0, description="How long an override stays for which nothing is said."
+    )
+    override_max_seconds: float = Field(
+        7 * 86_400.0, gt=0, description="Longest time to live; beyond it is for ever, explicitly."
+    )
     max_engines: int = Field(1024, ge=1, description="Engines steered at a time.")
     session_idle_seconds: float = Field(
         600.0, gt=0, description="A session without stream or message ends after this time."
@@ -137,11 +162,15 @@ class Settings(BaseSettings):
             return cls(**given)
         except ValidationError as error:
             lines = [
-                f"{'.'.join(map(str, item['loc'])) or 'settings'}: {item['msg']}"
-                f" (is {item['input']!r})"
+                f"{'.'.join(map(str, item['loc'])) or 'settings'}: {item['msg']}{_shown(item)}"
                 for item in error.errors(include_url=False)
             ]
             raise SettingsError("\n".join(lines)) from error
+
+
+def _shown(item: ErrorDetails) -> str:
+    """What was given, unless it is a secret."""
+    return "" if "redis_url" in item["loc"] else f" (is {item['input']!r})"
 
 
 def variables() -> frozenset[str]:

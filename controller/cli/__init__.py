@@ -2,7 +2,7 @@
 
 import typer
 
-from controller.cli import convert, explain, profile, serve, simulate
+from controller.cli import convert, explain, override, profile, serve, simulate
 
 app = typer.Typer(
     name="controller",
@@ -14,6 +14,7 @@ app.command("serve")(serve.serve)
 app.command("profile")(profile.profile)
 app.command("engines")(explain.engines)
 app.command("explain")(explain.explain)
+app.add_typer(override.override, name="override")
 app.command("simulate")(simulate.simulate)
 app.command("convert")(convert.convert)
 

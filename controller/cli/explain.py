@@ -1,34 +1,25 @@
 """`controller engines` and `controller explain`: what a running sidecar knows, as tables."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from controller.cli.connection import DEFAULT_ADDRESS, Address, connected, print_wide
+from controller.cli.override import rule_text, scope_text
+
 if TYPE_CHECKING:
-    import grpc
     from rich.table import Table
 
     from speculation.v1 import plan_pb2, service_pb2
 
 _ANSWER_SECONDS_MAX = 5.0
-_PIPE_WIDTH = 250
-
-Address = Annotated[
-    str,
-    typer.Option(
-        envvar="CONTROLLER_ADDRESS", help="Where the sidecar serves: unix:PATH or HOST:PORT."
-    ),
-]
-_DEFAULT_ADDRESS = "unix:/run/speculation/controller.sock"
 
 
-def engines(address: Address = _DEFAULT_ADDRESS) -> None:
+def engines(address: Address = DEFAULT_ADDRESS) -> None:
     """Lists the engines that the sidecar steers."""
     from speculation.v1 import service_pb2, service_pb2_grpc
 
-    with _sidecar(address) as channel:
+    with connected(address) as channel:
         answer = service_pb2_grpc.InspectionServiceStub(channel).ListEngines(
             service_pb2.ListEnginesRequest(), timeout=_ANSWER_SECONDS_MAX
         )
@@ -43,35 +34,17 @@ def explain(
     batch_size: Annotated[
         int, typer.Option(min=0, help="Batch size to explain; 0: that of the last report.")
     ] = 0,
-    address: Address = _DEFAULT_ADDRESS,
+    address: Address = DEFAULT_ADDRESS,
 ) -> None:
     """Shows why an engine runs the draft length that it runs: every choice with its numbers."""
     from speculation.v1 import service_pb2, service_pb2_grpc
 
-    with _sidecar(address) as channel:
+    with connected(address) as channel:
         answer = service_pb2_grpc.InspectionServiceStub(channel).Explain(
             service_pb2.ExplainRequest(engine_id=engine, batch_size=batch_size),
             timeout=_ANSWER_SECONDS_MAX,
         )
     _print_explanation(answer)
-
-
-@contextmanager
-def _sidecar(address: str) -> "Iterator[grpc.Channel]":
-    import os
-
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    import grpc
-
-    try:
-        with grpc.insecure_channel(address) as channel:
-            yield channel
-    except grpc.RpcError as error:
-        code, details = error.code(), error.details()
-        if code in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}:
-            details = f"no sidecar answers at {address}: is `controller serve` running there?"
-        typer.echo(f"controller: {details}", err=True)
-        raise typer.Exit(1) from error
 
 
 def _print_engines(answer: "service_pb2.ListEnginesResponse") -> None:
@@ -95,17 +68,17 @@ def _print_engines(answer: "service_pb2.ListEnginesResponse") -> None:
             str(status.dropped_reports),
             f"{status.seconds_since_last_report:.1f} s ago" if last else "never",
         )
-    _print(table)
+    print_wide(table)
 
 
 def _print_explanation(answer: "service_pb2.ExplainResponse") -> None:
     from rich.text import Text
 
-    _print(_arms_table(answer))
+    print_wide(_arms_table(answer))
     if any(arm.extrapolated for arm in answer.arms):
-        _print(Text("* outside of what the profile measured"))
-    _print(_positions_table(answer))
-    _print(Text(_in_words(answer)))
+        print_wide(Text("* outside of what the profile measured"))
+    print_wide(_positions_table(answer))
+    print_wide(Text(_in_words(answer)))
 
 
 def _arms_table(answer: "service_pb2.ExplainResponse") -> "Table":
@@ -133,7 +106,7 @@ def _arms_table(answer: "service_pb2.ExplainResponse") -> "Table":
             *([f"{arm.catch_up_seconds * 1e3:.2f}"] if priced else []),
             f"{arm.tokens_per_second:.0f}",
             f"{arm.tokens_per_second / best:.3f}" if best else "-",
-            f"{arm.optimistic_tokens_per_second:.0f}",
+            "forbidden" if arm.forbidden else f"{arm.optimistic_tokens_per_second:.0f}",
         )
     return table
 
@@ -176,20 +149,25 @@ def _in_words(answer: "service_pb2.ExplainResponse") -> str:
         f"costs: {costs}; context {answer.kv_tokens_per_sequence:.0f} tokens a sequence; "
         f"{answer.cost_outliers} step times left out as outliers\n"
         f"{second}; {answer.switches} switches, {answer.shifts} shifts of traffic\n"
+        f"{_overrides_text(answer)}"
         f"probing has cost {answer.probe_share:.2%} of step time: {answer.probes} probes, "
         f"{answer.probe_lost_seconds:.2f} s lost, {answer.probe_credit_seconds:.3f} s to spend"
         f"{policy}"
     )
 
 
-def _print(what: object) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        # A pipe or a file has no width: a table is as wide there as it needs to be.
-        console.width = _PIPE_WIDTH
-    console.print(what)
+def _overrides_text(answer: "service_pb2.ExplainResponse") -> str:
+    lines = []
+    for held in answer.overrides:
+        it = held.override
+        here = "" if it.override_id in answer.limits.overrides else " (not at this batch size)"
+        lines.append(
+            f"override {it.override_id}{here}: {scope_text(it)}: {rule_text(it)}; "
+            f"{it.author}: {it.reason}\n"
+        )
+    if not answer.store.ok:
+        lines.append(f"the store of overrides is in trouble: {answer.store.detail}\n")
+    return "".join(lines)
 
 
 def _row_for(plan: "plan_pb2.Plan", batch_size: int) -> "plan_pb2.PlanRow":

@@ -17,7 +17,7 @@ from controller.core.clock import Clock
 from controller.core.cost import CostModel, Costs
 from controller.core.errors import StaleReportError
 from controller.core.exploration import Explorer, Situation, relative_variance
-from controller.core.override_rows import rows_under
+from controller.core.override_rows import PlanRows, rows_under
 from controller.core.overrides import Override
 from controller.core.planner import Values, batch_buckets, evaluate
 from controller.core.policies import make_planner
@@ -33,6 +33,7 @@ from controller.core.types import (
     Plan,
     PlanRow,
     PositionEstimate,
+    PreviewRow,
     Probe,
     Reason,
     StepReport,
@@ -156,6 +157,23 @@ class EngineController:
         self._evaluated_at = -float("inf")
         return True
 
+    def preview(self, overrides: Iterable[Override]) -> tuple["PreviewRow", ...]:
+        """What the plan would become if these were the overrides; nothing changes."""
+        at = rows_under(overrides, self.spec, self._buckets, self.arms)
+        plan = self.current_plan()
+        value = self._evaluate(at).value
+        if at.legal is not None:
+            value = np.where(at.legal, value, -1.0)
+        rows = []
+        for j, (upper, limits) in enumerate(zip(at.upper, at.limits, strict=True)):
+            row = plan.row_for(upper)
+            i = self._arm_index[row.arm.drafter, row.arm.gamma]
+            # What runs stays if it may, unless it only runs because something else might not.
+            stays = value[i, j] >= 0 and row.reason is not Reason.OVERRIDE
+            arm = row.arm if stays else self.arms[int(value[:, j].argmax())]
+            rows.append(PreviewRow(upper, row.arm, arm, not any(limits.legal(self.arms))))
+        return tuple(rows)
+
     @property
     def overrides(self) -> tuple[Override, ...]:
         """Those that are for this engine, whatever its batch."""
@@ -274,9 +292,9 @@ class EngineController:
                 found += _estimates(name, estimator.curve(), label)
         return tuple(found)
 
-    def _evaluate(self) -> Values:
+    def _evaluate(self, at: PlanRows | None = None) -> Values:
         self.cost.learn()
-        costs, sizes, at = self.cost.costs(self._kv_per_sequence), self._sizes, self._rows_at
+        costs, sizes, at = self.cost.costs(self._kv_per_sequence), self._sizes, at or self._rows_at
         if at.split:
             costs = Costs(costs.seconds[:, at.bucket], costs.extrapolated[:, at.bucket])
             sizes = sizes[at.bucket]

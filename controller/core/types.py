@@ -361,6 +361,16 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
+class PreviewRow:
+    """How a row would change.  stuck: nothing would be left there that the engine can run."""
+
+    max_batch_size: int
+    before: Arm
+    after: Arm
+    stuck: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ArmValue:
     """One arm at one batch size, with the numbers it was judged by (units as in proto).
 

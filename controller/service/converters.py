@@ -24,6 +24,7 @@ from controller.core.types import (
     StepFlags,
     StepReport,
 )
+from controller.service.override_messages import limits_to_proto
 from controller.service.shapes import (
     drafter_shape_from_proto,
     drafter_shape_to_proto,
@@ -219,6 +220,7 @@ def plan_to_proto(plan: Plan) -> plan_pb2.Plan:
         lease_ms=max(1, round(plan.lease_seconds * 1000)),
         reason=_REASON_TO_PROTO[plan.reason],
         reason_detail=plan.reason_detail,
+        overrides=plan.overrides,
     )
 
 
@@ -269,6 +271,7 @@ def explanation_to_proto(explanation: Explanation) -> service_pb2.ExplainRespons
                 extrapolated=value.extrapolated,
                 cost_drift=value.cost_drift,
                 catch_up_seconds=value.catch_up_seconds,
+                forbidden=not value.legal,
             )
             for value in explanation.arms
         ],
@@ -296,4 +299,5 @@ def explanation_to_proto(explanation: Explanation) -> service_pb2.ExplainRespons
         switches=explanation.switches,
         cost_outliers=explanation.cost_outliers,
         prior=explanation.prior,
+        limits=limits_to_proto(explanation.limits) if explanation.limits else None,
     )

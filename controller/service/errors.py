@@ -14,6 +14,8 @@ from controller.core.errors import (
     StaleReportError,
     UnknownArmError,
 )
+from controller.core.overrides import InvalidOverrideError
+from controller.store.port import StoreError, StoreUnavailableError
 
 # A message may quote what a client sent; this is as much of it as goes back.
 _MESSAGE_MAX = 500
@@ -59,6 +61,22 @@ class ProfileNotSavedError(SpeculationError):
     """The profile directory cannot be written."""
 
 
+class NoOverrideError(SpeculationError):
+    """No such override is in force."""
+
+
+class OverrideExistsError(SpeculationError):
+    """The id of a new override is taken, or was."""
+
+
+class OverrideChangedError(SpeculationError):
+    """The override is not what the caller has seen."""
+
+
+class ForbiddenError(SpeculationError):
+    """The caller has not the right to do this."""
+
+
 class ShuttingDownError(SpeculationError):
     """The sidecar is going away."""
 
@@ -82,6 +100,13 @@ _STATUS: tuple[tuple[type[SpeculationError], grpc.StatusCode], ...] = (
     (SlowClientError, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (ProfileNotSavedError, grpc.StatusCode.INTERNAL),
     (ShuttingDownError, grpc.StatusCode.UNAVAILABLE),
+    (InvalidOverrideError, grpc.StatusCode.INVALID_ARGUMENT),
+    (NoOverrideError, grpc.StatusCode.NOT_FOUND),
+    (OverrideExistsError, grpc.StatusCode.ALREADY_EXISTS),
+    (OverrideChangedError, grpc.StatusCode.ABORTED),
+    (ForbiddenError, grpc.StatusCode.PERMISSION_DENIED),
+    (StoreUnavailableError, grpc.StatusCode.UNAVAILABLE),
+    (StoreError, grpc.StatusCode.INTERNAL),
 )
 
 

@@ -6,6 +6,9 @@ from controller.core.errors import SpeculationError
 from controller.core.types import MAX_BATCH_SIZE
 from controller.service import converters
 from controller.service.errors import InvalidQuestionError, abort
+from controller.service.override_book import OverrideBook
+from controller.service.override_messages import health_to_proto
+from controller.service.policy import held_to_proto
 from controller.service.session import Session
 from controller.service.sessions import SessionRegistry
 from speculation.v1 import service_pb2, service_pb2_grpc
@@ -14,8 +17,9 @@ from speculation.v1 import service_pb2, service_pb2_grpc
 class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
     """ListEngines, Explain."""
 
-    def __init__(self, registry: SessionRegistry) -> None:
+    def __init__(self, registry: SessionRegistry, book: OverrideBook) -> None:
         self._registry = registry
+        self._book = book
 
     async def ListEngines(
         self,
@@ -41,7 +45,16 @@ class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
                     "(0: that of the last report)"
                 )
             session = self._registry.by_engine(request.engine_id)
-            return converters.explanation_to_proto(session.core.explain(request.batch_size))
+            explanation = session.core.explain(request.batch_size)
+            answer = converters.explanation_to_proto(explanation)
+            mine = {override.override_id for override in explanation.overrides}
+            answer.overrides.extend(
+                held_to_proto(held)
+                for held in self._book.held()
+                if held.override.override_id in mine
+            )
+            answer.store.CopyFrom(health_to_proto(self._book.health))
+            return answer
         except SpeculationError as error:
             await abort(context, error)
 

@@ -6,6 +6,7 @@ Stop: NOT_SERVING -> sessions end, their streams close (bounded) -> socket file 
 
 import asyncio
 import signal
+from pathlib import Path
 from typing import Self
 
 import grpc
@@ -23,15 +24,23 @@ from controller.service import unix_socket
 from controller.service.errors import ShuttingDownError
 from controller.service.inspection import InspectionServicer
 from controller.service.metrics import MetricsServer
+from controller.service.override_book import OverrideBook
+from controller.service.policy import PolicyServicer
 from controller.service.profile_library import ProfileLibrary
 from controller.service.profiling import ProfilingServicer
 from controller.service.session import Session
 from controller.service.sessions import CoreFactory, SessionRegistry
 from controller.service.steering import SpeculationServicer
 from controller.settings import Settings
-from speculation.v1 import service_pb2, service_pb2_grpc
+from controller.store.file_store import FileStore
+from controller.store.port import Store
+from speculation.v1 import policy_pb2, policy_pb2_grpc, service_pb2, service_pb2_grpc
 
-SERVICES = tuple(service.full_name for service in service_pb2.DESCRIPTOR.services_by_name.values())
+SERVICES = tuple(
+    service.full_name
+    for module in (service_pb2, policy_pb2)
+    for service in module.DESCRIPTOR.services_by_name.values()
+)
 
 _EXPIRE_SECONDS = 15.0
 # For unary calls and last words, once the streams are closed; health watches are cut after it.
@@ -66,6 +75,7 @@ class Sidecar:
             settings.max_engines,
             settings.session_idle_seconds,
         )
+        self.book = OverrideBook(make_store(settings), self.registry)
         self._path = settings.socket_path
         self._inode = 0
         self._health = health.aio.HealthServicer()
@@ -74,7 +84,9 @@ class Sidecar:
         self._expiring: asyncio.Task[None] | None = None
 
     def _core(self, spec: EngineSpec, profile: Profile | None) -> EngineController:
-        return EngineController(spec, self._settings.planner, profile, self._clock)
+        core = EngineController(spec, self._settings.planner, profile, self._clock)
+        core.set_overrides(self.book.active())
+        return core
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -86,7 +98,8 @@ class Sidecar:
     async def start(self) -> None:
         """Returns when the sidecar is SERVING.
 
-        Raises StartRefusedError, SocketTakenError, ProfileFileError; nothing is left behind then.
+        Raises StartRefusedError, SocketTakenError, ProfileFileError, StoreError; nothing is left
+        behind then.
         """
         settings = self._settings
         self.profiles.load(settings.profiles)
@@ -94,6 +107,7 @@ class Sidecar:
         self._server = self._make_server()
         try:
             self._bind(self._server)
+            await self.book.open()
             if settings.metrics_port:
                 self._metrics = self._serve_metrics()
         except SpeculationError:
@@ -127,6 +141,7 @@ class Sidecar:
         if self._server is not None:
             await self._drain(self._server, sessions)
             unix_socket.remove_own(self._path, self._inode)
+        await self.book.close()
         if self._metrics is not None:
             await asyncio.to_thread(self._metrics.close)
         self._server = self._metrics = None
@@ -166,11 +181,15 @@ class Sidecar:
             SpeculationServicer(self.registry), server
         )
         service_pb2_grpc.add_InspectionServiceServicer_to_server(
-            InspectionServicer(self.registry), server
+            InspectionServicer(self.registry, self.book), server
         )
         service_pb2_grpc.add_ProfilingServiceServicer_to_server(
             ProfilingServicer(self.registry, self.profiles), server
         )
+        policy = PolicyServicer(
+            self.book, self._settings.override_default_seconds, self._settings.override_max_seconds
+        )
+        policy_pb2_grpc.add_PolicyServiceServicer_to_server(policy, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         if self._settings.reflection:
             from grpc_reflection.v1alpha import reflection  # noqa: PLC0415  # only when asked for
@@ -216,3 +235,19 @@ class Sidecar:
         while True:
             await asyncio.sleep(_EXPIRE_SECONDS)
             self.registry.expire()
+
+
+def make_store(settings: Settings) -> Store:
+    """Redis where one is named, else files.  Raises RedisUrlError."""
+    directory = settings.state_directory or Path(f"{settings.socket_path}.state")
+    if settings.redis_url is None:
+        return FileStore(directory)
+    from controller.store.redis_store import RedisStore  # noqa: PLC0415  # only when asked for
+
+    return RedisStore(
+        settings.redis_url.get_secret_value(),
+        directory / "fleet.json",
+        namespace=settings.redis_namespace,
+        password_file=settings.redis_password_file,
+        replicas=settings.redis_replicas,
+    )

@@ -192,6 +192,7 @@ class Plan(_message.Message):
     LEASE_MS_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     REASON_DETAIL_FIELD_NUMBER: _builtins.int
+    OVERRIDES_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Strictly increasing within a session."""
     lease_ms: _builtins.int
@@ -205,6 +206,10 @@ class Plan(_message.Message):
 
     @_builtins.property
     def regime(self) -> Global___Regime: ...
+    @_builtins.property
+    def overrides(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Ids of the overrides that count anywhere in it."""
+
     def __init__(
         self,
         *,
@@ -214,10 +219,11 @@ class Plan(_message.Message):
         lease_ms: _builtins.int = ...,
         reason: Global___Reason.ValueType = ...,
         reason_detail: _builtins.str = ...,
+        overrides: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["regime", b"regime"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "lease_ms", b"lease_ms", "reason", b"reason", "reason_detail", b"reason_detail", "regime", b"regime", "rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "lease_ms", b"lease_ms", "overrides", b"overrides", "reason", b"reason", "reason_detail", b"reason_detail", "regime", b"regime", "rows", b"rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

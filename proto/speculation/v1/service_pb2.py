@@ -14,55 +14,58 @@ _sym_db = _symbol_database.Default()
 
 from speculation.v1 import engine_pb2 as speculation_dot_v1_dot_engine__pb2
 from speculation.v1 import plan_pb2 as speculation_dot_v1_dot_plan__pb2
+from speculation.v1 import policy_pb2 as speculation_dot_v1_dot_policy__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cspeculation/v1/service.proto\x12\x0especulation.v1\x1a\x1bspeculation/v1/engine.proto\x1a\x19speculation/v1/plan.proto\">\n\x10IntroduceRequest\x12*\n\x06\x65ngine\x18\x01 \x01(\x0b\x32\x1a.speculation.v1.EngineSpec\"K\n\x11IntroduceResponse\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\"\n\x04plan\x18\x02 \x01(\x0b\x32\x14.speculation.v1.Plan\"h\n\x0cSteerRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12+\n\x07reports\x18\x02 \x03(\x0b\x32\x1a.speculation.v1.StepReport\x12\x17\n\x0f\x64ropped_reports\x18\x03 \x01(\x04\">\n\x0fReportRejection\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0c\n\x04\x63ode\x18\x02 \x01(\x05\x12\x0f\n\x07message\x18\x03 \x01(\t\"v\n\rSteerResponse\x12\'\n\x04plan\x18\x01 \x01(\x0b\x32\x14.speculation.v1.PlanH\x00\x88\x01\x01\x12\x33\n\nrejections\x18\x02 \x03(\x0b\x32\x1f.speculation.v1.ReportRejectionB\x07\n\x05_plan\"O\n\rDecideRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12*\n\x06report\x18\x02 \x01(\x0b\x32\x1a.speculation.v1.StepReport\"\x96\x01\n\x0e\x44\x65\x63ideResponse\x12\x0f\n\x07\x64rafter\x18\x01 \x01(\t\x12\r\n\x05gamma\x18\x02 \x01(\r\x12&\n\x06reason\x18\x03 \x01(\x0e\x32\x16.speculation.v1.Reason\x12\x15\n\rreason_detail\x18\x04 \x01(\t\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x12\x16\n\x0e\x64rafter_asleep\x18\x06 \x01(\x08\"\x14\n\x12ListEnginesRequest\"D\n\x13ListEnginesResponse\x12-\n\x07\x65ngines\x18\x01 \x03(\x0b\x32\x1c.speculation.v1.EngineStatus\"\x8a\x02\n\x0c\x45ngineStatus\x12*\n\x06\x65ngine\x18\x01 \x01(\x0b\x32\x1a.speculation.v1.EngineSpec\x12\"\n\x04plan\x18\x02 \x01(\x0b\x32\x14.speculation.v1.Plan\x12\x12\n\nprofile_id\x18\x03 \x01(\t\x12\x0f\n\x07reports\x18\x04 \x01(\x04\x12\x18\n\x10rejected_reports\x18\x05 \x01(\x04\x12\x17\n\x0f\x64ropped_reports\x18\x06 \x01(\x04\x12/\n\x0blast_report\x18\x07 \x01(\x0b\x32\x1a.speculation.v1.StepReport\x12!\n\x19seconds_since_last_report\x18\x08 \x01(\x01\"7\n\x0e\x45xplainRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x12\n\nbatch_size\x18\x02 \x01(\r\"\xf6\x01\n\x0e\x41rmExplanation\x12\x0f\n\x07\x64rafter\x18\x01 \x01(\t\x12\r\n\x05gamma\x18\x02 \x01(\r\x12\x19\n\x11\x65xpected_accepted\x18\x03 \x01(\x01\x12\x14\n\x0cstep_seconds\x18\x04 \x01(\x01\x12\x19\n\x11tokens_per_second\x18\x05 \x01(\x01\x12$\n\x1coptimistic_tokens_per_second\x18\x06 \x01(\x01\x12\x0e\n\x06\x63hosen\x18\x07 \x01(\x08\x12\x14\n\x0c\x65xtrapolated\x18\x08 \x01(\x08\x12\x12\n\ncost_drift\x18\t \x01(\x01\x12\x18\n\x10\x63\x61tch_up_seconds\x18\n \x01(\x01\"z\n\x13PositionExplanation\x12\x0f\n\x07\x64rafter\x18\x01 \x01(\t\x12\x10\n\x08position\x18\x02 \x01(\r\x12\x1e\n\x16\x63onditional_acceptance\x18\x03 \x01(\x01\x12\x11\n\texposures\x18\x04 \x01(\x01\x12\r\n\x05label\x18\x05 \x01(\t\"\xf1\x03\n\x0f\x45xplainResponse\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x12\n\nbatch_size\x18\x02 \x01(\r\x12\"\n\x04plan\x18\x03 \x01(\x0b\x32\x14.speculation.v1.Plan\x12,\n\x04\x61rms\x18\x04 \x03(\x0b\x32\x1e.speculation.v1.ArmExplanation\x12\x36\n\tpositions\x18\x05 \x03(\x0b\x32#.speculation.v1.PositionExplanation\x12\x12\n\nprofile_id\x18\x06 \x01(\t\x12\x0e\n\x06margin\x18\x07 \x01(\x01\x12\x13\n\x0bprobe_share\x18\x08 \x01(\x01\x12\x1e\n\x16kv_tokens_per_sequence\x18\t \x01(\x01\x12\x19\n\x11runner_up_drafter\x18\n \x01(\t\x12\x17\n\x0frunner_up_gamma\x18\x0b \x01(\r\x12\x0e\n\x06policy\x18\x0c \x01(\t\x12\x0e\n\x06probes\x18\r \x01(\x04\x12\x1a\n\x12probe_lost_seconds\x18\x0e \x01(\x01\x12\x1c\n\x14probe_credit_seconds\x18\x0f \x01(\x01\x12\x0e\n\x06shifts\x18\x10 \x01(\x04\x12\x10\n\x08switches\x18\x11 \x01(\x04\x12\x15\n\rcost_outliers\x18\x12 \x01(\x04\x12\r\n\x05prior\x18\x13 \x01(\t\"C\n\x0eMeasureRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x0f\n\x07\x64rafter\x18\x02 \x01(\t\x12\r\n\x05gamma\x18\x03 \x01(\r\"T\n\x0fMeasureResponse\x12\x14\n\x0c\x66orced_epoch\x18\x01 \x01(\x04\x12+\n\x07reports\x18\x02 \x03(\x0b\x32\x1a.speculation.v1.StepReport\"-\n\x15InstallProfileRequest\x12\x14\n\x0cprofile_json\x18\x01 \x01(\t\"@\n\x16InstallProfileResponse\x12\x12\n\nprofile_id\x18\x01 \x01(\t\x12\x12\n\nengine_ids\x18\x02 \x03(\t2\xf9\x01\n\x12SpeculationService\x12P\n\tIntroduce\x12 .speculation.v1.IntroduceRequest\x1a!.speculation.v1.IntroduceResponse\x12H\n\x05Steer\x12\x1c.speculation.v1.SteerRequest\x1a\x1d.speculation.v1.SteerResponse(\x01\x30\x01\x12G\n\x06\x44\x65\x63ide\x12\x1d.speculation.v1.DecideRequest\x1a\x1e.speculation.v1.DecideResponse2\xb7\x01\n\x11InspectionService\x12V\n\x0bListEngines\x12\".speculation.v1.ListEnginesRequest\x1a#.speculation.v1.ListEnginesResponse\x12J\n\x07\x45xplain\x12\x1e.speculation.v1.ExplainRequest\x1a\x1f.speculation.v1.ExplainResponse2\xc3\x01\n\x10ProfilingService\x12N\n\x07Measure\x12\x1e.speculation.v1.MeasureRequest\x1a\x1f.speculation.v1.MeasureResponse(\x01\x30\x01\x12_\n\x0eInstallProfile\x12%.speculation.v1.InstallProfileRequest\x1a&.speculation.v1.InstallProfileResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cspeculation/v1/service.proto\x12\x0especulation.v1\x1a\x1bspeculation/v1/engine.proto\x1a\x19speculation/v1/plan.proto\x1a\x1bspeculation/v1/policy.proto\">\n\x10IntroduceRequest\x12*\n\x06\x65ngine\x18\x01 \x01(\x0b\x32\x1a.speculation.v1.EngineSpec\"K\n\x11IntroduceResponse\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\"\n\x04plan\x18\x02 \x01(\x0b\x32\x14.speculation.v1.Plan\"h\n\x0cSteerRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12+\n\x07reports\x18\x02 \x03(\x0b\x32\x1a.speculation.v1.StepReport\x12\x17\n\x0f\x64ropped_reports\x18\x03 \x01(\x04\">\n\x0fReportRejection\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0c\n\x04\x63ode\x18\x02 \x01(\x05\x12\x0f\n\x07message\x18\x03 \x01(\t\"v\n\rSteerResponse\x12\'\n\x04plan\x18\x01 \x01(\x0b\x32\x14.speculation.v1.PlanH\x00\x88\x01\x01\x12\x33\n\nrejections\x18\x02 \x03(\x0b\x32\x1f.speculation.v1.ReportRejectionB\x07\n\x05_plan\"O\n\rDecideRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12*\n\x06report\x18\x02 \x01(\x0b\x32\x1a.speculation.v1.StepReport\"\x96\x01\n\x0e\x44\x65\x63ideResponse\x12\x0f\n\x07\x64rafter\x18\x01 \x01(\t\x12\r\n\x05gamma\x18\x02 \x01(\r\x12&\n\x06reason\x18\x03 \x01(\x0e\x32\x16.speculation.v1.Reason\x12\x15\n\rreason_detail\x18\x04 \x01(\t\x12\r\n\x05\x65poch\x18\x05 \x01(\x04\x12\x16\n\x0e\x64rafter_asleep\x18\x06 \x01(\x08\"\x14\n\x12ListEnginesRequest\"D\n\x13ListEnginesResponse\x12-\n\x07\x65ngines\x18\x01 \x03(\x0b\x32\x1c.speculation.v1.EngineStatus\"\x8a\x02\n\x0c\x45ngineStatus\x12*\n\x06\x65ngine\x18\x01 \x01(\x0b\x32\x1a.speculation.v1.EngineSpec\x12\"\n\x04plan\x18\x02 \x01(\x0b\x32\x14.speculation.v1.Plan\x12\x12\n\nprofile_id\x18\x03 \x01(\t\x12\x0f\n\x07reports\x18\x04 \x01(\x04\x12\x18\n\x10rejected_reports\x18\x05 \x01(\x04\x12\x17\n\x0f\x64ropped_reports\x18\x06 \x01(\x04\x12/\n\x0blast_report\x18\x07 \x01(\x0b\x32\x1a.speculation.v1.StepReport\x12!\n\x19seconds_since_last_report\x18\x08 \x01(\x01\"7\n\x0e\x45xplainRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x12\n\nbatch_size\x18\x02 \x01(\r\"\x89\x02\n\x0e\x41rmExplanation\x12\x0f\n\x07\x64rafter\x18\x01 \x01(\t\x12\r\n\x05gamma\x18\x02 \x01(\r\x12\x19\n\x11\x65xpected_accepted\x18\x03 \x01(\x01\x12\x14\n\x0cstep_seconds\x18\x04 \x01(\x01\x12\x19\n\x11tokens_per_second\x18\x05 \x01(\x01\x12$\n\x1coptimistic_tokens_per_second\x18\x06 \x01(\x01\x12\x0e\n\x06\x63hosen\x18\x07 \x01(\x08\x12\x14\n\x0c\x65xtrapolated\x18\x08 \x01(\x08\x12\x12\n\ncost_drift\x18\t \x01(\x01\x12\x18\n\x10\x63\x61tch_up_seconds\x18\n \x01(\x01\x12\x11\n\tforbidden\x18\x0b \x01(\x08\"z\n\x13PositionExplanation\x12\x0f\n\x07\x64rafter\x18\x01 \x01(\t\x12\x10\n\x08position\x18\x02 \x01(\r\x12\x1e\n\x16\x63onditional_acceptance\x18\x03 \x01(\x01\x12\x11\n\texposures\x18\x04 \x01(\x01\x12\r\n\x05label\x18\x05 \x01(\t\"\x8e\x05\n\x0f\x45xplainResponse\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x12\n\nbatch_size\x18\x02 \x01(\r\x12\"\n\x04plan\x18\x03 \x01(\x0b\x32\x14.speculation.v1.Plan\x12,\n\x04\x61rms\x18\x04 \x03(\x0b\x32\x1e.speculation.v1.ArmExplanation\x12\x36\n\tpositions\x18\x05 \x03(\x0b\x32#.speculation.v1.PositionExplanation\x12\x12\n\nprofile_id\x18\x06 \x01(\t\x12\x0e\n\x06margin\x18\x07 \x01(\x01\x12\x13\n\x0bprobe_share\x18\x08 \x01(\x01\x12\x1e\n\x16kv_tokens_per_sequence\x18\t \x01(\x01\x12\x19\n\x11runner_up_drafter\x18\n \x01(\t\x12\x17\n\x0frunner_up_gamma\x18\x0b \x01(\r\x12\x0e\n\x06policy\x18\x0c \x01(\t\x12\x0e\n\x06probes\x18\r \x01(\x04\x12\x1a\n\x12probe_lost_seconds\x18\x0e \x01(\x01\x12\x1c\n\x14probe_credit_seconds\x18\x0f \x01(\x01\x12\x0e\n\x06shifts\x18\x10 \x01(\x04\x12\x10\n\x08switches\x18\x11 \x01(\x04\x12\x15\n\rcost_outliers\x18\x12 \x01(\x04\x12\r\n\x05prior\x18\x13 \x01(\t\x12/\n\toverrides\x18\x14 \x03(\x0b\x32\x1c.speculation.v1.HeldOverride\x12\x33\n\x06limits\x18\x15 \x01(\x0b\x32\x1e.speculation.v1.OverrideLimitsH\x00\x88\x01\x01\x12*\n\x05store\x18\x16 \x01(\x0b\x32\x1b.speculation.v1.StoreStatusB\t\n\x07_limits\"\x9c\x01\n\x0eOverrideLimits\x12\x11\n\tgamma_min\x18\x01 \x01(\r\x12\x11\n\tgamma_max\x18\x02 \x01(\r\x12\x0f\n\x07\x64rafter\x18\x03 \x01(\t\x12\x17\n\x0f\x64\x65nied_drafters\x18\x04 \x03(\t\x12\x0b\n\x03off\x18\x05 \x01(\x08\x12\x1a\n\x12\x65xploration_denied\x18\x06 \x01(\x08\x12\x11\n\toverrides\x18\x07 \x03(\t\"C\n\x0eMeasureRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x0f\n\x07\x64rafter\x18\x02 \x01(\t\x12\r\n\x05gamma\x18\x03 \x01(\r\"T\n\x0fMeasureResponse\x12\x14\n\x0c\x66orced_epoch\x18\x01 \x01(\x04\x12+\n\x07reports\x18\x02 \x03(\x0b\x32\x1a.speculation.v1.StepReport\"-\n\x15InstallProfileRequest\x12\x14\n\x0cprofile_json\x18\x01 \x01(\t\"@\n\x16InstallProfileResponse\x12\x12\n\nprofile_id\x18\x01 \x01(\t\x12\x12\n\nengine_ids\x18\x02 \x03(\t2\xf9\x01\n\x12SpeculationService\x12P\n\tIntroduce\x12 .speculation.v1.IntroduceRequest\x1a!.speculation.v1.IntroduceResponse\x12H\n\x05Steer\x12\x1c.speculation.v1.SteerRequest\x1a\x1d.speculation.v1.SteerResponse(\x01\x30\x01\x12G\n\x06\x44\x65\x63ide\x12\x1d.speculation.v1.DecideRequest\x1a\x1e.speculation.v1.DecideResponse2\xb7\x01\n\x11InspectionService\x12V\n\x0bListEngines\x12\".speculation.v1.ListEnginesRequest\x1a#.speculation.v1.ListEnginesResponse\x12J\n\x07\x45xplain\x12\x1e.speculation.v1.ExplainRequest\x1a\x1f.speculation.v1.ExplainResponse2\xc3\x01\n\x10ProfilingService\x12N\n\x07Measure\x12\x1e.speculation.v1.MeasureRequest\x1a\x1f.speculation.v1.MeasureResponse(\x01\x30\x01\x12_\n\x0eInstallProfile\x12%.speculation.v1.InstallProfileRequest\x1a&.speculation.v1.InstallProfileResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'speculation.v1.service_pb2', _globals)
 if _descriptor._USE_C_DESCRIPTORS == False:
   DESCRIPTOR._options = None
-  _globals['_INTRODUCEREQUEST']._serialized_start=104
-  _globals['_INTRODUCEREQUEST']._serialized_end=166
-  _globals['_INTRODUCERESPONSE']._serialized_start=168
-  _globals['_INTRODUCERESPONSE']._serialized_end=243
-  _globals['_STEERREQUEST']._serialized_start=245
-  _globals['_STEERREQUEST']._serialized_end=349
-  _globals['_REPORTREJECTION']._serialized_start=351
-  _globals['_REPORTREJECTION']._serialized_end=413
-  _globals['_STEERRESPONSE']._serialized_start=415
-  _globals['_STEERRESPONSE']._serialized_end=533
-  _globals['_DECIDEREQUEST']._serialized_start=535
-  _globals['_DECIDEREQUEST']._serialized_end=614
-  _globals['_DECIDERESPONSE']._serialized_start=617
-  _globals['_DECIDERESPONSE']._serialized_end=767
-  _globals['_LISTENGINESREQUEST']._serialized_start=769
-  _globals['_LISTENGINESREQUEST']._serialized_end=789
-  _globals['_LISTENGINESRESPONSE']._serialized_start=791
-  _globals['_LISTENGINESRESPONSE']._serialized_end=859
-  _globals['_ENGINESTATUS']._serialized_start=862
-  _globals['_ENGINESTATUS']._serialized_end=1128
-  _globals['_EXPLAINREQUEST']._serialized_start=1130
-  _globals['_EXPLAINREQUEST']._serialized_end=1185
-  _globals['_ARMEXPLANATION']._serialized_start=1188
-  _globals['_ARMEXPLANATION']._serialized_end=1434
-  _globals['_POSITIONEXPLANATION']._serialized_start=1436
-  _globals['_POSITIONEXPLANATION']._serialized_end=1558
-  _globals['_EXPLAINRESPONSE']._serialized_start=1561
-  _globals['_EXPLAINRESPONSE']._serialized_end=2058
-  _globals['_MEASUREREQUEST']._serialized_start=2060
-  _globals['_MEASUREREQUEST']._serialized_end=2127
-  _globals['_MEASURERESPONSE']._serialized_start=2129
-  _globals['_MEASURERESPONSE']._serialized_end=2213
-  _globals['_INSTALLPROFILEREQUEST']._serialized_start=2215
-  _globals['_INSTALLPROFILEREQUEST']._serialized_end=2260
-  _globals['_INSTALLPROFILERESPONSE']._serialized_start=2262
-  _globals['_INSTALLPROFILERESPONSE']._serialized_end=2326
-  _globals['_SPECULATIONSERVICE']._serialized_start=2329
-  _globals['_SPECULATIONSERVICE']._serialized_end=2578
-  _globals['_INSPECTIONSERVICE']._serialized_start=2581
-  _globals['_INSPECTIONSERVICE']._serialized_end=2764
-  _globals['_PROFILINGSERVICE']._serialized_start=2767
-  _globals['_PROFILINGSERVICE']._serialized_end=2962
+  _globals['_INTRODUCEREQUEST']._serialized_start=133
+  _globals['_INTRODUCEREQUEST']._serialized_end=195
+  _globals['_INTRODUCERESPONSE']._serialized_start=197
+  _globals['_INTRODUCERESPONSE']._serialized_end=272
+  _globals['_STEERREQUEST']._serialized_start=274
+  _globals['_STEERREQUEST']._serialized_end=378
+  _globals['_REPORTREJECTION']._serialized_start=380
+  _globals['_REPORTREJECTION']._serialized_end=442
+  _globals['_STEERRESPONSE']._serialized_start=444
+  _globals['_STEERRESPONSE']._serialized_end=562
+  _globals['_DECIDEREQUEST']._serialized_start=564
+  _globals['_DECIDEREQUEST']._serialized_end=643
+  _globals['_DECIDERESPONSE']._serialized_start=646
+  _globals['_DECIDERESPONSE']._serialized_end=796
+  _globals['_LISTENGINESREQUEST']._serialized_start=798
+  _globals['_LISTENGINESREQUEST']._serialized_end=818
+  _globals['_LISTENGINESRESPONSE']._serialized_start=820
+  _globals['_LISTENGINESRESPONSE']._serialized_end=888
+  _globals['_ENGINESTATUS']._serialized_start=891
+  _globals['_ENGINESTATUS']._serialized_end=1157
+  _globals['_EXPLAINREQUEST']._serialized_start=1159
+  _globals['_EXPLAINREQUEST']._serialized_end=1214
+  _globals['_ARMEXPLANATION']._serialized_start=1217
+  _globals['_ARMEXPLANATION']._serialized_end=1482
+  _globals['_POSITIONEXPLANATION']._serialized_start=1484
+  _globals['_POSITIONEXPLANATION']._serialized_end=1606
+  _globals['_EXPLAINRESPONSE']._serialized_start=1609
+  _globals['_EXPLAINRESPONSE']._serialized_end=2263
+  _globals['_OVERRIDELIMITS']._serialized_start=2266
+  _globals['_OVERRIDELIMITS']._serialized_end=2422
+  _globals['_MEASUREREQUEST']._serialized_start=2424
+  _globals['_MEASUREREQUEST']._serialized_end=2491
+  _globals['_MEASURERESPONSE']._serialized_start=2493
+  _globals['_MEASURERESPONSE']._serialized_end=2577
+  _globals['_INSTALLPROFILEREQUEST']._serialized_start=2579
+  _globals['_INSTALLPROFILEREQUEST']._serialized_end=2624
+  _globals['_INSTALLPROFILERESPONSE']._serialized_start=2626
+  _globals['_INSTALLPROFILERESPONSE']._serialized_end=2690
+  _globals['_SPECULATIONSERVICE']._serialized_start=2693
+  _globals['_SPECULATIONSERVICE']._serialized_end=2942
+  _globals['_INSPECTIONSERVICE']._serialized_start=2945
+  _globals['_INSPECTIONSERVICE']._serialized_end=3128
+  _globals['_PROFILINGSERVICE']._serialized_start=3131
+  _globals['_PROFILINGSERVICE']._serialized_end=3326
 # @@protoc_insertion_point(module_scope)

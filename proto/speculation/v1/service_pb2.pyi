@@ -9,6 +9,7 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from speculation.v1 import engine_pb2 as _engine_pb2
 from speculation.v1 import plan_pb2 as _plan_pb2
+from speculation.v1 import policy_pb2 as _policy_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -324,6 +325,7 @@ class ArmExplanation(_message.Message):
     EXTRAPOLATED_FIELD_NUMBER: _builtins.int
     COST_DRIFT_FIELD_NUMBER: _builtins.int
     CATCH_UP_SECONDS_FIELD_NUMBER: _builtins.int
+    FORBIDDEN_FIELD_NUMBER: _builtins.int
     drafter: _builtins.str
     gamma: _builtins.int
     expected_accepted: _builtins.float
@@ -339,6 +341,8 @@ class ArmExplanation(_message.Message):
     """Factor by which live steps have moved the profiled (or prior) cost; 1 = unmoved."""
     catch_up_seconds: _builtins.float
     """What changing to it now would cost first: its drafter has to catch up."""
+    forbidden: _builtins.bool
+    """Overrides forbid it."""
     def __init__(
         self,
         *,
@@ -352,10 +356,11 @@ class ArmExplanation(_message.Message):
         extrapolated: _builtins.bool = ...,
         cost_drift: _builtins.float = ...,
         catch_up_seconds: _builtins.float = ...,
+        forbidden: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["catch_up_seconds", b"catch_up_seconds", "chosen", b"chosen", "cost_drift", b"cost_drift", "drafter", b"drafter", "expected_accepted", b"expected_accepted", "extrapolated", b"extrapolated", "gamma", b"gamma", "optimistic_tokens_per_second", b"optimistic_tokens_per_second", "step_seconds", b"step_seconds", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["catch_up_seconds", b"catch_up_seconds", "chosen", b"chosen", "cost_drift", b"cost_drift", "drafter", b"drafter", "expected_accepted", b"expected_accepted", "extrapolated", b"extrapolated", "forbidden", b"forbidden", "gamma", b"gamma", "optimistic_tokens_per_second", b"optimistic_tokens_per_second", "step_seconds", b"step_seconds", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -419,6 +424,9 @@ class ExplainResponse(_message.Message):
     SWITCHES_FIELD_NUMBER: _builtins.int
     COST_OUTLIERS_FIELD_NUMBER: _builtins.int
     PRIOR_FIELD_NUMBER: _builtins.int
+    OVERRIDES_FIELD_NUMBER: _builtins.int
+    LIMITS_FIELD_NUMBER: _builtins.int
+    STORE_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     batch_size: _builtins.int
     profile_id: _builtins.str
@@ -448,6 +456,16 @@ class ExplainResponse(_message.Message):
     def arms(self) -> _containers.RepeatedCompositeFieldContainer[Global___ArmExplanation]: ...
     @_builtins.property
     def positions(self) -> _containers.RepeatedCompositeFieldContainer[Global___PositionExplanation]: ...
+    @_builtins.property
+    def overrides(self) -> _containers.RepeatedCompositeFieldContainer[_policy_pb2.HeldOverride]:
+        """The overrides that are for this engine, and what they leave at this batch size."""
+
+    @_builtins.property
+    def limits(self) -> Global___OverrideLimits: ...
+    @_builtins.property
+    def store(self) -> _policy_pb2.StoreStatus:
+        """How the store behind the overrides is doing."""
+
     def __init__(
         self,
         *,
@@ -470,14 +488,63 @@ class ExplainResponse(_message.Message):
         switches: _builtins.int = ...,
         cost_outliers: _builtins.int = ...,
         prior: _builtins.str = ...,
+        overrides: _abc.Iterable[_policy_pb2.HeldOverride] | None = ...,
+        limits: Global___OverrideLimits | None = ...,
+        store: _policy_pb2.StoreStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_limits", b"_limits", "limits", b"limits", "plan", b"plan", "store", b"store"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arms", b"arms", "batch_size", b"batch_size", "cost_outliers", b"cost_outliers", "engine_id", b"engine_id", "kv_tokens_per_sequence", b"kv_tokens_per_sequence", "margin", b"margin", "plan", b"plan", "policy", b"policy", "positions", b"positions", "prior", b"prior", "probe_credit_seconds", b"probe_credit_seconds", "probe_lost_seconds", b"probe_lost_seconds", "probe_share", b"probe_share", "probes", b"probes", "profile_id", b"profile_id", "runner_up_drafter", b"runner_up_drafter", "runner_up_gamma", b"runner_up_gamma", "shifts", b"shifts", "switches", b"switches"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_limits", b"_limits", "arms", b"arms", "batch_size", b"batch_size", "cost_outliers", b"cost_outliers", "engine_id", b"engine_id", "kv_tokens_per_sequence", b"kv_tokens_per_sequence", "limits", b"limits", "margin", b"margin", "overrides", b"overrides", "plan", b"plan", "policy", b"policy", "positions", b"positions", "prior", b"prior", "probe_credit_seconds", b"probe_credit_seconds", "probe_lost_seconds", b"probe_lost_seconds", "probe_share", b"probe_share", "probes", b"probes", "profile_id", b"profile_id", "runner_up_drafter", b"runner_up_drafter", "runner_up_gamma", b"runner_up_gamma", "shifts", b"shifts", "store", b"store", "switches", b"switches"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__limits: _TypeAlias = _typing.Literal["limits"]  # noqa: Y015
+    _WhichOneofArgType__limits: _TypeAlias = _typing.Literal["_limits", b"_limits"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__limits) -> _WhichOneofReturnType__limits | None: ...
+
+Global___ExplainResponse: _TypeAlias = ExplainResponse  # noqa: Y015
+
+@_typing.final
+class OverrideLimits(_message.Message):
+    """What overrides leave to decide at one batch size."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GAMMA_MIN_FIELD_NUMBER: _builtins.int
+    GAMMA_MAX_FIELD_NUMBER: _builtins.int
+    DRAFTER_FIELD_NUMBER: _builtins.int
+    DENIED_DRAFTERS_FIELD_NUMBER: _builtins.int
+    OFF_FIELD_NUMBER: _builtins.int
+    EXPLORATION_DENIED_FIELD_NUMBER: _builtins.int
+    OVERRIDES_FIELD_NUMBER: _builtins.int
+    gamma_min: _builtins.int
+    gamma_max: _builtins.int
+    drafter: _builtins.str
+    """The pinned drafter, if one is."""
+    off: _builtins.bool
+    exploration_denied: _builtins.bool
+    @_builtins.property
+    def denied_drafters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def overrides(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Ids of those that count here."""
+
+    def __init__(
+        self,
+        *,
+        gamma_min: _builtins.int = ...,
+        gamma_max: _builtins.int = ...,
+        drafter: _builtins.str = ...,
+        denied_drafters: _abc.Iterable[_builtins.str] | None = ...,
+        off: _builtins.bool = ...,
+        exploration_denied: _builtins.bool = ...,
+        overrides: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["denied_drafters", b"denied_drafters", "drafter", b"drafter", "exploration_denied", b"exploration_denied", "gamma_max", b"gamma_max", "gamma_min", b"gamma_min", "off", b"off", "overrides", b"overrides"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ExplainResponse: _TypeAlias = ExplainResponse  # noqa: Y015
+Global___OverrideLimits: _TypeAlias = OverrideLimits  # noqa: Y015
 
 @_typing.final
 class MeasureRequest(_message.Message):

@@ -18,7 +18,7 @@ from controller.core.profile import DrafterIdentity, Profile, ProfileCell
 from controller.core.types import Fingerprint
 from controller.service.server import Sidecar
 from controller.settings import Settings
-from speculation.v1 import engine_pb2, plan_pb2, service_pb2, service_pb2_grpc
+from speculation.v1 import engine_pb2, plan_pb2, policy_pb2_grpc, service_pb2, service_pb2_grpc
 
 GAMMAS = (0, 1, 2, 3)
 MAX_BATCH_SIZE = 16
@@ -102,11 +102,13 @@ class Running:
     speculation: "service_pb2_grpc.SpeculationServiceAsyncStub" = field(init=False)
     inspection: "service_pb2_grpc.InspectionServiceAsyncStub" = field(init=False)
     profiling: "service_pb2_grpc.ProfilingServiceAsyncStub" = field(init=False)
+    policy: "policy_pb2_grpc.PolicyServiceAsyncStub" = field(init=False)
 
     def __post_init__(self) -> None:
         self.speculation = service_pb2_grpc.SpeculationServiceStub(self.channel)
         self.inspection = service_pb2_grpc.InspectionServiceStub(self.channel)
         self.profiling = service_pb2_grpc.ProfilingServiceStub(self.channel)
+        self.policy = policy_pb2_grpc.PolicyServiceStub(self.channel)
 
     async def introduce(self, engine_id: str = "engine-0", **engine: Any) -> str:
         """The session id."""

@@ -2,7 +2,9 @@ import grpc
 import pytest
 
 from controller.core import errors as core
+from controller.core.overrides import InvalidOverrideError
 from controller.service import errors
+from controller.store.port import StoreError, StoreUnavailableError
 
 EXPECTED = {
     core.InvalidReportError: grpc.StatusCode.INVALID_ARGUMENT,
@@ -21,6 +23,13 @@ EXPECTED = {
     errors.SlowClientError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.ProfileNotSavedError: grpc.StatusCode.INTERNAL,
     errors.ShuttingDownError: grpc.StatusCode.UNAVAILABLE,
+    InvalidOverrideError: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.NoOverrideError: grpc.StatusCode.NOT_FOUND,
+    errors.OverrideExistsError: grpc.StatusCode.ALREADY_EXISTS,
+    errors.OverrideChangedError: grpc.StatusCode.ABORTED,
+    errors.ForbiddenError: grpc.StatusCode.PERMISSION_DENIED,
+    StoreUnavailableError: grpc.StatusCode.UNAVAILABLE,
+    StoreError: grpc.StatusCode.INTERNAL,
 }
 
 

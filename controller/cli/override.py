@@ -1,0 +1,342 @@
+"""`controller override`: what operators command, and the record of it."""
+
+import datetime as dt
+import getpass
+import json
+import re
+import secrets
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from controller.cli.connection import DEFAULT_ADDRESS, Address, connected, print_wide
+
+if TYPE_CHECKING:
+    from speculation.v1 import policy_pb2
+
+_ANSWER_SECONDS_MAX = 10.0
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+
+override = typer.Typer(
+    no_args_is_help=True, help="Pins, bounds and forbids what engines may run, for a while."
+)
+
+AsJson = Annotated[bool, typer.Option("--json", help="As JSON lines, for programs.")]
+
+
+@override.command("set")
+def set_(
+    reason: Annotated[str, typer.Option(help="Why; stays in the audit.")],
+    engine: Annotated[str | None, typer.Option(help="For this engine.")] = None,
+    model: Annotated[str | None, typer.Option(help="For all engines of this target model.")] = None,
+    fleet: Annotated[bool, typer.Option("--fleet", help="For every engine.")] = False,
+    off: Annotated[bool, typer.Option("--off", help="No speculation.")] = False,
+    gamma: Annotated[int | None, typer.Option(min=0, help="Exactly this draft length.")] = None,
+    at_least: Annotated[int | None, typer.Option(min=0, help="No shorter drafts.")] = None,
+    at_most: Annotated[int | None, typer.Option(min=0, help="No longer drafts.")] = None,
+    drafter: Annotated[str | None, typer.Option(help="Only this drafter.")] = None,
+    regime: Annotated[
+        str | None, typer.Option(help="Online updates: off, collect, or online:STRIDE.")
+    ] = None,
+    deny_drafter: Annotated[list[str] | None, typer.Option(help="Not this drafter.")] = None,
+    deny_updates: Annotated[
+        bool, typer.Option("--deny-updates", help="No online updates.")
+    ] = False,
+    deny_exploration: Annotated[
+        bool, typer.Option("--deny-exploration", help="No probing.")
+    ] = False,
+    batch: Annotated[
+        str | None, typer.Option(help="Only in batches of this size: 8, 8-32, 64- or -4.")
+    ] = None,
+    ttl: Annotated[
+        str | None, typer.Option(help="How long: 90s, 30m, 2h, 1d.  By default the sidecar's.")
+    ] = None,
+    for_ever: Annotated[bool, typer.Option("--for-ever", help="Until it is cleared.")] = False,
+    override_id: Annotated[
+        str | None, typer.Option("--id", help="Its name; repeating a request needs the same.")
+    ] = None,
+    etag: Annotated[str, typer.Option(help="Replaces the override that has this etag.")] = "",
+    author: Annotated[str | None, typer.Option(envvar="CONTROLLER_AUTHOR", help="Who.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only shows what would change.")
+    ] = False,
+    address: Address = DEFAULT_ADDRESS,
+) -> None:
+    """Sets an override and shows what it changes on this sidecar's engines."""
+    from speculation.v1 import policy_pb2, policy_pb2_grpc
+
+    rule = policy_pb2.OverrideRule(
+        off=off, gamma=gamma, gamma_min=at_least, gamma_max=at_most, drafter=drafter,
+        deny_drafters=deny_drafter or [], deny_updates=deny_updates,
+        deny_exploration=deny_exploration,
+    )  # fmt: skip
+    _add_regime(rule, regime)
+    low, high = _batch_range(batch)
+    name = override_id or f"{dt.datetime.now(dt.UTC):%Y%m%d-%H%M%S}-{_random()}"
+    request = policy_pb2.SetOverrideRequest(
+        override=policy_pb2.Override(
+            override_id=name, scope=_scope(engine, model, fleet), rule=rule, min_batch_size=low,
+            max_batch_size=high, author=author or getpass.getuser(), reason=reason,
+        ),
+        etag=etag,
+        dry_run=dry_run,
+    )  # fmt: skip
+    if ttl is not None and for_ever:
+        raise typer.BadParameter("--ttl and --for-ever contradict each other")
+    if ttl is not None:
+        request.ttl_seconds = _seconds(ttl)
+    elif for_ever:
+        request.for_ever = True
+    with connected(address) as channel:
+        answer = policy_pb2_grpc.PolicyServiceStub(channel).SetOverride(
+            request, timeout=_ANSWER_SECONDS_MAX
+        )
+    if answer.repeated:
+        print(f"{name} was set by this very request before; nothing has changed")
+    else:
+        print(f"{name} {'would last' if dry_run else 'lasts'} {_lasts(answer.held)}")
+    _print_effects(answer.effects, "would change" if dry_run else "changes")
+    if not dry_run:
+        print(f"etag {answer.held.etag}; to end it: controller override clear {name} --reason ...")
+
+
+@override.command("clear")
+def clear(
+    override_id: Annotated[str, typer.Argument(help="As `controller override list` shows it.")],
+    reason: Annotated[str, typer.Option(help="Why; stays in the audit.")],
+    etag: Annotated[str, typer.Option(help="Only if it still has this etag.")] = "",
+    author: Annotated[str | None, typer.Option(envvar="CONTROLLER_AUTHOR", help="Who.")] = None,
+    address: Address = DEFAULT_ADDRESS,
+) -> None:
+    """Ends an override now."""
+    from speculation.v1 import policy_pb2, policy_pb2_grpc
+
+    with connected(address) as channel:
+        answer = policy_pb2_grpc.PolicyServiceStub(channel).ClearOverride(
+            policy_pb2.ClearOverrideRequest(
+                override_id=override_id, etag=etag, author=author or getpass.getuser(),
+                reason=reason,
+            ),
+            timeout=_ANSWER_SECONDS_MAX,
+        )  # fmt: skip
+    print(f"{override_id} has ended")
+    _print_effects(answer.effects, "changes")
+
+
+@override.command("list")
+def list_(as_json: AsJson = False, address: Address = DEFAULT_ADDRESS) -> None:
+    """Shows the overrides in force."""
+    from speculation.v1 import policy_pb2, policy_pb2_grpc
+
+    with connected(address) as channel:
+        answer = policy_pb2_grpc.PolicyServiceStub(channel).ListOverrides(
+            policy_pb2.ListOverridesRequest(), timeout=_ANSWER_SECONDS_MAX
+        )
+    if as_json:
+        _print_json(answer.overrides)
+    elif answer.overrides:
+        _print_overrides(answer.overrides)
+    else:
+        print("no override is in force")
+    if not answer.store.ok:
+        typer.echo(f"the store is in trouble: {answer.store.detail}", err=True)
+
+
+@override.command("watch")
+def watch(as_json: AsJson = False, address: Address = DEFAULT_ADDRESS) -> None:
+    """Shows what is in force, then every change, until it is interrupted."""
+    from speculation.v1 import policy_pb2, policy_pb2_grpc
+
+    with connected(address) as channel:
+        stub = policy_pb2_grpc.PolicyServiceStub(channel)
+        for news in stub.WatchOverrides(policy_pb2.WatchOverridesRequest()):
+            if as_json:
+                _print_json([news])
+                continue
+            kind = policy_pb2.WatchOverridesResponse.Kind.Name(news.kind).removeprefix("KIND_")
+            held = news.held
+            print(
+                f"{kind.lower():8} {held.override.override_id}  {scope_text(held.override)}: "
+                f"{rule_text(held.override)}; {held.override.author}: {held.override.reason}",
+                flush=True,
+            )
+
+
+@override.command("log")
+def log(
+    override_id: Annotated[str, typer.Argument(help="Only of this override.")] = "",
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="The newest so many.")] = 50,
+    as_json: AsJson = False,
+    address: Address = DEFAULT_ADDRESS,
+) -> None:
+    """Shows who changed what, when, why and from where; the newest first."""
+    from rich.table import Table
+
+    from speculation.v1 import policy_pb2, policy_pb2_grpc
+
+    with connected(address) as channel:
+        answer = policy_pb2_grpc.PolicyServiceStub(channel).QueryAudit(
+            policy_pb2.QueryAuditRequest(limit=limit, override_id=override_id),
+            timeout=_ANSWER_SECONDS_MAX,
+        )
+    if as_json:
+        _print_json(answer.records)
+        return
+    table = Table("when", "what", "override", "who", "why", "from", "before", "after")
+    for record in answer.records:
+        at = dt.datetime.fromtimestamp(record.at, dt.UTC)
+        table.add_row(
+            f"{at:%Y-%m-%d %H:%M:%S}", record.action, record.override_id, record.author or "-",
+            record.reason, record.origin,
+            _in_short(record.before) if record.HasField("before") else "-",
+            _in_short(record.after) if record.HasField("after") else "-",
+        )  # fmt: skip
+    print_wide(table)
+
+
+def rule_text(override: "policy_pb2.Override") -> str:
+    """What it demands, in words."""
+    rule, parts = override.rule, []
+    if rule.off:
+        parts.append("no speculation")
+    if rule.HasField("gamma"):
+        parts.append(f"gamma = {rule.gamma}")
+    if rule.HasField("gamma_min"):
+        parts.append(f"gamma >= {rule.gamma_min}")
+    if rule.HasField("gamma_max"):
+        parts.append(f"gamma <= {rule.gamma_max}")
+    if rule.HasField("drafter"):
+        parts.append(f"drafter {rule.drafter}")
+    if rule.HasField("regime"):
+        parts.append(f"regime {_regime_text(rule.regime)}")
+    parts += [f"not drafter {name}" for name in rule.deny_drafters]
+    parts += ["no online updates"] * rule.deny_updates + ["no probing"] * rule.deny_exploration
+    return ", ".join(parts)
+
+
+def scope_text(override: "policy_pb2.Override") -> str:
+    """Whom it is for, in words."""
+    which = override.scope.WhichOneof("kind")
+    whom = {
+        "engine_id": f"engine {override.scope.engine_id}",
+        "target_model": f"model {override.scope.target_model}",
+    }.get(which or "", "fleet")
+    low, high = override.min_batch_size, override.max_batch_size
+    if low <= 1 and not high:
+        return whom
+    return f"{whom} at B {low or 1}-{high or ''}"
+
+
+def _in_short(override: "policy_pb2.Override") -> str:
+    return f"{scope_text(override)}: {rule_text(override)}"
+
+
+def _regime_text(regime: Any) -> str:
+    from speculation.v1 import plan_pb2
+
+    name = plan_pb2.RegimeMode.Name(regime.mode).removeprefix("REGIME_MODE_").lower()
+    return f"{name}:{regime.stride}" if regime.stride else name
+
+
+def _print_overrides(overrides: "Iterable[policy_pb2.HeldOverride]") -> None:
+    from rich.table import Table
+
+    table = Table("override", "for", "what", "who", "why", "ends in", "etag")
+    for held in overrides:
+        it = held.override
+        table.add_row(
+            it.override_id, scope_text(it), rule_text(it), it.author, it.reason, _lasts(held),
+            held.etag,
+        )  # fmt: skip
+    print_wide(table)
+
+
+def _print_effects(effects: "Iterable[policy_pb2.OverrideEffect]", verb: str) -> None:
+    effects = list(effects)
+    if not effects:
+        print("no engine of this sidecar is in its scope")
+    for effect in effects:
+        lines = [
+            f"  B {change.batch_sizes.min_batch_size}-{change.batch_sizes.max_batch_size}: "
+            f"{change.drafter_before} gamma {change.gamma_before} -> "
+            f"{change.drafter_after} gamma {change.gamma_after}"
+            for change in effect.changes
+        ]
+        lines += [
+            f"  B {stuck.min_batch_size}-{stuck.max_batch_size}: nothing is left that this engine "
+            "can run, so it does not speculate there"
+            for stuck in effect.stuck
+        ]
+        print(
+            f"engine {effect.engine_id} {verb}:" if lines else f"engine {effect.engine_id}: as now"
+        )
+        print(*lines, sep="\n", end="\n" if lines else "")
+
+
+def _print_json(messages: Iterable[Any]) -> None:
+    from google.protobuf import json_format
+
+    for message in messages:
+        found = json_format.MessageToDict(message, preserving_proto_field_name=True)
+        print(json.dumps(found, ensure_ascii=False), flush=True)
+
+
+def _lasts(held: "policy_pb2.HeldOverride") -> str:
+    if not held.HasField("remaining_seconds"):
+        return "for ever"
+    seconds = round(held.remaining_seconds)
+    for unit, size in (("d", 86_400), ("h", 3600), ("m", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds} s"
+
+
+def _scope(engine: str | None, model: str | None, fleet: bool) -> "policy_pb2.Scope":
+    from speculation.v1 import policy_pb2
+
+    if [engine is not None, model is not None, fleet].count(True) != 1:
+        raise typer.BadParameter("one of --engine ID, --model NAME and --fleet says whom it is for")
+    if fleet:
+        return policy_pb2.Scope(fleet=True)
+    if engine is not None:
+        return policy_pb2.Scope(engine_id=engine)
+    return policy_pb2.Scope(target_model=model or "")
+
+
+def _add_regime(rule: "policy_pb2.OverrideRule", text: str | None) -> None:
+    from speculation.v1 import plan_pb2
+
+    if text is None:
+        return
+    mode, _, stride = text.partition(":")
+    modes = {
+        "off": plan_pb2.REGIME_MODE_OFF,
+        "collect": plan_pb2.REGIME_MODE_COLLECT,
+        "online": plan_pb2.REGIME_MODE_ONLINE,
+    }
+    if mode not in modes or (mode == "online") != stride.isdigit():
+        raise typer.BadParameter("--regime is off, collect, or online:STRIDE (online:10)")
+    rule.regime.mode = modes[mode]
+    rule.regime.stride = int(stride or 0)
+
+
+def _batch_range(text: str | None) -> tuple[int, int]:
+    if text is None:
+        return 0, 0
+    found = re.fullmatch(r"(\d*)(-?)(\d*)", text)
+    if not found or not (found[1] or found[3]):
+        raise typer.BadParameter("--batch is a size or a range: 8, 8-32, 64- or -4")
+    low = int(found[1] or 1)
+    return low, (int(found[3] or 0) if found[2] else low)
+
+
+def _seconds(text: str) -> float:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
+    if not found:
+        raise typer.BadParameter("--ttl is a number and a unit: 90s, 30m, 2h or 1d")
+    return float(found[1]) * _UNITS[found[2]]
+
+
+def _random() -> str:
+    return secrets.token_hex(2)

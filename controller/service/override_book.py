@@ -1,0 +1,319 @@
+"""The overrides in force here: taken from the store, handed to the engines, ended on time.
+
+    store --entries--> book --set_overrides--> every session's core --> plans
+                        ^ set, clear: through the store first, then here at once
+
+An override ends by this process's monotonic clock, whether or not the store can be asked.
+"""
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import structlog
+
+from controller.core.errors import SpeculationError
+from controller.core.overrides import InvalidOverrideError, Override
+from controller.core.types import PreviewRow
+from controller.service.errors import (
+    NoOverrideError,
+    OverrideChangedError,
+    OverrideExistsError,
+    SlowClientError,
+)
+from controller.service.override_messages import from_body, to_body
+from controller.service.session import Session
+from controller.service.sessions import SessionRegistry
+from controller.store.port import (
+    AuditRecord,
+    ConflictError,
+    Entry,
+    Health,
+    Store,
+    StoreUnavailableError,
+    Who,
+)
+
+# After trouble the store is asked again after this time at the latest.
+_ASK_AGAIN_SECONDS = 30.0
+_WATCH_MAX = 1000
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """An override in force.  until: monotonic seconds, inf = for ever."""
+
+    override: Override
+    etag: str
+    until: float
+    created_at: float
+
+    @property
+    def remaining_seconds(self) -> float | None:
+        """None = for ever."""
+        return None if math.isinf(self.until) else max(0.0, self.until - time.monotonic())
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """News for those who watch: "present", "set" or "ended"."""
+
+    kind: str
+    held: Held
+
+
+# None: the sidecar goes.
+_Queue: TypeAlias = "asyncio.Queue[Change | SpeculationError | None]"
+
+
+class OverrideBook:
+    """See the module.  One per sidecar."""
+
+    def __init__(self, store: Store, registry: SessionRegistry) -> None:
+        self._store = store
+        self._registry = registry
+        self._held: dict[str, Held] = {}
+        self._unreadable: set[str] = set()
+        self._news = asyncio.Event()
+        self._keeping: asyncio.Task[None] | None = None
+        self._watchers: set[_Queue] = set()
+
+    async def open(self) -> None:
+        """Opens the store and takes what is in force.  Raises StoreError."""
+        await self._store.open(self._news.set)
+        await self.refresh()
+        self._keeping = asyncio.create_task(self._keep())
+
+    async def close(self) -> None:
+        """Ends watching, and closes the store."""
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.gather(self._keeping, return_exceptions=True)
+        for queue in self._watchers:
+            with contextlib.suppress(asyncio.QueueFull):
+                queue.put_nowait(None)
+        await self._store.close()
+
+    @property
+    def health(self) -> Health:
+        """Of the store."""
+        return self._store.health
+
+    def active(self) -> tuple[Override, ...]:
+        """All that are in force now, whomever they are for."""
+        now = time.monotonic()
+        return tuple(held.override for held in self._held.values() if held.until > now)
+
+    def held(self) -> list[Held]:
+        """All that are in force now, by id."""
+        now = time.monotonic()
+        found = [held for held in self._held.values() if held.until > now]
+        return sorted(found, key=lambda held: held.override.override_id)
+
+    async def set(
+        self, override: Override, seconds: float | None, etag: str, who: Who
+    ) -> tuple[Held, bool]:
+        """(the override in force, whether it already was by the very same request).
+
+        Raises OverrideExistsError, OverrideChangedError, StoreUnavailableError.
+        """
+        body = to_body(override)
+        try:
+            entry = await self._store.write(
+                override.override_id, body, seconds, _revision(etag), who
+            )
+        except ConflictError as conflict:
+            found = conflict.found
+            if not etag and found is not None and found.body == body and not found.ended:
+                return self._take(found), True
+            raise _conflict(override.override_id, etag, found) from conflict
+        held = self._take(entry)
+        _log.info(
+            "override_set", override=override.override_id, scope=str(override.scope),
+            author=who.author, reason=who.reason, origin=who.origin, seconds=seconds,
+        )  # fmt: skip
+        return held, False
+
+    async def clear(self, override_id: str, etag: str, who: Who) -> None:
+        """Ends it.  Raises NoOverrideError, OverrideChangedError, StoreUnavailableError."""
+        entry = await self._find(override_id)
+        if etag and etag != entry.etag:
+            raise _conflict(override_id, etag, entry)
+        try:
+            await self._store.clear(override_id, entry.revision, who)
+        except ConflictError as conflict:
+            raise _conflict(override_id, etag or "the newest", conflict.found) from conflict
+        _log.info(
+            "override_cleared", override=override_id, author=who.author, reason=who.reason,
+            origin=who.origin,
+        )  # fmt: skip
+        self._end(override_id)
+        self._apply()
+
+    async def _find(self, override_id: str) -> Entry:
+        for entry in await self._store.entries():
+            if entry.override_id == override_id and not entry.ended:
+                return entry
+        raise NoOverrideError(f"no override {override_id[:128]!r} is in force")
+
+    def previews(
+        self, overrides: tuple[Override, ...], of: Override
+    ) -> Iterator[tuple[str, tuple[PreviewRow, ...]]]:
+        """By engine of this sidecar in the scope of `of`, how its plan would become."""
+        for session in sorted(self._registry, key=lambda s: s.engine_id):
+            if of.scope.covers(session.spec):
+                yield session.engine_id, session.core.preview(overrides)
+
+    def with_(self, override: Override) -> tuple[Override, ...]:
+        """What would be in force with it."""
+        return (*self.without(override.override_id), override)
+
+    def without(self, override_id: str) -> tuple[Override, ...]:
+        """What would be in force without it."""
+        return tuple(o for o in self.active() if o.override_id != override_id)
+
+    async def audit(self, limit: int, subject: str, before: str) -> list[AuditRecord]:
+        """Newest first.  Raises StoreUnavailableError."""
+        return list(await self._store.audit(limit, subject, before))
+
+    @contextlib.asynccontextmanager
+    async def watching(self) -> AsyncIterator[AsyncIterator[Change]]:
+        """All in force, then every change, until the sidecar goes.
+
+        Raises SlowClientError where changes pile up.
+        """
+        queue: _Queue = asyncio.Queue(_WATCH_MAX)
+        for held in self.held():
+            queue.put_nowait(Change("present", held))
+        self._watchers.add(queue)
+        try:
+            yield _changes(queue)
+        finally:
+            self._watchers.discard(queue)
+
+    async def refresh(self) -> None:
+        """Takes what the store has.  Raises nothing: what is held goes on while it is away."""
+        try:
+            entries = await self._store.entries()
+        except StoreUnavailableError as error:
+            _log.warning("store_unavailable", error=str(error))
+            return
+        there = {entry.override_id for entry in entries if not entry.ended}
+        for entry in entries:
+            if not entry.ended:
+                self._note(entry)
+        for override_id in set(self._held) - there:
+            self._end(override_id)
+        self._apply()
+
+    def _take(self, entry: Entry) -> Held:
+        self._note(entry)
+        self._apply()
+        return self._held[entry.override_id]
+
+    def _note(self, entry: Entry) -> None:
+        known = self._held.get(entry.override_id)
+        if known is not None and known.etag == entry.etag:
+            return
+        try:
+            override = from_body(entry.body)
+        except InvalidOverrideError as error:
+            # Of a newer sidecar, perhaps: it is not obeyed here, and said once.
+            if entry.etag not in self._unreadable:
+                self._unreadable.add(entry.etag)
+                _log.error("override_not_understood", override=entry.override_id, error=str(error))
+            return
+        seconds = entry.remaining_seconds
+        until = math.inf if seconds is None else time.monotonic() + seconds
+        held = Held(override, entry.etag, until, entry.created_at)
+        self._held[entry.override_id] = held
+        self._tell(Change("set", held))
+        self._news.set()  # an end may be nearer now
+
+    def _end(self, override_id: str) -> None:
+        held = self._held.pop(override_id, None)
+        if held is not None:
+            self._tell(Change("ended", held))
+
+    def _tell(self, change: Change) -> None:
+        for queue in list(self._watchers):
+            try:
+                queue.put_nowait(change)
+            except asyncio.QueueFull:
+                self._watchers.discard(queue)
+                queue.get_nowait()
+                queue.put_nowait(SlowClientError("changes pile up: read faster, or watch again"))
+
+    def _apply(self) -> None:
+        active = self.active()
+        for session in self._registry:
+            self._hand(session, active)
+
+    def _hand(self, session: Session, overrides: tuple[Override, ...]) -> None:
+        if session.core.set_overrides(overrides):
+            _log.info(
+                "overrides_in_force", engine=session.engine_id,
+                overrides=[o.override_id for o in session.core.overrides],
+            )  # fmt: skip
+            # Also where no stream is open that would ask for it.
+            session.advance()
+            session.ring()
+
+    async def _keep(self) -> None:
+        """Ends what has run out, and takes news from the store."""
+        while True:
+            soonest = min((held.until for held in self._held.values()), default=math.inf)
+            pause = min(max(0.0, soonest - time.monotonic()), _ASK_AGAIN_SECONDS)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await self._news.wait()
+            self._news.clear()
+            now = time.monotonic()
+            over = [name for name, held in self._held.items() if held.until <= now]
+            for name in over:
+                _log.info("override_expired", override=name)
+                self._end(name)
+            if over:
+                self._apply()
+            try:
+                await self.refresh()
+            except SpeculationError as error:
+                _log.error("overrides_not_refreshed", error=str(error))
+
+
+async def _changes(queue: "_Queue") -> AsyncIterator[Change]:
+    while (change := await queue.get()) is not None:
+        if isinstance(change, SpeculationError):
+            raise change
+        yield change
+
+
+def _revision(etag: str) -> int:
+    number = etag.partition("-")[0]
+    if etag and not number.isdigit():
+        raise OverrideChangedError(f"etag {etag[:40]!r} is none: send it as it was given")
+    return int(number[:18]) if etag else 0
+
+
+def _conflict(override_id: str, etag: str, found: Entry | None) -> SpeculationError:
+    if found is None:
+        return NoOverrideError(f"override {override_id!r} is not there (any more)")
+    if found.ended:
+        return OverrideExistsError(
+            f"override {override_id!r} was {found.ended} before: its id is not taken again, so "
+            "that a repeated request cannot bring it back; choose another id"
+        )
+    if not etag:
+        return OverrideExistsError(
+            f"override {override_id!r} exists with other content (etag {found.etag}): to replace "
+            "it, send that etag"
+        )
+    return OverrideChangedError(
+        f"override {override_id!r} has changed: its etag is {found.etag}; look at it again"
+    )

@@ -1,0 +1,151 @@
+"""The port: what the sidecar asks of a store, and what a store promises.
+
+A store keeps one entry per override id.  A write names the revision that it replaces, so that
+nobody overwrites what he has not seen; it is acknowledged only once it is durable.  An entry that
+ended leaves a trace for a while: its id is not taken again, so a repeated request cannot bring it
+back.  Times go in and out as seconds from now, by the store's own clock: a sidecar whose clock is
+wrong neither shortens nor lengthens an override.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from controller.core.errors import SpeculationError
+
+# How long the trace of an ended override is kept.
+TRACE_SECONDS = 7 * 24 * 3600.0
+
+
+class StoreError(SpeculationError):
+    """A store that cannot do what it is asked to."""
+
+
+class StoreUnavailableError(StoreError):
+    """The store cannot be reached or cannot be written: nothing was changed."""
+
+
+class StoreBrokenError(StoreError):
+    """What the store holds cannot be read; the message names the place."""
+
+
+class StoreTakenError(StoreError):
+    """Another sidecar uses this store."""
+
+
+class ConflictError(StoreError):
+    """The entry is not at the revision that the write was meant for.  `found`: what is there."""
+
+    def __init__(self, message: str, found: "Entry | None") -> None:
+        super().__init__(message)
+        self.found = found
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An override as a store holds it.
+
+    revision: grows with every write of any entry.  body: JSON of the override, "" once it ended.
+    remaining_seconds: None = for ever; of an ended one, for how long its trace is kept.
+    created_at: Unix seconds, for people.  ended: "", "cleared" or "expired".
+    """
+
+    override_id: str
+    revision: int
+    body: str
+    remaining_seconds: float | None
+    created_at: float
+    ended: str = ""
+
+    @property
+    def etag(self) -> str:
+        """Stands for this very content at this revision."""
+        return f"{self.revision}-{digest(self.body)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Who:
+    """Who changes something, and why.  origin: where the call came from, as the sidecar saw it."""
+
+    author: str
+    reason: str
+    origin: str
+
+
+@dataclass(frozen=True, slots=True)
+class AuditRecord:
+    """One change.  before, after: JSON of the override, "" for none.  sequence: store's order."""
+
+    sequence: str
+    at: float
+    action: str
+    subject: str
+    author: str
+    reason: str
+    origin: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """How a store is doing.  detail: for people; since: seconds it has been so."""
+
+    ok: bool
+    detail: str
+    since_seconds: float
+
+
+Listener = Callable[[], None]
+
+
+class Store(Protocol):
+    """See the module.  Every method but `close` may raise StoreUnavailableError."""
+
+    async def open(self, changed: Listener) -> None:
+        """Begins; `changed` is called (on the event loop) when `entries` may have changed.
+
+        Raises StoreBrokenError, StoreTakenError.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Ends; what was acknowledged is durable."""
+        ...
+
+    async def entries(self) -> Sequence[Entry]:
+        """All entries, traces too; what has run out by now is ended, and recorded, by this."""
+        ...
+
+    async def write(
+        self,
+        override_id: str,
+        body: str,
+        seconds: float | None,
+        expected: int,
+        who: Who,
+    ) -> Entry:
+        """Creates (expected = 0) or replaces the entry of that revision; durable on return.
+
+        Raises ConflictError.
+        """
+        ...
+
+    async def clear(self, override_id: str, expected: int, who: Who) -> Entry:
+        """Ends an entry; its trace is returned.  Raises ConflictError."""
+        ...
+
+    async def audit(self, limit: int, subject: str = "", before: str = "") -> Sequence[AuditRecord]:
+        """The newest records first, of one subject if named, older than a sequence if given."""
+        ...
+
+    @property
+    def health(self) -> Health:
+        """How it is doing now."""
+        ...
+
+
+def digest(body: str) -> str:
+    """Twelve hexadecimal digits that stand for a content."""
+    return hashlib.sha256(body.encode()).hexdigest()[:12]

@@ -1,0 +1,102 @@
+"""A Redis client from a URL: one server, Sentinel or Cluster, with TLS where the URL says so.
+
+redis://[:PASSWORD@]HOST:PORT/DB          rediss://...                 TLS
+redis+sentinel://HOST:PORT,HOST:PORT/SERVICE/DB     rediss+sentinel://...
+redis+cluster://HOST:PORT                           rediss+cluster://...
+"""
+
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import redis.asyncio
+from redis.asyncio.cluster import RedisCluster
+from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel as _UntypedSentinel
+from redis.backoff import NoBackoff
+from redis.credentials import CredentialProvider
+
+from controller.core.errors import SpeculationError
+
+_Sentinel: Any = _UntypedSentinel
+
+
+class RedisUrlError(SpeculationError):
+    """A URL that names no Redis; the message never holds a password."""
+
+
+class PasswordFile(CredentialProvider):
+    """The password in a file, which may rotate: read for every connection."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def get_credentials(self) -> tuple[str] | tuple[str, str]:
+        """Raises OSError."""
+        return (self._path.read_text(encoding="utf-8").strip(),)
+
+
+def connect(url: str, timeout_seconds: float, password_file: Path | None = None) -> Any:
+    """A client; nothing is sent yet.  Raises RedisUrlError."""
+    try:
+        return _client(url, timeout_seconds, password_file)
+    except (ValueError, TypeError) as error:
+        raise RedisUrlError(f"{without_password(url)}: {error}") from None
+
+
+def _client(url: str, timeout_seconds: float, password_file: Path | None) -> Any:
+    options: dict[str, Any] = {
+        "socket_timeout": timeout_seconds,
+        "socket_connect_timeout": timeout_seconds,
+        "decode_responses": True,
+        "protocol": 2,
+    }
+    if password_file is not None:
+        options["credential_provider"] = PasswordFile(password_file)
+    parts = urlsplit(url)
+    scheme, _, kind = parts.scheme.partition("+")
+    if scheme not in {"redis", "rediss"} or kind not in {"", "sentinel", "cluster"}:
+        raise ValueError("the scheme is not known")
+    if not parts.netloc.rpartition("@")[2]:
+        raise ValueError("no host is named")
+    if kind == "sentinel":
+        return _sentinel(url, scheme == "rediss", options)
+    plain = url.replace(f"{parts.scheme}://", f"{scheme}://", 1)
+    if kind == "cluster":
+        return RedisCluster.from_url(plain, **options)
+    # A write is never sent twice on its own: what became of the first one is not known.
+    return redis.asyncio.Redis.from_url(plain, retry=Retry(NoBackoff(), 0), **options)
+
+
+def _sentinel(url: str, tls: bool, options: dict[str, Any]) -> Any:
+    parts = urlsplit(url)
+    account, _, hosts = parts.netloc.rpartition("@")
+    user, _, password = account.partition(":")
+    service, _, database = parts.path.strip("/").partition("/")
+    if not service:
+        raise ValueError("the path has to name the service: redis+sentinel://HOST:PORT/SERVICE/DB")
+    sentinels = [_host_port(host, 26379) for host in hosts.split(",")]
+    own = {"socket_timeout": options["socket_timeout"], "ssl": tls}
+    sentinel: Any = _Sentinel(sentinels, sentinel_kwargs=own)
+    return sentinel.master_for(
+        service,
+        db=int(database or 0),
+        ssl=tls,
+        **({} if "credential_provider" in options else {"username": user or None}),
+        **({} if "credential_provider" in options else {"password": password or None}),
+        **options,
+    )
+
+
+def _host_port(text: str, port: int) -> tuple[str, int]:
+    host, colon, given = text.rpartition(":")
+    return (host, int(given)) if colon else (text, port)
+
+
+def without_password(url: str) -> str:
+    """The URL as it may be logged."""
+    head, at, tail = url.rpartition("@")
+    if not at:
+        return url
+    scheme = head.partition("://")[0]
+    return f"{scheme}://***@{tail}"

@@ -1,0 +1,140 @@
+"""What must happen in one step inside Redis, as Lua.
+
+All keys carry one hash tag, so that a cluster keeps them together.  Times are Redis's own
+(milliseconds of TIME); an entry's key lives a minute longer than the entry, so that its end can
+still be recorded, and then vanishes by itself even if no sidecar is left.
+
+KEYS  1 revision (counter)   2 live (sorted set: id by end)   3 traces (sorted set: id by end)
+      4 audit (stream)       ARGV 1 is the prefix of entry keys, ARGV 2 the channel for news
+"""
+
+_COMMON = """
+local prefix, channel = ARGV[1], ARGV[2]
+local t = redis.call('TIME')
+local now = t[1] * 1000 + math.floor(t[2] / 1000)
+local GRACE, TRACE, AUDIT_MAX = 60000, 604800000, 100000
+
+local function keep(id, entry, ends)
+  local text = cjson.encode(entry)
+  if ends < 0 then
+    redis.call('SET', prefix .. id, text)
+  else
+    redis.call('SET', prefix .. id, text, 'PX', math.max(1, ends - now + GRACE))
+  end
+  local here, there = KEYS[2], KEYS[3]
+  if entry.ended ~= '' then here, there = KEYS[3], KEYS[2] end
+  redis.call('ZREM', there, id)
+  redis.call('ZADD', here, ends < 0 and '+inf' or string.format('%.0f', ends), id)
+end
+
+local function record(action, id, who, before, after)
+  redis.call('XADD', KEYS[4], 'MAXLEN', '~', AUDIT_MAX, '*',
+    'at', string.format('%.3f', now / 1000), 'action', action, 'subject', id,
+    'author', who.author, 'reason', who.reason,
+    'origin', who.origin, 'before', before, 'after', after)
+end
+
+local function found(id)
+  local text = redis.call('GET', prefix .. id)
+  if not text then return nil end
+  return cjson.decode(text)
+end
+
+local function ends_at(id, entry)
+  local score = redis.call('ZSCORE', entry.ended ~= '' and KEYS[3] or KEYS[2], id)
+  if not score or score == 'inf' then return -1 end
+  return tonumber(score)
+end
+
+local function run_out()
+  local changed = false
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', string.format('%.0f', now))) do
+    local entry = found(id)
+    local before = entry and entry.body or ''
+    local after = {revision = redis.call('INCR', KEYS[1]), body = '', created = now / 1000,
+      ended = 'expired'}
+    keep(id, after, now + TRACE)
+    record('expire', id, {author = '', reason = 'its time was up', origin = 'redis'}, before, '')
+    changed = true
+  end
+  redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', string.format('%.0f', now))
+  return changed
+end
+"""
+
+# ARGV 3 id, 4 body ('' ends it), 5 milliseconds (-1: for ever), 6 expected revision, 7 who (JSON).
+# -> {1, entry JSON, remaining ms} or, on a conflict, {0, entry JSON or '', remaining ms}.
+WRITE = (
+    _COMMON
+    + """
+run_out()
+local id, body, ms, expected, who = ARGV[3], ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6]),
+  cjson.decode(ARGV[7])
+local before = found(id)
+if (before and before.revision or 0) ~= expected then
+  if not before then return {0, '', 0} end
+  local ends = ends_at(id, before)
+  return {0, cjson.encode(before), ends < 0 and -1 or math.max(0, ends - now)}
+end
+local after = {revision = redis.call('INCR', KEYS[1]), body = body, created = now / 1000,
+  ended = body == '' and 'cleared' or ''}
+if body == '' then ms = TRACE end
+keep(id, after, ms < 0 and -1 or now + ms)
+local action = body == '' and 'clear' or (before and 'replace' or 'set')
+record(action, id, who, before and before.body or '', body)
+redis.call('PUBLISH', channel, after.revision)
+return {1, cjson.encode(after), ms}
+"""
+)
+
+# -> {revision, and of every entry: id, JSON, remaining ms or -1}
+FETCH = (
+    _COMMON
+    + """
+if run_out() then redis.call('PUBLISH', channel, redis.call('GET', KEYS[1])) end
+local all = {redis.call('GET', KEYS[1]) or '0'}
+for _, key in ipairs({KEYS[2], KEYS[3]}) do
+  local members = redis.call('ZRANGE', key, 0, -1, 'WITHSCORES')
+  for i = 1, #members, 2 do
+    local text = redis.call('GET', prefix .. members[i])
+    if text then
+      local ends = members[i + 1]
+      all[#all + 1] = members[i]
+      all[#all + 1] = text
+      all[#all + 1] = ends == 'inf' and '-1'
+        or string.format('%.0f', math.max(0, tonumber(ends) - now))
+    else
+      redis.call('ZREM', key, members[i])
+    end
+  end
+end
+return all
+"""
+)
+
+# ARGV 3: JSON list of {id, revision, body, created, ended, ms}: what a sidecar knows and this Redis
+# has lost.  The higher revision stays; of two with the same the larger body.
+SEED = (
+    _COMMON
+    + """
+local news = 0
+local top = tonumber(redis.call('GET', KEYS[1]) or '0')
+for _, e in ipairs(cjson.decode(ARGV[3])) do
+  local here = found(e.id)
+  if not here or here.revision < e.revision
+      or (here.revision == e.revision and here.body < e.body) then
+    keep(e.id, {revision = e.revision, body = e.body, created = e.created, ended = e.ended},
+      e.ms < 0 and -1 or now + e.ms)
+    record('restore', e.id, {author = '', reason = 'the store had lost it', origin = 'sidecar'},
+      here and here.body or '', e.body)
+    news = news + 1
+  end
+  if e.revision > top then top = e.revision end
+end
+if news > 0 then
+  redis.call('SET', KEYS[1], string.format('%.0f', top))
+  redis.call('PUBLISH', channel, string.format('%.0f', top))
+end
+return news
+"""
+)
