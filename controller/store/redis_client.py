@@ -35,6 +35,10 @@ class PasswordFile(CredentialProvider):
         """Raises OSError."""
         return (self._path.read_text(encoding="utf-8").strip(),)
 
+    async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
+        """The same: a file of a few bytes."""
+        return self.get_credentials()
+
 
 def connect(url: str, timeout_seconds: float, password_file: Path | None = None) -> Any:
     """A client; nothing is sent yet.  Raises RedisUrlError."""

@@ -67,6 +67,7 @@ end
 WRITE = (
     _COMMON
     + """
+redis.call('INCRBY', KEYS[1], 0)  -- refused first thing where memory is out or writes are
 run_out()
 local id, body, ms, expected, who = ARGV[3], ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6]),
   cjson.decode(ARGV[7])
@@ -117,6 +118,7 @@ return all
 SEED = (
     _COMMON
     + """
+redis.call('INCRBY', KEYS[1], 0)
 local news = 0
 local top = tonumber(redis.call('GET', KEYS[1]) or '0')
 for _, e in ipairs(cjson.decode(ARGV[3])) do

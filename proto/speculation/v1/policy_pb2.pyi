@@ -497,7 +497,9 @@ class WatchOverridesResponse(_message.Message):
         KIND_ENDED: WatchOverridesResponse._Kind.ValueType  # 3
         """Cleared or run out."""
 
-    class Kind(_Kind, metaclass=_KindEnumTypeWrapper): ...
+    class Kind(_Kind, metaclass=_KindEnumTypeWrapper):
+        """What has happened to it."""
+
     KIND_UNSPECIFIED: WatchOverridesResponse.Kind.ValueType  # 0
     KIND_PRESENT: WatchOverridesResponse.Kind.ValueType  # 1
     """It was in force when the watch began."""

@@ -80,7 +80,8 @@ async def test_what_is_written_is_what_is_installed_and_names_what_it_was_measur
     assert written.command == "controller profile --x"
     assert "Test CPU @ 1 GHz" in written.hardware
     assert written.measured_at.startswith("20")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["profile.json"]
+    left = {p.name for p in tmp_path.iterdir()} - {"controller.sock.state"}
+    assert left == {"profile.json"}
 
 
 async def test_outliers_of_ten_times_the_cost_do_not_reach_the_medians(tmp_path):

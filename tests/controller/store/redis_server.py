@@ -36,8 +36,10 @@ class RedisServer:
     def url(self) -> str:
         return f"redis://127.0.0.1:{self.port}/0"
 
-    def client(self) -> redis.Redis:
-        return redis.Redis(port=self.port, decode_responses=True, socket_timeout=5)
+    def client(self, password: str | None = None) -> redis.Redis:
+        return redis.Redis(
+            port=self.port, password=password, decode_responses=True, socket_timeout=5
+        )
 
     def start(self) -> Self:
         common = ["--port", str(self.port), "--dir", str(self._folder), "--bind", "127.0.0.1"]

@@ -1,0 +1,141 @@
+"""`controller override` beside a sidecar process, as an operator types it."""
+
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from speculation.v1 import service_pb2, service_pb2_grpc
+from tests.controller.cli.sidecar_process import (
+    CONTROLLER,
+    SidecarProcess,
+    controller,
+    sidecar_process,
+)
+from tests.controller.service.harness import ENVIRONMENT, PATIENCE_SECONDS, engine_message
+
+
+@pytest.fixture(scope="module")
+def sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SidecarProcess]:
+    """Steers "night" and "day"."""
+    directory: Path = tmp_path_factory.mktemp("sidecar")
+    with (
+        sidecar_process(directory) as running,
+        grpc.insecure_channel(running.address) as channel,
+    ):
+        stub = service_pb2_grpc.SpeculationServiceStub(channel)
+        for name in ("night", "day"):
+            stub.Introduce(
+                service_pb2.IntroduceRequest(engine=engine_message(name)), timeout=PATIENCE_SECONDS
+            )
+        yield running
+
+
+def command(sidecar: SidecarProcess, *words: str) -> "subprocess.CompletedProcess[str]":
+    return controller("override", *words, "--address", sidecar.address)
+
+
+def test_a_pin_at_three_in_the_morning(sidecar: SidecarProcess):
+    pin = ["set", "--engine", "night", "--gamma", "1", "--id", "pin", "--reason", "drafter is ill"]
+    tried = command(sidecar, *pin, "--dry-run")
+    assert tried.returncode == 0, tried.stderr
+    assert "engine night would change" in tried.stdout
+    assert "no override is in force" in command(sidecar, "list").stdout
+
+    done = command(sidecar, *pin, "--ttl", "2h", "--author", "ann")
+    assert done.returncode == 0, done.stderr
+    assert "pin lasts 2 h" in done.stdout
+    assert "controller override clear pin" in done.stdout
+    again = command(sidecar, *pin, "--ttl", "2h", "--author", "ann")
+    assert "nothing has changed" in again.stdout
+
+    listed = command(sidecar, "list").stdout
+    for word in ("pin", "engine night", "gamma = 1", "ann", "drafter is ill"):
+        assert word in listed
+    why = controller("explain", "night", "--address", sidecar.address).stdout
+    assert "override pin: engine night: gamma = 1; ann: drafter is ill" in why
+    assert "override;" in why
+    assert "forbidden" in why
+    assert "override" not in controller("explain", "day", "--address", sidecar.address).stdout
+
+    other = command(sidecar, "set", "--engine", "night", "--off", "--id", "pin", "--reason", "x")
+    assert other.returncode == 1
+    assert "exists with other content" in other.stderr
+
+    ended = command(sidecar, "clear", "pin", "--reason", "well again", "--author", "bob")
+    assert ended.returncode == 0, ended.stderr
+    log = command(sidecar, "log", "pin").stdout
+    assert log.index("well again") < log.index("drafter is ill")
+    records = [json.loads(line) for line in command(sidecar, "log", "--json").stdout.splitlines()]
+    assert [r["action"] for r in records if r["override_id"] == "pin"] == ["clear", "set"]
+
+
+def test_every_kind_of_rule_can_be_said(sidecar: SidecarProcess):
+    rules = {
+        "off": (["--fleet", "--off", "--batch", "64-"], "no speculation"),
+        "bounds": (["--model", "target", "--at-least", "1", "--at-most", "2"], "gamma <= 2"),
+        "drafter": (["--fleet", "--drafter", "mtp", "--batch", "8-12"], "drafter mtp"),
+        "regime": (["--engine", "day", "--regime", "online:10"], "regime online:10"),
+        "deny": (["--fleet", "--deny-drafter", "dflash", "--deny-updates"], "not drafter dflash"),
+        "probe": (["--fleet", "--deny-exploration", "--for-ever"], "no probing"),
+    }
+    for name, (words, text) in rules.items():
+        done = command(sidecar, "set", *words, "--id", name, "--reason", "test")
+        assert done.returncode == 0, done.stderr
+        listed = command(sidecar, "list").stdout
+        assert text in next(line for line in listed.splitlines() if f" {name} " in line)
+    assert "for ever" in command(sidecar, "list").stdout
+    overrides = [
+        json.loads(line) for line in command(sidecar, "list", "--json").stdout.splitlines()
+    ]
+    assert {o["override"]["override_id"] for o in overrides} == set(rules)
+    for name in rules:
+        assert command(sidecar, "clear", name, "--reason", "done").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--off"], "says whom it is for"),
+        (["--off", "--fleet", "--engine", "a"], "says whom it is for"),
+        (["--fleet"], "must demand something"),
+        (["--fleet", "--off", "--ttl", "soon"], "90s, 30m, 2h or 1d"),
+        (["--fleet", "--off", "--ttl", "0s"], "ttl_seconds 0"),
+        (["--fleet", "--off", "--ttl", "30d"], "at most 604800"),
+        (["--fleet", "--off", "--ttl", "1h", "--for-ever"], "contradict each other"),
+        (["--fleet", "--off", "--batch", "many"], "8-32"),
+        (["--fleet", "--off", "--batch", "9-3"], "the range is empty"),
+        (["--fleet", "--regime", "online"], "online:STRIDE"),
+        (["--fleet", "--gamma", "99"], "gamma 99 leaves 0..64"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(
+    sidecar: SidecarProcess, words: list[str], text: str
+):
+    result = command(sidecar, "set", *words, "--reason", "test")
+    assert result.returncode in {1, 2}
+    assert text in " ".join(result.stderr.replace("│", " ").split())
+    assert "Traceback" not in result.stderr
+
+
+def test_watching_shows_changes_as_they_come(sidecar: SidecarProcess):
+    words = [*CONTROLLER, "override", "watch", "--address", sidecar.address]
+    with subprocess.Popen(words, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        command(sidecar, "set", "--fleet", "--off", "--id", "seen", "--reason", "test")
+        line = process.stdout.readline()
+        assert "seen" in line
+        assert "fleet: no speculation" in line
+        command(sidecar, "clear", "seen", "--reason", "test")
+        line = process.stdout.readline()
+        assert line.startswith("ended")
+        process.kill()
+
+
+def test_no_sidecar_is_said_in_words(tmp_path: Path):
+    result = controller("override", "list", "--address", f"unix:{tmp_path}/nobody.sock")
+    assert result.returncode == 1
+    assert "is `controller serve` running there?" in result.stderr
