@@ -16,6 +16,7 @@ from typing import TypeAlias
 
 import structlog
 
+from controller import tasks
 from controller.core.errors import SpeculationError
 from controller.core.overrides import InvalidOverrideError, Override
 from controller.core.types import PreviewRow
@@ -93,8 +94,7 @@ class OverrideBook:
     async def close(self) -> None:
         """Ends watching, and closes the store."""
         if self._keeping is not None:
-            self._keeping.cancel()
-            await asyncio.gather(self._keeping, return_exceptions=True)
+            await tasks.end([self._keeping])
         for queue in self._watchers:
             with contextlib.suppress(asyncio.QueueFull):
                 queue.put_nowait(None)

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import redis.exceptions
 import structlog
 
+from controller import tasks
 from controller.store.held import HeldEntry, HeldFile
 from controller.store.port import (
     TRACE_SECONDS,
@@ -101,9 +102,7 @@ class RedisStore:
 
     async def close(self) -> None:
         """See the port."""
-        for task in self._listening:
-            task.cancel()
-        await asyncio.gather(*self._listening, return_exceptions=True)
+        await tasks.end(self._listening)
         with contextlib.suppress(redis.exceptions.RedisError, OSError):
             await self._client.aclose()
 
@@ -223,7 +222,8 @@ class RedisStore:
     async def _ask(self, command: Callable[[], Awaitable[T]], *, writes: bool = False) -> T:
         self.commands += 1
         try:
-            answer = await asyncio.wait_for(command(), 2 * self._timeout_seconds)
+            async with asyncio.timeout(2 * self._timeout_seconds):
+                answer = await command()
         except (TimeoutError, redis.exceptions.TimeoutError) as error:
             self._note("does not answer in time")
             raise StoreUnavailableError(
