@@ -79,7 +79,15 @@ class Settings(BaseSettings):
         DEFAULT_ADDRESS, description="Unix socket to serve on, unix:PATH."
     )
     tcp: Annotated[str | None, AfterValidator(_is_host_port)] = Field(
-        None, description="HOST:PORT to serve on as well.  No encryption, no authentication."
+        None, description="HOST:PORT to serve on as well; see access and tls_certificate."
+    )
+    access: Path | None = Field(
+        None, description="Access list for TCP: who may read, steer and override."
+    )
+    tls_certificate: Path | None = Field(None, description="PEM file: TCP is served with TLS.")
+    tls_key: Path | None = Field(None, description="PEM file with its private key.")
+    tls_client_ca: Path | None = Field(
+        None, description="PEM file: clients need a certificate of this authority."
     )
     metrics_host: str = Field(
         "127.0.0.1", description="Address of /metrics; 0.0.0.0 lets another host scrape it."
@@ -173,6 +181,12 @@ def _shown(item: ErrorDetails) -> str:
     return "" if "redis_url" in item["loc"] else f" (is {item['input']!r})"
 
 
+# Read by commands that call a sidecar; they may be set where one serves.
+CLIENT_VARIABLES = frozenset(
+    PREFIX + name for name in ("AUTHOR", "TOKEN_FILE", "CA", "CLIENT_CERTIFICATE", "CLIENT_KEY")
+)
+
+
 def variables() -> frozenset[str]:
     """The environment variables that mean something."""
     return frozenset(
@@ -182,7 +196,7 @@ def variables() -> frozenset[str]:
 
 
 def _refuse_unknown(environment: Mapping[str, str]) -> None:
-    known = variables()
+    known = variables() | CLIENT_VARIABLES
     unknown = [
         name
         for name in sorted(environment)

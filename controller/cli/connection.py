@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -29,7 +29,7 @@ def connected(address: str) -> "Iterator[grpc.Channel]":
     import grpc
 
     try:
-        with grpc.insecure_channel(address) as channel:
+        with _channel(address) as channel:
             yield channel
     except grpc.RpcError as error:
         code, details = error.code(), error.details()
@@ -39,6 +39,54 @@ def connected(address: str) -> "Iterator[grpc.Channel]":
             details = f"no sidecar answers at {address}: is `controller serve` running there?"
         typer.echo(f"controller: {details}", err=True)
         raise typer.Exit(1) from error
+
+
+def _channel(address: str) -> "grpc.Channel":
+    """Open on the unix socket and without CONTROLLER_CA; else TLS, and the caller's token."""
+    import os
+    from pathlib import Path
+
+    import grpc
+
+    def read(variable: str) -> bytes | None:
+        path = os.environ.get(f"CONTROLLER_{variable}")
+        try:
+            return Path(path).read_bytes() if path else None
+        except OSError as error:
+            typer.echo(f"controller: {variable}: {path}: {error.strerror}", err=True)
+            raise typer.Exit(1) from error
+
+    authority = None if address.startswith("unix:") else read("CA")
+    token = None if address.startswith("unix:") else read("TOKEN_FILE")
+    if authority is None:
+        channel = grpc.insecure_channel(address)
+    else:
+        channel = grpc.secure_channel(
+            address,
+            grpc.ssl_channel_credentials(authority, read("CLIENT_KEY"), read("CLIENT_CERTIFICATE")),
+        )
+    return channel if token is None else _with_token(channel, token.decode().strip())
+
+
+def _with_token(channel: "grpc.Channel", token: str) -> "grpc.Channel":
+    import grpc
+
+    def with_it(details: Any) -> Any:
+        metadata = [*(details.metadata or ()), ("authorization", f"Bearer {token}")]
+        return details._replace(metadata=metadata)
+
+    class Bearer(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):
+        def intercept_unary_unary(
+            self, continuation: Any, client_call_details: Any, request: Any
+        ) -> Any:
+            return continuation(with_it(client_call_details), request)
+
+        def intercept_unary_stream(
+            self, continuation: Any, client_call_details: Any, request: Any
+        ) -> Any:
+            return continuation(with_it(client_call_details), request)
+
+    return grpc.intercept_channel(channel, Bearer())
 
 
 def print_wide(what: object) -> None:

@@ -20,7 +20,23 @@ def serve(
     ] = None,
     tcp: Annotated[
         str | None,
-        typer.Option(help="HOST:PORT to serve on as well: no encryption, no authentication."),
+        typer.Option(help="HOST:PORT to serve on as well."),
+    ] = None,
+    access: Annotated[
+        Path | None, typer.Option(help="Access list for TCP: who may read, steer, override.")
+    ] = None,
+    tls_certificate: Annotated[
+        Path | None, typer.Option(help="PEM file: TCP is served with TLS.")
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="PEM file with its private key.")] = None,
+    tls_client_ca: Annotated[
+        Path | None, typer.Option(help="PEM file: clients need a certificate of this authority.")
+    ] = None,
+    state_directory: Annotated[
+        Path | None,
+        typer.Option(
+            help="Where overrides and their audit are kept.", show_default="beside the socket"
+        ),
     ] = None,
     profile: Annotated[
         list[Path] | None,
@@ -63,6 +79,11 @@ def serve(
             {
                 "address": address,
                 "tcp": tcp,
+                "access": access,
+                "tls_certificate": tls_certificate,
+                "tls_key": tls_key,
+                "tls_client_ca": tls_client_ca,
+                "state_directory": state_directory,
                 "profiles": profile or None,
                 "profile_directory": profile_directory,
                 "metrics_host": metrics_host,

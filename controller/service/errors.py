@@ -77,6 +77,14 @@ class ForbiddenError(SpeculationError):
     """The caller has not the right to do this."""
 
 
+class UnauthenticatedError(SpeculationError):
+    """Nobody knows who calls."""
+
+
+class TooManyCallsError(SpeculationError):
+    """More calls than this sidecar takes in a second."""
+
+
 class ShuttingDownError(SpeculationError):
     """The sidecar is going away."""
 
@@ -105,6 +113,8 @@ _STATUS: tuple[tuple[type[SpeculationError], grpc.StatusCode], ...] = (
     (OverrideExistsError, grpc.StatusCode.ALREADY_EXISTS),
     (OverrideChangedError, grpc.StatusCode.ABORTED),
     (ForbiddenError, grpc.StatusCode.PERMISSION_DENIED),
+    (UnauthenticatedError, grpc.StatusCode.UNAUTHENTICATED),
+    (TooManyCallsError, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (StoreUnavailableError, grpc.StatusCode.UNAVAILABLE),
     (StoreError, grpc.StatusCode.INTERNAL),
 )

@@ -21,6 +21,7 @@ from controller.core.errors import SpeculationError
 from controller.core.profile import Profile
 from controller.core.types import EngineSpec
 from controller.service import unix_socket
+from controller.service.access import AccessList, Guard, certificates
 from controller.service.errors import ShuttingDownError
 from controller.service.inspection import InspectionServicer
 from controller.service.metrics import MetricsServer
@@ -104,9 +105,11 @@ class Sidecar:
         settings = self._settings
         self.profiles.load(settings.profiles)
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
-        self._server = self._make_server()
+        access = AccessList(settings.access) if settings.access else None
+        self._server = self._make_server(access)
         try:
             self._bind(self._server)
+            self._bind_tcp(self._server, access)
             await self.book.open()
             if settings.metrics_port:
                 self._metrics = self._serve_metrics()
@@ -167,15 +170,16 @@ class Sidecar:
             _log.info("stopping", engines=len(self.registry))
         _log.info("stopped")
 
-    def _make_server(self) -> grpc.aio.Server:
+    def _make_server(self, access: AccessList | None) -> grpc.aio.Server:
         limit = self._settings.max_message_bytes
         server = grpc.aio.server(
+            interceptors=[Guard(access)],
             options=[
                 ("grpc.max_receive_message_length", limit),
                 ("grpc.max_send_message_length", limit),
                 # Or a second sidecar could bind the same TCP port and take half the calls.
                 ("grpc.so_reuseport", 0),
-            ]
+            ],
         )
         service_pb2_grpc.add_SpeculationServiceServicer_to_server(
             SpeculationServicer(self.registry), server
@@ -205,17 +209,48 @@ class Sidecar:
                 self._inode = self._path.stat().st_ino
         except RuntimeError as error:
             raise StartRefusedError(f"{self._path} cannot be bound: {error}") from error
-        if self._settings.tcp is None:
+
+    def _bind_tcp(self, server: grpc.aio.Server, access: AccessList | None) -> None:
+        settings = self._settings
+        if settings.tcp is None:
             return
+        encrypted = settings.tls_certificate is not None and settings.tls_key is not None
+        if (settings.tls_certificate is None) != (settings.tls_key is None):
+            raise StartRefusedError("TLS needs a certificate and its key: one of them is not named")
+        if settings.tls_client_ca is not None and not encrypted:
+            raise StartRefusedError("certificates of clients need TLS: name a certificate and key")
+        if (
+            access is not None
+            and access.has_tokens
+            and not (encrypted or _is_loopback(settings.tcp))
+        ):
+            raise StartRefusedError(
+                "the access list has tokens, and they would go over an open line: name a TLS "
+                "certificate and key, or listen on the loopback address"
+            )
         try:
-            server.add_insecure_port(self._settings.tcp)
+            if settings.tls_certificate is not None and settings.tls_key is not None:
+                server.add_secure_port(
+                    settings.tcp,
+                    certificates(
+                        settings.tls_certificate, settings.tls_key, settings.tls_client_ca
+                    ),
+                )
+            else:
+                server.add_insecure_port(settings.tcp)
         except RuntimeError as error:
             raise StartRefusedError(
-                f"{self._settings.tcp} cannot be bound (in use?): name another one with --tcp"
+                f"{settings.tcp} cannot be bound (in use?): name another one with --tcp"
             ) from error
-        _log.warning(
-            "tcp_open", address=self._settings.tcp, detail="no encryption and no authentication"
-        )
+        if not encrypted or access is None:
+            _log.warning(
+                "tcp_open",
+                address=settings.tcp,
+                encrypted=encrypted,
+                detail="anyone who reaches it may read and steer, nobody may override"
+                if access is None
+                else "no encryption",
+            )
 
     def _serve_metrics(self) -> MetricsServer:
         host, port = self._settings.metrics_host, self._settings.metrics_port
@@ -251,3 +286,8 @@ def make_store(settings: Settings) -> Store:
         password_file=settings.redis_password_file,
         replicas=settings.redis_replicas,
     )
+
+
+def _is_loopback(address: str) -> bool:
+    host = address.rpartition(":")[0].strip("[]")
+    return host in {"localhost", "::1"} or host.startswith("127.")

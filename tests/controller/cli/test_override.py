@@ -16,6 +16,7 @@ from tests.controller.cli.sidecar_process import (
     sidecar_process,
 )
 from tests.controller.service.harness import ENVIRONMENT, PATIENCE_SECONDS, engine_message
+from tests.controller.service.test_access import free_address, make_authority, token_line
 
 
 @pytest.fixture(scope="module")
@@ -139,3 +140,30 @@ def test_no_sidecar_is_said_in_words(tmp_path: Path):
     result = controller("override", "list", "--address", f"unix:{tmp_path}/nobody.sock")
     assert result.returncode == 1
     assert "is `controller serve` running there?" in result.stderr
+
+
+def test_over_tcp_with_tls_and_a_token(tmp_path: Path):
+    make_authority(tmp_path, ["sidecar"])
+    access, token = tmp_path / "access", tmp_path / "token"
+    access.write_text(token_line("read,override", "secret-of-ann", "ann"))
+    token.write_text("secret-of-ann\n")
+    tcp = free_address()
+    flags = [
+        "--tcp", tcp, "--access", str(access), "--tls-certificate", str(tmp_path / "sidecar.pem"),
+        "--tls-key", str(tmp_path / "sidecar.key"),
+    ]  # fmt: skip
+    caller = {"CONTROLLER_CA": str(tmp_path / "ca.pem"), "CONTROLLER_TOKEN_FILE": str(token)}
+    address = ["--address", tcp.replace("127.0.0.1", "localhost")]
+    with sidecar_process(tmp_path, *flags) as running:
+        words = ["override", "set", "--fleet", "--off", "--id", "tls", "--reason", "test"]
+        assert controller(*words, *address, environment=caller).returncode == 0
+        listed = controller("override", "list", *address, environment=caller)
+        assert " tls " in listed.stdout
+        token.write_text("guessed")
+        refused = controller("override", "list", *address, environment=caller)
+        assert refused.returncode == 1
+        assert "the access list knows" in refused.stderr
+        log = controller("override", "log", "--address", running.address).stdout
+        assert "ipv4:127.0.0.1" in log
+        _, lines = running.stop()
+    assert "secret-of-ann" not in json.dumps(lines) + log + listed.stdout

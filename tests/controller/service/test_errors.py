@@ -28,6 +28,8 @@ EXPECTED = {
     errors.OverrideExistsError: grpc.StatusCode.ALREADY_EXISTS,
     errors.OverrideChangedError: grpc.StatusCode.ABORTED,
     errors.ForbiddenError: grpc.StatusCode.PERMISSION_DENIED,
+    errors.UnauthenticatedError: grpc.StatusCode.UNAUTHENTICATED,
+    errors.TooManyCallsError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     StoreUnavailableError: grpc.StatusCode.UNAVAILABLE,
     StoreError: grpc.StatusCode.INTERNAL,
 }

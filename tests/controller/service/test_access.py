@@ -1,0 +1,280 @@
+"""Reading, steering and overriding are different rights, on every line that leads in."""
+
+import asyncio
+import hashlib
+import socket
+import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from controller.service.access import AccessFileError, AccessList, Right, right_of
+from controller.service.server import Sidecar, StartRefusedError
+from controller.settings import Settings
+from speculation.v1 import policy_pb2, policy_pb2_grpc, service_pb2, service_pb2_grpc
+from tests.controller.service.harness import engine_message, failure, serving, soon, until
+from tests.controller.service.test_overrides import asked
+
+DENIED = grpc.StatusCode.PERMISSION_DENIED
+UNKNOWN = grpc.StatusCode.UNAUTHENTICATED
+
+
+def free_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def token_line(rights: str, token: str, name: str) -> str:
+    return f"{rights} token-sha256:{hashlib.sha256(token.encode()).hexdigest()} {name}\n"
+
+
+class Called:
+    """The status of each kind of call, made with a token."""
+
+    def __init__(self, channel: grpc.aio.Channel, token: str = "") -> None:
+        self._channel = channel
+        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+
+    async def _code(self, call: Any) -> grpc.StatusCode:
+        try:
+            await soon(call)
+        except grpc.aio.AioRpcError as error:
+            return error.code()
+        return grpc.StatusCode.OK
+
+    async def read(self) -> grpc.StatusCode:
+        stub = service_pb2_grpc.InspectionServiceStub(self._channel)
+        request = service_pb2.ListEnginesRequest()
+        return await self._code(stub.ListEngines(request, metadata=self._metadata))
+
+    async def steer(self) -> grpc.StatusCode:
+        stub = service_pb2_grpc.SpeculationServiceStub(self._channel)
+        request = service_pb2.IntroduceRequest(engine=engine_message("caller"))
+        return await self._code(stub.Introduce(request, metadata=self._metadata))
+
+    async def override(self, name: str) -> grpc.StatusCode:
+        stub = policy_pb2_grpc.PolicyServiceStub(self._channel)
+        request = asked(name, scope={"fleet": True}, off=True)
+        return await self._code(stub.SetOverride(request, metadata=self._metadata))
+
+    async def watch(self) -> grpc.StatusCode:
+        stub: Any = policy_pb2_grpc.PolicyServiceStub(self._channel)
+        call = stub.WatchOverrides(policy_pb2.WatchOverridesRequest(), metadata=self._metadata)
+        code = await self._code(call.read())
+        call.cancel()
+        return code
+
+
+OK = grpc.StatusCode.OK
+
+
+async def test_without_an_access_list_tcp_reads_and_steers_and_never_overrides(tmp_path: Path):
+    address = free_address()
+    async with serving(tmp_path, tcp=address) as running:
+        async with grpc.aio.insecure_channel(address) as channel:
+            called = Called(channel)
+            assert await called.read() is OK
+            assert await called.steer() is OK
+            code, text = await failure(
+                policy_pb2_grpc.PolicyServiceStub(channel).SetOverride(asked(off=True))
+            )
+            assert code is DENIED
+            assert "on the unix socket only" in text
+        assert await Called(running.channel).override("o1") is OK
+
+
+async def test_each_token_has_its_rights_and_no_others(tmp_path: Path):
+    address, access = free_address(), tmp_path / "access"
+    access.write_text(
+        "# who may what\n"
+        + token_line("read", "r-secret", "dashboard")
+        + token_line("steer", "s-secret", "engine")
+        + token_line("read,override", "o-secret", "ann")
+    )
+    async with (
+        serving(tmp_path, tcp=address, access=access),
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        expected = {
+            "r-secret": (OK, DENIED, DENIED, OK),
+            "s-secret": (DENIED, OK, DENIED, DENIED),
+            "o-secret": (OK, DENIED, OK, OK),
+            "guessed": (UNKNOWN,) * 4,
+            "": (UNKNOWN,) * 4,
+        }
+        await Called(channel, "o-secret").override("seen")
+        for number, (token, codes) in enumerate(expected.items()):
+            called = Called(channel, token)
+            found = (
+                await called.read(),
+                await called.steer(),
+                await called.override(f"o{number}"),
+                await called.watch(),
+            )
+            assert found == codes, token
+
+
+async def test_a_token_that_is_taken_out_of_the_file_is_out(tmp_path: Path):
+    address, access = free_address(), tmp_path / "access"
+    access.write_text(token_line("read", "old", "x"))
+    async with (
+        serving(tmp_path, tcp=address, access=access),
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        assert await Called(channel, "old").read() is OK
+        access.write_text(token_line("read", "new-one", "x"))
+        codes: list[grpc.StatusCode] = []
+
+        async def rotated() -> bool:
+            codes[:] = [
+                await Called(channel, "old").read(), await Called(channel, "new-one").read(),
+            ]  # fmt: skip
+            return codes == [UNKNOWN, OK]
+
+        for _ in range(100):
+            if await rotated():
+                break
+            await asyncio.sleep(0.1)
+        assert codes == [UNKNOWN, OK]
+        # A file that is half written changes nothing.
+        access.write_text("read token-sha256:12")
+        await asyncio.sleep(1.2)
+        assert await Called(channel, "new-one").read() is OK
+
+
+def openssl(folder: Path, *words: str) -> None:
+    subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True)
+
+
+def make_authority(folder: Path, names: list[str]) -> None:
+    """ca.pem, and NAME.pem with NAME.key for each name."""
+    key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+    authority = ("-x509", "-days", "2", "-keyout", "ca.key", "-out", "ca.pem")
+    openssl(folder, "req", *key, *authority, "-subj", "/CN=ca")
+    for name in names:
+        asking = ("-keyout", f"{name}.key", "-out", f"{name}.csr")
+        openssl(folder, "req", *key, *asking, "-subj", f"/CN={name}")
+        (folder / "names").write_text(f"subjectAltName=DNS:{name},DNS:localhost")
+        openssl(
+            folder, "x509", "-req", "-days", "2", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey",
+            "ca.key", "-CAcreateserial", "-extfile", "names", "-out", f"{name}.pem",
+        )  # fmt: skip
+
+
+@asynccontextmanager
+async def dialled(folder: Path, address: str, name: str) -> AsyncIterator[grpc.aio.Channel]:
+    credentials = grpc.ssl_channel_credentials(
+        (folder / "ca.pem").read_bytes(),
+        (folder / f"{name}.key").read_bytes(),
+        (folder / f"{name}.pem").read_bytes(),
+    )
+    target = address.replace("127.0.0.1", "localhost")
+    async with grpc.aio.secure_channel(target, credentials) as channel:
+        yield channel
+
+
+async def test_a_client_certificate_is_a_name_and_the_name_has_rights(tmp_path: Path):
+    make_authority(tmp_path, ["sidecar", "ann.example", "stranger.example"])
+    address, access = free_address(), tmp_path / "access"
+    access.write_text("read,override cert:ann.example ann\n")
+    tls: dict[str, Any] = {
+        "tls_certificate": tmp_path / "sidecar.pem",
+        "tls_key": tmp_path / "sidecar.key",
+        "tls_client_ca": tmp_path / "ca.pem",
+    }
+    async with serving(tmp_path, tcp=address, access=access, **tls):
+        async with dialled(tmp_path, address, "ann.example") as channel:
+            assert await Called(channel).read() is OK
+            assert await Called(channel).override("o1") is OK
+            assert await Called(channel).steer() is DENIED
+        async with dialled(tmp_path, address, "stranger.example") as channel:
+            assert await Called(channel).read() is UNKNOWN
+        # Another authority's certificate does not even get a connection.
+        other = tmp_path / "other"
+        other.mkdir()
+        make_authority(other, ["ann.example"])
+        (other / "ca.pem").write_bytes((tmp_path / "ca.pem").read_bytes())
+        async with dialled(other, address, "ann.example") as channel:
+            assert await Called(channel).read() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_operators_who_hammer_are_told_to_wait(tmp_path: Path):
+    async with serving(tmp_path) as running:
+        codes = set()
+        for _ in range(400):
+            codes.add(await Called(running.channel).override("bad id"))
+        assert grpc.StatusCode.RESOURCE_EXHAUSTED in codes
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"tls_certificate": "sidecar.pem"}, "one of them is not named"),
+        ({"tls_client_ca": "ca.pem"}, "certificates of clients need TLS"),
+        ({"tls_certificate": "nobody.pem", "tls_key": "sidecar.key"}, "No such file"),
+        ({"access": "nobody"}, "No such file"),
+    ],
+)
+async def test_a_start_that_would_be_less_safe_than_meant_is_refused(
+    tmp_path: Path, settings: dict[str, str], text: str
+):
+    make_authority(tmp_path, ["sidecar"])
+    paths: dict[str, Any] = {name: tmp_path / value for name, value in settings.items()}
+    with pytest.raises((StartRefusedError, AccessFileError), match=text):
+        async with serving(tmp_path, tcp=free_address(), **paths):
+            pass
+
+
+async def test_tokens_do_not_go_over_an_open_line(tmp_path: Path):
+    access = tmp_path / "access"
+    access.write_text(token_line("read", "x", "y"))
+    settings = {
+        "address": f"unix:{tmp_path}/s", "metrics_port": 0, "tcp": "0.0.0.0:0", "access": access,
+    }  # fmt: skip
+    with pytest.raises(StartRefusedError, match="over an open line"):
+        async with Sidecar(Settings.load(settings)):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("read", "line 1: RIGHTS KEY"),
+        ("# fine\nwrite cert:x", "line 2: rights are read, steer, override"),
+        ("read token:secret", "line 1: the key is token-sha256:HEX"),
+        ("read token-sha256:abc", "64 digits"),
+        ("read cert:a b c", "line 1: RIGHTS KEY"),
+    ],
+)
+def test_a_broken_access_list_is_refused_with_its_line_and_without_its_secrets(
+    tmp_path: Path, text: str, message: str
+):
+    path = tmp_path / "access"
+    path.write_text(text)
+    with pytest.raises(AccessFileError, match=message) as error:
+        AccessList(path)
+    assert "secret" not in str(error.value)
+
+
+def test_what_each_call_needs():
+    prefix = "/speculation.v1."
+    assert right_of(prefix + "PolicyService/SetOverride") is Right.OVERRIDE
+    assert right_of(prefix + "PolicyService/ClearOverride") is Right.OVERRIDE
+    assert right_of(prefix + "PolicyService/QueryAudit") is Right.READ
+    assert right_of(prefix + "InspectionService/Explain") is Right.READ
+    assert right_of(prefix + "SpeculationService/Steer") is Right.STEER
+    assert right_of(prefix + "ProfilingService/Measure") is Right.STEER
+    assert right_of("/grpc.health.v1.Health/Check") is Right.NONE
+    assert right_of("/anything/Else") is Right.READ
+
+
+async def test_the_unix_socket_is_as_open_as_its_mode(tmp_path: Path):
+    async with serving(tmp_path):
+        assert (tmp_path / "controller.sock").stat().st_mode & 0o007 == 0
+    await until(lambda: not (tmp_path / "controller.sock").exists())
