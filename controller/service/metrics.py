@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector
 
 import controller
 from controller.core.types import Arm
+from controller.service.override_book import OverrideBook
 from controller.service.session import Session
 from controller.service.sessions import SessionRegistry
 
@@ -115,8 +116,11 @@ def sample(session: Session) -> EngineSample:
 class SessionCollector(Collector):
     """All engines' samples as metric families."""
 
-    def __init__(self, registry: SessionRegistry, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, registry: SessionRegistry, book: OverrideBook, loop: asyncio.AbstractEventLoop
+    ) -> None:
         self._registry = registry
+        self._book = book
         self._loop = loop
 
     async def _snapshot(self) -> list[EngineSample]:
@@ -143,6 +147,14 @@ class SessionCollector(Collector):
         engines.add_metric(["measured"], sum(s.measured_costs for s in samples))
         engines.add_metric(["prior"], sum(not s.measured_costs for s in samples))
         yield engines
+        yield GaugeMetricFamily(
+            "speculation_overrides", "Overrides in force here.", len(self._book.active())
+        )
+        yield GaugeMetricFamily(
+            "speculation_store_ok",
+            "1 while the store of overrides can be read and written.",
+            float(self._book.health.ok),
+        )
         yield from _counters(samples)
         yield from _gauges(samples)
 
@@ -190,10 +202,15 @@ class MetricsServer:
     """`/metrics` over HTTP, on a thread of its own.  Raises OSError when the port is taken."""
 
     def __init__(
-        self, registry: SessionRegistry, loop: asyncio.AbstractEventLoop, host: str, port: int
+        self,
+        registry: SessionRegistry,
+        book: OverrideBook,
+        loop: asyncio.AbstractEventLoop,
+        host: str,
+        port: int,
     ) -> None:
         metrics = CollectorRegistry()
-        metrics.register(SessionCollector(registry, loop))
+        metrics.register(SessionCollector(registry, book, loop))
         ProcessCollector(registry=metrics)
         PlatformCollector(registry=metrics)
         self._server, self._thread = start_http_server(port, host, metrics)

@@ -255,7 +255,7 @@ class Sidecar:
     def _serve_metrics(self) -> MetricsServer:
         host, port = self._settings.metrics_host, self._settings.metrics_port
         try:
-            return MetricsServer(self.registry, asyncio.get_running_loop(), host, port)
+            return MetricsServer(self.registry, self.book, asyncio.get_running_loop(), host, port)
         except OSError as error:
             raise StartRefusedError(
                 f"/metrics cannot be served on {host}:{port}: {error.strerror}; name another port "

@@ -9,8 +9,16 @@ import pytest
 from controller.core.clock import VirtualClock
 from controller.core.engine_controller import EngineController
 from controller.core.errors import ProfileMismatchError, StaleReportError, UnknownArmError
+from controller.core.overrides import Override, Rule, Scope, ScopeKind
 from controller.core.settings import PlannerSettings
-from controller.core.types import Arm, Capabilities, Reason, StepReport
+from controller.core.types import (
+    Arm,
+    Capabilities,
+    Reason,
+    Regime,
+    RegimeMode,
+    StepReport,
+)
 from tests.controller.core.virtual_engine import (
     GAMMAS,
     best_arm_rate,
@@ -228,3 +236,95 @@ def test_explain_shows_every_arm_with_one_chosen():
     assert shown.margin >= 0
     assert shown.kv_tokens_per_sequence == pytest.approx(512)
     assert len(shown.positions) == 7
+
+
+FLEET = Scope(ScopeKind.FLEET)
+
+
+def command(name="o", low=0, high=0, **rule):
+    return Override(name, FLEET, Rule(**rule), "ann", "because", low, high)
+
+
+def gammas_of(plan):
+    return {row.max_batch_size: row.arm.gamma for row in plan.rows}
+
+
+@pytest.mark.parametrize("policy", ["goodput", "tide", "sglang-ema"])
+@pytest.mark.parametrize("rule", [{"gamma": 2}, {"gamma_max": 1}, {"off": True}, {"gamma_min": 5}])
+def test_whatever_runs_and_is_probed_keeps_the_overrides(policy, rule):
+    engine = make(settings=PlannerSettings(policy=policy))
+    engine.run(100, 8, [0.8] * 7)
+    assert engine.controller.set_overrides([command(**rule)])
+    # One step of lag, as ever.
+    engine.controller.next_plan()
+    before = len(engine.arms_run)
+    engine.run(600, 8, [0.8] * 7)
+    low, high = rule.get("gamma_min", 0), rule.get("gamma_max", 64)
+    if "off" in rule:
+        low = high = 0
+    if "gamma" in rule:
+        low = high = rule["gamma"]
+    assert {arm.gamma for arm in engine.arms_run[before:]} <= set(range(low, high + 1))
+    assert engine.controller.current_plan().overrides == ("o",)
+    assert engine.controller.set_overrides([])
+    assert not engine.controller.set_overrides([])
+    engine.run(400, 8, [0.8] * 7)
+    assert not engine.controller.current_plan().overrides
+
+
+def test_overrides_that_do_not_change_the_choice_are_not_its_reason():
+    engine = make()
+    engine.run(400, 8, [0.9] * 7)
+    best = engine.controller.decide(8).arm.gamma
+    engine.controller.set_overrides([command(gamma_max=best)])
+    engine.run(50, 8, [0.9] * 7)
+    row = engine.controller.current_plan().row_for(8)
+    assert row.reason is not Reason.OVERRIDE
+    assert engine.controller.current_plan().overrides == ("o",)
+    engine.controller.set_overrides([command("p", gamma_max=1)])
+    engine.run(50, 8, [0.9] * 7)
+    assert engine.controller.current_plan().row_for(8).reason is Reason.OVERRIDE
+
+
+def test_forbidden_exploration_is_none():
+    engine = make(settings=PlannerSettings())
+    engine.controller.set_overrides([command(deny_exploration=True)])
+    engine.run(2000, 64, [0.15] * 7)
+    assert engine.controller.explorer.probes == 0
+
+
+def test_a_preview_is_what_becomes_and_changes_nothing():
+    engine = make()
+    engine.run(300, 8, [0.8] * 7)
+    before = engine.controller.current_plan()
+    wanted = [command(gamma=1, low=5, high=9), command("q", off=True, low=40)]
+    rows = engine.controller.preview(wanted)
+    assert engine.controller.current_plan() is before
+    assert all((row.after.gamma == 1) == (5 <= row.max_batch_size <= 9) for row in rows
+               if row.max_batch_size < 40 and row.before.gamma != 1)  # fmt: skip
+    assert all(row.after.gamma == 0 for row in rows if row.max_batch_size >= 40)
+    engine.controller.set_overrides(wanted)
+    plan = engine.controller.next_plan()
+    assert plan is not None
+    found = gammas_of(plan)
+    assert {4, 9, 39} <= set(found)
+    assert {found[r.max_batch_size] for r in rows if r.max_batch_size >= 40} == {0}
+
+
+def test_a_measurement_goes_before_overrides_and_gives_way_to_them():
+    engine = make()
+    engine.run(50, 8, [0.8] * 7)
+    engine.controller.set_overrides([command(off=True)])
+    plan = engine.controller.force(Arm("mtp", 3))
+    assert set(gammas_of(plan).values()) == {3}
+    assert set(gammas_of(engine.controller.force(None)).values()) == {0}
+
+
+def test_a_regime_is_pinned_only_where_the_engine_can_run_it():
+    online = Regime(RegimeMode.ONLINE, 10)
+    for able in (False, True):
+        spec = dataclasses.replace(engine_spec(), capabilities=Capabilities(can_update_online=able))
+        controller = EngineController(spec, PlannerSettings(), None, VirtualClock())
+        controller.set_overrides([command(regime=online)])
+        plan = controller.next_plan() or controller.current_plan()
+        assert plan.regime == (online if able else Regime())
