@@ -190,7 +190,9 @@ class EngineController:
         if now - self._evaluated_at < pause and not half_gone:
             return None
         rows, reason, detail = self._decide_rows(now)
-        if rows == self._plan.rows:
+        at = self._rows_at
+        told = (self._plan.overrides, self._plan.regime) == (at.named, at.regime)
+        if told and rows == self._plan.rows:
             if not half_gone:
                 return None
             reason = Reason.LEASE if reason is Reason.EXPLOIT else reason

@@ -276,6 +276,11 @@ def test_overrides_that_do_not_change_the_choice_are_not_its_reason():
     engine = make()
     engine.run(400, 8, [0.9] * 7)
     best = engine.controller.decide(8).arm.gamma
+    engine.controller.set_overrides([command(gamma_max=7)])
+    # Named at once all the same.
+    plan = engine.controller.next_plan()
+    assert plan is not None
+    assert plan.overrides == ("o",)
     engine.controller.set_overrides([command(gamma_max=best)])
     engine.run(50, 8, [0.9] * 7)
     row = engine.controller.current_plan().row_for(8)
