@@ -48,6 +48,14 @@ def connect(url: str, timeout_seconds: float, password_file: Path | None = None)
         raise RedisUrlError(f"{without_password(url)}: {error}") from None
 
 
+async def close(client: Any) -> None:
+    """Closes a client of any kind.  Raises RedisError, OSError."""
+    manager = getattr(getattr(client, "connection_pool", None), "sentinel_manager", None)
+    await client.aclose()
+    for sentinel in manager.sentinels if manager else ():
+        await sentinel.aclose()
+
+
 def _client(url: str, timeout_seconds: float, password_file: Path | None) -> Any:
     options: dict[str, Any] = {
         "socket_timeout": timeout_seconds,

@@ -34,7 +34,7 @@ from controller.store.port import (
     StoreUnavailableError,
     Who,
 )
-from controller.store.redis_client import connect, without_password
+from controller.store.redis_client import close, connect, without_password
 from controller.store.redis_scripts import FETCH, SEED, WRITE
 
 # Part of every key: another layout of keys is another number.
@@ -104,7 +104,7 @@ class RedisStore:
         """See the port."""
         await tasks.end(self._listening)
         with contextlib.suppress(redis.exceptions.RedisError, OSError):
-            await self._client.aclose()
+            await close(self._client)
 
     async def entries(self) -> Sequence[Entry]:
         """What Redis has; what is held here while it is away."""

@@ -4,7 +4,7 @@
 
 Every state is what a sidecar has without its gRPC server: store, book, registry, and the sessions
 of its engines.  Prints JSON: how long an override takes from the operator's call to the plans of
-every engine, what Redis is asked per sidecar and second while nothing changes, and memory per engine.
+every engine, what Redis is asked per sidecar and second while nothing changes, memory per engine.
 """
 
 import argparse
