@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controller.core.overrides import Limits, Override, batch_edges, merge, merge_regime
-from controller.core.types import Arm, EngineSpec, Regime, RegimeMode
+from controller.core.types import MAX_PLAN_ROWS, Arm, EngineSpec, Regime, RegimeMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +36,15 @@ class PlanRows:
 def rows_under(
     overrides: Iterable[Override], spec: EngineSpec, buckets: Sequence[int], arms: Sequence[Arm]
 ) -> PlanRows:
-    """The rows: one a bucket, and a bucket is split where other overrides begin to count."""
+    """The rows: one a bucket, and a bucket is split where other overrides begin to count.
+
+    Where that would be more rows than an engine takes, what counts at a bucket's largest batch
+    counts in all of it.
+    """
     overrides = tuple(overrides)
     upper = tuple(sorted({*buckets, *batch_edges(overrides, spec)}))
+    if len(upper) > MAX_PLAN_ROWS:
+        upper = tuple(buckets)
     bucket = np.array([bisect_left(buckets, size) for size in upper], dtype=np.int64)
     limits = tuple(merge(overrides, spec, size) for size in upper)
     legal = None

@@ -26,6 +26,8 @@ MAX_DRAFTERS = 16
 # Drafters times draft lengths: the estimates of an engine grow with it.
 MAX_ARMS = 256
 MAX_REPORT_CLASSES = 64
+# Rows of a plan: what an engine's link takes.
+MAX_PLAN_ROWS = 512
 MAX_LABEL_CHARACTERS = 64
 
 

@@ -25,6 +25,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import structlog
+from google.protobuf.message import DecodeError
 
 from controller.core.errors import SpeculationError
 from controller.service.errors import (
@@ -247,21 +248,33 @@ def _guarded(handler: Any, check: Callable[[Any], Awaitable[None]]) -> Any:
     inner = getattr(handler, f"{asks}_{answers}")
     make = getattr(grpc, f"{asks}_{answers}_rpc_method_handler")
 
-    async def checked(request: Any, context: Any) -> Any:
+    async def admitted(request: Any, context: Any) -> Any:
         await check(context)
-        return await inner(request, context)
+        # A single request is read only now: nothing is parsed for those who may not call.
+        return request if handler.request_streaming else await _read(request, handler, context)
+
+    async def checked(request: Any, context: Any) -> Any:
+        return await inner(await admitted(request, context), context)
 
     async def checked_answers(request: Any, context: Any) -> Any:
-        await check(context)
-        async for answer in inner(request, context):
+        async for answer in inner(await admitted(request, context), context):
             yield answer
 
     yields = inspect.isasyncgenfunction(inner)
     return make(
         checked_answers if yields else checked,
-        handler.request_deserializer,
+        handler.request_deserializer if handler.request_streaming else None,
         handler.response_serializer,
     )
+
+
+async def _read(request: bytes, handler: Any, context: Any) -> Any:
+    try:
+        return handler.request_deserializer(request)
+    except DecodeError as error:
+        await context.abort(
+            grpc.StatusCode.INVALID_ARGUMENT, f"the request cannot be read: {error}"[:500]
+        )
 
 
 def certificates(certificate: Path, key: Path, client_ca: Path | None) -> grpc.ServerCredentials:

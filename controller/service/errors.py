@@ -65,6 +65,10 @@ class NoOverrideError(SpeculationError):
     """No such override is in force."""
 
 
+class TooManyOverridesError(SpeculationError):
+    """More overrides than a sidecar keeps in force."""
+
+
 class OverrideExistsError(SpeculationError):
     """The id of a new override is taken, or was."""
 
@@ -110,6 +114,7 @@ _STATUS: tuple[tuple[type[SpeculationError], grpc.StatusCode], ...] = (
     (ShuttingDownError, grpc.StatusCode.UNAVAILABLE),
     (InvalidOverrideError, grpc.StatusCode.INVALID_ARGUMENT),
     (NoOverrideError, grpc.StatusCode.NOT_FOUND),
+    (TooManyOverridesError, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (OverrideExistsError, grpc.StatusCode.ALREADY_EXISTS),
     (OverrideChangedError, grpc.StatusCode.ABORTED),
     (ForbiddenError, grpc.StatusCode.PERMISSION_DENIED),

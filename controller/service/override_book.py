@@ -25,6 +25,7 @@ from controller.service.errors import (
     OverrideChangedError,
     OverrideExistsError,
     SlowClientError,
+    TooManyOverridesError,
 )
 from controller.service.override_messages import from_body, to_body
 from controller.service.session import Session
@@ -42,6 +43,8 @@ from controller.store.port import (
 # After trouble the store is asked again after this time at the latest.
 _ASK_AGAIN_SECONDS = 30.0
 _WATCH_MAX = 1000
+# In force at a time: every plan is made under all of them.
+MAX_OVERRIDES = 200
 
 _log = structlog.get_logger(__name__)
 
@@ -121,8 +124,13 @@ class OverrideBook:
     ) -> tuple[Held, bool]:
         """(the override in force, whether it already was by the very same request).
 
-        Raises OverrideExistsError, OverrideChangedError, StoreUnavailableError.
+        Raises OverrideExistsError, OverrideChangedError, TooManyOverridesError,
+        StoreUnavailableError.
         """
+        if override.override_id not in self._held and len(self._held) >= MAX_OVERRIDES:
+            raise TooManyOverridesError(
+                f"{len(self._held)} overrides are in force already, which is the limit: clear some"
+            )
         body = to_body(override)
         try:
             entry = await self._store.write(

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from controller.core.override_rows import rows_under
 from controller.core.overrides import (
     NO_LIMITS,
     InvalidOverrideError,
@@ -242,6 +243,22 @@ def test_between_two_edges_the_limits_are_the_same(overrides):
     for batch in range(1, SPEC.max_batch_size):
         if batch not in edges:
             assert merge(overrides, SPEC, batch) == merge(overrides, SPEC, batch + 1)
+
+
+def test_a_plan_never_has_more_rows_than_an_engine_takes():
+    spec = dataclasses.replace(SPEC, max_batch_size=4096)
+    many = [
+        Override(f"o{i}", FLEET, Rule(gamma_max=i % 4), "a", "r", 7 * i + 1, 7 * i + 4)
+        for i in range(400)
+    ]
+    buckets = (1, 8, 64, 512, 4096)
+    rows = rows_under(many, spec, buckets, ARMS)
+    assert rows.upper == buckets
+    assert not rows.split
+    few = rows_under(many[:100], spec, buckets, ARMS)
+    assert len(few.upper) > 100
+    assert few.legal is not None
+    assert few.legal.any(axis=0).all()
 
 
 @given(rules())

@@ -25,6 +25,7 @@ EXPECTED = {
     errors.ShuttingDownError: grpc.StatusCode.UNAVAILABLE,
     InvalidOverrideError: grpc.StatusCode.INVALID_ARGUMENT,
     errors.NoOverrideError: grpc.StatusCode.NOT_FOUND,
+    errors.TooManyOverridesError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.OverrideExistsError: grpc.StatusCode.ALREADY_EXISTS,
     errors.OverrideChangedError: grpc.StatusCode.ABORTED,
     errors.ForbiddenError: grpc.StatusCode.PERMISSION_DENIED,

@@ -309,6 +309,35 @@ async def test_a_store_that_cannot_be_written_refuses_and_what_is_there_goes_on(
         assert set(await listed(running)) == {"good", "bad"}
 
 
+async def test_text_that_is_no_utf_8_is_refused_and_the_sidecar_goes_on(tmp_path: Path):
+    raw = (
+        asked(off=True, reason="because!")
+        .SerializeToString()
+        .replace(b"because!", b"bec\xff\xfese!")
+    )
+    async with serving(tmp_path) as running:
+        call: Any = running.channel.unary_unary("/speculation.v1.PolicyService/SetOverride")
+        for broken in (raw, b"\xff" * 50):
+            code, text = await failure(call(broken))
+            assert code is INVALID
+            assert "the request cannot be read" in text
+        assert await listed(running) == {}
+
+
+async def test_there_is_an_end_to_the_number_of_overrides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("controller.service.override_book.MAX_OVERRIDES", 3)
+    async with serving(tmp_path) as running:
+        for number in range(3):
+            etag = (await set_(running, name=f"o{number}", off=True)).held.etag
+        code, text = await failure(running.policy.SetOverride(asked("o3", off=True)))
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "3 overrides are in force" in text
+        # One that is there can still be changed.
+        await set_(running, name="o2", gamma=1, request={"etag": etag})
+
+
 async def test_the_narrower_scope_wins_in_the_plan(tmp_path: Path):
     async with serving(tmp_path) as running:
         await running.introduce()
