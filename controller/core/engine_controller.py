@@ -16,6 +16,7 @@ from controller.core.catch_up import CatchUp
 from controller.core.clock import Clock
 from controller.core.cost import CostModel, Costs
 from controller.core.errors import StaleReportError
+from controller.core.explanation import ArmValue, Explanation, PositionEstimate, PreviewRow
 from controller.core.exploration import Explorer, Situation, relative_variance
 from controller.core.override_rows import PlanRows, rows_under
 from controller.core.overrides import Override
@@ -25,19 +26,7 @@ from controller.core.prior import prior_for
 from controller.core.profile import Profile
 from controller.core.settings import PlannerSettings
 from controller.core.traffic import TrafficEstimator
-from controller.core.types import (
-    Arm,
-    ArmValue,
-    EngineSpec,
-    Explanation,
-    Plan,
-    PlanRow,
-    PositionEstimate,
-    PreviewRow,
-    Probe,
-    Reason,
-    StepReport,
-)
+from controller.core.types import Arm, EngineSpec, Plan, PlanRow, Probe, Reason, StepReport
 from controller.core.watch import budget
 
 _KV_RATE = 0.05

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from controller.core.devices import Device
+from controller.core.kinds import DrafterKind
 from controller.core.shapes import (
     DrafterShape,
     Experts,
@@ -32,7 +33,7 @@ from controller.core.shapes import (
     LinearAttention,
     ModelShape,
 )
-from controller.core.types import Arm, DrafterKind
+from controller.core.types import Arm
 
 Floats = NDArray[np.float64]
 

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 
 from controller.core.errors import SpeculationError
-from controller.core.types import DrafterKind
+from controller.core.kinds import DrafterKind
 
 
 class InvalidShapeError(SpeculationError):

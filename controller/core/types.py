@@ -7,17 +7,14 @@ bonus token.
 import math
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
 
 from controller.core.errors import (
     InvalidEngineError,
     InvalidReportError,
     UnknownArmError,
 )
-
-if TYPE_CHECKING:
-    from controller.core.overrides import Limits, Override
-    from controller.core.shapes import DrafterShape, ModelShape
+from controller.core.kinds import DrafterKind
+from controller.core.shapes import DrafterShape, ModelShape
 
 MAX_GAMMA = 64
 MAX_BATCH_SIZE = 65_536
@@ -29,15 +26,6 @@ MAX_REPORT_CLASSES = 64
 # Rows of a plan: what an engine's link takes.
 MAX_PLAN_ROWS = 512
 MAX_LABEL_CHARACTERS = 64
-
-
-class DrafterKind(Enum):
-    """How drafting scales with the draft length."""
-
-    MTP = "mtp"  # gamma serial passes of a small head (MTP, EAGLE, EAGLE3)
-    DFLASH = "dflash"  # one pass for a fixed block
-    STANDALONE = "standalone"  # gamma serial passes of a small model
-    NGRAM = "ngram"  # prompt lookup
 
 
 class Reason(Enum):
@@ -106,7 +94,7 @@ class DrafterSpec:
     gammas: tuple[int, ...]
     model: str = ""
     revision: str = ""
-    shape: "DrafterShape | None" = None
+    shape: DrafterShape | None = None
 
     def __post_init__(self) -> None:
         if not self.name or len(self.name) > 64:
@@ -147,7 +135,7 @@ class EngineSpec:
     drafters: tuple[DrafterSpec, ...]
     max_batch_size: int
     capabilities: Capabilities = field(default_factory=Capabilities)
-    shape: "ModelShape | None" = None
+    shape: ModelShape | None = None
 
     def __post_init__(self) -> None:
         allowed = set("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._:-")
@@ -360,76 +348,3 @@ class Plan:
             if batch_size <= row.max_batch_size:
                 return row
         return self.rows[-1]
-
-
-@dataclass(frozen=True, slots=True)
-class PreviewRow:
-    """How a row would change.  stuck: nothing would be left there that the engine can run."""
-
-    max_batch_size: int
-    before: Arm
-    after: Arm
-    stuck: bool
-
-
-@dataclass(frozen=True, slots=True)
-class ArmValue:
-    """One arm at one batch size, with the numbers it was judged by (units as in proto).
-
-    cost_drift: factor by which live steps have moved its profiled cost.  catch_up_seconds: what
-    changing to it now would cost first.  legal: overrides let it run.
-    """
-
-    arm: Arm
-    expected_accepted: float
-    step_seconds: float
-    tokens_per_second: float
-    optimistic_tokens_per_second: float
-    chosen: bool
-    extrapolated: bool
-    cost_drift: float = 1.0
-    catch_up_seconds: float = 0.0
-    legal: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class PositionEstimate:
-    """P(position k accepted | k-1 were) of one drafter, and the evidence behind it.
-
-    label: the request class that it is of; "" = all traffic.
-    """
-
-    drafter: str
-    position: int
-    conditional_acceptance: float
-    exposures: float
-    label: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Explanation:
-    """The whole decision row at one batch size.
-
-    limits: what overrides leave there.  overrides: all that are for this engine.
-    """
-
-    engine_id: str
-    batch_size: int
-    plan: Plan
-    arms: tuple[ArmValue, ...]
-    positions: tuple[PositionEstimate, ...]
-    profile_id: str
-    margin: float
-    probe_share: float
-    kv_tokens_per_sequence: float
-    runner_up: Arm
-    policy: str
-    probes: int
-    probe_lost_seconds: float
-    probe_credit_seconds: float
-    shifts: int
-    switches: int
-    cost_outliers: int
-    prior: str = ""
-    limits: "Limits | None" = None
-    overrides: "tuple[Override, ...]" = ()

@@ -5,15 +5,15 @@ core's types refuse; the other direction cannot fail.
 """
 
 from controller.core.errors import InvalidEngineError
+from controller.core.explanation import Explanation
+from controller.core.kinds import DrafterKind
 from controller.core.types import (
     NO_FLAGS,
     Arm,
     Capabilities,
     ClassCounts,
-    DrafterKind,
     DrafterSpec,
     EngineSpec,
-    Explanation,
     Fingerprint,
     Plan,
     PlanRow,

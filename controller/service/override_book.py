@@ -18,8 +18,8 @@ import structlog
 
 from controller import tasks
 from controller.core.errors import SpeculationError
+from controller.core.explanation import PreviewRow
 from controller.core.overrides import InvalidOverrideError, Override
-from controller.core.types import PreviewRow
 from controller.service.errors import (
     NoOverrideError,
     OverrideChangedError,

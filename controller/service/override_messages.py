@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from google.protobuf import json_format
 
+from controller.core.explanation import PreviewRow
 from controller.core.overrides import (
     InvalidOverrideError,
     Limits,
@@ -14,7 +15,7 @@ from controller.core.overrides import (
     Scope,
     ScopeKind,
 )
-from controller.core.types import PreviewRow, Regime, RegimeMode
+from controller.core.types import Regime, RegimeMode
 from controller.store.port import AuditRecord, Health
 from speculation.v1 import plan_pb2, policy_pb2, service_pb2
 

@@ -1,6 +1,7 @@
 """Model and drafter shapes between proto and core."""
 
 from controller.core.errors import InvalidEngineError
+from controller.core.kinds import DrafterKind
 from controller.core.shapes import (
     Attention,
     DrafterShape,
@@ -11,7 +12,6 @@ from controller.core.shapes import (
     LinearAttention,
     ModelShape,
 )
-from controller.core.types import DrafterKind
 from speculation.v1 import engine_pb2
 
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from controller.core.kinds import DrafterKind
 from controller.core.profile import Profile
-from controller.core.types import DrafterKind
 from controller.simulation import published
 from controller.simulation.arrivals import read_arrivals
 from controller.simulation.curves import parse_acceptance

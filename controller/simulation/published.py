@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 
 from controller.core.devices import device
 from controller.core.errors import InvalidEngineError
+from controller.core.kinds import DrafterKind
 from controller.core.roofline import Overlap, step_seconds
-from controller.core.types import Arm, DrafterKind, DrafterSpec
+from controller.core.types import Arm, DrafterSpec
 from controller.simulation import qwen
 from controller.simulation.errors import InvalidInputError
 from controller.simulation.surface import CostSurface

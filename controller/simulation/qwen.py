@@ -6,6 +6,7 @@ configuration.
 
 from collections.abc import Mapping
 
+from controller.core.kinds import DrafterKind
 from controller.core.shapes import (
     DrafterShape,
     Experts,
@@ -13,7 +14,6 @@ from controller.core.shapes import (
     LinearAttention,
     ModelShape,
 )
-from controller.core.types import DrafterKind
 
 _HIDDEN, _VOCABULARY = 2048, 248_320
 _HEAD_PARAMS = _HIDDEN * _VOCABULARY

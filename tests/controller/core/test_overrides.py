@@ -8,6 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from controller.core.kinds import DrafterKind
 from controller.core.override_rows import rows_under
 from controller.core.overrides import (
     NO_LIMITS,
@@ -24,7 +25,6 @@ from controller.core.overrides import (
 from controller.core.types import (
     MAX_GAMMA,
     Arm,
-    DrafterKind,
     DrafterSpec,
     EngineSpec,
     Fingerprint,

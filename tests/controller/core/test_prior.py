@@ -7,17 +7,11 @@ import pytest
 
 from controller.core.clock import VirtualClock
 from controller.core.engine_controller import EngineController
+from controller.core.kinds import DrafterKind
 from controller.core.prior import prior_for
 from controller.core.settings import PlannerSettings
 from controller.core.shapes import DrafterShape, GroupedQueryAttention, ModelShape
-from controller.core.types import (
-    Arm,
-    DrafterKind,
-    DrafterSpec,
-    EngineSpec,
-    Fingerprint,
-    Reason,
-)
+from controller.core.types import Arm, DrafterSpec, EngineSpec, Fingerprint, Reason
 
 GAMMAS = (0, 1, 3, 7)
 ARMS = [Arm("mtp", g) for g in GAMMAS]

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controller.core.errors import InvalidProfileError, ProfileMismatchError
+from controller.core.kinds import DrafterKind
 from controller.core.profile import DrafterIdentity, Profile, ProfileCell
-from controller.core.types import DrafterKind, DrafterSpec, Fingerprint
+from controller.core.types import DrafterSpec, Fingerprint
 
 FINGERPRINT = Fingerprint("qwen3", engine="sglang", device="cpu", graph_batch_sizes=(1, 2))
 PROFILE = Profile(

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controller.core.devices import Device, device
+from controller.core.kinds import DrafterKind
 from controller.core.roofline import (
     Overlap,
     draft_seconds,
@@ -23,7 +24,7 @@ from controller.core.shapes import (
     LinearAttention,
     ModelShape,
 )
-from controller.core.types import Arm, DrafterKind
+from controller.core.types import Arm
 
 H100 = device("H100")
 MTP = DrafterShape(DrafterKind.MTP, dense_params=300_000_000)

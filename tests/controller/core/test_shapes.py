@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from controller.core.kinds import DrafterKind
 from controller.core.shapes import (
     DrafterShape,
     Experts,
@@ -13,7 +14,6 @@ from controller.core.shapes import (
     LinearAttention,
     ModelShape,
 )
-from controller.core.types import DrafterKind
 
 GQA = GroupedQueryAttention(query_heads=32, kv_heads=8, head_dim=128)
 

@@ -4,9 +4,10 @@ import random
 
 import pytest
 
+from controller.core.kinds import DrafterKind
 from controller.core.settings import PlannerSettings
 from controller.core.traffic import MAX_CLASSES, TrafficEstimator
-from controller.core.types import ClassCounts, DrafterKind, DrafterSpec, StepReport
+from controller.core.types import ClassCounts, DrafterSpec, StepReport
 
 SPECS = (
     DrafterSpec("mtp", DrafterKind.MTP, (0, 1, 3)),

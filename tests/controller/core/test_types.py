@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.core.errors import InvalidEngineError, InvalidReportError, UnknownArmError
+from controller.core.kinds import DrafterKind
 from controller.core.types import (
     Arm,
     ClassCounts,
-    DrafterKind,
     DrafterSpec,
     EngineSpec,
     Fingerprint,

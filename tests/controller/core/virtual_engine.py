@@ -7,16 +7,10 @@ from dataclasses import dataclass, field
 
 from controller.core.clock import VirtualClock
 from controller.core.engine_controller import EngineController
+from controller.core.kinds import DrafterKind
 from controller.core.profile import DrafterIdentity, Profile, ProfileCell
 from controller.core.settings import PlannerSettings
-from controller.core.types import (
-    Arm,
-    DrafterKind,
-    DrafterSpec,
-    EngineSpec,
-    Fingerprint,
-    StepReport,
-)
+from controller.core.types import Arm, DrafterSpec, EngineSpec, Fingerprint, StepReport
 
 GAMMAS = (0, 1, 2, 3, 5, 7)
 StepSeconds = Callable[[int, int], float]

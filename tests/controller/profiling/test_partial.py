@@ -5,7 +5,8 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from controller.core.types import DrafterKind, DrafterSpec, EngineSpec, Fingerprint
+from controller.core.kinds import DrafterKind
+from controller.core.types import DrafterSpec, EngineSpec, Fingerprint
 from controller.profiling.errors import InvalidPartialError
 from controller.profiling.partial import (
     Partial,

@@ -5,8 +5,9 @@ import pytest
 from rich.console import Console
 
 from controller.core.clock import VirtualClock
+from controller.core.kinds import DrafterKind
 from controller.core.profile import DrafterIdentity, Profile, ProfileCell
-from controller.core.types import DrafterKind, DrafterSpec, EngineSpec, Fingerprint
+from controller.core.types import DrafterSpec, EngineSpec, Fingerprint
 from controller.profiling.profile_file import default_path, uncovered
 from controller.profiling.progress import BarReporter, LineReporter
 from controller.profiling.report import ProfileTable, hardware_note

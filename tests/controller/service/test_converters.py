@@ -3,6 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.core.errors import InvalidEngineError
+from controller.core.explanation import ArmValue, Explanation, PositionEstimate
+from controller.core.kinds import DrafterKind
 from controller.core.shapes import (
     DrafterShape,
     Experts,
@@ -15,17 +17,13 @@ from controller.core.types import (
     MAX_BATCH_SIZE,
     MAX_GAMMA,
     Arm,
-    ArmValue,
     Capabilities,
     ClassCounts,
-    DrafterKind,
     DrafterSpec,
     EngineSpec,
-    Explanation,
     Fingerprint,
     Plan,
     PlanRow,
-    PositionEstimate,
     Probe,
     Reason,
     Regime,

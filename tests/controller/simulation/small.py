@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from controller.core.types import DrafterKind, DrafterSpec
+from controller.core.kinds import DrafterKind
+from controller.core.types import DrafterSpec
 from controller.simulation.curves import Curves
 from controller.simulation.ours import FINGERPRINT
 from controller.simulation.scenario import Scenario

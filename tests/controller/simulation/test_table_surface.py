@@ -3,8 +3,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from controller.core.kinds import DrafterKind
 from controller.core.profile import DrafterIdentity, Profile, ProfileCell
-from controller.core.types import Arm, DrafterKind, Fingerprint
+from controller.core.types import Arm, Fingerprint
 from controller.simulation.errors import InvalidInputError
 from controller.simulation.step_costs import CostTable
 from controller.simulation.table_surface import csv_surface, profile_surface, table_surface

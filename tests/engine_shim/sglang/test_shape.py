@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from controller.core.types import DrafterKind
+from controller.core.kinds import DrafterKind
 from controller.service.shapes import drafter_shape_from_proto, model_shape_from_proto
 from engine_shim.sglang.shape import set_shapes
 from speculation.v1 import engine_pb2
