@@ -73,8 +73,8 @@ class ProfileLibrary:
 
     def add(self, profile: Profile) -> None:
         """Makes it the preferred one; one of the same identity is forgotten."""
-        identity = _identity(profile)
-        self._profiles = [p for p in self._profiles if _identity(p) != identity]
+        identity = identity_of(profile)
+        self._profiles = [p for p in self._profiles if identity_of(p) != identity]
         self._profiles.append(profile)
 
     def save(self, profile: Profile) -> Path | None:
@@ -84,7 +84,7 @@ class ProfileLibrary:
         """
         if self._directory is None:
             return None
-        path = self._directory / f"{_identity(profile)}.json"
+        path = self._directory / f"{identity_of(profile)}.json"
         try:
             write_whole(path, profile.to_json().encode())
         except OSError as error:
@@ -104,11 +104,11 @@ def mismatch(profile: Profile, spec: EngineSpec) -> ProfileMismatchError | None:
     return None
 
 
-def _identity(profile: Profile) -> str:
-    """Digest of what is compared with an engine: 16 hexadecimal digits."""
+def identity_of(whose: Profile | EngineSpec) -> str:
+    """Digest of what profiles and engines are compared by: 16 hexadecimal digits."""
     compared = (
-        asdict(replace(profile.fingerprint, shim_version="")),
-        sorted((d.name, d.model, d.revision) for d in profile.drafters),
+        asdict(replace(whose.fingerprint, shim_version="")),
+        sorted((d.name, d.model, d.revision) for d in whose.drafters),
     )
     return hashlib.sha256(repr(compared).encode()).hexdigest()[:16]
 

@@ -14,6 +14,7 @@ from controller.service.errors import (
     NoMatchingEngineError,
     abort,
 )
+from controller.service.fleet_profiles import FleetProfiles
 from controller.service.profile_library import ProfileLibrary, mismatch
 from controller.service.session import Measurement, Session
 from controller.service.sessions import SessionRegistry
@@ -26,9 +27,15 @@ _log = structlog.get_logger(__name__)
 class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
     """Measure, InstallProfile."""
 
-    def __init__(self, registry: SessionRegistry, profiles: ProfileLibrary) -> None:
+    def __init__(
+        self,
+        registry: SessionRegistry,
+        profiles: ProfileLibrary,
+        fleet: FleetProfiles | None = None,
+    ) -> None:
         self._registry = registry
         self._profiles = profiles
+        self._fleet = fleet
         self._installing = asyncio.Lock()
 
     async def Measure(  # type: ignore[override]  # as in steering: reads and writes through its context
@@ -71,6 +78,8 @@ class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
                 session.use_profile(profile)
         except SpeculationError as error:
             await abort(context, error)
+        if self._fleet is not None:
+            await self._fleet.publish(profile)
         engines = sorted(session.engine_id for session in matching)
         _log.info(
             "profile_installed",

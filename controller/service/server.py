@@ -23,6 +23,7 @@ from controller.core.types import EngineSpec
 from controller.service import unix_socket
 from controller.service.access import AccessList, Guard, certificates
 from controller.service.errors import ShuttingDownError
+from controller.service.fleet_profiles import FleetProfiles
 from controller.service.inspection import InspectionServicer
 from controller.service.metrics import MetricsServer
 from controller.service.override_book import OverrideBook
@@ -34,7 +35,7 @@ from controller.service.sessions import CoreFactory, SessionRegistry
 from controller.service.steering import SpeculationServicer
 from controller.settings import Settings
 from controller.store.file_store import FileStore
-from controller.store.port import Store
+from controller.store.port import ProfileShelf, Store
 from speculation.v1 import policy_pb2, policy_pb2_grpc, service_pb2, service_pb2_grpc
 
 SERVICES = tuple(
@@ -76,7 +77,13 @@ class Sidecar:
             settings.max_engines,
             settings.session_idle_seconds,
         )
-        self.book = OverrideBook(make_store(settings), self.registry)
+        store = make_store(settings)
+        self.book = OverrideBook(store, self.registry)
+        self._fleet = (
+            FleetProfiles(store, self.profiles, self.registry)
+            if isinstance(store, ProfileShelf)
+            else None
+        )
         self._path = settings.socket_path
         self._inode = 0
         self._health = health.aio.HealthServicer()
@@ -87,6 +94,8 @@ class Sidecar:
     def _core(self, spec: EngineSpec, profile: Profile | None) -> EngineController:
         core = EngineController(spec, self._settings.planner, profile, self._clock)
         core.set_overrides(self.book.active())
+        if profile is None and self._fleet is not None:
+            self._fleet.look_for(spec)
         return core
 
     async def __aenter__(self) -> Self:
@@ -144,6 +153,8 @@ class Sidecar:
         if self._server is not None:
             await self._drain(self._server, sessions)
             unix_socket.remove_own(self._path, self._inode)
+        if self._fleet is not None:
+            await self._fleet.close()
         await self.book.close()
         if self._metrics is not None:
             await asyncio.to_thread(self._metrics.close)
@@ -188,7 +199,7 @@ class Sidecar:
             InspectionServicer(self.registry, self.book), server
         )
         service_pb2_grpc.add_ProfilingServiceServicer_to_server(
-            ProfilingServicer(self.registry, self.profiles), server
+            ProfilingServicer(self.registry, self.profiles, self._fleet), server
         )
         policy = PolicyServicer(
             self.book, self._settings.override_default_seconds, self._settings.override_max_seconds

@@ -10,7 +10,7 @@ wrong neither shortens nor lengthens an override.
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from controller.core.errors import SpeculationError
 
@@ -143,6 +143,19 @@ class Store(Protocol):
     @property
     def health(self) -> Health:
         """How it is doing now."""
+        ...
+
+
+@runtime_checkable
+class ProfileShelf(Protocol):
+    """A store that also keeps the fleet's profiles.  Both may raise StoreUnavailableError."""
+
+    async def put_profile(self, identity: str, text: str) -> None:
+        """Keeps a profile, in place of an older one of the same identity."""
+        ...
+
+    async def profile(self, identity: str) -> str | None:
+        """The profile of an identity."""
         ...
 
 

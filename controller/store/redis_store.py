@@ -70,6 +70,7 @@ class RedisStore:
         self._where = without_password(url)
         tag = f"{{{namespace}:{SCHEMA}}}"
         self._keys = [f"{tag}:{name}" for name in ("revision", "live", "traces", "audit")]
+        self._profiles = f"{tag}:profiles"
         self._common = [f"{tag}:entry:", f"{tag}:news"]
         self._timeout_seconds = timeout_seconds
         self._reconcile_seconds = reconcile_seconds
@@ -154,6 +155,14 @@ class RedisStore:
                 break
             end = f"({page[-1][0]}"
         return found[:limit]
+
+    async def put_profile(self, identity: str, text: str) -> None:
+        """Keeps a profile for the fleet, in place of an older one of the same identity."""
+        await self._ask(lambda: self._client.hset(self._profiles, identity, text), writes=True)
+
+    async def profile(self, identity: str) -> str | None:
+        """The fleet's profile of an identity."""
+        return await self._ask(lambda: self._client.hget(self._profiles, identity))
 
     @property
     def health(self) -> Health:

@@ -9,8 +9,17 @@ from pathlib import Path
 import grpc
 import pytest
 
-from speculation.v1 import policy_pb2
-from tests.controller.service.harness import Running, SteerClient, failure, serving, soon, until
+from controller.service.profile_library import identity_of
+from speculation.v1 import policy_pb2, service_pb2
+from tests.controller.service.harness import (
+    Running,
+    SteerClient,
+    failure,
+    make_profile,
+    serving,
+    soon,
+    until,
+)
 from tests.controller.service.test_overrides import FLEET, asked, clear, gammas, listed, set_
 from tests.controller.store.redis_server import RedisServer
 
@@ -103,3 +112,54 @@ async def test_of_two_operators_at_two_sidecars_only_one_replaces(
         )
         refused = [r for r in results if isinstance(r, grpc.aio.AioRpcError)]
         assert [r.code() for r in refused] == [grpc.StatusCode.ABORTED]
+
+
+async def test_what_one_pod_has_measured_the_next_one_finds_when_it_boots(
+    tmp_path: Path, server: RedisServer
+):
+    profile = make_profile()
+    install = service_pb2.InstallProfileRequest(profile_json=profile.to_json())
+    async with fleet(tmp_path, server, 1) as (one,):
+        await one.introduce()
+        await soon(one.profiling.InstallProfile(install))
+    later = tmp_path / "later"
+    later.mkdir()
+    async with serving(later, redis_url=server.url) as two:
+        await two.introduce("booted")
+        await two.introduce("of-another-model", target_model="another")
+        async with asyncio.timeout(10):
+            while (await two.status("booted")).profile_id != profile.profile_id:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        assert not (await two.status("of-another-model")).profile_id
+        # Found once, it is here: the next engine has it from its first plan on.
+        server.kill()
+        await two.introduce("third")
+        assert (await two.status("third")).profile_id == profile.profile_id
+
+
+async def test_a_profile_under_a_wrong_name_is_refused(tmp_path: Path, server: RedisServer):
+    async with fleet(tmp_path, server, 1) as (one,):
+        await one.introduce()
+        wrong = make_profile("another").to_json()
+        identity = identity_of(one.sidecar.registry.by_engine("engine-0").spec)
+        with server.client() as client:
+            client.hset("{speculation:1}:profiles", identity, wrong)
+        await one.introduce()
+        await asyncio.sleep(0.3)
+        assert not (await one.status()).profile_id
+        with server.client() as client:
+            client.hset("{speculation:1}:profiles", identity, "no profile")
+        await one.introduce()
+        await asyncio.sleep(0.3)
+        assert not (await one.status()).profile_id
+
+
+async def test_a_profile_that_cannot_be_shared_is_used_all_the_same(
+    tmp_path: Path, server: RedisServer
+):
+    async with fleet(tmp_path, server, 1) as (one,):
+        await one.introduce()
+        server.kill()
+        install = service_pb2.InstallProfileRequest(profile_json=make_profile().to_json())
+        await soon(one.profiling.InstallProfile(install))
+        assert (await one.status()).profile_id == make_profile().profile_id
