@@ -1,7 +1,8 @@
 """The default store: one directory on this machine, for one sidecar.
 
 The journal of changes is the truth: it is the audit, and replayed it gives the entries.  Times are
-kept as wall-clock seconds of this machine, because a journal is read again after a restart.
+kept as wall-clock seconds of this machine, because a journal is read again after a restart; while a
+store is open they run by the monotonic clock.
 """
 
 import asyncio
@@ -35,6 +36,8 @@ class FileStore:
     def __init__(self, directory: Path, wall: Callable[[], float] = time.time) -> None:
         self._directory = directory
         self._wall = wall
+        # Wall time less monotonic time, as it was when the store was opened.
+        self._offset = 0.0
         self._lock_file: int | None = None
         self._journal: Journal | None = None
         self._held: dict[str, _Held] = {}
@@ -50,7 +53,12 @@ class FileStore:
         del changed  # nobody else writes here
         await asyncio.to_thread(self._open)
 
+    def _now(self) -> float:
+        """Wall time as at the opening, and steady since: a clock that is set moves no end."""
+        return time.monotonic() + self._offset
+
     def _open(self) -> None:
+        self._offset = self._wall() - time.monotonic()
         try:
             self._directory.mkdir(parents=True, exist_ok=True, mode=0o750)
             self._lock_file = os.open(self._directory / "lock", os.O_RDWR | os.O_CREAT, 0o640)
@@ -99,7 +107,7 @@ class FileStore:
     async def entries(self) -> Sequence[Entry]:
         """Ends what has run out by now, also when that cannot be written down."""
         async with self._one_at_a_time:
-            now = self._wall()
+            now = self._now()
             for held in list(self._held.values()):
                 if held.until is not None and held.until <= now:
                     await self._run_out(held, now)
@@ -137,7 +145,7 @@ class FileStore:
         self, override_id: str, body: str, seconds: float | None, expected: int, who: Who
     ) -> Entry:
         async with self._one_at_a_time:
-            now = self._wall()
+            now = self._now()
             before = self._expect(override_id, expected, now)
             after = self._next(override_id, body, seconds, now, "" if body else "cleared")
             action = "clear" if not body else "replace" if before else "set"
