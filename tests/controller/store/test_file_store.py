@@ -106,7 +106,6 @@ async def test_damage_in_the_middle_is_refused_with_file_and_line(tmp_path: Path
 
 
 async def test_a_record_that_is_none_is_refused(tmp_path: Path):
-    tmp_path.mkdir(exist_ok=True)
     journal = Journal(tmp_path / "overrides.journal")
     journal.append({"something": "else"})
     journal.close()
