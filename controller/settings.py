@@ -117,6 +117,10 @@ class Settings(BaseSettings):
     redis_replicas: int = Field(
         0, ge=0, le=16, description="Replicas that must have an override before it counts as set."
     )
+    warm_start: bool = Field(
+        default=True,
+        description="Fresh sessions begin from acceptance estimates kept in the store.",
+    )
     override_default_seconds: float = Field(
         3600.0, gt=0, description="How long an override stays for which nothing is said."
     )

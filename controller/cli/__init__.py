@@ -2,7 +2,7 @@
 
 import typer
 
-from controller.cli import convert, explain, override, profile, serve, simulate
+from controller.cli import convert, explain, override, profile, profile_shelf, serve, simulate
 
 app = typer.Typer(
     name="controller",
@@ -11,7 +11,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("serve")(serve.serve)
-app.command("profile")(profile.profile)
+app.add_typer(profile.profile, name="profile")
+for _name, _command in profile_shelf.COMMANDS.items():
+    profile.profile.command(_name)(_command)
 app.command("engines")(explain.engines)
 app.command("explain")(explain.explain)
 app.add_typer(override.override, name="override")

@@ -144,12 +144,13 @@ def _in_words(answer: "service_pb2.ExplainResponse") -> str:
         if answer.runner_up_drafter
         else "nothing to choose from"
     )
+    warm = f"acceptance began from {answer.warm_start}\n" if answer.warm_start else ""
     return (
         f"plan {plan.epoch}: {_reason(plan.reason)}; {plan.reason_detail}\n"
         f"costs: {costs}; context {answer.kv_tokens_per_sequence:.0f} tokens a sequence; "
         f"{answer.cost_outliers} step times left out as outliers\n"
         f"{second}; {answer.switches} switches, {answer.shifts} shifts of traffic\n"
-        f"{_overrides_text(answer)}"
+        f"{warm}{_overrides_text(answer)}"
         f"probing has cost {answer.probe_share:.2%} of step time: {answer.probes} probes, "
         f"{answer.probe_lost_seconds:.2f} s lost, {answer.probe_credit_seconds:.3f} s to spend"
         f"{policy}"

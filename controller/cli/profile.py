@@ -8,13 +8,17 @@ import typer
 if TYPE_CHECKING:
     from controller.profiling import ProfileOutcome, ProfileRequest
 
+profile = typer.Typer()
+
 # Exit codes: 0 measured, or a matching profile reused; 2 usage; 3 the file at --output is not this
 # engine's profile; 4 no sidecar; 5 no engine; 6 the engine is not introduced, or several are;
 # 7 the measurement broke off; 1 anything else; 130 and 143 after SIGINT and SIGTERM.
 _EXIT_SIGNAL = 128
 
 
-def profile(
+@profile.callback(invoke_without_command=True)
+def measure(
+    context: typer.Context,
     engine_url: Annotated[
         str, typer.Option(help="The engine's HTTP API, which supplies the load.")
     ] = "http://127.0.0.1:30000",
@@ -70,9 +74,9 @@ def profile(
     """Measures the seconds of a step for every draft length and batch size, gamma = 0 included.
 
     The sidecar has the engine run each choice in turn, this command supplies the load, and the
-    profile is installed in the sidecar.  A profile of this engine at --output is reused; another
-    engine's is refused.  An interrupted measurement is gone on with.  Nothing else should use the
-    engine meanwhile.
+    profile is installed in the sidecar and put on its shelf, where pods of the same kind find it.
+    A profile of this engine at --output or on the shelf is reused; another engine's is refused.
+    An interrupted measurement is gone on with.  Nothing else should use the engine meanwhile.
 
     Exit codes: 0 done, 1 other errors, 2 usage, 3 the file at --output is no profile of this
     engine, 4 no sidecar, 5 no engine, 6 the engine is not introduced or there are several, 7 the
@@ -81,6 +85,8 @@ def profile(
     import os
     import sys
 
+    if context.invoked_subcommand is not None:
+        return
     # Before grpc is loaded: its own lines on standard error are noise beside ours.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 

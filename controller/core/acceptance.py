@@ -140,6 +140,17 @@ class AcceptanceEstimator:
         self.shifts += 1
         return True
 
+    def begin_from(self, conditional: Sequence[float], exposures: Sequence[float]) -> None:
+        """Adds what was known elsewhere; a_k and exposures of positions 1.., as far as they go.
+
+        Only to the slow window: where live traffic differs, the fast one tells as always.
+        """
+        for k, (a, n) in enumerate(zip(conditional, exposures, strict=True)):
+            if k < self.gamma_max:
+                self._slow_n[k] += n
+                self._slow_s[k] += n * a
+                self._seen_at[k] = self._steps
+
     def pass_by(self) -> None:
         """A step that ran without this drafter."""
         self._steps += 1

@@ -27,6 +27,7 @@ from controller.core.profile import Profile
 from controller.core.settings import PlannerSettings
 from controller.core.traffic import TrafficEstimator
 from controller.core.types import Arm, EngineSpec, Plan, PlanRow, Probe, Reason, StepReport
+from controller.core.warm_start import Belief
 from controller.core.watch import budget
 
 _KV_RATE = 0.05
@@ -79,6 +80,7 @@ class EngineController:
         self._evaluated_at = -float("inf")
         self._unsettled_until = _UNSETTLED_REPORTS
         self.reports = 0
+        self._warm_start = ""
 
     def _cost_model(self, profile: Profile | None) -> CostModel:
         padded = bool(self.spec.fingerprint.graph_batch_sizes)
@@ -222,6 +224,12 @@ class EngineController:
             self._catch_up.use(profile.catch_up_seconds_per_token)
         self._evaluated_at = -float("inf")
 
+    def begin_from(self, beliefs: Iterable[Belief], where: str) -> None:
+        """Adds what was known elsewhere; where: who knew it, for people."""
+        self.traffic.begin_from(beliefs)
+        self._warm_start = where
+        self._evaluated_at = -float("inf")
+
     def explain(self, batch_size: int = 0) -> Explanation:
         """The decision row at a batch size (0: the last report's), with all its numbers."""
         batch_size = batch_size or self._last_batch
@@ -272,6 +280,7 @@ class EngineController:
             prior=self.cost.prior,
             limits=self._rows_at.limits[row],
             overrides=self._overrides,
+            warm_start=self._warm_start,
         )
 
     def _positions(self) -> tuple[PositionEstimate, ...]:

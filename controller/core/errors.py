@@ -25,6 +25,14 @@ class InvalidProfileError(SpeculationError):
     """A profile file that is not one, or that holds impossible numbers."""
 
 
+class InvalidBeliefError(SpeculationError):
+    """Kept estimates that are none."""
+
+
+class ProfileMergeError(SpeculationError):
+    """Profiles that cannot be made into one."""
+
+
 class ProfileMismatchError(SpeculationError):
     """A profile of another fingerprint.  `field` names the first field that differs."""
 

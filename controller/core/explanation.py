@@ -54,7 +54,8 @@ class PositionEstimate:
 class Explanation:
     """The whole decision row at one batch size.
 
-    limits: what overrides leave there.  overrides: all that are for this engine.
+    limits: what overrides leave there.  overrides: all that are for this engine.  warm_start:
+    whose acceptance estimates it began from, "" = nobody's.
     """
 
     engine_id: str
@@ -77,3 +78,4 @@ class Explanation:
     prior: str = ""
     limits: Limits | None = None
     overrides: tuple[Override, ...] = ()
+    warm_start: str = ""

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -48,7 +49,8 @@ class Profile:
     """C(d, B, gamma, kv) = cell + seconds_per_kv_token * (kv - B * kv_tokens_per_sequence).
 
     catch_up_seconds_per_token: what a drafter pays for every token that it missed while it slept
-    or another one drafted (0: unknown; live steps measure it).
+    or another one drafted (0: unknown; live steps measure it).  merged_from: ids of the single
+    measurements that it was made from (`profile_merge`), empty for one measurement.
 
     Raises InvalidProfileError for numbers that cannot be.
     """
@@ -62,6 +64,7 @@ class Profile:
     command: str = ""
     hardware: str = ""
     catch_up_seconds_per_token: float = 0.0
+    merged_from: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.cells:
@@ -100,21 +103,29 @@ class Profile:
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
     def require_match(self, fingerprint: Fingerprint, drafters: tuple[DrafterSpec, ...]) -> None:
-        """Raises ProfileMismatchError, naming the first field that differs.
+        """Raises ProfileMismatchError, naming the first field that differs."""
+        identities = tuple(DrafterIdentity(d.name, d.model, d.revision) for d in drafters)
+        for difference in self.differences(fingerprint, identities):
+            raise ProfileMismatchError(*difference)
+
+    def differences(
+        self, fingerprint: Fingerprint, drafters: tuple[DrafterIdentity, ...]
+    ) -> Iterator[tuple[str, object, object]]:
+        """(field, here, there) of what an engine lacks here; more drafters here are no difference.
 
         The shim's version is recorded but not compared: it does not change what a step costs.
         """
         for item in dataclasses.fields(Fingerprint):
             mine, theirs = getattr(self.fingerprint, item.name), getattr(fingerprint, item.name)
             if item.name != "shim_version" and mine != theirs:
-                raise ProfileMismatchError(item.name, mine, theirs)
+                yield item.name, mine, theirs
         known = {d.name: d for d in self.drafters}
         for drafter in drafters:
             found = known.get(drafter.name)
             if found is None:
-                raise ProfileMismatchError("drafters", sorted(known), drafter.name)
-            if (found.model, found.revision) != (drafter.model, drafter.revision):
-                raise ProfileMismatchError(
+                yield "drafters", sorted(known), drafter.name
+            elif found != drafter:
+                yield (
                     f"drafter {drafter.name}",
                     f"{found.model}@{found.revision}",
                     f"{drafter.model}@{drafter.revision}",
@@ -123,6 +134,8 @@ class Profile:
     def to_json(self) -> str:
         """The file's text, stable: equal profiles give equal text."""
         body = {"format": FORMAT, **dataclasses.asdict(self)}
+        if not self.merged_from:
+            del body["merged_from"]
         return json.dumps(body, indent=1, sort_keys=True) + "\n"
 
     @classmethod
@@ -181,6 +194,9 @@ def _coerce(annotation: object, value: object, where: str) -> object:
         return value
     if annotation == tuple[int, ...]:
         if isinstance(value, list) and all(type(v) is int for v in value):
+            return tuple(value)
+    elif annotation == tuple[str, ...]:
+        if isinstance(value, list) and all(type(v) is str for v in value):
             return tuple(value)
     elif annotation not in (float, int, str):
         return value  # built already

@@ -6,11 +6,12 @@ estimate over all traffic.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from controller.core.acceptance import AcceptanceCurve, AcceptanceEstimator
 from controller.core.settings import PlannerSettings
 from controller.core.types import DrafterSpec, StepReport
+from controller.core.warm_start import Belief
 from controller.core.watch import Hazard
 
 # Shifts are expected once in so many steps before any was seen; how long their rate is remembered.
@@ -29,6 +30,8 @@ class TrafficEstimator:
             d.name: AcceptanceEstimator(max(d.gammas[-1], 1), settings) for d in drafters
         }
         self.classes: dict[str, dict[str, AcceptanceEstimator]] = {}
+        # What is known of classes that have not come yet: by label and drafter.
+        self._awaited: dict[str, dict[str, Belief]] = {}
         self._mix: dict[str, float] = {}
         self._hazard_steps = _HAZARD_PRIOR_STEPS
         self._hazard_shifts = 0.0
@@ -77,12 +80,38 @@ class TrafficEstimator:
                     for name, main in self.drafters.items()
                 }
                 self.classes[part.label] = known
+                for belief in self._awaited.pop(part.label, {}).values():
+                    known[belief.drafter].begin_from(belief.conditional, belief.exposures)
             for name, estimator in known.items():
                 if name == report.drafter:
                     estimator.fold(part.accepted_counts)
                 else:
                     estimator.pass_by()
             self._mix[part.label] = sum(part.accepted_counts) / report.batch_size
+
+    def beliefs(self) -> list[Belief]:
+        """What is known, for another session to begin from."""
+        by_label = {"": self.drafters, **self.classes}
+        found = []
+        for label, estimators in by_label.items():
+            for name, estimator in estimators.items():
+                curve = estimator.curve()
+                if curve.exposures and curve.exposures[0] > 0:
+                    found.append(
+                        Belief(name, label, tuple(curve.conditional), tuple(curve.exposures))
+                    )
+        return found
+
+    def begin_from(self, beliefs: Iterable[Belief]) -> None:
+        """Adds what was known elsewhere; beliefs of drafters that are not here are left."""
+        for belief in beliefs:
+            if belief.drafter not in self.drafters:
+                continue
+            if belief.label and belief.label not in self.classes:
+                self._awaited.setdefault(belief.label, {})[belief.drafter] = belief
+                continue
+            estimators = self.classes[belief.label] if belief.label else self.drafters
+            estimators[belief.drafter].begin_from(belief.conditional, belief.exposures)
 
     def curves(self) -> Mapping[str, AcceptanceCurve]:
         """By drafter, the curve of the batch that ran last."""

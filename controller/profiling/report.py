@@ -60,6 +60,40 @@ def _footer(profile: Profile) -> str:
     )
 
 
+class DifferenceTable:
+    """Rows gamma, columns B: the second profile's seconds as a multiple of the first's.
+
+    Marked where they lie further apart than both spreads together (interquartile ranges).
+    """
+
+    def __init__(self, one: Profile, other: Profile) -> None:
+        self._one = {(cell.arm, cell.batch_size): cell for cell in one.cells}
+        self._other = {(cell.arm, cell.batch_size): cell for cell in other.cells}
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """For `rich`."""
+        keys = self._one.keys() | self._other.keys()
+        sizes = sorted({size for _, size in keys})
+        for drafter in sorted({arm.drafter for arm, _ in keys}):
+            table = Table(title=f"{drafter}: second / first", title_justify="left")
+            table.add_column("gamma", justify="right")
+            for size in sizes:
+                table.add_column(f"B = {size}", justify="right")
+            for gamma in sorted({arm.gamma for arm, _ in keys if arm.drafter == drafter}):
+                arm = Arm(drafter, gamma)
+                table.add_row(str(gamma), *(self._cell(arm, size) for size in sizes))
+            yield table
+        yield Text("! further apart than both spreads together; -: measured in one of them only")
+
+    def _cell(self, arm: Arm, size: int) -> str:
+        one, other = self._one.get((arm, size)), self._other.get((arm, size))
+        if one is None or other is None:
+            return "" if one is other else "-"
+        apart = abs(one.step_seconds - other.step_seconds)
+        mark = "!" if apart > one.spread_seconds + other.spread_seconds else ""
+        return f"{other.step_seconds / one.step_seconds:.3f}{mark}"
+
+
 def hardware_note(device: str) -> str:
     """The engine's device, and the machine that measured."""
     host = f"{_processor()}, {os.cpu_count()} processors, {_memory_gib():.0f} GiB"

@@ -80,12 +80,14 @@ async def profile_engine(
         spec = await waiter.for_introduction(sidecar, engine, request.engine_id)
         path = request.output or default_path(spec)
         profile = None if request.force else reusable_profile(path, spec)
+        if profile is None and not request.force:
+            profile = await _shelved_profile(sidecar, spec, path, reporter)
+        elif profile is not None:
+            _tell_reuse(f"{path} is this engine's profile", profile, spec, reporter)
         reused, begun_at = profile is not None, clock.now()
         if profile is None:
             run = _Run(request, spec, path, reporter, clock)
             profile = await run.measure(engine, sidecar)
-        else:
-            _tell_reuse(path, profile, spec, reporter)
         seconds = 0.0 if reused else clock.now() - begun_at
         engine_ids = await sidecar.install(profile)
     return ProfileOutcome(profile, path, reused, tuple(engine_ids), seconds)
@@ -133,7 +135,7 @@ class _Run:
                 )
             raise
         profile = self._fit()
-        self._write(profile)
+        _write(self._path, profile)
         self._partial_path.unlink(missing_ok=True)
         return profile
 
@@ -187,17 +189,29 @@ class _Run:
         except OSError as error:
             raise ProfilingError(f"{self._partial_path}: {error.strerror}") from error
 
-    def _write(self, profile: Profile) -> None:
-        try:
-            write_profile(self._path, profile)
-        except OSError as error:
-            raise ProfilingError(f"{self._path}: {error.strerror}") from error
+
+async def _shelved_profile(
+    sidecar: SidecarClient, spec: EngineSpec, path: Path, reporter: Reporter
+) -> Profile | None:
+    """What another pod, or this one before, has measured; written down here too."""
+    profile = await sidecar.shelved(spec)
+    if profile is not None:
+        _tell_reuse("the sidecar's shelf has this engine's profile", profile, spec, reporter)
+        _write(path, profile)
+    return profile
 
 
-def _tell_reuse(path: Path, profile: Profile, spec: EngineSpec, reporter: Reporter) -> None:
+def _write(path: Path, profile: Profile) -> None:
+    try:
+        write_profile(path, profile)
+    except OSError as error:
+        raise ProfilingError(f"{path}: {error.strerror}") from error
+
+
+def _tell_reuse(what: str, profile: Profile, spec: EngineSpec, reporter: Reporter) -> None:
     reporter.note(
-        f"{path} is this engine's profile, measured {profile.measured_at or 'some time ago'}: it "
-        "is used as it is (--force measures again)"
+        f"{what}, measured {profile.measured_at or 'some time ago'}: it is used as it is (--force "
+        "measures again)"
     )
     if missing := uncovered(profile, spec):
         reporter.note(f"it did not measure {', '.join(missing)}: costs there are extrapolated")

@@ -8,7 +8,11 @@ from typing import Self
 import grpc
 import grpc.aio
 
-from controller.core.errors import SpeculationError
+from controller.core.errors import (
+    InvalidProfileError,
+    ProfileMismatchError,
+    SpeculationError,
+)
 from controller.core.profile import Profile
 from controller.core.types import Arm, EngineSpec, StepReport
 from controller.profiling.errors import MeasurementError, ProfilingError, SidecarUnreachableError
@@ -136,6 +140,25 @@ class SidecarClient:
                 f"the sidecar does not take the profile: {error.details()}"
             ) from error
         return list(answer.engine_ids)
+
+    async def shelved(self, spec: EngineSpec) -> Profile | None:
+        """What the fleet has measured of this engine, None for nothing that can be had now.
+
+        Raises SidecarUnreachableError, and ProfilingError for a profile of another engine.
+        """
+        try:
+            answer = await self._profiling.GetProfile(
+                service_pb2.GetProfileRequest(engine_id=spec.engine_id), timeout=_ANSWER_SECONDS
+            )
+            profile = Profile.from_json(answer.profile_json)
+            profile.require_match(spec.fingerprint, spec.drafters)
+        except grpc.aio.AioRpcError as error:
+            if error.code() in _AWAY and "redis" not in (error.details() or ""):
+                raise self._away(error) from error
+            return None
+        except (InvalidProfileError, ProfileMismatchError) as error:
+            raise ProfilingError(f"what the sidecar gave is no profile of it: {error}") from error
+        return profile
 
     @asynccontextmanager
     async def measuring(self, engine_id: str) -> AsyncIterator[MeasureStream]:

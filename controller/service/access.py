@@ -71,6 +71,8 @@ def right_of(method: str) -> Right:
         return Right.NONE
     if kind == "PolicyService" and name in _WRITES:
         return Right.OVERRIDE
+    if kind == "ProfilingService" and name in {"ListProfiles", "GetProfile"}:
+        return Right.READ
     return Right.STEER if kind in {"SpeculationService", "ProfilingService"} else Right.READ
 
 

@@ -108,25 +108,30 @@ def _drafter_from_proto(message: engine_pb2.Drafter) -> DrafterSpec:
     )
 
 
+def fingerprint_to_proto(fingerprint: Fingerprint) -> engine_pb2.Fingerprint:
+    """What profiles belong to."""
+    return engine_pb2.Fingerprint(
+        target_model=fingerprint.target_model,
+        target_revision=fingerprint.target_revision,
+        engine=fingerprint.engine,
+        engine_version=fingerprint.engine_version,
+        device=fingerprint.device,
+        dtype=fingerprint.dtype,
+        quantization=fingerprint.quantization,
+        tensor_parallel_size=fingerprint.tensor_parallel_size,
+        data_parallel_size=fingerprint.data_parallel_size,
+        attention_backend=fingerprint.attention_backend,
+        graph_batch_sizes=fingerprint.graph_batch_sizes,
+        shim_version=fingerprint.shim_version,
+    )
+
+
 def engine_to_proto(spec: EngineSpec) -> engine_pb2.EngineSpec:
     """The introduction as it came."""
-    fingerprint, able = spec.fingerprint, spec.capabilities
+    able = spec.capabilities
     return engine_pb2.EngineSpec(
         engine_id=spec.engine_id,
-        fingerprint=engine_pb2.Fingerprint(
-            target_model=fingerprint.target_model,
-            target_revision=fingerprint.target_revision,
-            engine=fingerprint.engine,
-            engine_version=fingerprint.engine_version,
-            device=fingerprint.device,
-            dtype=fingerprint.dtype,
-            quantization=fingerprint.quantization,
-            tensor_parallel_size=fingerprint.tensor_parallel_size,
-            data_parallel_size=fingerprint.data_parallel_size,
-            attention_backend=fingerprint.attention_backend,
-            graph_batch_sizes=fingerprint.graph_batch_sizes,
-            shim_version=fingerprint.shim_version,
-        ),
+        fingerprint=fingerprint_to_proto(spec.fingerprint),
         drafters=[
             engine_pb2.Drafter(
                 name=drafter.name,
@@ -292,6 +297,7 @@ def explanation_to_proto(explanation: Explanation) -> service_pb2.ExplainRespons
         runner_up_drafter=explanation.runner_up.drafter,
         runner_up_gamma=explanation.runner_up.gamma,
         policy=explanation.policy,
+        warm_start=explanation.warm_start,
         probes=explanation.probes,
         probe_lost_seconds=explanation.probe_lost_seconds,
         probe_credit_seconds=explanation.probe_credit_seconds,

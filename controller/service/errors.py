@@ -6,9 +6,11 @@ import grpc
 import grpc.aio
 
 from controller.core.errors import (
+    InvalidBeliefError,
     InvalidEngineError,
     InvalidProfileError,
     InvalidReportError,
+    ProfileMergeError,
     ProfileMismatchError,
     SpeculationError,
     StaleReportError,
@@ -61,6 +63,10 @@ class ProfileNotSavedError(SpeculationError):
     """The profile directory cannot be written."""
 
 
+class NoProfileError(SpeculationError):
+    """No such profile is on the shelf."""
+
+
 class NoOverrideError(SpeculationError):
     """No such override is in force."""
 
@@ -101,6 +107,8 @@ _STATUS: tuple[tuple[type[SpeculationError], grpc.StatusCode], ...] = (
     (InvalidReportError, grpc.StatusCode.INVALID_ARGUMENT),
     (InvalidEngineError, grpc.StatusCode.INVALID_ARGUMENT),
     (InvalidProfileError, grpc.StatusCode.INVALID_ARGUMENT),
+    (InvalidBeliefError, grpc.StatusCode.INVALID_ARGUMENT),
+    (ProfileMergeError, grpc.StatusCode.INVALID_ARGUMENT),
     (ProfileMismatchError, grpc.StatusCode.FAILED_PRECONDITION),
     (NoSessionError, grpc.StatusCode.FAILED_PRECONDITION),
     (UnknownEngineError, grpc.StatusCode.NOT_FOUND),
@@ -113,6 +121,7 @@ _STATUS: tuple[tuple[type[SpeculationError], grpc.StatusCode], ...] = (
     (ProfileNotSavedError, grpc.StatusCode.INTERNAL),
     (ShuttingDownError, grpc.StatusCode.UNAVAILABLE),
     (InvalidOverrideError, grpc.StatusCode.INVALID_ARGUMENT),
+    (NoProfileError, grpc.StatusCode.NOT_FOUND),
     (NoOverrideError, grpc.StatusCode.NOT_FOUND),
     (TooManyOverridesError, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (OverrideExistsError, grpc.StatusCode.ALREADY_EXISTS),

@@ -14,7 +14,7 @@ from controller.service.errors import (
     NoMatchingEngineError,
     abort,
 )
-from controller.service.fleet_profiles import FleetProfiles
+from controller.service.fleet_profiles import FleetProfiles, Shelved
 from controller.service.profile_library import ProfileLibrary, mismatch
 from controller.service.session import Measurement, Session
 from controller.service.sessions import SessionRegistry
@@ -31,7 +31,7 @@ class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
         self,
         registry: SessionRegistry,
         profiles: ProfileLibrary,
-        fleet: FleetProfiles | None = None,
+        fleet: FleetProfiles,
     ) -> None:
         self._registry = registry
         self._profiles = profiles
@@ -78,8 +78,7 @@ class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
                 session.use_profile(profile)
         except SpeculationError as error:
             await abort(context, error)
-        if self._fleet is not None:
-            await self._fleet.publish(profile)
+        await self._fleet.publish(profile)
         engines = sorted(session.engine_id for session in matching)
         _log.info(
             "profile_installed",
@@ -88,6 +87,67 @@ class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
             path=str(path) if path else None,
         )
         return service_pb2.InstallProfileResponse(profile_id=profile.profile_id, engine_ids=engines)
+
+    async def PushProfile(
+        self,
+        request: service_pb2.PushProfileRequest,
+        context: grpc.aio.ServicerContext[
+            service_pb2.PushProfileRequest, service_pb2.PushProfileResponse
+        ],
+    ) -> service_pb2.PushProfileResponse:
+        """For pods that boot, and for engines here that have none."""
+        try:
+            profile = Profile.from_json(request.profile_json)
+            identity = await self._fleet.push(profile)
+        except SpeculationError as error:
+            await abort(context, error)
+        return service_pb2.PushProfileResponse(profile_id=profile.profile_id, identity=identity)
+
+    async def ListProfiles(
+        self,
+        request: service_pb2.ListProfilesRequest,
+        context: grpc.aio.ServicerContext[
+            service_pb2.ListProfilesRequest, service_pb2.ListProfilesResponse
+        ],
+    ) -> service_pb2.ListProfilesResponse:
+        """The newest identities first."""
+        try:
+            shelved = await self._fleet.all()
+        except SpeculationError as error:
+            await abort(context, error)
+        return service_pb2.ListProfilesResponse(profiles=map(self._listed, shelved))
+
+    def _listed(self, shelved: Shelved) -> service_pb2.ShelvedProfile:
+        profile = shelved.profile
+        return service_pb2.ShelvedProfile(
+            identity=shelved.identity,
+            profile_id=profile.profile_id,
+            measurements=[m.profile_id for m in shelved.measurements],
+            fingerprint=converters.fingerprint_to_proto(profile.fingerprint),
+            drafters=[drafter.name for drafter in profile.drafters],
+            cells=len(profile.cells),
+            steps=sum(cell.steps for cell in profile.cells),
+            measured_at=profile.measured_at,
+            engine_ids=[s.engine_id for s in self._registry if mismatch(profile, s.spec) is None],
+        )
+
+    async def GetProfile(
+        self,
+        request: service_pb2.GetProfileRequest,
+        context: grpc.aio.ServicerContext[
+            service_pb2.GetProfileRequest, service_pb2.GetProfileResponse
+        ],
+    ) -> service_pb2.GetProfileResponse:
+        """By id, or what fits an engine of this sidecar."""
+        try:
+            if request.engine_id:
+                spec = self._registry.by_engine(request.engine_id).spec
+                profile = await self._fleet.for_engine(spec)
+            else:
+                profile = await self._fleet.by_id(request.profile_id)
+        except SpeculationError as error:
+            await abort(context, error)
+        return service_pb2.GetProfileResponse(profile_json=profile.to_json())
 
     def _require_engine(self, profile: Profile) -> None:
         found = [(session, mismatch(profile, session.spec)) for session in self._registry]

@@ -15,6 +15,7 @@ import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 import controller
+from controller.core import warm_start
 from controller.core.clock import Clock, WallClock
 from controller.core.engine_controller import EngineController
 from controller.core.errors import SpeculationError
@@ -23,6 +24,7 @@ from controller.core.types import EngineSpec
 from controller.service import unix_socket
 from controller.service.access import AccessList, Guard, certificates
 from controller.service.errors import ShuttingDownError
+from controller.service.fleet_estimates import FleetEstimates
 from controller.service.fleet_profiles import FleetProfiles
 from controller.service.inspection import InspectionServicer
 from controller.service.metrics import MetricsServer
@@ -35,7 +37,7 @@ from controller.service.sessions import CoreFactory, SessionRegistry
 from controller.service.steering import SpeculationServicer
 from controller.settings import Settings
 from controller.store.file_store import FileStore
-from controller.store.port import ProfileShelf, Store
+from controller.store.port import Store
 from speculation.v1 import policy_pb2, policy_pb2_grpc, service_pb2, service_pb2_grpc
 
 SERVICES = tuple(
@@ -77,13 +79,12 @@ class Sidecar:
             settings.max_engines,
             settings.session_idle_seconds,
         )
-        store = make_store(settings)
+        self.store = store = make_store(settings)
         self.book = OverrideBook(store, self.registry)
-        self._fleet = (
-            FleetProfiles(store, self.profiles, self.registry)
-            if isinstance(store, ProfileShelf)
-            else None
-        )
+        self._fleet = FleetProfiles(store.shelf, self.profiles, self.registry)
+        self._estimates = FleetEstimates(store.shelf, self.registry)
+        self.registry.on_open = self._opened
+        self.registry.on_end = self._estimates.tell
         self._path = settings.socket_path
         self._inode = 0
         self._health = health.aio.HealthServicer()
@@ -94,9 +95,19 @@ class Sidecar:
     def _core(self, spec: EngineSpec, profile: Profile | None) -> EngineController:
         core = EngineController(spec, self._settings.planner, profile, self._clock)
         core.set_overrides(self.book.active())
-        if profile is None and self._fleet is not None:
-            self._fleet.look_for(spec)
         return core
+
+    def _opened(self, session: Session, before: Session | None) -> None:
+        """What is known elsewhere comes to a new session in the background."""
+        if not session.core.profile_id:
+            self._fleet.look_for(session.spec)
+        if not self._settings.warm_start:
+            return
+        if before is not None and before.core.reports:
+            beliefs = warm_start.pool((b, 0.0) for b in before.core.traffic.beliefs())
+            session.begin_from(beliefs, "this engine's session before")
+        else:
+            self._estimates.look_for(session)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -126,6 +137,7 @@ class Sidecar:
             await self.stop()
             raise
         await self._server.start()
+        self._estimates.open()
         self._expiring = asyncio.create_task(self._expire())
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
         _log.info(
@@ -153,8 +165,8 @@ class Sidecar:
         if self._server is not None:
             await self._drain(self._server, sessions)
             unix_socket.remove_own(self._path, self._inode)
-        if self._fleet is not None:
-            await self._fleet.close()
+        await self._fleet.close()
+        await self._estimates.close()
         await self.book.close()
         if self._metrics is not None:
             await asyncio.to_thread(self._metrics.close)

@@ -8,7 +8,7 @@ Everything here runs on the server's event loop; nothing blocks.
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -19,6 +19,7 @@ from controller.core.engine_controller import EngineController
 from controller.core.errors import InvalidReportError, SpeculationError, UnknownArmError
 from controller.core.profile import Profile
 from controller.core.types import Arm, EngineSpec, Plan, Reason, StepReport
+from controller.core.warm_start import Belief
 from controller.service.errors import (
     InvalidMeasurementError,
     MeasurementConflictError,
@@ -181,6 +182,11 @@ class Session:
     def use_profile(self, profile: Profile) -> None:
         """Prices everything by this profile from now on.  Raises ProfileMismatchError."""
         self.core.use_profile(profile)
+        self.ring()
+
+    def begin_from(self, beliefs: Iterable[Belief], where: str) -> None:
+        """Warms the estimates by what was known elsewhere; where: for people."""
+        self.core.begin_from(beliefs, where)
         self.ring()
 
     @contextmanager

@@ -38,6 +38,9 @@ class SessionRegistry:
         self._by_token: dict[str, Session] = {}
         self._by_engine: dict[str, Session] = {}
         self._closed: SpeculationError | None = None
+        # Told of every session that opens (with the one that it follows) and that ends.
+        self.on_open: Callable[[Session, Session | None], None] | None = None
+        self.on_end: Callable[[Session], None] | None = None
 
     def __len__(self) -> int:
         return len(self._by_engine)
@@ -82,6 +85,8 @@ class SessionRegistry:
             costs="measured" if core.profile_id else "prior",
             **({} if profile else {"no_profile": self._profiles.why_none(spec)}),
         )
+        if self.on_open is not None:
+            self.on_open(session, known)
         return session
 
     def by_token(self, session_id: str) -> Session:
@@ -122,3 +127,5 @@ class SessionRegistry:
         del self._by_token[session.session_id]
         del self._by_engine[session.engine_id]
         session.end(why)
+        if self.on_end is not None:
+            self.on_end(session)

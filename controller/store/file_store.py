@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
+from controller.store.file_shelf import FileShelf
 from controller.store.journal import Journal
 from controller.store.port import (
     TRACE_SECONDS,
@@ -36,6 +37,7 @@ class FileStore:
     def __init__(self, directory: Path, wall: Callable[[], float] = time.time) -> None:
         self._directory = directory
         self._wall = wall
+        self.shelf = FileShelf(directory / "shelf", wall)
         # Wall time less monotonic time, as it was when the store was opened.
         self._offset = 0.0
         self._lock_file: int | None = None

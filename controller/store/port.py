@@ -10,7 +10,7 @@ wrong neither shortens nor lengthens an override.
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from controller.core.errors import SpeculationError
 
@@ -145,17 +145,52 @@ class Store(Protocol):
         """How it is doing now."""
         ...
 
-
-@runtime_checkable
-class ProfileShelf(Protocol):
-    """A store that also keeps the fleet's profiles.  Both may raise StoreUnavailableError."""
-
-    async def put_profile(self, identity: str, text: str) -> None:
-        """Keeps a profile, in place of an older one of the same identity."""
+    @property
+    def shelf(self) -> "Shelf":
+        """Goods in the same place."""
         ...
 
-    async def profile(self, identity: str) -> str | None:
-        """The profile of an identity."""
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """What one source has put on a shelf.  age_seconds: since then, by the store's clock."""
+
+    source: str
+    text: str
+    age_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ShelfKind:
+    """One sort of goods: how many sources of a name are kept (the newest), and how long."""
+
+    name: str
+    sources: int
+    seconds: float | None
+
+
+PROFILES = ShelfKind("profiles", sources=8, seconds=None)
+ACCEPTANCE = ShelfKind("acceptance", sources=16, seconds=7 * 24 * 3600.0)
+# Names of one kind that are kept; the one that was longest not put goes first.
+SHELF_NAMES = 1000
+
+
+class Shelf(Protocol):
+    """What pods leave for each other: profiles, estimates.  By name, and under it by source.
+
+    Names and sources are hexadecimal digits.  Every method may raise StoreUnavailableError.
+    """
+
+    async def put(self, kind: ShelfKind, name: str, source: str, text: str) -> None:
+        """Keeps a text, in place of what the same source had put there."""
+        ...
+
+    async def items(self, kind: ShelfKind, name: str) -> Sequence[Item]:
+        """What is there under a name, the newest first."""
+        ...
+
+    async def names(self, kind: ShelfKind) -> Sequence[str]:
+        """All names, the one last put first."""
         ...
 
 

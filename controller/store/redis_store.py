@@ -36,6 +36,7 @@ from controller.store.port import (
 )
 from controller.store.redis_client import close, connect, without_password
 from controller.store.redis_scripts import FETCH, SEED, WRITE
+from controller.store.redis_shelf import RedisShelf
 
 # Part of every key: another layout of keys is another number.
 SCHEMA = 1
@@ -70,7 +71,6 @@ class RedisStore:
         self._where = without_password(url)
         tag = f"{{{namespace}:{SCHEMA}}}"
         self._keys = [f"{tag}:{name}" for name in ("revision", "live", "traces", "audit")]
-        self._profiles = f"{tag}:profiles"
         self._common = [f"{tag}:entry:", f"{tag}:news"]
         self._timeout_seconds = timeout_seconds
         self._reconcile_seconds = reconcile_seconds
@@ -83,11 +83,12 @@ class RedisStore:
         self._trouble = "not asked yet"
         self._since = time.monotonic()
         self.commands = 0
+        self._shelf = RedisShelf(self._client, self._ask, tag)
 
     @property
-    def client(self) -> Any:
-        """The connection, for what else is kept in the same Redis."""
-        return self._client
+    def shelf(self) -> RedisShelf:
+        """In the same Redis, under the same namespace."""
+        return self._shelf
 
     async def open(self, changed: Listener) -> None:
         """Takes what the mirror holds; Redis may be away.  Raises StoreBrokenError."""
@@ -155,14 +156,6 @@ class RedisStore:
                 break
             end = f"({page[-1][0]}"
         return found[:limit]
-
-    async def put_profile(self, identity: str, text: str) -> None:
-        """Keeps a profile for the fleet, in place of an older one of the same identity."""
-        await self._ask(lambda: self._client.hset(self._profiles, identity, text), writes=True)
-
-    async def profile(self, identity: str) -> str | None:
-        """The fleet's profile of an identity."""
-        return await self._ask(lambda: self._client.hget(self._profiles, identity))
 
     @property
     def health(self) -> Health:

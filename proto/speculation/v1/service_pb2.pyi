@@ -427,6 +427,7 @@ class ExplainResponse(_message.Message):
     OVERRIDES_FIELD_NUMBER: _builtins.int
     LIMITS_FIELD_NUMBER: _builtins.int
     STORE_FIELD_NUMBER: _builtins.int
+    WARM_START_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     batch_size: _builtins.int
     profile_id: _builtins.str
@@ -450,6 +451,8 @@ class ExplainResponse(_message.Message):
     cost_outliers: _builtins.int
     prior: _builtins.str
     """Where costs come from when no profile matches: "roofline" or "generic"; empty with a profile."""
+    warm_start: _builtins.str
+    """Whose acceptance estimates the session began from; empty: it began with none."""
     @_builtins.property
     def plan(self) -> _plan_pb2.Plan: ...
     @_builtins.property
@@ -491,10 +494,11 @@ class ExplainResponse(_message.Message):
         overrides: _abc.Iterable[_policy_pb2.HeldOverride] | None = ...,
         limits: Global___OverrideLimits | None = ...,
         store: _policy_pb2.StoreStatus | None = ...,
+        warm_start: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_limits", b"_limits", "limits", b"limits", "plan", b"plan", "store", b"store"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_limits", b"_limits", "arms", b"arms", "batch_size", b"batch_size", "cost_outliers", b"cost_outliers", "engine_id", b"engine_id", "kv_tokens_per_sequence", b"kv_tokens_per_sequence", "limits", b"limits", "margin", b"margin", "overrides", b"overrides", "plan", b"plan", "policy", b"policy", "positions", b"positions", "prior", b"prior", "probe_credit_seconds", b"probe_credit_seconds", "probe_lost_seconds", b"probe_lost_seconds", "probe_share", b"probe_share", "probes", b"probes", "profile_id", b"profile_id", "runner_up_drafter", b"runner_up_drafter", "runner_up_gamma", b"runner_up_gamma", "shifts", b"shifts", "store", b"store", "switches", b"switches"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_limits", b"_limits", "arms", b"arms", "batch_size", b"batch_size", "cost_outliers", b"cost_outliers", "engine_id", b"engine_id", "kv_tokens_per_sequence", b"kv_tokens_per_sequence", "limits", b"limits", "margin", b"margin", "overrides", b"overrides", "plan", b"plan", "policy", b"policy", "positions", b"positions", "prior", b"prior", "probe_credit_seconds", b"probe_credit_seconds", "probe_lost_seconds", b"probe_lost_seconds", "probe_share", b"probe_share", "probes", b"probes", "profile_id", b"profile_id", "runner_up_drafter", b"runner_up_drafter", "runner_up_gamma", b"runner_up_gamma", "shifts", b"shifts", "store", b"store", "switches", b"switches", "warm_start", b"warm_start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__limits: _TypeAlias = _typing.Literal["limits"]  # noqa: Y015
     _WhichOneofArgType__limits: _TypeAlias = _typing.Literal["_limits", b"_limits"]  # noqa: Y015
@@ -545,6 +549,183 @@ class OverrideLimits(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___OverrideLimits: _TypeAlias = OverrideLimits  # noqa: Y015
+
+@_typing.final
+class PushProfileRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROFILE_JSON_FIELD_NUMBER: _builtins.int
+    profile_json: _builtins.str
+    """The profile file's JSON text."""
+    def __init__(
+        self,
+        *,
+        profile_json: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["profile_json", b"profile_json"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PushProfileRequest: _TypeAlias = PushProfileRequest  # noqa: Y015
+
+@_typing.final
+class PushProfileResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROFILE_ID_FIELD_NUMBER: _builtins.int
+    IDENTITY_FIELD_NUMBER: _builtins.int
+    profile_id: _builtins.str
+    identity: _builtins.str
+    """Digest of what profiles and engines are compared by."""
+    def __init__(
+        self,
+        *,
+        profile_id: _builtins.str = ...,
+        identity: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "profile_id", b"profile_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PushProfileResponse: _TypeAlias = PushProfileResponse  # noqa: Y015
+
+@_typing.final
+class ListProfilesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListProfilesRequest: _TypeAlias = ListProfilesRequest  # noqa: Y015
+
+@_typing.final
+class ListProfilesResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROFILES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def profiles(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShelvedProfile]: ...
+    def __init__(
+        self,
+        *,
+        profiles: _abc.Iterable[Global___ShelvedProfile] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["profiles", b"profiles"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListProfilesResponse: _TypeAlias = ListProfilesResponse  # noqa: Y015
+
+@_typing.final
+class ShelvedProfile(_message.Message):
+    """What the fleet knows of one fingerprint."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IDENTITY_FIELD_NUMBER: _builtins.int
+    PROFILE_ID_FIELD_NUMBER: _builtins.int
+    MEASUREMENTS_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    DRAFTERS_FIELD_NUMBER: _builtins.int
+    CELLS_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    MEASURED_AT_FIELD_NUMBER: _builtins.int
+    ENGINE_IDS_FIELD_NUMBER: _builtins.int
+    identity: _builtins.str
+    profile_id: _builtins.str
+    """Of all measurements merged: what a pod that boots gets."""
+    cells: _builtins.int
+    steps: _builtins.int
+    measured_at: _builtins.str
+    """Of the newest, as the profile says it."""
+    @_builtins.property
+    def measurements(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Ids of the single measurements."""
+
+    @_builtins.property
+    def fingerprint(self) -> _engine_pb2.Fingerprint: ...
+    @_builtins.property
+    def drafters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def engine_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Engines of this sidecar that it belongs to."""
+
+    def __init__(
+        self,
+        *,
+        identity: _builtins.str = ...,
+        profile_id: _builtins.str = ...,
+        measurements: _abc.Iterable[_builtins.str] | None = ...,
+        fingerprint: _engine_pb2.Fingerprint | None = ...,
+        drafters: _abc.Iterable[_builtins.str] | None = ...,
+        cells: _builtins.int = ...,
+        steps: _builtins.int = ...,
+        measured_at: _builtins.str = ...,
+        engine_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cells", b"cells", "drafters", b"drafters", "engine_ids", b"engine_ids", "fingerprint", b"fingerprint", "identity", b"identity", "measured_at", b"measured_at", "measurements", b"measurements", "profile_id", b"profile_id", "steps", b"steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShelvedProfile: _TypeAlias = ShelvedProfile  # noqa: Y015
+
+@_typing.final
+class GetProfileRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROFILE_ID_FIELD_NUMBER: _builtins.int
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    profile_id: _builtins.str
+    """Of one measurement or of a merged profile, or an identity."""
+    engine_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        profile_id: _builtins.str = ...,
+        engine_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "profile_id", b"profile_id", "which", b"which"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "profile_id", b"profile_id", "which", b"which"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_which: _TypeAlias = _typing.Literal["profile_id", "engine_id"]  # noqa: Y015
+    _WhichOneofArgType_which: _TypeAlias = _typing.Literal["which", b"which"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_which) -> _WhichOneofReturnType_which | None: ...
+
+Global___GetProfileRequest: _TypeAlias = GetProfileRequest  # noqa: Y015
+
+@_typing.final
+class GetProfileResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROFILE_JSON_FIELD_NUMBER: _builtins.int
+    profile_json: _builtins.str
+    def __init__(
+        self,
+        *,
+        profile_json: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["profile_json", b"profile_json"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetProfileResponse: _TypeAlias = GetProfileResponse  # noqa: Y015
 
 @_typing.final
 class MeasureRequest(_message.Message):

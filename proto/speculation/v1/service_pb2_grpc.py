@@ -258,6 +258,21 @@ class ProfilingServiceStub(object):
                 request_serializer=speculation_dot_v1_dot_service__pb2.InstallProfileRequest.SerializeToString,
                 response_deserializer=speculation_dot_v1_dot_service__pb2.InstallProfileResponse.FromString,
                 )
+        self.PushProfile = channel.unary_unary(
+                '/speculation.v1.ProfilingService/PushProfile',
+                request_serializer=speculation_dot_v1_dot_service__pb2.PushProfileRequest.SerializeToString,
+                response_deserializer=speculation_dot_v1_dot_service__pb2.PushProfileResponse.FromString,
+                )
+        self.ListProfiles = channel.unary_unary(
+                '/speculation.v1.ProfilingService/ListProfiles',
+                request_serializer=speculation_dot_v1_dot_service__pb2.ListProfilesRequest.SerializeToString,
+                response_deserializer=speculation_dot_v1_dot_service__pb2.ListProfilesResponse.FromString,
+                )
+        self.GetProfile = channel.unary_unary(
+                '/speculation.v1.ProfilingService/GetProfile',
+                request_serializer=speculation_dot_v1_dot_service__pb2.GetProfileRequest.SerializeToString,
+                response_deserializer=speculation_dot_v1_dot_service__pb2.GetProfileResponse.FromString,
+                )
 
 
 class ProfilingServiceServicer(object):
@@ -283,6 +298,28 @@ class ProfilingServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PushProfile(self, request, context):
+        """Puts a profile on the shelf, where every pod of the fleet with its fingerprint finds it.
+        INVALID_ARGUMENT: not a profile.  UNAVAILABLE: the store cannot take it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListProfiles(self, request, context):
+        """What is on the shelf.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetProfile(self, request, context):
+        """NOT_FOUND: no such profile, or none of this engine; the message names the field that differs.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ProfilingServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -295,6 +332,21 @@ def add_ProfilingServiceServicer_to_server(servicer, server):
                     servicer.InstallProfile,
                     request_deserializer=speculation_dot_v1_dot_service__pb2.InstallProfileRequest.FromString,
                     response_serializer=speculation_dot_v1_dot_service__pb2.InstallProfileResponse.SerializeToString,
+            ),
+            'PushProfile': grpc.unary_unary_rpc_method_handler(
+                    servicer.PushProfile,
+                    request_deserializer=speculation_dot_v1_dot_service__pb2.PushProfileRequest.FromString,
+                    response_serializer=speculation_dot_v1_dot_service__pb2.PushProfileResponse.SerializeToString,
+            ),
+            'ListProfiles': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListProfiles,
+                    request_deserializer=speculation_dot_v1_dot_service__pb2.ListProfilesRequest.FromString,
+                    response_serializer=speculation_dot_v1_dot_service__pb2.ListProfilesResponse.SerializeToString,
+            ),
+            'GetProfile': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetProfile,
+                    request_deserializer=speculation_dot_v1_dot_service__pb2.GetProfileRequest.FromString,
+                    response_serializer=speculation_dot_v1_dot_service__pb2.GetProfileResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -338,5 +390,56 @@ class ProfilingService(object):
         return grpc.experimental.unary_unary(request, target, '/speculation.v1.ProfilingService/InstallProfile',
             speculation_dot_v1_dot_service__pb2.InstallProfileRequest.SerializeToString,
             speculation_dot_v1_dot_service__pb2.InstallProfileResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def PushProfile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/speculation.v1.ProfilingService/PushProfile',
+            speculation_dot_v1_dot_service__pb2.PushProfileRequest.SerializeToString,
+            speculation_dot_v1_dot_service__pb2.PushProfileResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def ListProfiles(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/speculation.v1.ProfilingService/ListProfiles',
+            speculation_dot_v1_dot_service__pb2.ListProfilesRequest.SerializeToString,
+            speculation_dot_v1_dot_service__pb2.ListProfilesResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def GetProfile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/speculation.v1.ProfilingService/GetProfile',
+            speculation_dot_v1_dot_service__pb2.GetProfileRequest.SerializeToString,
+            speculation_dot_v1_dot_service__pb2.GetProfileResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)

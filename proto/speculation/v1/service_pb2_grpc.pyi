@@ -151,6 +151,14 @@ class ProfilingServiceStub:
     INVALID_ARGUMENT: not a profile.  FAILED_PRECONDITION: no introduced engine matches it; the
     message names the field that differs.
     """
+    PushProfile: _grpc.UnaryUnaryMultiCallable[_service_pb2.PushProfileRequest, _service_pb2.PushProfileResponse]
+    """Puts a profile on the shelf, where every pod of the fleet with its fingerprint finds it.
+    INVALID_ARGUMENT: not a profile.  UNAVAILABLE: the store cannot take it.
+    """
+    ListProfiles: _grpc.UnaryUnaryMultiCallable[_service_pb2.ListProfilesRequest, _service_pb2.ListProfilesResponse]
+    """What is on the shelf."""
+    GetProfile: _grpc.UnaryUnaryMultiCallable[_service_pb2.GetProfileRequest, _service_pb2.GetProfileResponse]
+    """NOT_FOUND: no such profile, or none of this engine; the message names the field that differs."""
 
 @_typing.type_check_only
 class ProfilingServiceAsyncStub(ProfilingServiceStub):
@@ -168,6 +176,14 @@ class ProfilingServiceAsyncStub(ProfilingServiceStub):
     INVALID_ARGUMENT: not a profile.  FAILED_PRECONDITION: no introduced engine matches it; the
     message names the field that differs.
     """
+    PushProfile: _aio.UnaryUnaryMultiCallable[_service_pb2.PushProfileRequest, _service_pb2.PushProfileResponse]  # type: ignore[assignment]
+    """Puts a profile on the shelf, where every pod of the fleet with its fingerprint finds it.
+    INVALID_ARGUMENT: not a profile.  UNAVAILABLE: the store cannot take it.
+    """
+    ListProfiles: _aio.UnaryUnaryMultiCallable[_service_pb2.ListProfilesRequest, _service_pb2.ListProfilesResponse]  # type: ignore[assignment]
+    """What is on the shelf."""
+    GetProfile: _aio.UnaryUnaryMultiCallable[_service_pb2.GetProfileRequest, _service_pb2.GetProfileResponse]  # type: ignore[assignment]
+    """NOT_FOUND: no such profile, or none of this engine; the message names the field that differs."""
 
 class ProfilingServiceServicer(metaclass=_abc_1.ABCMeta):
     """`controller profile`: measuring through the running engine."""
@@ -194,5 +210,31 @@ class ProfilingServiceServicer(metaclass=_abc_1.ABCMeta):
         INVALID_ARGUMENT: not a profile.  FAILED_PRECONDITION: no introduced engine matches it; the
         message names the field that differs.
         """
+
+    @_abc_1.abstractmethod
+    def PushProfile(
+        self,
+        request: _service_pb2.PushProfileRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_service_pb2.PushProfileResponse, _abc.Awaitable[_service_pb2.PushProfileResponse]]:
+        """Puts a profile on the shelf, where every pod of the fleet with its fingerprint finds it.
+        INVALID_ARGUMENT: not a profile.  UNAVAILABLE: the store cannot take it.
+        """
+
+    @_abc_1.abstractmethod
+    def ListProfiles(
+        self,
+        request: _service_pb2.ListProfilesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_service_pb2.ListProfilesResponse, _abc.Awaitable[_service_pb2.ListProfilesResponse]]:
+        """What is on the shelf."""
+
+    @_abc_1.abstractmethod
+    def GetProfile(
+        self,
+        request: _service_pb2.GetProfileRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_service_pb2.GetProfileResponse, _abc.Awaitable[_service_pb2.GetProfileResponse]]:
+        """NOT_FOUND: no such profile, or none of this engine; the message names the field that differs."""
 
 def add_ProfilingServiceServicer_to_server(servicer: ProfilingServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

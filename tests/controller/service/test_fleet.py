@@ -1,21 +1,26 @@
 """Sidecars that share a Redis: one operator, every engine."""
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 
+from controller.core.profile import Profile
 from controller.service.profile_library import identity_of
+from controller.store.port import PROFILES
 from speculation.v1 import policy_pb2, service_pb2
 from tests.controller.service.harness import (
     Running,
     SteerClient,
     failure,
     make_profile,
+    report_message,
     serving,
     soon,
     until,
@@ -140,18 +145,140 @@ async def test_what_one_pod_has_measured_the_next_one_finds_when_it_boots(
 async def test_a_profile_under_a_wrong_name_is_refused(tmp_path: Path, server: RedisServer):
     async with fleet(tmp_path, server, 1) as (one,):
         await one.introduce()
-        wrong = make_profile("another").to_json()
         identity = identity_of(one.sidecar.registry.by_engine("engine-0").spec)
-        with server.client() as client:
-            client.hset("{speculation:1}:profiles", identity, wrong)
+        shelf = one.sidecar.store.shelf
+        await shelf.put(PROFILES, identity, "01", make_profile("another").to_json())
         await one.introduce()
         await asyncio.sleep(0.3)
         assert not (await one.status()).profile_id
-        with server.client() as client:
-            client.hset("{speculation:1}:profiles", identity, "no profile")
+        await shelf.put(PROFILES, identity, "02", "no profile")
         await one.introduce()
         await asyncio.sleep(0.3)
         assert not (await one.status()).profile_id
+        # What is right is found among what is not.
+        right = service_pb2.PushProfileRequest(profile_json=make_profile().to_json())
+        assert (await soon(one.profiling.PushProfile(right))).identity == identity
+        await until(lambda: one.sidecar.registry.by_engine("engine-0").core.profile_id)
+
+
+async def test_measurements_of_several_pods_are_one_profile_for_the_next(
+    tmp_path: Path, server: RedisServer
+):
+    async with fleet(tmp_path, server, 2) as (one, two):
+        profiles = [make_profile(measured_at=f"2030-01-0{n}") for n in (1, 2)]
+        for running, profile in zip((one, two), profiles, strict=True):
+            request = service_pb2.PushProfileRequest(profile_json=profile.to_json())
+            await soon(running.profiling.PushProfile(request))
+            await soon(running.profiling.PushProfile(request))
+        listed = await soon(two.profiling.ListProfiles(service_pb2.ListProfilesRequest()))
+        (shelved,) = listed.profiles
+        assert set(shelved.measurements) == {p.profile_id for p in profiles}
+        assert shelved.steps == 2 * sum(c.steps for c in profiles[0].cells)
+        await two.introduce()
+        await until(lambda: two.sidecar.registry.by_engine("engine-0").core.profile_id)
+        assert (await two.status()).profile_id == shelved.profile_id
+        for name in (shelved.identity, shelved.profile_id):
+            ask = service_pb2.GetProfileRequest(profile_id=name)
+            got = Profile.from_json((await soon(two.profiling.GetProfile(ask))).profile_json)
+            assert got.profile_id == shelved.profile_id
+
+
+async def test_where_no_profile_fits_the_field_that_differs_is_named(
+    tmp_path: Path, server: RedisServer
+):
+    async with fleet(tmp_path, server, 1) as (one,):
+        profile = make_profile()
+        other = dataclasses.replace(
+            profile, fingerprint=dataclasses.replace(profile.fingerprint, device="H200")
+        )
+        push = service_pb2.PushProfileRequest(profile_json=other.to_json())
+        await soon(one.profiling.PushProfile(push))
+        await one.introduce()
+        ask = service_pb2.GetProfileRequest(engine_id="engine-0")
+        code, text = await failure(one.profiling.GetProfile(ask))
+        assert code is grpc.StatusCode.NOT_FOUND
+        assert "device is 'H200' in the profile" in text
+        ask = service_pb2.GetProfileRequest(profile_id="0123456789abcdef")
+        code, _ = await failure(one.profiling.GetProfile(ask))
+        assert code is grpc.StatusCode.NOT_FOUND
+        push = service_pb2.PushProfileRequest(profile_json="{}")
+        code, _ = await failure(one.profiling.PushProfile(push))
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+        server.kill()
+        push = service_pb2.PushProfileRequest(profile_json=profile.to_json())
+        code, text = await failure(one.profiling.PushProfile(push))
+        assert code is grpc.StatusCode.UNAVAILABLE
+
+
+async def steered(running: Running, engine_id: str, steps: int = 200, first: int = 1) -> None:
+    """An engine whose drafts are nearly all accepted."""
+    stream = SteerClient(running, await running.introduce(engine_id))
+    for step in range(first, first + steps, 50):
+        reports = [
+            report_message(n, accepted_counts=[0, 0, 0, 4], gamma=3) for n in range(step, step + 50)
+        ]
+        await stream.send(*reports)
+        await stream.plan()
+    await until(lambda: running.sidecar.registry.by_engine(engine_id).core.reports == steps)
+
+
+def first_position(running: Running, engine_id: str) -> tuple[float, float]:
+    core = running.sidecar.registry.by_engine(engine_id).core
+    curve = core.traffic.drafters["mtp"].curve()
+    return curve.conditional[0], curve.exposures[0]
+
+
+@pytest.mark.parametrize("kind", ["file", "redis"])
+async def test_a_fresh_sidecar_begins_from_what_another_has_learnt(
+    tmp_path: Path, server: RedisServer, kind: str
+):
+    where: dict[str, Any] = {"redis_url": server.url} if kind == "redis" else {}
+    async with serving(tmp_path, **where) as one:
+        await steered(one, "old")
+    # Its last words are on the shelf; the next sidecar, or the same again, has them.
+    next_folder = tmp_path / "next" if kind == "redis" else tmp_path
+    next_folder.mkdir(exist_ok=True)
+    async with serving(next_folder, **where) as two:
+        await two.introduce()
+        await until(lambda: first_position(two, "engine-0")[1] > 0)
+        mean, exposures = first_position(two, "engine-0")
+        assert mean > 0.9
+        assert 50 < exposures <= 64
+        assert "1 engines' estimates" in (await two.explain()).warm_start
+        await two.introduce("of-another-model", target_model="another")
+        await asyncio.sleep(0.2)
+        assert first_position(two, "of-another-model")[1] == 0
+    async with serving(next_folder, warm_start=False, **where) as cold:
+        await cold.introduce()
+        await asyncio.sleep(0.2)
+        assert first_position(cold, "engine-0")[1] == 0
+
+
+async def test_an_engine_that_comes_again_goes_on_from_where_it_was(tmp_path: Path):
+    async with serving(tmp_path) as running:
+        await steered(running, "engine-0")
+        await running.introduce()
+        assert first_position(running, "engine-0")[0] > 0.9
+        assert (await running.explain()).warm_start == "this engine's session before"
+
+
+async def test_estimates_on_the_shelf_that_are_none_harm_nobody(
+    tmp_path: Path, server: RedisServer
+):
+    async with fleet(tmp_path, server, 1) as (one,):
+        await steered(one, "old")
+        one.sidecar.registry.expire()
+        with server.client() as client:
+            await one.introduce("old")  # ends the session before, which tells
+            key = None
+            while key is None:
+                key = next(iter(client.zrange("{speculation:1}:acceptance", 0, -1)), None)
+            for text in ('{"at": 0, "text": "no"}', '{"at": 0, "text": "[{}]"}'):
+                client.delete(f"{{speculation:1}}:acceptance:{key}")
+                client.hset(f"{{speculation:1}}:acceptance:{key}", "01", text)
+                await one.introduce("new")
+                await asyncio.sleep(0.2)
+                assert first_position(one, "new")[1] == 0
 
 
 async def test_a_profile_that_cannot_be_shared_is_used_all_the_same(

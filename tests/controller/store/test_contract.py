@@ -9,7 +9,7 @@ from typing import TypeAlias
 import pytest
 
 from controller.store.file_store import FileStore
-from controller.store.port import ConflictError, Entry, Store, Who
+from controller.store.port import ConflictError, Entry, ShelfKind, Store, Who
 from controller.store.redis_store import RedisStore
 from tests.controller.store.redis_server import RedisServer
 
@@ -182,3 +182,51 @@ async def test_it_says_how_it_is(opened: Opened):
         await store.entries()
         assert store.health.ok
         assert store.health.detail
+
+
+GOODS = ShelfKind("goods", sources=3, seconds=None)
+BRIEF = ShelfKind("brief", sources=3, seconds=0.2)
+
+
+async def test_a_shelf_keeps_one_text_of_a_source_the_newest_first(opened: Opened):
+    async with opened() as store:
+        assert await store.shelf.items(GOODS, "aa") == []
+        assert await store.shelf.names(GOODS) == []
+        for source in ("01", "02", "01"):
+            await store.shelf.put(GOODS, "aa", source, f"{source} says: é\n{{}}")
+            await asyncio.sleep(0.02)
+        await store.shelf.put(GOODS, "bb", "03", "other")
+    async with opened() as store:
+        items = await store.shelf.items(GOODS, "aa")
+        assert [(item.source, item.text) for item in items] == [
+            ("01", "01 says: é\n{}"),
+            ("02", "02 says: é\n{}"),
+        ]
+        assert 0 <= items[0].age_seconds < items[1].age_seconds < 30
+        assert await store.shelf.names(GOODS) == ["bb", "aa"]
+        assert await store.shelf.items(BRIEF, "aa") == []
+
+
+async def test_a_shelf_keeps_the_newest_sources_and_names(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+):
+    for module in ("file_shelf", "redis_shelf"):
+        monkeypatch.setattr(f"controller.store.{module}.SHELF_NAMES", 2)
+    async with opened() as store:
+        for source in ("01", "02", "03", "04", "05"):
+            await store.shelf.put(GOODS, "aa", source, "x")
+            await asyncio.sleep(0.02)
+        assert [i.source for i in await store.shelf.items(GOODS, "aa")] == ["05", "04", "03"]
+        await store.shelf.put(GOODS, "bb", "01", "x")
+        await asyncio.sleep(0.02)
+        await store.shelf.put(GOODS, "cc", "01", "x")
+        assert await store.shelf.names(GOODS) == ["cc", "bb"]
+        assert await store.shelf.items(GOODS, "aa") == []
+
+
+async def test_what_is_too_old_is_not_on_the_shelf(opened: Opened):
+    async with opened() as store:
+        await store.shelf.put(BRIEF, "aa", "01", "x")
+        assert len(await store.shelf.items(BRIEF, "aa")) == 1
+        await asyncio.sleep(0.3)
+        assert await store.shelf.items(BRIEF, "aa") == []
