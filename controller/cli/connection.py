@@ -20,6 +20,16 @@ Address = Annotated[
 DEFAULT_ADDRESS = "unix:/run/speculation/controller.sock"
 
 
+def for_operators(address: str) -> str:
+    """Where overrides are set: a unix socket beside the sidecar's, or the same TCP address."""
+    from pathlib import Path
+
+    from controller.socket_paths import operators_path
+
+    kind, _, path = address.partition(":")
+    return f"unix:{operators_path(Path(path))}" if kind == "unix" else address
+
+
 @contextmanager
 def connected(address: str) -> "Iterator[grpc.Channel]":
     """A channel; an error of a call ends the command with exit code 1 and one line."""

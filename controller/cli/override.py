@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from controller.cli.connection import DEFAULT_ADDRESS, Address, connected, print_wide
+from controller.cli.connection import DEFAULT_ADDRESS, Address, connected, for_operators, print_wide
 
 if TYPE_CHECKING:
     from speculation.v1 import policy_pb2
@@ -88,7 +88,7 @@ def set_(
         request.ttl_seconds = _seconds(ttl)
     elif for_ever:
         request.for_ever = True
-    with connected(address) as channel:
+    with connected(for_operators(address)) as channel:
         answer = policy_pb2_grpc.PolicyServiceStub(channel).SetOverride(
             request, timeout=_ANSWER_SECONDS_MAX
         )
@@ -112,7 +112,7 @@ def clear(
     """Ends an override now."""
     from speculation.v1 import policy_pb2, policy_pb2_grpc
 
-    with connected(address) as channel:
+    with connected(for_operators(address)) as channel:
         answer = policy_pb2_grpc.PolicyServiceStub(channel).ClearOverride(
             policy_pb2.ClearOverrideRequest(
                 override_id=override_id, etag=etag, author=author or getpass.getuser(),

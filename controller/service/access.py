@@ -1,13 +1,17 @@
 """Who may do what.
 
-Reading, steering and overriding are different rights.  On the unix socket the file's mode decides
-who gets in, and whoever is in may do all three.  On TCP the access list decides, by bearer token or
-by the name in a client certificate; without a list TCP may read and steer, and never override.
+Reading, steering and overriding are different rights.  Whoever may open the unix socket (its mode
+decides) may read and steer.  Operators have a socket of their own (`operator_door`): there the
+access list decides by the user that the kernel names, or, when it names no user, the mode alone.
+On TCP the access list decides, by bearer token or by the name in a client certificate; without a
+list TCP may read and steer, and never override.
 
 The access list is a file of lines
 
     RIGHTS  token-sha256:HEX   NAME        RIGHTS: read, steer, override, joined by commas
     RIGHTS  cert:NAME                      common name, or a DNS or URI subject alternative name
+    RIGHTS  uid:NUMBER         NAME        a user of this machine, on the operators' socket
+    RIGHTS  gid:NUMBER         NAME        a primary group
 
 and is read again when it changes.  It holds digests of tokens, no tokens.
 """
@@ -34,6 +38,7 @@ from controller.service.errors import (
     UnauthenticatedError,
     abort,
 )
+from controller.service.operator_door import OperatorDoor, Peer
 
 _LOOK_SECONDS = 1.0
 _log = structlog.get_logger(__name__)
@@ -98,6 +103,12 @@ class AccessList:
         """True when a token is listed: they must not go over an open line."""
         return any(key.startswith("token-sha256:") for key in self._entries)
 
+    @property
+    def has_users(self) -> bool:
+        """True when a user or group is listed: the operators' socket then is for them only."""
+        self._look()
+        return any(key.startswith(("uid:", "gid:")) for key in self._entries)
+
     def find(self, key: str) -> Caller | None:
         """By "token-sha256:HEX" or "cert:NAME"."""
         self._look()
@@ -149,9 +160,10 @@ def _parse(path: Path) -> Mapping[str, Caller]:
         for word in words[0].split(","):
             rights |= _RIGHTS[word]
         key = words[1]
-        if not re.fullmatch(r"token-sha256:[0-9a-f]{64}|cert:\S+", key):
+        if not re.fullmatch(r"token-sha256:[0-9a-f]{64}|cert:\S+|[ug]id:\d{1,10}", key):
             raise AccessFileError(
-                f"{path}, line {number}: the key is token-sha256:HEX (64 digits) or cert:NAME"
+                f"{path}, line {number}: the key is token-sha256:HEX (64 digits), cert:NAME, "
+                "uid:NUMBER or gid:NUMBER"
             )
         name = words[2] if len(words) == 3 else key.partition(":")[2][:12]
         found[key] = Caller(name, rights)
@@ -161,8 +173,9 @@ def _parse(path: Path) -> Mapping[str, Caller]:
 class Guard(grpc.aio.ServerInterceptor):
     """Lets calls through that may be made, and not too many of them."""
 
-    def __init__(self, access: AccessList | None) -> None:
+    def __init__(self, access: AccessList | None, door: OperatorDoor) -> None:
         self._access = access
+        self._door = door
         self._buckets = {right: _Bucket(*limit) for right, limit in _LIMITS.items()}
 
     async def intercept_service(
@@ -179,13 +192,13 @@ class Guard(grpc.aio.ServerInterceptor):
 
     async def _check(self, context: Any, right: Right) -> None:
         try:
-            caller = caller_of(context, self._access)
+            caller = caller_of(context, self._access, self._door.peers)
             if right not in caller.rights:
                 raise ForbiddenError(
                     f"{caller.name} has not the right to {(right.name or '').lower()} here"
                     + (
-                        ": without an access list overrides are set on the unix socket only"
-                        if self._access is None
+                        f": overrides are set on the operators' socket, unix:{self._door.path}"
+                        if right is Right.OVERRIDE
                         else ""
                     )
                 )
@@ -195,13 +208,18 @@ class Guard(grpc.aio.ServerInterceptor):
             await abort(context, error)
 
 
-def caller_of(context: Any, access: AccessList | None) -> Caller:
-    """Raises UnauthenticatedError for one whom the access list does not know."""
-    peer: str = context.peer() or ""
-    if peer.startswith("unix:"):
-        return Caller("the unix socket", ALL)
+def caller_of(context: Any, access: AccessList | None, operators: Mapping[str, Peer]) -> Caller:
+    """operators: who is connected to their socket.
+
+    Raises UnauthenticatedError for one whom the access list does not know.
+    """
+    name: str = context.peer() or ""
+    if (operator := operators.get(name)) is not None:
+        return _operator(operator, access)
+    if name.startswith("unix"):
+        return Caller("who comes by the engines' socket", Right.READ | Right.STEER)
     if access is None:
-        return Caller(peer, Right.READ | Right.STEER)
+        return Caller(name, Right.READ | Right.STEER)
     for key in _keys(context):
         caller = access.find(key)
         if caller is not None:
@@ -210,6 +228,16 @@ def caller_of(context: Any, access: AccessList | None) -> Caller:
         "no token or client certificate that the access list knows: send `authorization: Bearer "
         "TOKEN`, or call with a certificate"
     )
+
+
+def _operator(peer: Peer, access: AccessList | None) -> Caller:
+    if access is None or not access.has_users:
+        return Caller(str(peer), ALL)
+    for key in (f"uid:{peer.uid}", f"gid:{peer.gid}"):
+        caller = access.find(key)
+        if caller is not None:
+            return caller
+    raise UnauthenticatedError(f"the access list does not know {peer}")
 
 
 def _keys(context: Any) -> list[str]:

@@ -14,6 +14,7 @@ from controller.core.overrides import (
 )
 from controller.service import override_messages as messages
 from controller.service.errors import InvalidQuestionError, NoOverrideError, abort
+from controller.service.operator_door import OperatorDoor
 from controller.service.override_book import Held, OverrideBook
 from controller.store.port import Who
 from speculation.v1 import policy_pb2, policy_pb2_grpc
@@ -29,11 +30,14 @@ _KINDS = {
 class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
     """SetOverride, ClearOverride, ListOverrides, WatchOverrides, QueryAudit.
 
-    default_seconds, max_seconds: times to live.
+    default_seconds, max_seconds: times to live.  door: whom the kernel says operators are.
     """
 
-    def __init__(self, book: OverrideBook, default_seconds: float, max_seconds: float) -> None:
+    def __init__(
+        self, book: OverrideBook, door: OperatorDoor, default_seconds: float, max_seconds: float
+    ) -> None:
         self._book = book
+        self._door = door
         self._default_seconds = default_seconds
         self._max_seconds = max_seconds
 
@@ -54,7 +58,7 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
                     override=request.override, remaining_seconds=seconds
                 )
                 return policy_pb2.SetOverrideResponse(held=shown, effects=effects)
-            who = Who(override.author, override.reason, origin_of(context))
+            who = Who(override.author, override.reason, self._origin(context))
             held, repeated = await self._book.set(override, seconds, request.etag, who)
             return policy_pb2.SetOverrideResponse(
                 held=held_to_proto(held), effects=[] if repeated else effects, repeated=repeated
@@ -77,7 +81,7 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
             if not known:
                 raise NoOverrideError(f"no override {request.override_id[:128]!r} is in force")
             effects = self._effects(self._book.without(request.override_id), known[0].override)
-            who = Who(request.author, request.reason, origin_of(context))
+            who = Who(request.author, request.reason, self._origin(context))
             await self._book.clear(request.override_id, request.etag, who)
             return policy_pb2.ClearOverrideResponse(effects=effects)
         except SpeculationError as error:
@@ -133,6 +137,11 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
         except SpeculationError as error:
             await abort(context, error)
 
+    def _origin(self, context: grpc.aio.ServicerContext[Any, Any]) -> str:
+        """Where a call comes from, for the audit."""
+        name = context.peer() or "unknown"
+        return str(self._door.peers.get(name, name))
+
     def _effects(
         self, overrides: tuple[Override, ...], of: Override
     ) -> list[policy_pb2.OverrideEffect]:
@@ -150,11 +159,6 @@ def held_to_proto(held: Held) -> policy_pb2.HeldOverride:
         remaining_seconds=held.remaining_seconds,
         created_at=held.created_at,
     )
-
-
-def origin_of(context: grpc.aio.ServicerContext[Any, Any]) -> str:
-    """Where a call comes from, for the audit."""
-    return context.peer() or "unknown"
 
 
 def _require(what: str, text: str, most: int) -> None:

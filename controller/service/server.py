@@ -28,6 +28,7 @@ from controller.service.fleet_estimates import FleetEstimates
 from controller.service.fleet_profiles import FleetProfiles
 from controller.service.inspection import InspectionServicer
 from controller.service.metrics import MetricsServer
+from controller.service.operator_door import OperatorDoor
 from controller.service.override_book import OverrideBook
 from controller.service.policy import PolicyServicer
 from controller.service.profile_library import ProfileLibrary
@@ -86,6 +87,7 @@ class Sidecar:
         self.registry.on_open = self._opened
         self.registry.on_end = self._estimates.tell
         self._path = settings.socket_path
+        self.door = OperatorDoor(self._path)
         self._inode = 0
         self._health = health.aio.HealthServicer()
         self._server: grpc.aio.Server | None = None
@@ -137,6 +139,11 @@ class Sidecar:
             await self.stop()
             raise
         await self._server.start()
+        try:
+            await self.door.open()
+        except SpeculationError:
+            await self.stop()
+            raise
         self._estimates.open()
         self._expiring = asyncio.create_task(self._expire())
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
@@ -144,6 +151,7 @@ class Sidecar:
             "serving",
             version=controller.__version__,
             address=settings.address,
+            operators=f"unix:{self.door.path}",
             tcp=settings.tcp,
             metrics_port=settings.metrics_port or None,
             profiles=len(self.profiles),
@@ -164,6 +172,7 @@ class Sidecar:
         self.registry.close(ShuttingDownError("the sidecar is shutting down"))
         if self._server is not None:
             await self._drain(self._server, sessions)
+            await self.door.close()
             unix_socket.remove_own(self._path, self._inode)
         await self._fleet.close()
         await self._estimates.close()
@@ -196,7 +205,7 @@ class Sidecar:
     def _make_server(self, access: AccessList | None) -> grpc.aio.Server:
         limit = self._settings.max_message_bytes
         server = grpc.aio.server(
-            interceptors=[Guard(access)],
+            interceptors=[Guard(access, self.door)],
             options=[
                 ("grpc.max_receive_message_length", limit),
                 ("grpc.max_send_message_length", limit),
@@ -214,7 +223,10 @@ class Sidecar:
             ProfilingServicer(self.registry, self.profiles, self._fleet), server
         )
         policy = PolicyServicer(
-            self.book, self._settings.override_default_seconds, self._settings.override_max_seconds
+            self.book,
+            self.door,
+            self._settings.override_default_seconds,
+            self._settings.override_max_seconds,
         )
         policy_pb2_grpc.add_PolicyServiceServicer_to_server(policy, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
@@ -228,9 +240,11 @@ class Sidecar:
     def _bind(self, server: grpc.aio.Server) -> None:
         try:
             with unix_socket.claimed(self._path):
+                self.door.prepare()
                 server.add_insecure_port(f"unix:{self._path}")
+                server.add_insecure_port(f"unix:{self.door.inner}")
                 self._inode = self._path.stat().st_ino
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             raise StartRefusedError(f"{self._path} cannot be bound: {error}") from error
 
     def _bind_tcp(self, server: grpc.aio.Server, access: AccessList | None) -> None:

@@ -28,8 +28,8 @@ class SocketTakenError(SpeculationError):
 
 
 @contextmanager
-def claimed(path: Path) -> Iterator[None]:
-    """Bind inside the block: the path is free there, and what is bound gets mode 0660.
+def claimed(path: Path, mode: int = _MODE) -> Iterator[None]:
+    """Bind inside the block: the path is free there, and what is bound gets the mode.
 
     Raises SocketTakenError.
     """
@@ -46,12 +46,12 @@ def claimed(path: Path) -> Iterator[None]:
     try:
         fcntl.flock(directory, fcntl.LOCK_EX)
         _remove_if_dead(path)
-        umask = os.umask(0o777 & ~_MODE)
+        umask = os.umask(0o777 & ~mode)
         try:
             yield
         finally:
             os.umask(umask)
-        path.chmod(_MODE)
+        path.chmod(mode)
     finally:
         os.close(directory)
 

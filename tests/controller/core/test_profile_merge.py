@@ -69,7 +69,8 @@ def test_order_does_not_matter_nor_merging_in_stages(seeds, shuffled):
         cells = tuple(
             ProfileCell(
                 "mtp",
-                *KEYS[k],
+                KEYS[k][0],
+                KEYS[k][1],
                 float(random.uniform(0.001, 1)),
                 float(random.uniform(0.001, 1)),
                 int(random.integers(1, 50)),

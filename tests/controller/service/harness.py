@@ -99,6 +99,7 @@ class Running:
 
     sidecar: Sidecar
     channel: grpc.aio.Channel
+    operators: grpc.aio.Channel
     speculation: "service_pb2_grpc.SpeculationServiceAsyncStub" = field(init=False)
     inspection: "service_pb2_grpc.InspectionServiceAsyncStub" = field(init=False)
     profiling: "service_pb2_grpc.ProfilingServiceAsyncStub" = field(init=False)
@@ -108,7 +109,7 @@ class Running:
         self.speculation = service_pb2_grpc.SpeculationServiceStub(self.channel)
         self.inspection = service_pb2_grpc.InspectionServiceStub(self.channel)
         self.profiling = service_pb2_grpc.ProfilingServiceStub(self.channel)
-        self.policy = policy_pb2_grpc.PolicyServiceStub(self.channel)
+        self.policy = policy_pb2_grpc.PolicyServiceStub(self.operators)
 
     async def introduce(self, engine_id: str = "engine-0", **engine: Any) -> str:
         """The session id."""
@@ -131,8 +132,13 @@ async def serving(
     """A sidecar on `directory`/controller.sock without metrics, unless the settings say else."""
     address = f"unix:{directory}/controller.sock"
     sidecar = Sidecar(Settings.load({"address": address, "metrics_port": 0} | settings), clock)
-    async with sidecar, grpc.aio.insecure_channel(address) as channel:
-        yield Running(sidecar, channel)
+    operators = f"unix:{directory}/controller-operators.sock"
+    async with (
+        sidecar,
+        grpc.aio.insecure_channel(address) as channel,
+        grpc.aio.insecure_channel(operators) as by_operators,
+    ):
+        yield Running(sidecar, channel, by_operators)
 
 
 async def next_of(call: "grpc.aio.StreamStreamCall[Any, T]") -> T:

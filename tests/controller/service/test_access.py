@@ -85,8 +85,15 @@ async def test_without_an_access_list_tcp_reads_and_steers_and_never_overrides(t
                 policy_pb2_grpc.PolicyServiceStub(channel).SetOverride(asked(off=True))
             )
             assert code is DENIED
-            assert "on the unix socket only" in text
-        assert await Called(running.channel).override("o1") is OK
+            assert "on the operators' socket, unix:" in text
+        assert await Called(running.operators).override("o1") is OK
+
+
+async def test_the_engines_socket_reads_and_steers_and_never_overrides(tmp_path: Path):
+    async with serving(tmp_path) as running:
+        called = Called(running.channel)
+        found = (await called.read(), await called.steer(), await called.override("o1"))
+        assert found == (OK, OK, DENIED)
 
 
 async def test_each_token_has_its_rights_and_no_others(tmp_path: Path):
@@ -208,7 +215,7 @@ async def test_operators_who_hammer_are_told_to_wait(tmp_path: Path):
     async with serving(tmp_path) as running:
         codes = set()
         for _ in range(400):
-            codes.add(await Called(running.channel).override("bad id"))
+            codes.add(await Called(running.operators).override("bad id"))
         assert grpc.StatusCode.RESOURCE_EXHAUSTED in codes
 
 
