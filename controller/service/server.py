@@ -15,6 +15,7 @@ import structlog
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 import controller
+from controller import tasks
 from controller.core import warm_start
 from controller.core.clock import Clock, WallClock
 from controller.core.engine_controller import EngineController
@@ -47,7 +48,11 @@ SERVICES = tuple(
     for service in module.DESCRIPTOR.services_by_name.values()
 )
 
+# What grpc.health.v1 calls the store behind the overrides.
+STORE_HEALTH = "speculation.store"
+
 _EXPIRE_SECONDS = 15.0
+_STORE_LOOK_SECONDS = 0.5
 # For unary calls and last words, once the streams are closed; health watches are cut after it.
 _LAST_GRACE_SECONDS = 0.2
 
@@ -92,7 +97,7 @@ class Sidecar:
         self._health = health.aio.HealthServicer()
         self._server: grpc.aio.Server | None = None
         self._metrics: MetricsServer | None = None
-        self._expiring: asyncio.Task[None] | None = None
+        self._background: list[asyncio.Task[None]] = []
 
     def _core(self, spec: EngineSpec, profile: Profile | None) -> EngineController:
         core = EngineController(spec, self._settings.planner, profile, self._clock)
@@ -145,7 +150,10 @@ class Sidecar:
             await self.stop()
             raise
         self._estimates.open()
-        self._expiring = asyncio.create_task(self._expire())
+        self._background = [
+            asyncio.create_task(self._expire()),
+            asyncio.create_task(self._watch_store()),
+        ]
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
         _log.info(
             "serving",
@@ -165,8 +173,7 @@ class Sidecar:
 
     async def stop(self) -> None:
         """Ends everything that start began, within the drain time."""
-        if self._expiring is not None:
-            self._expiring.cancel()
+        await tasks.end(self._background)
         await self._health.enter_graceful_shutdown()
         sessions = list(self.registry)
         self.registry.close(ShuttingDownError("the sidecar is shutting down"))
@@ -307,6 +314,14 @@ class Sidecar:
         while True:
             await asyncio.sleep(_EXPIRE_SECONDS)
             self.registry.expire()
+
+    async def _watch_store(self) -> None:
+        """Trouble of the store is a status of its own: the sidecar goes on SERVING."""
+        while True:
+            ok = self.book.health.ok
+            status = health_pb2.HealthCheckResponse
+            await self._health.set(STORE_HEALTH, status.SERVING if ok else status.NOT_SERVING)
+            await asyncio.sleep(_STORE_LOOK_SECONDS)
 
 
 def make_store(settings: Settings) -> Store:

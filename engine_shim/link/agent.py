@@ -19,6 +19,7 @@ from typing import Final
 
 import structlog
 
+from engine_shim.link.credentials import Credentials
 from engine_shim.link.engine_port import EnginePort
 from engine_shim.link.errors import PacketError
 from engine_shim.link.quiet_log import QuietLog
@@ -59,7 +60,10 @@ async def _serve(options: argparse.Namespace) -> int:
         return EXIT_BAD_INTRODUCTION
     if engine is None:
         return 0
-    client = SidecarClient(options.target, engine, port, buffer, log)
+    credentials = Credentials(
+        options.ca, options.client_certificate, options.client_key, options.token_file
+    )
+    client = SidecarClient(options.target, credentials, engine, port, buffer, log)
     steering = asyncio.create_task(client.run())
     gone = asyncio.create_task(port.gone.wait())
     await asyncio.wait({steering, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -95,6 +99,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--fd", type=int, required=True, help="inherited end of the socket pair")
     parser.add_argument("--parent", type=int, required=True, help="process id of the engine")
     parser.add_argument("--target", required=True, help="gRPC address of the sidecar")
+    parser.add_argument("--ca", default="", help="PEM file: the sidecar is called with TLS")
+    parser.add_argument("--client-certificate", default="", help="PEM file")
+    parser.add_argument("--client-key", default="", help="PEM file")
+    parser.add_argument("--token-file", default="")
     parser.add_argument("--nice", type=int, default=19)
     parser.add_argument("--report-buffer", type=int, default=256)
     parser.add_argument("--report-interval-ms", type=float, default=0.0)

@@ -102,12 +102,7 @@ class EngineLink:
             first_packet = packets.encode_hello(hello.SerializeToString())
         except PacketError as error:
             raise LinkStartError(f"the introduction cannot be sent: {error}") from error
-        command = agent_command(
-            settings.sidecar,
-            nice=settings.agent_nice,
-            report_buffer=settings.report_buffer,
-            report_interval_ms=settings.report_interval_ms,
-        )
+        command = agent_command(settings)
         supervisor = AgentSupervisor(command, first_packet)
         supervisor.start()
         safe = safe_choice(gamma)

@@ -5,7 +5,7 @@ import os
 import re
 from typing import Annotated, Final, Self
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from engine_shim.link.errors import LinkSettingsError
@@ -23,6 +23,21 @@ class LinkSettings(BaseSettings):
         default="",
         description="gRPC address of the sidecar: unix:/run/speculation/controller.sock, or "
         "host:port. Empty: the plugin is off and the engine runs as if it were not installed.",
+    )
+    ca: str = Field(
+        default="",
+        description="PEM file of the authority that signed the sidecar's certificate: it is then "
+        "called with TLS. For a sidecar on TCP.",
+    )
+    client_certificate: str = Field(
+        default="", description="PEM file: the engine's own certificate for the sidecar."
+    )
+    client_key: str = Field(
+        default="", description="PEM file with the private key of that certificate."
+    )
+    token_file: str = Field(
+        default="",
+        description="File with the token that the sidecar's access list knows the engine by.",
     )
     engine_id: str = Field(
         default="",
@@ -95,6 +110,20 @@ class LinkSettings(BaseSettings):
             raise ValueError("neither unix:<path> nor <host>:<port>")
         return sidecar
 
+    @model_validator(mode="after")
+    def _check_credentials(self) -> Self:
+        if bool(self.client_certificate) != bool(self.client_key):
+            raise ValueError("a certificate and its key go together: one of them is not named")
+        host = self.sidecar.rpartition(":")[0]
+        local = host.startswith(("unix", "127.")) or host in {"localhost", "[::1]"}
+        if self.client_certificate and not self.ca:
+            raise ValueError("a certificate needs TLS: name the authority with SPECULATION_CA")
+        if self.token_file and not (self.ca or local):
+            raise ValueError(
+                "the token would go over an open line: name the authority with SPECULATION_CA"
+            )
+        return self
+
     @classmethod
     def load(cls) -> Self:
         """Settings from the environment.
@@ -118,6 +147,9 @@ class LinkSettings(BaseSettings):
 def _readable(error: ValidationError) -> str:
     lines = []
     for item in error.errors(include_url=False):
+        if not item["loc"]:
+            lines.append(item["msg"])
+            continue
         name = PREFIX + str(item["loc"][0]).upper()
         lines.append(f"{name}={os.environ.get(name, '')!r}: {item['msg']}")
     return "; ".join(lines)

@@ -7,6 +7,7 @@ from typing import Final
 import grpc
 from google.protobuf.message import DecodeError
 
+from engine_shim.link.credentials import Credentials
 from engine_shim.link.engine_port import EnginePort
 from engine_shim.link.errors import PacketError, UnusablePlanError
 from engine_shim.link.packets import SidecarState
@@ -30,11 +31,6 @@ _SILENT_LEASES: Final = 3.0
 _LEAST_SILENCE_SECONDS: Final = 3.0
 # A plan may come with a shorter lease than the one before it.
 _LONGEST_NAP_SECONDS: Final = 0.1
-_CHANNEL_OPTIONS: Final = (
-    # Waits between attempts are this module's; gRPC's own would go up to two minutes.
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.enable_http_proxy", 0),
-)
 _REFUSALS: Final = frozenset(
     {
         grpc.StatusCode.INVALID_ARGUMENT,
@@ -51,12 +47,14 @@ class SidecarClient:
     def __init__(
         self,
         target: str,
+        credentials: Credentials,
         engine: EngineSpec,
         port: EnginePort,
         buffer: ReportBuffer,
         log: QuietLog,
     ) -> None:
         self._target = target
+        self._credentials = credentials
         self._engine = engine
         self._port = port
         self._buffer = buffer
@@ -83,18 +81,28 @@ class SidecarClient:
 
     async def _session(self) -> tuple[SidecarState, grpc.StatusCode, str]:
         """One session from introduction to end; returns how it ended."""
-        async with grpc.aio.insecure_channel(self._target, options=_CHANNEL_OPTIONS) as channel:
+        try:
+            channel, metadata = (
+                self._credentials.channel(self._target),
+                self._credentials.metadata(),
+            )
+        except OSError as error:
+            detail = f"{error.filename}: {error.strerror}"
+            return SidecarState.REFUSED, grpc.StatusCode.UNAUTHENTICATED, detail
+        async with channel:
             stub = SpeculationServiceStub(channel)
             try:
                 opened = await stub.Introduce(
-                    IntroduceRequest(engine=self._engine), timeout=_INTRODUCE_SECONDS
+                    IntroduceRequest(engine=self._engine),
+                    timeout=_INTRODUCE_SECONDS,
+                    metadata=metadata,
                 )
             except grpc.aio.AioRpcError as error:
                 refused = error.code() in _REFUSALS
                 state = SidecarState.REFUSED if refused else SidecarState.AWAY
                 return state, error.code(), error.details() or ""
             session = _Session(
-                stub.Steer(),
+                stub.Steer(metadata=metadata),
                 opened.session_id,
                 Translator(self._engine),
                 self._port,

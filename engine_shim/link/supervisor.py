@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from engine_shim.link.errors import LinkStartError
+from engine_shim.link.settings import LinkSettings
 
 _FIRST_WAIT_SECONDS: Final = 0.05
 _LONGEST_WAIT_SECONDS: Final = 5.0
@@ -141,16 +142,18 @@ class AgentSupervisor:
             untaken.close()
 
 
-def agent_command(
-    target: str, *, nice: int, report_buffer: int, report_interval_ms: float
-) -> tuple[str, ...]:
+def agent_command(settings: LinkSettings) -> tuple[str, ...]:
     """The command that runs the agent with this interpreter."""
     return (
         sys.executable,
         "-m",
         "engine_shim.link.agent",
-        f"--target={target}",
-        f"--nice={nice}",
-        f"--report-buffer={report_buffer}",
-        f"--report-interval-ms={report_interval_ms}",
+        f"--target={settings.sidecar}",
+        f"--ca={settings.ca}",
+        f"--client-certificate={settings.client_certificate}",
+        f"--client-key={settings.client_key}",
+        f"--token-file={settings.token_file}",
+        f"--nice={settings.agent_nice}",
+        f"--report-buffer={settings.report_buffer}",
+        f"--report-interval-ms={settings.report_interval_ms}",
     )

@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from controller.core.profile import Profile
 from controller.service.profile_library import identity_of
@@ -20,6 +21,7 @@ from tests.controller.service.harness import (
     SteerClient,
     failure,
     make_profile,
+    next_of,
     report_message,
     serving,
     soon,
@@ -93,6 +95,30 @@ async def test_without_redis_engines_are_steered_on_under_what_was_in_force(
         # It came back empty, and has everything again.
         async with serving(tmp_path, redis_url=server.url) as new:
             await until(lambda: bool(new.sidecar.book.active()))
+
+
+async def test_a_store_in_trouble_is_a_health_status_of_its_own(
+    tmp_path: Path, server: RedisServer
+):
+    async with fleet(tmp_path, server, 1) as (one,):
+        stub = health_stub(one.channel)
+        serving_, away = (
+            health_pb2.HealthCheckResponse.SERVING,
+            health_pb2.HealthCheckResponse.NOT_SERVING,
+        )
+        watch: Any = stub.Watch(health_pb2.HealthCheckRequest(service="speculation.store"))
+
+        async def becomes(status: int) -> None:
+            while (await next_of(watch)).status != status:
+                pass
+
+        await soon(becomes(serving_))
+        server.kill()
+        await soon(becomes(away))
+        whole = await soon(stub.Check(health_pb2.HealthCheckRequest()))
+        assert whole.status == serving_
+        server.start()
+        await soon(becomes(serving_))
 
 
 async def test_an_override_ends_everywhere_though_redis_is_gone(

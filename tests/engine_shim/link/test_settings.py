@@ -48,6 +48,28 @@ def test_an_impossible_value_is_refused_by_name(monkeypatch, name, value, messag
         LinkSettings.load()
 
 
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"CLIENT_KEY": "k"}, "go together"),
+        ({"CLIENT_KEY": "k", "CLIENT_CERTIFICATE": "c"}, "needs TLS"),
+        ({"SIDECAR": "far:1", "TOKEN_FILE": "t"}, "open line"),
+    ],
+)
+def test_credentials_that_cannot_work_are_refused(monkeypatch, variables, message):
+    for name, value in variables.items():
+        monkeypatch.setenv(f"SPECULATION_{name}", value)
+    with pytest.raises(LinkSettingsError, match=message):
+        LinkSettings.load()
+
+
+@pytest.mark.parametrize("sidecar", ["unix:/x.sock", "localhost:1", "127.0.0.1:1", "[::1]:1"])
+def test_a_token_may_go_over_a_line_that_does_not_leave_the_machine(monkeypatch, sidecar):
+    monkeypatch.setenv("SPECULATION_SIDECAR", sidecar)
+    monkeypatch.setenv("SPECULATION_TOKEN_FILE", "t")
+    assert LinkSettings.load().token_file == "t"
+
+
 def test_an_unknown_variable_is_refused_and_the_likely_one_named(monkeypatch):
     monkeypatch.setenv("SPECULATION_GAMAS", "1")
     with pytest.raises(LinkSettingsError, match=r"SPECULATION_GAMAS: did you mean .*_GAMMAS\?"):

@@ -1,0 +1,46 @@
+"""How the agent calls a sidecar over TCP: TLS, and a token or a certificate of its own.
+
+The files are read for every session, so that what rotates is taken up when the next one opens.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import grpc
+import grpc.aio
+
+_CHANNEL_OPTIONS: Final = (
+    # Waits between attempts are the client's; gRPC's own would go up to two minutes.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_http_proxy", 0),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """Paths of PEM files and of a token's file; "" for none.  Without `ca` the line is open."""
+
+    ca: str = ""
+    certificate: str = ""
+    key: str = ""
+    token_file: str = ""
+
+    def channel(self, target: str) -> grpc.aio.Channel:
+        """Raises OSError for a file that cannot be read."""
+        if not self.ca:
+            return grpc.aio.insecure_channel(target, options=_CHANNEL_OPTIONS)
+        key, certificate = _read(self.key), _read(self.certificate)
+        tls = grpc.ssl_channel_credentials(Path(self.ca).read_bytes(), key, certificate)
+        return grpc.aio.secure_channel(target, tls, options=_CHANNEL_OPTIONS)
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What every call carries.  Raises OSError."""
+        token = _read(self.token_file)
+        if token is None:
+            return ()
+        return (("authorization", f"Bearer {token.decode('ascii', 'replace').strip()}"),)
+
+
+def _read(path: str) -> bytes | None:
+    return Path(path).read_bytes() if path else None
