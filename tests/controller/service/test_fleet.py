@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 
 from controller.core.profile import Profile
 from controller.service.profile_library import identity_of
@@ -20,6 +20,7 @@ from tests.controller.service.harness import (
     Running,
     SteerClient,
     failure,
+    health_stub,
     make_profile,
     next_of,
     report_message,
