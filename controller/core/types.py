@@ -121,6 +121,7 @@ class Capabilities:
     can_update_online: bool = False
     can_collect: bool = False
     overlap_steps: int = 0
+    drafters_follow: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,6 +86,7 @@ def engine_from_proto(message: engine_pb2.EngineSpec) -> EngineSpec:
             can_update_online=able.can_update_online,
             can_collect=able.can_collect,
             overlap_steps=able.overlap_steps,
+            drafters_follow=able.drafters_follow,
         ),
         shape=model_shape_from_proto(message.shape) if message.HasField("shape") else None,
     )
@@ -150,6 +151,7 @@ def engine_to_proto(spec: EngineSpec) -> engine_pb2.EngineSpec:
             can_update_online=able.can_update_online,
             can_collect=able.can_collect,
             overlap_steps=able.overlap_steps,
+            drafters_follow=able.drafters_follow,
         ),
         shape=None if spec.shape is None else model_shape_to_proto(spec.shape),
     )

@@ -13,11 +13,17 @@ from engine_shim.sglang.shape import set_shapes
 from speculation.v1 import engine_pb2
 
 if TYPE_CHECKING:
+    from engine_shim.sglang.second_drafter import SecondDrafter
     from engine_shim.sglang.settings import PluginSettings
 
 
 def introduce(
-    scheduler: Any, settings: PluginSettings, gammas: tuple[int, ...], can_sleep: bool
+    scheduler: Any,
+    settings: PluginSettings,
+    gammas: tuple[int, ...],
+    *,
+    can_sleep: bool,
+    second: SecondDrafter | None = None,
 ) -> engine_pb2.EngineSpec:
     """`scheduler`: after `init_model_worker`."""
     spec = engine_pb2.EngineSpec(
@@ -26,11 +32,19 @@ def introduce(
         drafters=[_drafter(scheduler, gammas)],
         max_batch_size=scheduler.max_running_requests,
         capabilities=engine_pb2.Capabilities(
-            can_sleep=can_sleep, overlap_steps=1 if scheduler.enable_overlap else 0
+            can_sleep=can_sleep,
+            can_switch_drafter=second is not None,
+            drafters_follow=True,
+            overlap_steps=1 if scheduler.enable_overlap else 0,
         ),
     )
-    target, draft = scheduler.tp_worker, scheduler.draft_worker.draft_worker
-    set_shapes(spec, target.model_runner, draft.draft_runner)
+    runners = [scheduler.draft_worker.draft_worker.draft_runner]
+    if second is not None:
+        spec.drafters.append(_block_drafter(second))
+        runners.append(second.block.runner)
+    set_shapes(spec, scheduler.tp_worker.model_runner, runners)
+    if second is not None and spec.drafters[1].HasField("shape"):
+        spec.drafters[1].shape.block_size = second.block.block_size
     return spec
 
 
@@ -70,6 +84,17 @@ def _drafter(scheduler: Any, gammas: tuple[int, ...]) -> engine_pb2.Drafter:
         model=model,
         # SGLang says "main" for a local folder too.
         revision="" if Path(model).is_dir() else revision,
+    )
+
+
+def _block_drafter(second: SecondDrafter) -> engine_pb2.Drafter:
+    path = second.model_path
+    return engine_pb2.Drafter(
+        name="dflash",
+        kind=engine_pb2.DRAFTER_KIND_DFLASH,
+        gammas=second.gammas,
+        model=path,
+        revision="" if Path(path).is_dir() else second.revision,
     )
 
 

@@ -40,7 +40,11 @@ from engine_shim.sglang.telemetry import (
 )
 
 if TYPE_CHECKING:
+    from engine_shim.sglang.second_drafter import SecondDrafter
     from engine_shim.sglang.settings import PluginSettings
+
+# The second drafter's place in the introduction.
+SECOND = 1
 
 _log = logging.getLogger(__name__)
 
@@ -55,6 +59,7 @@ class Session:
         self._policy: SteeredPolicy | None = None
         self._tap: StepTap | None = None
         self._sleep: SleepingDrafter | None = None
+        self._second: SecondDrafter | None = None
         # The step between its launch and the end of its draft-extend; the scheduler launches one
         # at a time.
         self._launching: Launch | None = None
@@ -68,6 +73,16 @@ class Session:
         selfcheck.register(
             surface.APPLY_RUNTIME_STATE, self._switch.apply_runtime_state, HookType.REPLACE
         )
+        if self._settings.dflash_model_path:
+            from engine_shim.sglang.second_drafter import SecondDrafter
+
+            self._second = SecondDrafter(
+                self._settings.dflash_model_path,
+                self._settings.dflash_revision,
+                self._settings.gammas,
+            )
+            self._second.register()
+            selfcheck.register(surface.DRAFT, self.around_draft, HookType.AROUND)
         HookRegistry.apply_hooks()
         selfcheck.require_hooks(*selfcheck.registered_targets())
         original(scheduler)
@@ -94,6 +109,18 @@ class Session:
         result.speculation_launch = launch
         return result
 
+    def around_draft(
+        self, original: Callable[..., Any], draft: Any, batch: Any, **kwargs: Any
+    ) -> Any:
+        """Around `EagleDraftWorker.draft`, with a second drafter."""
+        launch = self._launching
+        if launch is not None and launch.choice.drafter_index == SECOND and self._second:
+            verify = self._second.draft(draft, batch)
+            if verify is not None:
+                return verify
+            launch.choice = launch.choice._replace(drafter_index=0)
+        return original(draft, batch, **kwargs)
+
     def around_draft_extend(
         self, original: Callable[..., None], draft: Any, batch: Any, result: Any, **kwargs: Any
     ) -> None:
@@ -106,6 +133,8 @@ class Session:
             except Exception:  # noqa: BLE001 - out of memory, say: then as if awake
                 launch.asleep = False
                 self._stop_sleeping()
+        if self._second is not None:
+            self._second.follow(batch, result, kwargs.get("kv_loc_plan"))
         original(draft, batch, result, **kwargs)
 
     def around_resolve(
@@ -175,8 +204,10 @@ class Session:
         if gammas[0] > 0 or self._settings.sleep_positions == 0:
             sleepless = "the settings leave no room for it"
         if sleepless is None:
-            self._sleep = SleepingDrafter(worker, self._settings.sleep_positions)
-        spec = introduce(scheduler, self._settings, gammas, can_sleep=sleepless is None)
+            self._sleep = SleepingDrafter(worker, self._settings.sleep_positions, self._second)
+        spec = introduce(
+            scheduler, self._settings, gammas, can_sleep=sleepless is None, second=self._second
+        )
         try:
             link = EngineLink.start(spec, self._settings, policy.startup_gamma)
         except LinkStartError as error:
@@ -186,9 +217,10 @@ class Session:
         policy.steer_by(link)
         self._link, self._policy = link, policy
         _log.info(
-            "steered by %s as %s: draft lengths %s, the drafter %s",
+            "steered by %s as %s: drafters %s, draft lengths %s, the drafter %s",
             self._settings.sidecar,
             spec.engine_id,
+            ", ".join(drafter.name for drafter in spec.drafters),
             list(gammas),
             "may sleep" if sleepless is None else f"never sleeps ({sleepless})",
         )

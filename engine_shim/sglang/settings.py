@@ -15,6 +15,14 @@ class PluginSettings(LinkSettings):
         description="Start on an SGLang version that this plugin was not tested with. Its "
         "self-check still runs.",
     )
+    dflash_model_path: str = Field(
+        default="",
+        description="A DFlash checkpoint for the same target: it is loaded beside the engine's "
+        "own drafter, and the sidecar chooses between them at every step.",
+    )
+    dflash_revision: str = Field(
+        default="", description="Revision of the DFlash checkpoint on the model hub."
+    )
     sleep_positions: int = Field(
         default=32,
         ge=0,

@@ -21,17 +21,22 @@ _log = logging.getLogger(__name__)
 _PLAIN_QUANTIZATION = ("", "fp8")
 
 
-def set_shapes(spec: engine_pb2.EngineSpec, target_runner: Any, draft_runner: Any) -> None:
-    """Adds the shapes of target and drafter to an introduction with one drafter, where known."""
+def set_shapes(
+    spec: engine_pb2.EngineSpec, target_runner: Any, draft_runners: Sequence[Any]
+) -> None:
+    """Adds the shapes of target and drafters to an introduction, where all are known."""
     try:
         target = _model_shape(target_runner)
-        drafter = _drafter_shape(draft_runner)
+        shapes = [_drafter_shape(runner) for runner in draft_runners]
     except Exception as error:  # noqa: BLE001  # whatever a model looks like, the engine starts
         _log.warning("the models' shapes stay unknown to the sidecar: %r", error)
         return
-    if target is not None and drafter is not None:
-        spec.shape.CopyFrom(target)
-        spec.drafters[0].shape.CopyFrom(drafter)
+    known = [shape for shape in shapes if shape is not None]
+    if target is None or len(known) < len(shapes):
+        return
+    spec.shape.CopyFrom(target)
+    for drafter, shape in zip(spec.drafters, known, strict=True):
+        drafter.shape.CopyFrom(shape)
 
 
 def _model_shape(runner: Any) -> engine_pb2.ModelShape | None:

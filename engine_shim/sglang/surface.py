@@ -30,6 +30,19 @@ INIT_MODEL_WORKER: Final = f"{SCHEDULER_MODULE}.Scheduler.init_model_worker"
 FORWARD: Final = f"{_EAGLE}.EAGLEWorkerV2.forward_batch_generation"
 APPLY_RUNTIME_STATE: Final = f"{_EAGLE}.EAGLEWorkerV2.apply_runtime_state"
 DRAFT_EXTEND: Final = f"{_EAGLE}.EagleDraftWorker._draft_extend_for_decode"
+DRAFT: Final = f"{_EAGLE}.EagleDraftWorker.draft"
+# With a second drafter.
+DRAFT_CONSTRUCT: Final = f"{_EAGLE}.EagleDraftWorker.__init__"
+DRAFT_MEMORY: Final = f"{_EAGLE}.EagleDraftWorker.alloc_memory_pool"
+DRAFT_BACKENDS: Final = f"{_EAGLE}.EagleDraftWorker.init_attention_backends"
+DRAFT_GRAPHS: Final = f"{_EAGLE}.EagleDraftWorker.init_cuda_graphs"
+DRAFT_PREFILL: Final = f"{_EAGLE}.EagleDraftWorker._draft_extend_for_prefill"
+_RUNNER: Final = "sglang.srt.model_executor.model_runner"
+RESOLVE_CAPTURE: Final = f"{_RUNNER}.resolve_spec_aux_hidden_state_config"
+CONFIGURE_CAPTURE: Final = f"{_RUNNER}.configure_aux_hidden_state_capture"
+STORE_HIDDEN: Final = (
+    "sglang.srt.layers.logits_processor.LogitsProcessor._get_hidden_states_to_store"
+)
 RESOLVE_TOKENS: Final = (
     "sglang.srt.managers.scheduler_components.batch_result_processor"
     ".SchedulerBatchResultProcessor._resolve_spec_v2_tokens"

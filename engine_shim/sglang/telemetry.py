@@ -69,7 +69,7 @@ class StepTap:
     def __init__(self, link: EngineLink, graph_batch_sizes: tuple[int, ...] = ()) -> None:
         self._link = link
         self._graph_batch_sizes = graph_batch_sizes
-        self._used: set[tuple[int, bool, int]] = set()
+        self._used: set[tuple[int, int, bool, int]] = set()
         self._step = 0
         self._last_iter: int | None = None
         self._last_end = 0.0
@@ -99,7 +99,7 @@ class StepTap:
             flags |= UNSTEERED
         if self._graph_batch_sizes and not result.can_run_cuda_graph:
             flags |= EAGER_FALLBACK
-        shape = (gamma, launch.asleep, self._padded(batch_size))
+        shape = (*arm, self._padded(batch_size))
         if shape not in self._used:
             self._used.add(shape)
             flags |= FIRST_USE

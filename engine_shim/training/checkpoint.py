@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine_shim.training.blocks import ModelShape
+from engine_shim.training.dflash import DFlashShape, DFlashStudent
 from engine_shim.training.eagle3 import Eagle3Shape, Eagle3Student
 from engine_shim.training.qwen3 import Qwen3Target
 
@@ -72,6 +73,38 @@ def load_draft(folder: Path, embedding: Tensor) -> Eagle3Student:
         if name not in _VOCABULARY_MAPS
     }
     student.load_state_dict(_join(parts))
+    return student.eval()
+
+
+def save_dflash(student: DFlashStudent, folder: Path) -> None:
+    """Write ``student`` as a ``DFlashDraftModel`` checkpoint."""
+    shape = student.shape
+    config = _decoder_config(shape.decoder) | {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "tie_word_embeddings": False,
+        "layer_types": ["full_attention"] * shape.decoder.layers,
+        "block_size": shape.block,
+        "dflash_config": {
+            "target_layer_ids": list(shape.feature_layers),
+            "mask_token_id": shape.mask_token,
+        },
+    }
+    _save(folder, config, dict(_split(student.state_dict(), shape.decoder)))
+
+
+def load_dflash(folder: Path, embedding: Tensor) -> DFlashStudent:
+    """Read back :func:`save_dflash`, in float32, beside the target's ``embedding``."""
+    config = _read_config(folder)
+    draft = config["dflash_config"]
+    shape = DFlashShape(
+        _shape(config),
+        tuple(draft["target_layer_ids"]),
+        config["block_size"],
+        draft["mask_token_id"],
+    )
+    student = DFlashStudent(shape, embedding.float())
+    student.load_state_dict(_join(load_file(folder / _WEIGHTS)))
     return student.eval()
 
 

@@ -18,12 +18,13 @@ import torch
 from tokenizers import Tokenizer
 
 from engine_shim.cpu.models import corpus
+from engine_shim.cpu.models._block_draft import block_agreement_by_domain, train_blocks
 from engine_shim.cpu.models._draft import agreement_by_domain, train_draft
 from engine_shim.cpu.models._target import cross_entropy, train_target
 from engine_shim.cpu.models.prompts import passage_file
 from engine_shim.cpu.models.recipe import Recipe
 from engine_shim.training.blocks import ModelShape
-from engine_shim.training.checkpoint import load_target, save_draft, save_target
+from engine_shim.training.checkpoint import load_target, save_dflash, save_draft, save_target
 
 TARGET = "target"
 HELD_OUT = "held_out"
@@ -57,6 +58,18 @@ def make(
         student = train_draft(draft, recipe.draft_shape, target, splits)
         save_draft(student, output / name)
         _log.info("%s: agreement %s", name, agreement_by_domain(student, target, splits))
+    for name, draft in recipe.blocks.items():
+        shape = recipe.block_shape(mask_token(tokenizer))
+        blocks = train_blocks(draft, shape, target, splits)
+        save_dflash(blocks, output / name)
+        _log.info("%s: agreement %s", name, block_agreement_by_domain(blocks, target, splits))
+
+
+def mask_token(tokenizer: Tokenizer) -> int:
+    """The token of a byte that no UTF-8 text holds: it never occurs, so it may stand for a mask."""
+    found = tokenizer.token_to_id("ÿ")
+    assert isinstance(found, int)
+    return found
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:

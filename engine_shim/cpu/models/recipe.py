@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from engine_shim.training.blocks import ModelShape
+from engine_shim.training.dflash import DFlashShape
 from engine_shim.training.eagle3 import Eagle3Shape
 from engine_shim.training.schedule import Budget
 
@@ -32,6 +33,15 @@ def _drafts() -> dict[str, DraftRecipe]:
     }
 
 
+def _blocks() -> dict[str, DraftRecipe]:
+    return {
+        # Regular text is where a block of seven pays; the rest is there not to be foreign.
+        "dflash": DraftRecipe(
+            {"json": 0.4, "csv": 0.3, "code": 0.2, "prose": 0.1}, Budget(steps=700, seconds=600)
+        ),
+    }
+
+
 @dataclass(frozen=True)
 class Recipe:
     """The whole set.  The defaults are what ships: about 25 minutes on one core.
@@ -46,6 +56,8 @@ class Recipe:
     full_budget: Budget = _FULL_BUDGET
     least_branch_share: float = 0.02
     drafts: Mapping[str, DraftRecipe] = field(default_factory=_drafts)
+    blocks: Mapping[str, DraftRecipe] = field(default_factory=_blocks)
+    block: int = 8
 
     @property
     def shallow_shape(self) -> ModelShape:
@@ -61,3 +73,9 @@ class Recipe:
         """
         layers = self.shape.layers
         return Eagle3Shape(self.shape.with_layers(1), (2, layers // 2, layers - 2))
+
+    def block_shape(self, mask_token: int) -> DFlashShape:
+        """Two layers, fed from five target layers spread over its depth."""
+        layers = self.shape.layers
+        features = tuple(sorted({round(1 + i * (layers - 4) / 4) for i in range(5)}))
+        return DFlashShape(self.shape.with_layers(2), features, self.block, mask_token)

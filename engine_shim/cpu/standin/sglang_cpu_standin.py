@@ -7,6 +7,8 @@ process, spawned ones included, that has this folder on its path, and in no othe
 from __future__ import annotations
 
 import os
+import sys
+from typing import Any
 
 
 def _wanted() -> bool:
@@ -25,15 +27,23 @@ def answer_amx() -> None:
         vars(torch.cpu)["_is_amx_tile_supported"] = lambda: True
 
 
+def prepare_sglang() -> None:
+    """Called by SGLang in each of its processes (group ``sglang.srt.plugins``)."""
+    if not _wanted():
+        return
+    accept_any_weight()
+    # A process that has not loaded the scheduler never drafts.
+    if "sglang.srt.managers.scheduler" in sys.modules:
+        draft_in_blocks()
+
+
 def accept_any_weight() -> None:
-    """Send every matrix to the stand-in; called by SGLang (group ``sglang.srt.plugins``).
+    """Send every matrix to the stand-in.
 
     SGLang hands a layer to ``sgl_kernel`` only if AMX tiles can hold its weight: bfloat16, sizes in
     multiples of 16 and 32.  The stand-in takes any matrix, and float32 has to pass through it to
     round alike at every batch size.
     """
-    if not _wanted():
-        return
     import torch
     from sglang.srt.layers import amx_utils, logits_processor
 
@@ -47,3 +57,31 @@ def accept_any_weight() -> None:
     logits_processor.use_intel_amx_backend = lambda head: (
         head_fits(head) or head.weight.dtype == torch.float32
     )
+
+
+def draft_in_blocks() -> None:
+    """Let DFlash draft on a CPU.
+
+    SGLang refuses it there only because nobody has tried.  What it lacks are an answer to which
+    attention backend to use, one attribute of a chain, and two operators that are written for GPUs
+    alone.
+    """
+    import torch
+    from sglang.srt.arg_groups.choices import add_draft_attention_backend_choices
+    from sglang.srt.models import dflash
+    from sglang.srt.speculative.dflash_info import DFlashVerifyInput
+
+    add_draft_attention_backend_choices(["intel_amx"])
+    DFlashVerifyInput.tree_topk = 1
+    # Tensors of a CPU belong to no stream.
+    replace = type.__setattr__
+    replace(torch.Tensor, "record_stream", lambda _tensor, _stream: None)
+    attend = dflash.DFlashAttention.forward
+
+    def forward(layer: Any, positions: Any, hidden_states: Any, forward_batch: Any) -> Any:
+        # The one-kernel path is Triton's; the other one takes any type, but only one.
+        layer.use_table_qk_norm_rope = False
+        hidden_states = hidden_states.to(layer.qkv_proj.weight.dtype)
+        return attend(layer, positions, hidden_states, forward_batch)
+
+    replace(dflash.DFlashAttention, "forward", forward)

@@ -168,6 +168,7 @@ class Capabilities(_message.Message):
     CAN_UPDATE_ONLINE_FIELD_NUMBER: _builtins.int
     CAN_COLLECT_FIELD_NUMBER: _builtins.int
     OVERLAP_STEPS_FIELD_NUMBER: _builtins.int
+    DRAFTERS_FOLLOW_FIELD_NUMBER: _builtins.int
     can_sleep: _builtins.bool
     """A row may say `drafter_asleep`: at gamma = 0 the engine can skip all draft-side work."""
     can_switch_drafter: _builtins.bool
@@ -178,6 +179,10 @@ class Capabilities(_message.Message):
     """The engine can capture training signals."""
     overlap_steps: _builtins.int
     """Results of a step arrive this many steps later (0 without overlap scheduling)."""
+    drafters_follow: _builtins.bool
+    """A drafter that does not draft keeps up with the stream in every step that is not asleep, so
+    that changing to it costs nothing; what keeping up costs is in every step's seconds.
+    """
     def __init__(
         self,
         *,
@@ -186,10 +191,11 @@ class Capabilities(_message.Message):
         can_update_online: _builtins.bool = ...,
         can_collect: _builtins.bool = ...,
         overlap_steps: _builtins.int = ...,
+        drafters_follow: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["can_collect", b"can_collect", "can_sleep", b"can_sleep", "can_switch_drafter", b"can_switch_drafter", "can_update_online", b"can_update_online", "overlap_steps", b"overlap_steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["can_collect", b"can_collect", "can_sleep", b"can_sleep", "can_switch_drafter", b"can_switch_drafter", "can_update_online", b"can_update_online", "drafters_follow", b"drafters_follow", "overlap_steps", b"overlap_steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -49,6 +49,20 @@ def test_what_one_drafter_drafts_the_other_misses():
     assert catch_up.seconds() == {"mtp": pytest.approx(4e-4, rel=1e-3), "dflash": 0.0}
 
 
+def test_drafters_that_follow_miss_only_what_is_slept_through():
+    catch_up = CatchUp(["mtp", "dflash"], 1e-4, can_sleep=True, follow=True)
+    for step in range(1, 6):
+        assert not catch_up.observe(report(step, 3), 0.01)
+    assert catch_up.seconds() == {"mtp": 0.0, "dflash": 0.0}
+    for step in range(6, 11):
+        assert not catch_up.observe(report(step, 0), 0.01)
+    owed = pytest.approx(20 * 1e-4)
+    assert catch_up.seconds() == {"mtp": owed, "dflash": owed}
+    # Whoever wakes first wakes both.
+    assert catch_up.observe(report(11, 3, drafter="dflash", seconds=0.012), 0.01)
+    assert catch_up.seconds() == {"mtp": 0.0, "dflash": 0.0}
+
+
 def test_no_drafter_owes_more_than_the_context_that_is_there():
     catch_up = CatchUp(["mtp"], 1e-4, can_sleep=True)
     for step in range(1, 200):

@@ -22,6 +22,7 @@ ROOT = Path(engine_shim.__file__).parents[1]
 MODELS = ROOT / "engine_shim/cpu/models"
 TARGET = MODELS / "target"
 DRAFT = MODELS / "draft-mixed"
+DFLASH = MODELS / "dflash"
 EAGLE3 = ("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(DRAFT))
 START_SECONDS = 240.0
 

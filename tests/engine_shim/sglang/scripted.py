@@ -12,8 +12,8 @@ from speculation.v1.service_pb2 import SteerRequest, SteerResponse
 from tests.engine_shim.link.eventually import eventually
 from tests.engine_shim.link.fake_sidecar import FakeSidecar
 
-Arm = tuple[int, bool]
-"""Draft length, and whether the drafter sleeps."""
+Arm = tuple[int, bool] | tuple[int, bool, int]
+"""Draft length, whether the drafter sleeps, and which of the engine's drafters (the first)."""
 Script = Callable[[int], Arm]
 
 
@@ -58,8 +58,8 @@ class ScriptedSidecar:
     def _next_plan(self) -> Plan:
         with self._lock:
             epoch = len(self.arms) + 1
-            gamma, asleep = self.arms[epoch] = self.script(len(self.reports))
-        drafter = self.server.introductions[-1].drafters[0].name
+            gamma, asleep, *which = self.arms[epoch] = self.script(len(self.reports))
+        drafter = self.server.introductions[-1].drafters[which[0] if which else 0].name
         row = PlanRow(
             max_batch_size=64,
             drafter=drafter,

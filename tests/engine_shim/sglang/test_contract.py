@@ -14,6 +14,8 @@ from tests.engine_shim.sglang import wheel
 EAGLE = "sglang.srt.speculative.eagle_worker_v2"
 DRAFT_BASE = "sglang.srt.speculative.base_spec_worker.EagleDraftWorkerBase"
 ADAPTIVE = "sglang.srt.speculative.adaptive_runtime_state"
+DFLASH = "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2"
+COMPONENTS = "sglang.srt.model_executor.model_runner_components"
 RESULTS = "sglang.srt.managers.scheduler_components.batch_result_processor"
 HOOKS = {
     surface.CANDIDATE_STEPS: "cfg_path=None",
@@ -21,12 +23,46 @@ HOOKS = {
     surface.FORWARD: ("self, batch, on_publish=None, grammar_barrier=None, pp_proxy_tensors=None"),
     surface.APPLY_RUNTIME_STATE: "self, state",
     surface.DRAFT_EXTEND: "self, batch, batch_result, *, kv_loc_plan=None",
+    surface.DRAFT: "self, batch, *, with_topology=False",
+    surface.DRAFT_CONSTRUCT: "self, server_args, gpu_id, nccl_port, target_worker",
+    surface.DRAFT_MEMORY: (
+        "self, memory_pool_config=None, req_to_token_pool=None, token_to_kv_pool_allocator=None"
+    ),
+    surface.DRAFT_BACKENDS: "self",
+    surface.DRAFT_GRAPHS: "self",
+    surface.DRAFT_PREFILL: (
+        "self, batch, target_hidden_states, next_token_ids, mm_input_embeds=None, kv_loc_plan=None"
+    ),
+    surface.STORE_HIDDEN: (
+        "self, hidden_states, hidden_states_before_norm, aux_hidden_states, pruned_states, "
+        "pruned_states_before_norm, aux_pruned_states, sample_indices, logits_metadata"
+    ),
     surface.RESOLVE_TOKENS: "self, result, batch",
     surface.INTERNAL_STATE: "self, state",
 }
 USED = {
     f"{surface.POLICY_CLASS}.__init__": "self, initial_steps, cfg_path=None",
     "sglang.srt.speculative.adaptive_spec_params.adaptive_unsupported_reason": "server_args",
+    f"{COMPONENTS}.spec_aux_hidden_state.resolve_spec_aux_hidden_state_config": (
+        "*, server_args, model_config, spec_algorithm, is_draft_worker"
+    ),
+    f"{COMPONENTS}.attention_backend_setup.configure_aux_hidden_state_capture": (
+        "*, model, eagle_use_aux_hidden_state, eagle_aux_hidden_state_layer_ids, "
+        "dflash_use_aux_hidden_state, dflash_target_layer_ids, is_dspark"
+    ),
+    "sglang.srt.speculative.eagle_worker_common.build_eagle_verify_input": (
+        "batch, draft_input, parent_list, top_scores_index, draft_tokens, draft_probs, *, "
+        "target_worker, topk, num_steps, num_draft_tokens, tree_mask_mode, device"
+    ),
+    "sglang.srt.speculative.draft_worker_common.make_draft_input_v2": (
+        "*, bonus_tokens, new_seq_lens"
+    ),
+    "sglang.srt.speculative.dflash_utils.parse_dflash_draft_config": "*, draft_hf_config",
+    f"{DFLASH}._append_target_hidden_to_draft_kv_by_loc": (
+        "self, *, target_hidden, cache_loc, positions, cache_loc_2d=None, commit_lens=None, "
+        "extend_lens=None"
+    ),
+    f"{DFLASH}._draft_write_ids": "self, plan",
     "sglang.srt.plugins.hook_registry.HookRegistry.register": (
         "cls, target, hook, hook_type=HookType.AFTER, *, source=None"
     ),
@@ -69,6 +105,15 @@ SAME_CODE = {
         "sleep._read catches up like it",
     ),
     surface.DRAFT_EXTEND: ("9a3516355f7badd6", "sleep stands in for it"),
+    f"{DFLASH}.forward_batch_generation": (
+        "4c408bd514470acd",
+        "block_drafter runs its drafting half, and stops it where it verifies",
+    ),
+    f"{DFLASH}._defer_target_verify_gather": ("3d0a49f10877356b", "block_drafter leaves it out"),
+    f"{DFLASH}._maybe_merge_trained_mask_embedding": (
+        "82c9d6cd53618400",
+        "block_drafter refuses what it would do",
+    ),
     surface.RESOLVE_TOKENS: ("c2ed08738e6be120", "telemetry reads what it leaves on the result"),
 }
 ATTRIBUTES = {

@@ -78,7 +78,7 @@ DRAFT = model(block(0))
 
 def shapes_of(target: Any, draft: Any = None) -> engine_pb2.EngineSpec:
     spec = engine_pb2.EngineSpec(drafters=[engine_pb2.Drafter(name="eagle")])
-    set_shapes(spec, target, draft or runner(DRAFT, 1, is_draft_model=True))
+    set_shapes(spec, target, [draft or runner(DRAFT, 1, is_draft_model=True)])
     return spec
 
 

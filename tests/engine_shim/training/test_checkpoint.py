@@ -9,7 +9,15 @@ import torch
 from safetensors.torch import load_file
 
 from engine_shim.training.blocks import ModelShape
-from engine_shim.training.checkpoint import load_draft, load_target, save_draft, save_target
+from engine_shim.training.checkpoint import (
+    load_dflash,
+    load_draft,
+    load_target,
+    save_dflash,
+    save_draft,
+    save_target,
+)
+from engine_shim.training.dflash import DFlashShape, DFlashStudent
 from engine_shim.training.eagle3 import Eagle3Shape, Eagle3Student
 from engine_shim.training.qwen3 import Qwen3Target
 
@@ -62,6 +70,33 @@ def test_a_draft_file_holds_exactly_the_published_names_and_shapes(tmp_path: Pat
         "d2t": (97,),
         "t2d": (97,),
     }
+
+
+def test_a_dflash_draft_comes_back_as_its_bfloat16_rounding(tmp_path: Path) -> None:
+    shape = DFlashShape(SHAPE, (0, 3, 5), block=4, mask_token=7)
+    student = DFlashStudent(shape, torch.randn(97, 48))
+    save_dflash(student, tmp_path)
+    back = load_dflash(tmp_path, student.embedding)
+    assert back.shape == shape
+    for name, tensor in student.state_dict().items():
+        assert torch.equal(back.state_dict()[name], tensor.bfloat16().float()), name
+
+
+def test_a_dflash_file_holds_exactly_the_published_names(tmp_path: Path) -> None:
+    shape = DFlashShape(SHAPE.with_layers(1), (0, 3, 5), block=4, mask_token=7)
+    save_dflash(DFlashStudent(shape, torch.randn(97, 48)), tmp_path)
+    layer = "layers.0"
+    assert set(load_file(tmp_path / "model.safetensors")) == {
+        "fc.weight", "hidden_norm.weight", "norm.weight",
+        f"{layer}.input_layernorm.weight", f"{layer}.post_attention_layernorm.weight",
+        *(f"{layer}.self_attn.{name}_proj.weight" for name in "qkvo"),
+        f"{layer}.self_attn.q_norm.weight", f"{layer}.self_attn.k_norm.weight",
+        *(f"{layer}.mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
+    }  # fmt: skip
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["DFlashDraftModel"]
+    assert config["block_size"] == 4
+    assert config["dflash_config"] == {"target_layer_ids": [0, 3, 5], "mask_token_id": 7}
 
 
 def test_draft_tokens_are_target_tokens(tmp_path: Path) -> None:

@@ -7,13 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
 
 from engine_shim.cpu.models import corpus
 from engine_shim.cpu.models.make import make
 from engine_shim.cpu.models.prompts import DOMAINS, LONGEST_PROMPT, PASSAGES, passage_file
 from engine_shim.cpu.models.recipe import DraftRecipe, Recipe
 from engine_shim.training.blocks import ModelShape
-from engine_shim.training.checkpoint import load_draft, load_target
+from engine_shim.training.checkpoint import load_dflash, load_draft, load_target
 from engine_shim.training.schedule import Budget
 
 SHAPE = ModelShape(hidden=32, heads=2, kv_heads=1, head_dim=16, mlp=48, layers=6)
@@ -29,6 +30,7 @@ def recipe(least_branch_share: float = 0.0) -> Recipe:
         full_budget=A_FEW,
         least_branch_share=least_branch_share,
         drafts={"draft-small": DraftRecipe({"json": 1.0}, A_FEW)},
+        blocks={"block-small": DraftRecipe({"json": 1.0}, A_FEW)},
     )
 
 
@@ -44,6 +46,13 @@ def test_a_recipe_becomes_folders(few_texts: dict[str, list[str]], tmp_path: Pat
     assert target.shape == SHAPE
     draft = load_draft(tmp_path / "draft-small", target.model.embed_tokens.weight)
     assert draft.shape == recipe().draft_shape
+    blocks = load_dflash(tmp_path / "block-small", target.model.embed_tokens.weight)
+    assert blocks.shape == recipe().block_shape(blocks.shape.mask_token)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "target/tokenizer.json"))
+    for domain in DOMAINS:
+        passages = np.load(passage_file(tmp_path / "held_out", domain))
+        assert blocks.shape.mask_token not in passages
+        assert blocks.shape.mask_token != tokenizer.token_to_id(corpus.DOCUMENT_TOKEN)
     for domain in DOMAINS:
         passages = np.load(passage_file(tmp_path / "held_out", domain))
         assert passages.shape == (PASSAGES, LONGEST_PROMPT)

@@ -1,0 +1,115 @@
+"""One pass of the target, the hidden states that both drafters want of it.
+
+EAGLE3 and DFlash read the outputs of different target layers, and SGLang's two settings for them
+overwrite each other.  Here the target emits the union, in layer order, and each drafter gets its
+own columns; a drafter that reads the last hidden state (EAGLE, MTP) gets it as one more group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
+
+from engine_shim.sglang.errors import UnsupportedEngineError
+
+
+class SharedCapture:
+    """Which columns of what the target emits belong to whom.
+
+    model_path, revision: of the DFlash checkpoint.
+    """
+
+    def __init__(self, model_path: str, revision: str | None) -> None:
+        self._model_path = model_path
+        self._revision = revision
+        self._config: ModelConfig | None = None
+        self._hidden_size = 0
+        self._own: list[int] = []
+        self._block: list[int] = []
+        self._appends_last = False
+
+    @property
+    def block_config(self) -> ModelConfig:
+        """Of the DFlash checkpoint, once the target was built."""
+        assert self._config is not None
+        return self._config
+
+    def around_resolve(self, original: Callable[..., Any], **arguments: Any) -> Any:
+        """Around `resolve_spec_aux_hidden_state_config`: the DFlash layers as well."""
+        found = original(**arguments)
+        if arguments["is_draft_worker"] or not arguments["spec_algorithm"].is_eagle():
+            return found
+        self._config = ModelConfig.from_server_args(
+            arguments["server_args"],
+            model_path=self._model_path,
+            model_revision=self._revision,
+            is_draft_model=True,
+        )
+        target = arguments["model_config"]
+        if self._config.hidden_size != target.hidden_size:
+            raise UnsupportedEngineError(
+                f"{self._model_path} is of hidden size {self._config.hidden_size}, the target of "
+                f"{target.hidden_size}: it is no drafter for it"
+            )
+        draft = parse_dflash_draft_config(draft_hf_config=self._config.hf_config)
+        layers = draft.require_num_layers()
+        found.dflash_use_aux_hidden_state = True
+        found.dflash_target_layer_ids = draft.resolve_target_layer_ids(
+            target_num_layers=target.hf_text_config.num_hidden_layers, draft_num_layers=layers
+        )
+        # SGLang sizes the KV cache by the drafter's layers: both drafters' count.
+        found.eagle_draft_num_layers = (found.eagle_draft_num_layers or 0) + layers
+        self._hidden_size = target.hidden_size
+        return found
+
+    def around_configure(
+        self, original: Callable[..., None], *, model: Any, **arguments: Any
+    ) -> None:
+        """Around `configure_aux_hidden_state_capture`: asks for each, and sets the union.
+
+        Raises UnsupportedEngineError for a target that keeps its list elsewhere.
+        """
+        if self._config is None or not arguments["dflash_use_aux_hidden_state"]:
+            original(model=model, **arguments)
+            return
+        holder = next((m for m in model.modules() if hasattr(m, "layers_to_capture")), None)
+        if holder is None:
+            raise UnsupportedEngineError(
+                f"{type(model).__name__} does not say which layers it emits: two drafters cannot "
+                "share it"
+            )
+        wanted = {}
+        for who, other in (
+            ("own", "dflash_use_aux_hidden_state"),
+            ("block", "eagle_use_aux_hidden_state"),
+        ):
+            holder.layers_to_capture = []
+            original(model=model, **{**arguments, other: False})
+            wanted[who] = sorted(holder.layers_to_capture)
+        union = sorted({*wanted["own"], *wanted["block"]})
+        holder.layers_to_capture = union
+        self._block = [union.index(layer) for layer in wanted["block"]]
+        self._own = [union.index(layer) for layer in wanted["own"]]
+        self._appends_last = not self._own
+        if self._appends_last:
+            self._own = [len(union)]
+
+    def around_store(
+        self, original: Callable[..., Any], processor: Any, hidden: Any, before_norm: Any,
+        aux: Any, *rest: Any,
+    ) -> Any:  # fmt: skip
+        """Around `LogitsProcessor._get_hidden_states_to_store`: the last hidden state as well."""
+        stored = original(processor, hidden, before_norm, aux, *rest)
+        mode = rest[-1].capture_hidden_mode
+        if self._appends_last and aux is not None and mode.is_full():
+            stored = torch.cat([stored, hidden], dim=-1)
+        return stored
+
+    def split(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[rows, groups * H] to what the engine's own drafter reads, and what DFlash reads."""
+        groups = hidden.view(hidden.shape[0], -1, self._hidden_size)
+        return groups[:, self._own].flatten(1), groups[:, self._block].flatten(1)

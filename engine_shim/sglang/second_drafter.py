@@ -1,0 +1,174 @@
+"""A DFlash drafter beside the engine's own EAGLE, EAGLE3 or MTP one; either may draft any step.
+
+Both keep up with the stream: after every prefill and every verification each reads the hidden
+states of what was accepted, so that the other can take over at the next step.  One set of prepared
+draft lengths serves both: whoever drafts, a chain of gamma tokens is verified.  DFlash always
+drafts its whole block, of which the first gamma tokens are used.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.plugins.hook_registry import HookType
+from sglang.srt.speculative import eagle_worker_v2
+from sglang.srt.speculative.eagle_worker_common import build_eagle_verify_input
+
+from engine_shim.sglang import selfcheck, surface
+from engine_shim.sglang.block_drafter import BlockDrafter
+from engine_shim.sglang.capture import SharedCapture
+from engine_shim.sglang.errors import UnsupportedEngineError
+
+_log = logging.getLogger(__name__)
+
+
+class SecondDrafter:
+    """Hooks around one engine's draft worker.  gammas: draft lengths that the engine prepares."""
+
+    def __init__(self, model_path: str, revision: str, gammas: tuple[int, ...]) -> None:
+        self.model_path, self.revision = model_path, revision
+        self._gammas = gammas
+        self._capture = SharedCapture(model_path, revision or None)
+        self._block: BlockDrafter | None = None
+        self.usable = True
+
+    def register(self) -> None:
+        """Registers everything with SGLang, before the engine's workers are built."""
+        around, capture = HookType.AROUND, self._capture
+        selfcheck.register(surface.RESOLVE_CAPTURE, capture.around_resolve, around)
+        selfcheck.register(surface.CONFIGURE_CAPTURE, capture.around_configure, around)
+        selfcheck.register(surface.STORE_HIDDEN, capture.around_store, around)
+        selfcheck.register(surface.DRAFT_CONSTRUCT, self.around_construct, around)
+        selfcheck.register(surface.DRAFT_MEMORY, self.around_memory, around)
+        selfcheck.register(surface.DRAFT_BACKENDS, self.around_backends, around)
+        selfcheck.register(surface.DRAFT_GRAPHS, self.around_graphs, around)
+        selfcheck.register(surface.DRAFT_PREFILL, self.around_prefill, around)
+        self._extend_properties()
+
+    @property
+    def block(self) -> BlockDrafter:
+        """Once the draft worker was built."""
+        assert self._block is not None
+        return self._block
+
+    @property
+    def gammas(self) -> tuple[int, ...]:
+        """Draft lengths above 0 that its block can fill."""
+        return tuple(g for g in self._gammas if 0 < g < self.block.block_size)
+
+    def around_construct(
+        self, original: Callable[..., None], draft: Any, *arguments: Any, **named: Any
+    ) -> None:
+        """Around `EagleDraftWorker.__init__`.  Raises UnsupportedEngineError."""
+        original(draft, *arguments, **named)
+        config = self._capture.block_config
+        self._block = BlockDrafter(config, self.model_path, self.revision or None, draft)
+        size = self._block.block_size
+        if self._gammas[-1] + 1 < size:
+            # The block is written behind the context, where room is kept for the widest step.
+            raise UnsupportedEngineError(
+                f"the DFlash drafter drafts blocks of {size}, for which the engine keeps no room: "
+                f"let SPECULATION_GAMMAS reach {size - 1}"
+            )
+
+    def around_memory(
+        self, original: Callable[..., None], draft: Any, *arguments: Any, **named: Any
+    ) -> None:
+        """Around `EagleDraftWorker.alloc_memory_pool`."""
+        original(draft, *arguments, **named)
+        self.block.alloc_memory_pool(*arguments, **named)
+
+    def around_backends(self, original: Callable[..., None], draft: Any) -> None:
+        """Around `EagleDraftWorker.init_attention_backends`."""
+        original(draft)
+        self.block.init_attention_backends()
+
+    def around_graphs(self, original: Callable[..., None], draft: Any) -> None:
+        """Around `EagleDraftWorker.init_cuda_graphs`."""
+        original(draft)
+        self.block.init_cuda_graphs()
+
+    def around_prefill(
+        self, original: Callable[..., Any], draft: Any, batch: Any, hidden: torch.Tensor,
+        *arguments: Any, **named: Any,
+    ) -> Any:  # fmt: skip
+        """Around `EagleDraftWorker._draft_extend_for_prefill`: both drafters read the prompt."""
+        own, others = self._capture.split(hidden)
+        if self.usable and not batch.forward_mode.is_idle():
+            try:
+                self.block.read_prompt(batch, others, named.get("kv_loc_plan"))
+            except Exception:  # noqa: BLE001 - out of memory, say
+                self.give_up()
+        return original(draft, batch, own, *arguments, **named)
+
+    def draft(self, draft: Any, batch: Any) -> Any | None:
+        """In place of `EagleDraftWorker.draft`; None when it cannot, and the other one must."""
+        gamma, size = draft.speculative_num_steps, batch.seq_lens.shape[0]
+        if not self.usable or size > draft._topk1_parents_prealloc.shape[0]:
+            return None
+        try:
+            block = self.block.draft(batch)
+        except Exception:  # noqa: BLE001 - out of memory, say
+            self.give_up()
+            return None
+        return build_eagle_verify_input(
+            batch,
+            batch.spec_info,
+            draft._topk1_parents_prealloc[:size],
+            draft._topk1_score_indices_prealloc[:size],
+            block[:, 1 : gamma + 1].contiguous(),
+            None,
+            target_worker=draft.target_worker,
+            topk=1,
+            num_steps=gamma,
+            num_draft_tokens=gamma + 1,
+            tree_mask_mode=draft.tree_mask_mode,
+            device=draft.device,
+        )
+
+    def follow(self, batch: Any, result: Any, kv_loc_plan: Any) -> None:
+        """Reads what a step accepted, and leaves in `result` what the other drafter reads."""
+        output = result.logits_output
+        output.hidden_states, others = self._capture.split(output.hidden_states)
+        if not self.usable:
+            return
+        try:
+            self.block.read_step(batch, result, others, kv_loc_plan)
+        except Exception:  # noqa: BLE001 - out of memory, say
+            self.give_up()
+
+    def catch_up(
+        self, hidden: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """Reads positions that were slept through; the other drafter's columns of `hidden`."""
+        own, others = self._capture.split(hidden)
+        if self.usable:
+            try:
+                self.block.read(others, slots, positions)
+            except Exception:  # noqa: BLE001 - out of memory, say
+                self.give_up()
+        return own
+
+    def give_up(self) -> None:
+        """It has missed something, or cannot draft: from now on the other one drafts alone."""
+        self.usable = False
+        _log.exception("DFlash drafts no more; the engine goes on with its own drafter")
+
+    def _extend_properties(self) -> None:
+        """What SGLang asks its workers for, with this drafter's part added."""
+        draft_class, worker_class = eagle_worker_v2.EagleDraftWorker, eagle_worker_v2.EAGLEWorkerV2
+        runners = draft_class.draft_runners.fget
+        backends = worker_class.spec_v2_attn_backends.fget
+
+        def draft_runners(draft: Any) -> list[Any]:
+            found = list(runners(draft))
+            return found if self._block is None else [*found, self._block.runner]
+
+        def spec_v2_attn_backends(worker: Any) -> tuple[Any, ...]:
+            return (*backends(worker), self.block.runner.attn_backend)
+
+        draft_class.draft_runners = property(draft_runners)
+        worker_class.spec_v2_attn_backends = property(spec_v2_attn_backends)

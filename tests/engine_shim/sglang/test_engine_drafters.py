@@ -1,0 +1,198 @@
+"""Two drafters in the real SGLang: EAGLE3 and DFlash, chosen per step by a scripted sidecar."""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+
+from engine_shim.cpu.models.prompts import DOMAINS, held_out_prompts
+from engine_shim.training.checkpoint import load_dflash, load_target
+from speculation.v1.engine_pb2 import DRAFTER_KIND_DFLASH, DRAFTER_KIND_MTP, StepReport
+from tests.engine_shim.link.eventually import eventually
+from tests.engine_shim.sglang.engine import (
+    DFLASH,
+    EAGLE3,
+    TARGET,
+    EngineProcess,
+    Generated,
+    serving,
+)
+from tests.engine_shim.sglang.scripted import Arm, ScriptedSidecar, scripted_sidecar
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+
+GAMMAS = (0, 1, 2, 3, 5, 7)
+EAGLE: list[Arm] = [(gamma, False, 0) for gamma in GAMMAS]
+BLOCK: list[Arm] = [(gamma, False, 1) for gamma in GAMMAS[1:]]
+ASLEEP: Arm = (0, True, 0)
+PROMPTS = [
+    prompt
+    for domain in DOMAINS
+    for prompt in held_out_prompts(domain, count=2, length_tokens=48, seed=3)
+]
+LENGTHS = [40, 120, 64, 96, 33, 80, 110, 57]
+ALONE = held_out_prompts("json", count=1, length_tokens=60, seed=5)
+ALONE_LENGTH = 200
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[int]]]:
+    with serving(tmp_path_factory.mktemp("plain")) as engine:
+        return {
+            "batch": [answer.tokens for answer in engine.generate(PROMPTS, LENGTHS)],
+            "alone": [answer.tokens for answer in engine.generate(ALONE, [ALONE_LENGTH])],
+        }
+
+
+@pytest.fixture(scope="module")
+def sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedSidecar]:
+    with scripted_sidecar(tmp_path_factory.mktemp("sidecar")) as scripted:
+        yield scripted
+
+
+@pytest.fixture(scope="module")
+def engine(
+    plain: dict[str, list[list[int]]],
+    sidecar: ScriptedSidecar,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[EngineProcess]:
+    """With the prefix cache on."""
+    variables = {
+        "SPECULATION_SIDECAR": sidecar.server.target,
+        "SPECULATION_DFLASH_MODEL_PATH": str(DFLASH),
+        "SPECULATION_GAMMAS": ",".join(map(str, GAMMAS)),
+        "SPECULATION_SLEEP_POSITIONS": "12",
+    }
+    with serving(tmp_path_factory.mktemp("steered"), EAGLE3, variables) as running:
+        eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
+        yield running
+
+
+def play(
+    engine: EngineProcess,
+    sidecar: ScriptedSidecar,
+    script: Callable[[int], Arm],
+    prompts: Sequence[Sequence[int]] = PROMPTS,
+    lengths: Sequence[int] = LENGTHS,
+) -> tuple[list[Generated], list[StepReport]]:
+    before = sidecar.run(script)
+    answers = engine.generate(prompts, lengths)
+    rows = sum(answer.meta["spec_verify_ct"] for answer in answers)
+    return answers, sidecar.reports_since(before, rows)
+
+
+def test_it_introduces_both(engine: EngineProcess, sidecar: ScriptedSidecar) -> None:
+    spec = sidecar.server.introductions[0]
+    first, second = spec.drafters
+    assert (first.name, first.kind) == ("eagle3", DRAFTER_KIND_MTP)
+    assert (second.name, second.kind) == ("dflash", DRAFTER_KIND_DFLASH)
+    assert tuple(first.gammas) == GAMMAS
+    assert tuple(second.gammas) == GAMMAS[1:]
+    assert second.model == str(DFLASH)
+    assert spec.capabilities.can_switch_drafter
+    assert spec.capabilities.drafters_follow
+    assert second.shape.block_size == 8
+    assert second.shape.dense_params > 0
+
+
+@pytest.mark.parametrize("arm", [*EAGLE, *BLOCK, ASLEEP])
+def test_every_arm_gives_plain_decodings_tokens(
+    arm: Arm, engine: EngineProcess, sidecar: ScriptedSidecar, plain: dict[str, list[list[int]]]
+) -> None:
+    answers, reports = play(engine, sidecar, lambda _: arm)
+    assert [answer.tokens for answer in answers] == plain["batch"]
+    name = "eagle3" if arm[2:] == (0,) else "dflash"
+    # The first steps may still be the last script's.
+    assert {(report.drafter, report.gamma) for report in reports[5:]} == {(name, arm[0])}
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_any_order_of_arms_gives_plain_decodings_tokens(
+    seed: int, engine: EngineProcess, sidecar: ScriptedSidecar, plain: dict[str, list[list[int]]]
+) -> None:
+    choose = random.Random(seed)
+    arms = [choose.choice([*EAGLE, *BLOCK, ASLEEP]) for _ in range(500)]
+    answers, reports = play(engine, sidecar, lambda count: arms[count % 500])
+    assert [answer.tokens for answer in answers] == plain["batch"]
+    assert len({(report.drafter, report.gamma) for report in reports}) > 8
+    assert {report.drafter for report in reports} == {"eagle3", "dflash"}
+
+
+def accepted_by_context(reports: Sequence[StepReport], drafter: str, gamma: int) -> dict[int, int]:
+    """Accepted drafts of a single sequence's steps with that arm, by its context length."""
+    return {
+        report.kv_tokens: next(k for k, count in enumerate(report.accepted_counts) if count)
+        for report in reports
+        if (report.drafter, report.gamma) == (drafter, gamma)
+    }
+
+
+def alone(
+    engine: EngineProcess,
+    sidecar: ScriptedSidecar,
+    plain: dict[str, list[list[int]]],
+    script: Callable[[int], Arm],
+) -> list[StepReport]:
+    answers, reports = play(engine, sidecar, script, ALONE, [ALONE_LENGTH])
+    assert answers[0].tokens == plain["alone"][0]
+    return reports
+
+
+@pytest.mark.parametrize(("which", "drafter"), [(0, "eagle3"), (1, "dflash")])
+@pytest.mark.parametrize("pause", [(3, False, 0), (2, False, 1), (0, False, 0), (0, True, 0)])
+def test_nothing_goes_stale_while_another_drafts_or_none(
+    which: int,
+    drafter: str,
+    pause: Arm,
+    engine: EngineProcess,
+    sidecar: ScriptedSidecar,
+    plain: dict[str, list[list[int]]],
+) -> None:
+    always: dict[int, int] = {}
+    # Long drafts meet few contexts: plain steps between them meet the others.
+    for script in (
+        lambda _: (3, False, which),
+        lambda count: (3, False, which) if count % 2 else (0, False, 0),
+        lambda count: (3, False, which) if count % 3 else (0, False, 0),
+    ):
+        reports = alone(engine, sidecar, plain, script)
+        always |= accepted_by_context(reports, drafter, 3)
+    reports = alone(
+        engine, sidecar, plain, lambda count: (3, False, which) if count % 12 < 4 else pause
+    )
+    mixed = accepted_by_context(reports, drafter, 3)
+    both = always.keys() & mixed.keys()
+    assert len(both) > 5
+    assert any(mixed[context] > 0 for context in both)
+    assert {c: mixed[c] for c in both} == {c: always[c] for c in both}
+
+
+def test_on_regular_text_a_block_goes_further_than_a_short_chain(
+    engine: EngineProcess, sidecar: ScriptedSidecar, plain: dict[str, list[list[int]]]
+) -> None:
+    reports = alone(engine, sidecar, plain, lambda _: (7, False, 1))
+    gained = sum(1 + k * n for r in reports for k, n in enumerate(r.accepted_counts) if n)
+    assert gained / len(reports) > 2.5
+
+
+def test_the_blocks_are_those_that_the_trained_student_would_draft(
+    engine: EngineProcess, sidecar: ScriptedSidecar, plain: dict[str, list[list[int]]]
+) -> None:
+    reports = alone(engine, sidecar, plain, lambda _: (7, False, 1))
+    live = accepted_by_context(reports, "dflash", 7)
+    target = load_target(TARGET)
+    student = load_dflash(DFLASH, target.model.embed_tokens.weight)
+    tokens = torch.tensor([[*ALONE[0], *plain["alone"][0]]])
+    with torch.no_grad():
+        _, features = target.logits_and_features(tokens, student.shape.feature_layers)
+    known = torch.cat(features, dim=-1)
+    compared = 0
+    for context, accepted in live.items():
+        if context + 8 > tokens.shape[1]:
+            continue
+        block = student.greedy_block(known[:, :context], tokens[:, : context + 1])[0]
+        truth = tokens[0, context + 1 : context + 8]
+        assert accepted == int((block == truth).int().cumprod(0).sum()), context
+        compared += 1
+    assert compared > 10

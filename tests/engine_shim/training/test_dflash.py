@@ -1,0 +1,126 @@
+"""The DFlash student: many blocks in one pass are what each would be alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine_shim.training.blocks import ModelShape
+from engine_shim.training.dflash import DFlashShape, DFlashStudent, position_weights
+
+DECODER = ModelShape(
+    hidden=32, heads=4, kv_heads=2, head_dim=8, mlp=48, layers=2, vocabulary=61, max_positions=64
+)
+SHAPE = DFlashShape(DECODER, (0, 2), block=5, mask_token=60)
+BATCH, LENGTH = 3, 14
+
+
+@pytest.fixture
+def student() -> DFlashStudent:
+    torch.manual_seed(5)
+    made = DFlashStudent(SHAPE, torch.randn(DECODER.vocabulary, DECODER.hidden))
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    return made.eval()
+
+
+@pytest.fixture
+def features() -> Tensor:
+    return torch.randn(
+        BATCH, LENGTH, 2 * DECODER.hidden, generator=torch.Generator().manual_seed(6)
+    )
+
+
+@pytest.fixture
+def tokens() -> Tensor:
+    return torch.randint(60, (BATCH, LENGTH + 5), generator=torch.Generator().manual_seed(7))
+
+
+def test_blocks_do_not_see_each_other_nor_what_comes_later(
+    student: DFlashStudent, features: Tensor, tokens: Tensor
+) -> None:
+    anchors = torch.tensor([3, 9, 1, 14])
+    together = student.blocks(features, tokens, anchors)
+    assert together.shape == (BATCH, 4, 4, 61)
+    for index, anchor in enumerate(anchors.tolist()):
+        alone = student.blocks(features[:, :anchor], tokens[:, : anchor + 1], anchors[[index]])
+        assert torch.allclose(together[:, index], alone[:, 0], atol=1e-5)
+
+
+def test_of_a_block_only_the_newest_token_is_read(
+    student: DFlashStudent, features: Tensor, tokens: Tensor
+) -> None:
+    anchor = torch.tensor([6])
+    before = student.blocks(features, tokens, anchor)
+    tokens[:, 7:] = 0
+    assert torch.equal(student.blocks(features, tokens, anchor), before)
+    tokens[:, 6] += 1
+    assert not torch.allclose(student.blocks(features, tokens, anchor), before)
+
+
+def test_rows_of_a_block_see_each_other_in_both_directions(
+    student: DFlashStudent, features: Tensor, tokens: Tensor
+) -> None:
+    """Written apart from the code under test: one block, row by row, head by head."""
+    length, block = 6, SHAPE.block
+    half = DECODER.head_dim // 2
+
+    def turned(x: Tensor, position: int) -> Tensor:
+        angles = position * DECODER.rope_base ** (-torch.arange(half) * 2 / DECODER.head_dim)
+        a, b = x[:, :half], x[:, half:]
+        return torch.cat(
+            [a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], dim=-1
+        )
+
+    ids = [int(tokens[0, length]), *[SHAPE.mask_token] * (block - 1)]
+    rows = [student.embedding[i] for i in ids]
+    context = student.hidden_norm(student.fc(features[0, :length]))
+    for layer in student.layers:
+        attention = layer.self_attn
+        sizes = [DECODER.query_width, DECODER.kv_width, DECODER.kv_width]
+        normed = [layer.input_layernorm(row) for row in rows]
+        keys, values, queries = [], [], []
+        for position, source in enumerate([*context, *normed]):
+            q, k, v = attention.qkv_proj(source).split(sizes)
+            keys.append(turned(attention.k_norm(k.view(2, 8)), position))
+            values.append(v.view(2, 8))
+            if position >= length:
+                queries.append(turned(attention.q_norm(q.view(4, 8)), position))
+        out = []
+        for row, query in zip(rows, queries, strict=True):
+            heads = []
+            for head in range(4):
+                scores = torch.stack([query[head] @ key[head // 2] for key in keys]) / 8**0.5
+                mixed = scores.softmax(0) @ torch.stack([value[head // 2] for value in values])
+                heads.append(mixed)
+            residual = row + attention.o_proj(torch.cat(heads))
+            out.append(residual + layer.mlp(layer.post_attention_layernorm(residual)))
+        rows = out
+    expected = torch.stack([student.embedding @ student.norm(row) for row in rows[1:]])
+    found = student.blocks(features, tokens, torch.tensor([length]))[0, 0]
+    assert torch.allclose(found, expected, atol=1e-4)
+    drafted = student.greedy_block(features[:1, :length], tokens[:1, : length + 1])
+    assert torch.equal(drafted[0], expected.argmax(-1))
+
+
+def test_near_positions_count_more() -> None:
+    weights = position_weights(8)
+    assert weights.shape == (7,)
+    assert float(weights.sum()) == pytest.approx(1)
+    assert float(weights[0] / weights[4]) == pytest.approx(2.718281828, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"block": 1}, "drafts nothing"),
+        ({"mask_token": 61}, "outside the vocabulary"),
+        ({"feature_layers": (2, 0)}, "not ascending"),
+    ],
+)
+def test_shapes_that_cannot_be_are_refused(changes: dict[str, object], message: str) -> None:
+    fields = {"decoder": DECODER, "feature_layers": (0, 2), "block": 5, "mask_token": 60}
+    with pytest.raises(ValueError, match=message):
+        DFlashShape(**fields | changes)  # type: ignore[arg-type]
