@@ -8,6 +8,7 @@ from torch import Tensor
 
 from engine_shim.training.blocks import ModelShape
 from engine_shim.training.dflash import DFlashShape, DFlashStudent, position_weights
+from engine_shim.training.qwen3 import DecoderLayer
 
 DECODER = ModelShape(
     hidden=32, heads=4, kv_heads=2, head_dim=8, mlp=48, layers=2, vocabulary=61, max_positions=64
@@ -78,7 +79,10 @@ def test_rows_of_a_block_see_each_other_in_both_directions(
     rows = [student.embedding[i] for i in ids]
     context = student.hidden_norm(student.fc(features[0, :length]))
     for layer in student.layers:
+        assert isinstance(layer, DecoderLayer)
         attention = layer.self_attn
+        assert attention.q_norm is not None
+        assert attention.k_norm is not None
         sizes = [DECODER.query_width, DECODER.kv_width, DECODER.kv_width]
         normed = [layer.input_layernorm(row) for row in rows]
         keys, values, queries = [], [], []
