@@ -49,6 +49,11 @@ class SharedCapture:
             model_revision=self._revision,
             is_draft_model=True,
         )
+        names = self._config.hf_config.architectures or []
+        if not any("DFlash" in name for name in names):
+            raise UnsupportedEngineError(
+                f"{self._model_path} is no DFlash checkpoint: its architectures are {names}"
+            )
         target = arguments["model_config"]
         if self._config.hidden_size != target.hidden_size:
             raise UnsupportedEngineError(

@@ -45,6 +45,10 @@ class SteeredConfiguration:
         reason = surface.unsupported_reason(args)
         if reason is not None:
             raise UnsupportedEngineError(f"SPECULATION_SIDECAR is set, but {reason}")
+        if self._settings.dflash_model_path:
+            reason = surface.single_drafter_reason(args)
+            if reason is not None:
+                raise UnsupportedEngineError(f"SPECULATION_DFLASH_MODEL_PATH is set, but {reason}")
         if not config.speculative_adaptive:
             raise UnsupportedEngineError(
                 "SPECULATION_SIDECAR is set, but SGLang switched adaptive speculation off "

@@ -64,6 +64,12 @@ class SecondDrafter:
     ) -> None:
         """Around `EagleDraftWorker.__init__`.  Raises UnsupportedEngineError."""
         original(draft, *arguments, **named)
+        target = draft.target_worker.model_runner
+        if target.model_config.model_is_mrope or hasattr(target.req_to_token_pool, "mamba_pool"):
+            raise UnsupportedEngineError(
+                "two drafters are untested with multimodal positions and with recurrent layers: "
+                "unset SPECULATION_DFLASH_MODEL_PATH"
+            )
         config = self._capture.block_config
         self._block = BlockDrafter(config, self.model_path, self.revision or None, draft)
         size = self._block.block_size

@@ -92,6 +92,28 @@ def unsupported_reason(args: ServerArgs) -> str | None:
     return reason
 
 
+def single_drafter_reason(args: ServerArgs) -> str | None:
+    """Why no second drafter can be loaded under these arguments; None when one can.
+
+    For after the speculation step; `unsupported_reason` was asked before.
+    """
+    from sglang.srt.arg_groups.overrides import resolved_view
+
+    view: Any = resolved_view(args)
+    obstacles = {
+        "--enable-hierarchical-cache backs up one drafter's cache only": (
+            view.enable_hierarchical_cache
+        ),
+        "--speculative-use-rejection-sampling needs the drafter's distribution": (
+            view.speculative_use_rejection_sampling
+        ),
+        f"--page-size {view.page_size} is untested with two drafters: 1 is needed": (
+            view.page_size not in (None, 1)
+        ),
+    }
+    return next((reason for reason, is_so in obstacles.items() if is_so), None)
+
+
 def config_leaf(name: str) -> Any:
     """A resolved configuration value of this process, by its flat name."""
     from sglang.srt.runtime_context import get_context

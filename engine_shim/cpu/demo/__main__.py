@@ -16,8 +16,8 @@ from engine_shim.cpu.demo.stream import FULL, QUICK, SEED, build_stream
 EXIT_FAILED = 1
 EXIT_NOT_EXACT = 3
 _QUICK_STATIC_GAMMA = 2
-_PROFILE_SECONDS = 45.0
-_QUICK_PROFILE_SECONDS = 15.0
+_PROFILE_SECONDS = 80.0
+_QUICK_PROFILE_SECONDS = 25.0
 
 
 def demo(

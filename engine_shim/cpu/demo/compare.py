@@ -180,7 +180,7 @@ def paired_phase_ratio(ours: PolicyPlays, theirs: PolicyPlays, number: int) -> S
     )
 
 
-def gamma_shares(samples: Sequence[GammaSample]) -> dict[int, float]:
-    """Share of the samples at each draft length, ascending."""
-    counts = Counter(sample.gamma for sample in samples)
-    return {gamma: counts[gamma] / len(samples) for gamma in sorted(counts)}
+def choice_shares(samples: Sequence[GammaSample]) -> dict[str, float]:
+    """Share of the samples at each drafter and draft length, ascending."""
+    counts = Counter((s.drafter if s.gamma else "", s.gamma, s.choice) for s in samples)
+    return {key[2]: counts[key] / len(samples) for key in sorted(counts)}

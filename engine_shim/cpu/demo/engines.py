@@ -110,6 +110,7 @@ def engine_environment(policy: str, place: Workplace) -> dict[str, str | None]:
         "SPECULATION_SIDECAR": place.address,
         "SPECULATION_ENGINE_ID": ENGINE_ID,
         "SPECULATION_GAMMAS": ",".join(map(str, GAMMAS)),
+        "SPECULATION_DFLASH_MODEL_PATH": str(_MODELS / "dflash"),
     }
 
 

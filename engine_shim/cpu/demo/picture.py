@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine_shim.cpu.demo.compare import Outcome, paired_ratio
+from engine_shim.cpu.demo.sidecar import OWN_DRAFTER
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -13,6 +14,7 @@ _DOMAIN_COLOURS = {
 }  # fmt: skip
 _POLICY_COLOURS = ("#9d9d9d", "#4c78a8", "#b279a2", "#d1495b")
 _STEERED_COLOUR = _POLICY_COLOURS[-1]
+_BLOCK_COLOUR = "#7a3b9a"
 
 
 def draw(outcome: Outcome, path: Path) -> None:
@@ -65,6 +67,12 @@ def _over_time(outcome: Outcome, axes: "Axes") -> None:
         times, [sample.gamma for sample in samples], where="post", color=_STEERED_COLOUR,
         linewidth=1.2,
     )  # fmt: skip
+    blocks = [sample for sample in samples if sample.gamma and sample.drafter != OWN_DRAFTER]
+    if blocks:
+        axes.plot(
+            [sample.at - origin for sample in blocks], [sample.gamma for sample in blocks], "s",
+            markersize=3, color=_BLOCK_COLOUR, label=f"drafted by {blocks[0].drafter}",
+        )  # fmt: skip
     probes = [sample for sample in samples if sample.probe]
     axes.plot(
         [sample.at - origin for sample in probes], [sample.gamma for sample in probes], "o",
@@ -78,7 +86,7 @@ def _over_time(outcome: Outcome, axes: "Axes") -> None:
     batch.set_ylabel("sequences decoding (grey)")
     batch.set_ylim(-0.3 * 2, 9.0 * 2)  # twice the γ axis: sixteen sequences reach γ = 8
     batch.set_yticks(range(0, 17, 4))
-    if probes:
+    if probes or blocks:
         axes.legend(loc="upper right", fontsize=8)
     axes.set_title(
         f"steered: draft length over time, sampled ten times a second (repeat {repeat + 1})",

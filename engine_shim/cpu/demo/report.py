@@ -8,7 +8,7 @@ from engine_shim.cpu.demo.compare import (
     PolicyPlays,
     Selection,
     Spread,
-    gamma_shares,
+    choice_shares,
     paired_phase_ratio,
     paired_ratio,
 )
@@ -36,7 +36,7 @@ def show(outcome: Outcome, screen: Screen) -> None:
         [_phase_row(outcome, number) for number in range(len(outcome.stream))],
     )
     screen.table(
-        "Steered: draft lengths by phase (share of samples), and acceptance length by phase",
+        "Steered: drafters and draft lengths by phase (share of samples), and acceptance length",
         ["phase", "γ", *(policy.policy for policy in outcome.policies[1:])],
         [_gamma_row(outcome, number) for number in range(len(outcome.stream))],
     )
@@ -57,14 +57,17 @@ def show(outcome: Outcome, screen: Screen) -> None:
 
 def show_profile(profile: Mapping[str, Any], screen: Screen) -> None:
     """`profile`: the profile file's JSON document."""
-    cost = {(c["gamma"], c["batch_size"]): c["step_seconds"] for c in profile["cells"]}
-    gammas = sorted({gamma for gamma, _ in cost})
+    cost = {
+        (c["drafter"] if c["gamma"] else "", c["gamma"], c["batch_size"]): c["step_seconds"]
+        for c in profile["cells"]
+    }
+    arms = sorted({(drafter, gamma) for drafter, gamma, _ in cost})
     screen.table(
         "Milliseconds of a step",
-        ["B", *(f"γ = {gamma}" for gamma in gammas)],
+        ["B", *(f"{drafter} γ = {gamma}".strip() for drafter, gamma in arms)],
         [
-            [str(size), *(f"{1000 * cost[gamma, size]:.1f}" for gamma in gammas)]
-            for size in sorted({size for _, size in cost})
+            [str(size), *(f"{1000 * cost[*arm, size]:.1f}" for arm in arms)]
+            for size in sorted({size for *_, size in cost})
         ],
     )
 
@@ -114,7 +117,7 @@ def _gamma_row(outcome: Outcome, number: int) -> list[str]:
         for repeat in range(len(outcome.watched))
         for sample in outcome.samples_of(repeat, number)
     ]
-    shares = "  ".join(f"{gamma}: {share:.0%}" for gamma, share in gamma_shares(samples).items())
+    shares = "  ".join(f"{choice}: {share:.0%}" for choice, share in choice_shares(samples).items())
     lengths = [
         acceptance_length([a for play in policy.plays for a in play.phases[number].answers])
         for policy in outcome.policies[1:]

@@ -11,7 +11,7 @@ from engine_shim.cpu.demo.compare import (
     Outcome,
     PolicyPlays,
     Spread,
-    gamma_shares,
+    choice_shares,
     paired_phase_ratio,
     paired_ratio,
 )
@@ -36,11 +36,11 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
         },
         "gamma": {
             "sampled_hz": 10,
-            "shares": _keyed(gamma_shares([s for samples in outcome.watched for s in samples])),
+            "shares": _rounded(choice_shares([s for samples in outcome.watched for s in samples])),
             "repeats": [
                 {
                     "phases": [
-                        _keyed(gamma_shares(outcome.samples_of(repeat, number)))
+                        _rounded(choice_shares(outcome.samples_of(repeat, number)))
                         for number in range(len(outcome.stream))
                     ],
                     "samples": [
@@ -48,6 +48,7 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
                             round(s.at - outcome.steered.plays[repeat].phases[0].started, 3),
                             s.batch_size,
                             s.gamma,
+                            s.drafter,
                         ]
                         for s in samples
                     ],
@@ -166,8 +167,8 @@ def _spread(spread: Spread) -> dict[str, Any]:
     }
 
 
-def _keyed(shares: dict[int, float]) -> dict[str, float]:
-    return {str(gamma): round(share, 4) for gamma, share in shares.items()}
+def _rounded(shares: dict[str, float]) -> dict[str, float]:
+    return {choice: round(share, 4) for choice, share in shares.items()}
 
 
 def _processor() -> str:

@@ -14,6 +14,9 @@ import grpc
 from engine_shim.cpu.demo.errors import DemoError
 from speculation.v1 import plan_pb2, service_pb2, service_pb2_grpc
 
+# The drafter that every engine of the demo has; the steered one has another besides.
+OWN_DRAFTER = "eagle3"
+
 _CALL_SECONDS = 5.0
 _WATCH_SECONDS = 0.1
 
@@ -28,6 +31,12 @@ class GammaSample:
     gamma: int
     probe: bool
     unsteered: bool
+    drafter: str = OWN_DRAFTER
+
+    @property
+    def choice(self) -> str:
+        """What ran, for people: "0", or the drafter and its draft length."""
+        return f"{self.drafter} {self.gamma}" if self.gamma else "0"
 
 
 class Sidecar:
@@ -176,6 +185,7 @@ class GammaWatch:
                     report.gamma,
                     report.probe_id != 0,
                     report.flags.unsteered,
+                    report.drafter,
                 )
             )
 

@@ -43,14 +43,22 @@ class EngineProcess:
     port: int
     log: Path
 
-    def generate(self, prompts: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[Generated]:
-        """Greedy decoding of all prompts at once; `lengths` in new tokens."""
+    def generate(
+        self, prompts: Sequence[Sequence[int]], lengths: Sequence[int], rid: str = ""
+    ) -> list[Generated]:
+        """Greedy decoding of all prompts at once; `lengths` in new tokens, rid: of a lone one."""
         parameters = [
             {"temperature": 0, "max_new_tokens": length, "ignore_eos": True} for length in lengths
         ]
-        body = {"input_ids": list(prompts), "sampling_params": parameters}
+        body: dict[str, Any] = {"input_ids": list(prompts), "sampling_params": parameters}
+        if rid:
+            body["rid"] = [rid]
         answers = self._call("/generate", body)
         return [Generated(answer["output_ids"], answer["meta_info"]) for answer in answers]
+
+    def abort(self, rid: str) -> None:
+        """Ends a request early."""
+        self._call("/abort_request", {"rid": rid})
 
     def internal_state(self) -> dict[str, Any]:
         """What `/server_info` says of the scheduler."""

@@ -1,7 +1,10 @@
 """Two drafters in the real SGLang: EAGLE3 and DFlash, chosen per step by a scripted sidecar."""
 
 import random
+import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
@@ -34,6 +37,12 @@ PROMPTS = [
 LENGTHS = [40, 120, 64, 96, 33, 80, 110, 57]
 ALONE = held_out_prompts("json", count=1, length_tokens=60, seed=5)
 ALONE_LENGTH = 200
+CROWD = [
+    prompt
+    for domain in DOMAINS
+    for prompt in held_out_prompts(domain, count=4, length_tokens=40, seed=11)
+]
+LIFETIME = 90
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +51,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[int]]
         return {
             "batch": [answer.tokens for answer in engine.generate(PROMPTS, LENGTHS)],
             "alone": [answer.tokens for answer in engine.generate(ALONE, [ALONE_LENGTH])],
+            "crowd": [answer.tokens for answer in engine.generate(CROWD, [LIFETIME] * len(CROWD))],
         }
 
 
@@ -196,3 +206,43 @@ def test_the_blocks_are_those_that_the_trained_student_would_draft(
         assert accepted == int((block == truth).int().cumprod(0).sum()), context
         compared += 1
     assert compared > 10
+
+
+def test_requests_may_come_late_leave_early_and_be_retracted(
+    plain: dict[str, list[list[int]]], tmp_path: Path
+) -> None:
+    choose = random.Random(4)
+    arms = [choose.choice([*EAGLE, *BLOCK, ASLEEP]) for _ in range(997)]
+    with scripted_sidecar(tmp_path) as sidecar:
+        sidecar.script = lambda count: arms[count % 997]
+        variables = {
+            "SPECULATION_SIDECAR": sidecar.server.target,
+            "SPECULATION_DFLASH_MODEL_PATH": str(DFLASH),
+        }
+        # Room for six or seven of them, and a scheduler that hopes for the best.
+        crowded = ("--max-total-tokens", "900", "--schedule-conservativeness", "0.05")
+        with serving(tmp_path / "engine", [*EAGLE3, *crowded], variables) as engine:
+            eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
+            tokens: dict[int, list[int]] = {}
+
+            def ask(number: int) -> None:
+                answer = engine.generate([CROWD[number]], [LIFETIME], rid=f"request-{number}")[0]
+                tokens[number] = answer.tokens
+
+            threads = [Thread(target=ask, args=(number,)) for number in range(len(CROWD))]
+            for number, thread in enumerate(threads):
+                thread.start()
+                time.sleep(0.05 * choose.random())
+                if number % 5 == 4:
+                    engine.abort(f"request-{number}")
+            for thread in threads:
+                thread.join(120)
+            assert engine.process.poll() is None
+            assert "Retract requests" in engine.log.read_text()
+            assert "drafts no more" not in engine.log.read_text()
+        aborted = {number for number in tokens if number % 5 == 4}
+        assert len(tokens) == len(CROWD)
+        for number, found in tokens.items():
+            expected = plain["crowd"][number]
+            assert found == (expected[: len(found)] if number in aborted else expected), number
+        assert {report.drafter for report in sidecar.reports} == {"eagle3", "dflash"}

@@ -6,16 +6,24 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine_shim.sglang.engine import EAGLE3, START_SECONDS, install_plugin, launched
+from tests.engine_shim.sglang.engine import (
+    DFLASH,
+    DRAFT,
+    EAGLE3,
+    START_SECONDS,
+    install_plugin,
+    launched,
+)
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
 
 SABOTAGE = "tests.engine_shim.sglang.sabotage"
 
 
-def last_words(folder: Path, arguments: Sequence[str], sabotage: str = "") -> str:
-    """What a server prints that ends by itself, with an error."""
+def last_words(folder: Path, arguments: Sequence[str], sabotage: str = "", **settings: str) -> str:
+    """What a server prints that ends by itself, with an error.  settings: SPECULATION_*."""
     variables = {"SPECULATION_SIDECAR": f"unix:{folder / 'nobody.sock'}"}
+    variables |= {f"SPECULATION_{name.upper()}": value for name, value in settings.items()}
     if sabotage:
         plugins = install_plugin(folder / "sabotage", f"{SABOTAGE}:{sabotage}", name="sabotage")
         variables["PYTHONPATH"] = str(plugins)
@@ -31,6 +39,18 @@ def test_a_configuration_that_cannot_be_steered(tmp_path: Path) -> None:
     own = ("--speculative-adaptive", "--speculative-adaptive-config", "own.json")
     words = last_words(tmp_path, (*EAGLE3, *own))
     assert "--speculative-adaptive-config and SPECULATION_SIDECAR exclude each other" in words
+
+
+def test_a_block_that_the_engine_keeps_no_room_for(tmp_path: Path) -> None:
+    settings = {"dflash_model_path": str(DFLASH), "gammas": "0,1,3,5"}
+    words = last_words(tmp_path, EAGLE3, **settings)
+    assert "the DFlash drafter drafts blocks of 8" in words
+    assert "let SPECULATION_GAMMAS reach 7" in words
+
+
+def test_a_second_drafter_of_another_kind(tmp_path: Path) -> None:
+    words = last_words(tmp_path, EAGLE3, dflash_model_path=str(DRAFT))
+    assert "is no DFlash checkpoint" in words
 
 
 def test_a_hook_that_sglang_could_not_apply(tmp_path: Path) -> None:

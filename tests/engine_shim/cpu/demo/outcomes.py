@@ -61,7 +61,7 @@ def outcome() -> Outcome:
         ),
         (
             (
-                GammaSample(100.1, 5, 1, 7, probe=False, unsteered=False),
+                GammaSample(100.1, 5, 1, 7, probe=False, unsteered=False, drafter="dflash"),
                 GammaSample(100.2, 9, 1, 5, probe=True, unsteered=False),
                 GammaSample(101.0, 30, 2, 1, probe=False, unsteered=False),
             ),

@@ -4,7 +4,7 @@ from engine_shim.cpu.demo.compare import (
     Mismatch,
     Selection,
     Spread,
-    gamma_shares,
+    choice_shares,
     paired_phase_ratio,
     paired_ratio,
 )
@@ -57,9 +57,9 @@ def test_a_sample_belongs_to_the_phase_in_whose_time_it_fell():
 
 
 def test_shares_of_draft_lengths_sum_to_one():
-    shares = gamma_shares(outcome().watched[0])
-    assert shares == pytest.approx({1: 1 / 3, 5: 1 / 3, 7: 1 / 3})
-    assert gamma_shares(()) == {}
+    shares = choice_shares(outcome().watched[0])
+    assert shares == pytest.approx({"eagle3 1": 1 / 3, "eagle3 5": 1 / 3, "dflash 7": 1 / 3})
+    assert choice_shares(()) == {}
 
 
 def test_acceptance_is_told_by_domain():

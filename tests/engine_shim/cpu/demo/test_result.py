@@ -31,10 +31,22 @@ def test_ratios_are_named_and_carry_their_spread():
 
 def test_draft_lengths_are_told_over_time_from_the_stream_s_beginning():
     gamma = result.as_json(outcome())["gamma"]
-    assert gamma["repeats"][0]["samples"] == [[0.1, 1, 7], [0.2, 1, 5], [1.0, 2, 1]]
+    assert gamma["repeats"][0]["samples"] == [
+        [0.1, 1, 7, "dflash"],
+        [0.2, 1, 5, "eagle3"],
+        [1.0, 2, 1, "eagle3"],
+    ]
     assert gamma["repeats"][0]["probes"] == 1
-    assert gamma["repeats"][0]["phases"] == [{"5": 0.5, "7": 0.5}, {"1": 1.0}]
-    assert gamma["shares"] == {"1": 0.25, "5": 0.25, "7": 0.5}
+    assert gamma["repeats"][0]["phases"] == [
+        {"dflash 7": 0.5, "eagle3 5": 0.5},
+        {"eagle3 1": 1.0},
+    ]
+    assert gamma["shares"] == {
+        "dflash 7": 0.25,
+        "eagle3 1": 0.25,
+        "eagle3 5": 0.25,
+        "eagle3 7": 0.25,
+    }
 
 
 def test_the_search_for_the_static_draft_length_is_kept():
@@ -66,8 +78,8 @@ def test_the_tables_say_what_was_not_exact(capsys):
     printed = capsys.readouterr().out
     assert "NOT EXACT: static-3, repeat 2, request 2: token 2 is 9" in printed
     assert "2.250" in printed  # steered / sglang-adaptive
-    assert "5: 50%  7: 50%" not in printed  # over both repeats: 5 once, 7 twice
-    assert "5: 33%  7: 67%" in printed
+    # Over both repeats: each of the three once.
+    assert "dflash 7: 33%  eagle3 5: 33%  eagle3 7: 33%" in printed
 
 
 def test_a_busy_neighbour_makes_the_speeds_doubtful(capsys):
@@ -94,7 +106,12 @@ def test_the_search_is_a_table_with_its_winner(capsys):
 
 def test_the_profile_is_a_table_of_milliseconds(capsys):
     cells = [
-        {"gamma": gamma, "batch_size": size, "step_seconds": 0.001 * (gamma + size)}
+        {
+            "drafter": "eagle3",
+            "gamma": gamma,
+            "batch_size": size,
+            "step_seconds": 0.001 * (gamma + size),
+        }
         for gamma in (0, 3)
         for size in (1, 16)
     ]
