@@ -176,5 +176,10 @@ class SecondDrafter:
         def spec_v2_attn_backends(worker: Any) -> tuple[Any, ...]:
             return (*backends(worker), self.block.runner.attn_backend)
 
+        def weight_update_runners(worker: Any) -> list[tuple[str, Any]]:
+            # "draft" is the engine's own: another drafter's weights fit no DFlash.
+            return [("draft", worker.draft_worker.draft_runner)]
+
         draft_class.draft_runners = property(draft_runners)
         worker_class.spec_v2_attn_backends = property(spec_v2_attn_backends)
+        worker_class.weight_update_runners = weight_update_runners
