@@ -35,8 +35,9 @@ from controller.core.types import MAX_BATCH_SIZE
 _SHIFT_MIN_EXPOSURES = 8.0
 # How much of the fast window is kept when it does.
 _SHIFT_KEEP = 0.1
-# What an idle drafter's evidence is worth after the traffic has shifted.
-_DOUBTED_EXPOSURES = 8.0
+# What an idle drafter's evidence is worth after the traffic has shifted: next to nothing.  Drafters
+# differ most in what traffic they are good at; with more the other one is never tried again.
+_DOUBTED_EXPOSURES = 0.1
 # A calibrated confidence is worth so many exposures.
 _CONFIDENCE_WEIGHT = 12.0
 
