@@ -92,9 +92,11 @@ def test_a_drafter_that_stands_by_keeps_its_means():
     after = estimator.curve()
     assert after.conditional == pytest.approx(before.conditional, abs=0.01)
     assert after.exposures[0] < before.exposures[0]
+    # Shifted traffic is another matter: it may be good at that.
     estimator.doubt()
-    assert max(estimator.curve().exposures) <= 8
-    assert estimator.curve().conditional == pytest.approx(before.conditional, abs=0.1)
+    assert max(estimator.curve().exposures) < 1
+    prior = AcceptanceEstimator(2, SETTINGS).curve().conditional
+    assert estimator.curve().conditional == pytest.approx(prior, abs=0.05)
 
 
 @pytest.mark.parametrize(("batch", "steps"), [(1, 60), (16, 4), (256, 2)])
