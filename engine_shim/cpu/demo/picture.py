@@ -87,7 +87,9 @@ def _over_time(outcome: Outcome, axes: "Axes") -> None:
     batch.set_ylim(-0.3 * 2, 9.0 * 2)  # twice the γ axis: sixteen sequences reach γ = 8
     batch.set_yticks(range(0, 17, 4))
     if probes or blocks:
-        axes.legend(loc="upper right", fontsize=8)
+        axes.legend(
+            loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, fontsize=8, frameon=False
+        )
     axes.set_title(
         f"steered: draft length over time, sampled ten times a second (repeat {repeat + 1})",
         loc="left", fontsize=11,

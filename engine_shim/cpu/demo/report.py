@@ -17,6 +17,9 @@ from engine_shim.cpu.demo.player import acceptance_length
 from engine_shim.cpu.demo.screen import Screen
 from engine_shim.cpu.demo.stream import Phase
 
+# Choices that ran less are left out of the table.
+_LEAST_SHOWN = 0.05
+
 
 def show(outcome: Outcome, screen: Screen) -> None:
     """Whole stream, then phase by phase, then draft lengths."""
@@ -117,7 +120,8 @@ def _gamma_row(outcome: Outcome, number: int) -> list[str]:
         for repeat in range(len(outcome.watched))
         for sample in outcome.samples_of(repeat, number)
     ]
-    shares = "  ".join(f"{choice}: {share:.0%}" for choice, share in choice_shares(samples).items())
+    shown = {c: share for c, share in choice_shares(samples).items() if share >= _LEAST_SHOWN}
+    shares = "  ".join(f"{choice}: {share:.0%}" for choice, share in shown.items())
     lengths = [
         acceptance_length([a for play in policy.plays for a in play.phases[number].answers])
         for policy in outcome.policies[1:]
