@@ -81,7 +81,7 @@ def test_the_steered_engine_really_moved_its_draft_length(quick: Ran):
     assert len([value for value, share in gamma["shares"].items() if share > 0]) >= 2
     (repeat,) = gamma["repeats"]
     assert len(repeat["samples"]) >= 10
-    assert max(batch for _, batch, _ in repeat["samples"]) > 8
+    assert max(sample[1] for sample in repeat["samples"]) > 8
     assert repeat["unsteered"] == 0
 
 
