@@ -36,3 +36,15 @@ def bring_back_sglangs_policy() -> None:
 
     target = f"{surface.SCHEDULER_MODULE}.Scheduler.maybe_init_draft_worker"
     HookRegistry.register(target, restore, HookType.BEFORE)
+
+
+def break_block_drafter() -> None:
+    """DFlash's attention fails, as when memory is out."""
+    if surface.SCHEDULER_MODULE not in sys.modules:
+        return
+    from sglang.srt.models import dflash
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise MemoryError("sabotaged")
+
+    type.__setattr__(dflash.DFlashAttention, "forward", fail)
