@@ -271,8 +271,8 @@ def test_when_the_block_drafter_fails_the_engine_goes_on_with_its_own(
             eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
             answer = engine.generate(ALONE, [ALONE_LENGTH])[0]
             assert answer.tokens == plain["alone"][0]
+            reports = sidecar.reports_since(0, answer.meta["spec_verify_ct"])
             log = engine.log.read_text()
         assert "DFlash drafts no more; the engine goes on with its own drafter" in log
         assert "sabotaged" in log
-        reports = sidecar.reports_since(0, answer.meta["spec_verify_ct"])
         assert {report.drafter for report in reports} == {"eagle3"}
