@@ -18,6 +18,8 @@ _SETTINGS = {
     # slower.
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
+    # SGLang wants a NUMA node for each rank, or else to be told cores; the stand-in pins to none.
+    "SGLANG_CPU_OMP_THREADS_BIND": "0|0",
     "TOKENIZERS_PARALLELISM": "false",
     # Models are given by folder; a look-up on the hub would only wait for its time-out.
     "HF_HUB_OFFLINE": "1",

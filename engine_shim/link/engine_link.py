@@ -16,7 +16,7 @@ from typing import Final, Self
 
 from engine_shim.link import packets
 from engine_shim.link.errors import LinkStartError, PacketError
-from engine_shim.link.packets import SidecarState
+from engine_shim.link.packets import PlanPacket, SidecarState
 from engine_shim.link.settings import LinkSettings
 from engine_shim.link.steering import Choice, Source, Steering, safe_choice
 from engine_shim.link.supervisor import AgentSupervisor, agent_command
@@ -61,21 +61,23 @@ class LinkStatus:
 
 
 class EngineLink:
-    """Report every decode step, choose before every decode step; both from the same thread."""
+    """Report every decode step, choose before every decode step; both from the same thread.
 
-    def __init__(self, supervisor: AgentSupervisor, steering: Steering, safe: Choice) -> None:
+    steering: what is chosen from; kept here for the status.
+    """
+
+    def __init__(self, supervisor: AgentSupervisor, steering: Steering) -> None:
         self._supervisor = supervisor
-        self._steering = steering
+        self.steering = steering
         self._socket: socket.socket | None = None
         self._closed = False
         # One byte more than a packet may have: one that is cut here has no valid length.
         self._buffer = bytearray(packets.MAX_PLAN_BYTES + 1)
         self._view = memoryview(self._buffer)
         self._unreported_drops = 0
-        self._sent = self._dropped = self._invalid = self._taken = self._refused = 0
+        self._sent = self._dropped = self._invalid = self._refused = 0
         self._sidecar = SidecarState.UNKNOWN
         self._sidecar_detail = ""
-        self._last = safe
 
     @classmethod
     def start(
@@ -89,15 +91,7 @@ class EngineLink:
         """
         if not settings.sidecar:
             raise LinkStartError("SPECULATION_SIDECAR is not set: there is no sidecar to talk to")
-        arms = _arms(hello)
-        gamma = startup_gamma if settings.safe_gamma is None else settings.safe_gamma
-        if gamma is None:
-            raise LinkStartError("no safe draft length: set SPECULATION_SAFE_GAMMA")
-        if (0, gamma) not in arms:
-            raise LinkStartError(
-                f"the safe draft length {gamma} is not among those of drafter "
-                f"{hello.drafters[0].name!r}: {list(hello.drafters[0].gammas)}"
-            )
+        steering = steering_of(hello, settings, startup_gamma)
         try:
             first_packet = packets.encode_hello(hello.SerializeToString())
         except PacketError as error:
@@ -105,8 +99,7 @@ class EngineLink:
         command = agent_command(settings)
         supervisor = AgentSupervisor(command, first_packet)
         supervisor.start()
-        safe = safe_choice(gamma)
-        link = cls(supervisor, Steering(arms, safe, settings.grace_seconds), safe)
+        link = cls(supervisor, steering)
         link._connected()
         return link
 
@@ -166,20 +159,29 @@ class EngineLink:
         return False
 
     def choose(self, batch_size: int) -> Choice:
-        """What the next decode step over `batch_size` sequences shall run; once for each step."""
+        """What the next decode step over `batch_size` sequences shall run; once for each step.
+
+        For an engine of one process.  One of several takes `receive` and `steering` apart, so that
+        all its processes adopt a plan before the same step.
+        """
         self.poll()
-        self._last = choice = self._steering.choose(batch_size, monotonic())
-        return choice
+        return self.steering.choose(batch_size, monotonic())
 
     def poll(self) -> None:
-        """Takes in what the agent sent.
+        """Takes in what the agent sent, and adopts it.
 
         `choose` does it; an engine may also call it between steps (at a prefill after a long
         pause, say), so that the next step has a fresh lease.
         """
+        plan = self.receive()
+        if plan is not None:
+            self.steering.accept(plan, monotonic())
+
+    def receive(self) -> PlanPacket | None:
+        """Takes in what the agent sent: the newest plan that `steering` can accept, if any."""
         peer = self._connected()
         if peer is None:
-            return
+            return None
         plans: list[bytes] = []
         try:
             for _ in range(_MOST_PACKETS_AT_ONCE):
@@ -192,26 +194,29 @@ class EngineLink:
             pass
         except OSError as error:
             self._failed(error)
-        while plans and not self._take_plan(plans.pop()):
-            pass  # the newest that can be used
+        while plans:  # the newest that can be used
+            plan = self._usable(plans.pop())
+            if plan is not None:
+                return plan
+        return None
 
     def status(self) -> LinkStatus:
         """A snapshot; may be called from any thread."""
-        plan = self._steering.plan
+        plan = self.steering.plan
         return LinkStatus(
             agent_connected=self._socket is not None,
             agent_pid=self._supervisor.agent_pid,
             agent_starts=self._supervisor.starts,
             sidecar=self._sidecar,
             sidecar_detail=self._sidecar_detail,
-            source=self._last.source,
+            source=self.steering.source,
             epoch=0 if plan is None else plan.epoch,
-            lease_seconds_left=self._steering.lease_end - monotonic(),
-            lapses=self._steering.lapses,
+            lease_seconds_left=self.steering.lease_end - monotonic(),
+            lapses=self.steering.lapses,
             reports_sent=self._sent,
             reports_dropped=self._dropped,
             reports_invalid=self._invalid,
-            plans_taken=self._taken,
+            plans_taken=self.steering.taken,
             packets_refused=self._refused,
         )
 
@@ -241,17 +246,16 @@ class EngineLink:
         else:
             self._sidecar, self._sidecar_detail = event.state, event.text
 
-    def _take_plan(self, packet: bytes) -> bool:
+    def _usable(self, packet: bytes) -> PlanPacket | None:
         try:
             plan = packets.decode_plan(packet)
         except PacketError as error:
             self._refuse(error)
-            return False
-        if not self._steering.accept(plan, monotonic()):
+            return None
+        if not self.steering.can_accept(plan):
             self._refuse(PacketError(f"plan {plan.epoch} is stale or not for this engine"))
-            return False
-        self._taken += 1
-        return True
+            return None
+        return plan
 
     def _refuse(self, error: PacketError) -> None:
         self._refused += 1
@@ -267,6 +271,23 @@ class EngineLink:
         if gone is not None:
             gone.close()
         self._sidecar, self._sidecar_detail = SidecarState.UNKNOWN, f"no agent: {why}"
+
+
+def steering_of(hello: EngineSpec, settings: LinkSettings, startup_gamma: int | None) -> Steering:
+    """What an engine that introduces itself so chooses from.
+
+    Arguments and errors as of `EngineLink.start`.
+    """
+    arms = _arms(hello)
+    gamma = startup_gamma if settings.safe_gamma is None else settings.safe_gamma
+    if gamma is None:
+        raise LinkStartError("no safe draft length: set SPECULATION_SAFE_GAMMA")
+    if (0, gamma) not in arms:
+        raise LinkStartError(
+            f"the safe draft length {gamma} is not among those of drafter "
+            f"{hello.drafters[0].name!r}: {list(hello.drafters[0].gammas)}"
+        )
+    return Steering(arms, safe_choice(gamma), settings.grace_seconds)
 
 
 def _arms(hello: EngineSpec) -> frozenset[tuple[int, int]]:

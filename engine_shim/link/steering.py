@@ -56,7 +56,7 @@ class Steering:
     """The plan in use.  `choose` is to be called once for every decode step that will run.
 
     `arms`: (drafter index, gamma) pairs that the engine can run.  `lapses` counts how often a
-    lease ran out with no newer plan at hand.
+    lease ran out with no newer plan at hand; `taken`, the plans; `source`: of the last choice.
     """
 
     __slots__ = (
@@ -70,6 +70,8 @@ class Steering:
         "_safe",
         "_steps_left",
         "lapses",
+        "source",
+        "taken",
     )
 
     def __init__(
@@ -85,7 +87,8 @@ class Steering:
         self._ready: list[Choice | None] = []
         self._steps_left: dict[int, int] = {}
         self._lapsed = False
-        self.lapses = 0
+        self.lapses = self.taken = 0
+        self.source = Source.SAFE_DEFAULT
 
     @property
     def plan(self) -> PlanPacket | None:
@@ -97,40 +100,49 @@ class Steering:
         """When the lease ends or ended, in seconds of the clock passed in; -inf before a plan."""
         return self._lease_end
 
-    def accept(self, plan: PlanPacket, now: float) -> bool:
-        """Takes a plan into use.
-
-        False, and no change, when it is older than the one in use or asks for an arm that the
-        engine does not have.  The lease counts from the plan's arrival at the agent (which cannot
-        lie in the future).
-        """
+    def can_accept(self, plan: PlanPacket) -> bool:
+        """False when it is older than the one in use, or asks for an arm the engine has not."""
         old = self._plan
-        same_session = old is not None and old.session == plan.session
-        if old is not None and same_session and plan.epoch < old.epoch:
+        if old is not None and old.session == plan.session and plan.epoch < old.epoch:
             return False
         arms = self._arms
-        probes = []
-        for _, drafter_index, gamma, _, probe in plan.rows:
-            if (drafter_index, gamma) not in arms:
-                return False
-            if probe is not None:
-                if (probe.drafter_index, probe.gamma) not in arms:
-                    return False
-                probes.append(probe)
-        if not same_session:
+        return all(
+            (drafter_index, gamma) in arms
+            and (probe is None or (probe.drafter_index, probe.gamma) in arms)
+            for _, drafter_index, gamma, _, probe in plan.rows
+        )
+
+    def accept(self, plan: PlanPacket, now: float) -> bool:
+        """Takes a plan into use; False, and no change, when it cannot be accepted.
+
+        The lease counts from the plan's arrival at the agent (which cannot lie in the future).
+        """
+        if not self.can_accept(plan):
+            return False
+        if self._plan is not None and self._plan.session != plan.session:
             self._steps_left.clear()
-        self._remember(probes)
+        self._remember([row.probe for row in plan.rows if row.probe is not None])
         # The last row serves every larger batch, so its bound is not needed.
         self._bounds = [row[0] for row in plan.rows[:-1]]
         self._ready = [None] * len(plan.rows)
         self._lease_end = min(plan.arrival_ns * 1e-9, now) + plan.lease_ms * 1e-3
         self._plan = plan
         self._lapsed = False
+        self.taken += 1
         return True
+
+    def source_at(self, now: float) -> Source:
+        """Where a choice would come from; as `choose`, without choosing."""
+        if now < self._lease_end:
+            return Source.PLAN
+        if self._plan is None or now >= self._lease_end + self._grace_seconds:
+            return Source.SAFE_DEFAULT
+        return Source.GRACE
 
     def choose(self, batch_size: int, now: float) -> Choice:
         """The choice for a step over `batch_size` sequences."""
         if now < self._lease_end:
+            self.source = Source.PLAN
             index = bisect_left(self._bounds, batch_size)
             choice = self._ready[index]
             return self._make(index) if choice is None else choice
@@ -158,14 +170,15 @@ class Steering:
 
     def _unsteered(self, batch_size: int, now: float) -> Choice:
         """Grace: the last plan goes on without its probes (nobody would learn from them)."""
+        self.source = source = self.source_at(now)
         if self._plan is None:
             return self._safe
         if not self._lapsed:
             self._lapsed = True
             self.lapses += 1
-        if now >= self._lease_end + self._grace_seconds:
+        if source is Source.SAFE_DEFAULT:
             return self._safe
-        return _of_row(self._plan, bisect_left(self._bounds, batch_size), Source.GRACE)
+        return _of_row(self._plan, bisect_left(self._bounds, batch_size), source)
 
     def _remember(self, probes: Sequence[ProbeEntry]) -> None:
         """A probe identifier seen before keeps what is left of its steps.

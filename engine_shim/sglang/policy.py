@@ -1,30 +1,33 @@
 """The policy object that SGLang's AdaptiveController asks for a draft length.
 
 SGLang constructs it (in place of its own `AdaptiveSpeculativeParams`) before anything else of the
-plugin exists in the scheduler's process; the session then gives it the link.  One decision is made
+plugin exists in the scheduler's process; the session then says whom to ask.  One decision is made
 at the start of each decode step and asked for once inside it.
 """
 
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
-from engine_shim.link.engine_link import EngineLink
 from engine_shim.link.steering import Choice, Source, safe_choice
 from engine_shim.sglang import selfcheck, surface
 from engine_shim.sglang.settings import load_settings
+
+if TYPE_CHECKING:
+    from engine_shim.sglang.ranks import Ranks
 
 _log = logging.getLogger(__name__)
 
 
 class SteeredPolicy:
-    """SGLang's `AdaptiveSpecPolicy` protocol, answered by the link."""
+    """SGLang's `AdaptiveSpecPolicy` protocol, answered by the sidecar's plan."""
 
     def __init__(self, initial_steps: int, cfg_path: str | None = None) -> None:
         """`initial_steps`: the draft length the engine starts with.  Raises PluginError."""
         selfcheck.require_hooks(surface.CANDIDATE_STEPS, surface.INIT_MODEL_WORKER)
         self._gammas = load_settings().gammas
-        self._link: EngineLink | None = None
+        self._ranks: Ranks | None = None
         self.startup_gamma = initial_steps
         self.choice = safe_choice(initial_steps)
 
@@ -40,15 +43,15 @@ class SteeredPolicy:
         """None: no batch size is left out for any draft length."""
         return None
 
-    def steer_by(self, link: EngineLink) -> None:
-        """From now on the link decides."""
-        self._link = link
+    def steer_by(self, ranks: Ranks) -> None:
+        """From now on what all ranks have adopted decides."""
+        self._ranks = ranks
 
     def decide(self, batch_size: int) -> Choice:
         """The choice for the decode step that begins now; kept until the next one."""
-        if self._link is None:
+        if self._ranks is None:
             return self.choice
-        choice = self._link.choose(batch_size)
+        choice = self._ranks.choose(batch_size)
         if choice.source is not self.choice.source:
             _note_source(self.choice.source, choice.source)
         self.choice = choice

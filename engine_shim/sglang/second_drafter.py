@@ -17,7 +17,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.speculative import eagle_worker_v2
 from sglang.srt.speculative.eagle_worker_common import build_eagle_verify_input
 
-from engine_shim.sglang import selfcheck, surface
+from engine_shim.sglang import ranks, selfcheck, surface
 from engine_shim.sglang.block_drafter import BlockDrafter
 from engine_shim.sglang.capture import SharedCapture
 from engine_shim.sglang.errors import UnsupportedEngineError
@@ -106,8 +106,8 @@ class SecondDrafter:
         if self.usable and not batch.forward_mode.is_idle():
             try:
                 self.block.read_prompt(batch, others, named.get("kv_loc_plan"))
-            except Exception:  # noqa: BLE001 - out of memory, say
-                self.give_up()
+            except Exception as error:  # noqa: BLE001 - out of memory, say
+                self.give_up(error)
         return original(draft, batch, own, *arguments, **named)
 
     def draft(self, draft: Any, batch: Any) -> Any | None:
@@ -117,8 +117,8 @@ class SecondDrafter:
             return None
         try:
             block = self.block.draft(batch)
-        except Exception:  # noqa: BLE001 - out of memory, say
-            self.give_up()
+        except Exception as error:  # noqa: BLE001 - out of memory, say
+            self.give_up(error)
             return None
         return build_eagle_verify_input(
             batch,
@@ -143,8 +143,8 @@ class SecondDrafter:
             return
         try:
             self.block.read_step(batch, result, others, kv_loc_plan)
-        except Exception:  # noqa: BLE001 - out of memory, say
-            self.give_up()
+        except Exception as error:  # noqa: BLE001 - out of memory, say
+            self.give_up(error)
 
     def catch_up(
         self, hidden: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
@@ -154,12 +154,17 @@ class SecondDrafter:
         if self.usable:
             try:
                 self.block.read(others, slots, positions)
-            except Exception:  # noqa: BLE001 - out of memory, say
-                self.give_up()
+            except Exception as error:  # noqa: BLE001 - out of memory, say
+                self.give_up(error)
         return own
 
-    def give_up(self) -> None:
-        """It has missed something, or cannot draft: from now on the other one drafts alone."""
+    def give_up(self, error: Exception) -> None:
+        """It has missed something, or cannot draft: from now on the other one drafts alone.
+
+        Raises the error where other ranks would go on with both.
+        """
+        if ranks.are_several():
+            raise error
         self.usable = False
         _log.exception("DFlash drafts no more; the engine goes on with its own drafter")
 

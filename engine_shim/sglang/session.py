@@ -2,6 +2,7 @@
 
 One decode step, in SGLang's order:
 
+  own_requests              what came from the sidecar, for all ranks (see ranks.py)
   around_forward            decide; catch a drafter up that has slept; launch
     AdaptiveController      asks the policy, puts that gamma's runtime state into use (QuietSwitch)
     draft, verify
@@ -9,7 +10,8 @@ One decode step, in SGLang's order:
   around_resolve            the result is on the CPU: report
 
 Nothing here may end an engine: what only serves telemetry or the drafter's speed is guarded, and
-switches itself off with one log line.
+switches itself off with one log line.  Only of several ranks none may go on differently from the
+others: there an error in the drafter's part ends the engine, as one in SGLang's own drafter does.
 """
 
 from __future__ import annotations
@@ -24,9 +26,9 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from engine_shim.link.engine_link import EngineLink
+from engine_shim.link.engine_link import EngineLink, steering_of
 from engine_shim.link.errors import LinkStartError
-from engine_shim.sglang import selfcheck, surface
+from engine_shim.sglang import ranks, selfcheck, surface
 from engine_shim.sglang.errors import HookError, PluginError
 from engine_shim.sglang.introduction import introduce
 from engine_shim.sglang.policy import SteeredPolicy
@@ -57,9 +59,11 @@ class Session:
         self._switch = QuietSwitch()
         self._link: EngineLink | None = None
         self._policy: SteeredPolicy | None = None
+        self._ranks: ranks.Ranks | None = None
         self._tap: StepTap | None = None
         self._sleep: SleepingDrafter | None = None
         self._second: SecondDrafter | None = None
+        self._several = False
         # The step between its launch and the end of its draft-extend; the scheduler launches one
         # at a time.
         self._launching: Launch | None = None
@@ -83,10 +87,21 @@ class Session:
             )
             self._second.register()
             selfcheck.register(surface.DRAFT, self.around_draft, HookType.AROUND)
+        selfcheck.register(surface.OWN_REQUESTS, self.own_requests, HookType.AFTER)
+        selfcheck.register(surface.REQUEST_KINDS, self.after_request_kinds, HookType.AFTER)
         HookRegistry.apply_hooks()
         selfcheck.require_hooks(*selfcheck.registered_targets())
         original(scheduler)
         self._start(scheduler)
+
+    def own_requests(self, aborts: list[Any], _: Any) -> list[Any]:
+        """After `Scheduler._poll_timeout_aborts`, on rank 0: the sidecar's part of a broadcast."""
+        return aborts if self._ranks is None else [*aborts, *self._ranks.outgoing()]
+
+    def after_request_kinds(self, _: None, scheduler: Any) -> None:
+        """After `Scheduler.init_request_dispatcher`."""
+        assert self._ranks is not None, "SGLang builds its workers first"
+        ranks.add_handler(scheduler, self._ranks.adopt)
 
     def around_forward(
         self, original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any
@@ -130,7 +145,9 @@ class Session:
             try:
                 sleep.sleep_through(batch, result)
                 return
-            except Exception:  # noqa: BLE001 - out of memory, say: then as if awake
+            except Exception:  # out of memory, say: then as if awake
+                if self._several:
+                    raise
                 launch.asleep = False
                 self._stop_sleeping()
         if self._second is not None:
@@ -171,7 +188,9 @@ class Session:
         """True when the drafter may sleep through the step that begins."""
         try:
             sleep.before_step(batch, asleep=asleep)
-        except Exception:  # noqa: BLE001 - out of memory, say: then it drafts cold
+        except Exception:  # out of memory, say: then it drafts cold
+            if self._several:
+                raise
             self._stop_sleeping()
             return False
         return asleep
@@ -209,13 +228,29 @@ class Session:
             scheduler, self._settings, gammas, can_sleep=sleepless is None, second=self._second
         )
         try:
-            link = EngineLink.start(spec, self._settings, policy.startup_gamma)
+            steering = steering_of(spec, self._settings, policy.startup_gamma)
+            ranks.require_agreement(
+                {
+                    "the installed plugin": spec.fingerprint.shim_version,
+                    "SPECULATION_GAMMAS": gammas,
+                    "SPECULATION_SAFE_GAMMA": self._settings.safe_gamma,
+                    "SPECULATION_GRACE_SECONDS": self._settings.grace_seconds,
+                    "SPECULATION_SLEEP_POSITIONS": self._settings.sleep_positions,
+                    "SPECULATION_DFLASH_MODEL_PATH": self._settings.dflash_model_path,
+                }
+            )
+            if ranks.is_first():
+                self._link = EngineLink.start(spec, self._settings, policy.startup_gamma)
+                steering = self._link.steering
         except LinkStartError as error:
             raise PluginError(str(error)) from error
-        atexit.register(link.close)
-        self._tap = StepTap(link, tuple(spec.fingerprint.graph_batch_sizes))
-        policy.steer_by(link)
-        self._link, self._policy = link, policy
+        self._several = ranks.are_several()
+        self._policy, self._ranks = policy, ranks.Ranks(steering, self._link)
+        policy.steer_by(self._ranks)
+        if self._link is None:
+            return
+        atexit.register(self._link.close)
+        self._tap = StepTap(self._link, tuple(spec.fingerprint.graph_batch_sizes))
         _log.info(
             "steered by %s as %s: drafters %s, draft lengths %s, the drafter %s",
             self._settings.sidecar,

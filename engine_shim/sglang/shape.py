@@ -2,7 +2,8 @@
 
 Only what is certain is told.  A model with layers that are no plain or latent attention, with
 weights packed by quantization, or of several modalities has no shape here, and the sidecar says
-that it guesses.  Nothing of this can keep an engine from starting.
+that it guesses.  A rank of several holds its share of each model, and all shares are alike.
+Nothing of this can keep an engine from starting.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ def set_shapes(
     spec: engine_pb2.EngineSpec, target_runner: Any, draft_runners: Sequence[Any]
 ) -> None:
     """Adds the shapes of target and drafters to an introduction, where all are known."""
+    ranks = max(1, spec.fingerprint.tensor_parallel_size)
     try:
-        target = _model_shape(target_runner)
-        shapes = [_drafter_shape(runner) for runner in draft_runners]
+        target = _model_shape(target_runner, ranks)
+        shapes = [_drafter_shape(runner, ranks) for runner in draft_runners]
     except Exception as error:  # noqa: BLE001  # whatever a model looks like, the engine starts
         _log.warning("the models' shapes stay unknown to the sidecar: %r", error)
         return
@@ -39,10 +41,10 @@ def set_shapes(
         drafter.shape.CopyFrom(shape)
 
 
-def _model_shape(runner: Any) -> engine_pb2.ModelShape | None:
+def _model_shape(runner: Any, ranks: int) -> engine_pb2.ModelShape | None:
     config = runner.model_config
-    attention = _attention(runner)
-    weights = _Weights(runner)
+    attention = _attention(runner, ranks)
+    weights = _Weights(runner, ranks)
     if attention is None or not weights.known or config.is_multimodal:
         return None
     return engine_pb2.ModelShape(
@@ -56,8 +58,8 @@ def _model_shape(runner: Any) -> engine_pb2.ModelShape | None:
     )
 
 
-def _drafter_shape(runner: Any) -> engine_pb2.DrafterShape | None:
-    attention, weights = _attention(runner), _Weights(runner)
+def _drafter_shape(runner: Any, ranks: int) -> engine_pb2.DrafterShape | None:
+    attention, weights = _attention(runner, ranks), _Weights(runner, ranks)
     if attention is None or not weights.known:
         return None
     # A head that is borrowed from the target, or tied to the embedding, is read all the same.
@@ -71,12 +73,13 @@ def _drafter_shape(runner: Any) -> engine_pb2.DrafterShape | None:
 
 
 class _Weights:
-    """Counts of a loaded model's parameters, by what reads them.  `known`: they can be relied on.
+    """Counts of a model's parameters, by what reads them; `runner` holds one of `ranks` shares.
 
-    dense: everything but embedding, head and routed experts.  head: the LM head's own.
+    known: they can be relied on.  dense: everything but embedding, head and routed experts.
+    head: the LM head's own.
     """
 
-    def __init__(self, runner: Any) -> None:
+    def __init__(self, runner: Any, ranks: int) -> None:
         self.dense = self.head = number = size = 0
         self.experts: engine_pb2.ExpertShape | None = None
         moe: list[Any] = []
@@ -85,14 +88,14 @@ class _Weights:
             kinds = {base.__name__ for base in type(module).__mro__}
             own = [p for p in module.parameters(recurse=False) if id(p) not in seen]
             seen.update(map(id, own))
-            count = sum(p.numel() for p in own)
+            count = ranks * sum(p.numel() for p in own)
             if "ParallelLMHead" in kinds:
                 self.head += count
                 continue
             if "VocabParallelEmbedding" in kinds:
                 continue
             number += count
-            size += sum(p.numel() * p.element_size() for p in own)
+            size += ranks * sum(p.numel() * p.element_size() for p in own)
             if "FusedMoE" in kinds:
                 moe.append(module)
             else:
@@ -100,18 +103,18 @@ class _Weights:
         self.bytes_each = size / number if number else 0.0
         self.known = number > 0 and (runner.model_config.quantization or "") in _PLAIN_QUANTIZATION
         if moe:
-            self.experts = _experts(moe)
+            self.experts = _experts(moe, ranks)
             self.known = self.known and self.experts is not None
 
 
-def _experts(layers: Sequence[Any]) -> engine_pb2.ExpertShape | None:
+def _experts(layers: Sequence[Any], ranks: int) -> engine_pb2.ExpertShape | None:
     """Of MoE layers that are all alike; None when they are not."""
     kinds = {
         (
             moe.num_experts - moe.num_fused_shared_experts,
             moe.top_k - moe.num_fused_shared_experts,
             moe.num_fused_shared_experts,
-            sum(p.numel() for p in moe.parameters(recurse=False)) // moe.num_experts,
+            ranks * sum(p.numel() for p in moe.parameters(recurse=False)) // moe.num_experts,
         )
         for moe in layers
     }
@@ -127,7 +130,7 @@ def _experts(layers: Sequence[Any]) -> engine_pb2.ExpertShape | None:
     )
 
 
-def _attention(runner: Any) -> list[engine_pb2.AttentionShape] | None:
+def _attention(runner: Any, ranks: int) -> list[engine_pb2.AttentionShape] | None:
     """Layers by kind; None where a layer keeps something else than keys and values."""
     layers = {
         module.layer_id: module
@@ -146,7 +149,8 @@ def _attention(runner: Any) -> list[engine_pb2.AttentionShape] | None:
         return [engine_pb2.AttentionShape(layers=len(layers), latent=latent)]
     found: dict[tuple[int, int, int], int] = {}
     for module in layers.values():
-        kind = (module.tp_q_head_num, module.tp_k_head_num, module.head_dim)
+        heads = ranks * module.tp_q_head_num, ranks * module.tp_k_head_num
+        kind = (*heads, module.head_dim)
         found[kind] = found.get(kind, 0) + 1
     return [
         engine_pb2.AttentionShape(

@@ -27,6 +27,9 @@ POLICY_CLASS: Final = f"{_PARAMS}.AdaptiveSpeculativeParams"
 # The scheduler's process only.
 SCHEDULER_MODULE: Final = "sglang.srt.managers.scheduler"
 INIT_MODEL_WORKER: Final = f"{SCHEDULER_MODULE}.Scheduler.init_model_worker"
+# Requests that rank 0 adds to its broadcast, and what every rank does with each kind.
+OWN_REQUESTS: Final = f"{SCHEDULER_MODULE}.Scheduler._poll_timeout_aborts"
+REQUEST_KINDS: Final = f"{SCHEDULER_MODULE}.Scheduler.init_request_dispatcher"
 FORWARD: Final = f"{_EAGLE}.EAGLEWorkerV2.forward_batch_generation"
 APPLY_RUNTIME_STATE: Final = f"{_EAGLE}.EAGLEWorkerV2.apply_runtime_state"
 DRAFT_EXTEND: Final = f"{_EAGLE}.EagleDraftWorker._draft_extend_for_decode"
@@ -78,14 +81,14 @@ def unsupported_reason(args: ServerArgs) -> str | None:
     from sglang.srt.speculative.adaptive_spec_params import adaptive_unsupported_reason
 
     view: Any = resolved_view(args)
-    if view.tp_size != 1:
-        return f"--tensor-parallel-size {view.tp_size}: only 1 is supported"
     if view.pp_size != 1:
         return f"--pipeline-parallel-size {view.pp_size}: only 1 is supported"
     if attn_dp_enabled_of(view):
         return "data-parallel attention is not supported"
     if view.dp_size != 1:
         return f"--data-parallel-size {view.dp_size}: only 1 is supported; run one server each"
+    if view.attn_cp_size != 1:
+        return "context-parallel attention is not supported"
     if view.disaggregation_mode == "prefill":
         return "a prefill-only server never drafts: leave SPECULATION_SIDECAR unset there"
     reason: str | None = adaptive_unsupported_reason(args)

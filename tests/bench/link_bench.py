@@ -209,7 +209,7 @@ def _warm(spec: EngineSpec, steps: int = 5000) -> list[float]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.settimeout(0)
     safe = safe_choice(_GAMMA)
-    link = EngineLink(_NoAgent(ours), Steering(arms, safe, 10.0), safe)
+    link = EngineLink(_NoAgent(ours), Steering(arms, safe, 10.0))
     rows = tuple(RowEntry(bound, 0, _GAMMA, asleep=False, probe=None) for bound in _BUCKETS)
     plan = PlanPacket(1, 1, time.monotonic_ns(), 600_000, 1, 0, rows)
     with theirs, contextlib.closing(link):

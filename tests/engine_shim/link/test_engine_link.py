@@ -54,7 +54,7 @@ def linked() -> Iterator[tuple[EngineLink, Agents, socket.socket]]:
     agent = agents.connect()
     safe = safe_choice(1)
     state = Steering([(0, 0), (0, 1), (0, 3), (0, 5)], safe, 10.0)
-    link = EngineLink(agents, state, safe)  # type: ignore[arg-type]
+    link = EngineLink(agents, state)  # type: ignore[arg-type]
     try:
         yield link, agents, agent
     finally:

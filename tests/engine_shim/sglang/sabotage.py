@@ -1,6 +1,8 @@
 """SGLang plugins that get in this plugin's way, for tests of its self-check."""
 
+import os
 import sys
+from pathlib import Path
 from typing import Any
 
 from engine_shim.sglang import surface
@@ -48,3 +50,13 @@ def break_block_drafter() -> None:
         raise MemoryError("sabotaged")
 
     type.__setattr__(dflash.DFlashAttention, "forward", fail)
+
+
+def let_one_rank_differ() -> None:
+    """The second scheduler to start has other variables, as on another host."""
+    if surface.SCHEDULER_MODULE not in sys.modules:
+        return
+    try:
+        Path(os.environ["FIRST_RANK"]).mkdir()
+    except FileExistsError:
+        os.environ["SPECULATION_GAMMAS"] = "0,1,3,7"

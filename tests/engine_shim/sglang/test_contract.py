@@ -17,9 +17,12 @@ ADAPTIVE = "sglang.srt.speculative.adaptive_runtime_state"
 DFLASH = "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2"
 COMPONENTS = "sglang.srt.model_executor.model_runner_components"
 RESULTS = "sglang.srt.managers.scheduler_components.batch_result_processor"
+RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver"
 HOOKS = {
     surface.CANDIDATE_STEPS: "cfg_path=None",
     surface.INIT_MODEL_WORKER: "self",
+    surface.OWN_REQUESTS: "self",
+    surface.REQUEST_KINDS: "self",
     surface.FORWARD: ("self, batch, on_publish=None, grammar_barrier=None, pp_proxy_tensors=None"),
     surface.APPLY_RUNTIME_STATE: "self, state",
     surface.DRAFT_EXTEND: "self, batch, batch_result, *, kv_loc_plan=None",
@@ -76,6 +79,8 @@ USED = {
     "sglang.srt.runtime_context._ConfigBag._set": "self, name, value",
     f"{EAGLE}.EAGLEWorkerV2._stub_skipped_draft_extend": "self, batch, batch_output",
     f"{DRAFT_BASE}._rebuild_topk1_chain_buffers": "self",
+    "sglang.srt.runtime_context.get_parallel": "",
+    "sglang.utils.TypeBasedDispatcher.__iadd__": "self, other",
     "sglang.srt.speculative.spec_utils.draft_tp_context": "layout",
     "sglang.srt.layers.moe.utils.speculative_moe_backend_context": "",
     "sglang.srt.layers.moe.utils.speculative_moe_a2a_backend_context": "",
@@ -114,6 +119,15 @@ SAME_CODE = {
         "82c9d6cd53618400",
         "block_drafter refuses what it would do",
     ),
+    f"{surface.SCHEDULER_MODULE}.Scheduler.ingest_requests": (
+        "98413e3c46528772",
+        "ranks: what rank 0 adds is broadcast, and every rank handles it before its next step",
+    ),
+    f"{RECEIVER}.recv_requests": (
+        "3f96d998d6868be5",
+        "ranks: a skipped broadcast is lost on all of them",
+    ),
+    f"{RECEIVER}._broadcast_reqs_across_ranks": ("a6ee6b687df336eb", "ranks: alike on all of them"),
     surface.RESOLVE_TOKENS: ("c2ed08738e6be120", "telemetry reads what it leaves on the result"),
 }
 ATTRIBUTES = {

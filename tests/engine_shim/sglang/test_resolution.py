@@ -50,7 +50,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         EAGLE3 | {"speculative_num_steps": 4},
         "--speculative-num-steps 4 is not among SPECULATION_GAMMAS 0,1,2,3,5,7",
     ),
-    "tensor parallel": (EAGLE3 | {"tp_size": 2}, "--tensor-parallel-size 2: only 1 is supported"),
+    "pipeline parallel": (EAGLE3 | {"pp_size": 2}, "--pipeline-parallel-size 2: only 1"),
+    "data-parallel attention": (
+        EAGLE3 | {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True},
+        "data-parallel attention is not supported",
+    ),
     "data parallel": (EAGLE3 | {"dp_size": 2}, "--data-parallel-size 2: only 1 is supported"),
     "two-batch overlap": (
         EAGLE3 | {"enable_two_batch_overlap": True},

@@ -76,8 +76,9 @@ def runner(module: nn.Module, layers: int = 2, **config: Any) -> Any:
 DRAFT = model(block(0))
 
 
-def shapes_of(target: Any, draft: Any = None) -> engine_pb2.EngineSpec:
+def shapes_of(target: Any, draft: Any = None, ranks: int = 1) -> engine_pb2.EngineSpec:
     spec = engine_pb2.EngineSpec(drafters=[engine_pb2.Drafter(name="eagle")])
+    spec.fingerprint.tensor_parallel_size = ranks
     set_shapes(spec, target, [draft or runner(DRAFT, 1, is_draft_model=True)])
     return spec
 
@@ -92,6 +93,22 @@ def test_a_dense_model_is_its_layers_without_embedding_and_head() -> None:
     # Its head is read in every pass.
     assert drafter.dense_params == 32 * 32 + 32 * 64 + 3200
     assert drafter.kv_bytes_per_token == 2 * 2 * 2 * 16
+
+
+def test_of_several_ranks_each_holds_a_share() -> None:
+    def shard() -> nn.Module:
+        return block(0, FusedMoE(16, 2, width=2), RadixAttention(0, heads=4, kv_heads=1))
+
+    target = runner(model(shard()), 1)
+    spec = shapes_of(target, ranks=2)
+    alone, both = (model_shape_from_proto(s.shape) for s in (shapes_of(target), spec))
+    assert both.dense_params == 2 * alone.dense_params
+    assert both.kv_bytes_per_token == 2 * alone.kv_bytes_per_token == 2 * 2 * 2 * 16
+    assert both.experts is not None
+    assert both.experts.params_per_expert == 3 * 4 * 32
+    # A head that is borrowed is no share.
+    drafter = drafter_shape_from_proto(spec.drafters[0].shape, DrafterKind.MTP)
+    assert drafter.dense_params == 2 * (32 * 32 + 32 * 64 + 3200)
 
 
 def test_experts_are_counted_apart() -> None:

@@ -24,6 +24,8 @@ from .kv_cache import copy_all_layer_kv_cache_cpu as copy_all_layer_kv_cache_cpu
 from .kv_cache import store_cache_cpu as store_cache_cpu
 from .process import init_cpu_threads_env as init_cpu_threads_env
 from .process import initialize as initialize
+from .process import shm_allgather as shm_allgather
+from .process import shm_allreduce as shm_allreduce
 from .request_slots import (
     assign_draft_cache_locs_contiguous_cpu as assign_draft_cache_locs_contiguous_cpu,
 )
