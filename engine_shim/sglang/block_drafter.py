@@ -1,4 +1,4 @@
-"""DFlash inside an EAGLE-shaped engine: it drafts its block, and somebody else verifies.
+"""DFlash inside an EAGLE-shaped engine: it drafts its block, and EAGLE's parts verify.
 
 SGLang's `DFlashWorkerV2` drafts and verifies in one long method.  Its drafting half is run as it
 is; where it would build the verification, it is stopped, and its block lies in its buffer.
@@ -14,8 +14,10 @@ from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative import dflash_worker_v2
 from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
 from sglang.srt.speculative.draft_worker_common import make_draft_input_v2
+from sglang.srt.speculative.eagle_worker_common import build_eagle_verify_input
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
+from engine_shim.sglang import surface
 from engine_shim.sglang.errors import HookError, UnsupportedEngineError
 
 
@@ -52,11 +54,22 @@ class BlockDrafter:
     """
 
     def __init__(self, config: Any, model_path: str, revision: str | None, outer: Any) -> None:
-        """outer: the `EagleDraftWorker` it lives in.  Raises PluginError."""
+        """outer: the `EagleDraftWorker` it lives in, or stands for.  Raises PluginError."""
         self._model_path, self._revision = model_path, revision
+        target = outer.target_worker.model_runner
+        if target.model_config.model_is_mrope or hasattr(target.req_to_token_pool, "mamba_pool"):
+            raise UnsupportedEngineError(
+                "a DFlash drafter is untested with multimodal positions and with recurrent layers"
+            )
         draft = parse_dflash_draft_config(draft_hf_config=config.hf_config)
-        self.block_size = int(draft.resolve_block_size(default=16))
-        runner = outer.target_worker.model_runner
+        self.block_size = size = int(draft.resolve_block_size(default=16))
+        if surface.widest_step() < size:
+            # The block is written behind the context, where room is kept for the widest step.
+            raise UnsupportedEngineError(
+                f"the DFlash drafter drafts blocks of {size}, for which the engine keeps no room: "
+                f"let SPECULATION_GAMMAS reach {size - 1}"
+            )
+        runner = target
         saved = runner.spec_aux_config.draft_model_config, runner.spec_algorithm
         runner.spec_aux_config.draft_model_config = config
         runner.spec_algorithm = SpeculativeAlgorithm.DFLASH
@@ -87,6 +100,11 @@ class BlockDrafter:
     def runner(self) -> Any:
         """The `ModelRunner` of the drafter."""
         return self._worker.draft_model_runner
+
+    @property
+    def parallel_layout(self) -> Any:
+        """How the drafter lies on the ranks."""
+        return self._worker.draft_parallel_layout
 
     def alloc_memory_pool(self, *arguments: Any, **named: Any) -> None:
         """As SGLang asks its draft worker."""
@@ -120,6 +138,27 @@ class BlockDrafter:
         finally:
             batch.spec_info = keep
         raise HookError("DFlash verified its block itself: SGLang's order of calls has changed")
+
+    def chain(self, draft: Any, batch: Any, block: torch.Tensor) -> Any:
+        """Has the first gamma tokens of a block verified.
+
+        draft: the `EagleDraftWorker` (or what stands for it), set to gamma.
+        """
+        gamma, size = draft.speculative_num_steps, batch.seq_lens.shape[0]
+        return build_eagle_verify_input(
+            batch,
+            batch.spec_info,
+            draft._topk1_parents_prealloc[:size],
+            draft._topk1_score_indices_prealloc[:size],
+            block[:, 1 : gamma + 1].contiguous(),
+            None,
+            target_worker=draft.target_worker,
+            topk=1,
+            num_steps=gamma,
+            num_draft_tokens=gamma + 1,
+            tree_mask_mode=draft.tree_mask_mode,
+            device=draft.device,
+        )
 
     def read_prompt(self, batch: Any, hidden: torch.Tensor, kv_loc_plan: Any) -> None:
         """Reads a prefill's positions: hidden [tokens, width], request after request."""

@@ -49,23 +49,8 @@ class SharedCapture:
             model_revision=self._revision,
             is_draft_model=True,
         )
-        names = self._config.hf_config.architectures or []
-        if not any("DFlash" in name for name in names):
-            raise UnsupportedEngineError(
-                f"{self._model_path} is no DFlash checkpoint: its architectures are {names}"
-            )
         target = arguments["model_config"]
-        if self._config.hidden_size != target.hidden_size:
-            raise UnsupportedEngineError(
-                f"{self._model_path} is of hidden size {self._config.hidden_size}, the target of "
-                f"{target.hidden_size}: it is no drafter for it"
-            )
-        draft = parse_dflash_draft_config(draft_hf_config=self._config.hf_config)
-        layers = draft.require_num_layers()
-        found.dflash_use_aux_hidden_state = True
-        found.dflash_target_layer_ids = draft.resolve_target_layer_ids(
-            target_num_layers=target.hf_text_config.num_hidden_layers, draft_num_layers=layers
-        )
+        layers = emit_for_block(found, self._config, target)
         # SGLang sizes the KV cache by the drafter's layers: both drafters' count.
         found.eagle_draft_num_layers = (found.eagle_draft_num_layers or 0) + layers
         self._hidden_size = target.hidden_size
@@ -118,3 +103,28 @@ class SharedCapture:
         """[rows, groups * H] to what the engine's own drafter reads, and what DFlash reads."""
         groups = hidden.view(hidden.shape[0], -1, self._hidden_size)
         return groups[:, self._own].flatten(1), groups[:, self._block].flatten(1)
+
+
+def emit_for_block(found: Any, block: ModelConfig, target: ModelConfig) -> int:
+    """Has a target emit what a DFlash checkpoint reads; the drafter's number of layers.
+
+    found: SGLang's `SpecAuxHiddenStateConfig`.  Raises UnsupportedEngineError for a checkpoint
+    that is no DFlash one, or of another target.
+    """
+    names = block.hf_config.architectures or []
+    if not any("DFlash" in name for name in names):
+        raise UnsupportedEngineError(
+            f"{block.model_path} is no DFlash checkpoint: its architectures are {names}"
+        )
+    if block.hidden_size != target.hidden_size:
+        raise UnsupportedEngineError(
+            f"{block.model_path} is of hidden size {block.hidden_size}, the target of "
+            f"{target.hidden_size}: it is no drafter for it"
+        )
+    draft = parse_dflash_draft_config(draft_hf_config=block.hf_config)
+    layers: int = draft.require_num_layers()
+    found.dflash_use_aux_hidden_state = True
+    found.dflash_target_layer_ids = draft.resolve_target_layer_ids(
+        target_num_layers=target.hf_text_config.num_hidden_layers, draft_num_layers=layers
+    )
+    return layers

@@ -40,15 +40,24 @@ class SteeredConfiguration:
         selfcheck.require_hooks(*selfcheck.registered_targets())
         config: Any = resolving_view(args)
         self._refuse_conflicts(config)
+        has_block = bool(self._settings.dflash_model_path)
+        if surface.is_block_alone(config):
+            has_block = True
+            # An engine for chains of any length, in which the block stands where a head would.
+            declare_resolution(
+                args,
+                "speculation_controller",
+                speculative_algorithm=surface.CHAIN_ALGORITHM,
+                speculative_num_draft_tokens=None,
+            )
         declare_resolution(args, "speculation_controller", speculative_adaptive=True)
         previous(args)
         reason = surface.unsupported_reason(args)
         if reason is not None:
             raise UnsupportedEngineError(f"SPECULATION_SIDECAR is set, but {reason}")
-        if self._settings.dflash_model_path:
-            reason = surface.single_drafter_reason(args)
-            if reason is not None:
-                raise UnsupportedEngineError(f"SPECULATION_DFLASH_MODEL_PATH is set, but {reason}")
+        reason = surface.no_block_reason(args) if has_block else None
+        if reason is not None:
+            raise UnsupportedEngineError(f"a DFlash drafter is to be steered, but {reason}")
         if not config.speculative_adaptive:
             raise UnsupportedEngineError(
                 "SPECULATION_SIDECAR is set, but SGLang switched adaptive speculation off "
@@ -78,6 +87,8 @@ class SteeredConfiguration:
             raise UnsupportedEngineError(
                 "SPECULATION_GAMMAS lists no draft length above 0: there is nothing to steer"
             )
+        if surface.is_block_alone(config):
+            self._refuse_for_block_alone(config)
         steps = config.speculative_num_steps
         if steps is not None and steps not in gammas:
             raise UnsupportedEngineError(
@@ -95,3 +106,19 @@ class SteeredConfiguration:
                 f"unset {surface.SKIP_VARIABLE}: with it the drafter would wake up with stale "
                 "state; the sidecar's plan decides step by step whether the drafter sleeps"
             )
+
+    def _refuse_for_block_alone(self, config: Any) -> None:
+        if self._settings.dflash_model_path:
+            raise UnsupportedEngineError(
+                "SPECULATION_DFLASH_MODEL_PATH names a second drafter, but "
+                "--speculative-algorithm is DFLASH already: unset one of them"
+            )
+        if config.speculative_draft_model_path is None:
+            raise UnsupportedEngineError(
+                "--speculative-algorithm DFLASH needs --speculative-draft-model-path"
+            )
+        for option in ("speculative_dflash_block_size", "speculative_draft_window_size"):
+            if getattr(config, option) is not None:
+                raise UnsupportedEngineError(
+                    f"--{option.replace('_', '-')} is untested where the draft length is steered"
+                )

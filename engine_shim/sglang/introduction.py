@@ -43,8 +43,11 @@ def introduce(
         spec.drafters.append(_block_drafter(second))
         runners.append(second.block.runner)
     set_shapes(spec, scheduler.tp_worker.model_runner, runners)
-    if second is not None and spec.drafters[1].HasField("shape"):
-        spec.drafters[1].shape.block_size = second.block.block_size
+    blocks = [surface.lone_block(scheduler.draft_worker.draft_worker)]
+    blocks += [] if second is None else [second.block]
+    for drafter, block in zip(spec.drafters, blocks, strict=True):
+        if block is not None and drafter.HasField("shape"):
+            drafter.shape.block_size = block.block_size
     return spec
 
 
@@ -77,9 +80,12 @@ def _drafter(scheduler: Any, gammas: tuple[int, ...]) -> engine_pb2.Drafter:
     algorithm: str = scheduler.server_args.speculative_algorithm
     model: str = surface.config_leaf("speculative_draft_model_path") or ""
     revision: str = surface.config_leaf("speculative_draft_model_revision") or ""
+    block = surface.lone_block(scheduler.draft_worker.draft_worker)
+    if block is not None:
+        gammas = tuple(gamma for gamma in gammas if gamma < block.block_size)
     return engine_pb2.Drafter(
         name=algorithm.lower(),
-        kind=engine_pb2.DRAFTER_KIND_MTP,
+        kind=engine_pb2.DRAFTER_KIND_MTP if block is None else engine_pb2.DRAFTER_KIND_DFLASH,
         gammas=gammas,
         model=model,
         # SGLang says "main" for a local folder too.

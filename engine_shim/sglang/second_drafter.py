@@ -15,12 +15,10 @@ from typing import Any
 import torch
 from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.speculative import eagle_worker_v2
-from sglang.srt.speculative.eagle_worker_common import build_eagle_verify_input
 
 from engine_shim.sglang import ranks, selfcheck, surface
 from engine_shim.sglang.block_drafter import BlockDrafter
 from engine_shim.sglang.capture import SharedCapture
-from engine_shim.sglang.errors import UnsupportedEngineError
 
 _log = logging.getLogger(__name__)
 
@@ -64,21 +62,8 @@ class SecondDrafter:
     ) -> None:
         """Around `EagleDraftWorker.__init__`.  Raises UnsupportedEngineError."""
         original(draft, *arguments, **named)
-        target = draft.target_worker.model_runner
-        if target.model_config.model_is_mrope or hasattr(target.req_to_token_pool, "mamba_pool"):
-            raise UnsupportedEngineError(
-                "two drafters are untested with multimodal positions and with recurrent layers: "
-                "unset SPECULATION_DFLASH_MODEL_PATH"
-            )
         config = self._capture.block_config
         self._block = BlockDrafter(config, self.model_path, self.revision or None, draft)
-        size = self._block.block_size
-        if self._gammas[-1] + 1 < size:
-            # The block is written behind the context, where room is kept for the widest step.
-            raise UnsupportedEngineError(
-                f"the DFlash drafter drafts blocks of {size}, for which the engine keeps no room: "
-                f"let SPECULATION_GAMMAS reach {size - 1}"
-            )
 
     def around_memory(
         self, original: Callable[..., None], draft: Any, *arguments: Any, **named: Any
@@ -112,7 +97,7 @@ class SecondDrafter:
 
     def draft(self, draft: Any, batch: Any) -> Any | None:
         """In place of `EagleDraftWorker.draft`; None when it cannot, and the other one must."""
-        gamma, size = draft.speculative_num_steps, batch.seq_lens.shape[0]
+        size = batch.seq_lens.shape[0]
         if not self.usable or size > draft._topk1_parents_prealloc.shape[0]:
             return None
         try:
@@ -120,20 +105,7 @@ class SecondDrafter:
         except Exception as error:  # noqa: BLE001 - out of memory, say
             self.give_up(error)
             return None
-        return build_eagle_verify_input(
-            batch,
-            batch.spec_info,
-            draft._topk1_parents_prealloc[:size],
-            draft._topk1_score_indices_prealloc[:size],
-            block[:, 1 : gamma + 1].contiguous(),
-            None,
-            target_worker=draft.target_worker,
-            topk=1,
-            num_steps=gamma,
-            num_draft_tokens=gamma + 1,
-            tree_mask_mode=draft.tree_mask_mode,
-            device=draft.device,
-        )
+        return self.block.chain(draft, batch, block)
 
     def follow(self, batch: Any, result: Any, kv_loc_plan: Any) -> None:
         """Reads what a step accepted, and leaves in `result` what the other drafter reads."""

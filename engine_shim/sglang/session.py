@@ -70,6 +70,10 @@ class Session:
 
     def around_init_model_worker(self, original: Callable[..., None], scheduler: Any) -> None:
         """Hooks the worker before it exists, and starts the link when it is ready to serve."""
+        if surface.is_block_alone(scheduler.server_args):
+            from engine_shim.sglang import lone_drafter
+
+            lone_drafter.register()
         selfcheck.register(surface.FORWARD, self.around_forward, HookType.AROUND)
         selfcheck.register(surface.DRAFT_EXTEND, self.around_draft_extend, HookType.AROUND)
         selfcheck.register(surface.RESOLVE_TOKENS, self.around_resolve, HookType.AROUND)

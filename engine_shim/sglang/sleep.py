@@ -124,11 +124,14 @@ class SleepingDrafter:
         order = torch.tensor(missed.order, device=tokens.device)
         rows = torch.tensor(missed.rows, device=tokens.device)
         extend = _extend_batch(batch, missed, rows, positions[order])
-        hidden = hidden[order]
-        if self._second is not None:
-            hidden = self._second.catch_up(hidden, extend.out_cache_loc, positions[order])
-        output = _read(self._worker.draft_worker, extend, tokens[order], hidden)
-        _install(batch.spec_info, rows, output)
+        hidden, draft = hidden[order], self._worker.draft_worker
+        if surface.lone_block(draft) is not None:
+            draft.catch_up(hidden, extend.out_cache_loc, positions[order])
+        else:
+            if self._second is not None:
+                hidden = self._second.catch_up(hidden, extend.out_cache_loc, positions[order])
+            output = _read(draft, extend, tokens[order], hidden)
+            _install(batch.spec_info, rows, output)
         self.counters.passes += 1
         self.counters.caught_up += len(missed.order)
 

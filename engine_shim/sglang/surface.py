@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 SUPPORTED_VERSION: Final = "0.5.23"
 
 # Algorithms as users write them; NEXTN is an alias of EAGLE once SGLang has resolved it.
-ALGORITHMS: Final = ("EAGLE", "EAGLE3", "NEXTN")
+ALGORITHMS: Final = ("EAGLE", "EAGLE3", "NEXTN", "DFLASH")
+# The one whose engine verifies chains of any length for a drafter that reads hidden states.
+CHAIN_ALGORITHM: Final = "EAGLE"
 
 _PARAMS: Final = "sglang.srt.speculative.adaptive_spec_params"
 _EAGLE: Final = "sglang.srt.speculative.eagle_worker_v2"
@@ -34,6 +36,8 @@ FORWARD: Final = f"{_EAGLE}.EAGLEWorkerV2.forward_batch_generation"
 APPLY_RUNTIME_STATE: Final = f"{_EAGLE}.EAGLEWorkerV2.apply_runtime_state"
 DRAFT_EXTEND: Final = f"{_EAGLE}.EagleDraftWorker._draft_extend_for_decode"
 DRAFT: Final = f"{_EAGLE}.EagleDraftWorker.draft"
+# With DFlash alone.
+DRAFT_WORKER: Final = f"{_EAGLE}.EagleDraftWorker"
 # With a second drafter.
 DRAFT_CONSTRUCT: Final = f"{_EAGLE}.EagleDraftWorker.__init__"
 DRAFT_MEMORY: Final = f"{_EAGLE}.EagleDraftWorker.alloc_memory_pool"
@@ -95,8 +99,8 @@ def unsupported_reason(args: ServerArgs) -> str | None:
     return reason
 
 
-def single_drafter_reason(args: ServerArgs) -> str | None:
-    """Why no second drafter can be loaded under these arguments; None when one can.
+def no_block_reason(args: ServerArgs) -> str | None:
+    """Why no DFlash drafter can be steered under these arguments; None when one can.
 
     For after the speculation step; `unsupported_reason` was asked before.
     """
@@ -104,17 +108,26 @@ def single_drafter_reason(args: ServerArgs) -> str | None:
 
     view: Any = resolved_view(args)
     obstacles = {
-        "--enable-hierarchical-cache backs up one drafter's cache only": (
-            view.enable_hierarchical_cache
-        ),
-        "--speculative-use-rejection-sampling needs the drafter's distribution": (
+        "--enable-hierarchical-cache does not back up its cache": view.enable_hierarchical_cache,
+        "--disaggregation-mode does not hand over its cache": view.disaggregation_mode != "null",
+        "--speculative-use-rejection-sampling needs the distribution it drafts from": (
             view.speculative_use_rejection_sampling
         ),
-        f"--page-size {view.page_size} is untested with two drafters: 1 is needed": (
+        f"--page-size {view.page_size} is untested with it: 1 is needed": (
             view.page_size not in (None, 1)
         ),
     }
     return next((reason for reason, is_so in obstacles.items() if is_so), None)
+
+
+def is_block_alone(config: Any) -> bool:
+    """Whether DFlash is an engine's only drafter, by its arguments as the user wrote them."""
+    return (config.speculative_algorithm or "").upper() == "DFLASH"
+
+
+def lone_block(draft: Any) -> Any | None:
+    """The `BlockDrafter` that stands where `EagleDraftWorker` would, if it does."""
+    return getattr(draft, "block", None)
 
 
 def config_leaf(name: str) -> Any:

@@ -57,6 +57,7 @@ USED = {
         "batch, draft_input, parent_list, top_scores_index, draft_tokens, draft_probs, *, "
         "target_worker, topk, num_steps, num_draft_tokens, tree_mask_mode, device"
     ),
+    "sglang.srt.speculative.eagle_utils.default_tree_mask_mode": "",
     "sglang.srt.speculative.draft_worker_common.make_draft_input_v2": (
         "*, bonus_tokens, new_seq_lens"
     ),
@@ -128,6 +129,18 @@ SAME_CODE = {
         "ranks: a skipped broadcast is lost on all of them",
     ),
     f"{RECEIVER}._broadcast_reqs_across_ranks": ("a6ee6b687df336eb", "ranks: alike on all of them"),
+    f"{EAGLE}.EAGLEWorkerV2.__init__": (
+        "567df77571bd40a7",
+        "lone_drafter stands for the draft worker it makes",
+    ),
+    surface.FORWARD: ("4e99a1d977d07ce5", "lone_drafter answers what it asks of its draft worker"),
+    f"{EAGLE}.EAGLEWorkerV2.build_adaptive_runtime_state": (
+        "cb9d3c27d93bd3b1",
+        "lone_drafter, as well",
+    ),
+    f"{EAGLE}.EAGLEWorkerV2._override_worker_state": ("715df0ee47878016", "lone_drafter, as well"),
+    f"{EAGLE}.EAGLEWorkerV2.spec_v2_attn_backends": ("fe309376caeb9797", "lone_drafter, as well"),
+    DRAFT_BASE: ("474c8f6cf68136f5", "lone_drafter is one"),
     surface.RESOLVE_TOKENS: ("c2ed08738e6be120", "telemetry reads what it leaves on the result"),
 }
 ATTRIBUTES = {

@@ -8,6 +8,7 @@ import pytest
 from engine_shim.cpu.models.prompts import DOMAINS, held_out_prompts
 from speculation.v1.engine_pb2 import DRAFTER_KIND_MTP, StepReport
 from tests.engine_shim.link.eventually import eventually
+from tests.engine_shim.sglang import playing
 from tests.engine_shim.sglang.engine import DRAFT, EAGLE3, TARGET, EngineProcess, Generated, serving
 from tests.engine_shim.sglang.scripted import Script, ScriptedSidecar, scripted_sidecar
 
@@ -86,10 +87,7 @@ def play(
     prompts: Sequence[Sequence[int]] = PROMPTS,
     lengths: Sequence[int] = LENGTHS,
 ) -> tuple[list[Generated], list[StepReport]]:
-    before = sidecar.run(script)
-    answers = engine.generate(prompts, lengths)
-    rows = sum(answer.meta["spec_verify_ct"] for answer in answers)
-    return answers, sidecar.reports_since(before, rows)
+    return playing.play(engine, sidecar, script, prompts, lengths)
 
 
 def test_it_introduces_itself(engine: EngineProcess, sidecar: ScriptedSidecar) -> None:

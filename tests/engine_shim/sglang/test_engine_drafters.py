@@ -3,26 +3,23 @@
 import random
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Thread
 
 import pytest
-import torch
 
 from engine_shim.cpu.models.prompts import DOMAINS, held_out_prompts
-from engine_shim.training.checkpoint import load_dflash, load_target
 from speculation.v1.engine_pb2 import DRAFTER_KIND_DFLASH, DRAFTER_KIND_MTP, StepReport
 from tests.engine_shim.link.eventually import eventually
 from tests.engine_shim.sglang.engine import (
     DFLASH,
     EAGLE3,
-    TARGET,
     EngineProcess,
-    Generated,
     install_plugin,
     serving,
 )
+from tests.engine_shim.sglang.playing import accepted_by_context, check_against_student, play
 from tests.engine_shim.sglang.scripted import Arm, ScriptedSidecar, scripted_sidecar
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -81,19 +78,6 @@ def engine(
         yield running
 
 
-def play(
-    engine: EngineProcess,
-    sidecar: ScriptedSidecar,
-    script: Callable[[int], Arm],
-    prompts: Sequence[Sequence[int]] = PROMPTS,
-    lengths: Sequence[int] = LENGTHS,
-) -> tuple[list[Generated], list[StepReport]]:
-    before = sidecar.run(script)
-    answers = engine.generate(prompts, lengths)
-    rows = sum(answer.meta["spec_verify_ct"] for answer in answers)
-    return answers, sidecar.reports_since(before, rows)
-
-
 def test_it_introduces_both(engine: EngineProcess, sidecar: ScriptedSidecar) -> None:
     spec = sidecar.server.introductions[0]
     first, second = spec.drafters
@@ -112,7 +96,7 @@ def test_it_introduces_both(engine: EngineProcess, sidecar: ScriptedSidecar) -> 
 def test_every_arm_gives_plain_decodings_tokens(
     arm: Arm, engine: EngineProcess, sidecar: ScriptedSidecar, plain: dict[str, list[list[int]]]
 ) -> None:
-    answers, reports = play(engine, sidecar, lambda _: arm)
+    answers, reports = play(engine, sidecar, lambda _: arm, PROMPTS, LENGTHS)
     assert [answer.tokens for answer in answers] == plain["batch"]
     name = "eagle3" if arm[2:] == (0,) else "dflash"
     # The first steps may still be the last script's.
@@ -125,19 +109,10 @@ def test_any_order_of_arms_gives_plain_decodings_tokens(
 ) -> None:
     choose = random.Random(seed)
     arms = [choose.choice([*EAGLE, *BLOCK, ASLEEP]) for _ in range(500)]
-    answers, reports = play(engine, sidecar, lambda count: arms[count % 500])
+    answers, reports = play(engine, sidecar, lambda count: arms[count % 500], PROMPTS, LENGTHS)
     assert [answer.tokens for answer in answers] == plain["batch"]
     assert len({(report.drafter, report.gamma) for report in reports}) > 8
     assert {report.drafter for report in reports} == {"eagle3", "dflash"}
-
-
-def accepted_by_context(reports: Sequence[StepReport], drafter: str, gamma: int) -> dict[int, int]:
-    """Accepted drafts of a single sequence's steps with that arm, by its context length."""
-    return {
-        report.kv_tokens: next(k for k, count in enumerate(report.accepted_counts) if count)
-        for report in reports
-        if (report.drafter, report.gamma) == (drafter, gamma)
-    }
 
 
 def alone(
@@ -193,21 +168,7 @@ def test_the_blocks_are_those_that_the_trained_student_would_draft(
 ) -> None:
     reports = alone(engine, sidecar, plain, lambda _: (7, False, 1))
     live = accepted_by_context(reports, "dflash", 7)
-    target = load_target(TARGET)
-    student = load_dflash(DFLASH, target.model.embed_tokens.weight)
-    tokens = torch.tensor([[*ALONE[0], *plain["alone"][0]]])
-    with torch.no_grad():
-        _, features = target.logits_and_features(tokens, student.shape.feature_layers)
-    known = torch.cat(features, dim=-1)
-    compared = 0
-    for context, accepted in live.items():
-        if context + 8 > tokens.shape[1]:
-            continue
-        block = student.greedy_block(known[:, :context], tokens[:, : context + 1])[0]
-        truth = tokens[0, context + 1 : context + 8]
-        assert accepted == int((block == truth).int().cumprod(0).sum()), context
-        compared += 1
-    assert compared > 10
+    check_against_student(live, [*ALONE[0], *plain["alone"][0]])
 
 
 def test_requests_may_come_late_leave_early_and_be_retracted(

@@ -53,6 +53,12 @@ def test_a_second_drafter_of_another_kind(tmp_path: Path) -> None:
     assert "is no DFlash checkpoint" in words
 
 
+def test_a_shorter_block_than_was_trained(tmp_path: Path) -> None:
+    lone = ("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(DFLASH))
+    words = last_words(tmp_path, (*lone, "--speculative-num-draft-tokens", "4"))
+    assert "--speculative-num-draft-tokens 4: the checkpoint drafts blocks of 8" in words
+
+
 def test_a_hook_that_sglang_could_not_apply(tmp_path: Path) -> None:
     words = last_words(tmp_path, EAGLE3, "break_telemetry_hook")
     assert "SGLang could not apply the plugin's hook" in words

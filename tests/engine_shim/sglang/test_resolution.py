@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.engine_shim.sglang import resolve_probe
-from tests.engine_shim.sglang.engine import DRAFT, TARGET, environment
+from tests.engine_shim.sglang.engine import DFLASH, DRAFT, TARGET, environment
 
 pytestmark = [pytest.mark.slow]
 
@@ -23,6 +23,10 @@ EAGLE3 = COMMON | {
     "speculative_algorithm": "EAGLE3",
     "speculative_draft_model_path": str(DRAFT),
 }
+LONE = COMMON | {
+    "speculative_algorithm": "DFLASH",
+    "speculative_draft_model_path": str(DFLASH),
+}
 ACCEPTED: dict[str, dict[str, Any]] = {
     "only the algorithm": EAGLE3,
     "chosen steps": EAGLE3 | {"speculative_num_steps": 5},
@@ -34,6 +38,8 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     },
     "adaptive by hand": EAGLE3 | {"speculative_adaptive": True},
     "nextn": EAGLE3 | {"speculative_algorithm": "NEXTN"},
+    "dflash": LONE,
+    "dflash with its block": LONE | {"speculative_num_draft_tokens": 8},
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no speculation": (COMMON, "--speculative-algorithm is None"),
@@ -56,6 +62,19 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "data-parallel attention is not supported",
     ),
     "data parallel": (EAGLE3 | {"dp_size": 2}, "--data-parallel-size 2: only 1 is supported"),
+    "dflash in pages": (LONE | {"page_size": 16}, "--page-size 16 is untested with it"),
+    "dflash with a window": (
+        LONE | {"speculative_draft_window_size": 64},
+        "--speculative-draft-window-size is untested",
+    ),
+    "dflash without a model": (
+        COMMON | {"speculative_algorithm": "DFLASH"},
+        "--speculative-algorithm DFLASH needs --speculative-draft-model-path",
+    ),
+    "dflash for prefill": (
+        LONE | {"disaggregation_mode": "decode"},
+        "--disaggregation-mode does not hand over its cache",
+    ),
     "two-batch overlap": (
         EAGLE3 | {"enable_two_batch_overlap": True},
         "enable_two_batch_overlap=True is not supported",
@@ -88,6 +107,8 @@ def resolved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
         ("static flags", 2),
         ("adaptive by hand", 3),
         ("nextn", 3),
+        ("dflash", 3),
+        ("dflash with its block", 3),
     ],
 )
 def test_adaptive_mode_is_switched_on(
@@ -95,7 +116,9 @@ def test_adaptive_mode_is_switched_on(
 ) -> None:
     assert resolved[name] == {
         "speculative_adaptive": True,
-        "speculative_algorithm": "EAGLE" if name == "nextn" else "EAGLE3",
+        "speculative_algorithm": "EAGLE3"
+        if ACCEPTED[name]["speculative_algorithm"] == "EAGLE3"
+        else "EAGLE",
         "speculative_num_steps": steps,
         "speculative_eagle_topk": 1,
         "speculative_num_draft_tokens": steps + 1,

@@ -1,0 +1,55 @@
+"""Prompts through an engine under a script, and what the reports then say of acceptance."""
+
+from collections.abc import Sequence
+
+import torch
+
+from engine_shim.training.checkpoint import load_dflash, load_target
+from speculation.v1.engine_pb2 import StepReport
+from tests.engine_shim.sglang.engine import DFLASH, TARGET, EngineProcess, Generated
+from tests.engine_shim.sglang.scripted import Script, ScriptedSidecar
+
+
+def play(
+    engine: EngineProcess,
+    sidecar: ScriptedSidecar,
+    script: Script,
+    prompts: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+) -> tuple[list[Generated], list[StepReport]]:
+    """Answers to all prompts at once, and the reports of their steps."""
+    before = sidecar.run(script)
+    answers = engine.generate(prompts, lengths)
+    rows = sum(answer.meta["spec_verify_ct"] for answer in answers)
+    return answers, sidecar.reports_since(before, rows)
+
+
+def accepted_by_context(reports: Sequence[StepReport], drafter: str, gamma: int) -> dict[int, int]:
+    """Accepted drafts of a single sequence's steps with that arm, by its context length."""
+    return {
+        report.kv_tokens: next(k for k, count in enumerate(report.accepted_counts) if count)
+        for report in reports
+        if (report.drafter, report.gamma) == (drafter, gamma)
+    }
+
+
+def check_against_student(live: dict[int, int], tokens: Sequence[int]) -> None:
+    """Whole blocks were accepted as far as the trained student's would have been.
+
+    live: as `accepted_by_context`; tokens: the sequence, prompt and answer.
+    """
+    target = load_target(TARGET)
+    student = load_dflash(DFLASH, target.model.embed_tokens.weight)
+    row = torch.tensor([list(tokens)])
+    with torch.no_grad():
+        _, features = target.logits_and_features(row, student.shape.feature_layers)
+    known = torch.cat(features, dim=-1)
+    compared = 0
+    for context, accepted in live.items():
+        if context + 8 > len(tokens):
+            continue
+        block = student.greedy_block(known[:, :context], row[:, : context + 1])[0]
+        truth = row[0, context + 1 : context + 8]
+        assert accepted == int((block == truth).int().cumprod(0).sum()), context
+        compared += 1
+    assert compared > 10
