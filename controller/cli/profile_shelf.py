@@ -95,12 +95,20 @@ def list_(address: Address = DEFAULT_ADDRESS) -> None:
     print_wide(table)
 
 
-def show(which: Which, address: Address = DEFAULT_ADDRESS) -> None:
+def show(
+    which: Which,
+    address: Address = DEFAULT_ADDRESS,
+    acceptance: Annotated[
+        float,
+        typer.Option(min=0.01, max=1.0, help="Highest acceptance of a position to reckon with."),
+    ] = 0.9,
+) -> None:
     """Prints a profile's table and what it belongs to."""
     import dataclasses
 
     from rich.text import Text
 
+    from controller.core.reachable import batch_limits
     from controller.profiling.report import ProfileTable
 
     found = _profile(which, address)
@@ -114,6 +122,12 @@ def show(which: Which, address: Address = DEFAULT_ADDRESS) -> None:
         if value not in ("", ())
     ]
     lines += [f"  drafter {d.name}: {d.model}@{d.revision}" for d in found.drafters]
+    limits = ",".join(f"{gamma}:{size}" for gamma, size in batch_limits(found, acceptance).items())
+    if limits:
+        lines += [
+            f"with at most {acceptance:g} accepted these cannot win in larger batches:",
+            f"  SPECULATION_GRAPH_LIMITS={limits}",
+        ]
     print_wide(Text("\n".join(lines)))
 
 

@@ -7,7 +7,8 @@ The only state is in this object; the only clock is the one passed in.  Feed a s
 reports at the same times and it makes the same plans.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
 
 import numpy as np
 
@@ -53,7 +54,7 @@ class EngineController:
         self.spec = spec
         self._settings = settings
         self._clock = clock
-        self.arms = tuple(Arm(d.name, gamma) for d in spec.drafters for gamma in d.gammas)
+        self.arms = spec.arms
         self._arm_index = {(arm.drafter, arm.gamma): i for i, arm in enumerate(self.arms)}
         self._buckets = batch_buckets(spec.max_batch_size, spec.fingerprint.graph_batch_sizes)
         self._sizes = np.asarray(self._buckets, dtype=np.float64)
@@ -67,7 +68,8 @@ class EngineController:
         )
         self._planner = make_planner(self.arms, self._buckets, settings)
         self._overrides: tuple[Override, ...] = ()
-        self._rows_at = rows_under((), spec, self._buckets, self.arms)
+        self._rows_at = at = rows_under((), spec, self._buckets, self.arms)
+        self._planner.limit(at.upper, self._sizes[at.bucket], at.legal, at.possible)
         self.explorer = Explorer(self.arms, settings)
         self._forced: Arm | None = None
         self._kv_per_sequence = profile.kv_tokens_per_sequence if profile else 0.0
@@ -144,7 +146,7 @@ class EngineController:
             return False
         self._overrides = mine
         at = self._rows_at = rows_under(mine, self.spec, self._buckets, self.arms)
-        self._planner.limit(at.upper, self._sizes[at.bucket], at.legal)
+        self._planner.limit(at.upper, self._sizes[at.bucket], at.legal, at.possible)
         self.explorer.cancel()
         self._evaluated_at = -float("inf")
         return True
@@ -157,13 +159,13 @@ class EngineController:
         if at.legal is not None:
             value = np.where(at.legal, value, -1.0)
         rows = []
-        for j, (upper, limits) in enumerate(zip(at.upper, at.limits, strict=True)):
+        for j, (upper, emptied) in enumerate(zip(at.upper, at.emptied, strict=True)):
             row = plan.row_for(upper)
             i = self._arm_index[row.arm.drafter, row.arm.gamma]
             # What runs stays if it may, unless it only runs because something else might not.
             stays = value[i, j] >= 0 and row.reason is not Reason.OVERRIDE
             arm = row.arm if stays else self.arms[int(value[:, j].argmax())]
-            rows.append(PreviewRow(upper, row.arm, arm, not any(limits.legal(self.arms))))
+            rows.append(PreviewRow(upper, row.arm, arm, emptied))
         return tuple(rows)
 
     @property
@@ -314,9 +316,7 @@ class EngineController:
             self.cost.learn()
             self._decided = None
             detail = f"measuring {self._forced.drafter} at gamma {self._forced.gamma}"
-            forced = [
-                self._row(b, self._forced, Reason.PROFILING, None) for b in self._rows_at.upper
-            ]
+            forced = [self._row(b, arm, Reason.PROFILING, None) for b, arm in self._forced_arms()]
             return tuple(forced), Reason.PROFILING, detail
         values = self._evaluate()
         hazard = self.traffic.hazard
@@ -359,6 +359,13 @@ class EngineController:
             rows.append(row)
         return tuple(rows)
 
+    def _forced_arms(self) -> Iterator[tuple[int, Arm]]:
+        """(largest batch, arm) of each row: the forced arm, or the shortest where it cannot run."""
+        assert self._forced is not None
+        for size in self._rows_at.upper:
+            able = [arm for arm in self.arms if self.spec.can_run(arm, size)]
+            yield size, self._forced if self._forced in able else min(able, key=attrgetter("gamma"))
+
     def _why(
         self,
         values: Values,
@@ -374,7 +381,7 @@ class EngineController:
         limits = self._rows_at.limits[active]
         if limits.overrides:
             detail += f"; under {', '.join(limits.overrides)}"
-            if not any(limits.legal(self.arms)):
+            if self._rows_at.emptied[active]:
                 detail += ", which leave nothing that this engine can run: no speculation"
         if not self.profile_id:
             detail += f"; costs from a {self.cost.prior} prior, no profile loaded"

@@ -1,4 +1,4 @@
-"""A plan's rows under overrides: where they end, and what may run in each."""
+"""A plan's rows: where they end, and what may run in each, by overrides and by the engine."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controller.core.overrides import Limits, Override, batch_edges, merge, merge_regime
-from controller.core.types import MAX_PLAN_ROWS, Arm, EngineSpec, Regime, RegimeMode
+from controller.core.types import MAX_GAMMA, MAX_PLAN_ROWS, Arm, EngineSpec, Regime, RegimeMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,14 +16,18 @@ class PlanRows:
     """The rows of an engine's plans.
 
     upper: largest batch of each row, ascending.  bucket: [rows] the cost bucket that each is in.
-    limits: of each row.  legal: [arms, rows], at least one arm in each; None when everything is.
+    limits: of each row.  possible: [arms, rows] what the engine has prepared; legal: what the
+    overrides leave of that, at least one arm in each row; None when that is everything.
+    emptied: rows in which overrides left nothing, so that the shortest draft runs.
     split: a bucket has more than one row.  named: all overrides that count anywhere.
     """
 
     upper: tuple[int, ...]
     bucket: NDArray[np.int64]
     limits: tuple[Limits, ...]
+    possible: NDArray[np.bool_] | None
     legal: NDArray[np.bool_] | None
+    emptied: tuple[bool, ...]
     split: bool
     regime: Regime
     named: tuple[str, ...]
@@ -36,34 +40,47 @@ class PlanRows:
 def rows_under(
     overrides: Iterable[Override], spec: EngineSpec, buckets: Sequence[int], arms: Sequence[Arm]
 ) -> PlanRows:
-    """The rows: one a bucket, and a bucket is split where other overrides begin to count.
+    """The rows: one a bucket, and a bucket is split where something else begins to count.
 
     Where that would be more rows than an engine takes, what counts at a bucket's largest batch
     counts in all of it.
     """
     overrides = tuple(overrides)
-    upper = tuple(sorted({*buckets, *batch_edges(overrides, spec)}))
+    ends = {largest for drafter in spec.drafters for _, largest in drafter.batch_limits}
+    ends = {end for end in ends if 0 < end < spec.max_batch_size}
+    upper = tuple(sorted({*buckets, *batch_edges(overrides, spec), *ends}))
     if len(upper) > MAX_PLAN_ROWS:
         upper = tuple(buckets)
     bucket = np.array([bisect_left(buckets, size) for size in upper], dtype=np.int64)
     limits = tuple(merge(overrides, spec, size) for size in upper)
-    legal = None
+    possible: NDArray[np.bool_] | None = None
+    legal: NDArray[np.bool_] | None = None
+    if any(drafter.batch_limits for drafter in spec.drafters):
+        possible = np.array([[spec.can_run(arm, size) for size in upper] for arm in arms])
+        legal = possible
+    emptied: NDArray[np.bool_] = np.zeros(len(upper), dtype=np.bool_)
     if any(limit.overrides for limit in limits):
-        legal = np.array([_or_off(limit.legal(arms), arms) for limit in limits]).T
+        legal = np.array([limit.legal(arms) for limit in limits], dtype=np.bool_).T
+        if possible is not None:
+            legal &= possible
+        emptied = legal.sum(axis=0) == 0
+        for row in emptied.nonzero()[0]:
+            legal[:, row] = _shortest(arms, None if possible is None else possible[:, row])
     regime, _, by = merge_regime(overrides, spec)
     named = {*by, *(name for limit in limits for name in limit.overrides)}
     return PlanRows(
-        upper, bucket, limits, legal, len(upper) > len(buckets), _possible(regime, spec),
-        tuple(sorted(named)),
+        upper, bucket, limits, possible, legal, tuple(emptied.tolist()),
+        len(upper) > len(buckets), _possible(regime, spec), tuple(sorted(named)),
     )  # fmt: skip
 
 
-def _or_off(legal: list[bool], arms: Sequence[Arm]) -> list[bool]:
-    """At least one arm: where none is left those with the shortest draft, gamma = 0 if there is."""
-    if any(legal):
-        return legal
-    least = min(arm.gamma for arm in arms)
-    return [arm.gamma == least for arm in arms]
+def _shortest(arms: Sequence[Arm], possible: NDArray[np.bool_] | None) -> NDArray[np.bool_]:
+    """The arms with the shortest draft, gamma = 0 if there is."""
+    gammas = np.array([arm.gamma for arm in arms])
+    if possible is not None:
+        gammas = np.where(possible, gammas, MAX_GAMMA + 1)
+    shortest: NDArray[np.bool_] = gammas == gammas.min()
+    return shortest
 
 
 def _possible(regime: Regime | None, spec: EngineSpec) -> Regime:

@@ -96,6 +96,7 @@ class Planner:
         self._off = np.array([arm.gamma == 0 for arm in arms])
         self._watcher = Watcher(arms, np.asarray(buckets, dtype=np.float64), settings)
         self._legal: NDArray[np.bool_] | None = None
+        self._possible: NDArray[np.bool_] | None = None
         self.watch: Watch | None = None
         self.choice: list[int] | None = None
         self.reasons: list[Reason] = [Reason.EXPLOIT] * len(buckets)
@@ -106,11 +107,12 @@ class Planner:
         buckets: Sequence[int],
         sizes: NDArray[np.float64],
         legal: NDArray[np.bool_] | None,
+        possible: NDArray[np.bool_] | None = None,
     ) -> None:
         """Other rows from now on, and what may run in them.
 
-        buckets: upper ends, ascending.  sizes: the batch that each is priced at.  legal: [arms,
-        rows] with at least one in each, or None: everything.
+        buckets: upper ends, ascending.  sizes: the batch that each is priced at.  possible, legal:
+        as of `PlanRows`.
         """
         if self.choice is not None:
             old = [min(bisect_left(self.buckets, b), len(self.buckets) - 1) for b in buckets]
@@ -119,7 +121,7 @@ class Planner:
         self.reasons = [Reason.EXPLOIT] * len(buckets)
         self._watcher = Watcher(self.arms, sizes, self._settings)
         self.watch = None
-        self._legal = legal
+        self._legal, self._possible = legal, possible
 
     def observe(self, report: StepReport) -> None:
         """Every report passes by here; this rule works on the estimates alone."""
@@ -158,7 +160,8 @@ class Planner:
     def _say_overridden(self, wanted: Sequence[int] | NDArray[np.int64]) -> None:
         assert self._legal is not None
         for j, arm in enumerate(wanted):
-            if not self._legal[arm, j]:
+            is_possible = self._possible is None or self._possible[arm, j]
+            if is_possible and not self._legal[arm, j]:
                 self.reasons[j] = Reason.OVERRIDE
 
     def lawful(self, choice: list[int], values: Values) -> list[int]:
@@ -173,12 +176,17 @@ class Planner:
     def eligible(self, values: Values) -> NDArray[np.float64]:
         """[arms, buckets] values; almost none where a time between tokens breaks the ceiling.
 
+        Less still where the engine has not prepared the arm.
         The mean time between a sequence's tokens is C / (1 + E).  Where no arm keeps the ceiling
         all stay eligible.
         """
-        ceiling = self._settings.tpot_ceiling_seconds
+        ceiling, value = self._settings.tpot_ceiling_seconds, values.value
+        if self._possible is not None:
+            value = np.where(self._possible, value, value * _UNTHINKABLE)
         if ceiling <= 0:
-            return values.value
+            return value
         tpot = values.costs.seconds / (1 + values.expected)[:, None]
         keeps = tpot <= ceiling
-        return np.where(keeps | ~keeps.any(axis=0), values.value, values.value * 1e-9)
+        if self._possible is not None:
+            keeps &= self._possible
+        return np.where(keeps | ~keeps.any(axis=0), value, value * 1e-9)

@@ -86,7 +86,8 @@ class Fingerprint:
 class DrafterSpec:
     """A drafter and the draft lengths the engine has prepared for it, ascending.
 
-    shape: what a pass of it weighs, when known.
+    shape: what a pass of it weighs, when known.  batch_limits: (gamma, largest batch) of draft
+    lengths that are prepared for small batches only.
     """
 
     name: str
@@ -95,6 +96,7 @@ class DrafterSpec:
     model: str = ""
     revision: str = ""
     shape: DrafterShape | None = None
+    batch_limits: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.name or len(self.name) > 64:
@@ -110,6 +112,16 @@ class DrafterSpec:
             raise InvalidEngineError(
                 f"drafter {self.name!r}: draft lengths {list(self.gammas)} leave 0..{MAX_GAMMA}"
             )
+        limited = [gamma for gamma, _ in self.batch_limits]
+        if len(set(limited)) < len(limited) or not set(limited) <= set(self.gammas):
+            raise InvalidEngineError(
+                f"drafter {self.name!r}: batches are limited for {limited[:16]}, "
+                f"not once each among {list(self.gammas)}"
+            )
+
+    def largest_batch(self, gamma: int) -> int:
+        """The largest batch that this draft length is prepared for."""
+        return dict(self.batch_limits).get(gamma, MAX_BATCH_SIZE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +177,20 @@ class EngineSpec:
             raise InvalidEngineError(
                 f"max_batch_size {self.max_batch_size} leaves 1..{MAX_BATCH_SIZE}"
             )
+        if not any(self.can_run(arm, self.max_batch_size) for arm in self.arms):
+            raise InvalidEngineError(
+                f"every draft length is limited to batches below {self.max_batch_size}: "
+                "nothing could run in the largest one"
+            )
+
+    @property
+    def arms(self) -> tuple[Arm, ...]:
+        """Everything the engine can be told to run, gamma = 0 included."""
+        return tuple(Arm(d.name, gamma) for d in self.drafters for gamma in d.gammas)
+
+    def can_run(self, arm: Arm, batch_size: int) -> bool:
+        """Whether the arm, one of `arms`, is prepared for a batch of this size."""
+        return batch_size <= self.drafter(arm.drafter).largest_batch(arm.gamma)
 
     def drafter(self, name: str) -> DrafterSpec:
         """The drafter of that name.  Raises UnknownArmError."""

@@ -26,7 +26,6 @@ from controller.profiling.schedule import (
     Budget,
     Part,
     PartKind,
-    arms_of,
     is_measured,
     long_context,
     parts_of,
@@ -59,7 +58,6 @@ class Measurement:
         self._started_at = started_at
         self._saved_at = clock.now()
         self._finished: set[str] = set()
-        self._arms = arms_of(spec)
         self._parts = parts_of(batch_sizes_for(spec, settings.batch_sizes))
         self._budget = Budget(settings, self._parts, len(self._parts))
 
@@ -115,7 +113,12 @@ class Measurement:
         self._save(Partial.of(self._spec, self._started_at, finished, self.cells))
 
     def _is_measured(self, part: Part) -> bool:
-        return is_measured(part, self._arms, self.cells, self._settings.visit_steps)
+        arms = self._arms_of(part)
+        return is_measured(part, arms, self.cells, self._settings.visit_steps)
+
+    def _arms_of(self, part: Part) -> list[Arm]:
+        """What the engine has prepared for the part's batch."""
+        return [arm for arm in self._spec.arms if self._spec.can_run(arm, part.batch_size)]
 
     async def _grid(self, part: Part, bench: Bench, loads: LoadSource) -> None:
         seconds = self._budget.share(part, self._clock.now())
@@ -129,10 +132,11 @@ class Measurement:
             return
         begun_at = self._clock.now()
         deadline = begun_at + seconds
+        arms = self._arms_of(part)
         turn = 0
         bench.round_number = self._next_round(part)
         async with bench.hold(
-            part.batch_size, self._settings.context_tokens, Context.GRID, self._arms[0]
+            part.batch_size, self._settings.context_tokens, Context.GRID, arms[0]
         ):
             while True:
                 unsettled = self._unsettled(part)
@@ -142,7 +146,7 @@ class Measurement:
                     return
                 left = max(deadline - self._clock.now(), 0.0)
                 waiting = max(len(unsettled), 1) * max(self._settings.rounds - turn, 1)
-                for arm in self._arms if turn % 2 == 0 else reversed(self._arms):
+                for arm in arms if turn % 2 == 0 else reversed(arms):
                     # A settled arm is visited for a moment: it shows the round's drift.
                     await bench.visit(arm, left / waiting if arm in unsettled else 0.0)
                     self._tell(part, arm, (self._clock.now() - begun_at) / max(seconds, 1e-9))
@@ -167,7 +171,7 @@ class Measurement:
             if summary.steps >= self._settings.cell_steps
             and summary.half_width <= self._settings.tolerance
         }
-        return set(self._arms) - settled
+        return set(self._arms_of(part)) - settled
 
     async def _sweep(self, part: Part, bench: Bench, loads: LoadSource) -> None:
         begun_at = self._clock.now()
@@ -175,7 +179,8 @@ class Measurement:
         if not self._is_measured(part):
             return
         bench.round_number = 0
-        arms = sweep_arms(self._spec)
+        prepared = self._arms_of(part)
+        arms = [arm for arm in sweep_arms(self._spec) if arm in prepared] or prepared[:1]
         # Short, long, short: a drift of the machine falls on both alike.
         for context, time_share in (
             (Context.SHORT, 0.25),

@@ -10,7 +10,6 @@ from controller.core.profile import Profile
 from controller.core.types import EngineSpec
 from controller.profiling.errors import ProfileRefusedError
 from controller.profiling.partial import identities
-from controller.profiling.schedule import arms_of
 from controller.whole_file import write_whole
 
 _NAME_MAX = 48
@@ -58,7 +57,7 @@ def uncovered(profile: Profile, spec: EngineSpec) -> list[str]:
     largest = max(cell.batch_size for cell in cells)
     missing = [
         f"{arm.drafter} gamma {arm.gamma}"
-        for arm in arms_of(spec)
+        for arm in spec.arms
         if not any(cell.arm == arm for cell in cells)
     ]
     if spec.max_batch_size > largest:

@@ -46,11 +46,6 @@ class Part:
         return f"{self.kind.value}:{self.batch_size}{':again' if self.again else ''}"
 
 
-def arms_of(spec: EngineSpec) -> tuple[Arm, ...]:
-    """Everything the engine can be told to run, gamma = 0 included."""
-    return tuple(Arm(d.name, gamma) for d in spec.drafters for gamma in d.gammas)
-
-
 def sweep_arms(spec: EngineSpec) -> tuple[Arm, ...]:
     """The first drafter's smallest gamma and its middle one: the context term is one scalar."""
     drafter = spec.drafters[0]

@@ -106,6 +106,7 @@ def _drafter_from_proto(message: engine_pb2.Drafter) -> DrafterSpec:
         message.model,
         message.revision,
         drafter_shape_from_proto(message.shape, kind) if message.HasField("shape") else None,
+        tuple((limit.gamma, limit.max_batch_size) for limit in message.batch_limits),
     )
 
 
@@ -141,6 +142,10 @@ def engine_to_proto(spec: EngineSpec) -> engine_pb2.EngineSpec:
                 model=drafter.model,
                 revision=drafter.revision,
                 shape=None if drafter.shape is None else drafter_shape_to_proto(drafter.shape),
+                batch_limits=[
+                    engine_pb2.BatchLimit(gamma=gamma, max_batch_size=largest)
+                    for gamma, largest in drafter.batch_limits
+                ],
             )
             for drafter in spec.drafters
         ],

@@ -55,6 +55,12 @@ class SteeredConfiguration:
         reason = surface.unsupported_reason(args)
         if reason is not None:
             raise UnsupportedEngineError(f"SPECULATION_SIDECAR is set, but {reason}")
+        start = config.speculative_num_steps
+        if start in self._settings.graph_limits:
+            raise UnsupportedEngineError(
+                f"SPECULATION_GRAPH_LIMITS limits {start}, the draft length that the engine starts "
+                "with: it is needed at every batch size (--speculative-num-steps names another)"
+            )
         reason = surface.no_block_reason(args) if has_block else None
         if reason is not None:
             raise UnsupportedEngineError(f"a DFlash drafter is to be steered, but {reason}")

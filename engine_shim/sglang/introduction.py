@@ -13,6 +13,8 @@ from engine_shim.sglang.shape import set_shapes
 from speculation.v1 import engine_pb2
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from engine_shim.sglang.second_drafter import SecondDrafter
     from engine_shim.sglang.settings import PluginSettings
 
@@ -49,6 +51,16 @@ def introduce(
         if block is not None and drafter.HasField("shape"):
             drafter.shape.block_size = block.block_size
     return spec
+
+
+def set_batch_limits(spec: engine_pb2.EngineSpec, limits: Mapping[int, int]) -> None:
+    """Adds the draft lengths that are prepared for small batches only.  limits: by gamma."""
+    for drafter in spec.drafters:
+        drafter.batch_limits.extend(
+            engine_pb2.BatchLimit(gamma=gamma, max_batch_size=limits[gamma])
+            for gamma in drafter.gammas
+            if gamma in limits
+        )
 
 
 def default_engine_id(port: int) -> str:

@@ -26,7 +26,10 @@ class SteeredPolicy:
     def __init__(self, initial_steps: int, cfg_path: str | None = None) -> None:
         """`initial_steps`: the draft length the engine starts with.  Raises PluginError."""
         selfcheck.require_hooks(surface.CANDIDATE_STEPS, surface.INIT_MODEL_WORKER)
-        self._gammas = load_settings().gammas
+        settings = load_settings()
+        self._gammas = settings.gammas
+        self._limits = settings.graph_limits
+        self._graph_batch_sizes: list[int] | None = None
         self._ranks: Ranks | None = None
         self.startup_gamma = initial_steps
         self.choice = safe_choice(initial_steps)
@@ -37,11 +40,26 @@ class SteeredPolicy:
         return list(self._gammas)
 
     def set_cuda_graph_bs(self, cuda_graph_bs: list[int] | None) -> None:
-        """Nothing: every draft length may run at every batch size."""
+        """The batch sizes that the engine captures; None without graphs."""
+        self._graph_batch_sizes = cuda_graph_bs
 
     def cuda_graph_bs_for_step(self, step: int) -> list[int] | None:
-        """None: no batch size is left out for any draft length."""
-        return None
+        """Those to capture for a draft length; None: all of them."""
+        if step not in self._limits or self._graph_batch_sizes is None:
+            return None
+        return [size for size in self._graph_batch_sizes if size <= self._limits[step]]
+
+    @property
+    def batch_limits(self) -> dict[int, int]:
+        """Draft lengths that are prepared for small batches only, and for how large ones."""
+        graphs = self._graph_batch_sizes
+        if graphs is None:
+            return dict(self._limits)
+        return {
+            gamma: max((size for size in graphs if size <= limit), default=0)
+            for gamma, limit in self._limits.items()
+            if limit < max(graphs)
+        }
 
     def steer_by(self, ranks: Ranks) -> None:
         """From now on what all ranks have adopted decides."""

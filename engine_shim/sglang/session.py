@@ -30,8 +30,9 @@ from engine_shim.link.engine_link import EngineLink, steering_of
 from engine_shim.link.errors import LinkStartError
 from engine_shim.sglang import ranks, selfcheck, surface
 from engine_shim.sglang.errors import HookError, PluginError
-from engine_shim.sglang.introduction import introduce
+from engine_shim.sglang.introduction import introduce, set_batch_limits
 from engine_shim.sglang.policy import SteeredPolicy
+from engine_shim.sglang.prepared import PreparedStates
 from engine_shim.sglang.sleep import SleepingDrafter, cannot_sleep_reason
 from engine_shim.sglang.switch import QuietSwitch
 from engine_shim.sglang.telemetry import (
@@ -64,6 +65,7 @@ class Session:
         self._sleep: SleepingDrafter | None = None
         self._second: SecondDrafter | None = None
         self._several = False
+        self._prepared = PreparedStates()
         # The step between its launch and the end of its draft-extend; the scheduler launches one
         # at a time.
         self._launching: Launch | None = None
@@ -81,6 +83,7 @@ class Session:
         selfcheck.register(
             surface.APPLY_RUNTIME_STATE, self._switch.apply_runtime_state, HookType.REPLACE
         )
+        selfcheck.register(surface.BUILD_STATE, self._prepared.around_build, HookType.AROUND)
         if self._settings.dflash_model_path:
             from engine_shim.sglang.second_drafter import SecondDrafter
 
@@ -186,6 +189,7 @@ class Session:
         status = {name: _plain(value) for name, value in status.items()}
         status["sleep"] = None if self._sleep is None else asdict(self._sleep.counters)
         status["reporting"] = self._tap is not None
+        status["prepared"] = self._prepared.status()
         return status
 
     def _catch_up(self, sleep: SleepingDrafter, batch: Any, asleep: bool) -> bool:
@@ -231,12 +235,14 @@ class Session:
         spec = introduce(
             scheduler, self._settings, gammas, can_sleep=sleepless is None, second=self._second
         )
+        set_batch_limits(spec, policy.batch_limits)
         try:
             steering = steering_of(spec, self._settings, policy.startup_gamma)
             ranks.require_agreement(
                 {
                     "the installed plugin": spec.fingerprint.shim_version,
                     "SPECULATION_GAMMAS": gammas,
+                    "SPECULATION_GRAPH_LIMITS": self._settings.graph_limits,
                     "SPECULATION_SAFE_GAMMA": self._settings.safe_gamma,
                     "SPECULATION_GRACE_SECONDS": self._settings.grace_seconds,
                     "SPECULATION_SLEEP_POSITIONS": self._settings.sleep_positions,
@@ -255,6 +261,7 @@ class Session:
             return
         atexit.register(self._link.close)
         self._tap = StepTap(self._link, tuple(spec.fingerprint.graph_batch_sizes))
+        self._prepared.log()
         _log.info(
             "steered by %s as %s: drafters %s, draft lengths %s, the drafter %s",
             self._settings.sidecar,

@@ -1,6 +1,9 @@
 """Settings of the plugin: those of the link, and its own."""
 
-from pydantic import Field
+from typing import Annotated, Self
+
+from pydantic import Field, field_validator, model_validator
+from pydantic_settings import NoDecode
 
 from engine_shim.link.errors import LinkSettingsError
 from engine_shim.link.settings import LinkSettings
@@ -23,6 +26,13 @@ class PluginSettings(LinkSettings):
     dflash_revision: str = Field(
         default="", description="Revision of the DFlash checkpoint on the model hub."
     )
+    graph_limits: Annotated[dict[int, int], NoDecode] = Field(
+        default={},
+        description="Draft lengths that shall get graphs for small batches only, as "
+        "gamma:largest batch, separated by commas: less memory, and a quicker start. The sidecar "
+        "plans them for no larger batch. `controller profile show` prints those that a profile "
+        "gives reason for.",
+    )
     sleep_positions: int = Field(
         default=32,
         ge=0,
@@ -30,6 +40,32 @@ class PluginSettings(LinkSettings):
         description="Positions of each request that a sleeping drafter may miss before they are "
         "caught up in one pass. 0: the drafter never sleeps.",
     )
+
+    @field_validator("graph_limits", mode="before")
+    @classmethod
+    def _split_limits(cls, value: object) -> object:
+        if not isinstance(value, str):
+            return value
+        pairs = [part.partition(":") for part in value.split(",") if part.strip()]
+        gammas = [gamma.strip() for gamma, _, _ in pairs]
+        if not all(colon for _, colon, _ in pairs) or len(set(gammas)) < len(gammas):
+            raise ValueError("gamma:largest batch is needed, each gamma once, separated by commas")
+        return {gamma: size.strip() for gamma, (_, _, size) in zip(gammas, pairs, strict=True)}
+
+    @model_validator(mode="after")
+    def _check_limits(self) -> Self:
+        for gamma, size in self.graph_limits.items():
+            if gamma not in self.gammas or size < 0:
+                raise ValueError(
+                    f"SPECULATION_GRAPH_LIMITS: {gamma}:{size} is no draft length of "
+                    f"SPECULATION_GAMMAS {','.join(map(str, self.gammas))}, or no batch size"
+                )
+        if self.safe_gamma in self.graph_limits:
+            raise ValueError(
+                f"SPECULATION_GRAPH_LIMITS limits {self.safe_gamma}, which SPECULATION_SAFE_GAMMA "
+                "needs at every batch size"
+            )
+        return self
 
 
 def load_settings() -> PluginSettings:

@@ -34,6 +34,7 @@ OWN_REQUESTS: Final = f"{SCHEDULER_MODULE}.Scheduler._poll_timeout_aborts"
 REQUEST_KINDS: Final = f"{SCHEDULER_MODULE}.Scheduler.init_request_dispatcher"
 FORWARD: Final = f"{_EAGLE}.EAGLEWorkerV2.forward_batch_generation"
 APPLY_RUNTIME_STATE: Final = f"{_EAGLE}.EAGLEWorkerV2.apply_runtime_state"
+BUILD_STATE: Final = f"{_EAGLE}.EAGLEWorkerV2.build_adaptive_runtime_state"
 DRAFT_EXTEND: Final = f"{_EAGLE}.EagleDraftWorker._draft_extend_for_decode"
 DRAFT: Final = f"{_EAGLE}.EagleDraftWorker.draft"
 # With DFlash alone.

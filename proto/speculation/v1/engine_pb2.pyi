@@ -61,6 +61,7 @@ class Drafter(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
     SHAPE_FIELD_NUMBER: _builtins.int
+    BATCH_LIMITS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Short stable name, unique within the engine, e.g. "eagle3"."""
     kind: Global___DrafterKind.ValueType
@@ -77,6 +78,12 @@ class Drafter(_message.Message):
     def shape(self) -> Global___DrafterShape:
         """What a pass of it reads and computes, when known: see ModelShape."""
 
+    @_builtins.property
+    def batch_limits(self) -> _containers.RepeatedCompositeFieldContainer[Global___BatchLimit]:
+        """Draft lengths that are prepared for small batches only; those not listed run at every size.
+        One draft length at least is not listed, or not with all drafters.
+        """
+
     def __init__(
         self,
         *,
@@ -86,16 +93,42 @@ class Drafter(_message.Message):
         model: _builtins.str = ...,
         revision: _builtins.str = ...,
         shape: Global___DrafterShape | None = ...,
+        batch_limits: _abc.Iterable[Global___BatchLimit] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_shape", b"_shape", "shape", b"shape"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_shape", b"_shape", "gammas", b"gammas", "kind", b"kind", "model", b"model", "name", b"name", "revision", b"revision", "shape", b"shape"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_shape", b"_shape", "batch_limits", b"batch_limits", "gammas", b"gammas", "kind", b"kind", "model", b"model", "name", b"name", "revision", b"revision", "shape", b"shape"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__shape: _TypeAlias = _typing.Literal["shape"]  # noqa: Y015
     _WhichOneofArgType__shape: _TypeAlias = _typing.Literal["_shape", b"_shape"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__shape) -> _WhichOneofReturnType__shape | None: ...
 
 Global___Drafter: _TypeAlias = Drafter  # noqa: Y015
+
+@_typing.final
+class BatchLimit(_message.Message):
+    """A draft length that no plan may ask for in a larger batch."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GAMMA_FIELD_NUMBER: _builtins.int
+    MAX_BATCH_SIZE_FIELD_NUMBER: _builtins.int
+    gamma: _builtins.int
+    max_batch_size: _builtins.int
+    """0: prepared for none."""
+    def __init__(
+        self,
+        *,
+        gamma: _builtins.int = ...,
+        max_batch_size: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gamma", b"gamma", "max_batch_size", b"max_batch_size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BatchLimit: _TypeAlias = BatchLimit  # noqa: Y015
 
 @_typing.final
 class Fingerprint(_message.Message):

@@ -66,6 +66,17 @@ async def test_the_profile_recovers_the_engines_cost_function(tmp_path):
     assert "context term" in notes.text
 
 
+async def test_a_draft_length_is_measured_in_the_batches_that_it_is_prepared_for(tmp_path):
+    spec = introduction()
+    spec.drafters[0].batch_limits.add(gamma=3, max_batch_size=2)
+    engine = ClockworkEngine(socket_address(tmp_path), spec)
+    async with beside(tmp_path, engine):
+        found = (await profile(tmp_path, engine)).profile
+    assert {(c.gamma, c.batch_size) for c in found.cells} == {
+        (gamma, size) for gamma in GAMMAS for size in (1, 4)
+    } - {(3, 4)}
+
+
 async def test_what_is_written_is_what_is_installed_and_names_what_it_was_measured_on(tmp_path):
     engine = ClockworkEngine(socket_address(tmp_path))
     async with sidecar(tmp_path) as serving, running(engine):

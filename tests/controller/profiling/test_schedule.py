@@ -11,7 +11,6 @@ from controller.profiling.schedule import (
     Budget,
     Part,
     PartKind,
-    arms_of,
     long_context,
     parts_of,
     sweep_arms,
@@ -63,8 +62,8 @@ def test_the_grid_is_gone_through_up_and_down_with_the_sweep_between():
 
 
 def test_every_draft_length_is_an_arm_and_two_of_them_are_swept():
-    assert Arm("mtp", 0) in arms_of(engine())
-    assert len(arms_of(engine())) == 6
+    assert Arm("mtp", 0) in engine().arms
+    assert len(engine().arms) == 6
     assert sweep_arms(engine()) == (Arm("mtp", 0), Arm("mtp", 3))
     assert sweep_arms(engine(gammas=(4,))) == (Arm("mtp", 4),)
 

@@ -55,6 +55,7 @@ def engine(
         "SPECULATION_SIDECAR": sidecar.server.target,
         "SPECULATION_GAMMAS": ",".join(map(str, GAMMAS)),
         "SPECULATION_SLEEP_POSITIONS": "12",
+        "SPECULATION_GRAPH_LIMITS": "7:8",
     }
     with serving(tmp_path_factory.mktemp("steered"), LONE, variables) as running:
         eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
@@ -70,6 +71,12 @@ def test_it_introduces_itself(engine: EngineProcess, sidecar: ScriptedSidecar) -
     assert drafter.shape.block_size == 8
     assert spec.capabilities.can_sleep
     assert not spec.capabilities.can_switch_drafter
+    limits = [(limit.gamma, limit.max_batch_size) for limit in drafter.batch_limits]
+    assert limits == [(7, 8)]
+    prepared = engine.internal_state()["speculation_controller"]["prepared"]
+    # It starts with 3.
+    assert set(prepared) == {str(gamma) for gamma in GAMMAS} - {"3"}
+    assert all(state["seconds"] > 0 for state in prepared.values())
 
 
 @pytest.mark.parametrize("arm", ARMS)
