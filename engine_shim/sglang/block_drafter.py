@@ -69,18 +69,15 @@ class BlockDrafter:
                 f"the DFlash drafter drafts blocks of {size}, for which the engine keeps no room: "
                 f"let SPECULATION_GAMMAS reach {size - 1}"
             )
-        runner = target
-        saved = runner.spec_aux_config.draft_model_config, runner.spec_algorithm
-        runner.spec_aux_config.draft_model_config = config
-        runner.spec_algorithm = SpeculativeAlgorithm.DFLASH
         dflash_worker_v2.DFlashVerifyInput = _stop
+        saved, target.spec_algorithm = target.spec_algorithm, SpeculativeAlgorithm.DFLASH
         try:
-            with self.scope():
+            with self.scope(), surface.with_draft_config(target, config):
                 self._worker = _DraftingHalf(
                     outer.server_args, outer.gpu_id, outer.nccl_port, outer.target_worker
                 )
         finally:
-            runner.spec_aux_config.draft_model_config, runner.spec_algorithm = saved
+            target.spec_algorithm = saved
         self._offsets: dict[int, torch.Tensor] = {}
         self._device = outer.device
 
@@ -101,10 +98,9 @@ class BlockDrafter:
         """The `ModelRunner` of the drafter."""
         return self._worker.draft_model_runner
 
-    @property
-    def parallel_layout(self) -> Any:
-        """How the drafter lies on the ranks."""
-        return self._worker.draft_parallel_layout
+    def lend_layout(self, draft: Any) -> None:
+        """Has a draft worker lie on the ranks as this drafter does."""
+        surface.lie_like(draft, self._worker)
 
     def alloc_memory_pool(self, *arguments: Any, **named: Any) -> None:
         """As SGLang asks its draft worker."""

@@ -43,12 +43,7 @@ class SharedCapture:
         found = original(**arguments)
         if arguments["is_draft_worker"] or not arguments["spec_algorithm"].is_eagle():
             return found
-        self._config = ModelConfig.from_server_args(
-            arguments["server_args"],
-            model_path=self._model_path,
-            model_revision=self._revision,
-            is_draft_model=True,
-        )
+        self._config = draft_config(arguments["server_args"], self._model_path, self._revision)
         target = arguments["model_config"]
         layers = emit_for_block(found, self._config, target)
         # SGLang sizes the KV cache by the drafter's layers: both drafters' count.
@@ -103,6 +98,13 @@ class SharedCapture:
         """[rows, groups * H] to what the engine's own drafter reads, and what DFlash reads."""
         groups = hidden.view(hidden.shape[0], -1, self._hidden_size)
         return groups[:, self._own].flatten(1), groups[:, self._block].flatten(1)
+
+
+def draft_config(server_args: Any, model_path: str, revision: str | None) -> ModelConfig:
+    """Of a drafter's checkpoint."""
+    return ModelConfig.from_server_args(
+        server_args, model_path=model_path, model_revision=revision, is_draft_model=True
+    )
 
 
 def emit_for_block(found: Any, block: ModelConfig, target: ModelConfig) -> int:

@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine_shim.sglang import surface
+from engine_shim.sglang import surface, versions
 from engine_shim.sglang.shape import set_shapes
 from speculation.v1 import engine_pb2
 
@@ -75,7 +75,7 @@ def _fingerprint(scheduler: Any) -> engine_pb2.Fingerprint:
         target_model=surface.config_leaf("model_path"),
         target_revision=surface.config_leaf("revision") or "",
         engine="sglang",
-        engine_version=surface.sglang_version(),
+        engine_version=versions.sglang_version(),
         device=_device_name(runner.device),
         dtype=str(runner.model_config.dtype).removeprefix("torch."),
         quantization=surface.config_leaf("quantization") or "",

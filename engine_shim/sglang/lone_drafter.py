@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import get_device, get_spec
 from sglang.srt.speculative import eagle_worker_v2
@@ -22,7 +21,7 @@ from sglang.srt.speculative.eagle_utils import default_tree_mask_mode
 
 from engine_shim.sglang import ranks, selfcheck, surface
 from engine_shim.sglang.block_drafter import BlockDrafter
-from engine_shim.sglang.capture import emit_for_block
+from engine_shim.sglang.capture import draft_config, emit_for_block
 from engine_shim.sglang.errors import UnsupportedEngineError
 
 _log = logging.getLogger(__name__)
@@ -52,20 +51,15 @@ class LoneBlockWorker(EagleDraftWorkerBase):
         self.speculative_num_steps = spec.speculative_num_steps
         self.speculative_num_draft_tokens = spec.speculative_num_draft_tokens
         self._rebuild_topk1_chain_buffers()
-        config: ModelConfig = target_worker.model_runner.spec_aux_config.draft_model_config
-        self.block = BlockDrafter(
-            config,
-            spec.speculative_draft_model_path,
-            spec.speculative_draft_model_revision,
-            self,
-        )
+        path, revision = spec.speculative_draft_model_path, spec.speculative_draft_model_revision
+        self.block = BlockDrafter(draft_config(server_args, path, revision), path, revision, self)
         asked = server_args.speculative_num_draft_tokens
         if asked not in (None, self.block.block_size):
             raise UnsupportedEngineError(
                 f"--speculative-num-draft-tokens {asked}: the checkpoint drafts blocks of "
                 f"{self.block.block_size}, and shorter ones accept less; leave it out"
             )
-        self.parallel_layout = self.block.parallel_layout
+        self.block.lend_layout(self)
         self.tree_mask_mode = default_tree_mask_mode()
         self._usable = True
 
@@ -169,8 +163,12 @@ def around_resolve(original: Callable[..., Any], **arguments: Any) -> Any:
     """Around `resolve_spec_aux_hidden_state_config`: what the block reads, and nothing else."""
     found = original(**arguments)
     if not arguments["is_draft_worker"] and arguments["spec_algorithm"].is_eagle():
-        found.eagle_use_aux_hidden_state = False
-        found.eagle_draft_num_layers = emit_for_block(
-            found, found.draft_model_config, arguments["model_config"]
+        spec = get_spec()
+        config = draft_config(
+            arguments["server_args"],
+            spec.speculative_draft_model_path,
+            spec.speculative_draft_model_revision,
         )
+        found.eagle_use_aux_hidden_state = False
+        found.eagle_draft_num_layers = emit_for_block(found, config, arguments["model_config"])
     return found

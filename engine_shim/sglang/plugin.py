@@ -29,7 +29,7 @@ def _register() -> None:
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     from sglang.srt.plugins.hook_registry import HookType
 
-    from engine_shim.sglang import selfcheck, surface
+    from engine_shim.sglang import selfcheck, surface, versions
     from engine_shim.sglang.configuration import SteeredConfiguration
     from engine_shim.sglang.errors import UnsupportedEngineError
     from engine_shim.sglang.policy import SteeredPolicy
@@ -37,11 +37,11 @@ def _register() -> None:
     from engine_shim.sglang.settings import load_settings
 
     settings = load_settings()
-    found = surface.sglang_version()
-    if found != surface.SUPPORTED_VERSION and not settings.allow_unknown_version:
+    found = versions.sglang_version()
+    if found not in versions.TESTED and not settings.allow_unknown_version:
         raise UnsupportedEngineError(
             f"SGLang {found or 'of unknown version'} is installed, the plugin is tested with "
-            f"{surface.SUPPORTED_VERSION}; SPECULATION_ALLOW_UNKNOWN_VERSION=1 tries anyway"
+            f"{' and '.join(versions.TESTED)}; SPECULATION_ALLOW_UNKNOWN_VERSION=1 tries anyway"
         )
     configuration = SteeredConfiguration(settings)
     register_resolution_hook(surface.RESOLUTION_STEP)(configuration.resolve)

@@ -178,9 +178,10 @@ class Session:
             _log.exception("steps are no longer reported to the sidecar")
         return tokens
 
-    def after_internal_state(self, _: None, controller: Any, state: dict[str, Any]) -> None:
-        """After SGLang put its own speculation into the `internal_states` of `/server_info`."""
+    def after_internal_state(self, result: Any, *arguments: Any) -> None:
+        """After SGLang has filled in the `internal_states` of `/server_info`."""
         if self._link is not None:
+            state = surface.internal_state(result, arguments)
             state["speculation_controller"] = self.status()
 
     def status(self) -> dict[str, Any]:

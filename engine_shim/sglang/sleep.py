@@ -186,14 +186,13 @@ def _read(draft: Any, extend: Any, tokens: torch.Tensor, hidden: torch.Tensor) -
     )
     from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
     from sglang.srt.speculative.eagle_info import EagleDraftExtendInput
-    from sglang.srt.speculative.spec_utils import draft_tp_context
 
     extend.input_ids = tokens
     extend.spec_info = EagleDraftExtendInput(
         hidden_states=hidden, num_tokens_per_req=1, num_tokens_for_logprob_per_req=1
     )
     with ExitStack() as stack:
-        stack.enter_context(draft_tp_context(draft.parallel_layout))
+        stack.enter_context(surface.draft_scope(draft))
         stack.enter_context(speculative_moe_backend_context())
         stack.enter_context(speculative_moe_a2a_backend_context())
         forward_batch = ForwardBatch.init_new(

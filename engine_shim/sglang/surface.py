@@ -1,19 +1,21 @@
-"""What is specific to SGLang 0.5.23: the names the plugin hooks, and the facts it reads.
+"""What is specific to SGLang: the names the plugin hooks, and the facts it reads.
 
 Every other module of this package speaks of SGLang's objects through what is written here or
-through attributes that the contract tests pin down.  A new SGLang version means: run those tests,
-change this file.
+through attributes that the contract tests pin down, for each version of `versions.TESTED`.  A new
+SGLang version means: run those tests on it, and write what differs into a module of `versions`.
 """
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final
+
+from engine_shim.sglang import versions
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
-SUPPORTED_VERSION: Final = "0.5.23"
+_differs: Any = versions.module_for(versions.sglang_version())
 
 # Algorithms as users write them; NEXTN is an alias of EAGLE once SGLang has resolved it.
 ALGORITHMS: Final = ("EAGLE", "EAGLE3", "NEXTN", "DFLASH")
@@ -55,10 +57,7 @@ RESOLVE_TOKENS: Final = (
     "sglang.srt.managers.scheduler_components.batch_result_processor"
     ".SchedulerBatchResultProcessor._resolve_spec_v2_tokens"
 )
-INTERNAL_STATE: Final = (
-    "sglang.srt.managers.scheduler_components.internal_state"
-    ".SchedulerInternalStateController._add_speculative"
-)
+INTERNAL_STATE: Final[str] = _differs.INTERNAL_STATE
 # The step of SGLang's configuration pipeline that settles speculation.
 RESOLUTION_STEP: Final = "handle_speculative_decoding"
 
@@ -68,12 +67,27 @@ SWITCH_SOURCE: Final = "adaptive_spec.restore"
 SKIP_VARIABLE: Final = "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"
 
 
-def sglang_version() -> str:
-    """Version of the installed SGLang, "" when it is not installed as a distribution."""
-    try:
-        return version("sglang")
-    except PackageNotFoundError:
-        return ""
+def internal_state(result: Any, arguments: tuple[Any, ...]) -> dict[str, Any]:
+    """What a call of INTERNAL_STATE has filled in."""
+    state: dict[str, Any] = _differs.internal_state(result, arguments)
+    return state
+
+
+def draft_scope(draft: Any) -> AbstractContextManager[Any]:
+    """How an `EagleDraftWorker` lies on the ranks; for passes of its model."""
+    scope: AbstractContextManager[Any] = _differs.draft_scope(draft)
+    return scope
+
+
+def with_draft_config(target_runner: Any, config: Any) -> AbstractContextManager[None]:
+    """Inside it a target's drafter is the one with this `ModelConfig`."""
+    scope: AbstractContextManager[None] = _differs.with_draft_config(target_runner, config)
+    return scope
+
+
+def lie_like(draft: Any, block_worker: Any) -> None:
+    """Has a draft worker lie on the ranks as a `DFlashWorkerV2` does."""
+    _differs.lie_like(draft, block_worker)
 
 
 def unsupported_reason(args: ServerArgs) -> str | None:
@@ -82,13 +96,12 @@ def unsupported_reason(args: ServerArgs) -> str | None:
     Reads what resolution has decided so far; meant for after the speculation step.
     """
     from sglang.srt.arg_groups.overrides import resolved_view
-    from sglang.srt.runtime_context import attn_dp_enabled_of
     from sglang.srt.speculative.adaptive_spec_params import adaptive_unsupported_reason
 
     view: Any = resolved_view(args)
     if view.pp_size != 1:
         return f"--pipeline-parallel-size {view.pp_size}: only 1 is supported"
-    if attn_dp_enabled_of(view):
+    if _differs.has_attention_dp(view):
         return "data-parallel attention is not supported"
     if view.dp_size != 1:
         return f"--data-parallel-size {view.dp_size}: only 1 is supported; run one server each"

@@ -24,6 +24,7 @@ TARGET = MODELS / "target"
 DRAFT = MODELS / "draft-mixed"
 DFLASH = MODELS / "dflash"
 EAGLE3 = ("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(DRAFT))
+LONE = ("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(DFLASH))
 START_SECONDS = 240.0
 
 

@@ -4,18 +4,34 @@ from collections.abc import Sequence
 
 import torch
 
+from engine_shim.cpu.models.prompts import DOMAINS, held_out_prompts
 from engine_shim.training.checkpoint import load_dflash, load_target
 from speculation.v1.engine_pb2 import StepReport
 from tests.engine_shim.sglang.engine import DFLASH, TARGET, EngineProcess, Generated
 from tests.engine_shim.sglang.scripted import Script, ScriptedSidecar
+
+PROMPTS = [
+    prompt
+    for domain in DOMAINS
+    for prompt in held_out_prompts(domain, count=2, length_tokens=48, seed=3)
+]
+LENGTHS = [40, 120, 64, 96, 33, 80, 110, 57]
+ALONE = held_out_prompts("json", count=1, length_tokens=60, seed=5)
+ALONE_LENGTH = 400
+CROWD = [
+    prompt
+    for domain in DOMAINS
+    for prompt in held_out_prompts(domain, count=4, length_tokens=40, seed=11)
+]
+CROWD_LENGTH = 90
 
 
 def play(
     engine: EngineProcess,
     sidecar: ScriptedSidecar,
     script: Script,
-    prompts: Sequence[Sequence[int]],
-    lengths: Sequence[int],
+    prompts: Sequence[Sequence[int]] = PROMPTS,
+    lengths: Sequence[int] = LENGTHS,
 ) -> tuple[list[Generated], list[StepReport]]:
     """Answers to all prompts at once, and the reports of their steps."""
     before = sidecar.run(script)

@@ -1,15 +1,21 @@
-"""What the plugin relies on in SGLang, held against the installed wheel's source.
+"""What the plugin relies on in SGLang, held against the source of each version it is tested with.
 
 A failure here means that SGLang changed under the plugin: read the change, adapt `surface` (and
-what uses it), then this table.
+what uses it) or a module of `versions`, then these tables.
 """
 
 import ast
+from collections.abc import Mapping
+from functools import cache
+from typing import TypeVar
 
 import pytest
 
 from engine_shim.sglang import surface
-from tests.engine_shim.sglang import wheel
+from engine_shim.sglang.versions import TESTED, module_for, sglang_version
+from tests.engine_shim.sglang.wheel import Wheel
+
+Expected = TypeVar("Expected")
 
 EAGLE = "sglang.srt.speculative.eagle_worker_v2"
 DRAFT_BASE = "sglang.srt.speculative.base_spec_worker.EagleDraftWorkerBase"
@@ -18,6 +24,7 @@ DFLASH = "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2"
 COMPONENTS = "sglang.srt.model_executor.model_runner_components"
 RESULTS = "sglang.srt.managers.scheduler_components.batch_result_processor"
 RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver"
+INTERNAL = "sglang.srt.managers.scheduler_components.internal_state"
 HOOKS = {
     surface.CANDIDATE_STEPS: "cfg_path=None",
     surface.INIT_MODEL_WORKER: "self",
@@ -41,7 +48,10 @@ HOOKS = {
         "pruned_states_before_norm, aux_pruned_states, sample_indices, logits_metadata"
     ),
     surface.RESOLVE_TOKENS: "self, result, batch",
-    surface.INTERNAL_STATE: "self, state",
+}
+INTERNAL_STATE = {
+    "0.5.23": (f"{INTERNAL}.SchedulerInternalStateController._add_speculative", "self, state"),
+    "0.5.21": ("sglang.srt.managers.scheduler.Scheduler.get_internal_state", "self, recv_req"),
 }
 USED = {
     f"{surface.POLICY_CLASS}.__init__": "self, initial_steps, cfg_path=None",
@@ -235,6 +245,7 @@ ATTRIBUTES = {
         "speculative_num_steps",
         "speculative_num_draft_tokens",
     },
+    DFLASH: {"draft_model_runner", "draft_parallel_layout", "_draft_block_tokens_buf"},
     DRAFT_BASE: {
         "_topk1_parents_prealloc",
         "_topk1_score_indices_prealloc",
@@ -258,40 +269,135 @@ ATTRIBUTES = {
 }
 
 
-def test_the_wheel_is_the_version_that_the_plugin_names() -> None:
-    assert surface.sglang_version() == surface.SUPPORTED_VERSION
+# What an older version has otherwise.  None: it is not there, and the plugin does without.
+OLDER_PARAMETERS: dict[str, dict[str, str | None]] = {
+    "0.5.21": {
+        surface.DRAFT_EXTEND: "self, batch, batch_result",
+        surface.DRAFT_PREFILL: (
+            "self, batch, target_hidden_states, next_token_ids, mm_input_embeds=None"
+        ),
+        f"{DFLASH}._draft_write_ids": None,
+        "sglang.srt.runtime_context.attn_dp_enabled_of": None,
+        "sglang.srt.speculative.spec_utils.draft_tp_context": "tp_group, *, owns_attention",
+        "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new": (
+            "cls, batch, model_runner, *, capture_hidden_mode=None, "
+            "return_hidden_states_before_norm"
+        ),
+    },
+}
+OLDER_CODE: dict[str, dict[str, str | None]] = {
+    "0.5.21": {
+        f"{EAGLE}.EagleDraftWorker._draft_extend_for_prefill": "836b477ccd07b5e2",
+        surface.DRAFT_EXTEND: "bd2b0cc8e586c18e",
+        f"{DFLASH}.forward_batch_generation": "c6e308ec38da3245",
+        f"{DFLASH}._defer_target_verify_gather": None,
+        f"{DFLASH}._maybe_merge_trained_mask_embedding": "edeb8bc747f7a8b7",
+        f"{surface.SCHEDULER_MODULE}.Scheduler.ingest_requests": "6142b00e28b2a3b4",
+        f"{RECEIVER}._broadcast_reqs_across_ranks": "fd46665ec5a421e3",
+        surface.FORWARD: "c3c3a54a1a285192",
+        f"{EAGLE}.EAGLEWorkerV2.build_adaptive_runtime_state": "5f7081a276e32104",
+        surface.RESOLVE_TOKENS: "8b0833f69aa4202c",
+    },
+}
+OLDER_ATTRIBUTES = {
+    "0.5.21": {
+        f"{EAGLE}.EagleDraftWorker": {
+            *(ATTRIBUTES[f"{EAGLE}.EagleDraftWorker"] - {"parallel_layout"}),
+            "draft_owns_attention",
+            "draft_tp_context",
+        },
+        DFLASH: {
+            "draft_model_runner",
+            "draft_owns_attention",
+            "draft_tp_context",
+            "_draft_block_tokens_buf",
+        },
+    },
+}
 
 
-@pytest.mark.parametrize("target", sorted(HOOKS | USED))
-def test_a_function_takes_what_the_plugin_gives_it(target: str) -> None:
-    assert wheel.parameters(target) == (HOOKS | USED)[target]
+@cache
+def wheel(version: str) -> Wheel:
+    return Wheel(version)
 
 
-@pytest.mark.parametrize("target", sorted(SAME_CODE))
-def test_code_that_the_plugin_stands_in_for_is_unchanged(target: str) -> None:
-    digest, why_it_matters = SAME_CODE[target]
-    assert wheel.digest(target) == digest, why_it_matters
+def expectations(
+    table: Mapping[str, Expected], older: Mapping[str, Mapping[str, Expected | None]]
+) -> list[tuple[str, str, Expected]]:
+    """(version, target, expected), but for what a version is known not to have."""
+    return [
+        (version, target, expected)
+        for version in TESTED
+        for target, expected in sorted({**table, **older.get(version, {})}.items())
+        if expected is not None
+    ]
 
 
-@pytest.mark.parametrize("target", sorted(ATTRIBUTES))
-def test_an_object_has_what_the_plugin_reads_or_writes(target: str) -> None:
-    assert ATTRIBUTES[target] <= wheel.fields(target)
+def test_one_of_them_is_installed() -> None:
+    assert sglang_version() in TESTED
 
 
-def test_a_decode_step_goes_through_every_hook() -> None:
-    assert {"activate_step_by_batch", "draft", "verify", "_draft_extend_for_decode"} <= wheel.calls(
-        surface.FORWARD
-    )
-    assert "_resolve_spec_v2_tokens" in wheel.calls(
+def test_every_version_has_the_same_names() -> None:
+    names = [
+        {name for name in vars(module_for(version)) if not name.startswith("_")}
+        - {"Iterator", "contextmanager", "nullcontext"}
+        for version in TESTED
+    ]
+    assert all(found == names[0] for found in names)
+
+
+@pytest.mark.parametrize(
+    ("version", "target", "expected"), expectations(HOOKS | USED, OLDER_PARAMETERS)
+)
+def test_a_function_takes_what_the_plugin_gives_it(
+    version: str, target: str, expected: str
+) -> None:
+    assert wheel(version).parameters(target) == expected
+
+
+@pytest.mark.parametrize("version", TESTED)
+def test_the_internal_state_is_where_the_plugin_looks(version: str) -> None:
+    target, takes = INTERNAL_STATE[version]
+    assert target == module_for(version).INTERNAL_STATE
+    assert wheel(version).parameters(target) == takes
+
+
+@pytest.mark.parametrize(
+    ("version", "target", "expected"),
+    expectations({target: digest for target, (digest, _) in SAME_CODE.items()}, OLDER_CODE),
+)
+def test_code_that_the_plugin_stands_in_for_is_unchanged(
+    version: str, target: str, expected: str
+) -> None:
+    _, why_it_matters = SAME_CODE[target]
+    assert wheel(version).digest(target) == expected, why_it_matters
+
+
+@pytest.mark.parametrize(
+    ("version", "target", "expected"), expectations(ATTRIBUTES, OLDER_ATTRIBUTES)
+)
+def test_an_object_has_what_the_plugin_reads_or_writes(
+    version: str, target: str, expected: set[str]
+) -> None:
+    assert expected <= wheel(version).fields(target)
+
+
+@pytest.mark.parametrize("version", TESTED)
+def test_a_decode_step_goes_through_every_hook(version: str) -> None:
+    assert {"activate_step_by_batch", "draft", "verify", "_draft_extend_for_decode"} <= wheel(
+        version
+    ).calls(surface.FORWARD)
+    assert "_resolve_spec_v2_tokens" in wheel(version).calls(
         f"{RESULTS}.SchedulerBatchResultProcessor._normalize_decode_outputs"
     )
     scheduler = "sglang.srt.managers.scheduler.Scheduler"
-    assert "init_model_worker" in wheel.calls(f"{scheduler}.__init__")
-    assert "forward_batch_generation" in wheel.calls(f"{scheduler}.run_batch")
-    assert "AdaptiveSpeculativeParams" in wheel.calls(f"{EAGLE}.EAGLEWorkerV2.__init__")
+    assert "init_model_worker" in wheel(version).calls(f"{scheduler}.__init__")
+    assert "forward_batch_generation" in wheel(version).calls(f"{scheduler}.run_batch")
+    assert "AdaptiveSpeculativeParams" in wheel(version).calls(f"{EAGLE}.EAGLEWorkerV2.__init__")
 
 
-def test_every_reader_of_the_candidate_steps_goes_through_the_one_function() -> None:
+@pytest.mark.parametrize("version", TESTED)
+def test_every_reader_of_the_candidate_steps_goes_through_the_one_function(version: str) -> None:
     algorithm = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm"
     readers = (
         "sglang.srt.model_executor.model_runner.ModelRunner.max_decode_logits_rows",
@@ -299,11 +405,14 @@ def test_every_reader_of_the_candidate_steps_goes_through_the_one_function() -> 
         "sglang.srt.arg_groups.speculative_hook._init_adaptive_speculative_params",
     )
     for reader in readers:
-        assert "resolve_candidate_steps_from_config" in wheel.calls(reader)
+        assert "resolve_candidate_steps_from_config" in wheel(version).calls(reader)
 
 
-def test_plugins_are_loaded_before_configuration_and_before_the_scheduler() -> None:
-    scheduler = wheel.definition("sglang.srt.managers.scheduler.run_scheduler_process")
+@pytest.mark.parametrize("version", TESTED)
+def test_plugins_are_loaded_before_configuration_and_before_the_scheduler(version: str) -> None:
+    scheduler = wheel(version).definition("sglang.srt.managers.scheduler.run_scheduler_process")
     assert ast.unparse(scheduler.body[0]) == "load_plugins()"
-    assert "load_plugins" in wheel.calls("sglang.srt.entrypoints.engine.Engine.__init__")
-    assert "run_hook" in wheel.calls("sglang.srt.arg_groups.pipeline.run_resolution_pipeline")
+    assert "load_plugins" in wheel(version).calls("sglang.srt.entrypoints.engine.Engine.__init__")
+    assert "run_hook" in wheel(version).calls(
+        "sglang.srt.arg_groups.pipeline.run_resolution_pipeline"
+    )

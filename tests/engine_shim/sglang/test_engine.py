@@ -5,12 +5,11 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from engine_shim.cpu.models.prompts import DOMAINS, held_out_prompts
 from speculation.v1.engine_pb2 import DRAFTER_KIND_MTP, StepReport
 from tests.engine_shim.link.eventually import eventually
-from tests.engine_shim.sglang import playing
-from tests.engine_shim.sglang.engine import DRAFT, EAGLE3, TARGET, EngineProcess, Generated, serving
-from tests.engine_shim.sglang.scripted import Script, ScriptedSidecar, scripted_sidecar
+from tests.engine_shim.sglang.engine import DRAFT, EAGLE3, TARGET, EngineProcess, serving
+from tests.engine_shim.sglang.playing import ALONE, ALONE_LENGTH, play
+from tests.engine_shim.sglang.scripted import ScriptedSidecar, scripted_sidecar
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -27,31 +26,9 @@ CYCLE = (
     (7, False),
 )
 
-PROMPTS = [
-    prompt
-    for domain in DOMAINS
-    for prompt in held_out_prompts(domain, count=2, length_tokens=48, seed=3)
-]
-LENGTHS = [40, 120, 64, 96, 33, 80, 110, 57]
-ALONE = held_out_prompts("json", count=1, length_tokens=60, seed=5)
-ALONE_LENGTH = 400
-
 
 def cycle(count: int) -> tuple[int, bool]:
     return CYCLE[count % len(CYCLE)]
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[int]]]:
-    """Tokens of plain decoding.  The plugin is installed, and off."""
-    with serving(tmp_path_factory.mktemp("plain")) as engine:
-        tokens = {
-            "batch": [answer.tokens for answer in engine.generate(PROMPTS, LENGTHS)],
-            "alone": [answer.tokens for answer in engine.generate(ALONE, [ALONE_LENGTH])],
-        }
-        assert "speculation_controller" not in engine.internal_state()
-        assert "steered by" not in engine.log.read_text()
-        return tokens
 
 
 @pytest.fixture(scope="module")
@@ -78,16 +55,6 @@ def engine(
     with serving(tmp_path_factory.mktemp("steered"), arguments, variables) as running:
         eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
         yield running
-
-
-def play(
-    engine: EngineProcess,
-    sidecar: ScriptedSidecar,
-    script: Script,
-    prompts: Sequence[Sequence[int]] = PROMPTS,
-    lengths: Sequence[int] = LENGTHS,
-) -> tuple[list[Generated], list[StepReport]]:
-    return playing.play(engine, sidecar, script, prompts, lengths)
 
 
 def test_it_introduces_itself(engine: EngineProcess, sidecar: ScriptedSidecar) -> None:

@@ -9,7 +9,6 @@ from threading import Thread
 
 import pytest
 
-from engine_shim.cpu.models.prompts import DOMAINS, held_out_prompts
 from speculation.v1.engine_pb2 import DRAFTER_KIND_DFLASH, DRAFTER_KIND_MTP, StepReport
 from tests.engine_shim.link.eventually import eventually
 from tests.engine_shim.sglang.engine import (
@@ -19,7 +18,14 @@ from tests.engine_shim.sglang.engine import (
     install_plugin,
     serving,
 )
-from tests.engine_shim.sglang.playing import accepted_by_context, check_against_student, play
+from tests.engine_shim.sglang.playing import (
+    ALONE,
+    CROWD,
+    CROWD_LENGTH,
+    accepted_by_context,
+    check_against_student,
+    play,
+)
 from tests.engine_shim.sglang.scripted import Arm, ScriptedSidecar, scripted_sidecar
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -28,30 +34,7 @@ GAMMAS = (0, 1, 2, 3, 5, 7)
 EAGLE: list[Arm] = [(gamma, False, 0) for gamma in GAMMAS]
 BLOCK: list[Arm] = [(gamma, False, 1) for gamma in GAMMAS[1:]]
 ASLEEP: Arm = (0, True, 0)
-PROMPTS = [
-    prompt
-    for domain in DOMAINS
-    for prompt in held_out_prompts(domain, count=2, length_tokens=48, seed=3)
-]
-LENGTHS = [40, 120, 64, 96, 33, 80, 110, 57]
-ALONE = held_out_prompts("json", count=1, length_tokens=60, seed=5)
 ALONE_LENGTH = 200
-CROWD = [
-    prompt
-    for domain in DOMAINS
-    for prompt in held_out_prompts(domain, count=4, length_tokens=40, seed=11)
-]
-LIFETIME = 90
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[int]]]:
-    with serving(tmp_path_factory.mktemp("plain")) as engine:
-        return {
-            "batch": [answer.tokens for answer in engine.generate(PROMPTS, LENGTHS)],
-            "alone": [answer.tokens for answer in engine.generate(ALONE, [ALONE_LENGTH])],
-            "crowd": [answer.tokens for answer in engine.generate(CROWD, [LIFETIME] * len(CROWD))],
-        }
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +79,7 @@ def test_it_introduces_both(engine: EngineProcess, sidecar: ScriptedSidecar) -> 
 def test_every_arm_gives_plain_decodings_tokens(
     arm: Arm, engine: EngineProcess, sidecar: ScriptedSidecar, plain: dict[str, list[list[int]]]
 ) -> None:
-    answers, reports = play(engine, sidecar, lambda _: arm, PROMPTS, LENGTHS)
+    answers, reports = play(engine, sidecar, lambda _: arm)
     assert [answer.tokens for answer in answers] == plain["batch"]
     name = "eagle3" if arm[2:] == (0,) else "dflash"
     # The first steps may still be the last script's.
@@ -109,7 +92,7 @@ def test_any_order_of_arms_gives_plain_decodings_tokens(
 ) -> None:
     choose = random.Random(seed)
     arms = [choose.choice([*EAGLE, *BLOCK, ASLEEP]) for _ in range(500)]
-    answers, reports = play(engine, sidecar, lambda count: arms[count % 500], PROMPTS, LENGTHS)
+    answers, reports = play(engine, sidecar, lambda count: arms[count % 500])
     assert [answer.tokens for answer in answers] == plain["batch"]
     assert len({(report.drafter, report.gamma) for report in reports}) > 8
     assert {report.drafter for report in reports} == {"eagle3", "dflash"}
@@ -122,7 +105,7 @@ def alone(
     script: Callable[[int], Arm],
 ) -> list[StepReport]:
     answers, reports = play(engine, sidecar, script, ALONE, [ALONE_LENGTH])
-    assert answers[0].tokens == plain["alone"][0]
+    assert answers[0].tokens == plain["alone"][0][:ALONE_LENGTH]
     return reports
 
 
@@ -168,7 +151,7 @@ def test_the_blocks_are_those_that_the_trained_student_would_draft(
 ) -> None:
     reports = alone(engine, sidecar, plain, lambda _: (7, False, 1))
     live = accepted_by_context(reports, "dflash", 7)
-    check_against_student(live, [*ALONE[0], *plain["alone"][0]])
+    check_against_student(live, [*ALONE[0], *plain["alone"][0][:ALONE_LENGTH]])
 
 
 def test_requests_may_come_late_leave_early_and_be_retracted(
@@ -192,7 +175,9 @@ def test_requests_may_come_late_leave_early_and_be_retracted(
             tokens: dict[int, list[int]] = {}
 
             def ask(number: int) -> None:
-                answer = engine.generate([CROWD[number]], [LIFETIME], rid=f"request-{number}")[0]
+                answer = engine.generate([CROWD[number]], [CROWD_LENGTH], rid=f"request-{number}")[
+                    0
+                ]
                 tokens[number] = answer.tokens
 
             threads = [Thread(target=ask, args=(number,)) for number in range(len(CROWD))]
@@ -231,7 +216,7 @@ def test_when_the_block_drafter_fails_the_engine_goes_on_with_its_own(
         with serving(tmp_path / "engine", EAGLE3, variables) as engine:
             eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
             answer = engine.generate(ALONE, [ALONE_LENGTH])[0]
-            assert answer.tokens == plain["alone"][0]
+            assert answer.tokens == plain["alone"][0][:ALONE_LENGTH]
             reports = sidecar.reports_since(0, answer.meta["spec_verify_ct"])
             log = engine.log.read_text()
         assert "DFlash drafts no more; the engine goes on with its own drafter" in log

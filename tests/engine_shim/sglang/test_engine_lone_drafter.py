@@ -6,36 +6,23 @@ from pathlib import Path
 
 import pytest
 
-from engine_shim.cpu.models.prompts import DOMAINS, held_out_prompts
 from speculation.v1.engine_pb2 import DRAFTER_KIND_DFLASH
 from tests.engine_shim.link.eventually import eventually
-from tests.engine_shim.sglang.engine import DFLASH, EngineProcess, install_plugin, serving
-from tests.engine_shim.sglang.playing import accepted_by_context, check_against_student, play
+from tests.engine_shim.sglang.engine import DFLASH, LONE, EngineProcess, install_plugin, serving
+from tests.engine_shim.sglang.playing import (
+    ALONE,
+    accepted_by_context,
+    check_against_student,
+    play,
+)
 from tests.engine_shim.sglang.scripted import Arm, ScriptedSidecar, scripted_sidecar
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
-LONE = ("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(DFLASH))
 # The last is longer than a block, and no arm of this drafter's.
 GAMMAS = (0, 1, 2, 3, 5, 7, 9)
 ARMS: list[Arm] = [*((gamma, False) for gamma in GAMMAS[:-1]), (0, True)]
-PROMPTS = [
-    prompt
-    for domain in DOMAINS
-    for prompt in held_out_prompts(domain, count=2, length_tokens=48, seed=3)
-]
-LENGTHS = [40, 120, 64, 96, 33, 80, 110, 57]
-ALONE = held_out_prompts("json", count=1, length_tokens=60, seed=5)
 ALONE_LENGTH = 200
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[int]]]:
-    with serving(tmp_path_factory.mktemp("plain")) as engine:
-        return {
-            "batch": [answer.tokens for answer in engine.generate(PROMPTS, LENGTHS)],
-            "alone": [answer.tokens for answer in engine.generate(ALONE, [ALONE_LENGTH])],
-        }
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +70,7 @@ def test_it_introduces_itself(engine: EngineProcess, sidecar: ScriptedSidecar) -
 def test_every_arm_gives_plain_decodings_tokens(
     arm: Arm, engine: EngineProcess, sidecar: ScriptedSidecar, plain: dict[str, list[list[int]]]
 ) -> None:
-    answers, reports = play(engine, sidecar, lambda _: arm, PROMPTS, LENGTHS)
+    answers, reports = play(engine, sidecar, lambda _: arm)
     assert [answer.tokens for answer in answers] == plain["batch"]
     # The first steps may still be the last script's.
     assert {(report.drafter, report.gamma) for report in reports[5:]} == {("dflash", arm[0])}
@@ -94,7 +81,7 @@ def test_any_order_of_arms_gives_plain_decodings_tokens(
     seed: int, engine: EngineProcess, sidecar: ScriptedSidecar, plain: dict[str, list[list[int]]]
 ) -> None:
     arms = random.Random(seed).choices(ARMS, k=500)
-    answers, reports = play(engine, sidecar, lambda count: arms[count % 500], PROMPTS, LENGTHS)
+    answers, reports = play(engine, sidecar, lambda count: arms[count % 500])
     assert [answer.tokens for answer in answers] == plain["batch"]
     assert len({report.gamma for report in reports}) == len(GAMMAS) - 1
 
@@ -103,11 +90,11 @@ def test_any_order_of_arms_gives_plain_decodings_tokens(
 def test_blocks_are_the_students_also_after_a_pause(
     asleep: bool, engine: EngineProcess, sidecar: ScriptedSidecar, plain: dict[str, list[list[int]]]
 ) -> None:
-    sequence = [*ALONE[0], *plain["alone"][0]]
+    sequence = [*ALONE[0], *plain["alone"][0][:ALONE_LENGTH]]
     live: dict[int, int] = {}
     for script in (lambda _: (7, False), lambda count: (7 * (count % 9 < 4), asleep)):
         answers, reports = play(engine, sidecar, script, ALONE, [ALONE_LENGTH])
-        assert answers[0].tokens == plain["alone"][0]
+        assert answers[0].tokens == plain["alone"][0][:ALONE_LENGTH]
         live |= accepted_by_context(reports, "dflash", 7)
     check_against_student(live, sequence)
     assert sum(live.values()) > len(live)
@@ -129,7 +116,7 @@ def test_when_the_block_fails_the_engine_goes_on(
         with serving(tmp_path / "engine", LONE, variables) as engine:
             eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
             answer = engine.generate(ALONE, [ALONE_LENGTH])[0]
-            assert answer.tokens == plain["alone"][0]
+            assert answer.tokens == plain["alone"][0][:ALONE_LENGTH]
             reports = sidecar.reports_since(0, answer.meta["spec_verify_ct"])
             log = engine.log.read_text()
     assert log.count("DFlash drafts no more") == 1

@@ -10,6 +10,7 @@ from tests.engine_shim.sglang.engine import (
     DFLASH,
     DRAFT,
     EAGLE3,
+    LONE,
     START_SECONDS,
     install_plugin,
     launched,
@@ -54,8 +55,7 @@ def test_a_second_drafter_of_another_kind(tmp_path: Path) -> None:
 
 
 def test_a_shorter_block_than_was_trained(tmp_path: Path) -> None:
-    lone = ("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(DFLASH))
-    words = last_words(tmp_path, (*lone, "--speculative-num-draft-tokens", "4"))
+    words = last_words(tmp_path, (*LONE, "--speculative-num-draft-tokens", "4"))
     assert "--speculative-num-draft-tokens 4: the checkpoint drafts blocks of 8" in words
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine_shim.sglang import surface
+from engine_shim.sglang import surface, versions
 from engine_shim.sglang.introduction import default_engine_id, introduce
 from engine_shim.sglang.settings import PluginSettings
 from speculation.v1.engine_pb2 import DRAFTER_KIND_MTP
@@ -52,7 +52,7 @@ def test_it_says_what_a_profile_belongs_to() -> None:
     assert (spec.engine_id, spec.max_batch_size) == ("pod-7", 48)
     fingerprint = spec.fingerprint
     assert fingerprint.target_model == "org/target"
-    assert (fingerprint.engine, fingerprint.engine_version) == ("sglang", surface.sglang_version())
+    assert (fingerprint.engine, fingerprint.engine_version) == ("sglang", versions.sglang_version())
     assert (fingerprint.dtype, fingerprint.quantization) == ("bfloat16", "fp8")
     assert list(fingerprint.graph_batch_sizes) == [1, 4, 8]
     assert fingerprint.attention_backend == "triton"

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from engine_shim.sglang import plugin, surface
+from engine_shim.sglang import plugin, versions
 
 
 def test_nothing_is_imported_or_hooked_without_a_sidecar(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,7 +24,7 @@ def test_an_unknown_version_ends_the_process_with_the_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("SPECULATION_SIDECAR", "unix:/nowhere")
-    monkeypatch.setattr(surface, "sglang_version", lambda: "0.6.0")
+    monkeypatch.setattr(versions, "sglang_version", lambda: "0.6.0")
     with pytest.raises(SystemExit, match=r"0\.6\.0.*SPECULATION_ALLOW_UNKNOWN_VERSION=1"):
         plugin.register()
 
@@ -42,6 +42,6 @@ def test_an_error_that_sglang_would_swallow_ends_the_process(
         raise ValueError("what nobody thought of")
 
     monkeypatch.setenv("SPECULATION_SIDECAR", "unix:/nowhere")
-    monkeypatch.setattr(surface, "sglang_version", fail)
+    monkeypatch.setattr(versions, "sglang_version", fail)
     with pytest.raises(SystemExit, match="what nobody thought of"):
         plugin.register()

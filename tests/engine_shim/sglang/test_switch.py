@@ -10,7 +10,8 @@ from sglang.srt import runtime_context
 
 from engine_shim.sglang import surface
 from engine_shim.sglang.switch import QuietSwitch
-from tests.engine_shim.sglang import wheel
+from engine_shim.sglang.versions import sglang_version
+from tests.engine_shim.sglang.wheel import Wheel
 
 GAMMAS = (0, 1, 3, 7)
 
@@ -61,7 +62,7 @@ def state(gamma: int) -> Any:
 
 def sglangs_own() -> Any:
     """SGLang's function, compiled from the wheel's text without importing its worker."""
-    source = ast.unparse(wheel.definition(surface.APPLY_RUNTIME_STATE))
+    source = ast.unparse(Wheel(sglang_version()).definition(surface.APPLY_RUNTIME_STATE))
     logged: list[str] = []
     names: dict[str, Any] = {
         "SpecRuntimeState": object,

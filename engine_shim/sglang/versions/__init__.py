@@ -1,0 +1,26 @@
+"""What differs between the SGLang versions that the plugin is tested with: one module for each.
+
+All modules have the same names; the newest one documents them.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Final
+
+TESTED: Final = ("0.5.21", "0.5.23")
+
+
+def sglang_version() -> str:
+    """Version of the installed SGLang, "" when it is not installed as a distribution."""
+    try:
+        return version("sglang")
+    except PackageNotFoundError:
+        return ""
+
+
+def module_for(sglang: str) -> Any:
+    """The module of a version; for one that was not tested, the newest."""
+    name = sglang if sglang in TESTED else TESTED[-1]
+    return import_module(f"{__name__}.v{name.replace('.', '_')}")

@@ -1,0 +1,50 @@
+"""SGLang 0.5.23, the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Final
+
+# Where a scheduler says what it is like, after its speculation was put in.
+INTERNAL_STATE: Final = (
+    "sglang.srt.managers.scheduler_components.internal_state"
+    ".SchedulerInternalStateController._add_speculative"
+)
+
+
+def internal_state(_: None, arguments: tuple[Any, ...]) -> dict[str, Any]:
+    """The state that a call of INTERNAL_STATE with these arguments filled in."""
+    state: dict[str, Any] = arguments[1]
+    return state
+
+
+def has_attention_dp(view: Any) -> bool:
+    """Whether a resolved configuration has data-parallel attention."""
+    from sglang.srt.runtime_context import attn_dp_enabled_of
+
+    return bool(attn_dp_enabled_of(view))
+
+
+def draft_scope(draft: Any) -> AbstractContextManager[Any]:
+    """How an `EagleDraftWorker` lies on the ranks; for passes of its model."""
+    from sglang.srt.speculative.spec_utils import draft_tp_context
+
+    scope: AbstractContextManager[Any] = draft_tp_context(draft.parallel_layout)
+    return scope
+
+
+def lie_like(draft: Any, block_worker: Any) -> None:
+    """Has a draft worker lie on the ranks as a `DFlashWorkerV2` does."""
+    draft.parallel_layout = block_worker.draft_parallel_layout
+
+
+@contextmanager
+def with_draft_config(target_runner: Any, config: Any) -> Iterator[None]:
+    """Inside it a target's drafter is the one with this `ModelConfig`."""
+    aux = target_runner.spec_aux_config
+    saved, aux.draft_model_config = aux.draft_model_config, config
+    try:
+        yield
+    finally:
+        aux.draft_model_config = saved

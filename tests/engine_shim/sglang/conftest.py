@@ -1,0 +1,29 @@
+"""Prompts that several files give their engines, and what plain decoding makes of them."""
+
+import pytest
+
+from tests.engine_shim.sglang.engine import serving
+from tests.engine_shim.sglang.playing import (
+    ALONE,
+    ALONE_LENGTH,
+    CROWD,
+    CROWD_LENGTH,
+    LENGTHS,
+    PROMPTS,
+)
+
+
+@pytest.fixture(scope="session")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[int]]]:
+    """Tokens of plain decoding.  The plugin is installed, and off."""
+    with serving(tmp_path_factory.mktemp("plain")) as engine:
+        tokens = {
+            "batch": [answer.tokens for answer in engine.generate(PROMPTS, LENGTHS)],
+            "alone": [answer.tokens for answer in engine.generate(ALONE, [ALONE_LENGTH])],
+            "crowd": [
+                answer.tokens for answer in engine.generate(CROWD, [CROWD_LENGTH] * len(CROWD))
+            ],
+        }
+        assert "speculation_controller" not in engine.internal_state()
+        assert "steered by" not in engine.log.read_text()
+        return tokens
