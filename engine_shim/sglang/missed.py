@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
 # Catching up has a prefill's shape, and SGLang's default for those is a chunk of 8192 tokens.
 MAX_POSITIONS: Final = 8192
+# On the device: twice as much while a catch-up sorts it.
+MAX_BYTES: Final = 256 * 2**20
 
 
 class MissedStep(NamedTuple):
@@ -44,11 +46,14 @@ class MissedRows(NamedTuple):
 
 
 class MissedSteps:
-    """`max_steps`: missed steps that fill the buffer; `max_positions`: rows that do."""
+    """The buffer is full with `max_steps` steps, `max_positions` rows, or `max_bytes` of them."""
 
-    def __init__(self, max_steps: int, max_positions: int = MAX_POSITIONS) -> None:
+    def __init__(
+        self, max_steps: int, max_positions: int = MAX_POSITIONS, max_bytes: int = MAX_BYTES
+    ) -> None:
         self._max_steps = max_steps
         self._max_positions = max_positions
+        self._max_bytes = max_bytes
         self._steps: list[MissedStep] = []
         self._positions = 0
         # Request -> index of the first step that still counts for it.
@@ -59,10 +64,11 @@ class MissedSteps:
 
     def is_full_for(self, batch_size: int) -> bool:
         """True when one more step of this size would not fit."""
-        return (
-            len(self._steps) >= self._max_steps
-            or self._positions + batch_size > self._max_positions
-        )
+        if not self._steps:
+            return False
+        row_bytes = self._steps[0].hidden[0].nbytes
+        fits = min(self._max_positions, self._max_bytes // row_bytes)
+        return len(self._steps) >= self._max_steps or self._positions + batch_size > fits
 
     def add(self, step: MissedStep) -> None:
         """One more missed step."""

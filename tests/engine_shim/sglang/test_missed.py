@@ -69,6 +69,11 @@ def test_it_is_full_by_steps_or_by_positions() -> None:
     assert not by_steps.is_full_for(100)
     by_steps.add(step({"a": 2}))
     assert by_steps.is_full_for(1)
+    # A row's hidden state is one float32.
+    by_bytes = MissedSteps(100, max_bytes=20)
+    by_bytes.add(step({"a": 1, "b": 1}))
+    assert by_bytes.is_full_for(4)
+    assert not by_bytes.is_full_for(3)
     by_positions = MissedSteps(100, max_positions=5)
     by_positions.add(step({"a": 1, "b": 1, "c": 1}))
     assert not by_positions.is_full_for(2)
