@@ -63,8 +63,7 @@ class EngineController:
         self._catch_up = CatchUp(
             [d.name for d in spec.drafters],
             profile.catch_up_seconds_per_token if profile else 0.0,
-            can_sleep=spec.capabilities.can_sleep,
-            follow=spec.capabilities.drafters_follow,
+            spec.capabilities,
         )
         self._planner = make_planner(self.arms, self._buckets, settings)
         self._overrides: tuple[Override, ...] = ()

@@ -134,6 +134,7 @@ class Capabilities:
     can_collect: bool = False
     overlap_steps: int = 0
     drafters_follow: bool = False
+    catch_up_steps: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,6 +87,7 @@ def engine_from_proto(message: engine_pb2.EngineSpec) -> EngineSpec:
             can_collect=able.can_collect,
             overlap_steps=able.overlap_steps,
             drafters_follow=able.drafters_follow,
+            catch_up_steps=able.catch_up_steps,
         ),
         shape=model_shape_from_proto(message.shape) if message.HasField("shape") else None,
     )
@@ -157,6 +158,7 @@ def engine_to_proto(spec: EngineSpec) -> engine_pb2.EngineSpec:
             can_collect=able.can_collect,
             overlap_steps=able.overlap_steps,
             drafters_follow=able.drafters_follow,
+            catch_up_steps=able.catch_up_steps,
         ),
         shape=None if spec.shape is None else model_shape_to_proto(spec.shape),
     )

@@ -37,6 +37,7 @@ def introduce(
             can_sleep=can_sleep,
             can_switch_drafter=second is not None,
             drafters_follow=True,
+            catch_up_steps=settings.sleep_positions if can_sleep else 0,
             overlap_steps=1 if scheduler.enable_overlap else 0,
         ),
     )

@@ -202,6 +202,7 @@ class Capabilities(_message.Message):
     CAN_COLLECT_FIELD_NUMBER: _builtins.int
     OVERLAP_STEPS_FIELD_NUMBER: _builtins.int
     DRAFTERS_FOLLOW_FIELD_NUMBER: _builtins.int
+    CATCH_UP_STEPS_FIELD_NUMBER: _builtins.int
     can_sleep: _builtins.bool
     """A row may say `drafter_asleep`: at gamma = 0 the engine can skip all draft-side work."""
     can_switch_drafter: _builtins.bool
@@ -216,6 +217,10 @@ class Capabilities(_message.Message):
     """A drafter that does not draft keeps up with the stream in every step that is not asleep, so
     that changing to it costs nothing; what keeping up costs is in every step's seconds.
     """
+    catch_up_steps: _builtins.int
+    """A drafter that has slept through this many steps reads what it missed before the next one, and
+    may sleep on.  0: it reads nothing before it wakes.
+    """
     def __init__(
         self,
         *,
@@ -225,10 +230,11 @@ class Capabilities(_message.Message):
         can_collect: _builtins.bool = ...,
         overlap_steps: _builtins.int = ...,
         drafters_follow: _builtins.bool = ...,
+        catch_up_steps: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["can_collect", b"can_collect", "can_sleep", b"can_sleep", "can_switch_drafter", b"can_switch_drafter", "can_update_online", b"can_update_online", "drafters_follow", b"drafters_follow", "overlap_steps", b"overlap_steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["can_collect", b"can_collect", "can_sleep", b"can_sleep", "can_switch_drafter", b"can_switch_drafter", "can_update_online", b"can_update_online", "catch_up_steps", b"catch_up_steps", "drafters_follow", b"drafters_follow", "overlap_steps", b"overlap_steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

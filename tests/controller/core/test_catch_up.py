@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controller.core.catch_up import CatchUp
-from controller.core.types import StepFlags, StepReport
+from controller.core.types import Capabilities, StepFlags, StepReport
 
 
 def report(step, gamma, seconds=0.01, batch=4, drafter="mtp", kv=100_000, flags=None):
@@ -16,14 +16,14 @@ def report(step, gamma, seconds=0.01, batch=4, drafter="mtp", kv=100_000, flags=
 
 
 def test_an_engine_with_one_drafter_that_drafts_owes_nothing():
-    catch_up = CatchUp(["mtp"], 1e-4, can_sleep=True)
+    catch_up = CatchUp(["mtp"], 1e-4, Capabilities(can_sleep=True))
     for step in range(1, 50):
         assert not catch_up.observe(report(step, 3), 0.01)
     assert catch_up.seconds() == {"mtp": 0.0}
 
 
 def test_a_sleeping_drafter_misses_every_token_and_pays_once():
-    catch_up = CatchUp(["mtp"], 1e-4, can_sleep=True)
+    catch_up = CatchUp(["mtp"], 1e-4, Capabilities(can_sleep=True))
     for step in range(1, 11):
         assert not catch_up.observe(report(step, 0), 0.01)
     assert catch_up.seconds()["mtp"] == pytest.approx(40 * 1e-4)
@@ -32,15 +32,27 @@ def test_a_sleeping_drafter_misses_every_token_and_pays_once():
     assert not catch_up.observe(report(12, 3), 0.01)
 
 
+def test_a_drafter_that_catches_up_in_its_sleep_misses_no_more_than_that():
+    catch_up = CatchUp(["mtp"], 1e-4, Capabilities(can_sleep=True, catch_up_steps=5))
+    owed = []
+    for step in range(1, 14):
+        catch_up.observe(report(step, 0), 0.01)
+        owed.append(round(catch_up.seconds()["mtp"] / 4e-4))
+    assert owed == [1, 2, 3, 4, 5] * 2 + [1, 2, 3]
+    assert catch_up.observe(report(14, 3, seconds=0.0112), 0.01)
+    catch_up.observe(report(15, 0), 0.01)
+    assert round(catch_up.seconds()["mtp"] / 4e-4) == 1
+
+
 def test_a_drafter_that_stays_awake_at_zero_misses_nothing():
-    catch_up = CatchUp(["mtp"], 1e-4, can_sleep=False)
+    catch_up = CatchUp(["mtp"], 1e-4, Capabilities(can_sleep=False))
     for step in range(1, 11):
         catch_up.observe(report(step, 0), 0.01)
     assert catch_up.seconds()["mtp"] == 0.0
 
 
 def test_what_one_drafter_drafts_the_other_misses():
-    catch_up = CatchUp(["mtp", "dflash"], 1e-4, can_sleep=True)
+    catch_up = CatchUp(["mtp", "dflash"], 1e-4, Capabilities(can_sleep=True))
     for step in range(1, 6):
         catch_up.observe(report(step, 3), 0.01)
     assert catch_up.seconds()["mtp"] == 0.0
@@ -50,7 +62,7 @@ def test_what_one_drafter_drafts_the_other_misses():
 
 
 def test_drafters_that_follow_miss_only_what_is_slept_through():
-    catch_up = CatchUp(["mtp", "dflash"], 1e-4, can_sleep=True, follow=True)
+    catch_up = CatchUp(["mtp", "dflash"], 1e-4, Capabilities(can_sleep=True, drafters_follow=True))
     for step in range(1, 6):
         assert not catch_up.observe(report(step, 3), 0.01)
     assert catch_up.seconds() == {"mtp": 0.0, "dflash": 0.0}
@@ -64,7 +76,7 @@ def test_drafters_that_follow_miss_only_what_is_slept_through():
 
 
 def test_no_drafter_owes_more_than_the_context_that_is_there():
-    catch_up = CatchUp(["mtp"], 1e-4, can_sleep=True)
+    catch_up = CatchUp(["mtp"], 1e-4, Capabilities(can_sleep=True))
     for step in range(1, 200):
         catch_up.observe(report(step, 0, kv=50), 0.01)
     assert catch_up.seconds()["mtp"] == pytest.approx(54 * 1e-4)
@@ -72,7 +84,7 @@ def test_no_drafter_owes_more_than_the_context_that_is_there():
 
 @pytest.mark.parametrize("true_price", [2e-5, 5e-4])
 def test_the_price_follows_what_wakings_take(true_price):
-    catch_up, step = CatchUp(["mtp"], 1e-4, can_sleep=True), 0
+    catch_up, step = CatchUp(["mtp"], 1e-4, Capabilities(can_sleep=True)), 0
     for _ in range(500):
         for _ in range(10):
             step += 1
@@ -84,7 +96,7 @@ def test_the_price_follows_what_wakings_take(true_price):
 
 @pytest.mark.parametrize("flags", [StepFlags(after_gap=True), StepFlags(first_use=True)])
 def test_a_waking_whose_time_says_nothing_teaches_nothing(flags):
-    catch_up = CatchUp(["mtp"], 1e-4, can_sleep=True)
+    catch_up = CatchUp(["mtp"], 1e-4, Capabilities(can_sleep=True))
     catch_up.observe(report(1, 0), 0.01)
     assert catch_up.observe(report(2, 3, seconds=3.0, flags=flags), 0.01)
     assert catch_up.seconds_per_token == pytest.approx(1e-4)
@@ -100,7 +112,7 @@ def test_a_waking_whose_time_says_nothing_teaches_nothing(flags):
 )
 @settings(max_examples=60, deadline=None)
 def test_prices_stay_finite_and_not_below_zero(steps, can_sleep):
-    catch_up = CatchUp(["a", "b"], 0.0, can_sleep=can_sleep)
+    catch_up = CatchUp(["a", "b"], 0.0, Capabilities(can_sleep=can_sleep))
     for step, (drafter, gamma, seconds) in enumerate(steps):
         catch_up.observe(report(step, gamma, seconds, drafter=drafter), 0.01)
         assert all(0 <= value < 1e9 for value in catch_up.seconds().values())

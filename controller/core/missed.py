@@ -1,0 +1,50 @@
+"""What the drafters have not read of what was generated."""
+
+from collections.abc import Mapping, Sequence
+
+from controller.core.types import Capabilities, StepReport
+
+
+class MissedTokens:
+    """Missed tokens by drafter.  One object per engine.
+
+    A drafter misses what the engine generates while it sleeps (gamma = 0) or, in an engine whose
+    drafters do not follow the stream by themselves, while another drafter runs.  One that sleeps
+    may catch up by itself every so many steps (`Capabilities.catch_up_steps`).
+    """
+
+    def __init__(self, drafters: Sequence[str], able: Capabilities) -> None:
+        self._missed = dict.fromkeys(drafters, 0.0)
+        self._can_sleep = able.can_sleep
+        self._apart = len(self._missed) > 1 and not able.drafters_follow
+        # Where all keep up and have missed nothing there is nothing to do.
+        self._asleep = self._apart
+        self._most_steps = able.catch_up_steps
+        self._slept_steps = 0
+
+    @property
+    def now(self) -> Mapping[str, float]:
+        """By drafter."""
+        return self._missed
+
+    def observe(self, report: StepReport) -> float:
+        """Takes a step; the tokens that its drafter had missed and read first, 0 mostly."""
+        if report.gamma > 0 and not self._asleep:
+            return 0.0
+        gained = report.batch_size + sum(k * n for k, n in enumerate(report.accepted_counts))
+        runs = report.gamma > 0 or not self._can_sleep
+        self._asleep = self._apart or not runs
+        if runs:
+            self._slept_steps = 0
+        elif self._slept_steps == self._most_steps > 0:
+            self._slept_steps = 1
+            self._missed = dict.fromkeys(self._missed, 0.0)
+        else:
+            self._slept_steps += 1
+        behind = self._missed[report.drafter]
+        for name, missed in self._missed.items():
+            if not runs or (self._apart and name != report.drafter):
+                self._missed[name] = min(missed + gained, float(report.kv_tokens + gained))
+            elif report.gamma > 0:
+                self._missed[name] = 0.0
+        return behind if runs and report.gamma > 0 else 0.0
