@@ -19,6 +19,7 @@ from controller.profiling.samples import CellKey, Cells, Context, Samples
 from controller.profiling.settings import ProfilingSettings
 from controller.profiling.sidecar import MeasureStream
 from controller.profiling.steps import StepFilter
+from controller.profiling.wakings import Wakings
 
 _LISTEN_SECONDS = 0.1
 # After a load has ended its last reports are still on their way.
@@ -30,7 +31,7 @@ _CONTEXT_SLACK = 1.1
 
 
 class Bench:
-    """`cells` is filled as steps come in.
+    """`cells` and `wakings` are filled as steps come in.
 
     prefill_seconds_per_token: from a load's request to its full batch; inf before the first.
     """
@@ -42,8 +43,10 @@ class Bench:
         settings: ProfilingSettings,
         clock: Clock,
         cells: Cells,
+        wakings: Wakings,
     ) -> None:
         self.cells = cells
+        self._wakings = wakings
         self.prefill_seconds_per_token = float("inf")
         # Kept with each step: the round of visits that it belongs to.
         self.round_number = 0
@@ -156,6 +159,7 @@ class Bench:
             raise MeasurementStalledError(self._why_stalled(waited))
 
     def _take(self, report: StepReport) -> None:
+        self._wakings.observe(report)
         if report.batch_size == self._batch_size and not self._full:
             self._full = True
             tokens = self._batch_size * self._prompt_tokens

@@ -33,6 +33,7 @@ from controller.profiling.schedule import (
 )
 from controller.profiling.settings import ProfilingSettings, batch_sizes_for
 from controller.profiling.sidecar import MeasureStream
+from controller.profiling.wakings import Wakings
 
 _SAVE_SECONDS = 5.0
 
@@ -57,6 +58,7 @@ class Measurement:
         self._save = save
         self._started_at = started_at
         self._saved_at = clock.now()
+        self.wakings = Wakings(spec)
         self._finished: set[str] = set()
         self._parts = parts_of(batch_sizes_for(spec, settings.batch_sizes))
         self._budget = Budget(settings, self._parts, len(self._parts))
@@ -82,7 +84,7 @@ class Measurement:
         Raises MeasurementError when nothing of the grid came out, or the engine or the sidecar
         went away.
         """
-        bench = Bench(stream, loads, self._settings, self._clock, self.cells)
+        bench = Bench(stream, loads, self._settings, self._clock, self.cells, self.wakings)
         self._budget.begin(self._clock.now())
         for part in self._parts:
             if part.name in self._finished:

@@ -148,6 +148,14 @@ class _Run:
             )
         else:
             self._reporter.note("context term: not measured, 0 is assumed")
+        waking, wakings = self._measurement.wakings.seconds_per_token(
+            fit.cells, fit.kv_tokens_per_sequence, fit.context.seconds_per_kv_token
+        )
+        if wakings:
+            self._reporter.note(
+                f"waking a drafter: {waking * 1e6:.0f} us for each token that it missed "
+                f"({wakings} wakings)"
+            )
         if doubt := why_doubtful(fit.cells):
             self._reporter.note(
                 f"the profile is doubtful: {doubt}; something else kept the machine busy, so "
@@ -159,6 +167,7 @@ class _Run:
             kv_tokens_per_sequence=fit.kv_tokens_per_sequence,
             seconds_per_kv_token=fit.context.seconds_per_kv_token,
             cells=fit.cells,
+            catch_up_seconds_per_token=waking,
             measured_at=utc_now().isoformat(),
             command=self._request.command,
             hardware=hardware_note(self._spec.fingerprint.device),

@@ -64,13 +64,16 @@ class ClockworkEngine:
 
     noise: relative, normal.  outliers: share of steps that take ten times as long.  drift: the
     machine's slowness as a function of the step's number.  batch_cap: sequences it really runs.
-    obeys: False for a shim whose switch does not take.
+    obeys: False for a shim whose switch does not take.  wake_seconds: what each token takes that
+    its drafter missed at gamma = 0.
     """
 
     def __init__(self, address: str, spec: engine_pb2.EngineSpec | None = None) -> None:
         self.spec = spec or introduction()
         self.noise = 0.02
         self.outliers = 0.0
+        self.wake_seconds = 0.0
+        self._missed = 0
         self.drift: Callable[[int], float] = lambda _: 1.0
         self.batch_cap = 1000
         self.obeys = True
@@ -220,7 +223,14 @@ class ClockworkEngine:
         size = len(accepted)
         seconds = (step_seconds(gamma, size) + K_KV * kv_tokens) * self.drift(step)
         seconds *= max(1 + self.noise * self._random.gauss(0, 1), 0.5)
-        if self._random.random() < self.outliers or flags.after_gap or flags.switched:
+        woken, self._missed = (self._missed, 0) if gamma else (0, self._missed + size)
+        woke = self.wake_seconds > 0 and woken > 0
+        seconds += self.wake_seconds * woken
+        if (
+            self._random.random() < self.outliers
+            or flags.after_gap
+            or (flags.switched and not woke)
+        ):
             seconds *= 10
         self.ran.append((gamma, size))
         report = engine_pb2.StepReport(

@@ -21,7 +21,7 @@ from controller.profiling.errors import (
     SidecarUnreachableError,
 )
 from controller.profiling.partial import partial_path
-from speculation.v1 import plan_pb2
+from speculation.v1 import engine_pb2, plan_pb2
 from tests.controller.profiling.clockwork_engine import (
     GAMMAS,
     K_KV,
@@ -75,6 +75,25 @@ async def test_a_draft_length_is_measured_in_the_batches_that_it_is_prepared_for
     assert {(c.gamma, c.batch_size) for c in found.cells} == {
         (gamma, size) for gamma in GAMMAS for size in (1, 4)
     } - {(3, 4)}
+
+
+async def test_what_waking_the_drafter_takes_is_measured_on_the_way(tmp_path):
+    spec = introduction(capabilities=engine_pb2.Capabilities(can_sleep=True))
+    engine, notes = ClockworkEngine(socket_address(tmp_path), spec), Notes()
+    engine.wake_seconds, engine.outliers = 5e-4, 0.02
+    async with beside(tmp_path, engine):
+        settings = ProfilingSettings(budget_seconds=6.0)
+        found = (await profile(tmp_path, engine, notes, settings=settings)).profile
+    assert found.catch_up_seconds_per_token == pytest.approx(5e-4, rel=0.1)
+    assert "us for each token that it missed" in notes.text
+
+
+async def test_without_sleep_there_is_no_price_of_waking(tmp_path):
+    engine, notes = ClockworkEngine(socket_address(tmp_path)), Notes()
+    async with beside(tmp_path, engine):
+        found = (await profile(tmp_path, engine, notes)).profile
+    assert found.catch_up_seconds_per_token == 0
+    assert "missed" not in notes.text
 
 
 async def test_what_is_written_is_what_is_installed_and_names_what_it_was_measured_on(tmp_path):

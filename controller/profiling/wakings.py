@@ -1,0 +1,76 @@
+"""What waking a drafter takes, from the steps that did it.
+
+The grid visits gamma = 0, with the drafter asleep, between the other draft lengths, so every round
+wakes it: the first step of the next arm reads what was missed before it drafts.  Those steps are in
+no cell.  What they take beyond their cell's, over the tokens that were missed, is the price.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from controller.core.missed import MissedTokens
+from controller.core.profile import ProfileCell
+from controller.core.types import Arm, EngineSpec, StepReport
+
+# Fewer say nothing.
+_LEAST_WAKINGS = 5
+# A step that takes so many times its cell's was hit by something else.
+_WILD = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class Waking:
+    """A step that read `missed` tokens first."""
+
+    arm: Arm
+    batch_size: int
+    kv_tokens: int
+    missed: float
+    seconds: float
+
+
+class Wakings:
+    """Takes every report, in order."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self._missed = MissedTokens([d.name for d in spec.drafters], spec.capabilities)
+        # Requests came or went while it slept: what they had missed is counted and not read.
+        self._changed = False
+        self._found: list[Waking] = []
+
+    def observe(self, report: StepReport) -> None:
+        """One step of the engine, of whatever batch."""
+        missed = self._missed.observe(report)
+        self._changed = self._changed or report.flags.after_gap
+        if report.gamma == 0:
+            return
+        if missed and not (self._changed or report.flags.distorts_cost or report.flags.unsteered):
+            self._found.append(
+                Waking(report.arm, report.batch_size, report.kv_tokens, missed, report.step_seconds)
+            )
+        self._changed = False
+
+    def seconds_per_token(
+        self, cells: Sequence[ProfileCell], kv_per_sequence: float, seconds_per_kv_token: float
+    ) -> tuple[float, int]:
+        """The price of a missed token, at least 0, and the wakings behind it; (0, 0): too few.
+
+        cells: the fitted grid, at `kv_per_sequence` tokens of context.  By least squares through
+        the origin.
+        """
+        plain = {(cell.arm, cell.batch_size): cell.step_seconds for cell in cells}
+        points = []
+        for waking in self._found:
+            usual = plain.get((waking.arm, waking.batch_size))
+            if usual is None:
+                continue
+            more = waking.kv_tokens - waking.batch_size * kv_per_sequence
+            usual += seconds_per_kv_token * more
+            if waking.seconds < _WILD * usual:
+                points.append((waking.missed, waking.seconds - usual))
+        if len(points) < _LEAST_WAKINGS:
+            return 0.0, 0
+        missed, excess = np.array(points).T
+        return max(0.0, float(missed @ excess / (missed @ missed))), len(points)
