@@ -117,6 +117,7 @@ class Bench:
 
     async def _begin(self) -> None:
         await self._fall_quiet()
+        self._wakings.begin_load()
         self._filter.expect(self._batch_size, self._contexts())
         self._full = False
         self._begun_at = self._clock.now()

@@ -35,22 +35,22 @@ class Wakings:
     """Takes every report, in order."""
 
     def __init__(self, spec: EngineSpec) -> None:
-        self._missed = MissedTokens([d.name for d in spec.drafters], spec.capabilities)
-        # Requests came or went while it slept: what they had missed is counted and not read.
-        self._changed = False
+        self._spec = spec
         self._found: list[Waking] = []
+        self.begin_load()
+
+    def begin_load(self) -> None:
+        """The requests of before are gone, and nobody will read what they had missed."""
+        names = [drafter.name for drafter in self._spec.drafters]
+        self._missed = MissedTokens(names, self._spec.capabilities)
 
     def observe(self, report: StepReport) -> None:
         """One step of the engine, of whatever batch."""
         missed = self._missed.observe(report)
-        self._changed = self._changed or report.flags.after_gap
-        if report.gamma == 0:
-            return
-        if missed and not (self._changed or report.flags.distorts_cost or report.flags.unsteered):
+        if missed and not (report.flags.distorts_cost or report.flags.unsteered):
             self._found.append(
                 Waking(report.arm, report.batch_size, report.kv_tokens, missed, report.step_seconds)
             )
-        self._changed = False
 
     def seconds_per_token(
         self, cells: Sequence[ProfileCell], kv_per_sequence: float, seconds_per_kv_token: float

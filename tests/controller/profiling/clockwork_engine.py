@@ -208,6 +208,8 @@ class ClockworkEngine:
     def _join(self) -> bool:
         room = self.batch_cap - len(self._running)
         new, self._waiting = self._waiting[:room], self._waiting[room:]
+        if not self._running:
+            self._missed = 0
         self._running += new
         return bool(new)
 
