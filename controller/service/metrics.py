@@ -58,6 +58,10 @@ _COUNTERS = {
         "unsteered",
         "Reported steps that ran without a valid lease (grace period or safe default).",
     ),
+    "speculation_eager_steps": (
+        "eager",
+        "Reported steps that ran without a graph, in an engine that has graphs.",
+    ),
     "speculation_step_seconds": ("step_seconds", "Wall-clock seconds of the reported steps."),
     "speculation_draft_tokens": ("drafted_tokens", "Draft tokens verified."),
     "speculation_accepted_tokens": (

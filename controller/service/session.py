@@ -49,6 +49,7 @@ class Tally:
     accepted_tokens: int = 0
     generated_tokens: int = 0
     unsteered: int = 0
+    eager: int = 0
 
     def count(self, report: StepReport) -> None:
         """Adds one report that was used."""
@@ -61,6 +62,7 @@ class Tally:
         self.accepted_tokens += accepted
         self.generated_tokens += accepted + report.batch_size
         self.unsteered += report.flags.unsteered
+        self.eager += report.flags.eager_fallback
 
 
 class Measurement:

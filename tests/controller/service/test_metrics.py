@@ -53,7 +53,7 @@ async def test_a_scrape_tells_what_happened(tmp_path: Path):
             report_message(1),
             report_message(2, step_seconds=-1.0),
             report_message(3, gamma=9, accepted_counts=[4, *9 * [0]]),
-            report_message(4, flags={"unsteered": True}),
+            report_message(4, flags={"unsteered": True, "eager_fallback": True}),
             report_message(4),
             dropped=3,
         )
@@ -67,6 +67,7 @@ async def test_a_scrape_tells_what_happened(tmp_path: Path):
     assert found["speculation_reports_total", of("a")] == 2
     assert found["speculation_dropped_reports_total", of("a")] == 3
     assert found["speculation_unsteered_steps_total", of("a")] == 1
+    assert found["speculation_eager_steps_total", of("a")] == 1
     for code in ("INVALID_ARGUMENT", "OUT_OF_RANGE", "FAILED_PRECONDITION"):
         assert found["speculation_rejected_reports_total", of("a", code=code)] == 1
     assert found["speculation_step_seconds_total", of("a")] == 0.02
