@@ -19,6 +19,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from engine_shim.sglang import surface
 from engine_shim.sglang.errors import HookError, UnsupportedEngineError
+from engine_shim.sglang.unread import Rows
 
 
 class _DraftedError(Exception):
@@ -78,6 +79,11 @@ class BlockDrafter:
                 )
         finally:
             target.spec_algorithm = saved
+        if self._worker.lilicorr is not None:
+            raise UnsupportedEngineError(
+                "a DFlash checkpoint with a LiLiCorr head is untested where the draft length is "
+                "steered: it wants to know each step as it is read"
+            )
         self._offsets: dict[int, torch.Tensor] = {}
         self._device = outer.device
 
@@ -171,6 +177,15 @@ class BlockDrafter:
 
     def read_step(self, batch: Any, result: Any, hidden: torch.Tensor, kv_loc_plan: Any) -> None:
         """Reads what a verification has accepted: hidden [B * width, ...]."""
+        rows = self.rows_of(batch, hidden, kv_loc_plan)
+        size = batch.seq_lens.shape[0]
+        self.read(
+            hidden, rows.slots, rows.positions,
+            cache_loc_2d=rows.slots.view(size, -1), commit_lens=result.accept_lens,
+        )  # fmt: skip
+
+    def rows_of(self, batch: Any, hidden: torch.Tensor, kv_loc_plan: Any) -> Rows:
+        """A verification's rows, accepted or not, and where they belong."""
         size = batch.seq_lens.shape[0]
         width = hidden.shape[0] // size
         offsets = self._offsets.get(width)
@@ -180,10 +195,7 @@ class BlockDrafter:
         slots = batch.out_cache_loc
         if kv_loc_plan is not None:
             slots = self._worker._draft_write_ids(kv_loc_plan)
-        self.read(
-            hidden, slots, positions,
-            cache_loc_2d=slots.view(size, width), commit_lens=result.accept_lens,
-        )  # fmt: skip
+        return Rows(hidden, slots, positions)
 
     def read(
         self, hidden: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, **shape: Any

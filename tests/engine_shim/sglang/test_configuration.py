@@ -21,6 +21,9 @@ def config(**changes: Any) -> Any:
         "speculative_adaptive_config": None,
         "speculative_eagle_topk": None,
         "speculative_num_steps": None,
+        "speculative_draft_model_path": "draft",
+        "speculative_dflash_block_size": None,
+        "speculative_draft_window_size": None,
     }
     return SimpleNamespace(**asked | changes)
 
@@ -29,7 +32,7 @@ def refuse(asked: Any) -> None:
     SteeredConfiguration(load_settings())._refuse_conflicts(asked)
 
 
-@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "NEXTN", "eagle3"])
+@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "NEXTN", "eagle3", "DFLASH"])
 def test_an_ordinary_configuration_is_accepted(algorithm: str) -> None:
     refuse(config(speculative_algorithm=algorithm, speculative_num_steps=3))
     refuse(config(speculative_algorithm=algorithm, speculative_eagle_topk=1))
@@ -39,8 +42,15 @@ def test_an_ordinary_configuration_is_accepted(algorithm: str) -> None:
     ("changes", "message"),
     [
         ({"speculative_algorithm": None}, "--speculative-algorithm is None"),
-        ({"speculative_algorithm": "DFLASH"}, "DFLASH"),
-        ({"speculative_algorithm": "STANDALONE"}, "EAGLE, EAGLE3, NEXTN is needed"),
+        (
+            {"speculative_algorithm": "DFLASH", "speculative_draft_model_path": None},
+            "DFLASH needs --speculative-draft-model-path",
+        ),
+        (
+            {"speculative_algorithm": "dflash", "speculative_dflash_block_size": 4},
+            "--speculative-dflash-block-size is untested",
+        ),
+        ({"speculative_algorithm": "STANDALONE"}, "EAGLE, EAGLE3, NEXTN, DFLASH is needed"),
         ({"speculative_adaptive_config": "a.json"}, "exclude each other"),
         ({"speculative_eagle_topk": 4}, "chains"),
         ({"speculative_num_steps": 4}, "4 is not among SPECULATION_GAMMAS 0,1,2,3,5,7"),
@@ -88,3 +98,9 @@ def test_a_misspelt_setting_is_a_plugin_error(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("SPECULATION_SLEEP_POSITION", "7")
     with pytest.raises(PluginError, match="SPECULATION_SLEEP_POSITIONS"):
         load_settings()
+
+
+def test_two_blocks_exclude_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECULATION_DFLASH_MODEL_PATH", "second")
+    with pytest.raises(UnsupportedEngineError, match="unset one of them"):
+        refuse(config(speculative_algorithm="DFLASH"))

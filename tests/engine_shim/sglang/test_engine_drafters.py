@@ -9,6 +9,7 @@ from threading import Thread
 
 import pytest
 
+from engine_shim.cpu.models.prompts import held_out_prompts
 from speculation.v1.engine_pb2 import DRAFTER_KIND_DFLASH, DRAFTER_KIND_MTP, StepReport
 from tests.engine_shim.link.eventually import eventually
 from tests.engine_shim.sglang.engine import (
@@ -35,6 +36,7 @@ EAGLE: list[Arm] = [(gamma, False, 0) for gamma in GAMMAS]
 BLOCK: list[Arm] = [(gamma, False, 1) for gamma in GAMMAS[1:]]
 ASLEEP: Arm = (0, True, 0)
 ALONE_LENGTH = 200
+TURNS: list[Arm] = [(3, False, 0), (0, True, 0), (7, False, 1)]
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +154,21 @@ def test_the_blocks_are_those_that_the_trained_student_would_draft(
     reports = alone(engine, sidecar, plain, lambda _: (7, False, 1))
     live = accepted_by_context(reports, "dflash", 7)
     check_against_student(live, [*ALONE[0], *plain["alone"][0][:ALONE_LENGTH]])
+
+
+@pytest.mark.parametrize("first", TURNS)
+def test_a_follow_up_finds_all_of_the_answer_read(
+    first: Arm, engine: EngineProcess, sidecar: ScriptedSidecar
+) -> None:
+    """Whoever drafted the answer, its last positions are in DFlash's part of the prefix cache."""
+    # One that no other test has left in the cache.
+    prompt = held_out_prompts("json", count=4, length_tokens=50, seed=23)[1 + TURNS.index(first)]
+    answers, _ = play(engine, sidecar, lambda _: first, [prompt], [61])
+    follow_up = [*prompt, *answers[0].tokens, *CROWD[0][:9]]
+    answers, reports = play(engine, sidecar, lambda _: (7, False, 1), [follow_up], [150])
+    assert answers[0].meta["cached_tokens"] >= len(prompt) + 55
+    live = accepted_by_context(reports[1:], "dflash", 7)
+    check_against_student(live, [*follow_up, *answers[0].tokens])
 
 
 def test_requests_may_come_late_leave_early_and_be_retracted(
