@@ -59,7 +59,7 @@ def engine(
         "SPECULATION_DFLASH_MODEL_PATH": str(DFLASH),
         "SPECULATION_GAMMAS": ",".join(map(str, GAMMAS)),
         "SPECULATION_SLEEP_POSITIONS": "8",
-        "SPECULATION_GRACE_SECONDS": "0.2",
+        "SPECULATION_GRACE_SECONDS": "0.6",
     }
     arguments = [*EAGLE3, *TWO_RANKS, "--scheduler-recv-interval", "2"]
     with serving(tmp_path_factory.mktemp("steered"), arguments, variables) as running:
@@ -99,16 +99,16 @@ def test_a_plan_runs_out_on_all_ranks_at_once(
     engine: EngineProcess, sidecar: ScriptedSidecar, plain: list[list[int]]
 ) -> None:
     answer, sidecar.server.answer = sidecar.server.answer, lambda _: None
-    sidecar.lease_ms = 100
+    sidecar.lease_ms = 300
     try:
         before = sidecar.run(lambda _: (7, False, 1))
-        answers = engine.generate(PROMPTS, LENGTHS)
+        answers = engine.generate(PROMPTS[:1], [300])
         rows = sum(answer.meta["spec_verify_ct"] for answer in answers)
         reports = sidecar.reports_since(before, rows)
     finally:
         sidecar.lease_ms = 60_000
         sidecar.server.answer = answer
-    assert [answer.tokens for answer in answers] == plain
+    assert answers[0].tokens[: LENGTHS[0]] == plain[0]
     # The last plan goes on for the grace, and then the engine flies alone.
     ran = [(report.drafter, report.gamma) for report in reports if report.flags.unsteered]
     assert ran[0] == ("dflash", 7)
