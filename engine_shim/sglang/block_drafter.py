@@ -19,7 +19,6 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from engine_shim.sglang import surface
 from engine_shim.sglang.errors import HookError, UnsupportedEngineError
-from engine_shim.sglang.unread import Rows
 
 
 class _DraftedError(Exception):
@@ -177,15 +176,6 @@ class BlockDrafter:
 
     def read_step(self, batch: Any, result: Any, hidden: torch.Tensor, kv_loc_plan: Any) -> None:
         """Reads what a verification has accepted: hidden [B * width, ...]."""
-        rows = self.rows_of(batch, hidden, kv_loc_plan)
-        size = batch.seq_lens.shape[0]
-        self.read(
-            hidden, rows.slots, rows.positions,
-            cache_loc_2d=rows.slots.view(size, -1), commit_lens=result.accept_lens,
-        )  # fmt: skip
-
-    def rows_of(self, batch: Any, hidden: torch.Tensor, kv_loc_plan: Any) -> Rows:
-        """A verification's rows, accepted or not, and where they belong."""
         size = batch.seq_lens.shape[0]
         width = hidden.shape[0] // size
         offsets = self._offsets.get(width)
@@ -195,7 +185,10 @@ class BlockDrafter:
         slots = batch.out_cache_loc
         if kv_loc_plan is not None:
             slots = self._worker._draft_write_ids(kv_loc_plan)
-        return Rows(hidden, slots, positions)
+        self.read(
+            hidden, slots, positions,
+            cache_loc_2d=slots.view(size, width), commit_lens=result.accept_lens,
+        )  # fmt: skip
 
     def read(
         self, hidden: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, **shape: Any

@@ -1,8 +1,7 @@
 """A DFlash drafter beside the engine's own EAGLE, EAGLE3 or MTP one; either may draft any step.
 
-Both keep up with the stream: after every prefill and every verification the engine's own reads the
-hidden states of what was accepted, and DFlash before it drafts, or in bulk meanwhile, so that
-either can take over at any step.  One set of prepared
+Both keep up with the stream: after every prefill and every verification each reads the hidden
+states of what was accepted, so that the other can take over at the next step.  One set of prepared
 draft lengths serves both: whoever drafts, a chain of gamma tokens is verified.  DFlash always
 drafts its whole block, of which the first gamma tokens are used.
 """
@@ -20,26 +19,18 @@ from sglang.srt.speculative import eagle_worker_v2
 from engine_shim.sglang import ranks, selfcheck, surface
 from engine_shim.sglang.block_drafter import BlockDrafter
 from engine_shim.sglang.capture import SharedCapture
-from engine_shim.sglang.unread import LazyReader
 
 _log = logging.getLogger(__name__)
 
 
 class SecondDrafter:
-    """Hooks around one engine's draft worker.
+    """Hooks around one engine's draft worker.  gammas: draft lengths that the engine prepares."""
 
-    gammas: draft lengths that the engine prepares.  keeps_steps: how many it may leave unread while
-    it does not draft.
-    """
-
-    def __init__(
-        self, model_path: str, revision: str, gammas: tuple[int, ...], keeps_steps: int
-    ) -> None:
+    def __init__(self, model_path: str, revision: str, gammas: tuple[int, ...]) -> None:
         self.model_path, self.revision = model_path, revision
         self._gammas = gammas
         self._capture = SharedCapture(model_path, revision or None)
         self._block: BlockDrafter | None = None
-        self._reader = LazyReader(keeps_steps)
         self.usable = True
 
     def register(self) -> None:
@@ -97,9 +88,11 @@ class SecondDrafter:
     ) -> Any:  # fmt: skip
         """Around `EagleDraftWorker._draft_extend_for_prefill`: both drafters read the prompt."""
         own, others = self._capture.split(hidden)
-        if not batch.forward_mode.is_idle():
-            plan = named.get("kv_loc_plan")
-            self._guard(lambda: self.block.read_prompt(batch, others, plan))
+        if self.usable and not batch.forward_mode.is_idle():
+            try:
+                self.block.read_prompt(batch, others, named.get("kv_loc_plan"))
+            except Exception as error:  # noqa: BLE001 - out of memory, say
+                self.give_up(error)
         return original(draft, batch, own, *arguments, **named)
 
     def draft(self, draft: Any, batch: Any) -> Any | None:
@@ -114,33 +107,28 @@ class SecondDrafter:
             return None
         return self.block.chain(draft, batch, block)
 
-    def before_prefill(self) -> None:
-        """To be called before any prefill."""
-        self._guard(lambda: self._reader.before_prefill(self.block))
-
-    def before_step(self, batch: Any, *, drafts: bool) -> None:
-        """drafts: this drafter drafts the decode step that begins."""
-        self._guard(lambda: self._reader.before_step(self.block, batch, drafts=drafts))
-
-    def follow(self, batch: Any, result: Any, kv_loc_plan: Any, *, drafts: bool) -> None:
-        """Takes in what a step accepted, and leaves in `result` what the other drafter reads.
-
-        drafts: this drafter drafted the step.
-        """
+    def follow(self, batch: Any, result: Any, kv_loc_plan: Any) -> None:
+        """Reads what a step accepted, and leaves in `result` what the other drafter reads."""
         output = result.logits_output
         output.hidden_states, others = self._capture.split(output.hidden_states)
-        self._guard(
-            lambda: self._reader.after_step(
-                self.block, batch, result, others, kv_loc_plan, drafts=drafts
-            )
-        )
+        if not self.usable:
+            return
+        try:
+            self.block.read_step(batch, result, others, kv_loc_plan)
+        except Exception as error:  # noqa: BLE001 - out of memory, say
+            self.give_up(error)
 
-    def _guard(self, read: Callable[[], None]) -> None:
+    def catch_up(
+        self, hidden: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """Reads positions that were slept through; the other drafter's columns of `hidden`."""
+        own, others = self._capture.split(hidden)
         if self.usable:
             try:
-                read()
+                self.block.read(others, slots, positions)
             except Exception as error:  # noqa: BLE001 - out of memory, say
                 self.give_up(error)
+        return own
 
     def give_up(self, error: Exception) -> None:
         """It has missed something, or cannot draft: from now on the other one drafts alone.

@@ -91,7 +91,6 @@ class Session:
                 self._settings.dflash_model_path,
                 self._settings.dflash_revision,
                 self._settings.gammas,
-                self._settings.sleep_positions,
             )
             self._second.register()
             selfcheck.register(surface.DRAFT, self.around_draft, HookType.AROUND)
@@ -122,13 +121,9 @@ class Session:
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
             if sleep is not None:
                 sleep.forget(batch.reqs)
-            if self._second is not None:
-                self._second.before_prefill()
             return original(worker, batch, *args, **kwargs)
         choice = policy.decide(batch.seq_lens.shape[0])
         launch = Launch(choice, batch.forward_iter, kv_tokens_at_launch(batch))
-        if self._second is not None:
-            self._second.before_step(batch, drafts=_second_drafts(launch))
         if sleep is not None:
             launch.asleep = self._catch_up(sleep, batch, choice.asleep and choice.gamma == 0)
         self._launching = launch
@@ -141,7 +136,7 @@ class Session:
     ) -> Any:
         """Around `EagleDraftWorker.draft`, with a second drafter."""
         launch = self._launching
-        if launch is not None and _second_drafts(launch) and self._second:
+        if launch is not None and launch.choice.drafter_index == SECOND and self._second:
             verify = self._second.draft(draft, batch)
             if verify is not None:
                 return verify
@@ -153,9 +148,6 @@ class Session:
     ) -> None:
         """Around `EagleDraftWorker._draft_extend_for_decode`."""
         launch, sleep = self._launching, self._sleep
-        if self._second is not None:
-            drafts = launch is not None and _second_drafts(launch)
-            self._second.follow(batch, result, kwargs.get("kv_loc_plan"), drafts=drafts)
         if launch is not None and launch.asleep and sleep is not None:
             try:
                 sleep.sleep_through(batch, result)
@@ -165,6 +157,8 @@ class Session:
                     raise
                 launch.asleep = False
                 self._stop_sleeping()
+        if self._second is not None:
+            self._second.follow(batch, result, kwargs.get("kv_loc_plan"))
         original(draft, batch, result, **kwargs)
 
     def around_resolve(
@@ -238,7 +232,7 @@ class Session:
         if gammas[0] > 0 or self._settings.sleep_positions == 0:
             sleepless = "the settings leave no room for it"
         if sleepless is None:
-            self._sleep = SleepingDrafter(worker, self._settings.sleep_positions)
+            self._sleep = SleepingDrafter(worker, self._settings.sleep_positions, self._second)
         spec = introduce(
             scheduler, self._settings, gammas, can_sleep=sleepless is None, second=self._second
         )
@@ -277,10 +271,6 @@ class Session:
             list(gammas),
             "may sleep" if sleepless is None else f"never sleeps ({sleepless})",
         )
-
-
-def _second_drafts(launch: Launch) -> bool:
-    return launch.choice.drafter_index == SECOND and launch.choice.gamma > 0
 
 
 def _plain(value: Any) -> Any:

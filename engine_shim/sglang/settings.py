@@ -37,8 +37,8 @@ class PluginSettings(LinkSettings):
         default=32,
         ge=0,
         le=4096,
-        description="Steps that a sleeping drafter, or DFlash while another one drafts, may miss "
-        "before they are caught up in one pass. 0: none sleeps, and all read along.",
+        description="Positions of each request that a sleeping drafter may miss before they are "
+        "caught up in one pass. 0: the drafter never sleeps.",
     )
 
     @field_validator("graph_limits", mode="before")

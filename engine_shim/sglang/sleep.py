@@ -29,6 +29,8 @@ from engine_shim.sglang.missed import MissedRows, MissedStep, MissedSteps
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from engine_shim.sglang.second_drafter import SecondDrafter
+
 
 @dataclass(slots=True)
 class SleepCounters:
@@ -72,11 +74,12 @@ def cannot_sleep_reason(worker: Any) -> str | None:
 class SleepingDrafter:
     """Keeps what one `EAGLEWorkerV2`'s drafter sleeps through, and catches it up.
 
-    `max_steps`: the buffer's length in steps.
+    `max_steps`: the buffer's length in steps.  `second`: another drafter that sleeps with it.
     """
 
-    def __init__(self, worker: Any, max_steps: int) -> None:
+    def __init__(self, worker: Any, max_steps: int, second: SecondDrafter | None = None) -> None:
         self._worker = worker
+        self._second = second
         self._missed = MissedSteps(max_steps)
         self.counters = SleepCounters()
 
@@ -125,6 +128,8 @@ class SleepingDrafter:
         if surface.lone_block(draft) is not None:
             draft.catch_up(hidden, extend.out_cache_loc, positions[order])
         else:
+            if self._second is not None:
+                hidden = self._second.catch_up(hidden, extend.out_cache_loc, positions[order])
             output = _read(draft, extend, tokens[order], hidden)
             _install(batch.spec_info, rows, output)
         self.counters.passes += 1

@@ -36,7 +36,7 @@ EAGLE: list[Arm] = [(gamma, False, 0) for gamma in GAMMAS]
 BLOCK: list[Arm] = [(gamma, False, 1) for gamma in GAMMAS[1:]]
 ASLEEP: Arm = (0, True, 0)
 ALONE_LENGTH = 200
-TURNS: list[Arm] = [(3, False, 0), (0, True, 0), (7, False, 1)]
+TURNS: list[Arm] = [(3, False, 0), (0, False, 0), (7, False, 1)]
 
 
 @pytest.fixture(scope="module")
