@@ -65,7 +65,7 @@ class Ranks:
             self._sent = Update(number + 1, now, plan)
         elif waiting:
             self._sent = sent._replace(now=now)
-        elif source_at(now) is not source_at(sent.now):
+        elif source_at(now) is not source_at(self._adopted.now):
             self._sent = Update(number + 1, now, None)
         else:
             return []

@@ -131,6 +131,17 @@ def test_a_lapse_that_was_lost_is_told_again(clock: SimpleNamespace) -> None:
     assert engine.outgoing() == []
 
 
+def test_a_copy_that_was_held_back_does_not_stop_the_clock(clock: SimpleNamespace) -> None:
+    engine = Engine()
+    engine.link.plan = plan(1, 5, clock.now)
+    held_back = engine.outgoing()
+    clock.now += LEASE + 0.1
+    again = engine.outgoing()
+    engine.broadcast([*held_back, *again])
+    engine.broadcast(engine.outgoing())
+    assert engine.choose() == (5, Source.GRACE)
+
+
 def test_the_steps_of_a_probe_are_counted_alike(clock: SimpleNamespace) -> None:
     engine = Engine()
     engine.link.plan = plan(1, 5, clock.now, ProbeEntry(7, 0, 3, 2))
