@@ -69,12 +69,13 @@ async def test_the_profile_recovers_the_engines_cost_function(tmp_path):
 async def test_a_draft_length_is_measured_in_the_batches_that_it_is_prepared_for(tmp_path):
     spec = introduction()
     spec.drafters[0].batch_limits.add(gamma=3, max_batch_size=2)
-    engine = ClockworkEngine(socket_address(tmp_path), spec)
+    engine, notes = ClockworkEngine(socket_address(tmp_path), spec), Notes()
     async with beside(tmp_path, engine):
-        found = (await profile(tmp_path, engine)).profile
+        found = (await profile(tmp_path, engine, notes)).profile
     assert {(c.gamma, c.batch_size) for c in found.cells} == {
         (gamma, size) for gamma in GAMMAS for size in (1, 4)
     } - {(3, 4)}
+    assert "left out" not in notes.text
 
 
 async def test_what_waking_the_drafter_takes_is_measured_on_the_way(tmp_path):

@@ -1,6 +1,7 @@
 """What rank 0 takes in, all ranks adopt, and then choose alike."""
 
 import pickle
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -95,6 +96,17 @@ def test_a_newer_plan_overtakes_one_that_was_lost(clock: SimpleNamespace) -> Non
     engine.link.plan = plan(1, 5, clock.now)
     held_back = engine.outgoing()
     engine.link.plan = plan(2, 3, clock.now)
+    engine.broadcast(engine.outgoing())
+    engine.broadcast(held_back)
+    assert engine.choose() == (3, Source.PLAN)
+
+
+def test_a_plan_of_an_ended_session_does_not_come_back(clock: SimpleNamespace) -> None:
+    engine = Engine()
+    engine.link.plan = plan(9, 5, clock.now)
+    held_back = engine.outgoing()
+    # A sidecar that was started again counts its plans anew.
+    engine.link.plan = replace(plan(1, 3, clock.now), session=2)
     engine.broadcast(engine.outgoing())
     engine.broadcast(held_back)
     assert engine.choose() == (3, Source.PLAN)
