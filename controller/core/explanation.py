@@ -21,8 +21,8 @@ class ArmValue:
     """One arm at one batch size, with the numbers it was judged by (units as in proto).
 
     cost_drift: factor by which live steps have moved its profiled cost.  catch_up_seconds: what
-    changing to it now would cost first.  legal: overrides let it run, and
-    the engine has prepared it.
+    changing to it now would cost first.  legal: overrides let it
+    run, and the engine has prepared it.
     """
 
     arm: Arm

@@ -1,4 +1,6 @@
-"""Prompts that several files give their engines, and what plain decoding makes of them."""
+"""What the engine tests begin with: a scripted sidecar, and plain decoding's tokens."""
+
+from collections.abc import Iterator
 
 import pytest
 
@@ -11,6 +13,14 @@ from tests.engine_shim.sglang.playing import (
     LENGTHS,
     PROMPTS,
 )
+from tests.engine_shim.sglang.scripted import ScriptedSidecar, scripted_sidecar
+
+
+@pytest.fixture(scope="module")
+def sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedSidecar]:
+    """One a file, for its one engine."""
+    with scripted_sidecar(tmp_path_factory.mktemp("sidecar")) as scripted:
+        yield scripted
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from speculation.v1.engine_pb2 import DRAFTER_KIND_MTP, StepReport
 from tests.engine_shim.link.eventually import eventually
 from tests.engine_shim.sglang.engine import DRAFT, EAGLE3, TARGET, EngineProcess, serving
 from tests.engine_shim.sglang.playing import ALONE, ALONE_LENGTH, play
-from tests.engine_shim.sglang.scripted import ScriptedSidecar, scripted_sidecar
+from tests.engine_shim.sglang.scripted import ScriptedSidecar
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -30,12 +30,6 @@ CYCLE = (
 def cycle(count: int) -> tuple[int, bool]:
     # Two reports for each, because a busy machine may skip a plan.
     return CYCLE[count // 2 % len(CYCLE)]
-
-
-@pytest.fixture(scope="module")
-def sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedSidecar]:
-    with scripted_sidecar(tmp_path_factory.mktemp("sidecar")) as scripted:
-        yield scripted
 
 
 @pytest.fixture(scope="module")

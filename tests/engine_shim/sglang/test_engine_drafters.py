@@ -40,12 +40,6 @@ TURNS: list[Arm] = [(3, False, 0), (0, False, 0), (7, False, 1)]
 
 
 @pytest.fixture(scope="module")
-def sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedSidecar]:
-    with scripted_sidecar(tmp_path_factory.mktemp("sidecar")) as scripted:
-        yield scripted
-
-
-@pytest.fixture(scope="module")
 def engine(
     plain: dict[str, list[list[int]]],
     sidecar: ScriptedSidecar,

@@ -26,12 +26,6 @@ ALONE_LENGTH = 200
 
 
 @pytest.fixture(scope="module")
-def sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedSidecar]:
-    with scripted_sidecar(tmp_path_factory.mktemp("sidecar")) as scripted:
-        yield scripted
-
-
-@pytest.fixture(scope="module")
 def engine(
     plain: dict[str, list[list[int]]],
     sidecar: ScriptedSidecar,

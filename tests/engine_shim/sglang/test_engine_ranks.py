@@ -17,7 +17,7 @@ from tests.engine_shim.sglang.engine import (
     launched,
     serving,
 )
-from tests.engine_shim.sglang.scripted import Arm, ScriptedSidecar, scripted_sidecar
+from tests.engine_shim.sglang.scripted import Arm, ScriptedSidecar
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -41,12 +41,6 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
     """Of two ranks as well: a sum over two rounds otherwise than one over all."""
     with serving(tmp_path_factory.mktemp("plain"), TWO_RANKS) as engine:
         return [answer.tokens for answer in engine.generate(PROMPTS, LENGTHS)]
-
-
-@pytest.fixture(scope="module")
-def sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedSidecar]:
-    with scripted_sidecar(tmp_path_factory.mktemp("sidecar")) as scripted:
-        yield scripted
 
 
 @pytest.fixture(scope="module")
