@@ -11,8 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine_shim.cpu.demo.processes import Child, answers_http, free_port
+from engine_shim.cpu.demo.processes import Child, answers_http
 from engine_shim.cpu.demo.sidecar import Sidecar
+from engine_shim.cpu.ports import free_port
 
 OFF = "off"
 ADAPTIVE = "sglang-adaptive"

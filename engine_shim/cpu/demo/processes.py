@@ -6,7 +6,6 @@ the shim's agent) goes with it.
 
 import os
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
@@ -20,14 +19,6 @@ from engine_shim.cpu.demo.errors import EngineFailedError
 
 _TAIL_LINES = 25
 _TERM_SECONDS = 8.0
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 class Child:

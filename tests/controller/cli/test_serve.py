@@ -5,6 +5,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from engine_shim.cpu.ports import free_port
 from speculation.v1 import service_pb2, service_pb2_grpc
 from tests.controller.cli.sidecar_process import controller, sidecar_process
 from tests.controller.service.harness import (
@@ -13,7 +14,6 @@ from tests.controller.service.harness import (
     make_profile,
     report_message,
 )
-from tests.controller.service.test_metrics import free_port
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -2,7 +2,6 @@
 
 import asyncio
 import hashlib
-import socket
 import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,6 +15,7 @@ import pytest
 from controller.service.access import AccessFileError, AccessList, Right, right_of
 from controller.service.server import Sidecar, StartRefusedError
 from controller.settings import Settings
+from engine_shim.cpu.ports import free_port
 from speculation.v1 import policy_pb2, policy_pb2_grpc, service_pb2, service_pb2_grpc
 from tests.controller.service.harness import engine_message, failure, serving, soon, until
 from tests.controller.service.test_overrides import asked
@@ -25,9 +25,7 @@ UNKNOWN = grpc.StatusCode.UNAUTHENTICATED
 
 
 def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+    return f"127.0.0.1:{free_port()}"
 
 
 def token_line(rights: str, token: str, name: str) -> str:

@@ -1,5 +1,4 @@
 import asyncio
-import socket
 import urllib.request
 from pathlib import Path
 
@@ -7,6 +6,7 @@ import grpc
 from prometheus_client.parser import text_string_to_metric_families
 
 import controller
+from engine_shim.cpu.ports import free_port
 from speculation.v1 import service_pb2
 from tests.controller.service.harness import (
     Running,
@@ -19,11 +19,6 @@ from tests.controller.service.harness import (
 )
 
 Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 async def scrape(port: int) -> Series:

@@ -15,6 +15,7 @@ from controller.service.profile_library import ProfileFileError
 from controller.service.server import SERVICES, Sidecar, StartRefusedError
 from controller.service.unix_socket import SocketTakenError
 from controller.settings import Settings
+from engine_shim.cpu.ports import free_port
 from speculation.v1 import service_pb2, service_pb2_grpc
 from tests.controller.service.harness import (
     SteerClient,
@@ -25,7 +26,6 @@ from tests.controller.service.harness import (
     serving,
     soon,
 )
-from tests.controller.service.test_metrics import free_port
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING

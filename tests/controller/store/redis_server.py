@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import time
 from pathlib import Path
@@ -11,14 +10,9 @@ from typing import Self
 
 import redis
 
+from engine_shim.cpu.ports import free_port
+
 PATIENCE_SECONDS = 15.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class RedisServer:

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -16,6 +15,7 @@ from typing import Any
 
 import engine_shim
 from engine_shim.cpu.environment import cpu_engine_env
+from engine_shim.cpu.ports import free_port
 from tests.engine_shim.link.eventually import eventually
 
 ROOT = Path(engine_shim.__file__).parents[1]
@@ -117,9 +117,7 @@ def launched(
     folder: Path, arguments: Sequence[str], variables: Mapping[str, str]
 ) -> Iterator[EngineProcess]:
     """A server that was started, ready or not; ended with everything it started."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "engine.log"
     command = [sys.executable, "-m", "engine_shim.cpu.serve", "--port", str(port)]

@@ -1,6 +1,5 @@
 import os
 import signal
-import socket
 import sys
 import time
 from contextlib import suppress
@@ -11,7 +10,7 @@ from threading import Thread
 import pytest
 
 from engine_shim.cpu.demo.errors import EngineFailedError
-from engine_shim.cpu.demo.processes import Child, answers_http, free_port
+from engine_shim.cpu.demo.processes import Child, answers_http
 
 
 def child(tmp_path: Path, code: str, **environment: str | None) -> Child:
@@ -114,11 +113,6 @@ def test_the_environment_is_added_to_and_taken_from(tmp_path, monkeypatch):
     with child(tmp_path, code, SPECULATION_GAMMAS=None, NEW="here") as command:
         command.wait(20)
         assert command.last_line() == "None here"
-
-
-def test_a_free_port_can_be_bound():
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", free_port()))
 
 
 def test_http_readiness_is_a_200_and_nothing_else():
