@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 
 from engine_shim.cpu.demo import report
-from engine_shim.cpu.demo.errors import DemoError
 from engine_shim.cpu.demo.run import Options, run
-from engine_shim.cpu.demo.screen import Screen
 from engine_shim.cpu.demo.stream import FULL, QUICK, SEED, build_stream
+from engine_shim.stage.errors import StageError
+from engine_shim.stage.screen import Screen
 
 EXIT_FAILED = 1
 EXIT_NOT_EXACT = 3
@@ -45,7 +45,7 @@ def demo(
     screen = Screen()
     try:
         outcome = run(options, screen)
-    except DemoError as error:
+    except StageError as error:
         screen.say(f"\nThe demo failed: {error}")
         raise typer.Exit(EXIT_FAILED) from error
     report.show(outcome, screen)

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from engine_shim.cpu.demo.player import Answer, Play, acceptance_length
-from engine_shim.cpu.demo.sidecar import GammaSample
-from engine_shim.cpu.demo.stream import Phase
+from engine_shim.stage.player import Answer, Play, acceptance_length
+from engine_shim.stage.sidecar import GammaSample
+from engine_shim.stage.stream import Phase
 
 
 @dataclass(frozen=True, slots=True)

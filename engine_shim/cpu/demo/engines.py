@@ -5,15 +5,10 @@ plain decoding by rounding) with room for the same batch.  Only `steered` has SP
 environment; without it the plugin is off and the engine is as if it were not installed.
 """
 
-import os
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
-from engine_shim.cpu.demo.processes import Child, answers_http
-from engine_shim.cpu.demo.sidecar import Sidecar
-from engine_shim.cpu.ports import free_port
+from engine_shim.stage.engines import Engine, Workplace, launch_engine
 
 OFF = "off"
 ADAPTIVE = "sglang-adaptive"
@@ -23,43 +18,12 @@ GAMMAS = (0, 1, 2, 3, 5, 7)
 MAX_BATCH = 16
 
 _MODELS = Path(__file__).parents[1] / "models"
-_READY_SECONDS = 150.0
+READY_SECONDS = 150.0
 
 
 def static(gamma: int) -> str:
     """Name of the policy that always drafts `gamma` tokens."""
     return f"static-{gamma}"
-
-
-@dataclass(frozen=True, slots=True)
-class Workplace:
-    """Where the demo keeps things: logs for people, sockets and the profile for itself."""
-
-    output: Path
-    scratch: Path
-
-    @property
-    def address(self) -> str:
-        """Of the sidecar."""
-        return f"unix:{self.scratch / 'controller.sock'}"
-
-    @property
-    def profile(self) -> Path:
-        """The cost profile that is measured; not kept from an earlier, interrupted run."""
-        return self.scratch / "profile.json"
-
-    def log(self, name: str) -> Path:
-        """Of one child process."""
-        return self.output / "logs" / f"{name}.log"
-
-
-@dataclass(frozen=True, slots=True)
-class Engine:
-    """A running engine."""
-
-    policy: str
-    url: str
-    child: Child
 
 
 def speculation_flags(policy: str) -> list[str]:
@@ -101,13 +65,11 @@ def engine_command(policy: str, port: int) -> list[str]:
     ]  # fmt: skip
 
 
-def engine_environment(policy: str, place: Workplace) -> dict[str, str | None]:
+def engine_environment(policy: str, place: Workplace) -> dict[str, str]:
     """Only the steered engine knows of the sidecar."""
-    inherited = {name: None for name in os.environ if name.startswith("SPECULATION_")}
     if policy != STEERED:
-        return dict(inherited)
+        return {}
     return {
-        **inherited,
         "SPECULATION_SIDECAR": place.address,
         "SPECULATION_ENGINE_ID": ENGINE_ID,
         "SPECULATION_GAMMAS": ",".join(map(str, GAMMAS)),
@@ -116,49 +78,6 @@ def engine_environment(policy: str, place: Workplace) -> dict[str, str | None]:
 
 
 def launch(policy: str, place: Workplace) -> Engine:
-    """Starts an engine; `wait_ready` waits for it."""
-    port = free_port()
-    child = Child(
-        f"engine {policy}",
-        engine_command(policy, port),
-        place.log(policy),
-        engine_environment(policy, place),
-    )
-    return Engine(policy, f"http://127.0.0.1:{port}", child)
-
-
-def wait_ready(engine: Engine, tick: Callable[[], None]) -> None:
-    """Until the engine has generated a token.  Raises EngineFailedError."""
-    engine.child.wait_until(lambda: answers_http(f"{engine.url}/health"), _READY_SECONDS, tick)
-
-
-def launch_sidecar(place: Workplace) -> Child:
-    """Starts `controller serve` on a unix socket in the scratch folder."""
-    inherited = {name: None for name in os.environ if name.startswith("CONTROLLER_")}
-    return Child(
-        "the sidecar",
-        [sys.executable, "-m", "controller.cli", "serve"],
-        place.log("sidecar"),
-        {
-            **inherited,
-            "CONTROLLER_ADDRESS": place.address,
-            "CONTROLLER_METRICS_PORT": "0",
-        },
-    )
-
-
-def wait_serving(child: Child, sidecar: Sidecar) -> None:
-    """Until the sidecar answers.  Raises EngineFailedError."""
-    child.wait_until(sidecar.serving, timeout_seconds=20.0)
-
-
-def profile_command(place: Workplace, engine: Engine, budget_seconds: float) -> list[str]:
-    """How the steered engine's step costs are measured."""
-    return [
-        sys.executable, "-m", "controller.cli", "profile",
-        "--sidecar", place.address,
-        "--engine-id", ENGINE_ID,
-        "--engine-url", engine.url,
-        "--output", str(place.profile),
-        "--budget", str(budget_seconds),
-    ]  # fmt: skip
+    """Starts an engine."""
+    environment = engine_environment(policy, place)
+    return launch_engine(policy, lambda port: engine_command(policy, port), environment, place)

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine_shim.cpu.demo.compare import Outcome, paired_ratio
-from engine_shim.cpu.demo.sidecar import OWN_DRAFTER
+from engine_shim.stage.sidecar import OWN_DRAFTER
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,10 +12,10 @@ from engine_shim.cpu.demo.compare import (
     paired_phase_ratio,
     paired_ratio,
 )
-from engine_shim.cpu.demo.foreign_load import DOUBTFUL_CORES
-from engine_shim.cpu.demo.player import acceptance_length
-from engine_shim.cpu.demo.screen import Screen
-from engine_shim.cpu.demo.stream import Phase
+from engine_shim.stage.foreign_load import DOUBTFUL_CORES
+from engine_shim.stage.player import acceptance_length
+from engine_shim.stage.screen import Screen
+from engine_shim.stage.stream import Phase
 
 # Choices that ran less are left out of the table.
 _LEAST_SHOWN = 0.05

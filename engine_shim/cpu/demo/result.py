@@ -15,7 +15,7 @@ from engine_shim.cpu.demo.compare import (
     paired_phase_ratio,
     paired_ratio,
 )
-from engine_shim.cpu.demo.player import Play, acceptance_length
+from engine_shim.stage.player import Play, acceptance_length
 
 _PACKAGES = ("speculation-controller", "sglang", "torch", "grpcio", "protobuf", "numpy")
 

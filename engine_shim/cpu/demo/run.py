@@ -13,13 +13,23 @@ from typing import Any
 
 from engine_shim.cpu.demo import engines, picture, report, result
 from engine_shim.cpu.demo.compare import Outcome, PolicyPlays, Selection
-from engine_shim.cpu.demo.engines import ADAPTIVE, OFF, STEERED, Engine, Workplace, static
-from engine_shim.cpu.demo.errors import DemoError, EngineFailedError
-from engine_shim.cpu.demo.player import Play, play
-from engine_shim.cpu.demo.processes import Child
-from engine_shim.cpu.demo.screen import Screen
-from engine_shim.cpu.demo.sidecar import GammaSample, GammaWatch, Sidecar
-from engine_shim.cpu.demo.stream import Phase, halved, warm_up_stream
+from engine_shim.cpu.demo.engines import ADAPTIVE, OFF, STEERED, static
+from engine_shim.cpu.demo.stream import halved, warm_up_stream
+from engine_shim.stage.engines import (
+    Engine,
+    Workplace,
+    launch_sidecar,
+    profile_command,
+    wait_introduced,
+    wait_ready,
+    wait_serving,
+)
+from engine_shim.stage.errors import EngineFailedError, StageError
+from engine_shim.stage.player import Play, play
+from engine_shim.stage.processes import Child
+from engine_shim.stage.screen import Screen
+from engine_shim.stage.sidecar import GammaSample, GammaWatch, Sidecar
+from engine_shim.stage.stream import Phase
 
 # Beyond its own budget: waiting for load to begin, the fit, a slow machine.
 _PROFILE_SPARE_SECONDS = 90.0
@@ -39,7 +49,7 @@ class Options:
 
 
 def run(options: Options, screen: Screen) -> Outcome:
-    """Plays the whole demo and writes result.json and demo.png.  Raises DemoError."""
+    """Plays the whole demo and writes result.json and demo.png.  Raises StageError."""
     started = time.monotonic()
     load = result.machine()
     with ExitStack() as stack:
@@ -84,17 +94,13 @@ class _Stage:
         """Starts sidecar and engines and measures the steered one's profile."""
         self._screen.heading("Starting")
         with self._screen.working("sidecar: controller serve") as work:
-            child = self._stack.enter_context(engines.launch_sidecar(self._place))
+            child = self._stack.enter_context(launch_sidecar(self._place))
             self._sidecar_child = child
-            engines.wait_serving(child, self._sidecar)
+            wait_serving(child, self._sidecar)
             work.result = f"on {self._place.address}"
         self.start([STEERED, OFF, ADAPTIVE])
         steered = self._engines[STEERED]
-        steered.child.wait_until(
-            self._sidecar.introduced,
-            timeout_seconds=20.0,
-            complaint="did not introduce itself to the sidecar (is the project installed?)",
-        )
+        wait_introduced(steered, self._sidecar)
         self._screen.say(f"steered by {self._sidecar.why()}")
         return self._profile(steered, profile_seconds)
 
@@ -112,7 +118,7 @@ class _Stage:
                 def tick(policy: str = policy, began: float = began) -> None:
                     work.update(f"{policy}, {time.monotonic() - began:.0f} s")
 
-                engines.wait_ready(self._engines[policy], tick)
+                wait_ready(self._engines[policy], engines.READY_SECONDS, tick)
             for policy in policies:
                 work.update(f"warming up {policy}")
                 self._play(policy, warm_up_stream())
@@ -120,7 +126,7 @@ class _Stage:
     def _profile(self, steered: Engine, budget_seconds: float) -> Mapping[str, Any]:
         self._screen.heading("Measuring step costs: controller profile")
         began = time.monotonic()
-        command = engines.profile_command(self._place, steered, budget_seconds)
+        command = profile_command(self._place, steered, engines.ENGINE_ID, budget_seconds)
         with (
             Child("controller profile", command, self._place.log("profile")) as child,
             self._screen.working("profile of the steered engine") as work,
@@ -133,7 +139,7 @@ class _Stage:
         (self._place.output / "profile.json").write_text(json.dumps(profile, indent=1) + "\n")
         profile_id = self._sidecar.status().profile_id
         if not profile_id:
-            raise DemoError(f"the sidecar did not take the profile up.\n{child.tail()}")
+            raise StageError(f"the sidecar did not take the profile up.\n{child.tail()}")
         report.show_profile(profile, self._screen)
         return {"seconds": round(seconds, 1), "profile_id": profile_id}
 

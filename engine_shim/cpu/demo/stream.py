@@ -4,18 +4,15 @@ The stream was laid out once, from what traffic looks like, before any policy wa
 single users with structured answers and with free text, a few editors completing code, a batch job
 over tables, bursts of sixteen.  Concurrency and domain move from phase to phase, so that neither
 alone gives the draft length away: json and prose both come at 1 and at 16.
-
-A phase is a closed loop: `concurrency` clients, each sending its next request when the last one is
-answered; the next phase begins when the last answer is in.  So the batch also shrinks at the end
-of each burst, as it does in life.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from engine_shim.cpu.models.prompts import DOMAINS, held_out_prompts
+from engine_shim.stage.stream import Phase, Request, with_new_tokens
 
 # Prompts are 48 to 64 tokens, answers 48 to 160, in steps that keep the sums easy to read.
 _PROMPT_TOKENS = (48, 56, 64)
@@ -31,31 +28,6 @@ class PhasePlan:
     domain: str
     concurrency: int
     requests: int
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One prompt (token ids) and how many tokens to decode, whatever they are."""
-
-    index: int
-    domain: str
-    prompt: tuple[int, ...]
-    new_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Phase:
-    """Requests played by `concurrency` clients."""
-
-    name: str
-    domain: str
-    concurrency: int
-    requests: tuple[Request, ...]
-
-    @property
-    def new_tokens(self) -> int:
-        """Tokens that the phase decodes."""
-        return sum(request.new_tokens for request in self.requests)
 
 
 FULL = (
@@ -109,19 +81,9 @@ def build_stream(plans: Sequence[PhasePlan], seed: int) -> tuple[Phase, ...]:
 def warm_up_stream() -> tuple[Phase, ...]:
     """A few short requests at low and at high concurrency, to play before anything is timed."""
     phases = build_stream((PhasePlan(_MIXED, 1, 1), PhasePlan(_MIXED, 16, 16)), seed=977)
-    return _with_new_tokens(phases, lambda _: 24)
+    return with_new_tokens(phases, lambda _: 24)
 
 
 def halved(stream: Sequence[Phase]) -> tuple[Phase, ...]:
     """The same phases and prompts with answers half as long."""
-    return _with_new_tokens(stream, lambda tokens: tokens // 2)
-
-
-def _with_new_tokens(stream: Sequence[Phase], change: Callable[[int], int]) -> tuple[Phase, ...]:
-    return tuple(
-        replace(
-            phase,
-            requests=tuple(replace(r, new_tokens=change(r.new_tokens)) for r in phase.requests),
-        )
-        for phase in stream
-    )
+    return with_new_tokens(stream, lambda tokens: tokens // 2)

@@ -5,7 +5,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from engine_shim.cpu.ports import free_port
+from engine_shim.stage.ports import free_port
 from speculation.v1 import service_pb2, service_pb2_grpc
 from tests.controller.cli.sidecar_process import controller, sidecar_process
 from tests.controller.service.harness import (

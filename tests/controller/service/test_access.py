@@ -15,7 +15,7 @@ import pytest
 from controller.service.access import AccessFileError, AccessList, Right, right_of
 from controller.service.server import Sidecar, StartRefusedError
 from controller.settings import Settings
-from engine_shim.cpu.ports import free_port
+from engine_shim.stage.ports import free_port
 from speculation.v1 import policy_pb2, policy_pb2_grpc, service_pb2, service_pb2_grpc
 from tests.controller.service.harness import engine_message, failure, serving, soon, until
 from tests.controller.service.test_overrides import asked

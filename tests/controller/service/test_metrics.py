@@ -6,7 +6,7 @@ import grpc
 from prometheus_client.parser import text_string_to_metric_families
 
 import controller
-from engine_shim.cpu.ports import free_port
+from engine_shim.stage.ports import free_port
 from speculation.v1 import service_pb2
 from tests.controller.service.harness import (
     Running,

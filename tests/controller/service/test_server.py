@@ -15,7 +15,7 @@ from controller.service.profile_library import ProfileFileError
 from controller.service.server import SERVICES, Sidecar, StartRefusedError
 from controller.service.unix_socket import SocketTakenError
 from controller.settings import Settings
-from engine_shim.cpu.ports import free_port
+from engine_shim.stage.ports import free_port
 from speculation.v1 import service_pb2, service_pb2_grpc
 from tests.controller.service.harness import (
     SteerClient,

@@ -10,7 +10,7 @@ from typing import Self
 
 import redis
 
-from engine_shim.cpu.ports import free_port
+from engine_shim.stage.ports import free_port
 
 PATIENCE_SECONDS = 15.0
 

@@ -11,7 +11,7 @@ import redis
 from controller.store.port import Entry, StoreUnavailableError, Who
 from controller.store.redis_client import RedisUrlError, connect, without_password
 from controller.store.redis_store import RedisStore
-from engine_shim.cpu.ports import free_port
+from engine_shim.stage.ports import free_port
 from tests.controller.store.redis_server import PATIENCE_SECONDS, RedisServer
 
 ANN = Who("ann", "because", "uid 1000")

@@ -15,7 +15,7 @@ from typing import Any
 
 import engine_shim
 from engine_shim.cpu.environment import cpu_engine_env
-from engine_shim.cpu.ports import free_port
+from engine_shim.stage.ports import free_port
 from tests.engine_shim.link.eventually import eventually
 
 ROOT = Path(engine_shim.__file__).parents[1]

@@ -1,9 +1,9 @@
 """Made-up plays, for tests of what is computed from them."""
 
 from engine_shim.cpu.demo.compare import Outcome, PolicyPlays, Selection
-from engine_shim.cpu.demo.player import Answer, PhasePlay, Play
-from engine_shim.cpu.demo.sidecar import GammaSample
-from engine_shim.cpu.demo.stream import Phase, Request
+from engine_shim.stage.player import Answer, PhasePlay, Play
+from engine_shim.stage.sidecar import GammaSample
+from engine_shim.stage.stream import Phase, Request
 
 STREAM = (
     Phase(

@@ -8,7 +8,7 @@ from engine_shim.cpu.demo.compare import (
     paired_phase_ratio,
     paired_ratio,
 )
-from engine_shim.cpu.demo.player import Play
+from engine_shim.stage.player import Play
 from tests.engine_shim.cpu.demo.outcomes import outcome, play_of
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from engine_shim.cpu.demo import picture, report, result
-from engine_shim.cpu.demo.screen import Screen
+from engine_shim.stage.screen import Screen
 from tests.engine_shim.cpu.demo.outcomes import outcome
 
 

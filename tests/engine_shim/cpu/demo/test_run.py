@@ -7,10 +7,10 @@ import typer
 
 from engine_shim.cpu.demo import __main__ as command_line
 from engine_shim.cpu.demo import engines
-from engine_shim.cpu.demo.errors import EngineFailedError
 from engine_shim.cpu.demo.run import Options, run
-from engine_shim.cpu.demo.screen import Screen
 from engine_shim.cpu.demo.stream import QUICK, SEED, build_stream
+from engine_shim.stage.errors import EngineFailedError
+from engine_shim.stage.screen import Screen
 
 
 def options(output: Path) -> Options:

@@ -9,8 +9,8 @@ from threading import Thread
 
 import pytest
 
-from engine_shim.cpu.demo.errors import EngineFailedError
-from engine_shim.cpu.demo.processes import Child, answers_http
+from engine_shim.stage.errors import EngineFailedError
+from engine_shim.stage.processes import Child, answers_http
 
 
 def child(tmp_path: Path, code: str, **environment: str | None) -> Child:
@@ -91,7 +91,7 @@ def test_what_the_child_started_ends_with_it(tmp_path, before):
 
 
 def test_a_child_that_does_not_listen_is_made_to_end(tmp_path, monkeypatch):
-    monkeypatch.setattr("engine_shim.cpu.demo.processes._TERM_SECONDS", 0.3)
+    monkeypatch.setattr("engine_shim.stage.processes._TERM_SECONDS", 0.3)
     code = (
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
         "print('deaf', flush=True); time.sleep(60)"

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from engine_shim.cpu import ports
-from engine_shim.cpu.ports import free_port
+from engine_shim.stage import ports
+from engine_shim.stage.ports import free_port
 
 
 def test_a_free_port_can_be_bound():

@@ -7,10 +7,11 @@ from pathlib import Path
 import grpc
 import pytest
 
-from engine_shim.cpu.demo import engines
-from engine_shim.cpu.demo.engines import ENGINE_ID, Workplace
-from engine_shim.cpu.demo.errors import DemoError
-from engine_shim.cpu.demo.sidecar import GammaWatch, Sidecar
+from engine_shim.cpu.demo.engines import ENGINE_ID
+from engine_shim.stage import engines
+from engine_shim.stage.engines import Workplace
+from engine_shim.stage.errors import StageError
+from engine_shim.stage.sidecar import GammaWatch, Sidecar
 from speculation.v1 import engine_pb2, plan_pb2, service_pb2, service_pb2_grpc
 from tests.engine_shim.link.eventually import eventually
 
@@ -93,7 +94,7 @@ def test_a_stranger_is_not_introduced(place):
     with Sidecar(place.address, "somebody-else") as sidecar:
         assert sidecar.serving()
         assert not sidecar.introduced()
-        with pytest.raises(DemoError, match="does not know an engine 'somebody-else'"):
+        with pytest.raises(StageError, match="does not know an engine 'somebody-else'"):
             sidecar.status()
 
 
@@ -101,7 +102,7 @@ def test_nobody_there_is_told_apart_from_a_stranger(tmp_path: Path):
     with Sidecar(f"unix:{tmp_path}/nobody.sock", ENGINE_ID) as sidecar:
         assert not sidecar.serving()
         assert not sidecar.introduced()
-        with pytest.raises(DemoError, match="does not answer"):
+        with pytest.raises(StageError, match="does not answer"):
             sidecar.status()
 
 
@@ -115,7 +116,7 @@ def test_pinned_means_this_draft_length_everywhere_and_afterwards_planning_again
 
 
 def test_a_draft_length_that_the_engine_lacks_is_refused(talker, sidecar):
-    with pytest.raises(DemoError, match="does not pin gamma 2"), sidecar.pinned(2):
+    with pytest.raises(StageError, match="does not pin gamma 2"), sidecar.pinned(2):
         pass
 
 

@@ -8,9 +8,9 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from engine_shim.cpu.demo.errors import EngineFailedError
-from engine_shim.cpu.demo.player import acceptance_length, play
-from engine_shim.cpu.demo.stream import Phase, Request
+from engine_shim.stage.errors import EngineFailedError
+from engine_shim.stage.player import acceptance_length, play
+from engine_shim.stage.stream import Phase, Request
 
 Body = dict[str, Any]
 Generate = Callable[["Echo", Body], Awaitable[web.Response]]

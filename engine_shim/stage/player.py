@@ -13,9 +13,9 @@ from typing import Any
 
 import aiohttp
 
-from engine_shim.cpu.demo.errors import EngineFailedError
-from engine_shim.cpu.demo.foreign_load import ForeignLoad
-from engine_shim.cpu.demo.stream import Phase, Request
+from engine_shim.stage.errors import EngineFailedError
+from engine_shim.stage.foreign_load import ForeignLoad
+from engine_shim.stage.stream import Phase, Request
 
 # Nothing in the stream takes a tenth of this; a request that does is lost.
 _REQUEST_TIMEOUT_SECONDS = 120.0

@@ -1,4 +1,4 @@
-"""What the demo shows while it runs: a live line on a terminal, plain lines anywhere else."""
+"""What a run shows: a live line on a terminal, plain lines anywhere else."""
 
 import time
 from collections.abc import Callable, Iterator

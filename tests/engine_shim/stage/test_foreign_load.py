@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from engine_shim.cpu.demo import foreign_load
-from engine_shim.cpu.demo.foreign_load import ForeignLoad
+from engine_shim.stage import foreign_load
+from engine_shim.stage.foreign_load import ForeignLoad
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from engine_shim.cpu.demo.errors import EngineFailedError
+from engine_shim.stage.errors import EngineFailedError
 
 _TAIL_LINES = 25
 _TERM_SECONDS = 8.0

@@ -1,4 +1,4 @@
-"""The demo as a client of the sidecar: watching what it decides, and pinning it for a while."""
+"""A client of the sidecar: watching what it decides, and pinning it for a while."""
 
 import queue
 import threading
@@ -11,10 +11,10 @@ from typing import Self
 
 import grpc
 
-from engine_shim.cpu.demo.errors import DemoError
+from engine_shim.stage.errors import StageError
 from speculation.v1 import plan_pb2, service_pb2, service_pb2_grpc
 
-# The drafter that every engine of the demo has; the steered one has another besides.
+# The drafter that every engine of a run has; the steered one may have another besides.
 OWN_DRAFTER = "eagle3"
 
 _CALL_SECONDS = 5.0
@@ -75,13 +75,13 @@ class Sidecar:
             return False
 
     def status(self) -> service_pb2.EngineStatus:
-        """What the sidecar knows of the engine.  Raises DemoError when that is nothing."""
+        """What the sidecar knows of the engine.  Raises StageError when that is nothing."""
         try:
             found = self._status()
         except grpc.RpcError as error:
-            raise DemoError(f"the sidecar does not answer: {error}") from error
+            raise StageError(f"the sidecar does not answer: {error}") from error
         if found is None:
-            raise DemoError(f"the sidecar does not know an engine {self.engine_id!r}")
+            raise StageError(f"the sidecar does not know an engine {self.engine_id!r}")
         return found
 
     def explain(self, batch_size: int) -> service_pb2.ExplainResponse:
@@ -99,12 +99,11 @@ class Sidecar:
         return f"{plan_pb2.Reason.Name(plan.reason)}: {plan.reason_detail}"
 
     @contextmanager
-    def pinned(self, gamma: int) -> Iterator[None]:
-        """The engine runs this draft length in every batch, as it does while it is profiled.
+    def pinned(self, gamma: int, drafter: str = OWN_DRAFTER) -> Iterator[None]:
+        """The engine runs this arm in every batch, as it does while it is profiled.
 
-        Raises DemoError when the sidecar refuses.
+        Raises StageError when the sidecar refuses.
         """
-        drafter = self.status().engine.drafters[0].name
         requests: queue.SimpleQueue[service_pb2.MeasureRequest | None] = queue.SimpleQueue()
         requests.put(
             service_pb2.MeasureRequest(engine_id=self.engine_id, drafter=drafter, gamma=gamma)
@@ -113,7 +112,7 @@ class Sidecar:
         try:
             next(responses)  # the force is in a plan now
         except (grpc.RpcError, StopIteration) as error:
-            raise DemoError(f"the sidecar does not pin gamma {gamma}: {error}") from error
+            raise StageError(f"the sidecar does not pin gamma {gamma}: {error}") from error
         drain = threading.Thread(target=_drain, args=(responses,), name="pin", daemon=True)
         drain.start()
         try:
@@ -171,7 +170,7 @@ class GammaWatch:
             self.rounds += 1
             try:
                 status = self._sidecar.status()
-            except DemoError:
+            except StageError:
                 continue  # a sample is missing; the play's own result tells whether more is
             report = status.last_report
             if report.step == self._last_step:

@@ -1,0 +1,9 @@
+"""What can go wrong on the stage, said to a person."""
+
+
+class StageError(Exception):
+    """The run cannot go on; the message says why and where to look."""
+
+
+class EngineFailedError(StageError):
+    """An engine, or the sidecar, did not start, died, or lost a request."""
