@@ -1,13 +1,15 @@
 SHELL := bash
 PYTHON_IN := .venv/bin/python
+# Where SGLang runs on a GPU (make gpu-check).
+PYTHON ?= python3
 # Extra arguments for pytest (make test) or the demo (make demo).
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check format test bench demo models proto lock clean
+.PHONY: help setup check format test bench demo gpu-check models proto lock clean
 
 help: ## What there is to make
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: ## Virtual environment .venv with CPU torch, SGLang and the project
 	@scripts/setup.sh
@@ -32,6 +34,9 @@ bench: setup ## Benchmarks only
 
 demo: setup ## One stream of prompts, four policies, on the real SGLang
 	@$(PYTHON_IN) -m engine_shim.cpu.demo $(ARGS)
+
+gpu-check: ## Measures every arm with CUDA graphs, where SGLang and this project are installed
+	@$(PYTHON) -m engine_shim.gpu_check --keep-profile profiles $(ARGS)
 
 models: setup ## Trains the small models anew (they are checked in)
 	@$(PYTHON_IN) -m engine_shim.cpu.models.make $(ARGS)

@@ -12,7 +12,7 @@ from typing import Self
 import grpc
 
 from engine_shim.stage.errors import StageError
-from speculation.v1 import plan_pb2, service_pb2, service_pb2_grpc
+from speculation.v1 import engine_pb2, plan_pb2, service_pb2, service_pb2_grpc
 
 # The drafter that every engine of a run has; the steered one may have another besides.
 OWN_DRAFTER = "eagle3"
@@ -99,24 +99,27 @@ class Sidecar:
         return f"{plan_pb2.Reason.Name(plan.reason)}: {plan.reason_detail}"
 
     @contextmanager
-    def pinned(self, gamma: int, drafter: str = OWN_DRAFTER) -> Iterator[None]:
+    def pinned(self, gamma: int, drafter: str = OWN_DRAFTER) -> Iterator["Pin"]:
         """The engine runs this arm in every batch, as it does while it is profiled.
 
         Raises StageError when the sidecar refuses.
         """
         requests: queue.SimpleQueue[service_pb2.MeasureRequest | None] = queue.SimpleQueue()
-        requests.put(
-            service_pb2.MeasureRequest(engine_id=self.engine_id, drafter=drafter, gamma=gamma)
-        )
+        pin = Pin(requests, self.engine_id)
+        pin.move(gamma, drafter)
         responses = self._profiling.Measure(iter(requests.get, None))
         try:
             next(responses)  # the force is in a plan now
         except (grpc.RpcError, StopIteration) as error:
-            raise StageError(f"the sidecar does not pin gamma {gamma}: {error}") from error
-        drain = threading.Thread(target=_drain, args=(responses,), name="pin", daemon=True)
+            raise StageError(
+                f"the sidecar does not pin {drafter} gamma {gamma}: {error}"
+            ) from error
+        drain = threading.Thread(
+            target=_drain, args=(responses, pin.reports), name="pin", daemon=True
+        )
         drain.start()
         try:
-            yield
+            yield pin
         finally:
             requests.put(None)
             drain.join(_CALL_SECONDS)
@@ -130,6 +133,23 @@ class Sidecar:
             if engine.engine.engine_id == self.engine_id:
                 return engine
         return None
+
+
+class Pin:
+    """What holds an engine to one arm.  reports: its steps since, in order; of other arms too."""
+
+    def __init__(
+        self, requests: queue.SimpleQueue[service_pb2.MeasureRequest | None], engine_id: str
+    ) -> None:
+        self.reports: list[engine_pb2.StepReport] = []
+        self._requests = requests
+        self._engine_id = engine_id
+
+    def move(self, gamma: int, drafter: str = OWN_DRAFTER) -> None:
+        """To another arm, within a few steps."""
+        self._requests.put(
+            service_pb2.MeasureRequest(engine_id=self._engine_id, drafter=drafter, gamma=gamma)
+        )
 
 
 class GammaWatch:
@@ -189,9 +209,11 @@ class GammaWatch:
             )
 
 
-def _drain(responses: Iterator[service_pb2.MeasureResponse]) -> None:
+def _drain(
+    responses: Iterator[service_pb2.MeasureResponse], reports: list[engine_pb2.StepReport]
+) -> None:
     try:
-        for _ in responses:
-            pass
+        for response in responses:
+            reports.extend(response.reports)
     except grpc.RpcError:
         return  # the stream is over, which is all that is waited for

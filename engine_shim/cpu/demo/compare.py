@@ -3,10 +3,11 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import fmean
 
 from engine_shim.stage.player import Answer, Play, acceptance_length
 from engine_shim.stage.sidecar import GammaSample
+from engine_shim.stage.spread import Spread
 from engine_shim.stage.stream import Phase
 
 
@@ -18,28 +19,6 @@ class Mismatch:
     position: int
     expected: int
     found: int
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """Values of the repeats, in order."""
-
-    values: tuple[float, ...]
-
-    @property
-    def median(self) -> float:
-        """Middle one."""
-        return median(self.values)
-
-    @property
-    def low(self) -> float:
-        """Smallest one."""
-        return min(self.values)
-
-    @property
-    def high(self) -> float:
-        """Largest one."""
-        return max(self.values)
 
 
 @dataclass(frozen=True, slots=True)

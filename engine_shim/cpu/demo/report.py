@@ -7,7 +7,6 @@ from engine_shim.cpu.demo.compare import (
     Outcome,
     PolicyPlays,
     Selection,
-    Spread,
     choice_shares,
     paired_phase_ratio,
     paired_ratio,
@@ -15,6 +14,7 @@ from engine_shim.cpu.demo.compare import (
 from engine_shim.stage.foreign_load import DOUBTFUL_CORES
 from engine_shim.stage.player import acceptance_length
 from engine_shim.stage.screen import Screen
+from engine_shim.stage.spread import Spread
 from engine_shim.stage.stream import Phase
 
 # Choices that ran less are left out of the table.

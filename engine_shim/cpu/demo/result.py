@@ -1,23 +1,15 @@
 """build/demo/result.json: the outcome in numbers, for machines."""
 
-import os
-import platform
-import sys
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 from engine_shim.cpu.demo.compare import (
     Outcome,
     PolicyPlays,
-    Spread,
     choice_shares,
     paired_phase_ratio,
     paired_ratio,
 )
 from engine_shim.stage.player import Play, acceptance_length
-
-_PACKAGES = ("speculation-controller", "sglang", "torch", "grpcio", "protobuf", "numpy")
 
 
 def as_json(outcome: Outcome) -> dict[str, Any]:
@@ -26,9 +18,9 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
         "runs": [_run(outcome, policy) for policy in outcome.policies],
         "ratios": {
             f"{outcome.steered.policy}/{other.policy}": {
-                **_spread(paired_ratio(outcome.steered, other)),
+                **paired_ratio(outcome.steered, other).as_json(),
                 "phases": [
-                    _spread(paired_phase_ratio(outcome.steered, other, number))
+                    paired_phase_ratio(outcome.steered, other, number).as_json()
                     for number in range(len(outcome.stream))
                 ],
             }
@@ -72,28 +64,6 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def machine() -> dict[str, Any]:
-    """Where it was run, and what else ran there."""
-    return {
-        "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "system": platform.platform(),
-        "load_average": [round(load, 2) for load in os.getloadavg()],
-    }
-
-
-def versions() -> dict[str, str]:
-    """Of what it was run with."""
-    found = {"python": sys.version.split()[0]}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
-    return found
-
-
 def _run(outcome: Outcome, policy: PolicyPlays) -> dict[str, Any]:
     return {
         "policy": policy.policy,
@@ -104,7 +74,8 @@ def _run(outcome: Outcome, policy: PolicyPlays) -> dict[str, Any]:
             domain: round(value, 3) for domain, value in policy.acceptance_by_domain().items()
         },
         "phases": [
-            _spread(policy.phase_tokens_per_second(number)) for number in range(len(outcome.stream))
+            policy.phase_tokens_per_second(number).as_json()
+            for number in range(len(outcome.stream))
         ],
         "repeats": [_repeat(outcome, play) for play in policy.plays],
     }
@@ -158,21 +129,5 @@ def _repeat(outcome: Outcome, play: Play) -> dict[str, Any]:
     }
 
 
-def _spread(spread: Spread) -> dict[str, Any]:
-    return {
-        "median": round(spread.median, 4),
-        "low": round(spread.low, 4),
-        "high": round(spread.high, 4),
-        "repeats": [round(value, 4) for value in spread.values],
-    }
-
-
 def _rounded(shares: dict[str, float]) -> dict[str, float]:
     return {choice: round(share, 4) for choice, share in shares.items()}
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()

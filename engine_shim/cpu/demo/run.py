@@ -15,6 +15,7 @@ from engine_shim.cpu.demo import engines, picture, report, result
 from engine_shim.cpu.demo.compare import Outcome, PolicyPlays, Selection
 from engine_shim.cpu.demo.engines import ADAPTIVE, OFF, STEERED, static
 from engine_shim.cpu.demo.stream import halved, warm_up_stream
+from engine_shim.stage import machine
 from engine_shim.stage.engines import (
     Engine,
     Workplace,
@@ -51,7 +52,7 @@ class Options:
 def run(options: Options, screen: Screen) -> Outcome:
     """Plays the whole demo and writes result.json and demo.png.  Raises StageError."""
     started = time.monotonic()
-    load = result.machine()
+    load = machine.machine()
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(TemporaryDirectory(prefix="speculation-demo-")))
         stage = _Stage(Workplace(options.output, scratch), screen, stack)
@@ -72,7 +73,7 @@ def run(options: Options, screen: Screen) -> Outcome:
         **result.as_json(outcome),
         "profile": profile,
         "machine": load,
-        "versions": result.versions(),
+        "versions": machine.versions(),
     }
     (options.output / "result.json").write_text(json.dumps(document, indent=1) + "\n")
     picture.draw(outcome, options.output / "demo.png")

@@ -115,8 +115,18 @@ def test_pinned_means_this_draft_length_everywhere_and_afterwards_planning_again
         assert gammas_of(sidecar) == {1}
 
 
+def test_a_pin_moves_and_hands_over_what_ran(talker, sidecar):
+    with sidecar.pinned(3) as pin:
+        talker.report(gamma=3, batch_size=2)
+        pin.move(1)
+        eventually(lambda: gammas_of(sidecar) == {1})
+        talker.report(gamma=1, batch_size=4)
+        eventually(lambda: len(pin.reports) == 2)
+    assert [(report.gamma, report.batch_size) for report in pin.reports] == [(3, 2), (1, 4)]
+
+
 def test_a_draft_length_that_the_engine_lacks_is_refused(talker, sidecar):
-    with pytest.raises(StageError, match="does not pin gamma 2"), sidecar.pinned(2):
+    with pytest.raises(StageError, match="does not pin eagle3 gamma 2"), sidecar.pinned(2):
         pass
 
 

@@ -3,12 +3,12 @@ import pytest
 from engine_shim.cpu.demo.compare import (
     Mismatch,
     Selection,
-    Spread,
     choice_shares,
     paired_phase_ratio,
     paired_ratio,
 )
 from engine_shim.stage.player import Play
+from engine_shim.stage.spread import Spread
 from tests.engine_shim.cpu.demo.outcomes import outcome, play_of
 
 

@@ -59,12 +59,6 @@ def test_the_search_for_the_static_draft_length_is_kept():
     }
 
 
-def test_machine_and_versions_are_told():
-    assert result.machine()["cores"] >= 1
-    assert result.machine()["processor"]
-    assert result.versions()["grpcio"][0].isdigit()
-
-
 def test_the_picture_is_a_png_of_some_size(tmp_path):
     path = tmp_path / "new/demo.png"
     picture.draw(outcome(), path)

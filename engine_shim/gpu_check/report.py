@@ -1,0 +1,133 @@
+"""The check's findings as Markdown: what the README can show, and a person reads."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def markdown(found: Mapping[str, Any]) -> str:
+    """Tables of one result.json."""
+    return "\n\n".join(
+        [
+            f"# {found['shape']}: {_where(found)}",
+            "Weights are dummies, and drafts are accepted by chance: "
+            + ", ".join(f"{name} {value}" for name, value in found["acceptance"].items())
+            + " a position.",
+            _graphs(found),
+            _arms(found),
+            _steered(found),
+            _prices(found),
+            _costs(found["profile"]),
+        ]
+    )
+
+
+def problems(found: Mapping[str, Any]) -> list[str]:
+    """What must not be, in sentences; empty for a check that passed."""
+    if not found["graphs_expected"]:
+        return []
+    return [
+        f"{arm['drafter']} gamma {arm['gamma']}: {arm['eager_steps']} of {arm['steps']} steps ran "
+        "without a graph"
+        for arm in found["arms"]
+        if arm["eager_steps"]
+    ]
+
+
+def _where(found: Mapping[str, Any]) -> str:
+    machine, versions = found["machine"], found["versions"]
+    where = ", ".join(machine["gpus"]) or f"{machine['processor']} (no GPU)"
+    return f"{where}; SGLang {versions['sglang']}, torch {versions['torch']}"
+
+
+def _graphs(found: Mapping[str, Any]) -> str:
+    startup = found["startup"]
+    rows = [
+        [
+            gamma,
+            f"{state['seconds']:.1f}",
+            f"{state['device_bytes'] / 2**20:.0f}",
+            str(state["largest_batch"] or "all"),
+        ]
+        for gamma, state in startup["prepared"].items()
+    ]
+    seconds = ", ".join(f"{name} {value}" for name, value in startup["seconds"].items())
+    return f"Seconds until ready: {seconds}.\n\n" + table(
+        ["γ prepared", "seconds", "MiB", "largest batch"], rows
+    )
+
+
+def _arms(found: Mapping[str, Any]) -> str:
+    rows = [
+        [
+            f"{arm['drafter']} {arm['gamma']}" if arm["gamma"] else "0",
+            f"{arm['tokens_per_second']:.1f}",
+            str(arm["steps"]),
+            str(arm["eager_steps"]),
+        ]
+        for arm in found["arms"]
+    ]
+    expected = "" if found["graphs_expected"] else " (graphs are off)"
+    return f"The moving load, held to one arm{expected}:\n\n" + table(
+        ["arm", "tokens/s", "steps", "eager steps"], rows
+    )
+
+
+def _steered(found: Mapping[str, Any]) -> str:
+    steered = found["steered"]
+    lines = [
+        f"- steered over {one['drafter']} {one['gamma']}: {_spread(one)}" for one in steered["over"]
+    ]
+    names = [name for name in steered["phases"][0] if name != "phase"]
+    rows = [
+        [phase["phase"], *(f"{phase[name]['median']:.1f}" for name in names)]
+        for phase in steered["phases"]
+    ]
+    return (
+        f"Steered: {_spread(steered['tokens_per_second'])} tokens/s.\n\n"
+        + "\n".join(lines)
+        + "\n\nTokens/s by phase (median):\n\n"
+        + table(["phase", *names], rows)
+    )
+
+
+def _prices(found: Mapping[str, Any]) -> str:
+    switch, pinned = found["switch"], found["pinned"]
+    rows = [
+        [f"changing the arm at B = {switch['batch_size']}, {switch['switches']} times",
+         f"{switch['microseconds']:.0f} µs, {100 * switch['share']:.1f} % of a step"],
+        [f"plugin at γ = {pinned['gamma']}, over the engine without it", _spread(pinned)],
+        *(
+            [f"asleep at B = {size}, over an engine without speculation", _spread(ratio)]
+            for size, ratio in found["asleep"].items()
+        ),
+    ]  # fmt: skip
+    return table(["price", ""], rows)
+
+
+def _costs(profile: Mapping[str, Any]) -> str:
+    cells = profile["cells"]
+    arms = list(dict.fromkeys((c["drafter"], c["gamma"]) for c in cells))
+    sizes = sorted({c["batch_size"] for c in cells})
+    seconds = {(c["drafter"], c["gamma"], c["batch_size"]): c["step_seconds"] for c in cells}
+    rows = []
+    for drafter, gamma in arms:
+        row = [f"{drafter} {gamma}" if gamma else "0"]
+        for size in sizes:
+            value = seconds.get((drafter, gamma, size))
+            row.append("" if value is None else f"{1e3 * value:.2f}")
+        rows.append(row)
+    return "Milliseconds a step:\n\n" + table(["arm", *(f"B={size}" for size in sizes)], rows)
+
+
+def _spread(spread: Mapping[str, Any]) -> str:
+    return f"{spread['median']:.3f} ({spread['low']:.3f} to {spread['high']:.3f})"
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table; the first column is text, the others are numbers."""
+    lines = [
+        "| " + " | ".join(columns) + " |",
+        "|" + "|".join(["---", *["---:"] * (len(columns) - 1)]) + "|",
+        *("| " + " | ".join(row) + " |" for row in rows),
+    ]
+    return "\n".join(lines)
