@@ -70,6 +70,18 @@ class SteeredConfiguration:
                 "(its log says why: 'speculative_adaptive disabled')"
             )
 
+    def reserve_for_graphs(
+        self, original: Callable[[ServerArgs], float], args: ServerArgs
+    ) -> float:
+        """Around SGLang's `reserve_for_graph_mb`: every further draft length has graphs of its own.
+
+        In MiB, by SGLang's rule for one set.  It asks only where it chooses --mem-fraction-static.
+        """
+        batch, limits = surface.largest_graph_batch(args), self._settings.graph_limits
+        batches = [min(batch, limits.get(gamma, batch)) for gamma in self._settings.gammas]
+        # The length that the engine starts with is unlimited, and in `original` already.
+        return original(args) + surface.MIB_PER_SEQUENCE * (sum(batches) - batch)
+
     def _refuse_conflicts(self, config: Any) -> None:
         """What the user asked for that cannot go together with a steered draft length."""
         gammas = self._settings.gammas

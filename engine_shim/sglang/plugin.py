@@ -46,6 +46,9 @@ def _register() -> None:
     configuration = SteeredConfiguration(settings)
     register_resolution_hook(surface.RESOLUTION_STEP)(configuration.resolve)
     selfcheck.register(surface.CANDIDATE_STEPS, configuration.candidate_steps, HookType.REPLACE)
+    selfcheck.register(
+        surface.RESERVE_FOR_GRAPHS, configuration.reserve_for_graphs, HookType.AROUND
+    )
     selfcheck.register(surface.POLICY_CLASS, SteeredPolicy, HookType.REPLACE)
     # A process that has not loaded the scheduler's module (the detokenizer) never runs one.
     if surface.SCHEDULER_MODULE in sys.modules:

@@ -28,6 +28,10 @@ _EAGLE: Final = "sglang.srt.speculative.eagle_worker_v2"
 # Every process that resolves or uses the configuration.
 CANDIDATE_STEPS: Final = f"{_PARAMS}.resolve_candidate_steps_from_config"
 POLICY_CLASS: Final = f"{_PARAMS}.AdaptiveSpeculativeParams"
+# MiB that SGLang leaves free for graphs when it chooses the share of memory for its KV cache.
+RESERVE_FOR_GRAPHS: Final = "sglang.srt.arg_groups.memory_hook.reserve_for_graph_mb"
+# What that takes for each sequence of the largest batch.
+MIB_PER_SEQUENCE: Final = 2
 # The scheduler's process only.
 SCHEDULER_MODULE: Final = "sglang.srt.managers.scheduler"
 INIT_MODEL_WORKER: Final = f"{SCHEDULER_MODULE}.Scheduler.init_model_worker"
@@ -156,6 +160,15 @@ def widest_step() -> int:
     from sglang.srt.runtime_context import max_speculative_num_draft_tokens
 
     return max_speculative_num_draft_tokens() or 0
+
+
+def largest_graph_batch(args: ServerArgs) -> int:
+    """Largest batch that decode graphs will be captured for; 0 when none will."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.model_executor.cuda_graph_config import Backend
+
+    decode: Any = resolving_view(args).cuda_graph_config.decode
+    return 0 if decode.backend == Backend.DISABLED else decode.max_bs or 0
 
 
 def graph_batch_sizes(model_runner: Any) -> tuple[int, ...]:

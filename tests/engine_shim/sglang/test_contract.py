@@ -27,6 +27,7 @@ RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver.SchedulerR
 INTERNAL = "sglang.srt.managers.scheduler_components.internal_state"
 HOOKS = {
     surface.CANDIDATE_STEPS: "cfg_path=None",
+    surface.RESERVE_FOR_GRAPHS: "server_args",
     surface.INIT_MODEL_WORKER: "self",
     surface.OWN_REQUESTS: "self",
     surface.REQUEST_KINDS: "self",

@@ -82,14 +82,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def resolved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    folder: Path = tmp_path_factory.mktemp("resolution")
-    asked = ACCEPTED | {name: arguments for name, (arguments, _) in REFUSED.items()}
+def resolve(
+    folder: Path, asked: dict[str, dict[str, Any]], **variables: str
+) -> dict[str, dict[str, Any]]:
     done = subprocess.run(
         [sys.executable, resolve_probe.__file__],
         input=json.dumps(list(asked.values())),
-        env=environment(folder, {"SPECULATION_SIDECAR": "unix:/nowhere"}),
+        env=environment(folder, variables),
         capture_output=True,
         text=True,
         check=False,
@@ -97,6 +96,13 @@ def resolved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
     assert done.returncode == 0, done.stderr[-4000:]
     results: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
     return dict(zip(asked, results, strict=True))
+
+
+@pytest.fixture(scope="module")
+def resolved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    folder: Path = tmp_path_factory.mktemp("resolution")
+    asked = ACCEPTED | {name: arguments for name, (arguments, _) in REFUSED.items()}
+    return resolve(folder, asked, SPECULATION_SIDECAR="unix:/nowhere")
 
 
 @pytest.mark.parametrize(
@@ -130,3 +136,40 @@ def test_what_cannot_be_steered_is_refused(resolved: dict[str, dict[str, Any]], 
     error = resolved[name].get("error", "it was accepted")
     assert error.startswith("UnsupportedEngineError: ")
     assert REFUSED[name][1] in error
+
+
+DEVICE_MIB = 24 * 1024
+GRAPHS = EAGLE3 | {"disable_cuda_graph": False}
+MEMORY = {
+    "chosen by SGLang": GRAPHS,
+    "chosen by the user": GRAPHS | {"mem_fraction_static": 0.5},
+    "without graphs": EAGLE3,
+}
+
+
+@pytest.mark.parametrize(
+    ("limits", "further"),
+    # The sum of the largest batches of the draft lengths beside the first, in full batches.
+    [("", [1, 1, 1, 1, 1]), ("5:8,7:4", [1, 1, 1, 8, 4])],
+)
+def test_memory_is_left_for_the_graphs_of_every_draft_length(
+    tmp_path: Path, limits: str, further: list[int]
+) -> None:
+    card = {"DEVICE_MIB": str(DEVICE_MIB)}
+    steered = card | {"SPECULATION_SIDECAR": "unix:/x", "SPECULATION_GRAPH_LIMITS": limits}
+    alone, ours = resolve(tmp_path, MEMORY, **card), resolve(tmp_path, MEMORY, **steered)
+    batch = alone["chosen by SGLang"]["largest_graph_batch"]
+    assert batch > 8
+    own = alone["without graphs"]["mem_fraction_static"]
+    own -= alone["chosen by SGLang"]["mem_fraction_static"]
+    # SGLang's rule for one set of graphs, which is ours for every other.
+    assert own == pytest.approx(2 * batch / DEVICE_MIB, abs=0.0011)
+    sequences = sum(batch if size == 1 else size for size in further)
+    less = {
+        name: alone[name]["mem_fraction_static"] - ours[name]["mem_fraction_static"]
+        for name in MEMORY
+    }
+    assert less["chosen by SGLang"] == pytest.approx(2 * sequences / DEVICE_MIB, abs=0.0011)
+    assert less["chosen by SGLang"] > 0.004
+    assert less["chosen by the user"] == 0
+    assert less["without graphs"] == 0
