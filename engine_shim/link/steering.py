@@ -15,6 +15,7 @@ from enum import Enum
 from typing import Final, NamedTuple
 
 from engine_shim.link.packets import PlanPacket, ProbeEntry
+from speculation.v1.plan_pb2 import REGIME_MODE_ONLINE
 
 _REMEMBERED_PROBES: Final = 4096
 _NEVER: Final = float("-inf")
@@ -138,6 +139,13 @@ class Steering:
         if self._plan is None or now >= self._lease_end + self._grace_seconds:
             return Source.SAFE_DEFAULT
         return Source.GRACE
+
+    def stride_at(self, now: float) -> int:
+        """Rounds between two online updates of the drafter; 0 for none, and in free flight."""
+        plan = self._plan
+        if plan is None or plan.regime_mode != REGIME_MODE_ONLINE:
+            return 0
+        return 0 if self.source_at(now) is Source.SAFE_DEFAULT else plan.regime_stride
 
     def choose(self, batch_size: int, now: float) -> Choice:
         """The choice for a step over `batch_size` sequences."""

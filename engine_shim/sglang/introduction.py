@@ -25,6 +25,7 @@ def introduce(
     gammas: tuple[int, ...],
     *,
     can_sleep: bool,
+    can_update_online: bool = False,
     second: SecondDrafter | None = None,
 ) -> engine_pb2.EngineSpec:
     """`scheduler`: after `init_model_worker`."""
@@ -36,6 +37,7 @@ def introduce(
         capabilities=engine_pb2.Capabilities(
             can_sleep=can_sleep,
             can_switch_drafter=second is not None,
+            can_update_online=can_update_online,
             drafters_follow=True,
             catch_up_steps=settings.sleep_positions if can_sleep else 0,
             overlap_steps=1 if scheduler.enable_overlap else 0,

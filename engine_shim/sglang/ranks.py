@@ -79,6 +79,10 @@ class Ranks:
         if update.plan is not None:
             self._steering.accept(update.plan, update.now)
 
+    def stride(self) -> int:
+        """Rounds between two online updates of the drafter, 0 for none."""
+        return self._steering.stride_at(self._adopted.now)
+
     def choose(self, batch_size: int) -> Choice:
         """What the decode step that begins now shall run; once for each step."""
         return self._steering.choose(batch_size, self._adopted.now)

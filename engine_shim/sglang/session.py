@@ -29,7 +29,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from engine_shim.link.engine_link import EngineLink, steering_of
 from engine_shim.link.errors import LinkStartError
 from engine_shim.sglang import ranks, selfcheck, surface
-from engine_shim.sglang.errors import HookError, PluginError
+from engine_shim.sglang.errors import HookError, PluginError, UnsupportedEngineError
 from engine_shim.sglang.introduction import introduce, set_batch_limits
 from engine_shim.sglang.policy import SteeredPolicy
 from engine_shim.sglang.prepared import PreparedStates
@@ -43,6 +43,7 @@ from engine_shim.sglang.telemetry import (
 )
 
 if TYPE_CHECKING:
+    from engine_shim.sglang.online import OnlineUpdates
     from engine_shim.sglang.second_drafter import SecondDrafter
     from engine_shim.sglang.settings import PluginSettings
 
@@ -64,6 +65,7 @@ class Session:
         self._tap: StepTap | None = None
         self._sleep: SleepingDrafter | None = None
         self._second: SecondDrafter | None = None
+        self._online: OnlineUpdates | None = None
         self._several = False
         self._prepared = PreparedStates()
         # The step between its launch and the end of its draft-extend; the scheduler launches one
@@ -126,6 +128,8 @@ class Session:
         launch = Launch(choice, batch.forward_iter, kv_tokens_at_launch(batch))
         if sleep is not None:
             launch.asleep = self._catch_up(sleep, batch, choice.asleep and choice.gamma == 0)
+        if self._online is not None:
+            self._update(lambda online: online.before_step([r.rid for r in batch.reqs]))
         self._launching = launch
         result = original(worker, batch, *args, **kwargs)
         result.speculation_launch = launch
@@ -159,6 +163,9 @@ class Session:
                 self._stop_sleeping()
         if self._second is not None:
             self._second.follow(batch, result, kwargs.get("kv_loc_plan"))
+        if self._online is not None and self._ranks is not None:
+            stride = self._ranks.stride()
+            self._update(lambda online: online.after_verify(batch, result, stride))
         original(draft, batch, result, **kwargs)
 
     def around_resolve(
@@ -189,6 +196,7 @@ class Session:
         status = asdict(self._link.status()) if self._link is not None else {}
         status = {name: _plain(value) for name, value in status.items()}
         status["sleep"] = None if self._sleep is None else asdict(self._sleep.counters)
+        status["online"] = None if self._online is None else asdict(self._online.counters)
         status["reporting"] = self._tap is not None
         status["prepared"] = self._prepared.status()
         return status
@@ -203,6 +211,29 @@ class Session:
             self._stop_sleeping()
             return False
         return asleep
+
+    def _update(self, part: Callable[[OnlineUpdates], None]) -> None:
+        """One part of the online updates; after an error (out of memory, say) there are no more."""
+        online = self._online
+        assert online is not None
+        try:
+            part(online)
+        except Exception as error:  # noqa: BLE001 - out of memory, say
+            self._online = None
+            online.close()
+            _log.error("the drafter is updated no more", exc_info=error)
+
+    def _start_updates(self, worker: Any, scheduler: Any) -> None:
+        if not self._settings.online_updates:
+            return
+        from engine_shim.sglang.online import OnlineUpdates, cannot_update_reason
+
+        runner = scheduler.tp_worker.model_runner
+        reason = cannot_update_reason(worker, runner.device, surface.config_leaf("tp_size"))
+        if reason is not None:
+            raise UnsupportedEngineError(f"SPECULATION_ONLINE_UPDATES is set, but {reason}")
+        self._online = OnlineUpdates(worker, self._settings, self._settings.gammas[-1])
+        atexit.register(self._online.close)
 
     def _stop_sleeping(self) -> None:
         self._sleep = None
@@ -233,8 +264,14 @@ class Session:
             sleepless = "the settings leave no room for it"
         if sleepless is None:
             self._sleep = SleepingDrafter(worker, self._settings.sleep_positions, self._second)
+        self._start_updates(worker, scheduler)
         spec = introduce(
-            scheduler, self._settings, gammas, can_sleep=sleepless is None, second=self._second
+            scheduler,
+            self._settings,
+            gammas,
+            can_sleep=sleepless is None,
+            can_update_online=self._online is not None,
+            second=self._second,
         )
         set_batch_limits(spec, policy.batch_limits)
         try:

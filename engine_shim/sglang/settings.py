@@ -1,6 +1,8 @@
 """Settings of the plugin: those of the link, and its own."""
 
-from typing import Annotated, Self
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import NoDecode
@@ -8,6 +10,9 @@ from pydantic_settings import NoDecode
 from engine_shim.link.errors import LinkSettingsError
 from engine_shim.link.settings import LinkSettings
 from engine_shim.sglang.errors import PluginError
+
+if TYPE_CHECKING:
+    from engine_shim.training.online import OnlineSettings
 
 
 class PluginSettings(LinkSettings):
@@ -41,6 +46,47 @@ class PluginSettings(LinkSettings):
         "caught up in one pass. 0: the drafter never sleeps.",
     )
 
+    online_updates: bool = Field(
+        default=False,
+        description="Start a trainer that updates the EAGLE3 drafter while it serves, when the "
+        "plan says so (`controller override set --regime online:STRIDE`).",
+    )
+    online_scope: Literal["shared", "request"] = Field(
+        default="shared",
+        description="`request`: the drafter is as it was loaded when a request begins, and learns "
+        "only while one request runs alone.",
+    )
+    online_learning_rate: float = Field(default=1e-3, description="Of AdamW, for online updates.")
+    online_proximal: float = Field(
+        default=0.0,
+        description="Weight of staying near the drafter as it was when the round began; counts "
+        "from the second optimiser step of a round on.",
+    )
+    online_discount: float = Field(
+        default=0.8, description="Weight of a draft position, relative to the one before it."
+    )
+    online_steps: int = Field(default=1, description="Optimiser steps a round.")
+    online_anchors: int = Field(
+        default=16, description="Positions of each request that a round drafts from, the newest."
+    )
+    online_window: int = Field(
+        default=48, description="Positions of each request that are kept for it."
+    )
+
+    @property
+    def online(self) -> OnlineSettings:
+        """What the trainer is told.  Raises ValueError."""
+        from engine_shim.training.online import OnlineSettings
+
+        return OnlineSettings(
+            learning_rate=self.online_learning_rate,
+            proximal=self.online_proximal,
+            discount=self.online_discount,
+            steps=self.online_steps,
+            anchors=self.online_anchors,
+            window=self.online_window,
+        )
+
     @field_validator("graph_limits", mode="before")
     @classmethod
     def _split_limits(cls, value: object) -> object:
@@ -65,6 +111,12 @@ class PluginSettings(LinkSettings):
                 f"SPECULATION_GRAPH_LIMITS limits {self.safe_gamma}, which SPECULATION_SAFE_GAMMA "
                 "needs at every batch size"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_online(self) -> Self:
+        if self.online_updates:
+            _ = self.online
         return self
 
 

@@ -76,6 +76,13 @@ def load_draft(folder: Path, embedding: Tensor) -> Eagle3Student:
     return student.eval()
 
 
+def eagle3_shape(config: Mapping[str, Any], feature_layers: int) -> Eagle3Shape:
+    """A student's sizes from a drafter's config; how many target layers it reads, whichever."""
+    rotary = config.get("rope_parameters") or {}
+    base = config.get("rope_theta") or rotary.get("rope_theta")
+    return Eagle3Shape(_shape({**config, "rope_theta": base}), tuple(range(feature_layers)))
+
+
 def save_dflash(student: DFlashStudent, folder: Path) -> None:
     """Write ``student`` as a ``DFlashDraftModel`` checkpoint."""
     shape = student.shape

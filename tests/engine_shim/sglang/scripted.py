@@ -7,7 +7,14 @@ from pathlib import Path
 from threading import Lock
 
 from speculation.v1.engine_pb2 import StepReport
-from speculation.v1.plan_pb2 import REASON_EXPLOIT, Plan, PlanRow
+from speculation.v1.plan_pb2 import (
+    REASON_EXPLOIT,
+    REGIME_MODE_OFF,
+    REGIME_MODE_ONLINE,
+    Plan,
+    PlanRow,
+    Regime,
+)
 from speculation.v1.service_pb2 import SteerRequest, SteerResponse
 from tests.engine_shim.link.eventually import eventually
 from tests.engine_shim.link.fake_sidecar import FakeSidecar
@@ -19,11 +26,15 @@ Script = Callable[[int], Arm]
 
 @dataclass
 class ScriptedSidecar:
-    """Answers every message with a plan; `arms` keeps what each epoch asked for."""
+    """Answers every message with a plan; `arms` keeps what each epoch asked for.
+
+    stride: rounds between online updates, 0 for none.
+    """
 
     server: FakeSidecar
     script: Script = lambda _: (3, False)
     lease_ms: int = 60_000
+    stride: int = 0
     arms: dict[int, Arm] = field(default_factory=dict)
     _lock: Lock = field(default_factory=Lock)
 
@@ -67,7 +78,14 @@ class ScriptedSidecar:
             drafter_asleep=asleep,
             reason=REASON_EXPLOIT,
         )
-        return Plan(epoch=epoch, rows=[row], lease_ms=self.lease_ms, reason=REASON_EXPLOIT)
+        mode = REGIME_MODE_ONLINE if self.stride else REGIME_MODE_OFF
+        return Plan(
+            epoch=epoch,
+            rows=[row],
+            regime=Regime(mode=mode, stride=self.stride),
+            lease_ms=self.lease_ms,
+            reason=REASON_EXPLOIT,
+        )
 
 
 @contextmanager

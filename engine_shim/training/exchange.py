@@ -1,0 +1,139 @@
+"""What an engine and its trainer share: tensors in memory, and short messages over a socket pair.
+
+The memory has no name and no file: it is gone with the two processes.  One side writes at a time:
+
+    engine    writes a round, sends LEARN             trainer idle until then
+    trainer   reads it, writes the weights, sends LEARNT or REFUSED
+    engine    copies the weights between two steps; only then sends again
+
+So nobody ever waits for the other, and no half of anything is read.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from math import prod
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+_ALIGNMENT: Final = 64
+_MESSAGE: Final = struct.Struct("<BIIIdd")
+_MOST_TEXT: Final = 400
+
+
+class Layout(NamedTuple):
+    """A tensor's place: its shape, and the name of its dtype in torch."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def bytes(self) -> int:
+        """What it takes."""
+        return prod(self.shape) * torch.empty(0, dtype=getattr(torch, self.dtype)).element_size()
+
+
+class SharedTensors:
+    """Tensors over one anonymous memory file; `fd` is handed to the other process."""
+
+    def __init__(self, layouts: Mapping[str, Layout], fd: int | None = None) -> None:
+        offsets: dict[str, int] = {}
+        size = 0
+        for name, layout in layouts.items():
+            offsets[name] = size
+            size += -(-layout.bytes // _ALIGNMENT) * _ALIGNMENT
+        if fd is None:
+            fd = os.memfd_create("speculation-training")
+            os.ftruncate(fd, max(size, 1))
+        self.fd = fd
+        self._memory = mmap.mmap(fd, max(size, 1))
+        self.tensors: dict[str, Tensor] = {
+            name: torch.frombuffer(
+                self._memory,
+                dtype=getattr(torch, layout.dtype),
+                count=prod(layout.shape),
+                offset=offsets[name],
+            ).view(layout.shape)
+            for name, layout in layouts.items()
+        }
+
+
+class Kind(IntEnum):
+    """What a message says."""
+
+    # From the engine.
+    LEARN = 1
+    TAKE_WEIGHTS = 2
+    # From the trainer.
+    READY = 10
+    LEARNT = 11
+    REFUSED = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """LEARN: requests, positions, gamma of the round.  LEARNT: loss, seconds.  REFUSED: text."""
+
+    kind: Kind
+    requests: int = 0
+    positions: int = 0
+    gamma: int = 0
+    loss: float = 0.0
+    seconds: float = 0.0
+    text: str = ""
+
+    def encode(self) -> bytes:
+        """To one packet."""
+        head = _MESSAGE.pack(
+            self.kind, self.requests, self.positions, self.gamma, self.loss, self.seconds
+        )
+        return head + self.text.encode()[:_MOST_TEXT]
+
+    @classmethod
+    def decode(cls, data: bytes) -> Message:
+        """From one packet.  Raises ValueError."""
+        if len(data) < _MESSAGE.size:
+            raise ValueError(f"a message of {len(data)} bytes")
+        kind, requests, positions, gamma, loss, seconds = _MESSAGE.unpack_from(data)
+        text = data[_MESSAGE.size :].decode(errors="replace")
+        return cls(Kind(kind), requests, positions, gamma, loss, seconds, text)
+
+
+class Channel:
+    """One end of the socket pair: packets, whole and in order."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+
+    @staticmethod
+    def pair() -> tuple[socket.socket, socket.socket]:
+        """Both ends."""
+        return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+    def send(self, message: Message) -> bool:
+        """False when the other side is gone, or does not read."""
+        try:
+            self._socket.send(message.encode(), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        except OSError:
+            return False
+        return True
+
+    def receive(self, *, wait: bool) -> Message | None:
+        """The next message; None for none yet.  Raises EOFError when the other side is gone."""
+        try:
+            data = self._socket.recv(_MESSAGE.size + _MOST_TEXT, 0 if wait else socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            raise EOFError(str(error)) from error
+        if not data:
+            raise EOFError("the other side has ended")
+        return Message.decode(data)

@@ -1,0 +1,109 @@
+"""The trainer of an engine's drafter: a process of its own.
+
+A thread of the engine would do the same work, and delay the engine's steps by as much: they share
+one interpreter.  The engine starts this module, hands over memory and a socket (see exchange.py)
+and what to build as JSON; the process ends with the engine's end of the socket.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine_shim.training.blocks import ModelShape
+from engine_shim.training.eagle3 import Eagle3Shape, Eagle3Student
+from engine_shim.training.exchange import Channel, Kind, Layout, Message, SharedTensors
+from engine_shim.training.online import NotFiniteError, OnlineSettings, OnlineStudent, Round
+
+# Below the engine's priority, which shares the processor.
+_NICE = 5
+WEIGHT = "weight:"
+
+
+def order(
+    shape: Eagle3Shape, settings: OnlineSettings, layouts: dict[str, Layout], *, threads: int
+) -> str:
+    """What `main` is told, as JSON."""
+    return json.dumps(
+        {
+            "decoder": asdict(shape.decoder),
+            "feature_layers": shape.feature_layers,
+            "settings": asdict(settings),
+            "layouts": layouts,
+            "threads": threads,
+        }
+    )
+
+
+class Trainer:
+    """Learns rounds that lie in shared memory, and leaves weights there."""
+
+    def __init__(self, asked: dict[str, Any], memory: SharedTensors) -> None:
+        shape = Eagle3Shape(ModelShape(**asked["decoder"]), tuple(asked["feature_layers"]))
+        self._tensors = memory.tensors
+        student = Eagle3Student(shape, self._tensors["embedding"].float())
+        self._online = OnlineStudent(student, OnlineSettings(**asked["settings"]))
+        self._weights: dict[str, Tensor] = {
+            name.removeprefix(WEIGHT): tensor
+            for name, tensor in self._tensors.items()
+            if name.startswith(WEIGHT)
+        }
+        self.take_weights()
+
+    def take_weights(self) -> None:
+        """Goes on from what lies in memory."""
+        self._online.student.load_state_dict(self._weights)
+        self._online.restart()
+
+    def answer(self, message: Message) -> Message | None:
+        """Does what the engine asks for."""
+        if message.kind is Kind.TAKE_WEIGHTS:
+            self.take_weights()
+            return None
+        found = Round(
+            *(
+                self._tensors[name][: message.requests, -message.positions :].clone()
+                for name in Round._fields
+            )
+        )
+        try:
+            update = self._online.learn(found, message.gamma)
+        except NotFiniteError as error:
+            return Message(Kind.REFUSED, text=str(error))
+        state = self._online.student.state_dict()
+        for name, tensor in self._weights.items():
+            tensor.copy_(state[name])
+        return Message(Kind.LEARNT, loss=update.loss, seconds=update.seconds)
+
+
+def main(memory_fd: int, socket_fd: int, text: str) -> None:
+    """Serves until the engine has gone."""
+    os.nice(_NICE)
+    asked = json.loads(text)
+    torch.set_num_threads(asked["threads"])
+    layouts = {
+        name: Layout(tuple(shape), dtype) for name, (shape, dtype) in asked["layouts"].items()
+    }
+    channel = Channel(socket.socket(fileno=socket_fd))
+    trainer = Trainer(asked, SharedTensors(layouts, memory_fd))
+    channel.send(Message(Kind.READY))
+    while True:
+        try:
+            message = channel.receive(wait=True)
+        except EOFError:
+            return
+        assert message is not None
+        reply = trainer.answer(message)
+        if reply is not None and not channel.send(reply):
+            return
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
