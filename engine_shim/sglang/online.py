@@ -35,10 +35,13 @@ MOST_REQUESTS: Final = 16
 _EMBEDDING: Final = "model.embed_tokens.weight"
 # First positions drafted between two judgements of the weights.
 _JUDGED: Final = 400
-# Fewer, before the first update, are nothing to compare with.
+# Before the first update, so that there is something to compare with.
 _LEAST_JUDGED: Final = 50
+_MOST_DOUBLINGS: Final = 6
 # Standard errors that acceptance may have fallen by.
 _LIMIT: Final = 3.0
+# The same after every step in between: many looks, so it takes more.
+_EARLY_LIMIT: Final = 5.0
 
 _log = logging.getLogger(__name__)
 
@@ -100,14 +103,27 @@ class OnlineUpdates:
         self._good = dict(self._first)
         self._windows = Windows(self._online.window, self._online.top)
         self._accepted = Acceptance()
-        self._judged: Acceptance | None = None
+        self._judged = Acceptance()
+        # First positions to be drafted before anything is learnt: what to compare with.
+        self._hold = _LEAST_JUDGED
+        self._setbacks = 0
         self._stale = False
         self._since = 0
-        self._request: str | None = None
+        self._requests: list[str] = []
+        # Their drafter's cache was filled by weights that are not served any more.
+        self._tainted: set[str] = set()
         self._share(self._first)
         self._start(trainer.order(shape, self._online, layouts, threads=1))
 
-    def before_step(self, request_ids: list[str]) -> None:
+    def before_prefill(self, request_ids: list[str]) -> None:
+        """As a prefill begins, before the drafter reads it."""
+        if self._per_request and self._channel is not None and request_ids != self._requests:
+            self._requests = request_ids
+            if self._changed:
+                self._put_back(self._first, [])
+                self.counters.resets += 1
+
+    def before_step(self) -> None:
         """As a decode step begins, before anything drafts."""
         if self._channel is None:
             return
@@ -118,8 +134,6 @@ class OnlineUpdates:
             return
         if message is not None:
             self._take(message)
-        if self._per_request and request_ids != [self._request]:
-            self._begin_request(request_ids)
 
     def after_verify(self, batch: Any, result: Any, stride: int) -> None:
         """Before a step's draft-extend.  stride: rounds between two updates, 0 for none."""
@@ -128,14 +142,16 @@ class OnlineUpdates:
         gamma: int = result.logits_output.hidden_states.shape[0] // len(batch.reqs) - 1
         accepted = result.accept_lens.tolist()
         if gamma:
-            self._accepted.add(sum(length > 1 for length in accepted), len(accepted))
-            self._judge()
+            rows = zip(batch.reqs, accepted, strict=True)
+            counted = [length > 1 for request, length in rows if request.rid not in self._tainted]
+            self._accepted.add(sum(counted), len(counted))
+            self._judge([request.rid for request in batch.reqs])
         if not stride:
             self._windows.clear()
             return
         ready = self._windows.add(batch, result, accepted)
         self._since += 1
-        if gamma and ready and self._since >= stride and self._idle and self._may_learn(batch):
+        if gamma and ready and self._since >= stride and self._may_learn(batch):
             self._hand_over(gamma)
 
     def close(self) -> None:
@@ -144,14 +160,8 @@ class OnlineUpdates:
             self._end("closed")
 
     def _may_learn(self, batch: Any) -> bool:
-        return not self._per_request or len(batch.reqs) == 1
-
-    def _begin_request(self, request_ids: list[str]) -> None:
-        """With one request at a time each begins with the drafter as it was loaded."""
-        self._request = request_ids[0] if len(request_ids) == 1 else None
-        if self.counters.updates and self._changed:
-            self._put_back(self._first)
-            self.counters.resets += 1
+        alone = len(batch.reqs) == 1
+        return self._idle and not self._hold and (alone or not self._per_request)
 
     def _hand_over(self, gamma: int) -> None:
         tensors = self._memory.tensors
@@ -180,45 +190,56 @@ class OnlineUpdates:
             self.counters.refused += 1
             _log.warning("an update of the drafter came to nothing: %s", message.text)
             return
-        if self._judged is None and self._accepted.trials >= _LEAST_JUDGED:
-            self._judged, self._accepted = self._accepted, Acceptance()
         with torch.no_grad():
             for name, live in self._live.items():
                 live.data.copy_(self._memory.tensors[trainer.WEIGHT + name])
-        self._changed = True
+        self._changed = self._unjudged = True
         self.counters.updates += 1
         self.counters.loss, self.counters.seconds = message.loss, message.seconds
 
-    def _judge(self) -> None:
-        """Every few hundred drafts: are these weights worse than the last good ones were?"""
+    def _judge(self, request_ids: list[str]) -> None:
+        """Every few hundred drafts: are these weights worse than the last good ones were?
+
+        request_ids: that run now.
+        """
         found = self._accepted
-        if found.trials < _JUDGED:
+        if self._hold:
+            if found.trials >= self._hold:
+                self._judged, self._hold, self._accepted = found, 0, Acceptance()
+            return
+        fell = self._unjudged and found.fell_from(self._judged) > (
+            _LIMIT if found.trials >= _JUDGED else _EARLY_LIMIT
+        )
+        if found.trials < (_LEAST_JUDGED if fell else _JUDGED):
             return
         self._accepted = Acceptance()
-        if not self._changed:
+        if not self._unjudged:
             self._judged = found
-            return
-        before = self._judged
-        if before is not None and found.fell_from(before) > _LIMIT:
+        elif fell:
+            self._setbacks += 1
             self.counters.restored += 1
+            # What traffic makes of the good weights now is measured first, the longer the more
+            # often nothing good came of learning.
+            self._hold = _JUDGED * 2 ** min(self._setbacks - 1, _MOST_DOUBLINGS)
             _log.warning(
                 "acceptance fell from %.3f to %.3f after updates of the drafter: the last good "
-                "weights are back", before.rate, found.rate,
+                "weights are back, and it learns no more for %d drafts",
+                self._judged.rate, found.rate, self._hold,
             )  # fmt: skip
-            self._put_back(self._good)
-            # What traffic makes of them now is measured anew.
-            self._judged = None
-            return
-        self._judged = found
-        self._good = {name: live.detach().clone() for name, live in self._live.items()}
+            self._put_back(self._good, request_ids)
+        else:
+            self._judged, self._setbacks, self._unjudged = found, 0, False
+            self._good = {name: live.detach().clone() for name, live in self._live.items()}
 
-    def _put_back(self, weights: dict[str, torch.Tensor]) -> None:
+    def _put_back(self, weights: dict[str, torch.Tensor], running: list[str]) -> None:
         with torch.no_grad():
             for name, live in self._live.items():
                 live.data.copy_(weights[name])
         self._changed = weights is not self._first
+        self._unjudged = False
         self._good = dict(weights)
         self._accepted = Acceptance()
+        self._tainted = set(running)
         self._replace = weights
         if self._idle:
             self._tell_weights()
@@ -265,10 +286,12 @@ class OnlineUpdates:
             )  # fmt: skip
         self._channel: Channel | None = exchange.Channel(ours)
         self._idle = False
-        self._changed = False
+        self._changed = self._unjudged = False
 
     def _end(self, why: str) -> None:
         self.counters.state = why
+        if self._channel is not None:
+            self._channel.close()
         self._channel = None
         self._process.kill()
         self._process.wait()
@@ -293,7 +316,9 @@ class Acceptance:
         return self.successes / self.trials
 
     def fell_from(self, before: Acceptance) -> float:
-        """By how many standard errors the rate has fallen."""
+        """By how many standard errors the rate has fallen; 0 without any trial."""
+        if not self.trials or not before.trials:
+            return 0.0
         both = (self.successes + before.successes) / (self.trials + before.trials)
         variance = both * (1 - both) * (1 / self.trials + 1 / before.trials)
         return (before.rate - self.rate) / sqrt(variance) if variance else 0.0

@@ -123,13 +123,15 @@ class Session:
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
             if sleep is not None:
                 sleep.forget(batch.reqs)
+            if self._online is not None:
+                self._update(lambda online: online.before_prefill([r.rid for r in batch.reqs]))
             return original(worker, batch, *args, **kwargs)
         choice = policy.decide(batch.seq_lens.shape[0])
         launch = Launch(choice, batch.forward_iter, kv_tokens_at_launch(batch))
         if sleep is not None:
             launch.asleep = self._catch_up(sleep, batch, choice.asleep and choice.gamma == 0)
         if self._online is not None:
-            self._update(lambda online: online.before_step([r.rid for r in batch.reqs]))
+            self._update(lambda online: online.before_step())
         self._launching = launch
         result = original(worker, batch, *args, **kwargs)
         result.speculation_launch = launch

@@ -118,6 +118,10 @@ class Channel:
         """Both ends."""
         return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
+    def close(self) -> None:
+        """Tells the other side, too."""
+        self._socket.close()
+
     def send(self, message: Message) -> bool:
         """False when the other side is gone, or does not read."""
         try:

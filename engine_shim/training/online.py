@@ -122,7 +122,7 @@ class OnlineStudent:
             norm = torch.nn.utils.clip_grad_norm_(parameters, self._settings.clip)
             if not bool(torch.isfinite(loss)) or not bool(torch.isfinite(norm)):
                 self._undo(parameters, before)
-                raise NotFiniteError(f"loss {float(loss)}, gradient norm {float(norm)}")
+                raise NotFiniteError(f"loss {loss.item()}, gradient norm {float(norm)}")
             if not step:
                 first = float(loss.detach())
             self._optimizer.step()

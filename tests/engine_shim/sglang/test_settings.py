@@ -35,3 +35,28 @@ def test_graph_limits_that_cannot_be(
     monkeypatch.setenv("SPECULATION_SAFE_GAMMA", "3")
     with pytest.raises(PluginError, match=message):
         load_settings()
+
+
+def test_online_updates_are_off_unless_asked_for() -> None:
+    assert not load_settings().online_updates
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("ANCHORS", "90", "90 anchors need a window of more than 48"),
+        ("LEARNING_RATE", "0", "learning rate 0.0 must lie in"),
+        ("LEARNING_RATE", "fast", "SPECULATION_ONLINE_LEARNING_RATE"),
+        ("DISCOUNT", "2", "discount 2.0 must lie in"),
+        ("PROXIMAL", "-1", "proximal weight -1.0 must be 0 or more"),
+        ("STEPS", "0", "0 steps"),
+        ("SCOPE", "user", "SPECULATION_ONLINE_SCOPE"),
+    ],
+)
+def test_online_updates_that_cannot_work_are_refused(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, message: str
+) -> None:
+    monkeypatch.setenv("SPECULATION_ONLINE_UPDATES", "1")
+    monkeypatch.setenv(f"SPECULATION_ONLINE_{variable}", value)
+    with pytest.raises(PluginError, match=message):
+        load_settings()

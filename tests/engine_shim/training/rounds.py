@@ -1,0 +1,51 @@
+"""A small target and a student of it, and rounds as an engine would have verified them."""
+
+import torch
+from torch.nn import functional
+
+from engine_shim.training.blocks import ModelShape
+from engine_shim.training.eagle3 import Eagle3Shape, Eagle3Student
+from engine_shim.training.online import Round
+from engine_shim.training.qwen3 import Qwen3Target
+
+SHAPE = ModelShape(
+    hidden=32, heads=2, kv_heads=1, head_dim=16, mlp=48, layers=3, vocabulary=40, max_positions=64
+)
+LAYERS = (0, 1)
+
+
+def make_target() -> Qwen3Target:
+    torch.manual_seed(8)
+    made = Qwen3Target(SHAPE)
+    with torch.no_grad():
+        made.model.embed_tokens.weight.mul_(20)
+    return made.eval().requires_grad_(False)
+
+
+def make_student(target: Qwen3Target) -> Eagle3Student:
+    torch.manual_seed(9)
+    return Eagle3Student(
+        Eagle3Shape(SHAPE.with_layers(1), LAYERS), target.model.embed_tokens.weight
+    )
+
+
+def make_round(target: Qwen3Target, length: int, seed: int, top: int, requests: int = 1) -> Round:
+    """Of random tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(SHAPE.vocabulary, (requests, length), generator=generator)
+    logits, features = target.logits_and_features(tokens, LAYERS)
+    top_logs, top_tokens = functional.log_softmax(logits, dim=-1).topk(top, dim=-1)
+    there = torch.ones(requests, length, dtype=torch.bool)
+    positions = torch.arange(length).expand(requests, length)
+    return Round(tokens, torch.cat(features, dim=-1), top_tokens, top_logs, there, there, positions)
+
+
+def side_by_side(first: Round, second: Round) -> Round:
+    """Both in one round, right-aligned."""
+    longest = max(first.tokens.shape[1], second.tokens.shape[1])
+
+    def padded(part: torch.Tensor) -> torch.Tensor:
+        missing = longest - part.shape[1]
+        return torch.cat([part.new_zeros(part.shape[0], missing, *part.shape[2:]), part], dim=1)
+
+    return Round(*(torch.cat([padded(a), padded(b)]) for a, b in zip(first, second, strict=True)))
