@@ -2,7 +2,16 @@
 
 import typer
 
-from controller.cli import convert, explain, override, profile, profile_shelf, serve, simulate
+from controller.cli import (
+    advise,
+    convert,
+    explain,
+    override,
+    profile,
+    profile_shelf,
+    serve,
+    simulate,
+)
 
 app = typer.Typer(
     name="controller",
@@ -19,6 +28,7 @@ app.command("explain")(explain.explain)
 app.add_typer(override.override, name="override")
 app.command("simulate")(simulate.simulate)
 app.command("convert")(convert.convert)
+app.command("advise")(advise.advise)
 
 
 @app.command("version")

@@ -1,0 +1,88 @@
+"""`controller advise`: which GPUs of a mixed pool should train the drafter."""
+
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from controller.core.allocation import Pool
+
+_EXIT_USAGE = 2
+
+
+def advise(
+    pool: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="NAME:CARDS:INFERENCE:TRAINING, rates of one card in any common unit "
+            "(H100:8:6.76:2.44). Once for each kind."
+        ),
+    ] = None,
+    speedup: Annotated[
+        float, typer.Option(help="Of speculation with a drafter that is kept trained.")
+    ] = 1.3,
+    untrained: Annotated[
+        float, typer.Option(help="Of speculation with the drafter as it is; 1 for none.")
+    ] = 1.0,
+    training: Annotated[
+        float, typer.Option(help="Training rate that is needed, in the pools' unit; 0: one card.")
+    ] = 0.0,
+    share: Annotated[float, typer.Option(help="Of the time that training takes.")] = 1.0,
+    reproduce: Annotated[
+        bool, typer.Option("--reproduce", help="The paper's own configurations instead.")
+    ] = False,
+) -> None:
+    """Which cards should train, what that gains, and from which speedup on it pays.
+
+    By TIDE, section 5.5: cards that are old for serving are often good enough for training.
+
+    Exit codes: 0 done, 2 bad input, with one line on standard error.
+    """
+    from controller.core.allocation import Demand, allocate
+    from controller.core.errors import SpeculationError
+
+    if reproduce:
+        _reproduce()
+        return
+    try:
+        pools = [_pool(text) for text in pool or []]
+        demand = Demand(speedup, untrained, training, share)
+        found = allocate(pools, demand)
+    except SpeculationError as error:
+        _refuse(str(error))
+    for one, count in zip(pools, found.trains, strict=True):
+        print(f"{one.name}: {count} train, {one.cards - count} serve")
+    against = "no speculation" if untrained == 1 else f"speculation at {untrained:g}x, untrained"
+    print(f"throughput: {found.relative:.3f} of all cards serving with {against}")
+    print(f"pays from a speedup of {found.break_even:.3f} on; {speedup:g} is expected")
+    if not found.pays:
+        print("advice: let all cards serve, and do not train")
+
+
+def _pool(text: str) -> "Pool":
+    from controller.core.allocation import Pool
+    from controller.core.errors import InvalidPoolError
+
+    parts = text.split(":")
+    try:
+        name, cards, inference, training = parts
+        return Pool(name, int(cards), float(inference), float(training))
+    except ValueError as error:
+        raise InvalidPoolError(
+            f"--pool {text!r}: NAME:CARDS:INFERENCE:TRAINING is needed"
+        ) from error
+
+
+def _reproduce() -> None:
+    from controller.simulation.reproduce_pools import STATED, relative_throughput
+
+    print("TIDE (arXiv 2602.05145), section 5.5 and appendix A.4: relative inference throughput\n")
+    print(f"{'cards':34}{'speedup':>9}{'here':>8}{'paper':>8}")
+    for one in STATED:
+        here = relative_throughput(one)
+        print(f"{one.cards:34}{one.speedup:9.2f}{here:8.3f}{one.relative:8.2f}")
+
+
+def _refuse(fault: str) -> NoReturn:
+    typer.echo(f"controller advise: {' '.join(fault.splitlines())}", err=True)
+    raise typer.Exit(_EXIT_USAGE)

@@ -1,0 +1,125 @@
+"""Which GPUs of a mixed pool should train the drafter, and which serve (TIDE, section 5.5).
+
+Cards differ more in serving than in training: an old one that trains gives up little.  With
+inference rates r and training rates t of a card, n cards of each kind of which x train:
+
+    all serve, no speculation     sum n r
+    x train                       sum (n - x) r * speedup        while sum x t >= training
+
+Training is needed for a share of the time only; for the rest all cards serve.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import isfinite, prod
+
+from controller.core.errors import InvalidPoolError
+
+# More are counted through in more than a second.
+_MOST_ALLOCATIONS = 200_000
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Cards of one kind.  inference, training: rates of one card, in any unit common to all.
+
+    Raises InvalidPoolError.
+    """
+
+    name: str
+    cards: int
+    inference: float
+    training: float
+
+    def __post_init__(self) -> None:
+        if not self.name or self.cards < 1:
+            raise InvalidPoolError(f"pool {self.name!r} of {self.cards} cards: 1 is the least")
+        for what, rate in (("inference", self.inference), ("training", self.training)):
+            if not (isfinite(rate) and rate > 0):
+                raise InvalidPoolError(f"{self.name}: {what} rate {rate} must be above 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What training brings and needs.  Raises InvalidPoolError.
+
+    speedup: of speculation with the trained drafter; untrained: with the drafter as it is, 1 for
+    no speculation.  training: rate that is needed, 0 for one card of any kind.  share: of the time.
+    """
+
+    speedup: float
+    untrained: float = 1.0
+    training: float = 0.0
+    share: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("speedup", "untrained"):
+            if not (isfinite(getattr(self, name)) and getattr(self, name) > 0):
+                raise InvalidPoolError(f"{name} {getattr(self, name)} must be above 0")
+        if not (isfinite(self.training) and self.training >= 0):
+            raise InvalidPoolError(f"training rate {self.training} must be 0 or more")
+        if not 0 < self.share <= 1:
+            raise InvalidPoolError(f"share {self.share} must lie in (0, 1]")
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """trains: cards of each pool, in the pools' order.
+
+    relative: throughput over all cards serving with `untrained`.  break_even: the speedup at which
+    training pays, inf when no card is left to serve.
+    """
+
+    trains: tuple[int, ...]
+    relative: float
+    break_even: float
+
+    @property
+    def pays(self) -> bool:
+        """Whether it is better than not training."""
+        return self.relative > 1
+
+
+def allocate(pools: Sequence[Pool], demand: Demand) -> Allocation:
+    """The best cards to train on; those that lose least among equals.  Raises InvalidPoolError.
+
+    One is always found, whether it pays or not.
+    """
+    if not pools:
+        raise InvalidPoolError("there are no cards")
+    if len({pool.name for pool in pools}) < len(pools):
+        raise InvalidPoolError("a pool is named twice")
+    if prod(pool.cards + 1 for pool in pools) > _MOST_ALLOCATIONS:
+        raise InvalidPoolError(
+            f"more than {_MOST_ALLOCATIONS} allocations: count nodes instead of cards"
+        )
+    able = list(_able(pools, demand))
+    if not able:
+        most = sum(pool.cards * pool.training for pool in pools)
+        raise InvalidPoolError(
+            f"a training rate of {demand.training} is needed; all cards together have {most}"
+        )
+    return max(
+        (evaluate(pools, demand, trains) for trains in able),
+        key=lambda found: (found.relative, [-x for x in found.trains]),
+    )
+
+
+def evaluate(pools: Sequence[Pool], demand: Demand, trains: Sequence[int]) -> Allocation:
+    """A given allocation; whether it trains enough is not asked."""
+    everything = sum(pool.cards * pool.inference for pool in pools)
+    left = sum(
+        (pool.cards - count) * pool.inference for pool, count in zip(pools, trains, strict=True)
+    )
+    serving = (1 - demand.share) * everything + demand.share * left
+    without = demand.untrained * everything
+    break_even = without / serving if serving else float("inf")
+    return Allocation(tuple(trains), demand.speedup * serving / without, break_even)
+
+
+def _able(pools: Sequence[Pool], demand: Demand) -> Iterator[tuple[int, ...]]:
+    for trains in product(*(range(pool.cards + 1) for pool in pools)):
+        rate = sum(pool.training * count for pool, count in zip(pools, trains, strict=True))
+        if any(trains) and rate >= demand.training * (1 - 1e-9):
+            yield trains
