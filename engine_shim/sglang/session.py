@@ -123,15 +123,13 @@ class Session:
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
             if sleep is not None:
                 sleep.forget(batch.reqs)
-            if self._online is not None:
-                self._update(lambda online: online.before_prefill([r.rid for r in batch.reqs]))
+            self._update(lambda online: online.before_prefill([r.rid for r in batch.reqs]))
             return original(worker, batch, *args, **kwargs)
         choice = policy.decide(batch.seq_lens.shape[0])
         launch = Launch(choice, batch.forward_iter, kv_tokens_at_launch(batch))
         if sleep is not None:
             launch.asleep = self._catch_up(sleep, batch, choice.asleep and choice.gamma == 0)
-        if self._online is not None:
-            self._update(lambda online: online.before_step())
+        self._update(lambda online: online.before_step())
         self._launching = launch
         result = original(worker, batch, *args, **kwargs)
         result.speculation_launch = launch
@@ -165,9 +163,8 @@ class Session:
                 self._stop_sleeping()
         if self._second is not None:
             self._second.follow(batch, result, kwargs.get("kv_loc_plan"))
-        if self._online is not None and self._ranks is not None:
-            stride = self._ranks.stride()
-            self._update(lambda online: online.after_verify(batch, result, stride))
+        stride = 0 if self._ranks is None else self._ranks.stride()
+        self._update(lambda online: online.after_verify(batch, result, stride))
         original(draft, batch, result, **kwargs)
 
     def around_resolve(
@@ -215,15 +212,15 @@ class Session:
         return asleep
 
     def _update(self, part: Callable[[OnlineUpdates], None]) -> None:
-        """One part of the online updates; after an error (out of memory, say) there are no more."""
+        """One part of the online updates, if there are any; after an error there are no more."""
         online = self._online
-        assert online is not None
+        if online is None:
+            return
         try:
             part(online)
         except Exception as error:  # noqa: BLE001 - out of memory, say
-            self._online = None
-            online.close()
-            _log.error("the drafter is updated no more", exc_info=error)
+            _log.exception("an online update of the drafter failed")
+            online.close(f"{type(error).__name__}: {error}")
 
     def _start_updates(self, worker: Any, scheduler: Any) -> None:
         if not self._settings.online_updates:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engine_shim.training.exchange import Layout
 from engine_shim.training.online import Round
 
 if TYPE_CHECKING:
@@ -71,6 +72,19 @@ class Windows:
         self._top = top
         self._windows: dict[str, _Window] = {}
         self._newest: list[str] = []
+
+    def layouts(self, size: tuple[int, int], width: int, vocabulary: int) -> dict[str, Layout]:
+        """Of what `write` fills.  size: requests and positions; width: of the features."""
+        top = min(self._top, vocabulary)
+        return {
+            "tokens": Layout(size, "int64"),
+            "features": Layout((*size, width), "float32"),
+            "top_tokens": Layout((*size, top), "int64"),
+            "top_logs": Layout((*size, top), "float32"),
+            "taught": Layout(size, "bool"),
+            "valid": Layout(size, "bool"),
+            "positions": Layout(size, "int64"),
+        }
 
     def clear(self) -> None:
         """Forgets everything."""

@@ -2,11 +2,13 @@
 
 The memory has no name and no file: it is gone with the two processes.  One side writes at a time:
 
-    engine    writes a round, sends LEARN             trainer idle until then
+    engine    writes a round, sends LEARN
     trainer   reads it, writes the weights, sends LEARNT or REFUSED
     engine    copies the weights between two steps; only then sends again
+    engine    or writes weights, sends TAKE_WEIGHTS
+    trainer   reads them, sends READY
 
-So nobody ever waits for the other, and no half of anything is read.
+The engine never waits for an answer, and no half of anything is read.
 """
 
 from __future__ import annotations

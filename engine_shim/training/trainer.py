@@ -62,11 +62,11 @@ class Trainer:
         self._online.student.load_state_dict(self._weights)
         self._online.restart()
 
-    def answer(self, message: Message) -> Message | None:
+    def answer(self, message: Message) -> Message:
         """Does what the engine asks for."""
         if message.kind is Kind.TAKE_WEIGHTS:
             self.take_weights()
-            return None
+            return Message(Kind.READY)
         found = Round(
             *(
                 self._tensors[name][: message.requests, -message.positions :].clone()
@@ -100,8 +100,7 @@ def main(memory_fd: int, socket_fd: int, text: str) -> None:
         except EOFError:
             return
         assert message is not None
-        reply = trainer.answer(message)
-        if reply is not None and not channel.send(reply):
+        if not channel.send(trainer.answer(message)):
             return
 
 

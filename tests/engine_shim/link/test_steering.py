@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from engine_shim.link import steering
 from engine_shim.link.packets import PlanPacket, ProbeEntry, RowEntry
 from engine_shim.link.steering import Choice, Source, Steering, safe_choice
+from speculation.v1.plan_pb2 import REGIME_MODE_COLLECT, REGIME_MODE_OFF, REGIME_MODE_ONLINE
 
 ARMS = [(0, 0), (0, 1), (0, 3), (0, 5), (1, 0), (1, 7)]
 SAFE = safe_choice(1)
@@ -57,6 +58,24 @@ def test_lease_then_grace_then_safe_default_then_steered_again():
     assert state.choose(4, 20.0) == Choice(0, 5, False, 2, 0, Source.PLAN, 1)
     assert state.choose(4, 22.5).source is Source.GRACE
     assert state.lapses == 2
+
+
+def test_the_drafter_is_updated_under_a_plan_that_says_so_and_not_in_free_flight():
+    state = steered()
+    assert state.stride_at(0.0) == 0
+    for epoch, (mode, stride, expected) in enumerate(
+        [
+            (REGIME_MODE_ONLINE, 5, 5),
+            (REGIME_MODE_OFF, 0, 0),
+            (REGIME_MODE_COLLECT, 0, 0),
+            (REGIME_MODE_ONLINE, 20, 20),
+        ]
+    ):
+        rows = (row(8, 3),)
+        assert state.accept(PlanPacket(1, epoch, 0, 2000, mode, stride, rows), 0.0)
+        assert state.stride_at(1.0) == expected
+    assert state.stride_at(2.5) == 20  # grace
+    assert state.stride_at(12.0) == 0
 
 
 def test_the_lease_counts_from_the_arrival_at_the_agent():

@@ -1,12 +1,20 @@
-"""Which drafters can learn, and when their weights count as worse."""
+"""Which drafters can learn; and one that does, with a real trainer and no engine around it."""
 
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from engine_shim.sglang.online import Acceptance, cannot_update_reason
+from engine_shim.sglang.errors import UnsupportedEngineError
+from engine_shim.sglang.online import OnlineCounters, OnlineUpdates, cannot_update_reason
+from engine_shim.sglang.settings import load_settings
+from engine_shim.training.eagle3 import Eagle3Student
+from tests.engine_shim.link.eventually import eventually
+from tests.engine_shim.training.rounds import SHAPE, make_round, make_student, make_target
+
+GAMMA = 3
 
 
 def worker(name: str = "LlamaForCausalLMEagle3", **changes: Any) -> Any:
@@ -40,26 +48,170 @@ def test_others_are_named(asked: Any, device: str, ranks: int, reason: str) -> N
     assert reason in str(cannot_update_reason(asked, device, ranks))
 
 
-def acceptance(successes: int, trials: int) -> Acceptance:
-    found = Acceptance()
-    found.add(successes, trials)
-    return found
+class LlamaForCausalLMEagle3(torch.nn.Module):
+    """As much of SGLang's as is asked for."""
+
+    def __init__(self, student: Eagle3Student) -> None:
+        super().__init__()
+        self.model = student.model
+        self.model.embed_tokens = torch.nn.Embedding.from_pretrained(student.embedding)
+        vars(self.model)["num_aux_hidden_states"] = 2
+        self.lm_head = student.lm_head
+        self.hot_token_id = None
+        shape = {
+            "vocab_size": SHAPE.vocabulary,
+            "hidden_size": SHAPE.hidden,
+            "intermediate_size": SHAPE.mlp,
+            "num_attention_heads": SHAPE.heads,
+            "num_key_value_heads": SHAPE.kv_heads,
+            "head_dim": SHAPE.head_dim,
+            "num_hidden_layers": 1,
+            "max_position_embeddings": SHAPE.max_positions,
+            "rms_norm_eps": SHAPE.norm_epsilon,
+            "rope_theta": SHAPE.rope_base,
+        }
+        self.config = SimpleNamespace(**shape, rope_scaling=None, to_dict=lambda: shape)
 
 
-def test_a_fall_is_measured_in_standard_errors() -> None:
-    good = acceptance(280, 400)
-    assert acceptance(280, 400).fell_from(good) == 0
-    assert acceptance(300, 400).fell_from(good) < 0
-    # 0.70 to 0.60: about 0.1 / sqrt(2 * 0.65 * 0.35 / 400).
-    assert acceptance(240, 400).fell_from(good) == pytest.approx(2.97, abs=0.02)
-    assert acceptance(100, 400).fell_from(good) > 10
+class Driver:
+    """Feeds one drafter's updates with steps of one request; what is accepted is made up."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
+        monkeypatch.setenv("SPECULATION_SIDECAR", "unix:/nowhere")
+        monkeypatch.setenv("SPECULATION_ONLINE_UPDATES", "1")
+        for name, value in variables.items():
+            monkeypatch.setenv(f"SPECULATION_ONLINE_{name}", value)
+        target = make_target()
+        self.model = LlamaForCausalLMEagle3(make_student(target))
+        self._rounds = [
+            make_round(target, GAMMA + 1, seed, top=SHAPE.vocabulary) for seed in range(20)
+        ]
+        runner = SimpleNamespace(model=self.model)
+        worker = SimpleNamespace(draft_worker=SimpleNamespace(draft_runner=runner))
+        assert cannot_update_reason(worker, "cpu", 1) is None
+        self.online = OnlineUpdates(worker, load_settings(), GAMMA)
+        self._steps = self._length = 0
+
+    @property
+    def counters(self) -> OnlineCounters:
+        return self.online.counters
+
+    def weights(self) -> torch.Tensor:
+        return torch.cat([p.detach().flatten() for p in self.model.parameters()])
+
+    def request(self, rid: str) -> None:
+        """A new one."""
+        self._rid, self._length = rid, 10
+        self.online.before_prefill([rid])
+
+    def step(self, accepted: int, stride: int = 1) -> None:
+        """accepted: tokens gained, 1 for none of the drafts."""
+        self.online.before_step()
+        self._steps += 1
+        found = self._rounds[self._steps % len(self._rounds)]
+        logits = torch.zeros(GAMMA + 1, SHAPE.vocabulary)
+        logits.scatter_(1, found.top_tokens[0], found.top_logs[0])
+        batch: Any = SimpleNamespace(
+            reqs=[SimpleNamespace(rid=self._rid)],
+            seq_lens=torch.tensor([self._length % 40]),
+            spec_info=SimpleNamespace(draft_token=found.tokens[0]),
+        )
+        output = SimpleNamespace(hidden_states=found.features[0], next_token_logits=logits)
+        result: Any = SimpleNamespace(logits_output=output, accept_lens=torch.tensor([accepted]))
+        self.online.after_verify(batch, result, stride)
+        self._length += accepted
+
+    def until(self, what: Callable[[], bool], accepted: int = 2, stride: int = 1) -> None:
+        """Steps until the trainer has answered."""
+
+        def done() -> bool:
+            for _ in range(10):
+                self.step(accepted, stride)
+                if what():
+                    return True
+            return False
+
+        eventually(done, within=60.0)
 
 
-def test_without_trials_nothing_has_fallen() -> None:
-    assert Acceptance().fell_from(acceptance(5, 10)) == 0
-    assert acceptance(5, 10).fell_from(Acceptance()) == 0
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    made = Driver(monkeypatch, LEARNING_RATE="0.01")
+    made.request("first")
+    yield made
+    made.online.close()
 
 
-def test_certainty_on_both_sides_is_no_fall() -> None:
-    assert acceptance(0, 50).fell_from(acceptance(0, 400)) == 0
-    assert acceptance(50, 50).fell_from(acceptance(400, 400)) == 0
+def test_it_learns_once_it_knows_what_it_would_be_compared_with(driver: Driver) -> None:
+    before = driver.weights()
+    driver.until(lambda: driver.counters.state == "ready", stride=0)
+    driver.until(lambda: driver.counters.updates > 2)
+    assert not torch.equal(driver.weights(), before)
+    shared = driver.model.get_parameter("model.embed_tokens.weight")
+    assert torch.equal(shared, make_target().model.embed_tokens.weight)
+
+
+def test_weights_that_somebody_else_has_set_stay(driver: Driver) -> None:
+    driver.until(lambda: driver.counters.updates > 2)
+    with torch.no_grad():
+        for parameter in driver.model.parameters():
+            parameter.mul_(0.5)
+    given = driver.weights()
+    driver.until(lambda: driver.counters.replaced == 1)
+    assert torch.equal(driver.weights(), given)
+    updates = driver.counters.updates
+    driver.until(lambda: driver.counters.updates > updates + 2)
+    # It has gone on from those: steps of 0.01 are small beside halving.
+    assert (driver.weights() - given).abs().max() < 0.2 * given.abs().max()
+    assert driver.counters.replaced == 1
+
+
+def test_a_fall_puts_the_last_good_weights_back(driver: Driver) -> None:
+    before = driver.weights()
+    driver.until(lambda: driver.counters.updates > 0)
+    driver.until(lambda: driver.counters.restored == 1, accepted=1)
+    assert torch.equal(driver.weights(), before)
+    rounds = driver.counters.rounds
+    # Of a request that lived through it nothing can be concluded.
+    for _ in range(600):
+        driver.step(accepted=2)
+    assert driver.counters.rounds == rounds
+    driver.request("second")
+    driver.until(lambda: driver.counters.updates > 0 and driver.counters.rounds > rounds + 2)
+
+
+def test_what_nobody_has_judged_goes_with_the_trainer(driver: Driver) -> None:
+    before = driver.weights()
+    driver.until(lambda: driver.counters.updates > 0)
+    driver.online._process.kill()
+    driver.until(lambda: "has ended" in driver.counters.state, stride=0)
+    assert torch.equal(driver.weights(), before)
+    driver.step(accepted=2)  # and steps go on
+
+
+def test_each_request_begins_with_the_first_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(monkeypatch, SCOPE="request")
+    try:
+        before = driver.weights()
+        driver.request("first")
+        driver.until(lambda: driver.counters.updates > 1)
+        assert not torch.equal(driver.weights(), before)
+        driver.request("second")
+        assert torch.equal(driver.weights(), before)
+        assert driver.counters.resets == 1
+        # Also when the trainer was busy with the first one's last round.
+        driver.until(lambda: driver.counters.updates > 3)
+    finally:
+        driver.online.close()
+
+
+def test_a_drafter_of_other_parameters_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = LlamaForCausalLMEagle3.__init__
+
+    def made_otherwise(self: LlamaForCausalLMEagle3, student: Eagle3Student) -> None:
+        make(self, student)
+        self.lm_head = torch.nn.Linear(SHAPE.hidden, SHAPE.vocabulary + 1, bias=False)
+
+    monkeypatch.setattr(LlamaForCausalLMEagle3, "__init__", made_otherwise)
+    with pytest.raises(UnsupportedEngineError, match=r"its lm_head.weight is \(41, 32\)"):
+        Driver(monkeypatch)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from engine_shim.link.steering import Choice, Source
+from engine_shim.sglang.online import OnlineCounters
 from engine_shim.sglang.session import Session
 from engine_shim.sglang.settings import PluginSettings
 from engine_shim.sglang.sleep import SleepCounters
@@ -46,6 +47,33 @@ class Sleep:
 
     def forget(self, requests: Any) -> None:
         self._note("forget")
+
+
+class Online:
+    """Records what it is asked, or fails at it."""
+
+    def __init__(self, failing: str = "") -> None:
+        self.failing = failing
+        self.counters = OnlineCounters()
+        self.calls: list[str] = []
+
+    def _note(self, call: str) -> None:
+        self.calls.append(call)
+        if call.split(maxsplit=1)[0] == self.failing:
+            raise RuntimeError("out of memory")
+
+    def before_prefill(self, request_ids: list[str]) -> None:
+        self._note("prefill")
+
+    def before_step(self) -> None:
+        self._note("step")
+
+    def after_verify(self, batch: Any, result: Any, stride: int) -> None:
+        self._note(f"verified {stride}")
+
+    def close(self, why: str) -> None:
+        self.failing = ""
+        self.counters.state = why
 
 
 def session(*, asleep: bool, failing: str = "", gamma: int = 0) -> Any:
@@ -117,6 +145,34 @@ def test_a_prefill_is_no_step_but_wakes_its_requests() -> None:
     result, _ = run_step(made, "extend")
     assert made._sleep.calls == ["forget"]
     assert not hasattr(result, "speculation_launch")
+
+
+def test_a_drafter_learns_from_steps_that_it_reads_itself() -> None:
+    made = session(asleep=False, gamma=3)
+    made._online, made._ranks = Online(), SimpleNamespace(stride=lambda: 5)
+    run_step(made)
+    assert made._online.calls == ["step", "verified 5"]
+    run_step(made, "extend")
+    assert made._online.calls[2:] == ["prefill"]
+    made._policy.decide = lambda _: Choice(0, 0, True, 1, 0, Source.PLAN, 0)
+    run_step(made)
+    # Asleep it learns nothing.
+    assert made._online.calls[3:] == ["step"]
+
+
+@pytest.mark.parametrize("failing", ["prefill", "step", "verified"])
+def test_a_failure_to_learn_ends_the_learning_and_nothing_else(
+    failing: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = session(asleep=False, gamma=3)
+    made._online, made._ranks = Online(failing), SimpleNamespace(stride=lambda: 1)
+    run_step(made, "extend")
+    _, worked = run_step(made)
+    assert worked
+    assert made.status()["online"]["state"] == "RuntimeError: out of memory"
+    assert "an online update of the drafter failed" in caplog.text
+    _, worked = run_step(made)
+    assert worked
 
 
 def test_an_idle_forward_and_an_engine_that_starts_up_pass_through() -> None:

@@ -110,6 +110,7 @@ def test_it_goes_on_from_weights_that_are_put_back(running: Running) -> None:
     for name, part in before.items():
         running.memory.tensors[name].copy_(part)
     assert running.channel.send(Message(Kind.TAKE_WEIGHTS))
+    assert running.channel.receive(wait=True) == Message(Kind.READY)
     assert running.learn(found).loss == pytest.approx(first, rel=1e-4)
 
 

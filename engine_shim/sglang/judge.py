@@ -1,0 +1,135 @@
+"""Are a drafter's weights worse than they were?  By the acceptance of first draft positions.
+
+    before the first update     a baseline is measured; nothing is learnt yet
+    then, every 400 drafts      (and at once when acceptance collapses) against the last good ones
+    after a fall                a baseline again, the longer the more often nothing good came of it
+
+First positions, because their acceptance does not depend on how many are drafted.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from math import sqrt
+from typing import Final
+
+# First positions drafted between two judgements.
+_EVERY: Final = 400
+# Of the first baseline.
+_BASELINE: Final = 200
+# The fewest that anything is judged by.
+_LEAST: Final = 50
+# What is still open then counts as good.
+_MOST: Final = 4000
+_MOST_DOUBLINGS: Final = 6
+# Standard errors: a fall by fewer is none, by more is one; between them more is looked at, so that
+# many small falls do not pass one by one.
+_NO_FALL: Final = 1.0
+_LIMIT: Final = 3.0
+# The same after every step in between: many looks, so it takes more.
+_EARLY_LIMIT: Final = 5.0
+
+
+class Verdict(Enum):
+    """What is to be done."""
+
+    NONE = "nothing to say yet"
+    GOOD = "keep these weights"
+    WORSE = "the last good weights again"
+
+
+class Acceptance:
+    """Of first draft positions."""
+
+    def __init__(self) -> None:
+        self.successes = self.trials = 0
+
+    def add(self, successes: int, trials: int) -> None:
+        """Of one step."""
+        self.successes += successes
+        self.trials += trials
+
+    @property
+    def rate(self) -> float:
+        """Share of them that were accepted; 0 of none."""
+        return self.successes / self.trials if self.trials else 0.0
+
+    def fell_from(self, before: Acceptance) -> float:
+        """By how many standard errors the rate has fallen; 0 without any trial."""
+        if not self.trials or not before.trials:
+            return 0.0
+        both = (self.successes + before.successes) / (self.trials + before.trials)
+        variance = both * (1 - both) * (1 / self.trials + 1 / before.trials)
+        return (before.rate - self.rate) / sqrt(variance) if variance else 0.0
+
+
+class Judge:
+    """before: of the last good weights; found: of those that are served."""
+
+    def __init__(self) -> None:
+        self.before = Acceptance()
+        self.found = Acceptance()
+        # Drafts still to be seen, with weights that are good, before anything is learnt.
+        self.hold = _BASELINE
+        self._due = _EVERY
+        self._updated = False
+        self._falls = 0
+
+    @property
+    def may_learn(self) -> bool:
+        """Whether there is something to compare with."""
+        return not self.hold
+
+    @property
+    def unjudged(self) -> bool:
+        """Whether weights are served that nobody has spoken for yet."""
+        return self._updated
+
+    def updated(self) -> None:
+        """The weights have changed by learning."""
+        self._updated = True
+
+    def restart(self) -> None:
+        """Other weights are served, by no learning: they are the good ones now."""
+        self._look_on()
+        self._updated = False
+
+    def begin_anew(self) -> None:
+        """Weights of which nothing is known."""
+        self.restart()
+        self.before, self.hold = Acceptance(), _BASELINE
+
+    def add(self, successes: int, trials: int) -> Verdict:
+        """One step's first drafts."""
+        found = self.found
+        found.add(successes, trials)
+        if self.hold:
+            if found.trials >= self.hold:
+                self.before, self.hold = found, 0
+                self._look_on()
+            return Verdict.NONE
+        fall = found.fell_from(self.before) if self._updated else 0.0
+        if found.trials < self._due:
+            collapsed = fall > _EARLY_LIMIT and found.trials >= _LEAST
+            return self._worse() if collapsed else Verdict.NONE
+        if fall > _LIMIT:
+            return self._worse()
+        if fall > _NO_FALL and found.trials < _MOST:
+            self._due += _EVERY
+            return Verdict.NONE
+        if not self._updated or fall <= 0 or found.trials >= _MOST:
+            self.before = found
+        self._look_on()
+        if not self._updated:
+            return Verdict.NONE
+        self._updated, self._falls = False, 0
+        return Verdict.GOOD
+
+    def _look_on(self) -> None:
+        self.found, self._due = Acceptance(), _EVERY
+
+    def _worse(self) -> Verdict:
+        """`before` and `found` stay until `restart`, for whoever tells about it."""
+        self.hold = _EVERY * 2 ** min(self._falls, _MOST_DOUBLINGS)
+        self._falls += 1
+        return Verdict.WORSE

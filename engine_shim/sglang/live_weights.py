@@ -1,0 +1,71 @@
+"""The parameters of a drafter that serves, written in place between two steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+# Elements of each parameter that are looked at for a change by somebody else.
+_SAMPLED: Final = 64
+
+
+class LiveWeights:
+    """parameters: by name, of the serving model; good: a copy that acceptance spoke for.
+
+    first: as the drafter was loaded, or as somebody else has set it since.
+    """
+
+    first: dict[str, torch.Tensor]
+    good: dict[str, torch.Tensor]
+    changed: bool
+    _served: torch.Tensor
+
+    def __init__(self, parameters: Mapping[str, Any]) -> None:
+        self.parameters = dict(parameters)
+        self._adopt()
+
+    def copy(self) -> dict[str, torch.Tensor]:
+        """What is served now."""
+        return {name: live.detach().clone() for name, live in self.parameters.items()}
+
+    def serve(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Writes them in place: a graph that reads them goes on reading the same memory."""
+        with torch.no_grad():
+            for name, live in self.parameters.items():
+                live.data.copy_(weights[name])
+        self._served = self._sample()
+        self.changed = True
+
+    def serve_first(self) -> None:
+        """As if nothing had been learnt."""
+        self.serve(self.first)
+        self.good, self.changed = self.first, False
+
+    def serve_good(self) -> None:
+        """Takes back what was learnt since."""
+        self.serve(self.good)
+        self.changed = self.good is not self.first
+
+    def keep(self) -> None:
+        """What is served now is good."""
+        self.good = self.copy()
+
+    def were_replaced(self) -> bool:
+        """Whether somebody else has written since (a weight update): then those are the first."""
+        if torch.equal(self._sample(), self._served):
+            return False
+        self._adopt()
+        return True
+
+    def _adopt(self) -> None:
+        self.first = self.good = self.copy()
+        self.changed = False
+        self._served = self._sample()
+
+    def _sample(self) -> torch.Tensor:
+        parts = [live.detach().flatten() for live in self.parameters.values()]
+        return torch.cat([part[:: max(1, len(part) // _SAMPLED)].float() for part in parts])
