@@ -38,8 +38,7 @@ def advise(
 
     Exit codes: 0 done, 2 bad input, with one line on standard error.
     """
-    from controller.core.allocation import Demand, allocate
-    from controller.core.errors import SpeculationError
+    from controller.core.allocation import Demand, InvalidPoolError, allocate
 
     if reproduce:
         _reproduce()
@@ -48,7 +47,7 @@ def advise(
         pools = [_pool(text) for text in pool or []]
         demand = Demand(speedup, untrained, training, share)
         found = allocate(pools, demand)
-    except SpeculationError as error:
+    except InvalidPoolError as error:
         _refuse(str(error))
     for one, count in zip(pools, found.trains, strict=True):
         print(f"{one.name}: {count} train, {one.cards - count} serve")
@@ -60,8 +59,7 @@ def advise(
 
 
 def _pool(text: str) -> "Pool":
-    from controller.core.allocation import Pool
-    from controller.core.errors import InvalidPoolError
+    from controller.core.allocation import InvalidPoolError, Pool
 
     parts = text.split(":")
     try:

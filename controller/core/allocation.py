@@ -14,10 +14,14 @@ from dataclasses import dataclass
 from itertools import product
 from math import isfinite, prod
 
-from controller.core.errors import InvalidPoolError
+from controller.core.errors import SpeculationError
 
 # More are counted through in more than a second.
 _MOST_ALLOCATIONS = 200_000
+
+
+class InvalidPoolError(SpeculationError):
+    """Cards, or what is asked of them, that nothing can be advised for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,3 @@ class ProfileMismatchError(SpeculationError):
             f"the profile does not belong to this engine: {field} is {profile_value!r} in the "
             f"profile and {engine_value!r} in the engine; measure again with `controller profile`"
         )
-
-
-class InvalidPoolError(SpeculationError):
-    """Cards, or what is asked of them, that nothing can be advised for."""

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.core.allocation import Demand, Pool, allocate, evaluate
-from controller.core.errors import InvalidPoolError
+from controller.core.allocation import Demand, InvalidPoolError, Pool, allocate, evaluate
 
 rates = st.floats(0.1, 20)
 

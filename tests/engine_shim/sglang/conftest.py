@@ -12,6 +12,8 @@ from tests.engine_shim.sglang.playing import (
     CROWD_LENGTH,
     LENGTHS,
     PROMPTS,
+    WAVE_LENGTH,
+    WAVES,
 )
 from tests.engine_shim.sglang.scripted import ScriptedSidecar, scripted_sidecar
 
@@ -29,6 +31,11 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[int]]
     with serving(tmp_path_factory.mktemp("plain")) as engine:
         tokens = {
             "batch": [answer.tokens for answer in engine.generate(PROMPTS, LENGTHS)],
+            "waves": [
+                answer.tokens
+                for prompts in WAVES
+                for answer in engine.generate(prompts, [WAVE_LENGTH] * len(prompts))
+            ],
             "alone": [answer.tokens for answer in engine.generate(ALONE, [ALONE_LENGTH])],
             "crowd": [
                 answer.tokens for answer in engine.generate(CROWD, [CROWD_LENGTH] * len(CROWD))

@@ -24,6 +24,9 @@ CROWD = [
     for prompt in held_out_prompts(domain, count=4, length_tokens=40, seed=11)
 ]
 CROWD_LENGTH = 90
+# One batch after the other, of one domain.
+WAVES = [held_out_prompts("csv", count=4, length_tokens=60, seed=seed) for seed in range(5)]
+WAVE_LENGTH = 150
 
 
 def play(

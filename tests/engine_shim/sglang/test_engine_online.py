@@ -9,7 +9,6 @@ from typing import Any
 import psutil
 import pytest
 
-from engine_shim.cpu.models.prompts import held_out_prompts
 from tests.engine_shim.link.eventually import eventually
 from tests.engine_shim.sglang.engine import (
     EAGLE3,
@@ -18,6 +17,7 @@ from tests.engine_shim.sglang.engine import (
     Generated,
     serving,
 )
+from tests.engine_shim.sglang.playing import WAVE_LENGTH, WAVES
 from tests.engine_shim.sglang.scripted import ScriptedSidecar, scripted_sidecar
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -28,8 +28,6 @@ CODE_ONLY = (
     "--speculative-draft-model-path", str(MODELS / "draft-code"),
 )  # fmt: skip
 ONLINE = {"SPECULATION_ONLINE_UPDATES": "1", "SPECULATION_GAMMAS": "0,1,3"}
-TOKENS = 150
-WAVES = [held_out_prompts("csv", count=4, length_tokens=60, seed=seed) for seed in range(5)]
 
 
 def online(engine: EngineProcess) -> dict[str, Any]:
@@ -49,7 +47,7 @@ def wait_ready(engine: EngineProcess) -> None:
 
 def wave(engine: EngineProcess, prompts: list[list[int]]) -> tuple[list[list[int]], float]:
     """Tokens, and the mean acceptance length."""
-    answers = engine.generate(prompts, [TOKENS] * len(prompts))
+    answers = engine.generate(prompts, [WAVE_LENGTH] * len(prompts))
     return [answer.tokens for answer in answers], acceptance_length(answers)
 
 
@@ -60,12 +58,9 @@ def acceptance_length(answers: list[Generated]) -> float:
 
 
 @pytest.fixture(scope="module")
-def plain_waves(tmp_path_factory: pytest.TempPathFactory) -> list[list[list[int]]]:
-    with serving(tmp_path_factory.mktemp("plain")) as engine:
-        return [
-            [answer.tokens for answer in engine.generate(prompts, [TOKENS] * len(prompts))]
-            for prompts in WAVES
-        ]
+def plain_waves(plain: dict[str, list[list[int]]]) -> list[list[list[int]]]:
+    found = iter(plain["waves"])
+    return [[next(found) for _ in prompts] for prompts in WAVES]
 
 
 @pytest.fixture(scope="module")
@@ -174,29 +169,3 @@ def test_updates_that_do_harm_are_taken_back(
             tokens, after = wave(engine, WAVES[0])
     assert tokens == plain_waves[0]
     assert after > aligned - 0.4
-
-
-def test_each_request_begins_with_the_drafter_as_it_was_loaded(
-    tmp_path: Path, plain_waves: list[list[list[int]]]
-) -> None:
-    """With SPECULATION_ONLINE_SCOPE=request, and only while it runs alone."""
-    variables = ONLINE | {"SPECULATION_ONLINE_SCOPE": "request"}
-    with scripted_sidecar(tmp_path) as sidecar:
-        variables["SPECULATION_SIDECAR"] = sidecar.server.target
-        with serving(tmp_path / "engine", CODE_ONLY, variables) as engine:
-            eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
-            wait_ready(engine)
-            sidecar.stride = 2
-            sidecar.run(lambda _: (3, False))
-            # Until the last of the four runs alone, nothing is learnt.
-            assert wave(engine, WAVES[0])[0] == plain_waves[0]
-            assert online(engine)["rounds"] < 10
-            seen = []
-            for number in (0, 1):
-                alone = slice(number, number + 1)
-                assert wave(engine, WAVES[1][alone])[0] == plain_waves[1][alone]
-                found = online(engine)
-                seen.append((found["updates"], found["resets"]))
-            (first, before), (second, after) = seen
-            assert 10 < first < second - 10
-            assert after == before + 1
