@@ -119,6 +119,19 @@ def test_weights_of_which_nothing_is_known_begin_anew() -> None:
     assert judge.before.trials == 0
 
 
+def test_a_small_fall_is_looked_at_until_it_is_one_or_none() -> None:
+    judge = Judge()
+    judge.hold = 0
+    judge.before.add(2800, 4000)
+    for _ in range(10):  # 0.64 of 400: 2.5 standard errors
+        judge.updated()
+        assert judge.add(256, 400) is not Verdict.GOOD
+        if judge.hold:
+            break
+    assert judge.hold > 0
+    assert judge.found.trials == 800
+
+
 def test_many_small_falls_do_not_pass_one_by_one() -> None:
     judge = Judge()
     drafts = Drafts(judge)
