@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from controller.cli.connection import DEFAULT_ADDRESS, Address, connected, print_wide
-from controller.cli.override import rule_text, scope_text
+from controller.cli.override import regime_text, rule_text, scope_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -145,8 +145,10 @@ def _in_words(answer: "service_pb2.ExplainResponse") -> str:
         else "nothing to choose from"
     )
     warm = f"acceptance began from {answer.warm_start}\n" if answer.warm_start else ""
+    regime = regime_text(plan.regime)
+    learning = "" if regime == "off" else f"the drafter's online updates: {regime}\n"
     return (
-        f"plan {plan.epoch}: {_reason(plan.reason)}; {plan.reason_detail}\n"
+        f"plan {plan.epoch}: {_reason(plan.reason)}; {plan.reason_detail}\n{learning}"
         f"costs: {costs}; context {answer.kv_tokens_per_sequence:.0f} tokens a sequence; "
         f"{answer.cost_outliers} step times left out as outliers\n"
         f"{second}; {answer.switches} switches, {answer.shifts} shifts of traffic\n"

@@ -209,7 +209,7 @@ def rule_text(override: "policy_pb2.Override") -> str:
     if rule.HasField("drafter"):
         parts.append(f"drafter {rule.drafter}")
     if rule.HasField("regime"):
-        parts.append(f"regime {_regime_text(rule.regime)}")
+        parts.append(f"regime {regime_text(rule.regime)}")
     parts += [f"not drafter {name}" for name in rule.deny_drafters]
     parts += ["no online updates"] * rule.deny_updates + ["no probing"] * rule.deny_exploration
     return ", ".join(parts)
@@ -232,7 +232,8 @@ def _in_short(override: "policy_pb2.Override") -> str:
     return f"{scope_text(override)}: {rule_text(override)}"
 
 
-def _regime_text(regime: Any) -> str:
+def regime_text(regime: Any) -> str:
+    """A proto Regime as it is typed: off, collect, online:STRIDE."""
     from speculation.v1 import plan_pb2
 
     name = plan_pb2.RegimeMode.Name(regime.mode).removeprefix("REGIME_MODE_").lower()

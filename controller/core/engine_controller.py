@@ -382,6 +382,8 @@ class EngineController:
             detail += f"; under {', '.join(limits.overrides)}"
             if self._rows_at.emptied[active]:
                 detail += ", which leave nothing that this engine can run: no speculation"
+        if refused := self._rows_at.refused:
+            detail += f"; {refused} is asked for, which this engine cannot do: no online updates"
         if not self.profile_id:
             detail += f"; costs from a {self.cost.prior} prior, no profile loaded"
         if probing:

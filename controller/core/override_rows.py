@@ -19,7 +19,8 @@ class PlanRows:
     limits: of each row.  possible: [arms, rows] what the engine has prepared; legal: what the
     overrides leave of that, at least one arm in each row; None when that is everything.
     emptied: rows in which overrides left nothing, so that the shortest draft runs.
-    split: a bucket has more than one row.  named: all overrides that count anywhere.
+    split: a bucket has more than one row.  regime: of online updates; refused: the one that was
+    asked for where the engine cannot run it.  named: all overrides that count anywhere.
     """
 
     upper: tuple[int, ...]
@@ -30,6 +31,7 @@ class PlanRows:
     emptied: tuple[bool, ...]
     split: bool
     regime: Regime
+    refused: Regime | None
     named: tuple[str, ...]
 
     def row_of(self, batch_size: int) -> int:
@@ -66,11 +68,13 @@ def rows_under(
         emptied = legal.sum(axis=0) == 0
         for row in emptied.nonzero()[0]:
             legal[:, row] = _shortest(arms, None if possible is None else possible[:, row])
-    regime, _, by = merge_regime(overrides, spec)
+    asked, _, by = merge_regime(overrides, spec)
+    regime = _possible(asked, spec)
     named = {*by, *(name for limit in limits for name in limit.overrides)}
     return PlanRows(
         upper, bucket, limits, possible, legal, tuple(emptied.tolist()),
-        len(upper) > len(buckets), _possible(regime, spec), tuple(sorted(named)),
+        len(upper) > len(buckets), regime, None if asked in {None, regime} else asked,
+        tuple(sorted(named)),
     )  # fmt: skip
 
 

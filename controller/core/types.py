@@ -55,6 +55,9 @@ class Regime:
     mode: RegimeMode = RegimeMode.OFF
     stride: int = 0
 
+    def __str__(self) -> str:
+        return f"{self.mode.value}:{self.stride}" if self.stride else self.mode.value
+
 
 @dataclass(frozen=True, slots=True)
 class Arm:

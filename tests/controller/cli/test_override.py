@@ -39,6 +39,28 @@ def command(sidecar: SidecarProcess, *words: str) -> "subprocess.CompletedProces
     return controller("override", *words, "--address", sidecar.address)
 
 
+def test_online_updates_where_the_engine_can_and_where_it_cannot(sidecar: SidecarProcess):
+    able = engine_message("able")
+    able.capabilities.can_update_online = True
+    with grpc.insecure_channel(sidecar.address) as channel:
+        stub = service_pb2_grpc.SpeculationServiceStub(channel)
+        stub.Introduce(service_pb2.IntroduceRequest(engine=able), timeout=PATIENCE_SECONDS)
+    words = ["--regime", "online:5", "--id", "learn", "--reason", "new traffic"]
+    done = command(sidecar, "set", "--fleet", *words)
+    assert done.returncode == 0, done.stderr
+
+    def why(engine: str) -> str:
+        return " ".join(controller("explain", engine, "--address", sidecar.address).stdout.split())
+
+    assert "the drafter's online updates: online:5" in why("able")
+    assert "cannot do" not in why("able")
+    refused = "online:5 is asked for, which this engine cannot do: no online updates"
+    assert refused in why("night")
+    assert "the drafter's online updates" not in why("night")
+    assert command(sidecar, "clear", "learn", "--reason", "done").returncode == 0
+    assert "online" not in why("able") + why("night")
+
+
 def test_a_pin_at_three_in_the_morning(sidecar: SidecarProcess):
     pin = ["set", "--engine", "night", "--gamma", "1", "--id", "pin", "--reason", "drafter is ill"]
     tried = command(sidecar, *pin, "--dry-run")

@@ -333,3 +333,5 @@ def test_a_regime_is_pinned_only_where_the_engine_can_run_it():
         controller.set_overrides([command(regime=online)])
         plan = controller.next_plan() or controller.current_plan()
         assert plan.regime == (online if able else Regime())
+        said = "online:10 is asked for, which this engine cannot do: no online updates"
+        assert (said in plan.reason_detail) is not able
