@@ -12,12 +12,17 @@ from operator import attrgetter
 
 import numpy as np
 
-from controller.core.acceptance import AcceptanceCurve
 from controller.core.catch_up import CatchUp
 from controller.core.clock import Clock
 from controller.core.cost import CostModel, Costs
 from controller.core.errors import StaleReportError
-from controller.core.explanation import ArmValue, Explanation, PositionEstimate, PreviewRow
+from controller.core.explanation import (
+    ArmValue,
+    Explanation,
+    PreviewRow,
+    positions_of,
+    preview_rows,
+)
 from controller.core.exploration import Explorer, Situation, relative_variance
 from controller.core.override_rows import PlanRows, rows_under
 from controller.core.overrides import Override
@@ -150,22 +155,11 @@ class EngineController:
         self._evaluated_at = -float("inf")
         return True
 
-    def preview(self, overrides: Iterable[Override]) -> tuple["PreviewRow", ...]:
+    def preview(self, overrides: Iterable[Override]) -> tuple[PreviewRow, ...]:
         """What the plan would become if these were the overrides; nothing changes."""
         at = rows_under(overrides, self.spec, self._buckets, self.arms)
         plan = self.current_plan()
-        value = self._evaluate(at).value
-        if at.legal is not None:
-            value = np.where(at.legal, value, -1.0)
-        rows = []
-        for j, (upper, emptied) in enumerate(zip(at.upper, at.emptied, strict=True)):
-            row = plan.row_for(upper)
-            i = self._arm_index[row.arm.drafter, row.arm.gamma]
-            # What runs stays if it may, unless it only runs because something else might not.
-            stays = value[i, j] >= 0 and row.reason is not Reason.OVERRIDE
-            arm = row.arm if stays else self.arms[int(value[:, j].argmax())]
-            rows.append(PreviewRow(upper, row.arm, arm, emptied))
-        return tuple(rows)
+        return preview_rows(plan, at, self._evaluate(at).value, self.arms)
 
     @property
     def overrides(self) -> tuple[Override, ...]:
@@ -266,7 +260,7 @@ class EngineController:
                 )
                 for i, arm in enumerate(self.arms)
             ),
-            positions=self._positions(),
+            positions=positions_of(self.traffic),
             profile_id=self.profile_id,
             margin=float(column[best] / column[runner_up] - 1),
             probe_share=self.explorer.probe_share,
@@ -284,15 +278,6 @@ class EngineController:
             overrides=self._overrides,
             warm_start=self._warm_start,
         )
-
-    def _positions(self) -> tuple[PositionEstimate, ...]:
-        found: list[PositionEstimate] = []
-        for name, estimator in self.traffic.drafters.items():
-            found += _estimates(name, estimator.curve())
-        for label, estimators in self.traffic.classes.items():
-            for name, estimator in estimators.items():
-                found += _estimates(name, estimator.curve(), label)
-        return tuple(found)
 
     def _evaluate(self, at: PlanRows | None = None) -> Values:
         self.cost.learn()
@@ -412,8 +397,3 @@ class EngineController:
             self._epoch, rows, at.regime, self._settings.lease_seconds, reason, detail, at.named
         )
         return self._plan
-
-
-def _estimates(drafter: str, curve: AcceptanceCurve, label: str = "") -> list[PositionEstimate]:
-    pairs = zip(curve.conditional, curve.exposures, strict=True)
-    return [PositionEstimate(drafter, k, a, n, label) for k, (a, n) in enumerate(pairs, start=1)]

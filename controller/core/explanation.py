@@ -1,9 +1,16 @@
 """What a decision was made from, for people: see `explain` of the engine controller."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
+from controller.core.acceptance import AcceptanceCurve
+from controller.core.override_rows import PlanRows
 from controller.core.overrides import Limits, Override
-from controller.core.types import Arm, Plan
+from controller.core.traffic import TrafficEstimator
+from controller.core.types import Arm, Plan, Reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,3 +87,35 @@ class Explanation:
     limits: Limits | None = None
     overrides: tuple[Override, ...] = ()
     warm_start: str = ""
+
+
+def positions_of(traffic: TrafficEstimator) -> tuple[PositionEstimate, ...]:
+    """Of every drafter, over all traffic and for each request class."""
+    found: list[PositionEstimate] = []
+    for name, estimator in traffic.drafters.items():
+        found += _estimates(name, estimator.curve())
+    for label, estimators in traffic.classes.items():
+        for name, estimator in estimators.items():
+            found += _estimates(name, estimator.curve(), label)
+    return tuple(found)
+
+
+def preview_rows(
+    plan: Plan, at: PlanRows, value: NDArray[np.float64], arms: Sequence[Arm]
+) -> tuple[PreviewRow, ...]:
+    """What a plan would become with other rows.  value: [arms, rows] tokens per second."""
+    if at.legal is not None:
+        value = np.where(at.legal, value, -1.0)
+    rows = []
+    for j, (upper, emptied) in enumerate(zip(at.upper, at.emptied, strict=True)):
+        row = plan.row_for(upper)
+        # What runs stays if it may, unless it only runs because something else might not.
+        stays = value[arms.index(row.arm), j] >= 0 and row.reason is not Reason.OVERRIDE
+        arm = row.arm if stays else arms[int(value[:, j].argmax())]
+        rows.append(PreviewRow(upper, row.arm, arm, emptied))
+    return tuple(rows)
+
+
+def _estimates(drafter: str, curve: AcceptanceCurve, label: str = "") -> list[PositionEstimate]:
+    pairs = zip(curve.conditional, curve.exposures, strict=True)
+    return [PositionEstimate(drafter, k, a, n, label) for k, (a, n) in enumerate(pairs, start=1)]
