@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from engine_shim.gpu_check import report
-from engine_shim.gpu_check.run import Options, run
+from engine_shim.gpu_check.run import PARTS, Options, run
 from engine_shim.gpu_check.shapes import QWEN3_8B, SHAPES, SMALL
 from engine_shim.stage.errors import StageError
 from engine_shim.stage.machine import gpus
@@ -32,6 +32,7 @@ def check(
     output: Annotated[Path, typer.Option(help="Where the findings and the logs go.")] = Path(
         "build/gpu-check"
     ),
+    parts: Annotated[str, typer.Option(help="Some of them only, in this order.")] = ",".join(PARTS),
     keep_profile: Annotated[
         Path | None, typer.Option(help="A folder that gets the profile too.")
     ] = None,
@@ -41,6 +42,10 @@ def check(
     screen = Screen()
     if shape not in SHAPES:
         screen.say(f"there is no shape {shape!r}: choose among {', '.join(SHAPES)}")
+        raise typer.Exit(EXIT_FAILED)
+    wanted = [part.strip() for part in parts.split(",") if part.strip()]
+    if unknown := sorted(set(wanted) - set(PARTS)):
+        screen.say(f"there is no part {', '.join(unknown)}: choose among {', '.join(PARTS)}")
         raise typer.Exit(EXIT_FAILED)
     if not cpu and not gpus():
         screen.say(
@@ -56,6 +61,7 @@ def check(
         output=output,
         engine_options=tuple(options or ()),
         keep_profile=keep_profile,
+        parts=tuple(part for part in PARTS if part in wanted),
     )
     try:
         found = run(asked, screen)

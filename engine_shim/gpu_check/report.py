@@ -6,24 +6,25 @@ from typing import Any
 
 def markdown(found: Mapping[str, Any]) -> str:
     """Tables of one result.json."""
-    return "\n\n".join(
-        [
-            f"# {found['shape']}: {_where(found)}",
-            "Weights are dummies, and drafts are accepted by chance: "
-            + ", ".join(f"{name} {value}" for name, value in found["acceptance"].items())
-            + " a position.",
-            _graphs(found),
-            _arms(found),
-            _steered(found),
-            _prices(found),
-            _costs(found["profile"]),
-        ]
-    )
+    sections = [
+        f"# {found['shape']}: {_where(found)}",
+        "Weights are dummies, and drafts are accepted by chance: "
+        + ", ".join(f"{name} {value}" for name, value in found["acceptance"].items())
+        + " a position.",
+        _graphs(found),
+    ]
+    if "arms" in found:
+        sections += [_arms(found), _steered(found)]
+    if prices := _prices(found):
+        sections.append(table(["price", ""], prices))
+    if "profile" in found:
+        sections.append(_costs(found["profile"]))
+    return "\n\n".join(sections)
 
 
 def problems(found: Mapping[str, Any]) -> list[str]:
     """What must not be, in sentences; empty for a check that passed."""
-    if not found["graphs_expected"]:
+    if not found.get("graphs_expected"):
         return []
     return [
         f"{arm['drafter']} gamma {arm['gamma']}: {arm['eager_steps']} of {arm['steps']} steps ran "
@@ -90,18 +91,20 @@ def _steered(found: Mapping[str, Any]) -> str:
     )
 
 
-def _prices(found: Mapping[str, Any]) -> str:
-    switch, pinned = found["switch"], found["pinned"]
-    rows = [
-        [f"changing the arm at B = {switch['batch_size']}, {switch['switches']} times",
-         f"{switch['microseconds']:.0f} µs, {100 * switch['share']:.1f} % of a step"],
-        [f"plugin at γ = {pinned['gamma']}, over the engine without it", _spread(pinned)],
-        *(
-            [f"asleep at B = {size}, over an engine without speculation", _spread(ratio)]
-            for size, ratio in found["asleep"].items()
-        ),
-    ]  # fmt: skip
-    return table(["price", ""], rows)
+def _prices(found: Mapping[str, Any]) -> list[list[str]]:
+    rows = []
+    if switch := found.get("switch"):
+        what = f"changing the arm at B = {switch['batch_size']}, {switch['switches']} times"
+        price = f"{switch['microseconds']:.0f} µs, {100 * switch['share']:.1f} % of a step"
+        rows.append([what, price])
+    if pinned := found.get("pinned"):
+        what = f"plugin at γ = {pinned['gamma']}, over the engine without it"
+        rows.append([what, _spread(pinned)])
+    rows += [
+        [f"asleep at B = {size}, over an engine without speculation", _spread(ratio)]
+        for size, ratio in found.get("asleep", {}).items()
+    ]
+    return rows
 
 
 def _costs(profile: Mapping[str, Any]) -> str:

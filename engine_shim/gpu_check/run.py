@@ -46,6 +46,9 @@ _PROFILE_SPARE_SECONDS = 120.0
 # So many of the best static arms are played against the steered engine.
 _FINALISTS = 2
 _SEED = 7
+# Methods of `_Check`: the first always, the others as asked for, in this order.
+START = "start"
+PARTS = ("profile", "arms", "switches", "asleep", "overhead")
 # Answers so many times as long as the moving load's: hundreds of changes of the arm, and little
 # but decoding.
 _SWITCHING_TIMES = 12
@@ -57,6 +60,7 @@ class Options:
     """What a check is made of.
 
     engine_options: further ones for SGLang.  keep_profile: a folder that gets the profile.
+    parts: of PARTS, in their order.
     """
 
     shape: Shape
@@ -66,6 +70,7 @@ class Options:
     output: Path
     engine_options: tuple[str, ...] = ()
     keep_profile: Path | None = None
+    parts: tuple[str, ...] = PARTS
 
 
 def run(options: Options, screen: Screen) -> dict[str, Any]:
@@ -82,9 +87,8 @@ def run(options: Options, screen: Screen) -> dict[str, Any]:
         scratch = Path(stack.enter_context(TemporaryDirectory(prefix="speculation-gpu-check-")))
         check = _Check(options, scratch, screen, stack)
         # What is found is kept as it is found: a check is long, and engines end.
-        for part in (check.start, check.profile, check.arms, check.switches, check.asleep,
-                     check.overhead):  # fmt: skip
-            part(document)
+        for part in (START, *options.parts):
+            getattr(check, part)(document)
             document["seconds"] = round(time.monotonic() - started, 1)
             text = json.dumps(document, indent=1) + "\n"
             (options.output / "result.json").write_text(text)
@@ -200,11 +204,12 @@ class _Check:
             stream = steady_stream(self._shape, size, _SEED + 2, _ASLEEP_TIMES)
             found[str(size)] = self._ratio((STEERED, ("eagle3", 0)), (OFF, None), stream)
         document["asleep"] = found
-        self._stop(OFF, STEERED)
+        self._stop(OFF)
 
     def overhead(self, document: dict[str, Any]) -> None:
         """One draft length, with the plugin and the sidecar against SGLang alone."""
         self._screen.heading("The same draft length with and without the plugin")
+        self._stop(STEERED)
         seconds = document["startup"]["seconds"]
         seconds[STATIC] = self._start(STATIC)
         seconds[PINNED] = self._start(PINNED)

@@ -87,7 +87,8 @@ def test_without_a_gpu_it_says_what_can_be_done(tmp_path: Path):
     assert "--cpu --shape small" in " ".join(done.stdout.split())
 
 
-def test_an_unknown_shape_is_refused(tmp_path: Path):
-    done = check("--cpu", "--shape", "nothing", "--output", str(tmp_path))
+@pytest.mark.parametrize(("option", "known"), [("--shape", QWEN3_8B.name), ("--parts", "overhead")])
+def test_an_unknown_shape_or_part_is_refused(tmp_path: Path, option: str, known: str):
+    done = check("--cpu", option, "nothing", "--output", str(tmp_path))
     assert done.returncode == 1
-    assert QWEN3_8B.name in done.stdout
+    assert known in done.stdout
