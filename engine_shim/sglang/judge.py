@@ -86,8 +86,11 @@ class Judge:
         return self._updated
 
     def updated(self) -> None:
-        """The weights have changed by learning."""
-        self._updated = True
+        """The weights have changed by learning; drafts until then were the good ones'."""
+        if not self._updated:
+            self._updated = True
+            self.before.add(self.found.successes, self.found.trials)
+            self._look_on()
 
     def restart(self) -> None:
         """Other weights are served, by no learning: they are the good ones now."""

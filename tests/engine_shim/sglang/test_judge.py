@@ -68,9 +68,9 @@ def test_weights_that_do_not_fall_are_good_every_400_drafts() -> None:
     judge = Judge()
     drafts = Drafts(judge)
     drafts.draft(0.6, 400)
-    for _ in range(3):
+    for rate in (0.7, 0.8, 0.9):
         judge.updated()
-        assert drafts.draft(0.65, 400) == [Verdict.GOOD]
+        assert drafts.draft(rate, 400) == [Verdict.GOOD]
     assert not judge.unjudged
     # Without updates there is nothing to judge: traffic may do as it likes.
     assert drafts.draft(0.1, 2000) == []
@@ -117,6 +117,21 @@ def test_weights_of_which_nothing_is_known_begin_anew() -> None:
     assert not judge.may_learn
     assert not judge.unjudged
     assert judge.before.trials == 0
+
+
+def test_drafts_from_before_an_update_do_not_speak_for_it() -> None:
+    judge = Judge()
+    drafts = Drafts(judge)
+    drafts.draft(0.6, 200)
+    assert drafts.draft(0.6, 396) == []
+    judge.updated()
+    assert drafts.draft(0.6, 396) == []
+    assert drafts.draft(0.6, 4) == [Verdict.GOOD]
+    # One update after the other is judged together.
+    judge.updated()
+    drafts.draft(0.6, 200)
+    judge.updated()
+    assert drafts.draft(0.6, 200) == [Verdict.GOOD]
 
 
 def test_a_small_fall_is_looked_at_until_it_is_one_or_none() -> None:
