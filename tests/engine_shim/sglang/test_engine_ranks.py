@@ -103,10 +103,11 @@ def test_a_plan_runs_out_on_all_ranks_at_once(
         sidecar.lease_ms = 60_000
         sidecar.server.answer = answer
     assert answers[0].tokens[: LENGTHS[0]] == plain[0]
-    # The last plan goes on for the grace, and then the engine flies alone.
+    # The last plan goes on for the grace, and then the engine flies alone; until the agent, which
+    # hears nothing, begins a new session, with a plan, and so on.
     ran = [(report.drafter, report.gamma) for report in reports if report.flags.unsteered]
     assert ran[0] == ("dflash", 7)
-    assert ran[-1] == ("eagle3", 3)
+    assert set(ran) == {("dflash", 7), ("eagle3", 3)}
 
 
 def test_ranks_that_were_set_up_differently_do_not_start(tmp_path: Path) -> None:
