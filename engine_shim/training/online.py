@@ -52,7 +52,9 @@ class OnlineSettings:
         if not 0 < self.discount <= 1:
             raise ValueError(f"discount {self.discount} must lie in (0, 1]")
         if not 1 <= self.anchors < self.window:
-            raise ValueError(f"{self.anchors} anchors need a window of more than {self.window}")
+            raise ValueError(
+                f"{self.anchors} anchors: 1 at the least, and fewer than the window's {self.window}"
+            )
         if min(self.steps, self.top) < 1 or not self.clip > 0:
             raise ValueError(f"{self.steps} steps, {self.top} tokens and clip {self.clip}: too few")
 
