@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from controller.simulation.results import SimulationReport
     from controller.simulation.scenario import Scenario
@@ -69,7 +69,7 @@ def simulate(
     json_file: Annotated[Path | None, typer.Option("--json", help="Writes the report.")] = None,
     html: Annotated[Path | None, typer.Option(help="Writes one page with plots.")] = None,
     reproduce: Annotated[
-        str, typer.Option(help="'tide' or 'drafters': a published result, and how close.")
+        str, typer.Option(help="'tide', 'drafters' or 'tts': a published result, and how close.")
     ] = "",
     grid: Annotated[
         Path | None, typer.Option(help="The published drafter grid, for --reproduce drafters.")
@@ -90,7 +90,7 @@ def simulate(
     wanted = _wanted(policy, more)
     try:
         if reproduce:
-            _reproduce(reproduce, grid)
+            _reproduce(reproduce, grid, range(seed, seed + (seeds or 1)), processes)
             return
         if prefill not in {kind.value for kind in Prefill}:
             raise InvalidInputError("--prefill", 0, f"{prefill!r}: 'none' or 'chunked'")
@@ -212,17 +212,23 @@ def _show(report: "SimulationReport", json_file: Path | None, html: Path | None)
             console.print(str(path))
 
 
-def _reproduce(what: str, grid: Path | None) -> None:
+def _reproduce(what: str, grid: Path | None, seeds: range, processes: int | None) -> None:
     from rich.console import Console
 
     from controller.simulation.errors import InvalidInputError
     from controller.simulation.reproduce import tables
-    from controller.simulation.reproduce_drafters import reproduce_drafters
-    from controller.simulation.reproduce_tide import reproduce_tide
+    from controller.simulation.reproduce_drafters import DrafterReport, reproduce_drafters
+    from controller.simulation.reproduce_tide import TideReport, reproduce_tide
+    from controller.simulation.reproduce_tts import StrideReport, reproduce_tts
 
-    if what not in {"tide", "drafters"}:
-        raise InvalidInputError("--reproduce", 0, f"{what!r}: 'tide' or 'drafters'")
-    found = reproduce_tide() if what == "tide" else reproduce_drafters(grid)
+    made: dict[str, Callable[[], TideReport | DrafterReport | StrideReport]] = {
+        "tide": reproduce_tide,
+        "drafters": lambda: reproduce_drafters(grid),
+        "tts": lambda: reproduce_tts(seeds, processes),
+    }
+    if what not in made:
+        raise InvalidInputError("--reproduce", 0, f"{what!r}: 'tide', 'drafters' or 'tts'")
+    found = made[what]()
     console = Console()
     if not console.is_terminal:
         console.width = 160

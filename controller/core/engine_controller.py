@@ -30,9 +30,19 @@ from controller.core.planner import Values, batch_buckets, evaluate
 from controller.core.policies import make_planner
 from controller.core.prior import prior_for
 from controller.core.profile import Profile
+from controller.core.regime import RegimePlanner
 from controller.core.settings import PlannerSettings
 from controller.core.traffic import TrafficEstimator
-from controller.core.types import Arm, EngineSpec, Plan, PlanRow, Probe, Reason, StepReport
+from controller.core.types import (
+    Arm,
+    EngineSpec,
+    Plan,
+    PlanRow,
+    Probe,
+    Reason,
+    Regime,
+    StepReport,
+)
 from controller.core.warm_start import Belief
 from controller.core.watch import budget
 
@@ -75,6 +85,7 @@ class EngineController:
         self._rows_at = at = rows_under((), spec, self._buckets, self.arms)
         self._planner.limit(at.upper, self._sizes[at.bucket], at.legal, at.possible)
         self.explorer = Explorer(self.arms, settings)
+        self._regime = RegimePlanner(self.arms) if spec.capabilities.can_update_online else None
         self._forced: Arm | None = None
         self._kv_per_sequence = profile.kv_tokens_per_sequence if profile else 0.0
         self._last_step = -1
@@ -130,6 +141,8 @@ class EngineController:
         woke = self._catch_up.observe(report, expected)
         if not (woke or report.flags.distorts_cost):
             self.cost.observe(arm, report.batch_size, expected, report.step_seconds)
+        if self._regime is not None and self._forced is None:
+            self._regime.observe(report, expected)
         watch = self._planner.watch
         if watch is not None and report.gamma == 0:
             share = float(watch.share[self._rows_at.row_of(report.batch_size)])
@@ -178,7 +191,7 @@ class EngineController:
             return None
         rows, reason, detail = self._decide_rows(now)
         at = self._rows_at
-        told = (self._plan.overrides, self._plan.regime) == (at.named, at.regime)
+        told = (self._plan.overrides, self._plan.regime) == (at.named, self._regime_now())
         if told and rows == self._plan.rows:
             if not half_gone:
                 return None
@@ -313,6 +326,9 @@ class EngineController:
                 int(at.bucket[active]), None if at.legal is None else at.legal[:, active],
             )  # fmt: skip
             self.explorer.consider(situation, now)
+        if self._regime is not None and at.regime is None and self.reports:
+            legal = None if at.legal is None else at.legal[:, active]
+            self._regime.update(values, active, self._last_batch, legal)
         probing = self.explorer.running
         rows = self._rows(choice, probing)
         return rows, *self._why(values, choice, active, probing)
@@ -382,6 +398,12 @@ class EngineController:
             return Reason.PROFILE_MISSING, detail
         return reason, detail
 
+    def _regime_now(self) -> Regime:
+        """What overrides say, else what was decided; none beside a measurement."""
+        if self._rows_at.regime is not None:
+            return self._rows_at.regime
+        return Regime() if self._regime is None or self._forced else self._regime.regime
+
     def _row(self, size: int, arm: Arm, reason: Reason, probe: Probe | None) -> PlanRow:
         asleep = self._asleep(arm) or (probe is not None and self._asleep(probe.arm))
         return PlanRow(size, arm, reason, probe, asleep)
@@ -394,6 +416,12 @@ class EngineController:
         self._plan_time = now
         at = self._rows_at
         self._plan = Plan(
-            self._epoch, rows, at.regime, self._settings.lease_seconds, reason, detail, at.named
+            self._epoch,
+            rows,
+            self._regime_now(),
+            self._settings.lease_seconds,
+            reason,
+            detail,
+            at.named,
         )
         return self._plan

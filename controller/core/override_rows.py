@@ -19,8 +19,9 @@ class PlanRows:
     limits: of each row.  possible: [arms, rows] what the engine has prepared; legal: what the
     overrides leave of that, at least one arm in each row; None when that is everything.
     emptied: rows in which overrides left nothing, so that the shortest draft runs.
-    split: a bucket has more than one row.  regime: of online updates; refused: the one that was
-    asked for where the engine cannot run it.  named: all overrides that count anywhere.
+    split: a bucket has more than one row.  regime: of online updates, where overrides say it, else
+    None; refused: the one that was asked for where the engine cannot run it.  named: all overrides
+    that count anywhere.
     """
 
     upper: tuple[int, ...]
@@ -30,7 +31,7 @@ class PlanRows:
     legal: NDArray[np.bool_] | None
     emptied: tuple[bool, ...]
     split: bool
-    regime: Regime
+    regime: Regime | None
     refused: Regime | None
     named: tuple[str, ...]
 
@@ -68,8 +69,8 @@ def rows_under(
         emptied = legal.sum(axis=0) == 0
         for row in emptied.nonzero()[0]:
             legal[:, row] = _shortest(arms, None if possible is None else possible[:, row])
-    asked, _, by = merge_regime(overrides, spec)
-    regime = _possible(asked, spec)
+    asked, allowed, by = merge_regime(overrides, spec)
+    regime = None if asked is None and allowed else _possible(asked, spec)
     named = {*by, *(name for limit in limits for name in limit.overrides)}
     return PlanRows(
         upper, bucket, limits, possible, legal, tuple(emptied.tolist()),

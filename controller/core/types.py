@@ -224,11 +224,18 @@ class StepFlags:
     first_use: bool = False
     unsteered: bool = False
     switched: bool = False
+    updating: bool = False
+    drafter_reset: bool = False
+
+    @property
+    def distorts_shape(self) -> bool:
+        """True when the step's seconds say nothing about a step of its shape."""
+        return self.after_gap or self.eager_fallback or self.first_use
 
     @property
     def distorts_cost(self) -> bool:
-        """True when the step's seconds say nothing about a plain step of its shape."""
-        return self.after_gap or self.eager_fallback or self.first_use
+        """True when they say nothing about a plain one, beside which nothing else runs."""
+        return self.distorts_shape or self.updating
 
 
 NO_FLAGS = StepFlags()
@@ -250,7 +257,8 @@ class StepReport:
     they sum to batch_size.  step_seconds: wall clock, end of previous step to end of this one.
     kv_tokens: sum of context lengths before the step.  classes: the same counts by request class,
     for engines that know one.  confidences: gamma means over the batch of the drafter's own
-    probability of what it drafted, or none.
+    probability of what it drafted, or none.  update_seconds: what the drafter's update took that
+    landed before this step, 0 where none did.
     """
 
     step: int
@@ -265,6 +273,7 @@ class StepReport:
     probe_id: int = 0
     classes: tuple[ClassCounts, ...] = ()
     confidences: tuple[float, ...] = ()
+    update_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         if self.batch_size < 1 or self.batch_size > MAX_BATCH_SIZE:
@@ -290,6 +299,11 @@ class StepReport:
             )
         if self.kv_tokens < 0:
             raise InvalidReportError(f"step {self.step}: kv_tokens {self.kv_tokens} is negative")
+        if not 0 <= self.update_seconds <= MAX_STEP_SECONDS:
+            raise InvalidReportError(
+                f"step {self.step}: update_seconds {self.update_seconds} is not a time up to "
+                f"{MAX_STEP_SECONDS:.0f} s"
+            )
         if self.classes:
             self._check_classes()
         if self.confidences:

@@ -170,8 +170,9 @@ def report_from_proto(message: engine_pb2.StepReport) -> StepReport:
     if message.HasField("flags"):
         said = message.flags
         flags = StepFlags(
-            said.after_gap, said.eager_fallback, said.first_use, said.unsteered, said.switched
-        )
+            said.after_gap, said.eager_fallback, said.first_use, said.unsteered, said.switched,
+            said.updating, said.drafter_reset,
+        )  # fmt: skip
     return StepReport(
         message.step,
         message.batch_size,
@@ -185,6 +186,7 @@ def report_from_proto(message: engine_pb2.StepReport) -> StepReport:
         message.probe_id,
         tuple(ClassCounts(c.label, tuple(c.accepted_counts)) for c in message.classes),
         tuple(message.confidences),
+        message.update_seconds,
     )
 
 
@@ -205,6 +207,7 @@ def report_to_proto(report: StepReport) -> engine_pb2.StepReport:
             for part in report.classes
         ],
         confidences=report.confidences,
+        update_seconds=report.update_seconds,
     )
     flags = report.flags
     if flags != NO_FLAGS:
@@ -215,6 +218,8 @@ def report_to_proto(report: StepReport) -> engine_pb2.StepReport:
                 first_use=flags.first_use,
                 unsteered=flags.unsteered,
                 switched=flags.switched,
+                updating=flags.updating,
+                drafter_reset=flags.drafter_reset,
             )
         )
     return message

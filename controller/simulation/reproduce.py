@@ -6,10 +6,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from controller.core.regime import STRIDES
 from controller.core.roofline import Overlap
 from controller.simulation import qwen
 from controller.simulation.reproduce_drafters import DrafterReport, Envelope, crossover
 from controller.simulation.reproduce_tide import ALPHAS, GAMMA, STATED_SPEEDUPS, TideReport
+from controller.simulation.reproduce_tts import StrideReport
 
 _TIDE_NOTE = """\
 The model of the second table is taken to be gpt-oss-120b: no other in Table 5 is fast enough.
@@ -22,8 +24,16 @@ Not comparable: their runs include start and end (20 batches' worth of requests)
 last step drafts past a request's end, and acceptance drawn round by round; the formula has none."""
 
 
-def tables(report: TideReport | DrafterReport) -> Group:
+_STRIDE_NOTE = """\
+Tokens/s over those without updates; "over best" is over the best fixed stride in hindsight.
+Step times are a + b / S, fitted to the tables; a sequence of 2000 steps begins with the drafter as
+it was, and its acceptance nears what its stride settles at over a sixth or so of it."""
+
+
+def tables(report: TideReport | DrafterReport | StrideReport) -> Group:
     """What was found, for a `rich` console."""
+    if isinstance(report, StrideReport):
+        return Group(*_strides(report))
     if isinstance(report, TideReport):
         return Group(*_tide(report))
     return Group(*_drafters(report))
@@ -34,6 +44,29 @@ def _table(title: str, *columns: str) -> Table:
     for column in columns:
         table.add_column(column, justify="right")
     return table
+
+
+def _strides(report: StrideReport) -> Iterator[RenderableType]:
+    table = _table(
+        "Online updates: the stride that the core chooses beside every fixed one",
+        "stream", *("off" if s == 0 else f"S = {s}" for s in STRIDES),
+        "chosen", "over best", "least",
+    )  # fmt: skip
+    table.columns[0].justify = "left"
+    for runs in (report.single, report.mixes):
+        for run in runs:
+            cells = [
+                f"[bold]{value:.3f}[/]" if stride == run.best else f"{value:.3f}"
+                for stride, value in run.fixed.items()
+            ]
+            chosen = sum(run.chosen) / len(run.chosen)
+            ratio = sum(run.ratios) / len(run.ratios)
+            table.add_row(
+                run.name, *cells, f"{chosen:.3f}", f"{ratio:.3f}", f"{min(run.ratios):.3f}"
+            )
+        table.add_section()
+    yield table
+    yield Text(_STRIDE_NOTE)
 
 
 def _tide(report: TideReport) -> Iterator[RenderableType]:

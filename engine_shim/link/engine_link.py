@@ -116,6 +116,7 @@ class EngineLink:
         plan_epoch: int,
         probe_id: int,
         session: int = 0,
+        update_seconds: float = 0.0,
     ) -> bool:
         """Sends one step report; units as in proto StepReport, `flags` as in packets.
 
@@ -136,6 +137,7 @@ class EngineLink:
                 probe_id,
                 session,
                 self._unreported_drops,
+                update_seconds,
             )
         except _UNENCODABLE as error:
             self._invalid += 1

@@ -5,7 +5,7 @@ started from one installation, so the version only guards against a mixed one: a
 refused, never guessed at.
 
   HELLO   engine -> agent   the introduction: a serialized proto EngineSpec
-  REPORT  engine -> agent   one decode step, 58 + 4 * (gamma + 1) bytes
+  REPORT  engine -> agent   one decode step, 62 + 4 * (gamma + 1) bytes
   PLAN    agent -> engine   a table over batch sizes, 36 + 21 * rows bytes
   EVENT   agent -> engine   how the sidecar is doing
 
@@ -22,7 +22,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 from engine_shim.link.errors import PacketError
 
-VERSION: Final = 1
+VERSION: Final = 2
 HELLO: Final = 1
 REPORT: Final = 2
 PLAN: Final = 3
@@ -39,12 +39,14 @@ EAGER_FALLBACK: Final = 2
 FIRST_USE: Final = 4
 UNSTEERED: Final = 8
 SWITCHED: Final = 16
-ALL_FLAGS: Final = 31
+UPDATING: Final = 32
+DRAFTER_RESET: Final = 64
+ALL_FLAGS: Final = 127
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 _HEAD: Final = struct.Struct("<BB")
-_REPORT_HEAD: Final = "<BBBBHIIIQQdQQ"
+_REPORT_HEAD: Final = "<BBBBHIIIQQdQQf"
 _REPORTS: Final = tuple(struct.Struct(f"{_REPORT_HEAD}{g + 1}I") for g in range(MAX_GAMMA + 1))
 _REPORT_FIXED: Final = struct.Struct(_REPORT_HEAD)
 _PLAN_HEAD: Final = struct.Struct("<BBHIQqIBI")
@@ -82,6 +84,7 @@ class ReportPacket(NamedTuple):
     step_seconds: float
     plan_epoch: int
     probe_id: int
+    update_seconds: float
     accepted_counts: tuple[int, ...]
 
 
@@ -176,6 +179,7 @@ def encode_report(  # noqa: PLR0913, PLR0917 -- no object is made for a step
     probe_id: int,
     session: int,
     dropped_before: int,
+    update_seconds: float = 0.0,
 ) -> bytes:
     """Raises struct.error or IndexError for what fits no packet (all other checks: the sidecar)."""
     return _REPORTS[gamma].pack(
@@ -192,6 +196,7 @@ def encode_report(  # noqa: PLR0913, PLR0917 -- no object is made for a step
         step_seconds,
         plan_epoch,
         probe_id,
+        update_seconds,
         *accepted_counts,
     )
 
@@ -206,7 +211,7 @@ def decode_report(data: Buffer) -> ReportPacket:
     if len(data) != layout.size:
         raise PacketError(f"report: {len(data)} bytes, gamma {gamma} needs {layout.size}")
     fields = layout.unpack(data)
-    return ReportPacket._make((*fields[2:13], fields[13:]))
+    return ReportPacket._make((*fields[2:14], fields[14:]))
 
 
 def encode_plan(plan: PlanPacket) -> bytes:

@@ -51,6 +51,7 @@ class Translator:
             step_seconds=packet.step_seconds,
             plan_epoch=packet.plan_epoch if ours else 0,
             probe_id=packet.probe_id if ours else 0,
+            update_seconds=packet.update_seconds,
         )
         flags = packet.flags
         if flags:
@@ -61,6 +62,8 @@ class Translator:
                     first_use=bool(flags & packets.FIRST_USE),
                     unsteered=bool(flags & packets.UNSTEERED),
                     switched=bool(flags & packets.SWITCHED),
+                    updating=bool(flags & packets.UPDATING),
+                    drafter_reset=bool(flags & packets.DRAFTER_RESET),
                 )
             )
         return message

@@ -22,6 +22,7 @@ import torch
 from engine_shim.sglang.errors import UnsupportedEngineError
 from engine_shim.sglang.judge import Judge, Verdict
 from engine_shim.sglang.live_weights import LiveWeights
+from engine_shim.sglang.telemetry import News
 from engine_shim.sglang.windows import Windows
 from engine_shim.training import trainer
 from engine_shim.training.checkpoint import eagle3_shape
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 MOST_REQUESTS: Final = 16
 # The target's, of which the live drafter has a reference: never trained, never copied.
 _EMBEDDING: Final = "model.embed_tokens.weight"
+# Draft positions that a round without drafts (gamma = 0) is learnt for.
+_UNDRAFTED: Final = 3
 
 _log = logging.getLogger(__name__)
 
@@ -99,6 +102,10 @@ class OnlineUpdates:
         self._since = 0
         self._stale = False
         self._idle = False
+        self._learning = False
+        self._reset = False
+        self._landed_seconds = 0.0
+        self._depth = min(_UNDRAFTED, largest_gamma)
         self._requests: list[str] = []
         # Their drafter's cache was filled by weights that are not served any more.
         self._tainted: set[str] = set()
@@ -123,6 +130,7 @@ class OnlineUpdates:
             self._requests = request_ids
             if self._weights.changed and not self._were_replaced():
                 self._weights.serve_first()
+                self._reset = True
                 self._judge.restart()
                 self._tell_weights()
                 self.counters.resets += 1
@@ -139,6 +147,12 @@ class OnlineUpdates:
         if message is not None:
             self._take(message)
 
+    def news(self) -> News:
+        """Of the step that begins, after `before_step`."""
+        seconds, reset = self._landed_seconds, self._reset
+        self._landed_seconds, self._reset = 0.0, False
+        return News(self._learning or seconds > 0, reset, seconds)
+
     def after_verify(self, batch: Any, result: Any, stride: int) -> None:
         """Before a step's draft-extend.  stride: rounds between two updates, 0 for none."""
         if self._channel is None:
@@ -146,13 +160,14 @@ class OnlineUpdates:
         gamma: int = result.logits_output.hidden_states.shape[0] // len(batch.reqs) - 1
         accepted: list[int] = result.accept_lens.tolist()
         if gamma:
+            self._depth = gamma
             self._observe([request.rid for request in batch.reqs], accepted)
         if not stride:
             self._windows.clear()
             return
         ready = self._windows.add(batch, result, accepted)
         self._since += 1
-        if gamma and ready and self._since >= stride and self._may_learn(len(batch.reqs)):
+        if ready and self._since >= stride and self._may_learn(len(batch.reqs)):
             self._hand_over(gamma)
 
     def close(self, why: str = "closed") -> None:
@@ -170,10 +185,13 @@ class OnlineUpdates:
             return
         self._since = 0
         self.counters.rounds += 1
-        self._send(Message(Kind.LEARN, requests=requests, positions=positions, gamma=gamma))
+        self._learning = True
+        depth = gamma or self._depth
+        self._send(Message(Kind.LEARN, requests=requests, positions=positions, gamma=depth))
 
     def _take(self, message: Message) -> None:
         self._idle = True
+        self._learning = False
         self.counters.state = "ready"
         if self._were_replaced():
             return
@@ -188,6 +206,7 @@ class OnlineUpdates:
             self._judge.updated()
             self.counters.updates += 1
             self.counters.loss, self.counters.seconds = message.loss, message.seconds
+            self._landed_seconds = message.seconds
         elif message.kind is Kind.REFUSED:
             self.counters.refused += 1
             _log.warning("an update of the drafter came to nothing: %s", message.text)
@@ -208,6 +227,7 @@ class OnlineUpdates:
             self._judge.before.rate, self._judge.found.rate, self._judge.hold,
         )  # fmt: skip
         self._weights.serve_good()
+        self._reset = True
         self._judge.restart()
         self._tainted = set(request_ids)
         self._tell_weights()
@@ -216,6 +236,7 @@ class OnlineUpdates:
         if not self._weights.were_replaced():
             return False
         self._judge.begin_anew()
+        self._reset = True
         self.counters.replaced += 1
         _log.info("the drafter was given other weights: it goes on from those")
         self._tell_weights()
@@ -242,6 +263,7 @@ class OnlineUpdates:
         if self._channel is not None:
             self._channel.close()
         self._channel = None
+        self._learning = False
         self._process.kill()
         self._process.wait()
         self._windows.clear()

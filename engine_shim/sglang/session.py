@@ -130,6 +130,8 @@ class Session:
         if sleep is not None:
             launch.asleep = self._catch_up(sleep, batch, choice.asleep and choice.gamma == 0)
         self._update(lambda online: online.before_step())
+        if self._online is not None:
+            launch.news = self._online.news()
         self._launching = launch
         result = original(worker, batch, *args, **kwargs)
         result.speculation_launch = launch
@@ -152,6 +154,8 @@ class Session:
     ) -> None:
         """Around `EagleDraftWorker._draft_extend_for_decode`."""
         launch, sleep = self._launching, self._sleep
+        stride = 0 if self._ranks is None else self._ranks.stride()
+        self._update(lambda online: online.after_verify(batch, result, stride))
         if launch is not None and launch.asleep and sleep is not None:
             try:
                 sleep.sleep_through(batch, result)
@@ -163,8 +167,6 @@ class Session:
                 self._stop_sleeping()
         if self._second is not None:
             self._second.follow(batch, result, kwargs.get("kv_loc_plan"))
-        stride = 0 if self._ranks is None else self._ranks.stride()
-        self._update(lambda online: online.after_verify(batch, result, stride))
         original(draft, batch, result, **kwargs)
 
     def around_resolve(

@@ -13,14 +13,16 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from engine_shim.link.packets import (
     AFTER_GAP,
+    DRAFTER_RESET,
     EAGER_FALLBACK,
     FIRST_USE,
     SWITCHED,
     UNSTEERED,
+    UPDATING,
 )
 from engine_shim.link.steering import Choice, Source
 
@@ -28,20 +30,37 @@ if TYPE_CHECKING:
     from engine_shim.link.engine_link import EngineLink
 
 
+class News(NamedTuple):
+    """What a step has to report of online updates.
+
+    updating: one was being computed beside it, or landed before it.  reset: before it the drafter
+    went back to earlier weights, or was given others.  seconds: of the one that landed, or 0.
+    """
+
+    updating: bool
+    reset: bool
+    seconds: float
+
+
+NO_NEWS: Final = News(updating=False, reset=False, seconds=0.0)
+
+
 class Launch:
     """A decode step that was launched.
 
     `forward_iter`: SGLang's counter of forwards, prefills included.  `kv_tokens`: sum of context
     lengths before the step; None while only the requests know it.  `started`: perf_counter seconds.
+    `news`: of the drafter's online updates.
     """
 
-    __slots__ = ("asleep", "choice", "forward_iter", "kv_tokens", "started")
+    __slots__ = ("asleep", "choice", "forward_iter", "kv_tokens", "news", "started")
 
     def __init__(self, choice: Choice, forward_iter: int | None, kv_tokens: int | None) -> None:
         self.choice = choice
         self.forward_iter = forward_iter
         self.kv_tokens = kv_tokens
         self.asleep = False
+        self.news = NO_NEWS
         self.started = perf_counter()
 
 
@@ -99,6 +118,11 @@ class StepTap:
             flags |= UNSTEERED
         if self._graph_batch_sizes and not result.can_run_cuda_graph:
             flags |= EAGER_FALLBACK
+        news = launch.news
+        if news.updating:
+            flags |= UPDATING
+        if news.reset:
+            flags |= DRAFTER_RESET
         shape = (*arm, self._padded(batch_size))
         if shape not in self._used:
             self._used.add(shape)
@@ -117,6 +141,7 @@ class StepTap:
             choice.epoch,
             choice.probe_id,
             choice.session,
+            news.seconds,
         )
 
     def _padded(self, batch_size: int) -> int:

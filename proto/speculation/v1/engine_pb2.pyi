@@ -208,7 +208,7 @@ class Capabilities(_message.Message):
     can_switch_drafter: _builtins.bool
     """The engine can change its drafter from step to step."""
     can_update_online: _builtins.bool
-    """The engine can run online drafter updates."""
+    """The engine can run online drafter updates, of its first drafter."""
     can_collect: _builtins.bool
     """The engine can capture training signals."""
     overlap_steps: _builtins.int
@@ -533,6 +533,7 @@ class StepReport(_message.Message):
     PROBE_ID_FIELD_NUMBER: _builtins.int
     CLASSES_FIELD_NUMBER: _builtins.int
     CONFIDENCES_FIELD_NUMBER: _builtins.int
+    UPDATE_SECONDS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Engine-side counter of decode steps, strictly increasing within a session."""
     batch_size: _builtins.int
@@ -548,6 +549,10 @@ class StepReport(_message.Message):
     """Epoch of the plan that the step ran under; 0 before the first plan."""
     probe_id: _builtins.int
     """Identifier of the probe that the step belonged to; 0 = none."""
+    update_seconds: _builtins.float
+    """What the drafter's update took that landed (was copied into the serving drafter) before this
+    step; 0 where none did.
+    """
     @_builtins.property
     def accepted_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """accepted_counts[k] = sequences that accepted exactly k draft tokens (bonus token excluded);
@@ -585,10 +590,11 @@ class StepReport(_message.Message):
         probe_id: _builtins.int = ...,
         classes: _abc.Iterable[Global___ClassCounts] | None = ...,
         confidences: _abc.Iterable[_builtins.float] | None = ...,
+        update_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["flags", b"flags"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_counts", b"accepted_counts", "batch_size", b"batch_size", "classes", b"classes", "confidences", b"confidences", "drafter", b"drafter", "flags", b"flags", "gamma", b"gamma", "kv_tokens", b"kv_tokens", "plan_epoch", b"plan_epoch", "probe_id", b"probe_id", "step", b"step", "step_seconds", b"step_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_counts", b"accepted_counts", "batch_size", b"batch_size", "classes", b"classes", "confidences", b"confidences", "drafter", b"drafter", "flags", b"flags", "gamma", b"gamma", "kv_tokens", b"kv_tokens", "plan_epoch", b"plan_epoch", "probe_id", b"probe_id", "step", b"step", "step_seconds", b"step_seconds", "update_seconds", b"update_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -635,6 +641,8 @@ class StepFlags(_message.Message):
     FIRST_USE_FIELD_NUMBER: _builtins.int
     UNSTEERED_FIELD_NUMBER: _builtins.int
     SWITCHED_FIELD_NUMBER: _builtins.int
+    UPDATING_FIELD_NUMBER: _builtins.int
+    DRAFTER_RESET_FIELD_NUMBER: _builtins.int
     after_gap: _builtins.bool
     """A prefill or an idle gap lies between the previous decode step and this one."""
     eager_fallback: _builtins.bool
@@ -645,6 +653,10 @@ class StepFlags(_message.Message):
     """No valid lease: the shim went on with its last plan (grace) or its safe default."""
     switched: _builtins.bool
     """The step changed drafter, draft length or sleep state."""
+    updating: _builtins.bool
+    """An online update was being computed beside the step, or landed before it."""
+    drafter_reset: _builtins.bool
+    """Before this step the drafter went back to earlier weights, or was given others."""
     def __init__(
         self,
         *,
@@ -653,10 +665,12 @@ class StepFlags(_message.Message):
         first_use: _builtins.bool = ...,
         unsteered: _builtins.bool = ...,
         switched: _builtins.bool = ...,
+        updating: _builtins.bool = ...,
+        drafter_reset: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_gap", b"after_gap", "eager_fallback", b"eager_fallback", "first_use", b"first_use", "switched", b"switched", "unsteered", b"unsteered"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_gap", b"after_gap", "drafter_reset", b"drafter_reset", "eager_fallback", b"eager_fallback", "first_use", b"first_use", "switched", b"switched", "unsteered", b"unsteered", "updating", b"updating"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

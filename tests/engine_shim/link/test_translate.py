@@ -12,7 +12,7 @@ ENGINE = EngineSpec(
     drafters=[Drafter(name="eagle3", gammas=[0, 1, 3]), Drafter(name="dflash", gammas=[0, 7])],
 )
 TRANSLATOR = Translator(ENGINE)
-REPORT = ReportPacket(1, 1, 0, 5, 0, 3, 10, 900, 0.02, 4, 8, (2, 1))
+REPORT = ReportPacket(1, 1, 0, 5, 0, 3, 10, 900, 0.02, 4, 8, 0.25, (2, 1))
 
 
 def test_a_report_names_its_drafter_and_keeps_every_number():
@@ -26,6 +26,7 @@ def test_a_report_names_its_drafter_and_keeps_every_number():
         step_seconds=0.02,
         plan_epoch=4,
         probe_id=8,
+        update_seconds=0.25,
     )
 
 

@@ -43,6 +43,7 @@ class RecordingLink:
         plan_epoch: int,
         probe_id: int,
         session: int = 0,
+        update_seconds: float = 0.0,
     ) -> bool:
         self.reports.append(SimpleNamespace(**{k: v for k, v in locals().items() if k != "self"}))
         return True

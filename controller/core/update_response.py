@@ -1,0 +1,222 @@
+"""What online updates do to a drafter's acceptance: learning against drift.
+
+The state z in [0, 1] says how far the drafter has come from its first weights (0) to the best that
+updates can make of it (1).  An update that lands closes a share `eta` of what is missing, and in
+every round (a decode step) a share `delta` of what was won is lost, because the text moves on:
+
+    z <- z + eta (1 - z)   for an update        z <- (1 - delta) z   for a round
+    a_1 = base + gain * z
+
+a_1 is the acceptance of the first draft position, which every draft shows, whatever its length.
+Later positions speak for it too, through what they usually are beside it: a_k = shape_k a_1.
+At a fixed stride S the state settles at 1 / (1 + S delta / eta): the shape of the acceptance
+lengths that the paper of test-time speculation reports over strides (arXiv:2605.09329, Table 7).
+
+eta and delta are not known: a grid of them runs side by side, each with its own z, its own Kalman
+filter for base and gain, and a weight that says how well it has predicted.  The base wanders
+faster than the gain, as requests differ: what counts as gain is what moves with z.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controller.core.types import MAX_GAMMA, StepReport
+
+_ETA = (0.003, 0.01, 0.03, 0.1)
+_DELTA = (0.0, 0.0003, 0.001, 0.004, 0.016)
+# What strides settle at in the paper is near 1 / (1 + S / 10): the logarithm of eta / delta then,
+# and by how much it may differ.
+_SETTLES = (2.3, 0.8)
+# That nothing drifts away at all is another matter: as likely as one deviation off.
+_LOG_NO_DRIFT = -0.5
+# Prior of (base, gain): means and standard deviations, and how far either wanders in a round.
+_PRIOR_MEAN = (0.7, 0.08)
+_PRIOR_DEVIATION = (0.3, 0.1)
+_WANDERS = (3e-4, 2e-4)
+# Rounds that are taken together as one observation.
+_BLOCK_ROUNDS = 16
+# After so many rounds what has spoken for an eta and a delta has faded to a third.
+_GRID_MEMORY_ROUNDS = 50_000.0
+# By how much the base may differ from one request to the next, where each begins anew.
+_REQUEST_DEVIATION = 0.03
+# How quickly the mean distance of resets is forgotten, a round.
+_RESET_RATE = 1e-4
+# What sets two blocks of the same state apart beyond chance.
+_BLOCK_DEVIATION = 0.02
+# Standard deviations of hope.
+_HOPE = 1.5
+# The traffic has become another one when predictions keep failing: standardised errors, summed with
+# this memory, beyond this bound.  How far the base may have moved then.
+_ERROR_KEEPS = 0.75
+_ERROR_BOUND = 6.5
+_SHIFT_DEVIATION = 0.15
+# Drafts after which the shape has forgotten two thirds; what a position counts as before it is seen
+# (as likely as the first).
+_SHAPE_MEMORY = 30_000.0
+_SHAPE_PRIOR = 50.0
+# Points of the horizon that a forecast is made for.
+POINTS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """First-position acceptance ahead.
+
+    now: as it is.  mean: [strides, POINTS] over the horizon.  hopeful: the same if each were better
+    than the present one by `_HOPE` standard deviations more.  gain, deviation: of all that updates
+    can do.
+    """
+
+    now: float
+    mean: NDArray[np.float64]
+    hopeful: NDArray[np.float64]
+    gain: float
+    deviation: float
+
+
+class UpdateResponse:
+    """The estimate for one drafter; `fold` changes it."""
+
+    def __init__(self) -> None:
+        eta, delta = np.meshgrid(_ETA, _DELTA, indexing="ij")
+        self._eta: NDArray[np.float64] = eta.ravel()
+        self._delta: NDArray[np.float64] = delta.ravel()
+        count = self._eta.size
+        self._state = np.zeros(count)
+        drifts = self._delta > 0
+        ratio = np.log(self._eta / np.where(drifts, self._delta, 1.0))
+        likely = -0.5 * np.square((ratio - _SETTLES[0]) / _SETTLES[1])
+        self._log_prior = np.where(drifts, likely, _LOG_NO_DRIFT)
+        # What has spoken for each grid point since.
+        self._log_evidence = np.zeros(count)
+        # Of (base, gain): means [2], and covariances bb, bg, gg [3], on every grid point.
+        self._mean = np.tile(np.array(_PRIOR_MEAN)[:, None], count)
+        bb, gg = np.square(_PRIOR_DEVIATION)
+        self._covariance = np.tile(np.array([bb, 0.0, gg])[:, None], count)
+        self._rounds = self._landed = self._all_rounds = 0
+        self._resets_per_round = 0.0
+        # Of the open block: drafts that were reached, what they count as in first ones, accepted.
+        self._reached = self._seen = self._accepted = 0.0
+        # By position, long remembered: drafts that were reached, and accepted.
+        self._shape = np.zeros((2, MAX_GAMMA))
+        self._shape[:] = _SHAPE_PRIOR
+        self._error = 0.0
+        self.updates = self.shifts = 0
+
+    def fold(self, report: StepReport, *, drafted: bool) -> None:
+        """One report; drafted: its counts are of the drafter that learns."""
+        self._all_rounds += 1
+        if report.flags.drafter_reset:
+            self._close()
+            self._state = np.zeros_like(self._state)
+            self._covariance[0] += _REQUEST_DEVIATION**2
+        self._resets_per_round += (report.flags.drafter_reset - self._resets_per_round) * max(
+            _RESET_RATE, 1 / self._all_rounds
+        )
+        self._rounds += 1
+        if report.update_seconds:
+            self._landed += 1
+            self.updates += 1
+        if drafted and report.gamma:
+            self._count(report)
+        if self._rounds >= _BLOCK_ROUNDS:
+            self._close()
+
+    def forecast(
+        self, updates_per_round: Sequence[float], horizon_rounds: float, present: int
+    ) -> Forecast:
+        """What comes of so many updates a round, for each of them; present: index of today's."""
+        weight = self._weights()
+        base, gain = self._base_and_gain()
+        ahead = horizon_rounds * (np.arange(POINTS) + 0.5) / POINTS
+        learning = np.asarray(updates_per_round)[:, None] * self._eta
+        # A reset takes all, so that on average it is a loss like any other.
+        rate = learning + self._delta + self._resets_per_round
+        settled = np.divide(learning, rate, out=np.zeros_like(rate), where=rate > 0)
+        left = np.exp(-rate[:, None, :] * ahead[None, :, None])
+        state = settled[:, None, :] + (self._state - settled)[:, None, :] * left
+        plain = (base + gain * state) @ weight
+        # Of what sets each of them apart from the present one.
+        apart = state - state[present]
+        variance = (
+            np.square(gain * apart) + self._covariance[2] * np.square(apart)
+        ) @ weight - np.square((gain * apart) @ weight)
+        hope = plain + _HOPE * np.sqrt(np.maximum(variance, 0.0))
+        mean_gain = float(weight @ gain)
+        spread = float(weight @ (self._covariance[2] + np.square(gain - mean_gain)))
+        now = float(weight @ (base + gain * self._state))
+        return Forecast(now, plain, hope, mean_gain, float(np.sqrt(spread)))
+
+    def _weights(self) -> NDArray[np.float64]:
+        log_weight = self._log_prior + self._log_evidence
+        weight: NDArray[np.float64] = np.exp(log_weight - log_weight.max())
+        weight /= weight.sum()
+        return weight
+
+    def _base_and_gain(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """The means; an update that harms is taken back, so that no gain is below 0."""
+        (base, gain), (_, bg, gg) = self._mean, self._covariance
+        return base - np.minimum(gain, 0.0) * bg / gg, np.maximum(gain, 0.0)
+
+    def _close(self) -> None:
+        """Takes the open block as one observation, and moves the states on."""
+        rounds = self._rounds
+        if not rounds:
+            return
+        before = self._state
+        learnt = 1 - (1 - before) * (1 - self._eta) ** self._landed
+        self._state = learnt * (1 - self._delta) ** rounds
+        if self._seen:
+            self._observe((before + self._state) / 2)
+        self._rounds = self._landed = 0
+        self._reached = self._seen = self._accepted = 0.0
+
+    def _count(self, report: StepReport) -> None:
+        counts = np.array(report.accepted_counts)
+        # Sequences that accepted k drafts or more, k = 0..gamma.
+        left = counts[::-1].cumsum()[::-1]
+        reached, accepted = left[:-1], left[1:]
+        gamma = report.gamma
+        self._shape *= 1 - reached[0] / _SHAPE_MEMORY
+        self._shape[0, :gamma] += reached
+        self._shape[1, :gamma] += accepted
+        usual = self._shape[1, :gamma] / self._shape[0, :gamma]
+        self._reached += float(reached.sum())
+        self._seen += float(reached @ (usual / usual[0]))
+        self._accepted += float(accepted.sum())
+
+    def _observe(self, state: NDArray[np.float64]) -> None:
+        found = self._accepted / self._seen
+        # The chance in a count, with a prior so that none is certain.
+        likely = (self._accepted + 1) / (self._reached + 2)
+        noise = likely * (1 - likely) * self._reached / self._seen**2 + _BLOCK_DEVIATION**2
+        bb, bg, gg = self._covariance
+        bb = bb + self._rounds * _WANDERS[0] ** 2
+        gg = gg + self._rounds * _WANDERS[1] ** 2
+        base, gain = self._mean
+        off = found - (base + gain * state)
+        with_base, with_gain = bb + bg * state, bg + gg * state
+        spread = noise + with_base + with_gain * state
+        for_base, for_gain = with_base / spread, with_gain / spread
+        self._mean = np.stack([base + for_base * off, gain + for_gain * off])
+        self._covariance = np.stack(
+            [bb - for_base * with_base, bg - for_base * with_gain, gg - for_gain * with_gain]
+        )
+        error = float(self._weights() @ (off / np.sqrt(spread)))
+        self._log_evidence *= np.exp(-self._rounds / _GRID_MEMORY_ROUNDS)
+        self._log_evidence -= 0.5 * (np.log(spread) + off * off / spread)
+        self._log_evidence -= self._log_evidence.max()
+        self._error = _ERROR_KEEPS * self._error + error
+        if abs(self._error) > _ERROR_BOUND:
+            self._shift()
+
+    def _shift(self) -> None:
+        """Another traffic: the base is unknown again, and where it is harder, z has to be won."""
+        if self._error < 0:
+            self._state = np.zeros_like(self._state)
+        self._covariance[0] += _SHIFT_DEVIATION**2
+        self._error = 0.0
+        self.shifts += 1
