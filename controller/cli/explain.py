@@ -78,6 +78,8 @@ def _print_explanation(answer: "service_pb2.ExplainResponse") -> None:
     if any(arm.extrapolated for arm in answer.arms):
         print_wide(Text("* outside of what the profile measured"))
     print_wide(_positions_table(answer))
+    if answer.HasField("updates"):
+        print_wide(_strides_table(answer.updates))
     print_wide(Text(_in_words(answer)))
 
 
@@ -130,6 +132,45 @@ def _positions_table(answer: "service_pb2.ExplainResponse") -> "Table":
     return table
 
 
+def _strides_table(updates: "service_pb2.UpdatesExplanation") -> "Table":
+    from rich.table import Table
+
+    table = Table(
+        "", "stride", "P(first accepted)", "ms lost a step", "tokens/s", "of best", "could be",
+        title="online updates of the drafter",
+    )  # fmt: skip
+    best = max((value.tokens_per_second for value in updates.strides), default=0.0)
+    for value in updates.strides:
+        table.add_row(
+            ("?" if updates.trying else "->") if value.chosen else "",
+            str(value.stride) if value.stride else "off",
+            f"{value.first_acceptance:.3f}",
+            f"{value.lost_seconds * 1e3:.2f}",
+            f"{value.tokens_per_second:.0f}",
+            f"{value.tokens_per_second / best:.3f}" if best else "-",
+            f"{value.optimistic_tokens_per_second:.0f}",
+        )
+    return table
+
+
+def _updates_text(answer: "service_pb2.ExplainResponse") -> str:
+    regime = regime_text(answer.plan.regime)
+    if not answer.HasField("updates"):
+        return "" if regime == "off" else f"the drafter's online updates: {regime}\n"
+    it = answer.updates
+    found = (
+        f"{it.updates} so far, the last took {it.update_seconds * 1e3:.0f} ms and "
+        f"{it.lost_seconds * 1e3:.1f} ms of the steps beside it"
+        if it.updates
+        else "none so far"
+    )
+    return (
+        f"the drafter's online updates: {regime}{' on trial' if it.trying else ''}; {found}; they "
+        f"may add {it.gain:.3f} +- {it.gain_deviation:.3f} to P(first accepted); trying may lose "
+        f"{max(0.0, it.trial_steps):.0f} steps more\n"
+    )
+
+
 def _in_words(answer: "service_pb2.ExplainResponse") -> str:
     plan = answer.plan
     costs = (
@@ -145,10 +186,8 @@ def _in_words(answer: "service_pb2.ExplainResponse") -> str:
         else "nothing to choose from"
     )
     warm = f"acceptance began from {answer.warm_start}\n" if answer.warm_start else ""
-    regime = regime_text(plan.regime)
-    learning = "" if regime == "off" else f"the drafter's online updates: {regime}\n"
     return (
-        f"plan {plan.epoch}: {_reason(plan.reason)}; {plan.reason_detail}\n{learning}"
+        f"plan {plan.epoch}: {_reason(plan.reason)}; {plan.reason_detail}\n{_updates_text(answer)}"
         f"costs: {costs}; context {answer.kv_tokens_per_sequence:.0f} tokens a sequence; "
         f"{answer.cost_outliers} step times left out as outliers\n"
         f"{second}; {answer.switches} switches, {answer.shifts} shifts of traffic\n"

@@ -242,7 +242,8 @@ class EngineController:
     def explain(self, batch_size: int = 0) -> Explanation:
         """The decision row at a batch size (0: the last report's), with all its numbers."""
         batch_size = batch_size or self._last_batch
-        row, bucket = self._rows_at.row_of(batch_size), self.cost.bucket_of(batch_size)
+        at = self._rows_at
+        row, bucket = at.row_of(batch_size), self.cost.bucket_of(batch_size)
         values = self._evaluate()
         plan = self.current_plan()
         chosen = plan.row_for(batch_size).arm
@@ -290,6 +291,7 @@ class EngineController:
             limits=self._rows_at.limits[row],
             overrides=self._overrides,
             warm_start=self._warm_start,
+            updates=self._regime.state if self._regime and at.regime is None else None,
         )
 
     def _evaluate(self, at: PlanRows | None = None) -> Values:

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from controller.core.acceptance import AcceptanceCurve
 from controller.core.override_rows import PlanRows
 from controller.core.overrides import Limits, Override
+from controller.core.regime import RegimeState
 from controller.core.traffic import TrafficEstimator
 from controller.core.types import Arm, Plan, Reason
 
@@ -63,7 +64,8 @@ class Explanation:
     """The whole decision row at one batch size.
 
     limits: what overrides leave there.  overrides: all that are for this engine.  warm_start:
-    whose acceptance estimates it began from, "" = nobody's.
+    whose acceptance estimates it began from, "" = nobody's.  updates: what the stride of online
+    updates was chosen from, None where it was not.
     """
 
     engine_id: str
@@ -87,6 +89,7 @@ class Explanation:
     limits: Limits | None = None
     overrides: tuple[Override, ...] = ()
     warm_start: str = ""
+    updates: RegimeState | None = None
 
 
 def positions_of(traffic: TrafficEstimator) -> tuple[PositionEstimate, ...]:

@@ -4,9 +4,12 @@
 core's types refuse; the other direction cannot fail.
 """
 
+from dataclasses import asdict
+
 from controller.core.errors import InvalidEngineError
 from controller.core.explanation import Explanation
 from controller.core.kinds import DrafterKind
+from controller.core.regime import RegimeState
 from controller.core.types import (
     NO_FLAGS,
     Arm,
@@ -320,4 +323,18 @@ def explanation_to_proto(explanation: Explanation) -> service_pb2.ExplainRespons
         cost_outliers=explanation.cost_outliers,
         prior=explanation.prior,
         limits=limits_to_proto(explanation.limits) if explanation.limits else None,
+        updates=_updates_to_proto(explanation.updates) if explanation.updates else None,
+    )
+
+
+def _updates_to_proto(state: RegimeState) -> service_pb2.UpdatesExplanation:
+    return service_pb2.UpdatesExplanation(
+        strides=[service_pb2.StrideExplanation(**asdict(value)) for value in state.strides],
+        updates=state.updates,
+        gain=state.gain,
+        gain_deviation=state.gain_deviation,
+        update_seconds=state.update_seconds,
+        lost_seconds=state.lost_seconds,
+        trying=state.trying,
+        trial_steps=state.trial_steps,
     )

@@ -45,6 +45,7 @@ class EngineSample:
     probe_share: float
     expected_accepted: float
     predicted_step_seconds: float
+    update_stride: int
 
 
 # Counter name -> (field of Tally, help).
@@ -62,6 +63,7 @@ _COUNTERS = {
         "eager",
         "Reported steps that ran without a graph, in an engine that has graphs.",
     ),
+    "speculation_drafter_updates": ("updates", "Online updates of the drafter that have landed."),
     "speculation_step_seconds": ("step_seconds", "Wall-clock seconds of the reported steps."),
     "speculation_draft_tokens": ("drafted_tokens", "Draft tokens verified."),
     "speculation_accepted_tokens": (
@@ -92,6 +94,10 @@ _GAUGES = {
         "predicted_step_seconds",
         "Seconds that a step of the planned choice should take at the last reported batch size.",
     ),
+    "speculation_update_stride": (
+        "update_stride",
+        "Rounds between two online updates of the drafter, as planned (0: none).",
+    ),
 }
 
 
@@ -114,6 +120,7 @@ def sample(session: Session) -> EngineSample:
         probe_share=explanation.probe_share,
         expected_accepted=value.expected_accepted,
         predicted_step_seconds=value.step_seconds,
+        update_stride=session.plan.regime.stride,
     )
 
 

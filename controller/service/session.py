@@ -50,6 +50,7 @@ class Tally:
     generated_tokens: int = 0
     unsteered: int = 0
     eager: int = 0
+    updates: int = 0
 
     def count(self, report: StepReport) -> None:
         """Adds one report that was used."""
@@ -63,6 +64,7 @@ class Tally:
         self.generated_tokens += accepted + report.batch_size
         self.unsteered += report.flags.unsteered
         self.eager += report.flags.eager_fallback
+        self.updates += report.update_seconds > 0
 
 
 class Measurement:

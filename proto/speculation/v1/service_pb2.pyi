@@ -428,6 +428,7 @@ class ExplainResponse(_message.Message):
     LIMITS_FIELD_NUMBER: _builtins.int
     STORE_FIELD_NUMBER: _builtins.int
     WARM_START_FIELD_NUMBER: _builtins.int
+    UPDATES_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     batch_size: _builtins.int
     profile_id: _builtins.str
@@ -469,6 +470,12 @@ class ExplainResponse(_message.Message):
     def store(self) -> _policy_pb2.StoreStatus:
         """How the store behind the overrides is doing."""
 
+    @_builtins.property
+    def updates(self) -> Global___UpdatesExplanation:
+        """What the stride of online updates was last chosen from; absent where nothing was chosen: the
+        engine cannot update, an override says the regime, or no step was reported yet.
+        """
+
     def __init__(
         self,
         *,
@@ -495,16 +502,107 @@ class ExplainResponse(_message.Message):
         limits: Global___OverrideLimits | None = ...,
         store: _policy_pb2.StoreStatus | None = ...,
         warm_start: _builtins.str = ...,
+        updates: Global___UpdatesExplanation | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_limits", b"_limits", "limits", b"limits", "plan", b"plan", "store", b"store"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_limits", b"_limits", "_updates", b"_updates", "limits", b"limits", "plan", b"plan", "store", b"store", "updates", b"updates"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_limits", b"_limits", "arms", b"arms", "batch_size", b"batch_size", "cost_outliers", b"cost_outliers", "engine_id", b"engine_id", "kv_tokens_per_sequence", b"kv_tokens_per_sequence", "limits", b"limits", "margin", b"margin", "overrides", b"overrides", "plan", b"plan", "policy", b"policy", "positions", b"positions", "prior", b"prior", "probe_credit_seconds", b"probe_credit_seconds", "probe_lost_seconds", b"probe_lost_seconds", "probe_share", b"probe_share", "probes", b"probes", "profile_id", b"profile_id", "runner_up_drafter", b"runner_up_drafter", "runner_up_gamma", b"runner_up_gamma", "shifts", b"shifts", "store", b"store", "switches", b"switches", "warm_start", b"warm_start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_limits", b"_limits", "_updates", b"_updates", "arms", b"arms", "batch_size", b"batch_size", "cost_outliers", b"cost_outliers", "engine_id", b"engine_id", "kv_tokens_per_sequence", b"kv_tokens_per_sequence", "limits", b"limits", "margin", b"margin", "overrides", b"overrides", "plan", b"plan", "policy", b"policy", "positions", b"positions", "prior", b"prior", "probe_credit_seconds", b"probe_credit_seconds", "probe_lost_seconds", b"probe_lost_seconds", "probe_share", b"probe_share", "probes", b"probes", "profile_id", b"profile_id", "runner_up_drafter", b"runner_up_drafter", "runner_up_gamma", b"runner_up_gamma", "shifts", b"shifts", "store", b"store", "switches", b"switches", "updates", b"updates", "warm_start", b"warm_start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__limits: _TypeAlias = _typing.Literal["limits"]  # noqa: Y015
     _WhichOneofArgType__limits: _TypeAlias = _typing.Literal["_limits", b"_limits"]  # noqa: Y015
+    _WhichOneofReturnType__updates: _TypeAlias = _typing.Literal["updates"]  # noqa: Y015
+    _WhichOneofArgType__updates: _TypeAlias = _typing.Literal["_updates", b"_updates"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__limits) -> _WhichOneofReturnType__limits | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__updates) -> _WhichOneofReturnType__updates | None: ...
 
 Global___ExplainResponse: _TypeAlias = ExplainResponse  # noqa: Y015
+
+@_typing.final
+class StrideExplanation(_message.Message):
+    """One stride of online updates, with the numbers it was judged by."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STRIDE_FIELD_NUMBER: _builtins.int
+    FIRST_ACCEPTANCE_FIELD_NUMBER: _builtins.int
+    LOST_SECONDS_FIELD_NUMBER: _builtins.int
+    TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    OPTIMISTIC_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    CHOSEN_FIELD_NUMBER: _builtins.int
+    stride: _builtins.int
+    """Rounds between two updates; 0 is off."""
+    first_acceptance: _builtins.float
+    """Acceptance of the first draft position, mean over the time ahead."""
+    lost_seconds: _builtins.float
+    """What updates take from a step."""
+    tokens_per_second: _builtins.float
+    """Of the batch, and the same if acceptance answers as well as may be hoped."""
+    optimistic_tokens_per_second: _builtins.float
+    chosen: _builtins.bool
+    def __init__(
+        self,
+        *,
+        stride: _builtins.int = ...,
+        first_acceptance: _builtins.float = ...,
+        lost_seconds: _builtins.float = ...,
+        tokens_per_second: _builtins.float = ...,
+        optimistic_tokens_per_second: _builtins.float = ...,
+        chosen: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chosen", b"chosen", "first_acceptance", b"first_acceptance", "lost_seconds", b"lost_seconds", "optimistic_tokens_per_second", b"optimistic_tokens_per_second", "stride", b"stride", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StrideExplanation: _TypeAlias = StrideExplanation  # noqa: Y015
+
+@_typing.final
+class UpdatesExplanation(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STRIDES_FIELD_NUMBER: _builtins.int
+    UPDATES_FIELD_NUMBER: _builtins.int
+    GAIN_FIELD_NUMBER: _builtins.int
+    GAIN_DEVIATION_FIELD_NUMBER: _builtins.int
+    UPDATE_SECONDS_FIELD_NUMBER: _builtins.int
+    LOST_SECONDS_FIELD_NUMBER: _builtins.int
+    TRYING_FIELD_NUMBER: _builtins.int
+    TRIAL_STEPS_FIELD_NUMBER: _builtins.int
+    updates: _builtins.int
+    """Landed so far."""
+    gain: _builtins.float
+    """What all they can do adds to the acceptance of the first draft position, and how sure that is."""
+    gain_deviation: _builtins.float
+    update_seconds: _builtins.float
+    """What the last update took, and what one takes from the steps beside it."""
+    lost_seconds: _builtins.float
+    trying: _builtins.bool
+    """The stride is on trial; what trying may still lose, in steps."""
+    trial_steps: _builtins.float
+    @_builtins.property
+    def strides(self) -> _containers.RepeatedCompositeFieldContainer[Global___StrideExplanation]: ...
+    def __init__(
+        self,
+        *,
+        strides: _abc.Iterable[Global___StrideExplanation] | None = ...,
+        updates: _builtins.int = ...,
+        gain: _builtins.float = ...,
+        gain_deviation: _builtins.float = ...,
+        update_seconds: _builtins.float = ...,
+        lost_seconds: _builtins.float = ...,
+        trying: _builtins.bool = ...,
+        trial_steps: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gain", b"gain", "gain_deviation", b"gain_deviation", "lost_seconds", b"lost_seconds", "strides", b"strides", "trial_steps", b"trial_steps", "trying", b"trying", "update_seconds", b"update_seconds", "updates", b"updates"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdatesExplanation: _TypeAlias = UpdatesExplanation  # noqa: Y015
 
 @_typing.final
 class OverrideLimits(_message.Message):
