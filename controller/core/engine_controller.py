@@ -416,14 +416,6 @@ class EngineController:
     def _issue(self, rows: tuple[PlanRow, ...], reason: Reason, detail: str, now: float) -> Plan:
         self._epoch += 1
         self._plan_time = now
-        at = self._rows_at
-        self._plan = Plan(
-            self._epoch,
-            rows,
-            self._regime_now(),
-            self._settings.lease_seconds,
-            reason,
-            detail,
-            at.named,
-        )
+        lease, named = self._settings.lease_seconds, self._rows_at.named
+        self._plan = Plan(self._epoch, rows, self._regime_now(), lease, reason, detail, named)
         return self._plan

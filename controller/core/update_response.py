@@ -53,10 +53,12 @@ _HOPE = 1.5
 _ERROR_KEEPS = 0.75
 _ERROR_BOUND = 6.5
 _SHIFT_DEVIATION = 0.15
-# Drafts after which the shape has forgotten two thirds; what a position counts as before it is seen
-# (as likely as the first).
+# Drafts after which the shape has forgotten two thirds; how many speak for a position as likely
+# as the first.
 _SHAPE_MEMORY = 30_000.0
 _SHAPE_PRIOR = 50.0
+# Where acceptance is never forecast beyond.
+_BOUNDS = (1e-3, 0.999)
 # Points of the horizon that a forecast is made for.
 POINTS = 4
 
@@ -102,7 +104,6 @@ class UpdateResponse:
         self._reached = self._seen = self._accepted = 0.0
         # By position, long remembered: drafts that were reached, and accepted.
         self._shape = np.zeros((2, MAX_GAMMA))
-        self._shape[:] = _SHAPE_PRIOR
         self._error = 0.0
         self.updates = self.shifts = 0
 
@@ -147,7 +148,8 @@ class UpdateResponse:
         hope = plain + _HOPE * np.sqrt(np.maximum(variance, 0.0))
         mean_gain = float(weight @ gain)
         spread = float(weight @ (self._covariance[2] + np.square(gain - mean_gain)))
-        now = float(weight @ (base + gain * self._state))
+        now = float(np.clip(weight @ (base + gain * self._state), *_BOUNDS))
+        plain, hope = np.clip(plain, *_BOUNDS), np.clip(hope, *_BOUNDS)
         return Forecast(now, plain, hope, mean_gain, float(np.sqrt(spread)))
 
     def _weights(self) -> NDArray[np.float64]:
@@ -180,10 +182,12 @@ class UpdateResponse:
         left = counts[::-1].cumsum()[::-1]
         reached, accepted = left[:-1], left[1:]
         gamma = report.gamma
-        self._shape *= 1 - reached[0] / _SHAPE_MEMORY
+        self._shape *= np.exp(-reached[0] / _SHAPE_MEMORY)
         self._shape[0, :gamma] += reached
         self._shape[1, :gamma] += accepted
-        usual = self._shape[1, :gamma] / self._shape[0, :gamma]
+        all_reached, all_accepted = self._shape[:, :gamma]
+        first = (all_accepted[0] + 0.5) / (all_reached[0] + 1)
+        usual = (all_accepted + _SHAPE_PRIOR * first) / (all_reached + _SHAPE_PRIOR)
         self._reached += float(reached.sum())
         self._seen += float(reached @ (usual / usual[0]))
         self._accepted += float(accepted.sum())

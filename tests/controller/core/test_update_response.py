@@ -136,3 +136,28 @@ def test_another_drafters_counts_are_not_taken():
     for step in range(200):
         response.fold(StepReport(step, 8, 8, "other", 1, (8, 0), 0.02), drafted=False)
     assert response.forecast(RATES, 5000.0, 0).now == pytest.approx(0.7)
+
+
+def feed(response: UpdateResponse, counts: tuple[int, ...], times: int) -> None:
+    for step in range(times):
+        report = StepReport(step, sum(counts), 1, "eagle3", len(counts) - 1, counts, 0.02)
+        response.fold(report, drafted=True)
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [(65_536, 0), (0, 65_536), (1, 0), (0, 1), (4, *[0] * 64), (*[0] * 64, 4)],
+    ids=["large, none", "large, all", "one, none", "one, all", "deep, none", "deep, all"],
+)
+def test_the_ends_of_what_can_be_reported_give_numbers(counts: tuple[int, ...]):
+    response = UpdateResponse()
+    feed(response, counts, 400)
+    # Deep positions after a long time without any.
+    feed(response, (3, 1), 4000)
+    feed(response, (4, *[0] * 64), 100)
+    forecast = response.forecast(RATES, 5000.0, 0)
+    for found in (forecast.mean, forecast.hopeful):
+        assert np.isfinite(found).all()
+        assert ((found > 0) & (found < 1)).all()
+    assert 0 < forecast.now < 1
+    assert forecast.deviation > 0
