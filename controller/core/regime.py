@@ -140,9 +140,11 @@ class RegimePlanner:
         at, since = self._at, self._rounds - self._moved_at
         best = int(plain[1:].argmax()) + 1
         runs = at > 0 and not self._trying
-        # By how much off may be better than it seems, beside what runs or would.
-        unsure = hopeful[0] - plain[0] if at else hopeful[best] - plain[best]
-        off = plain[0] * (1 - _START_MARGIN if runs else 1 + _START_MARGIN) + _CAUTION * unsure
+        off = plain[0] * (1 - _START_MARGIN if runs else 1 + _START_MARGIN)
+        if not self._response.begins_anew:
+            # By how much off may be better than it seems: only being off would show.
+            unsure = hopeful[0] - plain[0] if at else hopeful[best] - plain[best]
+            off += _CAUTION * unsure
         if plain[best] <= off:
             best = 0
         elif at and plain[best] <= plain[at] * (1 + _SWITCH_MARGIN):
@@ -153,7 +155,9 @@ class RegimePlanner:
             if self._trying and since < _TRIAL_ROUNDS and hopeful[at] > hope:
                 wanted = at
             else:
-                beside = [0, *(i for i in (best - 1, best + 1) if 0 < i < len(STRIDES))]
+                beside = [i for i in (best - 1, best + 1) if 0 < i < len(STRIDES)]
+                if not self._response.begins_anew:
+                    beside.append(0)
                 most = max(beside if best else [_FIRST_TRIAL], key=lambda i: float(hopeful[i]))
                 wanted = most if hopeful[most] > hope else best
         if wanted != at and since >= _DWELL_ROUNDS:

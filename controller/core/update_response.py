@@ -44,6 +44,8 @@ _GRID_MEMORY_ROUNDS = 50_000.0
 _REQUEST_DEVIATION = 0.03
 # How quickly the mean distance of resets is forgotten, a round.
 _RESET_RATE = 1e-4
+# Resets a round from which on they come now and then.
+_ANEW = 5e-5
 # What sets two blocks of the same state apart beyond chance.
 _BLOCK_DEVIATION = 0.02
 # Standard deviations of hope.
@@ -106,6 +108,11 @@ class UpdateResponse:
         self._shape = np.zeros((2, MAX_GAMMA))
         self._error = 0.0
         self.updates = self.shifts = 0
+
+    @property
+    def begins_anew(self) -> bool:
+        """Whether the drafter goes back now and then, which shows what it is without updates."""
+        return self._resets_per_round > _ANEW
 
     def fold(self, report: StepReport, *, drafted: bool) -> None:
         """One report; drafted: its counts are of the drafter that learns."""
