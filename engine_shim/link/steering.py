@@ -15,7 +15,7 @@ from enum import Enum
 from typing import Final, NamedTuple
 
 from engine_shim.link.packets import PlanPacket, ProbeEntry
-from speculation.v1.plan_pb2 import REGIME_MODE_ONLINE
+from speculation.v1.plan_pb2 import REGIME_MODE_COLLECT, REGIME_MODE_ONLINE
 
 _REMEMBERED_PROBES: Final = 4096
 _NEVER: Final = float("-inf")
@@ -139,6 +139,13 @@ class Steering:
         if self._plan is None or now >= self._lease_end + self._grace_seconds:
             return Source.SAFE_DEFAULT
         return Source.GRACE
+
+    def collects_at(self, now: float) -> bool:
+        """Whether training signals are to be kept; not on the safe default."""
+        plan = self._plan
+        if plan is None or plan.regime_mode != REGIME_MODE_COLLECT:
+            return False
+        return self.source_at(now) is not Source.SAFE_DEFAULT
 
     def stride_at(self, now: float) -> int:
         """Rounds between two online updates of the drafter; 0 for none, and in free flight."""

@@ -26,6 +26,7 @@ def introduce(
     *,
     can_sleep: bool,
     can_update_online: bool = False,
+    can_collect: bool = False,
     second: SecondDrafter | None = None,
 ) -> engine_pb2.EngineSpec:
     """`scheduler`: after `init_model_worker`."""
@@ -38,6 +39,7 @@ def introduce(
             can_sleep=can_sleep,
             can_switch_drafter=second is not None,
             can_update_online=can_update_online,
+            can_collect=can_collect,
             drafters_follow=True,
             catch_up_steps=settings.sleep_positions if can_sleep else 0,
             overlap_steps=1 if scheduler.enable_overlap else 0,

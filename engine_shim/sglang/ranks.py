@@ -83,6 +83,10 @@ class Ranks:
         """Rounds between two online updates of the drafter, 0 for none."""
         return self._steering.stride_at(self._adopted.now)
 
+    def collects(self) -> bool:
+        """Whether training signals are to be kept."""
+        return self._steering.collects_at(self._adopted.now)
+
     def choose(self, batch_size: int) -> Choice:
         """What the decode step that begins now shall run; once for each step."""
         return self._steering.choose(batch_size, self._adopted.now)

@@ -43,6 +43,7 @@ from engine_shim.sglang.telemetry import (
 )
 
 if TYPE_CHECKING:
+    from engine_shim.sglang.collect import Collector
     from engine_shim.sglang.online import OnlineUpdates
     from engine_shim.sglang.second_drafter import SecondDrafter
     from engine_shim.sglang.settings import PluginSettings
@@ -66,6 +67,7 @@ class Session:
         self._sleep: SleepingDrafter | None = None
         self._second: SecondDrafter | None = None
         self._online: OnlineUpdates | None = None
+        self._collector: Collector | None = None
         self._several = False
         self._prepared = PreparedStates()
         # The step between its launch and the end of its draft-extend; the scheduler launches one
@@ -156,6 +158,7 @@ class Session:
         launch, sleep = self._launching, self._sleep
         stride = 0 if self._ranks is None else self._ranks.stride()
         self._update(lambda online: online.after_verify(batch, result, stride))
+        self._collect(batch, result)
         if launch is not None and launch.asleep and sleep is not None:
             try:
                 sleep.sleep_through(batch, result)
@@ -198,6 +201,7 @@ class Session:
         status = {name: _plain(value) for name, value in status.items()}
         status["sleep"] = None if self._sleep is None else asdict(self._sleep.counters)
         status["online"] = None if self._online is None else asdict(self._online.counters)
+        status["signals"] = None if self._collector is None else self._collector.status()
         status["reporting"] = self._tap is not None
         status["prepared"] = self._prepared.status()
         return status
@@ -223,6 +227,30 @@ class Session:
         except Exception as error:  # noqa: BLE001 - out of memory, say
             _log.exception("an online update of the drafter failed")
             online.close(f"{type(error).__name__}: {error}")
+
+    def _collect(self, batch: Any, result: Any) -> None:
+        """Keeps training signals, if the plan says so; after an error no more."""
+        if self._collector is None or self._ranks is None:
+            return
+        try:
+            self._collector.after_verify(batch, result, collecting=self._ranks.collects())
+        except Exception as error:  # noqa: BLE001 - out of memory, say
+            _log.exception("training signals are kept no more")
+            self._collector.close(f"{type(error).__name__}: {error}")
+
+    def _start_collecting(self, worker: Any) -> None:
+        if not self._settings.signals_folder or not ranks.is_first():
+            return
+        from engine_shim.sglang.collect import Collector, cannot_collect_reason
+
+        reason = cannot_collect_reason(worker)
+        if reason is not None:
+            raise UnsupportedEngineError(f"SPECULATION_SIGNALS_FOLDER is set, but {reason}")
+        try:
+            self._collector = Collector(self._settings)
+        except OSError as error:
+            raise PluginError(f"SPECULATION_SIGNALS_FOLDER: {error}") from error
+        atexit.register(self._collector.close)
 
     def _start_updates(self, worker: Any, scheduler: Any) -> None:
         if not self._settings.online_updates:
@@ -266,12 +294,14 @@ class Session:
         if sleepless is None:
             self._sleep = SleepingDrafter(worker, self._settings.sleep_positions, self._second)
         self._start_updates(worker, scheduler)
+        self._start_collecting(worker)
         spec = introduce(
             scheduler,
             self._settings,
             gammas,
             can_sleep=sleepless is None,
             can_update_online=self._online is not None,
+            can_collect=self._collector is not None,
             second=self._second,
         )
         set_batch_limits(spec, policy.batch_limits)

@@ -73,6 +73,18 @@ class PluginSettings(LinkSettings):
         default=48, description="Positions of each request that are kept for it."
     )
 
+    signals_folder: str = Field(
+        default="",
+        description="Where training signals are written when the plan says so (`controller "
+        "override set --regime collect`). Empty: nowhere.",
+    )
+    signals_megabytes: int = Field(
+        default=1024, ge=1, description="What the folder may hold; then the oldest go."
+    )
+    signals_top: int = Field(
+        default=64, ge=1, le=1024, description="The target's likeliest tokens kept of a position."
+    )
+
     @property
     def online(self) -> OnlineSettings:
         """What the trainer is told.  Raises ValueError."""

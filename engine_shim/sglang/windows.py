@@ -22,7 +22,7 @@ _MOST: Final = 256
 
 
 @dataclass(slots=True)
-class _Rows:
+class Rows:
     """tokens int64 [n], features [n, width], top_tokens and top_logs [n, top]."""
 
     tokens: Tensor
@@ -33,12 +33,14 @@ class _Rows:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def cut(self, first: int, last: int) -> _Rows:
+    def cut(self, first: int, last: int) -> Rows:
+        """Those from `first` to before `last`."""
         at = slice(first, last)
-        return _Rows(self.tokens[at], self.features[at], self.top_tokens[at], self.top_logs[at])
+        return Rows(self.tokens[at], self.features[at], self.top_tokens[at], self.top_logs[at])
 
-    def joined(self, other: _Rows) -> _Rows:
-        return _Rows(
+    def joined(self, other: Rows) -> Rows:
+        """These, and the others behind them."""
+        return Rows(
             torch.cat([self.tokens, other.tokens]),
             torch.cat([self.features, other.features]),
             torch.cat([self.top_tokens, other.top_tokens]),
@@ -54,14 +56,34 @@ class _Window:
     """
 
     start: int
-    rows: _Rows
-    canvas: _Rows
+    rows: Rows
+    canvas: Rows
     accepted: int
 
     @property
     def end(self) -> int:
         """The position that the next canvas begins at."""
         return self.start + len(self.rows) + self.accepted
+
+
+def verified(batch: Any, result: Any, top: int) -> list[Rows]:
+    """What a step has verified, by request: the canvas's gamma + 1 positions.
+
+    batch, result: as SGLang hands them to `_draft_extend_for_decode`.  The tensors are copies:
+    SGLang writes into its own again.
+    """
+    output, size = result.logits_output, len(batch.reqs)
+    with torch.inference_mode(False), torch.no_grad():
+        logs = functional.log_softmax(output.next_token_logits.float(), dim=-1)
+        top_logs, top_tokens = logs.topk(min(top, logs.shape[-1]), dim=-1)
+        drafted = batch.spec_info.draft_token.view(size, -1)
+        canvas = (
+            drafted.to(torch.int64).clone(),
+            output.hidden_states.float().view(size, drafted.shape[1], -1).clone(),
+            top_tokens.view(size, drafted.shape[1], -1),
+            top_logs.view(size, drafted.shape[1], -1),
+        )
+        return [Rows(*(part[row] for part in canvas)) for row in range(size)]
 
 
 class Windows:
@@ -97,23 +119,12 @@ class Windows:
         batch, result: as SGLang hands them to `_draft_extend_for_decode`.  accepted: tokens that
         each request gained, bonus included.
         """
-        output, size = result.logits_output, len(batch.reqs)
+        canvases = verified(batch, result, self._top)
         with torch.inference_mode(False), torch.no_grad():
-            logs = functional.log_softmax(output.next_token_logits.float(), dim=-1)
-            top_logs, top_tokens = logs.topk(min(self._top, logs.shape[-1]), dim=-1)
-            drafted = batch.spec_info.draft_token.view(size, -1)
-            canvas = (
-                drafted.to(torch.int64).clone(),
-                output.hidden_states.float().view(size, drafted.shape[1], -1).clone(),
-                top_tokens.view(size, drafted.shape[1], -1),
-                top_logs.view(size, drafted.shape[1], -1),
-            )
             self._newest = []
             starts = batch.seq_lens.tolist()
             for row, request in enumerate(batch.reqs):
-                self._extend(
-                    request.rid, starts[row], _Rows(*(part[row] for part in canvas)), accepted[row]
-                )
+                self._extend(request.rid, starts[row], canvases[row], accepted[row])
         for rid in list(self._windows)[: max(0, len(self._windows) - _MOST)]:
             del self._windows[rid]
         return bool(self._newest)
@@ -145,7 +156,7 @@ class Windows:
                 tensors[name][row, -count:] = part
         return len(chosen), longest
 
-    def _extend(self, rid: str, start: int, canvas: _Rows, accepted: int) -> None:
+    def _extend(self, rid: str, start: int, canvas: Rows, accepted: int) -> None:
         before = self._windows.pop(rid, None)
         if before is None or before.end != start:
             # New, or steps of it were not seen.

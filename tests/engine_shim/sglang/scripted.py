@@ -9,6 +9,7 @@ from threading import Lock
 from speculation.v1.engine_pb2 import StepReport
 from speculation.v1.plan_pb2 import (
     REASON_EXPLOIT,
+    REGIME_MODE_COLLECT,
     REGIME_MODE_OFF,
     REGIME_MODE_ONLINE,
     Plan,
@@ -28,13 +29,14 @@ Script = Callable[[int], Arm]
 class ScriptedSidecar:
     """Answers every message with a plan; `arms` keeps what each epoch asked for.
 
-    stride: rounds between online updates, 0 for none.
+    stride: rounds between online updates, 0 for none.  collect: training signals are kept.
     """
 
     server: FakeSidecar
     script: Script = lambda _: (3, False)
     lease_ms: int = 60_000
     stride: int = 0
+    collect: bool = False
     arms: dict[int, Arm] = field(default_factory=dict)
     _lock: Lock = field(default_factory=Lock)
 
@@ -79,6 +81,7 @@ class ScriptedSidecar:
             reason=REASON_EXPLOIT,
         )
         mode = REGIME_MODE_ONLINE if self.stride else REGIME_MODE_OFF
+        mode = REGIME_MODE_COLLECT if self.collect else mode
         return Plan(
             epoch=epoch,
             rows=[row],
