@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
@@ -202,7 +201,6 @@ class SignalWriter:
         self._thread.join(_CLOSE_SECONDS)
 
     def _run(self) -> None:
-        torch.set_num_threads(1)
         while (signal := self._queue.get()) is not None:
             try:
                 self._store.add(signal)
