@@ -128,9 +128,10 @@ class OnlineUpdates:
         """As a prefill begins, before the drafter reads it."""
         if self._per_request and self._channel is not None and request_ids != self._requests:
             self._requests = request_ids
+            # Said even where nothing was learnt: that requests begin anew is a fact by itself.
+            self._reset = True
             if self._weights.changed and not self._were_replaced():
                 self._weights.serve_first()
-                self._reset = True
                 self._judge.restart()
                 self._tell_weights()
                 self.counters.resets += 1

@@ -10,6 +10,7 @@ import torch
 from engine_shim.sglang.errors import UnsupportedEngineError
 from engine_shim.sglang.online import OnlineCounters, OnlineUpdates, cannot_update_reason
 from engine_shim.sglang.settings import load_settings
+from engine_shim.sglang.telemetry import NO_NEWS, News
 from engine_shim.training.eagle3 import Eagle3Student
 from tests.engine_shim.link.eventually import eventually
 from tests.engine_shim.training.rounds import SHAPE, make_round, make_student, make_target
@@ -91,6 +92,7 @@ class Driver:
         assert cannot_update_reason(worker, "cpu", 1) is None
         self.online = OnlineUpdates(worker, load_settings(), GAMMA)
         self._steps = self._length = 0
+        self.news: list[News] = []
 
     @property
     def counters(self) -> OnlineCounters:
@@ -104,29 +106,35 @@ class Driver:
         self._rid, self._length = rid, 10
         self.online.before_prefill([rid])
 
-    def step(self, accepted: int, stride: int = 1) -> None:
+    def step(self, accepted: int, stride: int = 1, gamma: int = GAMMA) -> None:
         """accepted: tokens gained, 1 for none of the drafts."""
         self.online.before_step()
+        self.news.append(self.online.news())
         self._steps += 1
         found = self._rounds[self._steps % len(self._rounds)]
         logits = torch.zeros(GAMMA + 1, SHAPE.vocabulary)
         logits.scatter_(1, found.top_tokens[0], found.top_logs[0])
+        rows = gamma + 1
         batch: Any = SimpleNamespace(
             reqs=[SimpleNamespace(rid=self._rid)],
             seq_lens=torch.tensor([self._length % 40]),
-            spec_info=SimpleNamespace(draft_token=found.tokens[0]),
+            spec_info=SimpleNamespace(draft_token=found.tokens[0][:rows]),
         )
-        output = SimpleNamespace(hidden_states=found.features[0], next_token_logits=logits)
+        output = SimpleNamespace(
+            hidden_states=found.features[0][:rows], next_token_logits=logits[:rows]
+        )
         result: Any = SimpleNamespace(logits_output=output, accept_lens=torch.tensor([accepted]))
         self.online.after_verify(batch, result, stride)
         self._length += accepted
 
-    def until(self, what: Callable[[], bool], accepted: int = 2, stride: int = 1) -> None:
+    def until(
+        self, what: Callable[[], bool], accepted: int = 2, stride: int = 1, gamma: int = GAMMA
+    ) -> None:
         """Steps until the trainer has answered."""
 
         def done() -> bool:
             for _ in range(10):
-                self.step(accepted, stride)
+                self.step(accepted, stride, gamma)
                 if what():
                     return True
             return False
@@ -151,6 +159,29 @@ def test_it_learns_once_it_knows_what_it_would_be_compared_with(driver: Driver) 
     assert torch.equal(shared, make_target().model.embed_tokens.weight)
 
 
+def test_steps_are_told_of_the_updates_beside_and_before_them(driver: Driver) -> None:
+    driver.until(lambda: driver.counters.state == "ready", stride=0)
+    # The trainer was starting, and nobody asked it for anything.
+    assert set(driver.news) == {NO_NEWS}
+    driver.until(lambda: driver.counters.updates == 3, stride=60)
+    landed = [number for number, news in enumerate(driver.news) if news.seconds]
+    assert len(landed) == 3
+    assert all(driver.news[number].updating for number in landed)
+    assert driver.news[landed[-1]].seconds == driver.counters.seconds
+    # The trainer is done long before sixty steps are over.
+    assert not all(news.updating for news in driver.news[landed[0] :])
+    assert not any(news.reset for news in driver.news)
+
+
+def test_it_learns_from_rounds_without_drafts_as_well(driver: Driver) -> None:
+    driver.until(lambda: driver.counters.updates > 0)
+    before, rounds, weights = driver.counters.updates, driver.counters.rounds, driver.weights()
+    driver.until(lambda: driver.counters.updates > before + 2, accepted=1, gamma=0)
+    assert driver.counters.rounds > rounds
+    assert driver.counters.refused == 0
+    assert not torch.equal(driver.weights(), weights)
+
+
 def test_weights_that_somebody_else_has_set_stay(driver: Driver) -> None:
     driver.until(lambda: driver.counters.updates > 2)
     with torch.no_grad():
@@ -171,6 +202,8 @@ def test_a_fall_puts_the_last_good_weights_back(driver: Driver) -> None:
     driver.until(lambda: driver.counters.updates > 0)
     driver.until(lambda: driver.counters.restored == 1, accepted=1)
     assert torch.equal(driver.weights(), before)
+    driver.step(accepted=1)
+    assert [news.reset for news in driver.news].count(True) == 1
     rounds = driver.counters.rounds
     # Of a request that lived through it nothing can be concluded.
     for _ in range(600):
@@ -199,6 +232,11 @@ def test_each_request_begins_with_the_first_weights(monkeypatch: pytest.MonkeyPa
         driver.request("second")
         assert torch.equal(driver.weights(), before)
         assert driver.counters.resets == 1
+        driver.step(accepted=2)
+        driver.request("third")
+        driver.step(accepted=2)
+        # The first request is one, too.
+        assert [news.reset for news in driver.news].count(True) == 3
         # Also when the trainer was busy with the first one's last round.
         driver.until(lambda: driver.counters.updates > 3)
     finally:
