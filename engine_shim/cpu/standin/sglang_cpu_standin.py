@@ -108,9 +108,8 @@ def verify_one_as_decoding() -> None:
             return
         table, rows = backend.req_to_token_pool.req_to_token, forward_batch.req_pool_indices
         backend.draft_decode_metadata = (table, forward_batch.seq_lens + 1, rows)
-        # The stand-in's kernel needs no scratch space.
+        # The stand-in's kernel needs no scratch space, and has no sliding windows.
         backend.forward_metadata = (None, None)
-        backend._init_swa_forward_metadata(forward_batch.out_cache_loc)
 
     def forward_extend(
         backend: Any, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, *args: Any, **kw: Any

@@ -11,6 +11,7 @@ from engine_shim.sglang.online import OnlineCounters
 from engine_shim.sglang.session import Session
 from engine_shim.sglang.settings import PluginSettings
 from engine_shim.sglang.sleep import SleepCounters
+from engine_shim.sglang.telemetry import NO_NEWS, News
 
 
 class Mode:
@@ -67,6 +68,9 @@ class Online:
 
     def before_step(self) -> None:
         self._note("step")
+
+    def news(self) -> News:
+        return News(updating=True, reset=False, seconds=0.5)
 
     def after_verify(self, batch: Any, result: Any, stride: int) -> None:
         self._note(f"verified {stride}")
@@ -147,17 +151,17 @@ def test_a_prefill_is_no_step_but_wakes_its_requests() -> None:
     assert not hasattr(result, "speculation_launch")
 
 
-def test_a_drafter_learns_from_steps_that_it_reads_itself() -> None:
+def test_a_drafter_learns_from_every_step_awake_or_asleep() -> None:
     made = session(asleep=False, gamma=3)
     made._online, made._ranks = Online(), SimpleNamespace(stride=lambda: 5)
-    run_step(made)
+    result, _ = run_step(made)
     assert made._online.calls == ["step", "verified 5"]
+    assert result.speculation_launch.news == made._online.news() != NO_NEWS
     run_step(made, "extend")
     assert made._online.calls[2:] == ["prefill"]
     made._policy.decide = lambda _: Choice(0, 0, True, 1, 0, Source.PLAN, 0)
     run_step(made)
-    # Asleep it learns nothing.
-    assert made._online.calls[3:] == ["step"]
+    assert made._online.calls[3:] == ["step", "verified 5"]
 
 
 @pytest.mark.parametrize("failing", ["prefill", "step", "verified"])
@@ -223,3 +227,45 @@ def test_context_lengths_that_only_the_requests_know_are_read_before_they_change
 
     made.around_resolve(commit, None, result, SimpleNamespace(reqs=[request]))
     assert seen == [7]
+
+
+class Signals:
+    """Records whether it is to collect, or fails at it."""
+
+    def __init__(self, *, failing: bool = False) -> None:
+        self.failing = failing
+        self.collecting: list[bool] = []
+        self.why = "ready"
+
+    def after_verify(self, batch: Any, result: Any, *, collecting: bool) -> None:
+        self.collecting.append(collecting)
+        if self.failing:
+            raise RuntimeError("out of memory")
+
+    def status(self) -> dict[str, Any]:
+        return {"state": self.why}
+
+    def close(self, why: str) -> None:
+        self.failing, self.why = False, why
+
+
+@pytest.mark.parametrize("asleep", [True, False])
+def test_what_every_step_has_verified_is_offered_for_collection(asleep: bool) -> None:
+    made = session(asleep=asleep, gamma=0)
+    made._collector = Signals()
+    for collects in (True, False):
+        made._ranks = SimpleNamespace(stride=lambda: 0, collects=lambda: collects)  # noqa: B023
+        run_step(made)
+    assert made._collector.collecting == [True, False]
+
+
+def test_a_failure_to_collect_ends_the_collecting_and_nothing_else(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    made = session(asleep=False, gamma=3)
+    made._collector = Signals(failing=True)
+    made._ranks = SimpleNamespace(stride=lambda: 0, collects=lambda: True)
+    _, worked = run_step(made)
+    assert worked
+    assert made.status()["signals"] == {"state": "RuntimeError: out of memory"}
+    assert "training signals are kept no more" in caplog.text

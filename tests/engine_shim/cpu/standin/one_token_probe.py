@@ -22,7 +22,6 @@ class Backend(IntelAMXAttnBackend):  # type: ignore[misc]
 
     def __init__(self) -> None:
         self.draft_decode_metadata: Any = None
-        self.use_sliding_window_kv_pool = False
         self.req_to_token_pool: Any = SimpleNamespace(req_to_token="the table")
         self.planned: list[str] = []
 
@@ -34,7 +33,6 @@ def attend(backend: Backend, mode: ForwardMode, width: int) -> Any:
         spec_info=SimpleNamespace(draft_token_num=width),
         seq_lens=torch.tensor(SEQUENCES["lengths"]),
         req_pool_indices=torch.tensor(SEQUENCES["rows"]),
-        out_cache_loc=None,
     )
     backend.planned.clear()
     backend.init_forward_metadata(batch)
