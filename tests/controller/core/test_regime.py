@@ -106,6 +106,13 @@ def test_updates_that_cost_more_than_they_gain_are_not_kept():
     assert share_on(engine.run(4000)) < 0.05
 
 
+def test_trying_keeps_to_its_account():
+    """At the start, what half a percent of the steps earns, and one trial that was under way."""
+    engine = Engine(0.0, lost=1.0)
+    engine.run(8000)
+    assert 10 < engine.updates * engine.lost < 80 + 0.005 * 8000 + 32
+
+
 def test_once_learnt_and_not_lost_again_updates_cease():
     engine = Engine(0.3, drift=0.0, lost=1.0)
     engine.run(4000)
