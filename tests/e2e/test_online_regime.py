@@ -16,6 +16,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 TOKENS = 300
 MOST_ANSWERS = 8
+# Tokens a step: the drafter as it was loaded comes to 1.1 to 1.2 with its best draft length.
+LEARNT = 1.45
 
 
 def test_the_sidecar_finds_out_that_learning_pays(tmp_path: Path) -> None:
@@ -46,11 +48,12 @@ def test_the_sidecar_finds_out_that_learning_pays(tmp_path: Path) -> None:
                 lengths.append(4 * TOKENS / steps)
                 found = explained().updates
                 updates = found.updates
-                if updates > 60 and found.gain > 0.1:
+                sure = found.gain > 2 * found.gain_deviation
+                if updates > 20 and sure and lengths[-1] > LEARNT:
                     break
             answer = explained()
     print(f"tokens a step {[round(length, 2) for length in lengths]}, {updates} updates")
-    assert lengths[-1] > lengths[0] + 0.3
+    assert lengths[-1] > LEARNT
     # It is known what they have done, what one costs, and what each stride would come to.
     assert answer.updates.gain > 2 * answer.updates.gain_deviation
     assert answer.updates.lost_seconds < answer.updates.update_seconds * 10
