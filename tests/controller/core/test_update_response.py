@@ -95,7 +95,9 @@ def test_resets_take_away_what_was_won():
         drafter.run(64, 5)
     # Without updates one may hold what it has, the other one loses it with the next request.
     assert reset.forecast().now > 0.63
-    assert reset.forecast().mean[0, -1] == pytest.approx(0.6, abs=0.03)
+    # Two requests on, most of it is gone: sooner than drift takes it.
+    soon = reset.forecast(200.0)
+    assert soon.now - soon.mean[0, -1] > 0.03
     assert kept.forecast().mean[0, -1] > reset.forecast().mean[0, -1] + 0.04
 
 
