@@ -20,8 +20,10 @@ from controller.core.explanation import (
     ArmValue,
     Explanation,
     PreviewRow,
+    arm_text,
     positions_of,
     preview_rows,
+    why,
 )
 from controller.core.exploration import Explorer, Situation, relative_variance
 from controller.core.override_rows import PlanRows, rows_under
@@ -333,7 +335,12 @@ class EngineController:
             self._regime.update(values, active, self._last_batch, legal)
         probing = self.explorer.running
         rows = self._rows(choice, probing)
-        return rows, *self._why(values, choice, active, probing)
+        size, prior = self._last_batch, "" if self.profile_id else self.cost.prior
+        chosen, said = choice[active], self._planner.reasons[active]
+        return rows, *why(
+            f"B={size}: {arm_text(self.arms[chosen], values.value[chosen, active])}",
+            at, active, prior, probing[1] if probing else None, said,
+        )  # fmt: skip
 
     def _rows(
         self, choice: Sequence[int], probing: tuple[int, Probe] | None
@@ -367,38 +374,6 @@ class EngineController:
         for size in self._rows_at.upper:
             able = [arm for arm in self.arms if self.spec.can_run(arm, size)]
             yield size, self._forced if self._forced in able else min(able, key=attrgetter("gamma"))
-
-    def _why(
-        self,
-        values: Values,
-        choice: Sequence[int],
-        active: int,
-        probing: tuple[int, Probe] | None,
-    ) -> tuple[Reason, str]:
-        arm = self.arms[choice[active]]
-        detail = (
-            f"B={self._last_batch}: {arm.drafter} gamma {arm.gamma}, "
-            f"{values.value[choice[active], active]:.0f} tok/s expected"
-        )
-        limits = self._rows_at.limits[active]
-        if limits.overrides:
-            detail += f"; under {', '.join(limits.overrides)}"
-            if self._rows_at.emptied[active]:
-                detail += ", which leave nothing that this engine can run: no speculation"
-        if refused := self._rows_at.refused:
-            detail += f"; {refused} is asked for, which this engine cannot do: no online updates"
-        if not self.profile_id:
-            detail += f"; costs from a {self.cost.prior} prior, no profile loaded"
-        if probing:
-            probe = probing[1]
-            return Reason.PROBE, (
-                f"{detail}; {probe.steps} steps of {probe.arm.drafter} gamma {probe.arm.gamma} "
-                "to learn"
-            )
-        reason = self._planner.reasons[active]
-        if not self.profile_id and reason is not Reason.OVERRIDE:
-            return Reason.PROFILE_MISSING, detail
-        return reason, detail
 
     def _regime_now(self) -> Regime:
         """What overrides say, else what was decided; none beside a measurement."""

@@ -11,7 +11,7 @@ from controller.core.override_rows import PlanRows
 from controller.core.overrides import Limits, Override
 from controller.core.regime import RegimeState
 from controller.core.traffic import TrafficEstimator
-from controller.core.types import Arm, Plan, Reason
+from controller.core.types import Arm, Plan, Probe, Reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,3 +122,35 @@ def preview_rows(
 def _estimates(drafter: str, curve: AcceptanceCurve, label: str = "") -> list[PositionEstimate]:
     pairs = zip(curve.conditional, curve.exposures, strict=True)
     return [PositionEstimate(drafter, k, a, n, label) for k, (a, n) in enumerate(pairs, start=1)]
+
+
+def arm_text(arm: Arm, tokens_per_second: float) -> str:
+    """An arm and what is expected of it, for people."""
+    return f"{arm.drafter} gamma {arm.gamma}, {tokens_per_second:.0f} tok/s expected"
+
+
+def why(
+    choice: str, at: PlanRows, active: int, prior: str, probe: Probe | None, reason: Reason
+) -> tuple[Reason, str]:
+    """Why a plan is what it is: its reason, and one line for people.
+
+    choice: the active row's, in words.  prior: where costs come from without a profile, else "".
+    reason: the active row's.
+    """
+    detail, limits = choice, at.limits[active]
+    if limits.overrides:
+        detail += f"; under {', '.join(limits.overrides)}"
+        if at.emptied[active]:
+            detail += ", which leave nothing that this engine can run: no speculation"
+    if at.refused:
+        detail += f"; {at.refused} is asked for, which this engine cannot do: no online updates"
+    if prior:
+        detail += f"; costs from a {prior} prior, no profile loaded"
+    if probe:
+        arm = probe.arm
+        return Reason.PROBE, (
+            f"{detail}; {probe.steps} steps of {arm.drafter} gamma {arm.gamma} to learn"
+        )
+    if prior and reason is not Reason.OVERRIDE:
+        return Reason.PROFILE_MISSING, detail
+    return reason, detail
