@@ -64,12 +64,13 @@ def _arms(found: Mapping[str, Any]) -> str:
             f"{arm['tokens_per_second']:.1f}",
             str(arm["steps"]),
             str(arm["eager_steps"]),
+            f"{arm['acceptance_length']:.2f}",
         ]
         for arm in found["arms"]
     ]
     expected = "" if found["graphs_expected"] else " (graphs are off)"
     return f"The moving load, held to one arm{expected}:\n\n" + table(
-        ["arm", "tokens/s", "steps", "eager steps"], rows
+        ["arm", "tokens/s", "steps", "eager steps", "tokens a verification"], rows
     )
 
 

@@ -147,11 +147,16 @@ class _Check:
         rates: dict[Arm, float] = {}
         ran: Counter[Arm] = Counter()
         eager: Counter[Arm] = Counter()
+        accepted: Counter[Arm] = Counter()
+        verified: Counter[Arm] = Counter()
         for arm in self._shape.arms():
             played, pin = self._play_pinned(STEERED, arm, self._stream)
             rates[arm] = played.tokens_per_second
             ran.update(_arms_of(pin.reports))
             eager.update(_arms_of(r for r in pin.reports if r.flags.eager_fallback))
+            for one, report in zip(_arms_of(pin.reports), pin.reports, strict=True):
+                accepted[one] += sum(k * count for k, count in enumerate(report.accepted_counts))
+                verified[one] += sum(report.accepted_counts)
         finalists = sorted(rates, key=lambda arm: -rates[arm])[:_FINALISTS]
         plays: dict[Arm | None, list[Play]] = {None: [], **{arm: [] for arm in finalists}}
         for repeat in range(self._options.repeats):
@@ -165,6 +170,7 @@ class _Check:
                 "tokens_per_second": round(rates[arm], 2),
                 "steps": ran[arm],
                 "eager_steps": eager[arm],
+                "acceptance_length": round(1 + accepted[arm] / max(verified[arm], 1), 3),
             }
             for arm in rates
         ]

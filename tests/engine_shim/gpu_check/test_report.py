@@ -8,8 +8,8 @@ from engine_shim.gpu_check import report
 FOUND: dict[str, Any] = {
     "graphs_expected": True,
     "arms": [
-        {"drafter": "eagle3", "gamma": 3, "steps": 40, "eager_steps": 0},
-        {"drafter": "dflash", "gamma": 15, "steps": 30, "eager_steps": 2},
+        {"drafter": "eagle3", "gamma": 3, "steps": 40, "eager_steps": 0, "acceptance_length": 2.0},
+        {"drafter": "dflash", "gamma": 15, "steps": 30, "eager_steps": 2, "acceptance_length": 3.5},
     ],
 }
 
