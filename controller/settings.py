@@ -1,13 +1,13 @@
 """Settings of the sidecar: flags before environment before defaults; unknown keys are refused.
 
 Every field is an environment variable with the prefix CONTROLLER_, the decision's constants with
-CONTROLLER_PLANNER__ (two underscores).
+CONTROLLER_PLANNER__ (two underscores), those of training with CONTROLLER_TRAINING__.
 """
 
 import dataclasses
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -22,6 +22,7 @@ from pydantic_settings import (
 )
 
 from controller.core.errors import SpeculationError
+from controller.core.selective_training import TrainingSettings
 from controller.core.settings import PlannerSettings
 
 PREFIX = "CONTROLLER_"
@@ -49,12 +50,15 @@ def _is_host_port(address: str | None) -> str | None:
     return address
 
 
-def _known_constants(value: object) -> object:
-    if isinstance(value, Mapping):
-        known = {field.name for field in dataclasses.fields(PlannerSettings)}
-        if unknown := sorted(set(value) - known):
+def _known_by(kind: type[PlannerSettings | TrainingSettings]) -> Callable[[object], object]:
+    known = {field.name for field in dataclasses.fields(kind)}
+
+    def check(value: object) -> object:
+        if isinstance(value, Mapping) and (unknown := sorted(set(value) - known)):
             raise ValueError(f"unknown: {', '.join(unknown)}; known: {', '.join(sorted(known))}")
-    return value
+        return value
+
+    return check
 
 
 class _Environment(EnvSettingsSource):
@@ -141,8 +145,11 @@ class Settings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="Least level of a log line."
     )
-    planner: Annotated[PlannerSettings, BeforeValidator(_known_constants)] = Field(
+    planner: Annotated[PlannerSettings, BeforeValidator(_known_by(PlannerSettings))] = Field(
         PlannerSettings(), description="Constants of the decision."
+    )
+    training: Annotated[TrainingSettings, BeforeValidator(_known_by(TrainingSettings))] = Field(
+        TrainingSettings(), description="When a drafter is trained beside its engine (TIDE)."
     )
 
     @classmethod
@@ -161,6 +168,11 @@ class Settings(BaseSettings):
     def socket_path(self) -> Path:
         """The path in `address`."""
         return Path(self.address.removeprefix("unix:").removeprefix("//"))
+
+    @property
+    def state_path(self) -> Path:
+        """Where state is kept."""
+        return self.state_directory or Path(f"{self.socket_path}.state")
 
     @classmethod
     def load(cls, flags: Mapping[str, Any] | None = None) -> Self:
@@ -193,9 +205,14 @@ CLIENT_VARIABLES = frozenset(
 
 def variables() -> frozenset[str]:
     """The environment variables that mean something."""
+    groups = {"planner": PlannerSettings, "training": TrainingSettings}
     return frozenset(
-        {f"{PREFIX}{name}".upper() for name in Settings.model_fields if name != "planner"}
-        | {f"{PREFIX}PLANNER__{f.name}".upper() for f in dataclasses.fields(PlannerSettings)}
+        {f"{PREFIX}{name}".upper() for name in Settings.model_fields if name not in groups}
+        | {
+            f"{PREFIX}{name}__{constant.name}".upper()
+            for name, group in groups.items()
+            for constant in dataclasses.fields(group)
+        }
     )
 
 

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from speculation.v1 import plan_pb2, service_pb2
 
 _ANSWER_SECONDS_MAX = 5.0
+# Rounds of training that are shown, the newest.
+_PAST_ROUNDS = 4
 
 
 def engines(address: Address = DEFAULT_ADDRESS) -> None:
@@ -171,6 +173,34 @@ def _updates_text(answer: "service_pb2.ExplainResponse") -> str:
     )
 
 
+def _training_text(answer: "service_pb2.ExplainResponse") -> str:
+    if not answer.HasField("training"):
+        return ""
+    it = answer.training
+    head = (
+        f"the drafter's training: {it.phase}; acceptance rate {it.alpha_short:.3f} lately, "
+        f"{it.alpha_long:.3f} over long ({it.measured} measured); {it.stored_signals} of "
+        f"{it.signals_needed} signals for round {it.rounds + 1}"
+    )
+    lines = [head]
+    if it.draft_version or it.past:
+        arrived = "" if it.served_version == it.draft_version else f", {it.served_version} serves"
+        trial = f", on trial after {it.parent_version}" if it.on_trial else ""
+        lines.append(f"  its version: {it.draft_version or 'as loaded'}{arrived}{trial}")
+    lines += [f"  {_round_text(past)}" for past in it.past[-_PAST_ROUNDS:]]
+    return "\n".join(lines) + "\n"
+
+
+def _round_text(past: "service_pb2.PastRound") -> str:
+    it = past.round
+    if it.error:
+        return f"round {it.round} {past.outcome}: {it.error}"
+    return (
+        f"round {it.round}, version {it.version} {past.outcome}: accepted {it.alpha_train:.3f} in "
+        f"service; on held-out signals {it.alpha_before:.3f} before, {it.alpha_eval:.3f} after"
+    )
+
+
 def _in_words(answer: "service_pb2.ExplainResponse") -> str:
     plan = answer.plan
     costs = (
@@ -187,7 +217,8 @@ def _in_words(answer: "service_pb2.ExplainResponse") -> str:
     )
     warm = f"acceptance began from {answer.warm_start}\n" if answer.warm_start else ""
     return (
-        f"plan {plan.epoch}: {_reason(plan.reason)}; {plan.reason_detail}\n{_updates_text(answer)}"
+        f"plan {plan.epoch}: {_reason(plan.reason)}; {plan.reason_detail}\n"
+        f"{_updates_text(answer)}{_training_text(answer)}"
         f"costs: {costs}; context {answer.kv_tokens_per_sequence:.0f} tokens a sequence; "
         f"{answer.cost_outliers} step times left out as outliers\n"
         f"{second}; {answer.switches} switches, {answer.shifts} shifts of traffic\n"

@@ -15,12 +15,13 @@ import numpy as np
 from controller.core.catch_up import CatchUp
 from controller.core.clock import Clock
 from controller.core.cost import CostModel, Costs
+from controller.core.drafter_updates import DrafterUpdates
 from controller.core.errors import StaleReportError
 from controller.core.explanation import (
-    ArmValue,
     Explanation,
     PreviewRow,
     arm_text,
+    arm_values,
     positions_of,
     preview_rows,
     why,
@@ -32,7 +33,7 @@ from controller.core.planner import Values, batch_buckets, evaluate
 from controller.core.policies import make_planner
 from controller.core.prior import prior_for
 from controller.core.profile import Profile
-from controller.core.regime import RegimePlanner
+from controller.core.selective_training import TrainingSettings
 from controller.core.settings import PlannerSettings
 from controller.core.traffic import TrafficEstimator
 from controller.core.types import (
@@ -64,7 +65,12 @@ class EngineController:
     """
 
     def __init__(
-        self, spec: EngineSpec, settings: PlannerSettings, profile: Profile | None, clock: Clock
+        self,
+        spec: EngineSpec,
+        settings: PlannerSettings,
+        profile: Profile | None,
+        clock: Clock,
+        training: TrainingSettings | None = None,
     ) -> None:
         if profile is not None:
             profile.require_match(spec.fingerprint, spec.drafters)
@@ -87,7 +93,7 @@ class EngineController:
         self._rows_at = at = rows_under((), spec, self._buckets, self.arms)
         self._planner.limit(at.upper, self._sizes[at.bucket], at.legal, at.possible)
         self.explorer = Explorer(self.arms, settings)
-        self._regime = RegimePlanner(self.arms) if spec.capabilities.can_update_online else None
+        self.updates = DrafterUpdates(spec, self.arms, training or TrainingSettings())
         self._forced: Arm | None = None
         self._kv_per_sequence = profile.kv_tokens_per_sequence if profile else 0.0
         self._last_step = -1
@@ -143,8 +149,8 @@ class EngineController:
         woke = self._catch_up.observe(report, expected)
         if not (woke or report.flags.distorts_cost):
             self.cost.observe(arm, report.batch_size, expected, report.step_seconds)
-        if self._regime is not None and self._forced is None:
-            self._regime.observe(report, expected)
+        if self._forced is None:
+            self.updates.observe(report, expected)
         watch = self._planner.watch
         if watch is not None and report.gamma == 0:
             share = float(watch.share[self._rows_at.row_of(report.batch_size)])
@@ -193,8 +199,8 @@ class EngineController:
             return None
         rows, reason, detail = self._decide_rows(now)
         at = self._rows_at
-        told = (self._plan.overrides, self._plan.regime) == (at.named, self._regime_now())
-        if told and rows == self._plan.rows:
+        said, now_is = self._plan, (at.named, self._regime_now(), self.updates.version)
+        if (said.overrides, said.regime, said.draft_version) == now_is and rows == self._plan.rows:
             if not half_gone:
                 return None
             reason = Reason.LEASE if reason is Reason.EXPLOIT else reason
@@ -261,20 +267,8 @@ class EngineController:
             engine_id=self.spec.engine_id,
             batch_size=batch_size,
             plan=plan,
-            arms=tuple(
-                ArmValue(
-                    arm,
-                    float(values.expected[i]),
-                    float(values.costs.seconds[i, row]),
-                    float(column[i]),
-                    float(hoped[i]),
-                    arm == chosen,
-                    bool(values.costs.extrapolated[i, row]),
-                    float(drift[i]),
-                    float(values.catch_up[i]),
-                    self._rows_at.legal is None or bool(self._rows_at.legal[i, row]),
-                )
-                for i, arm in enumerate(self.arms)
+            arms=arm_values(
+                self.arms, values, row, hoped, drift, self._rows_at.legal, self.arms.index(chosen)
             ),
             positions=positions_of(self.traffic),
             profile_id=self.profile_id,
@@ -293,7 +287,8 @@ class EngineController:
             limits=self._rows_at.limits[row],
             overrides=self._overrides,
             warm_start=self._warm_start,
-            updates=self._regime.state if self._regime and at.regime is None else None,
+            updates=self.updates.strides if at.regime is None else None,
+            training=self.updates.view,
         )
 
     def _evaluate(self, at: PlanRows | None = None) -> Values:
@@ -330,9 +325,9 @@ class EngineController:
                 int(at.bucket[active]), None if at.legal is None else at.legal[:, active],
             )  # fmt: skip
             self.explorer.consider(situation, now)
-        if self._regime is not None and at.regime is None and self.reports:
+        if at.regime is None and self.reports:
             legal = None if at.legal is None else at.legal[:, active]
-            self._regime.update(values, active, self._last_batch, legal)
+            self.updates.update(values, active, self._last_batch, legal)
         probing = self.explorer.running
         rows = self._rows(choice, probing)
         size, prior = self._last_batch, "" if self.profile_id else self.cost.prior
@@ -379,7 +374,7 @@ class EngineController:
         """What overrides say, else what was decided; none beside a measurement."""
         if self._rows_at.regime is not None:
             return self._rows_at.regime
-        return Regime() if self._regime is None or self._forced else self._regime.regime
+        return Regime() if self._forced else self.updates.regime
 
     def _row(self, size: int, arm: Arm, reason: Reason, probe: Probe | None) -> PlanRow:
         asleep = self._asleep(arm) or (probe is not None and self._asleep(probe.arm))
@@ -392,5 +387,6 @@ class EngineController:
         self._epoch += 1
         self._plan_time = now
         lease, named = self._settings.lease_seconds, self._rows_at.named
-        self._plan = Plan(self._epoch, rows, self._regime_now(), lease, reason, detail, named)
+        regime, version = self._regime_now(), self.updates.version
+        self._plan = Plan(self._epoch, rows, regime, lease, reason, detail, named, version)
         return self._plan

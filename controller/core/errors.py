@@ -29,6 +29,10 @@ class InvalidBeliefError(SpeculationError):
     """Kept estimates that are none."""
 
 
+class InvalidTrainingError(SpeculationError):
+    """A trainer's result, or a kept state of training, that cannot be."""
+
+
 class ProfileMergeError(SpeculationError):
     """Profiles that cannot be made into one."""
 

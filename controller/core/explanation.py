@@ -9,7 +9,9 @@ from numpy.typing import NDArray
 from controller.core.acceptance import AcceptanceCurve
 from controller.core.override_rows import PlanRows
 from controller.core.overrides import Limits, Override
+from controller.core.planner import Values
 from controller.core.regime import RegimeState
+from controller.core.selective_training import TrainingView
 from controller.core.traffic import TrafficEstimator
 from controller.core.types import Arm, Plan, Probe, Reason
 
@@ -65,7 +67,8 @@ class Explanation:
 
     limits: what overrides leave there.  overrides: all that are for this engine.  warm_start:
     whose acceptance estimates it began from, "" = nobody's.  updates: what the stride of online
-    updates was chosen from, None where it was not.
+    updates was chosen from, None where it was not.  training: of the drafter beside the engine,
+    None where the engine cannot.
     """
 
     engine_id: str
@@ -90,6 +93,38 @@ class Explanation:
     overrides: tuple[Override, ...] = ()
     warm_start: str = ""
     updates: RegimeState | None = None
+    training: TrainingView | None = None
+
+
+def arm_values(
+    arms: Sequence[Arm],
+    values: Values,
+    row: int,
+    hoped: NDArray[np.float64],
+    drift: NDArray[np.float64],
+    legal: NDArray[np.bool_] | None,
+    chosen: int,
+) -> tuple[ArmValue, ...]:
+    """Every arm in one row of the plan.
+
+    hoped, drift: [arms], tokens per second at best, and factors on profiled costs.  legal: [arms,
+    rows], None for all.  chosen: index of the planned arm.
+    """
+    return tuple(
+        ArmValue(
+            arm,
+            float(values.expected[i]),
+            float(values.costs.seconds[i, row]),
+            float(values.value[i, row]),
+            float(hoped[i]),
+            i == chosen,
+            bool(values.costs.extrapolated[i, row]),
+            float(drift[i]),
+            float(values.catch_up[i]),
+            legal is None or bool(legal[i, row]),
+        )
+        for i, arm in enumerate(arms)
+    )
 
 
 def positions_of(traffic: TrafficEstimator) -> tuple[PositionEstimate, ...]:

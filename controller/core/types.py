@@ -135,6 +135,7 @@ class Capabilities:
     can_switch_drafter: bool = False
     can_update_online: bool = False
     can_collect: bool = False
+    can_take_versions: bool = False
     overlap_steps: int = 0
     drafters_follow: bool = False
     catch_up_steps: int = 0
@@ -258,7 +259,8 @@ class StepReport:
     kv_tokens: sum of context lengths before the step.  classes: the same counts by request class,
     for engines that know one.  confidences: gamma means over the batch of the drafter's own
     probability of what it drafted, or none.  update_seconds: what the drafter's update took that
-    landed before this step, 0 where none did.
+    landed before this step, 0 where none did.  draft_version: of the drafter that served it, 0 = as
+    loaded.
     """
 
     step: int
@@ -274,6 +276,7 @@ class StepReport:
     classes: tuple[ClassCounts, ...] = ()
     confidences: tuple[float, ...] = ()
     update_seconds: float = 0.0
+    draft_version: int = 0
 
     def __post_init__(self) -> None:
         if self.batch_size < 1 or self.batch_size > MAX_BATCH_SIZE:
@@ -376,7 +379,8 @@ class PlanRow:
 class Plan:
     """A table over batch sizes.  `rows` ascend; the last one also serves every larger batch.
 
-    overrides: ids of those that count anywhere in it.
+    overrides: ids of those that count anywhere in it.  draft_version: of the drafter that shall
+    serve, 0 = as loaded.
     """
 
     epoch: int
@@ -386,6 +390,7 @@ class Plan:
     reason: Reason
     reason_detail: str
     overrides: tuple[str, ...] = ()
+    draft_version: int = 0
 
     def row_for(self, batch_size: int) -> PlanRow:
         """The row that serves this batch size."""

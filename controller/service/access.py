@@ -78,7 +78,8 @@ def right_of(method: str) -> Right:
         return Right.OVERRIDE
     if kind == "ProfilingService" and name in {"ListProfiles", "GetProfile"}:
         return Right.READ
-    return Right.STEER if kind in {"SpeculationService", "ProfilingService"} else Right.READ
+    steers = {"SpeculationService", "ProfilingService", "TrainingService"}
+    return Right.STEER if kind in steers else Right.READ
 
 
 @dataclass(frozen=True, slots=True)

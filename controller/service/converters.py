@@ -34,6 +34,7 @@ from controller.service.shapes import (
     model_shape_from_proto,
     model_shape_to_proto,
 )
+from controller.service.training_messages import training_to_proto
 from speculation.v1 import engine_pb2, plan_pb2, service_pb2
 
 _KIND_TO_PROTO = {
@@ -91,6 +92,7 @@ def engine_from_proto(message: engine_pb2.EngineSpec) -> EngineSpec:
             overlap_steps=able.overlap_steps,
             drafters_follow=able.drafters_follow,
             catch_up_steps=able.catch_up_steps,
+            can_take_versions=able.can_take_versions,
         ),
         shape=model_shape_from_proto(message.shape) if message.HasField("shape") else None,
     )
@@ -162,6 +164,7 @@ def engine_to_proto(spec: EngineSpec) -> engine_pb2.EngineSpec:
             overlap_steps=able.overlap_steps,
             drafters_follow=able.drafters_follow,
             catch_up_steps=able.catch_up_steps,
+            can_take_versions=able.can_take_versions,
         ),
         shape=None if spec.shape is None else model_shape_to_proto(spec.shape),
     )
@@ -190,6 +193,7 @@ def report_from_proto(message: engine_pb2.StepReport) -> StepReport:
         tuple(ClassCounts(c.label, tuple(c.accepted_counts)) for c in message.classes),
         tuple(message.confidences),
         message.update_seconds,
+        message.draft_version,
     )
 
 
@@ -211,6 +215,7 @@ def report_to_proto(report: StepReport) -> engine_pb2.StepReport:
         ],
         confidences=report.confidences,
         update_seconds=report.update_seconds,
+        draft_version=report.draft_version,
     )
     flags = report.flags
     if flags != NO_FLAGS:
@@ -243,6 +248,7 @@ def plan_to_proto(plan: Plan) -> plan_pb2.Plan:
         reason=_REASON_TO_PROTO[plan.reason],
         reason_detail=plan.reason_detail,
         overrides=plan.overrides,
+        draft_version=plan.draft_version,
     )
 
 
@@ -324,6 +330,7 @@ def explanation_to_proto(explanation: Explanation) -> service_pb2.ExplainRespons
         prior=explanation.prior,
         limits=limits_to_proto(explanation.limits) if explanation.limits else None,
         updates=_updates_to_proto(explanation.updates) if explanation.updates else None,
+        training=training_to_proto(explanation.training) if explanation.training else None,
     )
 
 

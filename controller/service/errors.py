@@ -10,6 +10,7 @@ from controller.core.errors import (
     InvalidEngineError,
     InvalidProfileError,
     InvalidReportError,
+    InvalidTrainingError,
     ProfileMergeError,
     ProfileMismatchError,
     SpeculationError,
@@ -95,6 +96,14 @@ class TooManyCallsError(SpeculationError):
     """More calls than this sidecar takes in a second."""
 
 
+class CannotTrainError(SpeculationError):
+    """The engine keeps no signals, or takes no versions of its drafter."""
+
+
+class TrainerPresentError(SpeculationError):
+    """Another trainer attends the engine."""
+
+
 class ShuttingDownError(SpeculationError):
     """The sidecar is going away."""
 
@@ -129,6 +138,9 @@ _STATUS: tuple[tuple[type[SpeculationError], grpc.StatusCode], ...] = (
     (ForbiddenError, grpc.StatusCode.PERMISSION_DENIED),
     (UnauthenticatedError, grpc.StatusCode.UNAUTHENTICATED),
     (TooManyCallsError, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (InvalidTrainingError, grpc.StatusCode.INVALID_ARGUMENT),
+    (CannotTrainError, grpc.StatusCode.FAILED_PRECONDITION),
+    (TrainerPresentError, grpc.StatusCode.ALREADY_EXISTS),
     (StoreUnavailableError, grpc.StatusCode.UNAVAILABLE),
     (StoreError, grpc.StatusCode.INTERNAL),
 )

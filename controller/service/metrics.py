@@ -20,7 +20,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 import controller
-from controller.core.types import Arm
+from controller.core.types import Arm, RegimeMode
 from controller.service.override_book import OverrideBook
 from controller.service.session import Session
 from controller.service.sessions import SessionRegistry
@@ -46,6 +46,9 @@ class EngineSample:
     expected_accepted: float
     predicted_step_seconds: float
     update_stride: int
+    collecting: bool
+    draft_version: int
+    training_rounds: Mapping[str, int]
 
 
 # Counter name -> (field of Tally, help).
@@ -98,6 +101,11 @@ _GAUGES = {
         "update_stride",
         "Rounds between two online updates of the drafter, as planned (0: none).",
     ),
+    "speculation_collecting": ("collecting", "1 while training signals are to be kept."),
+    "speculation_draft_version": (
+        "draft_version",
+        "Version of the drafter that the last reported step was served by (0: as loaded).",
+    ),
 }
 
 
@@ -121,6 +129,9 @@ def sample(session: Session) -> EngineSample:
         expected_accepted=value.expected_accepted,
         predicted_step_seconds=value.step_seconds,
         update_stride=session.plan.regime.stride,
+        collecting=session.plan.regime.mode is RegimeMode.COLLECT,
+        draft_version=last.draft_version if last else 0,
+        training_rounds=dict(tally.rounds),
     )
 
 
@@ -184,13 +195,21 @@ def _counters(samples: list[EngineSample]) -> Iterator[Metric]:
     plans = CounterMetricFamily(
         "speculation_plans", "Plans made, by reason.", labels=["engine", "reason"]
     )
+    rounds = CounterMetricFamily(
+        "speculation_training_rounds",
+        "Rounds of training beside the engine that have ended, by outcome.",
+        labels=["engine", "outcome"],
+    )
     for s in samples:
+        for outcome, count in s.training_rounds.items():
+            rounds.add_metric([s.engine, outcome], count)
         for code, count in s.rejected.items():
             rejected.add_metric([s.engine, code], count)
         for reason, count in s.plans.items():
             plans.add_metric([s.engine, reason], count)
     yield rejected
     yield plans
+    yield rounds
 
 
 def _gauges(samples: list[EngineSample]) -> Iterator[Metric]:

@@ -6,7 +6,6 @@ Stop: NOT_SERVING -> sessions end, their streams close (bounded) -> socket file 
 
 import asyncio
 import signal
-from pathlib import Path
 from typing import Self
 
 import grpc
@@ -37,14 +36,23 @@ from controller.service.profiling import ProfilingServicer
 from controller.service.session import Session
 from controller.service.sessions import CoreFactory, SessionRegistry
 from controller.service.steering import SpeculationServicer
+from controller.service.training import TrainingServicer
+from controller.service.training_files import TrainingFiles
 from controller.settings import Settings
 from controller.store.file_store import FileStore
 from controller.store.port import Store
-from speculation.v1 import policy_pb2, policy_pb2_grpc, service_pb2, service_pb2_grpc
+from speculation.v1 import (
+    policy_pb2,
+    policy_pb2_grpc,
+    service_pb2,
+    service_pb2_grpc,
+    training_pb2,
+    training_pb2_grpc,
+)
 
 SERVICES = tuple(
     service.full_name
-    for module in (service_pb2, policy_pb2)
+    for module in (service_pb2, policy_pb2, training_pb2)
     for service in module.DESCRIPTOR.services_by_name.values()
 )
 
@@ -90,7 +98,8 @@ class Sidecar:
         self._fleet = FleetProfiles(store.shelf, self.profiles, self.registry)
         self._estimates = FleetEstimates(store.shelf, self.registry)
         self.registry.on_open = self._opened
-        self.registry.on_end = self._estimates.tell
+        self.registry.on_end = self._ended
+        self._training = TrainingFiles(settings.state_path / "training", self.registry)
         self._path = settings.socket_path
         self.door = OperatorDoor(self._path)
         self._inode = 0
@@ -100,8 +109,10 @@ class Sidecar:
         self._background: list[asyncio.Task[None]] = []
 
     def _core(self, spec: EngineSpec, profile: Profile | None) -> EngineController:
-        core = EngineController(spec, self._settings.planner, profile, self._clock)
+        settings = self._settings
+        core = EngineController(spec, settings.planner, profile, self._clock, settings.training)
         core.set_overrides(self.book.active())
+        self._training.restore(core)
         return core
 
     def _opened(self, session: Session, before: Session | None) -> None:
@@ -115,6 +126,11 @@ class Sidecar:
             session.begin_from(beliefs, "this engine's session before")
         else:
             self._estimates.look_for(session)
+
+    def _ended(self, session: Session) -> None:
+        """What it has learnt outlives it."""
+        self._estimates.tell(session)
+        self._training.tell(session)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -150,6 +166,7 @@ class Sidecar:
             await self.stop()
             raise
         self._estimates.open()
+        self._training.open()
         self._background = [
             asyncio.create_task(self._expire()),
             asyncio.create_task(self._watch_store()),
@@ -183,6 +200,7 @@ class Sidecar:
             unix_socket.remove_own(self._path, self._inode)
         await self._fleet.close()
         await self._estimates.close()
+        await self._training.close()
         await self.book.close()
         if self._metrics is not None:
             await asyncio.to_thread(self._metrics.close)
@@ -236,6 +254,9 @@ class Sidecar:
             self._settings.override_max_seconds,
         )
         policy_pb2_grpc.add_PolicyServiceServicer_to_server(policy, server)
+        training_pb2_grpc.add_TrainingServiceServicer_to_server(
+            TrainingServicer(self.registry, self._training), server
+        )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         if self._settings.reflection:
             from grpc_reflection.v1alpha import reflection  # noqa: PLC0415  # only when asked for
@@ -326,7 +347,7 @@ class Sidecar:
 
 def make_store(settings: Settings) -> Store:
     """Redis where one is named, else files.  Raises RedisUrlError."""
-    directory = settings.state_directory or Path(f"{settings.socket_path}.state")
+    directory = settings.state_path
     if settings.redis_url is None:
         return FileStore(directory)
     from controller.store.redis_store import RedisStore  # noqa: PLC0415  # only when asked for

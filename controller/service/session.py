@@ -51,6 +51,7 @@ class Tally:
     unsteered: int = 0
     eager: int = 0
     updates: int = 0
+    rounds: Counter[str] = field(default_factory=Counter)
 
     def count(self, report: StepReport) -> None:
         """Adds one report that was used."""

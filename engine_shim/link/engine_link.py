@@ -117,6 +117,7 @@ class EngineLink:
         probe_id: int,
         session: int = 0,
         update_seconds: float = 0.0,
+        draft_version: int = 0,
     ) -> bool:
         """Sends one step report; units as in proto StepReport, `flags` as in packets.
 
@@ -138,6 +139,7 @@ class EngineLink:
                 session,
                 self._unreported_drops,
                 update_seconds,
+                draft_version,
             )
         except _UNENCODABLE as error:
             self._invalid += 1

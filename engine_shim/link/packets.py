@@ -5,8 +5,8 @@ started from one installation, so the version only guards against a mixed one: a
 refused, never guessed at.
 
   HELLO   engine -> agent   the introduction: a serialized proto EngineSpec
-  REPORT  engine -> agent   one decode step, 62 + 4 * (gamma + 1) bytes
-  PLAN    agent -> engine   a table over batch sizes, 36 + 21 * rows bytes
+  REPORT  engine -> agent   one decode step, 66 + 4 * (gamma + 1) bytes
+  PLAN    agent -> engine   a table over batch sizes, 40 + 21 * rows bytes
   EVENT   agent -> engine   how the sidecar is doing
 
 Encoders raise `struct.error` for numbers that do not fit; decoders raise PacketError for anything
@@ -22,7 +22,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 from engine_shim.link.errors import PacketError
 
-VERSION: Final = 2
+VERSION: Final = 3
 HELLO: Final = 1
 REPORT: Final = 2
 PLAN: Final = 3
@@ -46,10 +46,10 @@ ALL_FLAGS: Final = 127
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 _HEAD: Final = struct.Struct("<BB")
-_REPORT_HEAD: Final = "<BBBBHIIIQQdQQf"
+_REPORT_HEAD: Final = "<BBBBHIIIQQdQQfI"
 _REPORTS: Final = tuple(struct.Struct(f"{_REPORT_HEAD}{g + 1}I") for g in range(MAX_GAMMA + 1))
 _REPORT_FIXED: Final = struct.Struct(_REPORT_HEAD)
-_PLAN_HEAD: Final = struct.Struct("<BBHIQqIBI")
+_PLAN_HEAD: Final = struct.Struct("<BBHIQqIBII")
 _ROW: Final = struct.Struct("<IBBBBBIQ")
 _EVENT_HEAD: Final = struct.Struct("<BBBH")
 _ASLEEP: Final = 1
@@ -85,6 +85,7 @@ class ReportPacket(NamedTuple):
     plan_epoch: int
     probe_id: int
     update_seconds: float
+    draft_version: int
     accepted_counts: tuple[int, ...]
 
 
@@ -113,7 +114,7 @@ class PlanPacket:
 
     `session` tags the sidecar session (epochs and probe identifiers count within one).
     `arrival_ns`: CLOCK_MONOTONIC when the agent received it; the lease counts from there.
-    `regime_mode`, `regime_stride`: as in proto Regime.
+    `regime_mode`, `regime_stride`: as in proto Regime; `draft_version`: as in proto Plan.
     """
 
     session: int
@@ -123,6 +124,7 @@ class PlanPacket:
     regime_mode: int
     regime_stride: int
     rows: tuple[RowEntry, ...]
+    draft_version: int = 0
 
 
 class EventPacket(NamedTuple):
@@ -180,6 +182,7 @@ def encode_report(  # noqa: PLR0913, PLR0917 -- no object is made for a step
     session: int,
     dropped_before: int,
     update_seconds: float = 0.0,
+    draft_version: int = 0,
 ) -> bytes:
     """Raises struct.error or IndexError for what fits no packet (all other checks: the sidecar)."""
     return _REPORTS[gamma].pack(
@@ -197,6 +200,7 @@ def encode_report(  # noqa: PLR0913, PLR0917 -- no object is made for a step
         plan_epoch,
         probe_id,
         update_seconds,
+        draft_version,
         *accepted_counts,
     )
 
@@ -211,7 +215,7 @@ def decode_report(data: Buffer) -> ReportPacket:
     if len(data) != layout.size:
         raise PacketError(f"report: {len(data)} bytes, gamma {gamma} needs {layout.size}")
     fields = layout.unpack(data)
-    return ReportPacket._make((*fields[2:14], fields[14:]))
+    return ReportPacket._make((*fields[2:15], fields[15:]))
 
 
 def encode_plan(plan: PlanPacket) -> bytes:
@@ -226,6 +230,7 @@ def encode_plan(plan: PlanPacket) -> bytes:
         plan.lease_ms,
         plan.regime_mode,
         plan.regime_stride,
+        plan.draft_version,
     )
     return head + b"".join(_encode_row(row) for row in plan.rows)
 
@@ -250,7 +255,8 @@ def _encode_row(row: RowEntry) -> bytes:
 def decode_plan(data: Buffer) -> PlanPacket:
     """Raises PacketError: besides broken bytes also for a table that is none."""
     _require(data, PLAN, _PLAN_HEAD.size)
-    _, _, count, session, epoch, arrival_ns, lease_ms, mode, stride = _PLAN_HEAD.unpack_from(data)
+    head = _PLAN_HEAD.unpack_from(data)
+    _, _, count, session, epoch, arrival_ns, lease_ms, mode, stride, version = head
     if not 1 <= count <= MAX_ROWS:
         raise PacketError(f"plan: {count} rows leave 1..{MAX_ROWS}")
     if len(data) != _PLAN_HEAD.size + count * _ROW.size:
@@ -258,7 +264,7 @@ def decode_plan(data: Buffer) -> PlanPacket:
     if lease_ms < 1:
         raise PacketError("plan: a lease of 0 ms")
     rows = _rows(bytes(data[_PLAN_HEAD.size :]))
-    return PlanPacket(session, epoch, arrival_ns, lease_ms, mode, stride, rows)
+    return PlanPacket(session, epoch, arrival_ns, lease_ms, mode, stride, rows, version)
 
 
 # A renewed plan has the rows of the one before it: the engine's thread need not read them again.

@@ -52,6 +52,7 @@ class Translator:
             plan_epoch=packet.plan_epoch if ours else 0,
             probe_id=packet.probe_id if ours else 0,
             update_seconds=packet.update_seconds,
+            draft_version=packet.draft_version,
         )
         flags = packet.flags
         if flags:
@@ -91,6 +92,7 @@ class Translator:
             regime_mode=plan.regime.mode if plan.regime.mode in _KNOWN_MODES else 0,
             regime_stride=plan.regime.stride,
             rows=tuple(rows),
+            draft_version=plan.draft_version,
         )
 
     def _row(self, epoch: int, row: PlanRow) -> RowEntry:

@@ -15,7 +15,8 @@ from tests.engine_shim.sglang.test_engine_online import CODE_ONLY, ONLINE
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 TOKENS = 300
-MOST_ANSWERS = 8
+# It ends as soon as it has learnt; from gamma = 0 that takes a while.
+MOST_ANSWERS = 16
 # Tokens a step: the drafter as it was loaded comes to 1.1 to 1.2 with its best draft length.
 LEARNT = 1.45
 

@@ -203,6 +203,7 @@ class Capabilities(_message.Message):
     OVERLAP_STEPS_FIELD_NUMBER: _builtins.int
     DRAFTERS_FOLLOW_FIELD_NUMBER: _builtins.int
     CATCH_UP_STEPS_FIELD_NUMBER: _builtins.int
+    CAN_TAKE_VERSIONS_FIELD_NUMBER: _builtins.int
     can_sleep: _builtins.bool
     """A row may say `drafter_asleep`: at gamma = 0 the engine can skip all draft-side work."""
     can_switch_drafter: _builtins.bool
@@ -221,6 +222,8 @@ class Capabilities(_message.Message):
     """A drafter that has slept through this many steps reads what it missed before the next one, and
     may sleep on.  0: it reads nothing before it wakes.
     """
+    can_take_versions: _builtins.bool
+    """The engine can be given versions of its first drafter (Plan.draft_version)."""
     def __init__(
         self,
         *,
@@ -231,10 +234,11 @@ class Capabilities(_message.Message):
         overlap_steps: _builtins.int = ...,
         drafters_follow: _builtins.bool = ...,
         catch_up_steps: _builtins.int = ...,
+        can_take_versions: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["can_collect", b"can_collect", "can_sleep", b"can_sleep", "can_switch_drafter", b"can_switch_drafter", "can_update_online", b"can_update_online", "catch_up_steps", b"catch_up_steps", "drafters_follow", b"drafters_follow", "overlap_steps", b"overlap_steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["can_collect", b"can_collect", "can_sleep", b"can_sleep", "can_switch_drafter", b"can_switch_drafter", "can_take_versions", b"can_take_versions", "can_update_online", b"can_update_online", "catch_up_steps", b"catch_up_steps", "drafters_follow", b"drafters_follow", "overlap_steps", b"overlap_steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -534,6 +538,7 @@ class StepReport(_message.Message):
     CLASSES_FIELD_NUMBER: _builtins.int
     CONFIDENCES_FIELD_NUMBER: _builtins.int
     UPDATE_SECONDS_FIELD_NUMBER: _builtins.int
+    DRAFT_VERSION_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Engine-side counter of decode steps, strictly increasing within a session."""
     batch_size: _builtins.int
@@ -553,6 +558,8 @@ class StepReport(_message.Message):
     """What the drafter's update took that landed (was copied into the serving drafter) before this
     step; 0 where none did.
     """
+    draft_version: _builtins.int
+    """Version of the drafter that served the step; 0: as loaded."""
     @_builtins.property
     def accepted_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """accepted_counts[k] = sequences that accepted exactly k draft tokens (bonus token excluded);
@@ -591,10 +598,11 @@ class StepReport(_message.Message):
         classes: _abc.Iterable[Global___ClassCounts] | None = ...,
         confidences: _abc.Iterable[_builtins.float] | None = ...,
         update_seconds: _builtins.float = ...,
+        draft_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["flags", b"flags"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_counts", b"accepted_counts", "batch_size", b"batch_size", "classes", b"classes", "confidences", b"confidences", "drafter", b"drafter", "flags", b"flags", "gamma", b"gamma", "kv_tokens", b"kv_tokens", "plan_epoch", b"plan_epoch", "probe_id", b"probe_id", "step", b"step", "step_seconds", b"step_seconds", "update_seconds", b"update_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_counts", b"accepted_counts", "batch_size", b"batch_size", "classes", b"classes", "confidences", b"confidences", "draft_version", b"draft_version", "drafter", b"drafter", "flags", b"flags", "gamma", b"gamma", "kv_tokens", b"kv_tokens", "plan_epoch", b"plan_epoch", "probe_id", b"probe_id", "step", b"step", "step_seconds", b"step_seconds", "update_seconds", b"update_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

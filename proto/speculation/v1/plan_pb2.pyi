@@ -193,6 +193,7 @@ class Plan(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     REASON_DETAIL_FIELD_NUMBER: _builtins.int
     OVERRIDES_FIELD_NUMBER: _builtins.int
+    DRAFT_VERSION_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Strictly increasing within a session."""
     lease_ms: _builtins.int
@@ -200,6 +201,10 @@ class Plan(_message.Message):
     reason: Global___Reason.ValueType
     reason_detail: _builtins.str
     """One short line for people."""
+    draft_version: _builtins.int
+    """Version of the first drafter that shall serve; 0: as loaded.  An engine that cannot get at it
+    goes on with the one it has.
+    """
     @_builtins.property
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlanRow]:
         """Ascending in max_batch_size; the last row also serves every larger batch."""
@@ -220,10 +225,11 @@ class Plan(_message.Message):
         reason: Global___Reason.ValueType = ...,
         reason_detail: _builtins.str = ...,
         overrides: _abc.Iterable[_builtins.str] | None = ...,
+        draft_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["regime", b"regime"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "lease_ms", b"lease_ms", "overrides", b"overrides", "reason", b"reason", "reason_detail", b"reason_detail", "regime", b"regime", "rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_version", b"draft_version", "epoch", b"epoch", "lease_ms", b"lease_ms", "overrides", b"overrides", "reason", b"reason", "reason_detail", b"reason_detail", "regime", b"regime", "rows", b"rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

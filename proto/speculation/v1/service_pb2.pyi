@@ -10,6 +10,7 @@ from google.protobuf.internal import containers as _containers
 from speculation.v1 import engine_pb2 as _engine_pb2
 from speculation.v1 import plan_pb2 as _plan_pb2
 from speculation.v1 import policy_pb2 as _policy_pb2
+from speculation.v1 import training_pb2 as _training_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -429,6 +430,7 @@ class ExplainResponse(_message.Message):
     STORE_FIELD_NUMBER: _builtins.int
     WARM_START_FIELD_NUMBER: _builtins.int
     UPDATES_FIELD_NUMBER: _builtins.int
+    TRAINING_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     batch_size: _builtins.int
     profile_id: _builtins.str
@@ -476,6 +478,10 @@ class ExplainResponse(_message.Message):
         engine cannot update, an override says the regime, or no step was reported yet.
         """
 
+    @_builtins.property
+    def training(self) -> Global___TrainingExplanation:
+        """The training of the drafter beside the engine; absent where the engine cannot."""
+
     def __init__(
         self,
         *,
@@ -503,21 +509,113 @@ class ExplainResponse(_message.Message):
         store: _policy_pb2.StoreStatus | None = ...,
         warm_start: _builtins.str = ...,
         updates: Global___UpdatesExplanation | None = ...,
+        training: Global___TrainingExplanation | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_limits", b"_limits", "_updates", b"_updates", "limits", b"limits", "plan", b"plan", "store", b"store", "updates", b"updates"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_limits", b"_limits", "_training", b"_training", "_updates", b"_updates", "limits", b"limits", "plan", b"plan", "store", b"store", "training", b"training", "updates", b"updates"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_limits", b"_limits", "_updates", b"_updates", "arms", b"arms", "batch_size", b"batch_size", "cost_outliers", b"cost_outliers", "engine_id", b"engine_id", "kv_tokens_per_sequence", b"kv_tokens_per_sequence", "limits", b"limits", "margin", b"margin", "overrides", b"overrides", "plan", b"plan", "policy", b"policy", "positions", b"positions", "prior", b"prior", "probe_credit_seconds", b"probe_credit_seconds", "probe_lost_seconds", b"probe_lost_seconds", "probe_share", b"probe_share", "probes", b"probes", "profile_id", b"profile_id", "runner_up_drafter", b"runner_up_drafter", "runner_up_gamma", b"runner_up_gamma", "shifts", b"shifts", "store", b"store", "switches", b"switches", "updates", b"updates", "warm_start", b"warm_start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_limits", b"_limits", "_training", b"_training", "_updates", b"_updates", "arms", b"arms", "batch_size", b"batch_size", "cost_outliers", b"cost_outliers", "engine_id", b"engine_id", "kv_tokens_per_sequence", b"kv_tokens_per_sequence", "limits", b"limits", "margin", b"margin", "overrides", b"overrides", "plan", b"plan", "policy", b"policy", "positions", b"positions", "prior", b"prior", "probe_credit_seconds", b"probe_credit_seconds", "probe_lost_seconds", b"probe_lost_seconds", "probe_share", b"probe_share", "probes", b"probes", "profile_id", b"profile_id", "runner_up_drafter", b"runner_up_drafter", "runner_up_gamma", b"runner_up_gamma", "shifts", b"shifts", "store", b"store", "switches", b"switches", "training", b"training", "updates", b"updates", "warm_start", b"warm_start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__limits: _TypeAlias = _typing.Literal["limits"]  # noqa: Y015
     _WhichOneofArgType__limits: _TypeAlias = _typing.Literal["_limits", b"_limits"]  # noqa: Y015
+    _WhichOneofReturnType__training: _TypeAlias = _typing.Literal["training"]  # noqa: Y015
+    _WhichOneofArgType__training: _TypeAlias = _typing.Literal["_training", b"_training"]  # noqa: Y015
     _WhichOneofReturnType__updates: _TypeAlias = _typing.Literal["updates"]  # noqa: Y015
     _WhichOneofArgType__updates: _TypeAlias = _typing.Literal["_updates", b"_updates"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__limits) -> _WhichOneofReturnType__limits | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__training) -> _WhichOneofReturnType__training | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__updates) -> _WhichOneofReturnType__updates | None: ...
 
 Global___ExplainResponse: _TypeAlias = ExplainResponse  # noqa: Y015
+
+@_typing.final
+class TrainingExplanation(_message.Message):
+    """Where TIDE's Algorithm 1 stands."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PHASE_FIELD_NUMBER: _builtins.int
+    MEASURED_FIELD_NUMBER: _builtins.int
+    ALPHA_SHORT_FIELD_NUMBER: _builtins.int
+    ALPHA_LONG_FIELD_NUMBER: _builtins.int
+    STORED_SIGNALS_FIELD_NUMBER: _builtins.int
+    SIGNALS_NEEDED_FIELD_NUMBER: _builtins.int
+    ROUNDS_FIELD_NUMBER: _builtins.int
+    DRAFT_VERSION_FIELD_NUMBER: _builtins.int
+    SERVED_VERSION_FIELD_NUMBER: _builtins.int
+    PARENT_VERSION_FIELD_NUMBER: _builtins.int
+    ON_TRIAL_FIELD_NUMBER: _builtins.int
+    PAST_FIELD_NUMBER: _builtins.int
+    phase: _builtins.str
+    """"no trainer", "watching", "collecting" or "training"."""
+    measured: _builtins.int
+    """Acceptance rates so far, and their two moving averages."""
+    alpha_short: _builtins.float
+    alpha_long: _builtins.float
+    stored_signals: _builtins.int
+    """Signals that wait, and how many start a round."""
+    signals_needed: _builtins.int
+    rounds: _builtins.int
+    """Rounds ordered so far."""
+    draft_version: _builtins.int
+    """Version that shall serve, the one the last step was served by, and the one before; 0: as loaded."""
+    served_version: _builtins.int
+    parent_version: _builtins.int
+    on_trial: _builtins.bool
+    """The version is new and still judged by its acceptance."""
+    @_builtins.property
+    def past(self) -> _containers.RepeatedCompositeFieldContainer[Global___PastRound]:
+        """The last ones, oldest first."""
+
+    def __init__(
+        self,
+        *,
+        phase: _builtins.str = ...,
+        measured: _builtins.int = ...,
+        alpha_short: _builtins.float = ...,
+        alpha_long: _builtins.float = ...,
+        stored_signals: _builtins.int = ...,
+        signals_needed: _builtins.int = ...,
+        rounds: _builtins.int = ...,
+        draft_version: _builtins.int = ...,
+        served_version: _builtins.int = ...,
+        parent_version: _builtins.int = ...,
+        on_trial: _builtins.bool = ...,
+        past: _abc.Iterable[Global___PastRound] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alpha_long", b"alpha_long", "alpha_short", b"alpha_short", "draft_version", b"draft_version", "measured", b"measured", "on_trial", b"on_trial", "parent_version", b"parent_version", "past", b"past", "phase", b"phase", "rounds", b"rounds", "served_version", b"served_version", "signals_needed", b"signals_needed", "stored_signals", b"stored_signals"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TrainingExplanation: _TypeAlias = TrainingExplanation  # noqa: Y015
+
+@_typing.final
+class PastRound(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    outcome: _builtins.str
+    """"deployed", "kept", "rejected", "failed" or "rolled-back"."""
+    @_builtins.property
+    def round(self) -> _training_pb2.TrainingRound: ...
+    def __init__(
+        self,
+        *,
+        round: _training_pb2.TrainingRound | None = ...,
+        outcome: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["round", b"round"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["outcome", b"outcome", "round", b"round"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PastRound: _TypeAlias = PastRound  # noqa: Y015
 
 @_typing.final
 class StrideExplanation(_message.Message):

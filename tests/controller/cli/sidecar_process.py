@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,11 +37,14 @@ class SidecarProcess:
 
 
 @contextmanager
-def sidecar_process(directory: Path, *flags: str) -> Iterator[SidecarProcess]:
+def sidecar_process(
+    directory: Path, *flags: str, environment: Mapping[str, str] | None = None
+) -> Iterator[SidecarProcess]:
     address = f"unix:{directory}/controller.sock"
     command = [*CONTROLLER, "serve", "--address", address, "--metrics-port", "0", *flags]
     began = time.monotonic()
-    with subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True) as process:
+    variables = ENVIRONMENT | dict(environment or {})
+    with subprocess.Popen(command, env=variables, stderr=subprocess.PIPE, text=True) as process:
         try:
             wait_until_serving(address, process)
             yield SidecarProcess(process, address, time.monotonic() - began)

@@ -275,6 +275,7 @@ def test_what_each_call_needs():
     assert right_of(prefix + "InspectionService/Explain") is Right.READ
     assert right_of(prefix + "SpeculationService/Steer") is Right.STEER
     assert right_of(prefix + "ProfilingService/Measure") is Right.STEER
+    assert right_of(prefix + "TrainingService/Attend") is Right.STEER
     assert right_of("/grpc.health.v1.Health/Check") is Right.NONE
     assert right_of("/anything/Else") is Right.READ
 

@@ -34,6 +34,9 @@ EXPECTED = {
     errors.ForbiddenError: grpc.StatusCode.PERMISSION_DENIED,
     errors.UnauthenticatedError: grpc.StatusCode.UNAUTHENTICATED,
     errors.TooManyCallsError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    core.InvalidTrainingError: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.CannotTrainError: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.TrainerPresentError: grpc.StatusCode.ALREADY_EXISTS,
     StoreUnavailableError: grpc.StatusCode.UNAVAILABLE,
     StoreError: grpc.StatusCode.INTERNAL,
 }

@@ -106,7 +106,9 @@ def test_a_report_arrives_whole_with_what_it_was_given():
     with linked() as (link, _, agent):
         assert link.report(7, 4, 900, 0, 3, [0, 1, 1, 2], 0.02, packets.FIRST_USE, 5, 6, 99)
         assert received(agent) == [
-            ReportPacket(0, 3, packets.FIRST_USE, 99, 0, 4, 7, 900, 0.02, 5, 6, 0.0, (0, 1, 1, 2))
+            ReportPacket(
+                0, 3, packets.FIRST_USE, 99, 0, 4, 7, 900, 0.02, 5, 6, 0.0, 0, (0, 1, 1, 2)
+            )
         ]
 
 

@@ -30,23 +30,23 @@ def test_a_plan_comes_back_as_it_was_sent(plan: PlanPacket):
     data=st.data(),
     drafter=UINT8,
     flags=st.integers(0, packets.ALL_FLAGS),
-    numbers=st.tuples(UINT64, UINT32, UINT64, UINT64, UINT64, UINT32, UINT32),
+    numbers=st.tuples(UINT64, UINT32, UINT64, UINT64, UINT64, UINT32, UINT32, UINT32),
     seconds=st.floats(),
     update=st.floats(width=32, allow_nan=False),
 )
 def test_a_report_comes_back_as_it_was_sent(gamma, data, drafter, flags, numbers, seconds, update):
-    step, batch, kv, epoch, probe, session, dropped = numbers
+    step, batch, kv, epoch, probe, session, dropped, version = numbers
     counts = data.draw(st.lists(UINT32, min_size=gamma + 1, max_size=gamma + 1))
     packet = packets.encode_report(
         step, batch, kv, drafter, gamma, counts, seconds, flags, epoch, probe, session, dropped,
-        update,
+        update, version,
     )  # fmt: skip
     report = packets.decode_report(packet)
-    assert len(packet) == 62 + 4 * (gamma + 1)
+    assert len(packet) == 66 + 4 * (gamma + 1)
     assert report.step_seconds == seconds or math.isnan(seconds)
     assert report._replace(step_seconds=0.0) == packets.ReportPacket(
         drafter, gamma, flags, session, dropped, batch, step, kv, 0.0, epoch, probe, update,
-        tuple(counts),
+        version, tuple(counts),
     )  # fmt: skip
 
 
@@ -108,7 +108,7 @@ def test_a_plan_with_a_flipped_bit_is_a_plan_or_refused(plan: PlanPacket, data):
 def test_another_version_is_refused_by_name():
     packet = bytearray(packets.encode_plan(ONE_ROW))
     packet[0] = packets.VERSION + 1
-    with pytest.raises(PacketError, match="packet version 3, this end speaks 2"):
+    with pytest.raises(PacketError, match="packet version 4, this end speaks 3"):
         packets.decode_plan(packet)
 
 

@@ -6,7 +6,7 @@ from engine_shim.link.report_buffer import ReportBuffer
 
 
 def report(step: int, dropped_before: int = 0) -> ReportPacket:
-    return ReportPacket(0, 0, 0, 0, dropped_before, 1, step, 1, 0.1, 0, 0, 0.0, (1,))
+    return ReportPacket(0, 0, 0, 0, dropped_before, 1, step, 1, 0.1, 0, 0, 0.0, 0, (1,))
 
 
 def test_the_newest_reports_stay_and_the_rest_is_counted():

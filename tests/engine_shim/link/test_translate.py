@@ -12,7 +12,7 @@ ENGINE = EngineSpec(
     drafters=[Drafter(name="eagle3", gammas=[0, 1, 3]), Drafter(name="dflash", gammas=[0, 7])],
 )
 TRANSLATOR = Translator(ENGINE)
-REPORT = ReportPacket(1, 1, 0, 5, 0, 3, 10, 900, 0.02, 4, 8, 0.25, (2, 1))
+REPORT = ReportPacket(1, 1, 0, 5, 0, 3, 10, 900, 0.02, 4, 8, 0.25, 3, (2, 1))
 
 
 def test_a_report_names_its_drafter_and_keeps_every_number():
@@ -27,6 +27,7 @@ def test_a_report_names_its_drafter_and_keeps_every_number():
         plan_epoch=4,
         probe_id=8,
         update_seconds=0.25,
+        draft_version=3,
     )
 
 
@@ -64,6 +65,7 @@ def test_a_plan_becomes_indices():
         ],
         regime=Regime(mode=REGIME_MODE_ONLINE, stride=20),
         lease_ms=1500,
+        draft_version=7,
     )
     assert TRANSLATOR.plan(plan, 5, 123) == packets.PlanPacket(
         session=5,
@@ -76,6 +78,7 @@ def test_a_plan_becomes_indices():
             RowEntry(4, 0, 3, asleep=False, probe=ProbeEntry(2, 1, 7, 5)),
             RowEntry(16, 1, 0, asleep=True, probe=None),
         ),
+        draft_version=7,
     )
 
 

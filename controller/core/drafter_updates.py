@@ -1,0 +1,66 @@
+"""What becomes of a drafter while it serves: updated online, or trained beside the engine.
+
+The two never run together, since both write the same weights: while a trainer attends the engine,
+its algorithm says the regime (COLLECT or OFF), and online updates rest.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controller.core.planner import Values
+from controller.core.regime import RegimePlanner, RegimeState
+from controller.core.selective_training import SelectiveTraining, TrainingSettings, TrainingView
+from controller.core.types import Arm, EngineSpec, Regime, RegimeMode, StepReport
+
+
+class DrafterUpdates:
+    """One engine's.  training: None for an engine that cannot keep signals and take versions."""
+
+    def __init__(self, spec: EngineSpec, arms: Sequence[Arm], settings: TrainingSettings) -> None:
+        able = spec.capabilities
+        self._online = RegimePlanner(arms) if able.can_update_online else None
+        trains = able.can_collect and able.can_take_versions
+        self.training = SelectiveTraining(spec.drafters[0].name, settings) if trains else None
+
+    @property
+    def attended(self) -> bool:
+        """A trainer is there."""
+        return self.training is not None and self.training.attended
+
+    @property
+    def version(self) -> int:
+        """Of the drafter that shall serve; 0: as loaded."""
+        return 0 if self.training is None else self.training.state.version
+
+    @property
+    def regime(self) -> Regime:
+        """What was decided."""
+        if self.attended and self.training is not None:
+            return Regime(RegimeMode.COLLECT) if self.training.collects else Regime()
+        return Regime() if self._online is None else self._online.regime
+
+    @property
+    def strides(self) -> RegimeState | None:
+        """What the stride of online updates was last chosen from."""
+        return None if self._online is None or self.attended else self._online.state
+
+    @property
+    def view(self) -> TrainingView | None:
+        """Of the training, for people."""
+        return None if self.training is None else self.training.view
+
+    def observe(self, report: StepReport, expected_seconds: float) -> None:
+        """Folds a step that was not a measurement's."""
+        if self._online is not None:
+            self._online.observe(report, expected_seconds)
+        if self.training is not None:
+            self.training.observe(report)
+
+    def update(
+        self, values: Values, row: int, batch_size: int, legal: NDArray[np.bool_] | None
+    ) -> None:
+        """Chooses the stride of online updates anew."""
+        if self._online is not None and not self.attended:
+            self._online.update(values, row, batch_size, legal)

@@ -1,0 +1,344 @@
+"""When a drafter is trained beside its engine, and which of its versions serves.
+
+Paper: TIDE, arXiv:2602.05145, Algorithm 1.  Two moving averages of the acceptance rate; where the
+short one falls below the long one by a margin, training signals are collected; once enough are
+stored the trainer is asked for a new version, which is deployed only if it accepts more on the
+held-out split than the old one did, and collecting ends when it does not.
+
+A request's acceptance rate is here that of `unit_drafts` drafted sequences, since reports name no
+requests: accepted drafts over drafts whose turn came, which is the paper's alpha (its Eq. 2) and
+does not depend on how many were drafted.
+
+Beyond the paper: a version must also beat the old one on the very same held-out signals, and one
+whose acceptance in service falls by more than the margin is taken back.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+
+from controller.core.errors import InvalidTrainingError
+from controller.core.types import StepReport
+
+# Rounds that are remembered, for people.
+_REMEMBERED = 16
+# Units that a deployed version is judged by; those before them are passed over, because requests
+# that lived through the change have a cache of the old version; an early look counts double.
+_PASSED_OVER = 3
+_EARLY_LOOK = 5
+_LAST_LOOK = 20
+MAX_VERSION = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSettings:
+    """The paper's lambda_short, lambda_long, epsilon, N_init and N_threshold, in this order.
+
+    threshold: in stored signals.  unit_drafts: drafted sequences that one acceptance rate is of.
+    Raises ValueError for values that cannot work.
+    """
+
+    short_decay: float = 0.9
+    long_decay: float = 0.99
+    margin: float = 0.05
+    initial: int = 20
+    threshold: int = 64
+    unit_drafts: int = 256
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.short_decay < self.long_decay < 1:
+            raise ValueError(
+                f"decays {self.short_decay} and {self.long_decay}: the short one must be smaller, "
+                "both in [0, 1)"
+            )
+        if not 0 < self.margin < 1:
+            raise ValueError(f"margin {self.margin} must lie in (0, 1)")
+        if min(self.initial, self.unit_drafts) < 1 or self.threshold < 2:
+            raise ValueError("initial and unit_drafts start at 1, threshold at 2: one held out")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingResult:
+    """What the trainer hands back of a round.  Raises InvalidTrainingError.
+
+    version: of the new weights, 0 where there are none (error: why).  alpha_train: acceptance rate
+    in service of the signals it was trained on.  alpha_eval: of the new version on the held-out
+    ones; alpha_before: of the version that serves, on the same.
+    """
+
+    round: int
+    version: int = 0
+    alpha_train: float = 0.0
+    alpha_eval: float = 0.0
+    alpha_before: float = 0.0
+    error: str = ""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.version <= MAX_VERSION or self.round < 1:
+            raise InvalidTrainingError(f"round {self.round}, version {self.version}: cannot be")
+        rates = (self.alpha_train, self.alpha_eval, self.alpha_before)
+        if not all(0 <= rate <= 1 for rate in rates):
+            raise InvalidTrainingError(f"acceptance rates {rates} leave 0..1")
+        if bool(self.version) == bool(self.error):
+            raise InvalidTrainingError("a round ends with a version or with an error, one of them")
+
+    @property
+    def is_better(self) -> bool:
+        """The paper's condition, and ours."""
+        return bool(self.version) and self.alpha_eval > max(self.alpha_train, self.alpha_before)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundRecord:
+    """How a round ended.  outcome: deployed, kept, rejected, failed or rolled-back."""
+
+    result: TrainingResult
+    outcome: str
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A version in service that is being judged.
+
+    before: acceptance rate of its predecessor; units, total: rates of its own so far, and their
+    sum.
+    """
+
+    before: float
+    units: int = 0
+    total: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingState:
+    """All there is to keep.  short, long: moving averages; measured: rates so far.
+
+    round: of training, the last one that was ordered; training: it is under way.  version: that
+    shall serve, 0 = as loaded; parent: the one before it.
+    """
+
+    measured: int = 0
+    short: float = 0.0
+    long: float = 0.0
+    collecting: bool = False
+    round: int = 0
+    training: bool = False
+    version: int = 0
+    parent: int = 0
+    trial: Trial | None = None
+    history: tuple[RoundRecord, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingView:
+    """A state for people.  stored: signals waiting; served: the version that last reported."""
+
+    state: TrainingState
+    attended: bool
+    stored: int
+    threshold: int
+    served: int
+
+    @property
+    def phase(self) -> str:
+        """What it waits for."""
+        state = self.state
+        if not self.attended:
+            return "no trainer"
+        if state.training:
+            return "training"
+        if state.collecting:
+            return "collecting"
+        return "watching"
+
+
+@dataclass(slots=True)
+class _Unit:
+    accepted: int = 0
+    tried: int = 0
+    drafts: int = 0
+
+    def add(self, report: StepReport) -> None:
+        counts, gamma = report.accepted_counts, report.gamma
+        accepted = sum(k * count for k, count in enumerate(counts))
+        self.accepted += accepted
+        self.tried += accepted + report.batch_size - counts[gamma]
+        self.drafts += report.batch_size
+
+
+@dataclass(slots=True)
+class SelectiveTraining:
+    """One engine's.  drafter: the one that is trained, by name.
+
+    attended: a trainer is there; without one nothing is collected or ordered, the deployed version
+    goes on serving and is judged.
+    """
+
+    drafter: str
+    settings: TrainingSettings
+    state: TrainingState = field(default_factory=TrainingState)
+    attended: bool = False
+    stored: int = 0
+    served: int = 0
+    _unit: _Unit = field(default_factory=_Unit)
+    _skip: int = 0
+
+    @property
+    def collects(self) -> bool:
+        """Whether signals are to be kept now."""
+        return self.attended and self.state.collecting
+
+    @property
+    def view(self) -> TrainingView:
+        """For people."""
+        return TrainingView(
+            self.state, self.attended, self.stored, self.settings.threshold, self.served
+        )
+
+    def observe(self, report: StepReport) -> None:
+        """Folds a step."""
+        if report.drafter != self.drafter:
+            return
+        if report.draft_version != self.served:
+            self.served = report.draft_version
+            self._unit, self._skip = _Unit(), _PASSED_OVER
+        if not report.gamma:
+            return
+        self._unit.add(report)
+        if self._unit.drafts >= self.settings.unit_drafts:
+            unit, self._unit = self._unit, _Unit()
+            self.measure(unit.accepted / unit.tried)
+
+    def measure(self, alpha: float) -> None:
+        """One acceptance rate: the averages, and what follows from them."""
+        state, settings = self.state, self.settings
+        count = state.measured + 1
+        if count <= settings.initial:
+            mean = state.short + (alpha - state.short) / count
+            self.state = replace(state, measured=count, short=mean, long=mean)
+            return
+        short = settings.short_decay * state.short + (1 - settings.short_decay) * alpha
+        long = settings.long_decay * state.long + (1 - settings.long_decay) * alpha
+        collecting = state.collecting or short < long - settings.margin
+        self.state = replace(state, measured=count, short=short, long=long, collecting=collecting)
+        if state.trial is not None and self.served == state.version:
+            self._judge(state.trial, alpha)
+
+    def keep(self, stored: int) -> int:
+        """So many signals are stored.  The number of the round to train now, 0 for none.
+
+        A round under way is told again: its trainer may have begun anew.
+        """
+        self.stored = stored
+        state = self.state
+        if state.training:
+            return state.round
+        if stored < self.settings.threshold:
+            return 0
+        self.state = replace(state, round=state.round + 1, training=True)
+        return self.state.round
+
+    def trained(self, result: TrainingResult) -> None:
+        """A round has ended.  Raises InvalidTrainingError for one that is not under way."""
+        state = self.state
+        if not state.training or result.round != state.round:
+            raise InvalidTrainingError(
+                f"round {result.round} is not under way"
+                + (f": {state.round} is" if state.training else "")
+            )
+        self.stored = 0
+        if result.is_better:
+            self._deploy(result)
+            return
+        if result.error:
+            outcome, collecting = "failed", False
+        elif result.alpha_eval == result.alpha_train:
+            outcome, collecting = "kept", state.collecting
+        else:
+            outcome, collecting = "rejected", False
+        self.state = replace(
+            state, training=False, collecting=collecting,
+            history=_and(state, RoundRecord(result, outcome)),
+        )  # fmt: skip
+
+    def _deploy(self, result: TrainingResult) -> None:
+        state, trial = self.state, self.state.trial
+        # A version that was still being judged is nothing to go back to.
+        self.state = replace(
+            state,
+            training=False,
+            version=result.version,
+            parent=state.version if trial is None else state.parent,
+            trial=Trial(before=state.short if trial is None else trial.before),
+            history=_and(state, RoundRecord(result, "deployed")),
+        )
+
+    def _judge(self, trial: Trial, alpha: float) -> None:
+        if self._skip:
+            self._skip -= 1
+            return
+        units, total = trial.units + 1, trial.total + alpha
+        fall = trial.before - total / units
+        early = units >= _EARLY_LOOK and fall > 2 * self.settings.margin
+        if early or (units >= _LAST_LOOK and fall > self.settings.margin):
+            self._take_back()
+        elif units >= _LAST_LOOK:
+            self.state = replace(self.state, trial=None)
+        else:
+            self.state = replace(self.state, trial=replace(trial, units=units, total=total))
+
+    def _take_back(self) -> None:
+        state = self.state
+        history = tuple(
+            replace(record, outcome="rolled-back")
+            if record.outcome == "deployed" and record.result.version == state.version
+            else record
+            for record in state.history
+        )
+        self.state = replace(
+            state, version=state.parent, trial=None, collecting=False, history=history
+        )
+
+
+def _and(state: TrainingState, record: RoundRecord) -> tuple[RoundRecord, ...]:
+    return (*state.history, record)[-_REMEMBERED:]
+
+
+def to_json(state: TrainingState) -> str:
+    """For a file."""
+    return json.dumps(asdict(state))
+
+
+def from_json(text: str) -> TrainingState:
+    """Raises InvalidTrainingError for anything but a state."""
+    try:
+        body = json.loads(text)
+        trial = body.pop("trial")
+        history = tuple(
+            RoundRecord(TrainingResult(**item["result"]), str(item["outcome"]))
+            for item in body.pop("history")
+        )
+        state = TrainingState(
+            **body, trial=None if trial is None else Trial(**trial), history=history
+        )
+        _check(state)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise InvalidTrainingError(f"no state of training: {error}") from error
+    return state
+
+
+def _check(state: TrainingState) -> None:
+    counts = (state.measured, state.round, state.version, state.parent)
+    if not all(type(count) is int and 0 <= count <= MAX_VERSION for count in counts):
+        raise ValueError(f"counts {counts}")
+    if not all(type(flag) is bool for flag in (state.collecting, state.training)):
+        raise ValueError("collecting and training are yes or no")
+    if not all(map(math.isfinite, _numbers(state))):
+        raise ValueError("rates that are no numbers")
+
+
+def _numbers(state: TrainingState) -> Iterator[float]:
+    yield from (state.short, state.long)
+    if state.trial is not None:
+        yield from (state.trial.before, state.trial.units, state.trial.total)
