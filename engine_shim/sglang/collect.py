@@ -10,13 +10,13 @@ not kept.  Nothing here waits: what the writer has no room for is dropped and co
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from engine_shim.sglang.windows import Rows, verified
+from engine_shim.sglang.windows import Rows
 from engine_shim.training.signals import Signal, SignalStore, SignalWriter
 
 if TYPE_CHECKING:
@@ -43,9 +43,10 @@ class _Run:
 
     start: int
     rows: list[Rows]
+    finals: list[torch.Tensor] = field(default_factory=list)
     length: int = 0
     accepted: int = 0
-    drafted: int = 0
+    tried: int = 0
 
     @property
     def end(self) -> int:
@@ -58,24 +59,27 @@ class _Run:
         }
         return Signal(
             parts["tokens"],
-            parts["features"].to(torch.bfloat16),
+            parts["features"],
             parts["top_tokens"].to(torch.int32),
             parts["top_logs"],
             self.start,
             self.accepted,
-            self.drafted,
+            self.tried,
+            torch.cat(self.finals) if self.finals else None,
         )
 
 
 class Collector:
     """One engine's.  Raises OSError where the folder cannot be made."""
 
-    def __init__(self, settings: PluginSettings) -> None:
+    def __init__(self, settings: PluginSettings, target: Any) -> None:
+        """target: the model that verifies."""
         store = SignalStore(Path(settings.signals_folder), settings.signals_megabytes << 20)
         self._writer = SignalWriter(store)
         self._top = settings.signals_top
         self._runs: dict[str, _Run] = {}
         self._why = ""
+        self._final = FinalStates(target) if settings.signals_final_states else None
 
     def after_verify(self, batch: Any, result: Any, *, collecting: bool) -> None:
         """Before a step's draft-extend, as SGLang calls that."""
@@ -85,18 +89,24 @@ class Collector:
             return
         accepted: list[int] = result.accept_lens.tolist()
         starts: list[int] = batch.seq_lens.tolist()
-        with torch.inference_mode(False), torch.no_grad():
-            for row, canvas in enumerate(verified(batch, result, self._top)):
-                gained = canvas.cut(0, accepted[row])
-                self._extend(batch.reqs[row].rid, starts[row], gained, len(canvas) - 1)
-            self._end_runs({request.rid for request in batch.reqs})
+        gamma: int = batch.spec_info.draft_token.shape[0] // len(batch.reqs) - 1
+        gained = _gained(batch, result, accepted, self._top)
+        finals = self._finals(accepted, gamma + 1)
+        for row, (request, start) in enumerate(zip(batch.reqs, starts, strict=True)):
+            run = self._extend(request.rid, start, gained[row], gamma)
+            if finals is not None:
+                run.finals.append(finals[row])
+            if run.length >= SEGMENT:
+                del self._runs[request.rid]
+                self._hand_over(run)
+        self._end_runs({request.rid for request in batch.reqs})
 
     def status(self) -> dict[str, Any]:
-        """The writer's counters, and the requests that a run is open of."""
+        """The writer's counters, what waits for it, and the requests that a run is open of."""
         found = asdict(self._writer.counters)
         if self._why:
             found["state"] = self._why
-        return {**found, "open": len(self._runs)}
+        return {**found, "waiting": self._writer.waiting, "open": len(self._runs)}
 
     def close(self, why: str = "closed") -> None:
         """Writes what there is; from then on nothing is collected."""
@@ -105,7 +115,17 @@ class Collector:
             self._why = why
             self._writer.close()
 
-    def _extend(self, rid: str, start: int, gained: Rows, drafted: int) -> None:
+    def _finals(self, accepted: list[int], width: int) -> tuple[torch.Tensor, ...] | None:
+        if self._final is None:
+            return None
+        states = self._final.newest
+        if states is None or states.shape[0] != width * len(accepted):
+            raise RuntimeError("the target's last hidden states are not those of this round")
+        with torch.inference_mode(False), torch.no_grad():
+            at = torch.tensor(_accepted_rows(accepted, width), device=states.device)
+            return states[at].to("cpu", torch.bfloat16).split(accepted)
+
+    def _extend(self, rid: str, start: int, gained: Rows, gamma: int) -> _Run:
         run = self._runs.get(rid)
         if run is None or run.end != start:
             if run is not None:
@@ -114,10 +134,8 @@ class Collector:
         run.rows.append(gained)
         run.length += len(gained)
         run.accepted += len(gained) - 1
-        run.drafted += drafted
-        if run.length >= SEGMENT:
-            del self._runs[rid]
-            self._hand_over(run)
+        run.tried += min(len(gained), gamma)
+        return run
 
     def _end_runs(self, running: set[str]) -> None:
         for rid in [rid for rid in self._runs if rid not in running]:
@@ -126,3 +144,48 @@ class Collector:
     def _hand_over(self, run: _Run) -> None:
         if run.length >= LEAST:
             self._writer.put(run.signal())
+
+
+def _gained(batch: Any, result: Any, accepted: list[int], top: int) -> list[Rows]:
+    """What each request has gained: copies, of the rows that were accepted and no others."""
+    output, size = result.logits_output, len(accepted)
+    width = output.hidden_states.shape[0] // size
+    with torch.inference_mode(False), torch.no_grad():
+        at = torch.tensor(_accepted_rows(accepted, width), device=output.hidden_states.device)
+        logits = output.next_token_logits[at].float()
+        top_logits, top_tokens = logits.topk(min(top, logits.shape[-1]), dim=-1)
+        parts = (
+            batch.spec_info.draft_token.view(-1)[at].to("cpu", torch.int64),
+            output.hidden_states[at].to("cpu", torch.bfloat16),
+            top_tokens.cpu(),
+            (top_logits - logits.logsumexp(-1, keepdim=True)).cpu(),
+        )
+        return [Rows(*pieces) for pieces in zip(*(p.split(accepted) for p in parts), strict=True)]
+
+
+def _accepted_rows(accepted: list[int], width: int) -> list[int]:
+    """Their places in tensors of `width` rows a request."""
+    return [row * width + k for row, length in enumerate(accepted) for k in range(length)]
+
+
+class FinalStates:
+    """newest: the target's last hidden states of its newest pass, [rows, hidden], after its norm.
+
+    SGLang keeps them nowhere: they are read off as its head gets them, where no graph replays.
+    """
+
+    def __init__(self, target: Any) -> None:
+        self.newest: torch.Tensor | None = None
+        target.logits_processor.register_forward_pre_hook(self._take)
+
+    def _take(self, _: Any, arguments: tuple[Any, ...]) -> None:
+        self.newest = arguments[1]
+
+
+def no_final_states_reason(target: Any, graph_batch_sizes: tuple[int, ...]) -> str | None:
+    """Why a target's last hidden states cannot be kept; None when they can."""
+    if graph_batch_sizes:
+        return "a graph's replay does not hand them out (--disable-cuda-graph)"
+    if not isinstance(getattr(target, "logits_processor", None), torch.nn.Module):
+        return f"{type(target).__name__} has no logits_processor"
+    return None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine_shim.sglang import surface, versions
 from engine_shim.sglang.shape import set_shapes
+from engine_shim.training.steered import STEERED_ARCHITECTURE
 from speculation.v1 import engine_pb2
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ def introduce(
     can_sleep: bool,
     can_update_online: bool = False,
     can_collect: bool = False,
+    can_take_versions: bool = False,
     second: SecondDrafter | None = None,
 ) -> engine_pb2.EngineSpec:
     """`scheduler`: after `init_model_worker`."""
@@ -40,6 +42,7 @@ def introduce(
             can_switch_drafter=second is not None,
             can_update_online=can_update_online,
             can_collect=can_collect,
+            can_take_versions=can_take_versions,
             drafters_follow=True,
             catch_up_steps=settings.sleep_positions if can_sleep else 0,
             overlap_steps=1 if scheduler.enable_overlap else 0,
@@ -102,12 +105,20 @@ def _drafter(scheduler: Any, gammas: tuple[int, ...]) -> engine_pb2.Drafter:
         gammas = tuple(gamma for gamma in gammas if gamma < block.block_size)
     return engine_pb2.Drafter(
         name=algorithm.lower(),
-        kind=engine_pb2.DRAFTER_KIND_MTP if block is None else engine_pb2.DRAFTER_KIND_DFLASH,
+        kind=_kind(scheduler, has_block=block is not None),
         gammas=gammas,
         model=model,
         # SGLang says "main" for a local folder too.
         revision="" if Path(model).is_dir() else revision,
     )
+
+
+def _kind(scheduler: Any, *, has_block: bool) -> engine_pb2.DrafterKind.ValueType:
+    if has_block:
+        return engine_pb2.DRAFTER_KIND_DFLASH
+    model = getattr(scheduler.draft_worker.draft_worker.draft_runner, "model", None)
+    steered = type(model).__name__ == STEERED_ARCHITECTURE
+    return engine_pb2.DRAFTER_KIND_STANDALONE if steered else engine_pb2.DRAFTER_KIND_MTP
 
 
 def _block_drafter(second: SecondDrafter) -> engine_pb2.Drafter:

@@ -1,6 +1,7 @@
 """Are a drafter's weights worse than they were?  By the acceptance of first draft positions.
 
-    before the first update     a baseline is measured; nothing is learnt yet
+    before the first update     a baseline is measured; nothing is learnt yet, unless nothing is
+                                drafted either: then what was learnt meanwhile is the baseline
     then, every 400 drafts      (and at once when acceptance collapses) against the last good ones
     after a fall                a baseline again, the longer the more often nothing good came of it
 
@@ -81,6 +82,11 @@ class Judge:
         return not self.hold
 
     @property
+    def knows_nothing(self) -> bool:
+        """Whether no weights have been judged yet, so that there is nothing to spoil."""
+        return not self.before.trials
+
+    @property
     def unjudged(self) -> bool:
         """Whether weights are served that nobody has spoken for yet."""
         return self._updated
@@ -89,6 +95,9 @@ class Judge:
         """The weights have changed by learning; drafts until then were the good ones'."""
         if not self._updated:
             self._updated = True
+            if self.hold:
+                self._look_on()
+                return
             self.before.add(self.found.successes, self.found.trials)
             self._look_on()
 
@@ -107,10 +116,7 @@ class Judge:
         found = self.found
         found.add(successes, trials)
         if self.hold:
-            if found.trials >= self.hold:
-                self.before, self.hold = found, 0
-                self._look_on()
-            return Verdict.NONE
+            return self._baseline(found)
         fall = found.fell_from(self.before) if self._updated else 0.0
         if found.trials < self._due:
             collapsed = fall > _EARLY_LIMIT and found.trials >= _LEAST
@@ -127,6 +133,15 @@ class Judge:
             return Verdict.NONE
         self._updated, self._falls = False, 0
         return Verdict.GOOD
+
+    def _baseline(self, found: Acceptance) -> Verdict:
+        if found.trials < self.hold:
+            return Verdict.NONE
+        # What was learnt without a baseline has become it.
+        learnt, self._updated = self._updated, False
+        self.before, self.hold = found, 0
+        self._look_on()
+        return Verdict.GOOD if learnt else Verdict.NONE
 
     def _look_on(self) -> None:
         self.found, self._due = Acceptance(), _EVERY

@@ -17,26 +17,21 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-import torch
-
-from engine_shim.sglang.errors import UnsupportedEngineError
 from engine_shim.sglang.judge import Judge, Verdict
 from engine_shim.sglang.live_weights import LiveWeights
+from engine_shim.sglang.student import cannot_learn_reason, live_drafter
 from engine_shim.sglang.telemetry import News
 from engine_shim.sglang.windows import Windows
 from engine_shim.training import trainer
-from engine_shim.training.checkpoint import eagle3_shape
-from engine_shim.training.eagle3 import Eagle3Student
 from engine_shim.training.exchange import Channel, Kind, Layout, Message, SharedTensors
 
 if TYPE_CHECKING:
     from engine_shim.sglang.settings import PluginSettings
-    from engine_shim.training.eagle3 import Eagle3Shape
 
 # Requests of a batch that a round is learnt from, at most.
 MOST_REQUESTS: Final = 16
-# The target's, of which the live drafter has a reference: never trained, never copied.
-_EMBEDDING: Final = "model.embed_tokens.weight"
+# Steps without drafts after which a drafter counts as unused.
+_UNUSED_STEPS: Final = 64
 # Draft positions that a round without drafts (gamma = 0) is learnt for.
 _UNDRAFTED: Final = 3
 
@@ -66,20 +61,9 @@ class OnlineCounters:
 
 def cannot_update_reason(worker: Any, device: str, ranks: int) -> str | None:
     """Why the drafter of this `EAGLEWorkerV2` cannot learn while it serves; None when it can."""
-    model = worker.draft_worker.draft_runner.model
-    if type(model).__name__ != "LlamaForCausalLMEagle3":
-        return f"{type(model).__name__} has no student: EAGLE3 drafters only"
-    config = model.config
-    obstacles = {
-        f"on {device} it is untested: the CPU only": device != "cpu",
-        f"{ranks} ranks share the drafter's weights: one is needed": ranks > 1,
-        "its vocabulary is smaller than the target's": model.hot_token_id is not None
-        and not _is_identity(model.hot_token_id),
-        "its rotary positions are scaled": bool(getattr(config, "rope_scaling", None))
-        and "factor" in config.rope_scaling,
-        f"it has {config.num_hidden_layers} layers: one is needed": config.num_hidden_layers != 1,
-    }
-    return next((reason for reason, is_so in obstacles.items() if is_so), None)
+    if device != "cpu":
+        return f"on {device} it is untested: the CPU only"
+    return cannot_learn_reason(worker, ranks)
 
 
 class OnlineUpdates:
@@ -90,16 +74,13 @@ class OnlineUpdates:
         self.counters = OnlineCounters()
         self._per_request = settings.online_scope == "request"
         online = settings.online
-        model = worker.draft_worker.draft_runner.model
-        parameters = dict(model.named_parameters())
-        embedding = parameters.pop(_EMBEDDING).detach()
-        groups: int = model.model.num_aux_hidden_states
-        shape = eagle3_shape(model.config.to_dict(), groups)
-        _require_same(shape, {name: tuple(live.shape) for name, live in parameters.items()})
+        drafter = live_drafter(worker)
+        shape, parameters, embedding = drafter.shape, drafter.parameters, drafter.embedding
         self._weights = LiveWeights(parameters)
         self._windows = Windows(online.window, online.top)
         self._judge = Judge()
         self._since = 0
+        self._undrafted = 0
         self._stale = False
         self._idle = False
         self._learning = False
@@ -111,7 +92,7 @@ class OnlineUpdates:
         self._tainted: set[str] = set()
         size = MOST_REQUESTS, online.window + largest_gamma + 1
         layouts = {
-            **self._windows.layouts(size, groups * embedding.shape[1], embedding.shape[0]),
+            **self._windows.layouts(size, drafter.groups * embedding.shape[1], embedding.shape[0]),
             "embedding": Layout(tuple(embedding.shape), "float32"),
             **{
                 trainer.WEIGHT + name: Layout(tuple(live.shape), "float32")
@@ -160,6 +141,7 @@ class OnlineUpdates:
             return
         gamma: int = result.logits_output.hidden_states.shape[0] // len(batch.reqs) - 1
         accepted: list[int] = result.accept_lens.tolist()
+        self._undrafted = 0 if gamma else self._undrafted + 1
         if gamma:
             self._depth = gamma
             self._observe([request.rid for request in batch.reqs], accepted)
@@ -178,7 +160,9 @@ class OnlineUpdates:
 
     def _may_learn(self, batch_size: int) -> bool:
         alone = batch_size == 1 or not self._per_request
-        return self._idle and self._judge.may_learn and alone
+        # A drafter that nobody uses can only become better.
+        idle = self._undrafted >= _UNUSED_STEPS and self._judge.knows_nothing
+        return self._idle and (self._judge.may_learn or idle) and alone
 
     def _hand_over(self, gamma: int) -> None:
         requests, positions = self._windows.write(self._memory.tensors, MOST_REQUESTS, gamma)
@@ -281,21 +265,3 @@ def _started(order: str, memory: SharedTensors) -> tuple[subprocess.Popen[bytes]
         command = [sys.executable, "-m", trainer.__name__, *map(str, fds), order]
         process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL)
     return process, Channel(ours)
-
-
-def _require_same(shape: Eagle3Shape, live: dict[str, tuple[int, ...]]) -> None:
-    """Raises UnsupportedEngineError unless a student has the drafter's very parameters."""
-    with torch.device("meta"):
-        size = shape.decoder.vocabulary, shape.decoder.hidden
-        student = Eagle3Student(shape, torch.empty(size))
-    ours = {name: tuple(part.shape) for name, part in student.named_parameters()}
-    for name in sorted(ours.keys() | live.keys()):
-        if ours.get(name) != live.get(name):
-            raise UnsupportedEngineError(
-                f"the drafter cannot be updated while it serves: its {name} is "
-                f"{live.get(name, 'missing')}, a student's {ours.get(name, 'missing')}"
-            )
-
-
-def _is_identity(tokens: torch.Tensor) -> bool:
-    return bool((tokens.cpu() == torch.arange(tokens.shape[0])).all())

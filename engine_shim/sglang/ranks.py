@@ -87,6 +87,11 @@ class Ranks:
         """Whether training signals are to be kept."""
         return self._steering.collects_at(self._adopted.now)
 
+    def draft_version(self) -> int | None:
+        """Of the drafter that shall serve; None before the first plan."""
+        plan = self._steering.plan
+        return None if plan is None else plan.draft_version
+
     def choose(self, batch_size: int) -> Choice:
         """What the decode step that begins now shall run; once for each step."""
         return self._steering.choose(batch_size, self._adopted.now)

@@ -36,7 +36,9 @@ from engine_shim.sglang.prepared import PreparedStates
 from engine_shim.sglang.sleep import SleepingDrafter, cannot_sleep_reason
 from engine_shim.sglang.switch import QuietSwitch
 from engine_shim.sglang.telemetry import (
+    NO_NEWS,
     Launch,
+    News,
     StepTap,
     kv_tokens_at_launch,
     kv_tokens_committed,
@@ -44,6 +46,7 @@ from engine_shim.sglang.telemetry import (
 
 if TYPE_CHECKING:
     from engine_shim.sglang.collect import Collector
+    from engine_shim.sglang.deployment import Deployment
     from engine_shim.sglang.online import OnlineUpdates
     from engine_shim.sglang.second_drafter import SecondDrafter
     from engine_shim.sglang.settings import PluginSettings
@@ -68,6 +71,7 @@ class Session:
         self._second: SecondDrafter | None = None
         self._online: OnlineUpdates | None = None
         self._collector: Collector | None = None
+        self._deployment: Deployment | None = None
         self._several = False
         self._prepared = PreparedStates()
         # The step between its launch and the end of its draft-extend; the scheduler launches one
@@ -80,6 +84,10 @@ class Session:
             from engine_shim.sglang import lone_drafter
 
             lone_drafter.register()
+        # Only here: SGLang's models want a machine that can run them.
+        from engine_shim.sglang import steered
+
+        steered.register()
         selfcheck.register(surface.FORWARD, self.around_forward, HookType.AROUND)
         selfcheck.register(surface.DRAFT_EXTEND, self.around_draft_extend, HookType.AROUND)
         selfcheck.register(surface.RESOLVE_TOKENS, self.around_resolve, HookType.AROUND)
@@ -132,8 +140,7 @@ class Session:
         if sleep is not None:
             launch.asleep = self._catch_up(sleep, batch, choice.asleep and choice.gamma == 0)
         self._update(lambda online: online.before_step())
-        if self._online is not None:
-            launch.news = self._online.news()
+        launch.news = self._news()
         self._launching = launch
         result = original(worker, batch, *args, **kwargs)
         result.speculation_launch = launch
@@ -202,6 +209,7 @@ class Session:
         status["sleep"] = None if self._sleep is None else asdict(self._sleep.counters)
         status["online"] = None if self._online is None else asdict(self._online.counters)
         status["signals"] = None if self._collector is None else self._collector.status()
+        status["draft"] = None if self._deployment is None else self._deployment.status()
         status["reporting"] = self._tap is not None
         status["prepared"] = self._prepared.status()
         return status
@@ -228,6 +236,20 @@ class Session:
             _log.exception("an online update of the drafter failed")
             online.close(f"{type(error).__name__}: {error}")
 
+    def _news(self) -> News:
+        """Of the step that begins; puts the plan's version of the drafter into service before."""
+        news = NO_NEWS if self._online is None else self._online.news()
+        deployment = self._deployment
+        if deployment is None or self._ranks is None:
+            return news
+        try:
+            other = deployment.before_step(self._ranks.draft_version())
+        except Exception as error:  # noqa: BLE001 - out of memory, say: what serves goes on
+            other = False
+            deployment.stop(f"{type(error).__name__}: {error}")
+            _log.exception("no more versions of the drafter are put into service")
+        return news._replace(reset=news.reset or other, version=deployment.counters.version)
+
     def _collect(self, batch: Any, result: Any) -> None:
         """Keeps training signals, if the plan says so; after an error no more."""
         if self._collector is None or self._ranks is None:
@@ -238,17 +260,29 @@ class Session:
             _log.exception("training signals are kept no more")
             self._collector.close(f"{type(error).__name__}: {error}")
 
-    def _start_collecting(self, worker: Any) -> None:
+    def _start_collecting(self, worker: Any, scheduler: Any) -> None:
         if not self._settings.signals_folder or not ranks.is_first():
             return
-        from engine_shim.sglang.collect import Collector, cannot_collect_reason
+        from engine_shim.sglang.collect import (
+            Collector,
+            cannot_collect_reason,
+            no_final_states_reason,
+        )
+        from engine_shim.sglang.deployment import deployment_for
+        from engine_shim.training.versions import VersionError
 
         reason = cannot_collect_reason(worker)
         if reason is not None:
             raise UnsupportedEngineError(f"SPECULATION_SIGNALS_FOLDER is set, but {reason}")
+        runner = scheduler.tp_worker.model_runner
+        if self._settings.signals_final_states:
+            reason = no_final_states_reason(runner.model, surface.graph_batch_sizes(runner))
+            if reason is not None:
+                raise UnsupportedEngineError(f"SPECULATION_SIGNALS_FINAL_STATES is set: {reason}")
         try:
-            self._collector = Collector(self._settings)
-        except OSError as error:
+            self._collector = Collector(self._settings, runner.model)
+            self._deployment = deployment_for(worker, self._settings)
+        except (OSError, VersionError) as error:
             raise PluginError(f"SPECULATION_SIGNALS_FOLDER: {error}") from error
         atexit.register(self._collector.close)
 
@@ -294,7 +328,7 @@ class Session:
         if sleepless is None:
             self._sleep = SleepingDrafter(worker, self._settings.sleep_positions, self._second)
         self._start_updates(worker, scheduler)
-        self._start_collecting(worker)
+        self._start_collecting(worker, scheduler)
         spec = introduce(
             scheduler,
             self._settings,
@@ -302,6 +336,7 @@ class Session:
             can_sleep=sleepless is None,
             can_update_online=self._online is not None,
             can_collect=self._collector is not None,
+            can_take_versions=self._deployment is not None,
             second=self._second,
         )
         set_batch_limits(spec, policy.batch_limits)

@@ -84,6 +84,11 @@ class PluginSettings(LinkSettings):
     signals_top: int = Field(
         default=64, ge=1, le=1024, description="The target's likeliest tokens kept of a position."
     )
+    signals_final_states: bool = Field(
+        default=False,
+        description="Keep the target's last hidden states too, which SpecForge's offline trainer "
+        "of EAGLE3 drafters asks for.",
+    )
 
     @property
     def online(self) -> OnlineSettings:

@@ -35,11 +35,13 @@ class News(NamedTuple):
 
     updating: one was being computed beside it, or landed before it.  reset: before it the drafter
     went back to earlier weights, or was given others.  seconds: of the one that landed, or 0.
+    version: of the drafter that serves, 0 as loaded.
     """
 
     updating: bool
     reset: bool
     seconds: float
+    version: int = 0
 
 
 NO_NEWS: Final = News(updating=False, reset=False, seconds=0.0)
@@ -142,6 +144,7 @@ class StepTap:
             choice.probe_id,
             choice.session,
             news.seconds,
+            news.version,
         )
 
     def _padded(self, batch_size: int) -> int:

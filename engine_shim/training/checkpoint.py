@@ -19,11 +19,13 @@ from engine_shim.training.blocks import ModelShape
 from engine_shim.training.dflash import DFlashShape, DFlashStudent
 from engine_shim.training.eagle3 import Eagle3Shape, Eagle3Student
 from engine_shim.training.qwen3 import Qwen3Target
+from engine_shim.training.steered import STEERED_ARCHITECTURE, SteeredDraft, SteeredShape
 
 _CONFIG: Final = "config.json"
 _WEIGHTS: Final = "model.safetensors"
 _LIVE_LAYER: Final = "model.layers.0."
 _DRAFT_LAYER: Final = "midlayer."
+_DECODER: Final = "decoder."
 _VOCABULARY_MAPS: Final = ("d2t", "t2d")
 
 
@@ -83,8 +85,11 @@ def eagle3_shape(config: Mapping[str, Any], feature_layers: int) -> Eagle3Shape:
     return Eagle3Shape(_shape({**config, "rope_theta": base}), tuple(range(feature_layers)))
 
 
-def save_dflash(student: DFlashStudent, folder: Path) -> None:
-    """Write ``student`` as a ``DFlashDraftModel`` checkpoint."""
+def save_dflash(student: DFlashStudent, folder: Path, target_layers: int | None = None) -> None:
+    """Write ``student`` as a ``DFlashDraftModel`` checkpoint.
+
+    target_layers: how many the target has, which SpecForge wants to know.
+    """
     shape = student.shape
     config = _decoder_config(shape.decoder) | {
         "architectures": ["DFlashDraftModel"],
@@ -97,6 +102,8 @@ def save_dflash(student: DFlashStudent, folder: Path) -> None:
             "mask_token_id": shape.mask_token,
         },
     }
+    if target_layers is not None:
+        config["num_target_layers"] = target_layers
     _save(folder, config, dict(_split(student.state_dict(), shape.decoder)))
 
 
@@ -113,6 +120,44 @@ def load_dflash(folder: Path, embedding: Tensor) -> DFlashStudent:
     student = DFlashStudent(shape, embedding.float())
     student.load_state_dict(_join(load_file(folder / _WEIGHTS)))
     return student.eval()
+
+
+def save_steered(draft: SteeredDraft, folder: Path) -> None:
+    """Write ``draft`` as a ``SteeredQwen3ForCausalLM`` checkpoint (engine_shim.sglang.steered)."""
+    shape = draft.shape
+    config = _decoder_config(shape.decoder) | {
+        "architectures": [STEERED_ARCHITECTURE],
+        "model_type": "qwen3",
+        "tie_word_embeddings": True,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(shape.feature_layers)},
+    }
+    state = draft.state_dict()
+    parts = {
+        name.removeprefix(_DECODER): part
+        for name, part in state.items()
+        if name.startswith(_DECODER)
+    }
+    stored = dict(_split(parts, shape.decoder))
+    stored["mix.weight"] = state["mix.weight"]
+    for layer in range(shape.decoder.layers):
+        stored[f"model.layers.{layer}.mlp.steer.weight"] = state[f"steer.{layer}.weight"]
+    _save(folder, config, stored)
+
+
+def load_steered(folder: Path) -> SteeredDraft:
+    """Read back :func:`save_steered`, in float32."""
+    config = _read_config(folder)
+    layers = tuple(config["eagle_config"]["eagle_aux_hidden_state_layer_ids"])
+    shape = SteeredShape(_shape(config), config["hidden_size"], layers)
+    draft = SteeredDraft(shape)
+    parts = load_file(folder / _WEIGHTS)
+    state = {"mix.weight": parts.pop("mix.weight").float()}
+    for layer in range(shape.decoder.layers):
+        steer = parts.pop(f"model.layers.{layer}.mlp.steer.weight")
+        state[f"steer.{layer}.weight"] = steer.float()
+    state |= {_DECODER + name: part for name, part in _join(parts).items()}
+    draft.load_state_dict(state)
+    return draft.eval()
 
 
 def _split(state: Mapping[str, Tensor], shape: ModelShape) -> Iterator[tuple[str, Tensor]]:

@@ -35,6 +35,12 @@ class DecoderLayer(nn.Module):
 
     def forward(self, residual: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
         """Residual stream [batch, length, hidden] in and out."""
+        residual = residual + self.attended(residual, rotation)
+        output: Tensor = residual + self.mlp(self.post_attention_layernorm(residual))
+        return output
+
+    def attended(self, residual: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+        """What attention adds to the residual stream."""
         heads = self.self_attn.project(self.input_layernorm(residual), rotation)
         # Rotation and norms leave autocast's bfloat16, the values do not: attention wants one type.
         q, k, v = (head.transpose(1, 2).to(heads[2].dtype) for head in heads)
@@ -43,8 +49,7 @@ class DecoderLayer(nn.Module):
             .transpose(1, 2)
             .flatten(2)
         )
-        residual = residual + self.self_attn.o_proj(attended)
-        output: Tensor = residual + self.mlp(self.post_attention_layernorm(residual))
+        output: Tensor = self.self_attn.o_proj(attended)
         return output
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+
+_FASTER: Final = 10.0
 
 
 @dataclass(frozen=True)
@@ -48,21 +51,29 @@ def train(
     rate: LearningRate,
     *,
     weight_decay: float = 0.05,
+    faster: Sequence[nn.Parameter] = (),
     on_step: Callable[[int, float], None] | None = None,
 ) -> int:
     """Minimise ``loss_of_step`` with AdamW over the trainable parameters of ``module``.
 
+    ``faster`` learn at ten times the rate, without decay: what is new in a module that is not.
     ``on_step`` is given (step, loss).  Returns the number of updates made.
     """
     parameters = list(module.parameters())
+    new = {id(parameter) for parameter in faster}
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in parameters if id(p) not in new], "factor": 1.0},
+        {"params": [p for p in parameters if id(p) in new], "factor": _FASTER, "weight_decay": 0.0},
+    ]
     optimizer = torch.optim.AdamW(
-        parameters, lr=0.0, betas=(0.9, 0.95), weight_decay=weight_decay, fused=True
-    )
+        [group for group in groups if group["params"]],
+        lr=0.0, betas=(0.9, 0.95), weight_decay=weight_decay, fused=True,
+    )  # fmt: skip
     made = 0
     module.train()
     for step, used in budget.progress():
         for group in optimizer.param_groups:
-            group["lr"] = rate.at(step, used)
+            group["lr"] = group["factor"] * rate.at(step, used)
         loss = loss_of_step(step)
         optimizer.zero_grad()
         loss.backward()

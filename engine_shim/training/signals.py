@@ -23,12 +23,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-FORMAT: Final = "speculation-signals-1"
+FORMAT: Final = "speculation-signals-2"
 _SUFFIX: Final = ".safetensors"
 _ASIDE: Final = ".part"
 # Left aside by a writer that was killed, if older.
 _ABANDONED_SECONDS: Final = 600.0
 _TENSORS: Final = ("tokens", "features", "top_tokens", "top_logs")
+_FINAL: Final = "final"
 _CLOSE_SECONDS: Final = 10.0
 
 _log = logging.getLogger(__name__)
@@ -45,8 +46,9 @@ class Signal:
     tokens: int64 [n].  features: bfloat16 [n, width], the target's hidden states there that the
     drafter reads.  top_tokens: int32 [n, top], the target's likeliest successors of each, and
     top_logs: float32 [n, top], their log-probabilities (nats).  start: position of the first one in
-    its request.  accepted, drafted: drafts that were accepted of those that were verified on the
-    way.
+    its request.  accepted, tried: drafts that were accepted, of those whose turn came (the accepted
+    ones and the first refused of each step).  final: bfloat16 [n, hidden], the target's last hidden
+    states after its norm, where they were asked for.
     """
 
     tokens: Tensor
@@ -55,23 +57,30 @@ class Signal:
     top_logs: Tensor
     start: int
     accepted: int
-    drafted: int
+    tried: int
+    final: Tensor | None = None
 
     def __post_init__(self) -> None:
-        rows = {name: getattr(self, name).shape[0] for name in _TENSORS}
+        rows = {name: part.shape[0] for name, part in self.tensors.items()}
         if len(set(rows.values())) != 1 or not rows["tokens"]:
             raise SignalError(f"a signal needs as many rows everywhere, and some: {rows}")
         if self.top_tokens.shape != self.top_logs.shape:
             raise SignalError("a signal needs a log-probability of every likeliest token")
-        if min(self.start, self.accepted, self.drafted - self.accepted) < 0:
+        if min(self.start, self.accepted, self.tried - self.accepted) < 0:
             raise SignalError(
-                f"start {self.start}, {self.accepted} of {self.drafted} drafts: cannot be"
+                f"start {self.start}, {self.accepted} of {self.tried} drafts: cannot be"
             )
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Those that there are, by name."""
+        found = {name: getattr(self, name) for name in (*_TENSORS, _FINAL)}
+        return {name: part for name, part in found.items() if part is not None}
 
     def encoded(self) -> bytes:
         """The file's content."""
-        tensors = {name: getattr(self, name).contiguous() for name in _TENSORS}
-        numbers = {name: str(getattr(self, name)) for name in ("start", "accepted", "drafted")}
+        tensors = {name: part.contiguous() for name, part in self.tensors.items()}
+        numbers = {name: str(getattr(self, name)) for name in ("start", "accepted", "tried")}
         content: bytes = save(tensors, {"format": FORMAT, **numbers})
         return content
 
@@ -91,9 +100,10 @@ def _decoded(path: Path) -> Signal:
         facts = file.metadata() or {}
         if facts.get("format") != FORMAT:
             raise SignalError(f"format {facts.get('format')!r}, not {FORMAT}")
-        tensors: dict[str, Any] = {name: file.get_tensor(name) for name in _TENSORS}
+        there = (*_TENSORS, _FINAL) if _FINAL in file.keys() else _TENSORS  # noqa: SIM118
+        tensors: dict[str, Any] = {name: file.get_tensor(name) for name in there}
         numbers: dict[str, Any] = {
-            name: int(facts[name]) for name in ("start", "accepted", "drafted")
+            name: int(facts[name]) for name in ("start", "accepted", "tried")
         }
     return Signal(**tensors, **numbers)
 
@@ -192,6 +202,11 @@ class SignalWriter:
             return False
         return True
 
+    @property
+    def waiting(self) -> int:
+        """Signals that were taken and are neither written nor dropped yet."""
+        return self._queue.unfinished_tasks
+
     def close(self) -> None:
         """Writes what waits, for some seconds at most, and ends."""
         try:
@@ -213,3 +228,4 @@ class SignalWriter:
                 self.counters.state = "ready"
                 self.counters.signals += 1
                 self.counters.positions += len(signal.tokens)
+            self._queue.task_done()

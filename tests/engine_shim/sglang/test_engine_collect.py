@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 import torch
 
+from engine_shim.training.checkpoint import load_target
 from engine_shim.training.signals import Signal, SignalStore
 from tests.engine_shim.link.eventually import eventually
-from tests.engine_shim.sglang.engine import EAGLE3, EngineProcess, serving
+from tests.engine_shim.sglang.engine import EAGLE3, TARGET, EngineProcess, serving
 from tests.engine_shim.sglang.playing import WAVE_LENGTH, WAVES
 from tests.engine_shim.sglang.scripted import ScriptedSidecar
+
+HEAD = load_target(TARGET).model.embed_tokens.weight.detach()
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -29,6 +32,7 @@ def engine(
         "SPECULATION_SIDECAR": sidecar.server.target,
         "SPECULATION_SIGNALS_FOLDER": str(folder),
         "SPECULATION_SIGNALS_MEGABYTES": "1",
+        "SPECULATION_SIGNALS_FINAL_STATES": "1",
         "SPECULATION_GAMMAS": "0,1,3",
     }
     with serving(tmp_path_factory.mktemp("collect"), EAGLE3, variables) as running:
@@ -50,11 +54,12 @@ def settled(engine: EngineProcess, sidecar: ScriptedSidecar) -> None:
     sidecar.collect = False
     sidecar.run(sidecar.script)
 
-    def nothing_open() -> bool:
+    def all_written() -> bool:
         engine.generate(WAVES[3][:1], [4])
-        return bool(status(engine)["open"] == 0)
+        now = status(engine)
+        return bool(now["open"] == now["waiting"] == 0)
 
-    eventually(nothing_open, what="no run is open")
+    eventually(all_written, what="no run is open, no signal waits")
 
 
 def test_without_the_regime_nothing_is_kept(
@@ -68,6 +73,7 @@ def test_without_the_regime_nothing_is_kept(
         "positions": 0,
         "dropped": 0,
         "state": "ready",
+        "waiting": 0,
         "open": 0,
     }
     assert found_in(folder) == []
@@ -105,12 +111,17 @@ def test_what_is_served_is_kept_position_by_position(
         assert signal.top_tokens[: len(following), 0].tolist() == following
         assert (signal.top_logs.diff(dim=1) <= 0).all()
         assert torch.isfinite(signal.features.float()).all()
+        # The head on the last hidden states says the same (the embedding is the head here).
+        assert signal.final is not None
+        logits = signal.final[: len(following)].float() @ HEAD.T
+        agree = (logits.argmax(-1) == torch.tensor(following)).float().mean()
+        assert agree > 0.95, agree
         assert signal.features.float().abs().amax(dim=1).min() > 0
         covered += len(tokens)
     assert covered >= 0.9 * WAVE_LENGTH * len(WAVES[0])
-    drafted = sum(signal.drafted for signal in signals)
+    tried = sum(signal.tried for signal in signals)
     accepted = sum(signal.accepted for signal in signals)
-    assert 0 < accepted < drafted
+    assert 0 < accepted < tried
     assert status(engine)["dropped"] == 0
 
 

@@ -64,6 +64,23 @@ def test_nothing_is_learnt_before_there_is_something_to_compare_with() -> None:
     assert judge.before.trials == 200
 
 
+def test_what_was_learnt_before_anything_was_drafted_is_the_baseline() -> None:
+    judge = Judge()
+    assert Judge().knows_nothing
+    drafts = Drafts(judge)
+    drafts.draft(0.1, 100)
+    judge.updated()
+    # The drafts of the first weights do not count for these.
+    assert drafts.draft(0.6, 196) == []
+    assert drafts.draft(0.6, 4) == [Verdict.GOOD]
+    assert judge.may_learn
+    assert not judge.knows_nothing
+    assert not judge.unjudged
+    assert judge.before.rate > 0.5
+    judge.updated()
+    assert drafts.draft(0.2, 900)[-1] is Verdict.WORSE
+
+
 def test_weights_that_do_not_fall_are_good_every_400_drafts() -> None:
     judge = Judge()
     drafts = Drafts(judge)

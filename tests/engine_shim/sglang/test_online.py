@@ -182,6 +182,21 @@ def test_it_learns_from_rounds_without_drafts_as_well(driver: Driver) -> None:
     assert not torch.equal(driver.weights(), weights)
 
 
+def test_a_drafter_that_nobody_uses_learns_without_a_baseline(driver: Driver) -> None:
+    driver.until(lambda: driver.counters.state == "ready", accepted=1, stride=0, gamma=0)
+    driver.until(lambda: driver.counters.updates > 2, accepted=1, gamma=0)
+    learnt = driver.weights()
+    # Once it drafts, nothing more is learnt before what it is now has been measured.
+    updates = driver.counters.updates
+    for _ in range(150):
+        driver.step(2)
+    assert driver.counters.updates <= updates + 1
+    driver.until(lambda: driver.counters.updates > updates + 3)
+    # Had it done harm then, it would have come back to this, not to the first weights.
+    driver.until(lambda: driver.counters.restored == 1, accepted=1)
+    assert (driver.weights() - learnt).abs().max() < 0.5 * learnt.abs().max()
+
+
 def test_weights_that_somebody_else_has_set_stay(driver: Driver) -> None:
     driver.until(lambda: driver.counters.updates > 2)
     with torch.no_grad():

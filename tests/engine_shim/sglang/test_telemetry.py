@@ -44,6 +44,7 @@ class RecordingLink:
         probe_id: int,
         session: int = 0,
         update_seconds: float = 0.0,
+        draft_version: int = 0,
     ) -> bool:
         self.reports.append(SimpleNamespace(**{k: v for k, v in locals().items() if k != "self"}))
         return True

@@ -25,12 +25,17 @@ def unpacked(version: str) -> Path:
         assert spec is not None
         assert spec.origin is not None
         return Path(spec.origin).parents[1]
-    folder = ROOT / "build" / f"sglang-{version}"
+    return fetched("sglang", version)
+
+
+def fetched(package: str, version: str) -> Path:
+    """The unpacked wheel of a package, from the package index; once for a checkout."""
+    folder = ROOT / "build" / f"{package}-{version}"
     if not folder.exists():
         folder.parent.mkdir(exist_ok=True)
         with TemporaryDirectory(dir=folder.parent) as place:
             pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-            subprocess.run([*pip, "--dest", place, f"sglang=={version}"], check=True)
+            subprocess.run([*pip, "--dest", place, f"{package}=={version}"], check=True)
             (archive,) = Path(place).glob("*.whl")
             whole = Path(place) / "unpacked"
             zipfile.ZipFile(archive).extractall(whole)

@@ -33,13 +33,13 @@ def signal(rows: int = 6, seed: int = 0) -> Signal:
         top_logs=-torch.rand(rows, 4),
         start=40,
         accepted=3,
-        drafted=5,
+        tried=5,
     )
 
 
 def same(one: Signal, other: Signal) -> bool:
     tensors = ("tokens", "features", "top_tokens", "top_logs")
-    numbers = ("start", "accepted", "drafted")
+    numbers = ("start", "accepted", "tried")
     return all(torch.equal(getattr(one, name), getattr(other, name)) for name in tensors) and all(
         getattr(one, name) == getattr(other, name) for name in numbers
     )
@@ -78,8 +78,8 @@ def test_one_that_is_larger_than_the_store_takes_nothing_with_it(tmp_path: Path)
         lambda content: content[: len(content) // 2],
         lambda _: b"",
         lambda content: b"\xff" * 16 + content[16:],
-        lambda content: content.replace(b"speculation-signals-1", b"speculation-signals-9"),
-        lambda content: content.replace(b'"drafted":"5"', b'"drafted":"1"'),
+        lambda content: content.replace(b"speculation-signals-2", b"speculation-signals-9"),
+        lambda content: content.replace(b'"tried":"5"', b'"tried":"1"'),
         lambda content: content.replace(b'"start":"40"', b'"start":"4x"'),
     ],
     ids=["cut", "empty", "garbage", "another format", "impossible counts", "no number"],

@@ -1,0 +1,129 @@
+"""`python -m engine_shim.training`: the trainer beside an engine, and the hand-off to SpecForge.
+
+It needs the folder that the engine writes its signals to; no target model, and no SGLang.
+"""
+
+import argparse
+import asyncio
+import os
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import grpc.aio
+import structlog
+import torch
+
+from engine_shim.link.credentials import Credentials
+from engine_shim.training.adapt import AdaptSettings
+from engine_shim.training.attendant import Attendant, NoEngineError, Where
+from engine_shim.training.specforge import ExportError, export_signals, import_draft
+from engine_shim.training.versions import FOLDER, TrainerPresentError, VersionError, Versions
+
+_log = structlog.get_logger(__name__)
+
+_DEFAULTS = AdaptSettings()
+_HELP = {
+    "passes": "over the signals of a round",
+    "batch": "signals an optimiser step",
+    "depth": "drafts that are unrolled from a position",
+    "learning_rate": "of AdamW",
+    "held_out": "every so many-th signal evaluates and is not trained on",
+    "seed": "of the order of the signals",
+}
+_DONE, _CANNOT, _TAKEN = 0, 2, 3
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m engine_shim.training", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    environment = os.environ.get
+    attend = commands.add_parser("attend", help="train when the engine's sidecar says so")
+    attend.add_argument("--sidecar", default=environment("SPECULATION_SIDECAR", ""))
+    attend.add_argument("--engine", default=environment("SPECULATION_ENGINE_ID", ""))
+    attend.add_argument("--device", default="cpu")
+    attend.add_argument("--threads", type=int, default=1)
+    for name in ("ca", "token-file", "client-certificate", "client-key"):
+        variable = f"SPECULATION_{name.replace('-', '_').upper()}"
+        attend.add_argument(f"--{name}", default=environment(variable, ""))
+    for field in fields(AdaptSettings):
+        default = getattr(_DEFAULTS, field.name)
+        attend.add_argument(
+            f"--{field.name.replace('_', '-')}",
+            type=type(default),
+            default=default,
+            help=f"{_HELP[field.name]} (default {default})",
+        )
+    export = commands.add_parser("export", help="signals and drafter for `specforge train`")
+    export.add_argument("out", type=Path, help="folder to write")
+    export.add_argument("--target", required=True, help="path of the target model")
+    export.add_argument("--version", type=int, default=0, help="drafter to go on from; 0: base")
+    back = commands.add_parser("import", help="an exported drafter as the next version")
+    back.add_argument("draft", type=Path, help="folder with config.json and model.safetensors")
+    for command in (attend, export, back):
+        command.add_argument(
+            "--signals",
+            default=environment("SPECULATION_SIGNALS_FOLDER", ""),
+            help="the engine's SPECULATION_SIGNALS_FOLDER",
+        )
+    return parser
+
+
+def _attend(asked: argparse.Namespace) -> None:
+    torch.set_num_threads(asked.threads)
+    credentials = Credentials(
+        asked.ca, asked.client_certificate, asked.client_key, asked.token_file
+    )
+    where = Where(asked.sidecar, asked.engine, Path(asked.signals), credentials, asked.device)
+    settings = AdaptSettings(**{f.name: getattr(asked, f.name) for f in fields(AdaptSettings)})
+    asyncio.run(Attendant(where, settings).run())
+
+
+def _run(asked: argparse.Namespace) -> None:
+    if asked.command == "attend":
+        _attend(asked)
+        return
+    signals = Path(asked.signals)
+    versions = Versions(signals / FOLDER)
+    if asked.command == "export":
+        count = export_signals(signals, versions, asked.version, asked.target, asked.out)
+        config = str(asked.out / "specforge.json")
+        _log.info("exported", samples=count, train=f"specforge train --config {config}")
+    else:
+        version = import_draft(asked.draft, versions)
+        _log.info("imported", version=version, folder=str(versions.folder))
+
+
+def main() -> int:
+    """Exit codes: 2 for what cannot be, 3 for a trainer that is there already."""
+    parser = _parser()
+    asked = parser.parse_args()
+    if not asked.signals:
+        parser.error("--signals is needed (or SPECULATION_SIGNALS_FOLDER)")
+    if asked.command == "attend" and not asked.sidecar:
+        parser.error("--sidecar is needed (or SPECULATION_SIDECAR)")
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper("iso", utc=True),
+            structlog.processors.JSONRenderer(),
+        ]
+    )
+    try:
+        _run(asked)
+    except TrainerPresentError as error:
+        _log.error("stopped", error=str(error))
+        return _TAKEN
+    except (NoEngineError, ExportError, VersionError, ValueError, OSError) as error:
+        _log.error("stopped", error=str(error))
+        return _CANNOT
+    except grpc.aio.AioRpcError as error:
+        _log.error("refused_by_the_sidecar", error=error.details(), code=error.code().name)
+        return _CANNOT
+    except KeyboardInterrupt:
+        pass
+    return _DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,172 @@
+"""Fine-tuning a drafter on captured signals, and how much of them it would have accepted.
+
+Paper: TIDE, arXiv:2602.05145, sections 3.3 and 4.2; the loss is that of online updates (online.py),
+over whole signals and with the chain of drafts unrolled from every position (training-time test).
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine_shim.training.eagle3 import Eagle3Student
+from engine_shim.training.online import OnlineSettings, OnlineStudent, Round
+from engine_shim.training.signals import Signal
+
+# Positions at a signal's beginning that are context only when a drafter is evaluated: in service it
+# saw what came before them.
+_CONTEXT: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptSettings:
+    """How a round of training goes.  Raises ValueError.
+
+    passes: over the training split.  batch: signals a step.  depth: drafts that are unrolled.
+    held_out: every so many-th signal is kept for evaluation.
+    """
+
+    passes: int = 4
+    batch: int = 8
+    depth: int = 3
+    learning_rate: float = 1e-3
+    held_out: int = 5
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.passes, self.batch, self.depth) < 1 or self.held_out < 2:
+            raise ValueError("passes, batch and depth start at 1, held_out at 2")
+        if not 0 < self.learning_rate < 1:
+            raise ValueError(f"learning rate {self.learning_rate} must lie in (0, 1)")
+
+
+def split(signals: Sequence[Signal], every: int) -> tuple[list[Signal], list[Signal]]:
+    """(train, eval): every so many-th signal is held out, one at least.
+
+    Raises ValueError for fewer than two signals.
+    """
+    if len(signals) < 2:
+        raise ValueError(f"{len(signals)} signals cannot be split")
+    held = set(range(min(every, len(signals)) - 1, len(signals), every))
+    train = [signal for index, signal in enumerate(signals) if index not in held]
+    return train, [signals[index] for index in sorted(held)]
+
+
+def served_acceptance(signals: Sequence[Signal]) -> float | None:
+    """The acceptance rate that the signals had in service; None where nothing was drafted."""
+    tried = sum(signal.tried for signal in signals)
+    return sum(signal.accepted for signal in signals) / tried if tried else None
+
+
+@torch.no_grad()
+def acceptance(student: Eagle3Student, signals: Sequence[Signal], depth: int) -> float:
+    """The acceptance rate that the drafter would have had on these tokens; 0 of none.
+
+    Step by step as an engine goes: `depth` greedy drafts, on from the token behind the accepted
+    ones.  A draft counts as accepted where it is the token that was served.
+    """
+    accepted = tried = 0
+    for signal in signals:
+        matches = _matches(student, signal, depth)
+        at = 0
+        while at < len(matches):
+            run: int = matches[at]
+            accepted += run
+            tried += min(run + 1, depth)
+            at += run + 1
+    return accepted / tried if tried else 0.0
+
+
+def _matches(student: Eagle3Student, signal: Signal, depth: int) -> list[int]:
+    """For each anchor, how many of its drafts are what was served."""
+    # The chain from row t drafts the tokens t + 2 .. t + 1 + depth.
+    rows = len(signal.tokens) - depth - 1
+    first = min(_CONTEXT, rows - 1)
+    if rows < 1:
+        return []
+    device = student.embedding.device
+    tokens = signal.tokens[None].to(device)
+    positions = torch.arange(signal.start, signal.start + rows, device=device)
+    features = signal.features[None, :rows].to(device, torch.float32)
+    unrolled = student.unroll(features, tokens, depth, first_anchor=first, positions=positions)
+    right = torch.stack(
+        [
+            logits.argmax(-1)[0] == tokens[0, first + 2 + step : rows + 2 + step]
+            for step, logits in enumerate(unrolled)
+        ]
+    )
+    matches: list[int] = right.long().cumprod(0).sum(0).tolist()
+    return matches
+
+
+def fine_tuned(
+    student: Eagle3Student,
+    signals: Sequence[Signal],
+    settings: AdaptSettings,
+    progress: Callable[[float, float], None] | None = None,
+) -> Eagle3Student:
+    """A trained copy.  progress: told the share of the work that is done, and the loss in nats.
+
+    Raises NotFiniteError.
+    """
+    made = copy.deepcopy(student)
+    longest = max(len(signal.tokens) for signal in signals)
+    learner = OnlineStudent(
+        made,
+        OnlineSettings(
+            learning_rate=settings.learning_rate,
+            anchors=longest,
+            window=longest + 1,
+            top=signals[0].top_tokens.shape[1],
+        ),
+    )
+    order = random.Random(settings.seed)
+    steps = settings.passes * -(-len(signals) // settings.batch)
+    for step, batch in enumerate(_batches(signals, settings, order), start=1):
+        update = learner.learn(_round(batch, made.embedding.device), settings.depth)
+        if progress is not None:
+            progress(step / steps, update.loss)
+    return made
+
+
+def _batches(
+    signals: Sequence[Signal], settings: AdaptSettings, order: random.Random
+) -> Iterator[list[Signal]]:
+    for _ in range(settings.passes):
+        shuffled = list(signals)
+        order.shuffle(shuffled)
+        for start in range(0, len(shuffled), settings.batch):
+            yield shuffled[start : start + settings.batch]
+
+
+def _round(signals: Sequence[Signal], device: torch.device) -> Round:
+    """Signals as a round: right-aligned, the shorter ones padded."""
+    longest = max(len(signal.tokens) for signal in signals)
+    top = min(signal.top_tokens.shape[1] for signal in signals)
+
+    def aligned(parts: Sequence[Tensor]) -> Tensor:
+        padded = [
+            functional.pad(part, (0, 0) * (part.dim() - 1) + (longest - len(part), 0))
+            for part in parts
+        ]
+        return torch.stack(padded).to(device)
+
+    ones = [torch.ones(len(signal.tokens), dtype=torch.bool) for signal in signals]
+    return Round(
+        tokens=aligned([signal.tokens for signal in signals]),
+        features=aligned([signal.features.float() for signal in signals]),
+        top_tokens=aligned([signal.top_tokens[:, :top].long() for signal in signals]),
+        top_logs=aligned([signal.top_logs[:, :top] for signal in signals]),
+        taught=aligned(ones),
+        valid=aligned(ones),
+        positions=aligned(
+            [torch.arange(signal.start, signal.start + len(signal.tokens)) for signal in signals]
+        ),
+    )

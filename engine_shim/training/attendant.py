@@ -1,0 +1,260 @@
+"""The trainer beside an engine: waits for its sidecar's order, trains, evaluates, hands over.
+
+    every second        tells the sidecar how many signals are stored
+    ordered             fine-tunes the serving version on most of them, evaluates it on the rest,
+                        keeps the weights as a new version, tells the sidecar how it went
+    answered            deletes the signals it has used
+
+The sidecar decides whether the version serves.  Killed at any point, the trainer begins the round
+again when it is back: signals are deleted last, and a version that nobody deployed is only a file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import grpc
+import grpc.aio
+import structlog
+import torch
+
+from engine_shim.link.credentials import Credentials
+from engine_shim.training.adapt import (
+    AdaptSettings,
+    acceptance,
+    fine_tuned,
+    served_acceptance,
+    split,
+)
+from engine_shim.training.eagle3 import Eagle3Student
+from engine_shim.training.online import NotFiniteError
+from engine_shim.training.signals import Signal, SignalError, load
+from engine_shim.training.versions import FOLDER, Made, VersionError, Versions
+from speculation.v1.service_pb2 import ListEnginesRequest
+from speculation.v1.service_pb2_grpc import InspectionServiceStub
+from speculation.v1.training_pb2 import AttendRequest, AttendResponse, TrainingRound
+from speculation.v1.training_pb2_grpc import TrainingServiceStub
+
+_EVERY_SECONDS: Final = 1.0
+_RETRY_SECONDS: Final = 2.0
+_RETRY_MOST_SECONDS: Final = 30.0
+_PROGRESS_SECONDS: Final = 5.0
+
+_log = structlog.get_logger(__name__)
+
+
+class NoEngineError(RuntimeError):
+    """The sidecar has no engine, or several of which none was named."""
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """sidecar: its gRPC address.  engine_id: "" for the only one it has; folder: of the signals."""
+
+    sidecar: str
+    engine_id: str
+    folder: Path
+    credentials: Credentials
+    device: str = "cpu"
+
+
+class Attendant:
+    """One trainer.  Raises OSError for a folder that cannot be made."""
+
+    def __init__(self, where: Where, settings: AdaptSettings) -> None:
+        self._where = where
+        self._settings = settings
+        self._versions = Versions(where.folder / FOLDER)
+
+    async def run(self) -> None:
+        """Until it is cancelled.  Raises TrainerPresentError, NoEngineError, grpc.RpcError.
+
+        A sidecar that is away, or an engine that begins anew, is waited for.
+        """
+        with self._versions.lock():
+            pause = _RETRY_SECONDS
+            while True:
+                began = time.monotonic()
+                try:
+                    await self._attend()
+                except grpc.aio.AioRpcError as error:
+                    if not _passes(error):
+                        raise
+                    _log.warning("sidecar_away", detail=error.details(), code=error.code().name)
+                if time.monotonic() - began > _RETRY_MOST_SECONDS:
+                    pause = _RETRY_SECONDS
+                await asyncio.sleep(pause * random.uniform(0.8, 1.2))
+                pause = min(2 * pause, _RETRY_MOST_SECONDS)
+
+    async def _attend(self) -> None:
+        credentials, metadata = self._where.credentials, self._where.credentials.metadata()
+        async with credentials.channel(self._where.sidecar) as channel:
+            engine_id = self._where.engine_id or await _only_engine(channel, metadata)
+            call = TrainingServiceStub(channel).Attend(metadata=metadata)
+            _log.info("attending", engine=engine_id, folder=str(self._where.folder))
+            request = AttendRequest(engine_id=engine_id, stored_signals=len(self._paths()))
+            phase = ""
+            async for response in _talk(call, request):
+                if response.phase != phase:
+                    phase = response.phase
+                    _log.info("phase", phase=phase, serving=response.draft_version)
+                if not response.train_round:
+                    await asyncio.sleep(_EVERY_SECONDS)
+                    await call.write(AttendRequest(stored_signals=len(self._paths())))
+                    continue
+                used, ended = await asyncio.to_thread(self._round, response)
+                await call.write(AttendRequest(ended=ended, stored_signals=0))
+                answer = await call.read()
+                if not isinstance(answer, AttendResponse):
+                    break
+                for path in used:
+                    path.unlink(missing_ok=True)
+                self._versions.forget({answer.draft_version, answer.parent_version})
+                await call.write(AttendRequest(stored_signals=len(self._paths())))
+            status = grpc.aio.AioRpcError(
+                await call.code(), grpc.aio.Metadata(), grpc.aio.Metadata(), await call.details()
+            )
+            if status.code() is not grpc.StatusCode.OK:
+                raise status
+
+    def _paths(self) -> list[Path]:
+        return sorted(self._where.folder.glob("*.safetensors"))
+
+    def _round(self, order: AttendResponse) -> tuple[list[Path], TrainingRound]:
+        """(signals that may go, how it ended)."""
+        paths = self._paths()
+        try:
+            return paths, self._trained(order, _readable(paths))
+        except (VersionError, NotFiniteError, ValueError, OSError, RuntimeError) as error:
+            _log.error("round_failed", round=order.train_round, error=str(error))
+            text = f"{type(error).__name__}: {error}"[:500]
+            return paths, TrainingRound(round=order.train_round, error=text)
+
+    def _trained(self, order: AttendResponse, signals: list[Signal]) -> TrainingRound:
+        began = time.monotonic()
+        settings = self._settings
+        train, held = split(signals, settings.held_out)
+        serving = self._versions.student(order.draft_version).to(self._where.device)
+        before = acceptance(serving, held, settings.depth)
+        served = served_acceptance(train)
+        alpha_train = acceptance(serving, train, settings.depth) if served is None else served
+        seeded = replace(settings, seed=settings.seed + order.train_round)
+        made = fine_tuned(serving, train, seeded, _told(order.train_round))
+        after = acceptance(made, held, settings.depth)
+        facts = Made(
+            order.draft_version, alpha_train, after, before, len(train), time.monotonic() - began
+        )
+        version = self._versions.publish(dict(made.named_parameters()), facts)
+        for other, contender in self._contenders(order.draft_version):
+            theirs = acceptance(contender.to(self._where.device), held, settings.depth)
+            _log.info("contender", version=other, alpha_eval=round(theirs, 4))
+            if theirs > after:
+                version, after = other, theirs
+        _log.info(
+            "round_ended",
+            round=order.train_round,
+            version=version,
+            signals=len(train),
+            held_out=len(held),
+            alpha_train=round(alpha_train, 4),
+            alpha_before=round(before, 4),
+            alpha_eval=round(after, 4),
+            seconds=round(facts.seconds, 1),
+        )
+        return TrainingRound(
+            round=order.train_round,
+            version=version,
+            alpha_train=alpha_train,
+            alpha_eval=after,
+            alpha_before=before,
+        )
+
+    def _contenders(self, serving: int) -> Iterator[tuple[int, Eagle3Student]]:
+        """Versions that somebody has imported since the serving one."""
+        for version in self._versions.numbers():
+            if version <= serving:
+                continue
+            try:
+                if self._versions.made(version).imported:
+                    yield version, self._versions.student(version)
+            except (VersionError, FileNotFoundError) as error:
+                _log.warning("version_passed_over", error=str(error))
+
+
+async def _talk(
+    call: grpc.aio.StreamStreamCall[AttendRequest, AttendResponse], first: AttendRequest
+) -> AsyncIterator[AttendResponse]:
+    """The answers, one for every request, until the call ends."""
+    with contextlib.suppress(asyncio.InvalidStateError):
+        await call.write(first)
+        while isinstance(answer := await call.read(), AttendResponse):
+            yield answer
+
+
+async def _only_engine(channel: grpc.aio.Channel, metadata: tuple[tuple[str, str], ...]) -> str:
+    stub = InspectionServiceStub(channel)
+    answer = await stub.ListEngines(ListEnginesRequest(), metadata=metadata)
+    able = [
+        status.engine.engine_id
+        for status in answer.engines
+        if status.engine.capabilities.can_take_versions
+    ]
+    if len(able) > 1:
+        raise NoEngineError(f"the sidecar has {len(able)} engines that learn, name one: {able[:8]}")
+    if not able:
+        raise grpc.aio.AioRpcError(
+            grpc.StatusCode.NOT_FOUND, grpc.aio.Metadata(), grpc.aio.Metadata(),
+            "no engine that can take versions of its drafter has introduced itself",
+        )  # fmt: skip
+    return able[0]
+
+
+def _passes(error: grpc.aio.AioRpcError) -> bool:
+    """Whether waiting may help."""
+    return error.code() in {
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.NOT_FOUND,
+        grpc.StatusCode.FAILED_PRECONDITION,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        grpc.StatusCode.CANCELLED,
+        # A trainer that was killed may still be seen as there for a moment.
+        grpc.StatusCode.ALREADY_EXISTS,
+    }
+
+
+def _readable(paths: list[Path]) -> list[Signal]:
+    found = []
+    for path in paths:
+        try:
+            signal = load(path)
+        except FileNotFoundError:
+            continue
+        except SignalError as error:
+            _log.warning("signal_passed_over", error=str(error))
+            continue
+        if not bool(torch.isfinite(signal.features.float()).all()):
+            _log.warning("signal_passed_over", error=f"{path}: features that are no numbers")
+            continue
+        found.append(signal)
+    return found
+
+
+class _told:  # noqa: N801 -- a function with memory
+    """Logs progress every few seconds."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._at = time.monotonic()
+
+    def __call__(self, share: float, loss: float) -> None:
+        now = time.monotonic()
+        if now - self._at >= _PROGRESS_SECONDS:
+            self._at = now
+            _log.info("training", round=self._number, done=round(share, 2), loss=round(loss, 3))

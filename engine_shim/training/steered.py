@@ -1,0 +1,174 @@
+"""SD2: a small pretrained drafter that the verifier's hidden states steer.
+
+Paper: Steering Pretrained Drafters during Speculative Decoding (SD2).  The drafter is a language
+model of its own.  From the verifier's low, middle and high hidden states at the last verified
+position comes a steering vector
+
+    g = W_hml [h; m; l]                                         (W_hml = [I I I] at first)
+
+and every MLP of the drafter becomes, with W_s = 0 at first,
+
+    W_d ((W_u a + W_s g) * silu(W_g a))                         (Eq. 2)
+
+Here g is normed before W_s: a residual stream holds some channels that are much larger than the
+rest.  Row p takes the token at p + 1 and the hidden states at p, as SGLang hands both to a drafter,
+and predicts the token at p + 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from engine_shim.training.blocks import ModelShape
+from engine_shim.training.qwen3 import DecoderLayer, Qwen3Target
+
+# As a checkpoint names it, and the class that SGLang serves it with.
+STEERED_ARCHITECTURE: Final = "SteeredQwen3ForCausalLM"
+
+
+@dataclass(frozen=True)
+class SteeredShape:
+    """Sizes of a steered drafter.
+
+    decoder: of the drafter.  target_hidden: width of the verifier's hidden states.
+    feature_layers: those of the verifier that are read.  Raises ValueError.
+    """
+
+    decoder: ModelShape
+    target_hidden: int
+    feature_layers: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.decoder.hidden != self.target_hidden:
+            # The engine carries a vector of the drafter's width from draft step to draft step.
+            raise ValueError(
+                f"the drafter is {self.decoder.hidden} wide and its verifier "
+                f"{self.target_hidden}: a steering vector needs both alike"
+            )
+        if len(self.feature_layers) < 2:
+            raise ValueError("a steering vector is made of two hidden states or more")
+
+
+class SteeredDraft(nn.Module):
+    """A drafter with its steering; `decoder` is a language model of its own."""
+
+    def __init__(self, shape: SteeredShape) -> None:
+        super().__init__()
+        self.shape = shape
+        width, mlp = shape.target_hidden, shape.decoder.mlp
+        self.decoder = Qwen3Target(shape.decoder)
+        self.mix = nn.Linear(len(shape.feature_layers) * width, width, bias=False)
+        self.steer = nn.ModuleList(
+            nn.Linear(width, mlp, bias=False) for _ in range(shape.decoder.layers)
+        )
+        with torch.no_grad():
+            self.mix.weight.copy_(torch.cat([torch.eye(width)] * len(shape.feature_layers), dim=1))
+            for part in self.steer:
+                assert isinstance(part, nn.Linear)
+                part.weight.zero_()
+
+    def steering(self, features: Tensor) -> Tensor:
+        """g, normed: [..., feature layers * hidden] to [..., hidden]."""
+        return functional.layer_norm(self.mix(features), (self.shape.target_hidden,))
+
+    def forward(self, tokens: Tensor, steering: Tensor | None = None) -> Tensor:
+        """Logits of each next token.
+
+        tokens: [batch, L].  steering: g of each row, [batch, L, hidden]; None: plain.
+        Returns [batch, L, vocabulary].
+        """
+        model = self.decoder.model
+        rotation = self.decoder.rotary.at(torch.arange(tokens.shape[1], device=tokens.device))
+        residual = model.embed_tokens(tokens)
+        for layer, steer in zip(model.layers, self.steer, strict=True):
+            assert isinstance(layer, DecoderLayer)
+            bias = None if steering is None else steer(steering)
+            residual = _through(layer, residual, rotation, bias)
+        return functional.linear(model.norm(residual), model.embed_tokens.weight)
+
+
+def _through(
+    layer: DecoderLayer, residual: Tensor, rotation: tuple[Tensor, Tensor], bias: Tensor | None
+) -> Tensor:
+    residual = residual + layer.attended(residual, rotation)
+    read = layer.post_attention_layernorm(residual)
+    gate, up = layer.mlp.gate_up_proj(read).chunk(2, dim=-1)
+    steered = up if bias is None else up + bias
+    output: Tensor = residual + layer.mlp.down_proj(functional.silu(gate) * steered)
+    return output
+
+
+def offsets(rows: int, batch: int, drafts: int, generator: torch.Generator) -> Tensor:
+    """For each row, the row whose hidden states steer it, [batch, rows].
+
+    Uniformly 0 to drafts - 1 rows back (the paper's delta): as far as the last verified position is
+    behind each of so many drafts.
+    """
+    back = torch.randint(drafts, (batch, rows), generator=generator)
+    return (torch.arange(rows) - back).clamp_min(0)
+
+
+def divergence(
+    draft: SteeredDraft, tokens: Tensor, logits: Tensor, features: Tensor | None, back: Tensor
+) -> Tensor:
+    """KL(verifier || draft) of each row's next token, mean, in nats.
+
+    tokens: [batch, L].  logits: the verifier's, [batch, L, vocabulary].  features: its hidden
+    states, [batch, L, feature layers * hidden], None to train without steering.  back: see
+    `offsets`, [batch, L - 1].
+    """
+    steering = None
+    if features is not None:
+        rows = torch.arange(tokens.shape[0])[:, None]
+        steering = draft.steering(features[rows, back])
+    mine = functional.log_softmax(draft(tokens[:, 1:], steering), dim=-1)
+    theirs = functional.log_softmax(logits[:, 1:], dim=-1)
+    return functional.kl_div(mine, theirs, log_target=True, reduction="none").sum(-1).mean()
+
+
+@torch.no_grad()
+def greedy_chain(
+    draft: SteeredDraft, features: Tensor, tokens: Tensor, drafts: int, *, steered: bool = True
+) -> Tensor:
+    """What a server would propose after `tokens`: ids [batch, drafts].
+
+    tokens: [batch, L + 1], the newest not yet run by the verifier.  features: of all but that one.
+    """
+    steering = draft.steering(features) if steered else None
+    for _ in range(drafts):
+        grown = tokens.shape[1] - 1 - features.shape[1]
+        g = None
+        if steering is not None:
+            g = torch.cat([steering, steering[:, -1:].expand(-1, grown, -1)], dim=1)
+        newest = draft(tokens[:, 1:], g)[:, -1].argmax(-1, keepdim=True)
+        tokens = torch.cat([tokens, newest], dim=1)
+    return tokens[:, -drafts:]
+
+
+def acceptance_length(
+    draft: SteeredDraft,
+    verifier: Qwen3Target,
+    texts: Sequence[Tensor],
+    drafts: int,
+    *,
+    steered: bool,
+) -> float:
+    """Tokens a verification, greedy, on texts the verifier has written; [L] each."""
+    gained = steps = 0
+    for text in texts:
+        logits_features = verifier.logits_and_features(text[None], draft.shape.feature_layers)
+        features = torch.cat(logits_features[1], dim=-1)
+        at = 16
+        while at + drafts + 2 < len(text):
+            chain = greedy_chain(
+                draft, features[:, : at + 1], text[None, : at + 2], drafts, steered=steered
+            )[0]
+            run = int((chain == text[at + 2 : at + 2 + drafts]).long().cumprod(0).sum())
+            gained, steps, at = gained + run + 1, steps + 1, at + run + 1
+    return gained / steps if steps else 0.0

@@ -1,0 +1,218 @@
+"""Versions of a drafter in a folder: as an engine loaded it, and as a trainer has made it since.
+
+    base.safetensors        what the engine has left: parameters, the target's embedding, sizes
+    00000001.safetensors    version 1: the same parameters, other values
+
+A version belongs to one base, by digest: parameters of other names or shapes, or trained for
+another drafter, are refused by whoever loads them.  Files appear whole or not at all.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any, Final
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from engine_shim.training.blocks import ModelShape
+from engine_shim.training.eagle3 import Eagle3Shape, Eagle3Student
+
+FORMAT: Final = "speculation-draft-1"
+# Beside the signals that they are made of.
+FOLDER: Final = "drafter"
+_BASE: Final = "base"
+_SUFFIX: Final = ".safetensors"
+_EMBEDDING: Final = "embedding"
+_LOCK: Final = ".lock"
+
+
+class VersionError(ValueError):
+    """A version that cannot be used; the message names the file and says why."""
+
+
+class TrainerPresentError(RuntimeError):
+    """Another trainer works in this folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """How a version came to be.  parent: the version it was trained from, 0 for the base.
+
+    signals: that it was trained on; 0: it was trained elsewhere.
+    """
+
+    parent: int
+    alpha_train: float
+    alpha_eval: float
+    alpha_before: float
+    signals: int
+    seconds: float
+
+    @property
+    def imported(self) -> bool:
+        """It was trained elsewhere."""
+        return not self.signals
+
+
+class Versions:
+    """One drafter's folder; made if need be.  Raises OSError."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def adopt_base(
+        self, shape: Eagle3Shape, parameters: Mapping[str, Tensor], embedding: Tensor
+    ) -> str:
+        """What an engine has loaded, as the base; its digest.
+
+        Raises VersionError where the folder belongs to another drafter.
+        """
+        digest = digest_of(parameters)
+        path = self._path(0)
+        if path.exists():
+            found = _facts(path).get("digest")
+            if found != digest:
+                raise VersionError(
+                    f"{self.folder} holds signals and versions of another drafter ({found}, this "
+                    f"one is {digest}): name another folder"
+                )
+            return digest
+        sizes = {"decoder": asdict(shape.decoder), "feature_layers": shape.feature_layers}
+        tensors = {**parameters, _EMBEDDING: embedding}
+        self._write(path, tensors, {"digest": digest, "shape": json.dumps(sizes)})
+        return digest
+
+    def base_digest(self) -> str:
+        """Raises VersionError, FileNotFoundError while there is no base."""
+        found = _facts(self._path(0)).get("digest")
+        if not found:
+            raise VersionError(f"{self._path(0)} has no digest")
+        return found
+
+    def student(self, version: int) -> Eagle3Student:
+        """The drafter of that version, in float32.  Raises VersionError, FileNotFoundError."""
+        path = self._path(0)
+        try:
+            sizes = json.loads(_facts(path)["shape"])
+            shape = Eagle3Shape(ModelShape(**sizes["decoder"]), tuple(sizes["feature_layers"]))
+            base = _tensors(path)
+            student = Eagle3Student(shape, base.pop(_EMBEDDING).float())
+            student.load_state_dict({name: part.float() for name, part in base.items()})
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise VersionError(f"{path}: {error}") from error
+        if version:
+            student.load_state_dict(self.load(version, dict(student.named_parameters())))
+        return student
+
+    def load(self, version: int, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The parameters of a version, checked against those of `like`.
+
+        Raises VersionError, FileNotFoundError.
+        """
+        path = self._path(version)
+        facts = _facts(path)
+        if facts.get("base") != self.base_digest():
+            raise VersionError(f"{path} was made for another drafter")
+        found = _tensors(path)
+        for name in sorted(found.keys() | like.keys()):
+            ours = tuple(found[name].shape) if name in found else "missing"
+            theirs = tuple(like[name].shape) if name in like else "missing"
+            if ours != theirs:
+                raise VersionError(f"{path}: {name} is {ours}, the drafter's {theirs}")
+        for name, part in found.items():
+            if not bool(torch.isfinite(part).all()):
+                raise VersionError(f"{path}: {name} holds what is no number")
+        return found
+
+    def publish(self, parameters: Mapping[str, Tensor], made: Made) -> int:
+        """Keeps new parameters under the next free number, which is returned."""
+        version = max([0, *self.numbers()]) + 1
+        facts = {"base": self.base_digest(), "made": json.dumps(asdict(made))}
+        self._write(self._path(version), parameters, facts)
+        return version
+
+    def made(self, version: int) -> Made:
+        """How it came to be.  Raises VersionError, FileNotFoundError."""
+        path = self._path(version)
+        try:
+            return Made(**json.loads(_facts(path)["made"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise VersionError(f"{path}: {error}") from error
+
+    def numbers(self) -> list[int]:
+        """All versions, ascending, without the base."""
+        names = (path.name.removesuffix(_SUFFIX) for path in self.folder.glob(f"*{_SUFFIX}"))
+        return sorted(int(name) for name in names if name.isdecimal())
+
+    def forget(self, keep: set[int], most: int = 8) -> None:
+        """Deletes the oldest versions beyond `most`, but none of `keep`."""
+        for version in self.numbers()[:-most]:
+            if version not in keep:
+                self._path(version).unlink(missing_ok=True)
+
+    def lock(self) -> IO[bytes]:
+        """Held by one trainer until it is closed.  Raises TrainerPresentError."""
+        file = (self.folder / _LOCK).open("ab")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.close()
+            raise TrainerPresentError(f"another trainer works in {self.folder}") from error
+        return file
+
+    def _path(self, version: int) -> Path:
+        return self.folder / ((f"{version:08d}" if version else _BASE) + _SUFFIX)
+
+    def _write(self, path: Path, tensors: Mapping[str, Tensor], facts: dict[str, str]) -> None:
+        aside = path.with_suffix(f".{os.getpid()}.part")
+        try:
+            whole = {name: part.detach().cpu().contiguous() for name, part in tensors.items()}
+            save_file(whole, aside, {"format": FORMAT, **facts})
+            with aside.open("rb") as file:
+                os.fsync(file.fileno())
+            # An engine often runs as somebody else.
+            aside.chmod(0o644)
+            aside.rename(path)
+        finally:
+            aside.unlink(missing_ok=True)
+
+
+def digest_of(parameters: Mapping[str, Tensor]) -> str:
+    """Of names, shapes and values."""
+    found = hashlib.sha256()
+    for name in sorted(parameters):
+        part = parameters[name].detach().cpu().contiguous()
+        found.update(f"{name}{tuple(part.shape)}{part.dtype}".encode())
+        found.update(part.view(torch.uint8).numpy().data)
+    return found.hexdigest()[:16]
+
+
+def _facts(path: Path) -> dict[str, str]:
+    if not path.exists():
+        raise FileNotFoundError(path)
+    try:
+        with safe_open(path, "pt") as file:
+            facts: dict[str, str] = file.metadata() or {}
+    except (SafetensorError, OSError) as error:
+        raise VersionError(f"{path}: {error}") from error
+    if facts.get("format") != FORMAT:
+        raise VersionError(f"{path}: format {facts.get('format')!r}, not {FORMAT}")
+    return facts
+
+
+def _tensors(path: Path) -> dict[str, Any]:
+    try:
+        with safe_open(path, "pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise VersionError(f"{path}: {error}") from error
