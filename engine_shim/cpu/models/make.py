@@ -11,6 +11,7 @@ import argparse
 import json
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,11 +21,18 @@ from tokenizers import Tokenizer
 from engine_shim.cpu.models import corpus
 from engine_shim.cpu.models._block_draft import block_agreement_by_domain, train_blocks
 from engine_shim.cpu.models._draft import agreement_by_domain, train_draft
+from engine_shim.cpu.models._steered import train_steered
 from engine_shim.cpu.models._target import cross_entropy, train_target
 from engine_shim.cpu.models.prompts import passage_file
 from engine_shim.cpu.models.recipe import Recipe
 from engine_shim.training.blocks import ModelShape
-from engine_shim.training.checkpoint import load_target, save_dflash, save_draft, save_target
+from engine_shim.training.checkpoint import (
+    load_target,
+    save_dflash,
+    save_draft,
+    save_steered,
+    save_target,
+)
 
 TARGET = "target"
 HELD_OUT = "held_out"
@@ -63,6 +71,9 @@ def make(
         blocks = train_blocks(draft, shape, target, splits)
         save_dflash(blocks, output / name)
         _log.info("%s: agreement %s", name, block_agreement_by_domain(blocks, target, splits))
+    for name, steered in recipe.steered.items():
+        made = train_steered(steered, recipe.steered_shape, target, splits)
+        save_steered(made, output / name)
 
 
 def mask_token(tokenizer: Tokenizer) -> int:
@@ -108,10 +119,21 @@ def main() -> None:
         action="store_true",
         help="make only the drafts, for the target already there",
     )
+    parser.add_argument(
+        "--only", nargs="+", metavar="DRAFT", help="with --keep-target: make these drafts only"
+    )
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     torch.set_num_threads(1)  # more threads wait for each other on matrices this small
-    make(Recipe(), arguments.output, corpus.documents(), keep_target=arguments.keep_target)
+    recipe = Recipe()
+    if arguments.only:
+        groups = ("drafts", "blocks", "steered")
+        chosen = {
+            group: {n: r for n, r in getattr(recipe, group).items() if n in arguments.only}
+            for group in groups
+        }
+        recipe = replace(recipe, **chosen)  # type: ignore[arg-type]
+    make(recipe, arguments.output, corpus.documents(), keep_target=arguments.keep_target)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,9 @@ from tokenizers import Tokenizer
 from engine_shim.cpu.models import corpus
 from engine_shim.cpu.models.make import make
 from engine_shim.cpu.models.prompts import DOMAINS, LONGEST_PROMPT, PASSAGES, passage_file
-from engine_shim.cpu.models.recipe import DraftRecipe, Recipe
+from engine_shim.cpu.models.recipe import DraftRecipe, Recipe, SteeredRecipe
 from engine_shim.training.blocks import ModelShape
-from engine_shim.training.checkpoint import load_dflash, load_draft, load_target
+from engine_shim.training.checkpoint import load_dflash, load_draft, load_steered, load_target
 from engine_shim.training.schedule import Budget
 
 SHAPE = ModelShape(hidden=32, heads=2, kv_heads=1, head_dim=16, mlp=48, layers=6)
@@ -31,6 +31,7 @@ def recipe(least_branch_share: float = 0.0) -> Recipe:
         least_branch_share=least_branch_share,
         drafts={"draft-small": DraftRecipe({"json": 1.0}, A_FEW)},
         blocks={"block-small": DraftRecipe({"json": 1.0}, A_FEW)},
+        steered={"steered-small": SteeredRecipe({"json": 1.0}, A_FEW, A_FEW)},
     )
 
 
@@ -48,6 +49,9 @@ def test_a_recipe_becomes_folders(few_texts: dict[str, list[str]], tmp_path: Pat
     assert draft.shape == recipe().draft_shape
     blocks = load_dflash(tmp_path / "block-small", target.model.embed_tokens.weight)
     assert blocks.shape == recipe().block_shape(blocks.shape.mask_token)
+    steered = load_steered(tmp_path / "steered-small")
+    assert steered.shape == recipe().steered_shape
+    assert any(part.abs().max() > 0 for part in steered.steer.parameters())
     tokenizer = Tokenizer.from_file(str(tmp_path / "target/tokenizer.json"))
     for domain in DOMAINS:
         passages = np.load(passage_file(tmp_path / "held_out", domain))

@@ -16,9 +16,10 @@ import engine_shim.cpu.models
 from engine_shim.cpu.models._target import branch_shares
 from engine_shim.cpu.models.prompts import DOMAINS, held_out_prompts
 from engine_shim.cpu.models.recipe import Recipe
-from engine_shim.training.checkpoint import load_draft, load_target
+from engine_shim.training.checkpoint import load_draft, load_steered, load_target
 from engine_shim.training.distill import agreement, teach
 from engine_shim.training.qwen3 import Qwen3Target
+from engine_shim.training.steered import divergence
 
 MODELS = Path(engine_shim.cpu.models.__file__).parent
 RECIPE = Recipe()
@@ -144,3 +145,17 @@ def test_the_whole_set_stays_small() -> None:
         path for path in MODELS.rglob("*") if path.is_file() and path.suffix not in {".py", ".pyc"}
     ]
     assert sum(path.stat().st_size for path in shipped) < 14_000_000
+
+
+@pytest.mark.parametrize("domain", DOMAINS)
+def test_steering_brings_the_draft_nearer_to_the_target(target: Qwen3Target, domain: str) -> None:
+    draft = load_steered(MODELS / "steered")
+    assert draft.shape == RECIPE.steered_shape
+    tokens = windows(domain, 6, 200)
+    with torch.no_grad():
+        logits, features = target.logits_and_features(tokens, draft.shape.feature_layers)
+        known = torch.cat(features, dim=-1)
+        for behind in (0, 3):
+            back = (torch.arange(199) - behind).clamp_min(0).expand(6, 199)
+            steered = divergence(draft, tokens, logits, known, back)
+            assert steered < 0.995 * divergence(draft, tokens, logits, None, back)
