@@ -6,7 +6,7 @@ PYTHON ?= python3
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check format test bench demo gpu-check models proto lock clean
+.PHONY: help setup check format test bench demo lab gpu-check models proto lock clean
 
 help: ## What there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,6 +34,9 @@ bench: setup ## Benchmarks only
 
 demo: setup ## One stream of prompts, four policies, on the real SGLang
 	@$(PYTHON_IN) -m engine_shim.cpu.demo $(ARGS)
+
+lab: setup ## What the papers say of drafters that learn, on small real models (25 minutes)
+	@$(PYTHON_IN) -m engine_shim.cpu.lab $(ARGS)
 
 gpu-check: ## Measures every arm with CUDA graphs, where SGLang and this project are installed
 	@$(PYTHON) -m engine_shim.gpu_check --keep-profile profiles $(ARGS)

@@ -67,7 +67,9 @@ def wait_ready(engine: Engine, seconds: float, tick: Callable[[], None]) -> None
     engine.child.wait_until(lambda: answers_http(f"{engine.url}/health"), seconds, tick)
 
 
-def launch_sidecar(place: Workplace, metrics_port: int = 0) -> Child:
+def launch_sidecar(
+    place: Workplace, metrics_port: int = 0, environment: Mapping[str, str] | None = None
+) -> Child:
     """Starts `controller serve` on a unix socket in the scratch folder."""
     inherited = {name: None for name in os.environ if name.startswith("CONTROLLER_")}
     return Child(
@@ -78,6 +80,7 @@ def launch_sidecar(place: Workplace, metrics_port: int = 0) -> Child:
             **inherited,
             "CONTROLLER_ADDRESS": place.address,
             "CONTROLLER_METRICS_PORT": str(metrics_port),
+            **(environment or {}),
         },
     )
 

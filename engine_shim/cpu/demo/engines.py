@@ -5,9 +5,10 @@ plain decoding by rounding) with room for the same batch.  Only `steered` has SP
 environment; without it the plugin is off and the engine is as if it were not installed.
 """
 
-import sys
 from pathlib import Path
 
+from engine_shim.cpu.engine_command import eagle3_flags
+from engine_shim.cpu.engine_command import engine_command as serve_command
 from engine_shim.stage.engines import Engine, Workplace, launch_engine
 
 OFF = "off"
@@ -30,39 +31,21 @@ def speculation_flags(policy: str) -> list[str]:
     """What distinguishes the engines' command lines."""
     if policy == OFF:
         return []
-    flags = [
-        "--speculative-algorithm", "EAGLE3",
-        "--speculative-draft-model-path", str(_MODELS / "draft-mixed"),
-    ]  # fmt: skip
+    draft = _MODELS / "draft-mixed"
     if policy == ADAPTIVE:
-        return [*flags, "--speculative-adaptive"]
+        algorithm = ["--speculative-algorithm", "EAGLE3"]
+        return [
+            *algorithm, "--speculative-draft-model-path", str(draft), "--speculative-adaptive"
+        ]  # fmt: skip
     gamma = 3 if policy == STEERED else int(policy.removeprefix("static-"))
-    return [
-        *flags,
-        "--speculative-num-steps", str(gamma),
-        "--speculative-eagle-topk", "1",
-        "--speculative-num-draft-tokens", str(gamma + 1),
-    ]  # fmt: skip
+    return eagle3_flags(draft, gamma)
 
 
 def engine_command(policy: str, port: int) -> list[str]:
     """How that engine is started."""
-    return [
-        sys.executable, "-m", "engine_shim.cpu.serve",
-        "--model-path", str(_MODELS / "target"),
-        "--dtype", "float32",
-        "--host", "127.0.0.1",
-        "--port", str(port),
-        "--max-running-requests", str(MAX_BATCH),
-        "--max-total-tokens", "16384",
-        "--context-length", "2048",
-        "--random-seed", "1",
-        "--skip-server-warmup",
-        "--log-level-http", "warning",
-        # Four engines share the machine; the ones that wait must leave it alone.
-        "--sleep-on-idle",
-        *speculation_flags(policy),
-    ]  # fmt: skip
+    # Four engines share the machine; the ones that wait must leave it alone.
+    flags = ["--sleep-on-idle", *speculation_flags(policy)]
+    return serve_command(port, MAX_BATCH, flags)
 
 
 def engine_environment(policy: str, place: Workplace) -> dict[str, str]:

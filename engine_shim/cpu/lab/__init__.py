@@ -1,0 +1,1 @@
+"""The papers' effects on small real models: `make lab`."""

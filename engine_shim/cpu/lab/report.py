@@ -1,0 +1,223 @@
+"""What the lab found: plots, and a page that says in words what shows and what does not."""
+
+import base64
+import html
+import io
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+
+_STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem;
+  color-scheme: light dark; }
+img { max-width: 100%; background: white; } table { border-collapse: collapse; }
+td, th { padding: .2rem .8rem; text-align: right; border-bottom: 1px solid #8886; }
+td:first-child, th:first-child { text-align: left; } code { font-size: .9em; }
+"""
+
+
+def page(result: Mapping[str, Any]) -> str:
+    """One self-contained HTML file."""
+    sections = [
+        f"<h2>{html.escape(title)}</h2>{make(result[part])}"
+        for part, (title, make) in _PARTS.items()
+        if part in result
+    ]
+    machine = result["machine"]
+    about = (
+        f"{machine['processor']}, {machine['cores']} cores; {result['seconds']:.0f} s; "
+        f"<code>{html.escape(' '.join(result['command']))}</code>. Ratios inside one part can be "
+        "compared; times of different parts were taken at different moments."
+    )
+    return (
+        f"<!doctype html><html lang=en><meta charset=utf-8><title>Lab</title><style>{_STYLE}"
+        f"</style><h1>What updating and steering a drafter does</h1><p>{about}</p>"
+        f"{''.join(sections)}</html>\n"
+    )
+
+
+def _length(found: Mapping[str, Any]) -> str:
+    def draw(axes: Axes) -> None:
+        for regime in ("off", "online:5"):
+            curve = found[regime]["acceptance length by context"]
+            at = [int(context) for context in curve]
+            axes.plot(at, [bin_["median"] for bin_ in curve.values()], marker="o", label=regime)
+            axes.fill_between(
+                at,
+                [bin_["low"] for bin_ in curve.values()],
+                [bin_["high"] for bin_ in curve.values()],
+                alpha=0.2,
+            )
+        axes.set_xlabel("context, tokens")
+        axes.set_ylabel("tokens a verification")
+        axes.legend()
+
+    off = list(found["off"]["acceptance length by context"].values())
+    on = list(found["online:5"]["acceptance length by context"].values())
+    decay = off[-1]["median"] / off[0]["median"]
+    held = on[-1]["median"] / off[-1]["median"]
+    words = (
+        f"Left alone, acceptance at the end of the answer is {decay:.2f} of that at its beginning; "
+        f"with an update every 5 rounds it ends at {held:.2f} of what it is left alone. "
+        f"{_shows(decay < 0.95, 'The decay')} {_shows(held > 1.03, 'That updates hold it up')} "
+        f"gamma = 0 decodes {found['gamma 0 tokens/s']} tokens/s, gamma = {found['gamma']} "
+        f"{found['off']['tokens/s']['median']:.0f} left alone and "
+        f"{found['online:5']['tokens/s']['median']:.0f} with updates."
+    )
+    return _figure(draw) + _paragraph(words)
+
+
+def _strides(found: Mapping[str, Any]) -> str:
+    rows = found["by"]
+    names = list(rows)
+
+    def draw(axes: Axes) -> None:
+        plain = found["gamma 0 tokens/s"]
+        axes.errorbar(names, *_bars([rows[n]["tokens/s"] for n in names]), marker="o", capsize=3)
+        axes.axhline(plain, linestyle="--", color="gray", label="gamma 0")
+        axes.set_ylabel("tokens/s")
+        axes.legend(loc="upper left")
+        other = axes.twinx()
+        other.errorbar(
+            names,
+            *_bars([rows[n]["acceptance length"] for n in names]),
+            marker="s", capsize=3, color="tab:orange",
+        )  # fmt: skip
+        other.set_ylabel("tokens a verification (orange)")
+
+    best = max(names, key=lambda name: rows[name]["tokens/s"]["median"])
+    gain = rows[best]["tokens/s"]["median"] / rows["off"]["tokens/s"]["median"]
+    against = rows[best]["tokens/s"]["median"] / found["gamma 0 tokens/s"]
+    exact = all(row["same tokens as without updates"] for row in rows.values())
+    words = (
+        f"Best tokens/s: {best}, {gain:.2f} of off and {against:.2f} of gamma = 0. "
+        f"{_shows(best not in {'off', names[-1]}, 'A best stride between off and 1')} "
+        f"Tokens with and without updates are {'the same' if exact else 'NOT the same'}."
+    )
+    return _figure(draw) + _paragraph(words)
+
+
+def _regime(found: Mapping[str, Any]) -> str:
+    batches = found["batches"]
+
+    def draw(axes: Axes) -> None:
+        axes.plot([row["acceptance length"] for row in batches], marker="o")
+        axes.set_ylabel("tokens a verification")
+        axes.set_xlabel("batch of four requests")
+        for at, row in enumerate(batches):
+            label = f"S={row['stride']}" if row["stride"] else "off"
+            axes.annotate(
+                f"{label}\nγ={row['gamma']}", (at, row["acceptance length"]), fontsize=7,
+                textcoords="offset points", xytext=(0, 6), ha="center",
+            )  # fmt: skip
+
+    first, last = batches[0], batches[-1]
+    words = (
+        f"Nobody sets a stride. From {first['acceptance length']:.2f} to "
+        f"{last['acceptance length']:.2f} tokens a verification, {last['updates']} updates; "
+        f"{last['tokens/s']:.0f} tokens/s at the end, gamma = 0 decodes "
+        f"{found['gamma 0 tokens/s']:.0f}."
+    )
+    return _figure(draw) + _paragraph(words)
+
+
+def _shift(found: Mapping[str, Any]) -> str:
+    def draw(axes: Axes) -> None:
+        for number, run in enumerate(found["runs"]):
+            batches = run["batches"]
+            line = axes.plot(
+                [row["acceptance length"] for row in batches], marker="o", label=f"run {number + 1}"
+            )[0]
+            shifted = next(i for i, row in enumerate(batches) if row["domain"] != "code")
+            axes.axvline(shifted - 0.5, linestyle=":", color=line.get_color())
+            for at, row in enumerate(batches):
+                if at and row["version served"] != batches[at - 1]["version served"]:
+                    axes.annotate(
+                        f"v{row['version served']}", (at, row["acceptance length"]),
+                        textcoords="offset points", xytext=(0, 6), ha="center",
+                    )  # fmt: skip
+        axes.set_ylabel("tokens a verification")
+        axes.set_xlabel("batch of four requests; dotted: code becomes csv")
+        axes.legend()
+
+    words = []
+    for number, run in enumerate(found["runs"], start=1):
+        csv = [row for row in run["batches"] if row["domain"] == "csv"]
+        before, after = csv[0]["acceptance length"], csv[-1]["acceptance length"]
+        outcomes = ", ".join(entry["outcome"] for entry in run["rounds"]) or "none"
+        words.append(
+            f"Run {number}: {run['signals kept while traffic was stable']} signals kept while "
+            f"traffic was stable; on csv {before:.2f} to {after:.2f} tokens a verification; "
+            f"rounds: {outcomes}; {csv[-1]['tokens/s']:.0f} tokens/s at the end, gamma = 0 "
+            f"{run['gamma 0 tokens/s']:.0f}. {_shows(after > 1.1 * before, 'The adaptation')}"
+        )
+    return _figure(draw) + "".join(map(_paragraph, words))
+
+
+def _steering(found: Mapping[str, Any]) -> str:
+    names = ("pretrained", "distilled", "steered")
+    domains = list(found["pretrained"]["acceptance length"])
+
+    def draw(axes: Axes) -> None:
+        for offset, name in zip((-0.25, 0.0, 0.25), names, strict=True):
+            values, errors = _bars([found[name]["acceptance length"][domain] for domain in domains])
+            at = [index + offset for index in range(len(domains))]
+            axes.bar(at, values, width=0.22, yerr=errors, capsize=3, label=name)
+        axes.set_xticks(range(len(domains)), domains)
+        axes.set_ylabel(f"tokens a verification, gamma {found['gamma']}")
+        axes.legend()
+
+    mean = {name: found[name]["mean acceptance length"] for name in names}
+    order = mean["steered"] > mean["distilled"] > mean["pretrained"]
+    exact = all(found[name]["same tokens as gamma 0"] for name in names)
+    words = (
+        f"Mean over domains: pretrained {mean['pretrained']:.2f}, distilled "
+        f"{mean['distilled']:.2f}, steered {mean['steered']:.2f}. "
+        f"{_shows(order, 'Steered above distilled above pretrained')} A step with steering takes "
+        f"{found['step of steered over distilled']:.3f} of one without. gamma = 0 decodes "
+        f"{found['steered']['gamma 0 tokens/s (json)']:.0f} tokens/s of json, the steered drafter "
+        f"{found['steered']['tokens/s']['json']['median']:.0f}. Tokens are "
+        f"{'those of gamma = 0' if exact else 'NOT those of gamma = 0'}."
+    )
+    return _figure(draw) + _paragraph(words)
+
+
+_PARTS: dict[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {
+    "length": ("TTS: acceptance along a long answer", _length),
+    "strides": ("TTS: how often to update", _strides),
+    "regime": ("The sidecar's own choice of a stride", _regime),
+    "shift": ("TIDE: training beside the engine when traffic shifts", _shift),
+    "steering": ("SD²: steering a pretrained drafter", _steering),
+}
+
+
+def _shows(is_so: bool, what: str) -> str:
+    return f"{what} shows." if is_so else f"{what} does not show here."
+
+
+def _paragraph(words: str) -> str:
+    return f"<p>{html.escape(words)}</p>"
+
+
+def _bars(spreads: Sequence[Mapping[str, float]]) -> tuple[list[float], list[list[float]]]:
+    """Medians, and how far the lowest and the highest are from them."""
+    medians = [spread["median"] for spread in spreads]
+    below = [spread["median"] - spread["low"] for spread in spreads]
+    above = [spread["high"] - spread["median"] for spread in spreads]
+    return medians, [below, above]
+
+
+def _figure(draw: Callable[[Axes], None]) -> str:
+    figure, axes = plt.subplots(figsize=(8, 3.6), layout="constrained")
+    draw(axes)
+    image = io.BytesIO()
+    figure.savefig(image, format="png", dpi=110)
+    plt.close(figure)
+    data = base64.b64encode(image.getvalue()).decode()
+    return f'<img alt="" src="data:image/png;base64,{data}">'
