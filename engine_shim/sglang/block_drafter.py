@@ -103,6 +103,17 @@ class BlockDrafter:
         """The `ModelRunner` of the drafter."""
         return self._worker.draft_model_runner
 
+    @property
+    def mask_token(self) -> int:
+        """The id that stands for the tokens of a block that are to come."""
+        found: int = self._worker._mask_token_id
+        return found
+
+    def refresh(self) -> None:
+        """After its weights were written: SGLang keeps key and value matrices side by side."""
+        if self._worker._fused_kv_helper is not None:
+            self._worker._init_fused_kv_helper()
+
     def lend_layout(self, draft: Any) -> None:
         """Has a draft worker lie on the ranks as this drafter does."""
         surface.lie_like(draft, self._worker)

@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from engine_shim.sglang.student import DFLASH, EAGLE3
 from engine_shim.sglang.windows import Rows
 from engine_shim.training.signals import Signal, SignalStore, SignalWriter
 
 if TYPE_CHECKING:
     from engine_shim.sglang.settings import PluginSettings
+    from engine_shim.sglang.verification import Verification
 
 # Positions of one signal, and the fewest that are worth a file.
 SEGMENT: Final = 256
@@ -31,15 +33,15 @@ _log = logging.getLogger(__name__)
 
 def cannot_collect_reason(worker: Any) -> str | None:
     """Why the rounds of this `EAGLEWorkerV2` cannot be collected; None when they can."""
-    model = worker.draft_worker.draft_runner.model
-    if type(model).__name__ != "LlamaForCausalLMEagle3":
-        return f"{type(model).__name__} has no trainer: EAGLE3 drafters only"
+    kind = type(worker.draft_worker.draft_runner.model).__name__
+    if kind not in (EAGLE3, DFLASH):
+        return f"{kind} has no trainer: EAGLE3 and DFlash drafters only"
     return None
 
 
 @dataclass(slots=True)
 class _Run:
-    """Of one request: `rows` from position `start` on."""
+    """Of one request: `rows` from position `start` on; accepted, tried: as a signal has them."""
 
     start: int
     rows: list[Rows]
@@ -81,25 +83,24 @@ class Collector:
         self._why = ""
         self._final = FinalStates(target) if settings.signals_final_states else None
 
-    def after_verify(self, batch: Any, result: Any, *, collecting: bool) -> None:
+    def after_verify(self, found: Verification, *, collecting: bool) -> None:
         """Before a step's draft-extend, as SGLang calls that."""
         if not collecting or self._why:
             if self._runs:
                 self._end_runs(set())
             return
-        accepted: list[int] = result.accept_lens.tolist()
-        starts: list[int] = batch.seq_lens.tolist()
-        gamma: int = batch.spec_info.draft_token.shape[0] // len(batch.reqs) - 1
-        gained = _gained(batch, result, accepted, self._top)
-        finals = self._finals(accepted, gamma + 1)
-        for row, (request, start) in enumerate(zip(batch.reqs, starts, strict=True)):
-            run = self._extend(request.rid, start, gained[row], gamma)
+        # A draft of another drafter says nothing of this one.
+        drafted = found.gamma if found.by_learner else 0
+        gained = _gained(found, self._top)
+        finals = self._finals(found.accepted, found.gamma + 1)
+        for row, (rid, start) in enumerate(zip(found.request_ids, found.starts, strict=True)):
+            run = self._extend(rid, start, gained[row], drafted)
             if finals is not None:
                 run.finals.append(finals[row])
             if run.length >= SEGMENT:
-                del self._runs[request.rid]
+                del self._runs[rid]
                 self._hand_over(run)
-        self._end_runs({request.rid for request in batch.reqs})
+        self._end_runs(set(found.request_ids))
 
     def status(self) -> dict[str, Any]:
         """The writer's counters, what waits for it, and the requests that a run is open of."""
@@ -125,7 +126,7 @@ class Collector:
             at = torch.tensor(_accepted_rows(accepted, width), device=states.device)
             return states[at].to("cpu", torch.bfloat16).split(accepted)
 
-    def _extend(self, rid: str, start: int, gained: Rows, gamma: int) -> _Run:
+    def _extend(self, rid: str, start: int, gained: Rows, drafted: int) -> _Run:
         run = self._runs.get(rid)
         if run is None or run.end != start:
             if run is not None:
@@ -133,8 +134,9 @@ class Collector:
             run = self._runs[rid] = _Run(start, [])
         run.rows.append(gained)
         run.length += len(gained)
-        run.accepted += len(gained) - 1
-        run.tried += min(len(gained), gamma)
+        if drafted:
+            run.accepted += len(gained) - 1
+            run.tried += min(len(gained), drafted)
         return run
 
     def _end_runs(self, running: set[str]) -> None:
@@ -146,17 +148,16 @@ class Collector:
             self._writer.put(run.signal())
 
 
-def _gained(batch: Any, result: Any, accepted: list[int], top: int) -> list[Rows]:
+def _gained(found: Verification, top: int) -> list[Rows]:
     """What each request has gained: copies, of the rows that were accepted and no others."""
-    output, size = result.logits_output, len(accepted)
-    width = output.hidden_states.shape[0] // size
+    accepted = found.accepted
     with torch.inference_mode(False), torch.no_grad():
-        at = torch.tensor(_accepted_rows(accepted, width), device=output.hidden_states.device)
-        logits = output.next_token_logits[at].float()
+        at = torch.tensor(_accepted_rows(accepted, found.gamma + 1), device=found.features.device)
+        logits = found.logits[at].float()
         top_logits, top_tokens = logits.topk(min(top, logits.shape[-1]), dim=-1)
         parts = (
-            batch.spec_info.draft_token.view(-1)[at].to("cpu", torch.int64),
-            output.hidden_states[at].to("cpu", torch.bfloat16),
+            found.tokens[at].to("cpu", torch.int64),
+            found.features[at].to("cpu", torch.bfloat16),
             top_tokens.cpu(),
             (top_logits - logits.logsumexp(-1, keepdim=True)).cpu(),
         )

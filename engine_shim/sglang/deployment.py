@@ -65,8 +65,10 @@ class Deployment:
         """Leaves the drafter in the folder.  Raises OSError, VersionError."""
         self.counters = DeploymentCounters()
         self._versions = Versions(folder)
-        self._versions.adopt_base(drafter.shape, drafter.parameters, drafter.embedding)
-        self._weights = LiveWeights(drafter.parameters)
+        self._versions.adopt_base(
+            drafter.shape, drafter.parameters, drafter.embedding, drafter.head
+        )
+        self._weights = LiveWeights(drafter.parameters, drafter.refresh)
         self._reading: _Reading | None = None
         self._retry_at = 0.0
         self._stopped = False

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 # Elements of each parameter that are looked at for a change by somebody else.
 _SAMPLED: Final = 64
@@ -16,7 +16,8 @@ _SAMPLED: Final = 64
 class LiveWeights:
     """parameters: by name, of the serving model; good: a copy that acceptance spoke for.
 
-    first: as the drafter was loaded, or as somebody else has set it since.
+    first: as the drafter was loaded, or as somebody else has set it since.  refresh: called after
+    each writing.
     """
 
     first: dict[str, torch.Tensor]
@@ -24,8 +25,11 @@ class LiveWeights:
     changed: bool
     _served: torch.Tensor
 
-    def __init__(self, parameters: Mapping[str, Any]) -> None:
+    def __init__(
+        self, parameters: Mapping[str, Any], refresh: Callable[[], None] | None = None
+    ) -> None:
         self.parameters = dict(parameters)
+        self._refresh = refresh
         self._adopt()
 
     def copy(self) -> dict[str, torch.Tensor]:
@@ -37,6 +41,8 @@ class LiveWeights:
         with torch.no_grad():
             for name, live in self.parameters.items():
                 live.data.copy_(weights[name])
+        if self._refresh is not None:
+            self._refresh()
         self._served = self._sample()
         self.changed = True
 

@@ -1,4 +1,4 @@
-"""Online updates of an EAGLE3 drafter (test-time speculation) inside a serving engine.
+"""Online updates of a drafter (test-time speculation) inside a serving engine.
 
     after_verify    keeps what the round has verified, and every `stride` rounds hands it to the
                     trainer; puts the last good weights back when acceptance fell
@@ -27,6 +27,7 @@ from engine_shim.training.exchange import Channel, Kind, Layout, Message, Shared
 
 if TYPE_CHECKING:
     from engine_shim.sglang.settings import PluginSettings
+    from engine_shim.sglang.verification import Verification
 
 # Requests of a batch that a round is learnt from, at most.
 MOST_REQUESTS: Final = 16
@@ -76,7 +77,7 @@ class OnlineUpdates:
         online = settings.online
         drafter = live_drafter(worker)
         shape, parameters, embedding = drafter.shape, drafter.parameters, drafter.embedding
-        self._weights = LiveWeights(parameters)
+        self._weights = LiveWeights(parameters, drafter.refresh)
         self._windows = Windows(online.window, online.top)
         self._judge = Judge()
         self._since = 0
@@ -93,14 +94,20 @@ class OnlineUpdates:
         size = MOST_REQUESTS, online.window + largest_gamma + 1
         layouts = {
             **self._windows.layouts(size, drafter.groups * embedding.shape[1], embedding.shape[0]),
-            "embedding": Layout(tuple(embedding.shape), "float32"),
+            **{
+                name: Layout(tuple(part.shape), "float32")
+                for name, part in ((trainer.EMBEDDING, embedding), (trainer.HEAD, drafter.head))
+                if part is not None
+            },
             **{
                 trainer.WEIGHT + name: Layout(tuple(live.shape), "float32")
                 for name, live in parameters.items()
             },
         }
         self._memory = SharedTensors(layouts)
-        self._memory.tensors["embedding"].copy_(embedding)
+        self._memory.tensors[trainer.EMBEDDING].copy_(embedding)
+        if drafter.head is not None:
+            self._memory.tensors[trainer.HEAD].copy_(drafter.head)
         self._share()
         order = trainer.order(shape, online, layouts, threads=1)
         self._process, self._channel = _started(order, self._memory)
@@ -135,22 +142,22 @@ class OnlineUpdates:
         self._landed_seconds, self._reset = 0.0, False
         return News(self._learning or seconds > 0, reset, seconds)
 
-    def after_verify(self, batch: Any, result: Any, stride: int) -> None:
+    def after_verify(self, found: Verification, stride: int) -> None:
         """Before a step's draft-extend.  stride: rounds between two updates, 0 for none."""
         if self._channel is None:
             return
-        gamma: int = result.logits_output.hidden_states.shape[0] // len(batch.reqs) - 1
-        accepted: list[int] = result.accept_lens.tolist()
-        self._undrafted = 0 if gamma else self._undrafted + 1
-        if gamma:
+        gamma = found.gamma
+        drafted = gamma > 0 and found.by_learner
+        self._undrafted = 0 if drafted else self._undrafted + 1
+        if drafted:
             self._depth = gamma
-            self._observe([request.rid for request in batch.reqs], accepted)
+            self._observe(found.request_ids, found.accepted)
         if not stride:
             self._windows.clear()
             return
-        ready = self._windows.add(batch, result, accepted)
+        ready = self._windows.add(found)
         self._since += 1
-        if ready and self._since >= stride and self._may_learn(len(batch.reqs)):
+        if ready and self._since >= stride and self._may_learn(len(found.request_ids)):
             self._hand_over(gamma)
 
     def close(self, why: str = "closed") -> None:

@@ -107,6 +107,10 @@ class SecondDrafter:
             return None
         return self.block.chain(draft, batch, block)
 
+    def split(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The columns of `hidden` that the other drafter reads, and this one's."""
+        return self._capture.split(hidden)
+
     def follow(self, batch: Any, result: Any, kv_loc_plan: Any) -> None:
         """Reads what a step accepted, and leaves in `result` what the other drafter reads."""
         output = result.logits_output

@@ -43,6 +43,7 @@ from engine_shim.sglang.telemetry import (
     kv_tokens_at_launch,
     kv_tokens_committed,
 )
+from engine_shim.sglang.verification import Verification
 
 if TYPE_CHECKING:
     from engine_shim.sglang.collect import Collector
@@ -163,9 +164,7 @@ class Session:
     ) -> None:
         """Around `EagleDraftWorker._draft_extend_for_decode`."""
         launch, sleep = self._launching, self._sleep
-        stride = 0 if self._ranks is None else self._ranks.stride()
-        self._update(lambda online: online.after_verify(batch, result, stride))
-        self._collect(batch, result)
+        self._learn(batch, result, launch)
         if launch is not None and launch.asleep and sleep is not None:
             try:
                 sleep.sleep_through(batch, result)
@@ -250,12 +249,28 @@ class Session:
             _log.exception("no more versions of the drafter are put into service")
         return news._replace(reset=news.reset or other, version=deployment.counters.version)
 
-    def _collect(self, batch: Any, result: Any) -> None:
-        """Keeps training signals, if the plan says so; after an error no more."""
-        if self._collector is None or self._ranks is None:
+    def _learn(self, batch: Any, result: Any, launch: Launch | None) -> None:
+        """Has those who learn from it see what a step has verified; the engine's own drafter does.
+
+        A second one reads other hidden states, and drafts for itself.
+        """
+        steering, second = self._ranks, self._second
+        if steering is None or (self._online is None and self._collector is None):
+            return
+        features = result.logits_output.hidden_states
+        if second is not None:
+            features, _ = second.split(features)
+        own = second is None or launch is None or launch.choice.drafter_index != SECOND
+        found = Verification(batch, result, features, own)
+        self._update(lambda online: online.after_verify(found, steering.stride()))
+        self._collect(found, collecting=steering.collects())
+
+    def _collect(self, found: Verification, *, collecting: bool) -> None:
+        """Keeps training signals; after an error no more."""
+        if self._collector is None:
             return
         try:
-            self._collector.after_verify(batch, result, collecting=self._ranks.collects())
+            self._collector.after_verify(found, collecting=collecting)
         except Exception as error:  # noqa: BLE001 - out of memory, say
             _log.exception("training signals are kept no more")
             self._collector.close(f"{type(error).__name__}: {error}")

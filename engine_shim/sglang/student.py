@@ -1,50 +1,67 @@
-"""The serving EAGLE3 drafter as something that learns: sizes, parameters, what it borrows."""
+"""The serving drafter as something that learns: sizes, parameters, what it borrows."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from engine_shim.sglang.errors import UnsupportedEngineError
-from engine_shim.training.checkpoint import eagle3_shape
-from engine_shim.training.eagle3 import Eagle3Student
+from engine_shim.training.checkpoint import dflash_shape, eagle3_shape
+from engine_shim.training.students import student_of
 
 if TYPE_CHECKING:
-    from engine_shim.training.eagle3 import Eagle3Shape
+    from engine_shim.training.students import DraftShape
 
+EAGLE3: Final = "LlamaForCausalLMEagle3"
+DFLASH: Final = "DFlashDraftModel"
 # The target's, of which the live drafter has a reference: never trained, never copied.
 _EMBEDDING: Final = "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True, slots=True)
 class LiveDrafter:
-    """parameters: of the serving model, by name.  embedding: the target's.
+    """parameters: of the serving model, by name.  embedding, head: the target's, as `student_of`.
 
-    groups: target layers whose hidden states it reads.
+    groups: target layers whose hidden states it reads.  refresh: to be called once parameters were
+    written, for what the engine has made of them.
     """
 
-    shape: Eagle3Shape
+    shape: DraftShape
     parameters: dict[str, torch.Tensor]
     embedding: torch.Tensor
     groups: int
+    head: torch.Tensor | None = None
+    refresh: Callable[[], None] | None = None
 
 
 def cannot_learn_reason(worker: Any, ranks: int) -> str | None:
     """Why the drafter of this `EAGLEWorkerV2` cannot be given other weights; None when it can."""
     model = worker.draft_worker.draft_runner.model
-    if type(model).__name__ != "LlamaForCausalLMEagle3":
-        return f"{type(model).__name__} has no student: EAGLE3 drafters only"
+    kind = type(model).__name__
+    if kind not in (EAGLE3, DFLASH):
+        return f"{kind} has no student: EAGLE3 and DFlash drafters only"
     config = model.config
     obstacles = {
         f"{ranks} ranks share the drafter's weights: one is needed": ranks > 1,
-        "its vocabulary is smaller than the target's": model.hot_token_id is not None
-        and not _is_identity(model.hot_token_id),
         "its rotary positions are scaled": bool(getattr(config, "rope_scaling", None))
         and "factor" in config.rope_scaling,
-        f"it has {config.num_hidden_layers} layers: one is needed": config.num_hidden_layers != 1,
     }
+    if kind == EAGLE3:
+        obstacles |= {
+            "its vocabulary is smaller than the target's": model.hot_token_id is not None
+            and not _is_identity(model.hot_token_id),
+            f"it has {config.num_hidden_layers} layers: one is needed": config.num_hidden_layers
+            != 1,
+        }
+    else:
+        types = set(getattr(config, "layer_types", None) or ())
+        obstacles |= {
+            "its layers do not see the whole context": bool(types - {"full_attention"}),
+            "its blocks are causal": bool(getattr(config, "is_causal", False)),
+        }
     return next((reason for reason, is_so in obstacles.items() if is_so), None)
 
 
@@ -53,20 +70,43 @@ def live_drafter(worker: Any) -> LiveDrafter:
 
     Raises UnsupportedEngineError where a student would not be this drafter.
     """
-    model = worker.draft_worker.draft_runner.model
+    draft = worker.draft_worker
+    model = draft.draft_runner.model
+    found = _eagle3(model) if type(model).__name__ == EAGLE3 else _dflash(model, draft)
+    _require_same(found)
+    return found
+
+
+def _eagle3(model: Any) -> LiveDrafter:
     parameters = dict(model.named_parameters())
     embedding = parameters.pop(_EMBEDDING).detach()
     groups: int = model.model.num_aux_hidden_states
-    shape = eagle3_shape(model.config.to_dict(), groups)
-    _require_same(shape, {name: tuple(live.shape) for name, live in parameters.items()})
-    return LiveDrafter(shape, parameters, embedding, groups)
+    return LiveDrafter(eagle3_shape(model.config.to_dict(), groups), parameters, embedding, groups)
 
 
-def _require_same(shape: Eagle3Shape, live: dict[str, tuple[int, ...]]) -> None:
+def _dflash(model: Any, draft: Any) -> LiveDrafter:
+    """draft: the `LoneBlockWorker` around it."""
+    target, block = draft.target_worker.model_runner.model, draft.block
+    groups: int = model.num_context_features
+    config = model.config.to_dict()
+    embedding = target.get_input_embeddings().weight.detach()
+    head = target.lm_head.weight.detach()
+    return LiveDrafter(
+        dflash_shape(config, groups, block.block_size, block.mask_token),
+        dict(model.named_parameters()),
+        embedding,
+        groups,
+        None if head.data_ptr() == embedding.data_ptr() else head,
+        block.refresh,
+    )
+
+
+def _require_same(found: LiveDrafter) -> None:
     """Raises UnsupportedEngineError unless a student has the drafter's very parameters."""
+    live = {name: tuple(part.shape) for name, part in found.parameters.items()}
     with torch.device("meta"):
-        size = shape.decoder.vocabulary, shape.decoder.hidden
-        student = Eagle3Student(shape, torch.empty(size))
+        decoder = found.shape.decoder
+        student = student_of(found.shape, torch.empty(decoder.vocabulary, decoder.hidden))
     ours = {name: tuple(part.shape) for name, part in student.named_parameters()}
     for name in sorted(ours.keys() | live.keys()):
         if ours.get(name) != live.get(name):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from engine_shim.training.online import Round
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from engine_shim.sglang.verification import Verification
 
 # A shorter one teaches little, and drafting from it is nothing like drafting in the engine.
 LEAST: Final = 8
@@ -66,22 +68,20 @@ class _Window:
         return self.start + len(self.rows) + self.accepted
 
 
-def verified(batch: Any, result: Any, top: int) -> list[Rows]:
+def verified(found: Verification, top: int) -> list[Rows]:
     """What a step has verified, by request: the canvas's gamma + 1 positions.
 
-    batch, result: as SGLang hands them to `_draft_extend_for_decode`.  The tensors are copies:
-    SGLang writes into its own again.
+    The tensors are copies: SGLang writes into its own again.
     """
-    output, size = result.logits_output, len(batch.reqs)
+    size, width = len(found.request_ids), found.gamma + 1
     with torch.inference_mode(False), torch.no_grad():
-        logs = functional.log_softmax(output.next_token_logits.float(), dim=-1)
+        logs = functional.log_softmax(found.logits.float(), dim=-1)
         top_logs, top_tokens = logs.topk(min(top, logs.shape[-1]), dim=-1)
-        drafted = batch.spec_info.draft_token.view(size, -1)
         canvas = (
-            drafted.to(torch.int64).clone(),
-            output.hidden_states.float().view(size, drafted.shape[1], -1).clone(),
-            top_tokens.view(size, drafted.shape[1], -1),
-            top_logs.view(size, drafted.shape[1], -1),
+            found.tokens.view(size, width).to(torch.int64).clone(),
+            found.features.float().view(size, width, -1).clone(),
+            top_tokens.view(size, width, -1),
+            top_logs.view(size, width, -1),
         )
         return [Rows(*(part[row] for part in canvas)) for row in range(size)]
 
@@ -113,18 +113,14 @@ class Windows:
         self._windows.clear()
         self._newest = []
 
-    def add(self, batch: Any, result: Any, accepted: list[int]) -> bool:
-        """What a step has verified; True when there is a round to learn from.
-
-        batch, result: as SGLang hands them to `_draft_extend_for_decode`.  accepted: tokens that
-        each request gained, bonus included.
-        """
-        canvases = verified(batch, result, self._top)
+    def add(self, found: Verification) -> bool:
+        """What a step has verified; True when there is a round to learn from."""
+        canvases = verified(found, self._top)
         with torch.inference_mode(False), torch.no_grad():
             self._newest = []
-            starts = batch.seq_lens.tolist()
-            for row, request in enumerate(batch.reqs):
-                self._extend(request.rid, starts[row], canvases[row], accepted[row])
+            rows = zip(found.request_ids, found.starts, canvases, found.accepted, strict=True)
+            for row in rows:
+                self._extend(*row)
         for rid in list(self._windows)[: max(0, len(self._windows) - _MOST)]:
             del self._windows[rid]
         return bool(self._newest)

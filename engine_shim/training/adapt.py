@@ -2,6 +2,7 @@
 
 Paper: TIDE, arXiv:2602.05145, sections 3.3 and 4.2; the loss is that of online updates (online.py),
 over whole signals and with the chain of drafts unrolled from every position (training-time test).
+A drafter that drafts blocks learns all of the block.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine_shim.training.eagle3 import Eagle3Student
 from engine_shim.training.online import OnlineSettings, OnlineStudent, Round
 from engine_shim.training.signals import Signal
+from engine_shim.training.students import DraftStudent
 
 # Positions at a signal's beginning that are context only when a drafter is evaluated: in service it
 # saw what came before them.
@@ -29,7 +30,8 @@ _CONTEXT: Final = 16
 class AdaptSettings:
     """How a round of training goes.  Raises ValueError.
 
-    passes: over the training split.  batch: signals a step.  depth: drafts that are unrolled.
+    passes: over the training split.  batch: signals a step.  depth: drafts that are unrolled, and
+    that evaluation drafts at a time (no more than a block has).
     held_out: every so many-th signal is kept for evaluation.
     """
 
@@ -66,12 +68,13 @@ def served_acceptance(signals: Sequence[Signal]) -> float | None:
 
 
 @torch.no_grad()
-def acceptance(student: Eagle3Student, signals: Sequence[Signal], depth: int) -> float:
+def acceptance(student: DraftStudent, signals: Sequence[Signal], depth: int) -> float:
     """The acceptance rate that the drafter would have had on these tokens; 0 of none.
 
     Step by step as an engine goes: `depth` greedy drafts, on from the token behind the accepted
     ones.  A draft counts as accepted where it is the token that was served.
     """
+    depth = min(depth, student.most_drafts or depth)
     accepted = tried = 0
     for signal in signals:
         matches = _matches(student, signal, depth)
@@ -84,7 +87,7 @@ def acceptance(student: Eagle3Student, signals: Sequence[Signal], depth: int) ->
     return accepted / tried if tried else 0.0
 
 
-def _matches(student: Eagle3Student, signal: Signal, depth: int) -> list[int]:
+def _matches(student: DraftStudent, signal: Signal, depth: int) -> list[int]:
     """For each anchor, how many of its drafts are what was served."""
     # The chain from row t drafts the tokens t + 2 .. t + 1 + depth.
     rows = len(signal.tokens) - depth - 1
@@ -107,11 +110,11 @@ def _matches(student: Eagle3Student, signal: Signal, depth: int) -> list[int]:
 
 
 def fine_tuned(
-    student: Eagle3Student,
+    student: DraftStudent,
     signals: Sequence[Signal],
     settings: AdaptSettings,
     progress: Callable[[float, float], None] | None = None,
-) -> Eagle3Student:
+) -> DraftStudent:
     """A trained copy.  progress: told the share of the work that is done, and the loss in nats.
 
     Raises NotFiniteError.
@@ -128,9 +131,10 @@ def fine_tuned(
         ),
     )
     order = random.Random(settings.seed)
+    depth = made.most_drafts or settings.depth
     steps = settings.passes * -(-len(signals) // settings.batch)
     for step, batch in enumerate(_batches(signals, settings, order), start=1):
-        update = learner.learn(_round(batch, made.embedding.device), settings.depth)
+        update = learner.learn(_round(batch, made.embedding.device), depth)
         if progress is not None:
             progress(step / steps, update.loss)
     return made

@@ -33,9 +33,9 @@ from engine_shim.training.adapt import (
     served_acceptance,
     split,
 )
-from engine_shim.training.eagle3 import Eagle3Student
 from engine_shim.training.online import NotFiniteError
 from engine_shim.training.signals import Signal, SignalError, load
+from engine_shim.training.students import DraftStudent
 from engine_shim.training.versions import FOLDER, Made, VersionError, Versions
 from speculation.v1.service_pb2 import ListEnginesRequest
 from speculation.v1.service_pb2_grpc import InspectionServiceStub
@@ -176,7 +176,7 @@ class Attendant:
             alpha_before=before,
         )
 
-    def _contenders(self, serving: int) -> Iterator[tuple[int, Eagle3Student]]:
+    def _contenders(self, serving: int) -> Iterator[tuple[int, DraftStudent]]:
         """Versions that somebody has imported since the serving one."""
         for version in self._versions.numbers():
             if version <= serving:

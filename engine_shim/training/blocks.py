@@ -78,7 +78,11 @@ class RotaryTable(nn.Module):
         self.register_buffer("sines", torch.cat([angles.sin()] * 2, dim=-1), persistent=False)
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """For ``positions`` [...]: cosines and sines [..., 1, head_dim]."""
+        """For ``positions`` [...]: cosines and sines [..., 1, head_dim].
+
+        Beyond the last position, where nothing can be served, it is the last.
+        """
+        positions = positions.clamp_max(len(self.cosines) - 1)
         return self.cosines[positions].unsqueeze(-2), self.sines[positions].unsqueeze(-2)
 
 

@@ -7,7 +7,7 @@ one layer, which published EAGLE3 checkpoints call ``midlayer``.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -79,10 +79,30 @@ def load_draft(folder: Path, embedding: Tensor) -> Eagle3Student:
 
 
 def eagle3_shape(config: Mapping[str, Any], feature_layers: int) -> Eagle3Shape:
-    """A student's sizes from a drafter's config; how many target layers it reads, whichever."""
+    """A student's sizes from a drafter's config.
+
+    feature_layers: how many target layers it reads; a config that does not say which has 0, 1, ...
+    """
+    named = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    return Eagle3Shape(_live_shape(config), _layers(named, feature_layers))
+
+
+def dflash_shape(
+    config: Mapping[str, Any], feature_layers: int, block: int, mask_token: int
+) -> DFlashShape:
+    """A student's sizes from a drafter's config, and what an engine has made of it."""
+    named = (config.get("dflash_config") or {}).get("target_layer_ids")
+    return DFlashShape(_live_shape(config), _layers(named, feature_layers), block, mask_token)
+
+
+def _layers(named: Sequence[int] | None, count: int) -> tuple[int, ...]:
+    return tuple(named) if named is not None and len(named) == count else tuple(range(count))
+
+
+def _live_shape(config: Mapping[str, Any]) -> ModelShape:
     rotary = config.get("rope_parameters") or {}
     base = config.get("rope_theta") or rotary.get("rope_theta")
-    return Eagle3Shape(_shape({**config, "rope_theta": base}), tuple(range(feature_layers)))
+    return _shape({**config, "rope_theta": base})
 
 
 def save_dflash(student: DFlashStudent, folder: Path, target_layers: int | None = None) -> None:
@@ -107,8 +127,8 @@ def save_dflash(student: DFlashStudent, folder: Path, target_layers: int | None 
     _save(folder, config, dict(_split(student.state_dict(), shape.decoder)))
 
 
-def load_dflash(folder: Path, embedding: Tensor) -> DFlashStudent:
-    """Read back :func:`save_dflash`, in float32, beside the target's ``embedding``."""
+def load_dflash(folder: Path, embedding: Tensor, head: Tensor | None = None) -> DFlashStudent:
+    """Read back :func:`save_dflash`, in float32, beside the target's ``embedding`` and ``head``."""
     config = _read_config(folder)
     draft = config["dflash_config"]
     shape = DFlashShape(
@@ -117,7 +137,7 @@ def load_dflash(folder: Path, embedding: Tensor) -> DFlashStudent:
         config["block_size"],
         draft["mask_token_id"],
     )
-    student = DFlashStudent(shape, embedding.float())
+    student = DFlashStudent(shape, embedding.float(), head)
     student.load_state_dict(_join(load_file(folder / _WEIGHTS)))
     return student.eval()
 

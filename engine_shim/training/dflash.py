@@ -10,6 +10,8 @@ Paper: DFlash, arXiv:2602.06036.  A block of ``D`` tokens is drafted in one pass
 * Row ``k`` of the block predicts the token ``k`` positions after the newest one; the target's head
   reads it.  Embedding and head are the target's and are never trained.
 
+Drafting from row ``t`` is a block whose newest token is the one at ``t + 1``.
+
 ``state_dict`` keys are the live model's parameter names.
 """
 
@@ -48,11 +50,15 @@ class DFlashShape:
 
 
 class DFlashStudent(nn.Module):
-    """A trainable draft; ``embedding`` [vocabulary, hidden] is the target's, and its head."""
+    """A trainable draft; ``embedding`` [vocabulary, hidden] is the target's.
+
+    ``head``: the target's as well, if it is not the embedding.
+    """
 
     embedding: Tensor
+    head: Tensor | None
 
-    def __init__(self, shape: DFlashShape, embedding: Tensor) -> None:
+    def __init__(self, shape: DFlashShape, embedding: Tensor, head: Tensor | None = None) -> None:
         super().__init__()
         hidden, epsilon = shape.decoder.hidden, shape.decoder.norm_epsilon
         self.shape = shape
@@ -64,15 +70,53 @@ class DFlashStudent(nn.Module):
         self.norm = RmsNorm(hidden, epsilon)
         self.rotary = RotaryTable(shape.decoder)
         self.register_buffer("embedding", embedding.detach().clone(), persistent=False)
+        own = None if head is None else head.detach().clone()
+        self.register_buffer("head", own, persistent=False)
         initialise(self)
 
-    def blocks(self, features: Tensor, tokens: Tensor, anchors: Tensor) -> Tensor:
+    @property
+    def most_drafts(self) -> int:
+        """Tokens of a block that are drafted."""
+        return self.shape.block - 1
+
+    def unroll(
+        self,
+        features: Tensor,
+        tokens: Tensor,
+        steps: int,
+        *,
+        first_anchor: int = 0,
+        positions: Tensor | None = None,
+        valid: Tensor | None = None,
+    ) -> list[Tensor]:
+        """The first ``steps`` drafts of a block from every anchor.
+
+        Arguments and result are those of `Eagle3Student.unroll`.  Raises ValueError for more steps
+        than a block has.
+        """
+        if steps > self.most_drafts:
+            raise ValueError(f"a block of {self.shape.block} has no {steps} drafts")
+        newest = torch.arange(first_anchor + 1, features.shape[1] + 1, device=features.device)
+        drafted = self.blocks(features, tokens, newest, positions=positions, valid=valid)
+        return list(drafted[:, :, :steps].unbind(dim=2))
+
+    def blocks(
+        self,
+        features: Tensor,
+        tokens: Tensor,
+        anchors: Tensor,
+        *,
+        positions: Tensor | None = None,
+        valid: Tensor | None = None,
+    ) -> Tensor:
         """Logits of the blocks that begin at ``anchors``, as drafting would compute each alone.
 
         Args:
             features: target features of rows 0..L-1, [batch, L, feature layers * hidden].
             tokens: token ids [batch, >= L]; of a block only the anchor's own is read.
-            anchors: int64 [A], positions of the newest tokens, 1..L.
+            anchors: int64 [A], rows of the newest tokens, 1..L.
+            positions: of the rows, [L] or [batch, L]; 0..L-1 when absent.
+            valid: which rows exist, bool [batch, L]; all of them when absent.
 
         Returns:
             [batch, A, D - 1, vocabulary]; row ``k - 1`` of anchor ``a`` predicts token ``a + k``.
@@ -83,13 +127,18 @@ class DFlashStudent(nn.Module):
         ids = torch.full((batch, count, block), self.shape.mask_token, device=tokens.device)
         ids[:, :, 0] = tokens[:, anchors]
         residual = functional.embedding(ids, self.embedding).flatten(1, 2)
-        positions = (anchors[:, None] + offsets).flatten()
-        rotation = self.rotary.at(positions)
-        context_rotation = self.rotary.at(torch.arange(length, device=anchors.device))
+        rows = torch.arange(length, device=anchors.device)
+        positions = rows if positions is None else positions
+        behind = positions[..., anchors - 1, None] + 1 + offsets
+        rotation = self.rotary.at(behind.flatten(-2))
+        context_rotation = self.rotary.at(positions)
 
         owner = torch.arange(count, device=anchors.device).repeat_interleave(block)
-        sees_context = torch.arange(length, device=anchors.device) < anchors[owner, None]
-        seen = torch.cat([sees_context, owner[:, None] == owner], dim=-1)
+        sees_context = (rows < anchors[owner, None])[None, None]
+        if valid is not None:
+            sees_context = sees_context & valid[:, None, None, :]
+        own = (owner[:, None] == owner).expand(*sees_context.shape[:2], -1, -1)
+        seen = torch.cat([sees_context, own], dim=-1)
 
         context = self.hidden_norm(self.fc(features))
         for layer in self.layers:
@@ -105,7 +154,7 @@ class DFlashStudent(nn.Module):
             residual = residual + layer.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
             residual = residual + layer.mlp(layer.post_attention_layernorm(residual))
         drafted = self.norm(residual).unflatten(1, (count, block))[:, :, 1:]
-        return functional.linear(drafted, self.embedding)
+        return functional.linear(drafted, self.embedding if self.head is None else self.head)
 
     @torch.no_grad()
     def greedy_block(self, features: Tensor, tokens: Tensor) -> Tensor:

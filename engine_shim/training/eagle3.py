@@ -92,6 +92,11 @@ class Eagle3Student(nn.Module):
         self.register_buffer("embedding", embedding.detach().clone(), persistent=False)
         initialise(self)
 
+    @property
+    def most_drafts(self) -> int | None:
+        """None: a chain may be of any length."""
+        return None
+
     def start_from(self, head: Tensor, final_norm: Tensor) -> None:
         """Begin where the target ends: its head, its norm, its last feature through ``fc``."""
         hidden = self.shape.decoder.hidden

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine_shim.training.eagle3 import Eagle3Student
+from engine_shim.training.students import DraftStudent
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class NotFiniteError(ArithmeticError):
 class OnlineStudent:
     """A student and its optimiser."""
 
-    def __init__(self, student: Eagle3Student, settings: OnlineSettings) -> None:
+    def __init__(self, student: DraftStudent, settings: OnlineSettings) -> None:
         self.student = student
         self._settings = settings
         self.restart()

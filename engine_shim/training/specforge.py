@@ -18,8 +18,10 @@ from typing import Any, Final
 
 import torch
 
-from engine_shim.training.checkpoint import load_draft, save_draft
+from engine_shim.training.checkpoint import load_dflash, load_draft, save_dflash, save_draft
+from engine_shim.training.eagle3 import Eagle3Student
 from engine_shim.training.signals import Signal, SignalError, load
+from engine_shim.training.students import DraftStudent
 from engine_shim.training.versions import Made, VersionError, Versions
 
 _FOLDER_ROWS: Final = 2000
@@ -69,26 +71,48 @@ def export_signals(
     """Writes what `specforge train` needs; how many samples.
 
     version: of the drafter to go on from.  target: path of the target model, for its head and
-    embedding.  Raises ExportError, VersionError, OSError.
+    embedding; a folder where the drafter is a DFlash one.  Raises ExportError, VersionError,
+    OSError.
     """
+    student = versions.student(version)
+    sample = eagle3_sample if isinstance(student, Eagle3Student) else dflash_sample
     paths = sorted(signals_folder.glob("*.safetensors"))
     count, longest = 0, 0
     for signal in _readable(paths):
         folder = count // _FOLDER_ROWS * _FOLDER_ROWS
         place = out / "features" / f"rows_{folder}-{folder + _FOLDER_ROWS}"
         place.mkdir(parents=True, exist_ok=True)
-        torch.save(eagle3_sample(signal), place / f"data_{count}.ckpt")
+        torch.save(sample(signal), place / f"data_{count}.ckpt")
         count, longest = count + 1, max(longest, len(signal.tokens))
     if not count:
         raise ExportError(f"no signal of {_LEAST} positions or more in {signals_folder}")
-    save_draft(versions.student(version), out / "draft")
-    text = json.dumps(configuration(target, out, longest), indent=2)
+    _save(student, target, out / "draft")
+    text = json.dumps(configuration(student, target, out, longest), indent=2)
     (out / "specforge.json").write_text(text + "\n", encoding="utf-8")
     return count
 
 
-def configuration(target: str, out: Path, longest: int) -> dict[str, Any]:
+def _save(student: DraftStudent, target: str, folder: Path) -> None:
+    if isinstance(student, Eagle3Student):
+        save_draft(student, folder)
+        return
+    config = Path(target) / "config.json"
+    try:
+        layers = json.loads(config.read_text(encoding="utf-8"))["num_hidden_layers"]
+    except (OSError, ValueError, KeyError) as error:
+        raise ExportError(
+            f"how many layers the target has is part of a DFlash drafter's config, and {config} "
+            f"does not say: {error}"
+        ) from error
+    save_dflash(student, folder, target_layers=layers)
+
+
+def configuration(student: DraftStudent, target: str, out: Path, longest: int) -> dict[str, Any]:
     """A run of SpecForge's trainer, FSDP on the GPUs of one node, from the exported drafter."""
+    if isinstance(student, Eagle3Student):
+        strategy: dict[str, Any] = {"strategy": "eagle3", "ttt_length": 7}
+    else:
+        strategy = {"strategy": "dflash"}
     return {
         "model": {
             "target_model_path": target,
@@ -97,11 +121,10 @@ def configuration(target: str, out: Path, longest: int) -> dict[str, Any]:
         },
         "data": {"hidden_states_path": str(out / "features"), "max_length": longest},
         "training": {
-            "strategy": "eagle3",
+            **strategy,
             "num_epochs": 4,
             "batch_size": 4,
             "learning_rate": 1.0e-4,
-            "ttt_length": 7,
             "attention_backend": "sdpa",
             "fsdp_sharding": "SHARD_GRAD_OP",
         },
@@ -117,10 +140,11 @@ def import_draft(folder: Path, versions: Versions) -> int:
     Raises VersionError where it is not the base's kind of drafter, OSError.
     """
     base = versions.student(0)
+    kind = "EAGLE3" if isinstance(base, Eagle3Student) else "DFlash"
     try:
-        made = load_draft(folder, base.embedding)
+        made = _load(folder, base)
     except (KeyError, RuntimeError, ValueError) as error:
-        raise VersionError(f"{folder} is no EAGLE3 drafter that can be read: {error}") from error
+        raise VersionError(f"{folder} is no {kind} drafter that can be read: {error}") from error
     _require_whole_vocabulary(folder)
     ours, theirs = _shapes(base), _shapes(made)
     if ours != theirs:
@@ -134,6 +158,19 @@ def import_draft(folder: Path, versions: Versions) -> int:
         raise VersionError(f"{folder}: {bad[0]} holds what is no number")
     facts = Made(0, 0.0, 0.0, 0.0, 0, 0.0)
     return versions.publish(dict(made.named_parameters()), facts)
+
+
+def _load(folder: Path, like: DraftStudent) -> DraftStudent:
+    if isinstance(like, Eagle3Student):
+        return load_draft(folder, like.embedding)
+    made = load_dflash(folder, like.embedding, like.head)
+    ours, theirs = like.shape, made.shape
+    if (ours.block, ours.mask_token) != (theirs.block, theirs.mask_token):
+        raise ValueError(
+            f"blocks of {theirs.block} with mask token {theirs.mask_token}, the drafter's are of "
+            f"{ours.block} with {ours.mask_token}"
+        )
+    return made
 
 
 def _shapes(student: torch.nn.Module) -> dict[str, tuple[int, ...]]:

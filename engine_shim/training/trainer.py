@@ -17,24 +17,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine_shim.training.blocks import ModelShape
-from engine_shim.training.eagle3 import Eagle3Shape, Eagle3Student
 from engine_shim.training.exchange import Channel, Kind, Layout, Message, SharedTensors
 from engine_shim.training.online import NotFiniteError, OnlineSettings, OnlineStudent, Round
+from engine_shim.training.students import DraftShape, decoded, encoded, student_of
 
 # Below the engine's priority, which shares the processor.
 _NICE = 5
 WEIGHT = "weight:"
+# The target's, float32; no head where the embedding is it, or the drafter has its own.
+EMBEDDING = "embedding"
+HEAD = "head"
 
 
 def order(
-    shape: Eagle3Shape, settings: OnlineSettings, layouts: dict[str, Layout], *, threads: int
+    shape: DraftShape, settings: OnlineSettings, layouts: dict[str, Layout], *, threads: int
 ) -> str:
     """What `main` is told, as JSON."""
     return json.dumps(
         {
-            "decoder": asdict(shape.decoder),
-            "feature_layers": shape.feature_layers,
+            "shape": encoded(shape),
             "settings": asdict(settings),
             "layouts": layouts,
             "threads": threads,
@@ -46,9 +47,9 @@ class Trainer:
     """Learns rounds that lie in shared memory, and leaves weights there."""
 
     def __init__(self, asked: dict[str, Any], memory: SharedTensors) -> None:
-        shape = Eagle3Shape(ModelShape(**asked["decoder"]), tuple(asked["feature_layers"]))
         self._tensors = memory.tensors
-        student = Eagle3Student(shape, self._tensors["embedding"].float())
+        head = self._tensors.get(HEAD)
+        student = student_of(decoded(asked["shape"]), self._tensors[EMBEDDING], head)
         self._online = OnlineStudent(student, OnlineSettings(**asked["settings"]))
         self._weights: dict[str, Tensor] = {
             name.removeprefix(WEIGHT): tensor

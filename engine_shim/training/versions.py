@@ -1,6 +1,7 @@
 """Versions of a drafter in a folder: as an engine loaded it, and as a trainer has made it since.
 
-    base.safetensors        what the engine has left: parameters, the target's embedding, sizes
+    base.safetensors        what the engine has left: parameters, what the drafter borrows of the
+                            target (embedding, head), sizes
     00000001.safetensors    version 1: the same parameters, other values
 
 A version belongs to one base, by digest: parameters of other names or shapes, or trained for
@@ -23,15 +24,23 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engine_shim.training.blocks import ModelShape
-from engine_shim.training.eagle3 import Eagle3Shape, Eagle3Student
+from engine_shim.training.students import (
+    DraftShape,
+    DraftStudent,
+    decoded,
+    encoded,
+    student_of,
+)
 
 FORMAT: Final = "speculation-draft-1"
 # Beside the signals that they are made of.
 FOLDER: Final = "drafter"
 _BASE: Final = "base"
 _SUFFIX: Final = ".safetensors"
-_EMBEDDING: Final = "embedding"
+# The target's, between the drafter's parameters.
+_BORROWED: Final = "target:"
+_EMBEDDING: Final = _BORROWED + "embedding"
+_HEAD: Final = _BORROWED + "head"
 _LOCK: Final = ".lock"
 
 
@@ -71,11 +80,16 @@ class Versions:
         folder.mkdir(parents=True, exist_ok=True)
 
     def adopt_base(
-        self, shape: Eagle3Shape, parameters: Mapping[str, Tensor], embedding: Tensor
+        self,
+        shape: DraftShape,
+        parameters: Mapping[str, Tensor],
+        embedding: Tensor,
+        head: Tensor | None = None,
     ) -> str:
         """What an engine has loaded, as the base; its digest.
 
-        Raises VersionError where the folder belongs to another drafter.
+        embedding, head: the target's, as `student_of` has them.  Raises VersionError where the
+        folder belongs to another drafter.
         """
         digest = digest_of(parameters)
         path = self._path(0)
@@ -87,9 +101,10 @@ class Versions:
                     f"one is {digest}): name another folder"
                 )
             return digest
-        sizes = {"decoder": asdict(shape.decoder), "feature_layers": shape.feature_layers}
         tensors = {**parameters, _EMBEDDING: embedding}
-        self._write(path, tensors, {"digest": digest, "shape": json.dumps(sizes)})
+        if head is not None:
+            tensors[_HEAD] = head
+        self._write(path, tensors, {"digest": digest, "shape": json.dumps(encoded(shape))})
         return digest
 
     def base_digest(self) -> str:
@@ -99,15 +114,14 @@ class Versions:
             raise VersionError(f"{self._path(0)} has no digest")
         return found
 
-    def student(self, version: int) -> Eagle3Student:
+    def student(self, version: int) -> DraftStudent:
         """The drafter of that version, in float32.  Raises VersionError, FileNotFoundError."""
         path = self._path(0)
         try:
-            sizes = json.loads(_facts(path)["shape"])
-            shape = Eagle3Shape(ModelShape(**sizes["decoder"]), tuple(sizes["feature_layers"]))
-            base = _tensors(path)
-            student = Eagle3Student(shape, base.pop(_EMBEDDING).float())
-            student.load_state_dict({name: part.float() for name, part in base.items()})
+            shape = decoded(json.loads(_facts(path)["shape"]))
+            base = {name: part.float() for name, part in _tensors(path).items()}
+            student = student_of(shape, base.pop(_EMBEDDING), base.pop(_HEAD, None))
+            student.load_state_dict(base)
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise VersionError(f"{path}: {error}") from error
         if version:

@@ -58,6 +58,7 @@ USED = {
         "*, bonus_tokens, new_seq_lens"
     ),
     "sglang.srt.speculative.dflash_utils.parse_dflash_draft_config": "*, draft_hf_config",
+    f"{DFLASH}._init_fused_kv_helper": "self",
     f"{DFLASH}._append_target_hidden_to_draft_kv_by_loc": (
         "self, *, target_hidden, cache_loc, positions, cache_loc_2d=None, commit_lens=None, "
         "extend_lens=None"

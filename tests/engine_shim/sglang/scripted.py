@@ -30,6 +30,7 @@ class ScriptedSidecar:
     """Answers every message with a plan; `arms` keeps what each epoch asked for.
 
     stride: rounds between online updates, 0 for none.  collect: training signals are kept.
+    draft_version: of the drafter that is to serve.
     """
 
     server: FakeSidecar
@@ -37,6 +38,7 @@ class ScriptedSidecar:
     lease_ms: int = 60_000
     stride: int = 0
     collect: bool = False
+    draft_version: int = 0
     arms: dict[int, Arm] = field(default_factory=dict)
     _lock: Lock = field(default_factory=Lock)
 
@@ -87,6 +89,7 @@ class ScriptedSidecar:
             rows=[row],
             regime=Regime(mode=mode, stride=self.stride),
             lease_ms=self.lease_ms,
+            draft_version=self.draft_version,
             reason=REASON_EXPLOIT,
         )
 

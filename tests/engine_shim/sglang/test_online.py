@@ -11,6 +11,7 @@ from engine_shim.sglang.errors import UnsupportedEngineError
 from engine_shim.sglang.online import OnlineCounters, OnlineUpdates, cannot_update_reason
 from engine_shim.sglang.settings import load_settings
 from engine_shim.sglang.telemetry import NO_NEWS, News
+from engine_shim.sglang.verification import Verification
 from engine_shim.training.eagle3 import Eagle3Student
 from tests.engine_shim.link.eventually import eventually
 from tests.engine_shim.training.rounds import SHAPE, make_round, make_student, make_target
@@ -27,6 +28,12 @@ def worker(name: str = "LlamaForCausalLMEagle3", **changes: Any) -> Any:
     return SimpleNamespace(draft_worker=SimpleNamespace(draft_runner=runner))
 
 
+def test_a_dflash_drafter_can_learn_on_a_cpu() -> None:
+    assert cannot_update_reason(worker("DFlashDraftModel", num_hidden_layers=5), "cpu", 1) is None
+    types = ["full_attention"] * 2
+    assert cannot_update_reason(worker("DFlashDraftModel", layer_types=types), "cpu", 1) is None
+
+
 @pytest.mark.parametrize("hot", [None, torch.arange(40)])
 def test_an_eagle3_drafter_of_the_whole_vocabulary_can_learn_on_a_cpu(hot: Any) -> None:
     assert cannot_update_reason(worker(hot_token_id=hot), "cpu", 1) is None
@@ -37,7 +44,16 @@ def test_an_eagle3_drafter_of_the_whole_vocabulary_can_learn_on_a_cpu(hot: Any) 
 @pytest.mark.parametrize(
     ("asked", "device", "ranks", "reason"),
     [
-        (worker("DFlashDraftModel"), "cpu", 1, "DFlashDraftModel has no student"),
+        (worker("MistralForCausalLM"), "cpu", 1, "MistralForCausalLM has no student"),
+        (worker("DFlashDraftModel"), "cpu", 2, "2 ranks share the drafter's weights"),
+        (worker("DFlashDraftModel", rope_scaling={"factor": 8.0}), "cpu", 1, "are scaled"),
+        (worker("DFlashDraftModel", is_causal=True), "cpu", 1, "its blocks are causal"),
+        (
+            worker("DFlashDraftModel", layer_types=["full_attention", "sliding_attention"]),
+            "cpu",
+            1,
+            "do not see the whole context",
+        ),
         (worker(), "cuda", 1, "on cuda it is untested"),
         (worker(), "cpu", 2, "2 ranks share the drafter's weights"),
         (worker(hot_token_id=torch.arange(40) * 2), "cpu", 1, "vocabulary is smaller"),
@@ -106,7 +122,9 @@ class Driver:
         self._rid, self._length = rid, 10
         self.online.before_prefill([rid])
 
-    def step(self, accepted: int, stride: int = 1, gamma: int = GAMMA) -> None:
+    def step(
+        self, accepted: int, stride: int = 1, gamma: int = GAMMA, *, by_learner: bool = True
+    ) -> None:
         """accepted: tokens gained, 1 for none of the drafts."""
         self.online.before_step()
         self.news.append(self.online.news())
@@ -124,7 +142,9 @@ class Driver:
             hidden_states=found.features[0][:rows], next_token_logits=logits[:rows]
         )
         result: Any = SimpleNamespace(logits_output=output, accept_lens=torch.tensor([accepted]))
-        self.online.after_verify(batch, result, stride)
+        self.online.after_verify(
+            Verification(batch, result, output.hidden_states, by_learner), stride
+        )
         self._length += accepted
 
     def until(
@@ -226,6 +246,16 @@ def test_a_fall_puts_the_last_good_weights_back(driver: Driver) -> None:
     assert driver.counters.rounds == rounds
     driver.request("second")
     driver.until(lambda: driver.counters.updates > 0 and driver.counters.rounds > rounds + 2)
+
+
+def test_what_another_drafter_drafts_is_not_held_against_it(driver: Driver) -> None:
+    driver.until(lambda: driver.counters.updates > 0)
+    rounds = driver.counters.rounds
+    for _ in range(1200):
+        driver.step(accepted=1, by_learner=False)
+    assert driver.counters.restored == 0
+    # It learns from them as from any other.
+    driver.until(lambda: driver.counters.rounds > rounds)
 
 
 def test_what_nobody_has_judged_goes_with_the_trainer(driver: Driver) -> None:

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from engine_shim.link.steering import Choice, Source
 from engine_shim.sglang.online import OnlineCounters
@@ -12,6 +13,7 @@ from engine_shim.sglang.session import Session
 from engine_shim.sglang.settings import PluginSettings
 from engine_shim.sglang.sleep import SleepCounters
 from engine_shim.sglang.telemetry import NO_NEWS, News
+from engine_shim.sglang.verification import Verification
 
 
 class Mode:
@@ -72,7 +74,7 @@ class Online:
     def news(self) -> News:
         return News(updating=True, reset=False, seconds=0.5)
 
-    def after_verify(self, batch: Any, result: Any, stride: int) -> None:
+    def after_verify(self, found: Verification, stride: int) -> None:
         self._note(f"verified {stride}")
 
     def close(self, why: str) -> None:
@@ -104,7 +106,7 @@ def run_step(made: Any, mode: str = "decode") -> tuple[Any, bool]:
     worked: list[bool] = []
 
     def forward(worker: Any, batch: Any, **_: Any) -> Any:
-        result = SimpleNamespace()
+        result = SimpleNamespace(logits_output=SimpleNamespace(hidden_states=torch.zeros(4, 6)))
         if mode == "decode":
             made.around_draft_extend(lambda *_: worked.append(True), None, batch, result)
         return result
@@ -153,7 +155,7 @@ def test_a_prefill_is_no_step_but_wakes_its_requests() -> None:
 
 def test_a_drafter_learns_from_every_step_awake_or_asleep() -> None:
     made = session(asleep=False, gamma=3)
-    made._online, made._ranks = Online(), SimpleNamespace(stride=lambda: 5)
+    made._online, made._ranks = Online(), SimpleNamespace(stride=lambda: 5, collects=lambda: False)
     result, _ = run_step(made)
     assert made._online.calls == ["step", "verified 5"]
     assert result.speculation_launch.news == made._online.news() != NO_NEWS
@@ -169,7 +171,8 @@ def test_a_failure_to_learn_ends_the_learning_and_nothing_else(
     failing: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = session(asleep=False, gamma=3)
-    made._online, made._ranks = Online(failing), SimpleNamespace(stride=lambda: 1)
+    made._online = Online(failing)
+    made._ranks = SimpleNamespace(stride=lambda: 1, collects=lambda: False)
     run_step(made, "extend")
     _, worked = run_step(made)
     assert worked
@@ -235,10 +238,12 @@ class Signals:
     def __init__(self, *, failing: bool = False) -> None:
         self.failing = failing
         self.collecting: list[bool] = []
+        self.found: list[Verification] = []
         self.why = "ready"
 
-    def after_verify(self, batch: Any, result: Any, *, collecting: bool) -> None:
+    def after_verify(self, found: Verification, *, collecting: bool) -> None:
         self.collecting.append(collecting)
+        self.found.append(found)
         if self.failing:
             raise RuntimeError("out of memory")
 
@@ -269,3 +274,45 @@ def test_a_failure_to_collect_ends_the_collecting_and_nothing_else(
     assert worked
     assert made.status()["signals"] == {"state": "RuntimeError: out of memory"}
     assert "training signals are kept no more" in caplog.text
+
+
+class Second:
+    """A second drafter that reads the last two columns, and may fail to draft."""
+
+    def __init__(self, *, drafts: bool) -> None:
+        self._drafts = drafts
+
+    def draft(self, *_: Any) -> Any:
+        return "a chain" if self._drafts else None
+
+    def split(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return hidden[:, :-2], hidden[:, -2:]
+
+    def follow(self, _: Any, result: Any, __: Any) -> None:
+        output = result.logits_output
+        output.hidden_states, _ = self.split(output.hidden_states)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "drafts", "by_learner"), [(0, True, True), (1, True, False), (1, False, True)]
+)
+def test_beside_a_second_drafter_the_own_one_learns(
+    chosen: int, drafts: bool, by_learner: bool
+) -> None:
+    """From the columns it reads itself; and it is told whose drafts were verified."""
+    made = session(asleep=False, gamma=3)
+    made._policy = SimpleNamespace(decide=lambda _: Choice(chosen, 3, False, 1, 0, Source.PLAN, 0))
+    made._second, made._collector = Second(drafts=drafts), Signals()
+    made._ranks = SimpleNamespace(stride=lambda: 0, collects=lambda: True)
+
+    def forward(_: Any, found: Any, **__: Any) -> Any:
+        output = SimpleNamespace(hidden_states=torch.arange(24.0).view(4, 6))
+        result = SimpleNamespace(logits_output=output)
+        made.around_draft(lambda *_: "the own chain", None, found)
+        made.around_draft_extend(lambda *_: None, None, found, result)
+        return result
+
+    made.around_forward(forward, None, batch())
+    (found,) = made._collector.found
+    assert found.by_learner is by_learner
+    assert torch.equal(found.features, torch.arange(24.0).view(4, 6)[:, :4])

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from engine_shim.sglang.verification import Verification
 from engine_shim.sglang.windows import LEAST, Windows
 
 VOCABULARY, WIDTH, LENGTH, TOP, MOST = 50, 6, 12, 5, 4
@@ -34,9 +35,10 @@ class Engine:
         )
         features = positions.flatten()[:, None].expand(-1, WIDTH).float()
         result: Any = SimpleNamespace(
-            logits_output=SimpleNamespace(next_token_logits=logits, hidden_states=features)
+            logits_output=SimpleNamespace(next_token_logits=logits),
+            accept_lens=torch.tensor(list(accepted.values())),
         )
-        ready = windows.add(batch, result, list(accepted.values()))
+        ready = windows.add(Verification(batch, result, features))
         for rid, count in accepted.items():
             self.lengths[rid] += count
         return ready, logits

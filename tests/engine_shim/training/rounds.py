@@ -4,6 +4,7 @@ import torch
 from torch.nn import functional
 
 from engine_shim.training.blocks import ModelShape
+from engine_shim.training.dflash import DFlashShape, DFlashStudent
 from engine_shim.training.eagle3 import Eagle3Shape, Eagle3Student
 from engine_shim.training.online import Round
 from engine_shim.training.qwen3 import Qwen3Target
@@ -27,6 +28,12 @@ def make_student(target: Qwen3Target) -> Eagle3Student:
     return Eagle3Student(
         Eagle3Shape(SHAPE.with_layers(1), LAYERS), target.model.embed_tokens.weight
     )
+
+
+def make_block_student(target: Qwen3Target, block: int = 5) -> DFlashStudent:
+    torch.manual_seed(10)
+    shape = DFlashShape(SHAPE.with_layers(2), LAYERS, block, mask_token=SHAPE.vocabulary - 1)
+    return DFlashStudent(shape, target.model.embed_tokens.weight)
 
 
 def make_round(target: Qwen3Target, length: int, seed: int, top: int, requests: int = 1) -> Round:

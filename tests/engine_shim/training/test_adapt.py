@@ -12,11 +12,18 @@ from engine_shim.training.adapt import (
     served_acceptance,
     split,
 )
-from engine_shim.training.eagle3 import Eagle3Student
+from engine_shim.training.dflash import DFlashStudent
 from engine_shim.training.online import NotFiniteError
 from engine_shim.training.qwen3 import Qwen3Target
 from engine_shim.training.signals import Signal
-from tests.engine_shim.training.rounds import LAYERS, SHAPE, make_student, make_target
+from engine_shim.training.students import DraftStudent
+from tests.engine_shim.training.rounds import (
+    LAYERS,
+    SHAPE,
+    make_block_student,
+    make_student,
+    make_target,
+)
 
 DEPTH = 3
 LENGTH = 48
@@ -27,9 +34,10 @@ def target() -> Qwen3Target:
     return make_target()
 
 
-@pytest.fixture
-def student(target: Qwen3Target) -> Eagle3Student:
-    return make_student(target)
+@pytest.fixture(params=[make_student, make_block_student], ids=["eagle3", "dflash"])
+def student(request: pytest.FixtureRequest, target: Qwen3Target) -> DraftStudent:
+    made: DraftStudent = request.param(target)
+    return made
 
 
 @torch.no_grad()
@@ -68,14 +76,16 @@ def test_the_rate_in_service_is_that_of_all_drafts(target: Qwen3Target):
     assert served_acceptance([replace(one, accepted=0, tried=0)]) is None
 
 
-def by_chains(student: Eagle3Student, found: Signal, depth: int) -> float:
+def by_chains(student: DraftStudent, found: Signal, depth: int) -> float:
     """The same, as a server goes: one greedy chain after the other."""
     accepted = tried = 0
     at = 16
     while at + depth + 1 < len(found.tokens):
-        drafts = student.greedy_chain(
-            found.features[None, : at + 1].float(), found.tokens[None, : at + 2], depth
-        )[0]
+        features, tokens = found.features[None, : at + 1].float(), found.tokens[None, : at + 2]
+        if isinstance(student, DFlashStudent):
+            drafts = student.greedy_block(features, tokens)[0, :depth]
+        else:
+            drafts = student.greedy_chain(features, tokens, depth)[0]
         served = found.tokens[at + 2 : at + 2 + depth]
         run = int((drafts == served).long().cumprod(0).sum())
         accepted += run
@@ -86,28 +96,31 @@ def by_chains(student: Eagle3Student, found: Signal, depth: int) -> float:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_expected_rate_is_that_of_drafting_step_by_step(
-    target: Qwen3Target, student: Eagle3Student, seed: int
+    target: Qwen3Target, student: DraftStudent, seed: int
 ):
     found = signal(target, seed)
-    trained = fine_tuned(student, [found], AdaptSettings(passes=12))
+    trained = fine_tuned(student, [found], AdaptSettings(passes=40, learning_rate=3e-3))
     expected = by_chains(trained, found, DEPTH)
     assert expected > 0
     assert acceptance(trained, [found], DEPTH) == pytest.approx(expected)
 
 
-def test_a_signal_too_short_to_draft_on_counts_nothing(target: Qwen3Target, student: Eagle3Student):
+def test_a_signal_too_short_to_draft_on_counts_nothing(target: Qwen3Target, student: DraftStudent):
     assert acceptance(student, [signal(target, 1, DEPTH + 1)], DEPTH) == 0
 
 
 def test_training_raises_what_held_out_signals_accept_and_leaves_the_old_one(
-    target: Qwen3Target, student: Eagle3Student
+    target: Qwen3Target, student: DraftStudent
 ):
     signals = [signal(target, seed, LENGTH - seed % 7) for seed in range(30)]
     train, held = split(signals, 5)
     before = {name: part.clone() for name, part in student.named_parameters()}
     told: list[tuple[float, float]] = []
     made = fine_tuned(
-        student, train, AdaptSettings(passes=20, batch=6), lambda *said: told.append(said)
+        student,
+        train,
+        AdaptSettings(passes=20, batch=6, learning_rate=3e-3),
+        lambda *said: told.append(said),
     )
     assert acceptance(made, held, DEPTH) > acceptance(student, held, DEPTH) + 0.1
     assert all(torch.equal(part, before[name]) for name, part in student.named_parameters())
@@ -115,7 +128,7 @@ def test_training_raises_what_held_out_signals_accept_and_leaves_the_old_one(
     assert told[-1][1] < told[0][1]
 
 
-def test_the_same_seed_makes_the_same_drafter(target: Qwen3Target, student: Eagle3Student):
+def test_the_same_seed_makes_the_same_drafter(target: Qwen3Target, student: DraftStudent):
     signals = [signal(target, seed) for seed in range(6)]
 
     def made(seed: int) -> torch.Tensor:
@@ -126,7 +139,7 @@ def test_the_same_seed_makes_the_same_drafter(target: Qwen3Target, student: Eagl
     assert not torch.equal(made(3), made(4))
 
 
-def test_numbers_that_are_none_end_the_training(target: Qwen3Target, student: Eagle3Student):
+def test_numbers_that_are_none_end_the_training(target: Qwen3Target, student: DraftStudent):
     broken = signal(target, 1)
     broken.features[5, 0] = float("nan")
     with pytest.raises(NotFiniteError):

@@ -128,3 +128,51 @@ def test_shapes_that_cannot_be_are_refused(changes: dict[str, object], message: 
     fields = {"decoder": DECODER, "feature_layers": (0, 2), "block": 5, "mask_token": 60}
     with pytest.raises(ValueError, match=message):
         DFlashShape(**fields | changes)  # type: ignore[arg-type]
+
+
+def test_drafting_from_a_row_is_a_block_behind_it(
+    student: DFlashStudent, features: Tensor, tokens: Tensor
+) -> None:
+    steps = student.unroll(features, tokens, 3, first_anchor=4)
+    blocks = student.blocks(features, tokens, torch.arange(5, LENGTH + 1))
+    assert len(steps) == 3
+    for step, logits in enumerate(steps):
+        assert torch.equal(logits, blocks[:, :, step])
+    with pytest.raises(ValueError, match="has no 5 drafts"):
+        student.unroll(features, tokens, 5)
+    assert len(student.unroll(features, tokens, student.most_drafts)) == 4
+
+
+def test_a_padded_window_from_further_on_drafts_as_the_window_alone(
+    student: DFlashStudent, features: Tensor, tokens: Tensor
+) -> None:
+    """Right-aligned, as a round is; where it lies in its request is nothing to the drafts."""
+    alone = student.unroll(features[:1, 5:], tokens[:1, 5:], 3)
+    valid = torch.arange(LENGTH)[None] >= 5
+    garbage = features[:1].clone()
+    garbage[:, :5] = 1e3
+    positions = torch.arange(LENGTH)[None] + 20
+    beside = student.unroll(
+        garbage, tokens[:1], 3, first_anchor=5, positions=positions, valid=valid
+    )
+    for one, other in zip(alone, beside, strict=True):
+        assert torch.allclose(one, other, atol=1e-4)
+
+
+def test_the_head_is_the_targets_own_where_it_has_one(
+    student: DFlashStudent, features: Tensor, tokens: Tensor
+) -> None:
+    headed = DFlashStudent(SHAPE, student.embedding, head=2 * student.embedding)
+    headed.load_state_dict(student.state_dict())
+    assert "head" not in headed.state_dict()
+    anchor = torch.tensor([6])
+    twice = 2 * student.blocks(features, tokens, anchor)
+    assert torch.allclose(headed.blocks(features, tokens, anchor), twice, atol=1e-4)
+
+
+def test_at_the_end_of_all_positions_it_still_drafts(
+    student: DFlashStudent, features: Tensor, tokens: Tensor
+) -> None:
+    last = torch.arange(DECODER.max_positions - LENGTH, DECODER.max_positions)
+    (step, *_) = student.unroll(features, tokens, 3, positions=last)
+    assert bool(torch.isfinite(step).all())

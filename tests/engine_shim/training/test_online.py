@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine_shim.training.eagle3 import Eagle3Student
 from engine_shim.training.online import (
     NotFiniteError,
     OnlineSettings,
@@ -18,8 +17,10 @@ from engine_shim.training.online import (
     divergence,
 )
 from engine_shim.training.qwen3 import Qwen3Target
+from engine_shim.training.students import DraftStudent
 from tests.engine_shim.training.rounds import (
     SHAPE,
+    make_block_student,
     make_round,
     make_student,
     make_target,
@@ -35,22 +36,23 @@ def target() -> Qwen3Target:
     return make_target()
 
 
-@pytest.fixture
-def student(target: Qwen3Target) -> Eagle3Student:
-    return make_student(target)
+@pytest.fixture(params=[make_student, make_block_student], ids=["eagle3", "dflash"])
+def student(request: pytest.FixtureRequest, target: Qwen3Target) -> DraftStudent:
+    made: DraftStudent = request.param(target)
+    return made
 
 
-def weights(student: Eagle3Student) -> Tensor:
+def weights(student: DraftStudent) -> Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in student.parameters()])
 
 
-def learn(student: Eagle3Student, found: Round, **settings: float) -> float:
+def learn(student: DraftStudent, found: Round, **settings: float) -> float:
     asked = OnlineSettings(**{"anchors": 1, "top": ALL, **settings})  # type: ignore[arg-type]
     return OnlineStudent(student, asked).learn(found, GAMMA).loss
 
 
 def test_the_loss_is_the_weighted_divergence_of_the_canvas(
-    target: Qwen3Target, student: Eagle3Student
+    target: Qwen3Target, student: DraftStudent
 ) -> None:
     found = make_round(target, 20, seed=1, top=ALL)
     rows = 20 - GAMMA - 1
@@ -66,7 +68,7 @@ def test_the_loss_is_the_weighted_divergence_of_the_canvas(
 
 @torch.no_grad()
 def test_rows_that_are_not_there_and_rows_nobody_taught_count_for_nothing(
-    target: Qwen3Target, student: Eagle3Student
+    target: Qwen3Target, student: DraftStudent
 ) -> None:
     long, short = (make_round(target, n, seed=n, top=ALL) for n in (20, 9))
     online = OnlineStudent(student, OnlineSettings(anchors=6, top=ALL))
@@ -81,7 +83,7 @@ def test_rows_that_are_not_there_and_rows_nobody_taught_count_for_nothing(
 
 
 def test_learning_a_round_again_and_again_brings_its_loss_down(
-    target: Qwen3Target, student: Eagle3Student
+    target: Qwen3Target, student: DraftStudent
 ) -> None:
     online = OnlineStudent(student, OnlineSettings(anchors=8, top=ALL, learning_rate=3e-3))
     found = make_round(target, 24, seed=2, top=ALL, requests=3)
@@ -90,7 +92,7 @@ def test_learning_a_round_again_and_again_brings_its_loss_down(
 
 
 def test_what_is_shared_with_the_target_does_not_move(
-    target: Qwen3Target, student: Eagle3Student
+    target: Qwen3Target, student: DraftStudent
 ) -> None:
     before = student.embedding.clone()
     learn(student, make_round(target, 20, seed=3, top=ALL), learning_rate=0.1)
@@ -117,7 +119,7 @@ def test_the_proximal_term_counts_from_the_second_step_on(
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_a_round_of_no_numbers_leaves_the_student_as_it_was(
-    target: Qwen3Target, student: Eagle3Student, poison: float
+    target: Qwen3Target, student: DraftStudent, poison: float
 ) -> None:
     found = make_round(target, 20, seed=5, top=ALL)
     bad = found.features.clone()
@@ -132,7 +134,7 @@ def test_a_round_of_no_numbers_leaves_the_student_as_it_was(
 
 
 def test_a_later_step_of_no_numbers_takes_the_earlier_ones_back(
-    target: Qwen3Target, student: Eagle3Student, monkeypatch: pytest.MonkeyPatch
+    target: Qwen3Target, student: DraftStudent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     online = OnlineStudent(student, OnlineSettings(anchors=1, top=ALL, steps=3))
     losses = iter([1.0, 1.0, float("nan")])

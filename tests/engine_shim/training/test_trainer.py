@@ -15,7 +15,14 @@ from torch import Tensor
 from engine_shim.training import trainer
 from engine_shim.training.exchange import Channel, Kind, Layout, Message, SharedTensors
 from engine_shim.training.online import OnlineSettings, Round
-from tests.engine_shim.training.rounds import SHAPE, make_round, make_student, make_target
+from engine_shim.training.students import DraftStudent
+from tests.engine_shim.training.rounds import (
+    SHAPE,
+    make_block_student,
+    make_round,
+    make_student,
+    make_target,
+)
 
 GAMMA = 3
 LENGTH = 24
@@ -47,9 +54,7 @@ class Running:
 
 
 @contextmanager
-def started() -> Iterator[Running]:
-    target = make_target()
-    student = make_student(target)
+def started(student: DraftStudent) -> Iterator[Running]:
     size = (REQUESTS, LENGTH)
     layouts = {
         "tokens": Layout(size, "int64"),
@@ -59,14 +64,14 @@ def started() -> Iterator[Running]:
         "taught": Layout(size, "bool"),
         "valid": Layout(size, "bool"),
         "positions": Layout(size, "int64"),
-        "embedding": Layout(tuple(student.embedding.shape), "float32"),
+        trainer.EMBEDDING: Layout(tuple(student.embedding.shape), "float32"),
         **{
             trainer.WEIGHT + name: Layout(tuple(part.shape), "float32")
             for name, part in student.state_dict().items()
         },
     }
     memory = SharedTensors(layouts)
-    memory.tensors["embedding"].copy_(student.embedding)
+    memory.tensors[trainer.EMBEDDING].copy_(student.embedding)
     for name, part in student.state_dict().items():
         memory.tensors[trainer.WEIGHT + name].copy_(part)
     settings = OnlineSettings(anchors=8, top=TOP, learning_rate=3e-3)
@@ -82,9 +87,9 @@ def started() -> Iterator[Running]:
         ours.close()
 
 
-@pytest.fixture(scope="module")
-def running() -> Iterator[Running]:
-    with started() as found:
+@pytest.fixture(scope="module", params=[make_student, make_block_student], ids=["eagle3", "dflash"])
+def running(request: pytest.FixtureRequest) -> Iterator[Running]:
+    with started(request.param(make_target())) as found:
         ready = found.channel.receive(wait=True)
         assert ready == Message(Kind.READY)
         yield found
@@ -125,6 +130,6 @@ def test_a_round_of_no_numbers_is_refused_and_the_weights_stay(running: Running)
 
 
 def test_it_ends_with_the_engine() -> None:
-    with started() as found:
+    with started(make_student(make_target())) as found:
         assert found.channel.receive(wait=True) == Message(Kind.READY)
     assert found.process.wait(20) == 0

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine_shim.training.eagle3 import Eagle3Student
+from engine_shim.training.dflash import DFlashStudent
+from engine_shim.training.students import DraftStudent
 from engine_shim.training.versions import (
     Made,
     TrainerPresentError,
@@ -16,28 +17,29 @@ from engine_shim.training.versions import (
     Versions,
     digest_of,
 )
-from tests.engine_shim.training.rounds import make_student, make_target
+from tests.engine_shim.training.rounds import make_block_student, make_student, make_target
 
 MADE = Made(0, 0.3, 0.6, 0.4, 50, 12.5)
 
 
-@pytest.fixture
-def student() -> Eagle3Student:
-    return make_student(make_target())
+@pytest.fixture(params=[make_student, make_block_student], ids=["eagle3", "dflash"])
+def student(request: pytest.FixtureRequest) -> DraftStudent:
+    made: DraftStudent = request.param(make_target())
+    return made
 
 
 @pytest.fixture
-def versions(tmp_path: Path, student: Eagle3Student) -> Versions:
+def versions(tmp_path: Path, student: DraftStudent) -> Versions:
     found = Versions(tmp_path / "deep" / "drafter")
     found.adopt_base(student.shape, parameters(student), student.embedding)
     return found
 
 
-def parameters(student: Eagle3Student) -> dict[str, Tensor]:
+def parameters(student: DraftStudent) -> dict[str, Tensor]:
     return {name: part.detach() for name, part in student.named_parameters()}
 
 
-def moved(student: Eagle3Student) -> dict[str, Tensor]:
+def moved(student: DraftStudent) -> dict[str, Tensor]:
     return {name: part + 1 for name, part in parameters(student).items()}
 
 
@@ -45,7 +47,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_base_and_versions_come_back_as_students(versions: Versions, student: Eagle3Student):
+def test_base_and_versions_come_back_as_students(versions: Versions, student: DraftStudent):
     assert versions.publish(moved(student), MADE) == 1
     assert versions.publish(parameters(student), MADE) == 2
     base, first = versions.student(0), versions.student(1)
@@ -57,24 +59,44 @@ def test_base_and_versions_come_back_as_students(versions: Versions, student: Ea
     assert same(versions.load(1, parameters(student)), moved(student))
 
 
+def test_a_head_that_is_not_the_embedding_comes_back_too(tmp_path: Path):
+    target = make_target()
+    like = make_block_student(target)
+    student = DFlashStudent(like.shape, like.embedding, head=like.embedding + 1)
+    versions = Versions(tmp_path)
+    versions.adopt_base(student.shape, parameters(student), student.embedding, student.head)
+    versions.publish(moved(student), MADE)
+    for version in (0, 1):
+        found = versions.student(version)
+        assert isinstance(found, DFlashStudent)
+        assert found.shape == student.shape
+        assert found.head is not None
+        assert torch.equal(found.head, like.embedding + 1)
+        assert torch.equal(found.embedding, like.embedding)
+
+
 def test_an_engine_that_starts_again_finds_its_folder_its_own(
-    versions: Versions, student: Eagle3Student
+    versions: Versions, student: DraftStudent
 ):
     again = versions.adopt_base(student.shape, parameters(student), student.embedding)
     assert again == versions.base_digest() == digest_of(parameters(student))
 
 
-def test_a_folder_of_another_drafter_is_refused(versions: Versions, student: Eagle3Student):
+def test_a_folder_of_another_drafter_is_refused(versions: Versions, student: DraftStudent):
     with pytest.raises(VersionError, match="another drafter"):
         versions.adopt_base(student.shape, moved(student), student.embedding)
 
 
+def a_matrix(found: dict[str, Tensor]) -> str:
+    return next(name for name in found if name.endswith("fc.weight"))
+
+
 def without_one(found: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: part for name, part in found.items() if name != "lm_head.weight"}
+    return {name: part for name, part in found.items() if name != a_matrix(found)}
 
 
 def with_a_shape(found: dict[str, Tensor]) -> dict[str, Tensor]:
-    return found | {"lm_head.weight": found["lm_head.weight"][:-1]}
+    return found | {a_matrix(found): found[a_matrix(found)][:-1]}
 
 
 def with_another(found: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -82,23 +104,23 @@ def with_another(found: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def with_nan(found: dict[str, Tensor]) -> dict[str, Tensor]:
-    broken = found["lm_head.weight"].clone()
+    broken = found[a_matrix(found)].clone()
     broken[0, 0] = float("nan")
-    return found | {"lm_head.weight": broken}
+    return found | {a_matrix(found): broken}
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (without_one, "lm_head.weight is missing"),
-        (with_a_shape, "lm_head.weight is"),
+        (without_one, "fc.weight is missing"),
+        (with_a_shape, "fc.weight is"),
         (with_another, "model.extra is"),
         (with_nan, "no number"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(
     versions: Versions,
-    student: Eagle3Student,
+    student: DraftStudent,
     change: Callable[[dict[str, Tensor]], dict[str, Tensor]],
     said: str,
 ):
@@ -108,7 +130,7 @@ def test_weights_that_do_not_fit_are_refused(
 
 
 def test_a_version_of_another_base_is_refused(
-    tmp_path: Path, versions: Versions, student: Eagle3Student
+    tmp_path: Path, versions: Versions, student: DraftStudent
 ):
     elsewhere = Versions(tmp_path / "other")
     elsewhere.adopt_base(student.shape, moved(student), student.embedding)
@@ -125,7 +147,7 @@ def test_a_version_of_another_base_is_refused(
     ids=["cut", "empty", "garbage"],
 )
 def test_a_damaged_file_is_named(
-    versions: Versions, student: Eagle3Student, name: str, damage: Callable[[bytes], bytes]
+    versions: Versions, student: DraftStudent, name: str, damage: Callable[[bytes], bytes]
 ):
     versions.publish(moved(student), MADE)
     path = versions.folder / f"{name}.safetensors"
@@ -134,7 +156,7 @@ def test_a_damaged_file_is_named(
         versions.student(1)
 
 
-def test_what_is_not_there_is_said(versions: Versions, student: Eagle3Student):
+def test_what_is_not_there_is_said(versions: Versions, student: DraftStudent):
     with pytest.raises(FileNotFoundError):
         versions.load(3, parameters(student))
     versions.publish(moved(student), MADE)
@@ -144,7 +166,7 @@ def test_what_is_not_there_is_said(versions: Versions, student: Eagle3Student):
 
 
 def test_a_disk_that_is_full_leaves_nothing(
-    versions: Versions, student: Eagle3Student, monkeypatch: pytest.MonkeyPatch
+    versions: Versions, student: DraftStudent, monkeypatch: pytest.MonkeyPatch
 ):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -155,7 +177,7 @@ def test_a_disk_that_is_full_leaves_nothing(
     assert [path.name for path in versions.folder.iterdir()] == ["base.safetensors"]
 
 
-def test_old_versions_go_but_never_one_that_is_needed(versions: Versions, student: Eagle3Student):
+def test_old_versions_go_but_never_one_that_is_needed(versions: Versions, student: DraftStudent):
     for _ in range(6):
         versions.publish(moved(student), MADE)
     versions.forget({2}, most=2)

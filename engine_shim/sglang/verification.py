@@ -1,0 +1,59 @@
+"""What one decode step has verified, as those who learn from it read it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Verification:
+    """A canvas of gamma + 1 positions of each of B requests, in SGLang's own buffers.
+
+    batch, result: as SGLang hands them to `_draft_extend_for_decode`.  features: [B * (gamma + 1),
+    width], the target's hidden states that the learning drafter reads.  by_learner: it drafted
+    this step itself, if anything was drafted.
+    """
+
+    batch: Any
+    result: Any
+    features: torch.Tensor
+    by_learner: bool = True
+
+    @property
+    def request_ids(self) -> list[str]:
+        """B of them."""
+        return [request.rid for request in self.batch.reqs]
+
+    @property
+    def gamma(self) -> int:
+        """Drafts of each request."""
+        return self.features.shape[0] // len(self.batch.reqs) - 1
+
+    @cached_property
+    def accepted(self) -> list[int]:
+        """Tokens that each request gained, bonus included.  Waits for the device."""
+        found: list[int] = self.result.accept_lens.tolist()
+        return found
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """Each request's position of the canvas's first token.  Waits for the device."""
+        found: list[int] = self.batch.seq_lens.tolist()
+        return found
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """int64 [B * (gamma + 1)], of the canvases."""
+        found: torch.Tensor = self.batch.spec_info.draft_token.view(-1)
+        return found
+
+    @property
+    def logits(self) -> torch.Tensor:
+        """[B * (gamma + 1), vocabulary], the target's."""
+        found: torch.Tensor = self.result.logits_output.next_token_logits
+        return found

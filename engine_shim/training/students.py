@@ -1,0 +1,46 @@
+"""A drafter in plain torch, of any kind that can learn here.
+
+Whatever the kind, `unroll` gives the logits of each draft step from every row, frozen are the
+target's embedding and head, and ``state_dict`` keys are the live model's parameter names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, Final
+
+from torch import Tensor
+
+from engine_shim.training.blocks import ModelShape
+from engine_shim.training.dflash import DFlashShape, DFlashStudent
+from engine_shim.training.eagle3 import Eagle3Shape, Eagle3Student
+
+DraftShape = Eagle3Shape | DFlashShape
+DraftStudent = Eagle3Student | DFlashStudent
+
+_KINDS: Final[dict[str, type[DraftShape]]] = {"eagle3": Eagle3Shape, "dflash": DFlashShape}
+
+
+def student_of(shape: DraftShape, embedding: Tensor, head: Tensor | None = None) -> DraftStudent:
+    """Untrained.  embedding, head [vocabulary, hidden]: the target's; no head: the embedding is it.
+
+    An EAGLE3 draft has a head of its own.
+    """
+    if isinstance(shape, Eagle3Shape):
+        return Eagle3Student(shape, embedding)
+    return DFlashStudent(shape, embedding, head)
+
+
+def encoded(shape: DraftShape) -> dict[str, Any]:
+    """For JSON."""
+    (kind,) = (name for name, made in _KINDS.items() if isinstance(shape, made))
+    return {"kind": kind, **asdict(shape)}
+
+
+def decoded(found: Mapping[str, Any]) -> DraftShape:
+    """Of what `encoded` gave.  Raises KeyError, TypeError, ValueError."""
+    sizes = dict(found)
+    made = _KINDS[sizes.pop("kind")]
+    decoder = ModelShape(**sizes.pop("decoder"))
+    return made(decoder, tuple(sizes.pop("feature_layers")), **sizes)
