@@ -105,7 +105,9 @@ def test_what_it_reads_is_collected_and_a_version_made_of_it_serves(
     assert len(signals) >= 10
     check_features(signals)
     versions = Versions(folder / FOLDER)
-    made = fine_tuned(versions.student(0), signals, AdaptSettings(passes=10, batch=4, learning_rate=2e-3))
+    made = fine_tuned(
+        versions.student(0), signals, AdaptSettings(passes=10, batch=4, learning_rate=2e-3)
+    )
     number = versions.publish(dict(made.named_parameters()), Made(0, 0.0, 1.0, 0.0, 12, 1.0))
     sidecar.draft_version = number
     sidecar.run(lambda _: (GAMMA, False))

@@ -6,10 +6,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import pytest
 
 from engine_shim.cpu.models.prompts import held_out_prompts
+from engine_shim.training.signals import SignalStore
 from speculation.v1.engine_pb2 import DRAFTER_KIND_DFLASH, DRAFTER_KIND_MTP, StepReport
 from tests.engine_shim.link.eventually import eventually
 from tests.engine_shim.sglang.engine import (
@@ -40,9 +42,15 @@ TURNS: list[Arm] = [(3, False, 0), (0, False, 0), (7, False, 1)]
 
 
 @pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("signals") / "store"
+
+
+@pytest.fixture(scope="module")
 def engine(
     plain: dict[str, list[list[int]]],
     sidecar: ScriptedSidecar,
+    folder: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[EngineProcess]:
     """With the prefix cache on."""
@@ -51,6 +59,8 @@ def engine(
         "SPECULATION_DFLASH_MODEL_PATH": str(DFLASH),
         "SPECULATION_GAMMAS": ",".join(map(str, GAMMAS)),
         "SPECULATION_SLEEP_POSITIONS": "12",
+        "SPECULATION_ONLINE_UPDATES": "1",
+        "SPECULATION_SIGNALS_FOLDER": str(folder),
     }
     with serving(tmp_path_factory.mktemp("steered"), EAGLE3, variables) as running:
         eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
@@ -163,6 +173,48 @@ def test_a_follow_up_finds_all_of_the_answer_read(
     assert answers[0].meta["cached_tokens"] >= len(prompt) + 55
     live = accepted_by_context(reports[1:], "dflash", 7)
     check_against_student(live, [*follow_up, *answers[0].tokens])
+
+
+def test_the_own_drafter_is_the_one_that_learns(
+    engine: EngineProcess, sidecar: ScriptedSidecar, plain: dict[str, list[list[int]]], folder: Path
+) -> None:
+    """Collected and learnt from is every step; counted are the drafts of its own."""
+
+    def state(part: str) -> dict[str, Any]:
+        found: dict[str, Any] = engine.internal_state()["speculation_controller"][part]
+        return found
+
+    layers, hidden = 3, 128
+    arms = [(3, False, 0), (3, False, 1), (0, False, 0)]
+    sidecar.collect = True
+    answers, reports = play(engine, sidecar, lambda count: arms[count // 5 % 3])
+    assert [answer.tokens for answer in answers] == plain["batch"]
+    sidecar.collect = False
+
+    def all_written() -> bool:
+        play(engine, sidecar, lambda _: (3, False, 0), ALONE, [8])
+        return bool(state("signals")["open"] == state("signals")["waiting"] == 0)
+
+    eventually(all_written, what="no run is open, no signal waits")
+    signals = list(SignalStore(folder, 1 << 30).read())
+    assert signals
+    assert {signal.features.shape[1] for signal in signals} == {layers * hidden}
+    tried = sum(signal.tried for signal in signals)
+    own = [report for report in reports if report.gamma and report.drafter == "eagle3"]
+    most = sum(
+        min(k + 1, report.gamma) * count
+        for report in own
+        for k, count in enumerate(report.accepted_counts)
+    )
+    assert 0 < tried <= most
+    sidecar.stride = 2
+    before = state("online")["updates"]
+    answers, _ = play(engine, sidecar, lambda count: arms[count // 5 % 3])
+    assert [answer.tokens for answer in answers] == plain["batch"]
+    sidecar.stride = 0
+    found = state("online")
+    assert (found["state"], found["refused"]) == ("ready", 0)
+    assert found["updates"] > before
 
 
 def test_requests_may_come_late_leave_early_and_be_retracted(

@@ -53,13 +53,15 @@ def eagle3(exported: Path, out: Path) -> dict[str, object]:
 
 
 def dflash(exported: Path, out: Path) -> dict[str, object]:
-    found = normalize_dflash(torch.load(exported / "dflash.ckpt"), 4096)
-    config_file = exported / "dflash" / "config.json"
-    draft_config = AutoDraftModelConfig.from_file(str(config_file))
+    config = load_config(str(exported / "specforge.json"))
+    files = sorted(Path(config.data.hidden_states_path).rglob("*.ckpt"))
+    found = normalize_dflash(torch.load(files[0]), config.data.max_length)
+    config_file = config.model.draft_model_config
+    draft_config = AutoDraftModelConfig.from_file(config_file)
     model = AutoDraftModel.from_config(draft_config, torch_dtype=torch.bfloat16)
     warm_start_draft_model(
         model,
-        str(exported / "dflash"),
+        config.model.draft_checkpoint_path,
         draft_config=draft_config,
         strategy="dflash",
         allow_missing_embedding=True,
@@ -67,8 +69,12 @@ def dflash(exported: Path, out: Path) -> dict[str, object]:
     with torch.no_grad():
         model.fc.weight.mul_(2)
     _export(model, "dflash", out)
-    export_to_hf(str(out), str(config_file), str(out / "hf"))
-    return {"shapes": {name: list(part.shape) for name, part in found.items()}}
+    export_to_hf(str(out), config_file, str(out / "hf"))
+    return {
+        "mode": config.mode,
+        "samples": len(files),
+        "shapes": {name: list(part.shape) for name, part in found.items()},
+    }
 
 
 def _export(model: torch.nn.Module, strategy: str, out: Path) -> None:

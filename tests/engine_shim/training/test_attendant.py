@@ -10,8 +10,8 @@ import torch
 from engine_shim.link.credentials import Credentials
 from engine_shim.training.adapt import AdaptSettings
 from engine_shim.training.attendant import Attendant, Where
-from engine_shim.training.eagle3 import Eagle3Student
 from engine_shim.training.signals import SignalStore
+from engine_shim.training.students import DraftStudent
 from engine_shim.training.versions import FOLDER, Made, Versions
 from speculation.v1.training_pb2 import AttendResponse, TrainingRound
 from tests.engine_shim.training.rounds import make_student, make_target
@@ -35,7 +35,7 @@ class Place:
         self.attendant = Attendant(Where("unused", "e", folder, Credentials()), SETTINGS)
 
     @staticmethod
-    def parameters(student: Eagle3Student) -> dict[str, torch.Tensor]:
+    def parameters(student: DraftStudent) -> dict[str, torch.Tensor]:
         return {name: part.detach() for name, part in student.named_parameters()}
 
     def fill(self, count: int = 20) -> None:

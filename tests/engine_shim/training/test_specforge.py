@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from engine_shim.training.checkpoint import load_dflash, save_dflash, save_draft
+from engine_shim.training.checkpoint import save_dflash, save_draft
 from engine_shim.training.dflash import DFlashShape, DFlashStudent
 from engine_shim.training.eagle3 import Eagle3Shape, Eagle3Student
 from engine_shim.training.signals import Signal, SignalStore
 from engine_shim.training.specforge import (
     ExportError,
-    dflash_sample,
     export_signals,
     import_draft,
 )
+from engine_shim.training.students import DraftStudent
 from engine_shim.training.versions import FOLDER, VersionError, Versions
 from tests.engine_shim.sglang.engine import ROOT, TARGET
 from tests.engine_shim.sglang.wheel import fetched
@@ -70,12 +70,18 @@ def student() -> Eagle3Student:
     return Eagle3Student(Eagle3Shape(SQUARE.with_layers(1), LAYERS), embedding)
 
 
+def base_of(student: DraftStudent, folder: Path) -> Versions:
+    found = Versions(folder / FOLDER)
+    parameters = {name: part.detach() for name, part in student.named_parameters()}
+    found.adopt_base(student.shape, parameters, student.embedding)
+    return found
+
+
 @pytest.fixture
 def folder(tmp_path: Path, student: Eagle3Student) -> Path:
     """As an engine leaves it."""
     found = tmp_path / "signals"
-    parameters = {name: part.detach() for name, part in student.named_parameters()}
-    Versions(found / FOLDER).adopt_base(student.shape, parameters, student.embedding)
+    base_of(student, found)
     store = SignalStore(found, 1 << 30)
     for seed, rows in enumerate((40, 64, 5, 17)):
         store.add(signal(rows, seed))
@@ -116,20 +122,35 @@ def test_signals_go_out_and_what_specforge_exports_comes_back(
 @pytest.mark.timeout(400)
 def test_a_block_drafter_goes_out_and_comes_back(tmp_path: Path):
     torch.manual_seed(5)
-    shape = DFlashShape(SQUARE.with_layers(2), LAYERS, 8, SHAPE.vocabulary - 1)
+    shape = DFlashShape(SQUARE.with_layers(2), (1, 4, 8), 8, SHAPE.vocabulary - 1)
     student = DFlashStudent(shape, torch.randn(SHAPE.vocabulary, SHAPE.hidden))
-    save_dflash(student, tmp_path / "dflash", target_layers=SHAPE.layers)
-    torch.save(dflash_sample(signal(30, 1, final=False)), tmp_path / "dflash.ckpt")
-    found = probe("dflash", tmp_path, tmp_path / "run")
+    folder, out = tmp_path / "signals", tmp_path / "out"
+    versions = base_of(student, folder)
+    SignalStore(folder, 1 << 30).add(signal(30, 1, final=False))
+    with pytest.raises(ExportError, match="how many layers the target has"):
+        export_signals(folder, versions, 0, "some/hub-name", out)
+    assert export_signals(folder, versions, 0, str(TARGET), out) == 1
+    # Where the features came from is part of the drafter.
+    config = json.loads((out / "draft" / "config.json").read_text())
+    assert config["dflash_config"]["target_layer_ids"] == [1, 4, 8]
+    found = probe("dflash", out, tmp_path / "run")
+    assert (found["mode"], found["samples"]) == ("offline", 1)
     assert found["shapes"] == {
         "input_ids": [1, 30],
         "loss_mask": [1, 30],
         "hidden_states": [1, 30, len(LAYERS) * SHAPE.hidden],
     }
-    made = dict(load_dflash(tmp_path / "run" / "hf", student.embedding).named_parameters())
+    assert import_draft(tmp_path / "run" / "hf", versions) == 1
+    made = dict(versions.student(1).named_parameters())
     for name, part in student.named_parameters():
         factor = 2 if name == "fc.weight" else 1
         assert torch.equal(made[name], factor * part.to(torch.bfloat16).float()), name
+    # A drafter of other blocks is none of its versions.
+    other = DFlashStudent(replace(shape, block=4), student.embedding)
+    save_dflash(other, tmp_path / "other")
+    with pytest.raises(VersionError, match="blocks of 4"):
+        import_draft(tmp_path / "other", versions)
+    assert versions.numbers() == [1]
 
 
 def test_signals_without_last_hidden_states_are_refused(folder: Path, tmp_path: Path):
