@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from engine_shim.sglang.student import DFLASH, EAGLE3
+from engine_shim.sglang.student import LEARN
 from engine_shim.sglang.windows import Rows
 from engine_shim.training.signals import Signal, SignalStore, SignalWriter
 
@@ -34,8 +34,8 @@ _log = logging.getLogger(__name__)
 def cannot_collect_reason(worker: Any) -> str | None:
     """Why the rounds of this `EAGLEWorkerV2` cannot be collected; None when they can."""
     kind = type(worker.draft_worker.draft_runner.model).__name__
-    if kind not in (EAGLE3, DFLASH):
-        return f"{kind} has no trainer: EAGLE3 and DFlash drafters only"
+    if kind not in LEARN:
+        return f"{kind} has no trainer: drafters of {', '.join(LEARN)} only"
     return None
 
 

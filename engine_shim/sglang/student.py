@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from engine_shim.sglang.errors import UnsupportedEngineError
-from engine_shim.training.checkpoint import dflash_shape, eagle3_shape
+from engine_shim.training.checkpoint import dflash_shape, eagle3_shape, mtp_shape
 from engine_shim.training.students import student_of
 
 if TYPE_CHECKING:
@@ -17,8 +17,11 @@ if TYPE_CHECKING:
 
 EAGLE3: Final = "LlamaForCausalLMEagle3"
 DFLASH: Final = "DFlashDraftModel"
+MTP: Final = "MiMoMTP"
+LEARN: Final = (EAGLE3, DFLASH, MTP)
 # The target's, of which the live drafter has a reference: never trained, never copied.
 _EMBEDDING: Final = "model.embed_tokens.weight"
+_HEAD: Final = "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +44,8 @@ def cannot_learn_reason(worker: Any, ranks: int) -> str | None:
     """Why the drafter of this `EAGLEWorkerV2` cannot be given other weights; None when it can."""
     model = worker.draft_worker.draft_runner.model
     kind = type(model).__name__
-    if kind not in (EAGLE3, DFLASH):
-        return f"{kind} has no student: EAGLE3 and DFlash drafters only"
+    if kind not in LEARN:
+        return f"{kind} has no student: drafters of {', '.join(LEARN)} only"
     config = model.config
     obstacles = {
         f"{ranks} ranks share the drafter's weights: one is needed": ranks > 1,
@@ -56,7 +59,7 @@ def cannot_learn_reason(worker: Any, ranks: int) -> str | None:
             f"it has {config.num_hidden_layers} layers: one is needed": config.num_hidden_layers
             != 1,
         }
-    else:
+    elif kind == DFLASH:
         types = set(getattr(config, "layer_types", None) or ())
         obstacles |= {
             "its layers do not see the whole context": bool(types - {"full_attention"}),
@@ -72,9 +75,16 @@ def live_drafter(worker: Any) -> LiveDrafter:
     """
     draft = worker.draft_worker
     model = draft.draft_runner.model
-    found = _eagle3(model) if type(model).__name__ == EAGLE3 else _dflash(model, draft)
+    kind = type(model).__name__
+    if kind == DFLASH:
+        found = _dflash(model, draft)
+    else:
+        found = _eagle3(model) if kind == EAGLE3 else _mtp(model)
     _require_same(found)
-    return found
+    # SGLang pads both to a round number of rows.
+    rows = found.shape.decoder.vocabulary
+    head = None if found.head is None else found.head[:rows]
+    return replace(found, embedding=found.embedding[:rows], head=head)
 
 
 def _eagle3(model: Any) -> LiveDrafter:
@@ -84,21 +94,35 @@ def _eagle3(model: Any) -> LiveDrafter:
     return LiveDrafter(eagle3_shape(model.config.to_dict(), groups), parameters, embedding, groups)
 
 
+def _mtp(model: Any) -> LiveDrafter:
+    parameters = dict(model.named_parameters())
+    embedding = parameters.pop(_EMBEDDING).detach()
+    head = parameters.pop(_HEAD, None)
+    shape = mtp_shape(model.config.to_dict())
+    return LiveDrafter(shape, parameters, embedding, 1, _unless_same(head, embedding))
+
+
 def _dflash(model: Any, draft: Any) -> LiveDrafter:
     """draft: the `LoneBlockWorker` around it."""
     target, block = draft.target_worker.model_runner.model, draft.block
     groups: int = model.num_context_features
     config = model.config.to_dict()
     embedding = target.get_input_embeddings().weight.detach()
-    head = target.lm_head.weight.detach()
+    head = target.lm_head.weight
     return LiveDrafter(
         dflash_shape(config, groups, block.block_size, block.mask_token),
         dict(model.named_parameters()),
         embedding,
         groups,
-        None if head.data_ptr() == embedding.data_ptr() else head,
+        _unless_same(head, embedding),
         block.refresh,
     )
+
+
+def _unless_same(head: torch.Tensor | None, embedding: torch.Tensor) -> torch.Tensor | None:
+    if head is None or head.data_ptr() == embedding.data_ptr():
+        return None
+    return head.detach()
 
 
 def _require_same(found: LiveDrafter) -> None:

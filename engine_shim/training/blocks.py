@@ -96,10 +96,13 @@ def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
 class AttentionProjections(nn.Module):
     """The weights of grouped-query attention; which rows attend to which is the caller's part."""
 
-    def __init__(self, shape: ModelShape, input_width: int, *, norm_heads: bool) -> None:
+    def __init__(
+        self, shape: ModelShape, input_width: int, *, norm_heads: bool, bias: bool = False
+    ) -> None:
+        """bias: on queries, keys and values."""
         super().__init__()
         self.shape = shape
-        self.qkv_proj = nn.Linear(input_width, shape.query_width + 2 * shape.kv_width, bias=False)
+        self.qkv_proj = nn.Linear(input_width, shape.query_width + 2 * shape.kv_width, bias=bias)
         self.o_proj = nn.Linear(shape.query_width, shape.hidden, bias=False)
         self.q_norm: nn.Module | None = (
             RmsNorm(shape.head_dim, shape.norm_epsilon) if norm_heads else None

@@ -18,6 +18,7 @@ from torch import Tensor
 from engine_shim.training.blocks import ModelShape
 from engine_shim.training.dflash import DFlashShape, DFlashStudent
 from engine_shim.training.eagle3 import Eagle3Shape, Eagle3Student
+from engine_shim.training.mtp import MtpShape
 from engine_shim.training.qwen3 import Qwen3Target
 from engine_shim.training.steered import STEERED_ARCHITECTURE, SteeredDraft, SteeredShape
 
@@ -93,6 +94,11 @@ def dflash_shape(
     """A student's sizes from a drafter's config, and what an engine has made of it."""
     named = (config.get("dflash_config") or {}).get("target_layer_ids")
     return DFlashShape(_live_shape(config), _layers(named, feature_layers), block, mask_token)
+
+
+def mtp_shape(config: Mapping[str, Any]) -> MtpShape:
+    """A predictor's sizes from its target's config."""
+    return MtpShape(_live_shape({**config, "num_hidden_layers": 1}))
 
 
 def _layers(named: Sequence[int] | None, count: int) -> tuple[int, ...]:

@@ -31,8 +31,7 @@ from engine_shim.training.blocks import (
     RotaryTable,
     initialise,
 )
-
-_MASKED_SCORE = -1e9
+from engine_shim.training.chain import ChainStudent
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ class DraftDecoder(nn.Module):
         self.norm = RmsNorm(hidden, shape.decoder.norm_epsilon)
 
 
-class Eagle3Student(nn.Module):
+class Eagle3Student(ChainStudent):
     """A trainable draft; ``embedding`` [vocabulary, hidden] is the target's and stays as is."""
 
     embedding: Tensor
@@ -92,11 +91,6 @@ class Eagle3Student(nn.Module):
         self.register_buffer("embedding", embedding.detach().clone(), persistent=False)
         initialise(self)
 
-    @property
-    def most_drafts(self) -> int | None:
-        """None: a chain may be of any length."""
-        return None
-
     def start_from(self, head: Tensor, final_norm: Tensor) -> None:
         """Begin where the target ends: its head, its norm, its last feature through ``fc``."""
         hidden = self.shape.decoder.hidden
@@ -105,116 +99,26 @@ class Eagle3Student(nn.Module):
             self.model.norm.weight.copy_(final_norm)
             self.model.fc.weight[:, -hidden:] += torch.eye(hidden)
 
-    def unroll(
-        self,
-        features: Tensor,
-        tokens: Tensor,
-        steps: int,
-        *,
-        first_anchor: int = 0,
-        positions: Tensor | None = None,
-        valid: Tensor | None = None,
-    ) -> list[Tensor]:
-        """Logits of ``steps`` draft steps from every anchor, as drafting would compute them.
-
-        This is training-time test (EAGLE-3, section 3.2): at step ``j`` the anchor at row ``t``
-        consumes token ``t + 1 + j`` and sees the true features up to row ``t``, then its own
-        earlier steps, and nothing else.
-
-        Args:
-            features: target features of rows 0..L-1, [batch, L, feature layers * hidden].
-            tokens: at least L + steps tokens starting at row 0, [batch, >= L + steps].
-            steps: draft length.
-            first_anchor: rows before it are context only.
-            positions: of the rows, [L] or [batch, L]; 0..L-1 when absent.
-            valid: which rows exist, bool [batch, L]; all of them when absent.
-
-        Returns:
-            One tensor a step, [batch, L - first_anchor, vocabulary]; step ``j`` of row ``t``
-            predicts token ``t + 2 + j``.
-        """
-        length = features.shape[1]
-        rows = torch.arange(length, device=features.device)
-        positions = rows if positions is None else positions
-        seen = rows <= rows[first_anchor:, None]  # [anchors, L]
-        seen = seen[None, None] if valid is None else seen & valid[:, None, None, :]
-
-        hidden = self.model.fc(features)
-        query, context_keys, context_values = self._project(
-            hidden, tokens[:, 1 : 1 + length], positions
-        )
-        hidden, query = hidden[:, first_anchor:], query[:, first_anchor:]
-        anchor_positions = positions[..., first_anchor:]
-
-        own_keys: list[Tensor] = []
-        own_values: list[Tensor] = []
-        outputs = []
-        for step in range(steps):
-            if step:
-                consumed = tokens[:, first_anchor + 1 + step : length + 1 + step]
-                query, key, value = self._project(hidden, consumed, anchor_positions + step)
-                own_keys.append(key)
-                own_values.append(value)
-            attended = _attend(query, context_keys, context_values, seen, own_keys, own_values)
-            hidden, logits = self._finish(hidden, attended)
-            outputs.append(logits)
-        return outputs
-
-    @torch.no_grad()
-    def greedy_chain(self, features: Tensor, tokens: Tensor, steps: int) -> Tensor:
-        """The draft a server would propose after ``tokens``: ids [batch, steps].
-
-        ``tokens`` [batch, L + 1] are all tokens so far, the newest not yet run by the target;
-        ``features`` [batch, L, ...] are the target's for all but the newest.  Compared with what a
-        live draft proposed, this is the test of every convention above.
-        """
-        for _ in range(steps):
-            made = tokens.shape[1] - features.shape[1]
-            logits = self.unroll(features, tokens, made, first_anchor=features.shape[1] - 1)[-1]
-            tokens = torch.cat([tokens, logits.argmax(dim=-1)], dim=1)
-        return tokens[:, -steps:]
-
     @property
     def _layer(self) -> DraftLayer:
         layer = self.model.layers[0]
         assert isinstance(layer, DraftLayer)
         return layer
 
+    def _enter(self, features: Tensor) -> Tensor:
+        entered: Tensor = self.model.fc(features)
+        return entered
+
     def _project(
         self, hidden: Tensor, consumed: Tensor, positions: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         layer = self._layer
         embedded = layer.input_layernorm(functional.embedding(consumed, self.embedding))
         pair = torch.cat([embedded, layer.hidden_norm(hidden)], dim=-1)
-        return layer.self_attn.project(pair, self.rotary.at(positions))
+        return hidden, *layer.self_attn.project(pair, self.rotary.at(positions))
 
-    def _finish(self, hidden: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
-        """Residual stream before the final norm (the next step's hidden state), and logits."""
+    def _finish(self, residual: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
         layer = self._layer
-        residual = hidden + layer.self_attn.o_proj(attended)
+        residual = residual + layer.self_attn.o_proj(attended)
         residual = residual + layer.mlp(layer.post_attention_layernorm(residual))
         return residual, self.lm_head(self.model.norm(residual))
-
-
-def _attend(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    seen: Tensor,
-    own_keys: list[Tensor],
-    own_values: list[Tensor],
-) -> Tensor:
-    """Each anchor over the shared context and its own chain, to [batch, anchors, query width].
-
-    The own chain is a handful of keys that differ per anchor, so it is scored elementwise beside
-    the shared matrix.
-    """
-    scale = query.shape[-1] ** -0.5
-    shared = torch.einsum("bqhd,bkhd->bhqk", query, keys).masked_fill(~seen, _MASKED_SCORE)
-    own = [(query * key).sum(dim=-1).transpose(1, 2).unsqueeze(-1) for key in own_keys]
-    weights = (torch.cat([shared, *own], dim=-1) * scale).softmax(dim=-1)
-    context = keys.shape[1]
-    output = torch.einsum("bhqk,bkhd->bqhd", weights[..., :context], values)
-    for index, value in enumerate(own_values):
-        output = output + weights[..., context + index].transpose(1, 2).unsqueeze(-1) * value
-    return output.flatten(2)

@@ -19,7 +19,9 @@ from typing import Any, Final
 import torch
 
 from engine_shim.training.checkpoint import load_dflash, load_draft, save_dflash, save_draft
+from engine_shim.training.dflash import DFlashStudent
 from engine_shim.training.eagle3 import Eagle3Student
+from engine_shim.training.mtp import MtpStudent
 from engine_shim.training.signals import Signal, SignalError, load
 from engine_shim.training.students import DraftStudent
 from engine_shim.training.versions import Made, VersionError, Versions
@@ -74,7 +76,7 @@ def export_signals(
     embedding; a folder where the drafter is a DFlash one.  Raises ExportError, VersionError,
     OSError.
     """
-    student = versions.student(version)
+    student = _trainable(versions.student(version))
     sample = eagle3_sample if isinstance(student, Eagle3Student) else dflash_sample
     paths = sorted(signals_folder.glob("*.safetensors"))
     count, longest = 0, 0
@@ -92,7 +94,14 @@ def export_signals(
     return count
 
 
-def _save(student: DraftStudent, target: str, folder: Path) -> None:
+def _trainable(student: DraftStudent) -> Eagle3Student | DFlashStudent:
+    """Raises ExportError for a drafter that SpecForge has no recipe for."""
+    if isinstance(student, MtpStudent):
+        raise ExportError("SpecForge trains EAGLE3 and DFlash drafters, no multi-token predictors")
+    return student
+
+
+def _save(student: Eagle3Student | DFlashStudent, target: str, folder: Path) -> None:
     if isinstance(student, Eagle3Student):
         save_draft(student, folder)
         return
@@ -107,7 +116,9 @@ def _save(student: DraftStudent, target: str, folder: Path) -> None:
     save_dflash(student, folder, target_layers=layers)
 
 
-def configuration(student: DraftStudent, target: str, out: Path, longest: int) -> dict[str, Any]:
+def configuration(
+    student: Eagle3Student | DFlashStudent, target: str, out: Path, longest: int
+) -> dict[str, Any]:
     """A run of SpecForge's trainer, FSDP on the GPUs of one node, from the exported drafter."""
     if isinstance(student, Eagle3Student):
         strategy: dict[str, Any] = {"strategy": "eagle3", "ttt_length": 7}
@@ -137,9 +148,10 @@ def configuration(student: DraftStudent, target: str, out: Path, longest: int) -
 def import_draft(folder: Path, versions: Versions) -> int:
     """A drafter in SGLang's layout (`specforge export --to sglang`) as the next version, a number.
 
-    Raises VersionError where it is not the base's kind of drafter, OSError.
+    Raises VersionError where it is not the base's kind of drafter, ExportError where that is none
+    of SpecForge's, OSError.
     """
-    base = versions.student(0)
+    base = _trainable(versions.student(0))
     kind = "EAGLE3" if isinstance(base, Eagle3Student) else "DFlash"
     try:
         made = _load(folder, base)
@@ -160,7 +172,7 @@ def import_draft(folder: Path, versions: Versions) -> int:
     return versions.publish(dict(made.named_parameters()), facts)
 
 
-def _load(folder: Path, like: DraftStudent) -> DraftStudent:
+def _load(folder: Path, like: Eagle3Student | DFlashStudent) -> Eagle3Student | DFlashStudent:
     if isinstance(like, Eagle3Student):
         return load_draft(folder, like.embedding)
     made = load_dflash(folder, like.embedding, like.head)

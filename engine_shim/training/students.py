@@ -15,11 +15,16 @@ from torch import Tensor
 from engine_shim.training.blocks import ModelShape
 from engine_shim.training.dflash import DFlashShape, DFlashStudent
 from engine_shim.training.eagle3 import Eagle3Shape, Eagle3Student
+from engine_shim.training.mtp import MtpShape, MtpStudent
 
-DraftShape = Eagle3Shape | DFlashShape
-DraftStudent = Eagle3Student | DFlashStudent
+DraftShape = Eagle3Shape | DFlashShape | MtpShape
+DraftStudent = Eagle3Student | DFlashStudent | MtpStudent
 
-_KINDS: Final[dict[str, type[DraftShape]]] = {"eagle3": Eagle3Shape, "dflash": DFlashShape}
+_KINDS: Final[dict[str, type[DraftShape]]] = {
+    "eagle3": Eagle3Shape,
+    "dflash": DFlashShape,
+    "mtp": MtpShape,
+}
 
 
 def student_of(shape: DraftShape, embedding: Tensor, head: Tensor | None = None) -> DraftStudent:
@@ -29,6 +34,8 @@ def student_of(shape: DraftShape, embedding: Tensor, head: Tensor | None = None)
     """
     if isinstance(shape, Eagle3Shape):
         return Eagle3Student(shape, embedding)
+    if isinstance(shape, MtpShape):
+        return MtpStudent(shape, embedding, head)
     return DFlashStudent(shape, embedding, head)
 
 
@@ -42,5 +49,7 @@ def decoded(found: Mapping[str, Any]) -> DraftShape:
     """Of what `encoded` gave.  Raises KeyError, TypeError, ValueError."""
     sizes = dict(found)
     made = _KINDS[sizes.pop("kind")]
-    decoder = ModelShape(**sizes.pop("decoder"))
-    return made(decoder, tuple(sizes.pop("feature_layers")), **sizes)
+    sizes["decoder"] = ModelShape(**sizes["decoder"])
+    if "feature_layers" in sizes:
+        sizes["feature_layers"] = tuple(sizes["feature_layers"])
+    return made(**sizes)

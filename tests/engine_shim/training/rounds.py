@@ -6,6 +6,7 @@ from torch.nn import functional
 from engine_shim.training.blocks import ModelShape
 from engine_shim.training.dflash import DFlashShape, DFlashStudent
 from engine_shim.training.eagle3 import Eagle3Shape, Eagle3Student
+from engine_shim.training.mtp import MtpShape, MtpStudent
 from engine_shim.training.online import Round
 from engine_shim.training.qwen3 import Qwen3Target
 
@@ -34,6 +35,13 @@ def make_block_student(target: Qwen3Target, block: int = 5) -> DFlashStudent:
     torch.manual_seed(10)
     shape = DFlashShape(SHAPE.with_layers(2), LAYERS, block, mask_token=SHAPE.vocabulary - 1)
     return DFlashStudent(shape, target.model.embed_tokens.weight)
+
+
+def make_predictor(target: Qwen3Target) -> MtpStudent:
+    """Its features are those of one layer."""
+    torch.manual_seed(11)
+    embedding = target.model.embed_tokens.weight
+    return MtpStudent(MtpShape(SHAPE.with_layers(1)), embedding, head=0.5 * embedding)
 
 
 def make_round(target: Qwen3Target, length: int, seed: int, top: int, requests: int = 1) -> Round:

@@ -14,6 +14,7 @@ import torch
 from engine_shim.training.checkpoint import save_dflash, save_draft
 from engine_shim.training.dflash import DFlashShape, DFlashStudent
 from engine_shim.training.eagle3 import Eagle3Shape, Eagle3Student
+from engine_shim.training.mtp import MtpShape, MtpStudent
 from engine_shim.training.signals import Signal, SignalStore
 from engine_shim.training.specforge import (
     ExportError,
@@ -157,6 +158,18 @@ def test_signals_without_last_hidden_states_are_refused(folder: Path, tmp_path: 
     SignalStore(folder, 1 << 30).add(signal(20, 9, final=False))
     with pytest.raises(ExportError, match="SPECULATION_SIGNALS_FINAL_STATES"):
         export_signals(folder, Versions(folder / FOLDER), 0, "t", tmp_path / "out")
+
+
+def test_a_predictor_is_none_of_its_drafters(tmp_path: Path):
+    torch.manual_seed(6)
+    predictor = MtpStudent(
+        MtpShape(SQUARE.with_layers(1)), torch.randn(SHAPE.vocabulary, SHAPE.hidden)
+    )
+    versions = base_of(predictor, tmp_path / "signals")
+    with pytest.raises(ExportError, match="no multi-token predictors"):
+        export_signals(tmp_path / "signals", versions, 0, str(TARGET), tmp_path / "out")
+    with pytest.raises(ExportError, match="no multi-token predictors"):
+        import_draft(tmp_path, versions)
 
 
 def test_nothing_to_export_is_said(folder: Path, tmp_path: Path):

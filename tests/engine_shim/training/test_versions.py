@@ -17,12 +17,19 @@ from engine_shim.training.versions import (
     Versions,
     digest_of,
 )
-from tests.engine_shim.training.rounds import make_block_student, make_student, make_target
+from tests.engine_shim.training.rounds import (
+    make_block_student,
+    make_predictor,
+    make_student,
+    make_target,
+)
 
 MADE = Made(0, 0.3, 0.6, 0.4, 50, 12.5)
 
 
-@pytest.fixture(params=[make_student, make_block_student], ids=["eagle3", "dflash"])
+@pytest.fixture(
+    params=[make_student, make_block_student, make_predictor], ids=["eagle3", "dflash", "mtp"]
+)
 def student(request: pytest.FixtureRequest) -> DraftStudent:
     made: DraftStudent = request.param(make_target())
     return made
@@ -88,7 +95,7 @@ def test_a_folder_of_another_drafter_is_refused(versions: Versions, student: Dra
 
 
 def a_matrix(found: dict[str, Tensor]) -> str:
-    return next(name for name in found if name.endswith("fc.weight"))
+    return next(name for name in found if name.endswith(("fc.weight", "input_proj.weight")))
 
 
 def without_one(found: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -112,8 +119,8 @@ def with_nan(found: dict[str, Tensor]) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (without_one, "fc.weight is missing"),
-        (with_a_shape, "fc.weight is"),
+        (without_one, "weight is missing"),
+        (with_a_shape, "weight is \\("),
         (with_another, "model.extra is"),
         (with_nan, "no number"),
     ],

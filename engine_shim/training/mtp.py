@@ -1,0 +1,101 @@
+"""The multi-token predictor of MiMo checkpoints in plain torch, by SGLang's conventions.
+
+Model: MiMo, arXiv:2505.07608.  One Qwen2 layer over ``input_proj`` of the normed hidden state and
+the normed embedding of the next token; at a request's first position that embedding is zero.  The
+hidden state is the target's last one, after its norm, and then the predictor's own, after
+``final_layernorm``.  Embedding and head are the target's and are never trained.
+
+``state_dict`` keys are the live model's parameter names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from engine_shim.training.blocks import (
+    AttentionProjections,
+    GatedMlp,
+    ModelShape,
+    RmsNorm,
+    RotaryTable,
+    initialise,
+)
+from engine_shim.training.chain import ChainStudent
+
+
+@dataclass(frozen=True)
+class MtpShape:
+    """A predictor's sizes: one layer of ``decoder``."""
+
+    decoder: ModelShape
+
+    def __post_init__(self) -> None:
+        if self.decoder.layers != 1:
+            raise ValueError(f"a predictor has one layer, not {self.decoder.layers}")
+
+
+class PredictorLayer(nn.Module):
+    """A Qwen2 layer: biases on queries, keys and values."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.input_layernorm = RmsNorm(shape.hidden, shape.norm_epsilon)
+        self.self_attn = AttentionProjections(shape, shape.hidden, norm_heads=False, bias=True)
+        self.post_attention_layernorm = RmsNorm(shape.hidden, shape.norm_epsilon)
+        self.mlp = GatedMlp(shape)
+
+
+class Predictor(nn.Module):
+    """What a live predictor calls ``model``; no embedding."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.token_layernorm = RmsNorm(shape.hidden, shape.norm_epsilon)
+        self.hidden_layernorm = RmsNorm(shape.hidden, shape.norm_epsilon)
+        self.input_proj = nn.Linear(2 * shape.hidden, shape.hidden, bias=False)
+        self.mtp_block = PredictorLayer(shape)
+        self.final_layernorm = RmsNorm(shape.hidden, shape.norm_epsilon)
+
+
+class MtpStudent(ChainStudent):
+    """A trainable predictor; ``embedding``, ``head`` [vocabulary, hidden] are the target's."""
+
+    embedding: Tensor
+    head: Tensor | None
+
+    def __init__(self, shape: MtpShape, embedding: Tensor, head: Tensor | None = None) -> None:
+        """head: None where the embedding is it."""
+        super().__init__()
+        self.shape = shape
+        self.model = Predictor(shape.decoder)
+        self.rotary = RotaryTable(shape.decoder)
+        self.register_buffer("embedding", embedding.detach().clone(), persistent=False)
+        own = None if head is None else head.detach().clone()
+        self.register_buffer("head", own, persistent=False)
+        initialise(self)
+
+    def _enter(self, features: Tensor) -> Tensor:
+        return features
+
+    def _project(
+        self, hidden: Tensor, consumed: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        model = self.model
+        embedded = functional.embedding(consumed, self.embedding)
+        embedded = torch.where((positions == 0)[..., None], 0.0, embedded)
+        pair = torch.cat([model.hidden_layernorm(hidden), model.token_layernorm(embedded)], dim=-1)
+        residual = model.input_proj(pair)
+        layer = model.mtp_block
+        heads = layer.self_attn.project(layer.input_layernorm(residual), self.rotary.at(positions))
+        return residual, *heads
+
+    def _finish(self, residual: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
+        layer = self.model.mtp_block
+        residual = residual + layer.self_attn.o_proj(attended)
+        residual = residual + layer.mlp(layer.post_attention_layernorm(residual))
+        hidden = self.model.final_layernorm(residual)
+        return hidden, functional.linear(hidden, self.embedding if self.head is None else self.head)
