@@ -48,7 +48,7 @@ class PluginSettings(LinkSettings):
 
     online_updates: bool = Field(
         default=False,
-        description="Start a trainer that updates the EAGLE3 drafter while it serves, when the "
+        description="Start a trainer that updates the drafter while it serves, when the "
         "plan says so.",
     )
     online_scope: Literal["shared", "request"] = Field(
