@@ -21,7 +21,14 @@ class Engine:
     def __init__(self, folder: Path) -> None:
         student = make_student(make_target())
         parameters = {name: part.detach() for name, part in student.named_parameters()}
-        self.live = LiveDrafter(student.shape, parameters, student.embedding, 2)
+        # The parameter's first values, as the engine's copy of it has them.
+        self.copied: list[float] = []
+        name = next(iter(parameters))
+
+        def refresh() -> None:
+            self.copied.append(float(parameters[name].flatten()[0]))
+
+        self.live = LiveDrafter(student.shape, parameters, student.embedding, 2, refresh=refresh)
         self.first = {name: part.clone() for name, part in parameters.items()}
         self.deployment = Deployment(folder, self.live)
         self.versions = Versions(folder)
@@ -61,6 +68,14 @@ def test_a_version_is_served_once_it_is_read_and_the_first_again(engine: Engine)
     # A graph goes on reading the same memory.
     assert places == {name: part.data_ptr() for name, part in engine.live.parameters.items()}
     assert engine.deployment.status() == {"version": 0, "deployed": 3, "state": "ready"}
+
+
+def test_what_the_engine_has_made_of_the_weights_is_made_anew(engine: Engine):
+    engine.versions.publish(engine.moved(1), MADE)
+    engine.steps(1)
+    engine.steps(0)
+    first = float(next(iter(engine.first.values())).flatten()[0])
+    assert engine.copied == pytest.approx([first + 1, first])
 
 
 def test_without_a_plan_what_serves_goes_on(engine: Engine):
