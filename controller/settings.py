@@ -1,13 +1,15 @@
-"""Settings of the sidecar: flags before environment before defaults; unknown keys are refused.
+"""Settings of the sidecar: one file, the environment over it, flags over both.
 
-Every field is an environment variable with the prefix CONTROLLER_, the decision's constants with
-CONTROLLER_PLANNER__ (two underscores), those of training with CONTROLLER_TRAINING__.
+Every field is a key of the YAML file and an environment variable with the prefix CONTROLLER_.  The
+decision's constants are a group, `planner:` in the file and CONTROLLER_PLANNER__ (two underscores)
+in the environment; so are those of training.  What is unknown anywhere is refused.
 """
 
 import dataclasses
+import difflib
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -24,14 +26,27 @@ from pydantic_settings import (
 from controller.core.errors import SpeculationError
 from controller.core.selective_training import TrainingSettings
 from controller.core.settings import PlannerSettings
+from controller.settings_file import SettingsFile, SettingsFileError, read_settings_file
+from controller.settings_sources import PREFIX, Sources, variable
 
-PREFIX = "CONTROLLER_"
 DEFAULT_ADDRESS = "unix:/run/speculation/controller.sock"
 
 # What Kubernetes puts into every pod when a Service is named "controller": not ours, not refused.
 _SERVICE_LINK = re.compile(
     r"CONTROLLER_(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
 )
+
+
+CONFIG_VARIABLE = f"{PREFIX}CONFIG"
+
+# What SIGHUP puts into use; the rest needs a restart.
+RELOADED = frozenset(
+    {
+        "drain_seconds", "last_lease_seconds", "log_level", "max_engines",
+        "override_default_seconds", "override_max_seconds", "planner", "profiles", "ready_with",
+        "session_idle_seconds", "training", "warm_start",
+    }
+)  # fmt: skip
 
 
 class SettingsError(SpeculationError):
@@ -97,8 +112,26 @@ class Settings(BaseSettings):
         "127.0.0.1", description="Address of /metrics; 0.0.0.0 lets another host scrape it."
     )
     metrics_port: int = Field(9464, ge=0, le=65535, description="Port of /metrics; 0: none.")
+    health_host: str = Field(
+        "0.0.0.0",  # noqa: S104  # the kubelet calls at the pod's address
+        description="Address of the health port.",
+    )
+    health_port: int = Field(
+        0,
+        ge=0,
+        le=65535,
+        description="TCP port that serves grpc.health.v1 and nothing else, in the clear, for a "
+        "kubelet's probes; 0: none.",
+    )
+    ready_with: Literal["profile", "roofline", "guess"] = Field(
+        "roofline",
+        description="The least that costs may come from for the SpeculationService to be SERVING: "
+        "a measured profile, the roofline of a known model on a known device, or a guess.",
+    )
     profiles: tuple[Path, ...] = Field(
-        (), description="Profile files, or directories of them; separated by colons."
+        (),
+        description="Profile files, or directories of them; in the environment separated by "
+        "colons, in a file a list.",
     )
     profile_directory: Path | None = Field(
         None, description="Where profiles measured through this sidecar are kept, and found again."
@@ -138,10 +171,22 @@ class Settings(BaseSettings):
     drain_seconds: float = Field(
         5.0, ge=0, description="Longest wait for open calls when asked to stop."
     )
+    last_lease_seconds: float = Field(
+        30.0,
+        ge=0,
+        le=600,
+        description="On SIGTERM every engine gets its plan once more, without probes, to hold for "
+        "this long; 0: it keeps the lease it has.",
+    )
     max_message_bytes: int = Field(
         4 * 1024 * 1024, ge=64 * 1024, description="Largest gRPC message, either way."
     )
     reflection: bool = Field(default=True, description="Serve gRPC reflection.")
+    channelz: bool = Field(
+        default=False,
+        description="Serve gRPC channelz, on the unix sockets only; needs the package's extra "
+        "`channelz`.",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="Least level of a log line."
     )
@@ -155,14 +200,14 @@ class Settings(BaseSettings):
     @classmethod
     def settings_customise_sources(
         cls,
-        settings_cls: type[BaseSettings],
+        settings_cls: type[BaseSettings],  # noqa: ARG003 -- pydantic fixes the signature
         init_settings: PydanticBaseSettingsSource,
         env_settings: PydanticBaseSettingsSource,  # noqa: ARG003 -- pydantic fixes the signature
         dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003 -- pydantic fixes the signature
         file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003 -- pydantic fixes the signature
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Flags, then the environment; no hidden files."""
-        return init_settings, _Environment(settings_cls)
+        """What `load` has put together; no hidden files."""
+        return (init_settings,)
 
     @property
     def socket_path(self) -> Path:
@@ -175,27 +220,43 @@ class Settings(BaseSettings):
         return self.state_directory or Path(f"{self.socket_path}.state")
 
     @classmethod
-    def load(cls, flags: Mapping[str, Any] | None = None) -> Self:
-        """Flags (None: not given) over the environment over the defaults.
+    def load(cls, flags: Mapping[str, Any] | None = None, config: Path | None = None) -> Self:
+        """As `read`, without the sources."""
+        return cls.read(flags, config)[0]
 
-        Raises SettingsError for unknown variables and values that cannot be.
+    @classmethod
+    def read(
+        cls, flags: Mapping[str, Any] | None = None, config: Path | None = None
+    ) -> tuple[Self, Sources]:
+        """Flags (None: not given) over the environment over the file over the defaults.
+
+        config: the file; None: the one that CONTROLLER_CONFIG names, if it does.  Raises
+        SettingsError for unknown names and values that cannot be; the message says where each
+        stands.
         """
         _refuse_unknown(os.environ)
-        given = {name: value for name, value in (flags or {}).items() if value is not None}
+        if config is None and (named := os.environ.get(CONFIG_VARIABLE)):
+            config = Path(named)
         try:
-            return cls(**given)
+            file = None if config is None else read_settings_file(config)
+        except SettingsFileError as error:
+            raise SettingsError(str(error)) from error
+        if file is not None:
+            _check_file(file)
+        given = {name: value for name, value in (flags or {}).items() if value is not None}
+        sources = Sources(given, _Environment(cls)(), file)
+        try:
+            return cls(**sources.merged()), sources
         except ValidationError as error:
-            lines = [
-                f"{'.'.join(map(str, item['loc'])) or 'settings'}: {item['msg']}{_shown(item)}"
-                for item in error.errors(include_url=False)
-            ]
+            lines = [_fault(item, sources) for item in error.errors(include_url=False)]
             raise SettingsError("\n".join(lines)) from error
 
 
-def _shown(item: ErrorDetails) -> str:
-    """What was given, unless it is a secret."""
-    return "" if "redis_url" in item["loc"] else f" (is {item['input']!r})"
-
+GROUPS: Mapping[str, type[PlannerSettings | TrainingSettings]] = {
+    "planner": PlannerSettings,
+    "training": TrainingSettings,
+}
+_SECRETS = frozenset({"redis_url"})
 
 # Read by commands that call a sidecar; they may be set where one serves.
 CLIENT_VARIABLES = frozenset(
@@ -203,25 +264,65 @@ CLIENT_VARIABLES = frozenset(
 )
 
 
+def keys() -> Iterator[str]:
+    """All settings, dotted, in the order they are declared in."""
+    for name in Settings.model_fields:
+        if name in GROUPS:
+            yield from (f"{name}.{constant.name}" for constant in dataclasses.fields(GROUPS[name]))
+        else:
+            yield name
+
+
 def variables() -> frozenset[str]:
-    """The environment variables that mean something."""
-    groups = {"planner": PlannerSettings, "training": TrainingSettings}
-    return frozenset(
-        {f"{PREFIX}{name}".upper() for name in Settings.model_fields if name not in groups}
-        | {
-            f"{PREFIX}{name}__{constant.name}".upper()
-            for name, group in groups.items()
-            for constant in dataclasses.fields(group)
-        }
-    )
+    """The environment variables that set something."""
+    return frozenset(map(variable, keys()))
+
+
+def _fault(item: ErrorDetails, sources: Sources) -> str:
+    """One line: which setting, what is wrong with it, what it is unless that is a secret, where."""
+    path = item["loc"][:2] if item["loc"][0] in GROUPS else item["loc"][:1]
+    key = ".".join(map(str, path))
+    said = sources.origin(key)
+    shown = "" if key in _SECRETS or key in GROUPS else f"is {item['input']!r}"[:200]
+    where = "" if said.kind == "default" else f"from {said}"
+    remark = ", ".join(part for part in (shown, where) if part)
+    return f"{key}: {item['msg']}" + (f" ({remark})" if remark else "")
+
+
+def _check_file(file: SettingsFile) -> None:
+    """What a file may not say, and YAML would let through."""
+    known, faults = [*keys(), *GROUPS], []
+    for key, line in file.lines.items():
+        if key not in known:
+            near = difflib.get_close_matches(key.replace("-", "_"), known, 1)
+            hint = f"did you mean {near[0]}?" if near else "see `controller config`"
+            faults.append(f"{file.path}, line {line}: {key} is no setting: {hint}")
+            continue
+        value: Any = file.values
+        for name in key.split("."):
+            value = value[name]
+        # To pydantic true is the number 1.
+        if isinstance(value, bool) and not isinstance(_default(key), bool):
+            faults.append(f"{file.path}, line {line}: {key} cannot be true or false")
+    if faults:
+        raise SettingsError("\n".join(faults))
+
+
+def _default(key: str) -> Any:
+    name, _, constant = key.partition(".")
+    found = Settings.model_fields[name].default
+    return getattr(found, constant) if constant else found
 
 
 def _refuse_unknown(environment: Mapping[str, str]) -> None:
-    known = variables() | CLIENT_VARIABLES
+    known = variables() | CLIENT_VARIABLES | {CONFIG_VARIABLE}
     unknown = [
         name
         for name in sorted(environment)
-        if name.startswith(PREFIX) and name not in known and not _SERVICE_LINK.fullmatch(name)
+        # pydantic-settings would take any case.
+        if name.upper().startswith(PREFIX)
+        and name not in known
+        and not _SERVICE_LINK.fullmatch(name)
     ]
     if unknown:
         raise SettingsError(

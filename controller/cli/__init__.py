@@ -4,6 +4,7 @@ import typer
 
 from controller.cli import (
     advise,
+    config,
     convert,
     explain,
     override,
@@ -20,6 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("serve")(serve.serve)
+app.command("config", context_settings=config.CONTEXT)(config.config)
 app.add_typer(profile.profile, name="profile")
 for _name, _command in profile_shelf.COMMANDS.items():
     profile.profile.command(_name)(_command)

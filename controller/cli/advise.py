@@ -4,10 +4,10 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from controller.exit_codes import Exit
+
 if TYPE_CHECKING:
     from controller.core.allocation import Pool
-
-_EXIT_USAGE = 2
 
 
 def advise(
@@ -83,4 +83,4 @@ def _reproduce() -> None:
 
 def _refuse(fault: str) -> NoReturn:
     typer.echo(f"controller advise: {' '.join(fault.splitlines())}", err=True)
-    raise typer.Exit(_EXIT_USAGE)
+    raise typer.Exit(Exit.USAGE)

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from controller.exit_codes import Exit
+
 if TYPE_CHECKING:
     import grpc
 
@@ -32,7 +34,10 @@ def for_operators(address: str) -> str:
 
 @contextmanager
 def connected(address: str) -> "Iterator[grpc.Channel]":
-    """A channel; an error of a call ends the command with exit code 1 and one line."""
+    """A channel; an error of a call ends the command with one line.
+
+    Exit codes: NO_SIDECAR when nobody answers, else FAILED.
+    """
     import os
 
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
@@ -45,10 +50,11 @@ def connected(address: str) -> "Iterator[grpc.Channel]":
         code, details = error.code(), error.details()
         # A sidecar that serves says more than this when it cannot do something.
         silent = details is None or "failed to connect" in details or "Deadline" in details
-        if code in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED} and silent:
+        away = code in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED} and silent
+        if away:
             details = f"no sidecar answers at {address}: is `controller serve` running there?"
         typer.echo(f"controller: {details}", err=True)
-        raise typer.Exit(1) from error
+        raise typer.Exit(Exit.NO_SIDECAR if away else Exit.FAILED) from error
 
 
 def _channel(address: str) -> "grpc.Channel":
@@ -64,7 +70,7 @@ def _channel(address: str) -> "grpc.Channel":
             return Path(path).read_bytes() if path else None
         except OSError as error:
             typer.echo(f"controller: {variable}: {path}: {error.strerror}", err=True)
-            raise typer.Exit(1) from error
+            raise typer.Exit(Exit.USAGE) from error
 
     authority = None if address.startswith("unix:") else read("CA")
     token = None if address.startswith("unix:") else read("TOKEN_FILE")

@@ -5,7 +5,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-_EXIT_REFUSED = 2
+from controller.exit_codes import Exit
 
 
 def convert(
@@ -45,7 +45,7 @@ def convert(
 
 def _refuse(fault: str, error: Exception) -> NoReturn:
     typer.echo(f"controller convert: {' '.join(fault.splitlines())}", err=True)
-    raise typer.Exit(_EXIT_REFUSED) from error
+    raise typer.Exit(Exit.USAGE) from error
 
 
 def _require_free(target: Path, *, force: bool) -> None:

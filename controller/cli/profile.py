@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from controller.exit_codes import Exit
+
 if TYPE_CHECKING:
     from controller.profiling import ProfileOutcome, ProfileRequest
 
 profile = typer.Typer()
 
-# Exit codes: 0 measured, or a matching profile reused; 2 usage; 3 the file at --output is not this
-# engine's profile; 4 no sidecar; 5 no engine; 6 the engine is not introduced, or several are;
-# 7 the measurement broke off; 1 anything else; 130 and 143 after SIGINT and SIGTERM.
+# 130 and 143 after SIGINT and SIGTERM.
 _EXIT_SIGNAL = 128
 
 
@@ -114,7 +114,7 @@ def measure(
         outcome = _run(request)
     except (SpeculationError, UnicodeDecodeError) as error:
         typer.echo(f"controller profile: {error}", err=True)
-        code = error.exit_code if isinstance(error, ProfilingError) else 1
+        code = error.exit_code if isinstance(error, ProfilingError) else Exit.FAILED
         raise typer.Exit(code) from error
     _print(outcome)
 

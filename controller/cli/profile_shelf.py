@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Never
 import typer
 
 from controller.cli.connection import DEFAULT_ADDRESS, Address, connected, print_wide
+from controller.exit_codes import Exit
 
 if TYPE_CHECKING:
     import grpc
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 
 _ANSWER_SECONDS = 10.0
 # Two profiles of different engines, as where a file at --output is another engine's.
-_EXIT_MISMATCH = 3
 
 Which = Annotated[
     str, typer.Argument(help="A file, or the id of a profile on the sidecar's shelf.")
@@ -145,7 +145,7 @@ def diff(one: Which, other: Which, address: Address = DEFAULT_ADDRESS) -> None:
         print(f"{field}: {mine!r} in {one}, {theirs!r} in {other}")
     print_wide(DifferenceTable(here, there))
     if different:
-        raise typer.Exit(_EXIT_MISMATCH)
+        raise typer.Exit(Exit.MISMATCH)
 
 
 def merge(
@@ -214,7 +214,7 @@ def _write(file: Path, what: "Profile") -> None:
 
 def _refuse(message: str) -> Never:
     typer.echo(f"controller profile: {message}", err=True)
-    raise typer.Exit(1)
+    raise typer.Exit(Exit.USAGE)
 
 
 COMMANDS: dict[str, Callable[..., None]] = {

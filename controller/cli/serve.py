@@ -1,16 +1,22 @@
 """`controller serve`: runs the sidecar."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-# Exit codes: 0 after SIGTERM or SIGINT, 1 when the start was refused, 2 for settings and usage.
-EXIT_REFUSED = 1
-EXIT_SETTINGS = 2
+from controller.exit_codes import Exit
+
+if TYPE_CHECKING:
+    from controller.core.errors import SpeculationError
 
 
 def serve(
+    context: typer.Context,
+    config: Annotated[
+        Path | None, typer.Option(help="YAML file of settings; also CONTROLLER_CONFIG.")
+    ] = None,
     address: Annotated[
         str | None,
         typer.Option(
@@ -48,24 +54,62 @@ def serve(
             help="Where profiles measured through this sidecar are kept, and found again."
         ),
     ] = None,
+    ready_with: Annotated[
+        str | None,
+        typer.Option(
+            help="Steering is SERVING from: profile, roofline or guess.", show_default="roofline"
+        ),
+    ] = None,
+    health_host: Annotated[
+        str | None, typer.Option(help="Address of the health port.", show_default="all")
+    ] = None,
+    health_port: Annotated[
+        int | None,
+        typer.Option(
+            help="TCP port with grpc.health.v1 alone, for a kubelet; 0: none.", show_default="0"
+        ),
+    ] = None,
     metrics_host: Annotated[
         str | None, typer.Option(help="Address of /metrics.", show_default="127.0.0.1")
     ] = None,
     metrics_port: Annotated[
         int | None, typer.Option(help="Port of /metrics; 0: none.", show_default="9464")
     ] = None,
+    reflection: Annotated[
+        bool | None,
+        typer.Option("--reflection/--no-reflection", help="gRPC reflection.", show_default="on"),
+    ] = None,
+    channelz: Annotated[
+        bool | None,
+        typer.Option(
+            "--channelz/--no-channelz", help="gRPC channelz, on the unix sockets.",
+            show_default="off",
+        ),
+    ] = None,
     log_level: Annotated[
         str | None, typer.Option(help="debug, info, warning or error.", show_default="info")
     ] = None,
-) -> None:
-    """Runs the sidecar until SIGTERM or SIGINT.
+) -> None:  # fmt: skip
+    """Runs the sidecar until SIGTERM or SIGINT; SIGHUP has it read its settings again.
 
-    Every option, and more, can be set by environment variables with the prefix CONTROLLER_
-    (CONTROLLER_METRICS_PORT, …); an option goes before its variable.
+    Every option, and more, can be set in a YAML file (--config) and by environment variables with
+    the prefix CONTROLLER_ (CONTROLLER_METRICS_PORT, …).  An option goes before its variable, that
+    before the file.  `controller config` shows what comes of it.
+
+    Exit codes: 0 stopped by SIGTERM or SIGINT, 2 options or settings, 8 a socket or port is taken,
+    9 a file that a setting names (profile, access list, certificate) cannot be used, 10 the state
+    directory or the store cannot be used, 1 anything else.
     """
+    # All are read from the context: `controller config` reads a command line of ours the same way.
+    del config, address, tcp, access, tls_certificate, tls_key, tls_client_ca, state_directory
+    del profile, profile_directory, ready_with, health_host, health_port, metrics_host
+    del metrics_port, reflection, channelz, log_level
     import asyncio
     import os
+    import signal
 
+    # Until the sidecar listens to it: it would end the process.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     # Before grpc is loaded: its own lines on standard error are no JSON.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
@@ -74,29 +118,47 @@ def serve(
     from controller.service.server import Sidecar
     from controller.settings import Settings, SettingsError
 
+    flags, file = flags_of(context.params)
+
+    def read() -> Settings:
+        return Settings.load(flags, file)
+
     try:
-        settings = Settings.load(
-            {
-                "address": address,
-                "tcp": tcp,
-                "access": access,
-                "tls_certificate": tls_certificate,
-                "tls_key": tls_key,
-                "tls_client_ca": tls_client_ca,
-                "state_directory": state_directory,
-                "profiles": profile or None,
-                "profile_directory": profile_directory,
-                "metrics_host": metrics_host,
-                "metrics_port": metrics_port,
-                "log_level": log_level,
-            }
-        )
+        settings = read()
     except SettingsError as error:
         typer.echo(f"controller serve: {error}", err=True)
-        raise typer.Exit(EXIT_SETTINGS) from error
+        raise typer.Exit(Exit.USAGE) from error
     logs.configure(settings.log_level)
     try:
-        asyncio.run(Sidecar(settings).run())
+        asyncio.run(Sidecar(settings).run(read))
     except SpeculationError as error:
         typer.echo(f"controller serve: {error}", err=True)
-        raise typer.Exit(EXIT_REFUSED) from error
+        raise typer.Exit(_code_of(error)) from error
+
+
+def flags_of(params: Mapping[str, Any]) -> tuple[dict[str, Any], Path | None]:
+    """(settings, settings file) that a command line of `serve` names."""
+    given = {name: value for name, value in params.items() if value not in (None, (), [])}
+    if "profile" in given:
+        given["profiles"] = given.pop("profile")
+    config = given.pop("config", None)
+    return given, None if config is None else Path(config)
+
+
+def _code_of(error: "SpeculationError") -> Exit:
+    from controller.service.access import AccessFileError
+    from controller.service.profile_library import ProfileFileError
+    from controller.service.server import AddressTakenError
+    from controller.service.unix_socket import SocketTakenError
+    from controller.store.port import StoreError
+    from controller.store.redis_client import RedisUrlError
+
+    table: tuple[tuple[type[SpeculationError], Exit], ...] = (
+        (SocketTakenError, Exit.TAKEN),
+        (AddressTakenError, Exit.TAKEN),
+        (AccessFileError, Exit.BAD_FILE),
+        (ProfileFileError, Exit.BAD_FILE),
+        (StoreError, Exit.NO_STORE),
+        (RedisUrlError, Exit.USAGE),
+    )
+    return next((code for kind, code in table if isinstance(error, kind)), Exit.FAILED)

@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from controller.exit_codes import Exit
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from controller.simulation.results import SimulationReport
     from controller.simulation.scenario import Scenario
-
-_EXIT_USAGE = 2
 
 
 def simulate(
@@ -108,7 +108,7 @@ def simulate(
         _show(report, json_file, html)
     except SpeculationError as error:
         typer.echo(f"controller simulate: {' '.join(str(error).splitlines())}", err=True)
-        raise typer.Exit(_EXIT_USAGE) from error
+        raise typer.Exit(Exit.USAGE) from error
 
 
 def _wanted(policy: list[str] | None, more: list[str] | None) -> list[str] | None:

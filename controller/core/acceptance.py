@@ -88,7 +88,6 @@ class AcceptanceEstimator:
         parent: "AcceptanceEstimator | None" = None,
     ) -> None:
         self.gamma_max = gamma_max
-        self._settings = settings
         self._parent = parent
         self._fast_n = [0.0] * gamma_max
         self._fast_s = [0.0] * gamma_max
@@ -97,11 +96,17 @@ class AcceptanceEstimator:
         # Steps seen, and the step of each position's last exposure: idle evidence fades on reading.
         self._steps = 0
         self._seen_at = [0] * gamma_max
-        self._fast_keeps = _keeps(settings.fast_exposures, settings.fast_steps)
-        self._slow_keeps = _keeps(settings.slow_exposures, settings.slow_steps)
         self._confidence = ConfidenceCalibration(gamma_max)
         self._alarm = ShiftAlarm(gamma_max, settings)
         self.shifts = 0
+        self.use_settings(settings)
+
+    def use_settings(self, settings: PlannerSettings) -> None:
+        """Forgets and doubts by these from now on; the evidence stays."""
+        self._settings = settings
+        self._fast_keeps = _keeps(settings.fast_exposures, settings.fast_steps)
+        self._slow_keeps = _keeps(settings.slow_exposures, settings.slow_steps)
+        self._alarm.limit = settings.shift_alarm
 
     def fold(self, accepted_counts: Sequence[int], confidences: Sequence[float] = ()) -> bool:
         """Takes one step's histogram (gamma + 1 counts); True when the traffic has shifted.

@@ -106,15 +106,14 @@ class CostModel:
             grid, self._extrapolated = profiled_grid(arms, self._buckets, profile)
             self._kv_reference = profile.kv_tokens_per_sequence
             self._kv_rate = profile.seconds_per_kv_token
-            doubt, drift = _PROFILED_DOUBT, settings.cost_drift_max_profiled
+            doubt = _PROFILED_DOUBT
         else:
             prior = prior or generic_prior(arms, buckets)
             grid, self._kv_rate, self.prior = prior.grid, prior.kv_rate, prior.name
             doubt = _ROOFLINE_DOUBT if prior.name == "roofline" else _PRIOR_DOUBT
-            drift = settings.cost_drift_max_prior
         self._grid = grid
         self._grid_rows: list[list[float]] = grid.tolist()
-        self._drift_max = math.log(drift)
+        self.use_settings(settings)
         self._features = _features(arms, self._buckets)
         self._flat_features = self._features.reshape(len(self._features), -1)
         drafters = (len(self._features) - 2) // 3
@@ -135,6 +134,11 @@ class CostModel:
         self.rejected = 0
         self.steps = 0
         self._refresh()
+
+    def use_settings(self, settings: PlannerSettings) -> None:
+        """Live steps may move costs as far as these say from now on."""
+        profiled, prior = settings.cost_drift_max_profiled, settings.cost_drift_max_prior
+        self._drift_max = math.log(profiled if self.profile_id else prior)
 
     def bucket_of(self, batch_size: int) -> int:
         """Index of the bucket that serves a batch size."""

@@ -24,6 +24,11 @@ class DrafterUpdates:
         trains = able.can_collect and able.can_take_versions
         self.training = SelectiveTraining(spec.drafters[0].name, settings) if trains else None
 
+    def use_settings(self, settings: TrainingSettings) -> None:
+        """Trains by these from now on; averages and rounds stay."""
+        if self.training is not None:
+            self.training.settings = settings
+
     @property
     def attended(self) -> bool:
         """A trainer is there."""

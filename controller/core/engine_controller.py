@@ -7,8 +7,8 @@ The only state is in this object; the only clock is the one passed in.  Feed a s
 reports at the same times and it makes the same plans.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from operator import attrgetter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from controller.core.explanation import (
 from controller.core.exploration import Explorer, Situation, relative_variance
 from controller.core.override_rows import PlanRows, rows_under
 from controller.core.overrides import Override
+from controller.core.plan_rows import forced_rows, row_of, rows_of, without_probes
 from controller.core.planner import Values, batch_buckets, evaluate
 from controller.core.policies import make_planner
 from controller.core.prior import prior_for
@@ -95,6 +96,7 @@ class EngineController:
         self.explorer = Explorer(self.arms, settings)
         self.updates = DrafterUpdates(spec, self.arms, training or TrainingSettings())
         self._forced: Arm | None = None
+        self._parting = False
         self._kv_per_sequence = profile.kv_tokens_per_sequence if profile else 0.0
         self._last_step = -1
         self._last_batch = 1
@@ -219,10 +221,7 @@ class EngineController:
         row = self.current_plan().row_for(batch_size)
         if row.probe is None:
             return row
-        return PlanRow(
-            row.max_batch_size, row.probe.arm, Reason.PROBE, row.probe,
-            self._asleep(row.probe.arm),
-        )  # fmt: skip
+        return row_of(self.spec, row.max_batch_size, row.probe.arm, Reason.PROBE, row.probe)
 
     def force(self, arm: Arm | None) -> Plan:
         """Every row this arm until `force(None)` (profiling).  Raises UnknownArmError."""
@@ -232,6 +231,34 @@ class EngineController:
         self.explorer.cancel()
         now = self._clock.now()
         return self._issue(*self._decide_rows(now), now)
+
+    def last_plan(self, lease_seconds: float) -> Plan:
+        """The choices in force, to be held for so long by an engine that will be alone.
+
+        Nothing that somebody would have to watch: no probe, no measurement, and no updates of the
+        drafter but those of an override.  No plan follows it.
+        """
+        self._forced, self._parting = None, True
+        now = self._clock.now()
+        rows = without_probes(self.spec, self._decide_rows(now)[0])
+        detail = f"the sidecar is stopping: hold this for {lease_seconds:g} s"
+        plan = self._issue(rows, Reason.LEASE, detail, now)
+        self._plan = replace(plan, lease_seconds=lease_seconds)
+        return self._plan
+
+    def use_settings(self, settings: PlannerSettings, training: TrainingSettings) -> None:
+        """Decides by these constants from now on; what was learnt and chosen stays."""
+        self.updates.use_settings(training)
+        if settings == self._settings:
+            return
+        self._settings = settings
+        for part in (self.traffic, self.cost, self.explorer):
+            part.use_settings(settings)
+        at, choice, switches = self._rows_at, self._planner.choice, self._planner.switches
+        self._planner = make_planner(self.arms, self._buckets, settings)
+        self._planner.limit(at.upper, self._sizes[at.bucket], at.legal, at.possible)
+        self._planner.choice, self._planner.switches = choice, switches
+        self._evaluated_at = -float("inf")
 
     def use_profile(self, profile: Profile) -> None:
         """Puts a profile into use; acceptance is kept.  Raises ProfileMismatchError."""
@@ -312,8 +339,8 @@ class EngineController:
             self.cost.learn()
             self._decided = None
             detail = f"measuring {self._forced.drafter} at gamma {self._forced.gamma}"
-            forced = [self._row(b, arm, Reason.PROFILING, None) for b, arm in self._forced_arms()]
-            return tuple(forced), Reason.PROFILING, detail
+            rows = forced_rows(self.spec, self._rows_at.upper, self.arms, self._forced)
+            return rows, Reason.PROFILING, detail
         values = self._evaluate()
         hazard = self.traffic.hazard
         choice = self._planner.update(values, hazard)
@@ -346,42 +373,14 @@ class EngineController:
         if kept and decided == self._decided:
             return kept
         self._decided = decided
-        rows = []
-        for j, (size, chosen, reason) in enumerate(
-            zip(self._rows_at.upper, choice, self._planner.reasons, strict=True)
-        ):
-            arm = self.arms[chosen]
-            probe = probing[1] if probing and probing[0] == j else None
-            row = kept[j] if j < len(kept) else None
-            if row is None or (
-                row.arm is not arm
-                or row.reason is not reason
-                or row.probe is not probe
-                or row.max_batch_size != size
-            ):
-                row = self._row(size, arm, reason, probe)
-            rows.append(row)
-        return tuple(rows)
-
-    def _forced_arms(self) -> Iterator[tuple[int, Arm]]:
-        """(largest batch, arm) of each row: the forced arm, or the shortest where it cannot run."""
-        assert self._forced is not None
-        for size in self._rows_at.upper:
-            able = [arm for arm in self.arms if self.spec.can_run(arm, size)]
-            yield size, self._forced if self._forced in able else min(able, key=attrgetter("gamma"))
+        chosen = [self.arms[arm] for arm in choice]
+        return rows_of(self.spec, self._rows_at.upper, chosen, self._planner.reasons, probing, kept)
 
     def _regime_now(self) -> Regime:
         """What overrides say, else what was decided; none beside a measurement."""
         if self._rows_at.regime is not None:
             return self._rows_at.regime
-        return Regime() if self._forced else self.updates.regime
-
-    def _row(self, size: int, arm: Arm, reason: Reason, probe: Probe | None) -> PlanRow:
-        asleep = self._asleep(arm) or (probe is not None and self._asleep(probe.arm))
-        return PlanRow(size, arm, reason, probe, asleep)
-
-    def _asleep(self, arm: Arm) -> bool:
-        return arm.gamma == 0 and self.spec.capabilities.can_sleep
+        return Regime() if self._forced or self._parting else self.updates.regime
 
     def _issue(self, rows: tuple[PlanRow, ...], reason: Reason, detail: str, now: float) -> Plan:
         self._epoch += 1

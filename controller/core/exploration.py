@@ -78,6 +78,11 @@ class Explorer:
         self.lost_seconds = 0.0
         self.total_seconds = 0.0
 
+    def use_settings(self, settings: PlannerSettings) -> None:
+        """Probes by these from now on; the account stays."""
+        self._settings = settings
+        self._credit = min(self._credit, settings.probe_credit_max_seconds)
+
     @property
     def probe_share(self) -> float:
         """Share of all step time that probing has cost so far (0 before the first step)."""

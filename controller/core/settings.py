@@ -1,6 +1,7 @@
 """The constants of the decision core, each with its unit and what it trades."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields
 
 POLICIES = ("goodput", "tide", "sglang-ema")
 
@@ -65,6 +66,10 @@ class PlannerSettings:
     cost_drift_max_prior: float = 10.0
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{field.name} must be a finite number, not {value!r}")
         for name in _POSITIVE:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0, not {getattr(self, name)!r}")

@@ -24,10 +24,10 @@ _PRIOR_TRUST = 3.0
 
 
 class ShiftAlarm:
-    """Both sums of one estimator."""
+    """Both sums of one estimator.  limit: a sum beyond it is a shift."""
 
     def __init__(self, gamma_max: int, settings: PlannerSettings) -> None:
-        self._limit = settings.shift_alarm
+        self.limit = settings.shift_alarm
         self._up = [(0.0, 0.0)] * gamma_max
         self._down = [(0.0, 0.0)] * gamma_max
         self._better = 0.0
@@ -60,7 +60,7 @@ class ShiftAlarm:
             down += reached * success + failures * failure
         self._better = max(0.0, self._better + up)
         self._worse = max(0.0, self._worse + down)
-        if max(self._better, self._worse) <= self._limit:
+        if max(self._better, self._worse) <= self.limit:
             return False
         self._better = self._worse = 0.0
         return True

@@ -36,6 +36,13 @@ class TrafficEstimator:
         self._hazard_steps = _HAZARD_PRIOR_STEPS
         self._hazard_shifts = 0.0
 
+    def use_settings(self, settings: PlannerSettings) -> None:
+        """Estimates by these from now on; the evidence stays."""
+        self._settings = settings
+        for estimators in (self.drafters, *self.classes.values()):
+            for estimator in estimators.values():
+                estimator.use_settings(settings)
+
     @property
     def hazard(self) -> Hazard:
         """How likely a shift is in one step."""

@@ -3,36 +3,37 @@
 from typing import ClassVar
 
 from controller.core.errors import SpeculationError
+from controller.exit_codes import Exit
 
 
 class ProfilingError(SpeculationError):
     """Base; `exit_code` is what the command ends with."""
 
-    exit_code: ClassVar[int] = 1
+    exit_code: ClassVar[Exit] = Exit.FAILED
 
 
 class ProfilingUsageError(ProfilingError):
     """An option that cannot work with this engine."""
 
-    exit_code = 2
+    exit_code = Exit.USAGE
 
 
 class ProfileRefusedError(ProfilingError):
     """The file at the output path is not a profile of this engine."""
 
-    exit_code = 3
+    exit_code = Exit.MISMATCH
 
 
 class SidecarUnreachableError(ProfilingError):
     """No sidecar answers."""
 
-    exit_code = 4
+    exit_code = Exit.NO_SIDECAR
 
 
 class EngineUnreachableError(ProfilingError):
     """The engine's HTTP API does not answer, or refuses what the measurement needs."""
 
-    exit_code = 5
+    exit_code = Exit.NO_ENGINE
 
 
 class EngineRefusedError(EngineUnreachableError):
@@ -42,13 +43,13 @@ class EngineRefusedError(EngineUnreachableError):
 class EngineNotIntroducedError(ProfilingError):
     """The sidecar does not know which engine is meant: none, another one, or several."""
 
-    exit_code = 6
+    exit_code = Exit.NOT_INTRODUCED
 
 
 class MeasurementError(ProfilingError):
     """The measurement broke off, or nothing usable came out of it."""
 
-    exit_code = 7
+    exit_code = Exit.BROKE_OFF
 
 
 class MeasurementStalledError(MeasurementError):

@@ -59,6 +59,8 @@ class Right(Flag):
 
 ALL = Right.READ | Right.STEER | Right.OVERRIDE
 _RIGHTS = {"read": Right.READ, "steer": Right.STEER, "override": Right.OVERRIDE}
+# Served to callers on this machine only.
+_LOCAL = {"Channelz"}
 _WRITES = {"SetOverride", "ClearOverride"}
 # Calls a second and at once, of one sidecar, by what they need.
 _LIMITS = {
@@ -70,8 +72,7 @@ _LIMITS = {
 
 def right_of(method: str) -> Right:
     """What a call of /package.Service/Method needs."""
-    service, _, name = method.strip("/").partition("/")
-    kind = service.rpartition(".")[2]
+    kind, name = _kind(method), method.rpartition("/")[2]
     if kind == "Health":
         return Right.NONE
     if kind == "PolicyService" and name in _WRITES:
@@ -80,6 +81,10 @@ def right_of(method: str) -> Right:
         return Right.READ
     steers = {"SpeculationService", "ProfilingService", "TrainingService"}
     return Right.STEER if kind in steers else Right.READ
+
+
+def _kind(method: str) -> str:
+    return method.strip("/").partition("/")[0].rpartition(".")[2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,10 +194,13 @@ class Guard(grpc.aio.ServerInterceptor):
         right = right_of(handler_call_details.method)
         if handler is None or right is Right.NONE:
             return handler
-        return _guarded(handler, lambda context: self._check(context, right))
+        local = _kind(handler_call_details.method) in _LOCAL
+        return _guarded(handler, lambda context: self._check(context, right, local=local))
 
-    async def _check(self, context: Any, right: Right) -> None:
+    async def _check(self, context: Any, right: Right, *, local: bool) -> None:
         try:
+            if local and not (context.peer() or "").startswith("unix"):
+                raise ForbiddenError("channelz is served on the unix sockets only")
             caller = caller_of(context, self._access, self._door.peers)
             if right not in caller.rights:
                 raise ForbiddenError(

@@ -1,7 +1,10 @@
 """What people ask: which engines are steered, and why this plan."""
 
+import time
+
 import grpc.aio
 
+import controller
 from controller.core.errors import SpeculationError
 from controller.core.types import MAX_BATCH_SIZE
 from controller.service import converters
@@ -9,6 +12,7 @@ from controller.service.errors import InvalidQuestionError, abort
 from controller.service.override_book import OverrideBook
 from controller.service.override_messages import health_to_proto
 from controller.service.policy import held_to_proto
+from controller.service.readiness import Readiness, ServiceHealth
 from controller.service.session import Session
 from controller.service.sessions import SessionRegistry
 from speculation.v1 import service_pb2, service_pb2_grpc
@@ -17,9 +21,11 @@ from speculation.v1 import service_pb2, service_pb2_grpc
 class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
     """ListEngines, Explain."""
 
-    def __init__(self, registry: SessionRegistry, book: OverrideBook) -> None:
+    def __init__(self, registry: SessionRegistry, book: OverrideBook, readiness: Readiness) -> None:
         self._registry = registry
         self._book = book
+        self._readiness = readiness
+        self._started_at, self._started = time.time(), time.monotonic()
 
     async def ListEngines(
         self,
@@ -28,9 +34,18 @@ class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
             service_pb2.ListEnginesRequest, service_pb2.ListEnginesResponse
         ],
     ) -> service_pb2.ListEnginesResponse:
-        """Every session, by engine id."""
+        """Every session, by engine id, and the sidecar itself."""
         sessions = sorted(self._registry, key=lambda session: session.engine_id)
-        return service_pb2.ListEnginesResponse(engines=map(_status, sessions))
+        return service_pb2.ListEnginesResponse(
+            engines=map(self._status, sessions),
+            sidecar=service_pb2.SidecarStatus(
+                version=controller.__version__,
+                started_at_unix_seconds=self._started_at,
+                now_unix_seconds=time.time(),
+                uptime_seconds=time.monotonic() - self._started,
+                services=map(_health, self._readiness.services()),
+            ),
+        )
 
     async def Explain(
         self,
@@ -54,20 +69,28 @@ class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
                 if held.override.override_id in mine
             )
             answer.store.CopyFrom(health_to_proto(self._book.health))
+            answer.services.extend(map(_health, self._readiness.services()))
             return answer
         except SpeculationError as error:
             await abort(context, error)
 
+    def _status(self, session: Session) -> service_pb2.EngineStatus:
+        last, tally, core = session.last_report, session.tally, session.core
+        return service_pb2.EngineStatus(
+            engine=converters.engine_to_proto(session.spec),
+            plan=converters.plan_to_proto(session.plan),
+            profile_id=core.profile_id,
+            reports=tally.reports,
+            rejected_reports=tally.rejected.total(),
+            dropped_reports=tally.dropped,
+            last_report=None if last is None else converters.report_to_proto(last),
+            seconds_since_last_report=session.seconds_since_last_report,
+            costs="profile" if core.profile_id else core.cost.prior,
+            no_profile="" if core.profile_id else self._readiness.why_no_profile(session.spec),
+            steering=session.listeners > 0,
+            unsteered_steps=tally.unsteered,
+        )
 
-def _status(session: Session) -> service_pb2.EngineStatus:
-    last, tally = session.last_report, session.tally
-    return service_pb2.EngineStatus(
-        engine=converters.engine_to_proto(session.spec),
-        plan=converters.plan_to_proto(session.plan),
-        profile_id=session.core.profile_id,
-        reports=tally.reports,
-        rejected_reports=tally.rejected.total(),
-        dropped_reports=tally.dropped,
-        last_report=None if last is None else converters.report_to_proto(last),
-        seconds_since_last_report=session.seconds_since_last_report,
-    )
+
+def _health(of: ServiceHealth) -> service_pb2.ServiceHealth:
+    return service_pb2.ServiceHealth(service=of.service, serving=of.serving, detail=of.detail)

@@ -38,8 +38,8 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
     ) -> None:
         self._book = book
         self._door = door
-        self._default_seconds = default_seconds
-        self._max_seconds = max_seconds
+        self.default_seconds = default_seconds
+        self.max_seconds = max_seconds
 
     async def SetOverride(
         self,
@@ -51,7 +51,7 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
         """Durable and in force here when it returns."""
         try:
             override = messages.override_from_proto(request.override)
-            seconds = messages.lifetime_of(request, self._default_seconds, self._max_seconds)
+            seconds = messages.lifetime_of(request, self.default_seconds, self.max_seconds)
             effects = self._effects(self._book.with_(override), override)
             if request.dry_run:
                 shown = policy_pb2.HeldOverride(

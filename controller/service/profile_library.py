@@ -36,15 +36,25 @@ class ProfileLibrary:
         return len(self._profiles)
 
     def load(self, paths: Iterable[Path]) -> None:
-        """Reads files, and the `*.json` of directories; the library's own directory too.
+        """As `read` and `take`; the library's own directory too."""
+        own = self._directory
+        self.take(self.read([*paths, *([own] if own is not None and own.is_dir() else [])]))
+
+    def read(self, paths: Iterable[Path]) -> list[tuple[Path, Profile]]:
+        """Files, and the `*.json` of directories; nothing changes.
 
         Raises ProfileFileError for a path that is missing or a file that is no profile.
         """
-        found = [(file, _read(file)) for path in paths for file in _files(path)]
-        if self._directory is not None and self._directory.is_dir():
-            found += [(file, _read(file)) for file in _files(self._directory)]
+        return [(file, _read(file)) for path in paths for file in _files(path)]
+
+    def take(self, found: Iterable[tuple[Path, Profile]]) -> list[Profile]:
+        """Adds what is newer than what is at hand of its identity; those that were added."""
+        taken = []
         for file, profile in sorted(found, key=lambda item: item[1].measured_at):
+            if self._has(profile):
+                continue
             self.add(profile)
+            taken.append(profile)
             _log.info(
                 "profile_loaded",
                 path=str(file),
@@ -53,6 +63,16 @@ class ProfileLibrary:
                 target_model=profile.fingerprint.target_model,
                 measured_at=profile.measured_at,
             )
+        return taken
+
+    def _has(self, profile: Profile) -> bool:
+        """This very profile, or a newer one of its identity."""
+        identity = identity_of(profile)
+        return any(
+            known.profile_id == profile.profile_id or known.measured_at > profile.measured_at
+            for known in self._profiles
+            if identity_of(known) == identity
+        )
 
     def find(self, spec: EngineSpec) -> Profile | None:
         """The preferred profile that matches, None if no one does."""

@@ -6,12 +6,13 @@ Stop: NOT_SERVING -> sessions end, their streams close (bounded) -> socket file 
 
 import asyncio
 import signal
+from collections.abc import Callable
 from typing import Self
 
 import grpc
 import grpc.aio
 import structlog
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 
 import controller
 from controller import tasks
@@ -26,6 +27,7 @@ from controller.service.access import AccessList, Guard, certificates
 from controller.service.errors import ShuttingDownError
 from controller.service.fleet_estimates import FleetEstimates
 from controller.service.fleet_profiles import FleetProfiles
+from controller.service.health_port import HealthPort
 from controller.service.inspection import InspectionServicer
 from controller.service.metrics import MetricsServer
 from controller.service.operator_door import OperatorDoor
@@ -33,6 +35,8 @@ from controller.service.override_book import OverrideBook
 from controller.service.policy import PolicyServicer
 from controller.service.profile_library import ProfileLibrary
 from controller.service.profiling import ProfilingServicer
+from controller.service.readiness import SERVICES, Readiness
+from controller.service.reload import Reloader
 from controller.service.session import Session
 from controller.service.sessions import CoreFactory, SessionRegistry
 from controller.service.steering import SpeculationServicer
@@ -41,26 +45,9 @@ from controller.service.training_files import TrainingFiles
 from controller.settings import Settings
 from controller.store.file_store import FileStore
 from controller.store.port import Store
-from speculation.v1 import (
-    policy_pb2,
-    policy_pb2_grpc,
-    service_pb2,
-    service_pb2_grpc,
-    training_pb2,
-    training_pb2_grpc,
-)
-
-SERVICES = tuple(
-    service.full_name
-    for module in (service_pb2, policy_pb2, training_pb2)
-    for service in module.DESCRIPTOR.services_by_name.values()
-)
-
-# What grpc.health.v1 calls the store behind the overrides.
-STORE_HEALTH = "speculation.store"
+from speculation.v1 import policy_pb2_grpc, service_pb2_grpc, training_pb2_grpc
 
 _EXPIRE_SECONDS = 15.0
-_STORE_LOOK_SECONDS = 0.5
 # For unary calls and last words, once the streams are closed; health watches are cut after it.
 _LAST_GRACE_SECONDS = 0.2
 
@@ -69,6 +56,10 @@ _log = structlog.get_logger(__name__)
 
 class StartRefusedError(SpeculationError):
     """The sidecar cannot start as it was asked to."""
+
+
+class AddressTakenError(StartRefusedError):
+    """A socket or port cannot be bound."""
 
 
 class Sidecar:
@@ -103,7 +94,12 @@ class Sidecar:
         self._path = settings.socket_path
         self.door = OperatorDoor(self._path)
         self._inode = 0
-        self._health = health.aio.HealthServicer()
+        self._readiness = Readiness(self.registry, self.profiles, self.book, settings.ready_with)
+        self._policy = PolicyServicer(
+            self.book, self.door, settings.override_default_seconds, settings.override_max_seconds
+        )
+        self._reloader = Reloader(self.registry, self.profiles, self._readiness, self._policy)
+        self._health_port: HealthPort | None = None
         self._server: grpc.aio.Server | None = None
         self._metrics: MetricsServer | None = None
         self._background: list[asyncio.Task[None]] = []
@@ -147,12 +143,13 @@ class Sidecar:
         """
         settings = self._settings
         self.profiles.load(settings.profiles)
-        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self._readiness.tell()
         access = AccessList(settings.access) if settings.access else None
         self._server = self._make_server(access)
         try:
             self._bind(self._server)
             self._bind_tcp(self._server, access)
+            self._bind_health()
             await self.book.open()
             if settings.metrics_port:
                 self._metrics = self._serve_metrics()
@@ -160,6 +157,8 @@ class Sidecar:
             await self.stop()
             raise
         await self._server.start()
+        if self._health_port is not None:
+            await self._health_port.open()
         try:
             await self.door.open()
         except SpeculationError:
@@ -169,15 +168,16 @@ class Sidecar:
         self._training.open()
         self._background = [
             asyncio.create_task(self._expire()),
-            asyncio.create_task(self._watch_store()),
+            asyncio.create_task(self._readiness.watch()),
         ]
-        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        await self._readiness.started()
         _log.info(
             "serving",
             version=controller.__version__,
             address=settings.address,
             operators=f"unix:{self.door.path}",
             tcp=settings.tcp,
+            health_port=settings.health_port or None,
             metrics_port=settings.metrics_port or None,
             profiles=len(self.profiles),
         )
@@ -191,9 +191,11 @@ class Sidecar:
     async def stop(self) -> None:
         """Ends everything that start began, within the drain time."""
         await tasks.end(self._background)
-        await self._health.enter_graceful_shutdown()
+        await self._readiness.leave()
         sessions = list(self.registry)
-        self.registry.close(ShuttingDownError("the sidecar is shutting down"))
+        self.registry.close(
+            ShuttingDownError("the sidecar is shutting down"), self._settings.last_lease_seconds
+        )
         if self._server is not None:
             await self._drain(self._server, sessions)
             await self.door.close()
@@ -204,7 +206,9 @@ class Sidecar:
         await self.book.close()
         if self._metrics is not None:
             await asyncio.to_thread(self._metrics.close)
-        self._server = self._metrics = None
+        if self._health_port is not None:
+            await self._health_port.close()
+        self._server = self._metrics = self._health_port = None
 
     async def _drain(self, server: grpc.aio.Server, sessions: list[Session]) -> None:
         drain_seconds = self._settings.drain_seconds
@@ -216,16 +220,29 @@ class Sidecar:
             _log.warning("drain_ran_out", streams=streams, drain_seconds=drain_seconds)
         await server.stop(min(_LAST_GRACE_SECONDS, drain_seconds))
 
-    async def run(self) -> None:
-        """Serves until SIGTERM or SIGINT.  Raises as `start`."""
+    async def run(self, read: Callable[[], Settings] | None = None) -> None:
+        """Serves until SIGTERM or SIGINT; SIGHUP puts into use what `read` then gives.
+
+        Raises as `start`.
+        """
         loop = asyncio.get_running_loop()
-        asked = asyncio.Event()
+        asked, again = asyncio.Event(), asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, asked.set)
+        if read is not None:
+            loop.add_signal_handler(signal.SIGHUP, again.set)
         async with self:
+            if read is not None:
+                self._background.append(asyncio.create_task(self._reload(again, read)))
             await asked.wait()
             _log.info("stopping", engines=len(self.registry))
         _log.info("stopped")
+
+    async def _reload(self, again: asyncio.Event, read: Callable[[], Settings]) -> None:
+        while True:
+            await again.wait()
+            again.clear()
+            self._settings = await self._reloader.reload(self._settings, read)
 
     def _make_server(self, access: AccessList | None) -> grpc.aio.Server:
         limit = self._settings.max_message_bytes
@@ -236,33 +253,30 @@ class Sidecar:
                 ("grpc.max_send_message_length", limit),
                 # Or a second sidecar could bind the same TCP port and take half the calls.
                 ("grpc.so_reuseport", 0),
+                ("grpc.enable_channelz", int(self._settings.channelz)),
             ],
         )
         service_pb2_grpc.add_SpeculationServiceServicer_to_server(
             SpeculationServicer(self.registry), server
         )
         service_pb2_grpc.add_InspectionServiceServicer_to_server(
-            InspectionServicer(self.registry, self.book), server
+            InspectionServicer(self.registry, self.book, self._readiness), server
         )
         service_pb2_grpc.add_ProfilingServiceServicer_to_server(
             ProfilingServicer(self.registry, self.profiles, self._fleet), server
         )
-        policy = PolicyServicer(
-            self.book,
-            self.door,
-            self._settings.override_default_seconds,
-            self._settings.override_max_seconds,
-        )
-        policy_pb2_grpc.add_PolicyServiceServicer_to_server(policy, server)
+        policy_pb2_grpc.add_PolicyServiceServicer_to_server(self._policy, server)
         training_pb2_grpc.add_TrainingServiceServicer_to_server(
             TrainingServicer(self.registry, self._training), server
         )
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._readiness.servicer, server)
         if self._settings.reflection:
             from grpc_reflection.v1alpha import reflection  # noqa: PLC0415  # only when asked for
 
             names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, server)
+        if self._settings.channelz:
+            _add_channelz(server)
         return server
 
     def _bind(self, server: grpc.aio.Server) -> None:
@@ -273,7 +287,7 @@ class Sidecar:
                 server.add_insecure_port(f"unix:{self.door.inner}")
                 self._inode = self._path.stat().st_ino
         except (RuntimeError, OSError) as error:
-            raise StartRefusedError(f"{self._path} cannot be bound: {error}") from error
+            raise AddressTakenError(f"{self._path} cannot be bound: {error}") from error
 
     def _bind_tcp(self, server: grpc.aio.Server, access: AccessList | None) -> None:
         settings = self._settings
@@ -304,7 +318,7 @@ class Sidecar:
             else:
                 server.add_insecure_port(settings.tcp)
         except RuntimeError as error:
-            raise StartRefusedError(
+            raise AddressTakenError(
                 f"{settings.tcp} cannot be bound (in use?): name another one with --tcp"
             ) from error
         if not encrypted or access is None:
@@ -317,32 +331,32 @@ class Sidecar:
                 else "no encryption",
             )
 
+    def _bind_health(self) -> None:
+        host, port = self._settings.health_host, self._settings.health_port
+        if not port:
+            return
+        address = f"[{host}]:{port}" if ":" in host.strip("[]") else f"{host}:{port}"
+        try:
+            self._health_port = HealthPort(self._readiness.servicer, address)
+        except RuntimeError as error:
+            raise AddressTakenError(
+                f"{address} cannot be bound (in use?): name another port with --health-port"
+            ) from error
+
     def _serve_metrics(self) -> MetricsServer:
         host, port = self._settings.metrics_host, self._settings.metrics_port
         try:
             return MetricsServer(self.registry, self.book, asyncio.get_running_loop(), host, port)
         except OSError as error:
-            raise StartRefusedError(
+            raise AddressTakenError(
                 f"/metrics cannot be served on {host}:{port}: {error.strerror}; name another port "
                 "with --metrics-port, or 0 for none"
             ) from error
-
-    async def _set_health(self, status: int) -> None:
-        for name in ("", *SERVICES):
-            await self._health.set(name, status)
 
     async def _expire(self) -> None:
         while True:
             await asyncio.sleep(_EXPIRE_SECONDS)
             self.registry.expire()
-
-    async def _watch_store(self) -> None:
-        """Trouble of the store is a status of its own: the sidecar goes on SERVING."""
-        while True:
-            ok = self.book.health.ok
-            status = health_pb2.HealthCheckResponse
-            await self._health.set(STORE_HEALTH, status.SERVING if ok else status.NOT_SERVING)
-            await asyncio.sleep(_STORE_LOOK_SECONDS)
 
 
 def make_store(settings: Settings) -> Store:
@@ -359,6 +373,16 @@ def make_store(settings: Settings) -> Store:
         password_file=settings.redis_password_file,
         replicas=settings.redis_replicas,
     )
+
+
+def _add_channelz(server: grpc.aio.Server) -> None:
+    try:
+        from grpc_channelz.v1 import channelz  # noqa: PLC0415  # only when asked for
+    except ImportError as error:
+        raise StartRefusedError(
+            "channelz needs a package: pip install 'speculation-controller[channelz]'"
+        ) from error
+    channelz.add_channelz_servicer(server)
 
 
 def _is_loopback(address: str) -> bool:

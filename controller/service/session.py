@@ -18,6 +18,8 @@ from controller.core.clock import Clock
 from controller.core.engine_controller import EngineController
 from controller.core.errors import InvalidReportError, SpeculationError, UnknownArmError
 from controller.core.profile import Profile
+from controller.core.selective_training import TrainingSettings
+from controller.core.settings import PlannerSettings
 from controller.core.types import Arm, EngineSpec, Plan, Reason, StepReport
 from controller.core.warm_start import Belief
 from controller.service.errors import (
@@ -109,6 +111,8 @@ class Session:
         # Why the session is over, None while it is not.
         self.ended: SpeculationError | None = None
         self.measurement: Measurement | None = None
+        # The plan is the last one: it is sent once more, after the end.
+        self.parting = False
         # The Steer stream that serves the session; a newer one takes over.
         self.stream: object | None = None
         self.unary = UnaryProbes()
@@ -183,6 +187,17 @@ class Session:
     def _adopt(self, plan: Plan) -> None:
         self.plan = plan
         self.tally.plans[plan.reason] += 1
+
+    def part(self, lease_seconds: float) -> None:
+        """The sidecar goes: the engine shall hold its plan for so long (0: for its lease)."""
+        if lease_seconds:
+            self._adopt(self.core.last_plan(lease_seconds))
+        self.parting = True
+
+    def use_settings(self, settings: PlannerSettings, training: TrainingSettings) -> None:
+        """Decides by these constants from now on."""
+        self.core.use_settings(settings, training)
+        self.ring()
 
     def use_profile(self, profile: Profile) -> None:
         """Prices everything by this profile from now on.  Raises ProfileMismatchError."""

@@ -20,7 +20,10 @@ _log = structlog.get_logger(__name__)
 
 
 class SessionRegistry:
-    """All sessions, by token and by engine.  At most `max_engines`."""
+    """All sessions, by token and by engine.
+
+    At most `max_engines`; one that nothing is heard of ends after `idle_seconds`.
+    """
 
     def __init__(
         self,
@@ -33,8 +36,8 @@ class SessionRegistry:
         self._core_factory = core_factory
         self._profiles = profiles
         self._clock = clock
-        self._max_engines = max_engines
-        self._idle_seconds = idle_seconds
+        self.max_engines = max_engines
+        self.idle_seconds = idle_seconds
         self._by_token: dict[str, Session] = {}
         self._by_engine: dict[str, Session] = {}
         self._closed: SpeculationError | None = None
@@ -56,9 +59,9 @@ class SessionRegistry:
         if self._closed is not None:
             raise self._closed
         known = self._by_engine.get(spec.engine_id)
-        if known is None and len(self) >= self._max_engines:
+        if known is None and len(self) >= self.max_engines:
             self.expire()
-            if len(self) >= self._max_engines:
+            if len(self) >= self.max_engines:
                 raise TooManyEnginesError(
                     f"{len(self)} engines are being steered already, which is the limit "
                     "(CONTROLLER_MAX_ENGINES)"
@@ -113,14 +116,15 @@ class SessionRegistry:
         """Ends the sessions that nothing was heard of for the idle time."""
         for session in self:
             idle = session.seconds_since_contact
-            if idle >= self._idle_seconds:
+            if idle >= self.idle_seconds:
                 self._remove(session, NoSessionError(f"nothing was heard for {idle:.0f} s"))
                 _log.info("session_expired", engine=session.engine_id, idle_seconds=round(idle))
 
-    def close(self, why: SpeculationError) -> None:
-        """Ends every session and takes no new one."""
+    def close(self, why: SpeculationError, last_lease_seconds: float = 0.0) -> None:
+        """Ends every session and takes no new one; their engines hold their plan for so long."""
         self._closed = why
         for session in self:
+            session.part(last_lease_seconds)
             self._remove(session, why)
 
     def _remove(self, session: Session, why: SpeculationError) -> None:

@@ -14,6 +14,7 @@ import grpc.aio
 import structlog
 
 from controller.core.errors import InvalidReportError, SpeculationError
+from controller.core.types import Plan
 from controller.service import converters
 from controller.service.errors import NoSessionError, abort, message_of, status_of
 from controller.service.session import Session
@@ -26,6 +27,7 @@ _CHUNK = 256
 # How often an idle stream looks whether its lease is half gone, per lease.
 _LOOKS_PER_LEASE = 8
 _LOOK_SECONDS_MAX = 0.5
+_PARTING_SECONDS = 0.1
 
 _log = structlog.get_logger(__name__)
 
@@ -141,26 +143,32 @@ class _SteerStream:
         while True:
             done = reader.done()
             if self._session.ended is not None:
+                if self._session.parting and self._session.stream is self:
+                    await self._send(self._session.plan)
+                    # What is on its way should arrive before the end overtakes it.
+                    await asyncio.sleep(_PARTING_SECONDS)
                 raise self._session.ended
             if self._session.stream is not self:
                 raise NoSessionError("another stream of this session took over")
-            plan = self._session.advance()
-            news = plan.epoch > self._sent_epoch
-            if news or self._rejections:
-                rejections, self._rejections = self._rejections, []
-                self._flushed.set()
-                self._sent_epoch = plan.epoch
-                await self._context.write(
-                    service_pb2.SteerResponse(
-                        plan=converters.plan_to_proto(plan) if news else None,
-                        rejections=rejections,
-                    )
-                )
+            await self._send(self._session.advance())
             if done:
                 reader.result()
                 return
             await self._bell.wait()
             self._bell.clear()
+
+    async def _send(self, plan: Plan) -> None:
+        """What the client has not been told yet."""
+        news = plan.epoch > self._sent_epoch
+        if news or self._rejections:
+            rejections, self._rejections = self._rejections, []
+            self._flushed.set()
+            self._sent_epoch = plan.epoch
+            await self._context.write(
+                service_pb2.SteerResponse(
+                    plan=converters.plan_to_proto(plan) if news else None, rejections=rejections
+                )
+            )
 
     async def _read(self, request: service_pb2.SteerRequest | None) -> None:
         session = self._session

@@ -31,6 +31,8 @@ _SILENT_LEASES: Final = 3.0
 _LEAST_SILENCE_SECONDS: Final = 3.0
 # A plan may come with a shorter lease than the one before it.
 _LONGEST_NAP_SECONDS: Final = 0.1
+# For what a sidecar that stops has sent before its stream's end.
+_LAST_WORDS_SECONDS: Final = 0.5
 _REFUSALS: Final = frozenset(
     {
         grpc.StatusCode.INVALID_ARGUMENT,
@@ -164,6 +166,9 @@ class _Session:
         tasks = [asyncio.create_task(part()) for part in (self._read, self._write, self._watch)]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if tasks[1] in done:
+                # A write notices the end before what came before it has been read: the last plan.
+                await asyncio.wait({tasks[0]}, timeout=_LAST_WORDS_SECONDS)
         finally:
             for task in tasks:
                 task.cancel()

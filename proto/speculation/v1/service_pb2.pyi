@@ -228,20 +228,88 @@ class ListEnginesResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ENGINES_FIELD_NUMBER: _builtins.int
+    SIDECAR_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineStatus]: ...
+    @_builtins.property
+    def sidecar(self) -> Global___SidecarStatus: ...
     def __init__(
         self,
         *,
         engines: _abc.Iterable[Global___EngineStatus] | None = ...,
+        sidecar: Global___SidecarStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sidecar", b"sidecar"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "sidecar", b"sidecar"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListEnginesResponse: _TypeAlias = ListEnginesResponse  # noqa: Y015
+
+@_typing.final
+class SidecarStatus(_message.Message):
+    """The sidecar itself."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    STARTED_AT_UNIX_SECONDS_FIELD_NUMBER: _builtins.int
+    NOW_UNIX_SECONDS_FIELD_NUMBER: _builtins.int
+    UPTIME_SECONDS_FIELD_NUMBER: _builtins.int
+    SERVICES_FIELD_NUMBER: _builtins.int
+    version: _builtins.str
+    started_at_unix_seconds: _builtins.float
+    """Wall clock at its start and now, Unix seconds, and what its monotonic clock says lies between:
+    where they differ, the wall clock was set.
+    """
+    now_unix_seconds: _builtins.float
+    uptime_seconds: _builtins.float
+    @_builtins.property
+    def services(self) -> _containers.RepeatedCompositeFieldContainer[Global___ServiceHealth]: ...
+    def __init__(
+        self,
+        *,
+        version: _builtins.str = ...,
+        started_at_unix_seconds: _builtins.float = ...,
+        now_unix_seconds: _builtins.float = ...,
+        uptime_seconds: _builtins.float = ...,
+        services: _abc.Iterable[Global___ServiceHealth] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["now_unix_seconds", b"now_unix_seconds", "services", b"services", "started_at_unix_seconds", b"started_at_unix_seconds", "uptime_seconds", b"uptime_seconds", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SidecarStatus: _TypeAlias = SidecarStatus  # noqa: Y015
+
+@_typing.final
+class ServiceHealth(_message.Message):
+    """What grpc.health.v1 says of a service, and why."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SERVICE_FIELD_NUMBER: _builtins.int
+    SERVING_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    service: _builtins.str
+    serving: _builtins.bool
+    detail: _builtins.str
+    def __init__(
+        self,
+        *,
+        service: _builtins.str = ...,
+        serving: _builtins.bool = ...,
+        detail: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "service", b"service", "serving", b"serving"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ServiceHealth: _TypeAlias = ServiceHealth  # noqa: Y015
 
 @_typing.final
 class EngineStatus(_message.Message):
@@ -255,12 +323,24 @@ class EngineStatus(_message.Message):
     DROPPED_REPORTS_FIELD_NUMBER: _builtins.int
     LAST_REPORT_FIELD_NUMBER: _builtins.int
     SECONDS_SINCE_LAST_REPORT_FIELD_NUMBER: _builtins.int
+    COSTS_FIELD_NUMBER: _builtins.int
+    NO_PROFILE_FIELD_NUMBER: _builtins.int
+    STEERING_FIELD_NUMBER: _builtins.int
+    UNSTEERED_STEPS_FIELD_NUMBER: _builtins.int
     profile_id: _builtins.str
     """Digest of the profile in use, empty when costs come from the prior."""
     reports: _builtins.int
     rejected_reports: _builtins.int
     dropped_reports: _builtins.int
     seconds_since_last_report: _builtins.float
+    costs: _builtins.str
+    """Where its costs come from: "profile", "roofline" or "generic"."""
+    no_profile: _builtins.str
+    """Why no profile is in use; empty where one is."""
+    steering: _builtins.bool
+    """Its Steer stream is open."""
+    unsteered_steps: _builtins.int
+    """Steps that it reported to have run without a valid lease."""
     @_builtins.property
     def engine(self) -> _engine_pb2.EngineSpec: ...
     @_builtins.property
@@ -278,10 +358,14 @@ class EngineStatus(_message.Message):
         dropped_reports: _builtins.int = ...,
         last_report: _engine_pb2.StepReport | None = ...,
         seconds_since_last_report: _builtins.float = ...,
+        costs: _builtins.str = ...,
+        no_profile: _builtins.str = ...,
+        steering: _builtins.bool = ...,
+        unsteered_steps: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "last_report", b"last_report", "plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped_reports", b"dropped_reports", "engine", b"engine", "last_report", b"last_report", "plan", b"plan", "profile_id", b"profile_id", "rejected_reports", b"rejected_reports", "reports", b"reports", "seconds_since_last_report", b"seconds_since_last_report"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["costs", b"costs", "dropped_reports", b"dropped_reports", "engine", b"engine", "last_report", b"last_report", "no_profile", b"no_profile", "plan", b"plan", "profile_id", b"profile_id", "rejected_reports", b"rejected_reports", "reports", b"reports", "seconds_since_last_report", b"seconds_since_last_report", "steering", b"steering", "unsteered_steps", b"unsteered_steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -431,6 +515,7 @@ class ExplainResponse(_message.Message):
     WARM_START_FIELD_NUMBER: _builtins.int
     UPDATES_FIELD_NUMBER: _builtins.int
     TRAINING_FIELD_NUMBER: _builtins.int
+    SERVICES_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     batch_size: _builtins.int
     profile_id: _builtins.str
@@ -482,6 +567,10 @@ class ExplainResponse(_message.Message):
     def training(self) -> Global___TrainingExplanation:
         """The training of the drafter beside the engine; absent where the engine cannot."""
 
+    @_builtins.property
+    def services(self) -> _containers.RepeatedCompositeFieldContainer[Global___ServiceHealth]:
+        """What grpc.health.v1 says of the sidecar's services, and why."""
+
     def __init__(
         self,
         *,
@@ -510,10 +599,11 @@ class ExplainResponse(_message.Message):
         warm_start: _builtins.str = ...,
         updates: Global___UpdatesExplanation | None = ...,
         training: Global___TrainingExplanation | None = ...,
+        services: _abc.Iterable[Global___ServiceHealth] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_limits", b"_limits", "_training", b"_training", "_updates", b"_updates", "limits", b"limits", "plan", b"plan", "store", b"store", "training", b"training", "updates", b"updates"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_limits", b"_limits", "_training", b"_training", "_updates", b"_updates", "arms", b"arms", "batch_size", b"batch_size", "cost_outliers", b"cost_outliers", "engine_id", b"engine_id", "kv_tokens_per_sequence", b"kv_tokens_per_sequence", "limits", b"limits", "margin", b"margin", "overrides", b"overrides", "plan", b"plan", "policy", b"policy", "positions", b"positions", "prior", b"prior", "probe_credit_seconds", b"probe_credit_seconds", "probe_lost_seconds", b"probe_lost_seconds", "probe_share", b"probe_share", "probes", b"probes", "profile_id", b"profile_id", "runner_up_drafter", b"runner_up_drafter", "runner_up_gamma", b"runner_up_gamma", "shifts", b"shifts", "store", b"store", "switches", b"switches", "training", b"training", "updates", b"updates", "warm_start", b"warm_start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_limits", b"_limits", "_training", b"_training", "_updates", b"_updates", "arms", b"arms", "batch_size", b"batch_size", "cost_outliers", b"cost_outliers", "engine_id", b"engine_id", "kv_tokens_per_sequence", b"kv_tokens_per_sequence", "limits", b"limits", "margin", b"margin", "overrides", b"overrides", "plan", b"plan", "policy", b"policy", "positions", b"positions", "prior", b"prior", "probe_credit_seconds", b"probe_credit_seconds", "probe_lost_seconds", b"probe_lost_seconds", "probe_share", b"probe_share", "probes", b"probes", "profile_id", b"profile_id", "runner_up_drafter", b"runner_up_drafter", "runner_up_gamma", b"runner_up_gamma", "services", b"services", "shifts", b"shifts", "store", b"store", "switches", b"switches", "training", b"training", "updates", b"updates", "warm_start", b"warm_start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__limits: _TypeAlias = _typing.Literal["limits"]  # noqa: Y015
     _WhichOneofArgType__limits: _TypeAlias = _typing.Literal["_limits", b"_limits"]  # noqa: Y015

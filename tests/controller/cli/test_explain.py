@@ -5,6 +5,7 @@ import grpc
 import pytest
 
 import controller as package
+from controller.exit_codes import Exit
 from speculation.v1 import service_pb2, service_pb2_grpc
 from tests.controller.cli.sidecar_process import SidecarProcess, controller, sidecar_process
 from tests.controller.service.harness import (
@@ -88,7 +89,7 @@ def test_an_engine_that_is_not_there_is_named(sidecar: SidecarProcess):
 
 def test_no_sidecar_is_said_in_words(tmp_path: Path):
     result = controller("engines", "--address", f"unix:{tmp_path}/nobody.sock")
-    assert result.returncode == 1
+    assert result.returncode == Exit.NO_SIDECAR
     assert "is `controller serve` running there?" in result.stderr
     assert "Traceback" not in result.stderr
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from controller.exit_codes import Exit
 from speculation.v1 import service_pb2, service_pb2_grpc
 from tests.controller.cli.sidecar_process import (
     CONTROLLER,
@@ -160,7 +161,7 @@ def test_watching_shows_changes_as_they_come(sidecar: SidecarProcess):
 
 def test_no_sidecar_is_said_in_words(tmp_path: Path):
     result = controller("override", "list", "--address", f"unix:{tmp_path}/nobody.sock")
-    assert result.returncode == 1
+    assert result.returncode == Exit.NO_SIDECAR
     assert "is `controller serve` running there?" in result.stderr
 
 

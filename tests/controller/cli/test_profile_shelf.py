@@ -80,22 +80,22 @@ def test_a_difference_is_shown_and_named(tmp_path: Path):
     assert different.returncode == 3
     assert "device: '' in" in different.stdout
     refused = controller("profile", "merge", str(one), str(other), "--output", "x.json")
-    assert refused.returncode == 1
+    assert refused.returncode == 2
     assert "device" in refused.stderr
 
 
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (["push", "nowhere.json"], 1, "No such file"),
-        (["show", "nowhere.json"], 1, "No such file"),
+        (["push", "nowhere.json"], 2, "No such file"),
+        (["show", "nowhere.json"], 2, "No such file"),
         (["show", "0123456789abcdef"], 1, "is on the shelf"),
         (["pull", "0123456789abcdef"], 1, "is on the shelf"),
         (["pull"], 2, "name a profile"),
         (["pull", "x", "--engine", "y"], 2, "name a profile"),
         (["pull", "--engine", "nobody"], 1, "no engine 'nobody'"),
-        (["push", "BROKEN"], 1, "is no profile"),
-        (["merge", "BROKEN", "--output", "x"], 1, "is no profile"),
+        (["push", "BROKEN"], 2, "is no profile"),
+        (["merge", "BROKEN", "--output", "x"], 2, "is no profile"),
     ],
 )
 def test_what_cannot_be_is_said_in_a_line(

@@ -5,6 +5,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from controller.exit_codes import Exit
 from engine_shim.stage.ports import free_port
 from speculation.v1 import service_pb2, service_pb2_grpc
 from tests.controller.cli.sidecar_process import controller, sidecar_process
@@ -74,7 +75,7 @@ def test_the_socket_of_a_killed_sidecar_is_taken_over(tmp_path: Path):
 def test_a_second_sidecar_on_the_socket_says_who_is_in_the_way(tmp_path: Path):
     with sidecar_process(tmp_path) as sidecar:
         second = controller("serve", "--address", sidecar.address, "--metrics-port", "0")
-        assert second.returncode == 1
+        assert second.returncode == Exit.TAKEN
         assert "another sidecar is serving on" in second.stderr
         assert "Traceback" not in second.stderr
         assert sidecar.stop()[0] == 0
@@ -101,7 +102,7 @@ def test_a_broken_profile_refuses_the_start_with_file_and_reason(tmp_path: Path)
     result = controller(
         "serve", "--address", f"unix:{tmp_path}/s", "--metrics-port", "0", "--profile", str(path)
     )
-    assert result.returncode == 1
+    assert result.returncode == Exit.BAD_FILE
     assert f"profile {path}: format is 'something else'" in result.stderr
     assert "Traceback" not in result.stderr
 
@@ -119,7 +120,7 @@ def test_settings_that_cannot_be_end_with_their_own_exit_code(
     arguments: tuple[str, ...], environment: dict[str, str], text: str
 ):
     result = controller("serve", *arguments, environment=environment)
-    assert result.returncode == 2
+    assert result.returncode == Exit.USAGE
     assert text in result.stderr
     assert "Traceback" not in result.stderr
 
@@ -130,5 +131,5 @@ def test_a_metrics_port_in_use_refuses_the_start(tmp_path: Path):
         second = controller(
             "serve", "--address", f"unix:{tmp_path}/other", "--metrics-port", str(port)
         )
-    assert second.returncode == 1
+    assert second.returncode == Exit.TAKEN
     assert f"/metrics cannot be served on 127.0.0.1:{port}" in second.stderr

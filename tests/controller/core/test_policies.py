@@ -100,7 +100,7 @@ def test_every_policy_that_can_be_set_can_be_made():
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_policy_comes_from_the_environment_and_steers(policy, monkeypatch):
     monkeypatch.setenv("CONTROLLER_PLANNER__POLICY", policy)
-    engine = make(settings=Settings().planner)
+    engine = make(settings=Settings.load().planner)
     engine.run(600, 4, [0.8] * 8)
     assert {arm.gamma for arm in engine.arms_run[300:]} & {3, 5, 7}
     explanation = engine.controller.explain()

@@ -12,7 +12,8 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 )
 
 from controller.service.profile_library import ProfileFileError
-from controller.service.server import SERVICES, Sidecar, StartRefusedError
+from controller.service.readiness import SERVICES
+from controller.service.server import Sidecar, StartRefusedError
 from controller.service.unix_socket import SocketTakenError
 from controller.settings import Settings
 from engine_shim.stage.ports import free_port
@@ -39,7 +40,7 @@ def settings(directory: Path, **changes: object) -> Settings:
 
 @pytest.mark.parametrize("service", ["", *SERVICES])
 async def test_each_service_reports_its_health(tmp_path: Path, service: str):
-    async with serving(tmp_path) as running:
+    async with serving(tmp_path, ready_with="guess") as running:
         health = health_stub(running.channel)
         answer = await soon(health.Check(health_pb2.HealthCheckRequest(service=service)))
     assert answer.status == SERVING

@@ -1,0 +1,107 @@
+"""`controller config`: what a sidecar would run with, and where each value comes from."""
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from controller.cli.connection import print_wide
+from controller.cli.serve import flags_of, serve
+from controller.exit_codes import Exit
+
+if TYPE_CHECKING:
+    from controller.settings import Settings
+    from controller.settings_sources import Sources
+
+# Options that are not ours are those of `controller serve`.
+CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+def config(
+    context: typer.Context,
+    json: Annotated[bool, typer.Option("--json", help="JSON, for programs.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Print nothing; the exit code says it.")
+    ] = False,
+) -> None:
+    """Prints every setting: its value, where it comes from, and whether SIGHUP puts it into use.
+
+    Takes every option of `controller serve`, --config FILE above all, and reads the environment as
+    it does.  Secrets are masked.  A profile or certificate that a setting names is not looked at.
+
+    Exit codes: 0 `controller serve` would take these settings, 2 it would refuse them.
+    """
+    from controller.settings import Settings, SettingsError
+
+    flags, file = flags_of(_serve_params(context.args))
+    try:
+        settings, sources = Settings.read(flags, file)
+    except SettingsError as error:
+        typer.echo(f"controller config: {error}", err=True)
+        raise typer.Exit(Exit.USAGE) from error
+    if check:
+        return
+    if json:
+        _print_json(settings, sources)
+    else:
+        _print_table(settings, sources)
+
+
+def _serve_params(arguments: list[str]) -> dict[str, Any]:
+    """What `controller serve` makes of a command line.  Ends with its usage error if it does."""
+    app = typer.Typer()
+    app.command()(serve)
+    command = typer.main.get_command(app)
+    return command.make_context("controller config", list(arguments)).params
+
+
+def _print_table(settings: "Settings", sources: "Sources") -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from controller.settings import keys
+
+    table = Table("setting", "value", "from", "reloads")
+    for key in keys():
+        reloads = "SIGHUP" if _reloads(key) else "restart"
+        value = _value(settings, key)
+        shown = ":".join(value) if isinstance(value, list) else "-" if value is None else str(value)
+        table.add_row(*map(Text, (key, shown, str(sources.origin(key)), reloads)))
+    print_wide(table)
+
+
+def _print_json(settings: "Settings", sources: "Sources") -> None:
+    import json
+
+    from controller.settings import keys
+
+    rows = []
+    for key in keys():
+        origin = sources.origin(key)
+        rows.append(
+            {
+                "key": key,
+                "value": _value(settings, key),
+                "source": origin.kind,
+                "name": origin.name,
+                "reloads": _reloads(key),
+            }
+        )
+    print(json.dumps(rows, indent=2))
+
+
+def _reloads(key: str) -> bool:
+    from controller.settings import RELOADED
+
+    return key.partition(".")[0] in RELOADED
+
+
+def _value(settings: "Settings", key: str) -> Any:
+    """As JSON has it; secrets masked, which is how pydantic writes them."""
+    value: Any = settings
+    for name in key.split("."):
+        value = getattr(value, name)
+    if isinstance(value, tuple):
+        return [str(part) for part in value]
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    return str(value)

@@ -1,0 +1,63 @@
+"""The rows of a plan, made from what was chosen for each batch bucket."""
+
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
+
+from controller.core.types import Arm, EngineSpec, PlanRow, Probe, Reason
+
+
+def row_of(spec: EngineSpec, size: int, arm: Arm, reason: Reason, probe: Probe | None) -> PlanRow:
+    """One row; its drafter sleeps where that arm, or the probe's, lets it."""
+    asleep = _sleeps(spec, arm) or (probe is not None and _sleeps(spec, probe.arm))
+    return PlanRow(size, arm, reason, probe, asleep)
+
+
+def rows_of(
+    spec: EngineSpec,
+    upper: Sequence[int],
+    chosen: Sequence[Arm],
+    reasons: Sequence[Reason],
+    probing: tuple[int, Probe] | None,
+    kept: Sequence[PlanRow],
+) -> tuple[PlanRow, ...]:
+    """upper: largest batch of each bucket.  probing: (bucket, probe).
+
+    kept: rows of the plan before, which are used again where nothing has changed.
+    """
+    rows = []
+    for j, (size, arm, reason) in enumerate(zip(upper, chosen, reasons, strict=True)):
+        probe = probing[1] if probing and probing[0] == j else None
+        row = kept[j] if j < len(kept) else None
+        if row is None or (
+            row.arm is not arm
+            or row.reason is not reason
+            or row.probe is not probe
+            or row.max_batch_size != size
+        ):
+            row = row_of(spec, size, arm, reason, probe)
+        rows.append(row)
+    return tuple(rows)
+
+
+def forced_rows(
+    spec: EngineSpec, upper: Iterable[int], arms: Sequence[Arm], forced: Arm
+) -> tuple[PlanRow, ...]:
+    """The forced arm everywhere, or the shortest where it cannot run."""
+    rows = []
+    for size in upper:
+        able = [arm for arm in arms if spec.can_run(arm, size)]
+        arm = forced if forced in able else min(able, key=attrgetter("gamma"))
+        rows.append(row_of(spec, size, arm, Reason.PROFILING, None))
+    return tuple(rows)
+
+
+def without_probes(spec: EngineSpec, rows: Iterable[PlanRow]) -> tuple[PlanRow, ...]:
+    """The same choices with nothing tried beside them."""
+    return tuple(
+        row if row.probe is None else row_of(spec, row.max_batch_size, row.arm, row.reason, None)
+        for row in rows
+    )
+
+
+def _sleeps(spec: EngineSpec, arm: Arm) -> bool:
+    return arm.gamma == 0 and spec.capabilities.can_sleep

@@ -1,0 +1,22 @@
+"""What every `controller` command ends with."""
+
+from enum import IntEnum
+
+
+class Exit(IntEnum):
+    """The one table; docs/lifecycle.md explains it.
+
+    After a signal that a command does not end cleanly on: 128 + its number.
+    """
+
+    DONE = 0  # done; `serve`: asked to stop, and stopped cleanly
+    FAILED = 1  # refused, or anything else; `doctor`: a check failed
+    USAGE = 2  # an option, a setting, the settings file, an input file
+    MISMATCH = 3  # a profile of another engine
+    NO_SIDECAR = 4  # no sidecar answers
+    NO_ENGINE = 5  # the engine's HTTP API does not answer
+    NOT_INTRODUCED = 6  # the engine is not known to the sidecar, or several are
+    BROKE_OFF = 7  # a measurement that came to nothing
+    TAKEN = 8  # a socket or port is in use, or cannot be bound
+    BAD_FILE = 9  # a file that a setting names cannot be used: profile, access list, certificate
+    NO_STORE = 10  # the state directory or the store behind the overrides cannot be used

@@ -1,0 +1,96 @@
+"""SIGHUP: the settings are read again, and what can change while the sidecar serves does.
+
+All or nothing: settings or profile files that cannot be used leave everything as it was, and a log
+line.  What needs a restart is named, and stays as it was.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+
+from controller.core.errors import SpeculationError
+from controller.core.profile import Profile
+from controller.service.policy import PolicyServicer
+from controller.service.profile_library import ProfileLibrary, mismatch
+from controller.service.readiness import Readiness
+from controller.service.sessions import SessionRegistry
+from controller.settings import RELOADED, Settings, keys
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """settings: to be used from now on.  changed, waiting: dotted keys; waiting: for a restart."""
+
+    settings: Settings
+    changed: tuple[str, ...]
+    waiting: tuple[str, ...]
+
+
+def difference(now: Settings, new: Settings) -> Difference:
+    """What new settings change while the sidecar serves, and what they cannot."""
+    differing = [key for key in keys() if _value(now, key) != _value(new, key)]
+    changed = tuple(key for key in differing if key.partition(".")[0] in RELOADED)
+    kept = {name: getattr(now, name) for name in Settings.model_fields if name not in RELOADED}
+    waiting = tuple(key for key in differing if key not in changed)
+    return Difference(new.model_copy(update=kept), changed, waiting)
+
+
+class Reloader:
+    """Hands new settings to the parts of a sidecar that can take them."""
+
+    def __init__(
+        self,
+        registry: SessionRegistry,
+        profiles: ProfileLibrary,
+        readiness: Readiness,
+        policy: PolicyServicer,
+    ) -> None:
+        self._registry = registry
+        self._profiles = profiles
+        self._readiness = readiness
+        self._policy = policy
+
+    async def reload(self, now: Settings, read: Callable[[], Settings]) -> Settings:
+        """The settings in use from now on; `now` where the new ones cannot be."""
+        try:
+            found = difference(now, await asyncio.to_thread(read))
+            profiles = await asyncio.to_thread(self._profiles.read, found.settings.profiles)
+        except SpeculationError as error:
+            _log.error("settings_not_reloaded", error=str(error), detail="all stay as they were")
+            return now
+        new = found.settings
+        logging.getLogger().setLevel(new.log_level.upper())
+        self._registry.max_engines = new.max_engines
+        self._registry.idle_seconds = new.session_idle_seconds
+        self._policy.default_seconds = new.override_default_seconds
+        self._policy.max_seconds = new.override_max_seconds
+        self._readiness.ready_with = new.ready_with
+        for session in self._registry:
+            session.use_settings(new.planner, new.training)
+        self._use(self._profiles.take(profiles))
+        _log.info("settings_reloaded", changed=list(found.changed))
+        if found.waiting:
+            _log.warning(
+                "settings_need_restart",
+                settings=list(found.waiting),
+                detail="they stay as they were until the sidecar starts again",
+            )
+        return new
+
+    def _use(self, profiles: list[Profile]) -> None:
+        for profile in profiles:
+            for session in self._registry:
+                if mismatch(profile, session.spec) is None:
+                    session.use_profile(profile)
+                    _log.info("profile_found", engine=session.engine_id, profile=profile.profile_id)
+
+
+def _value(settings: Settings, key: str) -> object:
+    name, _, constant = key.partition(".")
+    value = getattr(settings, name)
+    return getattr(value, constant) if constant else value

@@ -1,0 +1,120 @@
+"""The settings' YAML file: read with care, because people write it by hand.
+
+Plain YAML only: one mapping with one level of groups, no anchors, no tags, no key twice.  An error
+names the file, the line and the key, and never quotes a value: it may be a secret.
+"""
+
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from controller.core.errors import SpeculationError
+
+_MAX_BYTES = 64 * 1024
+# The document, its groups, their lists.
+_MAX_DEPTH = 4
+_MAX_KEY = 64
+
+
+class SettingsFileError(SpeculationError):
+    """A settings file that cannot be used; the message names file, line and key."""
+
+
+@dataclass(frozen=True, slots=True)
+class SettingsFile:
+    """What a file says.  values: as it is nested; lines: where each dotted key stands, from 1."""
+
+    path: Path
+    values: Mapping[str, Any]
+    lines: Mapping[str, int]
+
+
+def read_settings_file(path: Path) -> SettingsFile:
+    """Raises SettingsFileError.  An empty file says nothing, and is none the worse for it."""
+    text = _text(path)
+    try:
+        loader = _Loader(text)
+        try:
+            root = loader.get_single_node()
+            if root is None:
+                return SettingsFile(path, {}, {})
+            if not isinstance(root, yaml.MappingNode):
+                raise _fault(root, "the file is no mapping: `key: value` lines are needed")
+            lines = _lines(root)
+            values = loader.construct_document(root)
+        finally:
+            loader.dispose()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f", line {mark.line + 1}" if mark else ""
+        raise SettingsFileError(f"{path}{where}: {error.problem or error.context}") from error
+    except yaml.YAMLError as error:
+        raise SettingsFileError(f"{path}: no YAML text") from error
+    except ValueError as error:  # the date 2026-99-99, say
+        raise SettingsFileError(f"{path}: a value that cannot be read") from error
+    return SettingsFile(path, values, lines)
+
+
+def _text(path: Path) -> str:
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise SettingsFileError(f"{path}: no regular file")
+        with path.open("rb") as file:
+            content = file.read(_MAX_BYTES + 1)
+    except OSError as error:
+        raise SettingsFileError(f"{path}: {error.strerror}") from error
+    if len(content) > _MAX_BYTES:
+        raise SettingsFileError(f"{path}: more than {_MAX_BYTES // 1024} KiB are no settings")
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise SettingsFileError(f"{path}: not UTF-8 text") from error
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe, and without what a settings file needs no more than an attack does."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """Refuses aliases (they grow), and nesting without an end."""
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]  # the stubs leave it out
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
+            raise _fault(event, "anchors and aliases are not taken: write the value out")
+        if getattr(event, "tag", None) is not None:
+            raise _fault(event, "tags are not taken: write the plain value")
+        self._depth += 1
+        if self._depth > _MAX_DEPTH:
+            raise _fault(event, "nested too deep: there is one level of groups")
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self._depth -= 1
+
+
+def _lines(root: yaml.MappingNode, prefix: str = "") -> dict[str, int]:
+    """Line of every key, dotted.  Raises MarkedYAMLError for one that is none, or stands twice."""
+    lines: dict[str, int] = {}
+    for key, value in root.value:
+        name = key.value if isinstance(key, yaml.ScalarNode) else ""
+        plain = name.replace("_", "").replace("-", "").replace(".", "")
+        if not (plain.isalnum() and plain.isascii() and len(name) <= _MAX_KEY):
+            raise _fault(key, "a key that is no setting's name (a space after its colon?)")
+        dotted = f"{prefix}{name}"
+        if dotted in lines:
+            raise _fault(key, f"{dotted} stands twice, first in line {lines[dotted]}")
+        lines[dotted] = key.start_mark.line + 1
+        if isinstance(value, yaml.MappingNode):
+            lines |= _lines(value, f"{dotted}.")
+    return lines
+
+
+def _fault(where: Any, problem: str) -> yaml.MarkedYAMLError:
+    """where: a node or an event."""
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=where.start_mark)
