@@ -6,6 +6,7 @@ from controller.cli import (
     advise,
     config,
     convert,
+    doctor,
     explain,
     override,
     profile,
@@ -28,6 +29,7 @@ for _name, _command in profile_shelf.COMMANDS.items():
 app.command("engines")(explain.engines)
 app.command("explain")(explain.explain)
 app.add_typer(override.override, name="override")
+app.command("doctor")(doctor.doctor)
 app.command("simulate")(simulate.simulate)
 app.command("convert")(convert.convert)
 app.command("advise")(advise.advise)

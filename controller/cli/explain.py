@@ -1,5 +1,6 @@
 """`controller engines` and `controller explain`: what a running sidecar knows, as tables."""
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -25,10 +26,11 @@ def engines(address: Address = DEFAULT_ADDRESS) -> None:
         answer = service_pb2_grpc.InspectionServiceStub(channel).ListEngines(
             service_pb2.ListEnginesRequest(), timeout=_ANSWER_SECONDS_MAX
         )
-    if not answer.engines:
+    if answer.engines:
+        _print_engines(answer)
+    else:
         print("no engine has introduced itself")
-        return
-    _print_engines(answer)
+    print(_health_text(answer.sidecar.services), end="")
 
 
 def explain(
@@ -222,10 +224,19 @@ def _in_words(answer: "service_pb2.ExplainResponse") -> str:
         f"costs: {costs}; context {answer.kv_tokens_per_sequence:.0f} tokens a sequence; "
         f"{answer.cost_outliers} step times left out as outliers\n"
         f"{second}; {answer.switches} switches, {answer.shifts} shifts of traffic\n"
-        f"{warm}{_overrides_text(answer)}"
+        f"{warm}{_overrides_text(answer)}{_health_text(answer.services)}"
         f"probing has cost {answer.probe_share:.2%} of step time: {answer.probes} probes, "
         f"{answer.probe_lost_seconds:.2f} s lost, {answer.probe_credit_seconds:.3f} s to spend"
         f"{policy}"
+    )
+
+
+def _health_text(services: "Iterable[service_pb2.ServiceHealth]") -> str:
+    """The services that are NOT_SERVING, and why."""
+    return "".join(
+        f"{it.service or 'the sidecar'} is NOT_SERVING: {it.detail}\n"
+        for it in services
+        if not it.serving
     )
 
 

@@ -117,9 +117,8 @@ class Readiness:
             more = f" and {len(short) - _NAMED} more" if len(short) > _NAMED else ""
             first = short[0]
             return (
-                f"engine {named}{more}: costs are a {first.core.cost.prior} prior; "
-                f"{self._profiles.why_none(first.spec)} (`controller profile` measures one; "
-                f"the setting ready_with, now {self.ready_with}, can declare the prior good enough)"
+                f"engine {named}{more}: costs are a {first.core.cost.prior} prior, and ready_with "
+                f"asks for a {self.ready_with}; {self._profiles.why_none(first.spec)}"
             )
         if least and not len(self._registry) and not len(self._profiles):
             return "no engine has introduced itself, and no profile is loaded"

@@ -1,0 +1,85 @@
+"""`controller doctor`: checks a pod from inside, and says what to fix."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from controller.exit_codes import Exit
+
+if TYPE_CHECKING:
+    from controller.doctor import Finding, Request
+
+
+def doctor(
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="CONTROLLER_CONFIG", help="YAML file of settings, as for `controller serve`."
+        ),
+    ] = None,
+    address: Annotated[
+        str,
+        typer.Option(
+            help="Where the sidecar serves: unix:PATH or HOST:PORT.",
+            show_default="as the settings say",
+        ),
+    ] = "",
+    engine_url: Annotated[
+        str, typer.Option(help='The engine\'s HTTP API; "": it is not asked.')
+    ] = "http://127.0.0.1:30000",
+    api_key: Annotated[
+        str, typer.Option(envvar="ENGINE_API_KEY", help="The engine's API key, if it has one.")
+    ] = "",
+    json: Annotated[bool, typer.Option("--json", help="JSON, for programs.")] = False,
+) -> None:
+    """Looks at everything between engine and sidecar: ok, warn or fail, and one line of what to do.
+
+    Settings, socket, sidecar, versions, engines and their reports, profile, store, clocks, the
+    engine's HTTP API and plugin, state directory, disk, health port.  Nothing is changed.
+
+    Exit codes: 0 nothing failed, 1 something did.
+    """
+    import os
+
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+    from controller.doctor import Level, Request
+
+    findings = _findings(Request(config, address, engine_url, api_key), shown=not json)
+    if json:
+        _print_json(findings)
+    if any(finding.level is Level.FAIL for finding in findings):
+        raise typer.Exit(Exit.FAILED)
+
+
+def _findings(request: "Request", *, shown: bool) -> "list[Finding]":
+    import asyncio
+
+    from controller.doctor import diagnose
+
+    async def run() -> "list[Finding]":
+        findings = []
+        async for finding in diagnose(request):
+            findings.append(finding)
+            if shown:
+                _print(finding)
+        return findings
+
+    return asyncio.run(run())
+
+
+def _print(finding: "Finding") -> None:
+    print(f"{finding.level.value:5}{finding.check}: {finding.found}")
+    if finding.fix:
+        print(f"     -> {finding.fix}")
+
+
+def _print_json(findings: "list[Finding]") -> None:
+    import json
+
+    rows = [
+        {"check": it.check, "level": it.level.value, "found": it.found, "fix": it.fix}
+        for it in findings
+    ]
+    print(json.dumps(rows, indent=2))

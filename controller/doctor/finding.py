@@ -1,0 +1,37 @@
+"""What a check found."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Level(Enum):
+    """WARN: it works, but not as well as it could, or not for long."""
+
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """check: a short name.  found: what there is.  fix: one line of what to do, "" when OK."""
+
+    check: str
+    level: Level
+    found: str
+    fix: str = ""
+
+
+def ok(check: str, found: str) -> Finding:
+    """Nothing to do."""
+    return Finding(check, Level.OK, found)
+
+
+def warn(check: str, found: str, fix: str) -> Finding:
+    """Something to look at."""
+    return Finding(check, Level.WARN, found, fix)
+
+
+def fail(check: str, found: str, fix: str) -> Finding:
+    """Something to mend."""
+    return Finding(check, Level.FAIL, found, fix)

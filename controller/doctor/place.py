@@ -1,0 +1,100 @@
+"""What can be seen without asking anybody: the socket, the state directory, its disk."""
+
+import errno
+import os
+import shutil
+import socket
+import stat
+import tempfile
+from pathlib import Path
+
+from controller.doctor.finding import Finding, fail, ok, warn
+
+_CONNECT_SECONDS = 2.0
+_DISK_FAIL_BYTES = 16 * 1024 * 1024
+_DISK_WARN_BYTES = 256 * 1024 * 1024
+
+
+def check_socket(path: Path) -> Finding:
+    """There, a socket, and somebody behind it."""
+    try:
+        found = path.stat()
+    except PermissionError:
+        return fail("socket", f"{path}: uid {os.getuid()} may not look into its directory", _WHO)
+    except OSError:
+        return _missing(path)
+    if not stat.S_ISSOCK(found.st_mode):
+        return fail("socket", f"{path} is no socket", "remove it, and start the sidecar again")
+    owner = f"mode {stat.S_IMODE(found.st_mode):o}, uid {found.st_uid}, gid {found.st_gid}"
+    with socket.socket(socket.AF_UNIX) as caller:
+        caller.settimeout(_CONNECT_SECONDS)
+        try:
+            caller.connect(str(path))
+        except OSError as error:
+            return _unreachable(path, owner, error)
+    if found.st_mode & stat.S_IWOTH:
+        return warn(
+            "socket", f"{path}: {owner}: anyone may steer the engine", "chmod 660, or restart it"
+        )
+    return ok("socket", f"{path}: {owner}, answers")
+
+
+_WHO = "run as the sidecar's user, or in its group (fsGroup in a pod)"
+
+
+def _missing(path: Path) -> Finding:
+    if not path.parent.is_dir():
+        return fail(
+            "socket",
+            f"{path.parent} is not here",
+            "mount one volume there in the engine's and in the sidecar's container",
+        )
+    return fail(
+        "socket",
+        f"there is no {path}",
+        "start `controller serve`, or say where it serves with --address",
+    )
+
+
+def _unreachable(path: Path, owner: str, error: OSError) -> Finding:
+    if error.errno in {errno.EACCES, errno.EPERM}:
+        return fail("socket", f"{path}: {owner}: uid {os.getuid()} may not open it", _WHO)
+    if error.errno == errno.ECONNREFUSED:
+        return fail(
+            "socket",
+            f"{path} was left behind by a sidecar that is gone",
+            "start `controller serve`: it takes the path over",
+        )
+    return fail("socket", f"{path}: {error.strerror or error}", "see whether the sidecar hangs")
+
+
+def check_state(directory: Path) -> list[Finding]:
+    """Can be written, and has room."""
+    if not directory.is_dir():
+        return [
+            fail(
+                "state directory",
+                f"there is no {directory}",
+                "start the sidecar, which makes it, or name another with state_directory",
+            )
+        ]
+    try:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            file.write(b"doctor")
+            file.flush()
+    except OSError as error:
+        fix = "make room there" if error.errno == errno.ENOSPC else _WRITABLE
+        return [fail("state directory", f"{directory} cannot be written: {error.strerror}", fix)]
+    return [ok("state directory", f"{directory} can be written"), _disk(directory)]
+
+
+_WRITABLE = "mount it writable, for the sidecar's user, or name another with state_directory"
+
+
+def _disk(directory: Path) -> Finding:
+    free = shutil.disk_usage(directory).free
+    said = f"{free / 1024**2:.0f} MiB free at {directory}"
+    fix = "make room: overrides, audit and training states are written there"
+    if free < _DISK_FAIL_BYTES:
+        return fail("disk", said, fix)
+    return warn("disk", said, fix) if free < _DISK_WARN_BYTES else ok("disk", said)

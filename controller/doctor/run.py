@@ -1,0 +1,62 @@
+"""All checks, in the order in which one thing needs the other."""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import grpc.aio
+
+from controller.doctor import neighbours, place, sidecar
+from controller.doctor.finding import Finding, fail, ok
+from controller.settings import DEFAULT_ADDRESS, Settings, SettingsError
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """config: the settings' file.  address: of the sidecar; "": as the settings say.
+
+    engine_url: of the engine's HTTP API; "": it is not asked.
+    """
+
+    config: Path | None = None
+    address: str = ""
+    engine_url: str = ""
+    api_key: str = ""
+
+
+async def diagnose(request: Request) -> AsyncIterator[Finding]:
+    """Every finding, as it is made."""
+    settings = None
+    try:
+        settings = Settings.load({}, request.config)
+        yield ok("settings", "can be used")
+    except SettingsError as error:
+        first, *others = str(error).splitlines()
+        more = f" (and {len(others)} more)" if others else ""
+        yield fail("settings", f"{first}{more}", "correct it; `controller config` shows them all")
+    address = request.address or (settings.address if settings else DEFAULT_ADDRESS)
+    if address.startswith("unix:"):
+        yield place.check_socket(Path(address.removeprefix("unix:").removeprefix("//")))
+    async with grpc.aio.insecure_channel(address) as channel:
+        try:
+            answers = await sidecar.ask(channel)
+        except grpc.aio.AioRpcError as error:
+            yield sidecar.check_silence(address, error)
+        else:
+            for finding in (
+                *sidecar.check_sidecar(answers),
+                *sidecar.check_engines(answers, address),
+            ):
+                yield finding
+    if request.engine_url:
+        for finding in await neighbours.check_engine_http(request.engine_url, request.api_key):
+            yield finding
+    if settings is None:
+        return
+    for finding in place.check_state(settings.state_path):
+        yield finding
+    if settings.redis_url is not None:
+        yield await neighbours.check_redis(settings)
+    if settings.health_port:
+        yield await neighbours.check_health_port(settings.health_port)

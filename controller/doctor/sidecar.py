@@ -1,0 +1,174 @@
+"""What the sidecar says when it is asked: is it SERVING, whom does it steer, by what."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+
+import controller
+from controller.doctor.finding import Finding, fail, ok, warn
+from speculation.v1 import policy_pb2, policy_pb2_grpc, service_pb2, service_pb2_grpc
+
+_ANSWER_SECONDS = 5.0
+# Wall clocks that are further apart make audits hard to read.
+_CLOCK_SECONDS = 2.0
+_STORE = "speculation.store"
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What was asked.  asked_at, answered_at: Unix seconds here."""
+
+    engines: service_pb2.ListEnginesResponse
+    overrides: policy_pb2.ListOverridesResponse
+    asked_at: float
+    answered_at: float
+
+
+async def ask(channel: grpc.aio.Channel) -> Answers:
+    """Raises grpc.aio.AioRpcError."""
+    asked_at = time.time()
+    engines = await service_pb2_grpc.InspectionServiceStub(channel).ListEngines(
+        service_pb2.ListEnginesRequest(), timeout=_ANSWER_SECONDS
+    )
+    answered_at = time.time()
+    overrides = await policy_pb2_grpc.PolicyServiceStub(channel).ListOverrides(
+        policy_pb2.ListOverridesRequest(), timeout=_ANSWER_SECONDS
+    )
+    return Answers(engines, overrides, asked_at, answered_at)
+
+
+def check_silence(address: str, error: grpc.aio.AioRpcError) -> Finding:
+    """Why there is no answer."""
+    if error.code() in {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED}:
+        return fail(
+            "sidecar", f"{address}: {error.details()}", "ask on the unix socket, or with a token"
+        )
+    if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+        return fail("sidecar", f"{address}: no sidecar, or another version", "see what runs there")
+    return fail(
+        "sidecar",
+        f"{address} does not answer: {error.code().name}",
+        "see the sidecar's log, and whether `controller serve` runs",
+    )
+
+
+def check_sidecar(answers: Answers) -> Iterator[Finding]:
+    """Health, version, clock and store."""
+    sidecar = answers.engines.sidecar
+    for service in sidecar.services:
+        if not service.serving and service.service != _STORE:
+            name = service.service or "the sidecar"
+            yield fail("sidecar", f"{name} is NOT_SERVING: {service.detail}", _fix(service.service))
+    if all(service.serving for service in sidecar.services if service.service != _STORE):
+        yield ok("sidecar", f"SERVING for {sidecar.uptime_seconds:.0f} s")
+    yield _version(sidecar.version)
+    yield _clock(answers)
+    yield _store(answers.overrides.store)
+
+
+def check_engines(answers: Answers, address: str) -> Iterator[Finding]:
+    """Each engine: introduced, steered, reporting, by which version, priced by what."""
+    if not answers.engines.engines:
+        yield fail(
+            "engine",
+            "no engine has introduced itself",
+            f"set SPECULATION_SIDECAR={address} in the engine's container; its log says the rest",
+        )
+    for engine in answers.engines.engines:
+        yield _engine(engine)
+        yield _shim(engine, answers.engines.sidecar.version)
+        yield _profile(engine)
+
+
+def _fix(service: str) -> str:
+    if service.endswith("SpeculationService"):
+        return "measure a profile (controller profile), or declare a prior enough (ready_with)"
+    return "wait for its start to end, or see its log"
+
+
+def _version(version: str) -> Finding:
+    ours = controller.__version__
+    if version != ours:
+        return warn(
+            "version", f"the sidecar is {version or 'older'}, this command {ours}", "use one image"
+        )
+    return ok("version", version)
+
+
+def _clock(answers: Answers) -> Finding:
+    sidecar = answers.engines.sidecar
+    jump = sidecar.now_unix_seconds - sidecar.started_at_unix_seconds - sidecar.uptime_seconds
+    # Its clock was read some time between the question and the answer.
+    early = sidecar.now_unix_seconds - answers.asked_at
+    late = sidecar.now_unix_seconds - answers.answered_at
+    apart = early if early < 0 else max(late, 0.0)
+    if abs(apart) > _CLOCK_SECONDS:
+        return warn(
+            "clock",
+            f"the sidecar's clock is {apart:+.1f} s from the one here",
+            "set both by NTP: times in the audit do not fit together",
+        )
+    if abs(jump) > _CLOCK_SECONDS:
+        return warn(
+            "clock",
+            f"the wall clock was set by {jump:+.1f} s since the sidecar started",
+            "see what sets it; leases and overrides go by the monotonic clock and are right",
+        )
+    return ok("clock", f"set by {jump:+.1f} s since the sidecar started, {apart:+.1f} s from here")
+
+
+def _store(store: policy_pb2.StoreStatus) -> Finding:
+    if not store.ok:
+        return fail(
+            "store",
+            f"in trouble for {store.since_seconds:.0f} s: {store.detail}",
+            "mend it: overrides in force stay, new ones are refused",
+        )
+    return ok("store", store.detail or "can be read and written")
+
+
+def _engine(engine: service_pb2.EngineStatus) -> Finding:
+    name = f"engine {engine.engine.engine_id}"
+    if not engine.steering:
+        return fail(
+            name,
+            "introduced, but its stream is closed: it flies alone",
+            "see whether the engine still runs, and its agent's lines in its log",
+        )
+    if not engine.reports:
+        return warn(name, "no step was reported yet", "send it a request, then look again")
+    lost = f"{engine.rejected_reports} reports refused, {engine.dropped_reports} dropped"
+    if engine.rejected_reports:
+        return warn(name, lost, "see report_rejected in the sidecar's log: the versions may differ")
+    if engine.dropped_reports:
+        return warn(name, lost, "the agent gets too little processor time: give the pod more")
+    alone = f", {engine.unsteered_steps} without a lease" if engine.unsteered_steps else ""
+    return ok(
+        name,
+        f"{engine.reports} steps{alone}, the last {engine.seconds_since_last_report:.1f} s ago",
+    )
+
+
+def _shim(engine: service_pb2.EngineStatus, ours: str) -> Finding:
+    name, theirs = f"shim of {engine.engine.engine_id}", engine.engine.fingerprint.shim_version
+    if theirs != ours:
+        return warn(
+            name,
+            f"version {theirs or '(not said)'}, the sidecar {ours or 'older'}",
+            "install the same version of speculation-controller in both images",
+        )
+    return ok(name, f"version {theirs}")
+
+
+def _profile(engine: service_pb2.EngineStatus) -> Finding:
+    name = f"profile of {engine.engine.engine_id}"
+    if engine.profile_id:
+        return ok(name, f"{engine.profile_id} matches")
+    return warn(
+        name,
+        f"costs are a {engine.costs} prior: {engine.no_profile}",
+        "measure one: controller profile --engine-url http://127.0.0.1:PORT",
+    )
