@@ -18,6 +18,7 @@ _MAX_BYTES = 64 * 1024
 # The document, its groups, their lists.
 _MAX_DEPTH = 4
 _MAX_KEY = 64
+_NULL = "tag:yaml.org,2002:null"
 
 
 class SettingsFileError(SpeculationError):
@@ -40,7 +41,7 @@ def read_settings_file(path: Path) -> SettingsFile:
         loader = _Loader(text)
         try:
             root = loader.get_single_node()
-            if root is None:
+            if root is None or root.tag == _NULL:
                 return SettingsFile(path, {}, {})
             if not isinstance(root, yaml.MappingNode):
                 raise _fault(root, "the file is no mapping: `key: value` lines are needed")
@@ -51,7 +52,8 @@ def read_settings_file(path: Path) -> SettingsFile:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f", line {mark.line + 1}" if mark else ""
-        raise SettingsFileError(f"{path}{where}: {error.problem or error.context}") from error
+        said = ", ".join(part for part in (error.context, error.problem) if part)
+        raise SettingsFileError(f"{path}{where}: {said}") from error
     except yaml.YAMLError as error:
         raise SettingsFileError(f"{path}: no YAML text") from error
     except ValueError as error:  # the date 2026-99-99, say

@@ -141,7 +141,8 @@ class _Session:
         self._epoch = 0
         self._lease_seconds = 1.0
         self._plan_at = monotonic()
-        self._sign_due = False
+        # The first message tells the sidecar whose stream it is: without one nothing comes on it.
+        self._sign_due = True
 
     def take_plan(self, plan: Plan) -> None:
         """Passes a plan on to the engine, unless it cannot be used there."""

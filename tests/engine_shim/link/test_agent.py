@@ -119,6 +119,12 @@ def test_an_idle_engine_keeps_its_lease_by_signs_of_life(sidecar, start_link):
     assert sidecar.reports == []
 
 
+def test_an_idle_engines_stream_says_at_once_whose_it_is(sidecar, start_link):
+    steered(start_link())  # its lease is a minute: no other sign is due
+    [request] = eventually(lambda: sidecar.requests)
+    assert (request.session_id, len(request.reports)) == ("session-1", 0)
+
+
 def test_a_lease_shorter_than_the_one_before_is_kept_too(sidecar, start_link):
     renewing(sidecar, gamma=5, lease_ms=1000)
     sidecar.first_plan = lambda: plan(1, 3, lease_ms=60_000)
