@@ -13,8 +13,8 @@ from engine_shim.stage.ports import free_port
 from tests.controller.service.harness import failure, serving, soon
 
 
-def servers(channel: grpc.aio.Channel) -> Any:
-    stub: Any = channelz_pb2_grpc.ChannelzStub(channel)
+def servers(channel: Any) -> Any:
+    stub = channelz_pb2_grpc.ChannelzStub(channel)
     return stub.GetServers(channelz_pb2.GetServersRequest())
 
 

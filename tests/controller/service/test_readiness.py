@@ -31,7 +31,8 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 async def status(channel: grpc.aio.Channel, service: str = STEERING) -> int:
     request = health_pb2.HealthCheckRequest(service=service)
-    return (await soon(health_stub(channel).Check(request))).status
+    answer: health_pb2.HealthCheckResponse = await soon(health_stub(channel).Check(request))
+    return answer.status
 
 
 async def becomes(running: Running, wanted: int) -> None:

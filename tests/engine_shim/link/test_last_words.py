@@ -3,6 +3,7 @@
 import asyncio
 import socket
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 
@@ -45,14 +46,8 @@ async def test_a_plan_that_came_before_the_end_is_taken_though_a_write_failed_fi
         engine.settimeout(10)
         log, buffer = QuietLog(), ReportBuffer(8)
         port = EnginePort(agent, buffer, log, 0.0)
-        session = _Session(
-            EndedCall(),
-            "session-1",
-            Translator(engine_spec()),
-            port,
-            buffer,
-            log,  # type: ignore[arg-type]
-        )
+        call: Any = EndedCall()
+        session = _Session(call, "session-1", Translator(engine_spec()), port, buffer, log)
         code, detail = await session.run()
         packet = packets.decode_plan(engine.recv(packets.MAX_PLAN_BYTES))
     assert (code, detail) == (grpc.StatusCode.UNAVAILABLE, "the sidecar is shutting down")
