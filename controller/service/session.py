@@ -7,10 +7,9 @@ Everything here runs on the server's event loop; nothing blocks.
 """
 
 import asyncio
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import structlog
 
@@ -18,7 +17,7 @@ from controller.core.clock import Clock
 from controller.core.engine_controller import EngineController
 from controller.core.errors import InvalidReportError, SpeculationError, UnknownArmError
 from controller.core.profile import Profile
-from controller.core.types import Arm, EngineSpec, Plan, Reason, StepReport
+from controller.core.types import Arm, EngineSpec, Plan, StepReport
 from controller.core.warm_start import Belief
 from controller.service.errors import (
     InvalidMeasurementError,
@@ -28,44 +27,13 @@ from controller.service.errors import (
     message_of,
     status_of,
 )
+from controller.service.tally import Tally
 from controller.service.unary import UnaryProbes
 
 # Reports that may wait for the client of a measurement: half a minute of a fast engine.
 _MEASURED_MAX = 10_000
 
 _log = structlog.get_logger(__name__)
-
-
-@dataclass(slots=True)
-class Tally:
-    """What an engine's session has seen; only ever grows (seconds and tokens since its start)."""
-
-    reports: int = 0
-    rejected: Counter[str] = field(default_factory=Counter)
-    dropped: int = 0
-    plans: Counter[Reason] = field(default_factory=Counter)
-    step_seconds: float = 0.0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-    generated_tokens: int = 0
-    unsteered: int = 0
-    eager: int = 0
-    updates: int = 0
-    rounds: Counter[str] = field(default_factory=Counter)
-
-    def count(self, report: StepReport) -> None:
-        """Adds one report that was used."""
-        accepted = 0
-        for k, sequences in enumerate(report.accepted_counts):
-            accepted += k * sequences
-        self.reports += 1
-        self.step_seconds += report.step_seconds
-        self.drafted_tokens += report.gamma * report.batch_size
-        self.accepted_tokens += accepted
-        self.generated_tokens += accepted + report.batch_size
-        self.unsteered += report.flags.unsteered
-        self.eager += report.flags.eager_fallback
-        self.updates += report.update_seconds > 0
 
 
 class Measurement:
@@ -157,7 +125,7 @@ class Session:
                 f"this engine introduced {sorted(self._drafters)}"
             )
         self.core.observe(report)
-        self.tally.count(report)
+        self.tally.count(report, self.last_report)
         self.last_report = report
         self.last_report_at = self._clock.now()
         if self.measurement is not None:
