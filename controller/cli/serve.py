@@ -100,3 +100,5 @@ def serve(
     except SpeculationError as error:
         typer.echo(f"controller serve: {error}", err=True)
         raise typer.Exit(EXIT_REFUSED) from error
+    finally:
+        logs.tell_suppressed()

@@ -7,8 +7,10 @@ Everything here runs on the server's event loop; nothing blocks.
 """
 
 import asyncio
+import secrets
+import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import structlog
@@ -76,11 +78,17 @@ class Session:
         self.last_contact_at = clock.now()
         # Why the session is over, None while it is not.
         self.ended: SpeculationError | None = None
+        # Told of every decision that changes what the engine shall do, with the plan before it,
+        # and when (Unix nanoseconds) it began to be made.
+        self.on_decision: Callable[[Session, Plan, int], None] | None = None
         self.measurement: Measurement | None = None
         # The Steer stream that serves the session; a newer one takes over.
         self.stream: object | None = None
         self.unary = UnaryProbes()
         self._clock = clock
+        self._plan_at = clock.now()
+        # Names its decisions in logs and traces; the session's id is a secret of its engine.
+        self._label = secrets.token_hex(4)
         self._bells: set[asyncio.Event] = set()
         self._quiet = asyncio.Event()
         self._quiet.set()
@@ -103,6 +111,16 @@ class Session:
         return len(self._bells)
 
     @property
+    def decision_id(self) -> str:
+        """Of the newest plan, for logs and traces; its epoch stands behind the dash."""
+        return f"{self._label}-{self.plan.epoch}"
+
+    @property
+    def plan_age_seconds(self) -> float:
+        """Since the newest plan was made."""
+        return self._clock.now() - self._plan_at
+
+    @property
     def seconds_since_contact(self) -> float:
         """Seconds since the engine last said anything; 0 while one of its streams is open."""
         return 0.0 if self._bells else self._clock.now() - self.last_contact_at
@@ -115,7 +133,9 @@ class Session:
     def contact(self, dropped_reports: int = 0) -> None:
         """A sign of life, with the reports that were lost on the engine's side."""
         self.last_contact_at = self._clock.now()
-        self.tally.dropped += dropped_reports
+        if dropped_reports:
+            self.tally.dropped += dropped_reports
+            _log.warning("reports_dropped", engine=self.engine_id, dropped=dropped_reports)
 
     def observe(self, report: StepReport) -> None:
         """Folds one report.  Raises InvalidReportError; nothing of the report is used then."""
@@ -125,7 +145,10 @@ class Session:
                 f"this engine introduced {sorted(self._drafters)}"
             )
         self.core.observe(report)
+        alone = self.tally.alone
         self.tally.count(report, self.last_report)
+        if self.tally.alone is not alone and alone is not None:
+            self._say_alone(report)
         self.last_report = report
         self.last_report_at = self._clock.now()
         if self.measurement is not None:
@@ -143,14 +166,41 @@ class Session:
 
     def advance(self) -> Plan:
         """The newest plan, after making one if one is due."""
+        began = time.time_ns()
         plan = self.core.next_plan()
         if plan is not None:
-            self._adopt(plan)
+            self._adopt(plan, began)
         return self.plan
 
-    def _adopt(self, plan: Plan) -> None:
-        self.plan = plan
+    def _adopt(self, plan: Plan, began: int) -> None:
+        before, self.plan, self._plan_at = self.plan, plan, self._clock.now()
         self.tally.plans[plan.reason] += 1
+        if not _differ(before, plan):
+            return
+        size = self.last_report.batch_size if self.last_report else 1
+        arm, was = plan.row_for(size).arm, before.row_for(size).arm
+        _log.info(
+            "plan_changed",
+            engine=self.engine_id,
+            decision=self.decision_id,
+            batch_size=size,
+            drafter=arm.drafter,
+            gamma=arm.gamma,
+            was=f"{was.drafter} {was.gamma}",
+            regime=str(plan.regime),
+            reason=plan.reason.value,
+            detail=plan.reason_detail,
+            overrides=list(plan.overrides),
+        )
+        if self.on_decision is not None:
+            self.on_decision(self, before, began)
+
+    def _say_alone(self, report: StepReport) -> None:
+        where = {"engine": self.engine_id, "step": report.step, "epoch": report.plan_epoch}
+        if report.flags.unsteered:
+            _log.warning("lease_lost", **where)
+        else:
+            _log.info("steered_again", **where)
 
     def use_profile(self, profile: Profile) -> None:
         """Prices everything by this profile from now on.  Raises ProfileMismatchError."""
@@ -177,16 +227,17 @@ class Session:
             yield self.measurement
         finally:
             self.measurement = None
-            self._adopt(self.core.force(None))
+            self._adopt(self.core.force(None), time.time_ns())
             self.ring()
 
     def force(self, measurement: Measurement, arm: Arm) -> None:
         """Makes the engine run `arm` in every batch.  Raises InvalidMeasurementError."""
+        began = time.time_ns()
         try:
             plan = self.core.force(arm)
         except UnknownArmError as error:
             raise InvalidMeasurementError(str(error)) from error
-        self._adopt(plan)
+        self._adopt(plan, began)
         measurement.forced_epoch = plan.epoch
         self.ring()
 
@@ -216,3 +267,16 @@ class Session:
         """Ends the session; its streams close with this error."""
         self.ended = why
         self.ring()
+
+
+def _differ(before: Plan, plan: Plan) -> bool:
+    """Whether the engine shall do something else; a probe, a renewed lease or a reason is none."""
+    if (before.regime, before.draft_version, before.overrides) != (
+        plan.regime, plan.draft_version, plan.overrides,
+    ):  # fmt: skip
+        return True
+    rows = zip(before.rows, plan.rows, strict=False)
+    return len(before.rows) != len(plan.rows) or any(
+        old is not new and (old.max_batch_size, old.arm) != (new.max_batch_size, new.arm)
+        for old, new in rows
+    )

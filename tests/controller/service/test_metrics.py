@@ -78,7 +78,7 @@ async def test_a_scrape_tells_what_happened(tmp_path: Path):
     assert found["speculation_steering", of("b")] == 0
     assert found["speculation_measuring", of("a")] == 0
     assert found["speculation_probe_share", of("a")] >= 0
-    assert found["speculation_expected_accepted_tokens", of("a")] >= 0
+    assert found["speculation_expected_accept_length", of("a")] >= 1
     assert found["speculation_predicted_step_seconds", of("a")] > 0
     assert found["process_resident_memory_bytes", ()] > 0
 
