@@ -70,7 +70,7 @@ install() {
   say "what SGLang needs on a CPU"
   pip install "${constraints[@]}" -r requirements/sglang-cpu.txt
   say "speculation-controller, in place, with its extras"
-  pip install "${constraints[@]}" -e '.[engine,demo,dev]'
+  pip install "${constraints[@]}" -e '.[engine,demo,otel,dev]'
 }
 
 python=$(find_python)
@@ -92,3 +92,6 @@ fi
 
 command -v redis-server >/dev/null || apt redis-server ||
   say "note: no redis-server here, tests that need one will fail (Debian: apt-get install redis-server)"
+
+command -v prometheus >/dev/null || apt prometheus ||
+  say "note: no prometheus here, tests that need one will fail (Debian: apt-get install prometheus)"

@@ -2,7 +2,8 @@
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, MutableMapping
+from typing import Any
 
 import structlog
 
@@ -14,15 +15,15 @@ _SHARED: list[structlog.typing.Processor] = [
     structlog.processors.TimeStamper(fmt="iso", utc=True),
 ]
 
+Line = MutableMapping[str, Any]
+
 _limit = LineLimit()
+_readers: list[Callable[[Line], None]] = []
 _log = structlog.get_logger(__name__)
 
 
-def configure(level: str, also: Sequence[structlog.typing.Processor] = ()) -> None:
-    """Sends structlog and the standard library's logs the same way.
-
-    level: "info", say.  also: shown every line that is written.
-    """
+def configure(level: str) -> None:
+    """Sends structlog and the standard library's logs the same way.  `level`: "info", say."""
     structlog.configure(
         processors=[
             structlog.stdlib.filter_by_level,
@@ -41,7 +42,7 @@ def configure(level: str, also: Sequence[structlog.typing.Processor] = ()) -> No
             processors=[
                 structlog.stdlib.ProcessorFormatter.remove_processors_meta,
                 structlog.processors.format_exc_info,
-                *also,
+                _show,
                 structlog.processors.JSONRenderer(),
             ],
         )
@@ -49,6 +50,16 @@ def configure(level: str, also: Sequence[structlog.typing.Processor] = ()) -> No
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(level.upper())
+
+
+def show_to(reader: Callable[[Line], None]) -> None:
+    """Every line that is written is shown to it from now on, on the thread that writes it."""
+    _readers.append(reader)
+
+
+def show_no_more_to(reader: Callable[[Line], None]) -> None:
+    """Ends that."""
+    _readers.remove(reader)
 
 
 def suppressed_lines() -> int:
@@ -60,3 +71,9 @@ def tell_suppressed() -> None:
     """Says what was held back and not told of yet."""
     if lines := _limit.untold():
         _log.warning("log_lines_suppressed", lines=lines)
+
+
+def _show(_logger: object, _method: str, line: Line) -> Line:
+    for reader in _readers:
+        reader(line)
+    return line

@@ -23,12 +23,13 @@ from controller.core.profile import Profile
 from controller.core.types import EngineSpec
 from controller.service import unix_socket
 from controller.service.access import AccessList, Guard, certificates
-from controller.service.errors import ShuttingDownError
+from controller.service.errors import ShuttingDownError, StartRefusedError
 from controller.service.fleet_estimates import FleetEstimates
 from controller.service.fleet_profiles import FleetProfiles
 from controller.service.inspection import InspectionServicer
 from controller.service.metrics import MetricsServer
 from controller.service.operator_door import OperatorDoor
+from controller.service.optional import Telemetry, make_store, make_telemetry
 from controller.service.override_book import OverrideBook
 from controller.service.policy import PolicyServicer
 from controller.service.profile_library import ProfileLibrary
@@ -39,8 +40,6 @@ from controller.service.steering import SpeculationServicer
 from controller.service.training import TrainingServicer
 from controller.service.training_files import TrainingFiles
 from controller.settings import Settings
-from controller.store.file_store import FileStore
-from controller.store.port import Store
 from speculation.v1 import (
     policy_pb2,
     policy_pb2_grpc,
@@ -65,10 +64,6 @@ _STORE_LOOK_SECONDS = 0.5
 _LAST_GRACE_SECONDS = 0.2
 
 _log = structlog.get_logger(__name__)
-
-
-class StartRefusedError(SpeculationError):
-    """The sidecar cannot start as it was asked to."""
 
 
 class Sidecar:
@@ -106,6 +101,7 @@ class Sidecar:
         self._health = health.aio.HealthServicer()
         self._server: grpc.aio.Server | None = None
         self._metrics: MetricsServer | None = None
+        self._telemetry: Telemetry | None = None
         self._background: list[asyncio.Task[None]] = []
 
     def _core(self, spec: EngineSpec, profile: Profile | None) -> EngineController:
@@ -117,6 +113,8 @@ class Sidecar:
 
     def _opened(self, session: Session, before: Session | None) -> None:
         """What is known elsewhere comes to a new session in the background."""
+        if self._telemetry is not None:
+            session.on_decision = self._telemetry.decision
         if not session.core.profile_id:
             self._fleet.look_for(session.spec)
         if not self._settings.warm_start:
@@ -149,6 +147,7 @@ class Sidecar:
         self.profiles.load(settings.profiles)
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         access = AccessList(settings.access) if settings.access else None
+        self._telemetry = make_telemetry(settings)
         self._server = self._make_server(access)
         try:
             self._bind(self._server)
@@ -204,7 +203,9 @@ class Sidecar:
         await self.book.close()
         if self._metrics is not None:
             await asyncio.to_thread(self._metrics.close)
-        self._server = self._metrics = None
+        if self._telemetry is not None:
+            await asyncio.to_thread(self._telemetry.close)
+        self._server = self._metrics = self._telemetry = None
 
     async def _drain(self, server: grpc.aio.Server, sessions: list[Session]) -> None:
         drain_seconds = self._settings.drain_seconds
@@ -230,7 +231,10 @@ class Sidecar:
     def _make_server(self, access: AccessList | None) -> grpc.aio.Server:
         limit = self._settings.max_message_bytes
         server = grpc.aio.server(
-            interceptors=[Guard(access, self.door)],
+            interceptors=[
+                *([self._telemetry.interceptor] if self._telemetry else []),
+                Guard(access, self.door),
+            ],
             options=[
                 ("grpc.max_receive_message_length", limit),
                 ("grpc.max_send_message_length", limit),
@@ -343,22 +347,6 @@ class Sidecar:
             status = health_pb2.HealthCheckResponse
             await self._health.set(STORE_HEALTH, status.SERVING if ok else status.NOT_SERVING)
             await asyncio.sleep(_STORE_LOOK_SECONDS)
-
-
-def make_store(settings: Settings) -> Store:
-    """Redis where one is named, else files.  Raises RedisUrlError."""
-    directory = settings.state_path
-    if settings.redis_url is None:
-        return FileStore(directory)
-    from controller.store.redis_store import RedisStore  # noqa: PLC0415  # only when asked for
-
-    return RedisStore(
-        settings.redis_url.get_secret_value(),
-        directory / "fleet.json",
-        namespace=settings.redis_namespace,
-        password_file=settings.redis_password_file,
-        replicas=settings.redis_replicas,
-    )
 
 
 def _is_loopback(address: str) -> bool:
