@@ -2,11 +2,13 @@
 
 from typing import Final
 
-from controller.core.types import RegimeMode
+from controller.core.types import Reason, RegimeMode
 from controller.service.metrics.family import Family, Kind
 from controller.service.metrics.view import EngineView
 
 _COUNTER, _GAUGE = Kind.COUNTER, Kind.GAUGE
+# Shown from the start, at zero, so that the first one is an increase.
+_OUTCOMES = ("deployed", "kept", "rejected", "failed")
 
 DECISION: Final[tuple[Family[EngineView], ...]] = (
     Family(
@@ -29,7 +31,8 @@ DECISION: Final[tuple[Family[EngineView], ...]] = (
     ),
     Family(
         _COUNTER, "speculation_plans", "Plans made, by reason.",
-        lambda e: {reason.value: n for reason, n in e.session.tally.plans.items()}, label="reason",
+        lambda e: {reason.value: e.session.tally.plans[reason] for reason in Reason},
+        label="reason",
     ),
     Family(
         _COUNTER, "speculation_switches", "Changes of the planned choice, over all batch sizes.",
@@ -167,6 +170,6 @@ LEARNING: Final[tuple[Family[EngineView], ...]] = (
     Family(
         _COUNTER, "speculation_training_rounds",
         "Rounds of training beside the engine that have ended, by outcome.",
-        lambda e: dict(e.session.tally.rounds), label="outcome",
+        lambda e: dict.fromkeys(_OUTCOMES, 0) | e.session.tally.rounds, label="outcome",
     ),
 )  # fmt: skip

@@ -6,6 +6,8 @@ from controller.service.metrics.family import Family, Kind
 from controller.service.metrics.view import EngineView
 
 _COUNTER, _GAUGE = Kind.COUNTER, Kind.GAUGE
+# Shown from the start, at zero, so that the first one is an increase.
+_CODES = ("INVALID_ARGUMENT", "OUT_OF_RANGE", "FAILED_PRECONDITION")
 
 STEPS: Final[tuple[Family[EngineView], ...]] = (
     Family(
@@ -86,7 +88,7 @@ LINK: Final[tuple[Family[EngineView], ...]] = (
     ),
     Family(
         _COUNTER, "speculation_rejected_reports", "Step reports that were refused, by status code.",
-        lambda e: dict(e.session.tally.rejected), label="code",
+        lambda e: dict.fromkeys(_CODES, 0) | e.session.tally.rejected, label="code",
     ),
     Family(
         _GAUGE, "speculation_report_age_seconds", "Since the last report that was used.",
