@@ -8,19 +8,22 @@ batches; while it is away, they are dropped and the log says so.
 Only imported where it is asked for: the packages are an extra.
 """
 
+from typing import Any
+
 import grpc
 import grpc.aio
 from opentelemetry._logs import LogRecord
 from opentelemetry._logs.severity import SeverityNumber
 from opentelemetry.exporter.otlp.proto.grpc._log_exporter import OTLPLogExporter
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-from opentelemetry.instrumentation.grpc import aio_server_interceptor
 from opentelemetry.sdk._logs import LoggerProvider
 from opentelemetry.sdk._logs.export import BatchLogRecordProcessor
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+from opentelemetry.trace import SpanKind, StatusCode, Tracer
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 import controller
 from controller.core.types import Plan
@@ -65,10 +68,7 @@ class Telemetry:
     @property
     def interceptor(self) -> grpc.aio.ServerInterceptor:
         """Traces the calls of people."""
-        made: grpc.aio.ServerInterceptor = aio_server_interceptor(  # type: ignore[no-untyped-call]  # left without types
-            tracer_provider=self._traces, filter_=_is_persons
-        )
-        return made
+        return _Calls(self._tracer)
 
     def decision(self, session: Session, before: Plan, began: int) -> None:
         """A span of this decision.  began: Unix nanoseconds."""
@@ -130,6 +130,7 @@ class Telemetry:
 # Of a log line, what its record says in fields of its own.
 _SAID = {"event", "level", "logger", "timestamp"}
 
+# Calls of people, and not those of engines and their trainers.
 _PERSONS = {
     f"/{service.full_name}/{method.name}"
     for service in (
@@ -142,8 +143,48 @@ _PERSONS = {
 }
 
 
-def _is_persons(details: grpc.HandlerCallDetails) -> bool:
-    return details.method in _PERSONS
+class _Calls(grpc.aio.ServerInterceptor):
+    """A span around each call of a person, below the caller's own where it names one.
+
+    Not the instrumentation package's: that one takes every peer for an address and a port, which
+    a Unix socket has not, and fails the call.
+    """
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+        self._propagator = TraceContextTextMapPropagator()
+
+    async def intercept_service(self, continuation: Any, details: Any) -> Any:
+        """Part of the interceptor's interface."""
+        handler = await continuation(details)
+        if handler is None or details.method not in _PERSONS:
+            return handler
+        service, _, method = details.method.strip("/").partition("/")
+        attributes = {"rpc.system": "grpc", "rpc.service": service, "rpc.method": method}
+        metadata = dict(details.invocation_metadata or ())
+
+        async def traced(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            span = self._tracer.start_as_current_span(
+                f"{service}/{method}",
+                self._propagator.extract(metadata),
+                SpanKind.SERVER,
+                attributes,
+                record_exception=False,
+                set_status_on_exception=False,
+            )
+            with span as call:
+                try:
+                    return await handler.unary_unary(request, context)
+                except BaseException:
+                    said: Any = context.code()  # a bare number where nobody has set one
+                    code = said if isinstance(said, grpc.StatusCode) else grpc.StatusCode.UNKNOWN
+                    call.set_attribute("rpc.grpc.status_code", code.value[0])
+                    call.set_status(StatusCode.ERROR, context.details())
+                    raise
+
+        return grpc.unary_unary_rpc_method_handler(
+            traced, handler.request_deserializer, handler.response_serializer
+        )
 
 
 def _plain(value: object) -> str | bool | int | float:
