@@ -44,7 +44,7 @@ def test_a_lease_is_lost_only_where_there_was_one():
 def test_changes_of_drafter_and_of_its_version_are_counted_once_each():
     tally = counted(
         PLAIN, replace(PLAIN, drafter="dflash"), replace(PLAIN, drafter="dflash"), PLAIN,
-        replace(PLAIN, draft_version=2), replace(PLAIN, draft_version=2), PLAIN,
+        *[replace(PLAIN, draft_version=2)] * 3, PLAIN,
     )  # fmt: skip
     assert (tally.drafter_changes, tally.swaps) == (2, 2)
 
