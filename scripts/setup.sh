@@ -90,8 +90,10 @@ if [ "$(cat "$stamp" 2>/dev/null)" != "$made_from" ]; then
   say "$venv is ready ($((SECONDS - started)) s)"
 fi
 
-command -v redis-server >/dev/null || apt redis-server ||
-  say "note: no redis-server here, tests that need one will fail (Debian: apt-get install redis-server)"
-
-command -v prometheus >/dev/null || apt prometheus ||
-  say "note: no prometheus here, tests that need one will fail (Debian: apt-get install prometheus)"
+# Debian packages of the servers that tests start, named as their programs are.
+missing=()
+for server in redis-server prometheus; do
+  command -v "$server" >/dev/null || missing+=("$server")
+done
+[ ${#missing[@]} = 0 ] || apt "${missing[@]}" ||
+  say "note: tests that need one of these will fail: ${missing[*]} (Debian: apt-get install ${missing[*]})"

@@ -24,17 +24,20 @@ def step_seconds(gamma: int) -> float:
 
 
 class SteeredEngine:
-    """steps, seconds, drafts, accepted, unsteered: of what was reported, for comparison."""
+    """steps, seconds, drafts, accepted, unsteered: of what was reported, for comparison.
+
+    refused: reports that the socket had no room for; they were counted as dropped, and sent again.
+    """
 
     def __init__(self, link: EngineLink) -> None:
         self.link = link
-        self.steps = self.drafts = self.accepted = self.unsteered = 0
+        self.steps = self.drafts = self.accepted = self.unsteered = self.refused = 0
         self.seconds = 0.0
         self.gamma = -1
         self._random = random.Random(1)
 
     def run(self, steps: int, flags: int = 0) -> None:
-        """Steps as the plan says; a report that the socket has no room for is sent again."""
+        """Steps as the plan says."""
         for _ in range(steps):
             self._step(flags)
 
@@ -59,10 +62,12 @@ class SteeredEngine:
         step, seconds = self.steps + 1, step_seconds(gamma)
 
         def sent() -> bool:
-            return self.link.report(
+            taken = self.link.report(
                 step, BATCH_SIZE, 4096, 0, gamma, counts, seconds, flags,
                 choice.epoch, choice.probe_id, choice.session,
             )  # fmt: skip
+            self.refused += not taken
+            return taken
 
         eventually(sent, within=PATIENCE_SECONDS, what="room for a report")
         self.steps, self.gamma = step, gamma

@@ -102,7 +102,7 @@ async def test_every_number_is_shown_under_its_own_name(tmp_path: Path):
             "error_seconds": "prediction_error_seconds",
             "expected_tokens": "expected_accepted_tokens",
         }  # fmt: skip
-        wanted = {}
+        wanted: dict[tuple[str, ...], float] = {}
         for owner, names in ((session.tally, counted), (session.core.account, summed)):
             for name, metric in names.items():
                 wanted[f"speculation_{metric}_total",] = number = next(numbers)
