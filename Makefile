@@ -14,12 +14,13 @@ help: ## What there is to make
 setup: ## Virtual environment .venv with CPU torch, SGLang and the project
 	@scripts/setup.sh
 
-check: setup ## The static part: format, lint, types, contract, stub drift
+check: setup ## The static part: format, lint, types, contract, drift of what is generated
 	@echo "check: ruff format" && .venv/bin/ruff format --check .
 	@echo "check: ruff" && .venv/bin/ruff check .
 	@echo "check: mypy" && .venv/bin/mypy
 	@echo "check: buf" && scripts/buf.sh .venv/bin/buf
 	@echo "check: stubs" && $(PYTHON_IN) scripts/proto.py --check
+	@echo "check: metrics reference" && $(PYTHON_IN) scripts/metrics_reference.py --check
 	@echo "check: ok"
 
 format: setup ## Formats the code, and repairs what ruff can repair

@@ -65,6 +65,12 @@ def _is_host_port(address: str | None) -> str | None:
     return address
 
 
+def _is_http(endpoint: str | None) -> str | None:
+    if endpoint is not None and not re.fullmatch(r"https?://[^\s/]+:\d{1,5}", endpoint):
+        raise ValueError("http://HOST:PORT or https://HOST:PORT is needed")
+    return endpoint
+
+
 def _known_by(kind: type[PlannerSettings | TrainingSettings]) -> Callable[[object], object]:
     known = {field.name for field in dataclasses.fields(kind)}
 
@@ -196,6 +202,14 @@ class Settings(BaseSettings):
     training: Annotated[TrainingSettings, BeforeValidator(_known_by(TrainingSettings))] = Field(
         TrainingSettings(), description="When a drafter is trained beside its engine (TIDE)."
     )
+    otlp_endpoint: Annotated[str | None, AfterValidator(_is_http)] = Field(
+        None,
+        description="OpenTelemetry collector, http[s]://HOST:PORT (gRPC); needs the extra otel.",
+    )
+    otlp_trace_ratio: float = Field(
+        0.1, ge=0, le=1, description="Share of traces (decisions, operators' calls) that are kept."
+    )
+    otlp_logs: bool = Field(default=False, description="Send log lines there as well.")
 
     @classmethod
     def settings_customise_sources(

@@ -70,7 +70,7 @@ install() {
   say "what SGLang needs on a CPU"
   pip install "${constraints[@]}" -r requirements/sglang-cpu.txt
   say "speculation-controller, in place, with its extras"
-  pip install "${constraints[@]}" -e '.[engine,demo,dev]'
+  pip install "${constraints[@]}" -e '.[engine,demo,otel,dev]'
 }
 
 python=$(find_python)
@@ -90,5 +90,10 @@ if [ "$(cat "$stamp" 2>/dev/null)" != "$made_from" ]; then
   say "$venv is ready ($((SECONDS - started)) s)"
 fi
 
-command -v redis-server >/dev/null || apt redis-server ||
-  say "note: no redis-server here, tests that need one will fail (Debian: apt-get install redis-server)"
+# Debian packages of the servers that tests start, named as their programs are.
+missing=()
+for server in redis-server prometheus; do
+  command -v "$server" >/dev/null || missing+=("$server")
+done
+[ ${#missing[@]} = 0 ] || apt "${missing[@]}" ||
+  say "note: tests that need one of these will fail: ${missing[*]} (Debian: apt-get install ${missing[*]})"

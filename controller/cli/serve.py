@@ -134,6 +134,8 @@ def serve(
     except SpeculationError as error:
         typer.echo(f"controller serve: {error}", err=True)
         raise typer.Exit(_code_of(error)) from error
+    finally:
+        logs.tell_suppressed()
 
 
 def flags_of(params: Mapping[str, Any]) -> tuple[dict[str, Any], Path | None]:

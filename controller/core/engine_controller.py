@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from controller.core.account import Account
 from controller.core.catch_up import CatchUp
 from controller.core.clock import Clock
 from controller.core.cost import CostModel, Costs
@@ -95,6 +96,7 @@ class EngineController:
         self._planner.limit(at.upper, self._sizes[at.bucket], at.legal, at.possible)
         self.explorer = Explorer(self.arms, settings)
         self.updates = DrafterUpdates(spec, self.arms, training or TrainingSettings())
+        self.account = Account(spec, self.arms)
         self._forced: Arm | None = None
         self._parting = False
         self._kv_per_sequence = profile.kv_tokens_per_sequence if profile else 0.0
@@ -149,8 +151,10 @@ class EngineController:
         expected = self.cost.predict(arm, report.batch_size, report.kv_tokens)
         bearable = _WILD_STEP * expected + self._catch_up.seconds()[report.drafter]
         woke = self._catch_up.observe(report, expected)
-        if not (woke or report.flags.distorts_cost):
+        plain = not (woke or report.flags.distorts_cost)
+        if plain:
             self.cost.observe(arm, report.batch_size, expected, report.step_seconds)
+        self.account.observe(arm, report, expected if plain and self._forced is None else None)
         if self._forced is None:
             self.updates.observe(report, expected)
         watch = self._planner.watch
@@ -344,6 +348,7 @@ class EngineController:
         values = self._evaluate()
         hazard = self.traffic.hazard
         choice = self._planner.update(values, hazard)
+        self.account.settle(values, self._rows_at.row_of)
         at, active = self._rows_at, self._rows_at.row_of(self._last_batch)
         if self.reports and self._planner.explores and at.limits[active].explore:
             situation = Situation(

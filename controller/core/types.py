@@ -23,8 +23,7 @@ MAX_DRAFTERS = 16
 # Drafters times draft lengths: the estimates of an engine grow with it.
 MAX_ARMS = 256
 MAX_REPORT_CLASSES = 64
-# Rows of a plan: what an engine's link takes.
-MAX_PLAN_ROWS = 512
+MAX_PLAN_ROWS = 512  # what an engine's link takes
 MAX_LABEL_CHARACTERS = 64
 
 
@@ -145,7 +144,8 @@ class Capabilities:
 class EngineSpec:
     """An engine as it introduces itself.  Raises InvalidEngineError if it contradicts itself.
 
-    shape: what the target model weighs, when known: see `prior`.
+    shape: what the target model weighs, when known: see `prior`.  safe_gamma: what it runs of its
+    first drafter without a plan, None where it does not say.
     """
 
     engine_id: str
@@ -154,6 +154,7 @@ class EngineSpec:
     max_batch_size: int
     capabilities: Capabilities = field(default_factory=Capabilities)
     shape: ModelShape | None = None
+    safe_gamma: int | None = None
 
     def __post_init__(self) -> None:
         allowed = set("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._:-")
@@ -168,11 +169,8 @@ class EngineSpec:
             raise InvalidEngineError(f"drafter names {names} are not unique")
         if len(names) > MAX_DRAFTERS:
             raise InvalidEngineError(f"{len(names)} drafters are listed, {MAX_DRAFTERS} at most")
-        arms = sum(len(d.gammas) for d in self.drafters)
-        if arms > MAX_ARMS:
-            raise InvalidEngineError(
-                f"{arms} draft lengths are listed over all drafters, {MAX_ARMS} at most"
-            )
+        if (arms := len(self.arms)) > MAX_ARMS:
+            raise InvalidEngineError(f"{arms} draft lengths are listed, {MAX_ARMS} at most")
         graphs = self.fingerprint.graph_batch_sizes
         if list(graphs) != sorted(set(graphs)) or (graphs and graphs[0] < 1):
             raise InvalidEngineError(
@@ -187,6 +185,8 @@ class EngineSpec:
                 f"every draft length is limited to batches below {self.max_batch_size}: "
                 "nothing could run in the largest one"
             )
+        if self.safe_gamma not in {None, *self.drafters[0].gammas}:
+            raise InvalidEngineError(f"{names[0]!r} has not prepared safe_gamma {self.safe_gamma}")
 
     @property
     def arms(self) -> tuple[Arm, ...]:

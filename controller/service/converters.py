@@ -95,6 +95,7 @@ def engine_from_proto(message: engine_pb2.EngineSpec) -> EngineSpec:
             can_take_versions=able.can_take_versions,
         ),
         shape=model_shape_from_proto(message.shape) if message.HasField("shape") else None,
+        safe_gamma=message.safe_gamma if message.HasField("safe_gamma") else None,
     )
 
 
@@ -167,6 +168,7 @@ def engine_to_proto(spec: EngineSpec) -> engine_pb2.EngineSpec:
             can_take_versions=able.can_take_versions,
         ),
         shape=None if spec.shape is None else model_shape_to_proto(spec.shape),
+        safe_gamma=spec.safe_gamma,
     )
 
 

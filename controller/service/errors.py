@@ -104,6 +104,10 @@ class TrainerPresentError(SpeculationError):
     """Another trainer attends the engine."""
 
 
+class StartRefusedError(SpeculationError):
+    """The sidecar cannot start as it was asked to."""
+
+
 class ShuttingDownError(SpeculationError):
     """The sidecar is going away."""
 

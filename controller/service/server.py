@@ -24,13 +24,14 @@ from controller.core.profile import Profile
 from controller.core.types import EngineSpec
 from controller.service import unix_socket
 from controller.service.access import AccessList, Guard, certificates
-from controller.service.errors import ShuttingDownError
+from controller.service.errors import ShuttingDownError, StartRefusedError
 from controller.service.fleet_estimates import FleetEstimates
 from controller.service.fleet_profiles import FleetProfiles
 from controller.service.health_port import HealthPort
 from controller.service.inspection import InspectionServicer
 from controller.service.metrics import MetricsServer
 from controller.service.operator_door import OperatorDoor
+from controller.service.optional import Telemetry, make_store, make_telemetry
 from controller.service.override_book import OverrideBook
 from controller.service.policy import PolicyServicer
 from controller.service.profile_library import ProfileLibrary
@@ -43,8 +44,6 @@ from controller.service.steering import SpeculationServicer
 from controller.service.training import TrainingServicer
 from controller.service.training_files import TrainingFiles
 from controller.settings import Settings
-from controller.store.file_store import FileStore
-from controller.store.port import Store
 from speculation.v1 import policy_pb2_grpc, service_pb2_grpc, training_pb2_grpc
 
 _EXPIRE_SECONDS = 15.0
@@ -52,10 +51,6 @@ _EXPIRE_SECONDS = 15.0
 _LAST_GRACE_SECONDS = 0.2
 
 _log = structlog.get_logger(__name__)
-
-
-class StartRefusedError(SpeculationError):
-    """The sidecar cannot start as it was asked to."""
 
 
 class AddressTakenError(StartRefusedError):
@@ -102,6 +97,7 @@ class Sidecar:
         self._health_port: HealthPort | None = None
         self._server: grpc.aio.Server | None = None
         self._metrics: MetricsServer | None = None
+        self._telemetry: Telemetry | None = None
         self._background: list[asyncio.Task[None]] = []
 
     def _core(self, spec: EngineSpec, profile: Profile | None) -> EngineController:
@@ -113,6 +109,8 @@ class Sidecar:
 
     def _opened(self, session: Session, before: Session | None) -> None:
         """What is known elsewhere comes to a new session in the background."""
+        if self._telemetry is not None:
+            session.on_decision = self._telemetry.decision
         if not session.core.profile_id:
             self._fleet.look_for(session.spec)
         if not self._settings.warm_start:
@@ -145,6 +143,7 @@ class Sidecar:
         self.profiles.load(settings.profiles)
         await self._readiness.tell()
         access = AccessList(settings.access) if settings.access else None
+        self._telemetry = make_telemetry(settings)
         self._server = self._make_server(access)
         try:
             self._bind(self._server)
@@ -208,7 +207,9 @@ class Sidecar:
             await asyncio.to_thread(self._metrics.close)
         if self._health_port is not None:
             await self._health_port.close()
-        self._server = self._metrics = self._health_port = None
+        if self._telemetry is not None:
+            await asyncio.to_thread(self._telemetry.close)
+        self._server = self._metrics = self._health_port = self._telemetry = None
 
     async def _drain(self, server: grpc.aio.Server, sessions: list[Session]) -> None:
         drain_seconds = self._settings.drain_seconds
@@ -247,7 +248,10 @@ class Sidecar:
     def _make_server(self, access: AccessList | None) -> grpc.aio.Server:
         limit = self._settings.max_message_bytes
         server = grpc.aio.server(
-            interceptors=[Guard(access, self.door)],
+            interceptors=[
+                *([self._telemetry.interceptor] if self._telemetry else []),
+                Guard(access, self.door),
+            ],
             options=[
                 ("grpc.max_receive_message_length", limit),
                 ("grpc.max_send_message_length", limit),
@@ -357,22 +361,6 @@ class Sidecar:
         while True:
             await asyncio.sleep(_EXPIRE_SECONDS)
             self.registry.expire()
-
-
-def make_store(settings: Settings) -> Store:
-    """Redis where one is named, else files.  Raises RedisUrlError."""
-    directory = settings.state_path
-    if settings.redis_url is None:
-        return FileStore(directory)
-    from controller.store.redis_store import RedisStore  # noqa: PLC0415  # only when asked for
-
-    return RedisStore(
-        settings.redis_url.get_secret_value(),
-        directory / "fleet.json",
-        namespace=settings.redis_namespace,
-        password_file=settings.redis_password_file,
-        replicas=settings.redis_replicas,
-    )
 
 
 def _add_channelz(server: grpc.aio.Server) -> None:

@@ -7,10 +7,11 @@ Everything here runs on the server's event loop; nothing blocks.
 """
 
 import asyncio
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import structlog
 
@@ -20,7 +21,7 @@ from controller.core.errors import InvalidReportError, SpeculationError, Unknown
 from controller.core.profile import Profile
 from controller.core.selective_training import TrainingSettings
 from controller.core.settings import PlannerSettings
-from controller.core.types import Arm, EngineSpec, Plan, Reason, StepReport
+from controller.core.types import Arm, EngineSpec, Plan, StepReport
 from controller.core.warm_start import Belief
 from controller.service.errors import (
     InvalidMeasurementError,
@@ -30,44 +31,13 @@ from controller.service.errors import (
     message_of,
     status_of,
 )
+from controller.service.tally import Tally
 from controller.service.unary import UnaryProbes
 
 # Reports that may wait for the client of a measurement: half a minute of a fast engine.
 _MEASURED_MAX = 10_000
 
 _log = structlog.get_logger(__name__)
-
-
-@dataclass(slots=True)
-class Tally:
-    """What an engine's session has seen; only ever grows (seconds and tokens since its start)."""
-
-    reports: int = 0
-    rejected: Counter[str] = field(default_factory=Counter)
-    dropped: int = 0
-    plans: Counter[Reason] = field(default_factory=Counter)
-    step_seconds: float = 0.0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-    generated_tokens: int = 0
-    unsteered: int = 0
-    eager: int = 0
-    updates: int = 0
-    rounds: Counter[str] = field(default_factory=Counter)
-
-    def count(self, report: StepReport) -> None:
-        """Adds one report that was used."""
-        accepted = 0
-        for k, sequences in enumerate(report.accepted_counts):
-            accepted += k * sequences
-        self.reports += 1
-        self.step_seconds += report.step_seconds
-        self.drafted_tokens += report.gamma * report.batch_size
-        self.accepted_tokens += accepted
-        self.generated_tokens += accepted + report.batch_size
-        self.unsteered += report.flags.unsteered
-        self.eager += report.flags.eager_fallback
-        self.updates += report.update_seconds > 0
 
 
 class Measurement:
@@ -110,6 +80,9 @@ class Session:
         self.last_contact_at = clock.now()
         # Why the session is over, None while it is not.
         self.ended: SpeculationError | None = None
+        # Told of every decision that changes what the engine shall do, with the plan before it,
+        # and when (Unix nanoseconds) it began to be made.
+        self.on_decision: Callable[[Session, Plan, int], None] | None = None
         self.measurement: Measurement | None = None
         # The plan is the last one: it is sent once more, after the end.
         self.parting = False
@@ -117,6 +90,9 @@ class Session:
         self.stream: object | None = None
         self.unary = UnaryProbes()
         self._clock = clock
+        self._plan_at = clock.now()
+        # Names its decisions in logs and traces; the session's id is a secret of its engine.
+        self._label = secrets.token_hex(4)
         self._bells: set[asyncio.Event] = set()
         self._quiet = asyncio.Event()
         self._quiet.set()
@@ -139,6 +115,16 @@ class Session:
         return len(self._bells)
 
     @property
+    def decision_id(self) -> str:
+        """Of the newest plan, for logs and traces; its epoch stands behind the dash."""
+        return f"{self._label}-{self.plan.epoch}"
+
+    @property
+    def plan_age_seconds(self) -> float:
+        """Since the newest plan was made."""
+        return self._clock.now() - self._plan_at
+
+    @property
     def seconds_since_contact(self) -> float:
         """Seconds since the engine last said anything; 0 while one of its streams is open."""
         return 0.0 if self._bells else self._clock.now() - self.last_contact_at
@@ -151,7 +137,9 @@ class Session:
     def contact(self, dropped_reports: int = 0) -> None:
         """A sign of life, with the reports that were lost on the engine's side."""
         self.last_contact_at = self._clock.now()
-        self.tally.dropped += dropped_reports
+        if dropped_reports:
+            self.tally.dropped += dropped_reports
+            _log.warning("reports_dropped", engine=self.engine_id, dropped=dropped_reports)
 
     def observe(self, report: StepReport) -> None:
         """Folds one report.  Raises InvalidReportError; nothing of the report is used then."""
@@ -161,7 +149,10 @@ class Session:
                 f"this engine introduced {sorted(self._drafters)}"
             )
         self.core.observe(report)
-        self.tally.count(report)
+        alone = self.tally.alone
+        self.tally.count(report, self.last_report)
+        if self.tally.alone is not alone and alone is not None:
+            self._say_alone(report)
         self.last_report = report
         self.last_report_at = self._clock.now()
         if self.measurement is not None:
@@ -179,19 +170,46 @@ class Session:
 
     def advance(self) -> Plan:
         """The newest plan, after making one if one is due."""
+        began = time.time_ns()
         plan = self.core.next_plan()
         if plan is not None:
-            self._adopt(plan)
+            self._adopt(plan, began)
         return self.plan
 
-    def _adopt(self, plan: Plan) -> None:
-        self.plan = plan
+    def _adopt(self, plan: Plan, began: int) -> None:
+        before, self.plan, self._plan_at = self.plan, plan, self._clock.now()
         self.tally.plans[plan.reason] += 1
+        if not _differ(before, plan):
+            return
+        size = self.last_report.batch_size if self.last_report else 1
+        arm, was = plan.row_for(size).arm, before.row_for(size).arm
+        _log.info(
+            "plan_changed",
+            engine=self.engine_id,
+            decision=self.decision_id,
+            batch_size=size,
+            drafter=arm.drafter,
+            gamma=arm.gamma,
+            was=f"{was.drafter} {was.gamma}",
+            regime=str(plan.regime),
+            reason=plan.reason.value,
+            detail=plan.reason_detail,
+            overrides=list(plan.overrides),
+        )
+        if self.on_decision is not None:
+            self.on_decision(self, before, began)
+
+    def _say_alone(self, report: StepReport) -> None:
+        where = {"engine": self.engine_id, "step": report.step, "epoch": report.plan_epoch}
+        if report.flags.unsteered:
+            _log.warning("lease_lost", **where)
+        else:
+            _log.info("steered_again", **where)
 
     def part(self, lease_seconds: float) -> None:
         """The sidecar goes: the engine shall hold its plan for so long (0: for its lease)."""
         if lease_seconds:
-            self._adopt(self.core.last_plan(lease_seconds))
+            self._adopt(self.core.last_plan(lease_seconds), time.time_ns())
         self.parting = True
 
     def use_settings(self, settings: PlannerSettings, training: TrainingSettings) -> None:
@@ -224,16 +242,17 @@ class Session:
             yield self.measurement
         finally:
             self.measurement = None
-            self._adopt(self.core.force(None))
+            self._adopt(self.core.force(None), time.time_ns())
             self.ring()
 
     def force(self, measurement: Measurement, arm: Arm) -> None:
         """Makes the engine run `arm` in every batch.  Raises InvalidMeasurementError."""
+        began = time.time_ns()
         try:
             plan = self.core.force(arm)
         except UnknownArmError as error:
             raise InvalidMeasurementError(str(error)) from error
-        self._adopt(plan)
+        self._adopt(plan, began)
         measurement.forced_epoch = plan.epoch
         self.ring()
 
@@ -263,3 +282,16 @@ class Session:
         """Ends the session; its streams close with this error."""
         self.ended = why
         self.ring()
+
+
+def _differ(before: Plan, plan: Plan) -> bool:
+    """Whether the engine shall do something else; a probe, a renewed lease or a reason is none."""
+    if (before.regime, before.draft_version, before.overrides) != (
+        plan.regime, plan.draft_version, plan.overrides,
+    ):  # fmt: skip
+        return True
+    rows = zip(before.rows, plan.rows, strict=False)
+    return len(before.rows) != len(plan.rows) or any(
+        old is not new and (old.max_batch_size, old.arm) != (new.max_batch_size, new.arm)
+        for old, new in rows
+    )

@@ -86,14 +86,16 @@ class EngineLink:
         """Starts the agent and its supervision; returns at once, before any plan.
 
         The safe default is the first drafter at `settings.safe_gamma`, or at `startup_gamma` (the
-        engine's own) when that is unset.  Raises LinkStartError when the introduction or the
-        settings cannot work, or when no agent can be started.
+        engine's own) when that is unset; the introduction says it.  Raises LinkStartError when the
+        introduction or the settings cannot work, or when no agent can be started.
         """
         if not settings.sidecar:
             raise LinkStartError("SPECULATION_SIDECAR is not set: there is no sidecar to talk to")
         steering = steering_of(hello, settings, startup_gamma)
+        said = EngineSpec(safe_gamma=steering.safe_gamma)
+        said.MergeFrom(hello)
         try:
-            first_packet = packets.encode_hello(hello.SerializeToString())
+            first_packet = packets.encode_hello(said.SerializeToString())
         except PacketError as error:
             raise LinkStartError(f"the introduction cannot be sent: {error}") from error
         command = agent_command(settings)

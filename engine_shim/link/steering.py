@@ -92,6 +92,11 @@ class Steering:
         self.source = Source.SAFE_DEFAULT
 
     @property
+    def safe_gamma(self) -> int:
+        """Draft length of the safe default."""
+        return self._safe.gamma
+
+    @property
     def plan(self) -> PlanPacket | None:
         """The newest plan that was taken, however old."""
         return self._plan

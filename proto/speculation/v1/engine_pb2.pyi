@@ -256,10 +256,15 @@ class EngineSpec(_message.Message):
     MAX_BATCH_SIZE_FIELD_NUMBER: _builtins.int
     CAPABILITIES_FIELD_NUMBER: _builtins.int
     SHAPE_FIELD_NUMBER: _builtins.int
+    SAFE_GAMMA_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """Stable across restarts of the same engine instance (pod name, say); [A-Za-z0-9._:-]{1,128}."""
     max_batch_size: _builtins.int
     """Largest decode batch the engine will run."""
+    safe_gamma: _builtins.int
+    """Draft length of the first drafter that the engine goes on with when no plan is valid: what it
+    would run by itself, always.  Estimated gains are told against it.
+    """
     @_builtins.property
     def fingerprint(self) -> Global___Fingerprint: ...
     @_builtins.property
@@ -279,13 +284,19 @@ class EngineSpec(_message.Message):
         max_batch_size: _builtins.int = ...,
         capabilities: Global___Capabilities | None = ...,
         shape: Global___ModelShape | None = ...,
+        safe_gamma: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_shape", b"_shape", "capabilities", b"capabilities", "fingerprint", b"fingerprint", "shape", b"shape"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_safe_gamma", b"_safe_gamma", "_shape", b"_shape", "capabilities", b"capabilities", "fingerprint", b"fingerprint", "safe_gamma", b"safe_gamma", "shape", b"shape"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_shape", b"_shape", "capabilities", b"capabilities", "drafters", b"drafters", "engine_id", b"engine_id", "fingerprint", b"fingerprint", "max_batch_size", b"max_batch_size", "shape", b"shape"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_safe_gamma", b"_safe_gamma", "_shape", b"_shape", "capabilities", b"capabilities", "drafters", b"drafters", "engine_id", b"engine_id", "fingerprint", b"fingerprint", "max_batch_size", b"max_batch_size", "safe_gamma", b"safe_gamma", "shape", b"shape"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__safe_gamma: _TypeAlias = _typing.Literal["safe_gamma"]  # noqa: Y015
+    _WhichOneofArgType__safe_gamma: _TypeAlias = _typing.Literal["_safe_gamma", b"_safe_gamma"]  # noqa: Y015
     _WhichOneofReturnType__shape: _TypeAlias = _typing.Literal["shape"]  # noqa: Y015
     _WhichOneofArgType__shape: _TypeAlias = _typing.Literal["_shape", b"_shape"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__safe_gamma) -> _WhichOneofReturnType__safe_gamma | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__shape) -> _WhichOneofReturnType__shape | None: ...
 
 Global___EngineSpec: _TypeAlias = EngineSpec  # noqa: Y015

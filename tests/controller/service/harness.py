@@ -16,7 +16,11 @@ from grpc_health.v1 import health_pb2_grpc
 from controller.core.clock import Clock
 from controller.core.profile import DrafterIdentity, Profile, ProfileCell
 from controller.core.types import Fingerprint
+from controller.service.metrics.family import samples
+from controller.service.metrics.server import OF_AN_ENGINE
+from controller.service.metrics.view import EngineView
 from controller.service.server import Sidecar
+from controller.service.session import Session
 from controller.settings import Settings
 from speculation.v1 import engine_pb2, plan_pb2, policy_pb2_grpc, service_pb2, service_pb2_grpc
 
@@ -139,6 +143,16 @@ async def serving(
         grpc.aio.insecure_channel(operators) as by_operators,
     ):
         yield Running(sidecar, channel, by_operators)
+
+
+def measured_of(session: Session) -> dict[tuple[str, ...], float]:
+    """Its metrics as a scrape would show them: by name, and value of their own label."""
+    view = EngineView.of(session)
+    return {
+        (family.sample_name, *labels): number
+        for family in OF_AN_ENGINE
+        for labels, number in samples(family, view)
+    }
 
 
 async def next_of(call: "grpc.aio.StreamStreamCall[Any, T]") -> T:

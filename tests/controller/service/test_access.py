@@ -13,7 +13,8 @@ import grpc.aio
 import pytest
 
 from controller.service.access import AccessFileError, AccessList, Right, right_of
-from controller.service.server import Sidecar, StartRefusedError
+from controller.service.errors import StartRefusedError
+from controller.service.server import Sidecar
 from controller.settings import Settings
 from engine_shim.stage.ports import free_port
 from speculation.v1 import policy_pb2, policy_pb2_grpc, service_pb2, service_pb2_grpc

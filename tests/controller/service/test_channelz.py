@@ -7,7 +7,8 @@ import grpc.aio
 import pytest
 from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 
-from controller.service.server import Sidecar, StartRefusedError
+from controller.service.errors import StartRefusedError
+from controller.service.server import Sidecar
 from controller.settings import Settings
 from engine_shim.stage.ports import free_port
 from tests.controller.service.harness import failure, serving, soon

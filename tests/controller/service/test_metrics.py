@@ -13,6 +13,7 @@ from tests.controller.service.harness import (
     SteerClient,
     failure,
     make_profile,
+    measured_of,
     report_message,
     serving,
     soon,
@@ -78,9 +79,44 @@ async def test_a_scrape_tells_what_happened(tmp_path: Path):
     assert found["speculation_steering", of("b")] == 0
     assert found["speculation_measuring", of("a")] == 0
     assert found["speculation_probe_share", of("a")] >= 0
-    assert found["speculation_expected_accepted_tokens", of("a")] >= 0
+    assert found["speculation_expected_accept_length", of("a")] >= 1
     assert found["speculation_predicted_step_seconds", of("a")] > 0
     assert found["process_resident_memory_bytes", ()] > 0
+
+
+async def test_every_number_is_shown_under_its_own_name(tmp_path: Path):
+    async with serving(tmp_path) as running:
+        await running.introduce()
+        session = running.sidecar.registry.by_engine("engine-0")
+        numbers = iter(range(1000, 2000))
+        counted = {
+            "reports": "reports", "dropped": "dropped_reports", "step_seconds": "step_seconds",
+            "drafts": "drafts", "drafted_tokens": "draft_tokens", "unsteered": "unsteered_steps",
+            "lease_losses": "lease_losses", "eager": "eager_steps", "switched": "switched_steps",
+            "probing": "probe_steps", "drafter_changes": "drafter_changes",
+            "updates": "drafter_updates", "resets": "drafter_resets",
+            "swaps": "draft_version_swaps",
+        }  # fmt: skip
+        summed = {
+            "plain_seconds": "plain_seconds", "predicted_seconds": "predicted_seconds",
+            "error_seconds": "prediction_error_seconds",
+            "expected_tokens": "expected_accepted_tokens",
+        }  # fmt: skip
+        wanted: dict[tuple[str, ...], float] = {}
+        for owner, names in ((session.tally, counted), (session.core.account, summed)):
+            for name, metric in names.items():
+                wanted[f"speculation_{metric}_total",] = number = next(numbers)
+                setattr(owner, name, number)
+        session.core.account.instead_seconds["off"] = wanted[
+            "speculation_estimated_instead_seconds_total", "off"
+        ] = next(numbers)
+        session.tally.by_length = [1, 20, 300]
+        found = measured_of(session)
+    assert {name: found[name] for name in wanted} == wanted
+    assert found["speculation_accepted_tokens_total",] == 620
+    assert found["speculation_generated_tokens_total",] == 941
+    per_position = "speculation_accepted_tokens_per_pos_total"
+    assert (found[per_position, "0"], found[per_position, "1"]) == (320, 300)
 
 
 async def test_the_series_of_an_engine_end_with_its_session(tmp_path: Path):

@@ -11,9 +11,10 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
 
+from controller.service.errors import StartRefusedError
 from controller.service.profile_library import ProfileFileError
 from controller.service.readiness import SERVICES
-from controller.service.server import Sidecar, StartRefusedError
+from controller.service.server import Sidecar
 from controller.service.unix_socket import SocketTakenError
 from controller.settings import Settings
 from engine_shim.stage.ports import free_port

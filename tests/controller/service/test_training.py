@@ -12,13 +12,13 @@ import grpc.aio
 import pytest
 
 from controller.core.selective_training import TrainingSettings
-from controller.service.metrics import sample
 from speculation.v1 import plan_pb2, service_pb2, training_pb2, training_pb2_grpc
 from tests.controller.cli.sidecar_process import controller
 from tests.controller.service.harness import (
     Running,
     SteerClient,
     engine_message,
+    measured_of,
     next_of,
     report_message,
     serving,
@@ -127,11 +127,12 @@ async def test_a_fall_collects_a_round_deploys_and_explain_tells(tmp_path: Path)
         assert said.alpha_short < said.alpha_long
         assert [(past.outcome, past.round.alpha_eval) for past in said.past] == [("deployed", 0.6)]
         (session,) = found.sidecar.registry
-        measured = sample(session)
-        assert measured.training_rounds == {"deployed": 1}
-        assert (measured.collecting, measured.draft_version) == (True, 0)
+        measured = measured_of(session)
+        assert measured["speculation_training_rounds_total", "deployed"] == 1
+        assert measured["speculation_regime", "collect"] == 1
+        assert measured["speculation_draft_version",] == 0
         await client.send(report_message(100, draft_version=1))
-        await until(lambda: sample(session).draft_version == 1)
+        await until(lambda: measured_of(session)["speculation_draft_version",] == 1)
         shown = await asyncio.to_thread(
             controller, "explain", "engine-0", "--address", f"unix:{tmp_path}/controller.sock"
         )

@@ -75,7 +75,9 @@ def test_reports_go_out_and_plans_come_in(sidecar, start_link):
     link = start_link()
     choice = steered(link)
     assert (choice.gamma, choice.epoch) == (3, 1)
-    assert sidecar.introductions == [engine_spec()]
+    introduced = engine_spec()
+    introduced.safe_gamma = 1
+    assert sidecar.introductions == [introduced]
     assert report(link, 1, choice)
     [arrived] = eventually(lambda: sidecar.reports)
     assert (arrived.step, arrived.drafter, arrived.plan_epoch) == (1, "eagle3", 1)

@@ -1,0 +1,91 @@
+"""`/metrics`: read off the sessions when somebody asks.
+
+A scrape arrives on the HTTP server's thread, reads on the event loop (engine by engine, so that
+steering goes on in between), and is written out by the thread.  An engine's series end with its
+session and start from zero with its next one, which `rate()` understands.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Final
+
+from prometheus_client import (
+    CollectorRegistry,
+    PlatformCollector,
+    ProcessCollector,
+    start_http_server,
+)
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from controller.service.metrics.decisions import DECISION, ESTIMATES, LEARNING
+from controller.service.metrics.family import Family, samples
+from controller.service.metrics.sidecar import OF_THE_SIDECAR, SidecarView
+from controller.service.metrics.steps import LINK, STEPS
+from controller.service.metrics.view import EngineView
+from controller.service.override_book import OverrideBook
+from controller.service.sessions import SessionRegistry
+
+# A scrape that the event loop does not answer in this time fails, and Prometheus says so.
+_SNAPSHOT_SECONDS_MAX = 5.0
+
+OF_AN_ENGINE: Final[tuple[Family[EngineView], ...]] = (
+    *DECISION, *ESTIMATES, *STEPS, *LINK, *LEARNING,
+)  # fmt: skip
+
+
+class SidecarCollector(Collector):
+    """Everything, as metric families."""
+
+    def __init__(
+        self, registry: SessionRegistry, book: OverrideBook, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self._registry = registry
+        self._book = book
+        self._loop = loop
+
+    async def _read(self) -> list[Metric]:
+        sidecar = SidecarView(list(self._registry), self._book.held(), self._book.health)
+        found: list[Metric] = []
+        for general in OF_THE_SIDECAR:
+            written = general.empty()
+            for labels, number in samples(general, sidecar):
+                written.add_metric(labels, number)
+            found.append(written)
+        families = [(family, family.empty("engine")) for family in OF_AN_ENGINE]
+        for session in sidecar.sessions:
+            view = EngineView.of(session)
+            for family, written in families:
+                for labels, number in samples(family, view):
+                    written.add_metric([session.engine_id, *labels], number)
+            await asyncio.sleep(0)
+        return [*found, *(written for _, written in families)]
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by the HTTP server's thread, once per scrape."""
+        reading = asyncio.run_coroutine_threadsafe(self._read(), self._loop)
+        yield from reading.result(_SNAPSHOT_SECONDS_MAX)
+
+
+class MetricsServer:
+    """`/metrics` over HTTP, on a thread of its own.  Raises OSError when the port is taken."""
+
+    def __init__(
+        self,
+        registry: SessionRegistry,
+        book: OverrideBook,
+        loop: asyncio.AbstractEventLoop,
+        host: str,
+        port: int,
+    ) -> None:
+        metrics = CollectorRegistry()
+        metrics.register(SidecarCollector(registry, book, loop))
+        ProcessCollector(registry=metrics)
+        PlatformCollector(registry=metrics)
+        self._server, self._thread = start_http_server(port, host, metrics)
+
+    def close(self) -> None:
+        """Stops serving; waits for the scrape under way.  Not to be called on the event loop."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()

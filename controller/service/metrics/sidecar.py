@@ -1,0 +1,91 @@
+"""The sidecar as a whole: its engines, the overrides in force, the store, its own log."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import controller
+from controller.core.overrides import ScopeKind
+from controller.service import logs
+from controller.service.metrics.family import Family, Kind
+from controller.service.override_book import Held
+from controller.service.session import Session
+from controller.store.port import Health
+
+_COUNTER, _GAUGE = Kind.COUNTER, Kind.GAUGE
+
+
+@dataclass(frozen=True, slots=True)
+class SidecarView:
+    """All of it, at the time of a scrape."""
+
+    sessions: Sequence[Session]
+    held: Sequence[Held]
+    store: Health
+
+    @property
+    def costs(self) -> dict[str, float]:
+        """Engines, by where their costs come from."""
+        profiled = sum(bool(session.core.profile_id) for session in self.sessions)
+        return {"measured": profiled, "prior": len(self.sessions) - profiled}
+
+    @property
+    def scopes(self) -> dict[str, float]:
+        """Overrides, by the kind of their scope."""
+        kinds = [held.override.scope.kind for held in self.held]
+        return {kind.value: kinds.count(kind) for kind in ScopeKind}
+
+    @property
+    def soonest_end_seconds(self) -> float | None:
+        """Of the override that ends first; None where none ends."""
+        left = [held.remaining_seconds for held in self.held]
+        return min((seconds for seconds in left if seconds is not None), default=None)
+
+    @property
+    def oldest_seconds(self) -> float | None:
+        """Age of the override that stands longest; None without one."""
+        return max((time.time() - held.created_at for held in self.held), default=None)
+
+
+OF_THE_SIDECAR: Final[tuple[Family[SidecarView], ...]] = (
+    Family(
+        _GAUGE, "speculation_controller_build_info", "Always 1; the version is its label.",
+        lambda _: {controller.__version__: 1}, label="version",
+    ),
+    Family(
+        _GAUGE, "speculation_engines", "Introduced engines, by where their costs come from.",
+        lambda s: s.costs, label="costs",
+    ),
+    Family(
+        _GAUGE, "speculation_overrides", "Overrides in force here, by the kind of their scope.",
+        lambda s: s.scopes, label="scope",
+    ),
+    Family(
+        _GAUGE, "speculation_overrides_endless", "Those that stay until somebody clears them.",
+        lambda s: sum(held.remaining_seconds is None for held in s.held),
+    ),
+    Family(
+        _GAUGE, "speculation_override_soonest_end_seconds",
+        "Until the next override ends (absent while none will).",
+        lambda s: s.soonest_end_seconds, unit="seconds",
+    ),
+    Family(
+        _GAUGE, "speculation_override_oldest_age_seconds",
+        "Since the oldest override was set (absent while none is in force).",
+        lambda s: s.oldest_seconds, unit="seconds",
+    ),
+    Family(
+        _GAUGE, "speculation_store_ok", "1 while the store of overrides can be read and written.",
+        lambda s: s.store.ok,
+    ),
+    Family(
+        _GAUGE, "speculation_store_state_seconds", "Since when that is so.",
+        lambda s: s.store.since_seconds, unit="seconds",
+    ),
+    Family(
+        _COUNTER, "speculation_suppressed_log_lines",
+        "Log lines that were held back because too many like them came.",
+        lambda _: logs.suppressed_lines(),
+    ),
+)  # fmt: skip

@@ -1,0 +1,103 @@
+"""What an engine reports of its steps, and how the link to it is doing."""
+
+from typing import Final
+
+from controller.service.metrics.family import Family, Kind
+from controller.service.metrics.view import EngineView
+
+_COUNTER, _GAUGE = Kind.COUNTER, Kind.GAUGE
+# Shown from the start, at zero, so that the first one is an increase.
+_CODES = ("INVALID_ARGUMENT", "OUT_OF_RANGE", "FAILED_PRECONDITION")
+
+STEPS: Final[tuple[Family[EngineView], ...]] = (
+    Family(
+        _COUNTER, "speculation_reports", "Step reports that were used.",
+        lambda e: e.session.tally.reports, like="sglang:spec_verify_calls_total (where gamma > 0)",
+    ),
+    Family(
+        _COUNTER, "speculation_step_seconds", "Wall-clock seconds of the reported steps.",
+        lambda e: e.session.tally.step_seconds, unit="seconds",
+    ),
+    Family(
+        _COUNTER, "speculation_drafts", "Drafts verified: one per sequence and step.",
+        lambda e: e.session.tally.drafts, like="vllm:spec_decode_num_drafts_total",
+    ),
+    Family(
+        _COUNTER, "speculation_draft_tokens", "Draft tokens verified.",
+        lambda e: e.session.tally.drafted_tokens,
+        unit="tokens", like="vllm:spec_decode_num_draft_tokens_total",
+    ),
+    Family(
+        _COUNTER, "speculation_accepted_tokens", "Draft tokens accepted (bonus tokens excluded).",
+        lambda e: e.session.tally.accepted_tokens,
+        unit="tokens", like="vllm:spec_decode_num_accepted_tokens_total",
+    ),
+    Family(
+        _COUNTER, "speculation_accepted_tokens_per_pos",
+        "Draft tokens accepted, by position in the draft (the first is 0).",
+        lambda e: {str(k): n for k, n in enumerate(e.session.tally.accepted_by_position)},
+        unit="tokens", label="position", like="vllm:spec_decode_num_accepted_tokens_per_pos_total",
+    ),
+    Family(
+        _COUNTER, "speculation_generated_tokens",
+        "Tokens gained: accepted draft tokens and one bonus token per sequence and step.",
+        lambda e: e.session.tally.generated_tokens,
+        unit="tokens", like="vllm:generation_tokens_total, sglang:generation_tokens_total",
+    ),
+    Family(
+        _COUNTER, "speculation_switched_steps",
+        "Reported steps that changed drafter, draft length or sleep state.",
+        lambda e: e.session.tally.switched,
+    ),
+    Family(
+        _COUNTER, "speculation_drafter_changes",
+        "Reported steps that ran another drafter than the one before.",
+        lambda e: e.session.tally.drafter_changes,
+    ),
+    Family(
+        _COUNTER, "speculation_eager_steps",
+        "Reported steps that ran without a graph, in an engine that has graphs.",
+        lambda e: e.session.tally.eager,
+    ),
+)  # fmt: skip
+
+LINK: Final[tuple[Family[EngineView], ...]] = (
+    Family(
+        _GAUGE, "speculation_steering", "1 while the engine's stream is open.",
+        lambda e: e.session.stream is not None and e.session.listeners > 0,
+    ),
+    Family(
+        _GAUGE, "speculation_fallback",
+        "1 while the engine flies alone: its last reported step ran without a valid lease (grace "
+        "period or safe default).",
+        lambda e: bool(e.session.tally.alone),
+    ),
+    Family(
+        _COUNTER, "speculation_unsteered_steps", "Reported steps that ran so.",
+        lambda e: e.session.tally.unsteered,
+    ),
+    Family(
+        _COUNTER, "speculation_lease_losses",
+        "Times that the engine lost a lease which it had, by its reports.",
+        lambda e: e.session.tally.lease_losses,
+    ),
+    Family(
+        _COUNTER, "speculation_dropped_reports",
+        "Step reports that the engine's side dropped (its socket or buffer was full).",
+        lambda e: e.session.tally.dropped,
+    ),
+    Family(
+        _COUNTER, "speculation_rejected_reports", "Step reports that were refused, by status code.",
+        lambda e: dict.fromkeys(_CODES, 0) | e.session.tally.rejected, label="code",
+    ),
+    Family(
+        _GAUGE, "speculation_report_age_seconds", "Since the last report that was used.",
+        lambda e: e.session.seconds_since_last_report if e.session.last_report else None,
+        unit="seconds",
+    ),
+    Family(
+        _GAUGE, "speculation_contact_age_seconds",
+        "Since the engine last said anything (0 while a stream of it is open).",
+        lambda e: e.session.seconds_since_contact, unit="seconds",
+    ),
+)  # fmt: skip

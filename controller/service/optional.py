@@ -1,0 +1,62 @@
+"""What is only loaded where it is asked for: the fleet's Redis, OpenTelemetry."""
+
+from typing import Protocol
+
+import grpc.aio
+
+from controller.core.types import Plan
+from controller.service.errors import StartRefusedError
+from controller.service.session import Session
+from controller.settings import Settings
+from controller.store.file_store import FileStore
+from controller.store.port import Store
+
+
+class Telemetry(Protocol):
+    """What the sidecar asks of `telemetry.Telemetry`."""
+
+    def decision(self, session: Session, before: Plan, began: int) -> None:
+        """For `Session.on_decision`."""
+        ...
+
+    @property
+    def interceptor(self) -> grpc.aio.ServerInterceptor:
+        """For the server."""
+        ...
+
+    def close(self) -> None:
+        """Blocks, for a few seconds at most."""
+        ...
+
+
+def make_store(settings: Settings) -> Store:
+    """Redis where one is named, else files.  Raises RedisUrlError."""
+    directory = settings.state_path
+    if settings.redis_url is None:
+        return FileStore(directory)
+    from controller.store.redis_store import RedisStore  # noqa: PLC0415  # only when asked for
+
+    return RedisStore(
+        settings.redis_url.get_secret_value(),
+        directory / "fleet.json",
+        namespace=settings.redis_namespace,
+        password_file=settings.redis_password_file,
+        replicas=settings.redis_replicas,
+    )
+
+
+def make_telemetry(settings: Settings) -> Telemetry | None:
+    """Where a collector is named.  Raises StartRefusedError without the packages."""
+    if settings.otlp_endpoint is None:
+        return None
+    try:
+        from controller.service import telemetry  # noqa: PLC0415  # only when asked for
+    except ImportError as error:
+        raise StartRefusedError(
+            f"a collector is named ({settings.otlp_endpoint}), but {error.name} is not installed: "
+            "pip install 'speculation-controller[otel]'"
+        ) from error
+    made = telemetry.Telemetry(settings.otlp_endpoint, settings.otlp_trace_ratio)
+    if settings.otlp_logs:
+        made.send_logs()
+    return made
