@@ -151,6 +151,12 @@ class Settings(BaseSettings):
     training: Annotated[TrainingSettings, BeforeValidator(_known_by(TrainingSettings))] = Field(
         TrainingSettings(), description="When a drafter is trained beside its engine (TIDE)."
     )
+    record_directory: Path | None = Field(
+        None, description="Where decisions are recorded, for `controller replay`; by default not."
+    )
+    record_megabytes: int = Field(
+        256, ge=1, description="What that directory may hold; the oldest goes first."
+    )
 
     @classmethod
     def settings_customise_sources(

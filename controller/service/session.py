@@ -8,7 +8,7 @@ Everything here runs on the server's event loop; nothing blocks.
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -20,6 +20,7 @@ from controller.core.errors import InvalidReportError, SpeculationError, Unknown
 from controller.core.profile import Profile
 from controller.core.types import Arm, EngineSpec, Plan, Reason, StepReport
 from controller.core.warm_start import Belief
+from controller.recording.events import NoteKind
 from controller.service.errors import (
     InvalidMeasurementError,
     MeasurementConflictError,
@@ -112,6 +113,8 @@ class Session:
         # The Steer stream that serves the session; a newer one takes over.
         self.stream: object | None = None
         self.unary = UnaryProbes()
+        # Told what the core is not, where decisions are recorded.
+        self.on_note: Callable[[NoteKind, int, str], None] | None = None
         self._clock = clock
         self._bells: set[asyncio.Event] = set()
         self._quiet = asyncio.Event()
@@ -147,7 +150,14 @@ class Session:
     def contact(self, dropped_reports: int = 0) -> None:
         """A sign of life, with the reports that were lost on the engine's side."""
         self.last_contact_at = self._clock.now()
-        self.tally.dropped += dropped_reports
+        if dropped_reports:
+            self.tally.dropped += dropped_reports
+            self.note(NoteKind.DROPPED, dropped_reports)
+
+    def note(self, kind: NoteKind, count: int = 0, text: str = "") -> None:
+        """For the recording, if there is one."""
+        if self.on_note is not None:
+            self.on_note(kind, count, text)
 
     def observe(self, report: StepReport) -> None:
         """Folds one report.  Raises InvalidReportError; nothing of the report is used then."""
@@ -168,7 +178,9 @@ class Session:
         """Counts a refused report; the first of its kind in a session is logged."""
         code = status_of(error).name
         self.tally.rejected[code] += 1
-        if self.tally.rejected[code] == 1:
+        is_new = self.tally.rejected[code] == 1
+        self.note(NoteKind.REJECTED, 1, message_of(error) if is_new else code)
+        if is_new:
             _log.warning(
                 "report_rejected", engine=self.engine_id, code=code, error=message_of(error)
             )
@@ -247,4 +259,5 @@ class Session:
     def end(self, why: SpeculationError) -> None:
         """Ends the session; its streams close with this error."""
         self.ended = why
+        self.note(NoteKind.ENDED, text=message_of(why))
         self.ring()
