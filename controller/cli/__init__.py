@@ -9,6 +9,7 @@ from controller.cli import (
     override,
     profile,
     profile_shelf,
+    replay,
     serve,
     simulate,
 )
@@ -27,6 +28,7 @@ app.command("engines")(explain.engines)
 app.command("explain")(explain.explain)
 app.add_typer(override.override, name="override")
 app.command("simulate")(simulate.simulate)
+app.command("replay")(replay.replay)
 app.command("convert")(convert.convert)
 app.command("advise")(advise.advise)
 

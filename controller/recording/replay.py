@@ -4,7 +4,7 @@ At every segment's opening its variables must be the recorded ones, too.  After 
 were lost, or a damaged end) it goes on from the opening.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -91,7 +91,7 @@ class Verdict:
 class Visitor(Protocol):
     """Watches while a recording is decided again."""
 
-    def opened(self, opening: Opening, seconds: float, wall_seconds: float, *, anew: bool) -> None:
+    def opened(self, opening: Opening, seconds: float, wall_seconds: float, anew: bool) -> None:
         """A segment begins; anew: not where the one before has ended."""
 
     def before(self, moment: Moment, wall_seconds: float, core: EngineController) -> None:
@@ -169,17 +169,25 @@ class _Replay:
         self._session = 0
 
     def run(self) -> Verdict:
+        """Over all segments."""
         verdict = self._verdict
         for part in self._parts():
-            verdict.segments += 1
-            self._open(part)
+            goes_on = self._goes_on(part)
             try:
-                self._run(part)
+                core = self._core if goes_on and self._core else rebuilt(part.opening, self._clock)
+            except RecordingError as error:
+                self._gap(part.path, str(error))
+                continue
+            self._core, self._session = core, part.opening.session
+            verdict.segments += 1
+            for visitor in self._visitors:
+                visitor.opened(part.opening, part.began_at, part.wall(part.began_at), not goes_on)
+            try:
+                self._decide(part, core)
             except RecordingError as error:
                 part.damage = part.damage or str(error)
             if part.damage:
-                verdict.gaps.append((part.path.name, part.damage))
-                self._core = None
+                self._gap(part.path, part.damage)
         if not verdict.segments:
             raise RecordingError("; ".join(f"{name}: {why}" for name, why in verdict.gaps))
         return verdict
@@ -189,42 +197,35 @@ class _Replay:
             try:
                 yield Part(path)
             except RecordingError as error:
-                self._verdict.gaps.append((path.name, str(error)))
-                self._core = None
+                self._gap(path, str(error))
 
-    def _open(self, part: Part) -> None:
-        verdict, opening = self._verdict, part.opening
+    def _gap(self, path: Path, why: str) -> None:
+        """What follows cannot be decided from what was before."""
+        self._verdict.gaps.append((path.name, why))
+        self._core = None
+
+    def _goes_on(self, part: Part) -> bool:
+        """Whether the core so far is where the opening says it was; anything else is said."""
+        verdict, opening, wall = self._verdict, part.opening, part.wall(part.began_at)
         self._clock.set(part.began_at)
-        wall = part.wall(part.began_at)
-        if verdict.segments == 1:
+        if not verdict.began_at:
             verdict.began_at = wall
-            here = versions()
-            verdict.strange = [
-                (name, there, here.get(name, ""))
-                for name, there in sorted(opening.versions.items())
-                if there != here.get(name)
-            ]
+            verdict.strange = _strange(opening.versions)
         verdict.ended_at = max(verdict.ended_at, wall)
+        verdict.sessions += opening.session != self._session
         if opening.lost:
             verdict.lost += opening.lost
-            verdict.gaps.append((part.path.name, f"{opening.lost} records were lost before it"))
-        goes_on = self._core is not None and opening.session == self._session and not opening.lost
-        if self._core is not None and goes_on:
-            verdict.states += 1
-            text = state_difference(opening.state, capture(self._core))
-            if text:
-                self._differ(part, 0, wall, text)
-                self._core = None
-        verdict.sessions += opening.session != self._session
-        self._session = opening.session
-        if self._core is None or not goes_on:
-            self._core = rebuilt(opening, self._clock)
-        for visitor in self._visitors:
-            visitor.opened(opening, part.began_at, wall, anew=not goes_on)
+            self._gap(part.path, f"{opening.lost} records were lost before it")
+        if self._core is None or opening.session != self._session:
+            return False
+        verdict.states += 1
+        text = state_difference(opening.state, capture(self._core))
+        if text:
+            self._differ(part, 0, wall, text)
+        return not text
 
-    def _run(self, part: Part) -> None:
-        verdict, core = self._verdict, self._core
-        assert core is not None
+    def _decide(self, part: Part, core: EngineController) -> None:
+        verdict = self._verdict
         for number, moment in enumerate(part.moments(), 1):
             wall = part.wall(moment.seconds)
             self._clock.set(moment.seconds)
@@ -245,3 +246,9 @@ class _Replay:
         self._verdict.differences += 1
         if self._verdict.first is None:
             self._verdict.first = Difference(part.path, record, wall, text)
+
+
+def _strange(there: Mapping[str, str]) -> list[tuple[str, str, str]]:
+    here = versions()
+    found = ((name, was, here.get(name, "")) for name, was in sorted(there.items()))
+    return [item for item in found if item[1] != item[2]]
