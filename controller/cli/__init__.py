@@ -10,6 +10,7 @@ from controller.cli import (
     profile,
     profile_shelf,
     replay,
+    report,
     serve,
     simulate,
 )
@@ -29,6 +30,7 @@ app.command("explain")(explain.explain)
 app.add_typer(override.override, name="override")
 app.command("simulate")(simulate.simulate)
 app.command("replay")(replay.replay)
+app.command("report")(report.report)
 app.command("convert")(convert.convert)
 app.command("advise")(advise.advise)
 

@@ -113,6 +113,8 @@ def _profile(path: Path) -> "Profile":
 
 
 def _print(verdict: "Verdict") -> None:
+    from controller.recording.times import time_text
+
     seconds = verdict.ended_at - verdict.began_at
     print(
         f"{verdict.engine_id}: {verdict.reports} reports, {verdict.decisions} decisions, "
@@ -155,6 +157,8 @@ def _print_comparison(found: "Comparison") -> None:
 def _stretches(found: "Comparison") -> "Table":
     from rich.table import Table
 
+    from controller.recording.times import time_text
+
     longest = sorted(found.stretches, key=lambda s: s.seconds, reverse=True)[:_SHOWN]
     rest = len(found.stretches) + found.more_stretches - len(longest)
     table = Table(
@@ -176,14 +180,6 @@ def _stretches(found: "Comparison") -> "Table":
 
 def _arm(arm: "Arm") -> str:
     return f"{arm.drafter} {arm.gamma}"
-
-
-def time_text(wall_seconds: float) -> str:
-    """Unix seconds as UTC, to the millisecond."""
-    from datetime import UTC, datetime
-
-    moment = datetime.fromtimestamp(wall_seconds, UTC)
-    return moment.isoformat(sep=" ", timespec="milliseconds").replace("+00:00", "Z")
 
 
 def _as_json(verdict: "Verdict", compared: "Comparison | None") -> dict[str, Any]:

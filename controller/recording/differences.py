@@ -5,6 +5,7 @@ from typing import Any
 
 from controller.core.state import Tree, Typed
 from controller.recording.state_messages import state_to_proto
+from controller.service.override_words import reason_text
 from speculation.v1 import plan_pb2
 
 _ROWS_SHOWN = 4
@@ -24,7 +25,7 @@ def plan_difference(recorded: plan_pb2.Plan | None, now: plan_pb2.Plan | None) -
         if (was := getattr(recorded, name)) != (is_ := getattr(now, name))
     ]
     if recorded.reason != now.reason:
-        parts.append(f"reason: recorded {_reason(recorded.reason)}, now {_reason(now.reason)}")
+        parts.append(f"reason: recorded {reason_text(recorded)}, now {reason_text(now)}")
     if recorded.regime != now.regime:
         parts.append(f"regime: recorded {_line(recorded.regime)}, now {_line(now.regime)}")
     if list(recorded.overrides) != list(now.overrides):
@@ -45,11 +46,6 @@ def _rows(recorded: plan_pb2.Plan, now: plan_pb2.Plan) -> list[str]:
 
 def _said(plan: plan_pb2.Plan | None) -> str:
     return "no new plan" if plan is None else f"plan {plan.epoch}"
-
-
-def _reason(number: plan_pb2.Reason.ValueType) -> str:
-    known = plan_pb2.Reason.DESCRIPTOR.values_by_number.get(number)
-    return str(number) if known is None else known.name.removeprefix("REASON_").lower()
 
 
 def _line(message: object) -> str:

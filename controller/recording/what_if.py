@@ -209,7 +209,7 @@ class WhatIf:
         at.other_tokens += other_tokens
         at.other_seconds += other_seconds
 
-    def _priced(self, arm: Arm, report: StepReport, judge: EngineController) -> tuple[float, float]:
+    def _priced(self, arm: Arm, report: StepReport, core: EngineController) -> tuple[float, float]:
         """(tokens, seconds) of the step with this arm, as they were believed then."""
         expected = self._curves[arm.drafter].expected[arm.gamma]
         seconds = core.cost.predict(self._arms[arm], report.batch_size, report.kv_tokens)
