@@ -30,8 +30,9 @@ class Term:
 class Opening:
     """Everything that a core is made of at one moment.
 
-    wall_seconds: Unix time then.  session: tells sessions apart.  lost: records that were lost
-    before it.  cost_source: "profile", or the prior's name.
+    wall_seconds: Unix time then.  session: tells sessions apart; part: which of its openings this
+    is, from 1.  lost: records that were lost before it.  cost_source: "profile", or the prior's
+    name.
     """
 
     spec: EngineSpec
@@ -42,6 +43,7 @@ class Opening:
     state: Mapping[str, Tree]
     wall_seconds: float
     session: int
+    part: int
     lost: int
     versions: Mapping[str, str]
     cost_source: str

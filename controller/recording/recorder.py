@@ -29,7 +29,7 @@ from controller.recording.taped_core import TapedController
 
 _ROUND_SECONDS = 0.5
 # After trouble the disk is tried again after this time.
-_AGAIN_SECONDS: Final = 10.0
+_AGAIN_SECONDS: Final = 2.0
 # Moments that are put into proto before others get the interpreter.
 _SLICE = 32
 # Moments of one frame.

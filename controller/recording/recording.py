@@ -45,10 +45,6 @@ class Part:
                 return
             yield moment
 
-    def wall(self, seconds: float) -> float:
-        """Unix seconds at this time of the core's clock."""
-        return self.opening.wall_seconds + seconds - self.began_at
-
     def _walk(self, data: bytes) -> Iterator[Moment]:
         try:
             for at, block in blocks(data):

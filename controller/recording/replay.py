@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+
 from controller.core.clock import VirtualClock
 from controller.core.engine_controller import EngineController
 from controller.core.errors import SpeculationError
@@ -154,7 +156,9 @@ def guarded(core: EngineController, event: Event, where: str) -> plan_pb2.Plan |
 
 def replay(recording: Recording, visitors: Iterable[Visitor] = ()) -> Verdict:
     """Decides the whole recording again.  Raises RecordingError where nothing of it can be read."""
-    return _Replay(recording, tuple(visitors)).run()
+    # What cannot be a core's numbers ends in a difference or an error, not in warnings.
+    with np.errstate(all="ignore"):
+        return _Replay(recording, tuple(visitors)).run()
 
 
 class _Replay:
@@ -166,7 +170,9 @@ class _Replay:
         self._verdict = Verdict(recording.engine_id)
         self._clock = TapeClock()
         self._core: EngineController | None = None
-        self._session = 0
+        self._session = self._part = 0
+        # Unix time less the core's clock: of a session's first segment, so that it goes on evenly.
+        self._offset = 0.0
 
     def run(self) -> Verdict:
         """Over all segments."""
@@ -178,10 +184,11 @@ class _Replay:
             except RecordingError as error:
                 self._gap(part.path, str(error))
                 continue
-            self._core, self._session = core, part.opening.session
+            self._core = core
+            self._session, self._part = part.opening.session, part.opening.part
             verdict.segments += 1
             for visitor in self._visitors:
-                visitor.opened(part.opening, part.began_at, part.wall(part.began_at), not goes_on)
+                visitor.opened(part.opening, part.began_at, self._wall(part.began_at), not goes_on)
             try:
                 self._decide(part, core)
             except RecordingError as error:
@@ -191,6 +198,9 @@ class _Replay:
         if not verdict.segments:
             raise RecordingError("; ".join(f"{name}: {why}" for name, why in verdict.gaps))
         return verdict
+
+    def _wall(self, seconds: float) -> float:
+        return seconds + self._offset
 
     def _parts(self) -> Iterator[Part]:
         for path in self._paths:
@@ -206,7 +216,10 @@ class _Replay:
 
     def _goes_on(self, part: Part) -> bool:
         """Whether the core so far is where the opening says it was; anything else is said."""
-        verdict, opening, wall = self._verdict, part.opening, part.wall(part.began_at)
+        verdict, opening = self._verdict, part.opening
+        if opening.session != self._session:
+            self._offset = opening.wall_seconds - part.began_at
+        wall = self._wall(part.began_at)
         self._clock.set(part.began_at)
         if not verdict.began_at:
             verdict.began_at = wall
@@ -218,6 +231,9 @@ class _Replay:
             self._gap(part.path, f"{opening.lost} records were lost before it")
         if self._core is None or opening.session != self._session:
             return False
+        if opening.part != self._part + 1:
+            self._gap(part.path, "segments before it are missing")
+            return False
         verdict.states += 1
         text = state_difference(opening.state, capture(self._core))
         if text:
@@ -227,7 +243,7 @@ class _Replay:
     def _decide(self, part: Part, core: EngineController) -> None:
         verdict = self._verdict
         for number, moment in enumerate(part.moments(), 1):
-            wall = part.wall(moment.seconds)
+            wall = self._wall(moment.seconds)
             self._clock.set(moment.seconds)
             verdict.ended_at = max(verdict.ended_at, wall)
             for visitor in self._visitors:

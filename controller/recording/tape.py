@@ -25,7 +25,7 @@ class Tape:
     """Of one session.  session: its number.  due: an opening is asked for, nothing is lost yet.
 
     broken: nothing is taken before an opening.  lost: moments that were dropped since the last one.
-    over: nothing more is taken.
+    over: nothing more is taken.  parts: openings so far.
     """
 
     engine_id: str
@@ -37,6 +37,7 @@ class Tape:
     broken: bool = True
     lost: int = 0
     over: bool = False
+    parts: int = 0
 
     @property
     def can_open(self) -> bool:
@@ -60,5 +61,6 @@ class Tape:
 
     def open(self, opening: Moment) -> None:
         """Hands over an opening, where one can be."""
+        self.parts += 1
         self.lost, self.due, self.broken = 0, False, False
         self.queue.append((self, opening))

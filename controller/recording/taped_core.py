@@ -219,6 +219,7 @@ class TapedController(EngineController):
             state=capture(self),
             wall_seconds=self._tape.wall(),
             session=self._tape.session,
+            part=self._tape.parts + 1,
             lost=self._tape.lost,
             versions=versions(),
             cost_source="profile" if self.profile_id else self.cost.prior,

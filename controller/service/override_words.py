@@ -55,7 +55,8 @@ def reason_text(plan: "plan_pb2.Plan") -> str:
 def _word(message: "Message", field: str, prefix: str) -> str:
     """An enumeration's value without its prefix; the number of one that is not known here."""
     number = getattr(message, field)
-    known = message.DESCRIPTOR.fields_by_name[field].enum_type.values_by_number.get(number)
+    kind = message.DESCRIPTOR.fields_by_name[field].enum_type
+    known = None if kind is None else kind.values_by_number.get(number)
     if known is None:
         return str(number)
     return str(known.name).removeprefix(prefix).lower().replace("_", "-")

@@ -185,6 +185,7 @@ class RecordOpening(_message.Message):
     LOST_FIELD_NUMBER: _builtins.int
     VERSIONS_FIELD_NUMBER: _builtins.int
     COST_SOURCE_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
     planner_json: _builtins.str
     """Constants of the decision and of training, as JSON objects."""
     training_json: _builtins.str
@@ -198,6 +199,8 @@ class RecordOpening(_message.Message):
     """Records that were lost before this one, since the last opening."""
     cost_source: _builtins.str
     """Where costs come from: "profile", or the prior's name."""
+    part: _builtins.int
+    """Which of its session's openings this is, from 1."""
     @_builtins.property
     def engine(self) -> _engine_pb2.EngineSpec: ...
     @_builtins.property
@@ -224,10 +227,11 @@ class RecordOpening(_message.Message):
         lost: _builtins.int = ...,
         versions: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         cost_source: _builtins.str = ...,
+        part: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "overrides", b"overrides", "state", b"state"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cost_source", b"cost_source", "engine", b"engine", "lost", b"lost", "overrides", b"overrides", "planner_json", b"planner_json", "profile_json", b"profile_json", "session", b"session", "state", b"state", "training_json", b"training_json", "versions", b"versions", "wall_seconds", b"wall_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cost_source", b"cost_source", "engine", b"engine", "lost", b"lost", "overrides", b"overrides", "part", b"part", "planner_json", b"planner_json", "profile_json", b"profile_json", "session", b"session", "state", b"state", "training_json", b"training_json", "versions", b"versions", "wall_seconds", b"wall_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
