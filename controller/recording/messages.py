@@ -40,6 +40,9 @@ from speculation.v1 import record_pb2
 
 _Settings = TypeVar("_Settings", PlannerSettings, TrainingSettings)
 
+# Seconds since 1970, or of a machine's clock.
+_TIME_MAX = 1e11
+
 _KIND_TO_PROTO = {
     NoteKind.DROPPED: record_pb2.RECORD_NOTE_KIND_DROPPED,
     NoteKind.REJECTED: record_pb2.RECORD_NOTE_KIND_REJECTED,
@@ -113,13 +116,20 @@ def _terms_to_proto(terms: Iterable[Term]) -> record_pb2.RecordOverrides:
 
 def moment_from_proto(record: record_pb2.Record) -> Moment | None:
     """None for an event of a kind that is not known here.  Raises RecordingError."""
+    seconds = record.clock_seconds
     try:
+        _check_time(seconds)
         event = _event(record)
     except RecordingError:
         raise
     except SpeculationError as error:
         raise RecordingError(f"a record that cannot be: {error}") from error
-    return None if event is None else Moment(record.clock_seconds, event)
+    return None if event is None else Moment(seconds, event)
+
+
+def _check_time(seconds: float) -> None:
+    if not 0 <= seconds < _TIME_MAX:
+        raise RecordingError(f"{seconds} is no time")
 
 
 def _event(record: record_pb2.Record) -> Event | None:
@@ -143,6 +153,7 @@ def _note(message: record_pb2.RecordNote) -> Noted | None:
 
 
 def _opening(message: record_pb2.RecordOpening) -> Opening:
+    _check_time(message.wall_seconds)
     text = message.profile_json
     return Opening(
         spec=converters.engine_from_proto(message.engine),

@@ -23,7 +23,7 @@ from controller.core.types import EngineSpec
 from controller.recording.events import Moment, Opening
 from controller.recording.frames import frame
 from controller.recording.messages import moment_to_proto
-from controller.recording.ring import Ring, Segment
+from controller.recording.ring import SEGMENT_BYTES_MIN, Ring, Segment
 from controller.recording.tape import EndOf, Queue, Tape
 from controller.recording.taped_core import TapedController
 
@@ -32,6 +32,10 @@ _ROUND_SECONDS = 0.5
 _AGAIN_SECONDS: Final = 2.0
 # Moments that are put into proto before others get the interpreter.
 _SLICE = 32
+# What a moment takes on disk, before it was measured: at the upper end of what is usual.
+_MOMENT_BYTES = 100
+# So many have to be there to measure it.
+_MEASURED_MOMENTS = 64
 # Moments of one frame.
 _FRAME_MOMENTS = 2048
 
@@ -87,12 +91,16 @@ class Recorder:
         """A core for a new session, on a tape of its own."""
         self._session = max(self._session + 1, int(self._wall() * 1000))
         tape = Tape(spec.engine_id, self._session, self._queue, self._end_of, self._wall)
+        tape.fitting = SEGMENT_BYTES_MIN // _MOMENT_BYTES
         return TapedController(spec, settings, profile, clock, training, tape)
 
     def _run(self) -> None:
-        while not self._closing.wait(_ROUND_SECONDS):
+        try:
+            while not self._closing.wait(_ROUND_SECONDS):
+                self._round()
             self._round()
-        self._round()
+        except Exception:  # noqa: BLE001  # a fault of ours: said, and steering goes on
+            _log.exception("recording_ended", directory=str(self._directory))
 
     def _round(self) -> None:
         # What they had to say is in the queue by now.
@@ -150,7 +158,16 @@ class Recorder:
             except OSError as error:
                 self._trouble(tape, len(moments), error)
             else:
-                tape.due = tape.due or self._ring.is_full(segment)
+                self._measure(tape, segment, len(moments))
+
+    def _measure(self, tape: Tape, segment: Segment, moments: int) -> None:
+        """How many moments fit a segment is told ahead: much may come between two rounds."""
+        room = self._ring.segment_bytes
+        segment.moments += moments
+        if segment.moments >= _MEASURED_MOMENTS:
+            each = (segment.size - segment.opening) / segment.moments
+            tape.fitting = max(_MEASURED_MOMENTS, int((room - segment.opening) / each))
+        tape.due = tape.due or segment.size >= room
 
     def _end(self, tape: Tape) -> None:
         segment = self._segments.pop(tape, None)

@@ -5,6 +5,7 @@ were lost, or a damaged end) it goes on from the opening.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -148,8 +149,16 @@ def apply(core: EngineController, event: Event) -> plan_pb2.Plan | None:
 
 def guarded(core: EngineController, event: Event, where: str) -> plan_pb2.Plan | None:
     """As `apply`.  Raises RecordingError also for what no core can work on."""
-    try:
+    with _nonsense_refused(where):
         return apply(core, event)
+
+
+@contextmanager
+def _nonsense_refused(where: str) -> Iterator[None]:
+    try:
+        yield
+    except RecordingError:
+        raise
     except (SpeculationError, *_NONSENSE) as error:
         raise RecordingError(f"{where} cannot be decided again: {error!r}") from error
 
@@ -246,8 +255,9 @@ class _Replay:
             wall = self._wall(moment.seconds)
             self._clock.set(moment.seconds)
             verdict.ended_at = max(verdict.ended_at, wall)
-            for visitor in self._visitors:
-                visitor.before(moment, wall, core)
+            with _nonsense_refused(f"record {number}"):
+                for visitor in self._visitors:
+                    visitor.before(moment, wall, core)
             plan = guarded(core, moment.event, f"record {number}")
             event = moment.event
             verdict.reports += isinstance(event, Reported)

@@ -27,13 +27,18 @@ SEGMENT_BYTES_MIN = 64 * 1024
 
 @dataclass(slots=True, eq=False)
 class Segment:
-    """A file of the ring.  descriptor: -1 once it is whole."""
+    """A file of the ring.  descriptor: -1 once it is whole.
+
+    opening: bytes of what it begins with.  moments: after that.
+    """
 
     path: Path
     engine_id: str
     number: int
     size: int
     descriptor: int = -1
+    opening: int = 0
+    moments: int = 0
 
 
 class Ring:
@@ -90,6 +95,7 @@ class Ring:
             self.end(segment)
             self._remove(segment)
             raise
+        segment.opening = segment.size
         return segment
 
     def append(self, segment: Segment, data: bytes) -> None:
@@ -112,11 +118,12 @@ class Ring:
             os.close(segment.descriptor)
             segment.descriptor = -1
 
-    def is_full(self, segment: Segment) -> bool:
-        """Whether another one should begin."""
+    @property
+    def segment_bytes(self) -> int:
+        """From which on a segment should be followed by another one."""
         writing = sum(s.descriptor >= 0 for found in self._segments.values() for s in found)
         room = min(self._limit // _SEGMENTS, self._limit // (_SEGMENTS_AN_ENGINE * writing or 1))
-        return segment.size >= max(SEGMENT_BYTES_MIN, room)
+        return max(SEGMENT_BYTES_MIN, room)
 
     def _make_room(self, size: int) -> None:
         while self.bytes + size > self._limit:

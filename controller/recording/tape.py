@@ -25,7 +25,8 @@ class Tape:
     """Of one session.  session: its number.  due: an opening is asked for, nothing is lost yet.
 
     broken: nothing is taken before an opening.  lost: moments that were dropped since the last one.
-    over: nothing more is taken.  parts: openings so far.
+    over: nothing more is taken.  parts: openings so far; taken: moments since the last one, and
+    fitting: how many a segment holds.
     """
 
     engine_id: str
@@ -38,6 +39,8 @@ class Tape:
     lost: int = 0
     over: bool = False
     parts: int = 0
+    taken: int = 0
+    fitting: int = QUEUE_MAX
 
     @property
     def can_open(self) -> bool:
@@ -53,6 +56,9 @@ class Tape:
             self.break_off()
             return
         self.queue.append((self, moment))
+        self.taken += 1
+        if self.taken >= self.fitting:
+            self.due = True
 
     def break_off(self) -> None:
         """Loses a moment: what follows cannot be decided again before the next opening."""
@@ -62,5 +68,6 @@ class Tape:
     def open(self, opening: Moment) -> None:
         """Hands over an opening, where one can be."""
         self.parts += 1
+        self.taken = 0
         self.lost, self.due, self.broken = 0, False, False
         self.queue.append((self, opening))

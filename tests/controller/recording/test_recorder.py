@@ -14,6 +14,7 @@ from controller.recording import ring as ring_module
 from controller.recording import tape as tape_module
 from controller.recording.errors import RecordDirectoryError
 from controller.recording.events import NoteKind, Overridden
+from controller.recording.recorder import Recorder
 from controller.recording.recording import Part, find
 from controller.recording.replay import replay
 from tests.controller.recording.tapes import (
@@ -171,12 +172,10 @@ def test_more_engines_than_the_bound_has_room_for_are_said(tmp_path, small):
 
 def test_a_directory_is_one_sidecars(tmp_path):
     with recorder(tmp_path), pytest.raises(RecordDirectoryError, match="another sidecar"):
-        with recorder(tmp_path):
-            pass
+        Recorder(tmp_path, 1_000_000, lambda _: None).open()
     (tmp_path / "file").write_text("")
     with pytest.raises(RecordDirectoryError, match="cannot hold recordings"):
-        with recorder(tmp_path / "file"):
-            pass
+        Recorder(tmp_path / "file", 1_000_000, lambda _: None).open()
 
 
 def test_nothing_is_written_on_the_thread_that_steers(tmp_path, monkeypatch):
@@ -206,7 +205,7 @@ def test_after_its_end_a_session_takes_nothing_more(tmp_path):
 
 def test_overrides_are_kept_with_their_ends(tmp_path):
     ends = {"a": 2e9}
-    with recorder(tmp_path, end_of=lambda name: ends.get(name)) as made:
+    with recorder(tmp_path, end_of=ends.get) as made:
         running = engine(made)
         rule = [override("a", Rule(gamma=1)), override("b", Rule(off=True))]
         running.core.set_overrides(rule)

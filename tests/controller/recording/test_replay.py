@@ -128,9 +128,9 @@ def number_of(path: Path, kind: type, at_least: int) -> int:
     """Of the first moment of this kind (a plan, where it decides) from there on."""
     for number, moment in enumerate(Part(path).moments(), 1):
         event = moment.event
-        if number >= at_least and isinstance(event, kind):
-            if not isinstance(event, Decided) or event.plan is not None:
-                return number
+        plain = not isinstance(event, Decided) or event.plan is not None
+        if number >= at_least and isinstance(event, kind) and plain:
+            return number
     raise AssertionError(kind)
 
 

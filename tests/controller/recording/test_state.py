@@ -1,5 +1,7 @@
 """A core's variables, out and in again: what goes on from them decides the same, bit by bit."""
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,47 +20,39 @@ from speculation.v1 import record_pb2
 from tests.controller.core.virtual_engine import engine_spec, gpu_like, profile_of
 from tests.controller.recording.tapes import TRAINING, Engine, full_spec, override
 
-ACTIONS = st.sampled_from(
-    ["run", "large", "shift", "explain", "beliefs", "pin", "free", "force", "release", "warm",
-     "attend", "wait"]
-)  # fmt: skip
-
 
 def fresh(clock: VirtualClock, policy: str = "goodput") -> EngineController:
     return EngineController(full_spec(), PlannerSettings(policy=policy), None, clock, TRAINING)
 
 
+def attend(engine: Engine) -> None:
+    training = engine.core.updates.training
+    assert training is not None
+    training.attended = not training.attended
+    training.keep(5)
+
+
+PINS = (override("pin", Rule(gamma=2)), override("no", Rule(off=True)))
+WARM = [Belief("eagle3", label, (0.5, 0.25), (8.0, 4.0)) for label in ("", "new")]
+ACTIONS: dict[str, Callable[[Engine], object]] = {
+    "run": lambda engine: engine.run(30),
+    "large": lambda engine: engine.run(10, batch_size=24, acceptance=0.5),
+    "shift": lambda engine: engine.run(20, acceptance=0.1),
+    "explain": lambda engine: engine.core.explain(),
+    "beliefs": lambda engine: engine.core.beliefs(),
+    "pin": lambda engine: engine.core.set_overrides(PINS),
+    "free": lambda engine: engine.core.set_overrides([]),
+    "force": lambda engine: engine.core.force(Arm("dflash", 3)),
+    "release": lambda engine: engine.core.force(None),
+    "warm": lambda engine: engine.core.begin_from(WARM, "elsewhere"),
+    "attend": attend,
+    "wait": lambda engine: engine.clock.advance(3.0),
+}
+SOME = st.sampled_from(sorted(ACTIONS))
+
+
 def act(action: str, engine: Engine) -> None:
-    core = engine.core
-    match action:
-        case "run":
-            engine.run(30)
-        case "large":
-            engine.run(10, batch_size=24, acceptance=0.5)
-        case "shift":
-            engine.run(20, acceptance=0.1)
-        case "explain":
-            core.explain()
-        case "beliefs":
-            core.beliefs()
-        case "pin":
-            core.set_overrides([override("pin", Rule(gamma=2)), override("no", Rule(off=True))])
-        case "free":
-            core.set_overrides([])
-        case "force":
-            core.force(Arm("dflash", 3))
-        case "release":
-            core.force(None)
-        case "warm":
-            beliefs = [Belief("eagle3", label, (0.5, 0.25), (8.0, 4.0)) for label in ("", "new")]
-            core.begin_from(beliefs, "elsewhere")
-        case "attend":
-            training = core.updates.training
-            assert training is not None
-            training.attended = not training.attended
-            training.keep(5)
-        case "wait":
-            engine.clock.advance(3.0)
+    ACTIONS[action](engine)
 
 
 def through_proto(tree):
@@ -72,7 +66,7 @@ def bits(core) -> bytes:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @settings(max_examples=12, deadline=None)
-@given(before=st.lists(ACTIONS, max_size=8), after=st.lists(ACTIONS, min_size=1, max_size=5))
+@given(before=st.lists(SOME, max_size=8), after=st.lists(SOME, min_size=1, max_size=5))
 def test_a_restored_core_goes_on_as_the_first_one(policy, before, after):
     clock = VirtualClock(1000.0)
     first = Engine(fresh(clock, policy), clock)  # type: ignore[arg-type]  # any core will do
