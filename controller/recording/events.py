@@ -13,7 +13,7 @@ from controller.core.profile import Profile
 from controller.core.selective_training import TrainingSettings, TrainingState
 from controller.core.settings import PlannerSettings
 from controller.core.state import Tree
-from controller.core.types import Arm, EngineSpec, StepReport
+from controller.core.types import Arm, EngineSpec, Plan, StepReport
 from controller.core.warm_start import Belief
 from speculation.v1 import plan_pb2
 
@@ -61,6 +61,13 @@ class Decided:
     """The plan was considered anew; None: the old one went on."""
 
     plan: plan_pb2.Plan | None
+
+
+@dataclass(frozen=True, slots=True)
+class Issued:
+    """What becomes a `Decided` on disk: as the core gave it, for the recorder's thread to turn."""
+
+    plan: Plan | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +142,7 @@ Event: TypeAlias = (
     Opening
     | Reported
     | Decided
+    | Issued
     | Forced
     | Looked
     | Overridden

@@ -21,6 +21,7 @@ from controller.recording.events import (
     Decided,
     Event,
     Forced,
+    Issued,
     Looked,
     Moment,
     Noted,
@@ -62,6 +63,11 @@ def moment_to_proto(moment: Moment) -> record_pb2.Record:
         **{"clock_seconds": moment.seconds, field: write(moment.event)}
     )
     return made
+
+
+def _issued_to_proto(event: Issued) -> record_pb2.RecordDecision:
+    plan = None if event.plan is None else converters.plan_to_proto(event.plan)
+    return record_pb2.RecordDecision(plan=plan)
 
 
 def _force_to_proto(event: Forced) -> record_pb2.RecordForce:
@@ -193,6 +199,7 @@ _WRITERS: Final[Mapping[type, tuple[str, Callable[[Any], Message]]]] = {
     Opening: ("opening", _opening_to_proto),
     Reported: ("report", lambda event: converters.report_to_proto(event.report)),
     Decided: ("decision", lambda event: record_pb2.RecordDecision(plan=event.plan)),
+    Issued: ("decision", _issued_to_proto),
     Forced: ("force", _force_to_proto),
     Looked: ("look", lambda event: record_pb2.RecordLook(beliefs=event.beliefs)),
     Overridden: ("overrides", lambda event: _terms_to_proto(event.terms)),

@@ -23,7 +23,7 @@ from controller.core.types import EngineSpec
 from controller.recording.events import Moment, Opening
 from controller.recording.frames import frame
 from controller.recording.messages import moment_to_proto
-from controller.recording.ring import SEGMENT_BYTES_MIN, Ring, Segment
+from controller.recording.ring import Ring, Segment
 from controller.recording.tape import EndOf, Queue, Tape
 from controller.recording.taped_core import TapedController
 
@@ -91,7 +91,7 @@ class Recorder:
         """A core for a new session, on a tape of its own."""
         self._session = max(self._session + 1, int(self._wall() * 1000))
         tape = Tape(spec.engine_id, self._session, self._queue, self._end_of, self._wall)
-        tape.fitting = SEGMENT_BYTES_MIN // _MOMENT_BYTES
+        tape.fitting = self._ring.segment_bytes_alone // _MOMENT_BYTES
         return TapedController(spec, settings, profile, clock, training, tape)
 
     def _run(self) -> None:

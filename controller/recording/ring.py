@@ -125,6 +125,11 @@ class Ring:
         room = min(self._limit // _SEGMENTS, self._limit // (_SEGMENTS_AN_ENGINE * writing or 1))
         return max(SEGMENT_BYTES_MIN, room)
 
+    @property
+    def segment_bytes_alone(self) -> int:
+        """The same where one engine has the ring for itself."""
+        return max(SEGMENT_BYTES_MIN, self._limit // _SEGMENTS)
+
     def _make_room(self, size: int) -> None:
         while self.bytes + size > self._limit:
             held = {

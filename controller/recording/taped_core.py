@@ -24,9 +24,9 @@ from controller.core.state import capture
 from controller.core.types import Arm, EngineSpec, Plan, StepReport
 from controller.core.warm_start import Belief
 from controller.recording.events import (
-    Decided,
     Event,
     Forced,
+    Issued,
     Looked,
     Moment,
     Noted,
@@ -149,7 +149,7 @@ class TapedController(EngineController):
         before = self._evaluated_at
         plan = super().next_plan()
         if plan is not None or self._evaluated_at != before:
-            self._put(Decided(None if plan is None else plan_to_proto(plan)))
+            self._put(Issued(plan))
         return plan
 
     def current_plan(self) -> Plan:
@@ -158,7 +158,7 @@ class TapedController(EngineController):
             return self._plan
         self._begin()
         plan = super().current_plan()
-        self._put(Decided(plan_to_proto(plan)))
+        self._put(Issued(plan))
         return plan
 
     def force(self, arm: Arm | None) -> Plan:
