@@ -15,8 +15,7 @@ from typing import Any
 
 import grpc
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from controller.cli import app
 from controller.recording.frames import MAGIC, blocks, frame

@@ -13,7 +13,7 @@ from controller.recording import recorder as module
 from controller.recording import ring as ring_module
 from controller.recording import tape as tape_module
 from controller.recording.errors import RecordDirectoryError
-from controller.recording.events import NoteKind, Overridden
+from controller.recording.events import Noted, NoteKind, Overridden
 from controller.recording.recorder import Recorder
 from controller.recording.recording import Part, find
 from controller.recording.replay import replay
@@ -122,7 +122,7 @@ def test_a_full_disk_is_said_once_leaves_no_half_frame_and_is_tried_again(
     tmp_path, small, monkeypatch
 ):
     disk = FullDisk()
-    monkeypatch.setattr(ring_module.os, "write", disk)
+    monkeypatch.setattr(os, "write", disk)
     monkeypatch.setattr(module, "_AGAIN_SECONDS", 0.05)
     with capture_logs() as logs, recorder(tmp_path) as made:
         running = engine(made)
@@ -185,7 +185,7 @@ def test_nothing_is_written_on_the_thread_that_steers(tmp_path, monkeypatch):
         writers.add(threading.get_ident())
         return os_write(descriptor, data)
 
-    monkeypatch.setattr(ring_module.os, "write", write)
+    monkeypatch.setattr(os, "write", write)
     record(tmp_path)
     assert writers
     assert threading.get_ident() not in writers
@@ -199,7 +199,9 @@ def test_after_its_end_a_session_takes_nothing_more(tmp_path):
         running.core.note(NoteKind.STREAM_CLOSED)
         running.core.beliefs()
     [path] = segments(tmp_path)
-    assert list(Part(path).moments())[-1].event.text == "over"
+    last = list(Part(path).moments())[-1].event
+    assert isinstance(last, Noted)
+    assert last.text == "over"
     assert replay(find(tmp_path)).is_same
 
 

@@ -139,6 +139,8 @@ def test_a_plan_that_was_not_decided_is_found_and_shown(recorded: Path):
 
     def forge(at: int, moment: Moment) -> Moment:
         if at == number:
+            assert isinstance(moment.event, Decided)
+            assert moment.event.plan is not None
             moment.event.plan.rows[0].gamma = 4
         return moment
 
