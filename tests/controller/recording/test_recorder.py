@@ -123,7 +123,7 @@ def test_a_full_disk_is_said_once_leaves_no_half_frame_and_is_tried_again(
 ):
     disk = FullDisk()
     monkeypatch.setattr(os, "write", disk)
-    monkeypatch.setattr(module, "_AGAIN_SECONDS", 0.05)
+    monkeypatch.setattr(module, "_AGAIN_SECONDS", 0.0)
     with capture_logs() as logs, recorder(tmp_path) as made:
         running = engine(made)
         running.run(50)
