@@ -210,6 +210,12 @@ class Settings(BaseSettings):
         0.1, ge=0, le=1, description="Share of traces (decisions, operators' calls) that are kept."
     )
     otlp_logs: bool = Field(default=False, description="Send log lines there as well.")
+    record_directory: Path | None = Field(
+        None, description="Where decisions are recorded, for `controller replay`; by default not."
+    )
+    record_megabytes: int = Field(
+        256, ge=1, description="What that directory may hold; the oldest goes first."
+    )
 
     @classmethod
     def settings_customise_sources(

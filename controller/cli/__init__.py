@@ -11,6 +11,8 @@ from controller.cli import (
     override,
     profile,
     profile_shelf,
+    replay,
+    report,
     serve,
     simulate,
 )
@@ -31,6 +33,8 @@ app.command("explain")(explain.explain)
 app.add_typer(override.override, name="override")
 app.command("doctor")(doctor.doctor)
 app.command("simulate")(simulate.simulate)
+app.command("replay")(replay.replay)
+app.command("report")(report.report)
 app.command("convert")(convert.convert)
 app.command("advise")(advise.advise)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from controller.cli.connection import DEFAULT_ADDRESS, Address, connected, print_wide
-from controller.cli.override import regime_text, rule_text, scope_text
+from controller.service.override_words import regime_text, rule_text, scope_text
 
 if TYPE_CHECKING:
     from rich.table import Table

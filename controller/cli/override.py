@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from controller.cli.connection import DEFAULT_ADDRESS, Address, connected, for_operators, print_wide
+from controller.service.override_words import rule_text, scope_text
 
 if TYPE_CHECKING:
     from speculation.v1 import policy_pb2
@@ -195,49 +196,8 @@ def log(
     print_wide(table)
 
 
-def rule_text(override: "policy_pb2.Override") -> str:
-    """What it demands, in words."""
-    rule, parts = override.rule, []
-    if rule.off:
-        parts.append("no speculation")
-    if rule.HasField("gamma"):
-        parts.append(f"gamma = {rule.gamma}")
-    if rule.HasField("gamma_min"):
-        parts.append(f"gamma >= {rule.gamma_min}")
-    if rule.HasField("gamma_max"):
-        parts.append(f"gamma <= {rule.gamma_max}")
-    if rule.HasField("drafter"):
-        parts.append(f"drafter {rule.drafter}")
-    if rule.HasField("regime"):
-        parts.append(f"regime {regime_text(rule.regime)}")
-    parts += [f"not drafter {name}" for name in rule.deny_drafters]
-    parts += ["no online updates"] * rule.deny_updates + ["no probing"] * rule.deny_exploration
-    return ", ".join(parts)
-
-
-def scope_text(override: "policy_pb2.Override") -> str:
-    """Whom it is for, in words."""
-    which = override.scope.WhichOneof("kind")
-    whom = {
-        "engine_id": f"engine {override.scope.engine_id}",
-        "target_model": f"model {override.scope.target_model}",
-    }.get(which or "", "fleet")
-    low, high = override.min_batch_size, override.max_batch_size
-    if low <= 1 and not high:
-        return whom
-    return f"{whom} at B {low or 1}-{high or ''}"
-
-
 def _in_short(override: "policy_pb2.Override") -> str:
     return f"{scope_text(override)}: {rule_text(override)}"
-
-
-def regime_text(regime: Any) -> str:
-    """A proto Regime as it is typed: off, collect, online:STRIDE."""
-    from speculation.v1 import plan_pb2
-
-    name = plan_pb2.RegimeMode.Name(regime.mode).removeprefix("REGIME_MODE_").lower()
-    return f"{name}:{regime.stride}" if regime.stride else name
 
 
 def _print_overrides(overrides: "Iterable[policy_pb2.HeldOverride]") -> None:

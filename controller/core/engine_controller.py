@@ -278,6 +278,10 @@ class EngineController:
         self._warm_start = where
         self._evaluated_at = -float("inf")
 
+    def beliefs(self) -> list[Belief]:
+        """What is known of acceptance, for another session to begin from."""
+        return self.traffic.beliefs()
+
     def explain(self, batch_size: int = 0) -> Explanation:
         """The decision row at a batch size (0: the last report's), with all its numbers."""
         batch_size = batch_size or self._last_batch

@@ -33,6 +33,10 @@ class InvalidTrainingError(SpeculationError):
     """A trainer's result, or a kept state of training, that cannot be."""
 
 
+class InvalidStateError(SpeculationError):
+    """Kept variables of a core that are none, or another engine's."""
+
+
 class ProfileMergeError(SpeculationError):
     """Profiles that cannot be made into one."""
 

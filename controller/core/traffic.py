@@ -82,11 +82,7 @@ class TrafficEstimator:
             if known is None:
                 if len(self.classes) >= MAX_CLASSES:
                     continue
-                known = {
-                    name: AcceptanceEstimator(main.gamma_max, self._settings, parent=main)
-                    for name, main in self.drafters.items()
-                }
-                self.classes[part.label] = known
+                known = self.admit(part.label)
                 for belief in self._awaited.pop(part.label, {}).values():
                     known[belief.drafter].begin_from(belief.conditional, belief.exposures)
             for name, estimator in known.items():
@@ -95,6 +91,14 @@ class TrafficEstimator:
                 else:
                     estimator.pass_by()
             self._mix[part.label] = sum(part.accepted_counts) / report.batch_size
+
+    def admit(self, label: str) -> dict[str, AcceptanceEstimator]:
+        """Estimates a request class apart from now on; its estimators by drafter."""
+        self.classes[label] = {
+            name: AcceptanceEstimator(main.gamma_max, self._settings, parent=main)
+            for name, main in self.drafters.items()
+        }
+        return self.classes[label]
 
     def beliefs(self) -> list[Belief]:
         """What is known, for another session to begin from."""

@@ -66,7 +66,7 @@ class FleetEstimates:
         if reports - self._told.get(session, 0) < _NEWS_REPORTS:
             return
         self._told[session] = reports
-        self._start(self._put(session.spec, session.core.traffic.beliefs()))
+        self._start(self._put(session.spec, session.core.beliefs()))
 
     def _start(self, work: "asyncio._CoroutineLike[None]") -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -113,6 +113,12 @@ class OverrideBook:
         now = time.monotonic()
         return tuple(held.override for held in self._held.values() if held.until > now)
 
+    def ends_at(self, override_id: str) -> float | None:
+        """Unix seconds; None for ever, or where none is in force."""
+        held = self._held.get(override_id)
+        seconds = None if held is None else held.remaining_seconds
+        return None if seconds is None else time.time() + seconds
+
     def held(self) -> list[Held]:
         """All that are in force now, by id."""
         now = time.monotonic()

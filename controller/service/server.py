@@ -22,6 +22,8 @@ from controller.core.engine_controller import EngineController
 from controller.core.errors import SpeculationError
 from controller.core.profile import Profile
 from controller.core.types import EngineSpec
+from controller.recording.recorder import Recorder
+from controller.recording.taped_core import TapedController
 from controller.service import unix_socket
 from controller.service.access import AccessList, Guard, certificates
 from controller.service.errors import ShuttingDownError, StartRefusedError
@@ -86,6 +88,7 @@ class Sidecar:
         self.registry.on_open = self._opened
         self.registry.on_end = self._ended
         self._training = TrainingFiles(settings.state_path / "training", self.registry)
+        self._recorder = self._make_recorder()
         self._path = settings.socket_path
         self.door = OperatorDoor(self._path)
         self._inode = 0
@@ -102,21 +105,31 @@ class Sidecar:
 
     def _core(self, spec: EngineSpec, profile: Profile | None) -> EngineController:
         settings = self._settings
-        core = EngineController(spec, settings.planner, profile, self._clock, settings.training)
+        make = EngineController if self._recorder is None else self._recorder.core
+        core = make(spec, settings.planner, profile, self._clock, settings.training)
         core.set_overrides(self.book.active())
         self._training.restore(core)
         return core
+
+    def _make_recorder(self) -> Recorder | None:
+        directory = self._settings.record_directory
+        if directory is None:
+            return None
+        limit = self._settings.record_megabytes * 1_000_000
+        return Recorder(directory, limit, self.book.ends_at)
 
     def _opened(self, session: Session, before: Session | None) -> None:
         """What is known elsewhere comes to a new session in the background."""
         if self._telemetry is not None:
             session.on_decision = self._telemetry.decision
+        if isinstance(session.core, TapedController):
+            session.on_note = session.core.note
         if not session.core.profile_id:
             self._fleet.look_for(session.spec)
         if not self._settings.warm_start:
             return
         if before is not None and before.core.reports:
-            beliefs = warm_start.pool((b, 0.0) for b in before.core.traffic.beliefs())
+            beliefs = warm_start.pool((b, 0.0) for b in before.core.beliefs())
             session.begin_from(beliefs, "this engine's session before")
         else:
             self._estimates.look_for(session)
@@ -150,6 +163,8 @@ class Sidecar:
             self._bind_tcp(self._server, access)
             self._bind_health()
             await self.book.open()
+            if self._recorder is not None:
+                self._recorder.open()
             if settings.metrics_port:
                 self._metrics = self._serve_metrics()
         except SpeculationError:
@@ -203,6 +218,8 @@ class Sidecar:
         await self._estimates.close()
         await self._training.close()
         await self.book.close()
+        if self._recorder is not None:
+            await asyncio.to_thread(self._recorder.close)
         if self._metrics is not None:
             await asyncio.to_thread(self._metrics.close)
         if self._health_port is not None:

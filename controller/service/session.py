@@ -23,6 +23,7 @@ from controller.core.selective_training import TrainingSettings
 from controller.core.settings import PlannerSettings
 from controller.core.types import Arm, EngineSpec, Plan, StepReport
 from controller.core.warm_start import Belief
+from controller.recording.events import NoteKind
 from controller.service.errors import (
     InvalidMeasurementError,
     MeasurementConflictError,
@@ -89,6 +90,8 @@ class Session:
         # The Steer stream that serves the session; a newer one takes over.
         self.stream: object | None = None
         self.unary = UnaryProbes()
+        # Told what the core is not, where decisions are recorded.
+        self.on_note: Callable[[NoteKind, int, str], None] | None = None
         self._clock = clock
         self._plan_at = clock.now()
         # Names its decisions in logs and traces; the session's id is a secret of its engine.
@@ -140,6 +143,12 @@ class Session:
         if dropped_reports:
             self.tally.dropped += dropped_reports
             _log.warning("reports_dropped", engine=self.engine_id, dropped=dropped_reports)
+            self.note(NoteKind.DROPPED, dropped_reports)
+
+    def note(self, kind: NoteKind, count: int = 0, text: str = "") -> None:
+        """For the recording, if there is one."""
+        if self.on_note is not None:
+            self.on_note(kind, count, text)
 
     def observe(self, report: StepReport) -> None:
         """Folds one report.  Raises InvalidReportError; nothing of the report is used then."""
@@ -163,7 +172,9 @@ class Session:
         """Counts a refused report; the first of its kind in a session is logged."""
         code = status_of(error).name
         self.tally.rejected[code] += 1
-        if self.tally.rejected[code] == 1:
+        is_new = self.tally.rejected[code] == 1
+        self.note(NoteKind.REJECTED, 1, message_of(error) if is_new else code)
+        if is_new:
             _log.warning(
                 "report_rejected", engine=self.engine_id, code=code, error=message_of(error)
             )
@@ -281,6 +292,7 @@ class Session:
     def end(self, why: SpeculationError) -> None:
         """Ends the session; its streams close with this error."""
         self.ended = why
+        self.note(NoteKind.ENDED, text=message_of(why))
         self.ring()
 
 

@@ -15,6 +15,7 @@ import structlog
 
 from controller.core.errors import InvalidReportError, SpeculationError
 from controller.core.types import Plan
+from controller.recording.events import NoteKind
 from controller.service import converters
 from controller.service.errors import NoSessionError, abort, message_of, status_of
 from controller.service.session import Session
@@ -126,6 +127,7 @@ class _SteerStream:
         session = self._session
         session.stream = self
         session.ring()
+        session.note(NoteKind.STREAM_OPENED)
         _log.info("stream_opened", engine=session.engine_id, peer=self._context.peer())
         lease = session.plan.lease_seconds
         look_seconds = min(lease / _LOOKS_PER_LEASE, _LOOK_SECONDS_MAX)
@@ -137,6 +139,7 @@ class _SteerStream:
                 ):
                     await self._write(reader)
         finally:
+            session.note(NoteKind.STREAM_CLOSED)
             _log.info("stream_closed", engine=session.engine_id)
 
     async def _write(self, reader: asyncio.Task[None]) -> None:

@@ -4,39 +4,15 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from controller.simulation.report.bars import OURS, bars, best_peer
+from controller.simulation.report.page import Cell, Marked, page, table
 from controller.simulation.report.plots import overview_plot, stationary_plot, timeline_plot
 from controller.simulation.report.text import ratio
 from controller.simulation.results import PolicyReport, ScenarioReport, SimulationReport
 
-_STYLE = """
-:root { color-scheme: light dark; --line: #8884; --good: #2a7f3f; --bad: #b3261e; }
-body { font: 15px/1.45 system-ui, sans-serif; margin: 1.5rem auto; max-width: 70rem;
-       padding: 0 1rem; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: .2rem .6rem; border-bottom: 1px solid var(--line); text-align: right;
-         white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; }
-tr.ours td { font-weight: 650; }
-.good { color: var(--good); font-weight: 600; } .bad { color: var(--bad); font-weight: 600; }
-details { border-top: 1px solid var(--line); padding: .4rem 0; }
-summary { cursor: pointer; font-weight: 600; }
-svg { max-width: 100%; height: auto; background: #fff; border-radius: 6px; }
-p.small { opacity: .75; font-size: .9rem; } code { font-size: .9em; }
-@media print { details:not([open]) > * { display: revert; } }
-"""
-
 
 def render_html(report: SimulationReport) -> str:
     """The page.  Raises MissingPlotsError when matplotlib is not installed."""
-    body = "\n".join(_body(report))
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>controller simulate</title><style>{_STYLE}</style></head>"
-        f"<body>{body}</body></html>\n"
-    )
+    return page("controller simulate", "\n".join(_body(report)))
 
 
 def _body(report: SimulationReport) -> Iterator[str]:
@@ -75,8 +51,8 @@ def _ours(scenario: ScenarioReport) -> PolicyReport | None:
     return next((p for p in scenario.policies if p.name == OURS), None)
 
 
-def _verdict(*, holds: bool) -> str:
-    return "\x00good holds" if holds else "\x00bad missed"
+def _verdict(*, holds: bool) -> Cell:
+    return Marked("good", "holds") if holds else Marked("bad", "missed")
 
 
 def _overview_row(scenario: ScenarioReport, p: PolicyReport) -> tuple[str, ...]:
@@ -124,17 +100,5 @@ def _scenario(scenario: ScenarioReport) -> str:
     )
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    cells = "".join(f"<th>{escape(text)}</th>" for text in head)
-    body = "".join(
-        f"<tr{' class=ours' if row[0] == OURS else ''}>{''.join(map(_cell, row))}</tr>"
-        for row in rows
-    )
-    return f"<div class=scroll><table><tr>{cells}</tr>{body}</table></div>"
-
-
-def _cell(text: str) -> str:
-    if text.startswith("\x00"):
-        kind, word = text[1:].split(" ", 1)
-        return f"<td class={kind}>{escape(word)}</td>"
-    return f"<td>{escape(text)}</td>"
+def _table(head: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
+    return table(head, rows, marked=[row[0] == OURS for row in rows])

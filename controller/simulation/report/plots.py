@@ -1,59 +1,23 @@
 """The page's plots, as inline SVG drawn by matplotlib (the extra `simulate`)."""
 
-import io
 import re
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from controller.core.errors import SpeculationError
 from controller.simulation.report.bars import OURS, is_peer
+from controller.simulation.report.figures import new_figure, svg
 from controller.simulation.results import SimulationReport, Timeline
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _OURS_COLOUR, _ORACLE_COLOUR = "#0b6e4f", "#c8553d"
 _PEER_COLOURS = ("#4062bb", "#e0a030", "#8d5a97", "#59a5d8", "#7a7a7a", "#b8c04a", "#d98c8c")
 _STATIONARY = re.compile(r"stationary/(?P<cost>[^/]+)/(?P<kind>[^/]+)/B=(?P<batch>\d+)")
 
 
-class MissingPlotsError(SpeculationError):
-    """matplotlib is not installed."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "the page's plots need matplotlib: pip install 'speculation-controller[simulate]', or "
-            "leave out --html"
-        )
-
-
-def _figure(width: float, height: float) -> "Figure":
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingPlotsError from error
-    return Figure(figsize=(width, height), layout="constrained")
-
-
-def _svg(figure: "Figure", title: str) -> str:
-    import matplotlib as mpl
-
-    buffer = io.StringIO()
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "controller"}):
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-    text = buffer.getvalue()
-    # Without prolog, and without the references to schemes and licences: nothing to fetch.
-    text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    return text.replace("<svg ", f'<svg role="img" aria-label="{title}" ', 1)
-
-
 def overview_plot(report: SimulationReport) -> str:
     """Ratio to the oracle of the controller and every peer, a line a moving scenario."""
     scenarios = [s for s in report.scenarios if s.shifting] or list(report.scenarios[:40])
     names = list(dict.fromkeys(p.name for s in scenarios for p in s.policies if is_peer(p)))
-    figure = _figure(9.5, 1.2 + 0.27 * len(scenarios))
+    figure = new_figure(9.5, 1.2 + 0.27 * len(scenarios))
     axes = figure.subplots()
     rows = np.arange(len(scenarios))
     for colour, name in zip(_PEER_COLOURS, names, strict=False):
@@ -73,7 +37,7 @@ def overview_plot(report: SimulationReport) -> str:
     axes.grid(axis="x", alpha=0.3)
     axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.4, -0.08 - 0.6 / len(scenarios)),
                 ncols=4, frameon=False)  # fmt: skip
-    return _svg(figure, "ratio to the oracle by scenario and policy")
+    return svg(figure, "ratio to the oracle by scenario and policy")
 
 
 def stationary_plot(report: SimulationReport) -> str:
@@ -89,7 +53,7 @@ def stationary_plot(report: SimulationReport) -> str:
     rows = list(dict.fromkeys((cost, kind) for cost, kind, _ in cells))
     columns = sorted({batch for _, _, batch in cells})
     table = np.array([[cells.get((*row, b), np.nan) for b in columns] for row in rows])
-    figure = _figure(9.5, 1.0 + 0.27 * len(rows))
+    figure = new_figure(9.5, 1.0 + 0.27 * len(rows))
     axes = figure.subplots()
     image = axes.imshow(table, aspect="auto", vmin=0.97, vmax=1.01, cmap="RdYlGn")
     for (i, j), value in np.ndenumerate(table):
@@ -98,12 +62,12 @@ def stationary_plot(report: SimulationReport) -> str:
     axes.set_xticks(range(len(columns)), [f"B = {b}" for b in columns])
     axes.set_yticks(range(len(rows)), [f"{cost}, {kind}" for cost, kind in rows], fontsize=8)
     figure.colorbar(image, ax=axes, label="controller / oracle, stationary", shrink=0.6)
-    return _svg(figure, "stationary cells: controller over oracle")
+    return svg(figure, "stationary cells: controller over oracle")
 
 
 def timeline_plot(line: Timeline) -> str:
     """Batch, draft length and rate over virtual time, ours beside the oracle."""
-    figure = _figure(9.5, 5.0)
+    figure = new_figure(9.5, 5.0)
     batch, gamma, rate = figure.subplots(3, 1, sharex=True)
     batch.step(line.seconds, line.batch_size, color="#555555", where="pre")
     batch.set_ylabel("batch size")
@@ -118,4 +82,4 @@ def timeline_plot(line: Timeline) -> str:
     rate.set_xlabel("virtual seconds")
     for axes in (batch, gamma, rate):
         axes.grid(alpha=0.3)
-    return _svg(figure, "batch size, draft length and rate over time")
+    return svg(figure, "batch size, draft length and rate over time")

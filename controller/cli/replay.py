@@ -1,0 +1,200 @@
+"""`controller replay`: decides a recording again, as it was or otherwise."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from controller.cli.connection import print_wide
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from controller.core.profile import Profile
+    from controller.core.types import Arm
+    from controller.recording.replay import Verdict
+    from controller.recording.what_if import Change, Comparison
+
+EXIT_DIFFERS = 1
+EXIT_USAGE = 2
+# Stretches that a terminal shows, the longest.
+_SHOWN = 20
+
+RecordingPath = Annotated[
+    Path, typer.Argument(metavar="RECORDING", help="A segment, or a directory of them.")
+]
+Engine = Annotated[str, typer.Option(help="Which engine, where a directory holds several.")]
+
+
+def replay(
+    recording: RecordingPath,
+    engine: Engine = "",
+    policy: Annotated[
+        str, typer.Option(help="What would this rule have done? goodput, tide or sglang-ema.")
+    ] = "",
+    profile: Annotated[
+        Path | None, typer.Option(help="What would have been done under this profile?")
+    ] = None,
+    planner_constant: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="What with this constant? Several are allowed."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output.")] = False,
+) -> None:
+    """Decides a recording again, and compares every plan with the recorded one bit by bit.
+
+    With --policy, --profile or --planner-constant also: what would have been done, and what that
+    might have gained.
+
+    Exit codes: 0 every plan came out the same, 1 one did not, 2 bad input.
+    """
+    import json
+
+    from controller.core.errors import SpeculationError
+    from controller.recording.recording import find
+    from controller.recording.replay import replay as decide_again
+    from controller.recording.what_if import WhatIf
+
+    try:
+        change = _change(policy, profile, planner_constant or [])
+        other = None if change is None else WhatIf(change)
+        verdict = decide_again(find(recording, engine), [] if other is None else [other])
+    except SpeculationError as error:
+        typer.echo(f"controller replay: {' '.join(str(error).splitlines())}", err=True)
+        raise typer.Exit(EXIT_USAGE) from error
+    compared = None if other is None else other.found
+    if as_json:
+        print(json.dumps(_as_json(verdict, compared), indent=1))
+    else:
+        _print(verdict)
+        if compared is not None:
+            _print_comparison(compared)
+    if not verdict.is_same:
+        raise typer.Exit(EXIT_DIFFERS)
+
+
+def _change(policy: str, profile: Path | None, constants: list[str]) -> "Change | None":
+    from controller.recording.what_if import Change
+
+    given: dict[str, object] = dict(map(_constant, constants))
+    if policy:
+        given["policy"] = policy
+    if not given and profile is None:
+        return None
+    return Change(given, None if profile is None else _profile(profile))
+
+
+def _constant(text: str) -> tuple[str, object]:
+    from dataclasses import fields
+
+    from controller.core.settings import PlannerSettings
+    from controller.recording.errors import RecordingError
+
+    name, _, value = text.partition("=")
+    kinds: dict[str, Any] = {field.name: field.type for field in fields(PlannerSettings)}
+    if name not in kinds:
+        raise RecordingError(
+            f"--planner-constant {text}: known are {', '.join(sorted(kinds))}, as NAME=VALUE"
+        )
+    try:
+        return name, kinds[name](value)
+    except ValueError as error:
+        raise RecordingError(f"--planner-constant {text}: {error}") from error
+
+
+def _profile(path: Path) -> "Profile":
+    from controller.core.profile import Profile
+    from controller.recording.errors import RecordingError
+
+    try:
+        return Profile.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecordingError(f"--profile {path}: {error}") from error
+
+
+def _print(verdict: "Verdict") -> None:
+    from controller.recording.times import time_text
+
+    seconds = verdict.ended_at - verdict.began_at
+    print(
+        f"{verdict.engine_id}: {verdict.reports} reports, {verdict.decisions} decisions, "
+        f"{verdict.plans} plans in {seconds:.1f} s from {time_text(verdict.began_at)} "
+        f"({verdict.segments} segments, {verdict.sessions} sessions)"
+    )
+    for name, why in verdict.gaps:
+        print(f"gap: {name}: {why}")
+    if verdict.is_same:
+        print(
+            f"the same, bit by bit: {verdict.decisions} decisions, and the core's variables at "
+            f"{verdict.states} openings"
+        )
+        return
+    first = verdict.first
+    assert first is not None
+    print(f"{verdict.differences} differences; the first, at {time_text(first.wall_seconds)},")
+    print(f"{first.path.name}, record {first.record}: {first.text}")
+    for name, there, here in verdict.strange:
+        print(f"recorded with {name} {there}, decided again with {here}: last bits may differ")
+
+
+def _print_comparison(found: "Comparison") -> None:
+    print(
+        f"otherwise: another arm for {found.differing_share:.1%} of {found.steps} steps; "
+        f"estimated {found.other_rate:.1f} tokens/s against {found.recorded_rate:.1f} "
+        f"({found.gain:+.1%}); observed, probes included, {found.observed_rate:.1f}"
+    )
+    print(
+        "An estimate: by the costs and acceptance that the recorded configuration believed in. "
+        f"In {found.unseen} of the {found.differing} differing steps the other arm drafts "
+        "positions that were hardly seen, or not at all: there it says little."
+    )
+    if found.measured:
+        print(f"{found.measured} steps of a measurement are left out")
+    if found.stretches:
+        print_wide(_stretches(found))
+
+
+def _stretches(found: "Comparison") -> "Table":
+    from rich.table import Table
+
+    from controller.recording.times import time_text
+
+    longest = sorted(found.stretches, key=lambda s: s.seconds, reverse=True)[:_SHOWN]
+    rest = len(found.stretches) + found.more_stretches - len(longest)
+    table = Table(
+        "from", "seconds", "steps", "B", "recorded", "otherwise", "why", "estimated gain", "unseen",
+        title=f"Where it would have been otherwise ({rest} shorter stretches are not shown)"
+        if rest
+        else "Where it would have been otherwise",
+        title_justify="left",
+    )  # fmt: skip
+    for at in sorted(longest, key=lambda s: s.wall_seconds):
+        table.add_row(
+            time_text(at.wall_seconds), f"{at.seconds:.2f}", str(at.steps),
+            str(at.batch_min) if at.batch_min == at.batch_max else f"{at.batch_min}-{at.batch_max}",
+            _arm(at.recorded), _arm(at.other), at.reason, f"{at.gain:+.1%}",
+            f"{at.unseen / at.steps:.0%}",
+        )  # fmt: skip
+    return table
+
+
+def _arm(arm: "Arm") -> str:
+    return f"{arm.drafter} {arm.gamma}"
+
+
+def _as_json(verdict: "Verdict", compared: "Comparison | None") -> dict[str, Any]:
+    from dataclasses import asdict
+
+    body = asdict(verdict) | {"same": verdict.is_same}
+    if verdict.first is not None:
+        body["first"]["path"] = str(verdict.first.path)
+    if compared is not None:
+        body["otherwise"] = asdict(compared) | {
+            "estimate": True,
+            "differing_share": compared.differing_share,
+            "recorded_tokens_per_second": compared.recorded_rate,
+            "other_tokens_per_second": compared.other_rate,
+            "observed_tokens_per_second": compared.observed_rate,
+            "gain": compared.gain,
+        }
+    return body

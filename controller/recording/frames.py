@@ -1,0 +1,72 @@
+"""A segment's bytes: a line that says what it is, then checked frames of deflated blocks.
+
+    length, CRC-32 (both of what follows, little-endian, 32 bits)  deflated Block
+
+A file that ends within a frame was torn, by a kill or a full disk; what is before it is whole.
+"""
+
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+
+from google.protobuf.message import DecodeError
+
+from controller.recording.errors import RecordingError
+from speculation.v1 import record_pb2
+
+MAGIC = b"speculation-record/1\n"
+_HEAD = struct.Struct("<II")
+# Deflated and plain: no writer makes a block as large, no reader takes a larger one.
+_FRAME_MAX = 64 * 1024 * 1024
+_BLOCK_MAX = 256 * 1024 * 1024
+# Quick rather than small: the writer shares its processor with an engine.
+_LEVEL = 1
+
+
+def frame(records: Sequence[record_pb2.Record]) -> bytes:
+    """One frame."""
+    packed = zlib.compress(record_pb2.Block(records=records).SerializeToString(), _LEVEL)
+    return _HEAD.pack(len(packed), zlib.crc32(packed)) + packed
+
+
+def blocks(data: bytes) -> Iterator[tuple[int, record_pb2.Block]]:
+    """(where it begins, block) of every whole frame of a segment, in order.
+
+    Raises RecordingError where the bytes are no segment's; for a torn end TornError.
+    """
+    if not data.startswith(MAGIC):
+        if MAGIC.startswith(data):
+            raise TornError(0, "its first line is not whole")
+        raise RecordingError("this is no recording of a sidecar (its first line is another one)")
+    at = len(MAGIC)
+    while at < len(data):
+        if len(data) - at < _HEAD.size:
+            raise TornError(at, "it ends within a frame's head")
+        length, check = _HEAD.unpack_from(data, at)
+        packed = data[at + _HEAD.size : at + _HEAD.size + length]
+        if length > _FRAME_MAX:
+            raise RecordingError(f"at byte {at}: a frame of {length} bytes")
+        if len(packed) < length:
+            raise TornError(at, "it ends within a frame")
+        if zlib.crc32(packed) != check:
+            raise RecordingError(f"at byte {at}: damaged (its checksum is wrong)")
+        yield at, _block(packed, at)
+        at += _HEAD.size + length
+
+
+class TornError(RecordingError):
+    """A segment that ends within a frame, as a kill leaves it."""
+
+    def __init__(self, at: int, why: str) -> None:
+        super().__init__(f"at byte {at}: {why}")
+
+
+def _block(packed: bytes, at: int) -> record_pb2.Block:
+    try:
+        inflating = zlib.decompressobj()
+        plain = inflating.decompress(packed, _BLOCK_MAX)
+        if not inflating.eof:
+            raise RecordingError(f"at byte {at}: a block of more than {_BLOCK_MAX} bytes, or torn")
+        return record_pb2.Block.FromString(plain)
+    except (zlib.error, DecodeError) as error:
+        raise RecordingError(f"at byte {at}: no block: {error}") from error

@@ -1,0 +1,195 @@
+"""Writes what tapes bring, on a thread of its own: steering never waits for a disk.
+
+A round every half second takes what has come, a frame for each session.  When a segment is full the
+session's core is asked for an opening, and the next segment begins with it.  A disk that refuses is
+said once; until it takes an opening again what comes is dropped and counted.
+"""
+
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+import structlog
+
+from controller.core.clock import Clock
+from controller.core.profile import Profile
+from controller.core.selective_training import TrainingSettings
+from controller.core.settings import PlannerSettings
+from controller.core.types import EngineSpec
+from controller.recording.events import Moment, Opening
+from controller.recording.frames import frame
+from controller.recording.messages import moment_to_proto
+from controller.recording.ring import Ring, Segment
+from controller.recording.tape import EndOf, Queue, Tape
+from controller.recording.taped_core import TapedController
+
+_ROUND_SECONDS = 0.5
+# After trouble the disk is tried again after this time.
+_AGAIN_SECONDS: Final = 2.0
+# Moments that are put into proto before others get the interpreter.
+_SLICE = 32
+# What a moment takes on disk, before it was measured: at the upper end of what is usual.
+_MOMENT_BYTES = 100
+# So many have to be there to measure it.
+_MEASURED_MOMENTS = 64
+# Moments of one frame.
+_FRAME_MOMENTS = 2048
+
+_log = structlog.get_logger(__name__)
+
+
+class Recorder:
+    """One per sidecar.  limit_bytes: of the directory.  end_of: when an override ends."""
+
+    def __init__(
+        self,
+        directory: Path,
+        limit_bytes: int,
+        end_of: EndOf,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._directory = directory
+        self._ring = Ring(directory, limit_bytes)
+        self._end_of = end_of
+        self._wall = wall
+        self._queue: Queue = deque()
+        self._session = 0
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._segments: dict[Tape, Segment] = {}
+        # Moments that were dropped since trouble began, by tape.
+        self._dropped: dict[Tape, int] = defaultdict(int)
+        self._again_at = 0.0
+        self._failing = False
+
+    def open(self) -> None:
+        """Begins to write.  Raises RecordDirectoryError."""
+        self._ring.open()
+        self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Writes what has come, and ends."""
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+            self._ring.close()
+
+    def core(
+        self,
+        spec: EngineSpec,
+        settings: PlannerSettings,
+        profile: Profile | None,
+        clock: Clock,
+        training: TrainingSettings,
+    ) -> TapedController:
+        """A core for a new session, on a tape of its own."""
+        self._session = max(self._session + 1, int(self._wall() * 1000))
+        tape = Tape(spec.engine_id, self._session, self._queue, self._end_of, self._wall)
+        tape.fitting = self._ring.segment_bytes_alone // _MOMENT_BYTES
+        return TapedController(spec, settings, profile, clock, training, tape)
+
+    def _run(self) -> None:
+        try:
+            while not self._closing.wait(_ROUND_SECONDS):
+                self._round()
+            self._round()
+        except Exception:  # noqa: BLE001  # a fault of ours: said, and steering goes on
+            _log.exception("recording_ended", directory=str(self._directory))
+
+    def _round(self) -> None:
+        # What they had to say is in the queue by now.
+        over = [tape for tape in {*self._segments, *self._dropped} if tape.over]
+        taken: dict[Tape, list[Moment]] = {}
+        for _ in range(len(self._queue)):
+            tape, moment = self._queue.popleft()
+            taken.setdefault(tape, []).append(moment)
+        for tape, moments in taken.items():
+            for first in range(0, len(moments), _FRAME_MOMENTS):
+                self._write(tape, moments[first : first + _FRAME_MOMENTS])
+        for tape in over:
+            self._end(tape)
+            self._dropped.pop(tape, None)
+        if self._dropped and time.monotonic() >= self._again_at:
+            self._again_at = time.monotonic() + _AGAIN_SECONDS
+            for tape in self._dropped:
+                tape.due = True
+
+    def _write(self, tape: Tape, moments: Sequence[Moment]) -> None:
+        """An opening begins a segment; everything else goes on with the one there is."""
+        first = 0
+        for i, moment in enumerate(moments):
+            if isinstance(moment.event, Opening):
+                self._append(tape, moments[first:i])
+                self._begin(tape, moment.event, moment.seconds)
+                first = i + 1
+        self._append(tape, moments[first:])
+
+    def _begin(self, tape: Tape, opening: Opening, seconds: float) -> None:
+        self._end(tape)
+        lost = opening.lost + self._dropped.get(tape, 0)
+        data = frame([moment_to_proto(Moment(seconds, replace(opening, lost=lost)))])
+        try:
+            self._segments[tape] = self._ring.begin(tape.engine_id, data)
+        except OSError as error:
+            self._trouble(tape, opening.lost + 1, error)
+            return
+        self._dropped.pop(tape, None)
+        if lost:
+            _log.warning("recording_gap", engine=tape.engine_id, lost=lost)
+        if self._failing and not self._dropped:
+            self._failing = False
+            _log.info("recording_again", directory=str(self._directory))
+
+    def _append(self, tape: Tape, moments: Sequence[Moment]) -> None:
+        if not moments:
+            return
+        segment = self._segments.get(tape)
+        if segment is None:
+            self._dropped[tape] += len(moments)
+        else:
+            try:
+                self._ring.append(segment, _packed(moments))
+            except OSError as error:
+                self._trouble(tape, len(moments), error)
+            else:
+                self._measure(tape, segment, len(moments))
+
+    def _measure(self, tape: Tape, segment: Segment, moments: int) -> None:
+        """How many moments fit a segment is told ahead: much may come between two rounds."""
+        room = self._ring.segment_bytes
+        segment.moments += moments
+        if segment.moments >= _MEASURED_MOMENTS:
+            each = (segment.size - segment.opening) / segment.moments
+            tape.fitting = max(_MEASURED_MOMENTS, int((room - segment.opening) / each))
+        tape.due = tape.due or segment.size >= room
+
+    def _end(self, tape: Tape) -> None:
+        segment = self._segments.pop(tape, None)
+        if segment is not None:
+            self._ring.end(segment)
+
+    def _trouble(self, tape: Tape, lost: int, error: OSError) -> None:
+        self._end(tape)
+        self._dropped[tape] += lost
+        if not self._failing:
+            self._failing = True
+            self._again_at = time.monotonic() + _AGAIN_SECONDS
+            _log.error(
+                "recording_failed", directory=str(self._directory), error=error.strerror,
+                detail="steering goes on; what happens meanwhile is not on record",
+            )  # fmt: skip
+
+
+def _packed(moments: Sequence[Moment]) -> bytes:
+    records = []
+    for i, moment in enumerate(moments):
+        records.append(moment_to_proto(moment))
+        if i % _SLICE == _SLICE - 1:
+            time.sleep(0)
+    return frame(records)

@@ -1,0 +1,286 @@
+"""Deciding again: the core is given what it was given, and must come to the same plans, bit by bit.
+
+At every segment's opening its variables must be the recorded ones, too.  After a gap (records that
+were lost, or a damaged end) it goes on from the opening.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from controller.core.clock import VirtualClock
+from controller.core.engine_controller import EngineController
+from controller.core.errors import SpeculationError
+from controller.core.settings import PlannerSettings
+from controller.core.state import PLANNER_FIELDS, capture, restore
+from controller.recording.differences import plan_difference, state_difference
+from controller.recording.errors import RecordingError
+from controller.recording.events import (
+    Configured,
+    Decided,
+    Event,
+    Forced,
+    Looked,
+    Moment,
+    Opening,
+    Overridden,
+    Parted,
+    Profiled,
+    Reported,
+    Trained,
+    Warmed,
+)
+from controller.recording.recording import Part, Recording
+from controller.recording.taped_core import versions
+from controller.service.converters import plan_to_proto
+from speculation.v1 import plan_pb2
+
+# What a core may run into where its variables cannot be its own.
+_NONSENSE = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
+
+
+class TapeClock(VirtualClock):
+    """Shows the recorded times."""
+
+    def set(self, seconds: float) -> None:
+        """Seconds, as they were."""
+        self._now = seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where deciding again came to something else.
+
+    record: number in its segment, 0 = the opening.  wall_seconds: Unix time.
+    """
+
+    path: Path
+    record: int
+    wall_seconds: float
+    text: str
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What became of it.  gaps: (segment, why) of those after which it began anew.
+
+    lost: records that the sidecar dropped.  first: the first difference.  strange: what made the
+    recording and is another one here, as (name, there, here).
+    """
+
+    engine_id: str
+    segments: int = 0
+    sessions: int = 0
+    reports: int = 0
+    decisions: int = 0
+    plans: int = 0
+    states: int = 0
+    lost: int = 0
+    differences: int = 0
+    first: Difference | None = None
+    began_at: float = 0.0
+    ended_at: float = 0.0
+    gaps: list[tuple[str, str]] = field(default_factory=list)
+    strange: list[tuple[str, str, str]] = field(default_factory=list)
+
+    @property
+    def is_same(self) -> bool:
+        """Every plan and every state came out as recorded."""
+        return self.differences == 0
+
+
+class Visitor(Protocol):
+    """Watches while a recording is decided again."""
+
+    def opened(self, opening: Opening, seconds: float, wall_seconds: float, anew: bool) -> None:
+        """A segment begins; anew: not where the one before has ended."""
+
+    def before(self, moment: Moment, wall_seconds: float, core: EngineController) -> None:
+        """This is about to happen to the core, which must not be changed."""
+
+
+def rebuilt(
+    opening: Opening, clock: TapeClock, planner: PlannerSettings | None = None
+) -> EngineController:
+    """The core as it was, or under other settings with its estimates.  Raises RecordingError."""
+    settings = planner or opening.planner
+    try:
+        core = EngineController(opening.spec, settings, opening.profile, clock, opening.training)
+        core.set_overrides(term.override for term in opening.terms)
+        own = settings.policy == opening.planner.policy
+        restore(core, opening.state, frozenset() if own else PLANNER_FIELDS)
+    except SpeculationError as error:
+        raise RecordingError(f"an opening that cannot be: {error}") from error
+    return core
+
+
+def apply(core: EngineController, event: Event) -> plan_pb2.Plan | None:
+    """Does to the core what was done to it; the plan that comes of it, if one does.
+
+    Raises SpeculationError for what the core refuses.
+    """
+    plan = None
+    match event:
+        case Reported():
+            core.observe(event.report)
+        case Decided():
+            plan = core.next_plan()
+        case Forced():
+            plan = core.force(event.arm)
+        case Configured():
+            core.use_settings(event.planner, event.training)
+        case Parted():
+            plan = core.last_plan(event.lease_seconds)
+        case Looked():
+            if event.beliefs:
+                core.beliefs()
+            else:
+                core.explain()
+        case Overridden():
+            core.set_overrides(term.override for term in event.terms)
+        case Profiled():
+            core.use_profile(event.profile)
+        case Warmed():
+            core.begin_from(event.beliefs, event.where)
+        case Trained() if core.updates.training is not None:
+            training = core.updates.training
+            training.state, training.attended = event.state, event.attended
+            training.stored = event.stored
+    return None if plan is None else plan_to_proto(plan)
+
+
+def guarded(core: EngineController, event: Event, where: str) -> plan_pb2.Plan | None:
+    """As `apply`.  Raises RecordingError also for what no core can work on."""
+    with _nonsense_refused(where):
+        return apply(core, event)
+
+
+@contextmanager
+def _nonsense_refused(where: str) -> Iterator[None]:
+    try:
+        yield
+    except RecordingError:
+        raise
+    except (SpeculationError, *_NONSENSE) as error:
+        raise RecordingError(f"{where} cannot be decided again: {error!r}") from error
+
+
+def replay(recording: Recording, visitors: Iterable[Visitor] = ()) -> Verdict:
+    """Decides the whole recording again.  Raises RecordingError where nothing of it can be read."""
+    # What cannot be a core's numbers ends in a difference or an error, not in warnings.
+    with np.errstate(all="ignore"):
+        return _Replay(recording, tuple(visitors)).run()
+
+
+class _Replay:
+    """One pass."""
+
+    def __init__(self, recording: Recording, visitors: tuple[Visitor, ...]) -> None:
+        self._paths = recording.paths
+        self._visitors = visitors
+        self._verdict = Verdict(recording.engine_id)
+        self._clock = TapeClock()
+        self._core: EngineController | None = None
+        self._session = self._part = 0
+        # Unix time less the core's clock: of a session's first segment, so that it goes on evenly.
+        self._offset = 0.0
+
+    def run(self) -> Verdict:
+        """Over all segments."""
+        verdict = self._verdict
+        for part in self._parts():
+            goes_on = self._goes_on(part)
+            try:
+                core = self._core if goes_on and self._core else rebuilt(part.opening, self._clock)
+            except RecordingError as error:
+                self._gap(part.path, str(error))
+                continue
+            self._core = core
+            self._session, self._part = part.opening.session, part.opening.part
+            verdict.segments += 1
+            for visitor in self._visitors:
+                visitor.opened(part.opening, part.began_at, self._wall(part.began_at), not goes_on)
+            try:
+                self._decide(part, core)
+            except RecordingError as error:
+                part.damage = part.damage or str(error)
+            if part.damage:
+                self._gap(part.path, part.damage)
+        if not verdict.segments:
+            raise RecordingError("; ".join(f"{name}: {why}" for name, why in verdict.gaps))
+        return verdict
+
+    def _wall(self, seconds: float) -> float:
+        return seconds + self._offset
+
+    def _parts(self) -> Iterator[Part]:
+        for path in self._paths:
+            try:
+                yield Part(path)
+            except RecordingError as error:
+                self._gap(path, str(error))
+
+    def _gap(self, path: Path, why: str) -> None:
+        """What follows cannot be decided from what was before."""
+        self._verdict.gaps.append((path.name, why))
+        self._core = None
+
+    def _goes_on(self, part: Part) -> bool:
+        """Whether the core so far is where the opening says it was; anything else is said."""
+        verdict, opening = self._verdict, part.opening
+        if opening.session != self._session:
+            self._offset = opening.wall_seconds - part.began_at
+        wall = self._wall(part.began_at)
+        self._clock.set(part.began_at)
+        if not verdict.began_at:
+            verdict.began_at = wall
+            verdict.strange = _strange(opening.versions)
+        verdict.ended_at = max(verdict.ended_at, wall)
+        verdict.sessions += opening.session != self._session
+        if opening.lost:
+            verdict.lost += opening.lost
+            self._gap(part.path, f"{opening.lost} records were lost before it")
+        if self._core is None or opening.session != self._session:
+            return False
+        if opening.part != self._part + 1:
+            self._gap(part.path, "segments before it are missing")
+            return False
+        verdict.states += 1
+        text = state_difference(opening.state, capture(self._core))
+        if text:
+            self._differ(part, 0, wall, text)
+        return not text
+
+    def _decide(self, part: Part, core: EngineController) -> None:
+        verdict = self._verdict
+        for number, moment in enumerate(part.moments(), 1):
+            wall = self._wall(moment.seconds)
+            self._clock.set(moment.seconds)
+            verdict.ended_at = max(verdict.ended_at, wall)
+            with _nonsense_refused(f"record {number}"):
+                for visitor in self._visitors:
+                    visitor.before(moment, wall, core)
+            plan = guarded(core, moment.event, f"record {number}")
+            event = moment.event
+            verdict.reports += isinstance(event, Reported)
+            if isinstance(event, Decided | Forced | Parted):
+                verdict.decisions += 1
+                verdict.plans += event.plan is not None
+                text = plan_difference(event.plan, plan)
+                if text:
+                    self._differ(part, number, wall, text)
+
+    def _differ(self, part: Part, record: int, wall: float, text: str) -> None:
+        self._verdict.differences += 1
+        if self._verdict.first is None:
+            self._verdict.first = Difference(part.path, record, wall, text)
+
+
+def _strange(there: Mapping[str, str]) -> list[tuple[str, str, str]]:
+    here = versions()
+    found = ((name, was, here.get(name, "")) for name, was in sorted(there.items()))
+    return [item for item in found if item[1] != item[2]]

@@ -1,0 +1,166 @@
+"""Segments on disk, never more bytes than allowed: for a new one the oldest has to go.
+
+    DIRECTORY/ENGINE@NUMBER.record     numbers ascend by engine, over restarts too
+
+Where room is needed the engine that holds the most loses its oldest segment, so that one busy
+engine does not push all others out.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+from controller.recording.errors import RecordDirectoryError
+from controller.recording.frames import MAGIC
+
+_NAME = re.compile(r"(?P<engine>[A-Za-z0-9._:-]{1,128})@(?P<number>\d{8,18})\.record")
+# A ring is so many segments, of one engine; each engine has room for so many at least.
+_SEGMENTS = 32
+_SEGMENTS_AN_ENGINE = 4
+SEGMENT_BYTES_MIN = 64 * 1024
+
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    """A file of the ring.  descriptor: -1 once it is whole.
+
+    opening: bytes of what it begins with.  moments: after that.
+    """
+
+    path: Path
+    engine_id: str
+    number: int
+    size: int
+    descriptor: int = -1
+    opening: int = 0
+    moments: int = 0
+
+
+class Ring:
+    """All segments of one directory.  limit_bytes: what they may hold together."""
+
+    def __init__(self, directory: Path, limit_bytes: int) -> None:
+        self._directory = directory
+        self._limit = limit_bytes
+        self._segments: dict[str, list[Segment]] = defaultdict(list)
+        self._lock_file = -1
+        self.bytes = 0
+
+    def open(self) -> None:
+        """Takes the directory and what is there.  Raises RecordDirectoryError."""
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True, mode=0o750)
+            self._lock_file = os.open(self._directory / "lock", os.O_RDWR | os.O_CREAT, 0o640)
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for segment in found_in(self._directory):
+                self._segments[segment.engine_id].append(segment)
+                self.bytes += segment.size
+            self._make_room(0)
+        except BlockingIOError as error:
+            self.close()
+            raise RecordDirectoryError(
+                f"{self._directory}: another sidecar records there: give each its own directory"
+            ) from error
+        except OSError as error:
+            self.close()
+            raise RecordDirectoryError(
+                f"{self._directory} cannot hold recordings: {error.strerror}"
+            ) from error
+
+    def close(self) -> None:
+        """Ends all segments."""
+        for segments in self._segments.values():
+            for segment in segments:
+                self.end(segment)
+        if self._lock_file >= 0:
+            os.close(self._lock_file)
+            self._lock_file = -1
+
+    def begin(self, engine_id: str, frame: bytes) -> Segment:
+        """A new segment that begins with this frame.  Raises OSError; none is there then."""
+        known = self._segments[engine_id]
+        number = known[-1].number + 1 if known else 1
+        path = self._directory / f"{engine_id}@{number:08d}.record"
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o640)
+        segment = Segment(path, engine_id, number, 0, descriptor)
+        known.append(segment)
+        try:
+            self.append(segment, MAGIC + frame)
+        except OSError:
+            self.end(segment)
+            self._remove(segment)
+            raise
+        segment.opening = segment.size
+        return segment
+
+    def append(self, segment: Segment, data: bytes) -> None:
+        """Adds whole frames.  Raises OSError; the segment is as before then."""
+        self._make_room(len(data))
+        try:
+            left = memoryview(data)
+            while left:
+                left = left[os.write(segment.descriptor, left) :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(segment.descriptor, segment.size)
+            raise
+        segment.size += len(data)
+        self.bytes += len(data)
+
+    def end(self, segment: Segment) -> None:
+        """Nothing more comes."""
+        if segment.descriptor >= 0:
+            os.close(segment.descriptor)
+            segment.descriptor = -1
+
+    @property
+    def segment_bytes(self) -> int:
+        """From which on a segment should be followed by another one."""
+        writing = sum(s.descriptor >= 0 for found in self._segments.values() for s in found)
+        room = min(self._limit // _SEGMENTS, self._limit // (_SEGMENTS_AN_ENGINE * writing or 1))
+        return max(SEGMENT_BYTES_MIN, room)
+
+    @property
+    def segment_bytes_alone(self) -> int:
+        """The same where one engine has the ring for itself."""
+        return max(SEGMENT_BYTES_MIN, self._limit // _SEGMENTS)
+
+    def _make_room(self, size: int) -> None:
+        while self.bytes + size > self._limit:
+            held = {
+                engine_id: sum(s.size for s in segments)
+                for engine_id, segments in self._segments.items()
+                if any(s.descriptor < 0 for s in segments)
+            }
+            if not held:
+                raise OSError(
+                    errno.EFBIG,
+                    f"{self._limit // 1_000_000} MB hold no more than what is being written: "
+                    "allow more (CONTROLLER_RECORD_MEGABYTES)",
+                )
+            most = max(held, key=lambda engine_id: held[engine_id])
+            self._remove(next(s for s in self._segments[most] if s.descriptor < 0))
+
+    def _remove(self, segment: Segment) -> None:
+        segment.path.unlink(missing_ok=True)
+        self._segments[segment.engine_id].remove(segment)
+        self.bytes -= segment.size
+        if not self._segments[segment.engine_id]:
+            del self._segments[segment.engine_id]
+
+
+def found_in(directory: Path) -> list[Segment]:
+    """The segments of a directory, by engine and number.  Raises OSError."""
+    found = []
+    for entry in os.scandir(directory):
+        name = _NAME.fullmatch(entry.name)
+        if name is not None and entry.is_file(follow_symlinks=False):
+            size = entry.stat(follow_symlinks=False).st_size
+            path = directory / entry.name
+            found.append(Segment(path, name["engine"], int(name["number"]), size))
+    return sorted(found, key=lambda segment: (segment.engine_id, segment.number))

@@ -1,0 +1,227 @@
+"""A recorded window as numbers for a ticket: a visitor of `replay` that takes notes."""
+
+from array import array
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+
+from controller.core.engine_controller import EngineController
+from controller.core.settings import PlannerSettings
+from controller.core.types import Arm, EngineSpec, StepReport
+from controller.recording.events import (
+    Decided,
+    Forced,
+    Moment,
+    Noted,
+    NoteKind,
+    Opening,
+    Overridden,
+    Parted,
+    Profiled,
+    Reported,
+    Term,
+    Warmed,
+)
+from controller.service.override_words import reason_text, regime_text
+from speculation.v1 import plan_pb2
+
+# Plans and notes that are kept, the newest; more are counted.
+_KEPT_MAX = 2000
+
+
+@dataclass(slots=True)
+class Steps:
+    """One entry a step, in order.
+
+    wall: Unix seconds.  seconds, predicted: of the step, as reported and as the costs said before
+    it.  arm, reason: indices.  accepted: draft tokens of the batch.  odd: its seconds are no plain
+    step's.
+    """
+
+    wall: "array[float]" = field(default_factory=lambda: array("d"))
+    seconds: "array[float]" = field(default_factory=lambda: array("d"))
+    predicted: "array[float]" = field(default_factory=lambda: array("d"))
+    batch: "array[int]" = field(default_factory=lambda: array("q"))
+    arm: "array[int]" = field(default_factory=lambda: array("q"))
+    accepted: "array[int]" = field(default_factory=lambda: array("q"))
+    odd: "array[int]" = field(default_factory=lambda: array("b"))
+
+    def __len__(self) -> int:
+        return len(self.wall)
+
+
+@dataclass(slots=True)
+class Spell:
+    """An override while it held.  began_at: None = before the window; ended_at: None = it holds."""
+
+    term: Term
+    began_at: float | None
+    ended_at: float | None = None
+
+
+@dataclass(slots=True)
+class Alone:
+    """Steps in a row without a valid lease.  Unix seconds of the first and the last."""
+
+    began_at: float
+    ended_at: float
+    steps: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class PlanChange:
+    """A new plan.  arm: what it says for the batch of the last report."""
+
+    wall: float
+    epoch: int
+    reason: str
+    detail: str
+    batch: int
+    arm: Arm
+    regime: str
+
+
+@dataclass(frozen=True, slots=True)
+class Began:
+    """A session, as its first opening in the window has it."""
+
+    wall: float
+    session: int
+    spec: EngineSpec
+    versions: dict[str, str]
+    planner: dict[str, object]
+    cost_source: str
+    profile_id: str
+
+
+@dataclass(slots=True)
+class ClassTally:
+    """Of one request class; accepted: draft tokens."""
+
+    sequences: int = 0
+    accepted: int = 0
+
+
+class Window:
+    """Everything that a ticket shows."""
+
+    def __init__(self) -> None:
+        self.steps = Steps()
+        self.arms: list[Arm] = []
+        self.reasons: Counter[str] = Counter()
+        self.spells: list[Spell] = []
+        self.alone: list[Alone] = []
+        self.notes: list[tuple[float, Noted]] = []
+        self.noted: Counter[NoteKind] = Counter()
+        self.plans: list[PlanChange] = []
+        self.plan_count = 0
+        self.sessions: list[Began] = []
+        self.inputs: list[tuple[float, str]] = []
+        self.classes: dict[str, ClassTally] = {}
+        self._arm_index: dict[Arm, int] = {}
+        self._core_arms: dict[Arm, int] = {}
+        self._is_alone = False
+        self._last_batch = 1
+
+    def opened(self, opening: Opening, seconds: float, wall_seconds: float, anew: bool) -> None:
+        """A segment begins."""
+        del seconds
+        self._core_arms = {arm: i for i, arm in enumerate(opening.spec.arms)}
+        if not self.sessions or self.sessions[-1].session != opening.session:
+            profile_id = "" if opening.profile is None else opening.profile.profile_id
+            self.sessions.append(
+                Began(
+                    wall_seconds, opening.session, opening.spec, dict(opening.versions),
+                    asdict(opening.planner), opening.cost_source, profile_id,
+                )
+            )  # fmt: skip
+            self._is_alone = False
+        if anew:
+            first = not self.steps and not self.spells
+            self._override(opening.terms, wall_seconds, first=first)
+
+    def before(self, moment: Moment, wall_seconds: float, core: EngineController) -> None:
+        """Takes a note of it."""
+        event = moment.event
+        match event:
+            case Reported():
+                self._step(event.report, wall_seconds, core)
+            case Decided() | Forced() | Parted() if event.plan is not None and event.plan.rows:
+                self._plan(event.plan, wall_seconds)
+            case Overridden():
+                self._override(event.terms, wall_seconds)
+            case Noted():
+                self.noted[event.kind] += event.count or 1
+                self.notes.append((wall_seconds, event))
+                del self.notes[:-_KEPT_MAX]
+            case Profiled():
+                self._say(wall_seconds, f"profile {event.profile.profile_id} put into use")
+            case Warmed():
+                self._say(wall_seconds, f"estimates taken over: {event.where}")
+
+    def _say(self, wall: float, text: str) -> None:
+        self.inputs.append((wall, text))
+        del self.inputs[:-_KEPT_MAX]
+
+    def _step(self, report: StepReport, wall: float, core: EngineController) -> None:
+        arm, batch, steps = report.arm, report.batch_size, self.steps
+        if arm not in self._arm_index:
+            self._arm_index[arm] = len(self.arms)
+            self.arms.append(arm)
+        accepted = sum(k * n for k, n in enumerate(report.accepted_counts))
+        steps.wall.append(wall)
+        steps.seconds.append(report.step_seconds)
+        steps.predicted.append(core.cost.predict(self._core_arms[arm], batch, report.kv_tokens))
+        steps.batch.append(batch)
+        steps.arm.append(self._arm_index[arm])
+        steps.accepted.append(accepted)
+        steps.odd.append(report.flags.distorts_cost)
+        self._last_batch = batch
+        row = core.current_plan().row_for(batch)
+        self.reasons["probe" if report.probe_id else row.reason.value] += 1
+        for part in report.classes:
+            tally = self.classes.setdefault(part.label, ClassTally())
+            tally.sequences += sum(part.accepted_counts)
+            tally.accepted += sum(k * n for k, n in enumerate(part.accepted_counts))
+        self._lease(report, wall)
+
+    def _lease(self, report: StepReport, wall: float) -> None:
+        if not report.flags.unsteered:
+            self._is_alone = False
+        elif self._is_alone:
+            self.alone[-1].ended_at = wall
+            self.alone[-1].steps += 1
+        else:
+            self._is_alone = True
+            self.alone.append(Alone(wall, wall))
+
+    def _plan(self, plan: plan_pb2.Plan, wall: float) -> None:
+        self.plan_count += 1
+        rows = [row for row in plan.rows if self._last_batch <= row.max_batch_size]
+        row = rows[0] if rows else plan.rows[-1]
+        self.plans.append(
+            PlanChange(
+                wall, plan.epoch, reason_text(plan), plan.reason_detail, self._last_batch,
+                Arm(row.drafter, row.gamma), regime_text(plan.regime),
+            )
+        )  # fmt: skip
+        del self.plans[:-_KEPT_MAX]
+
+    def _override(self, terms: Iterable[Term], wall: float, *, first: bool = False) -> None:
+        now = {term.override.override_id: term for term in terms}
+        for spell in self.spells:
+            if spell.ended_at is not None:
+                continue
+            term = now.get(spell.term.override.override_id)
+            if term is None or term.override != spell.term.override:
+                spell.ended_at = wall
+            else:
+                spell.term = term
+                del now[term.override.override_id]
+        self.spells += [Spell(term, None if first else wall) for term in now.values()]
+
+
+def changed_constants(planner: dict[str, object]) -> dict[str, object]:
+    """Those of a recorded planner that are not the defaults."""
+    default = asdict(PlannerSettings())
+    return {name: value for name, value in planner.items() if value != default.get(name)}

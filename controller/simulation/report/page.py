@@ -1,0 +1,75 @@
+"""One self-contained page: no script, no network, light and dark, printable, usable by keyboard."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Literal, TypeAlias
+
+_STYLE = """
+:root { color-scheme: light dark; --line: #8884; --good: #2a7f3f; --bad: #b3261e; }
+body { font: 15px/1.45 system-ui, sans-serif; margin: 1.5rem auto; max-width: 70rem;
+       padding: 0 1rem; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: .2rem .6rem; border-bottom: 1px solid var(--line); text-align: right;
+         white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; }
+tr.ours td { font-weight: 650; }
+.good { color: var(--good); font-weight: 600; } .bad { color: var(--bad); font-weight: 600; }
+details { border-top: 1px solid var(--line); padding: .4rem 0; }
+summary { cursor: pointer; font-weight: 600; }
+svg { max-width: 100%; height: auto; background: #fff; border-radius: 6px; }
+p.small { opacity: .75; font-size: .9rem; } code { font-size: .9em; }
+@media (prefers-color-scheme: dark) { :root { --good: #7bc98d; --bad: #f28b82; } }
+:focus-visible { outline: 2px solid #4c8bf5; outline-offset: 2px; }
+@media print { details:not([open]) > * { display: revert; } }
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Marked:
+    """A cell that stands out."""
+
+    kind: Literal["good", "bad"]
+    word: str
+
+
+Cell: TypeAlias = str | Marked
+
+
+def page(title: str, body: str) -> str:
+    """The whole text.  body: markup; title: words."""
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{_STYLE}</style></head>"
+        f"<body><main>{body}</main></body></html>\n"
+    )
+
+
+def table(
+    head: Sequence[str],
+    rows: Sequence[Sequence[Cell]],
+    *,
+    marked: Sequence[bool] = (),
+    label: str = "table",
+) -> str:
+    """Cells are words, never markup.  marked: rows in bold.  label: for who cannot see it."""
+    cells = "".join(f"<th scope=col>{escape(text)}</th>" for text in head)
+    body = "".join(
+        f"<tr{' class=ours' if i < len(marked) and marked[i] else ''}>"
+        f"{''.join(map(_cell, row))}</tr>"
+        for i, row in enumerate(rows)
+    )
+    # What scrolls has to be reachable by the keyboard.
+    return (
+        f'<div class=scroll tabindex=0 role=region aria-label="{escape(label)}">'
+        f"<table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def _cell(cell: Cell) -> str:
+    if isinstance(cell, Marked):
+        return f"<td class={cell.kind}>{escape(cell.word)}</td>"
+    return f"<td>{escape(cell)}</td>"

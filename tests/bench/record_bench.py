@@ -1,0 +1,89 @@
+"""What recording costs a report: folding and planning with it, over the same without.
+
+    python -m tests.bench.record_bench
+
+The same reports at the same times go through a plain core and one on tape, in turn; the recorder's
+thread writes to a temporary directory meanwhile, so its share of the interpreter is in the figure.
+"""
+
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+from controller.core.clock import VirtualClock
+from controller.core.engine_controller import EngineController
+from controller.core.selective_training import TrainingSettings
+from controller.core.settings import PlannerSettings
+from controller.core.state import capture
+from controller.core.types import StepReport
+from controller.recording.recorder import Recorder
+from controller.recording.tape import QUEUE_MAX
+from tests.controller.core.virtual_engine import engine_spec, gpu_like, make, profile_of
+
+REPEATS = 15
+STEPS = 4000
+
+
+def reports() -> list[tuple[float, StepReport]]:
+    """Of an engine in virtual time, with their times."""
+    engine = make()
+    for batch_size, acceptance in ((4, 0.8), (16, 0.5), (64, 0.7), (8, 0.3)):
+        engine.run(STEPS // 4, batch_size, [acceptance] * 7)
+    return engine.reports
+
+
+def seconds(
+    core: EngineController, clock: VirtualClock, steps: list[tuple[float, StepReport]]
+) -> float:
+    """Of this thread's processor time: folding all of them, a plan asked for after each."""
+    core.current_plan()
+    began = time.thread_time()
+    for at, report in steps:
+        clock.advance(at - clock.now())
+        core.observe(report)
+        core.next_plan()
+    return time.thread_time() - began
+
+
+def main() -> None:
+    """Prints medians, their ratio, and what lies on disk."""
+    assert STEPS * 2 < QUEUE_MAX
+    steps, spec = reports(), engine_spec()
+    profile, settings = profile_of(spec, gpu_like), PlannerSettings()
+    plain, taped, whole, openings = [], [], [], []
+    size = 0
+    for _ in range(REPEATS):
+        clock = VirtualClock()
+        plain.append(seconds(EngineController(spec, settings, profile, clock), clock, steps))
+        with tempfile.TemporaryDirectory() as directory:
+            began = time.process_time()
+            recorder = Recorder(Path(directory), 64_000_000, lambda _: None)
+            recorder.open()
+            clock = VirtualClock()
+            core = recorder.core(spec, settings, profile, clock, TrainingSettings())
+            taped.append(seconds(core, clock, steps))
+            recorder.close()
+            whole.append(time.process_time() - began)
+            size = sum(path.stat().st_size for path in Path(directory).glob("*.record"))
+        began = time.thread_time()
+        capture(core)
+        openings.append(time.thread_time() - began)
+    each = 1e6 / STEPS
+    print(
+        f"processor time of a report, folded and planned: {each * statistics.median(plain):.1f} us"
+    )
+    for name, found in (("the steering thread, on tape", taped), ("with the recorder's", whole)):
+        ratios = [b / a for a, b in zip(plain, found, strict=True)]
+        print(
+            f"{name}: {each * statistics.median(found):.1f} us, "
+            f"{statistics.median(ratios):.3f} of it ({min(ratios):.3f}-{max(ratios):.3f})"
+        )
+    print(
+        f"{size / STEPS:.0f} bytes on disk a report, plans included; an opening's state "
+        f"{1e3 * statistics.median(openings):.2f} ms"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,429 @@
+"""`controller serve` that records, a real agent that reports, `controller replay` and `report`."""
+
+import json
+import os
+import random
+import re
+import resource
+import select
+import shlex
+import subprocess
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from typer.testing import CliRunner, Result
+
+from controller.cli import app
+from controller.recording.frames import MAGIC, blocks, frame
+from controller.recording.recording import find
+from controller.recording.replay import replay
+from engine_shim.link.steering import Source
+from speculation.v1 import engine_pb2, service_pb2, service_pb2_grpc
+from tests.controller.cli.linked_engine import linked_engine
+from tests.controller.cli.sidecar_process import (
+    CONTROLLER,
+    SidecarProcess,
+    controller,
+    sidecar_process,
+    wait_until_serving,
+)
+from tests.controller.recording.tapes import segments
+from tests.controller.service.harness import ENVIRONMENT, PATIENCE_SECONDS, engine_message
+from tests.engine_shim.link.eventually import eventually
+
+ROOT = Path(__file__).resolve().parents[3]
+HOSTILE = "<script>alert('x')</script>\"&$\\frac{\x7f"
+STEPS = 300
+
+
+def recording(directory: Path, *flags: str, megabytes: int = 64) -> Any:
+    """A sidecar process that records to `directory`/record."""
+    return sidecar_process(
+        directory,
+        *flags,
+        environment={
+            "CONTROLLER_RECORD_DIRECTORY": str(directory / "record"),
+            "CONTROLLER_RECORD_MEGABYTES": str(megabytes),
+        },
+    )
+
+
+def reports_of(address: str, engine_id: str) -> int:
+    with grpc.insecure_channel(address) as channel:
+        answer = service_pb2_grpc.InspectionServiceStub(channel).ListEngines(
+            service_pb2.ListEnginesRequest(), timeout=PATIENCE_SECONDS
+        )
+    return sum(e.reports for e in answer.engines if e.engine.engine_id == engine_id)
+
+
+def steer(address: str, reports: list[engine_pb2.StepReport], a_message: int) -> str:
+    """Sends the reports of engine "odd" on one stream, to its end; the session's token."""
+    with grpc.insecure_channel(address) as channel:
+        stub = service_pb2_grpc.SpeculationServiceStub(channel)
+        engine = engine_message("odd", gammas=(0, 1, 2, 3, 5, 20), max_batch_size=32)
+        session_id = stub.Introduce(
+            service_pb2.IntroduceRequest(engine=engine), timeout=PATIENCE_SECONDS
+        ).session_id
+        messages = (
+            service_pb2.SteerRequest(
+                session_id=session_id,
+                reports=reports[i : i + a_message],
+                dropped_reports=int(i == 0),
+            )
+            for i in range(0, len(reports), a_message)
+        )
+        for _ in stub.Steer(messages, timeout=60.0):
+            pass
+    return str(session_id)
+
+
+def rich_reports(count: int, gamma: int = 5) -> list[engine_pb2.StepReport]:
+    """Reports that do not compress well, with a hostile class; the last one is refused."""
+    rng = random.Random(0)
+    made = []
+    for step in range(1, count + 1):
+        counts = [rng.randint(0, 1) for _ in range(gamma + 1)]
+        counts[0] += 1
+        made.append(
+            engine_pb2.StepReport(
+                step=step, batch_size=sum(counts), kv_tokens=rng.randint(1000, 90_000),
+                drafter="mtp", gamma=gamma, accepted_counts=counts,
+                step_seconds=rng.uniform(0.01, 0.012),
+                classes=[engine_pb2.ClassCounts(label="<b>&chat$", accepted_counts=counts)],
+                confidences=[rng.random() for _ in range(gamma)],
+                flags=engine_pb2.StepFlags(unsteered=step % 50 == 0),
+            )
+        )  # fmt: skip
+    return [*made, engine_pb2.StepReport(step=1, batch_size=1, drafter="mtp", gamma=9)]
+
+
+class Recorded:
+    """What the fixture leaves behind."""
+
+    def __init__(self, directory: Path, token: str, lines: list[dict[str, Any]]) -> None:
+        self.directory, self.token, self.lines = directory, token, lines
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    """An engine behind its agent, and one with hostile names, under a hostile override."""
+    directory = tmp_path_factory.mktemp("recorded")
+    with recording(directory) as sidecar:
+        with linked_engine(sidecar.address, "pod-7") as engine:
+            engine.run(STEPS // 2)
+            done = controller(
+                "override", "set", "--fleet", "--at-most", "2", "--ttl", "2h", "--author",
+                "ann <ops> & co", "--reason", HOSTILE.rstrip("\x7f"), "--address", sidecar.address,
+            )  # fmt: skip
+            assert done.returncode == 0, done.stderr
+            assert controller("explain", "pod-7", "--address", sidecar.address).returncode == 0
+            engine.run(STEPS // 2)
+            eventually(lambda: reports_of(sidecar.address, "pod-7") == STEPS or None, within=60.0)
+        token = steer(sidecar.address, rich_reports(200), 20)
+        code, lines = sidecar.stop()
+    assert code == 0
+    return Recorded(directory / "record", token, lines)
+
+
+def replayed(*arguments: str | Path) -> Result:
+    """`controller replay` in this process: its start is tested once, by `controller`."""
+    return CliRunner().invoke(app, ["replay", *map(str, arguments)])
+
+
+def test_what_a_real_engine_was_told_is_decided_the_same_again(recorded: Recorded):
+    done = controller("replay", str(recorded.directory), "--engine", "pod-7")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"pod-7: {STEPS} reports" in done.stdout
+    assert "the same, bit by bit" in done.stdout
+    assert not [line for line in recorded.lines if line["event"].startswith("recording_")]
+
+
+def test_what_would_have_been_otherwise(recorded: Recorded):
+    done = replayed(recorded.directory, "--engine", "pod-7", "--policy", "sglang-ema", "--json")
+    assert (done.exit_code, done.stderr) == (0, "")
+    body = json.loads(done.stdout)
+    assert body["same"] is True
+    other = body["otherwise"]
+    assert other["estimate"] is True
+    assert other["steps"] == STEPS
+    assert 0 < other["differing_share"] <= 1
+    assert other["stretches"]
+    shown = replayed(recorded.directory, "--engine", "pod-7", "--policy", "sglang-ema").stdout
+    assert f"otherwise: another arm for {other['differing_share']:.1%} of {STEPS} steps" in shown
+    assert "An estimate: " in shown
+    assert "Where it would have been otherwise" in shown
+
+
+def test_a_forged_plan_ends_with_1_and_is_shown(recorded: Recorded, tmp_path: Path):
+    source = find(recorded.directory, "pod-7").paths[0]
+    records = [r for _, block in blocks(source.read_bytes()) for r in block.records]
+    forged = next(r for r in records[1:] if r.decision.HasField("plan"))
+    forged.decision.plan.rows[0].gamma = 7
+    (tmp_path / "x.record").write_bytes(MAGIC + frame(records))
+    done = replayed(tmp_path / "x.record")
+    assert done.exit_code == 1
+    assert "1 differences; the first, at " in done.stdout
+    assert "B <= 1: recorded" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((), "holds several engines: name one of odd, pod-7"),
+        (("--engine", "pod-8"), "holds no engine 'pod-8'"),
+        (("--engine", "odd", "--policy", "best"), "policy must be one of"),
+        (("--engine", "odd", "--planner-constant", "speed=1"), "known are"),
+        (("--engine", "odd", "--planner-constant", "fast_steps=x"), "could not convert"),
+        (("--engine", "odd", "--profile", "/nowhere"), "/nowhere"),
+    ],
+)
+def test_bad_input_ends_with_2_in_one_line(recorded: Recorded, arguments, text: str):
+    done = replayed(recorded.directory, *arguments)
+    assert done.exit_code == 2
+    assert text in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+class Reader(HTMLParser):
+    """What a page is made of."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.links: list[str] = []
+        self.text: list[str] = []
+        self.regions = 0
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        given = dict(attrs)
+        self.links += [v for k, v in attrs if k in {"src", "href", "xlink:href"} and v]
+        self.regions += given.get("role") == "region" and given.get("tabindex") == "0"
+        assert not any(name.startswith("on") for name in given)
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+@pytest.fixture(scope="module")
+def page(recorded: Recorded, tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("page") / "ticket.html"
+    done = controller("report", str(recorded.directory), "--engine", "odd", "-o", str(path))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"{path}: 200 steps, ")
+    return path.read_text(encoding="utf-8")
+
+
+def test_the_ticket_fetches_nothing_and_takes_no_name_for_markup(page: str):
+    reader = Reader(page)
+    assert not {"script", "link", "b", "img", "iframe", "ops"} & set(reader.tags)
+    assert all(link.startswith("#") for link in reader.links)
+    assert "@import" not in page
+    assert "prefers-color-scheme: dark" in page
+    assert "color-scheme: light dark" in page
+    assert reader.tags.count("table") == reader.regions > 5
+    text = " ".join(reader.text)
+    assert HOSTILE.rstrip("\x7f") in text
+    assert "ann <ops> & co" in text
+    assert "<b>&chat$" in text
+
+
+def test_the_ticket_says_what_an_operator_asks(page: str):
+    reader = Reader(page)
+    text = " ".join(" ".join(reader.text).split())
+    assert "odd: what was decided, and why" in text
+    assert "the same, bit by bit" in text
+    assert "gamma <= 2" in text
+    assert "steps without a valid lease 4 4 stretches" in text
+    assert "reports lost on the engine's side 1" in text
+    assert "reports refused 1" in text
+    assert "mtp 5" in text
+    assert "generic prior" in text or "generic" in text
+    for word in ("python", "numpy", "controller", "switch_margin", "still holds"):
+        assert word in text
+    assert "svg" in reader.tags
+
+
+def test_no_secret_is_on_record(recorded: Recorded, page: str):
+    assert recorded.token not in page
+    for path in segments(recorded.directory):
+        for _, block in blocks(path.read_bytes()):
+            assert recorded.token.encode() not in block.SerializeToString()
+
+
+def test_a_page_that_cannot_be_written_ends_with_2(recorded: Recorded, tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    path = tmp_path / "file" / "x.html"
+    words = ["report", str(recorded.directory), "--engine", "odd", "-o", str(path)]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 2
+    assert "cannot be written" in done.stderr
+
+
+def test_a_ring_that_wrapped_is_decided_the_same_again(tmp_path: Path):
+    with recording(tmp_path, "--log-level", "error", megabytes=1) as sidecar:
+        steer(sidecar.address, rich_reports(5500, gamma=20), 64)
+        assert sidecar.stop()[0] == 0
+    paths = segments(tmp_path / "record")
+    assert sum(path.stat().st_size for path in paths) <= 1_000_000
+    assert int(paths[0].name.split("@")[1].split(".")[0]) > 1
+    verdict = replay(find(tmp_path / "record"))
+    assert (verdict.is_same, verdict.gaps) == (True, [])
+    assert verdict.states == len(paths) - 1 > 4
+    assert 0 < verdict.reports < 5500
+
+
+def test_a_kill_in_mid_write_leaves_what_was_written(tmp_path: Path):
+    reports = rich_reports(20_000)
+    with (
+        recording(tmp_path, "--log-level", "error") as sidecar,
+        grpc.insecure_channel(sidecar.address) as channel,
+    ):
+        stub = service_pb2_grpc.SpeculationServiceStub(channel)
+        engine = engine_message("odd", gammas=(0, 1, 2, 3, 5, 20), max_batch_size=32)
+        token = stub.Introduce(service_pb2.IntroduceRequest(engine=engine)).session_id
+        call = stub.Steer(
+            service_pb2.SteerRequest(session_id=token, reports=reports[i : i + 64])
+            for i in range(0, len(reports), 64)
+        )
+
+        def written() -> int:
+            return sum(path.stat().st_size for path in segments(tmp_path / "record"))
+
+        eventually(lambda: written() > 50_000 or None, within=60.0)
+        sidecar.process.kill()
+        sidecar.process.wait()
+        call.cancel()
+    before = segments(tmp_path / "record")
+    # A kill may come between two writes: what it leaves at worst is a frame that is not whole.
+    with before[-1].open("ab") as torn:
+        torn.write(frame([])[:5])
+    verdict = replay(find(tmp_path / "record"))
+    assert verdict.is_same
+    assert verdict.reports > 100
+    assert verdict.gaps[-1][1].endswith("it ends within a frame's head")
+    with recording(tmp_path, "--log-level", "error") as sidecar:
+        steer(sidecar.address, reports[:100], 50)
+        assert sidecar.stop()[0] == 0
+    assert segments(tmp_path / "record")[: len(before)] == before
+    again = replay(find(tmp_path / "record"))
+    assert (again.is_same, again.reports, again.sessions) == (True, verdict.reports + 100, 2)
+
+
+class Said:
+    """What a sidecar says while it runs."""
+
+    def __init__(self, sidecar: SidecarProcess) -> None:
+        assert sidecar.process.stderr is not None
+        self._descriptor = sidecar.process.stderr.fileno()
+        self._text = ""
+
+    def so_far(self) -> str:
+        """All of it; nothing of it is left for `stop`."""
+        while select.select([self._descriptor], [], [], 0)[0]:
+            found = os.read(self._descriptor, 65536)
+            if not found:
+                break
+            self._text += found.decode()
+        return self._text
+
+
+@pytest.fixture
+def limited(tmp_path: Path) -> Iterator[SidecarProcess]:
+    with recording(tmp_path) as sidecar:
+        yield sidecar
+
+
+def test_a_disk_that_is_full_hurts_no_steering_and_is_said_once(
+    tmp_path: Path, limited: SidecarProcess
+):
+    """The kernel refuses to let files of this process grow, then allows it again."""
+    pid, forever = limited.process.pid, resource.RLIM_INFINITY
+    with linked_engine(limited.address, "pod-7") as engine:
+        engine.run(50)
+        directory = tmp_path / "record"
+        eventually(lambda: segments(directory) or None, within=60.0)
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (1, forever))
+        said = Said(limited)
+
+        def refused() -> bool | None:
+            engine.run(10)
+            return "recording_failed" in said.so_far() or None
+
+        eventually(refused, within=60.0, what="the disk refuses")
+        engine.run(100)
+        steps = engine.step
+        eventually(lambda: reports_of(limited.address, "pod-7") == steps or None, within=60.0)
+        assert engine.link.choose(4).source is Source.PLAN
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (forever, forever))
+
+        def again() -> bool | None:
+            engine.run(5)
+            return "recording_again" in said.so_far() or None
+
+        eventually(again, within=60.0, what="recording again")
+        steps = engine.step
+        eventually(lambda: reports_of(limited.address, "pod-7") == steps or None, within=60.0)
+    lines = [json.loads(line) for line in said.so_far().splitlines()]
+    code, rest = limited.stop()
+    assert code == 0
+    events = [line["event"] for line in [*lines, *rest]]
+    assert [event for event in events if event.startswith("recording_")] == [
+        "recording_failed", "recording_gap", "recording_again",
+    ]  # fmt: skip
+    verdict = replay(find(tmp_path / "record"))
+    assert verdict.is_same
+    assert verdict.lost > 0
+    assert verdict.reports < steps
+
+
+def test_a_directory_that_cannot_be_used_refuses_the_start(tmp_path: Path):
+    (tmp_path / "record").write_text("")
+    environment = {"CONTROLLER_RECORD_DIRECTORY": str(tmp_path / "record")}
+    done = controller(
+        "serve", "--address", f"unix:{tmp_path}/s", "--metrics-port", "0", environment=environment
+    )
+    assert done.returncode == 1
+    assert "cannot hold recordings" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_commands_of_the_documentation_work(tmp_path: Path):
+    text = (ROOT / "docs" / "replay.md").read_text(encoding="utf-8")
+    lines = [
+        shlex.split(line)
+        for kind, block in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+        for line in block.splitlines()
+        if "controller " in line and not kind
+    ]
+    assert [" ".join(line[:2]) for line in lines[1:]] == [
+        "controller override", "controller override", "controller replay", "controller replay",
+        "controller replay", "controller report",
+    ]  # fmt: skip
+    serve, *others = lines
+    given = dict(word.split("=", 1) for word in serve[: serve.index("controller")])
+    command = [*CONTROLLER, *serve[serve.index("controller") + 1 :]]
+    with subprocess.Popen(
+        command, env=ENVIRONMENT | given, cwd=tmp_path, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        try:
+            address = f"unix:{tmp_path}/controller.sock"
+            wait_until_serving(address, process)
+            with linked_engine(address, "pod-7") as engine:
+                engine.run(200)
+                eventually(lambda: segments(tmp_path / "record") or None, within=60.0)
+                for line in others:
+                    done = subprocess.run(
+                        [*CONTROLLER, *line[1:]], env=ENVIRONMENT, cwd=tmp_path, timeout=60,
+                        capture_output=True, text=True, check=False,
+                    )  # fmt: skip
+                    assert (done.returncode, done.stderr) == (0, ""), line
+                    engine.run(20)
+        finally:
+            process.kill()
+    assert (tmp_path / "ticket.html").stat().st_size > 10_000
