@@ -1,0 +1,31 @@
+"""An SGLang plugin for steering_bench: the steered drafter, with its steering left out."""
+
+import sys
+from typing import Any
+
+from engine_shim.sglang import surface
+
+
+def leave_out() -> None:
+    """The MLPs run as if nothing steered them, and the steering vector is a copy."""
+    if surface.SCHEDULER_MODULE not in sys.modules:
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def patch(scheduler: Any) -> None:
+        del scheduler
+        from engine_shim.sglang.steered import SteeredMlp, SteeredQwen3ForCausalLM
+
+        def plain_copy(model: Any, features: Any) -> Any:
+            return features[..., : model.config.hidden_size].clone()
+
+        def unsteered(mlp: Any, x: Any, forward_batch: Any = None) -> Any:
+            mlp.steering = None
+            return forward(mlp, x, forward_batch)
+
+        forward = SteeredMlp.forward
+        SteeredMlp.forward = unsteered
+        SteeredQwen3ForCausalLM._steering = plain_copy
+
+    target = f"{surface.SCHEDULER_MODULE}.Scheduler.maybe_init_draft_worker"
+    HookRegistry.register(target, patch, HookType.BEFORE)
