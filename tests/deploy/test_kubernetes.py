@@ -3,18 +3,16 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import jsonschema
 import kubernetes_validate
 import pytest
-import typer
 
 import controller
-from controller.cli import app
 from controller.settings import Settings, SettingsError
 from engine_shim.sglang.settings import PluginSettings
 from engine_shim.sglang.versions import TESTED
+from tests.deploy.command_lines import parsed
 from tests.deploy.manifests import (
     OVERLAYS,
     ROOT,
@@ -34,17 +32,6 @@ OLDEST = "1.29"
 BACK_OFF_SECONDS = 10
 
 pytestmark = pytest.mark.parametrize("overlay", OVERLAYS)
-
-
-def parsed(command: list[str]) -> dict[str, Any]:
-    """The options of a command line, as the real CLI reads them."""
-    assert command[0] == "controller"
-    group = typer.main.get_command(app)
-    name, subcommand, rest = group.resolve_command(  # type: ignore[attr-defined]
-        group.make_context("controller", command[1:2], resilient_parsing=True), command[1:]
-    )
-    found: dict[str, Any] = subcommand.make_context(name, rest).params
-    return found
 
 
 def settings_of(
