@@ -10,7 +10,7 @@ _DEPLOY = Path(__file__).resolve().parent.parent / "deploy"
 ALERTS = _DEPLOY / "monitoring" / "alerts.yml"
 RULE = _DEPLOY / "kubernetes" / "monitoring" / "prometheus-rule.yaml"
 
-_HEAD = """# Written by scripts/prometheus_rule.py from deploy/monitoring/alerts.yml; `make check` compares.
+_HEAD = """# Written by scripts/prometheus_rule.py from deploy/monitoring/alerts.yml.
 """
 
 

@@ -1,4 +1,4 @@
-"""What the sidecar's containers need: memory and processor time beside engines, and of a measurement.
+"""What the sidecar's containers need: memory and processor time, serving and measuring.
 
     python -m tests.bench.pod_bench --engines 1
 
@@ -71,27 +71,30 @@ def serving(engines: int, steps_per_second: float, seconds: float) -> dict[str, 
 
 def profiling(seconds: float) -> dict[str, Any]:
     """Largest memory, and cores, of `controller profile`."""
-    with tempfile.TemporaryDirectory() as folder, sidecar_process(Path(folder)) as sidecar:
-        with ClockworkEngine(sidecar.address) as engine:
-            command = [
-                *CONTROLLER, "profile", "--sidecar", sidecar.address, "--engine-url", engine.url,
-                "--output", f"{folder}/profile.json", "--budget", str(seconds),
-            ]  # fmt: skip
-            with subprocess.Popen(
-                command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-            ) as child:
-                began, largest, spent = time.monotonic(), 0, 0.0
-                while child.poll() is None:
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        process = psutil.Process(child.pid)
-                        largest = max(largest, process.memory_info().rss)
-                        spent = sum(process.cpu_times()[:2])
-                    time.sleep(0.05)
-            assert child.returncode == 0
-            return {
-                "profile_megabytes": round(largest / _MEGABYTE),
-                "profile_cores": round(spent / (time.monotonic() - began), 3),
-            }
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        sidecar_process(Path(folder)) as sidecar,
+        ClockworkEngine(sidecar.address) as engine,
+    ):
+        command = [
+            *CONTROLLER, "profile", "--sidecar", sidecar.address, "--engine-url", engine.url,
+            "--output", f"{folder}/profile.json", "--budget", str(seconds),
+        ]  # fmt: skip
+        with subprocess.Popen(
+            command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        ) as child:
+            began, largest, spent = time.monotonic(), 0, 0.0
+            while child.poll() is None:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process = psutil.Process(child.pid)
+                    largest = max(largest, process.memory_info().rss)
+                    spent = sum(process.cpu_times()[:2])
+                time.sleep(0.05)
+        assert child.returncode == 0
+        return {
+            "profile_megabytes": round(largest / _MEGABYTE),
+            "profile_cores": round(spent / (time.monotonic() - began), 3),
+        }
 
 
 def main() -> None:

@@ -191,7 +191,9 @@ def test_there_is_time_to_stop_and_to_come_back(
     settings, _ = settings_of(overlay, tmp_path, monkeypatch)
     engine = containers(overlay)["sglang"]
     before_stop = int(engine["lifecycle"]["preStop"]["exec"]["command"][-1])
-    assert pod(overlay)["terminationGracePeriodSeconds"] >= before_stop + settings.drain_seconds + 60
+    assert (
+        pod(overlay)["terminationGracePeriodSeconds"] >= before_stop + settings.drain_seconds + 60
+    )
     assert settings.last_lease_seconds >= BACK_OFF_SECONDS + 5
 
 
@@ -229,7 +231,9 @@ def test_what_is_named_exists(overlay: str):
     assert one(overlay, "Service")["spec"]["selector"] == labels
     assert one(overlay, "NetworkPolicy")["spec"]["podSelector"]["matchLabels"] == labels
     if overlay == "demo":
-        folders = [a.partition("=")[2] for a in containers(overlay)["sglang"]["args"] if "-path" in a]
+        folders = [
+            a.partition("=")[2] for a in containers(overlay)["sglang"]["args"] if "-path" in a
+        ]
         assert len(folders) == 2
         for folder in folders:
             assert (ROOT / "engine_shim/cpu" / folder.replace("/models/", "models/")).is_dir()

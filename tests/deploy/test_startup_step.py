@@ -12,7 +12,6 @@ import pytest
 
 from controller.core.profile import Profile
 from controller.socket_paths import operators_path
-from engine_shim.stage.ports import free_port
 from tests.controller.cli.sidecar_process import PATIENCE_SECONDS, sidecar_process
 from tests.controller.profiling.clockwork_engine import ClockworkEngine
 from tests.controller.service.harness import ENVIRONMENT
@@ -85,45 +84,45 @@ def ended(process: "subprocess.Popen[bytes]") -> int:
 
 def test_it_measures_once_and_rests_and_a_restart_of_it_measures_nothing(tmp_path: Path):
     kept = tmp_path / "profiles"
-    with sidecar_process(tmp_path, "--profile-directory", str(kept)) as sidecar:
-        with ClockworkEngine(sidecar.address) as engine:
-            step = Step(tmp_path, engine.url)
-            with step.running() as process:
-                step.wait_until_settled()
-                (profile,) = kept.glob("*.json")
-                assert Profile.from_json(profile.read_text()).cells
-                assert process.poll() is None
-                assert ended(process) == 0
-            steps = len(engine.ran)
-            with step.running() as process:
-                assert process.poll() is None
-                assert ended(process) in {0, -signal.SIGTERM}  # or before it had set its trap
-            # The pod is another one: the mark is gone, and the sidecar has the profile.
-            step.settled.unlink()
-            for measured in (tmp_path / "measured").rglob("*.json"):
-                measured.unlink()
-            with step.running() as process:
-                step.wait_until_settled()
-                assert "the sidecar's shelf has this engine's profile" in step.log
-            assert len(engine.ran) == steps
+    with (
+        sidecar_process(tmp_path, "--profile-directory", str(kept)) as sidecar,
+        ClockworkEngine(sidecar.address) as engine,
+    ):
+        step = Step(tmp_path, engine.url)
+        with step.running() as process:
+            step.wait_until_settled()
+            (profile,) = kept.glob("*.json")
+            assert Profile.from_json(profile.read_text()).cells
+            assert process.poll() is None
+            assert ended(process) == 0
+        steps = len(engine.ran)
+        with step.running() as process:
+            assert process.poll() is None
+            assert ended(process) in {0, -signal.SIGTERM}  # or before it had set its trap
+        # The pod is another one: the mark is gone, and the sidecar has the profile.
+        step.settled.unlink()
+        for measured in (tmp_path / "measured").rglob("*.json"):
+            measured.unlink()
+        with step.running() as process:
+            step.wait_until_settled()
+            assert "the sidecar's shelf has this engine's profile" in step.log
+        assert len(engine.ran) == steps
 
 
 def test_an_engine_that_cannot_be_measured_is_not_held_up(tmp_path: Path):
-    with sidecar_process(tmp_path):
-        step = Step(tmp_path, f"http://127.0.0.1:{free_port()}", wait_seconds=0)
-        with step.running() as process:
-            step.wait_until_settled()
-            assert step.log.count("no engine answers") == 3
-            assert process.poll() is None
+    step = Step(tmp_path, "http://127.0.0.1:1", wait_seconds=0)
+    with step.running() as process:
+        step.wait_until_settled()
+        assert step.log.count("controller profile: no sidecar") == 3
+        assert process.poll() is None
 
 
 def test_it_stops_at_once_while_it_waits(tmp_path: Path):
-    with sidecar_process(tmp_path):
-        step = Step(tmp_path, f"http://127.0.0.1:{free_port()}")
-        with step.running() as process:
-            eventually(lambda: "waiting for the engine" in step.log, within=PATIENCE_SECONDS)
-            assert ended(process) == 0
-            assert not step.settled.exists()
+    step = Step(tmp_path, "http://127.0.0.1:1")
+    with step.running() as process:
+        eventually(lambda: "waiting for the sidecar" in step.log, within=PATIENCE_SECONDS)
+        assert ended(process) == 0
+        assert not step.settled.exists()
 
 
 CONNECT = """

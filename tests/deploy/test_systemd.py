@@ -8,8 +8,8 @@ import pytest
 
 from controller.settings import Settings
 from engine_shim.sglang.settings import PluginSettings
-from tests.deploy.manifests import ROOT
 from tests.deploy.command_lines import parsed
+from tests.deploy.manifests import ROOT
 from tests.deploy.units import ENGINE, SIDECAR, SYSTEMD, environment, read_unit
 
 
