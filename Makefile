@@ -21,6 +21,7 @@ check: setup ## The static part: format, lint, types, contract, drift of what is
 	@echo "check: buf" && scripts/buf.sh .venv/bin/buf
 	@echo "check: stubs" && $(PYTHON_IN) scripts/proto.py --check
 	@echo "check: metrics reference" && $(PYTHON_IN) scripts/metrics_reference.py --check
+	@echo "check: alert rules for Kubernetes" && $(PYTHON_IN) scripts/prometheus_rule.py --check
 	@echo "check: ok"
 
 format: setup ## Formats the code, and repairs what ruff can repair

@@ -90,10 +90,10 @@ if [ "$(cat "$stamp" 2>/dev/null)" != "$made_from" ]; then
   say "$venv is ready ($((SECONDS - started)) s)"
 fi
 
-# Debian packages of the servers that tests start, named as their programs are.
+# What tests start that is no Python, as PROGRAM=DEBIAN_PACKAGE.
 missing=()
-for server in redis-server prometheus; do
-  command -v "$server" >/dev/null || missing+=("$server")
+for pair in redis-server=redis-server prometheus=prometheus kubectl=kubernetes-client; do
+  command -v "${pair%%=*}" >/dev/null || missing+=("${pair#*=}")
 done
 [ ${#missing[@]} = 0 ] || apt "${missing[@]}" ||
   say "note: tests that need one of these will fail: ${missing[*]} (Debian: apt-get install ${missing[*]})"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dockerfile_parse import DockerfileParser
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -110,7 +111,8 @@ def test_both_ends_of_the_dependency_range_work(end: str, wheel: Path, tmp_path:
         assert f"protobuf=={versions['protobuf']}" in lower_bounds()
     else:
         assert int(versions["protobuf"].split(".")[0]) >= 7
-    assert "serve" in run(tmp_path / "venv" / "bin" / "controller", "--help")
+    assert not {"torch", "sglang", "matplotlib", "scipy", "pandas"} & installed(python).keys()
+    assert "--health-port" in run(tmp_path / "venv" / "bin" / "controller", "serve", "--help")
     print(end, versions)
 
 
@@ -133,6 +135,25 @@ def closure(names: list[str]) -> Iterator[importlib.metadata.Distribution]:
             requirement = Requirement(text)
             if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
                 names.append(requirement.name)
+
+
+def test_the_sidecars_image_is_as_small_as_the_page_says(wheel: Path):
+    """The packages that its Dockerfile pins, as they lie here; no extras, no bytecode."""
+    with (ROOT / "deploy" / "docker" / "sidecar.Dockerfile").open("rb") as file:
+        structure = DockerfileParser(fileobj=file).structure
+    install = [item["value"] for item in structure if item["instruction"] == "RUN"][-1]
+    assert install.endswith("--no-compile -c /requirements/constraints.txt /wheels/*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        size = sum(entry.file_size for entry in archive.infolist())
+    names = [Requirement(text).name for text in PROJECT["dependencies"]]
+    for distribution in closure(names):
+        assert distribution.name != "torch"
+        for path in distribution.files or []:
+            if path.suffix != ".pyc":
+                size += Path(str(distribution.locate_file(path))).stat().st_size
+    page = (ROOT / "docs" / "deploy.md").read_text()
+    (said,) = re.findall(r"it installs (\d+) MB of packages", page)
+    assert size / 1e6 == pytest.approx(float(said), rel=0.1)
 
 
 def pinned() -> dict[str, str]:

@@ -1,0 +1,18 @@
+# The unmodified SGLang on a processor, with the shim and the small models of this project.
+#
+#   docker build -f deploy/docker/demo.Dockerfile -t speculation-demo:0.1.0 .
+FROM python:3.11.13-slim-bookworm
+# An index with CPU builds of torch makes this image some gigabytes smaller.
+ARG TORCH_PIP_ARGS=
+COPY . /source
+WORKDIR /source
+# SGLang goes in without its CUDA packages, as scripts/setup.sh does it.
+# hadolint ignore=SC2086
+RUN pip install --no-cache-dir -c requirements/constraints.txt ${TORCH_PIP_ARGS} torch && \
+    pip install --no-cache-dir -c requirements/constraints.txt --no-deps sglang && \
+    pip install --no-cache-dir -c requirements/constraints.txt -r requirements/sglang-cpu.txt && \
+    pip install --no-cache-dir -c requirements/constraints.txt '.[engine]' && \
+    ln -s "$(python -c 'import engine_shim.cpu.models as m; print(m.__path__[0])')" /models
+WORKDIR /
+USER 10002:10002
+ENTRYPOINT ["python", "-m", "engine_shim.cpu.serve"]

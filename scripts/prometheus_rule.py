@@ -1,0 +1,46 @@
+"""Writes the alert rules as a PrometheusRule; with --check only compares."""
+
+import argparse
+import sys
+from pathlib import Path
+
+import yaml
+
+_DEPLOY = Path(__file__).resolve().parent.parent / "deploy"
+ALERTS = _DEPLOY / "monitoring" / "alerts.yml"
+RULE = _DEPLOY / "kubernetes" / "monitoring" / "prometheus-rule.yaml"
+
+_HEAD = """# Written by scripts/prometheus_rule.py from deploy/monitoring/alerts.yml.
+"""
+
+
+def manifest() -> str:
+    """The whole file."""
+    name = "speculation-controller"
+    rule = {
+        "apiVersion": "monitoring.coreos.com/v1",
+        "kind": "PrometheusRule",
+        "metadata": {"name": name, "labels": {"app.kubernetes.io/name": name}},
+        "spec": yaml.safe_load(ALERTS.read_text(encoding="utf-8")),
+    }
+    return _HEAD + yaml.safe_dump(rule, sort_keys=False, width=120, allow_unicode=True)
+
+
+def main() -> int:
+    """The exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="compare only")
+    parser.add_argument("--file", type=Path, default=RULE, help="by default the one in deploy/")
+    arguments = parser.parse_args()
+    path: Path = arguments.file
+    if not arguments.check:
+        path.write_text(manifest(), encoding="utf-8")
+        return 0
+    if not path.is_file() or path.read_text(encoding="utf-8") != manifest():
+        print(f"{path.name} is not what the rules say: python scripts/prometheus_rule.py")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
