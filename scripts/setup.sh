@@ -90,10 +90,10 @@ if [ "$(cat "$stamp" 2>/dev/null)" != "$made_from" ]; then
   say "$venv is ready ($((SECONDS - started)) s)"
 fi
 
-# Debian packages of the servers that tests start, named as their programs are.
+# Debian packages of the programs that tests start, named as their programs are.
 missing=()
-for server in redis-server prometheus; do
-  command -v "$server" >/dev/null || missing+=("$server")
+for program in redis-server prometheus chromium; do
+  command -v "$program" >/dev/null || missing+=("$program")
 done
 [ ${#missing[@]} = 0 ] || apt "${missing[@]}" ||
   say "note: tests that need one of these will fail: ${missing[*]} (Debian: apt-get install ${missing[*]})"

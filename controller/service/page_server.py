@@ -56,6 +56,9 @@ _SILENCE_SECONDS = 5.0
 # The event loop has to answer within this time.
 _ANSWER_SECONDS = 5.0
 
+# How often it looks whether it shall close.
+_CLOSE_SECONDS = 0.1
+
 _log = structlog.get_logger(__name__)
 
 
@@ -79,7 +82,9 @@ class PageServer:
                 f"the page cannot be served on {host}:{port}: {error.strerror}; name another port "
                 "with --page-port, or 0 for none"
             ) from error
-        self._thread = threading.Thread(target=self._server.serve_forever, name="page", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(_CLOSE_SECONDS,), name="page", daemon=True
+        )
         self._thread.start()
         if not self.loopback:
             _log.warning("page_open", host=host, port=port, detail="anyone who reaches it may read")
@@ -195,6 +200,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         for name, value in _HEADERS.items():
             self.send_header(name, value)
+        if status is HTTPStatus.METHOD_NOT_ALLOWED:
+            self.send_header("Allow", "GET, HEAD")
         self.send_header("ETag", tag)
         if not known:
             self.send_header("Content-Type", kind)
@@ -202,6 +209,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """As every other answer, in the place of the base class's page."""
+        unknown = code == HTTPStatus.NOT_IMPLEMENTED
+        status = HTTPStatus.METHOD_NOT_ALLOWED if unknown else HTTPStatus(code)
+        self._answer(status, f"{status.phrase}\n".encode(), _TEXT)
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  # the base class names it
         """Nothing: a request a second and viewer is no news."""
@@ -221,7 +234,10 @@ def _is_loopback(host: str) -> bool:
 
 def _names_loopback(header: str) -> bool:
     """Whether a Host header (HOST or HOST:PORT) names this machine to itself."""
-    return _is_loopback(urlsplit(f"//{header}").hostname or "")
+    try:
+        return _is_loopback(urlsplit(f"//{header}").hostname or "")
+    except ValueError:
+        return False
 
 
 def _finite(value: Any) -> Any:

@@ -91,7 +91,7 @@ class Sidecar:
         self.door = OperatorDoor(self._path)
         self._inode = 0
         self._readiness = Readiness(self.registry, self.profiles, self.book, settings.ready_with)
-        self._viewer = Viewer(self.registry, self.book, self._readiness)
+        self._viewer = Viewer(self.registry, self.book, self._readiness, self._clock)
         self._policy = PolicyServicer(
             self.book, self.door, settings.override_default_seconds, settings.override_max_seconds
         )

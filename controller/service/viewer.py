@@ -8,12 +8,14 @@ Everything runs on the event loop and yields between engines: steering goes on.
 """
 
 import asyncio
+import math
 import time
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import controller
 from controller import tasks
+from controller.core.clock import Clock
 from controller.service.history import FIELDS, History
 from controller.service.metrics.view import EngineView
 from controller.service.override_book import OverrideBook
@@ -32,14 +34,21 @@ _CHUNK = 32
 class Viewer:
     """One per sidecar."""
 
-    def __init__(self, registry: SessionRegistry, book: OverrideBook, readiness: Readiness) -> None:
+    def __init__(
+        self,
+        registry: SessionRegistry,
+        book: OverrideBook,
+        readiness: Readiness,
+        clock: Clock,
+    ) -> None:
         self._registry = registry
         self._book = book
         self._readiness = readiness
+        self._clock = clock
         self._histories: WeakKeyDictionary[Session, History] = WeakKeyDictionary()
         self._views: WeakKeyDictionary[Session, tuple[float, EngineView]] = WeakKeyDictionary()
         self._lines: tuple[EngineLine, ...] = ()
-        self._lines_until = 0.0
+        self._lines_until = -math.inf
         self._looking = asyncio.Lock()
         self._keeping: asyncio.Task[None] | None = None
 
@@ -55,7 +64,7 @@ class Viewer:
     async def lines(self) -> tuple[EngineLine, ...]:
         """Every engine, by its id."""
         async with self._looking:
-            if time.monotonic() < self._lines_until:
+            if self._clock.now() < self._lines_until:
                 return self._lines
             lines, busy = [], 0.0
             for session in sorted(self._registry, key=lambda session: session.engine_id):
@@ -64,7 +73,7 @@ class Viewer:
                 busy += time.monotonic() - began
                 await asyncio.sleep(0)
             self._lines = tuple(lines)
-            self._lines_until = time.monotonic() + max(_SECONDS, busy / _SHARE_MAX)
+            self._lines_until = self._clock.now() + max(_SECONDS, busy / _SHARE_MAX)
             return self._lines
 
     async def state(self) -> dict[str, Any]:
@@ -93,8 +102,8 @@ class Viewer:
         return engine_detail(self._view(session)) | {"fields": FIELDS, "points": points}
 
     def _view(self, session: Session) -> EngineView:
-        now = time.monotonic()
-        until, view = self._views.get(session, (0.0, None))
+        now = self._clock.now()
+        until, view = self._views.get(session, (-math.inf, None))
         if view is None or now >= until:
             view = EngineView.of(session)
             self._views[session] = (now + _SECONDS, view)
