@@ -120,7 +120,7 @@ def chromium(directory: Path) -> Iterator[Page]:
             )
             with connect(
                 f"ws://127.0.0.1:{port}{path}",
-                max_size=None, open_timeout=PATIENCE_SECONDS, proxy=None,
+                max_size=None, open_timeout=PATIENCE_SECONDS, proxy=None, ping_interval=None,
             ) as socket:  # fmt: skip
                 yield Page(socket)
         finally:
