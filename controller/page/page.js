@@ -271,7 +271,7 @@ function timeChart(points, drafters, width) {
   const known = points.filter((it) => it[1] !== null);
   const ceiling = Math.max(2, ...points.map((it) => Math.max(it[2], it[4] || 0))) + 0.5;
   const most = Math.max(4, ...known.map((it) => it[1])) * 1.15;
-  const begin = Math.min(points[0][0], last[0] - 60);
+  const begin = Math.min(points[0][0] - 1, last[0] - 60);
   const x = (time) => left + ((time - begin) / (last[0] - begin)) * (width - left - right);
   const y = (tokens) => height - bottom - (tokens / ceiling) * (height - top - bottom);
   const b = (size) => height - bottom - (size / most) * (height - top - bottom);
