@@ -118,6 +118,13 @@ class Settings(BaseSettings):
         "127.0.0.1", description="Address of /metrics; 0.0.0.0 lets another host scrape it."
     )
     metrics_port: int = Field(9464, ge=0, le=65535, description="Port of /metrics; 0: none.")
+    page_host: str = Field("127.0.0.1", description="Address of the web page.")
+    page_port: int = Field(
+        0,
+        ge=0,
+        le=65535,
+        description="Port of the web page, which whoever reaches it may read; 0: none.",
+    )
     health_host: str = Field(
         "0.0.0.0",  # noqa: S104  # the kubelet calls at the pod's address
         description="Address of the health port.",

@@ -15,6 +15,7 @@ from controller.cli import (
     report,
     serve,
     simulate,
+    top,
 )
 
 app = typer.Typer(
@@ -30,6 +31,7 @@ for _name, _command in profile_shelf.COMMANDS.items():
     profile.profile.command(_name)(_command)
 app.command("engines")(explain.engines)
 app.command("explain")(explain.explain)
+app.command("top")(top.top)
 app.add_typer(override.override, name="override")
 app.command("doctor")(doctor.doctor)
 app.command("simulate")(simulate.simulate)

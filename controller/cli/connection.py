@@ -44,20 +44,27 @@ def connected(address: str) -> "Iterator[grpc.Channel]":
     import grpc
 
     try:
-        with _channel(address) as channel:
+        with open_channel(address) as channel:
             yield channel
     except grpc.RpcError as error:
-        code, details = error.code(), error.details()
-        # A sidecar that serves says more than this when it cannot do something.
-        silent = details is None or "failed to connect" in details or "Deadline" in details
-        away = code in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED} and silent
+        away, details = is_away(error), error.details()
         if away:
             details = f"no sidecar answers at {address}: is `controller serve` running there?"
         typer.echo(f"controller: {details}", err=True)
         raise typer.Exit(Exit.NO_SIDECAR if away else Exit.FAILED) from error
 
 
-def _channel(address: str) -> "grpc.Channel":
+def is_away(error: "grpc.RpcError") -> bool:
+    """Whether a call failed because no sidecar answers."""
+    import grpc
+
+    code, details = error.code(), error.details()
+    # A sidecar that serves says more than this when it cannot do something.
+    silent = details is None or "failed to connect" in details or "Deadline" in details
+    return code in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED} and silent
+
+
+def open_channel(address: str) -> "grpc.Channel":
     """Open on the unix socket and without CONTROLLER_CA; else TLS, and the caller's token."""
     import os
     from pathlib import Path

@@ -75,6 +75,13 @@ def serve(
     metrics_port: Annotated[
         int | None, typer.Option(help="Port of /metrics; 0: none.", show_default="9464")
     ] = None,
+    page_host: Annotated[
+        str | None, typer.Option(help="Address of the web page.", show_default="127.0.0.1")
+    ] = None,
+    page_port: Annotated[
+        int | None,
+        typer.Option(help="Port of the web page, to look at; 0: none.", show_default="0"),
+    ] = None,
     reflection: Annotated[
         bool | None,
         typer.Option("--reflection/--no-reflection", help="gRPC reflection.", show_default="on"),
@@ -103,7 +110,7 @@ def serve(
     # All are read from the context: `controller config` reads a command line of ours the same way.
     del config, address, tcp, access, tls_certificate, tls_key, tls_client_ca, state_directory
     del profile, profile_directory, ready_with, health_host, health_port, metrics_host
-    del metrics_port, reflection, channelz, log_level
+    del metrics_port, page_host, page_port, reflection, channelz, log_level
     import asyncio
     import os
     import signal
@@ -149,8 +156,8 @@ def flags_of(params: Mapping[str, Any]) -> tuple[dict[str, Any], Path | None]:
 
 def _code_of(error: "SpeculationError") -> Exit:
     from controller.service.access import AccessFileError
+    from controller.service.errors import AddressTakenError
     from controller.service.profile_library import ProfileFileError
-    from controller.service.server import AddressTakenError
     from controller.service.unix_socket import SocketTakenError
     from controller.store.port import StoreError
     from controller.store.redis_client import RedisUrlError

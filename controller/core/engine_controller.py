@@ -25,6 +25,7 @@ from controller.core.explanation import (
     arm_values,
     positions_of,
     preview_rows,
+    value_table,
     why,
 )
 from controller.core.exploration import Explorer, Situation, relative_variance
@@ -302,9 +303,7 @@ class EngineController:
             engine_id=self.spec.engine_id,
             batch_size=batch_size,
             plan=plan,
-            arms=arm_values(
-                self.arms, values, row, hoped, drift, self._rows_at.legal, self.arms.index(chosen)
-            ),
+            arms=arm_values(self.arms, values, row, hoped, drift, at.legal, current),
             positions=positions_of(self.traffic),
             profile_id=self.profile_id,
             margin=float(column[best] / column[runner_up] - 1),
@@ -319,11 +318,12 @@ class EngineController:
             switches=self.switches,
             cost_outliers=self.cost.rejected,
             prior=self.cost.prior,
-            limits=self._rows_at.limits[row],
+            limits=at.limits[row],
             overrides=self._overrides,
             warm_start=self._warm_start,
             updates=self.updates.strides if at.regime is None else None,
             training=self.updates.view,
+            table=value_table(at, values),
         )
 
     def _evaluate(self, at: PlanRows | None = None) -> Values:

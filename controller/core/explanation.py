@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,7 +52,8 @@ class ArmValue:
 class PositionEstimate:
     """P(position k accepted | k-1 were) of one drafter, and the evidence behind it.
 
-    label: the request class that it is of; "" = all traffic.
+    label: the request class that it is of; "" = all traffic.  deviation: standard deviation of the
+    estimate.
     """
 
     drafter: str
@@ -59,6 +61,25 @@ class PositionEstimate:
     conditional_acceptance: float
     exposures: float
     label: str = ""
+    deviation: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ValueTable:
+    """Every arm in every row of a plan, as it is priced now.
+
+    batch_sizes: of the rows, ascending; a row is priced at its size.  seconds (of a step),
+    tokens_per_second, extrapolated and legal: [arms][rows], arms as in `Explanation.arms`.
+    """
+
+    batch_sizes: tuple[int, ...]
+    seconds: tuple[tuple[float, ...], ...]
+    tokens_per_second: tuple[tuple[float, ...], ...]
+    extrapolated: tuple[tuple[bool, ...], ...]
+    legal: tuple[tuple[bool, ...], ...]
+
+
+NO_TABLE = ValueTable((), (), (), (), ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +89,7 @@ class Explanation:
     limits: what overrides leave there.  overrides: all that are for this engine.  warm_start:
     whose acceptance estimates it began from, "" = nobody's.  updates: what the stride of online
     updates was chosen from, None where it was not.  training: of the drafter beside the engine,
-    None where the engine cannot.
+    None where the engine cannot.  table: the same numbers in all rows.
     """
 
     engine_id: str
@@ -94,6 +115,24 @@ class Explanation:
     warm_start: str = ""
     updates: RegimeState | None = None
     training: TrainingView | None = None
+    table: ValueTable = NO_TABLE
+
+
+def value_table(at: PlanRows, values: Values) -> ValueTable:
+    """All rows; at: the rows that the values were made for."""
+    costs = values.costs
+    legal = np.ones(costs.seconds.shape, dtype=bool) if at.legal is None else at.legal
+    return ValueTable(
+        tuple(at.upper),
+        _rows(costs.seconds),
+        _rows(values.value),
+        _rows(costs.extrapolated),
+        _rows(legal),
+    )
+
+
+def _rows(matrix: NDArray[Any]) -> tuple[tuple[Any, ...], ...]:
+    return tuple(map(tuple, matrix.tolist()))
 
 
 def arm_values(
@@ -155,8 +194,12 @@ def preview_rows(
 
 
 def _estimates(drafter: str, curve: AcceptanceCurve, label: str = "") -> list[PositionEstimate]:
-    pairs = zip(curve.conditional, curve.exposures, strict=True)
-    return [PositionEstimate(drafter, k, a, n, label) for k, (a, n) in enumerate(pairs, start=1)]
+    deviations = np.sqrt(curve.variance()).tolist()
+    known = zip(curve.conditional, curve.exposures, deviations, strict=True)
+    return [
+        PositionEstimate(drafter, k, mean, exposures, label, deviation)
+        for k, (mean, exposures, deviation) in enumerate(known, start=1)
+    ]
 
 
 def arm_text(arm: Arm, tokens_per_second: float) -> str:

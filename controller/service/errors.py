@@ -108,6 +108,10 @@ class StartRefusedError(SpeculationError):
     """The sidecar cannot start as it was asked to."""
 
 
+class AddressTakenError(StartRefusedError):
+    """A socket or port cannot be bound."""
+
+
 class ShuttingDownError(SpeculationError):
     """The sidecar is going away."""
 

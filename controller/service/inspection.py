@@ -1,6 +1,7 @@
 """What people ask: which engines are steered, and why this plan."""
 
 import time
+from dataclasses import asdict
 
 import grpc.aio
 
@@ -15,16 +16,24 @@ from controller.service.policy import held_to_proto
 from controller.service.readiness import Readiness, ServiceHealth
 from controller.service.session import Session
 from controller.service.sessions import SessionRegistry
+from controller.service.viewer import Viewer
 from speculation.v1 import service_pb2, service_pb2_grpc
 
 
 class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
-    """ListEngines, Explain."""
+    """ListEngines, Explain, Overview."""
 
-    def __init__(self, registry: SessionRegistry, book: OverrideBook, readiness: Readiness) -> None:
+    def __init__(
+        self,
+        registry: SessionRegistry,
+        book: OverrideBook,
+        readiness: Readiness,
+        viewer: Viewer,
+    ) -> None:
         self._registry = registry
         self._book = book
         self._readiness = readiness
+        self._viewer = viewer
         self._started_at, self._started = time.time(), time.monotonic()
 
     async def ListEngines(
@@ -73,6 +82,20 @@ class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
             return answer
         except SpeculationError as error:
             await abort(context, error)
+
+    async def Overview(
+        self,
+        request: service_pb2.OverviewRequest,
+        context: grpc.aio.ServicerContext[
+            service_pb2.OverviewRequest, service_pb2.OverviewResponse
+        ],
+    ) -> service_pb2.OverviewResponse:
+        """Every engine in one line."""
+        lines = await self._viewer.lines()
+        return service_pb2.OverviewResponse(
+            engines=[service_pb2.EngineOverview(**asdict(line)) for line in lines],
+            version=controller.__version__,
+        )
 
     def _status(self, session: Session) -> service_pb2.EngineStatus:
         last, tally, core = session.last_report, session.tally, session.core

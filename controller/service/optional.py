@@ -1,4 +1,4 @@
-"""What is only loaded where it is asked for: the fleet's Redis, OpenTelemetry."""
+"""What is only loaded where it is asked for: the fleet's Redis, OpenTelemetry, channelz."""
 
 from typing import Protocol
 
@@ -60,3 +60,14 @@ def make_telemetry(settings: Settings) -> Telemetry | None:
     if settings.otlp_logs:
         made.send_logs()
     return made
+
+
+def add_channelz(server: grpc.aio.Server) -> None:
+    """Raises StartRefusedError without the package."""
+    try:
+        from grpc_channelz.v1 import channelz  # noqa: PLC0415  # only when asked for
+    except ImportError as error:
+        raise StartRefusedError(
+            "channelz needs a package: pip install 'speculation-controller[channelz]'"
+        ) from error
+    channelz.add_channelz_servicer(server)

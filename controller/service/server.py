@@ -26,15 +26,16 @@ from controller.recording.recorder import Recorder
 from controller.recording.taped_core import TapedController
 from controller.service import unix_socket
 from controller.service.access import AccessList, Guard, certificates
-from controller.service.errors import ShuttingDownError, StartRefusedError
+from controller.service.errors import AddressTakenError, ShuttingDownError, StartRefusedError
 from controller.service.fleet_estimates import FleetEstimates
 from controller.service.fleet_profiles import FleetProfiles
 from controller.service.health_port import HealthPort
 from controller.service.inspection import InspectionServicer
 from controller.service.metrics import MetricsServer
 from controller.service.operator_door import OperatorDoor
-from controller.service.optional import Telemetry, make_store, make_telemetry
+from controller.service.optional import Telemetry, add_channelz, make_store, make_telemetry
 from controller.service.override_book import OverrideBook
+from controller.service.page_server import PageServer
 from controller.service.policy import PolicyServicer
 from controller.service.profile_library import ProfileLibrary
 from controller.service.profiling import ProfilingServicer
@@ -45,6 +46,7 @@ from controller.service.sessions import CoreFactory, SessionRegistry
 from controller.service.steering import SpeculationServicer
 from controller.service.training import TrainingServicer
 from controller.service.training_files import TrainingFiles
+from controller.service.viewer import Viewer
 from controller.settings import Settings
 from speculation.v1 import policy_pb2_grpc, service_pb2_grpc, training_pb2_grpc
 
@@ -53,10 +55,6 @@ _EXPIRE_SECONDS = 15.0
 _LAST_GRACE_SECONDS = 0.2
 
 _log = structlog.get_logger(__name__)
-
-
-class AddressTakenError(StartRefusedError):
-    """A socket or port cannot be bound."""
 
 
 class Sidecar:
@@ -93,6 +91,7 @@ class Sidecar:
         self.door = OperatorDoor(self._path)
         self._inode = 0
         self._readiness = Readiness(self.registry, self.profiles, self.book, settings.ready_with)
+        self._viewer = Viewer(self.registry, self.book, self._readiness, self._clock)
         self._policy = PolicyServicer(
             self.book, self.door, settings.override_default_seconds, settings.override_max_seconds
         )
@@ -100,6 +99,7 @@ class Sidecar:
         self._health_port: HealthPort | None = None
         self._server: grpc.aio.Server | None = None
         self._metrics: MetricsServer | None = None
+        self._page: PageServer | None = None
         self._telemetry: Telemetry | None = None
         self._background: list[asyncio.Task[None]] = []
 
@@ -167,6 +167,13 @@ class Sidecar:
                 self._recorder.open()
             if settings.metrics_port:
                 self._metrics = self._serve_metrics()
+            if settings.page_port:
+                self._page = PageServer(
+                    self._viewer,
+                    asyncio.get_running_loop(),
+                    settings.page_host,
+                    settings.page_port,
+                )
         except SpeculationError:
             await self.stop()
             raise
@@ -180,6 +187,7 @@ class Sidecar:
             raise
         self._estimates.open()
         self._training.open()
+        self._viewer.open()
         self._background = [
             asyncio.create_task(self._expire()),
             asyncio.create_task(self._readiness.watch()),
@@ -193,6 +201,7 @@ class Sidecar:
             tcp=settings.tcp,
             health_port=settings.health_port or None,
             metrics_port=settings.metrics_port or None,
+            page_port=settings.page_port or None,
             profiles=len(self.profiles),
         )
         if not len(self.profiles):
@@ -214,6 +223,9 @@ class Sidecar:
             await self._drain(self._server, sessions)
             await self.door.close()
             unix_socket.remove_own(self._path, self._inode)
+        if self._page is not None:
+            await asyncio.to_thread(self._page.close)
+        await self._viewer.close()
         await self._fleet.close()
         await self._estimates.close()
         await self._training.close()
@@ -226,7 +238,7 @@ class Sidecar:
             await self._health_port.close()
         if self._telemetry is not None:
             await asyncio.to_thread(self._telemetry.close)
-        self._server = self._metrics = self._health_port = self._telemetry = None
+        self._server = self._metrics = self._page = self._health_port = self._telemetry = None
 
     async def _drain(self, server: grpc.aio.Server, sessions: list[Session]) -> None:
         drain_seconds = self._settings.drain_seconds
@@ -281,7 +293,7 @@ class Sidecar:
             SpeculationServicer(self.registry), server
         )
         service_pb2_grpc.add_InspectionServiceServicer_to_server(
-            InspectionServicer(self.registry, self.book, self._readiness), server
+            InspectionServicer(self.registry, self.book, self._readiness, self._viewer), server
         )
         service_pb2_grpc.add_ProfilingServiceServicer_to_server(
             ProfilingServicer(self.registry, self.profiles, self._fleet), server
@@ -297,7 +309,7 @@ class Sidecar:
             names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, server)
         if self._settings.channelz:
-            _add_channelz(server)
+            add_channelz(server)
         return server
 
     def _bind(self, server: grpc.aio.Server) -> None:
@@ -378,16 +390,6 @@ class Sidecar:
         while True:
             await asyncio.sleep(_EXPIRE_SECONDS)
             self.registry.expire()
-
-
-def _add_channelz(server: grpc.aio.Server) -> None:
-    try:
-        from grpc_channelz.v1 import channelz  # noqa: PLC0415  # only when asked for
-    except ImportError as error:
-        raise StartRefusedError(
-            "channelz needs a package: pip install 'speculation-controller[channelz]'"
-        ) from error
-    channelz.add_channelz_servicer(server)
 
 
 def _is_loopback(address: str) -> bool:

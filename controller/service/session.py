@@ -33,6 +33,7 @@ from controller.service.errors import (
     status_of,
 )
 from controller.service.tally import Tally
+from controller.service.trail import LENGTH, PlanChange
 from controller.service.unary import UnaryProbes
 
 # Reports that may wait for the client of a measurement: half a minute of a fast engine.
@@ -75,6 +76,8 @@ class Session:
         self.session_id = session_id
         self.core = core
         self.tally = Tally()
+        # The newest changes of what its batch shall run, the last one last.
+        self.trail: deque[PlanChange] = deque(maxlen=LENGTH)
         self.plan = core.current_plan()
         self.last_report: StepReport | None = None
         self.last_report_at = 0.0
@@ -194,6 +197,8 @@ class Session:
             return
         size = self.last_report.batch_size if self.last_report else 1
         arm, was = plan.row_for(size).arm, before.row_for(size).arm
+        if arm != was or _differ_everywhere(before, plan):
+            self.trail.append(PlanChange.of(time.time(), size, before, plan))
         _log.info(
             "plan_changed",
             engine=self.engine_id,
@@ -298,12 +303,17 @@ class Session:
 
 def _differ(before: Plan, plan: Plan) -> bool:
     """Whether the engine shall do something else; a probe, a renewed lease or a reason is none."""
-    if (before.regime, before.draft_version, before.overrides) != (
-        plan.regime, plan.draft_version, plan.overrides,
-    ):  # fmt: skip
+    if _differ_everywhere(before, plan):
         return True
     rows = zip(before.rows, plan.rows, strict=False)
     return len(before.rows) != len(plan.rows) or any(
         old is not new and (old.max_batch_size, old.arm) != (new.max_batch_size, new.arm)
         for old, new in rows
     )
+
+
+def _differ_everywhere(before: Plan, plan: Plan) -> bool:
+    """Whether something changes that is no row's own."""
+    return (before.regime, before.draft_version, before.overrides) != (
+        plan.regime, plan.draft_version, plan.overrides,
+    )  # fmt: skip

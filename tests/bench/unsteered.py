@@ -14,7 +14,10 @@ def leave_out() -> None:
 
     def patch(scheduler: Any) -> None:
         del scheduler
-        from engine_shim.sglang.steered import SteeredMlp, SteeredQwen3ForCausalLM
+        from engine_shim.sglang import steered
+
+        mlp_class: Any = steered.SteeredMlp
+        model_class: Any = steered.SteeredQwen3ForCausalLM
 
         def plain_copy(model: Any, features: Any) -> Any:
             return features[..., : model.config.hidden_size].clone()
@@ -23,9 +26,8 @@ def leave_out() -> None:
             mlp.steering = None
             return forward(mlp, x, forward_batch)
 
-        forward = SteeredMlp.forward
-        SteeredMlp.forward = unsteered
-        SteeredQwen3ForCausalLM._steering = plain_copy
+        forward = mlp_class.forward
+        mlp_class.forward, model_class._steering = unsteered, plain_copy
 
     target = f"{surface.SCHEDULER_MODULE}.Scheduler.maybe_init_draft_worker"
     HookRegistry.register(target, patch, HookType.BEFORE)

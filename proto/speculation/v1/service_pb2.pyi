@@ -209,6 +209,143 @@ class DecideResponse(_message.Message):
 Global___DecideResponse: _TypeAlias = DecideResponse  # noqa: Y015
 
 @_typing.final
+class OverviewRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OverviewRequest: _TypeAlias = OverviewRequest  # noqa: Y015
+
+@_typing.final
+class OverviewResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINES_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    version: _builtins.str
+    @_builtins.property
+    def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineOverview]:
+        """By engine id."""
+
+    def __init__(
+        self,
+        *,
+        engines: _abc.Iterable[Global___EngineOverview] | None = ...,
+        version: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OverviewResponse: _TypeAlias = OverviewResponse  # noqa: Y015
+
+@_typing.final
+class EngineOverview(_message.Message):
+    """One engine, as a person wants to see it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    TARGET_MODEL_FIELD_NUMBER: _builtins.int
+    BATCH_SIZE_FIELD_NUMBER: _builtins.int
+    DRAFTER_FIELD_NUMBER: _builtins.int
+    GAMMA_FIELD_NUMBER: _builtins.int
+    ACCEPT_LENGTH_FIELD_NUMBER: _builtins.int
+    EXPECTED_ACCEPT_LENGTH_FIELD_NUMBER: _builtins.int
+    TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    GAIN_FIELD_NUMBER: _builtins.int
+    REGIME_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    REASON_DETAIL_FIELD_NUMBER: _builtins.int
+    PLAN_AGE_SECONDS_FIELD_NUMBER: _builtins.int
+    SECONDS_SINCE_REPORT_FIELD_NUMBER: _builtins.int
+    LINK_FIELD_NUMBER: _builtins.int
+    COSTS_FIELD_NUMBER: _builtins.int
+    OVERRIDES_FIELD_NUMBER: _builtins.int
+    engine_id: _builtins.str
+    target_model: _builtins.str
+    batch_size: _builtins.int
+    """Of the last report; 0 before the first."""
+    drafter: _builtins.str
+    """Planned for it."""
+    gamma: _builtins.int
+    accept_length: _builtins.float
+    """Tokens that a sequence gained in a step over the last second, its bonus token included; absent
+    where nothing was reported then.
+    """
+    expected_accept_length: _builtins.float
+    """The same, as the plan expects it."""
+    tokens_per_second: _builtins.float
+    """Tokens per second of the last second's steps; absent as above."""
+    gain: _builtins.float
+    """Estimated tokens per second over those of gamma = 0; absent where the engine has no such arm."""
+    regime: _builtins.str
+    """"off", "collect" or "online:STRIDE"."""
+    reason: _builtins.str
+    """The plan's, as logs say it ("exploit", "hold", "probe", ...), and one line for people."""
+    reason_detail: _builtins.str
+    plan_age_seconds: _builtins.float
+    seconds_since_report: _builtins.float
+    link: _builtins.str
+    """"steered", "alone" (its last step had no valid lease), "away" (no stream is open) or "waiting"
+    (no step was reported yet).
+    """
+    costs: _builtins.str
+    """Where its costs come from: "profile", "roofline" or "generic"."""
+    @_builtins.property
+    def overrides(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Ids of the overrides that count in its plan."""
+
+    def __init__(
+        self,
+        *,
+        engine_id: _builtins.str = ...,
+        target_model: _builtins.str = ...,
+        batch_size: _builtins.int = ...,
+        drafter: _builtins.str = ...,
+        gamma: _builtins.int = ...,
+        accept_length: _builtins.float | None = ...,
+        expected_accept_length: _builtins.float = ...,
+        tokens_per_second: _builtins.float | None = ...,
+        gain: _builtins.float | None = ...,
+        regime: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        reason_detail: _builtins.str = ...,
+        plan_age_seconds: _builtins.float = ...,
+        seconds_since_report: _builtins.float = ...,
+        link: _builtins.str = ...,
+        costs: _builtins.str = ...,
+        overrides: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_accept_length", b"_accept_length", "_gain", b"_gain", "_tokens_per_second", b"_tokens_per_second", "accept_length", b"accept_length", "gain", b"gain", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_accept_length", b"_accept_length", "_gain", b"_gain", "_tokens_per_second", b"_tokens_per_second", "accept_length", b"accept_length", "batch_size", b"batch_size", "costs", b"costs", "drafter", b"drafter", "engine_id", b"engine_id", "expected_accept_length", b"expected_accept_length", "gain", b"gain", "gamma", b"gamma", "link", b"link", "overrides", b"overrides", "plan_age_seconds", b"plan_age_seconds", "reason", b"reason", "reason_detail", b"reason_detail", "regime", b"regime", "seconds_since_report", b"seconds_since_report", "target_model", b"target_model", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__accept_length: _TypeAlias = _typing.Literal["accept_length"]  # noqa: Y015
+    _WhichOneofArgType__accept_length: _TypeAlias = _typing.Literal["_accept_length", b"_accept_length"]  # noqa: Y015
+    _WhichOneofReturnType__gain: _TypeAlias = _typing.Literal["gain"]  # noqa: Y015
+    _WhichOneofArgType__gain: _TypeAlias = _typing.Literal["_gain", b"_gain"]  # noqa: Y015
+    _WhichOneofReturnType__tokens_per_second: _TypeAlias = _typing.Literal["tokens_per_second"]  # noqa: Y015
+    _WhichOneofArgType__tokens_per_second: _TypeAlias = _typing.Literal["_tokens_per_second", b"_tokens_per_second"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__accept_length) -> _WhichOneofReturnType__accept_length | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__gain) -> _WhichOneofReturnType__gain | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tokens_per_second) -> _WhichOneofReturnType__tokens_per_second | None: ...
+
+Global___EngineOverview: _TypeAlias = EngineOverview  # noqa: Y015
+
+@_typing.final
 class ListEnginesRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

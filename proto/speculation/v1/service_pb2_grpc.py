@@ -160,6 +160,11 @@ class InspectionServiceStub(object):
                 request_serializer=speculation_dot_v1_dot_service__pb2.ExplainRequest.SerializeToString,
                 response_deserializer=speculation_dot_v1_dot_service__pb2.ExplainResponse.FromString,
                 )
+        self.Overview = channel.unary_unary(
+                '/speculation.v1.InspectionService/Overview',
+                request_serializer=speculation_dot_v1_dot_service__pb2.OverviewRequest.SerializeToString,
+                response_deserializer=speculation_dot_v1_dot_service__pb2.OverviewResponse.FromString,
+                )
 
 
 class InspectionServiceServicer(object):
@@ -179,6 +184,13 @@ class InspectionServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Overview(self, request, context):
+        """Every engine in one line, looked at once a second at most, however many ask.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InspectionServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -191,6 +203,11 @@ def add_InspectionServiceServicer_to_server(servicer, server):
                     servicer.Explain,
                     request_deserializer=speculation_dot_v1_dot_service__pb2.ExplainRequest.FromString,
                     response_serializer=speculation_dot_v1_dot_service__pb2.ExplainResponse.SerializeToString,
+            ),
+            'Overview': grpc.unary_unary_rpc_method_handler(
+                    servicer.Overview,
+                    request_deserializer=speculation_dot_v1_dot_service__pb2.OverviewRequest.FromString,
+                    response_serializer=speculation_dot_v1_dot_service__pb2.OverviewResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -234,6 +251,23 @@ class InspectionService(object):
         return grpc.experimental.unary_unary(request, target, '/speculation.v1.InspectionService/Explain',
             speculation_dot_v1_dot_service__pb2.ExplainRequest.SerializeToString,
             speculation_dot_v1_dot_service__pb2.ExplainResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Overview(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/speculation.v1.InspectionService/Overview',
+            speculation_dot_v1_dot_service__pb2.OverviewRequest.SerializeToString,
+            speculation_dot_v1_dot_service__pb2.OverviewResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 

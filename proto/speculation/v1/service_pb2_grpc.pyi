@@ -103,6 +103,8 @@ class InspectionServiceStub:
     ListEngines: _grpc.UnaryUnaryMultiCallable[_service_pb2.ListEnginesRequest, _service_pb2.ListEnginesResponse]
     Explain: _grpc.UnaryUnaryMultiCallable[_service_pb2.ExplainRequest, _service_pb2.ExplainResponse]
     """NOT_FOUND: no engine of that id has a session."""
+    Overview: _grpc.UnaryUnaryMultiCallable[_service_pb2.OverviewRequest, _service_pb2.OverviewResponse]
+    """Every engine in one line, looked at once a second at most, however many ask."""
 
 @_typing.type_check_only
 class InspectionServiceAsyncStub(InspectionServiceStub):
@@ -112,6 +114,8 @@ class InspectionServiceAsyncStub(InspectionServiceStub):
     ListEngines: _aio.UnaryUnaryMultiCallable[_service_pb2.ListEnginesRequest, _service_pb2.ListEnginesResponse]  # type: ignore[assignment]
     Explain: _aio.UnaryUnaryMultiCallable[_service_pb2.ExplainRequest, _service_pb2.ExplainResponse]  # type: ignore[assignment]
     """NOT_FOUND: no engine of that id has a session."""
+    Overview: _aio.UnaryUnaryMultiCallable[_service_pb2.OverviewRequest, _service_pb2.OverviewResponse]  # type: ignore[assignment]
+    """Every engine in one line, looked at once a second at most, however many ask."""
 
 class InspectionServiceServicer(metaclass=_abc_1.ABCMeta):
     """What people ask: which engines, and why this plan."""
@@ -130,6 +134,14 @@ class InspectionServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_service_pb2.ExplainResponse, _abc.Awaitable[_service_pb2.ExplainResponse]]:
         """NOT_FOUND: no engine of that id has a session."""
+
+    @_abc_1.abstractmethod
+    def Overview(
+        self,
+        request: _service_pb2.OverviewRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_service_pb2.OverviewResponse, _abc.Awaitable[_service_pb2.OverviewResponse]]:
+        """Every engine in one line, looked at once a second at most, however many ask."""
 
 def add_InspectionServiceServicer_to_server(servicer: InspectionServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 

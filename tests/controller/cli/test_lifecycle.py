@@ -14,9 +14,8 @@ from controller.cli.serve import _code_of
 from controller.core.errors import SpeculationError
 from controller.exit_codes import Exit
 from controller.service.access import AccessFileError
-from controller.service.errors import StartRefusedError
+from controller.service.errors import AddressTakenError, StartRefusedError
 from controller.service.profile_library import ProfileFileError
-from controller.service.server import AddressTakenError
 from controller.service.unix_socket import SocketTakenError
 from controller.store.port import StoreBrokenError, StoreUnavailableError
 from controller.store.redis_client import RedisUrlError

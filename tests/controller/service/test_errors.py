@@ -43,7 +43,7 @@ EXPECTED = {
 
 
 # Of a start, and of a recording that is decided again: no client is ever told.
-UNTOLD = {errors.StartRefusedError, core.InvalidStateError}
+UNTOLD = {errors.StartRefusedError, errors.AddressTakenError, core.InvalidStateError}
 
 
 @pytest.mark.parametrize(("kind", "status"), EXPECTED.items())

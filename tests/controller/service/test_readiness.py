@@ -7,8 +7,9 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2
 
+from controller.service.errors import AddressTakenError
 from controller.service.readiness import SERVICES, STEERING, STORE
-from controller.service.server import AddressTakenError, Sidecar
+from controller.service.server import Sidecar
 from controller.settings import Settings
 from engine_shim.stage.ports import free_port
 from speculation.v1 import service_pb2
