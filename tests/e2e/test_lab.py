@@ -38,7 +38,7 @@ def test_strides_and_steering_are_measured_and_shown(tmp_path: Path):
     for row in strides["by"].values():
         assert row["same tokens as without updates"]
         assert row["tokens/s"]["median"] > 0
-    for name in ("pretrained", "distilled", "steered"):
+    for name in ("distilled", "steered"):
         assert steering[name]["same tokens as gamma 0"]
         assert all(row["median"] >= 1 for row in steering[name]["acceptance length"].values())
 

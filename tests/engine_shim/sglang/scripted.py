@@ -65,7 +65,7 @@ class ScriptedSidecar:
             later = self.reports[before:]
             return later if sum(report.batch_size for report in later) >= rows else []
 
-        return eventually(all_of_them, what=f"reports of {rows} rows")
+        return eventually(all_of_them, within=90.0, what=f"reports of {rows} rows")
 
     def _answer(self, _: SteerRequest) -> SteerResponse:
         return SteerResponse(plan=self._next_plan())
