@@ -1,11 +1,16 @@
 """What all tests share."""
 
+import signal
+
 import pytest
 from hypothesis import settings
 
 # Two busy cores make any single example slow at times; the number of examples is the budget.
 settings.register_profile("default", deadline=None)
 settings.load_profile("default")
+
+# A shell's background job ignores Ctrl-C, and would hand that on to every program of a test.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -189,12 +189,40 @@ def _steering(found: Mapping[str, Any]) -> str:
     return _figure(draw) + _paragraph(words)
 
 
+def _choices(found: Mapping[str, Any]) -> str:
+    streams = list(found)
+
+    def draw(axes: Axes) -> None:
+        for index, stream in enumerate(streams):
+            speeds = found[stream]["tokens/s"]
+            off = speeds["off"]["median"]
+            for place, (choice, speed) in enumerate(speeds.items()):
+                axes.bar(
+                    index + 0.2 * place - 0.3, speed["median"] / off, width=0.18,
+                    color=f"C{place}", label=choice if not index else None,
+                )  # fmt: skip
+        axes.set_xticks(range(len(streams)), streams)
+        axes.set_ylabel("tokens/s over those of off")
+        axes.legend()
+
+    words = []
+    for stream, row in found.items():
+        best, off = row["chosen over best fixed"], row["chosen over off"]
+        words.append(
+            f"{stream}: the sidecar's choice over the best fixed one ({row['best fixed']}) "
+            f"{best['median']:.3f} ({best['low']:.3f} to {best['high']:.3f}; bar 0.98), over off "
+            f"{off['median']:.3f}."
+        )
+    return _figure(draw) + "".join(map(_paragraph, words))
+
+
 _PARTS: dict[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {
     "length": ("TTS: acceptance along a long answer", _length),
     "strides": ("TTS: how often to update", _strides),
     "regime": ("The sidecar's own choice of a stride", _regime),
     "shift": ("TIDE: training beside the engine when traffic shifts", _shift),
     "steering": ("SD²: steering a pretrained drafter", _steering),
+    "bars": ("The sidecar's choice against fixed strides", _choices),
 }
 
 
