@@ -9,6 +9,7 @@ from controller.core.engine_controller import EngineController
 from controller.core.settings import PlannerSettings
 from controller.core.types import Arm, EngineSpec, StepReport
 from controller.recording.events import (
+    Configured,
     Decided,
     Forced,
     Moment,
@@ -154,6 +155,10 @@ class Window:
                 self.noted[event.kind] += event.count or 1
                 self.notes.append((wall_seconds, event))
                 del self.notes[:-_KEPT_MAX]
+            case Configured():
+                constants = changed_constants(asdict(event.planner))
+                said = ", ".join(f"{name} = {value}" for name, value in constants.items())
+                self._say(wall_seconds, f"settings read again: {said or 'all as they come'}")
             case Profiled():
                 self._say(wall_seconds, f"profile {event.profile.profile_id} put into use")
             case Warmed():
