@@ -56,8 +56,9 @@ class ChainStudent(nn.Module):
         seen = rows <= rows[first_anchor:, None]  # [anchors, L]
         seen = seen[None, None] if valid is None else seen & valid[:, None, None, :]
 
+        hidden = self._enter(features)
         residual, query, context_keys, context_values = self._project(
-            self._enter(features), tokens[:, 1 : 1 + length], positions
+            hidden, tokens[:, 1 : 1 + length], positions
         )
         residual, query = residual[:, first_anchor:], query[:, first_anchor:]
         anchor_positions = positions[..., first_anchor:]
@@ -65,7 +66,6 @@ class ChainStudent(nn.Module):
         own_keys: list[Tensor] = []
         own_values: list[Tensor] = []
         outputs = []
-        hidden = residual
         for step in range(steps):
             if step:
                 consumed = tokens[:, first_anchor + 1 + step : length + 1 + step]
