@@ -152,3 +152,9 @@ def test_numbers_that_are_none_end_the_training(target: Qwen3Target, student: Dr
 def test_settings_that_cannot_work_are_refused(fields: dict[str, float]):
     with pytest.raises(ValueError, match=r"start|must"):
         AdaptSettings(**fields)  # type: ignore[arg-type]
+
+
+def test_a_block_is_trained_whole_and_drafts_no_more_than_it_has(target: Qwen3Target):
+    block, found = make_block_student(target, block=5), signal(target, 3)
+    made = fine_tuned(block, [found], AdaptSettings(passes=2, depth=9))
+    assert acceptance(made, [found], 9) == acceptance(made, [found], 4)
