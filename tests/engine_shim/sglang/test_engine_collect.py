@@ -12,7 +12,7 @@ from engine_shim.training.signals import Signal, SignalStore
 from tests.engine_shim.link.eventually import eventually
 from tests.engine_shim.sglang.engine import EAGLE3, TARGET, EngineProcess, serving
 from tests.engine_shim.sglang.playing import WAVE_LENGTH, WAVES
-from tests.engine_shim.sglang.scripted import ScriptedSidecar
+from tests.engine_shim.sglang.scripted import Script, ScriptedSidecar
 
 HEAD = load_target(TARGET).model.embed_tokens.weight.detach()
 
@@ -47,6 +47,19 @@ def status(engine: EngineProcess) -> dict[str, Any]:
 
 def found_in(folder: Path) -> list[Signal]:
     return list(SignalStore(folder, 1 << 20).read())
+
+
+def collect(engine: EngineProcess, sidecar: ScriptedSidecar, script: Script) -> None:
+    """Collecting begins, and the engine has heard of it."""
+    first = len(sidecar.arms) + 1
+    sidecar.collect = True
+    sidecar.run(script)
+
+    def heard() -> bool:
+        engine.generate(WAVES[3][:1], [4])
+        return sidecar.reports[-1].plan_epoch >= first
+
+    eventually(heard, within=90.0, what="the engine runs under a plan that collects")
 
 
 def settled(engine: EngineProcess, sidecar: ScriptedSidecar) -> None:
@@ -90,8 +103,7 @@ def test_what_is_served_is_kept_position_by_position(
 ) -> None:
     for path in SignalStore(folder, 1 << 20).paths():
         path.unlink()
-    sidecar.collect = True
-    sidecar.run(lambda count: arms[count // 5 % len(arms)])
+    collect(engine, sidecar, lambda count: arms[count // 5 % len(arms)])
     answers = engine.generate(WAVES[0], [WAVE_LENGTH] * len(WAVES[0]))
     assert [answer.tokens for answer in answers] == plain["waves"][: len(WAVES[0])]
     settled(engine, sidecar)
@@ -128,8 +140,7 @@ def test_what_is_served_is_kept_position_by_position(
 def test_the_store_keeps_to_its_size(
     engine: EngineProcess, sidecar: ScriptedSidecar, folder: Path
 ) -> None:
-    sidecar.collect = True
-    sidecar.run(lambda _: (3, False))
+    collect(engine, sidecar, lambda _: (3, False))
     before = SignalStore(folder, 1 << 20).paths()
     engine.generate(WAVES[1], [400] * len(WAVES[1]))
     settled(engine, sidecar)
@@ -143,8 +154,7 @@ def test_a_store_that_cannot_be_written_is_said_and_serving_goes_on(
 ) -> None:
     moved = folder.with_name("moved")
     folder.rename(moved)
-    sidecar.collect = True
-    sidecar.run(lambda _: (3, False))
+    collect(engine, sidecar, lambda _: (3, False))
     answers = engine.generate(WAVES[0], [WAVE_LENGTH] * len(WAVES[0]))
     assert [answer.tokens for answer in answers] == plain["waves"][: len(WAVES[0])]
     settled(engine, sidecar)
