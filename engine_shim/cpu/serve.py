@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 from collections.abc import Sequence
@@ -35,6 +36,20 @@ def with_cpu_defaults(arguments: Sequence[str]) -> list[str]:
     return [*defaults, *arguments]
 
 
+def _fork() -> None:
+    """SGLang's processes, of those it starts from here on, begin with what is imported already.
+
+    It spawns them for CUDA's sake, and each imports it anew: seconds, thrice.
+    """
+    # The processes' own modules: nothing is shared that the parent has not imported.
+    import sglang.srt.managers.detokenizer_manager
+    import sglang.srt.managers.scheduler  # noqa: F401
+
+    multiprocessing.set_start_method("fork")
+    # SGLang sets its own, by this very name.
+    multiprocessing.set_start_method = lambda *_, **__: None
+
+
 def main() -> None:
     """Serve until told to stop, then end the processes that SGLang started."""
     enter_cpu_environment()
@@ -45,12 +60,15 @@ def main() -> None:
 
     load_plugins()
     server_args = prepare_server_args(with_cpu_defaults(sys.argv[1:]))
+    # A data-parallel controller starts its schedulers from threads, where a fork may hang.
+    if server_args.dp_size == 1:
+        _fork()
     try:
         run_server(server_args)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 
 
-# SGLang's processes are spawned, and a spawned process imports this module again.
+# A spawned process imports this module again.
 if __name__ == "__main__":
     main()

@@ -114,13 +114,16 @@ def install_plugin(folder: Path, target: str, name: str = "speculation_controlle
 
 @contextmanager
 def launched(
-    folder: Path, arguments: Sequence[str], variables: Mapping[str, str]
+    folder: Path,
+    arguments: Sequence[str],
+    variables: Mapping[str, str],
+    module: str = "engine_shim.cpu.serve",
 ) -> Iterator[EngineProcess]:
     """A server that was started, ready or not; ended with everything it started."""
     port = free_port()
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "engine.log"
-    command = [sys.executable, "-m", "engine_shim.cpu.serve", "--port", str(port)]
+    command = [sys.executable, "-m", module, "--port", str(port)]
     if "--model-path" not in arguments:
         command += ["--model-path", str(TARGET), "--context-length", "2048"]
     with log.open("wb") as output:
@@ -143,9 +146,12 @@ def launched(
 
 @contextmanager
 def serving(
-    folder: Path, arguments: Sequence[str] = (), variables: Mapping[str, str] | None = None
+    folder: Path,
+    arguments: Sequence[str] = (),
+    variables: Mapping[str, str] | None = None,
+    module: str = "engine_shim.cpu.serve",
 ) -> Iterator[EngineProcess]:
     """A server that answers."""
-    with launched(folder, arguments, variables or {}) as engine:
+    with launched(folder, arguments, variables or {}, module) as engine:
         eventually(engine.is_ready, within=START_SECONDS, what="the engine is ready")
         yield engine

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+from engine_shim.cpu.serve import with_cpu_defaults
 from speculation.v1.engine_pb2 import DRAFTER_KIND_MTP, StepReport
 from tests.engine_shim.link.eventually import eventually
 from tests.engine_shim.sglang.engine import DRAFT, EAGLE3, TARGET, EngineProcess, serving
@@ -46,8 +47,10 @@ def engine(
         "SPECULATION_SLEEP_POSITIONS": "12",
         "SPECULATION_GRACE_SECONDS": "0.2",
     }
-    arguments = [*EAGLE3, "--disable-radix-cache"]
-    with serving(tmp_path_factory.mktemp("steered"), arguments, variables) as running:
+    arguments = with_cpu_defaults([*EAGLE3, "--disable-radix-cache"])
+    folder = tmp_path_factory.mktemp("steered")
+    # Started as on a GPU, its processes spawned: the other tests' are forked.
+    with serving(folder, arguments, variables, module="sglang.launch_server") as running:
         eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
         yield running
 
