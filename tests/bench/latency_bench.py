@@ -70,12 +70,36 @@ class _Engine:
             self.step, 1, 512, 0, self.gamma, tuple(counts), _STEP_SECONDS, 0,
             choice.epoch, choice.probe_id, choice.session,
         )  # fmt: skip
-        self.reports.append(
-            StepReport(
-                step=self.step, batch_size=1, kv_tokens=512, drafter="eagle3", gamma=self.gamma,
-                accepted_counts=counts, step_seconds=_STEP_SECONDS,
-            )  # fmt: skip
-        )
+        report = StepReport(
+            step=self.step, batch_size=1, kv_tokens=512, drafter="eagle3", gamma=self.gamma,
+            accepted_counts=counts, step_seconds=_STEP_SECONDS,
+        )  # fmt: skip
+        self.reports.append(report)
+
+
+@dataclass(frozen=True)
+class _Case:
+    """interval_ms: how long an agent gathers reports; 0: each goes at once, as by default."""
+
+    engines: int
+    at_each_report: bool
+    interval_ms: float = 0.0
+
+    def __str__(self) -> str:
+        engines = "1 engine" if self.engines == 1 else f"{self.engines} engines"
+        way = "planned at each report" if self.at_each_report else "at the usual pace"
+        gathered = f", gathered for {self.interval_ms:g} ms" if self.interval_ms else ""
+        return f"report to plan, {engines}, {way}{gathered}"
+
+
+_CASES = (
+    _Case(1, at_each_report=True),
+    _Case(8, at_each_report=True),
+    _Case(1, at_each_report=False),
+    _Case(8, at_each_report=False),
+    _Case(64, at_each_report=False),
+    _Case(64, at_each_report=False, interval_ms=50.0),
+)
 
 
 def _spec(number: int) -> EngineSpec:
@@ -87,7 +111,7 @@ def _spec(number: int) -> EngineSpec:
 def _quiet_agents() -> Iterator[None]:
     """Processes that start meanwhile say nothing: they have this process's stderr."""
     kept = os.dup(2)
-    with open(os.devnull, "wb") as nothing:
+    with Path(os.devnull).open("wb") as nothing:
         os.dup2(nothing.fileno(), 2)
     try:
         yield
@@ -97,11 +121,11 @@ def _quiet_agents() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _engines(address: str, count: int) -> Iterator[list[_Engine]]:
+def _engines(case: _Case, address: str) -> Iterator[list[_Engine]]:
     with contextlib.ExitStack() as stack:
         engines = []
-        for number in range(count):
-            settings = LinkSettings(sidecar=address)
+        for number in range(case.engines):
+            settings = LinkSettings(sidecar=address, report_interval_ms=case.interval_ms)
             with _quiet_agents():
                 link = EngineLink.start(_spec(number), settings, startup_gamma=_STARTUP_GAMMA)
             stack.callback(link.close)
@@ -149,15 +173,15 @@ def _delays(engine: _Engine) -> list[float]:
     return delays
 
 
-def _seconds_to_plan(count: int, seconds: float, *, at_each_report: bool) -> list[float]:
+def _seconds_to_plan(case: _Case, seconds: float) -> list[float]:
     variables = {"CONTROLLER_PLANNER__POLICY": _POLICY}
-    if at_each_report:
+    if case.at_each_report:
         variables["CONTROLLER_PLANNER__REPLAN_SECONDS"] = "0.000001"
     with tempfile.TemporaryDirectory() as name:
         flags = ("--log-level", "error")
         with (
             sidecar_process(Path(name), *flags, environment=variables) as sidecar,
-            _engines(sidecar.address, count) as engines,
+            _engines(case, sidecar.address) as engines,
         ):
             _play(engines, seconds)
             dropped = sum(engine.link.status().reports_dropped for engine in engines)
@@ -168,20 +192,13 @@ def _seconds_to_plan(count: int, seconds: float, *, at_each_report: bool) -> lis
 
 def measure(options: argparse.Namespace) -> Iterable[Measurement]:
     """p50, p99, p99.9 in milliseconds."""
-    cases = [(count, True) for count in (1, 8)] + [(count, False) for count in (1, 8, 64)]
-    for count, at_each_report in cases:
+    for case in _CASES:
         runs = [
-            [
-                1e3 * delay
-                for delay in _seconds_to_plan(
-                    count, options.seconds, at_each_report=at_each_report
-                )
-            ]
+            [1e3 * delay for delay in _seconds_to_plan(case, options.seconds)]
             for _ in range(options.repeats)
         ]
-        way = "planned at each report" if at_each_report else "at the usual pace"
-        bars = {99.0: 5.0} if at_each_report and count == 8 else None
-        yield from percentiles(f"report to plan, {count} engines, {way}", "ms", runs, bars)
+        bars = {99.0: 5.0} if case.at_each_report and case.engines == 8 else None
+        yield from percentiles(str(case), "ms", runs, bars)
 
 
 def main() -> None:

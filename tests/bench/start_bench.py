@@ -36,13 +36,15 @@ print(time.perf_counter() - began)
 
 def _serving_and_memory() -> tuple[float, float]:
     """Seconds, and megabytes."""
-    with tempfile.TemporaryDirectory() as name:
-        with sidecar_process(Path(name), "--log-level", "error") as sidecar:
-            with grpc.insecure_channel(sidecar.address) as channel:
-                for number in range(_ENGINES):
-                    _steer(channel, f"engine-{number}")
-            resident = psutil.Process(sidecar.process.pid).memory_info().rss
-            return sidecar.seconds_to_serving, resident / 1e6
+    with (
+        tempfile.TemporaryDirectory() as name,
+        sidecar_process(Path(name), "--log-level", "error") as sidecar,
+    ):
+        with grpc.insecure_channel(sidecar.address) as channel:
+            for number in range(_ENGINES):
+                _steer(channel, f"engine-{number}")
+        resident = psutil.Process(sidecar.process.pid).memory_info().rss
+        return sidecar.seconds_to_serving, resident / 1e6
 
 
 def _steer(channel: grpc.Channel, engine_id: str) -> None:
