@@ -31,8 +31,8 @@ format: setup ## Formats the code, and repairs what ruff can repair
 test: setup ## All tests (ARGS="-m 'not engine and not packaging'" for the quick ones)
 	@$(PYTHON_IN) -m pytest $(ARGS)
 
-bench: setup ## Benchmarks only
-	@$(PYTHON_IN) -m pytest tests/bench $(ARGS)
+bench: setup ## What it costs, against its bars (40 minutes; ARGS="--only link fold")
+	@$(PYTHON_IN) -m tests.bench $(ARGS)
 
 demo: setup ## One stream of prompts, four policies, on the real SGLang
 	@$(PYTHON_IN) -m engine_shim.cpu.demo $(ARGS)
