@@ -57,6 +57,8 @@ def _injected(chosen: list[Fault], console: Console) -> Iterable[Outcome]:
         console.print(f"[{number}/{len(chosen)}] {fault.name}: {fault.injected}", markup=False)
         outcome = injected(fault)
         console.print(f"    {outcome.seconds:.1f} s, {_HOLDS[outcome.holds]}", markup=False)
+        if not outcome.holds:
+            console.print(f"    {outcome.observed}", markup=False)
         yield outcome
 
 

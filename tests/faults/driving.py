@@ -228,7 +228,12 @@ def scene(
     with contextlib.closing(Sidecars(place, *flags, environment=environment or {})) as sidecars:
         sidecars.operator.pin()
         with (
-            linked_engine(address or sidecars.now.address, grace_seconds=grace_seconds) as engine,
+            linked_engine(
+                # Of a starved agent nothing else could be said.
+                address or sidecars.now.address,
+                grace_seconds=grace_seconds,
+                agent_nice=0,
+            ) as engine,
             Drive(engine) as drive,
         ):
             yield Scene(sidecars, drive)

@@ -133,7 +133,12 @@ def staged(folder: Path, plain: Tokens) -> Iterator[Stage]:
     address = f"unix:{folder}/proxy.sock"
     with contextlib.closing(Sidecars(folder, environment=SHORT)) as sidecars:
         sidecars.operator.pin()
-        variables = {"SPECULATION_SIDECAR": address, "SPECULATION_GRACE_SECONDS": "1"}
+        variables = {
+            "SPECULATION_SIDECAR": address,
+            "SPECULATION_GRACE_SECONDS": "1",
+            # Of a starved agent nothing else could be said.
+            "SPECULATION_AGENT_NICE": "0",
+        }
         with (
             Proxy(address, sidecars.now.address) as proxy,
             serving(folder / "engine", EAGLE3, variables) as engine,

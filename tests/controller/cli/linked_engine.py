@@ -53,9 +53,12 @@ class LinkedEngine:
 
 @contextmanager
 def linked_engine(
-    address: str, engine_id: str = "engine-1", grace_seconds: float = 10.0
+    address: str,
+    engine_id: str = "engine-1",
+    grace_seconds: float = 10.0,
+    agent_nice: int = 19,
 ) -> Iterator[LinkedEngine]:
-    settings = LinkSettings(sidecar=address, grace_seconds=grace_seconds)
+    settings = LinkSettings(sidecar=address, grace_seconds=grace_seconds, agent_nice=agent_nice)
     link = EngineLink.start(engine_spec(engine_id), settings, startup_gamma=1)
     try:
         engine = LinkedEngine(link)
