@@ -89,8 +89,9 @@ class Sidecar:
         self._recorder = self._make_recorder()
         self._path = settings.socket_path
         self.door = OperatorDoor(self._path)
-        self._inode = 0
-        self._readiness = Readiness(self.registry, self.profiles, self.book, settings.ready_with)
+        self._readiness = Readiness(
+            self.registry, self.profiles, self.book, self.door, settings.ready_with
+        )
         self._viewer = Viewer(self.registry, self.book, self._readiness, self._clock)
         self._policy = PolicyServicer(
             self.book, self.door, settings.override_default_seconds, settings.override_max_seconds
@@ -222,7 +223,6 @@ class Sidecar:
         if self._server is not None:
             await self._drain(self._server, sessions)
             await self.door.close()
-            unix_socket.remove_own(self._path, self._inode)
         if self._page is not None:
             await asyncio.to_thread(self._page.close)
         await self._viewer.close()
@@ -318,7 +318,7 @@ class Sidecar:
                 self.door.prepare()
                 server.add_insecure_port(f"unix:{self._path}")
                 server.add_insecure_port(f"unix:{self.door.inner}")
-                self._inode = self._path.stat().st_ino
+                self.door.bound()
         except (RuntimeError, OSError) as error:
             raise AddressTakenError(f"{self._path} cannot be bound: {error}") from error
 

@@ -20,7 +20,9 @@ from speculation.v1.service_pb2 import IntroduceRequest, SteerRequest, SteerResp
 from speculation.v1.service_pb2_grpc import SpeculationServiceStub
 
 _REPORTS_PER_MESSAGE: Final = 128
-_INTRODUCE_SECONDS: Final = 2.0
+# Both of a slow sidecar's first answers, the connection's and the call's, lie in it; and the end of
+# a path on which packets vanish is noticed soon.
+_INTRODUCE_SECONDS: Final = 5.0
 _FIRST_WAIT_SECONDS: Final = 0.05
 # Short enough that an engine is steered again within a second of the sidecar's return.
 _LONGEST_WAIT_SECONDS: Final = 0.5
