@@ -11,7 +11,7 @@ taken in, so that the agent keeps the rest for the next one.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import grpc.aio
 import structlog
@@ -181,7 +181,7 @@ class _SteerStream:
 
     async def _read(self, request: service_pb2.SteerRequest | None) -> None:
         session = self._session
-        while request is not None and session.ended is None:
+        while request is not None and not session.is_over:
             if request.session_id != session.session_id:
                 raise NoSessionError(
                     f"this stream belongs to session {session.session_id!r}, "
@@ -189,20 +189,23 @@ class _SteerStream:
                 )
             session.contact(request.dropped_reports)
             self._received.dropped_reports += request.dropped_reports
-            reports = request.reports
-            for start in range(0, len(reports), _CHUNK):
-                if session.ended is not None:
-                    return
-                for message in reports[start : start + _CHUNK]:
-                    self._fold(message)
-                self._bell.set()
-                while len(self._rejections) >= _CHUNK:
-                    self._flushed.clear()
-                    await self._flushed.wait()
-                if start + _CHUNK < len(reports):
-                    await asyncio.sleep(0)
+            await self._take(request.reports)
             self._bell.set()
             request = await read(self._context)
+
+    async def _take(self, reports: Sequence[engine_pb2.StepReport]) -> None:
+        """Folds one message's reports, as far as the session lasts."""
+        for start in range(0, len(reports), _CHUNK):
+            if self._session.is_over:
+                return
+            for message in reports[start : start + _CHUNK]:
+                self._fold(message)
+            self._bell.set()
+            while len(self._rejections) >= _CHUNK:
+                self._flushed.clear()
+                await self._flushed.wait()
+            if start + _CHUNK < len(reports):
+                await asyncio.sleep(0)
 
     def _fold(self, message: engine_pb2.StepReport) -> None:
         self._received.reports += 1
