@@ -167,7 +167,7 @@ class Load:
         meta = reply["meta_info"]
         return Served(
             rid,
-            tuple(reply["output_ids"]),
+            tuple(reply.get("output_ids", ())),
             prompt.plain,
             asked,
             meta["finish_reason"]["type"] == "length",
