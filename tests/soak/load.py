@@ -19,11 +19,11 @@ NEW_TOKENS = 128
 _PROMPTS_A_DOMAIN = 6
 # One long context among them, which moves what a step costs.
 _PROMPT_TOKENS = (48, 56, 64, 64, 96, 384)
-_CLIENTS = (1, 2, 4, 8, 16)
+# The first phases come in this order, so that a short run sees large and small batches too.
+_CLIENTS = (16, 1, 4, 8, 2)
 _MIXED = "mixed"
-# Shares of requests that the client ends, and by which way.
-_ABORTED = 0.08
-_HUNG_UP = 0.08
+# Every so many requests one is ended by its client, in turn by an abort and by hanging up.
+_EARLY_EVERY = 7
 _PHASE_SECONDS = (5.0, 12.0)
 _PAUSE_SECONDS = (0.5, 3.0)
 # Every so many phases a pause that is longer than a plan's lease.
@@ -84,8 +84,9 @@ def pool() -> tuple[Prompt, ...]:
 def phases(rng: random.Random) -> Iterator[Phase]:
     """Without end; each number of clients comes as often as the others."""
     number = 0
+    order = list(_CLIENTS)
     while True:
-        for clients in rng.sample(_CLIENTS, k=len(_CLIENTS)):
+        for clients in order:
             number += 1
             pause = rng.uniform(*_PAUSE_SECONDS)
             yield Phase(
@@ -94,6 +95,7 @@ def phases(rng: random.Random) -> Iterator[Phase]:
                 rng.uniform(*_PHASE_SECONDS),
                 pause if number % _LONG_PAUSE_EVERY else _LONG_PAUSE_SECONDS,
             )
+        rng.shuffle(order)
 
 
 class Load:
@@ -130,12 +132,12 @@ class Load:
             rid = f"soak-{self._number}"
             prompt = self._rng.choice(fitting)
             asked = self._rng.randint(16, NEW_TOKENS)
-            ending = self._rng.random()
+            early, in_turn = divmod(self._number, _EARLY_EVERY)
             generating = asyncio.create_task(self._generate(http, rid, prompt, asked))
-            if ending < _ABORTED + _HUNG_UP:
+            if not in_turn:
                 await asyncio.wait({generating}, timeout=self._rng.uniform(0.05, 1.5))
                 if not generating.done():
-                    await self._end_early(http, rid, generating, hang_up=ending < _HUNG_UP)
+                    await self._end_early(http, rid, generating, hang_up=early % 2 == 0)
             await asyncio.wait({generating})
             if not generating.cancelled():
                 self.answers.append(generating.result())

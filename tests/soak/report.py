@@ -95,17 +95,21 @@ def _draw(found: Soaked, path: Path) -> None:
     mpl.use("agg")
     figure, axes = plt.subplots(len(_KINDS), 1, figsize=(10, 12), sharex=True)
     lives = sorted(found.samples, key=lambda sample: (sample.name, sample.pid, sample.seconds))
-    for (name, pid), group in groupby(lives, key=lambda sample: (sample.name, sample.pid)):
+    groups = groupby(lives, key=lambda sample: (sample.name, sample.pid))
+    for number, ((name, pid), group) in enumerate(groups):
         life = [asdict(sample) for sample in group]
         for axis, kind in zip(axes, _KINDS, strict=True):
             points = [(s["seconds"] / 60, s[kind]) for s in life if s[kind] is not None]
             if points:
-                axis.plot(*zip(*points, strict=True), label=f"{name} {pid}", linewidth=1)
+                axis.plot(
+                    *zip(*points, strict=True), label=f"{name} {pid}", color=f"C{number}",
+                    linewidth=1,
+                )  # fmt: skip
     for axis, title in zip(axes, _KINDS.values(), strict=True):
         axis.set_ylabel(title)
         axis.set_yscale("symlog" if title.startswith(("memory", "log")) else "linear")
         axis.grid(alpha=0.3)
-    axes[0].legend(fontsize="small", ncols=4)
+    axes[0].legend(fontsize="small", ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0))
     axes[-1].set_xlabel("minutes")
     figure.tight_layout()
     figure.savefig(path, dpi=110)

@@ -52,6 +52,8 @@ _SAMPLES = 400
 _SAMPLE_SECONDS = (0.25, 5.0)
 _LOOK_SECONDS = 2.0
 _SETTLE_SECONDS = 60.0
+# Longer than any pause, so that steps run under it.
+_EXPIRING_SECONDS_MIN = 15
 _EXPIRING, _CLEARED = "soak-expires", "soak-is-cleared"
 
 
@@ -271,7 +273,7 @@ class _Stage:
             await asyncio.sleep(max(0.0, began + share * seconds - time.monotonic()))
             await asyncio.to_thread(what)
 
-        ttl = f"{max(5, round(0.1 * seconds))}s"
+        ttl = f"{max(_EXPIRING_SECONDS_MIN, round(0.1 * seconds))}s"
         await at(0.15, lambda: self._override(_EXPIRING, "--gamma", "1", "--ttl", ttl))
         await at(0.3, lambda: self._override(_CLEARED, "--at-most", "2", "--ttl", "2h"))
         await at(0.4, self._restart)

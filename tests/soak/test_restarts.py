@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from engine_shim.stage.sidecar import Sidecar
 from tests.controller.cli.linked_engine import LinkedEngine, linked_engine
 from tests.controller.cli.sidecar_process import SidecarProcess, sidecar_process
@@ -13,6 +15,8 @@ from tests.engine_shim.link.eventually import eventually
 from tests.soak import reconcile
 from tests.soak.engine_log import Row, Step
 from tests.soak.on_record import read_record
+
+pytestmark = pytest.mark.slow
 
 RESTARTS = 3
 ENGINE_ID = "engine-1"

@@ -31,13 +31,14 @@ def test_nothing_grows_and_what_ran_is_on_record(tmp_path: Path) -> None:
     assert {name: lines for name, lines in found.findings.items() if lines} == {}
 
     # It was a soak at all: everything that should have happened did.
-    assert found.load["phases"] >= 3
-    assert found.load["aborted"] + found.load["hung_up"] > 0
-    assert len({step.gamma for step in found.ran}) > 2
+    assert found.load["phases"] >= 2
+    assert found.load["aborted"] > 0
+    assert found.load["hung_up"] > 0
+    assert len({step.gamma for step in found.ran}) >= 2
     assert max(len(step.rows) for step in found.ran) >= 8
     assert len(found.record.sessions) == 2
     assert found.verdict is not None
-    assert found.verdict.decisions > 100
+    assert found.verdict.decisions > 20
     assert found.looks > 0
     assert {growth.name for growth in found.growths} == {
         "server", "scheduler", "detokenizer", "agent", "sidecar", "redis",
