@@ -40,6 +40,16 @@ def test_load_that_moves_is_no_leak() -> None:
     found = growths(life())
     assert [growth.kind for growth in found] == list(TOLERANCES)
     assert not any(growth.is_too_much for growth in found)
+    # Memory is warm at 90 MB.
+    assert found[0].first >= 90
+
+
+def test_more_and_more_load_with_pauses_in_between_is_no_leak() -> None:
+    rising = [
+        replace(s, sockets=8 + (0 if number % 5 == 0 else number // 20))
+        for number, s in enumerate(life())
+    ]
+    assert too_much(rising) == []
 
 
 @pytest.mark.parametrize(
