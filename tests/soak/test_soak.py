@@ -36,7 +36,7 @@ def test_nothing_grows_and_what_ran_is_on_record(tmp_path: Path) -> None:
     assert found.load["hung_up"] > 0
     assert len({step.gamma for step in found.ran}) >= 2
     assert max(len(step.rows) for step in found.ran) >= 8
-    assert len(found.record.sessions) == 2
+    assert len(found.record.sessions) >= 2
     assert found.verdict is not None
     assert found.verdict.decisions > 20
     assert found.looks > 0
