@@ -116,6 +116,11 @@ class Session:
         return self.core.spec.engine_id
 
     @property
+    def is_over(self) -> bool:
+        """Whether it has ended: nothing more is folded."""
+        return self.ended is not None
+
+    @property
     def listeners(self) -> int:
         """Streams that wait for news of this session."""
         return len(self._bells)
