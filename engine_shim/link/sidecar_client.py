@@ -206,7 +206,10 @@ class _Session:
                     return
 
     async def _write_one(self) -> bool:
-        """Sends what has piled up, or a sign of life; False when the stream is over."""
+        """Sends what has piled up, or a sign of life; False when the stream is over.
+
+        What was on its way as the stream broke may have arrived: no report is sent twice.
+        """
         self._sign_due = False
         batch = self._buffer.take(_REPORTS_PER_MESSAGE)
         request = SteerRequest(session_id=self._id)
@@ -217,18 +220,15 @@ class _Session:
                 self._buffer.lose()
                 self._log.warning("report-of-unknown-drafter", index=packet.drafter_index)
         dropped = request.dropped_reports = self._buffer.dropped
-        written = False
+        self._buffer.forgive(dropped)
         try:
             await self._call.write(request)
-            written = True
         except asyncio.InvalidStateError:
-            pass  # the stream ended meanwhile; its status tells why
-        finally:
-            if written:
-                self._buffer.forgive(dropped)
-            else:
-                self._buffer.give_back(batch)
-        return written
+            # The stream had ended before; its status tells why.
+            self._buffer.give_back(batch)
+            self._buffer.dropped += dropped
+            return False
+        return True
 
     async def _watch(self) -> None:
         """Has a sign of life sent at half of the lease; returns when that went unanswered."""
