@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from controller.core.types import StepReport
+from engine_shim.link.packets import PlanPacket
 from engine_shim.link.steering import Choice, Source
 from engine_shim.link.translate import session_tag
 from speculation.v1.engine_pb2 import EngineSpec
@@ -20,9 +21,10 @@ _ROUNDING = 1e-6
 
 @dataclass
 class Issued:
-    """A plan as it was sent first.  arrivals: when the agent took it up, seconds."""
+    """A plan, and when it was sent first.  arrivals: when the agent took it up, seconds."""
 
     plan: Plan
+    sent_at: float
     arrivals: list[float] = field(default_factory=list)
 
     @property
@@ -56,6 +58,11 @@ class Ledger:
         self.folded = self.told_lost = 0
 
     @property
+    def newest(self) -> tuple[int, int]:
+        """(session, epoch) of the newest plan; (0, 0) before the first."""
+        return next(reversed(self._newest_epoch.items()), (0, 0))
+
+    @property
     def last_folded(self) -> int:
         """Number of the newest step that a core knows."""
         return self._last_folded
@@ -68,7 +75,13 @@ class Ledger:
     # The sidecar's side.
 
     def sent(
-        self, session_id: str, plan: Plan, certain: set[str], possible: set[str], pinned: int | None
+        self,
+        session_id: str,
+        plan: Plan,
+        now: float,
+        certain: set[str],
+        possible: set[str],
+        pinned: int | None,
     ) -> None:
         """A plan goes out.
 
@@ -82,7 +95,7 @@ class Ledger:
         else:
             newest = self._newest_epoch.get(tag, 0)
             assert plan.epoch > newest, f"epoch {plan.epoch} after {newest}"
-            self._issued[tag, plan.epoch] = Issued(Plan.FromString(plan.SerializeToString()))
+            self._issued[tag, plan.epoch] = Issued(Plan.FromString(plan.SerializeToString()), now)
             self._newest_epoch[tag] = plan.epoch
             self._judge_overrides(plan, certain, possible, pinned)
 
@@ -101,6 +114,12 @@ class Ledger:
     def taken(self, session_id: str, plan: Plan, now: float) -> None:
         """An agent takes up a plan."""
         self._issued[session_tag(session_id), plan.epoch].arrivals.append(now)
+
+    def arrived(self, session: int, epoch: int, claimed: float, now: float) -> None:
+        """An engine has a plan whose agent says that it came then; it cannot have come earlier."""
+        issued = self._issued[session, epoch]
+        assert issued.sent_at <= claimed <= now, (issued, claimed, now)
+        issued.arrivals.append(claimed)
 
     def folded_by(self, session_id: str, report: StepReport) -> None:
         """A core has used a report."""
@@ -125,10 +144,18 @@ class Ledger:
 
     # The engine's side.
 
-    def chosen(self, choice: Choice, batch_size: int, now: float, believed: Any) -> None:
-        """A step is chosen.  now: when, by the clock that it is chosen by.
+    def chosen(
+        self,
+        choice: Choice,
+        batch_size: int,
+        now: float,
+        believed: PlanPacket | None,
+        slack: float = 0.0,
+    ) -> None:
+        """A step is chosen.  now: when at the latest, by the clock that it is chosen by.
 
-        believed: the plan in the engine's steering, None before the first.
+        slack: seconds by which it may have been earlier.  believed: the plan in the engine's
+        steering, None before the first.
         """
         if believed is None:
             assert choice == self._safe, choice
@@ -137,7 +164,7 @@ class Ledger:
         arrivals = issued.arrivals
         earliest, latest = min(arrivals), max(arrivals)
         lease, grace = issued.lease_seconds, self._grace_seconds
-        age, least_age = now - earliest, now - latest
+        age, least_age = now - earliest, now - slack - latest
         if choice.source is Source.PLAN:
             assert least_age < lease + _ROUNDING, f"{least_age} s old, lease {lease} s: {choice}"
         elif choice.source is Source.GRACE:

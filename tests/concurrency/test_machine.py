@@ -30,7 +30,7 @@ from controller.settings import Settings
 from engine_shim.link.translate import session_tag
 from tests.concurrency.world import STEP_SECONDS, Engine, Process, World
 
-EXAMPLES: Final = int(os.environ.get("SPECULATION_MACHINE_EXAMPLES", "60"))
+EXAMPLES: Final = int(os.environ.get("SPECULATION_MACHINE_EXAMPLES", "100"))
 # Longer than any lease, silence and wait of the link.
 _PATIENCE_SECONDS: Final = 60.0
 
@@ -117,10 +117,10 @@ class Link(RuleBasedStateMachine):
         for _ in range(count):
             self.world.engines[engine].lose_packet()
 
-    @rule(engine=ENGINES)
-    def late_packet(self, engine: str) -> None:
+    @rule(engine=ENGINES, back=st.integers(0, 3))
+    def late_packet(self, engine: str, back: int) -> None:
         """A packet of this session comes again, or behind a newer one."""
-        self.world.engines[engine].repeat_packet()
+        self.world.engines[engine].repeat_packet(back)
 
     # Time.
 
@@ -213,11 +213,19 @@ class Link(RuleBasedStateMachine):
     # Operators.
 
     @precondition(lambda self: self.serving)
-    @rule(of=RULES, scope=SCOPES, seconds=st.sampled_from([0.05, 0.5, 3.0, 30.0]))
-    def set_override(self, of: Rule, scope: Scope, seconds: float) -> None:
+    @rule(
+        of=RULES,
+        scope=SCOPES,
+        batches=st.sampled_from([(0, 0), (0, 0), (3, 6), (0, 5)]),
+        seconds=st.sampled_from([0.05, 0.5, 3.0, 30.0]),
+    )
+    def set_override(
+        self, of: Rule, scope: Scope, batches: tuple[int, int], seconds: float
+    ) -> None:
         self._overrides_made += 1
         name = f"override-{self._overrides_made}"
-        self.world.set_override(Override(name, scope, of, "operator", "a test"), seconds)
+        sizes = batches if of.for_batches else (0, 0)
+        self.world.set_override(Override(name, scope, of, "operator", "a test", *sizes), seconds)
 
     @precondition(lambda self: self.serving and self.world.in_force)
     @rule(which=st.integers(0, 9))

@@ -151,8 +151,7 @@ class Walk:
             author="operator",
             reason="a test",
         )
-        request = policy_pb2.SetOverrideRequest(override=pinned)
-        request.ttl.FromMilliseconds(700)
+        request = policy_pb2.SetOverrideRequest(override=pinned, ttl_seconds=0.7)
         with grpc.insecure_channel(f"unix:{self._directory}/controller-operators.sock") as channel:
             policy_pb2_grpc.PolicyServiceStub(channel).SetOverride(
                 request, timeout=_PATIENCE_SECONDS, wait_for_ready=True
@@ -217,7 +216,8 @@ def walking(directory: Path) -> Iterator[Walk]:
 
     def witness(kind: str, session: str, message: Any) -> None:
         if kind == "plan":
-            ledger.sent(session, message, set(), set(message.overrides), None)
+            overrides = set(message.overrides)
+            ledger.sent(session, message, time.monotonic(), set(), overrides, None)
         else:
             ledger.read(message.dropped_reports)
             for report in message.reports:

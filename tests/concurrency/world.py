@@ -31,6 +31,7 @@ from engine_shim.link import agent as agent_module
 from engine_shim.link import packets
 from engine_shim.link.engine_link import EngineLink, steering_of
 from engine_shim.link.engine_port import EnginePort
+from engine_shim.link.packets import PlanPacket
 from engine_shim.link.ranks import Ranks, Update
 from engine_shim.link.settings import LinkSettings
 from engine_shim.link.steering import Choice, Source, safe_choice
@@ -156,6 +157,8 @@ class Engine:
         self._ranks[0] = Ranks(steerings[0], self.link)
         self._steerings = steerings
         self._held_back: list[Update] = []
+        # The newest plans that its steering took.
+        self._taken: deque[PlanPacket] = deque(maxlen=4)
         self.ledger = Ledger(spec, GRACE_SECONDS, safe_choice(1))
         self.agent: AgentProcess | None = None
         self.step = 0
@@ -179,6 +182,8 @@ class Engine:
         believed = self._steerings[0].plan
         self.ledger.chosen(choice, batch_size, judged_at, believed)
         if believed is not None:
+            if believed not in self._taken:
+                self._taken.append(believed)
             said = (believed.regime_mode, believed.regime_stride, believed.draft_version)
             assert said == self.ledger.regime(believed.session, believed.epoch)
         return choice
@@ -190,12 +195,15 @@ class Engine:
             with contextlib.suppress(OSError):
                 peer.recv(packets.MAX_PLAN_BYTES, socket.MSG_DONTWAIT)
 
-    def repeat_packet(self) -> None:
-        """A packet that its steering has taken comes again, behind whatever is on its way."""
-        believed = self._steerings[0].plan
-        if believed is not None and self.agent is not None and self.agent.port is not None:
+    def repeat_packet(self, back: int) -> None:
+        """A packet that was taken comes again: the newest, or one so many plans before it."""
+        if self.agent is None or self.agent.port is None:
+            return
+        mine = [plan for plan in self._taken if plan.session == self.ledger.newest[0]]
+        if mine:
+            late = packets.encode_plan(mine[max(0, len(mine) - 1 - back)])
             with contextlib.suppress(OSError):
-                self.agent.port._peer.send(packets.encode_plan(believed), socket.MSG_DONTWAIT)
+                self.agent.port._peer.send(late, socket.MSG_DONTWAIT)
 
     def run(self, batch_size: int, accepted: int, lose_broadcast: bool = False) -> Choice:
         """One step; `accepted` draft tokens by each sequence, if so many were drafted."""
@@ -449,7 +457,8 @@ class World:
             if scope.name not in {"", spec.engine_id} or commanded.until < now - _EDGE_SECONDS:
                 continue
             possible.add(name)
-            pins.append(commanded.override.rule.gamma)
+            ranged = commanded.override.min_batch_size or commanded.override.max_batch_size
+            pins.append(None if ranged else commanded.override.rule.gamma)
             if commanded.until > now + _EDGE_SECONDS and name not in self._changing:
                 certain.add(name)
         alone = len(pins) == 1 and certain == possible
@@ -502,7 +511,8 @@ class World:
         elif not message.HasField("plan"):
             assert not message.rejections, message
         elif event == "sent":
-            ledger.sent(session_id, message.plan, *self._in_force(self.engines[engine_id].spec))
+            in_force = self._in_force(self.engines[engine_id].spec)
+            ledger.sent(session_id, message.plan, self.clock.now(), *in_force)
         else:
             ledger.taken(session_id, message.plan, self.clock.now())
 
