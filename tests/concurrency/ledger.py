@@ -6,7 +6,6 @@ takes them up, choices as the engine makes them, reports as the core folds them.
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
 
 from controller.core.types import StepReport
 from engine_shim.link.packets import PlanPacket
@@ -55,7 +54,9 @@ class Ledger:
         self._probe_steps: Counter[tuple[int, int]] = Counter()
         self._steps: dict[int, Step] = {}
         self._last_folded = 0
-        self.folded = self.told_lost = 0
+        self.folded = self.told_lost = self.written = 0
+        # (session, epoch) of the plan that the agent took up last.
+        self.newest_taken = (0, 0)
 
     @property
     def newest(self) -> tuple[int, int]:
@@ -113,7 +114,13 @@ class Ledger:
 
     def taken(self, session_id: str, plan: Plan, now: float) -> None:
         """An agent takes up a plan."""
-        self._issued[session_tag(session_id), plan.epoch].arrivals.append(now)
+        self.newest_taken = key = (session_tag(session_id), plan.epoch)
+        self._issued[key].arrivals.append(now)
+
+    def wrote(self, reports: int, lost: int) -> None:
+        """An agent sends reports, and tells of lost ones."""
+        self.written += reports + lost
+        assert self.written <= self.attempted, "more than there were"
 
     def arrived(self, session: int, epoch: int, claimed: float, now: float) -> None:
         """An engine has a plan whose agent says that it came then; it cannot have come earlier."""
@@ -181,9 +188,9 @@ class Ledger:
     def _judge_order(self, choice: Choice) -> None:
         sessions = list(self._newest_epoch)
         seen = self._chosen_epoch
-        assert all(
-            sessions.index(tag) <= sessions.index(choice.session) for tag in seen
-        ), "back to an earlier session"
+        assert all(sessions.index(tag) <= sessions.index(choice.session) for tag in seen), (
+            "back to an earlier session"
+        )
         assert choice.epoch >= seen.get(choice.session, 0), "back to an earlier plan"
         seen[choice.session] = choice.epoch
 

@@ -28,7 +28,7 @@ def _error(code: grpc.StatusCode, details: str) -> grpc.aio.AioRpcError:
     return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details)
 
 
-class Aborted(Exception):
+class AbortedError(Exception):
     """A servicer ended a call with a status."""
 
     def __init__(self, code: grpc.StatusCode, details: str) -> None:
@@ -40,7 +40,8 @@ class Network:
     """Messages under way, to the sidecar and from it.  `held`: those directions do not move.
 
     witness: told of every message as the sidecar sends it ("sent"), as an agent takes it up
-    ("taken") and as the sidecar takes one up ("read"); with the engine and the session.
+    ("taken"), as an agent sends one ("written") and as the sidecar takes that up ("read"); with the
+    engine and the session.
     """
 
     def __init__(self, witness: Witness) -> None:
@@ -99,7 +100,7 @@ class Channel:
     def unary_unary(
         self, _: str, request_serializer: Write, response_deserializer: Read
     ) -> Callable[..., Awaitable[Any]]:
-        async def introduce(request: Any, timeout: float, metadata: object) -> Any:
+        async def introduce(request: Any, *, timeout: float, metadata: object) -> Any:  # noqa: ASYNC109 -- the stub's
             call = self._open(request_serializer, response_deserializer)
             raw = request_serializer(request)
             call.up(lambda server: server.introduce(call, raw))
@@ -161,6 +162,7 @@ class Call:
         raw = self._serialize(request)
         self.session = request.session_id
         self.unread += 1
+        self._network.witness("written", self.channel.engine, self.session, request)
         self.up(lambda server: server.message(self, raw))
         try:
             while self.unread > _WINDOW and not self.done():
@@ -217,6 +219,7 @@ class _Context:
     def __init__(self, network: Network, call: Call) -> None:
         self._network, self._call = network, call
         self.came: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._sent_epoch = 0
 
     async def read(self) -> Any:
         raw = await self.came.get()
@@ -228,12 +231,15 @@ class _Context:
         return request
 
     async def write(self, response: Any) -> None:
+        if response.HasField("plan"):
+            assert response.plan.epoch > self._sent_epoch, "a plan twice on one stream"
+            self._sent_epoch = response.plan.epoch
         self._network.witness("sent", self._call.channel.engine, self._call.session, response)
         raw = response.SerializeToString()
         self._network.down.append((self._call.channel, lambda: self._call.arrive(raw)))
 
     async def abort(self, code: grpc.StatusCode, details: str) -> None:
-        raise Aborted(code, details)
+        raise AbortedError(code, details)
 
     def peer(self) -> str:
         return "unix:"
@@ -287,7 +293,7 @@ class Server:
         code, details = grpc.StatusCode.OK, ""
         try:
             await handle(context)
-        except Aborted as aborted:
+        except AbortedError as aborted:
             code, details = aborted.code, aborted.details
         except Exception as error:  # noqa: BLE001 -- gRPC answers UNKNOWN, whatever it is
             self.faults.append(repr(error))

@@ -70,6 +70,8 @@ class Link(RuleBasedStateMachine):
         self._overrides_made = 0
         # Nothing was killed or cut so far: every report must be folded or told as lost.
         self._gentle = True
+        # Engines whose agents were killed: what those held is lost.
+        self._bereft: set[str] = set()
 
     @initialize(settled=st.booleans())
     def begin(self, settled: bool) -> None:
@@ -108,7 +110,7 @@ class Link(RuleBasedStateMachine):
     @rule(engine=ENGINES)
     def burst(self, engine: str) -> None:
         """More reports than the socket and the agent hold."""
-        for _ in range(400):
+        for _ in range(90):
             self.world.engines[engine].run(2, 1)
 
     @rule(engine=ENGINES, count=st.integers(1, 3))
@@ -121,6 +123,23 @@ class Link(RuleBasedStateMachine):
     def late_packet(self, engine: str, back: int) -> None:
         """A packet of this session comes again, or behind a newer one."""
         self.world.engines[engine].repeat_packet(back)
+
+    @rule(engine=ENGINES)
+    def look_twice(self, engine: str) -> None:
+        """The second look finds what the agent had room for only after the first."""
+        looking = self.world.engines[engine]
+        for _ in range(2):
+            self.world.settle()
+            looking.choose(4, lose_broadcast=False)
+        assert looking.is_up_to_date or looking.agent is None or looking.agent.stopped
+
+    @precondition(lambda self: self.serving)
+    @rule(engine=ENGINES)
+    def idle(self, engine: str) -> None:
+        """Plans come and no step runs, until the socket is full of them."""
+        self.reload(planner={"lease_seconds": 0.2})
+        self.world.advance(3.0)
+        self.look_twice(engine)
 
     # Time.
 
@@ -140,6 +159,18 @@ class Link(RuleBasedStateMachine):
         if process is not None and not process.stopped:
             for _ in range(turns):
                 process.loop.turn()
+
+    @precondition(lambda self: self.serving)
+    @rule(engine=ENGINES, seconds=WAITS)
+    def sleep_through(self, engine: str, seconds: float) -> None:
+        """The sidecar is stopped for a while; as it goes on, reports wait and timers are late."""
+        sidecar = self.world.sidecar
+        assert sidecar is not None
+        sidecar.stopped = True
+        self.step(engine=engine, count=3, batch_size=4, accepted=1, every=1)
+        self.world.clock.advance(seconds)
+        sidecar.stopped = False
+        self.world.settle()
 
     @rule()
     def settle(self) -> None:
@@ -170,6 +201,7 @@ class Link(RuleBasedStateMachine):
         killed = self.world.engines[engine]
         if killed.agent is not None and killed.agent.port is not None:
             self._gentle = False
+            self._bereft.add(engine)
             self.world.kill_agent(killed)
 
     @rule(engine=ENGINES)
@@ -293,9 +325,10 @@ class Link(RuleBasedStateMachine):
                     world.start_agent(engine)
                 engine.run(4, 1)
             world.advance(0.5)
-        for engine in world.engines.values():
+        for name, engine in world.engines.items():
             ledger = engine.ledger
             assert ledger.last_folded == engine.step
+            assert ledger.written == ledger.attempted or name in self._bereft
             if self._gentle:
                 assert ledger.folded + ledger.told_lost == ledger.attempted
         world.require_no_faults()

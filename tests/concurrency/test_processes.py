@@ -3,7 +3,7 @@
 A real agent, a real `controller serve`, and a relay between them that keeps what was issued and
 reported; the test is the engine.  Longer, and along another way:
 
-    SPECULATION_WALK_EVENTS=5000 SPECULATION_WALK_SEED=7 pytest tests/concurrency/test_processes.py --timeout 0
+    SPECULATION_WALK_EVENTS=5000 SPECULATION_WALK_SEED=7 pytest -s tests/concurrency
 """
 
 import contextlib
@@ -11,13 +11,12 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 import grpc
-import psutil
 import pytest
 
 from engine_shim.link import packets
@@ -237,7 +236,7 @@ def walking(directory: Path) -> Iterator[Walk]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(600 + 10 * EVENTS)
 def test_whatever_befalls_the_processes_the_engine_runs_what_was_issued(tmp_path: Path):
     with walking(tmp_path) as walk:
         walk.calm()

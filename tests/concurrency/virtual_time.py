@@ -1,4 +1,4 @@
-"""Virtual time: one clock for everything, and event loops that wait for it instead of for the world.
+"""Virtual time: one clock for everything, and event loops that never wait.
 
 Each process of the world has an event loop of its own, so that one can be stopped, go on, or die
 between any two turns of the others.
@@ -15,8 +15,8 @@ from unittest.mock import patch
 
 from controller.core.clock import VirtualClock
 from controller.service import fleet_estimates, override_book, server
-from controller.store.file_store import FileStore
 from controller.store import file_store
+from controller.store.file_store import FileStore
 from engine_shim.link import engine_link, ranks, sidecar_client
 
 T = TypeVar("T")
@@ -69,7 +69,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def next_timer(self) -> float:
         """When the next timer is due; inf for none."""
         scheduled: Any = self._scheduled  # type: ignore[attr-defined]
-        return min((timer.when() for timer in scheduled if not timer.cancelled()), default=float("inf"))
+        return min(
+            (timer.when() for timer in scheduled if not timer.cancelled()), default=float("inf")
+        )
 
     def finish(self, work: Coroutine[Any, Any, T]) -> T:
         """Runs until this is done, which must not take time."""

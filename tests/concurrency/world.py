@@ -15,6 +15,8 @@ from types import SimpleNamespace
 from typing import Any, Final
 from unittest.mock import patch
 
+import pytest
+
 from controller.core.clock import VirtualClock
 from controller.core.engine_controller import EngineController
 from controller.core.overrides import Override
@@ -22,8 +24,8 @@ from controller.core.profile import Profile
 from controller.core.types import Arm, StepReport
 from controller.core.types import EngineSpec as CoreSpec
 from controller.service.converters import engine_from_proto
+from controller.service.errors import NoSessionError
 from controller.service.server import Sidecar
-from controller.service.sessions import SessionRegistry
 from controller.service.steering import SpeculationServicer
 from controller.settings import Settings
 from controller.store.port import Who
@@ -56,6 +58,8 @@ _MOST_TURNS: Final = 5_000
 _EDGE_SECONDS: Final = 1e-3
 # Past a timer by more than rounding, as any real clock is.
 _TICK_SECONDS: Final = 1e-6
+_OUT_BYTES: Final = 24_000
+_IN_BYTES: Final = 6_000
 _MOST_EPOCHS: Final = 2**64 - 1
 # What sending the plan after the last epoch raises: the stream ends, and a new session begins.
 _WORN_OUT: Final = "ValueError('Value out of range: 1844674407370955"
@@ -159,6 +163,8 @@ class Engine:
         self._held_back: list[Update] = []
         # The newest plans that its steering took.
         self._taken: deque[PlanPacket] = deque(maxlen=4)
+        # The newest plan that its agent had as packets were lost.
+        self._missed: tuple[int, int] | None = None
         self.ledger = Ledger(spec, GRACE_SECONDS, safe_choice(1))
         self.agent: AgentProcess | None = None
         self.step = 0
@@ -192,6 +198,7 @@ class Engine:
         """The next packet for it, plan or event, is read by nobody."""
         peer = self.link._connected()
         if peer is not None:
+            self._missed = self.ledger.newest_taken
             with contextlib.suppress(OSError):
                 peer.recv(packets.MAX_PLAN_BYTES, socket.MSG_DONTWAIT)
 
@@ -204,6 +211,13 @@ class Engine:
             late = packets.encode_plan(mine[max(0, len(mine) - 1 - back)])
             with contextlib.suppress(OSError):
                 self.agent.port._peer.send(late, socket.MSG_DONTWAIT)
+
+    @property
+    def is_up_to_date(self) -> bool:
+        """Whether it has the newest plan that its agent took up, or cannot have it."""
+        believed, newest = self.link.steering.plan, self.ledger.newest_taken
+        reached = believed is not None and (believed.session, believed.epoch) == newest
+        return reached or self.agent is None or newest in {self._missed, (0, 0)}
 
     def run(self, batch_size: int, accepted: int, lose_broadcast: bool = False) -> Choice:
         """One step; `accepted` draft tokens by each sequence, if so many were drafted."""
@@ -388,6 +402,9 @@ class World:
         assert engine.agent is None
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.settimeout(0)
+        # Small enough to be full of reports, or of plans, within a few virtual seconds.
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _OUT_BYTES)
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _IN_BYTES)
         said = EngineSpec(safe_gamma=1)
         said.MergeFrom(engine.spec)
         ours.send(packets.encode_hello(said.SerializeToString()))
@@ -487,10 +504,16 @@ class World:
         """Its name is introduced by somebody else."""
         assert self.sidecar is not None
 
-        async def introduce(registry: SessionRegistry) -> None:
+        registry = self.sidecar.sidecar.registry
+        before = [s.session_id for s in registry if s.engine_id == engine_id]
+
+        async def introduce() -> None:
             registry.introduce(engine_from_proto(self.engines[engine_id].spec))
 
-        self.sidecar.loop.finish(introduce(self.sidecar.sidecar.registry))
+        self.sidecar.loop.finish(introduce())
+        for session_id in before:
+            with pytest.raises(NoSessionError):
+                registry.by_token(session_id)
 
     def age(self, engine_id: str, left: int) -> None:
         """Its session has made all plans and probes but so many."""
@@ -508,6 +531,8 @@ class World:
             session_id = message.session_id
         if event == "read":
             ledger.read(message.dropped_reports)
+        elif event == "written":
+            ledger.wrote(len(message.reports), message.dropped_reports)
         elif not message.HasField("plan"):
             assert not message.rejections, message
         elif event == "sent":
