@@ -15,6 +15,8 @@ import grpc
 import grpc.aio
 
 from speculation.v1.service_pb2 import (
+    DecideRequest,
+    DecideResponse,
     IntroduceRequest,
     IntroduceResponse,
     SteerRequest,
@@ -103,6 +105,9 @@ class Relay(SpeculationServiceServicer):
             finally:
                 self._streams.discard(this)
                 sending.cancel()
+
+    async def Decide(self, request: DecideRequest, context: Any) -> DecideResponse:
+        raise NotImplementedError
 
     def _tell(self, kind: str, session: str, message: Any) -> None:
         try:

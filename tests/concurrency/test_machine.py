@@ -4,7 +4,7 @@ A machine of hypothesis deals the events; the ledger judges every choice, plan a
 happens (see there for what must hold), and at the end of each run, when all processes run and the
 network moves, the engines must be steered by the newest plan.  For hours instead of seconds:
 
-    SPECULATION_MACHINE_EXAMPLES=20000 pytest tests/concurrency/test_machine.py --timeout 0
+    CONCURRENCY_EXAMPLES=100000 make test ARGS="tests/concurrency/test_machine.py"
 """
 
 import os
@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
+import pytest
 import structlog
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -30,7 +31,7 @@ from controller.settings import Settings
 from engine_shim.link.translate import session_tag
 from tests.concurrency.world import STEP_SECONDS, Engine, Process, World
 
-EXAMPLES: Final = int(os.environ.get("SPECULATION_MACHINE_EXAMPLES", "100"))
+EXAMPLES: Final = int(os.environ.get("CONCURRENCY_EXAMPLES", "80"))
 # Longer than any lease, silence and wait of the link.
 _PATIENCE_SECONDS: Final = 60.0
 
@@ -358,6 +359,7 @@ class Link(RuleBasedStateMachine):
         return self.world.sidecar if which == 2 else engines[which].agent
 
 
+@pytest.mark.timeout(300 + 10 * EXAMPLES)
 def test_in_any_order_the_engine_runs_what_was_issued_and_the_core_counts_what_was_run():
     def drop(*_: object) -> dict[str, object]:
         raise structlog.DropEvent

@@ -3,7 +3,7 @@
 A real agent, a real `controller serve`, and a relay between them that keeps what was issued and
 reported; the test is the engine.  Longer, and along another way:
 
-    SPECULATION_WALK_EVENTS=5000 SPECULATION_WALK_SEED=7 pytest -s tests/concurrency
+    CONCURRENCY_EVENTS=5000 CONCURRENCY_SEED=7 pytest -s tests/concurrency/test_processes.py
 """
 
 import contextlib
@@ -30,8 +30,8 @@ from tests.controller.cli.sidecar_process import SidecarProcess, sidecar_process
 from tests.engine_shim.link.eventually import eventually
 from tests.engine_shim.link.fake_sidecar import engine_spec
 
-EVENTS: Final = int(os.environ.get("SPECULATION_WALK_EVENTS", "40"))
-SEED: Final = int(os.environ.get("SPECULATION_WALK_SEED", "1"))
+EVENTS: Final = int(os.environ.get("CONCURRENCY_EVENTS", "40"))
+SEED: Final = int(os.environ.get("CONCURRENCY_SEED", "1"))
 GRACE_SECONDS: Final = 1.0
 LEASE_SECONDS: Final = 0.5
 _PATIENCE_SECONDS: Final = 120.0

@@ -43,6 +43,7 @@ from speculation.v1.engine_pb2 import (
     Capabilities,
     Drafter,
     EngineSpec,
+    Fingerprint,
 )
 from speculation.v1.service_pb2 import IntroduceResponse
 from tests.concurrency.ledger import Ledger, Step
@@ -67,7 +68,7 @@ _OPERATOR: Final = Who("operator", "a test", "unix:")
 
 
 def specs() -> list[EngineSpec]:
-    """One of three ranks with two drafters that can sleep and learn; one plain."""
+    """One with two drafters, that can sleep and learn; one plain, of few batch buckets."""
     rich = EngineSpec(
         engine_id="rich",
         drafters=[
@@ -81,6 +82,7 @@ def specs() -> list[EngineSpec]:
     )
     plain = EngineSpec(
         engine_id="plain",
+        fingerprint=Fingerprint(graph_batch_sizes=(1, 8, 16)),
         drafters=[Drafter(name="mtp", kind=DRAFTER_KIND_MTP, gammas=(0, 1, 2, 3))],
         max_batch_size=MAX_BATCH_SIZE,
     )
