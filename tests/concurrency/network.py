@@ -57,7 +57,9 @@ class Network:
         moved = False
         for name, queue in (("up", self.up), ("down", self.down)):
             while queue and name not in self.held:
-                queue.popleft()[1]()
+                channel, arrive = queue.popleft()
+                if not channel.vanished:
+                    arrive()
                 moved = True
         return moved
 
@@ -86,6 +88,8 @@ class Channel:
     def __init__(self, network: Network, engine: str) -> None:
         self._network = network
         self.engine = engine
+        # Nothing comes through any more, and neither end is told.
+        self.vanished = False
         self.calls: list[Call] = []
         network.channels.append(self)
 

@@ -195,6 +195,27 @@ class Link(RuleBasedStateMachine):
         channels = self.world.network.channels
         self.world.network.cut(channels[which % len(channels)], arriving)
 
+    @precondition(lambda self: self.world.network.channels)
+    @rule(which=st.integers(0, 1))
+    def vanish(self, which: int) -> None:
+        """A connection dies, and neither end is told."""
+        self._gentle = False
+        channels = self.world.network.channels
+        channels[which % len(channels)].vanished = True
+
+    @precondition(lambda self: self.world.network.channels)
+    @rule(which=st.integers(0, 1))
+    def break_under_way(self, which: int) -> None:
+        """A connection breaks while the agent waits to have written."""
+        channels = self.world.network.channels
+        channel = channels[which % len(channels)]
+        self.world.network.held.add("down")
+        self.step(engine=channel.engine, count=9, batch_size=4, accepted=1, every=1)
+        if channel in self.world.network.channels:
+            self._gentle = False
+            self.world.network.cut(channel, arriving=100)
+        self.world.network.held.discard("down")
+
     # Processes.
 
     @rule(engine=ENGINES)
@@ -226,10 +247,18 @@ class Link(RuleBasedStateMachine):
     @precondition(lambda self: self.serving)
     @rule()
     def part(self) -> None:
-        """SIGTERM."""
+        """SIGTERM; engines that are steered hold their plan for longer then."""
         self._gentle = False
         assert self.world.sidecar is not None
+        self.world.settle()
+        steered = [engine for engine in self.world.engines.values() if self.is_reached(engine)]
         self.world.sidecar.part()
+        self.world.settle()
+        for engine in steered:
+            engine.choose(4, lose_broadcast=False)
+            believed = engine.link.steering.plan
+            assert believed is not None
+            assert believed.lease_ms == 1000 * self.world.settings.last_lease_seconds
 
     @rule(which=st.integers(0, 2))
     def stop(self, which: int) -> None:
@@ -348,6 +377,13 @@ class Link(RuleBasedStateMachine):
             and (believed.session, believed.epoch) == newest
             and engine.ledger.last_folded == engine.step
         )
+
+    def is_reached(self, engine: Engine) -> bool:
+        """Steered, and nothing is between it and the sidecar."""
+        channels = self.world.network.channels
+        mine = [c for c in channels if c.engine == engine.spec.engine_id and not c.vanished]
+        moving = engine.agent is not None and not engine.agent.stopped
+        return bool(mine) and moving and not self.world.network.held and self.is_steered(engine)
 
     @property
     def serving(self) -> bool:
