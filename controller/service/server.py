@@ -121,6 +121,7 @@ class Sidecar:
 
     def _opened(self, session: Session, before: Session | None) -> None:
         """What is known elsewhere comes to a new session in the background."""
+        session.before_plan = self.book.end_over
         if self._telemetry is not None:
             session.on_decision = self._telemetry.decision
         if isinstance(session.core, TapedController):

@@ -1,8 +1,8 @@
 """What has gone out on one stream, so that what its sidecar did not take in is not lost.
 
 A sidecar that stops says how much it has received; what was sent after that goes back to the
-buffer, for the next sidecar.  One that is killed says nothing: then only a message whose writing
-has failed goes back, since what happened to the others nobody knows.
+buffer, for the next sidecar.  One that is killed says nothing: then only a message that certainly
+never left goes back, since what happened to the others nobody knows, and none may count twice.
 """
 
 from collections import deque
@@ -23,7 +23,8 @@ class SentReports:
         self._buffer = buffer
         self._newest: deque[ReportPacket] = deque(maxlen=buffer.capacity)
         self._sent = Received()
-        self._unsure = Received()
+        self._last = Received()
+        self._unsent = Received()
         self.received: Received | None = None
 
     def begin(self, reports: Sequence[ReportPacket], dropped: int) -> None:
@@ -32,15 +33,15 @@ class SentReports:
         self._newest.extend(reports)
         self._sent.reports += len(reports)
         self._sent.dropped_reports += dropped
-        self._unsure = Received(reports=len(reports), dropped_reports=dropped)
+        self._last = Received(reports=len(reports), dropped_reports=dropped)
 
-    def done(self) -> None:
-        """That message was written."""
-        self._unsure = Received()
+    def did_not_go_out(self) -> None:
+        """The stream had ended before that message."""
+        self._unsent = self._last
 
     def take_back(self) -> None:
         """The stream is over: what was not received goes back to the buffer."""
-        reports, dropped = self._unsure.reports, self._unsure.dropped_reports
+        reports, dropped = self._unsent.reports, self._unsent.dropped_reports
         if self.received is not None:
             reports = max(0, self._sent.reports - self.received.reports)
             dropped = max(0, self._sent.dropped_reports - self.received.dropped_reports)

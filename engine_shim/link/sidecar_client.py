@@ -213,7 +213,10 @@ class _Session:
                     return
 
     async def _write_one(self) -> bool:
-        """Sends what has piled up, or a sign of life; False when the stream is over."""
+        """Sends what has piled up, or a sign of life; False when the stream is over.
+
+        What was on its way as the stream broke may have arrived: no report is sent twice.
+        """
         self._sign_due = False
         batch: list[ReportPacket] = []
         request = SteerRequest(session_id=self._id)
@@ -230,8 +233,9 @@ class _Session:
         try:
             await self._call.write(request)
         except asyncio.InvalidStateError:
-            return False  # the stream ended meanwhile; its status tells why
-        self._sent.done()
+            # The stream had ended before; its status tells why.
+            self._sent.did_not_go_out()
+            return False
         return True
 
     async def _watch(self) -> None:

@@ -9,12 +9,12 @@ CAPACITY = 6
 
 
 def sent(buffer: ReportBuffer, *sizes: int, fails: bool = False) -> SentReports:
-    """Messages of these sizes, steps counted from 1; the last one's writing may fail."""
+    """Messages of these sizes, steps counted from 1; the last one may come too late to leave."""
     stream = SentReports(buffer)
-    for number, size in enumerate(sizes, 1):
+    for size in sizes:
         stream.begin(buffer.take(size), buffer.dropped)
-        if not (fails and number == len(sizes)):
-            stream.done()
+    if fails:
+        stream.did_not_go_out()
     return stream
 
 
@@ -47,7 +47,7 @@ def test_a_write_that_failed_after_it_was_received_is_not_sent_again():
     assert steps_in(buffer) == [3]
 
 
-def test_without_a_last_word_only_what_was_not_written_goes_back():
+def test_without_a_last_word_only_what_never_left_goes_back():
     buffer = filled(5, dropped=4)
     stream = sent(buffer, 2, 2)
     stream.take_back()
@@ -71,7 +71,6 @@ def test_what_is_no_longer_kept_is_counted():
     stream = SentReports(buffer)
     for step in range(1, 11):
         stream.begin([report(step)], 0)
-        stream.done()
     stream.received = Received(reports=1)
     stream.take_back()
     assert buffer.dropped == 3
