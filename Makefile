@@ -6,7 +6,7 @@ PYTHON ?= python3
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check format test bench demo lab gpu-check models proto lock clean
+.PHONY: help setup check format test bench fuzz demo lab gpu-check models proto lock clean
 
 help: ## What there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,6 +33,9 @@ test: setup ## All tests (ARGS="-m 'not engine and not packaging'" for the quick
 
 bench: setup ## Benchmarks only
 	@$(PYTHON_IN) -m pytest tests/bench $(ARGS)
+
+fuzz: setup ## Bad input for everything that reads, for as long as you like (ARGS="--minutes 240")
+	@$(PYTHON_IN) -m tests.fuzz $(ARGS)
 
 demo: setup ## One stream of prompts, four policies, on the real SGLang
 	@$(PYTHON_IN) -m engine_shim.cpu.demo $(ARGS)
