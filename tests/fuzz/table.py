@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 
 from tests.fuzz.target import Target
-from tests.fuzz.targets import engine, http, rpc, sidecar, simulation
+from tests.fuzz.targets import engine, http, rpc, sidecar, simulation, store
 
 TARGETS: Mapping[str, Target] = {
     target.name: target
-    for module in (rpc, sidecar, simulation, engine, http)
+    for module in (rpc, sidecar, store, simulation, engine, http)
     for target in module.TARGETS
 }
