@@ -6,7 +6,7 @@ PYTHON ?= python3
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check format test bench faults soak demo lab gpu-check models proto lock clean
+.PHONY: help setup check format test bench faults soak fuzz demo lab gpu-check models proto lock clean
 
 help: ## What there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,6 +39,9 @@ faults: setup ## Kills, stops, cuts off and fills up what can be, and shows what
 
 soak: setup ## Half an hour of load: nothing may grow, nothing may differ from what is on record
 	@$(PYTHON_IN) -m tests.soak $(ARGS)
+
+fuzz: setup ## Bad input for everything that reads, for as long as you like (ARGS="--minutes 240")
+	@$(PYTHON_IN) -m tests.fuzz $(ARGS)
 
 demo: setup ## One stream of prompts, four policies, on the real SGLang
 	@$(PYTHON_IN) -m engine_shim.cpu.demo $(ARGS)

@@ -194,6 +194,18 @@ class Settings(BaseSettings):
     max_message_bytes: int = Field(
         4 * 1024 * 1024, ge=64 * 1024, description="Largest gRPC message, either way."
     )
+    max_connections: int = Field(
+        2048,
+        ge=16,
+        le=65_536,
+        description="Connections at a time, on each address; more are closed at once.",
+    )
+    max_open_calls: int = Field(
+        4096,
+        ge=64,
+        le=65_536,
+        description="Calls under way at a time, open streams among them; more are refused.",
+    )
     reflection: bool = Field(default=True, description="Serve gRPC reflection.")
     channelz: bool = Field(
         default=False,

@@ -13,6 +13,11 @@ settings.load_profile("default")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """For `tests/hostile`."""
+    parser.addoption("--hostile-scale", type=int, default=1, help="attacks so many times as big")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with slow tests first: workers beside each other then end at about the same time."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}

@@ -276,7 +276,7 @@ def _add_regime(rule: "policy_pb2.OverrideRule", text: str | None) -> None:
         "collect": plan_pb2.REGIME_MODE_COLLECT,
         "online": plan_pb2.REGIME_MODE_ONLINE,
     }
-    if mode not in modes or (mode == "online") != stride.isdigit():
+    if mode not in modes or (mode == "online") != stride.isdecimal():
         raise typer.BadParameter("--regime is off, collect, or online:STRIDE (online:10)")
     rule.regime.mode = modes[mode]
     rule.regime.stride = int(stride or 0)

@@ -121,7 +121,7 @@ def serve(
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
     from controller.core.errors import SpeculationError
-    from controller.service import logs
+    from controller.service import limits, logs
     from controller.service.server import Sidecar
     from controller.settings import Settings, SettingsError
 
@@ -136,6 +136,7 @@ def serve(
         typer.echo(f"controller serve: {error}", err=True)
         raise typer.Exit(Exit.USAGE) from error
     logs.configure(settings.log_level)
+    limits.raise_descriptors(settings)
     try:
         asyncio.run(Sidecar(settings).run(read))
     except SpeculationError as error:

@@ -1,5 +1,13 @@
 """Errors of the decision core.  Each says what was wrong and, where it helps, what to do."""
 
+from typing import Final
+
+# What comes of taking stored JSON for what it should be where it is something else: no JSON, other
+# kinds of values, missing keys, nesting without an end, numbers that fit nowhere.
+MALFORMED: Final = (
+    ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError,
+)  # fmt: skip
+
 
 class SpeculationError(Exception):
     """Base of every error that this project raises on purpose."""

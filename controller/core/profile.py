@@ -187,7 +187,10 @@ def _build(kind: type[_T], values: object, where: str) -> _T:
 def _coerce(annotation: object, value: object, where: str) -> object:
     """Checks one value against the annotation of its field (the few kinds that profiles use)."""
     if annotation is float and isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError as error:
+            raise InvalidProfileError(f"{where}: a number of hundreds of digits") from error
     if annotation is int and isinstance(value, int) and not isinstance(value, bool):
         return value
     if annotation is str and isinstance(value, str):

@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 
-from controller.core.errors import InvalidTrainingError
+from controller.core.errors import MALFORMED, InvalidTrainingError
 from controller.core.types import StepReport
 
 # Rounds that are remembered, for people.
@@ -323,7 +323,7 @@ def from_json(text: str) -> TrainingState:
             **body, trial=None if trial is None else Trial(**trial), history=history
         )
         _check(state)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except MALFORMED as error:
         raise InvalidTrainingError(f"no state of training: {error}") from error
     return state
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
-from controller.core.errors import InvalidBeliefError
+from controller.core.errors import MALFORMED, InvalidBeliefError
 from controller.core.types import MAX_GAMMA, MAX_LABEL_CHARACTERS
 
 HALF_LIFE_SECONDS = 6 * 3600.0
@@ -64,7 +64,7 @@ def from_json(text: str) -> list[Belief]:
             )
             for item in body
         ]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except MALFORMED as error:
         raise InvalidBeliefError(f"not beliefs: {error!r}") from error
 
 

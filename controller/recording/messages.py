@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 from google.protobuf.message import Message
 
 from controller.core import selective_training, warm_start
-from controller.core.errors import SpeculationError
+from controller.core.errors import MALFORMED, SpeculationError
 from controller.core.profile import Profile
 from controller.core.selective_training import TrainingSettings
 from controller.core.settings import PlannerSettings
@@ -201,7 +201,7 @@ def _opening(message: record_pb2.RecordOpening) -> Opening:
 def _settings(kind: type[_Settings], text: str) -> _Settings:
     try:
         return kind(**json.loads(text))
-    except (ValueError, TypeError, RecursionError) as error:
+    except MALFORMED as error:
         raise RecordingError(f"{kind.__name__} that cannot be: {error}") from error
 
 

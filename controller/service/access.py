@@ -17,9 +17,9 @@ and is read again when it changes.  It holds digests of tokens, no tokens.
 """
 
 import hashlib
-import inspect
 import re
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from enum import Flag, auto
@@ -29,7 +29,6 @@ from typing import Any
 import grpc
 import grpc.aio
 import structlog
-from google.protobuf.message import DecodeError
 
 from controller.core.errors import SpeculationError
 from controller.service.errors import (
@@ -39,6 +38,7 @@ from controller.service.errors import (
     abort,
 )
 from controller.service.operator_door import OperatorDoor, Peer
+from controller.service.reading import read_after
 
 _LOOK_SECONDS = 1.0
 _log = structlog.get_logger(__name__)
@@ -68,6 +68,9 @@ _LIMITS = {
     Right.STEER: (50_000.0, 100_000.0),
     Right.OVERRIDE: (20.0, 200.0),
 }
+
+# Streams that are open to be told of news, of health or overrides, say.
+_WATCHES_MAX = 64
 
 
 def right_of(method: str) -> Right:
@@ -183,6 +186,8 @@ class Guard(grpc.aio.ServerInterceptor):
         self._access = access
         self._door = door
         self._buckets = {right: _Bucket(*limit) for right, limit in _LIMITS.items()}
+        # Open streams of those who only look on: of operators, and of all others.
+        self._watches = Counter[bool]()
 
     async def intercept_service(
         self,
@@ -192,29 +197,46 @@ class Guard(grpc.aio.ServerInterceptor):
         """Puts the check before the call's own handler."""
         handler = await continuation(handler_call_details)
         right = right_of(handler_call_details.method)
-        if handler is None or right is Right.NONE:
-            return handler
+        if handler is None:
+            return None
         local = _kind(handler_call_details.method) in _LOCAL
-        return _guarded(handler, lambda context: self._check(context, right, local=local))
+        streams = handler.request_streaming or handler.response_streaming
+        watches = streams and right in {Right.NONE, Right.READ}
 
-    async def _check(self, context: Any, right: Right, *, local: bool) -> None:
-        try:
-            if local and not (context.peer() or "").startswith("unix"):
-                raise ForbiddenError("channelz is served on the unix sockets only")
-            caller = caller_of(context, self._access, self._door.peers)
-            if right not in caller.rights:
-                raise ForbiddenError(
-                    f"{caller.name} has not the right to {(right.name or '').lower()} here"
-                    + (
-                        f": overrides are set on the operators' socket, unix:{self._door.path}"
-                        if right is Right.OVERRIDE
-                        else ""
-                    )
+        async def check(context: Any) -> None:
+            try:
+                if right is not Right.NONE:
+                    self._check(context, right, local=local)
+                if watches:
+                    self._watch(context)
+            except SpeculationError as error:
+                await abort(context, error)
+
+        return read_after(handler, check)
+
+    def _check(self, context: Any, right: Right, *, local: bool) -> None:
+        if local and not (context.peer() or "").startswith("unix"):
+            raise ForbiddenError("channelz is served on the unix sockets only")
+        caller = caller_of(context, self._access, self._door.peers)
+        if right not in caller.rights:
+            raise ForbiddenError(
+                f"{caller.name} has not the right to {(right.name or '').lower()} here"
+                + (
+                    f": overrides are set on the operators' socket, unix:{self._door.path}"
+                    if right is Right.OVERRIDE
+                    else ""
                 )
-            if not self._buckets[right].take():
-                raise TooManyCallsError("too many calls: try again in a moment")
-        except SpeculationError as error:
-            await abort(context, error)
+            )
+        if not self._buckets[right].take():
+            raise TooManyCallsError("too many calls: try again in a moment")
+
+    def _watch(self, context: Any) -> None:
+        """Counts a stream that stays open to be told of news; operators' apart."""
+        who = context.peer() in self._door.peers
+        if self._watches[who] >= _WATCHES_MAX:
+            raise TooManyCallsError(f"{_WATCHES_MAX} such streams are open already: close some")
+        self._watches[who] += 1
+        context.add_done_callback(lambda _: self._watches.subtract([who]))
 
 
 def caller_of(context: Any, access: AccessList | None, operators: Mapping[str, Peer]) -> Caller:
@@ -278,42 +300,6 @@ class _Bucket:
             return False
         self._left -= 1
         return True
-
-
-def _guarded(handler: Any, check: Callable[[Any], Awaitable[None]]) -> Any:
-    """The handler with the check before it, whatever kind of call it is."""
-    asks = "stream" if handler.request_streaming else "unary"
-    answers = "stream" if handler.response_streaming else "unary"
-    inner = getattr(handler, f"{asks}_{answers}")
-    make = getattr(grpc, f"{asks}_{answers}_rpc_method_handler")
-
-    async def admitted(request: Any, context: Any) -> Any:
-        await check(context)
-        # A single request is read only now: nothing is parsed for those who may not call.
-        return request if handler.request_streaming else await _read(request, handler, context)
-
-    async def checked(request: Any, context: Any) -> Any:
-        return await inner(await admitted(request, context), context)
-
-    async def checked_answers(request: Any, context: Any) -> Any:
-        async for answer in inner(await admitted(request, context), context):
-            yield answer
-
-    yields = inspect.isasyncgenfunction(inner)
-    return make(
-        checked_answers if yields else checked,
-        handler.request_deserializer if handler.request_streaming else None,
-        handler.response_serializer,
-    )
-
-
-async def _read(request: bytes, handler: Any, context: Any) -> Any:
-    try:
-        return handler.request_deserializer(request)
-    except DecodeError as error:
-        await context.abort(
-            grpc.StatusCode.INVALID_ARGUMENT, f"the request cannot be read: {error}"[:500]
-        )
 
 
 def certificates(certificate: Path, key: Path, client_ca: Path | None) -> grpc.ServerCredentials:

@@ -4,7 +4,10 @@
 core's types refuse; the other direction cannot fail.
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict
+
+from google.protobuf.message import Message
 
 from controller.core.errors import InvalidEngineError
 from controller.core.explanation import Explanation
@@ -37,6 +40,8 @@ from controller.service.shapes import (
 from controller.service.training_messages import training_to_proto
 from speculation.v1 import engine_pb2, plan_pb2, service_pb2
 
+# Characters, or entries.
+_LENGTH_MAX = 4096
 _KIND_TO_PROTO = {
     DrafterKind.MTP: engine_pb2.DRAFTER_KIND_MTP,
     DrafterKind.DFLASH: engine_pb2.DRAFTER_KIND_DFLASH,
@@ -63,7 +68,8 @@ _REGIME_TO_PROTO = {
 
 
 def engine_from_proto(message: engine_pb2.EngineSpec) -> EngineSpec:
-    """Raises InvalidEngineError if the introduction contradicts itself."""
+    """Raises InvalidEngineError if the introduction contradicts itself, or is endless."""
+    _bound(message)
     fingerprint, able = message.fingerprint, message.capabilities
     return EngineSpec(
         engine_id=message.engine_id,
@@ -97,6 +103,17 @@ def engine_from_proto(message: engine_pb2.EngineSpec) -> EngineSpec:
         shape=model_shape_from_proto(message.shape) if message.HasField("shape") else None,
         safe_gamma=message.safe_gamma if message.HasField("safe_gamma") else None,
     )
+
+
+def _bound(message: Message) -> None:
+    """An introduction is kept, shown and compared: none of its texts and lists may be endless."""
+    for field, value in message.ListFields():
+        length = len(value) if isinstance(value, Sequence) else 0
+        if length > _LENGTH_MAX:
+            raise InvalidEngineError(f"{field.name} is {length} long: {_LENGTH_MAX} at most")
+        for part in value if length and not isinstance(value, str) else (value,):
+            if isinstance(part, Message):
+                _bound(part)
 
 
 def _drafter_from_proto(message: engine_pb2.Drafter) -> DrafterSpec:

@@ -18,7 +18,7 @@ from controller.core.errors import (
     UnknownArmError,
 )
 from controller.core.overrides import InvalidOverrideError
-from controller.store.port import StoreError, StoreUnavailableError
+from controller.store.port import StoreError, StoreUnavailableError, UnknownSequenceError
 
 # A message may quote what a client sent; this is as much of it as goes back.
 _MESSAGE_MAX = 500
@@ -54,6 +54,14 @@ class NoMatchingEngineError(SpeculationError):
 
 class InvalidQuestionError(SpeculationError):
     """A question about what cannot be."""
+
+
+class UnreadableRequestError(SpeculationError):
+    """Bytes that are no message of the call."""
+
+
+class SilentClientError(SpeculationError):
+    """A client opens a stream and says nothing."""
 
 
 class SlowClientError(SpeculationError):
@@ -134,6 +142,8 @@ _STATUS: tuple[tuple[type[SpeculationError], grpc.StatusCode], ...] = (
     (InvalidMeasurementError, grpc.StatusCode.INVALID_ARGUMENT),
     (NoMatchingEngineError, grpc.StatusCode.FAILED_PRECONDITION),
     (InvalidQuestionError, grpc.StatusCode.INVALID_ARGUMENT),
+    (UnreadableRequestError, grpc.StatusCode.INVALID_ARGUMENT),
+    (SilentClientError, grpc.StatusCode.DEADLINE_EXCEEDED),
     (SlowClientError, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (ProfileNotSavedError, grpc.StatusCode.INTERNAL),
     (ShuttingDownError, grpc.StatusCode.UNAVAILABLE),
@@ -149,6 +159,7 @@ _STATUS: tuple[tuple[type[SpeculationError], grpc.StatusCode], ...] = (
     (InvalidTrainingError, grpc.StatusCode.INVALID_ARGUMENT),
     (CannotTrainError, grpc.StatusCode.FAILED_PRECONDITION),
     (TrainerPresentError, grpc.StatusCode.ALREADY_EXISTS),
+    (UnknownSequenceError, grpc.StatusCode.INVALID_ARGUMENT),
     (StoreUnavailableError, grpc.StatusCode.UNAVAILABLE),
     (StoreError, grpc.StatusCode.INTERNAL),
 )

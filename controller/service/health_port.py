@@ -8,7 +8,12 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2
 
+from controller.service import limits
+from controller.service.reading import Reading
+
 _MESSAGE_BYTES = 4096
+_CONNECTIONS = 64
+_CALLS = 256
 
 
 class HealthPort:
@@ -17,10 +22,13 @@ class HealthPort:
     def __init__(self, servicer: health.aio.HealthServicer, address: str) -> None:
         """Raises RuntimeError when the address cannot be bound."""
         self._server = grpc.aio.server(
+            interceptors=[Reading()],
             options=[
                 ("grpc.max_receive_message_length", _MESSAGE_BYTES),
                 ("grpc.so_reuseport", 0),
-            ]
+                *limits.connection_options(_CONNECTIONS),
+            ],
+            maximum_concurrent_rpcs=_CALLS,
         )
         check = grpc.unary_unary_rpc_method_handler(
             servicer.Check,

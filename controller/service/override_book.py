@@ -317,7 +317,7 @@ async def _changes(queue: "_Queue") -> AsyncIterator[Change]:
 
 def _revision(etag: str) -> int:
     number = etag.partition("-")[0]
-    if etag and not number.isdigit():
+    if etag and not number.isdecimal():
         raise OverrideChangedError(f"etag {etag[:40]!r} is none: send it as it was given")
     return int(number[:18]) if etag else 0
 

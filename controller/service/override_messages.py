@@ -212,5 +212,8 @@ def audit_to_proto(record: AuditRecord) -> policy_pb2.AuditRecord:
     )
     for body, part in ((record.before, message.before), (record.after, message.after)):
         if body:
-            json_format.Parse(body, part, ignore_unknown_fields=True)
+            try:
+                json_format.Parse(body, part, ignore_unknown_fields=True)
+            except json_format.ParseError:
+                part.Clear()
     return message

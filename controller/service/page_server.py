@@ -4,31 +4,28 @@
     GET /api/v1/state                         sidecar, overrides, every engine in one line
     GET /api/v1/engine?id=ENGINE&since=TIME   one engine in full, its history after TIME
 
-Nothing can be changed here.  Requests have threads of their own, a bounded number of them; only
-what they ask the viewer runs on the event loop.  On the loopback address a request must name it as
+Nothing can be changed here.  Requests have threads of their own (`http_server`); only what they ask
+the viewer runs on the event loop.  On the loopback address a request must name it as
 its host: a page of somebody else, whose name has been made to point here, does not.
 """
 
 import asyncio
-import contextlib
 import hashlib
 import ipaddress
 import json
 import math
-import socket
-import threading
 from collections.abc import Coroutine
 from dataclasses import asdict
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from importlib import resources
-from socketserver import TCPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import structlog
 
 from controller.service.errors import AddressTakenError, UnknownEngineError
+from controller.service.http_server import SILENCE_SECONDS, HttpServer
 from controller.service.view import EngineLine
 from controller.service.viewer import Viewer
 
@@ -49,15 +46,8 @@ _HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-cache",
 }
-# Requests at a time; more are told to come again.
-_REQUESTS_MAX = 8
-# A client that says nothing, or reads nothing, for this time is cut off.
-_SILENCE_SECONDS = 5.0
 # The event loop has to answer within this time.
 _ANSWER_SECONDS = 5.0
-
-# How often it looks whether it shall close.
-_CLOSE_SECONDS = 0.1
 
 _log = structlog.get_logger(__name__)
 
@@ -76,16 +66,12 @@ class PageServer:
         self.loopback = _is_loopback(host)
         self._loop = loop
         try:
-            self._server = _Server((host, port), _handler_of(self))
+            self._server = HttpServer(host, port, _handler_of(self), "page")
         except OSError as error:
             raise AddressTakenError(
                 f"the page cannot be served on {host}:{port}: {error.strerror}; name another port "
                 "with --page-port, or 0 for none"
             ) from error
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(_CLOSE_SECONDS,), name="page", daemon=True
-        )
-        self._thread.start()
         if not self.loopback:
             _log.warning("page_open", host=host, port=port, detail="anyone who reaches it may read")
 
@@ -100,47 +86,7 @@ class PageServer:
 
     def close(self) -> None:
         """Stops serving.  Not to be called on the event loop."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-
-
-class _Server(ThreadingHTTPServer):
-    """With a bounded number of threads."""
-
-    daemon_threads = True
-
-    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
-        if ":" in address[0]:
-            self.address_family = socket.AF_INET6
-        self._free = threading.BoundedSemaphore(_REQUESTS_MAX)
-        super().__init__(address, handler)
-
-    def server_bind(self) -> None:
-        """Without the look-up of the machine's own name."""
-        TCPServer.server_bind(self)
-        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """On a thread, if one is free."""
-        if not self._free.acquire(blocking=False):
-            request.settimeout(0)
-            with contextlib.suppress(OSError):
-                request.send(b"HTTP/1.0 503 Service Unavailable\r\nRetry-After: 1\r\n\r\n")
-            self.shutdown_request(request)
-            return
-        super().process_request(request, client_address)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """One request."""
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._free.release()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away, mostly."""
-        _log.debug("page_request_broke", exc_info=True)
+        self._server.close()
 
 
 def _handler_of(page: PageServer) -> type[BaseHTTPRequestHandler]:
@@ -154,7 +100,7 @@ class _Handler(BaseHTTPRequestHandler):
     """One request."""
 
     of: PageServer
-    timeout = _SILENCE_SECONDS
+    timeout = SILENCE_SECONDS
     server_version, sys_version = "controller", ""
 
     def do_GET(self) -> None:
@@ -162,11 +108,11 @@ class _Handler(BaseHTTPRequestHandler):
         if self.of.loopback and not _names_loopback(self.headers.get("Host", "")):
             self._answer(HTTPStatus.MISDIRECTED_REQUEST, b"this host is not served here\n", _TEXT)
             return
-        url = urlsplit(self.path)
-        if (file := self.of.files.get(url.path)) is not None:
-            self._answer(HTTPStatus.OK, *file)
-            return
         try:
+            url = urlsplit(self.path)
+            if (file := self.of.files.get(url.path)) is not None:
+                self._answer(HTTPStatus.OK, *file)
+                return
             found = self._look(url.path, parse_qs(url.query))
         except _NoSuchPathError:
             self._answer(HTTPStatus.NOT_FOUND, b"there is nothing here\n", _TEXT)

@@ -1,5 +1,6 @@
 """Operators in command: PolicyService over the override book."""
 
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -20,6 +21,8 @@ from controller.store.port import Who
 from speculation.v1 import policy_pb2, policy_pb2_grpc
 
 _AUDIT_DEFAULT, _AUDIT_MAX = 100, 1000
+# Of a journal, or of Redis, which puts a dash into it.
+_SEQUENCE = re.compile(r"[0-9]{1,19}(-[0-9]{1,19})?")
 _KINDS = {
     "present": policy_pb2.WatchOverridesResponse.KIND_PRESENT,
     "set": policy_pb2.WatchOverridesResponse.KIND_SET,
@@ -130,7 +133,7 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
             if limit > _AUDIT_MAX:
                 raise InvalidQuestionError(f"limit {limit}: at most {_AUDIT_MAX}, ask in pages")
             before = request.before_sequence
-            if before and not (before.isascii() and before.replace("-", "").isdigit()):
+            if before and not _SEQUENCE.fullmatch(before):
                 raise InvalidQuestionError(f"before_sequence {before[:40]!r} is none")
             records = await self._book.audit(limit, request.override_id, before)
             return policy_pb2.QueryAuditResponse(records=map(messages.audit_to_proto, records))

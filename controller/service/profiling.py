@@ -8,7 +8,7 @@ import structlog
 
 from controller.core.errors import SpeculationError
 from controller.core.profile import Profile
-from controller.service import converters
+from controller.service import converters, streams
 from controller.service.errors import (
     InvalidMeasurementError,
     NoMatchingEngineError,
@@ -44,10 +44,10 @@ class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
         context: grpc.aio.ServicerContext[service_pb2.MeasureRequest, service_pb2.MeasureResponse],
     ) -> None:
         """Forces what the client asks for and forwards the engine's reports."""
-        first = await read(context)
-        if first is None:
-            return
         try:
+            first = await streams.first(context)
+            if first is None:
+                return
             session = self._registry.by_engine(first.engine_id)
             with session.measuring() as measurement:
                 _log.info("measurement_started", engine=session.engine_id, peer=context.peer())

@@ -24,9 +24,9 @@ from controller.core.profile import Profile
 from controller.core.types import EngineSpec
 from controller.recording.recorder import Recorder
 from controller.recording.taped_core import TapedController
-from controller.service import unix_socket
-from controller.service.access import AccessList, Guard, certificates
-from controller.service.errors import AddressTakenError, ShuttingDownError, StartRefusedError
+from controller.service import limits, tcp, unix_socket
+from controller.service.access import AccessList, Guard
+from controller.service.errors import AddressTakenError, ShuttingDownError
 from controller.service.fleet_estimates import FleetEstimates
 from controller.service.fleet_profiles import FleetProfiles
 from controller.service.health_port import HealthPort
@@ -98,6 +98,8 @@ class Sidecar:
         )
         self._reloader = Reloader(self.registry, self.profiles, self._readiness, self._policy)
         self._health_port: HealthPort | None = None
+        # Of operators, who are not to wait for a place among the calls of all others.
+        self._operators: grpc.aio.Server | None = None
         self._server: grpc.aio.Server | None = None
         self._metrics: MetricsServer | None = None
         self._page: PageServer | None = None
@@ -159,10 +161,11 @@ class Sidecar:
         await self._readiness.tell()
         access = AccessList(settings.access) if settings.access else None
         self._telemetry = make_telemetry(settings)
-        self._server = self._make_server(access)
+        guard = Guard(access, self.door)
+        self._server, self._operators = self._make_server(guard), self._make_server(guard)
         try:
-            self._bind(self._server)
-            self._bind_tcp(self._server, access)
+            self._bind(self._server, self._operators)
+            tcp.bind(self._server, settings, access)
             self._bind_health()
             await self.book.open()
             if self._recorder is not None:
@@ -180,6 +183,7 @@ class Sidecar:
             await self.stop()
             raise
         await self._server.start()
+        await self._operators.start()
         if self._health_port is not None:
             await self._health_port.open()
         try:
@@ -221,8 +225,8 @@ class Sidecar:
         self.registry.close(
             ShuttingDownError("the sidecar is shutting down"), self._settings.last_lease_seconds
         )
-        if self._server is not None:
-            await self._drain(self._server, sessions)
+        if self._server is not None and self._operators is not None:
+            await self._drain([self._server, self._operators], sessions)
             await self.door.close()
         if self._page is not None:
             await asyncio.to_thread(self._page.close)
@@ -239,9 +243,11 @@ class Sidecar:
             await self._health_port.close()
         if self._telemetry is not None:
             await asyncio.to_thread(self._telemetry.close)
-        self._server = self._metrics = self._page = self._health_port = self._telemetry = None
+        self._server = self._operators = self._metrics = self._page = self._health_port = (
+            self._telemetry
+        ) = None
 
-    async def _drain(self, server: grpc.aio.Server, sessions: list[Session]) -> None:
+    async def _drain(self, servers: list[grpc.aio.Server], sessions: list[Session]) -> None:
         drain_seconds = self._settings.drain_seconds
         try:
             async with asyncio.timeout(drain_seconds):
@@ -249,7 +255,8 @@ class Sidecar:
         except TimeoutError:
             streams = sum(session.listeners for session in sessions)
             _log.warning("drain_ran_out", streams=streams, drain_seconds=drain_seconds)
-        await server.stop(min(_LAST_GRACE_SECONDS, drain_seconds))
+        grace = min(_LAST_GRACE_SECONDS, drain_seconds)
+        await asyncio.gather(*(server.stop(grace) for server in servers))
 
     async def run(self, read: Callable[[], Settings] | None = None) -> None:
         """Serves until SIGTERM or SIGINT; SIGHUP puts into use what `read` then gives.
@@ -275,20 +282,14 @@ class Sidecar:
             again.clear()
             self._settings = await self._reloader.reload(self._settings, read)
 
-    def _make_server(self, access: AccessList | None) -> grpc.aio.Server:
-        limit = self._settings.max_message_bytes
+    def _make_server(self, guard: Guard) -> grpc.aio.Server:
         server = grpc.aio.server(
             interceptors=[
                 *([self._telemetry.interceptor] if self._telemetry else []),
-                Guard(access, self.door),
+                guard,
             ],
-            options=[
-                ("grpc.max_receive_message_length", limit),
-                ("grpc.max_send_message_length", limit),
-                # Or a second sidecar could bind the same TCP port and take half the calls.
-                ("grpc.so_reuseport", 0),
-                ("grpc.enable_channelz", int(self._settings.channelz)),
-            ],
+            options=limits.server_options(self._settings),
+            maximum_concurrent_rpcs=self._settings.max_open_calls,
         )
         service_pb2_grpc.add_SpeculationServiceServicer_to_server(
             SpeculationServicer(self.registry), server
@@ -313,57 +314,15 @@ class Sidecar:
             add_channelz(server)
         return server
 
-    def _bind(self, server: grpc.aio.Server) -> None:
+    def _bind(self, server: grpc.aio.Server, operators: grpc.aio.Server) -> None:
         try:
             with unix_socket.claimed(self._path):
                 self.door.prepare()
                 server.add_insecure_port(f"unix:{self._path}")
-                server.add_insecure_port(f"unix:{self.door.inner}")
+                operators.add_insecure_port(f"unix:{self.door.inner}")
                 self.door.bound()
         except (RuntimeError, OSError) as error:
             raise AddressTakenError(f"{self._path} cannot be bound: {error}") from error
-
-    def _bind_tcp(self, server: grpc.aio.Server, access: AccessList | None) -> None:
-        settings = self._settings
-        if settings.tcp is None:
-            return
-        encrypted = settings.tls_certificate is not None and settings.tls_key is not None
-        if (settings.tls_certificate is None) != (settings.tls_key is None):
-            raise StartRefusedError("TLS needs a certificate and its key: one of them is not named")
-        if settings.tls_client_ca is not None and not encrypted:
-            raise StartRefusedError("certificates of clients need TLS: name a certificate and key")
-        if (
-            access is not None
-            and access.has_tokens
-            and not (encrypted or _is_loopback(settings.tcp))
-        ):
-            raise StartRefusedError(
-                "the access list has tokens, and they would go over an open line: name a TLS "
-                "certificate and key, or listen on the loopback address"
-            )
-        try:
-            if settings.tls_certificate is not None and settings.tls_key is not None:
-                server.add_secure_port(
-                    settings.tcp,
-                    certificates(
-                        settings.tls_certificate, settings.tls_key, settings.tls_client_ca
-                    ),
-                )
-            else:
-                server.add_insecure_port(settings.tcp)
-        except RuntimeError as error:
-            raise AddressTakenError(
-                f"{settings.tcp} cannot be bound (in use?): name another one with --tcp"
-            ) from error
-        if not encrypted or access is None:
-            _log.warning(
-                "tcp_open",
-                address=settings.tcp,
-                encrypted=encrypted,
-                detail="anyone who reaches it may read and steer, nobody may override"
-                if access is None
-                else "no encryption",
-            )
 
     def _bind_health(self) -> None:
         host, port = self._settings.health_host, self._settings.health_port
@@ -391,8 +350,3 @@ class Sidecar:
         while True:
             await asyncio.sleep(_EXPIRE_SECONDS)
             self.registry.expire()
-
-
-def _is_loopback(address: str) -> bool:
-    host = address.rpartition(":")[0].strip("[]")
-    return host in {"localhost", "::1"} or host.startswith("127.")

@@ -82,6 +82,8 @@ class Session:
         self.last_report: StepReport | None = None
         self.last_report_at = 0.0
         self.last_contact_at = clock.now()
+        # A stream was open, or a report came.
+        self.used = False
         # Why the session is over, None while it is not.
         self.ended: SpeculationError | None = None
         # Told of every decision that changes what the engine shall do, with the plan before it,
@@ -172,6 +174,7 @@ class Session:
         self.tally.count(report, self.last_report)
         if self.tally.alone is not alone and alone is not None:
             self._say_alone(report)
+        self.used = True
         self.last_report = report
         self.last_report_at = self._clock.now()
         if self.measurement is not None:
@@ -286,6 +289,7 @@ class Session:
     @contextmanager
     def listening(self, bell: asyncio.Event) -> Iterator[None]:
         """While open, `bell` is set whenever there may be news (a plan, the session's end)."""
+        self.used = True
         self._bells.add(bell)
         self._quiet.clear()
         try:

@@ -14,6 +14,9 @@ from controller.service.errors import NoSessionError, TooManyEnginesError, Unkno
 from controller.service.profile_library import ProfileLibrary
 from controller.service.session import Session
 
+# An engine opens its stream at once; where the registry is full one that did not makes way.
+_UNUSED_SECONDS = 5.0
+
 CoreFactory = Callable[[EngineSpec, Profile | None], EngineController]
 
 _log = structlog.get_logger(__name__)
@@ -61,6 +64,7 @@ class SessionRegistry:
         known = self._by_engine.get(spec.engine_id)
         if known is None and len(self) >= self.max_engines:
             self.expire()
+            self._make_room()
             if len(self) >= self.max_engines:
                 raise TooManyEnginesError(
                     f"{len(self)} engines are being steered already, which is the limit "
@@ -119,6 +123,17 @@ class SessionRegistry:
             if idle >= self.idle_seconds:
                 self._remove(session, NoSessionError(f"nothing was heard for {idle:.0f} s"))
                 _log.info("session_expired", engine=session.engine_id, idle_seconds=round(idle))
+
+    def _make_room(self) -> None:
+        """Ends the oldest session of which nothing has come but its introduction."""
+        if len(self) < self.max_engines:
+            return
+        for session in self:
+            idle = session.seconds_since_contact
+            if not session.used and idle >= _UNUSED_SECONDS:
+                self._remove(session, NoSessionError("others came, and nothing was reported"))
+                _log.warning("session_made_way", engine=session.engine_id, idle=round(idle))
+                return
 
     def close(self, why: SpeculationError, last_lease_seconds: float = 0.0) -> None:
         """Ends every session and takes no new one; their engines hold their plan for so long."""

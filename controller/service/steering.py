@@ -19,7 +19,7 @@ import structlog
 from controller.core.errors import InvalidReportError, SpeculationError
 from controller.core.types import Plan
 from controller.recording.events import NoteKind
-from controller.service import converters
+from controller.service import converters, streams
 from controller.service.errors import NoSessionError, abort, message_of, status_of
 from controller.service.session import Session
 from controller.service.sessions import SessionRegistry
@@ -64,10 +64,10 @@ class SpeculationServicer(service_pb2_grpc.SpeculationServiceServicer):
         context: grpc.aio.ServicerContext[service_pb2.SteerRequest, service_pb2.SteerResponse],
     ) -> None:
         """Reports in, plans out, until either side ends it."""
-        first = await read(context)
-        if first is None:
-            return
         try:
+            first = await streams.first(context)
+            if first is None:
+                return
             await _SteerStream(self._registry.by_token(first.session_id), context).run(first)
         except SpeculationError as error:
             await abort(context, error)

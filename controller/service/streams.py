@@ -3,17 +3,42 @@
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 import grpc.aio
+
+from controller.service.errors import SilentClientError
+from controller.service.reading import Unreadable
+
+# How long a stream may be open without a word.
+FIRST_SECONDS: Final = 10.0
 
 Request = TypeVar("Request")
 
 
 async def read(context: grpc.aio.ServicerContext[Request, Any]) -> Request | None:
-    """The client's next message, None once it has sent its last."""
-    message = await context.read()
-    return None if cast("object", message) is grpc.aio.EOF else message
+    """The client's next message, None once it has sent its last.
+
+    Raises UnreadableRequestError for one that is none.
+    """
+    message: object = await context.read()
+    if isinstance(message, Unreadable):
+        raise message.error()
+    return None if message is grpc.aio.EOF else cast("Request", message)
+
+
+async def first(context: grpc.aio.ServicerContext[Request, Any]) -> Request | None:
+    """As `read`, for a stream's first message, which says whose it is and has to come soon.
+
+    Raises SilentClientError as well.
+    """
+    try:
+        async with asyncio.timeout(FIRST_SECONDS):
+            return await read(context)
+    except TimeoutError as error:
+        raise SilentClientError(
+            f"nothing was said on this stream for {FIRST_SECONDS:g} s: whom is it for?"
+        ) from error
 
 
 @asynccontextmanager

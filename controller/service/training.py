@@ -8,6 +8,7 @@ import structlog
 
 from controller.core.errors import SpeculationError
 from controller.core.selective_training import SelectiveTraining, TrainingResult
+from controller.service import streams
 from controller.service.errors import CannotTrainError, TrainerPresentError, abort
 from controller.service.session import Session
 from controller.service.sessions import SessionRegistry
@@ -36,10 +37,10 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
         context: _Context,
     ) -> None:
         """Until either side ends it."""
-        first = await read(context)
-        if first is None:
-            return
         try:
+            first = await streams.first(context)
+            if first is None:
+                return
             session = self._registry.by_engine(first.engine_id)
             training = _free(session)
             training.attended = True

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import structlog
 
+from controller.core.errors import MALFORMED
 from controller.store.port import SHELF_NAMES, Item, ShelfKind, StoreUnavailableError
 from controller.whole_file import write_whole
 
@@ -67,7 +68,7 @@ class FileShelf:
             try:
                 body = json.loads(path.read_bytes())
                 item = Item(path.stem, str(body["text"]), max(0.0, now - float(body["at"])))
-            except (ValueError, KeyError, TypeError, RecursionError) as error:
+            except MALFORMED as error:
                 _log.warning("shelf_file_not_read", path=str(path), error=str(error))
                 continue
             if kind.seconds is None or item.age_seconds < kind.seconds:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
+from controller.core.errors import MALFORMED
 from controller.store.file_shelf import FileShelf
 from controller.store.journal import Journal
 from controller.store.port import (
@@ -25,6 +26,7 @@ from controller.store.port import (
     StoreBrokenError,
     StoreTakenError,
     StoreUnavailableError,
+    UnknownSequenceError,
     Who,
 )
 from controller.whole_file import remove_unfinished
@@ -78,11 +80,12 @@ class FileStore:
             remove_unfinished(self._directory)
             self._journal = Journal(self._directory / "overrides.journal")
             for record in self._journal.records():
+                _audit(record)
                 self._replay(record)
         except OSError as error:
             self._shut()
             raise StoreUnavailableError(f"{self._directory}: {error.strerror}") from error
-        except (KeyError, TypeError, ValueError) as error:
+        except MALFORMED as error:
             self._shut()
             raise StoreBrokenError(
                 f"{self._directory / 'overrides.journal'}: a record that is none: {error!r}"
@@ -208,6 +211,8 @@ class FileStore:
 
     async def audit(self, limit: int, subject: str = "", before: str = "") -> Sequence[AuditRecord]:
         """See the port; sequences are numbers."""
+        if before and not before.isdecimal():
+            raise UnknownSequenceError(f"sequence {before[:40]!r} is none of this store")
         oldest = int(before) if before else self._sequence + 1
 
         def read() -> list[AuditRecord]:
@@ -275,14 +280,15 @@ class _Held:
 
 
 def _audit(record: dict[str, Any]) -> AuditRecord:
+    """Raises one of MALFORMED for what is none."""
+    texts = ("action", "override_id", "author", "reason", "origin", "before", "body")
     return AuditRecord(
-        str(record["sequence"]),
-        record["at"],
-        record["action"],
-        record["override_id"],
-        record["author"],
-        record["reason"],
-        record["origin"],
-        record["before"],
-        record["body"],
+        str(int(record["sequence"])), float(record["at"]), *(_text(record[name]) for name in texts)
     )
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"a text is needed, not a {type(value).__name__}")
+    value.encode()  # half a character can stand in JSON, and nowhere else
+    return value

@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import structlog
 
+from controller.core.errors import MALFORMED
 from controller.store.port import Entry
 from controller.whole_file import remove_unfinished, write_whole
 
@@ -93,7 +94,7 @@ class HeldFile:
             return self._parsed()
         except FileNotFoundError:
             return {}, 0.0
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, *MALFORMED) as error:
             _log.warning("mirror_not_read", path=str(self._path), error=str(error))
             return {}, 0.0
 

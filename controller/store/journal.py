@@ -104,7 +104,9 @@ def _record(line: bytes) -> dict[str, Any] | None:
     check, _, text = line.rstrip(b"\n").partition(b" ")
     if not line.endswith(b"\n") or check != _sum(text):
         return None
-    found: dict[str, Any] = json.loads(text)
+    found = json.loads(text)
+    if not isinstance(found, dict):
+        raise TypeError(f"a record is no {type(found).__name__}")
     return found
 
 

@@ -34,6 +34,10 @@ class StoreTakenError(StoreError):
     """Another sidecar uses this store."""
 
 
+class UnknownSequenceError(StoreError):
+    """No record of this store's audit has such a sequence."""
+
+
 class ConflictError(StoreError):
     """The entry is not at the revision that the write was meant for.  `found`: what is there."""
 

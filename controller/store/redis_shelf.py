@@ -4,7 +4,12 @@ import json
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
+import structlog
+
+from controller.core.errors import MALFORMED
 from controller.store.port import SHELF_NAMES, Item, ShelfKind
+
+_log = structlog.get_logger(__name__)
 
 _NOW = """
 local t = redis.call('TIME')
@@ -73,12 +78,17 @@ class RedisShelf:
         )
 
     async def items(self, kind: ShelfKind, name: str) -> Sequence[Item]:
-        """See the port."""
+        """See the port; an item that cannot be read is said, and left out."""
         *flat, now = await self._ask(lambda: self._client.eval(_ITEMS, 1, self._key(kind, name)))
         found = []
         for source, body in zip(flat[::2], flat[1::2], strict=True):
-            value = json.loads(body)
-            item = Item(source, value["text"], max(0.0, (int(now) - value["at"]) / 1000))
+            try:
+                value = json.loads(body)
+                age = max(0.0, (int(now) - float(value["at"])) / 1000)
+                item = Item(source, str(value["text"]), age)
+            except MALFORMED as error:
+                _log.warning("shelf_item_not_read", name=name, source=source, error=str(error))
+                continue
             if kind.seconds is None or item.age_seconds < kind.seconds:
                 found.append(item)
         return sorted(found, key=lambda item: item.age_seconds)

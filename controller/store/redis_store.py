@@ -23,6 +23,7 @@ import redis.exceptions
 import structlog
 
 from controller import tasks
+from controller.core.errors import MALFORMED
 from controller.store.held import HeldEntry, HeldFile
 from controller.store.port import (
     TRACE_SECONDS,
@@ -169,10 +170,12 @@ class RedisStore:
         """Brings what is held here and what Redis has together."""
         revision, *flat = await self._ask(lambda: self._script(FETCH))
         now = time.monotonic()
-        fetched = {
-            flat[i]: HeldEntry.of(flat[i], flat[i + 1], int(flat[i + 2]), now)
-            for i in range(0, len(flat), 3)
-        }
+        fetched = {}
+        for name, text, left in zip(flat[::3], flat[1::3], flat[2::3], strict=True):
+            try:
+                fetched[name] = HeldEntry.of(name, text, int(left), now)
+            except MALFORMED as error:
+                _log.error("override_not_read", override=name, error=str(error))
         lost = self._lost(fetched, now)
         self._confirmed_at = now
         if lost:

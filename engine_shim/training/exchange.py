@@ -133,7 +133,10 @@ class Channel:
         return True
 
     def receive(self, *, wait: bool) -> Message | None:
-        """The next message; None for none yet.  Raises EOFError when the other side is gone."""
+        """The next message; None for none yet.
+
+        Raises EOFError when the other side is gone, or says what is no message.
+        """
         try:
             data = self._socket.recv(_MESSAGE.size + _MOST_TEXT, 0 if wait else socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -142,4 +145,7 @@ class Channel:
             raise EOFError(str(error)) from error
         if not data:
             raise EOFError("the other side has ended")
-        return Message.decode(data)
+        try:
+            return Message.decode(data)
+        except ValueError as error:
+            raise EOFError(f"the other side says what is no message: {error}") from error

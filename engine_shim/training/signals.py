@@ -14,11 +14,12 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
@@ -30,6 +31,14 @@ _ASIDE: Final = ".part"
 _ABANDONED_SECONDS: Final = 600.0
 _TENSORS: Final = ("tokens", "features", "top_tokens", "top_logs")
 _FINAL: Final = "final"
+# By name: dtype, and dimensions.
+_KINDS: Final = {
+    "tokens": (torch.int64, 1),
+    "features": (torch.bfloat16, 2),
+    "top_tokens": (torch.int32, 2),
+    "top_logs": (torch.float32, 2),
+    _FINAL: (torch.bfloat16, 2),
+}
 _CLOSE_SECONDS: Final = 10.0
 
 _log = logging.getLogger(__name__)
@@ -105,7 +114,23 @@ def _decoded(path: Path) -> Signal:
         numbers: dict[str, Any] = {
             name: int(facts[name]) for name in ("start", "accepted", "tried")
         }
+    _check(tensors)
     return Signal(**tensors, **numbers)
+
+
+def _check(tensors: Mapping[str, Tensor]) -> None:
+    for name, part in tensors.items():
+        kind, dimensions = _KINDS[name]
+        if part.dtype is not kind or part.dim() != dimensions:
+            raise SignalError(f"{name}: {part.dtype} in {part.dim()} dimensions")
+        if part.is_floating_point():
+            # The log-probability of what cannot be is minus infinity.
+            least = torch.finfo(kind).min if name != "top_logs" else -torch.inf
+            good = (part >= least) & (part <= torch.finfo(kind).max)
+        else:
+            good = part >= 0
+        if not bool(good.all()):
+            raise SignalError(f"{name} holds what is no number, or no token")
 
 
 class SignalStore:

@@ -7,17 +7,15 @@ session and start from zero with its next one, which `rate()` understands.
 
 import asyncio
 from collections.abc import Iterator
+from http import HTTPStatus
 from typing import Final
 
-from prometheus_client import (
-    CollectorRegistry,
-    PlatformCollector,
-    ProcessCollector,
-    start_http_server,
-)
+from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
+from prometheus_client.exposition import MetricsHandler
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from controller.service.http_server import SILENCE_SECONDS, HttpServer
 from controller.service.metrics.decisions import DECISION, ESTIMATES, LEARNING
 from controller.service.metrics.family import Family, samples
 from controller.service.metrics.sidecar import OF_THE_SIDECAR, SidecarView
@@ -82,10 +80,24 @@ class MetricsServer:
         metrics.register(SidecarCollector(registry, book, loop))
         ProcessCollector(registry=metrics)
         PlatformCollector(registry=metrics)
-        self._server, self._thread = start_http_server(port, host, metrics)
+        self._server = HttpServer(host, port, _Handler.factory(metrics), "metrics")
 
     def close(self) -> None:
-        """Stops serving; waits for the scrape under way.  Not to be called on the event loop."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        """Stops serving.  Not to be called on the event loop."""
+        self._server.close()
+
+
+class _Handler(MetricsHandler):
+    """One scrape."""
+
+    timeout = SILENCE_SECONDS
+    server_version, sys_version = "controller", ""
+
+    def do_GET(self) -> None:
+        """Answers, whatever the path."""
+        try:
+            super().do_GET()
+        except TimeoutError:
+            self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, "the sidecar is too busy")
+        except ValueError:
+            self.send_error(HTTPStatus.BAD_REQUEST)

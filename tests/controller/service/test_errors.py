@@ -4,7 +4,7 @@ import pytest
 from controller.core import errors as core
 from controller.core.overrides import InvalidOverrideError
 from controller.service import errors
-from controller.store.port import StoreError, StoreUnavailableError
+from controller.store.port import StoreError, StoreUnavailableError, UnknownSequenceError
 
 EXPECTED = {
     core.InvalidReportError: grpc.StatusCode.INVALID_ARGUMENT,
@@ -37,6 +37,9 @@ EXPECTED = {
     core.InvalidTrainingError: grpc.StatusCode.INVALID_ARGUMENT,
     errors.CannotTrainError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.TrainerPresentError: grpc.StatusCode.ALREADY_EXISTS,
+    errors.UnreadableRequestError: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.SilentClientError: grpc.StatusCode.DEADLINE_EXCEEDED,
+    UnknownSequenceError: grpc.StatusCode.INVALID_ARGUMENT,
     StoreUnavailableError: grpc.StatusCode.UNAVAILABLE,
     StoreError: grpc.StatusCode.INTERNAL,
 }

@@ -1,0 +1,90 @@
+"""HTTP on threads: a bounded number of requests at a time, each for a bounded time.
+
+What says nothing is cut off soon, and what says a byte now and then a little later: a request, its
+answer included, has so many seconds, whatever it does with them.
+"""
+
+import contextlib
+import socket
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import TCPServer
+from typing import Any, Final
+
+import structlog
+
+# Requests at a time; more are told to come again.
+REQUESTS_MAX: Final = 8
+# A client that says nothing, or reads nothing, for this time is cut off.
+SILENCE_SECONDS: Final = 5.0
+# And any client after this one.
+REQUEST_SECONDS: Final = 15.0
+# How often it looks for those, and whether it shall close.
+_LOOK_SECONDS = 0.1
+
+_log = structlog.get_logger(__name__)
+
+
+class HttpServer(ThreadingHTTPServer):
+    """Serves until it is closed, on a thread of that name.  Raises OSError when it cannot."""
+
+    daemon_threads = True
+    # Who is too many is told so at once, and not left waiting for the network's second try.
+    request_queue_size = 128
+
+    def __init__(
+        self, host: str, port: int, handler: type[BaseHTTPRequestHandler], name: str
+    ) -> None:
+        if ":" in host:
+            self.address_family = socket.AF_INET6
+        self._free = threading.BoundedSemaphore(REQUESTS_MAX)
+        # Sockets under way, and when they are cut off.
+        self._until: dict[socket.socket, float] = {}
+        super().__init__((host, port), handler)
+        self._thread = threading.Thread(
+            target=self.serve_forever, args=(_LOOK_SECONDS,), name=name, daemon=True
+        )
+        self._thread.start()
+
+    def server_bind(self) -> None:
+        """Without the look-up of the machine's own name."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """On a thread, if one is free."""
+        if not self._free.acquire(blocking=False):
+            request.settimeout(0)
+            with contextlib.suppress(OSError):
+                request.send(b"HTTP/1.0 503 Service Unavailable\r\nRetry-After: 1\r\n\r\n")
+            self.shutdown_request(request)
+            return
+        self._until[request] = time.monotonic() + REQUEST_SECONDS
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """One request."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._until.pop(request, None)
+            self._free.release()
+
+    def service_actions(self) -> None:
+        """Cuts off those whose time is up; their threads then find their socket at its end."""
+        now = time.monotonic()
+        for request, until in list(self._until.items()):
+            if until <= now:
+                with contextlib.suppress(OSError):
+                    request.shutdown(socket.SHUT_RDWR)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that went away, mostly."""
+        _log.debug("request_broke", exc_info=True)
+
+    def close(self) -> None:
+        """Stops serving; waits for its thread.  Not to be called on the event loop."""
+        self.shutdown()
+        self.server_close()
+        self._thread.join()

@@ -1,0 +1,62 @@
+"""What one client, or many, may take of a sidecar: connections, calls, time, bytes.
+
+How often who may call is the guard's business (`access`); what a message may hold, that of the
+types it becomes.
+"""
+
+import resource
+from typing import Final
+
+import structlog
+
+from controller.settings import Settings
+
+# A connection on which nobody has greeted, and one that has had no call, are closed after these.
+HANDSHAKE_SECONDS: Final = 10
+IDLE_SECONDS: Final = 300
+# A peer that is silent for so long is asked, and let go when it does not answer.
+KEEPALIVE_SECONDS: Final = 60
+KEEPALIVE_ANSWER_SECONDS: Final = 20
+# Descriptors beyond those of connections: files, sockets, the store's.
+_OTHER_DESCRIPTORS = 256
+
+_log = structlog.get_logger(__name__)
+
+
+def server_options(settings: Settings) -> list[tuple[str, int]]:
+    """gRPC's, of the sockets that engines, operators and readers call on."""
+    size = settings.max_message_bytes
+    return [
+        ("grpc.max_receive_message_length", size),
+        ("grpc.max_send_message_length", size),
+        # Or a second sidecar could bind the same TCP port and take half the calls.
+        ("grpc.so_reuseport", 0),
+        ("grpc.enable_channelz", int(settings.channelz)),
+        *connection_options(settings.max_connections),
+    ]
+
+
+def connection_options(most: int) -> list[tuple[str, int]]:
+    """gRPC's, for so many connections on each address."""
+    return [
+        ("grpc.max_allowed_incoming_connections", most),
+        ("grpc.server_handshake_timeout_ms", 1000 * HANDSHAKE_SECONDS),
+        ("grpc.max_connection_idle_ms", 1000 * IDLE_SECONDS),
+        ("grpc.keepalive_time_ms", 1000 * KEEPALIVE_SECONDS),
+        ("grpc.keepalive_timeout_ms", 1000 * KEEPALIVE_ANSWER_SECONDS),
+    ]
+
+
+def raise_descriptors(settings: Settings) -> None:
+    """Lets this process hold all connections that it takes; says so where it may not."""
+    wanted = _OTHER_DESCRIPTORS + settings.max_connections * (1 if settings.tcp is None else 2)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if most < wanted:
+        _log.warning(
+            "few_descriptors", allowed=most, wanted=wanted,
+            detail="name a smaller CONTROLLER_MAX_CONNECTIONS, or allow more open files",
+        )  # fmt: skip

@@ -1,0 +1,53 @@
+"""TCP, where it is asked for: with TLS or in the clear, but no tokens over an open line."""
+
+import grpc
+import grpc.aio
+import structlog
+
+from controller.service.access import AccessList, certificates
+from controller.service.errors import AddressTakenError, StartRefusedError
+from controller.settings import Settings
+
+_log = structlog.get_logger(__name__)
+
+
+def bind(server: grpc.aio.Server, settings: Settings, access: AccessList | None) -> None:
+    """Raises StartRefusedError where secrets would go over an open line, AddressTakenError."""
+    if settings.tcp is None:
+        return
+    encrypted = settings.tls_certificate is not None and settings.tls_key is not None
+    if (settings.tls_certificate is None) != (settings.tls_key is None):
+        raise StartRefusedError("TLS needs a certificate and its key: one of them is not named")
+    if settings.tls_client_ca is not None and not encrypted:
+        raise StartRefusedError("certificates of clients need TLS: name a certificate and key")
+    if access is not None and access.has_tokens and not (encrypted or _is_loopback(settings.tcp)):
+        raise StartRefusedError(
+            "the access list has tokens, and they would go over an open line: name a TLS "
+            "certificate and key, or listen on the loopback address"
+        )
+    try:
+        if settings.tls_certificate is not None and settings.tls_key is not None:
+            server.add_secure_port(
+                settings.tcp,
+                certificates(settings.tls_certificate, settings.tls_key, settings.tls_client_ca),
+            )
+        else:
+            server.add_insecure_port(settings.tcp)
+    except RuntimeError as error:
+        raise AddressTakenError(
+            f"{settings.tcp} cannot be bound (in use?): name another one with --tcp"
+        ) from error
+    if not encrypted or access is None:
+        _log.warning(
+            "tcp_open",
+            address=settings.tcp,
+            encrypted=encrypted,
+            detail="anyone who reaches it may read and steer, nobody may override"
+            if access is None
+            else "no encryption",
+        )
+
+
+def _is_loopback(address: str) -> bool:
+    host = address.rpartition(":")[0].strip("[]")
+    return host in {"localhost", "::1"} or host.startswith("127.")

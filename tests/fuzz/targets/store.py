@@ -1,0 +1,144 @@
+"""What the override store keeps on disk: journal, mirror, shelf."""
+
+import asyncio
+import hashlib
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from controller.core.clock import VirtualClock
+from controller.core.engine_controller import EngineController
+from controller.core.errors import SpeculationError
+from controller.core.overrides import Rule
+from controller.core.profile import Profile
+from controller.core.types import EngineSpec
+from controller.service.override_book import OverrideBook
+from controller.service.override_messages import audit_to_proto, to_body
+from controller.service.policy import held_to_proto
+from controller.service.profile_library import ProfileLibrary
+from controller.service.sessions import SessionRegistry
+from controller.store.file_shelf import FileShelf
+from controller.store.file_store import FileStore
+from controller.store.held import HeldFile
+from controller.store.journal import _sum
+from controller.store.port import ShelfKind, Who
+from tests.controller.recording import tapes
+from tests.controller.service.harness import make_profile
+from tests.fuzz.mutation import bytes_of, json_of
+from tests.fuzz.target import Feed, Target
+
+
+@contextmanager
+def _journal_opened(folder: Path) -> Iterator[Feed]:
+    def feed(data: bytes) -> None:
+        (folder / "overrides.journal").write_bytes(data)
+        asyncio.run(_ask_store(folder))
+
+    yield feed
+
+
+@contextmanager
+def _records_opened(folder: Path) -> Iterator[Feed]:
+    """Lines of JSON, which get their checksums."""
+
+    def feed(data: bytes) -> None:
+        lines = (_sum(line) + b" " + line + b"\n" for line in data.splitlines())
+        (folder / "overrides.journal").write_bytes(b"".join(lines))
+        asyncio.run(_ask_store(folder))
+
+    yield feed
+
+
+async def _ask_store(folder: Path) -> None:
+    """Opened, and asked all that one can ask."""
+    registry = SessionRegistry(_no_core, ProfileLibrary(), VirtualClock())
+    book = OverrideBook(FileStore(folder), registry)
+    await book.open()
+    try:
+        for held in book.held():
+            held_to_proto(held)
+        for record in await book.audit(1000, "", ""):
+            audit_to_proto(record)
+    finally:
+        await book.close()
+
+
+def _no_core(spec: EngineSpec, profile: Profile | None) -> EngineController:
+    raise AssertionError("no engine is introduced here")
+
+
+async def _written_journal(folder: Path) -> bytes:
+    store = FileStore(folder)
+    await store.open(lambda: None)
+    who = Who("ann", "because", "uid 0")
+    body = to_body(tapes.override("pin-1", Rule(gamma=2)))
+    first = await store.write("pin-1", body, None, 0, who)
+    await store.write("pin-1", body, 3600.0, first.revision, who)
+    await store.write("pin-2", body.replace("pin-1", "pin-2"), 3600.0, 0, who)
+    await store.clear("pin-2", 3, who)
+    await store.close()
+    return (folder / "overrides.journal").read_bytes()
+
+
+def _journal_seeds() -> Sequence[bytes]:
+    with tempfile.TemporaryDirectory() as folder:
+        return [asyncio.run(_written_journal(Path(folder)))]
+
+
+def _record_seeds() -> Sequence[bytes]:
+    lines = _journal_seeds()[0].splitlines()
+    plain = [line.partition(b" ")[2] for line in lines]
+    return [b"\n".join(plain), *plain[:1]]
+
+
+def _mirror_seeds() -> Sequence[bytes]:
+    entry = {
+        "id": "pin-1", "revision": 3, "body": to_body(tapes.override("pin-1", Rule(gamma=2))),
+        "created": 1.9e9, "ended": "", "ms": -1,
+    }  # fmt: skip
+    return [json.dumps({"at": 1.9e9, "entries": [entry, entry | {"id": "b", "ms": 9e12}]}).encode()]
+
+
+@contextmanager
+def _mirror_opened(folder: Path) -> Iterator[Feed]:
+    path = folder / "mirror"
+
+    def feed(data: bytes) -> None:
+        path.write_bytes(hashlib.sha256(data).hexdigest().encode() + b"\n" + data)
+        entries, _ = HeldFile(path).read()
+        for held in entries.values():
+            held.entry(0.0)
+            held.seed(0.0)
+
+    yield feed
+
+
+@contextmanager
+def _shelf_opened(folder: Path) -> Iterator[Feed]:
+    kind = ShelfKind("profiles", 8, None)
+    shelf = FileShelf(folder)
+    path = folder / "profiles" / "name" / "source.json"
+    path.parent.mkdir(parents=True)
+
+    def feed(data: bytes) -> None:
+        path.write_bytes(data)
+        for item in asyncio.run(shelf.items(kind, "name")):
+            Profile.from_json(item.text)
+
+    yield feed
+
+
+def _shelf_seeds() -> Sequence[bytes]:
+    return [json.dumps({"at": 1.9e9, "text": make_profile().to_json()}).encode()]
+
+
+_ERRORS = (SpeculationError,)
+
+TARGETS = (
+    Target("store.journal", _journal_seeds, bytes_of, _journal_opened, _ERRORS),
+    Target("store.records", _record_seeds, json_of, _records_opened, _ERRORS),
+    Target("store.mirror", _mirror_seeds, json_of, _mirror_opened),
+    Target("store.shelf", _shelf_seeds, json_of, _shelf_opened, _ERRORS),
+)

@@ -1,0 +1,111 @@
+"""HTTP/2 by hand, frame by frame: what no gRPC client would send."""
+
+import socket
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+DATA, HEADERS, RST_STREAM, SETTINGS, PING, CONTINUATION = 0, 1, 3, 4, 6, 9
+END_STREAM, END_HEADERS = 1, 4
+_CANCEL = 8
+# A server that is well answers within it, on a machine that is busy.
+_PATIENCE_SECONDS = 30.0
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    """One frame."""
+    return len(payload).to_bytes(3, "big") + struct.pack(">BBI", kind, flags, stream) + payload
+
+
+def headers_of(path: str, more: Sequence[tuple[str, str]] = ()) -> bytes:
+    """A gRPC call's headers, plainly coded."""
+    fields = [
+        (":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "localhost"),
+        ("content-type", "application/grpc"), ("te", "trailers"), *more,
+    ]  # fmt: skip
+    return b"".join(b"\x00" + _text(name) + _text(value) for name, value in fields)
+
+
+def _text(value: str) -> bytes:
+    raw = value.encode()
+    if len(raw) < 127:
+        return bytes([len(raw)]) + raw
+    left, size = len(raw) - 127, b"\x7f"
+    while left >= 128:
+        size += bytes([left % 128 + 128])
+        left //= 128
+    return size + bytes([left]) + raw
+
+
+def message_head(size: int) -> bytes:
+    """What stands before a message of so many bytes."""
+    return struct.pack(">BI", 0, size)
+
+
+class Connection:
+    """A client that says what it likes."""
+
+    def __init__(self, address: str) -> None:
+        """address: unix:PATH or HOST:PORT."""
+        if address.startswith("unix:"):
+            self.socket = socket.socket(socket.AF_UNIX)
+            self.socket.connect(address.removeprefix("unix:"))
+        else:
+            host, _, port = address.rpartition(":")
+            self.socket = socket.create_connection((host, int(port)))
+        self.socket.settimeout(_PATIENCE_SECONDS)
+        self._stream = -1
+
+    def greet(self) -> None:
+        """As every client begins."""
+        self.say(PREFACE + frame(SETTINGS, 0, 0))
+
+    def say(self, data: bytes) -> bool:
+        """False once the server has hung up."""
+        try:
+            self.socket.sendall(data)
+        except OSError:
+            return False
+        return True
+
+    def call(self, path: str, more: Sequence[tuple[str, str]] = ()) -> int:
+        """Opens a call that goes on; its stream."""
+        self._stream += 2
+        self.say(frame(HEADERS, END_HEADERS, self._stream, headers_of(path, more)))
+        return self._stream
+
+    def data(self, stream: int, payload: bytes) -> bool:
+        """A stretch of a call's messages."""
+        return self.say(frame(DATA, 0, stream, payload))
+
+    def cancel(self, stream: int) -> bool:
+        """Takes a call back."""
+        return self.say(frame(RST_STREAM, 0, stream, _CANCEL.to_bytes(4, "big")))
+
+    def hung_up(self) -> bool:
+        """Reads on to the end of the connection; False where none came in time."""
+        try:
+            while self.socket.recv(65_536):
+                pass
+        except TimeoutError:
+            return False
+        except OSError:
+            return True
+        return True
+
+
+@contextmanager
+def connections(address: str, count: int) -> Iterator[list[Connection]]:
+    """So many at a time, as far as the server takes them."""
+    found: list[Connection] = []
+    try:
+        for _ in range(count):
+            try:
+                found.append(Connection(address))
+            except OSError:
+                break
+        yield found
+    finally:
+        for connection in found:
+            connection.socket.close()
