@@ -22,6 +22,7 @@ from controller.core.engine_controller import EngineController
 from controller.core.errors import SpeculationError
 from controller.core.profile import Profile
 from controller.core.types import EngineSpec
+from controller.credentials import is_loopback
 from controller.recording.recorder import Recorder
 from controller.recording.taped_core import TapedController
 from controller.service import unix_socket
@@ -326,15 +327,11 @@ class Sidecar:
         settings = self._settings
         if settings.tcp is None:
             return
-        encrypted = settings.tls_certificate is not None and settings.tls_key is not None
-        if (settings.tls_certificate is None) != (settings.tls_key is None):
-            raise StartRefusedError("TLS needs a certificate and its key: one of them is not named")
-        if settings.tls_client_ca is not None and not encrypted:
-            raise StartRefusedError("certificates of clients need TLS: name a certificate and key")
+        encrypted = settings.tls_certificate is not None
         if (
             access is not None
             and access.has_tokens
-            and not (encrypted or _is_loopback(settings.tcp))
+            and not (encrypted or is_loopback(settings.tcp))
         ):
             raise StartRefusedError(
                 "the access list has tokens, and they would go over an open line: name a TLS "
@@ -390,8 +387,3 @@ class Sidecar:
         while True:
             await asyncio.sleep(_EXPIRE_SECONDS)
             self.registry.expire()
-
-
-def _is_loopback(address: str) -> bool:
-    host = address.rpartition(":")[0].strip("[]")
-    return host in {"localhost", "::1"} or host.startswith("127.")
