@@ -6,7 +6,7 @@ PYTHON ?= python3
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check format test bench demo lab gpu-check models proto lock licences sbom audit clean
+.PHONY: help setup check format test bench faults soak demo lab gpu-check models proto lock licences sbom audit clean
 
 help: ## What there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -32,8 +32,14 @@ format: setup ## Formats the code, and repairs what ruff can repair
 test: setup ## All tests (ARGS="-m 'not engine and not packaging'" for the quick ones)
 	@$(PYTHON_IN) -m pytest $(ARGS)
 
-bench: setup ## Benchmarks only
-	@$(PYTHON_IN) -m pytest tests/bench $(ARGS)
+bench: setup ## What it costs, against its bars (40 minutes; ARGS="--only link fold")
+	@$(PYTHON_IN) -m tests.bench $(ARGS)
+
+faults: setup ## Kills, stops, cuts off and fills up what can be, and shows what came of it (half an hour)
+	@$(PYTHON_IN) -m tests.faults $(ARGS)
+
+soak: setup ## Half an hour of load: nothing may grow, nothing may differ from what is on record
+	@$(PYTHON_IN) -m tests.soak $(ARGS)
 
 demo: setup ## One stream of prompts, four policies, on the real SGLang
 	@$(PYTHON_IN) -m engine_shim.cpu.demo $(ARGS)

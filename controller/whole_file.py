@@ -3,11 +3,13 @@
 import os
 from pathlib import Path
 
+_UNFINISHED = ".part"
+
 
 def write_whole(path: Path, content: bytes) -> None:
     """Writes so that a crash leaves the old file or the new one.  Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    part = path.with_name(f".{path.name}.{os.getpid()}{_UNFINISHED}")
     try:
         with part.open("wb") as file:
             file.write(content)
@@ -21,3 +23,12 @@ def write_whole(path: Path, content: bytes) -> None:
         os.fsync(directory)
     finally:
         os.close(directory)
+
+
+def remove_unfinished(directory: Path) -> None:
+    """Removes what processes that were killed while they wrote left there, and in folders below.
+
+    Only where no other process writes.  Raises OSError.
+    """
+    for part in directory.rglob(f".*{_UNFINISHED}"):
+        part.unlink(missing_ok=True)

@@ -56,7 +56,8 @@ class OperatorDoor:
     def __init__(self, path: Path) -> None:
         self.path = operators_path(path)
         self.inner = inner_path(path)
-        self._inode = 0
+        self._main = path
+        self._main_inode = self._inode = self._inner_inode = 0
         self._peers: dict[str, Peer] = {}
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
@@ -75,6 +76,27 @@ class OperatorDoor:
         self.inner.parent.chmod(_INNER_DIRECTORY_MODE)
         self.inner.unlink(missing_ok=True)
 
+    def bound(self) -> None:
+        """The sidecar's own socket and the inner one are bound now.  Raises OSError."""
+        self._main_inode = self._main.stat().st_ino
+        self._inner_inode = self.inner.stat().st_ino
+
+    @property
+    def lost(self) -> str:
+        """The socket files that are not where they were bound, and what comes of it; else ""."""
+        bound = {
+            self._main: self._main_inode,
+            self.path: self._inode,
+            self.inner: self._inner_inode,
+        }
+        gone = [str(path) for path, inode in bound.items() if not unix_socket.is_own(path, inode)]
+        if not gone:
+            return ""
+        return (
+            f"{', '.join(gone)}: removed; who is connected stays so, nobody else finds this "
+            "sidecar: start it again"
+        )
+
     async def open(self) -> None:
         """Lets operators in.  Raises SocketTakenError."""
         with unix_socket.claimed(self.path, _MODE):
@@ -82,13 +104,14 @@ class OperatorDoor:
             self._inode = self.path.stat().st_ino
 
     async def close(self) -> None:
-        """Ends all connections and removes the socket files."""
+        """Ends all connections and removes the socket files that are still this sidecar's."""
         if self._server is not None:
             self._server.close()
             unix_socket.remove_own(self.path, self._inode)
             self._server = None
+        unix_socket.remove_own(self._main, self._main_inode)
         await tasks.end(self._connections)
-        self.inner.unlink(missing_ok=True)
+        unix_socket.remove_own(self.inner, self._inner_inode)
         with suppress(OSError):
             self.inner.parent.rmdir()
 

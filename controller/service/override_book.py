@@ -250,6 +250,19 @@ class OverrideBook:
         self._tell(Change("set", held))
         self._news.set()  # an end may be nearer now
 
+    def end_over(self) -> None:
+        """Ends what has run out.
+
+        Also before every plan: in a process that was stopped, a timer comes later than a report.
+        """
+        now = time.monotonic()
+        over = [name for name, held in self._held.items() if held.until <= now]
+        for name in over:
+            _log.info("override_expired", override=name)
+            self._end(name)
+        if over:
+            self._apply()
+
     def _end(self, override_id: str) -> None:
         held = self._held.pop(override_id, None)
         if held is not None:
@@ -288,13 +301,7 @@ class OverrideBook:
                 async with asyncio.timeout(pause):
                     await self._news.wait()
             self._news.clear()
-            now = time.monotonic()
-            over = [name for name, held in self._held.items() if held.until <= now]
-            for name in over:
-                _log.info("override_expired", override=name)
-                self._end(name)
-            if over:
-                self._apply()
+            self.end_over()
             try:
                 await self.refresh()
             except SpeculationError as error:

@@ -5,6 +5,7 @@ latter are kept as files too when a directory for them is configured.  Several m
 the latest installed or, among files, the latest measured one is used.
 """
 
+import contextlib
 import hashlib
 from collections.abc import Iterable
 from dataclasses import asdict, replace
@@ -16,7 +17,7 @@ from controller.core.errors import InvalidProfileError, ProfileMismatchError, Sp
 from controller.core.profile import Profile
 from controller.core.types import EngineSpec
 from controller.service.errors import ProfileNotSavedError
-from controller.whole_file import write_whole
+from controller.whole_file import remove_unfinished, write_whole
 
 _log = structlog.get_logger(__name__)
 
@@ -38,7 +39,11 @@ class ProfileLibrary:
     def load(self, paths: Iterable[Path]) -> None:
         """As `read` and `take`; the library's own directory too."""
         own = self._directory
-        self.take(self.read([*paths, *([own] if own is not None and own.is_dir() else [])]))
+        if own is not None and own.is_dir():
+            with contextlib.suppress(OSError):  # read-only, perhaps, where they do no harm
+                remove_unfinished(own)
+            paths = [*paths, own]
+        self.take(self.read(paths))
 
     def read(self, paths: Iterable[Path]) -> list[tuple[Path, Profile]]:
         """Files, and the `*.json` of directories; nothing changes.

@@ -1,6 +1,7 @@
 """Which services are SERVING, and why one is not: grpc.health.v1, and the same in words.
 
-    ""                        the process; SERVING from the end of its start to the drain
+    ""                        the process; SERVING from the end of its start to the drain, while
+                              its sockets are where they were bound
     SpeculationService        once costs come from what the setting `ready_with` asks for
     speculation.store         while the store behind the overrides can be used
     all others                as ""
@@ -14,9 +15,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+import structlog
 from grpc_health.v1 import health, health_pb2
 
 from controller.core.types import EngineSpec
+from controller.service.operator_door import OperatorDoor
 from controller.service.override_book import OverrideBook
 from controller.service.profile_library import ProfileLibrary
 from controller.service.session import Session
@@ -36,6 +39,8 @@ _LOOK_SECONDS = 0.5
 _LEAST = {"profile": 2, "roofline": 1, "guess": 0}
 # Engines that are named; a message has to end somewhere.
 _NAMED = 3
+
+_log = structlog.get_logger(__name__)
 
 Least = Literal["profile", "roofline", "guess"]
 
@@ -57,6 +62,7 @@ class Readiness:
         registry: SessionRegistry,
         profiles: ProfileLibrary,
         book: OverrideBook,
+        door: OperatorDoor,
         ready_with: Least,
     ) -> None:
         self.ready_with = ready_with
@@ -64,6 +70,7 @@ class Readiness:
         self._registry = registry
         self._profiles = profiles
         self._book = book
+        self._door = door
         self._started = False
 
     def services(self) -> tuple[ServiceHealth, ...]:
@@ -89,8 +96,12 @@ class Readiness:
 
     async def watch(self) -> None:
         """Tells again and again, until cancelled."""
+        known = ""
         while True:
             await self.tell()
+            if (fault := self._door.lost) != known:
+                known = fault
+                _log.error("sockets_lost", detail=fault)
             await asyncio.sleep(_LOOK_SECONDS)
 
     async def leave(self) -> None:
@@ -99,7 +110,8 @@ class Readiness:
         await self.servicer.enter_graceful_shutdown()
 
     def _services(self) -> Iterator[ServiceHealth]:
-        up, detail = self._started, "" if self._started else "the sidecar is starting or stopping"
+        detail = self._door.lost if self._started else "the sidecar is starting or stopping"
+        up = not detail
         for name in ("", *SERVICES):
             if name != STEERING:
                 yield ServiceHealth(name, up, detail)

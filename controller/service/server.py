@@ -90,8 +90,9 @@ class Sidecar:
         self._recorder = self._make_recorder()
         self._path = settings.socket_path
         self.door = OperatorDoor(self._path)
-        self._inode = 0
-        self._readiness = Readiness(self.registry, self.profiles, self.book, settings.ready_with)
+        self._readiness = Readiness(
+            self.registry, self.profiles, self.book, self.door, settings.ready_with
+        )
         self._viewer = Viewer(self.registry, self.book, self._readiness, self._clock)
         self._policy = PolicyServicer(
             self.book, self.door, settings.override_default_seconds, settings.override_max_seconds
@@ -121,6 +122,7 @@ class Sidecar:
 
     def _opened(self, session: Session, before: Session | None) -> None:
         """What is known elsewhere comes to a new session in the background."""
+        session.before_plan = self.book.end_over
         if self._telemetry is not None:
             session.on_decision = self._telemetry.decision
         if isinstance(session.core, TapedController):
@@ -223,7 +225,6 @@ class Sidecar:
         if self._server is not None:
             await self._drain(self._server, sessions)
             await self.door.close()
-            unix_socket.remove_own(self._path, self._inode)
         if self._page is not None:
             await asyncio.to_thread(self._page.close)
         await self._viewer.close()
@@ -319,7 +320,7 @@ class Sidecar:
                 self.door.prepare()
                 server.add_insecure_port(f"unix:{self._path}")
                 server.add_insecure_port(f"unix:{self.door.inner}")
-                self._inode = self._path.stat().st_ino
+                self.door.bound()
         except (RuntimeError, OSError) as error:
             raise AddressTakenError(f"{self._path} cannot be bound: {error}") from error
 

@@ -87,6 +87,8 @@ class Session:
         # Told of every decision that changes what the engine shall do, with the plan before it,
         # and when (Unix nanoseconds) it began to be made.
         self.on_decision: Callable[[Session, Plan, int], None] | None = None
+        # Called before a plan is made: what has run out shall not shape it.
+        self.before_plan: Callable[[], None] = lambda: None
         self.measurement: Measurement | None = None
         # The plan is the last one: it is sent once more, after the end.
         self.parting = False
@@ -114,6 +116,11 @@ class Session:
     def engine_id(self) -> str:
         """The engine's own name."""
         return self.core.spec.engine_id
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended: nothing more is folded."""
+        return self.ended is not None
 
     @property
     def listeners(self) -> int:
@@ -184,6 +191,7 @@ class Session:
 
     def advance(self) -> Plan:
         """The newest plan, after making one if one is due."""
+        self.before_plan()
         began = time.time_ns()
         plan = self.core.next_plan()
         if plan is not None:
@@ -225,6 +233,7 @@ class Session:
     def part(self, lease_seconds: float) -> None:
         """The sidecar goes: the engine shall hold its plan for so long (0: for its lease)."""
         if lease_seconds:
+            self.before_plan()
             self._adopt(self.core.last_plan(lease_seconds), time.time_ns())
         self.parting = True
 
@@ -258,11 +267,13 @@ class Session:
             yield self.measurement
         finally:
             self.measurement = None
+            self.before_plan()
             self._adopt(self.core.force(None), time.time_ns())
             self.ring()
 
     def force(self, measurement: Measurement, arm: Arm) -> None:
         """Makes the engine run `arm` in every batch.  Raises InvalidMeasurementError."""
+        self.before_plan()
         began = time.time_ns()
         try:
             plan = self.core.force(arm)

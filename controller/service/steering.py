@@ -5,10 +5,13 @@ newest plan whenever there is one that the engine does not have yet.  The writer
 a few times per lease without any, so that an idle engine's lease is renewed too.  What a slow
 client does not read is never queued: plans that are overtaken are skipped, and the reader stops
 when rejections pile up.
+
+Once its session is over a stream folds nothing more.  A sidecar that stops says how much it has
+taken in, so that the agent keeps the rest for the next one.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import grpc.aio
 import structlog
@@ -118,6 +121,7 @@ class _SteerStream:
         self._rejections: list[service_pb2.ReportRejection] = []
         self._flushed = asyncio.Event()
         self._sent_epoch = 0
+        self._received = service_pb2.Received()
 
     async def run(self, first: service_pb2.SteerRequest) -> None:
         """Serves the stream until the client has sent its last message.
@@ -147,7 +151,7 @@ class _SteerStream:
             done = reader.done()
             if self._session.ended is not None:
                 if self._session.parting and self._session.stream is self:
-                    await self._send(self._session.plan)
+                    await self._send(self._session.plan, self._received)
                     # What is on its way should arrive before the end overtakes it.
                     await asyncio.sleep(_PARTING_SECONDS)
                 raise self._session.ended
@@ -160,42 +164,51 @@ class _SteerStream:
             await self._bell.wait()
             self._bell.clear()
 
-    async def _send(self, plan: Plan) -> None:
+    async def _send(self, plan: Plan, received: service_pb2.Received | None = None) -> None:
         """What the client has not been told yet."""
         news = plan.epoch > self._sent_epoch
-        if news or self._rejections:
+        if news or self._rejections or received is not None:
             rejections, self._rejections = self._rejections, []
             self._flushed.set()
             self._sent_epoch = plan.epoch
             await self._context.write(
                 service_pb2.SteerResponse(
-                    plan=converters.plan_to_proto(plan) if news else None, rejections=rejections
+                    plan=converters.plan_to_proto(plan) if news else None,
+                    rejections=rejections,
+                    received=received,
                 )
             )
 
     async def _read(self, request: service_pb2.SteerRequest | None) -> None:
         session = self._session
-        while request is not None:
+        while request is not None and not session.is_over:
             if request.session_id != session.session_id:
                 raise NoSessionError(
                     f"this stream belongs to session {session.session_id!r}, "
                     f"not to {request.session_id[:64]!r}"
                 )
             session.contact(request.dropped_reports)
-            reports = request.reports
-            for start in range(0, len(reports), _CHUNK):
-                for message in reports[start : start + _CHUNK]:
-                    self._fold(message)
-                self._bell.set()
-                while len(self._rejections) >= _CHUNK:
-                    self._flushed.clear()
-                    await self._flushed.wait()
-                if start + _CHUNK < len(reports):
-                    await asyncio.sleep(0)
+            self._received.dropped_reports += request.dropped_reports
+            await self._take(request.reports)
             self._bell.set()
             request = await read(self._context)
 
+    async def _take(self, reports: Sequence[engine_pb2.StepReport]) -> None:
+        """Folds one message's reports, as far as the session lasts."""
+        for start in range(0, len(reports), _CHUNK):
+            if self._session.is_over:
+                return
+            for message in reports[start : start + _CHUNK]:
+                self._fold(message)
+            self._bell.set()
+            while len(self._rejections) >= _CHUNK:
+                self._flushed.clear()
+                await self._flushed.wait()
+            if start + _CHUNK < len(reports):
+                await asyncio.sleep(0)
+
     def _fold(self, message: engine_pb2.StepReport) -> None:
+        self._received.reports += 1
         try:
             self._session.observe(converters.report_from_proto(message))
         except InvalidReportError as error:

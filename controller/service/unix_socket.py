@@ -86,10 +86,15 @@ def _is_served(path: Path) -> bool:
     return True
 
 
+def is_own(path: Path, inode: int) -> bool:
+    """Whether the socket file is still the one that was bound."""
+    try:
+        return path.lstat().st_ino == inode
+    except OSError:
+        return False
+
+
 def remove_own(path: Path, inode: int) -> None:
     """Removes the socket file, unless it is another one by now."""
-    try:
-        if path.lstat().st_ino == inode:
-            path.unlink()
-    except FileNotFoundError:
-        pass
+    if is_own(path, inode):
+        path.unlink(missing_ok=True)

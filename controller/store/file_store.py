@@ -27,6 +27,7 @@ from controller.store.port import (
     StoreUnavailableError,
     Who,
 )
+from controller.whole_file import remove_unfinished
 
 _SIDECAR = Who("", "its time was up", "sidecar")
 
@@ -74,6 +75,7 @@ class FileStore:
             self._unlock()
             raise StoreUnavailableError(f"{self._directory}: {error.strerror}") from error
         try:
+            remove_unfinished(self._directory)
             self._journal = Journal(self._directory / "overrides.journal")
             for record in self._journal.records():
                 self._replay(record)

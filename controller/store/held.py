@@ -15,7 +15,7 @@ from typing import Any, Self
 import structlog
 
 from controller.store.port import Entry
-from controller.whole_file import write_whole
+from controller.whole_file import remove_unfinished, write_whole
 
 _log = structlog.get_logger(__name__)
 
@@ -89,6 +89,7 @@ class HeldFile:
     def read(self) -> tuple[dict[str, HeldEntry], float]:
         """(entries that have not run out since, seconds since it was written)."""
         try:
+            remove_unfinished(self._path.parent)
             return self._parsed()
         except FileNotFoundError:
             return {}, 0.0

@@ -36,23 +36,13 @@ def with_cpu_defaults(arguments: Sequence[str]) -> list[str]:
     return [*defaults, *arguments]
 
 
-def _fork() -> None:
-    """SGLang's processes, of those it starts from here on, begin with what is imported already.
-
-    It spawns them for CUDA's sake, and each imports it anew: seconds, thrice.
-    """
-    # The processes' own modules: nothing is shared that the parent has not imported.
-    import sglang.srt.managers.detokenizer_manager
-    import sglang.srt.managers.scheduler  # noqa: F401
-
-    multiprocessing.set_start_method("fork")
-    # SGLang sets its own, by this very name.
-    multiprocessing.set_start_method = lambda *_, **__: None
-
-
 def main() -> None:
     """Serve until told to stop, then end the processes that SGLang started."""
     enter_cpu_environment()
+    # A plugin may only hook what is imported where it is loaded: the processes' own modules too,
+    # for those that are forked.
+    import sglang.srt.managers.detokenizer_manager
+    import sglang.srt.managers.scheduler  # noqa: F401
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
@@ -67,6 +57,16 @@ def main() -> None:
         run_server(server_args)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
+
+
+def _fork() -> None:
+    """SGLang's processes begin with what is imported already.
+
+    It spawns them for CUDA's sake, and each imports it anew: seconds, thrice.
+    """
+    multiprocessing.set_start_method("fork")
+    # SGLang sets its own, by this very name.
+    multiprocessing.set_start_method = lambda *_, **__: None
 
 
 # A spawned process imports this module again.

@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             structlog.processors.TimeStamper(fmt="iso"),
             structlog.processors.JSONRenderer(),
         ],
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
     )
     return asyncio.run(_serve(options))
 

@@ -14,7 +14,7 @@ class ReportBuffer:
     """
 
     def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
+        self.capacity = capacity
         self._reports: deque[ReportPacket] = deque()
         self.dropped = 0
 
@@ -25,13 +25,13 @@ class ReportBuffer:
         """Keeps a report; the oldest one goes when there is no room."""
         self.dropped += report.dropped_before
         self._reports.append(report)
-        if len(self._reports) > self._capacity:
+        if len(self._reports) > self.capacity:
             self._reports.popleft()
             self.dropped += 1
 
-    def lose(self) -> None:
-        """Counts a report that could not be read."""
-        self.dropped += 1
+    def lose(self, count: int = 1) -> None:
+        """Counts reports that are not in here and reach nobody."""
+        self.dropped += count
 
     def take(self, most: int) -> list[ReportPacket]:
         """The oldest reports, up to `most`, which leave the buffer."""
@@ -39,7 +39,7 @@ class ReportBuffer:
 
     def give_back(self, reports: Sequence[ReportPacket]) -> None:
         """Puts unsent reports back in front; the oldest go when there is no room."""
-        room = self._capacity - len(self._reports)
+        room = self.capacity - len(self._reports)
         kept = reports[max(0, len(reports) - room) :] if room > 0 else ()
         self.dropped += len(reports) - len(kept)
         self._reports.extendleft(reversed(kept))

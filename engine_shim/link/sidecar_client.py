@@ -10,9 +10,10 @@ from google.protobuf.message import DecodeError
 from engine_shim.link.credentials import Credentials
 from engine_shim.link.engine_port import EnginePort
 from engine_shim.link.errors import PacketError, UnusablePlanError
-from engine_shim.link.packets import SidecarState
+from engine_shim.link.packets import ReportPacket, SidecarState
 from engine_shim.link.quiet_log import QuietLog
 from engine_shim.link.report_buffer import ReportBuffer
+from engine_shim.link.sent_reports import SentReports
 from engine_shim.link.translate import Translator, session_tag
 from speculation.v1.engine_pb2 import EngineSpec
 from speculation.v1.plan_pb2 import Plan
@@ -20,7 +21,9 @@ from speculation.v1.service_pb2 import IntroduceRequest, SteerRequest, SteerResp
 from speculation.v1.service_pb2_grpc import SpeculationServiceStub
 
 _REPORTS_PER_MESSAGE: Final = 128
-_INTRODUCE_SECONDS: Final = 2.0
+# Both of a slow sidecar's first answers, the connection's and the call's, lie in it; and the end of
+# a path on which packets vanish is noticed soon.
+_INTRODUCE_SECONDS: Final = 5.0
 _FIRST_WAIT_SECONDS: Final = 0.05
 # Short enough that an engine is steered again within a second of the sidecar's return.
 _LONGEST_WAIT_SECONDS: Final = 0.5
@@ -137,6 +140,7 @@ class _Session:
         self._translator = translator
         self._port = port
         self._buffer = buffer
+        self._sent = SentReports(buffer)
         self._log = log
         self._epoch = 0
         self._lease_seconds = 1.0
@@ -174,6 +178,7 @@ class _Session:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            self._sent.take_back()
         for task in done:
             # gRPC cancels a write on a call that it has cancelled; the call's status tells why.
             error = None if task.cancelled() else task.exception()
@@ -188,6 +193,8 @@ class _Session:
         async for response in self._call:
             if response.HasField("plan"):
                 self.take_plan(response.plan)
+            if response.HasField("received"):
+                self._sent.received = response.received
             for rejection in response.rejections:
                 self._log.warning(
                     "report-rejected",
@@ -206,29 +213,30 @@ class _Session:
                     return
 
     async def _write_one(self) -> bool:
-        """Sends what has piled up, or a sign of life; False when the stream is over."""
+        """Sends what has piled up, or a sign of life; False when the stream is over.
+
+        What was on its way as the stream broke may have arrived: no report is sent twice.
+        """
         self._sign_due = False
-        batch = self._buffer.take(_REPORTS_PER_MESSAGE)
+        batch: list[ReportPacket] = []
         request = SteerRequest(session_id=self._id)
-        for packet in batch:
+        for packet in self._buffer.take(_REPORTS_PER_MESSAGE):
             try:
                 request.reports.append(self._translator.report(packet, self._tag))
             except IndexError:
                 self._buffer.lose()
                 self._log.warning("report-of-unknown-drafter", index=packet.drafter_index)
-        dropped = request.dropped_reports = self._buffer.dropped
-        written = False
+            else:
+                batch.append(packet)
+        request.dropped_reports = self._buffer.dropped
+        self._sent.begin(batch, request.dropped_reports)
         try:
             await self._call.write(request)
-            written = True
         except asyncio.InvalidStateError:
-            pass  # the stream ended meanwhile; its status tells why
-        finally:
-            if written:
-                self._buffer.forgive(dropped)
-            else:
-                self._buffer.give_back(batch)
-        return written
+            # The stream had ended before; its status tells why.
+            self._sent.did_not_go_out()
+            return False
+        return True
 
     async def _watch(self) -> None:
         """Has a sign of life sent at half of the lease; returns when that went unanswered."""

@@ -15,7 +15,7 @@ from engine_shim.sglang import selfcheck, surface
 from engine_shim.sglang.settings import load_settings
 
 if TYPE_CHECKING:
-    from engine_shim.sglang.ranks import Ranks
+    from engine_shim.link.ranks import Ranks
 
 _log = logging.getLogger(__name__)
 

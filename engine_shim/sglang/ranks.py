@@ -1,100 +1,22 @@
-"""One decision for all ranks of an engine.
+"""The ranks of an SGLang engine: which one this is, and how an update reaches all of them.
 
-With tensor parallelism every rank runs a scheduler of its own, and all of them must launch the same
-step.  Only rank 0 has a link to the sidecar.  What it takes in travels with SGLang's own broadcast
-of requests (no collective is added), and every rank, rank 0 as well, adopts it as it handles those
-requests, before the same step:
-
-  rank 0     outgoing   a new plan has come, or the lease of the last one has run out
-  SGLang                broadcasts it, in one list with the requests that came in
-  all ranks  adopt
-  all ranks  choose     from the plan, the batch and the adopted time: alike everywhere
-
-SGLang may leave a broadcast out (--scheduler-recv-interval) or hold it back (a pause), so an update
-is sent until rank 0 has adopted it itself.  An engine of one rank goes the same way.
+What they adopt and how they choose: engine_shim/link/ranks.py.  SGLang may leave a broadcast out
+(--scheduler-recv-interval) or hold it back (a pause).
 """
 
 from __future__ import annotations
 
-from time import monotonic
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed
 from sglang.srt.runtime_context import get_parallel
 from sglang.utils import TypeBasedDispatcher
 
-from engine_shim.link.packets import PlanPacket
+from engine_shim.link.ranks import Update
 from engine_shim.sglang.errors import UnsupportedEngineError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from engine_shim.link.engine_link import EngineLink
-    from engine_shim.link.steering import Choice, Steering
-
-
-class Update(NamedTuple):
-    """What all ranks adopt together.
-
-    number: counts up.  now: rank 0's monotonic clock in seconds; all judge the lease by it.
-    plan: None when only time has passed.
-    """
-
-    number: int
-    now: float
-    plan: PlanPacket | None
-
-
-class Ranks:
-    """This rank's part.  steering: its copy; link: rank 0's, None on the others."""
-
-    def __init__(self, steering: Steering, link: EngineLink | None) -> None:
-        self._steering = steering
-        self._link = link
-        self._adopted = self._sent = Update(0, monotonic(), None)
-
-    def outgoing(self) -> list[Update]:
-        """On rank 0, between two steps: what has to reach all ranks."""
-        if self._link is None:
-            return []
-        plan, now = self._link.receive(), monotonic()
-        sent, number = self._sent, self._sent.number
-        waiting = number > self._adopted.number
-        source_at = self._steering.source_at
-        if plan is not None:
-            self._sent = Update(number + 1, now, plan)
-        elif waiting:
-            self._sent = sent._replace(now=now)
-        elif source_at(now) is not source_at(self._adopted.now):
-            self._sent = Update(number + 1, now, None)
-        else:
-            return []
-        return [self._sent]
-
-    def adopt(self, update: Update) -> None:
-        """On every rank: what rank 0 sent.  What has been adopted is passed over."""
-        if update.number <= self._adopted.number:
-            return
-        self._adopted = update
-        if update.plan is not None:
-            self._steering.accept(update.plan, update.now)
-
-    def stride(self) -> int:
-        """Rounds between two online updates of the drafter, 0 for none."""
-        return self._steering.stride_at(self._adopted.now)
-
-    def collects(self) -> bool:
-        """Whether training signals are to be kept."""
-        return self._steering.collects_at(self._adopted.now)
-
-    def draft_version(self) -> int | None:
-        """Of the drafter that shall serve; None before the first plan."""
-        plan = self._steering.plan
-        return None if plan is None else plan.draft_version
-
-    def choose(self, batch_size: int) -> Choice:
-        """What the decode step that begins now shall run; once for each step."""
-        return self._steering.choose(batch_size, self._adopted.now)
 
 
 def is_first() -> bool:

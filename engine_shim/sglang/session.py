@@ -2,7 +2,7 @@
 
 One decode step, in SGLang's order:
 
-  own_requests              what came from the sidecar, for all ranks (see ranks.py)
+  own_requests              what came from the sidecar, for all ranks (see link/ranks.py)
   around_forward            decide; catch a drafter up that has slept; launch
     AdaptiveController      asks the policy, puts that gamma's runtime state into use (QuietSwitch)
     draft, verify
@@ -28,6 +28,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from engine_shim.link.engine_link import EngineLink, steering_of
 from engine_shim.link.errors import LinkStartError
+from engine_shim.link.ranks import Ranks
 from engine_shim.sglang import ranks, selfcheck, surface
 from engine_shim.sglang.errors import HookError, PluginError, UnsupportedEngineError
 from engine_shim.sglang.introduction import introduce, set_batch_limits
@@ -66,7 +67,7 @@ class Session:
         self._switch = QuietSwitch()
         self._link: EngineLink | None = None
         self._policy: SteeredPolicy | None = None
-        self._ranks: ranks.Ranks | None = None
+        self._ranks: Ranks | None = None
         self._tap: StepTap | None = None
         self._sleep: SleepingDrafter | None = None
         self._second: SecondDrafter | None = None
@@ -374,7 +375,7 @@ class Session:
         except LinkStartError as error:
             raise PluginError(str(error)) from error
         self._several = ranks.are_several()
-        self._policy, self._ranks = policy, ranks.Ranks(steering, self._link)
+        self._policy, self._ranks = policy, Ranks(steering, self._link)
         policy.steer_by(self._ranks)
         if self._link is None:
             return

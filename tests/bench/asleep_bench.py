@@ -1,4 +1,4 @@
-"""What gamma = 0 costs: `python -m tests.bench.asleep_bench` (about 3 minutes, prints JSON).
+"""What gamma = 0 costs: `python -m tests.bench.asleep_bench` (about 3 minutes).
 
 Two real CPU engines stand beside each other, one without speculation configured, one with EAGLE3,
 the plugin and a scripted sidecar that holds it at gamma = 0, the drafter asleep or kept warm.
@@ -7,31 +7,23 @@ of the held engine over those of the plain one.
 """
 
 import argparse
-import json
 import tempfile
-import time
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
-from engine_shim.cpu.models.prompts import held_out_prompts
-from engine_shim.stage.machine import machine
-from engine_shim.stage.spread import Spread
+from tests.bench.measurement import RATIO, Measurement, run
+from tests.bench.pairs import ratios, seconds_of
 from tests.engine_shim.link.eventually import eventually
 from tests.engine_shim.sglang.engine import EAGLE3, EngineProcess, serving
 from tests.engine_shim.sglang.scripted import scripted_sidecar
 
 _BATCHES = (1, 8)
-_PROMPT_TOKENS = 60
-_MODES = {"asleep": True, "warm": False}
+_MODES = {"asleep": True, "kept warm": False}
 _QUIET = ["--sleep-on-idle"]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=7, help="pairs of answers for each figure")
-    parser.add_argument("--tokens", type=int, default=300, help="new tokens of each request")
-    options = parser.parse_args()
-    found: dict[str, Any] = {"machine": machine(), "new_tokens": options.tokens}
+def measure(options: argparse.Namespace) -> Iterable[Measurement]:
+    """A ratio for each mode and batch."""
     with tempfile.TemporaryDirectory() as name, scripted_sidecar(Path(name)) as sidecar:
         held_env = {"SPECULATION_SIDECAR": sidecar.server.target}
         with (
@@ -41,32 +33,26 @@ def main() -> int:
             eventually(lambda: sidecar.server.introductions, what="an introduction")
             for mode, asleep in _MODES.items():
                 sidecar.run(lambda _, asleep=asleep: (0, asleep))  # type: ignore[misc]
-                for batch_size in _BATCHES:
-                    ratios = _ratios(plain, held, batch_size, options)
-                    found[f"{mode}, B = {batch_size}"] = ratios.as_json()
-    print(json.dumps(found, indent=2))
-    return 0
+                for size in _BATCHES:
+
+                    def seconds(engine: EngineProcess, size: int = size) -> float:
+                        return seconds_of(engine, "json", size, options.tokens)
+
+                    yield Measurement(
+                        f"gamma = 0, {mode}, over no speculation, B = {size}",
+                        RATIO,
+                        ratios(plain, held, seconds, options.repeats),
+                        at_least=0.97 if asleep else None,
+                    )
 
 
-def _ratios(
-    plain: EngineProcess, held: EngineProcess, batch_size: int, options: argparse.Namespace
-) -> Spread:
-    prompts = held_out_prompts("json", count=batch_size, length_tokens=_PROMPT_TOKENS, seed=5)
-    lengths = [options.tokens] * batch_size
-
-    def seconds(engine: EngineProcess) -> float:
-        began = time.perf_counter()
-        engine.generate(prompts, lengths)
-        return time.perf_counter() - began
-
-    seconds(plain), seconds(held)
-    ratios = []
-    for repeat in range(options.repeats):
-        pair = (plain, held) if repeat % 2 else (held, plain)
-        took = {id(engine): seconds(engine) for engine in pair}
-        ratios.append(took[id(plain)] / took[id(held)])
-    return Spread(tuple(ratios))
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--repeats", type=int, default=7, help="pairs of answers for each figure")
+    parser.add_argument("--tokens", type=int, default=300, help="new tokens of each request")
+    run(parser, measure, "tests.bench.asleep_bench")
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -1,23 +1,23 @@
 """A fleet on this machine: many sidecar states in one process, one real redis-server.
 
-    python -m tests.bench.fleet_bench [--sidecars 200] [--engines 1] [--changes 50]
+    python -m tests.bench.fleet_bench --sidecars 200
 
 Every state is what a sidecar has without its gRPC server: store, book, registry, and the sessions
-of its engines.  Prints JSON: how long an override takes from the operator's call to the plans of
+of its engines.  Measured: how long an override takes from the operator's call to the plans of
 every engine, what Redis is asked per sidecar and second while nothing changes, memory per engine.
 """
 
 import argparse
 import asyncio
-import json
-import statistics
-import sys
+import logging
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import psutil
+import structlog
 
 from controller.core.clock import WallClock
 from controller.core.engine_controller import EngineController
@@ -30,6 +30,7 @@ from controller.service.profile_library import ProfileLibrary
 from controller.service.sessions import SessionRegistry
 from controller.store.port import Who
 from controller.store.redis_store import RedisStore
+from tests.bench.measurement import Measurement, percentiles, run
 from tests.controller.core.virtual_engine import engine_spec
 from tests.controller.store.redis_server import RedisServer
 
@@ -79,8 +80,8 @@ async def fan_out(states: list[State], changes: int) -> list[float]:
     return delays
 
 
-async def bench(sidecars: int, engines: int, changes: int) -> dict[str, Any]:
-    """All figures."""
+async def _bench(sidecars: int, engines: int, changes: int) -> tuple[list[float], float, float]:
+    """Seconds of every change, Redis commands per sidecar and second, bytes an engine."""
     with tempfile.TemporaryDirectory() as folder, RedisServer(Path(folder)) as server:
         rss = psutil.Process().memory_info().rss
         states = [State(server.url, number, engines) for number in range(sidecars)]
@@ -91,43 +92,40 @@ async def bench(sidecars: int, engines: int, changes: int) -> dict[str, Any]:
             before: Any = client.info("stats")
             await asyncio.sleep(QUIET_SECONDS)
             after: Any = client.info("stats")
-        quiet = (after["total_commands_processed"] - before["total_commands_processed"]) / (
-            QUIET_SECONDS * sidecars
-        )
-        delays = sorted(await fan_out(states, changes))
-        with server.client() as client:
-            memory: Any = client.info("memory")
+        commands = after["total_commands_processed"] - before["total_commands_processed"]
+        delays = await fan_out(states, changes)
         await asyncio.gather(*(state.book.close() for state in states))
-    return {
-        "sidecars": sidecars,
-        "engines_each": engines,
-        "changes": changes,
-        "fan_out_ms": {
-            "p50": round(1e3 * statistics.median(delays), 1),
-            "p99": round(1e3 * delays[int(0.99 * len(delays))], 1),
-            "max": round(1e3 * delays[-1], 1),
-        },
-        "redis_commands_per_sidecar_second_quiet": round(quiet, 2),
-        "redis_memory_mib": round(memory["used_memory"] / 2**20, 1),
-        "memory_per_engine_kib": round(grown / 1024 / (sidecars * engines)),
-    }
+    return delays, commands / (QUIET_SECONDS * sidecars), grown / (sidecars * engines)
+
+
+def measure(options: argparse.Namespace) -> Iterable[Measurement]:
+    """The figures of several runs; memory of the first only, which grew this process."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+    runs = [
+        asyncio.run(_bench(options.sidecars, options.engines, options.changes))
+        for _ in range(options.repeats)
+    ]
+    delays, commands, grown = zip(*runs, strict=True)
+    local = options.sidecars == 1
+    of = "1 sidecar" if local else f"{options.sidecars} sidecars"
+    yield from percentiles(
+        f"override to the plans of {of}, one Redis",
+        "ms",
+        [[1e3 * delay for delay in run] for run in delays],
+        {99.0: 50.0 if local else 1000.0},
+    )
+    yield Measurement(f"Redis commands in quiet, each of {of}, a second", "1/s", commands)
+    yield Measurement(f"memory of an engine, of {of}", "KiB", [grown[0] / 1024])
 
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--sidecars", type=int, default=200)
-    parser.add_argument("--engines", type=int, default=1)
+    parser.add_argument("--engines", type=int, default=1, help="of each")
     parser.add_argument("--changes", type=int, default=50)
-    given = parser.parse_args()
-    import logging
-
-    import structlog
-
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
-    found = asyncio.run(bench(given.sidecars, given.engines, given.changes))
-    json.dump(found, sys.stdout, indent=1)
-    print()
+    parser.add_argument("--repeats", type=int, default=3)
+    run(parser, measure, "tests.bench.fleet_bench")
 
 
 if __name__ == "__main__":

@@ -1,28 +1,27 @@
-"""What the link costs an engine: `python -m tests.bench.link_bench` (a few seconds, prints JSON).
+"""What the link costs an engine's step: `python -m tests.bench.link_bench` (half a minute).
 
 The engine's side is this process; agent and gRPC server are processes of their own, as in
 production.  A decode step is stood in for by a wait that does not give up the processor, because
 that is what a busy engine's thread does.  Report out + plan in is timed for every step, the steps
-that find a new plan also by themselves.  Between the steps stands the floor: a bare send and an
-empty receive, with a plain process waiting at the other end; on a loaded machine only the ratio of
-the two, and the thread's own processor time, say something.  "warm" is the same code in a tight
-loop, on a socket pair that the benchmark empties itself: what is left when no cache was lost and
-nobody had to be woken.  Last, each report is answered by a plan, and the time from the one to the
-other is taken.
+that find a new plan also by themselves.  Between the steps stand SGLang's adaptive policy, in its
+process, with the same counts; and the floor: a bare send and an empty receive, with a plain process
+waiting at the other end.  "warm" is the same code in a tight loop, on a socket pair that the
+benchmark empties itself: what is left when no cache was lost and nobody had to be woken.  Then each
+report is answered by a plan, and the time from the one to the other is taken.  The agent is a
+process of its own and so takes nothing of the engine's interpreter; what it takes of a processor is
+given for 200 steps a second.
 """
 
 import argparse
 import asyncio
 import contextlib
-import json
 import os
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,53 +48,38 @@ from speculation.v1.service_pb2_grpc import (
     SpeculationServiceServicer,
     add_SpeculationServiceServicer_to_server,
 )
+from tests.bench.measurement import RATIO, Measurement, percentiles, run
 
 _BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
 _GAMMA = 3
 # As large as a report at gamma 3.
 _PACKET = bytes(74)
+# Drafts accepted by each of eight sequences: what SGLang's policy is told of the same step.
+_ACCEPTED = [0, 0, 1, 1, 2, 2, 3, 3]
+_THIRD = 1 / 3
+_STEPS_PER_SECOND = 200
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--rate", type=float, default=500.0, help="steps per second")
-    parser.add_argument("--plan-every", type=int, default=20, help="a plan after so many reports")
-    parser.add_argument("--round-trips", type=int, default=500)
-    parser.add_argument("--agent-nice", type=int, default=19)
-    parser.add_argument("--report-interval-ms", type=float, default=0.0)
-    parser.add_argument("--serve", help=argparse.SUPPRESS)
-    parser.add_argument("--drain", type=int, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.drain:
-        _drain(options.drain)
-        return 0
-    if options.serve:
-        asyncio.run(_serve(options.serve))
-        return 0
+def measure(options: argparse.Namespace) -> Iterable[Measurement]:
+    """Microseconds of each step, of several runs of one link."""
     with tempfile.TemporaryDirectory() as folder:
         target = f"unix:{folder}/bench.sock"
         command = [sys.executable, "-m", "tests.bench.link_bench", "--serve", target]
         server = subprocess.Popen(command)
         try:
-            print(json.dumps(_measure(target, options), indent=2))
+            yield from _measure(target, options)
         finally:
             server.terminate()
             server.wait()
-    return 0
 
 
-def _measure(target: str, options: argparse.Namespace) -> dict[str, Any]:
+def _measure(target: str, options: argparse.Namespace) -> Iterator[Measurement]:
     spec = EngineSpec(
         engine_id="bench",
         drafters=[Drafter(name="eagle3", kind=DRAFTER_KIND_MTP, gammas=[0, 1, 2, 3])],
         max_batch_size=_BUCKETS[-1],
     )
-    settings = LinkSettings(
-        sidecar=target,
-        agent_nice=options.agent_nice,
-        report_interval_ms=options.report_interval_ms,
-    )
+    settings = LinkSettings(sidecar=target, report_interval_ms=options.report_interval_ms)
     link = EngineLink.start(spec, settings, startup_gamma=_GAMMA)
     try:
         until = time.monotonic() + 20
@@ -106,34 +90,35 @@ def _measure(target: str, options: argparse.Namespace) -> dict[str, Any]:
         pid = link.status().agent_pid
         assert pid is not None
         agent = psutil.Process(pid)
-        cpu_before = agent.cpu_times()
-        timings = _steps(link, options)
-        cpu = agent.cpu_times()
-        spent = cpu.user + cpu.system - cpu_before.user - cpu_before.system
-        round_trips = _round_trips(link, options.steps, options.round_trips)
+        runs, spent = [], []
+        for repeat in range(options.repeats):
+            before = agent.cpu_times()
+            runs.append(_steps(link, options, 1 + repeat * options.steps))
+            after = agent.cpu_times()
+            took = after.user + after.system - before.user - before.system
+            spent.append(1e6 * took / options.steps)
+        whole = [[1e6 * t for t in run.wall] for run in runs]
+        yield from percentiles("report out + plan in", "us", whole, {50.0: 10.0, 99.0: 50.0})
+        for name, parts in (
+            ("report out + plan in, own processor time", [run.own for run in runs]),
+            ("report out + plan in, a new plan found", [run.with_plan for run in runs]),
+            ("SGLang's adaptive policy in its process", [run.adaptive for run in runs]),
+            ("floor: a bare send and receive", [run.floor for run in runs]),
+            ("report out + plan in, warm", [_warm(spec) for _ in runs]),
+        ):
+            yield from percentiles(name, "us", [[1e6 * t for t in part] for part in parts])
+        yield Measurement("agent's processor time a report", "us", spent)
+        share = [each * _STEPS_PER_SECOND / 1e6 for each in spent]
+        yield Measurement("agent's share of a processor, 200 steps/s", RATIO, share)
+        first = 1 + options.repeats * options.steps
+        trips = [
+            [1e3 * t for t in _round_trips(link, first + r * options.steps, options.steps // 4)]
+            for r in range(options.repeats)
+        ]
+        yield from percentiles("report to plan, a sidecar that only answers", "ms", trips)
         status = link.status()
-        return {
-            "command": " ".join(["python -m tests.bench.link_bench", *sys.argv[1:]]),
-            "cpus": os.cpu_count(),
-            "load_average": os.getloadavg()[0],
-            "python": sys.version.split()[0],
-            "grpcio": grpc.__version__,
-            "steps": options.steps,
-            "rate": options.rate,
-            "report_out_plan_in_us": _summary(timings.wall, 1e6),
-            "of_that_own_processor_us": _summary(timings.own, 1e6),
-            "when_a_plan_came_us": _summary(timings.with_plan, 1e6),
-            "floor_us": _summary(timings.floor, 1e6),
-            "warm_us": _summary(_warm(spec), 1e6),
-            "ratio_to_floor_p50": round(
-                statistics.median(timings.wall) / statistics.median(timings.floor), 2
-            ),
-            "report_to_plan_ms": _summary(round_trips, 1e3),
-            "agent_cpu_us_per_report": round(spent / options.steps * 1e6, 1),
-            "agent_resident_mb": round(agent.memory_info().rss / 2**20, 1),
-            "reports_dropped": status.reports_dropped,
-            "plans_taken": status.plans_taken,
-        }
+        yield Measurement("agent, resident memory", "MB", [agent.memory_info().rss / 1e6])
+        yield Measurement("reports dropped", "", [float(status.reports_dropped)], at_most=0)
     finally:
         link.close()
 
@@ -163,15 +148,18 @@ class _Timings:
     own: list[float] = field(default_factory=list)
     with_plan: list[float] = field(default_factory=list)
     floor: list[float] = field(default_factory=list)
+    adaptive: list[float] = field(default_factory=list)
 
 
-def _steps(link: EngineLink, options: argparse.Namespace) -> _Timings:
-    timings = _Timings()
+def _steps(link: EngineLink, options: argparse.Namespace, first: int) -> _Timings:
+    from sglang.srt.speculative.adaptive_spec_params import AdaptiveSpeculativeParams
+
+    timings, policy = _Timings(), AdaptiveSpeculativeParams(_GAMMA)
     choice = link.choose(8)
     clock = time.perf_counter
     due = clock()
     with _floor() as bare:
-        for step in range(1, options.steps + 1):
+        for step in range(first, first + options.steps):
             cpu_begun = time.thread_time()
             begun = clock()
             _report(link, step, choice, options.plan_every)
@@ -182,13 +170,18 @@ def _steps(link: EngineLink, options: argparse.Namespace) -> _Timings:
             if newer.epoch != choice.epoch:
                 timings.with_plan.append(took)
             choice = newer
-            due = _busy_until(due + 0.5 / options.rate)
+            due = _busy_until(due + _THIRD / options.rate)
+            begun = clock()
+            policy.on_verify_complete(_ACCEPTED, 8)
+            policy.get_steps_for_batch(8)
+            timings.adaptive.append(clock() - begun)
+            due = _busy_until(due + _THIRD / options.rate)
             begun = clock()
             bare.send(_PACKET, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
             with contextlib.suppress(BlockingIOError):
                 bare.recv(100, socket.MSG_DONTWAIT)
             timings.floor.append(clock() - begun)
-            due = _busy_until(due + 0.5 / options.rate)
+            due = _busy_until(due + _THIRD / options.rate)
     return timings
 
 
@@ -266,18 +259,6 @@ def _round_trips(link: EngineLink, first: int, count: int) -> list[float]:
     return times
 
 
-def _summary(seconds: Sequence[float], scale: float) -> dict[str, float]:
-    if len(seconds) < 2:
-        return {"count": len(seconds)}
-    cuts = statistics.quantiles(seconds, n=100, method="inclusive")
-    return {
-        "count": len(seconds),
-        "p50": round(cuts[49] * scale, 2),
-        "p99": round(cuts[98] * scale, 2),
-        "max": round(max(seconds) * scale, 2),
-    }
-
-
 class _Sidecar(SpeculationServiceServicer):
     """The least sidecar that there can be: it counts reports and renews a plan of eight rows."""
 
@@ -315,5 +296,22 @@ async def _serve(target: str) -> None:
     await server.wait_for_termination()
 
 
+def main() -> None:
+    """The command line."""
+    if sys.argv[1:2] == ["--drain"]:
+        _drain(int(sys.argv[2]))
+        return
+    if sys.argv[1:2] == ["--serve"]:
+        asyncio.run(_serve(sys.argv[2]))
+        return
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=2000, help="of one run")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--rate", type=float, default=500.0, help="steps per second")
+    parser.add_argument("--plan-every", type=int, default=20, help="a plan after so many reports")
+    parser.add_argument("--report-interval-ms", type=float, default=0.0)
+    run(parser, measure, "tests.bench.link_bench")
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

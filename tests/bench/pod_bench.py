@@ -8,17 +8,16 @@ would; then a real `controller profile` on an engine that answers at once.
 
 import argparse
 import contextlib
-import json
 import subprocess
-import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import psutil
 
+from tests.bench.measurement import Measurement, run
 from tests.controller.cli.linked_engine import LinkedEngine, linked_engine
 from tests.controller.cli.sidecar_process import CONTROLLER, sidecar_process
 from tests.controller.profiling.clockwork_engine import ClockworkEngine
@@ -36,7 +35,7 @@ def pace(engine: LinkedEngine, steps_per_second: float, until: float) -> None:
         time.sleep(max(0.0, due - time.monotonic()))
 
 
-def serving(engines: int, steps_per_second: float, seconds: float) -> dict[str, Any]:
+def serving(engines: int, steps_per_second: float, seconds: float) -> dict[str, float]:
     """Memory and cores of the sidecar."""
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
@@ -60,16 +59,13 @@ def serving(engines: int, steps_per_second: float, seconds: float) -> dict[str, 
         elapsed, now = time.monotonic() - began, process.cpu_times()
         steps = sum(engine.step for engine in linked) - sum(before)
         return {
-            "engines": engines,
-            "steps_per_second_each": round(steps / elapsed / engines),
-            "sidecar_megabytes": round(process.memory_info().rss / _MEGABYTE),
-            "sidecar_cores": round(
-                (now.user + now.system - spent.user - spent.system) / elapsed, 3
-            ),
+            "steps_per_second": steps / elapsed / engines,
+            "megabytes": process.memory_info().rss / _MEGABYTE,
+            "cores": (now.user + now.system - spent.user - spent.system) / elapsed,
         }
 
 
-def profiling(seconds: float) -> dict[str, Any]:
+def profiling(seconds: float) -> dict[str, float]:
     """Largest memory, and cores, of `controller profile`."""
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -92,9 +88,23 @@ def profiling(seconds: float) -> dict[str, Any]:
                 time.sleep(0.05)
         assert child.returncode == 0
         return {
-            "profile_megabytes": round(largest / _MEGABYTE),
-            "profile_cores": round(spent / (time.monotonic() - began), 3),
+            "megabytes": largest / _MEGABYTE,
+            "cores": spent / (time.monotonic() - began),
         }
+
+
+def measure(options: argparse.Namespace) -> Iterable[Measurement]:
+    """Megabytes and cores."""
+    served = [
+        serving(options.engines, options.steps, options.seconds) for _ in range(options.repeats)
+    ]
+    of = f"engines of {options.steps:g} steps/s: {options.engines}"
+    yield Measurement("steps/s of each engine", "1/s", [one["steps_per_second"] for one in served])
+    yield Measurement(f"sidecar, {of}, memory", "MB", [one["megabytes"] for one in served])
+    yield Measurement(f"sidecar, {of}, processor", "cores", [one["cores"] for one in served])
+    measured = [profiling(5.0) for _ in range(options.repeats)]
+    yield Measurement("controller profile, memory", "MB", [one["megabytes"] for one in measured])
+    yield Measurement("controller profile, processor", "cores", [one["cores"] for one in measured])
 
 
 def main() -> None:
@@ -102,11 +112,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--engines", type=int, default=1)
     parser.add_argument("--steps", type=float, default=200.0, help="a second, of each engine")
-    parser.add_argument("--seconds", type=float, default=30.0)
-    given = parser.parse_args()
-    found = serving(given.engines, given.steps, given.seconds) | profiling(5.0)
-    json.dump(found, sys.stdout, indent=1)
-    print()
+    parser.add_argument("--seconds", type=float, default=20.0, help="of one run")
+    parser.add_argument("--repeats", type=int, default=3)
+    run(parser, measure, "tests.bench.pod_bench")
 
 
 if __name__ == "__main__":

@@ -6,9 +6,10 @@ The same reports at the same times go through a plain core and one on tape, in t
 thread writes to a temporary directory meanwhile, so its share of the interpreter is in the figure.
 """
 
-import statistics
+import argparse
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from controller.core.clock import VirtualClock
@@ -19,9 +20,9 @@ from controller.core.state import capture
 from controller.core.types import StepReport
 from controller.recording.recorder import Recorder
 from controller.recording.tape import QUEUE_MAX
+from tests.bench.measurement import RATIO, Measurement, run
 from tests.controller.core.virtual_engine import engine_spec, gpu_like, make, profile_of
 
-REPEATS = 15
 STEPS = 4000
 
 
@@ -46,14 +47,13 @@ def seconds(
     return time.thread_time() - began
 
 
-def main() -> None:
-    """Prints medians, their ratio, and what lies on disk."""
+def measure(options: argparse.Namespace) -> Iterable[Measurement]:
+    """Times of the two, their ratios, and what lies on disk."""
     assert STEPS * 2 < QUEUE_MAX
     steps, spec = reports(), engine_spec()
     profile, settings = profile_of(spec, gpu_like), PlannerSettings()
-    plain, taped, whole, openings = [], [], [], []
-    size = 0
-    for _ in range(REPEATS):
+    plain, taped, whole, openings, sizes = [], [], [], [], []
+    for _ in range(options.repeats):
         clock = VirtualClock()
         plain.append(seconds(EngineController(spec, settings, profile, clock), clock, steps))
         with tempfile.TemporaryDirectory() as directory:
@@ -65,24 +65,23 @@ def main() -> None:
             taped.append(seconds(core, clock, steps))
             recorder.close()
             whole.append(time.process_time() - began)
-            size = sum(path.stat().st_size for path in Path(directory).glob("*.record"))
+            sizes.append(sum(path.stat().st_size for path in Path(directory).glob("*.record")))
         began = time.thread_time()
         capture(core)
         openings.append(time.thread_time() - began)
-    each = 1e6 / STEPS
-    print(
-        f"processor time of a report, folded and planned: {each * statistics.median(plain):.1f} us"
-    )
-    for name, found in (("the steering thread, on tape", taped), ("with the recorder's", whole)):
+    yield Measurement("a report folded and planned", "us", [1e6 * s / STEPS for s in plain])
+    for name, found in (("the steering thread", taped), ("with the recorder's thread", whole)):
         ratios = [b / a for a, b in zip(plain, found, strict=True)]
-        print(
-            f"{name}: {each * statistics.median(found):.1f} us, "
-            f"{statistics.median(ratios):.3f} of it ({min(ratios):.3f}-{max(ratios):.3f})"
-        )
-    print(
-        f"{size / STEPS:.0f} bytes on disk a report, plans included; an opening's state "
-        f"{1e3 * statistics.median(openings):.2f} ms"
-    )
+        yield Measurement(f"recorded over not recorded, {name}", RATIO, ratios)
+    yield Measurement("on disk a report, plans included", "bytes", [s / STEPS for s in sizes])
+    yield Measurement("a new segment's opening state", "ms", [1e3 * s for s in openings])
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--repeats", type=int, default=15)
+    run(parser, measure, "tests.bench.record_bench")
 
 
 if __name__ == "__main__":

@@ -5,20 +5,21 @@
 Both run the same scenario in turn, several times; the ratio is of one run.
 """
 
-import statistics
+import argparse
 import time
+from collections.abc import Iterable
 
 from controller.simulation.engine import simulate
 from controller.simulation.ours import ControllerPolicy
 from controller.simulation.peers.static import Static
 from controller.simulation.scenario import Scenario
 from controller.simulation.suite import standard
+from tests.bench.measurement import Measurement, run
 
-REPEATS = 5
-SCENARIOS = ("load+traffic/h100", "traffic/B=16", "load/scout")
+_SCENARIOS = ("load+traffic/h100", "traffic/B=16", "load/scout")
 
 
-def steps_per_second(scenario: Scenario, *, steered: bool) -> float:
+def _step_seconds(scenario: Scenario, *, steered: bool) -> float:
     """Of one run, set-up of the workload left out."""
     workload, surface = scenario.workload(0), scenario.surface
     policy = (
@@ -28,26 +29,28 @@ def steps_per_second(scenario: Scenario, *, steered: bool) -> float:
     )
     began = time.perf_counter()
     result = simulate(workload, surface, policy, scenario.options, 0)
-    return result.steps / (time.perf_counter() - began)
+    return (time.perf_counter() - began) / result.steps
+
+
+def measure(options: argparse.Namespace) -> Iterable[Measurement]:
+    """Steps a second, and what the core takes of a step."""
+    scenarios = {scenario.name: scenario for scenario in standard()}
+    for name in _SCENARIOS:
+        plain, steered = [], []
+        for _ in range(options.repeats):
+            plain.append(_step_seconds(scenarios[name], steered=False))
+            steered.append(_step_seconds(scenarios[name], steered=True))
+        taken = [1e6 * (b - a) for a, b in zip(plain, steered, strict=True)]
+        yield Measurement(f"simulator, {name}, steered", "steps/s", [1 / s for s in steered])
+        yield Measurement(f"simulator, {name}, static", "steps/s", [1 / s for s in plain])
+        yield Measurement(f"simulator, {name}, the core's part of a step", "us", taken)
 
 
 def main() -> None:
-    """Prints medians and ranges."""
-    scenarios = {scenario.name: scenario for scenario in standard()}
-    for name in SCENARIOS:
-        runs = [
-            (
-                steps_per_second(scenarios[name], steered=False),
-                steps_per_second(scenarios[name], steered=True),
-            )
-            for _ in range(REPEATS)
-        ]
-        plain, steered = zip(*runs, strict=True)
-        fast, slow = statistics.median(plain), statistics.median(steered)
-        print(
-            f"{name}: steered {slow:,.0f} steps/s ({min(steered):,.0f}-{max(steered):,.0f}), "
-            f"static {fast:,.0f}; the core takes {1e6 / slow - 1e6 / fast:.0f} us a step"
-        )
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--repeats", type=int, default=5)
+    run(parser, measure, "tests.bench.simulation_bench")
 
 
 if __name__ == "__main__":

@@ -129,27 +129,64 @@ class SteerResponse(_message.Message):
 
     PLAN_FIELD_NUMBER: _builtins.int
     REJECTIONS_FIELD_NUMBER: _builtins.int
+    RECEIVED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def plan(self) -> _plan_pb2.Plan:
         """Absent when the message only carries rejections."""
 
     @_builtins.property
     def rejections(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReportRejection]: ...
+    @_builtins.property
+    def received(self) -> Global___Received:
+        """In the last message of a sidecar that stops."""
+
     def __init__(
         self,
         *,
         plan: _plan_pb2.Plan | None = ...,
         rejections: _abc.Iterable[Global___ReportRejection] | None = ...,
+        received: Global___Received | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_plan", b"_plan", "plan", b"plan"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_plan", b"_plan", "_received", b"_received", "plan", b"plan", "received", b"received"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_plan", b"_plan", "plan", b"plan", "rejections", b"rejections"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_plan", b"_plan", "_received", b"_received", "plan", b"plan", "received", b"received", "rejections", b"rejections"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__plan: _TypeAlias = _typing.Literal["plan"]  # noqa: Y015
     _WhichOneofArgType__plan: _TypeAlias = _typing.Literal["_plan", b"_plan"]  # noqa: Y015
+    _WhichOneofReturnType__received: _TypeAlias = _typing.Literal["received"]  # noqa: Y015
+    _WhichOneofArgType__received: _TypeAlias = _typing.Literal["_received", b"_received"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__plan) -> _WhichOneofReturnType__plan | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__received) -> _WhichOneofReturnType__received | None: ...
 
 Global___SteerResponse: _TypeAlias = SteerResponse  # noqa: Y015
+
+@_typing.final
+class Received(_message.Message):
+    """What has arrived on a stream, all of it; what was sent after that is for the next sidecar."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPORTS_FIELD_NUMBER: _builtins.int
+    DROPPED_REPORTS_FIELD_NUMBER: _builtins.int
+    reports: _builtins.int
+    """Reports that were used or refused."""
+    dropped_reports: _builtins.int
+    """The sum of SteerRequest.dropped_reports."""
+    def __init__(
+        self,
+        *,
+        reports: _builtins.int = ...,
+        dropped_reports: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped_reports", b"dropped_reports", "reports", b"reports"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Received: _TypeAlias = Received  # noqa: Y015
 
 @_typing.final
 class DecideRequest(_message.Message):

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from engine_shim.link.engine_link import EngineLink
 from engine_shim.link.settings import LinkSettings
-from engine_shim.link.steering import Source
+from engine_shim.link.steering import Choice, Source
 from tests.engine_shim.link.eventually import eventually
 from tests.engine_shim.link.fake_sidecar import engine_spec
 
@@ -16,11 +16,12 @@ _STEP_SECONDS = 0.001
 
 
 class LinkedEngine:
-    """Runs what it is told; counts are drawn from one acceptance."""
+    """Runs what it is told; counts are drawn from one acceptance.  choice: of the last step."""
 
     def __init__(self, link: EngineLink) -> None:
         self.link = link
         self.step = 0
+        self.choice: Choice | None = None
         self._rng = random.Random(0)
 
     def wait_for_a_plan(self) -> None:
@@ -34,7 +35,7 @@ class LinkedEngine:
     def run(self, steps: int, batch_size: int = 4, acceptance: float = 0.8) -> None:
         """So many decode steps."""
         for _ in range(steps):
-            choice = self.link.choose(batch_size)
+            self.choice = choice = self.link.choose(batch_size)
             counts = [0] * (choice.gamma + 1)
             for _ in range(batch_size):
                 accepted = 0
@@ -51,8 +52,14 @@ class LinkedEngine:
 
 
 @contextmanager
-def linked_engine(address: str, engine_id: str = "engine-1") -> Iterator[LinkedEngine]:
-    link = EngineLink.start(engine_spec(engine_id), LinkSettings(sidecar=address), startup_gamma=1)
+def linked_engine(
+    address: str,
+    engine_id: str = "engine-1",
+    grace_seconds: float = 10.0,
+    agent_nice: int = 19,
+) -> Iterator[LinkedEngine]:
+    settings = LinkSettings(sidecar=address, grace_seconds=grace_seconds, agent_nice=agent_nice)
+    link = EngineLink.start(engine_spec(engine_id), settings, startup_gamma=1)
     try:
         engine = LinkedEngine(link)
         engine.wait_for_a_plan()

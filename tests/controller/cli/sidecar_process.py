@@ -1,5 +1,6 @@
 """`controller serve` as its own process, and other commands beside it."""
 
+import contextlib
 import json
 import signal
 import subprocess
@@ -38,13 +39,20 @@ class SidecarProcess:
 
 @contextmanager
 def sidecar_process(
-    directory: Path, *flags: str, environment: Mapping[str, str] | None = None
+    directory: Path,
+    *flags: str,
+    environment: Mapping[str, str] | None = None,
+    log: Path | None = None,
 ) -> Iterator[SidecarProcess]:
+    """log: where its lines go; by default a pipe, which holds some hundred."""
     address = f"unix:{directory}/controller.sock"
     command = [*CONTROLLER, "serve", "--address", address, "--metrics-port", "0", *flags]
     began = time.monotonic()
     variables = ENVIRONMENT | dict(environment or {})
-    with subprocess.Popen(command, env=variables, stderr=subprocess.PIPE, text=True) as process:
+    with (
+        contextlib.nullcontext(subprocess.PIPE) if log is None else log.open("a") as lines,
+        subprocess.Popen(command, env=variables, stderr=lines, text=True) as process,
+    ):
         try:
             wait_until_serving(address, process)
             yield SidecarProcess(process, address, time.monotonic() - began)
@@ -59,7 +67,10 @@ def wait_until_serving(address: str, process: "subprocess.Popen[str]") -> None:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.002)
-    with grpc.insecure_channel(address) as channel:
+    # A killed one's file is there at once: whoever comes next is looked for without long pauses.
+    pauses = [(f"grpc.{name}_reconnect_backoff_ms", 50) for name in ("initial", "min", "max")]
+    options = [*pauses, ("grpc.use_local_subchannel_pool", 1)]
+    with grpc.insecure_channel(address, options) as channel:
         for answer in health_stub(channel).Watch(
             health_pb2.HealthCheckRequest(), timeout=PATIENCE_SECONDS, wait_for_ready=True
         ):

@@ -11,6 +11,7 @@ import grpc
 import pytest
 
 from controller.service import operator_door
+from controller.service.unix_socket import SocketTakenError
 from controller.socket_paths import inner_path, operators_path
 from speculation.v1 import policy_pb2, policy_pb2_grpc, service_pb2
 from tests.controller.service.harness import (
@@ -28,6 +29,15 @@ from tests.controller.service.test_overrides import FLEET, asked, set_
 OK, DENIED = grpc.StatusCode.OK, grpc.StatusCode.PERMISSION_DENIED
 UNKNOWN = grpc.StatusCode.UNAUTHENTICATED
 NOBODY = 65534
+
+
+async def test_a_second_sidecar_that_is_refused_leaves_the_firsts_door_open(tmp_path: Path):
+    async with serving(tmp_path) as first:
+        with pytest.raises(SocketTakenError):
+            async with serving(tmp_path):
+                pass
+        assert inner_path(tmp_path / "controller.sock").is_socket()
+        await set_(first, scope=FLEET, gamma=1)
 
 
 async def as_user(uid: int, address: Path, name: str) -> str:

@@ -11,6 +11,7 @@ from controller.service.errors import AddressTakenError
 from controller.service.readiness import SERVICES, STEERING, STORE
 from controller.service.server import Sidecar
 from controller.settings import Settings
+from controller.socket_paths import inner_path, operators_path
 from engine_shim.stage.ports import free_port
 from speculation.v1 import service_pb2
 from tests.controller.service.harness import (
@@ -194,3 +195,27 @@ async def test_the_sidecar_says_who_it_is_and_since_when(tmp_path: Path):
     assert sidecar.version
     passed = sidecar.now_unix_seconds - sidecar.started_at_unix_seconds
     assert passed == pytest.approx(sidecar.uptime_seconds, abs=1.0)
+
+
+@pytest.mark.parametrize("of", [lambda path: path, operators_path, inner_path])
+async def test_a_socket_that_was_removed_is_a_sidecar_that_is_not_well(tmp_path: Path, of: Any):
+    async with serving(tmp_path) as running:
+        lost = of(tmp_path / "controller.sock")
+        watch: Any = health_stub(running.channel).Watch(health_pb2.HealthCheckRequest())
+        assert (await soon(watch.read())).status == SERVING
+        lost.unlink()
+        # Who is connected still hears it.
+        assert (await soon(watch.read())).status == NOT_SERVING
+        told = {one.service: one.detail for one in running.sidecar._readiness.services()}
+        assert str(lost) in told[""]
+
+
+async def test_what_a_killed_sidecar_had_begun_to_write_is_removed(tmp_path: Path):
+    profiles = tmp_path / "profiles"
+    shelf = tmp_path / "controller.sock.state" / "shelf" / "profiles" / "0123"
+    begun = [folder / ".name.json.4711.part" for folder in (profiles, shelf)]
+    for file in begun:
+        file.parent.mkdir(parents=True)
+        file.write_text("{")
+    async with serving(tmp_path, profile_directory=profiles):
+        assert not any(file.exists() for file in begun)

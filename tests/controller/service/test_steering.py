@@ -1,4 +1,6 @@
+import asyncio
 import math
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -6,6 +8,9 @@ import grpc
 import pytest
 
 from controller.core.clock import VirtualClock
+from controller.core.types import StepReport
+from controller.service.converters import engine_from_proto
+from controller.service.errors import ShuttingDownError
 from speculation.v1 import engine_pb2, plan_pb2, service_pb2
 from tests.controller.service.harness import (
     SteerClient,
@@ -253,6 +258,50 @@ async def test_a_client_that_has_sent_its_last_message_gets_a_clean_end(tmp_path
         assert [r.step for r in await stream.rejections()] == [1]
         assert (await stream.end())[0] is grpc.StatusCode.OK
         assert (await running.status()).dropped_reports == 7
+
+
+async def test_a_sidecar_that_stops_says_what_it_has_received_and_folds_nothing_after_it(
+    tmp_path: Path,
+):
+    async with serving(tmp_path, last_lease_seconds=0) as running:
+        session = running.sidecar.registry.introduce(engine_from_proto(engine_message()))
+        stream = SteerClient(running, session.session_id)
+        await stream.send(report_message(1), report_message(2, batch_size=5), dropped=7)
+        await stream.send(report_message(3))
+        await until(lambda: session.tally.reports == 2)
+        running.sidecar.registry.close(ShuttingDownError("over"))
+        with suppress(
+            grpc.aio.AioRpcError, asyncio.InvalidStateError
+        ):  # over already, if it is slow
+            await stream.send(report_message(4), dropped=1)
+        while not (answer := await stream.read()).HasField("received"):
+            pass
+        assert (answer.received.reports, answer.received.dropped_reports) == (3, 7)
+        assert (await stream.end())[0] is grpc.StatusCode.UNAVAILABLE
+        assert (session.tally.reports, session.tally.dropped) == (2, 7)
+
+
+async def test_the_rest_of_a_long_message_is_not_folded_once_the_sidecar_stops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    async with serving(tmp_path, last_lease_seconds=0) as running:
+        registry = running.sidecar.registry
+        session = registry.introduce(engine_from_proto(engine_message()))
+        observe = session.observe
+
+        def stop_at_the_first(report: StepReport) -> None:
+            observe(report)
+            if report.step == 1:
+                loop = asyncio.get_running_loop()
+                loop.call_soon(registry.close, ShuttingDownError("over"))
+
+        monkeypatch.setattr(session, "observe", stop_at_the_first)
+        stream = SteerClient(running, session.session_id)
+        await stream.send(*(report_message(step) for step in range(1, 1001)))
+        while not (answer := await stream.read()).HasField("received"):
+            pass
+        assert answer.received.reports == session.tally.reports
+        assert 0 < session.tally.reports < 1000
 
 
 async def test_the_lease_of_an_idle_engine_is_renewed(tmp_path: Path):

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -16,10 +17,23 @@ PATIENCE_SECONDS = 15.0
 
 
 class RedisServer:
-    """Without persistence unless asked for.  Leaving the context ends it."""
+    """Without persistence unless asked for.  Leaving the context ends it.
 
-    def __init__(self, folder: Path, *options: str, port: int = 0, kind: str = "server") -> None:
+    prefix: a command that runs it elsewhere, where it has the address `host`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *options: str,
+        port: int = 0,
+        kind: str = "server",
+        host: str = "127.0.0.1",
+        prefix: Sequence[str] = (),
+    ) -> None:
         self.port = port or free_port()
+        self._host = host
+        self._prefix = prefix
         self._folder = folder
         self._options = options
         self._kind = kind
@@ -28,15 +42,19 @@ class RedisServer:
 
     @property
     def url(self) -> str:
-        return f"redis://127.0.0.1:{self.port}/0"
+        return f"redis://{self._host}:{self.port}/0"
 
     def client(self, password: str | None = None) -> redis.Redis:
         return redis.Redis(
-            port=self.port, password=password, decode_responses=True, socket_timeout=5
+            host=self._host,
+            port=self.port,
+            password=password,
+            decode_responses=True,
+            socket_timeout=5,
         )
 
     def start(self) -> Self:
-        common = ["--port", str(self.port), "--dir", str(self._folder), "--bind", "127.0.0.1"]
+        common = ["--port", str(self.port), "--dir", str(self._folder), "--bind", self._host]
         if self._kind == "sentinel":
             configuration = self._folder / "sentinel.conf"
             command = ["redis-server", str(configuration), "--sentinel", "--port", str(self.port)]
@@ -44,15 +62,20 @@ class RedisServer:
             command = ["redis-server", *common, "--save", "", "--appendonly", "no"]
         log = (self._folder / "redis.log").open("ab")
         with log:
-            self._process = subprocess.Popen([*command, *self._options], stdout=log, stderr=log)
+            self._process = subprocess.Popen(
+                [*self._prefix, *command, *self._options], stdout=log, stderr=log
+            )
         end = time.monotonic() + PATIENCE_SECONDS
         while True:
             try:
                 with self.client() as client:
                     client.ping()
                 return self
-            except redis.exceptions.ConnectionError:
-                if time.monotonic() > end or self._process.poll() is not None:
+            except redis.exceptions.RedisError as error:
+                connecting = isinstance(error, redis.exceptions.ConnectionError)
+                late = time.monotonic() > end or self._process.poll() is not None
+                if late or not connecting:
+                    self.kill()
                     raise
                 time.sleep(0.02)
 

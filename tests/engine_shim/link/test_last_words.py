@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
+import pytest
 
 from engine_shim.link import packets
 from engine_shim.link.engine_port import EnginePort
@@ -13,8 +14,9 @@ from engine_shim.link.quiet_log import QuietLog
 from engine_shim.link.report_buffer import ReportBuffer
 from engine_shim.link.sidecar_client import _Session
 from engine_shim.link.translate import Translator
-from speculation.v1.service_pb2 import SteerRequest, SteerResponse
+from speculation.v1.service_pb2 import Received, SteerRequest, SteerResponse
 from tests.engine_shim.link.fake_sidecar import engine_spec, plan
+from tests.engine_shim.link.test_report_buffer import report
 
 
 class EndedCall:
@@ -52,3 +54,46 @@ async def test_a_plan_that_came_before_the_end_is_taken_though_a_write_failed_fi
         packet = packets.decode_plan(engine.recv(packets.MAX_PLAN_BYTES))
     assert (code, detail) == (grpc.StatusCode.UNAVAILABLE, "the sidecar is shutting down")
     assert (packet.epoch, packet.rows[0].gamma) == (9, 5)
+
+
+class TakingCall(EndedCall):
+    """A call that takes one message, and then ends with these last words."""
+
+    def __init__(self, last_words: list[SteerResponse]) -> None:
+        super().__init__()
+        self._last_words = last_words
+        self._taken = asyncio.Event()
+
+    async def write(self, request: SteerRequest) -> None:
+        self._taken.set()
+
+    async def __aiter__(self) -> AsyncIterator[SteerResponse]:
+        await self._taken.wait()
+        for _ in range(20):  # until the write is over
+            await asyncio.sleep(0)
+        for words in self._last_words:
+            yield words
+
+
+@pytest.mark.parametrize(
+    ("last_words", "again"),
+    [
+        ([], []),
+        ([SteerResponse(received=Received(reports=3))], []),
+        ([SteerResponse(received=Received(reports=1))], [2, 3]),
+    ],
+)
+async def test_what_was_written_goes_out_again_only_if_the_sidecar_says_that_it_did_not_come(
+    last_words: list[SteerResponse], again: list[int]
+):
+    engine, agent = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with engine, agent:
+        log, buffer = QuietLog(), ReportBuffer(8)
+        for step in (1, 2, 3):
+            buffer.add(report(step))
+        port = EnginePort(agent, buffer, log, 0.0)
+        call: Any = TakingCall(last_words)
+        session = _Session(call, "session-1", Translator(engine_spec()), port, buffer, log)
+        await session.run()
+    assert [packet.step for packet in buffer.take(8)] == again
+    assert buffer.dropped == 0

@@ -1,5 +1,6 @@
 """SGLang plugins that get in this plugin's way, for tests of its self-check."""
 
+import multiprocessing
 import os
 import sys
 from pathlib import Path
@@ -54,7 +55,7 @@ def break_block_drafter() -> None:
 
 def let_one_rank_differ() -> None:
     """The second scheduler to start has other variables, as on another host."""
-    if surface.SCHEDULER_MODULE not in sys.modules:
+    if multiprocessing.parent_process() is None or surface.SCHEDULER_MODULE not in sys.modules:
         return
     try:
         Path(os.environ["FIRST_RANK"]).mkdir()

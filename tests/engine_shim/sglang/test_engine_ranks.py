@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine_shim.cpu.models.prompts import DOMAINS, held_out_prompts
+from engine_shim.cpu.serve import with_cpu_defaults
 from tests.engine_shim.link.eventually import eventually
 from tests.engine_shim.sglang.engine import (
     DFLASH,
@@ -119,7 +120,9 @@ def test_ranks_that_were_set_up_differently_do_not_start(tmp_path: Path) -> None
         "FIRST_RANK": str(tmp_path / "first"),
         "PYTHONPATH": str(plugins),
     }
-    with launched(tmp_path / "engine", [*EAGLE3, *TWO_RANKS], variables) as engine:
-        eventually(lambda: engine.process.poll() is not None, within=240.0, what="it gives up")
+    arguments = with_cpu_defaults([*EAGLE3, *TWO_RANKS])
+    # Spawned, as on a GPU: a forked rank could not have other variables.
+    with launched(tmp_path / "engine", arguments, variables, "sglang.launch_server") as engine:
+        eventually(lambda: engine.process.poll() is not None, within=500.0, what="it gives up")
         log = engine.log.read_text()
     assert re.search(r"the ranks disagree: SPECULATION_GAMMAS is \(0, 1, .*7\) on rank 0", log)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from engine_shim.link import ranks
 from engine_shim.link.packets import PlanPacket, ProbeEntry, RowEntry
+from engine_shim.link.ranks import Ranks, Update
 from engine_shim.link.steering import Source, Steering, safe_choice
-from engine_shim.sglang import ranks
-from engine_shim.sglang.ranks import Ranks, Update
 
 ARMS = [(0, gamma) for gamma in (0, 1, 3, 5)]
 LEASE = 10.0

@@ -1,0 +1,130 @@
+"""A relay between real agents and a real sidecar, which keeps what goes through it.
+
+It speaks the contract to both sides and changes nothing: what one side says, and how a call ends,
+the other side hears.
+"""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, Self
+
+import grpc
+import grpc.aio
+
+from speculation.v1.service_pb2 import (
+    DecideRequest,
+    DecideResponse,
+    IntroduceRequest,
+    IntroduceResponse,
+    SteerRequest,
+    SteerResponse,
+)
+from speculation.v1.service_pb2_grpc import (
+    SpeculationServiceServicer,
+    SpeculationServiceStub,
+    add_SpeculationServiceServicer_to_server,
+)
+
+# ("plan" or "reports", session, message)
+Witness = Callable[[str, str, Any], None]
+
+
+class Relay(SpeculationServiceServicer):
+    """From `address` to `sidecar`, on an event loop in a thread of its own.
+
+    faults: what `witness` raised.
+    """
+
+    def __init__(self, address: str, sidecar: str, witness: Witness) -> None:
+        self._address, self._sidecar = address, sidecar
+        self._witness = witness
+        self.faults: list[BaseException] = []
+        self._streams: set[asyncio.Task[Any]] = set()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._server: grpc.aio.Server | None = None
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        self._run(self._begin())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._run(self._end())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def cut(self) -> None:
+        """Breaks every stream, on both sides."""
+
+        async def cut() -> None:
+            for stream in list(self._streams):
+                stream.cancel()
+
+        self._run(cut())
+
+    async def Introduce(self, request: IntroduceRequest, context: Any) -> IntroduceResponse:
+        async with grpc.aio.insecure_channel(self._sidecar) as channel:
+            try:
+                answer = await SpeculationServiceStub(channel).Introduce(request, timeout=2.0)
+            except grpc.aio.AioRpcError as error:
+                await context.abort(error.code(), error.details())
+        self._tell("plan", answer.session_id, answer.plan)
+        return answer
+
+    async def Steer(
+        self, request_iterator: AsyncIterator[SteerRequest], context: Any
+    ) -> AsyncIterator[SteerResponse]:
+        session = ""
+        async with grpc.aio.insecure_channel(self._sidecar) as channel:
+            call = SpeculationServiceStub(channel).Steer()
+
+            async def send() -> None:
+                nonlocal session
+                async for request in request_iterator:
+                    session = request.session_id
+                    self._tell("reports", session, request)
+                    with suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
+                        await call.write(request)
+
+            sending = asyncio.create_task(send())
+            this = asyncio.current_task()
+            assert this is not None
+            self._streams.add(this)
+            try:
+                async for response in call:
+                    if response.HasField("plan"):
+                        self._tell("plan", session, response.plan)
+                    yield response
+            except grpc.aio.AioRpcError as error:
+                await context.abort(error.code(), error.details())
+            finally:
+                self._streams.discard(this)
+                sending.cancel()
+
+    async def Decide(self, request: DecideRequest, context: Any) -> DecideResponse:
+        raise NotImplementedError
+
+    def _tell(self, kind: str, session: str, message: Any) -> None:
+        try:
+            self._witness(kind, session, message)
+        except BaseException as error:  # noqa: BLE001 -- it is raised again in the test's thread
+            self.faults.append(error)
+
+    async def _begin(self) -> None:
+        self._server = grpc.aio.server()
+        add_SpeculationServiceServicer_to_server(self, self._server)
+        self._server.add_insecure_port(self._address)
+        await self._server.start()
+
+    async def _end(self) -> None:
+        assert self._server is not None
+        await self._server.stop(0)
+
+    def _run(self, work: Any) -> None:
+        future: Future[None] = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future.result(60)

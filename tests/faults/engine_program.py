@@ -1,0 +1,42 @@
+"""An engine's end of the link as a program: run from any version's tree, told what to do.
+
+    python engine_program.py ADDRESS
+
+One line of JSON for every line on its standard input: after so many steps as the line says, where
+the last choice came from, and its draft length.
+"""
+
+import json
+import sys
+import time
+
+from engine_shim.link.engine_link import EngineLink
+from engine_shim.link.settings import LinkSettings
+from speculation.v1.engine_pb2 import DRAFTER_KIND_MTP, Drafter, EngineSpec
+
+
+def main() -> None:
+    """Until its input ends."""
+    drafter = Drafter(name="eagle3", kind=DRAFTER_KIND_MTP, gammas=(0, 1, 2, 3, 5, 7))
+    spec = EngineSpec(engine_id="of-another-version", drafters=[drafter], max_batch_size=64)
+    link = EngineLink.start(spec, LinkSettings(sidecar=sys.argv[1]), startup_gamma=1)
+    step = 0
+    try:
+        for line in sys.stdin:
+            for _ in range(int(line)):
+                step += 1
+                choice = link.choose(4)
+                counts = [0] * choice.gamma + [4]
+                seconds = 0.01 * (1 + 0.08 * choice.gamma)
+                link.report(
+                    step, 4, 2048, 0, choice.gamma, counts, seconds, 0,
+                    choice.epoch, choice.probe_id, choice.session,
+                )  # fmt: skip
+                time.sleep(0.002)
+            print(json.dumps({"source": choice.source.value, "gamma": choice.gamma}), flush=True)
+    finally:
+        link.close()
+
+
+if __name__ == "__main__":
+    main()
