@@ -6,7 +6,7 @@ PYTHON ?= python3
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check format test bench faults soak fuzz demo lab gpu-check models proto lock clean
+.PHONY: help setup check format test bench faults soak fuzz demo lab gpu-check models proto lock licences sbom audit clean
 
 help: ## What there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -22,6 +22,7 @@ check: setup ## The static part: format, lint, types, contract, drift of what is
 	@echo "check: stubs" && $(PYTHON_IN) scripts/proto.py --check
 	@echo "check: metrics reference" && $(PYTHON_IN) scripts/metrics_reference.py --check
 	@echo "check: alert rules for Kubernetes" && $(PYTHON_IN) scripts/prometheus_rule.py --check
+	@echo "check: licences of the images" && $(PYTHON_IN) scripts/bill_of_materials.py licences
 	@echo "check: ok"
 
 format: setup ## Formats the code, and repairs what ruff can repair
@@ -58,8 +59,18 @@ models: setup ## Trains the small models anew (they are checked in)
 proto: setup ## Generates the stubs from proto/
 	@$(PYTHON_IN) scripts/proto.py
 
-lock: setup ## Writes what .venv holds to requirements/constraints.txt
+lock: setup ## Writes what .venv holds to requirements/constraints.txt, and what the images install to requirements/lock
 	@scripts/lock.sh
+	@$(PYTHON_IN) scripts/lock_images.py $(ARGS)
+
+licences: setup ## Lists the licences of what the images install (build/licences.md); refuses any not allowed
+	@$(PYTHON_IN) scripts/bill_of_materials.py licences --output build/licences.md
+
+sbom: setup ## A CycloneDX bill of materials of the sidecar's image (build/sbom.json)
+	@$(PYTHON_IN) scripts/bill_of_materials.py sbom --output build/sbom.json
+
+audit: setup ## Asks for known vulnerabilities of what the images install (needs the advisories' service)
+	@$(PYTHON_IN) scripts/audit.py
 
 clean: ## Removes everything that was made, .venv included
 	@rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

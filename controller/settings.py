@@ -285,10 +285,12 @@ class Settings(BaseSettings):
         given = {name: value for name, value in (flags or {}).items() if value is not None}
         sources = Sources(given, _Environment(cls)(), file)
         try:
-            return cls(**sources.merged()), sources
+            settings = cls(**sources.merged())
         except ValidationError as error:
             lines = [_fault(item, sources) for item in error.errors(include_url=False)]
             raise SettingsError("\n".join(lines)) from error
+        _refuse_half_tls(settings, sources)
+        return settings, sources
 
 
 GROUPS: Mapping[str, type[PlannerSettings | TrainingSettings]] = {
@@ -296,6 +298,12 @@ GROUPS: Mapping[str, type[PlannerSettings | TrainingSettings]] = {
     "training": TrainingSettings,
 }
 _SECRETS = frozenset({"redis_url"})
+# What is of no use without the other.
+_NEEDS = {
+    "tls_certificate": "tls_key",
+    "tls_key": "tls_certificate",
+    "tls_client_ca": "tls_certificate",
+}
 
 # Read by commands that call a sidecar; they may be set where one serves.
 CLIENT_VARIABLES = frozenset(
@@ -326,6 +334,16 @@ def _fault(item: ErrorDetails, sources: Sources) -> str:
     where = "" if said.kind == "default" else f"from {said}"
     remark = ", ".join(part for part in (shown, where) if part)
     return f"{key}: {item['msg']}" + (f" ({remark})" if remark else "")
+
+
+def _refuse_half_tls(settings: Settings, sources: Sources) -> None:
+    faults = [
+        f"{key}: needs {other} as well (from {sources.origin(key)})"
+        for key, other in _NEEDS.items()
+        if getattr(settings, key) is not None and getattr(settings, other) is None
+    ]
+    if faults:
+        raise SettingsError("\n".join(faults))
 
 
 def _check_file(file: SettingsFile) -> None:

@@ -92,7 +92,7 @@ fi
 
 # What tests start that is no Python, as PROGRAM=DEBIAN_PACKAGE.
 missing=()
-for pair in redis-server=redis-server prometheus=prometheus kubectl=kubernetes-client chromium=chromium faketime=faketime ip=iproute2; do
+for pair in redis-server=redis-server strace=strace prometheus=prometheus kubectl=kubernetes-client chromium=chromium faketime=faketime ip=iproute2; do
   command -v "${pair%%=*}" >/dev/null || missing+=("${pair#*=}")
 done
 [ ${#missing[@]} = 0 ] || apt "${missing[@]}" ||

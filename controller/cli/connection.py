@@ -43,13 +43,15 @@ def connected(address: str) -> "Iterator[grpc.Channel]":
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     import grpc
 
+    from controller.credentials import why_silent
+
     try:
         with open_channel(address) as channel:
             yield channel
     except grpc.RpcError as error:
         away, details = is_away(error), error.details()
         if away:
-            details = f"no sidecar answers at {address}: is `controller serve` running there?"
+            details = f"no sidecar answers at {address}: {why_silent(address, details)}"
         typer.echo(f"controller: {details}", err=True)
         raise typer.Exit(Exit.NO_SIDECAR if away else Exit.FAILED) from error
 
@@ -65,40 +67,25 @@ def is_away(error: "grpc.RpcError") -> bool:
 
 
 def open_channel(address: str) -> "grpc.Channel":
-    """Open on the unix socket and without CONTROLLER_CA; else TLS, and the caller's token."""
-    import os
-    from pathlib import Path
+    """With what the environment names for it.  Ends the command when that cannot be used."""
+    from controller.credentials import Credentials, CredentialsError
 
-    import grpc
-
-    def read(variable: str) -> bytes | None:
-        path = os.environ.get(f"CONTROLLER_{variable}")
-        try:
-            return Path(path).read_bytes() if path else None
-        except OSError as error:
-            typer.echo(f"controller: {variable}: {path}: {error.strerror}", err=True)
-            raise typer.Exit(Exit.USAGE) from error
-
-    authority = None if address.startswith("unix:") else read("CA")
-    token = None if address.startswith("unix:") else read("TOKEN_FILE")
-    if authority is None:
-        channel = grpc.insecure_channel(address)
-    else:
-        channel = grpc.secure_channel(
-            address,
-            grpc.ssl_channel_credentials(authority, read("CLIENT_KEY"), read("CLIENT_CERTIFICATE")),
-        )
-    return channel if token is None else _with_token(channel, token.decode().strip())
+    try:
+        credentials = Credentials.for_address(address)
+    except CredentialsError as error:
+        typer.echo(f"controller: {error}", err=True)
+        raise typer.Exit(Exit.USAGE) from error
+    channel = credentials.channel(address)
+    return _with_metadata(channel, credentials.metadata()) if credentials.token else channel
 
 
-def _with_token(channel: "grpc.Channel", token: str) -> "grpc.Channel":
+def _with_metadata(channel: "grpc.Channel", more: tuple[tuple[str, str], ...]) -> "grpc.Channel":
     import grpc
 
     def with_it(details: Any) -> Any:
-        metadata = [*(details.metadata or ()), ("authorization", f"Bearer {token}")]
-        return details._replace(metadata=metadata)
+        return details._replace(metadata=[*(details.metadata or ()), *more])
 
-    class Bearer(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):
+    class Interceptor(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):
         def intercept_unary_unary(
             self, continuation: Any, client_call_details: Any, request: Any
         ) -> Any:
@@ -109,7 +96,7 @@ def _with_token(channel: "grpc.Channel", token: str) -> "grpc.Channel":
         ) -> Any:
             return continuation(with_it(client_call_details), request)
 
-    return grpc.intercept_channel(channel, Bearer())
+    return grpc.intercept_channel(channel, Interceptor())
 
 
 def print_wide(what: object) -> None:

@@ -4,9 +4,9 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import grpc
 import grpc.aio
 
+from controller.credentials import Credentials, CredentialsError
 from controller.doctor import neighbours, place, sidecar
 from controller.doctor.finding import Finding, fail, ok
 from controller.settings import DEFAULT_ADDRESS, Settings, SettingsError
@@ -38,17 +38,8 @@ async def diagnose(request: Request) -> AsyncIterator[Finding]:
     address = request.address or (settings.address if settings else DEFAULT_ADDRESS)
     if address.startswith("unix:"):
         yield place.check_socket(Path(address.removeprefix("unix:").removeprefix("//")))
-    async with grpc.aio.insecure_channel(address) as channel:
-        try:
-            answers = await sidecar.ask(channel)
-        except grpc.aio.AioRpcError as error:
-            yield sidecar.check_silence(address, error)
-        else:
-            for finding in (
-                *sidecar.check_sidecar(answers),
-                *sidecar.check_engines(answers, address),
-            ):
-                yield finding
+    for finding in await _sidecar(address):
+        yield finding
     if request.engine_url:
         for finding in await neighbours.check_engine_http(request.engine_url, request.api_key):
             yield finding
@@ -60,3 +51,16 @@ async def diagnose(request: Request) -> AsyncIterator[Finding]:
         yield await neighbours.check_redis(settings)
     if settings.health_port:
         yield await neighbours.check_health_port(settings.health_port)
+
+
+async def _sidecar(address: str) -> list[Finding]:
+    try:
+        credentials = Credentials.for_address(address)
+    except CredentialsError as error:
+        return [fail("sidecar", str(error), "correct the variable, or ask on the unix socket")]
+    async with credentials.aio_channel(address) as channel:
+        try:
+            answers = await sidecar.ask(channel, credentials.metadata())
+        except grpc.aio.AioRpcError as error:
+            return [sidecar.check_silence(address, error)]
+    return [*sidecar.check_sidecar(answers), *sidecar.check_engines(answers, address)]

@@ -1,13 +1,14 @@
 """What the sidecar says when it is asked: is it SERVING, whom does it steer, by what."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import grpc
 import grpc.aio
 
 import controller
+from controller.credentials import why_silent
 from controller.doctor.finding import Finding, fail, ok, warn
 from speculation.v1 import policy_pb2, policy_pb2_grpc, service_pb2, service_pb2_grpc
 
@@ -27,15 +28,15 @@ class Answers:
     answered_at: float
 
 
-async def ask(channel: grpc.aio.Channel) -> Answers:
+async def ask(channel: grpc.aio.Channel, metadata: Sequence[tuple[str, str]]) -> Answers:
     """Raises grpc.aio.AioRpcError."""
     asked_at = time.time()
     engines = await service_pb2_grpc.InspectionServiceStub(channel).ListEngines(
-        service_pb2.ListEnginesRequest(), timeout=_ANSWER_SECONDS
+        service_pb2.ListEnginesRequest(), timeout=_ANSWER_SECONDS, metadata=metadata
     )
     answered_at = time.time()
     overrides = await policy_pb2_grpc.PolicyServiceStub(channel).ListOverrides(
-        policy_pb2.ListOverridesRequest(), timeout=_ANSWER_SECONDS
+        policy_pb2.ListOverridesRequest(), timeout=_ANSWER_SECONDS, metadata=metadata
     )
     return Answers(engines, overrides, asked_at, answered_at)
 
@@ -44,14 +45,16 @@ def check_silence(address: str, error: grpc.aio.AioRpcError) -> Finding:
     """Why there is no answer."""
     if error.code() in {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED}:
         return fail(
-            "sidecar", f"{address}: {error.details()}", "ask on the unix socket, or with a token"
+            "sidecar",
+            f"{address}: {error.details()}",
+            "ask on the unix socket, or name a token's file in CONTROLLER_TOKEN_FILE",
         )
     if error.code() is grpc.StatusCode.UNIMPLEMENTED:
         return fail("sidecar", f"{address}: no sidecar, or another version", "see what runs there")
     return fail(
         "sidecar",
         f"{address} does not answer: {error.code().name}",
-        "see the sidecar's log, and whether `controller serve` runs",
+        f"see the sidecar's log; {why_silent(address, error.details())}",
     )
 
 

@@ -15,19 +15,25 @@ from controller.core.errors import (
 )
 from controller.core.profile import Profile
 from controller.core.types import Arm, EngineSpec, StepReport
-from controller.profiling.errors import MeasurementError, ProfilingError, SidecarUnreachableError
+from controller.credentials import Credentials, CredentialsError, why_silent
+from controller.profiling.errors import (
+    MeasurementError,
+    ProfilingError,
+    ProfilingUsageError,
+    SidecarUnreachableError,
+)
 from controller.service import converters
 from speculation.v1 import service_pb2, service_pb2_grpc
 
 _ANSWER_SECONDS = 10.0
 # gRPC would wait up to two minutes between attempts; a starting sidecar is there much sooner.
 _OPTIONS = (
-    ("grpc.enable_http_proxy", 0),
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 500),
 )
 _AWAY = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED})
+_REFUSED = frozenset({grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED})
 
 
 class MeasureStream:
@@ -99,13 +105,21 @@ class MeasureStream:
 
 
 class SidecarClient:
-    """One sidecar.  `async with SidecarClient(address) as sidecar`."""
+    """One sidecar.  `async with SidecarClient(address) as sidecar`.
+
+    Raises ProfilingUsageError for credentials that cannot be used.
+    """
 
     def __init__(self, address: str) -> None:
         self.address = address
+        try:
+            self._credentials = Credentials.for_address(address)
+        except CredentialsError as error:
+            raise ProfilingUsageError(str(error)) from error
+        self._metadata = self._credentials.metadata()
 
     async def __aenter__(self) -> Self:
-        self._channel = grpc.aio.insecure_channel(self.address, options=_OPTIONS)
+        self._channel = self._credentials.aio_channel(self.address, *_OPTIONS)
         self._inspection = service_pb2_grpc.InspectionServiceStub(self._channel)
         self._profiling = service_pb2_grpc.ProfilingServiceStub(self._channel)
         return self
@@ -114,10 +128,13 @@ class SidecarClient:
         await self._channel.close()
 
     async def engines(self) -> Sequence[EngineSpec]:
-        """Every engine that has introduced itself.  Raises SidecarUnreachableError."""
+        """Every engine that has introduced itself.
+
+        Raises SidecarUnreachableError, and ProfilingError for a caller without the right.
+        """
         try:
             answer = await self._inspection.ListEngines(
-                service_pb2.ListEnginesRequest(), timeout=_ANSWER_SECONDS
+                service_pb2.ListEnginesRequest(), timeout=_ANSWER_SECONDS, metadata=self._metadata
             )
         except grpc.aio.AioRpcError as error:
             raise self._away(error) from error
@@ -132,6 +149,7 @@ class SidecarClient:
             answer = await self._profiling.InstallProfile(
                 service_pb2.InstallProfileRequest(profile_json=profile.to_json()),
                 timeout=_ANSWER_SECONDS,
+                metadata=self._metadata,
             )
         except grpc.aio.AioRpcError as error:
             if error.code() in _AWAY:
@@ -148,7 +166,9 @@ class SidecarClient:
         """
         try:
             answer = await self._profiling.GetProfile(
-                service_pb2.GetProfileRequest(engine_id=spec.engine_id), timeout=_ANSWER_SECONDS
+                service_pb2.GetProfileRequest(engine_id=spec.engine_id),
+                timeout=_ANSWER_SECONDS,
+                metadata=self._metadata,
             )
             profile = Profile.from_json(answer.profile_json)
             profile.require_match(spec.fingerprint, spec.drafters)
@@ -163,18 +183,24 @@ class SidecarClient:
     @asynccontextmanager
     async def measuring(self, engine_id: str) -> AsyncIterator[MeasureStream]:
         """Inside the block the engine runs what is forced; afterwards planning goes on."""
-        stream = MeasureStream(self._profiling.Measure(), engine_id)
+        stream = MeasureStream(self._profiling.Measure(metadata=self._metadata), engine_id)
         try:
             yield stream
         finally:
             await stream.close()
 
     def _away(self, error: grpc.aio.AioRpcError) -> SpeculationError:
-        if error.code() in _AWAY:
+        if error.code() in _REFUSED:
+            return ProfilingError(f"the sidecar at {self.address} refuses: {error.details()}")
+        if error.code() not in _AWAY:
+            return SidecarUnreachableError(
+                f"what listens at {self.address} is no sidecar: {error.code().name}: "
+                f"{error.details()}"
+            )
+        if self.address.startswith("unix:"):
             return SidecarUnreachableError(
                 f"no sidecar listens at {self.address}: start one with "
                 f"`controller serve --address {self.address}`, or name its socket with --sidecar"
             )
-        return SidecarUnreachableError(
-            f"what listens at {self.address} is no sidecar: {error.code().name}: {error.details()}"
-        )
+        why = why_silent(self.address, error.details())
+        return SidecarUnreachableError(f"no sidecar answers at {self.address}: {why}")

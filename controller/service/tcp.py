@@ -4,6 +4,7 @@ import grpc
 import grpc.aio
 import structlog
 
+from controller.credentials import is_loopback
 from controller.service.access import AccessList, certificates
 from controller.service.errors import AddressTakenError, StartRefusedError
 from controller.settings import Settings
@@ -15,12 +16,8 @@ def bind(server: grpc.aio.Server, settings: Settings, access: AccessList | None)
     """Raises StartRefusedError where secrets would go over an open line, AddressTakenError."""
     if settings.tcp is None:
         return
-    encrypted = settings.tls_certificate is not None and settings.tls_key is not None
-    if (settings.tls_certificate is None) != (settings.tls_key is None):
-        raise StartRefusedError("TLS needs a certificate and its key: one of them is not named")
-    if settings.tls_client_ca is not None and not encrypted:
-        raise StartRefusedError("certificates of clients need TLS: name a certificate and key")
-    if access is not None and access.has_tokens and not (encrypted or _is_loopback(settings.tcp)):
+    encrypted = settings.tls_certificate is not None
+    if access is not None and access.has_tokens and not (encrypted or is_loopback(settings.tcp)):
         raise StartRefusedError(
             "the access list has tokens, and they would go over an open line: name a TLS "
             "certificate and key, or listen on the loopback address"
@@ -46,8 +43,3 @@ def bind(server: grpc.aio.Server, settings: Settings, access: AccessList | None)
             if access is None
             else "no encryption",
         )
-
-
-def _is_loopback(address: str) -> bool:
-    host = address.rpartition(":")[0].strip("[]")
-    return host in {"localhost", "::1"} or host.startswith("127.")

@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,28 @@ def test_what_kubernetes_says_about_a_service_of_that_name_is_no_setting(
 def test_values_that_cannot_be_are_refused_by_name(flags: dict[str, object], text: str):
     with pytest.raises(SettingsError, match=text):
         Settings.load(flags)
+
+
+@pytest.mark.parametrize("tcp", [None, "127.0.0.1:9466"])
+@pytest.mark.parametrize(
+    ("named", "text"),
+    [
+        (("tls_certificate",), "tls_certificate: needs tls_key as well (from flag --tls-certifi"),
+        (("tls_key",), "tls_key: needs tls_certificate as well (from flag --tls-key)"),
+        (("tls_client_ca",), "tls_client_ca: needs tls_certificate as well"),
+        (("tls_client_ca", "tls_certificate"), "tls_certificate: needs tls_key as well"),
+        (("tls_client_ca", "tls_key"), "tls_key: needs tls_certificate as well"),
+    ],
+)
+def test_half_of_tls_is_refused(tcp: str | None, named: tuple[str, ...], text: str):
+    with pytest.raises(SettingsError, match=re.escape(text)):
+        Settings.load({"tcp": tcp} | dict.fromkeys(named, Path("/x.pem")))
+
+
+def test_all_of_tls_is_taken():
+    names = ("tls_certificate", "tls_key", "tls_client_ca")
+    assert Settings.load(dict.fromkeys(names, Path("/x.pem"))).tls_client_ca == Path("/x.pem")
+    assert Settings.load(dict.fromkeys(names[:2], Path("/x.pem"))).tls_key == Path("/x.pem")
 
 
 def test_every_setting_is_described():

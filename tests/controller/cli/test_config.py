@@ -85,6 +85,16 @@ def test_what_serve_would_refuse_is_refused(tmp_path: Path, more: tuple[str, ...
     assert f"{path}, line 1: metrics_prt is no setting" in done.output
 
 
+def test_a_certificate_without_its_key_is_refused_as_serve_refuses_it(tmp_path: Path):
+    path = tmp_path / "c.yaml"
+    path.write_text(f"address: unix:{tmp_path}/s\ntcp: 127.0.0.1:9466\ntls_certificate: /x.pem\n")
+    checked = run("--check", "--config", str(path))
+    served = CliRunner().invoke(app, ["serve", "--config", str(path)])
+    for done in (checked, served):
+        assert done.exit_code == Exit.USAGE
+        assert f"tls_certificate: needs tls_key as well (from file {path}, line 3)" in done.output
+
+
 @pytest.mark.parametrize("arguments", [("--nosuch",), ("--metrics-port", "x"), ("stray",)])
 def test_options_are_those_of_serve(arguments: tuple[str, ...]):
     assert run(*arguments).exit_code == Exit.USAGE

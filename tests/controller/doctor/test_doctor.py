@@ -15,7 +15,7 @@ import controller
 from controller.doctor import Finding, Level, Request, diagnose
 from controller.doctor.sidecar import Answers, check_sidecar
 from controller.exit_codes import Exit
-from controller.settings import variables
+from controller.settings import CLIENT_VARIABLES, variables
 from engine_shim.link.engine_link import EngineLink
 from engine_shim.link.settings import LinkSettings
 from engine_shim.link.steering import Source
@@ -32,6 +32,7 @@ from tests.controller.service.harness import (
     serving,
     soon,
 )
+from tests.controller.service.test_access import free_address, make_authority, token_line
 from tests.controller.store.redis_server import RedisServer
 from tests.engine_shim.link.eventually import eventually
 
@@ -40,7 +41,7 @@ Findings = dict[str, Finding]
 
 @pytest.fixture(autouse=True)
 def bare(monkeypatch: pytest.MonkeyPatch):
-    for name in variables() | {"CONTROLLER_CONFIG"}:
+    for name in variables() | CLIENT_VARIABLES | {"CONTROLLER_CONFIG"}:
         monkeypatch.delenv(name, raising=False)
 
 
@@ -284,6 +285,41 @@ def test_clocks(jump: float, apart: float, level: Level, text: str):
     clock = {it.check: it for it in check_sidecar(answers)}["clock"]
     assert clock.level is level
     assert text in clock.found
+
+
+async def test_a_sidecar_behind_tls_is_asked_with_what_the_environment_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    make_authority(tmp_path, ["sidecar"])
+    (tmp_path / "other").mkdir()
+    make_authority(tmp_path / "other", [])
+    access, token = tmp_path / "access", tmp_path / "token"
+    access.write_text(token_line("read", "secret-of-ann", "ann"))
+    tcp = free_address()
+    tls: dict[str, Any] = {
+        "tls_certificate": tmp_path / "sidecar.pem",
+        "tls_key": tmp_path / "sidecar.key",
+    }
+    address = tcp.replace("127.0.0.1", "localhost")
+    async with serving(tmp_path, tcp=tcp, access=access, **tls):
+        found = (await examined(tmp_path, address=address))["sidecar"]
+        assert found.found == f"{address} does not answer: UNAVAILABLE"
+        assert "name its authority in CONTROLLER_CA" in found.fix
+        monkeypatch.setenv("CONTROLLER_CA", f"{tmp_path}/other/ca.pem")
+        found = (await examined(tmp_path, address=address))["sidecar"]
+        assert "none of CONTROLLER_CA's authority" in found.fix
+        monkeypatch.setenv("CONTROLLER_CA", f"{tmp_path}/ca.pem")
+        found = (await examined(tmp_path, address=address))["sidecar"]
+        assert "no token or client certificate" in found.found
+        assert "CONTROLLER_TOKEN_FILE" in found.fix
+        monkeypatch.setenv("CONTROLLER_TOKEN_FILE", str(token))
+        found = (await examined(tmp_path, address=address))["sidecar"]
+        assert found.found == f"CONTROLLER_TOKEN_FILE: {token}: No such file or directory"
+        token.write_text("secret-of-ann\n")
+        all_found = await examined(tmp_path, address=address)
+    assert all_found["version"].level is all_found["store"].level is Level.OK
+    assert "NOT_SERVING: no engine" in all_found["sidecar"].found
+    assert "secret-of-ann" not in str(all_found)
 
 
 @contextmanager

@@ -51,9 +51,9 @@ def socket_address(folder: Path) -> str:
 
 
 @asynccontextmanager
-async def sidecar(folder: Path) -> AsyncIterator[Sidecar]:
-    settings = Settings(address=socket_address(folder), metrics_port=0, drain_seconds=1.0)
-    async with Sidecar(settings) as running:
+async def sidecar(folder: Path, **more: Any) -> AsyncIterator[Sidecar]:
+    settings = {"address": socket_address(folder), "metrics_port": 0, "drain_seconds": 1.0}
+    async with Sidecar(Settings.load(settings | more)) as running:
         yield running
 
 
@@ -68,9 +68,9 @@ async def running(engine: ClockworkEngine) -> AsyncIterator[ClockworkEngine]:
 
 
 @asynccontextmanager
-async def beside(folder: Path, *engines: ClockworkEngine) -> AsyncIterator[None]:
+async def beside(folder: Path, *engines: ClockworkEngine, **settings: Any) -> AsyncIterator[None]:
     async with AsyncExitStack() as stack:
-        await stack.enter_async_context(sidecar(folder))
+        await stack.enter_async_context(sidecar(folder, **settings))
         for engine in engines:
             await stack.enter_async_context(running(engine))
         yield
