@@ -74,10 +74,16 @@ class Link(RuleBasedStateMachine):
         # Engines whose agents were killed: what those held is lost.
         self._bereft: set[str] = set()
 
-    @initialize(settled=st.booleans())
-    def begin(self, settled: bool) -> None:
+    @initialize(settled=st.booleans(), of=st.none() | RULES, count=st.sampled_from([0, 20, 60]))
+    def begin(self, settled: bool, of: Rule | None, count: int) -> None:
+        """Under an override or none, and with something learnt or nothing."""
+        if of is not None:
+            first = Override("first", Scope(ScopeKind.FLEET), of, "operator", "a test")
+            self.world.set_override(first, 30.0)
         if settled:
             self.world.settle()
+        for _ in range(count):
+            self.both_step(accepted=2, count=1)
 
     # The engines.
 
