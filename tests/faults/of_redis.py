@@ -13,6 +13,7 @@ from tests.faults.driving import PATIENCE_SECONDS, PIN, scene
 from tests.faults.fault import CannotInjectError, Seen
 from tests.faults.of_the_link import new_session, went_on
 
+_SHORT_SECONDS = 4.0
 # A network of its own for each process that runs these.
 _NETWORK = f"10.213.{os.getpid() % 250}"
 _HERE, _THERE = f"{_NETWORK}.1", f"{_NETWORK}.2"
@@ -76,6 +77,7 @@ def _trouble(
 ) -> None:
     """What must hold whatever the trouble is; words: of the refusal."""
     with scene(place, environment={"CONTROLLER_REDIS_URL": redis.url}) as here:
+        here.operator.pin("short", seconds=_SHORT_SECONDS)
         moment = time.monotonic()
         begin()
         try:
@@ -84,6 +86,12 @@ def _trouble(
             seen.figure("refused_after_seconds", time.monotonic() - asked)
             seen.that(f"a new override is refused: {words}", words in refused, refused)
             new_session(here)
+            # Its end has the sidecar look at its store.
+            eventually(
+                lambda: "short" not in here.operator.in_force(),
+                within=PATIENCE_SECONDS,
+                what="an override ends",
+            )
             went_on(here, seen, moment)
             in_force = here.operator.in_force()
             seen.that("what was acknowledged is in force", PIN in in_force, in_force)
