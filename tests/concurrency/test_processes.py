@@ -183,7 +183,10 @@ class Walk:
         config = self._directory / "controller.yaml"
         config.write_text(f"planner:\n  lease_seconds: {LEASE_SECONDS}\n")
         flags = ("--config", str(config))
-        self._serving = self._sidecar.enter_context(sidecar_process(self._directory, *flags))
+        log = self._directory / "sidecar.log"
+        self._serving = self._sidecar.enter_context(
+            sidecar_process(self._directory, *flags, log=log)
+        )
 
     def end(self) -> None:
         """Ends the sidecar."""

@@ -24,7 +24,7 @@ CONTROLLER = (sys.executable, "-m", "controller.cli")
 
 @dataclass
 class SidecarProcess:
-    """A sidecar that serves on `address`; its log lines once it has ended."""
+    """A sidecar that serves on `address`; once it has ended, its log lines, if no file has them."""
 
     process: subprocess.Popen[str]
     address: str
@@ -34,7 +34,7 @@ class SidecarProcess:
         """(exit code, log lines)."""
         self.process.send_signal(number)
         _, errors = self.process.communicate(timeout=PATIENCE_SECONDS)
-        return self.process.returncode, [json.loads(line) for line in errors.splitlines()]
+        return self.process.returncode, [json.loads(line) for line in (errors or "").splitlines()]
 
 
 @contextmanager
