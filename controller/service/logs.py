@@ -1,4 +1,4 @@
-"""Logs as JSON lines on standard error: one line per change, none per step, limited in number."""
+"""Logs as JSON lines on standard error, which nothing waits for: one per change, none per step."""
 
 import logging
 import sys
@@ -8,6 +8,7 @@ from typing import Any
 import structlog
 
 from controller.service.log_limit import LineLimit
+from controller.service.log_queue import LogQueue
 
 _SHARED: list[structlog.typing.Processor] = [
     structlog.stdlib.add_log_level,
@@ -34,7 +35,7 @@ def configure(level: str) -> None:
         wrapper_class=structlog.stdlib.BoundLogger,
         cache_logger_on_first_use=True,
     )
-    handler = logging.StreamHandler(sys.stderr)
+    handler = LogQueue(sys.stderr)
     handler.addFilter(_limit)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(

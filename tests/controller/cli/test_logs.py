@@ -1,5 +1,6 @@
 """What the sidecar's process writes to standard error: JSON lines, on change, never per step."""
 
+import json
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -105,3 +106,28 @@ def test_what_repeats_is_held_back_and_counted(sidecar: SidecarProcess):
     assert events["reports_dropped"] + told == 60
     # Nothing else was.
     assert all(set(found) == {"reports_dropped"} for found in at_the_end)
+
+
+def test_a_reader_that_stalls_stalls_nobody_else(tmp_path: Path) -> None:
+    """More lines than a pipe holds, and than may wait: engines are steered on."""
+    with (
+        sidecar_process(tmp_path, environment={"CONTROLLER_MAX_ENGINES": "4000"}) as sidecar,
+        grpc.insecure_channel(sidecar.address) as channel,
+    ):
+        stub = service_pb2_grpc.SpeculationServiceStub(channel)
+        for number in range(2500):
+            request = service_pb2.IntroduceRequest(engine=engine_message(f"engine-{number}"))
+            stub.Introduce(request, timeout=PATIENCE_SECONDS)
+        assert Engine(channel).run(10).epoch
+        assert sidecar.process.stderr is not None
+        # It is read again: what was lost is said, and what comes then is there.
+        lines = (json.loads(text) for text in sidecar.process.stderr)
+        found = Counter[str]()
+        for line in lines:
+            found[line["event"]] += 1
+            if line["event"] == "log_lines_lost":
+                break
+        assert 1000 < found["engine_introduced"] == 2501 - line["lines"]
+        sidecar.process.terminate()
+        *_, last = lines
+        assert last["event"] == "stopped"
