@@ -30,12 +30,14 @@ def config(
 
     Exit codes: 0 `controller serve` would take these settings, 2 it would refuse them.
     """
-    from controller.settings import Settings, SettingsError
+    from controller.core.errors import SpeculationError
+    from controller.settings import Settings
 
     flags, file = flags_of(_serve_params(context.args))
     try:
         settings, sources = Settings.read(flags, file)
-    except SettingsError as error:
+        _require_a_redis(settings)
+    except SpeculationError as error:
         typer.echo(f"controller config: {error}", err=True)
         raise typer.Exit(Exit.USAGE) from error
     if check:
@@ -44,6 +46,14 @@ def config(
         _print_json(settings, sources)
     else:
         _print_table(settings, sources)
+
+
+def _require_a_redis(settings: "Settings") -> None:
+    """Nobody is called.  Raises RedisUrlError, as the start would."""
+    if settings.redis_url is not None:
+        from controller.store.redis_client import connect
+
+        connect(settings.redis_url.get_secret_value(), timeout_seconds=1.0)
 
 
 def _serve_params(arguments: list[str]) -> dict[str, Any]:

@@ -95,6 +95,17 @@ def test_a_certificate_without_its_key_is_refused_as_serve_refuses_it(tmp_path: 
         assert f"tls_certificate: needs tls_key as well (from file {path}, line 3)" in done.output
 
 
+@pytest.mark.parametrize(
+    "url", ["http://cache:6379", "redis://", "redis+sentinel://a:1", "redis://:hunter2@cache:x/0"]
+)
+def test_a_redis_that_serve_could_not_name_is_refused(url: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CONTROLLER_REDIS_URL", url)
+    done = run("--check")
+    assert done.exit_code == Exit.USAGE
+    assert url.partition("//")[0] in done.output
+    assert "hunter2" not in done.output
+
+
 @pytest.mark.parametrize("arguments", [("--nosuch",), ("--metrics-port", "x"), ("stray",)])
 def test_options_are_those_of_serve(arguments: tuple[str, ...]):
     assert run(*arguments).exit_code == Exit.USAGE
