@@ -4,7 +4,7 @@ The record is made at the edges of the product: messages as the sidecar sends th
 takes them up, choices as the engine makes them, reports as the core folds them.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 from controller.core.types import StepReport
@@ -13,6 +13,7 @@ from engine_shim.link.steering import Choice, Source
 from engine_shim.link.translate import session_tag
 from speculation.v1.engine_pb2 import EngineSpec
 from speculation.v1.plan_pb2 import REASON_OVERRIDE, REASON_PROFILING, Plan, PlanRow
+from speculation.v1.service_pb2 import Received
 
 # Two ways to compute the same end of a lease may differ by so many seconds.
 _ROUNDING = 1e-6
@@ -55,6 +56,12 @@ class Ledger:
         self._steps: dict[int, Step] = {}
         self._last_folded = 0
         self.folded = self.told_lost = self.written = 0
+        # By session: what its agent wrote, steps that were folded, losses that it was told of.
+        self._wrote: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+        self._folds: dict[str, list[int]] = defaultdict(list)
+        self._told: dict[str, int] = defaultdict(int)
+        # Sessions whose sidecar has said how much it received.
+        self._parted: set[str] = set()
         # (session, epoch) of the plan that the agent took up last.
         self.newest_taken = (0, 0)
 
@@ -117,9 +124,16 @@ class Ledger:
         self.newest_taken = key = (session_tag(session_id), plan.epoch)
         self._issued[key].arrivals.append(now)
 
-    def wrote(self, reports: int, lost: int) -> None:
-        """An agent sends reports, and tells of lost ones."""
+    def wrote(self, session_id: str, reports: int, lost: int) -> None:
+        """An agent sends reports, and tells of lost ones.
+
+        To a sidecar that has said its last word they go in vain, and again to the next one.
+        """
+        if session_id in self._parted:
+            return
         self.written += reports + lost
+        self._wrote[session_id][0] += reports
+        self._wrote[session_id][1] += lost
         assert self.written <= self.attempted, "more than there were"
 
     def arrived(self, session: int, epoch: int, claimed: float, now: float) -> None:
@@ -128,10 +142,28 @@ class Ledger:
         assert issued.sent_at <= claimed <= now, (issued, claimed, now)
         issued.arrivals.append(claimed)
 
+    def had_received(self, session_id: str, received: Received) -> None:
+        """A stopping sidecar's last word reaches the agent: what it did not take goes out again."""
+        self._parted.add(session_id)
+        reports, lost = self._wrote[session_id]
+        self.written -= max(0, reports - received.reports)
+        self.written -= max(0, lost - received.dropped_reports)
+        untold = max(0, self._told[session_id] - received.dropped_reports)
+        self._told[session_id] -= untold
+        self.told_lost -= untold
+
+    def passed_in_vain(self, session_id: str, received: Received) -> None:
+        """For a witness between the two: of what it saw pass, this was not folded after all."""
+        while len(self._folds[session_id]) > received.reports:
+            self._folds[session_id].pop()
+            self.folded -= 1
+            self._last_folded = max((f[-1] for f in self._folds.values() if f), default=0)
+
     def folded_by(self, session_id: str, report: StepReport) -> None:
         """A core has used a report."""
         assert report.step > self._last_folded, f"{report} after step {self._last_folded}"
         self._last_folded = report.step
+        self._folds[session_id].append(report.step)
         self.folded += 1
         assert self.folded + self.told_lost <= self.attempted, "more than there were"
         step = self._steps[report.step]
@@ -144,9 +176,10 @@ class Ledger:
         assert counted == ((choice.epoch, choice.probe_id) if ours else (0, 0)), (counted, choice)
         assert report.flags.unsteered == (choice.source is not Source.PLAN)
 
-    def read(self, lost: int) -> None:
+    def read(self, session_id: str, lost: int) -> None:
         """The sidecar is told of lost reports."""
         self.told_lost += lost
+        self._told[session_id] += lost
         assert self.folded + self.told_lost <= self.attempted, "more than there were"
 
     # The engine's side.

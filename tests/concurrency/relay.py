@@ -28,7 +28,7 @@ from speculation.v1.service_pb2_grpc import (
     add_SpeculationServiceServicer_to_server,
 )
 
-# ("plan" or "reports", session, message)
+# ("plan", "received" or "reports", session, message)
 Witness = Callable[[str, str, Any], None]
 
 
@@ -99,6 +99,8 @@ class Relay(SpeculationServiceServicer):
                 async for response in call:
                     if response.HasField("plan"):
                         self._tell("plan", session, response.plan)
+                    if response.HasField("received"):
+                        self._tell("received", session, response.received)
                     yield response
             except grpc.aio.AioRpcError as error:
                 await context.abort(error.code(), error.details())

@@ -220,8 +220,12 @@ def walking(directory: Path) -> Iterator[Walk]:
         if kind == "plan":
             overrides = set(message.overrides)
             ledger.sent(session, message, time.monotonic(), set(), overrides, None)
+        elif kind == "received":
+            ledger.had_received(session, message)
+            ledger.passed_in_vain(session, message)
         else:
-            ledger.read(message.dropped_reports)
+            ledger.wrote(session, len(message.reports), message.dropped_reports)
+            ledger.read(session, message.dropped_reports)
             for report in message.reports:
                 ledger.folded_by(session, report)
 

@@ -19,6 +19,7 @@ import pytest
 
 from controller.core.clock import VirtualClock
 from controller.core.engine_controller import EngineController
+from controller.core.errors import SpeculationError
 from controller.core.overrides import Override
 from controller.core.profile import Profile
 from controller.core.types import Arm, StepReport
@@ -45,7 +46,7 @@ from speculation.v1.engine_pb2 import (
     EngineSpec,
     Fingerprint,
 )
-from speculation.v1.service_pb2 import IntroduceResponse
+from speculation.v1.service_pb2 import IntroduceResponse, SteerResponse
 from tests.concurrency.ledger import Ledger, Step
 from tests.concurrency.network import Channel, Network, Server
 from tests.concurrency.virtual_time import VirtualLoop, in_virtual_time
@@ -293,7 +294,7 @@ class SidecarProcess(Process):
 
     def part(self) -> None:
         """SIGTERM; it ends when that is done."""
-        self.sidecar._server = self.server  # type: ignore[assignment]
+        self.sidecar._server = self.sidecar._operators = self.server  # type: ignore[assignment]
         self.parting = self.loop.create_task(self.sidecar.stop())
 
 
@@ -532,16 +533,30 @@ class World:
         if isinstance(message, IntroduceResponse):
             session_id = message.session_id
         if event == "read":
-            ledger.read(message.dropped_reports)
-        elif event == "written":
-            ledger.wrote(len(message.reports), message.dropped_reports)
-        elif not message.HasField("plan"):
+            if self._is_open(session_id):
+                ledger.read(session_id, message.dropped_reports)
+            return
+        if event == "written":
+            ledger.wrote(session_id, len(message.reports), message.dropped_reports)
+            return
+        if event == "taken" and isinstance(message, SteerResponse) and message.HasField("received"):
+            ledger.had_received(session_id, message.received)
+        if not message.HasField("plan"):
             assert not message.rejections, message
         elif event == "sent":
             in_force = self._in_force(self.engines[engine_id].spec)
             ledger.sent(session_id, message.plan, self.clock.now(), *in_force)
         else:
             ledger.taken(session_id, message.plan, self.clock.now())
+
+    def _is_open(self, session_id: str) -> bool:
+        """Nothing more is taken in for a session that is over."""
+        assert self.sidecar is not None
+        try:
+            self.sidecar.sidecar.registry.by_token(session_id)
+        except SpeculationError:
+            return False
+        return True
 
     def _folded(self, engine_id: str, session_id: str, report: StepReport) -> None:
         self.engines[engine_id].ledger.folded_by(session_id, report)

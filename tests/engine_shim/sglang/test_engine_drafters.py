@@ -134,11 +134,17 @@ def test_nothing_goes_stale_while_another_drafts_or_none(
     ):
         reports = alone(engine, sidecar, plain, script)
         always |= accepted_by_context(reports, drafter, 3)
-    reports = alone(
-        engine, sidecar, plain, lambda count: (3, False, which) if count % 12 < 4 else pause
-    )
-    mixed = accepted_by_context(reports, drafter, 3)
-    both = always.keys() & mixed.keys()
+    mixed: dict[int, int] = {}
+    # Which contexts it meets depends on when plans come.
+    for period in (12, 11, 13, 10):
+        reports = alone(
+            engine, sidecar, plain,
+            lambda count, period=period: (3, False, which) if count % period < 4 else pause,
+        )  # fmt: skip
+        mixed |= accepted_by_context(reports, drafter, 3)
+        both = always.keys() & mixed.keys()
+        if len(both) > 5:
+            break
     assert len(both) > 5
     assert any(mixed[context] > 0 for context in both)
     assert {c: mixed[c] for c in both} == {c: always[c] for c in both}

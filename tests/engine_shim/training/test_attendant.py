@@ -127,7 +127,8 @@ def test_training_that_comes_to_no_numbers_makes_no_version(place: Place):
         path.unlink()
     for seed in range(8):
         poisoned = signal(place.target, seed)
-        poisoned.top_logs.fill_(float("nan"))
+        # What a signal may hold, but nothing of which comes a number.
+        poisoned.top_logs.fill_(-torch.inf)
         place.store.add(poisoned)
     ended = place.round()[1]
     assert "NotFiniteError" in ended.error
