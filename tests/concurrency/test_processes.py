@@ -33,7 +33,7 @@ from tests.engine_shim.link.fake_sidecar import engine_spec
 EVENTS: Final = int(os.environ.get("CONCURRENCY_EVENTS", "40"))
 SEED: Final = int(os.environ.get("CONCURRENCY_SEED", "1"))
 GRACE_SECONDS: Final = 1.0
-LEASE_SECONDS: Final = 0.5
+LEASE_SECONDS: Final = 1.0
 _PATIENCE_SECONDS: Final = 120.0
 # Starting one takes a second of processor time.
 _EVENTS_PER_SIDECAR: Final = 15
@@ -157,7 +157,7 @@ class Walk:
             )
 
     def calm(self) -> None:
-        """All go on; then the newest plan that was issued steers, and the last report is known."""
+        """All go on; then the newest session's plans steer, and the last report is known."""
         self.go_on()
 
         def is_steered() -> bool:
@@ -166,7 +166,7 @@ class Walk:
             return (
                 believed is not None
                 and self._link.steering.source is Source.PLAN
-                and (believed.session, believed.epoch) == self._ledger.newest
+                and believed.session == self._ledger.newest[0]
                 and self._ledger.last_folded >= self._step - 1
             )
 
@@ -208,7 +208,10 @@ class Walk:
             return
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
-        (self._stopped.add if number is signal.SIGSTOP else self._stopped.discard)(pid)
+        if number is signal.SIGSTOP:
+            self._stopped.add(pid)
+        elif number is not signal.SIGHUP:
+            self._stopped.discard(pid)
 
 
 @contextmanager
@@ -231,7 +234,8 @@ def walking(directory: Path) -> Iterator[Walk]:
 
     address = f"unix:{directory}/relay.sock"
     with Relay(address, f"unix:{directory}/controller.sock", witness) as relay:
-        settings = LinkSettings(sidecar=address, grace_seconds=GRACE_SECONDS)
+        # Not nice: leases are short, and others may be busy.
+        settings = LinkSettings(sidecar=address, grace_seconds=GRACE_SECONDS, agent_nice=0)
         link = EngineLink.start(engine_spec(), settings, startup_gamma=1)
         walk = Walk(directory, link, ledger, relay)
         try:
