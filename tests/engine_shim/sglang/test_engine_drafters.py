@@ -135,12 +135,13 @@ def test_nothing_goes_stale_while_another_drafts_or_none(
         reports = alone(engine, sidecar, plain, script)
         always |= accepted_by_context(reports, drafter, 3)
     mixed: dict[int, int] = {}
+
+    def now_and_then(period: int) -> Callable[[int], Arm]:
+        return lambda count: (3, False, which) if count % period < 4 else pause
+
     # Which contexts it meets depends on when plans come.
     for period in (12, 11, 13, 10):
-        reports = alone(
-            engine, sidecar, plain,
-            lambda count, period=period: (3, False, which) if count % period < 4 else pause,
-        )  # fmt: skip
+        reports = alone(engine, sidecar, plain, now_and_then(period))
         mixed |= accepted_by_context(reports, drafter, 3)
         both = always.keys() & mixed.keys()
         if len(both) > 5:
