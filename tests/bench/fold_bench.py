@@ -1,20 +1,26 @@
 """Reports folded a second of the sidecar's processor: `python -m tests.bench.fold_bench`.
 
 A real `controller serve` gets one engine's reports as fast as it takes them, several to a message
-as under load (an agent sends what has come since its last message), or one.
+as under load (an agent sends what has come since its last message), or one.  The same messages in
+turn go to the least sidecar that there can be (`link_bench --serve`), which reads and counts them:
+what gRPC itself takes of a message, at the machine's speed of that minute.
 """
 
 import argparse
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import grpc
 import psutil
 
 from speculation.v1 import service_pb2, service_pb2_grpc
-from tests.bench.measurement import Measurement, run
+from tests.bench.measurement import RATIO, Measurement, run
 from tests.controller.cli.sidecar_process import SidecarProcess, sidecar_process
 from tests.controller.service.harness import engine_message, report_message
 
@@ -22,14 +28,45 @@ _REPORTS_A_MESSAGE = (64, 8, 1)
 _BAR = 20_000
 
 
-def _folded(
-    sidecar: SidecarProcess, engine_id: str, reports: int, each: int
-) -> tuple[float, float]:
-    """Reports a second of its processor, and of the clock; `each` to a message."""
+class _Rate(NamedTuple):
+    """Reports a second of the sidecar's processor, and of the clock."""
+
+    of_processor: float
+    of_clock: float
+
+
+@contextmanager
+def _least_sidecar(folder: Path) -> Iterator[tuple[str, int]]:
+    """(its address, its process)."""
+    address = f"unix:{folder}/least.sock"
+    command = [sys.executable, "-m", "tests.bench.link_bench", "--serve", address]
+    with subprocess.Popen(command) as process:
+        try:
+            yield address, process.pid
+        finally:
+            process.terminate()
+
+
+def _folded(sidecar: SidecarProcess, engine_id: str, reports: int, each: int) -> _Rate:
+    """`each` to a message.  Raises RuntimeError if any was not folded."""
+    rate = _steered(sidecar.address, sidecar.process.pid, engine_id, reports, each)
     with grpc.insecure_channel(sidecar.address) as channel:
+        status = service_pb2_grpc.InspectionServiceStub(channel).ListEngines(
+            service_pb2.ListEnginesRequest()
+        )
+    (held,) = [engine for engine in status.engines if engine.engine.engine_id == engine_id]
+    if held.reports != reports:
+        raise RuntimeError(f"{held.reports} reports were folded, not {reports}")
+    return rate
+
+
+def _steered(address: str, pid: int, engine_id: str, reports: int, each: int) -> _Rate:
+    with grpc.insecure_channel(address) as channel:
         stub = service_pb2_grpc.SpeculationServiceStub(channel)
         engine = engine_message(engine_id, gammas=(0, 1, 2, 3, 5, 7), max_batch_size=64)
-        session_id = stub.Introduce(service_pb2.IntroduceRequest(engine=engine)).session_id
+        session_id = stub.Introduce(
+            service_pb2.IntroduceRequest(engine=engine), wait_for_ready=True
+        ).session_id
         messages = [
             service_pb2.SteerRequest(
                 session_id=session_id,
@@ -40,38 +77,39 @@ def _folded(
             )
             for first in range(1, reports + 1, each)
         ]
-        process = psutil.Process(sidecar.process.pid)
+        process = psutil.Process(pid)
         before, began = process.cpu_times(), time.perf_counter()
         for _ in stub.Steer(iter(messages)):
             pass
         took, after = time.perf_counter() - began, process.cpu_times()
-        status = service_pb2_grpc.InspectionServiceStub(channel).ListEngines(
-            service_pb2.ListEnginesRequest()
-        )
-    (held,) = [engine for engine in status.engines if engine.engine.engine_id == engine_id]
-    if held.reports != reports:
-        raise RuntimeError(f"{held.reports} reports were folded, not {reports}")
     spent = after.user + after.system - before.user - before.system
-    return reports / spent, reports / took
+    return _Rate(reports / spent, reports / took)
 
 
 def measure(options: argparse.Namespace) -> Iterable[Measurement]:
-    """Two rates for each size of message."""
+    """Rates for each size of message, and what the least sidecar would take of it."""
     with (
         tempfile.TemporaryDirectory() as name,
         sidecar_process(Path(name), "--log-level", "error") as sidecar,
+        _least_sidecar(Path(name)) as (address, pid),
     ):
         for each in _REPORTS_A_MESSAGE:
-            runs = [
-                _folded(sidecar, f"engine-{each}-{repeat}", options.reports, each)
-                for repeat in range(options.repeats)
-            ]
-            of_processor, of_clock = zip(*runs, strict=True)
+            runs, least = [], []
+            for repeat in range(options.repeats):
+                runs.append(_folded(sidecar, f"engine-{each}-{repeat}", options.reports, each))
+                least.append(_steered(address, pid, "least", options.reports, each))
             yield Measurement(
-                f"reports folded a second of one core, {each} a message", "1/s", of_processor,
-                at_least=_BAR if each > 1 else None,
+                f"reports folded a second of one core, {each} a message", "1/s",
+                [rate.of_processor for rate in runs], at_least=_BAR if each > 1 else None,
             )  # fmt: skip
-            yield Measurement(f"reports taken a second, {each} a message", "1/s", of_clock)
+            yield Measurement(
+                f"reports taken a second, {each} a message", "1/s", [rate.of_clock for rate in runs]
+            )
+            yield Measurement(
+                f"processor time over that of the least sidecar, {each} a message", RATIO,
+                [bare.of_processor / rate.of_processor
+                 for rate, bare in zip(runs, least, strict=True)],
+            )  # fmt: skip
 
 
 def main() -> None:
