@@ -34,13 +34,16 @@ class HeldEntry:
 
     @classmethod
     def of(cls, override_id: str, text: str, ms: int, now: float) -> Self:
-        """From Redis's JSON and the milliseconds left there (below 0: for ever)."""
+        """From Redis's JSON and the milliseconds left there (below 0: for ever).
+
+        Raises one of MALFORMED for what is no entry.
+        """
         found = json.loads(text)
+        body, ended = found["body"], found["ended"]
+        if not (isinstance(body, str) and isinstance(ended, str)):
+            raise TypeError("body and ended are no texts")
         until = math.inf if ms < 0 else now + ms / 1000
-        return cls(
-            override_id, int(found["revision"]), found["body"], until, float(found["created"]),
-            found["ended"],
-        )  # fmt: skip
+        return cls(override_id, int(found["revision"]), body, until, float(found["created"]), ended)
 
     def left(self, now: float) -> float:
         """Seconds until its end."""

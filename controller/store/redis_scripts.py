@@ -2,7 +2,8 @@
 
 All keys carry one hash tag, so that a cluster keeps them together.  Times are Redis's own
 (milliseconds of TIME); an entry's key lives a minute longer than the entry, so that its end can
-still be recorded, and then vanishes by itself even if no sidecar is left.
+still be recorded, and then vanishes by itself even if no sidecar is left.  An entry that somebody
+else wrote, and that is none, counts as absent: it can be written again, and stops nobody.
 
 KEYS  1 revision (counter)   2 live (sorted set: id by end)   3 traces (sorted set: id by end)
       4 audit (stream)       ARGV 1 is the prefix of entry keys, ARGV 2 the channel for news
@@ -34,10 +35,19 @@ local function record(action, id, who, before, after)
     'origin', who.origin, 'before', before, 'after', after)
 end
 
+local function text_of(id)
+  local text = redis.pcall('GET', prefix .. id)
+  return type(text) == 'string' and text or nil
+end
+
 local function found(id)
-  local text = redis.call('GET', prefix .. id)
-  if not text then return nil end
-  return cjson.decode(text)
+  local text = text_of(id)
+  local fine, entry = pcall(cjson.decode, text)
+  local right = text and fine and type(entry) == 'table'
+    and type(entry.revision) == 'number' and entry.revision >= 0 and entry.revision < 2^53
+    and type(entry.created) == 'number' and type(entry.body) == 'string'
+    and type(entry.ended) == 'string'
+  return right and entry or nil
 end
 
 local function ends_at(id, entry)
@@ -97,7 +107,7 @@ local all = {redis.call('GET', KEYS[1]) or '0'}
 for _, key in ipairs({KEYS[2], KEYS[3]}) do
   local members = redis.call('ZRANGE', key, 0, -1, 'WITHSCORES')
   for i = 1, #members, 2 do
-    local text = redis.call('GET', prefix .. members[i])
+    local text = text_of(members[i])
     if text then
       local ends = members[i + 1]
       all[#all + 1] = members[i]

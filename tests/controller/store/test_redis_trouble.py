@@ -251,6 +251,59 @@ async def test_a_mirror_that_is_damaged_is_taken_as_none(server: RedisServer, tm
         assert await live(store) == {}
 
 
+_NO_ENTRIES = (
+    "", "{", "[]", "7", "\xff", '"text"', "null", "[" * 2000, "{}",
+    '{"revision": "x", "body": "1", "created": 1, "ended": ""}',
+    '{"revision": 1, "body": 5, "created": 1, "ended": ""}',
+    '{"revision": 1, "body": "1", "created": 1, "ended": null}',
+    '{"revision": 1e400, "body": "1", "created": 1, "ended": ""}',
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", _NO_ENTRIES)
+async def test_an_entry_that_is_none_stops_nobody_and_is_put_right(server: RedisServer, text: str):
+    """By whoever still holds it, or by writing it again."""
+    key = "{speculation:1}:entry:"
+    async with store_of(server, reconcile_seconds=60) as (holder, _):
+        await holder.write("held", "1", None, 0, ANN)
+        await holder.write("good", "2", 100.0, 0, ANN)
+        with server.client() as client:
+            client.set(key + "held", text)
+            client.set(key + "stray", text)
+            client.zadd("{speculation:1}:live", {"stray": "inf"})
+        async with store_of(server) as (fresh, _):
+            assert set(await live(fresh)) == {"good"}
+            assert fresh.health.ok, fresh.health.detail
+            await fresh.write("stray", "3", 100.0, 0, ANN)
+            assert set(await live(holder)) == {"held", "good", "stray"}
+            assert holder.health.ok, holder.health.detail
+            assert set(await live(fresh)) == {"held", "good", "stray"}
+            await fresh.clear("held", (await live(fresh))["held"].revision, ANN)
+            assert set(await live(holder)) == {"good", "stray"}
+
+
+async def test_an_entry_that_is_none_ends_as_any_other(server: RedisServer):
+    async with store_of(server) as (store, _):
+        await store.write("a", "1", 0.3, 0, ANN)
+        with server.client() as client:
+            client.set("{speculation:1}:entry:a", "nonsense")
+        await asyncio.sleep(0.5)
+        assert await live(store) == {}
+        assert store.health.ok, store.health.detail
+        assert [record.action for record in await store.audit(5)] == ["expire", "set"]
+
+
+async def test_a_key_of_another_kind_stops_nobody(server: RedisServer):
+    async with store_of(server) as (store, _):
+        with server.client() as client:
+            client.rpush("{speculation:1}:entry:a", "x")
+            client.zadd("{speculation:1}:live", {"a": "inf"})
+        await store.write("b", "1", 100.0, 0, ANN)
+        assert set(await live(store)) == {"b"}
+        await store.write("a", "1", 100.0, 0, ANN)
+        assert set(await live(store)) == {"a", "b"}
+
+
 async def test_a_password_in_a_file_may_rotate(server: RedisServer, tmp_path: Path):
     secret = tmp_path / "password"
     secret.write_text("first\n")
