@@ -11,6 +11,7 @@ from typing import Self
 
 import grpc
 
+from engine_shim.stage.beside import Beside
 from engine_shim.stage.errors import StageError
 from speculation.v1 import engine_pb2, plan_pb2, service_pb2, service_pb2_grpc
 
@@ -152,19 +153,18 @@ class Pin:
         )
 
 
-class GammaWatch:
+class GammaWatch(Beside):
     """Asks ten times a second which step ran last, on a thread, while the context is open.
 
     rounds: how often it has asked.
     """
 
     def __init__(self, sidecar: Sidecar) -> None:
+        super().__init__("gamma-watch", _CALL_SECONDS)
         self._sidecar = sidecar
         self._samples: list[GammaSample] = []
         self._last_step = 0
         self.rounds = 0
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="gamma-watch", daemon=True)
 
     @property
     def samples(self) -> tuple[GammaSample, ...]:
@@ -173,19 +173,9 @@ class GammaWatch:
 
     def __enter__(self) -> Self:
         self._last_step = self._sidecar.status().last_report.step
-        self._thread.start()
-        return self
+        return super().__enter__()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._stop.set()
-        self._thread.join(_CALL_SECONDS)
-
-    def _watch(self) -> None:
+    def _run(self) -> None:
         while not self._stop.wait(_WATCH_SECONDS):
             self.rounds += 1
             try:

@@ -1,13 +1,11 @@
 """The engine's side while something breaks: which choices it ran, and what its sidecar promised."""
 
 import contextlib
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self, cast
 
 import grpc
@@ -15,6 +13,7 @@ import grpc
 from controller.cli.connection import for_operators
 from engine_shim.link.settings import LinkSettings
 from engine_shim.link.steering import Choice, Source
+from engine_shim.stage.beside import Beside
 from speculation.v1 import policy_pb2, policy_pb2_grpc
 from tests.controller.cli.linked_engine import LinkedEngine, linked_engine
 from tests.controller.cli.sidecar_process import SidecarProcess, sidecar_process
@@ -44,29 +43,19 @@ class Ran:
     session: int
 
 
-class Drive:
+class Drive(Beside):
     """Runs an engine's steps on a thread while the context is open; `ran` has every change."""
 
     def __init__(self, engine: LinkedEngine) -> None:
+        super().__init__("engine", PATIENCE_SECONDS)
         self.engine = engine
         self.ran: list[Ran] = []
         self.longest_step_seconds = 0.0
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        super().__enter__()
         eventually(lambda: self.ran, within=PATIENCE_SECONDS, what="a step")
         return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._stop.set()
-        self._thread.join(PATIENCE_SECONDS)
 
     @property
     def now(self) -> Ran:

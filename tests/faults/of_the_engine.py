@@ -7,14 +7,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
+from engine_shim.stage.beside import Beside
 from tests.engine_shim.link.eventually import eventually
 from tests.engine_shim.sglang.engine import EAGLE3, ROOT, EngineProcess, serving
 from tests.engine_shim.sglang.playing import LENGTHS, PROMPTS
@@ -35,29 +34,19 @@ _TRAINER = (
 Tokens = Sequence[Sequence[int]]
 
 
-class Traffic:
+class Traffic(Beside):
     """The prompts again and again on a thread while the context is open."""
 
     def __init__(self, engine: EngineProcess, plain: Tokens) -> None:
+        super().__init__("traffic", PATIENCE_SECONDS)
         self._engine, self._plain = engine, plain
         self.answers = self.wrong = 0
         self.failed = ""
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._play, name="traffic", daemon=True)
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        super().__enter__()
         self.wait()
         return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._stop.set()
-        self._thread.join(PATIENCE_SECONDS)
 
     def wait(self) -> None:
         """Until an answer that was asked for after now."""
@@ -69,7 +58,7 @@ class Traffic:
             what="the engine answers",
         )
 
-    def _play(self) -> None:
+    def _run(self) -> None:
         while not self._stop.is_set():
             try:
                 answers = self._engine.generate(PROMPTS, LENGTHS)

@@ -3,15 +3,15 @@
 A process that is started again begins a series of its own.
 """
 
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import psutil
+
+from engine_shim.stage.beside import Beside
 
 MEGABYTE = 1e6
 
@@ -38,30 +38,19 @@ class Sample:
     log_bytes: int | None
 
 
-class Sampler:
+class Sampler(Beside):
     """Samples on a thread while the context is open.  every: seconds."""
 
     def __init__(self, watched: Mapping[str, Watched], every: float) -> None:
+        super().__init__("sampler")
         self._watched = watched
         self._every = every
         self._began = time.monotonic()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
         self.samples: list[Sample] = []
 
     def __enter__(self) -> Self:
         self._began = time.monotonic()
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._stop.set()
-        self._thread.join()
+        return super().__enter__()
 
     def _run(self) -> None:
         while not self._stop.wait(self._every):

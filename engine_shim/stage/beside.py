@@ -1,0 +1,35 @@
+"""Work on a thread while a `with` block runs: load, an engine's steps, somebody who watches."""
+
+import threading
+from abc import ABC, abstractmethod
+from types import TracebackType
+from typing import Self
+
+
+class Beside(ABC):
+    """Runs `_run` on a thread while the context is open.
+
+    name: of the thread.  join_seconds: how long leaving waits for it; None: until it has ended.
+    """
+
+    def __init__(self, name: str, join_seconds: float | None = None) -> None:
+        self._stop = threading.Event()
+        self._join_seconds = join_seconds
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._stop.set()
+        self._thread.join(self._join_seconds)
+
+    @abstractmethod
+    def _run(self) -> None:
+        """Ends soon after `_stop` is set."""
