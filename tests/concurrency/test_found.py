@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from controller.core.overrides import Override, Rule, Scope, ScopeKind
-from tests.concurrency.world import STEP_SECONDS, Engine, World
+from tests.concurrency.engine import STEP_SECONDS, Engine
+from tests.concurrency.world import World
 
 PINNED = Override("pinned", Scope(ScopeKind.FLEET), Rule(gamma=0), "operator", "a test")
 

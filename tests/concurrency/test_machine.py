@@ -29,7 +29,9 @@ from controller.core.overrides import Override, Rule, Scope, ScopeKind
 from controller.core.types import Regime, RegimeMode
 from controller.settings import Settings
 from engine_shim.link.translate import session_tag
-from tests.concurrency.world import STEP_SECONDS, Engine, Process, World
+from tests.concurrency.engine import STEP_SECONDS, Engine
+from tests.concurrency.processes import Process
+from tests.concurrency.world import World
 
 EXAMPLES: Final = int(os.environ.get("CONCURRENCY_EXAMPLES", "80"))
 # Longer than any lease, silence and wait of the link.

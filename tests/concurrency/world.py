@@ -7,8 +7,6 @@ and fork and exec (a process is an event loop that is turned, or is not).
 import asyncio
 import contextlib
 import socket
-from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,43 +16,23 @@ from unittest.mock import patch
 import pytest
 
 from controller.core.clock import VirtualClock
-from controller.core.engine_controller import EngineController
 from controller.core.errors import SpeculationError
 from controller.core.overrides import Override
-from controller.core.profile import Profile
 from controller.core.types import Arm, StepReport
-from controller.core.types import EngineSpec as CoreSpec
 from controller.service.converters import engine_from_proto
 from controller.service.errors import NoSessionError
-from controller.service.server import Sidecar
-from controller.service.steering import SpeculationServicer
 from controller.settings import Settings
 from controller.store.port import Who
 from engine_shim.link import agent as agent_module
 from engine_shim.link import packets
-from engine_shim.link.engine_link import EngineLink, steering_of
 from engine_shim.link.engine_port import EnginePort
-from engine_shim.link.packets import PlanPacket
-from engine_shim.link.ranks import Ranks, Update
-from engine_shim.link.settings import LinkSettings
-from engine_shim.link.steering import Choice, Source, safe_choice
-from speculation.v1.engine_pb2 import (
-    DRAFTER_KIND_DFLASH,
-    DRAFTER_KIND_MTP,
-    Capabilities,
-    Drafter,
-    EngineSpec,
-    Fingerprint,
-)
+from speculation.v1.engine_pb2 import EngineSpec
 from speculation.v1.service_pb2 import IntroduceResponse, SteerResponse
-from tests.concurrency.ledger import Ledger, Step
-from tests.concurrency.network import Channel, Network, Server
-from tests.concurrency.virtual_time import VirtualLoop, in_virtual_time
+from tests.concurrency.engine import STEP_SECONDS, Engine, specs
+from tests.concurrency.network import Channel, Network
+from tests.concurrency.processes import AgentProcess, Process, SidecarProcess
+from tests.concurrency.virtual_time import in_virtual_time
 
-GRACE_SECONDS: Final = 4.0
-STEP_SECONDS: Final = 0.01
-MAX_BATCH_SIZE: Final = 16
-REPORT_BUFFER: Final = 24
 _MOST_TURNS: Final = 5_000
 # An override comes or goes within this time of its end, seconds.
 _EDGE_SECONDS: Final = 1e-3
@@ -68,234 +46,12 @@ _WORN_OUT: Final = "ValueError('Value out of range: 1844674407370955"
 _OPERATOR: Final = Who("operator", "a test", "unix:")
 
 
-def specs() -> list[EngineSpec]:
-    """One with two drafters, that can sleep and learn; one plain, of few batch buckets."""
-    rich = EngineSpec(
-        engine_id="rich",
-        drafters=[
-            Drafter(name="mtp", kind=DRAFTER_KIND_MTP, gammas=(0, 1, 3, 5)),
-            Drafter(name="dflash", kind=DRAFTER_KIND_DFLASH, gammas=(0, 4, 7)),
-        ],
-        max_batch_size=MAX_BATCH_SIZE,
-        capabilities=Capabilities(
-            can_sleep=True, can_switch_drafter=True, can_update_online=True, can_collect=True
-        ),
-    )
-    plain = EngineSpec(
-        engine_id="plain",
-        fingerprint=Fingerprint(graph_batch_sizes=(1, 8, 16)),
-        drafters=[Drafter(name="mtp", kind=DRAFTER_KIND_MTP, gammas=(0, 1, 2, 3))],
-        max_batch_size=MAX_BATCH_SIZE,
-    )
-    return [rich, plain]
-
-
-class Agents:
-    """Where the supervisor stands: hands out the sockets of agents that were started."""
-
-    def __init__(self) -> None:
-        self._fresh: deque[socket.socket] = deque()
-        self.starts = 0
-        self.agent_pid = None
-
-    def add(self, ours: socket.socket) -> None:
-        self._fresh.append(ours)
-        self.starts += 1
-
-    def take(self) -> socket.socket | None:
-        newest = self._fresh.pop() if self._fresh else None
-        while self._fresh:
-            self._fresh.popleft().close()
-        return newest
-
-    def stop(self) -> None:
-        while self._fresh:
-            self._fresh.pop().close()
-
-
 @dataclass(frozen=True)
 class Commanded:
     """An override that was acknowledged, and the virtual time of its end."""
 
     override: Override
     until: float
-
-
-class Process:
-    """A process: it runs, or it is stopped, or it is dead."""
-
-    def __init__(self, clock: VirtualClock) -> None:
-        self.loop = VirtualLoop(clock)
-        self.stopped = False
-
-
-class AgentProcess(Process):
-    """The real agent's main coroutine at one end of a real socket pair."""
-
-    def __init__(self, clock: VirtualClock, theirs: socket.socket) -> None:
-        super().__init__(clock)
-        self.port: EnginePort | None = None
-        options = agent_module._parse(
-            [
-                f"--fd={theirs.detach()}", "--parent=1", "--target=unix:controller.sock",
-                f"--report-buffer={REPORT_BUFFER}",
-            ]
-        )  # fmt: skip
-        self.main = self.loop.create_task(agent_module._serve(options))
-
-    def kill(self) -> None:
-        """The kernel closes what it held; nothing of it runs any more."""
-        assert self.port is not None
-        self.port._peer.close()
-        self.stopped = True
-
-
-class Engine:
-    """Runs steps: one choice, one report each.  `ranks` of them adopt alike."""
-
-    def __init__(self, spec: EngineSpec, ranks: int, clock: VirtualClock) -> None:
-        self.spec = spec
-        self._clock = clock
-        settings = LinkSettings(sidecar="unix:controller.sock", grace_seconds=GRACE_SECONDS)
-        steerings = [steering_of(spec, settings, 1) for _ in range(ranks)]
-        self.agents = Agents()
-        self.link = EngineLink(self.agents, steerings[0])  # type: ignore[arg-type]
-        self._ranks = [Ranks(steering, None) for steering in steerings]
-        self._ranks[0] = Ranks(steerings[0], self.link)
-        self._steerings = steerings
-        self._held_back: list[Update] = []
-        # The newest plans that its steering took.
-        self._taken: deque[PlanPacket] = deque(maxlen=4)
-        # The newest plan that its agent had as packets were lost.
-        self._missed: tuple[int, int] | None = None
-        self.ledger = Ledger(spec, GRACE_SECONDS, safe_choice(1))
-        self.agent: AgentProcess | None = None
-        self.step = 0
-
-    def choose(self, batch_size: int, lose_broadcast: bool) -> Choice:
-        """Alike on all ranks, and as the ledger will have it."""
-        if len(self._ranks) == 1:
-            choice, judged_at = self.link.choose(batch_size), self._clock.now()
-        else:
-            updates = self._ranks[0].outgoing()
-            if lose_broadcast:
-                self._held_back = updates
-            else:
-                for rank in self._ranks:
-                    for update in (*self._held_back, *updates):
-                        rank.adopt(update)
-                self._held_back = []
-            choices = {rank.choose(batch_size) for rank in self._ranks}
-            assert len(choices) == 1, f"the ranks differ: {choices}"
-            choice, judged_at = choices.pop(), self._ranks[0]._adopted.now
-        believed = self._steerings[0].plan
-        self.ledger.chosen(choice, batch_size, judged_at, believed)
-        if believed is not None:
-            if believed not in self._taken:
-                self._taken.append(believed)
-            said = (believed.regime_mode, believed.regime_stride, believed.draft_version)
-            assert said == self.ledger.regime(believed.session, believed.epoch)
-        return choice
-
-    def lose_packet(self) -> None:
-        """The next packet for it, plan or event, is read by nobody."""
-        peer = self.link._connected()
-        if peer is not None:
-            self._missed = self.ledger.newest_taken
-            with contextlib.suppress(OSError):
-                peer.recv(packets.MAX_PLAN_BYTES, socket.MSG_DONTWAIT)
-
-    def repeat_packet(self, back: int) -> None:
-        """A packet that was taken comes again: the newest, or one so many plans before it."""
-        if self.agent is None or self.agent.port is None:
-            return
-        mine = [plan for plan in self._taken if plan.session == self.ledger.newest[0]]
-        if mine:
-            late = packets.encode_plan(mine[max(0, len(mine) - 1 - back)])
-            with contextlib.suppress(OSError):
-                self.agent.port._peer.send(late, socket.MSG_DONTWAIT)
-
-    @property
-    def is_up_to_date(self) -> bool:
-        """Whether it has the newest plan that its agent took up, or cannot have it."""
-        believed, newest = self.link.steering.plan, self.ledger.newest_taken
-        reached = believed is not None and (believed.session, believed.epoch) == newest
-        return reached or self.agent is None or newest in {self._missed, (0, 0)}
-
-    def run(self, batch_size: int, accepted: int, lose_broadcast: bool = False) -> Choice:
-        """One step; `accepted` draft tokens by each sequence, if so many were drafted."""
-        choice = self.choose(batch_size, lose_broadcast)
-        counts = [0] * (choice.gamma + 1)
-        counts[min(accepted, choice.gamma)] = batch_size
-        self.step += 1
-        self.ledger.stepped(self.step, Step(choice, batch_size, tuple(counts)))
-        self.link.report(
-            self.step, batch_size, batch_size * 512, choice.drafter_index, choice.gamma, counts,
-            STEP_SECONDS * (1 + 0.1 * choice.gamma),
-            0 if choice.source is Source.PLAN else packets.UNSTEERED,
-            choice.epoch, choice.probe_id, choice.session,
-        )  # fmt: skip
-        return choice
-
-
-class WatchedSidecar(Sidecar):
-    """Tells what its cores fold.  `loop`: its process's."""
-
-    def __init__(
-        self, settings: Settings, clock: VirtualClock, folded: Callable[[str, str, Any], None]
-    ) -> None:
-        self._folded = folded
-        super().__init__(settings, clock)
-
-    def _core(self, spec: CoreSpec, profile: Profile | None) -> EngineController:
-        core = super()._core(spec, profile)
-        fold = core.observe
-
-        def observe(report: StepReport) -> None:
-            fold(report)
-            session = next(s for s in self.registry if s.core is core)
-            self._folded(spec.engine_id, session.session_id, report)
-
-        core.observe = observe  # type: ignore[method-assign]
-        return core
-
-
-class SidecarProcess(Process):
-    """The real sidecar but for its sockets."""
-
-    def __init__(
-        self,
-        clock: VirtualClock,
-        settings: Settings,
-        network: Network,
-        folded: Callable[[str, str, Any], None],
-    ) -> None:
-        super().__init__(clock)
-        self._network = network
-        self.parting: asyncio.Task[None] | None = None
-        self.sidecar = WatchedSidecar(settings, clock, folded)
-        self.loop.finish(self.sidecar.book.open())
-        self.loop.create_task(self.sidecar._expire())
-        self.server = Server(network, self.loop, SpeculationServicer(self.sidecar.registry))
-        network.server = self.server
-
-    def kill(self) -> None:
-        """The kernel closes what it held; nothing of it runs any more."""
-        self.stopped = True
-        for channel in list(self._network.channels):
-            self._network.cut(channel, 0)
-        self._network.server = None
-        self.sidecar.store._shut()  # type: ignore[attr-defined]
-
-    @property
-    def engine_ids(self) -> set[str]:
-        """Engines that have a session."""
-        return {session.engine_id for session in self.sidecar.registry}
-
-    def part(self) -> None:
-        """SIGTERM; it ends when that is done."""
-        self.sidecar._server = self.sidecar._operators = self.server  # type: ignore[assignment]
-        self.parting = self.loop.create_task(self.sidecar.stop())
 
 
 class World:
