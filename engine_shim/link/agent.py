@@ -52,26 +52,28 @@ async def _serve(options: argparse.Namespace) -> int:
     log = QuietLog()
     buffer = ReportBuffer(options.report_buffer)
     peer = socket.socket(fileno=options.fd)
-    port = EnginePort(peer, buffer, log, options.report_interval_ms * 1e-3)
-    try:
-        engine = await introduced(port)
-    except PacketError as error:
-        log.warning("bad-introduction", error=str(error))
-        return EXIT_BAD_INTRODUCTION
-    if engine is None:
+    with contextlib.closing(
+        EnginePort(peer, buffer, log, options.report_interval_ms * 1e-3)
+    ) as port:
+        try:
+            engine = await introduced(port)
+        except PacketError as error:
+            log.warning("bad-introduction", error=str(error))
+            return EXIT_BAD_INTRODUCTION
+        if engine is None:
+            return 0
+        credentials = Credentials(
+            options.ca, options.client_certificate, options.client_key, options.token_file
+        )
+        client = SidecarClient(options.target, credentials, engine, port, buffer, log)
+        steering = asyncio.create_task(client.run())
+        gone = asyncio.create_task(port.gone.wait())
+        await asyncio.wait({steering, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if steering.done():
+            steering.result()  # it never returns: this raises what broke it
+        steering.cancel()
+        await asyncio.wait({steering})
         return 0
-    credentials = Credentials(
-        options.ca, options.client_certificate, options.client_key, options.token_file
-    )
-    client = SidecarClient(options.target, credentials, engine, port, buffer, log)
-    steering = asyncio.create_task(client.run())
-    gone = asyncio.create_task(port.gone.wait())
-    await asyncio.wait({steering, gone}, return_when=asyncio.FIRST_COMPLETED)
-    if steering.done():
-        steering.result()  # it never returns: this raises what broke it
-    steering.cancel()
-    await asyncio.wait({steering})
-    return 0
 
 
 def _die_with(parent: int) -> None:
@@ -105,7 +107,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--token-file", default="")
     parser.add_argument("--nice", type=int, default=19)
     parser.add_argument("--report-buffer", type=int, default=256)
-    parser.add_argument("--report-interval-ms", type=float, default=0.0)
+    parser.add_argument("--report-interval-ms", type=float, default=2.0)
     return parser.parse_args(arguments)
 
 

@@ -200,11 +200,13 @@ class EngineLink:
             pass
         except OSError as error:
             self._failed(error)
-        while plans:  # the newest that can be used
+        repeated = None
+        while plans:  # the newest that can be used, and is not in use already if there is another
             plan = self._usable(plans.pop())
-            if plan is not None:
+            if plan is not None and not self.steering.uses(plan):
                 return plan
-        return None
+            repeated = repeated or plan
+        return repeated
 
     def status(self) -> LinkStatus:
         """A snapshot; may be called from any thread."""

@@ -13,6 +13,8 @@ from engine_shim.link.report_buffer import ReportBuffer
 _MOST_BYTES: Final = packets.MAX_HELLO_BYTES + 64
 # A socket can be refilled as fast as it is read: the loop gets its turn after so many packets.
 _MOST_PACKETS_AT_ONCE: Final = 512
+# After so many looks that found nothing, the next packet wakes this process.
+_VAIN_LOOKS: Final = 8
 
 
 class EnginePort:
@@ -21,8 +23,9 @@ class EnginePort:
     `gone` is set when the engine closed its end.  What the engine has not room for waits here, and
     only the newest of it: an engine that runs no steps reads nothing.
 
-    With `rest_seconds` above 0 not every report wakes this process: after it has read, it does not
-    look again before so long.
+    A report that wakes this process costs the engine's thread the waking, which can be more than
+    all the rest of its send.  With `rest_seconds` above 0 none does while steps follow each other:
+    after a report it looks every so often by itself, until it has found nothing for some looks.
     """
 
     def __init__(
@@ -33,6 +36,8 @@ class EnginePort:
         self._buffer = buffer
         self._log = log
         self._rest_seconds = rest_seconds
+        # Looks in a row that found nothing; None while a packet wakes this process.
+        self._vain_looks: int | None = None
         self._loop = asyncio.get_running_loop()
         self._introduction: asyncio.Future[bytes] = self._loop.create_future()
         self._unsent_plan: bytes | None = None
@@ -84,25 +89,35 @@ class EnginePort:
             self._loop.remove_writer(self._peer)
 
     def _read(self) -> None:
-        try:
-            for _ in range(_MOST_PACKETS_AT_ONCE):
-                data = self._peer.recv(_MOST_BYTES)
-                if not data:
-                    self.close()
-                    return
-                self._sort(data)
-        except BlockingIOError:
-            pass
-        except OSError:
-            self.close()
+        packets_read = self._drain()
+        if self.gone.is_set() or not self._rest_seconds:
             return
-        if self._rest_seconds:
-            self._loop.remove_reader(self._peer)
-            self._loop.call_later(self._rest_seconds, self._look_again)
-
-    def _look_again(self) -> None:
-        if not self.gone.is_set():
+        if packets_read:
+            if self._vain_looks is None:
+                self._loop.remove_reader(self._peer)
+            self._vain_looks = 0
+        elif self._vain_looks is not None:
+            self._vain_looks += 1
+        if self._vain_looks is not None and self._vain_looks < _VAIN_LOOKS:
+            self._loop.call_later(self._rest_seconds, self._read)
+        elif self._vain_looks is not None:
+            self._vain_looks = None
             self._loop.add_reader(self._peer, self._read)
+
+    def _drain(self) -> int:
+        """Packets that were there."""
+        for number in range(_MOST_PACKETS_AT_ONCE):
+            try:
+                data = self._peer.recv(_MOST_BYTES)
+            except BlockingIOError:
+                return number
+            except OSError:
+                data = b""
+            if not data:
+                self.close()
+                return number
+            self._sort(data)
+        return _MOST_PACKETS_AT_ONCE
 
     def _sort(self, data: bytes) -> None:
         if not self._introduction.done():

@@ -71,12 +71,13 @@ class LinkSettings(BaseSettings):
         "stay, the rest are counted.",
     )
     report_interval_ms: float = Field(
-        default=0.0,
+        default=2.0,
         ge=0,
         le=250,
-        description="How long the agent lets reports pile up after it has looked for them. 0 "
-        "wakes it for every step; 20 or so saves a machine with few free cores that work, and "
-        "delays what the sidecar learns by as much.",
+        description="How often the agent looks for reports while steps follow each other. 0: "
+        "every report wakes it at once, which the engine's thread pays for at each step; 20 or so "
+        "saves a machine with few free cores some work, and delays what the sidecar learns by as "
+        "much.",
     )
     agent_nice: int = Field(
         default=19,

@@ -118,6 +118,11 @@ class Steering:
             for _, drafter_index, gamma, _, probe in plan.rows
         )
 
+    def uses(self, plan: PlanPacket) -> bool:
+        """Whether this very plan was taken last; its lease may have begun anew."""
+        old = self._plan
+        return old is not None and (old.session, old.epoch) == (plan.session, plan.epoch)
+
     def accept(self, plan: PlanPacket, now: float) -> bool:
         """Takes a plan into use; False, and no change, when it cannot be accepted.
 

@@ -79,22 +79,24 @@ class _Engine:
 
 @dataclass(frozen=True)
 class _Case:
-    """interval_ms: how long an agent gathers reports; 0: each goes at once, as by default."""
+    """interval_ms: how often an agent looks for reports; 0: each wakes it; None: the default."""
 
     engines: int
     at_each_report: bool
-    interval_ms: float = 0.0
+    interval_ms: float | None = None
 
     def __str__(self) -> str:
         engines = "1 engine" if self.engines == 1 else f"{self.engines} engines"
         way = "planned at each report" if self.at_each_report else "at the usual pace"
-        gathered = f", gathered for {self.interval_ms:g} ms" if self.interval_ms else ""
-        return f"report to plan, {engines}, {way}{gathered}"
+        if self.interval_ms is not None:
+            way += f", looked for each {self.interval_ms:g} ms" if self.interval_ms else ", waking"
+        return f"report to plan, {engines}, {way}"
 
 
 _CASES = (
     _Case(1, at_each_report=True),
     _Case(8, at_each_report=True),
+    _Case(8, at_each_report=True, interval_ms=0.0),
     _Case(1, at_each_report=False),
     _Case(8, at_each_report=False),
     _Case(64, at_each_report=False),
@@ -125,7 +127,9 @@ def _engines(case: _Case, address: str) -> Iterator[list[_Engine]]:
     with contextlib.ExitStack() as stack:
         engines = []
         for number in range(case.engines):
-            settings = LinkSettings(sidecar=address, report_interval_ms=case.interval_ms)
+            settings = LinkSettings(sidecar=address)
+            if case.interval_ms is not None:
+                settings = settings.model_copy(update={"report_interval_ms": case.interval_ms})
             with _quiet_agents():
                 link = EngineLink.start(_spec(number), settings, startup_gamma=_STARTUP_GAMMA)
             stack.callback(link.close)

@@ -291,6 +291,19 @@ def test_overrides_that_do_not_change_the_choice_are_not_its_reason():
     assert engine.controller.current_plan().row_for(8).reason is Reason.OVERRIDE
 
 
+@pytest.mark.parametrize("rule", [{"gamma": 2}, {"gamma_max": 7}])
+def test_an_override_ends_the_probe_under_way(rule):
+    engine = make(settings=PlannerSettings())
+    while engine.controller.explorer.running is None:
+        assert engine.controller.reports < 2000
+        engine.run(1, 64, [0.15] * 7)
+    probe = engine.controller.explorer.running[1]
+    assert engine.controller.set_overrides([command(**rule)])
+    plan = engine.controller.next_plan()
+    assert plan is not None
+    assert all(row.probe is None or row.probe.probe_id != probe.probe_id for row in plan.rows)
+
+
 def test_forbidden_exploration_is_none():
     engine = make(settings=PlannerSettings())
     engine.controller.set_overrides([command(deny_exploration=True)])

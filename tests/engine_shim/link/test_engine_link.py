@@ -91,6 +91,21 @@ def test_the_newest_of_several_plans_is_used():
         assert link.status().plans_taken == 1
 
 
+def test_the_plan_in_use_again_does_not_hide_a_newer_one():
+    with linked() as (link, _, agent):
+        agent.send(plan(1, 3))
+        assert link.choose(4).gamma == 3
+        for again in (plan(2, 5), plan(1, 3)):
+            agent.send(again)
+        assert link.choose(4).gamma == 5
+        # By itself it is taken: its lease begins anew.
+        before = link.status().lease_seconds_left
+        agent.send(plan(2, 5))
+        assert link.choose(4).gamma == 5
+        assert link.status().plans_taken == 3
+        assert link.status().lease_seconds_left > before - 0.001
+
+
 def test_an_older_plan_and_one_for_another_engine_are_refused_and_counted():
     with linked() as (link, _, agent):
         agent.send(plan(7, 3))

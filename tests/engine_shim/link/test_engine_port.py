@@ -96,9 +96,30 @@ async def test_a_resting_port_reads_what_piled_up_at_once():
         assert len(buffer) == 20
 
 
+async def test_a_resting_port_looks_by_itself_while_reports_come_and_is_woken_after_a_pause():
+    async with ported(rest_seconds=0.01) as (port, buffer, engine):
+        engine.send(packets.encode_hello(b"spec"))
+        await port.introduction()
+        woken = asyncio.get_running_loop()._selector.get_map  # type: ignore[attr-defined]
+        for step in range(1, 6):
+            engine.send(report(step))
+            async with asyncio.timeout(20):
+                await port.arrived.wait()
+            port.arrived.clear()
+            assert port._peer.fileno() not in woken()
+        async with asyncio.timeout(20):
+            while port._peer.fileno() not in woken():  # noqa: ASYNC110  # the kernel's list, no event
+                await asyncio.sleep(0.01)
+        engine.send(report(6))
+        async with asyncio.timeout(20):
+            await port.arrived.wait()
+        assert [r.step for r in buffer.take(9)] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("rest_seconds", [0.0, 0.01])
 @pytest.mark.parametrize("unread", [False, True])
-async def test_a_gone_engine_is_noticed(unread):
-    async with ported() as (port, _, engine):
+async def test_a_gone_engine_is_noticed(unread, rest_seconds):
+    async with ported(rest_seconds) as (port, _, engine):
         if unread:
             port.send_plan(plan(1))
         engine.close()
