@@ -23,6 +23,8 @@ _DEFAULTS: dict[str, str | None] = {
     # SGLang would size its cache by the machine's memory and take most of it.
     "--max-running-requests": "16",
     "--max-total-tokens": "16384",
+    # An idle scheduler would keep a core busy.
+    "--sleep-on-idle": None,
 }
 
 

@@ -107,7 +107,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--token-file", default="")
     parser.add_argument("--nice", type=int, default=19)
     parser.add_argument("--report-buffer", type=int, default=256)
-    parser.add_argument("--report-interval-ms", type=float, default=2.0)
+    parser.add_argument("--report-interval-ms", type=float, default=1.0)
     return parser.parse_args(arguments)
 
 

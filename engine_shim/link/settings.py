@@ -71,7 +71,7 @@ class LinkSettings(BaseSettings):
         "stay, the rest are counted.",
     )
     report_interval_ms: float = Field(
-        default=2.0,
+        default=1.0,
         ge=0,
         le=250,
         description="How often the agent looks for reports while steps follow each other. 0: "

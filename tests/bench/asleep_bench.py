@@ -19,7 +19,6 @@ from tests.engine_shim.sglang.scripted import scripted_sidecar
 
 _BATCHES = (1, 8)
 _MODES = {"asleep": True, "kept warm": False}
-_QUIET = ["--sleep-on-idle"]
 
 
 def measure(options: argparse.Namespace) -> Iterable[Measurement]:
@@ -27,8 +26,8 @@ def measure(options: argparse.Namespace) -> Iterable[Measurement]:
     with tempfile.TemporaryDirectory() as name, scripted_sidecar(Path(name)) as sidecar:
         held_env = {"SPECULATION_SIDECAR": sidecar.server.target}
         with (
-            serving(Path(name) / "plain", _QUIET, {}) as plain,
-            serving(Path(name) / "held", [*EAGLE3, *_QUIET], held_env) as held,
+            serving(Path(name) / "plain", [], {}) as plain,
+            serving(Path(name) / "held", EAGLE3, held_env) as held,
         ):
             eventually(lambda: sidecar.server.introductions, what="an introduction")
             for mode, asleep in _MODES.items():

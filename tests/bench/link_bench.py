@@ -309,7 +309,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--rate", type=float, default=500.0, help="steps per second")
     parser.add_argument("--plan-every", type=int, default=20, help="a plan after so many reports")
-    parser.add_argument("--report-interval-ms", type=float, default=2.0)
+    parser.add_argument("--report-interval-ms", type=float, default=1.0)
     run(parser, measure, "tests.bench.link_bench")
 
 

@@ -22,7 +22,6 @@ from tests.engine_shim.sglang.engine import EAGLE3, EngineProcess, serving
 
 _GAMMA = 3
 _BATCHES = (1, 8)
-_QUIET = ["--sleep-on-idle"]
 _FIXED = (
     "--speculative-num-steps", str(_GAMMA),
     "--speculative-eagle-topk", "1",
@@ -36,10 +35,10 @@ def measure(options: argparse.Namespace) -> Iterable[Measurement]:
         place = Path(name)
         with (
             sidecar_process(place, "--log-level", "error") as sidecar,
-            serving(place / "fixed", [*EAGLE3, *_FIXED, *_QUIET], {}) as fixed,
+            serving(place / "fixed", [*EAGLE3, *_FIXED], {}) as fixed,
             serving(
                 place / "pinned",
-                [*EAGLE3, *_QUIET],
+                EAGLE3,
                 {"SPECULATION_SIDECAR": sidecar.address, "SPECULATION_ENGINE_ID": "pinned"},
             ) as pinned,
         ):

@@ -20,7 +20,7 @@ _BATCHES = (1, 8)
 _GAMMA = 3
 _OPTIONS = (
     "--speculative-algorithm", "EAGLE3",
-    "--speculative-draft-model-path", str(MODELS / "steered"), "--sleep-on-idle",
+    "--speculative-draft-model-path", str(MODELS / "steered"),
 )  # fmt: skip
 
 

@@ -46,7 +46,7 @@ from tests.soak.on_record import OnRecord, read_record
 from tests.soak.sampling import Sample, Sampler, Watched, child_named
 
 ENGINE_ID: Final = "soak"
-_QUIET: Final = ("--log-level", "warning", "--sleep-on-idle")
+_QUIET: Final = ("--log-level", "warning")
 # Samples of a run: enough for the windows of its shortest life.
 _SAMPLES = 400
 _SAMPLE_SECONDS = (0.25, 5.0)

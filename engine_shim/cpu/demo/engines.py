@@ -43,9 +43,7 @@ def speculation_flags(policy: str) -> list[str]:
 
 def engine_command(policy: str, port: int) -> list[str]:
     """How that engine is started."""
-    # Four engines share the machine; the ones that wait must leave it alone.
-    flags = ["--sleep-on-idle", *speculation_flags(policy)]
-    return serve_command(port, MAX_BATCH, flags)
+    return serve_command(port, MAX_BATCH, speculation_flags(policy))
 
 
 def engine_environment(policy: str, place: Workplace) -> dict[str, str]:

@@ -157,10 +157,11 @@ def test_updates_that_do_harm_are_taken_back(
             tokens, aligned = wave(engine, WAVES[0])
             sidecar.stride = 1
             sidecar.run(lambda _: (3, False))
-            for prompts, expected in zip(WAVES[1:4], plain_waves[1:4], strict=True):
+            for prompts, expected in zip(WAVES[1:], plain_waves[1:], strict=True):
                 assert wave(engine, prompts)[0] == expected
-            found = online(engine)
-            assert found["restored"] > 0
+                if online(engine)["restored"]:
+                    break
+            assert online(engine)["restored"] > 0
             assert "the last good weights are back" in engine.log.read_text()
             # And with what is good now, drafting is as good as it was.
             sidecar.stride = 0
