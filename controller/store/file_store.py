@@ -1,8 +1,9 @@
 """The default store: one directory on this machine, for one sidecar.
 
-The journal of changes is the truth: it is the audit, and replayed it gives the entries.  Times are
-kept as wall-clock seconds of this machine, because a journal is read again after a restart; while a
-store is open they run by the monotonic clock.
+The journal of changes is the truth: it is the audit, and replayed it gives the entries.  At a start
+it is cut down to what is held and the newest records, when it has many more.  Times are kept as
+wall-clock seconds of this machine, because a journal is read again after a restart; while a store
+is open they run by the monotonic clock.
 """
 
 import asyncio
@@ -11,7 +12,9 @@ import os
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+import structlog
 
 from controller.core.errors import MALFORMED
 from controller.store.file_shelf import FileShelf
@@ -31,7 +34,12 @@ from controller.store.port import (
 )
 from controller.whole_file import remove_unfinished
 
+# Records of the audit that a start keeps; it cuts when there are twice as many.
+AUDIT_KEPT: Final = 20_000
+
 _SIDECAR = Who("", "its time was up", "sidecar")
+
+_log = structlog.get_logger(__name__)
 
 
 class FileStore:
@@ -79,9 +87,13 @@ class FileStore:
         try:
             remove_unfinished(self._directory)
             self._journal = Journal(self._directory / "overrides.journal")
+            count = 0
             for record in self._journal.records():
                 _audit(record)
                 self._replay(record)
+                count += 1
+            if count > 2 * AUDIT_KEPT:
+                self._cut(self._journal, count - AUDIT_KEPT)
         except OSError as error:
             self._shut()
             raise StoreUnavailableError(f"{self._directory}: {error.strerror}") from error
@@ -93,6 +105,21 @@ class FileStore:
         except BaseException:
             self._shut()
             raise
+
+    def _cut(self, journal: Journal, old: int) -> None:
+        """Leaves out those of the first `old` records that nothing comes of any more."""
+        now = self._now()
+        held = {h.revision for h in self._held.values() if h.until is None or h.until > now}
+        kept = [
+            record
+            for number, record in enumerate(journal.records(), 1)
+            if number > old or record["revision"] in held
+        ]
+        try:
+            journal.rewrite(kept)
+        except OSError as error:
+            # A full disk, say: a long journal is as good.
+            _log.warning("journal_not_cut", path=str(self._directory), error=error.strerror)
 
     async def close(self) -> None:
         """Waits for changes under way."""

@@ -10,13 +10,15 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from controller.store.port import StoreBrokenError, StoreUnavailableError
+from controller.whole_file import write_whole
 
 _CHECK = 16
+_MODE = 0o640
 
 
 class Journal:
@@ -25,7 +27,7 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self._path = path
         existed = path.exists()
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o640)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, _MODE)
         try:
             self._size = self._whole()
             os.ftruncate(self._file, self._size)
@@ -56,6 +58,22 @@ class Journal:
                 f"{self._path} cannot be written: {error.strerror}; nothing was changed"
             ) from error
         self._size += len(data)
+
+    def rewrite(self, records: Iterable[dict[str, Any]]) -> None:
+        """Holds these and no others; a crash leaves the old ones or the new.
+
+        Raises OSError when nothing was changed, StoreUnavailableError when it cannot be opened
+        afterwards.
+        """
+        data = b"".join(map(_line, records))
+        write_whole(self._path, data)
+        try:
+            renewed = os.open(self._path, os.O_RDWR | os.O_APPEND)
+            os.fchmod(renewed, _MODE)
+        except OSError as error:
+            raise StoreUnavailableError(f"{self._path}: {error.strerror}") from error
+        os.close(self._file)
+        self._file, self._size = renewed, len(data)
 
     def records(self) -> Iterator[dict[str, Any]]:
         """All records, oldest first."""

@@ -11,9 +11,17 @@ from pathlib import Path
 
 import pytest
 
+from controller.store import file_store
+from controller.store import journal as journal_module
 from controller.store.file_store import FileStore
 from controller.store.journal import Journal
-from controller.store.port import StoreBrokenError, StoreTakenError, StoreUnavailableError, Who
+from controller.store.port import (
+    ConflictError,
+    StoreBrokenError,
+    StoreTakenError,
+    StoreUnavailableError,
+    Who,
+)
 from tests.controller.service.harness import ENVIRONMENT
 
 ANN = Who("ann", "because", "uid 1000")
@@ -111,6 +119,63 @@ async def test_a_record_that_is_none_is_refused(tmp_path: Path):
     journal.close()
     with pytest.raises(StoreBrokenError, match="a record that is none"):
         await opened(tmp_path)
+
+
+async def long_journal(folder: Path) -> Path:
+    """An override in force, then 15 that were set and cleared."""
+    store = await opened(folder)
+    await store.write("kept", "1", None, 0, ANN)
+    for number in range(15):
+        entry = await store.write(f"o{number}", "2", None, 0, ANN)
+        await store.clear(f"o{number}", entry.revision, ANN)
+    await store.close()
+    return folder / "overrides.journal"
+
+
+async def test_a_long_journal_is_cut_to_what_is_held_and_the_newest_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    journal = await long_journal(tmp_path)
+    store = await opened(tmp_path)
+    entries, audit = await store.entries(), await store.audit(10)
+    await store.close()
+    monkeypatch.setattr(file_store, "AUDIT_KEPT", 10)
+    mode = journal.stat().st_mode
+    store = await opened(tmp_path)
+    # 31 records: of the first 21, that in force and the traces of those cleared.
+    assert len(journal.read_bytes().splitlines()) == 10 + 1 + 10
+    assert journal.stat().st_mode == mode
+    same = [(e.override_id, e.revision, e.body, e.ended) for e in entries]
+    found = await store.entries()
+    assert [(e.override_id, e.revision, e.body, e.ended) for e in found] == same
+    assert await store.audit(10) == audit
+    with pytest.raises(ConflictError):
+        await store.write("o0", "3", None, 0, ANN)
+    await store.write("new", "4", None, 0, ANN)
+    await store.close()
+    later = FileStore(tmp_path, lambda: time.time() + 8 * 86_400)
+    await later.open(lambda: None)
+    await later.close()
+    assert len(journal.read_bytes().splitlines()) == 10 + 1
+    assert await names(tmp_path) >= {"kept", "new"}
+
+
+async def test_a_journal_that_cannot_be_cut_stays_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    journal = await long_journal(tmp_path)
+    before = journal.read_bytes()
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(file_store, "AUDIT_KEPT", 10)
+    monkeypatch.setattr(journal_module, "write_whole", full)
+    store = await opened(tmp_path)
+    assert journal.read_bytes() == before
+    await store.write("new", "4", None, 0, ANN)
+    await store.close()
+    assert {"kept", "new"} <= await names(tmp_path)
 
 
 async def test_a_second_sidecar_is_refused_and_the_first_goes_on(tmp_path: Path):
