@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import grpc
-import psutil
 
 from speculation.v1 import service_pb2, service_pb2_grpc
 from tests.bench.measurement import RATIO, Measurement, run
+from tests.bench.processor import processor_seconds
 from tests.controller.cli.sidecar_process import SidecarProcess, sidecar_process
 from tests.controller.service.harness import engine_message, report_message
 
@@ -77,12 +77,10 @@ def _steered(address: str, pid: int, engine_id: str, reports: int, each: int) ->
             )
             for first in range(1, reports + 1, each)
         ]
-        process = psutil.Process(pid)
-        before, began = process.cpu_times(), time.perf_counter()
+        before, began = processor_seconds(pid), time.perf_counter()
         for _ in stub.Steer(iter(messages)):
             pass
-        took, after = time.perf_counter() - began, process.cpu_times()
-    spent = after.user + after.system - before.user - before.system
+        took, spent = time.perf_counter() - began, processor_seconds(pid) - before
     return _Rate(reports / spent, reports / took)
 
 

@@ -28,6 +28,7 @@ from controller.core.settings import PlannerSettings
 from controller.core.types import ClassCounts, DrafterSpec, EngineSpec, Fingerprint, StepReport
 from speculation.v1 import service_pb2, service_pb2_grpc
 from tests.bench.measurement import Measurement, run
+from tests.bench.processor import processor_seconds
 from tests.controller.cli.sidecar_process import sidecar_process
 from tests.controller.service.harness import engine_message, report_message
 
@@ -125,7 +126,7 @@ def _engines(count: int) -> tuple[float, float]:
             for i in range(count)
         ]
         process = psutil.Process(sidecar.process.pid)
-        before = process.cpu_times()
+        before = processor_seconds(process.pid)
         for session_id in sessions:
             messages = [
                 service_pb2.SteerRequest(
@@ -138,8 +139,7 @@ def _engines(count: int) -> tuple[float, float]:
             ]
             for _ in stub.Steer(iter(messages)):
                 pass
-        after = process.cpu_times()
-        spent = after.user + after.system - before.user - before.system
+        spent = processor_seconds(process.pid) - before
         return 1e6 * spent / _REPORTS_OF_ALL_ENGINES, process.memory_info().rss / 1e6
 
 
