@@ -1,10 +1,12 @@
 """A sidecar with a script: which arm runs, by the number of reports that have arrived."""
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
+from typing import Final
 
 from speculation.v1.engine_pb2 import StepReport
 from speculation.v1.plan_pb2 import (
@@ -19,6 +21,9 @@ from speculation.v1.plan_pb2 import (
 from speculation.v1.service_pb2 import SteerRequest, SteerResponse
 from tests.engine_shim.link.eventually import eventually
 from tests.engine_shim.link.fake_sidecar import FakeSidecar
+
+_REST_SECONDS: Final = 0.1
+_REST_SECONDS_MAX: Final = 2.0
 
 Arm = tuple[int, bool] | tuple[int, bool, int]
 """Draft length, whether the drafter sleeps, and which of the engine's drafters (the first)."""
@@ -53,6 +58,7 @@ class ScriptedSidecar:
 
     def run(self, script: Script) -> int:
         """Begins a script, counted from now; gives the number of reports before it."""
+        self._let_reports_come()
         before = len(self.reports)
         self.script = lambda count: script(count - before)
         self.server.push(self._next_plan())
@@ -66,6 +72,14 @@ class ScriptedSidecar:
             return later if sum(report.batch_size for report in later) >= rows else []
 
         return eventually(all_of_them, within=90.0, what=f"reports of {rows} rows")
+
+    def _let_reports_come(self) -> None:
+        """Those of steps that have run; an engine that never rests is not waited for."""
+        until = time.monotonic() + _REST_SECONDS_MAX
+        came = -1
+        while came < len(self.reports) and time.monotonic() < until:
+            came = len(self.reports)
+            time.sleep(_REST_SECONDS)
 
     def _answer(self, _: SteerRequest) -> SteerResponse:
         return SteerResponse(plan=self._next_plan())

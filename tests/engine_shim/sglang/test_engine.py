@@ -216,7 +216,7 @@ def test_the_server_says_how_it_is_steered(engine: EngineProcess, sidecar: Scrip
     state = engine.internal_state()
     status = state["speculation_controller"]
     assert (status["source"], status["sidecar"], status["reporting"]) == ("PLAN", "STEERING", True)
-    assert status["reports_sent"] == len(sidecar.reports)
+    eventually(lambda: len(sidecar.reports) == status["reports_sent"], what="every report has come")
     assert status["reports_dropped"] == status["reports_invalid"] == status["packets_refused"] == 0
     # The switch keeps SGLang's own readback up to date.
     assert state["speculative_num_steps"] == sidecar.reports[-1].gamma

@@ -111,8 +111,7 @@ def test_a_predictor_is_its_student_and_learns(
                 return found
 
             before = play()
-            sidecar.run(lambda _: (3, False))
-            at = len(sidecar.reports)
+            at = sidecar.run(lambda _: (3, False))
             (alone,) = engine.generate(prompts()[:1], [400])
             reports = sidecar.reports_since(at, alone.meta["spec_verify_ct"])
             live = accepted_by_context(reports, "nextn", 3)
