@@ -105,7 +105,8 @@ def test_every_draft_length_has_a_cost_at_every_batch_size(
     assert profile.fingerprint.engine == "sglang"
     assert profile.fingerprint.target_model == str(TARGET)
     assert profile.drafters[0].model == str(DRAFT)
-    assert min(c.steps for c in profile.cells) >= 3
+    # Three, one of which may have been left out.
+    assert min(c.steps for c in profile.cells) >= 2
 
 
 def test_the_sidecar_prices_by_it_and_the_next_run_reuses_it(

@@ -110,7 +110,12 @@ def test_a_predictor_is_its_student_and_learns(
                 found: dict[str, Any] = engine.internal_state()["speculation_controller"][part]
                 return found
 
+            def reported() -> bool:
+                status = engine.internal_state()["speculation_controller"]
+                return bool(status["reports_sent"] == len(sidecar.reports))
+
             before = play()
+            eventually(reported, what="every step has been reported")
             at = sidecar.run(lambda _: (3, False))
             (alone,) = engine.generate(prompts()[:1], [400])
             reports = sidecar.reports_since(at, alone.meta["spec_verify_ct"])
