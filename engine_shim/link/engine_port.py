@@ -92,15 +92,13 @@ class EnginePort:
         packets_read = self._drain()
         if self.gone.is_set() or not self._rest_seconds:
             return
-        if packets_read:
-            if self._vain_looks is None:
-                self._loop.remove_reader(self._peer)
+        if self._vain_looks is None:
+            self._loop.remove_reader(self._peer)
             self._vain_looks = 0
-        elif self._vain_looks is not None:
-            self._vain_looks += 1
-        if self._vain_looks is not None and self._vain_looks < _VAIN_LOOKS:
+        self._vain_looks = 0 if packets_read else self._vain_looks + 1
+        if self._vain_looks < _VAIN_LOOKS:
             self._loop.call_later(self._rest_seconds, self._read)
-        elif self._vain_looks is not None:
+        else:
             self._vain_looks = None
             self._loop.add_reader(self._peer, self._read)
 
