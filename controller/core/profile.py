@@ -6,13 +6,17 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from controller.core.errors import InvalidProfileError, ProfileMismatchError
 from controller.core.types import Arm, DrafterSpec, Fingerprint
 
 FORMAT = "speculation-profile/1"
 _T = TypeVar("_T")
+
+
+# Of whole numbers: what any reader of a profile can hold.
+_MOST: Final = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +92,8 @@ class Profile:
                 raise InvalidProfileError(f"{where}: step_seconds {cell.step_seconds} is no time")
             if not (math.isfinite(cell.spread_seconds) and cell.spread_seconds >= 0):
                 raise InvalidProfileError(f"{where}: spread_seconds {cell.spread_seconds}")
-            if cell.gamma < 0 or cell.batch_size < 1 or cell.steps < 1:
+            least = min(cell.gamma + 1, cell.batch_size, cell.steps)
+            if least < 1 or max(cell.gamma, cell.batch_size, cell.steps) > _MOST:
                 raise InvalidProfileError(f"{where}: gamma, batch_size or steps is out of range")
             if cell.drafter not in names:
                 raise InvalidProfileError(f"{where}: the profile lists no such drafter")

@@ -43,7 +43,9 @@ class HeldEntry:
         if not (isinstance(body, str) and isinstance(ended, str)):
             raise TypeError("body and ended are no texts")
         until = math.inf if ms < 0 else now + ms / 1000
-        return cls(override_id, int(found["revision"]), body, until, float(found["created"]), ended)
+        return cls(
+            override_id, int(found["revision"]), body, until, _finite(found["created"]), ended
+        )
 
     def left(self, now: float) -> float:
         """Seconds until its end."""
@@ -111,9 +113,16 @@ class HeldFile:
         return {held.override_id: held for held in entries if not held.over(now)}, idle
 
 
+def _finite(value: Any) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{number} is no time")
+    return number
+
+
 def _held(item: dict[str, Any], idle: float, now: float) -> HeldEntry:
-    until = math.inf if item["ms"] < 0 else now + item["ms"] / 1000 - idle
+    until = math.inf if item["ms"] < 0 else now + _finite(item["ms"]) / 1000 - idle
     return HeldEntry(
-        item["id"], int(item["revision"]), item["body"], until, float(item["created"]),
+        item["id"], int(item["revision"]), item["body"], until, _finite(item["created"]),
         item["ended"],
     )  # fmt: skip

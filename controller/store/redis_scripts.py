@@ -45,8 +45,8 @@ local function found(id)
   local fine, entry = pcall(cjson.decode, text)
   local right = text and fine and type(entry) == 'table'
     and type(entry.revision) == 'number' and entry.revision >= 0 and entry.revision < 2^53
-    and type(entry.created) == 'number' and type(entry.body) == 'string'
-    and type(entry.ended) == 'string'
+    and type(entry.created) == 'number' and entry.created >= 0 and entry.created < 2^53
+    and type(entry.body) == 'string' and type(entry.ended) == 'string'
   return right and entry or nil
 end
 

@@ -35,6 +35,8 @@ from engine_shim.training.students import (
 FORMAT: Final = "speculation-draft-1"
 # Beside the signals that they are made of.
 FOLDER: Final = "drafter"
+# What comes of taking stored JSON for what it should be where it is something else.
+_MALFORMED: Final = (ArithmeticError, LookupError, RecursionError, TypeError, ValueError)
 _BASE: Final = "base"
 _SUFFIX: Final = ".safetensors"
 # The target's, between the drafter's parameters.
@@ -122,7 +124,7 @@ class Versions:
             base = {name: part.float() for name, part in _tensors(path).items()}
             student = student_of(shape, base.pop(_EMBEDDING), base.pop(_HEAD, None))
             student.load_state_dict(base)
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        except (*_MALFORMED, RuntimeError) as error:
             raise VersionError(f"{path}: {error}") from error
         if version:
             student.load_state_dict(self.load(version, dict(student.named_parameters())))
@@ -160,7 +162,7 @@ class Versions:
         path = self._path(version)
         try:
             return Made(**json.loads(_facts(path)["made"]))
-        except (KeyError, TypeError, ValueError) as error:
+        except _MALFORMED as error:
             raise VersionError(f"{path}: {error}") from error
 
     def numbers(self) -> list[int]:

@@ -256,6 +256,7 @@ _NO_ENTRIES = (
     '{"revision": "x", "body": "1", "created": 1, "ended": ""}',
     '{"revision": 1, "body": 5, "created": 1, "ended": ""}',
     '{"revision": 1, "body": "1", "created": 1, "ended": null}',
+    '{"revision": 1, "body": "1", "created": 1e400, "ended": ""}',
     '{"revision": 1e400, "body": "1", "created": 1, "ended": ""}',
 )  # fmt: skip
 

@@ -47,7 +47,12 @@ def plain(target: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[i
 def steered(folder: Path, arguments: list[str]) -> tuple[list[Generated], ScriptedSidecar]:
     with scripted_sidecar(folder) as sidecar:
         sidecar.script = lambda count: ARMS[count % len(ARMS)]
-        with serving(folder, arguments, {"SPECULATION_SIDECAR": sidecar.server.target}) as engine:
+        # Arms change every few steps: none may be reported with the one after it.
+        variables = {
+            "SPECULATION_SIDECAR": sidecar.server.target,
+            "SPECULATION_REPORT_INTERVAL_MS": "0",
+        }
+        with serving(folder, arguments, variables) as engine:
             eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
             answers = engine.generate(prompts(), LENGTHS)
             rows = sum(answer.meta["spec_verify_ct"] for answer in answers)
