@@ -12,11 +12,10 @@ from controller.core.errors import InvalidProfileError, ProfileMismatchError
 from controller.core.types import Arm, DrafterSpec, Fingerprint
 
 FORMAT = "speculation-profile/1"
-_T = TypeVar("_T")
-
-
 # Of whole numbers: what any reader of a profile can hold.
 _MOST: Final = 2**31 - 1
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)

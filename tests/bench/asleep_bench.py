@@ -26,7 +26,7 @@ def measure(options: argparse.Namespace) -> Iterable[Measurement]:
     with tempfile.TemporaryDirectory() as name, scripted_sidecar(Path(name)) as sidecar:
         held_env = {"SPECULATION_SIDECAR": sidecar.server.target}
         with (
-            serving(Path(name) / "plain", [], {}) as plain,
+            serving(Path(name) / "plain") as plain,
             serving(Path(name) / "held", EAGLE3, held_env) as held,
         ):
             eventually(lambda: sidecar.server.introductions, what="an introduction")
