@@ -52,6 +52,15 @@ class ScriptedSidecar:
         self.server.answer = self._answer
 
     @property
+    def variables(self) -> dict[str, str]:
+        """What its engine is started with: each report wakes the agent, so that no arm of a script
+        is passed over while reports wait to be looked for."""
+        return {
+            "SPECULATION_SIDECAR": self.server.target,
+            "SPECULATION_REPORT_INTERVAL_MS": "0",
+        }
+
+    @property
     def reports(self) -> list[StepReport]:
         """All that have arrived, in order."""
         return self.server.reports

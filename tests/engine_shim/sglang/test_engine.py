@@ -41,7 +41,7 @@ def engine(
 ) -> Iterator[EngineProcess]:
     """Only after the plain one has gone, so that two engines never run at once."""
     variables = {
-        "SPECULATION_SIDECAR": sidecar.server.target,
+        **sidecar.variables,
         "SPECULATION_ENGINE_ID": "tested",
         "SPECULATION_GAMMAS": ",".join(map(str, GAMMAS)),
         "SPECULATION_SLEEP_POSITIONS": "12",

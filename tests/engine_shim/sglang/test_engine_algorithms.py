@@ -47,12 +47,7 @@ def plain(target: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[i
 def steered(folder: Path, arguments: list[str]) -> tuple[list[Generated], ScriptedSidecar]:
     with scripted_sidecar(folder) as sidecar:
         sidecar.script = lambda count: ARMS[count % len(ARMS)]
-        # Arms change every few steps: none may be reported with the one after it.
-        variables = {
-            "SPECULATION_SIDECAR": sidecar.server.target,
-            "SPECULATION_REPORT_INTERVAL_MS": "0",
-        }
-        with serving(folder, arguments, variables) as engine:
+        with serving(folder, arguments, sidecar.variables) as engine:
             eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
             answers = engine.generate(prompts(), LENGTHS)
             rows = sum(answer.meta["spec_verify_ct"] for answer in answers)
@@ -99,7 +94,7 @@ def test_a_predictor_is_its_student_and_learns(
     }
     with scripted_sidecar(tmp_path) as sidecar:
         sidecar.collect = True
-        variables["SPECULATION_SIDECAR"] = sidecar.server.target
+        variables |= sidecar.variables
         with serving(tmp_path, options(target, *speculation), variables) as engine:
             eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
 

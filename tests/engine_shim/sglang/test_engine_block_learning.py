@@ -50,7 +50,7 @@ def engine(
     draft = tmp_path_factory.mktemp("draft")
     save_dflash(damaged, draft)
     variables = {
-        "SPECULATION_SIDECAR": sidecar.server.target,
+        **sidecar.variables,
         "SPECULATION_GAMMAS": "0,1,3,7",
         "SPECULATION_ONLINE_UPDATES": "1",
         "SPECULATION_SIGNALS_FOLDER": str(folder),

@@ -29,7 +29,7 @@ def engine(
     folder: Path, sidecar: ScriptedSidecar, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[EngineProcess]:
     variables = {
-        "SPECULATION_SIDECAR": sidecar.server.target,
+        **sidecar.variables,
         "SPECULATION_SIGNALS_FOLDER": str(folder),
         "SPECULATION_SIGNALS_MEGABYTES": "1",
         "SPECULATION_SIGNALS_FINAL_STATES": "1",

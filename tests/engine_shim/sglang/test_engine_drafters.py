@@ -55,7 +55,7 @@ def engine(
 ) -> Iterator[EngineProcess]:
     """With the prefix cache on."""
     variables = {
-        "SPECULATION_SIDECAR": sidecar.server.target,
+        **sidecar.variables,
         "SPECULATION_DFLASH_MODEL_PATH": str(DFLASH),
         "SPECULATION_GAMMAS": ",".join(map(str, GAMMAS)),
         "SPECULATION_SLEEP_POSITIONS": "12",
@@ -232,7 +232,7 @@ def test_requests_may_come_late_leave_early_and_be_retracted(
     with scripted_sidecar(tmp_path) as sidecar:
         sidecar.script = lambda count: arms[count % 997]
         variables = {
-            "SPECULATION_SIDECAR": sidecar.server.target,
+            **sidecar.variables,
             "SPECULATION_DFLASH_MODEL_PATH": str(DFLASH),
             # As when the cache is full, every so many steps.
             "SGLANG_TEST_RETRACT": "1",
@@ -279,7 +279,7 @@ def test_when_the_block_drafter_fails_the_engine_goes_on_with_its_own(
     with scripted_sidecar(tmp_path) as sidecar:
         sidecar.script = lambda _: (3, False, 1)
         variables = {
-            "SPECULATION_SIDECAR": sidecar.server.target,
+            **sidecar.variables,
             "SPECULATION_DFLASH_MODEL_PATH": str(DFLASH),
             "PYTHONPATH": str(plugins),
         }

@@ -33,7 +33,7 @@ def engine(
 ) -> Iterator[EngineProcess]:
     """With the prefix cache on."""
     variables = {
-        "SPECULATION_SIDECAR": sidecar.server.target,
+        **sidecar.variables,
         "SPECULATION_GAMMAS": ",".join(map(str, GAMMAS)),
         "SPECULATION_SLEEP_POSITIONS": "12",
         "SPECULATION_GRAPH_LIMITS": "7:8",
@@ -104,7 +104,7 @@ def test_when_the_block_fails_the_engine_goes_on(
     plugins = install_plugin(tmp_path / "sabotage", target, name="zz_sabotage")
     with scripted_sidecar(tmp_path) as sidecar:
         variables = {
-            "SPECULATION_SIDECAR": sidecar.server.target,
+            **sidecar.variables,
             "PYTHONPATH": str(plugins),
         }
         with serving(tmp_path / "engine", LONE, variables) as engine:

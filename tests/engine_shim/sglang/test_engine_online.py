@@ -69,7 +69,7 @@ def engine(
     sidecar: ScriptedSidecar,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[EngineProcess]:
-    variables = ONLINE | {"SPECULATION_SIDECAR": sidecar.server.target}
+    variables = ONLINE | sidecar.variables
     with serving(tmp_path_factory.mktemp("online"), CODE_ONLY, variables) as running:
         eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
         yield running
@@ -149,7 +149,7 @@ def test_updates_that_do_harm_are_taken_back(
     """An aligned drafter, and a learning rate that ruins it."""
     variables = ONLINE | {"SPECULATION_ONLINE_LEARNING_RATE": "0.3"}
     with scripted_sidecar(tmp_path) as sidecar:
-        variables["SPECULATION_SIDECAR"] = sidecar.server.target
+        variables |= sidecar.variables
         with serving(tmp_path / "engine", EAGLE3, variables) as engine:
             eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
             wait_ready(engine)

@@ -50,7 +50,7 @@ def engine(
 ) -> Iterator[EngineProcess]:
     """Every second broadcast of SGLang is left out."""
     variables = {
-        "SPECULATION_SIDECAR": sidecar.server.target,
+        **sidecar.variables,
         "SPECULATION_DFLASH_MODEL_PATH": str(DFLASH),
         "SPECULATION_GAMMAS": ",".join(map(str, GAMMAS)),
         "SPECULATION_SLEEP_POSITIONS": "8",

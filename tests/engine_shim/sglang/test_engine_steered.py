@@ -27,7 +27,7 @@ def engine(
     sidecar: ScriptedSidecar, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[EngineProcess]:
     variables = {
-        "SPECULATION_SIDECAR": sidecar.server.target,
+        **sidecar.variables,
         "SPECULATION_GAMMAS": ",".join(map(str, GAMMAS)),
     }
     with serving(tmp_path_factory.mktemp("steered"), OPTIONS, variables) as running:

@@ -43,7 +43,7 @@ def test_any_order_of_arms_gives_plain_decodings_tokens(
     with scripted_sidecar(tmp_path) as sidecar:
         variables = {
             "PYTHONPATH": str(unpacked(version)),
-            "SPECULATION_SIDECAR": sidecar.server.target,
+            **sidecar.variables,
             "SPECULATION_DFLASH_MODEL_PATH": second,
             "SPECULATION_GAMMAS": ",".join(map(str, GAMMAS)),
             "SPECULATION_SLEEP_POSITIONS": "8",
