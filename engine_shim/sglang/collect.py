@@ -1,32 +1,38 @@
-"""Training signals of what an engine serves (the COLLECT regime): copied, cut up, handed on.
+"""Training signals of what an engine serves (the COLLECT regime): copied, read, written.
 
-    after_verify    copies what the round has verified; a run of SEGMENT positions of a request
-                    becomes a signal, which a thread writes to the store
+    after_verify    copies the round's canvas where it lies; every ROUNDS rounds, or sooner where
+                    they hold CANVAS_BYTES, all of them go to a thread
+    _read           which makes signals of them (`runs`) and hands those to the writer's
 
-A run ends early when its request leaves, is retracted, or went on unseen; one shorter than LEAST is
-not kept.  Nothing here waits: what the writer has no room for is dropped and counted.
+Nothing here waits, for a device either: what the threads have no room for is dropped and counted.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict, dataclass, field
+import queue
+import threading
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from engine_shim.sglang.runs import Canvas, Runs
 from engine_shim.sglang.student import LEARN
-from engine_shim.sglang.windows import Rows
-from engine_shim.training.signals import Signal, SignalStore, SignalWriter
+from engine_shim.training.signals import SignalStore, SignalWriter
 
 if TYPE_CHECKING:
     from engine_shim.sglang.settings import PluginSettings
     from engine_shim.sglang.verification import Verification
 
-# Positions of one signal, and the fewest that are worth a file.
-SEGMENT: Final = 256
-LEAST: Final = 32
+# Canvases that are read together, what they may hold of the device's memory, and how many such
+# batches may wait.
+ROUNDS: Final = 16
+CANVAS_BYTES: Final = 32 << 20
+_BATCHES: Final = 2
+_CLOSE_SECONDS: Final = 10.0
 
 _log = logging.getLogger(__name__)
 
@@ -39,36 +45,13 @@ def cannot_collect_reason(worker: Any) -> str | None:
     return None
 
 
-@dataclass(slots=True)
-class _Run:
-    """Of one request: `rows` from position `start` on; accepted, tried: as a signal has them."""
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """canvases: in order.  ends: every run is over then.  ready: once they have been copied."""
 
-    start: int
-    rows: list[Rows]
-    finals: list[torch.Tensor] = field(default_factory=list)
-    length: int = 0
-    accepted: int = 0
-    tried: int = 0
-
-    @property
-    def end(self) -> int:
-        return self.start + self.length
-
-    def signal(self) -> Signal:
-        parts = {
-            name: torch.cat([getattr(rows, name) for rows in self.rows])
-            for name in ("tokens", "features", "top_tokens", "top_logs")
-        }
-        return Signal(
-            parts["tokens"],
-            parts["features"],
-            parts["top_tokens"].to(torch.int32),
-            parts["top_logs"],
-            self.start,
-            self.accepted,
-            self.tried,
-            torch.cat(self.finals) if self.finals else None,
-        )
+    canvases: list[Canvas]
+    ends: bool
+    ready: torch.Event | None
 
 
 class Collector:
@@ -78,109 +61,138 @@ class Collector:
         """target: the model that verifies."""
         store = SignalStore(Path(settings.signals_folder), settings.signals_megabytes << 20)
         self._writer = SignalWriter(store)
-        self._top = settings.signals_top
-        self._runs: dict[str, _Run] = {}
-        self._why = ""
+        self._runs = Runs(settings.signals_top)
         self._final = FinalStates(target) if settings.signals_final_states else None
+        self._canvases: list[Canvas] = []
+        self._held = 0
+        # Runs may go on in the next round.
+        self._open = False
+        self._unread = 0
+        self._why = ""
+        self._queue: queue.Queue[_Batch | None] = queue.Queue(_BATCHES)
+        self._thread = threading.Thread(target=self._run, name="speculation-canvases", daemon=True)
+        self._thread.start()
 
     def after_verify(self, found: Verification, *, collecting: bool) -> None:
         """Before a step's draft-extend, as SGLang calls that."""
-        if not collecting or self._why:
-            if self._runs:
-                self._end_runs(set())
+        if self._why:
             return
-        # A draft of another drafter says nothing of this one.
-        drafted = found.gamma if found.by_learner else 0
-        gained = _gained(found, self._top)
-        finals = self._finals(found.accepted, found.gamma + 1)
-        for row, (rid, start) in enumerate(zip(found.request_ids, found.starts, strict=True)):
-            run = self._extend(rid, start, gained[row], drafted)
-            if finals is not None:
-                run.finals.append(finals[row])
-            if run.length >= SEGMENT:
-                del self._runs[rid]
-                self._hand_over(run)
-        self._end_runs(set(found.request_ids))
+        if not collecting:
+            if self._open:
+                self._open = not self._put(ends=True)
+            return
+        self._open = True
+        self._canvases.append(self._copied(found))
+        self._held += self._canvases[-1].nbytes
+        if (len(self._canvases) >= ROUNDS or self._held >= CANVAS_BYTES) and not self._put(
+            ends=False
+        ):
+            self._unread += len(self._canvases)
+            self._forget()
 
     def status(self) -> dict[str, Any]:
-        """The writer's counters, what waits for it, and the requests that a run is open of."""
+        """The writer's counters and what waits for it.
+
+        open: collecting has begun and its last signals are not with the writer yet.  unread: rounds
+        that were dropped since too many waited to be read.
+        """
         found = asdict(self._writer.counters)
         if self._why:
             found["state"] = self._why
-        return {**found, "waiting": self._writer.waiting, "open": len(self._runs)}
+        is_open = (self._open and not self._why) or self._queue.unfinished_tasks > 0
+        return {
+            **found, "waiting": self._writer.waiting, "open": is_open, "unread": self._unread,
+        }  # fmt: skip
 
-    def close(self, why: str = "closed") -> None:
-        """Writes what there is; from then on nothing is collected."""
-        if not self._why:
-            self._end_runs(set())
-            self._why = why
-            self._writer.close()
+    def give_up(self, why: str) -> None:
+        """After an error: what has not been read yet is left, and nothing more is collected."""
+        self._why = why
+        self._forget()
+        self._put(ends=True)
 
-    def _finals(self, accepted: list[int], width: int) -> tuple[torch.Tensor, ...] | None:
-        if self._final is None:
-            return None
-        states = self._final.newest
-        if states is None or states.shape[0] != width * len(accepted):
-            raise RuntimeError("the target's last hidden states are not those of this round")
+    def close(self) -> None:
+        """Writes what there is, for some seconds at most."""
+        with suppress(queue.Full):
+            if self._open and not self._why:
+                self._queue.put(self._batch(ends=True), timeout=_CLOSE_SECONDS)
+            self._queue.put(None, timeout=_CLOSE_SECONDS)
+            self._thread.join(_CLOSE_SECONDS)
+        self._why = self._why or "closed"
+        self._writer.close()
+
+    def _copied(self, found: Verification) -> Canvas:
+        """SGLang writes into its own again."""
         with torch.inference_mode(False), torch.no_grad():
-            at = torch.tensor(_accepted_rows(accepted, width), device=states.device)
-            return states[at].to("cpu", torch.bfloat16).split(accepted)
+            return Canvas(
+                found.request_ids,
+                # A draft of another drafter says nothing of this one.
+                found.gamma if found.by_learner else 0,
+                found.result.accept_lens.clone(),
+                found.batch.seq_lens.clone(),
+                found.tokens.clone(),
+                found.features.clone(),
+                found.logits.clone(),
+                None if self._final is None else self._final.of(len(found.tokens)).clone(),
+            )
 
-    def _extend(self, rid: str, start: int, gained: Rows, drafted: int) -> _Run:
-        run = self._runs.get(rid)
-        if run is None or run.end != start:
-            if run is not None:
-                self._hand_over(run)
-            run = self._runs[rid] = _Run(start, [])
-        run.rows.append(gained)
-        run.length += len(gained)
-        if drafted:
-            run.accepted += len(gained) - 1
-            run.tried += min(len(gained), drafted)
-        return run
+    def _batch(self, *, ends: bool) -> _Batch:
+        ready = None
+        if self._canvases and (device := self._canvases[-1].logits.device).type != "cpu":
+            ready = torch.get_device_module(device).current_stream(device).record_event()
+        return _Batch(self._canvases, ends, ready)
 
-    def _end_runs(self, running: set[str]) -> None:
-        for rid in [rid for rid in self._runs if rid not in running]:
-            self._hand_over(self._runs.pop(rid))
+    def _put(self, *, ends: bool) -> bool:
+        """False while too much waits to be read."""
+        try:
+            self._queue.put_nowait(self._batch(ends=ends))
+        except queue.Full:
+            return False
+        self._forget()
+        return True
 
-    def _hand_over(self, run: _Run) -> None:
-        if run.length >= LEAST:
-            self._writer.put(run.signal())
+    def _forget(self) -> None:
+        self._canvases, self._held = [], 0
 
+    def _run(self) -> None:
+        reads = True
+        while (batch := self._queue.get()) is not None:
+            try:
+                if reads:
+                    self._read(batch)
+            except Exception as error:  # noqa: BLE001 - out of memory, say
+                _log.exception("training signals are kept no more")
+                self._why = f"{type(error).__name__}: {error}"
+                reads = False
+            self._queue.task_done()
 
-def _gained(found: Verification, top: int) -> list[Rows]:
-    """What each request has gained: copies, of the rows that were accepted and no others."""
-    accepted = found.accepted
-    with torch.inference_mode(False), torch.no_grad():
-        at = torch.tensor(_accepted_rows(accepted, found.gamma + 1), device=found.features.device)
-        logits = found.logits[at].float()
-        top_logits, top_tokens = logits.topk(min(top, logits.shape[-1]), dim=-1)
-        parts = (
-            found.tokens[at].to("cpu", torch.int64),
-            found.features[at].to("cpu", torch.bfloat16),
-            top_tokens.cpu(),
-            (top_logits - logits.logsumexp(-1, keepdim=True)).cpu(),
-        )
-        return [Rows(*pieces) for pieces in zip(*(p.split(accepted) for p in parts), strict=True)]
-
-
-def _accepted_rows(accepted: list[int], width: int) -> list[int]:
-    """Their places in tensors of `width` rows a request."""
-    return [row * width + k for row, length in enumerate(accepted) for k in range(length)]
+    def _read(self, batch: _Batch) -> None:
+        if batch.ready is not None:
+            batch.ready.synchronize()
+        signals = self._runs.read(batch.canvases) if batch.canvases else []
+        if batch.ends:
+            signals += self._runs.end()
+        for signal in signals:
+            self._writer.put(signal)
 
 
 class FinalStates:
-    """newest: the target's last hidden states of its newest pass, [rows, hidden], after its norm.
+    """The target's last hidden states of its newest pass, after its norm.
 
     SGLang keeps them nowhere: they are read off as its head gets them, where no graph replays.
     """
 
     def __init__(self, target: Any) -> None:
-        self.newest: torch.Tensor | None = None
+        self._newest: torch.Tensor | None = None
         target.logits_processor.register_forward_pre_hook(self._take)
 
+    def of(self, rows: int) -> torch.Tensor:
+        """[rows, hidden].  Raises RuntimeError where that pass had another number of them."""
+        if self._newest is None or self._newest.shape[0] != rows:
+            raise RuntimeError("the target's last hidden states are not those of this round")
+        return self._newest
+
     def _take(self, _: Any, arguments: tuple[Any, ...]) -> None:
-        self.newest = arguments[1]
+        self._newest = arguments[1]
 
 
 def no_final_states_reason(target: Any, graph_batch_sizes: tuple[int, ...]) -> str | None:

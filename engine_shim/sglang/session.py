@@ -274,7 +274,7 @@ class Session:
             self._collector.after_verify(found, collecting=collecting)
         except Exception as error:  # noqa: BLE001 - out of memory, say
             _log.exception("training signals are kept no more")
-            self._collector.close(f"{type(error).__name__}: {error}")
+            self._collector.give_up(f"{type(error).__name__}: {error}")
 
     def _start_collecting(self, worker: Any, scheduler: Any) -> None:
         if not self._settings.signals_folder or not ranks.is_first():

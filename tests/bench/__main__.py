@@ -46,10 +46,10 @@ _BENCHES = (
     _Bench("fleet", "--repeats 1 --sidecars 5 --changes 5"),
     _Bench("fleet", "--repeats 1 --sidecars 1 --changes 5", "--sidecars 1"),
     _Bench("simulation", "--repeats 1"),
-    _Bench("pinned", "--repeats 1 --tokens 50"),
-    _Bench("asleep", "--repeats 1 --tokens 50"),
-    _Bench("collect", "--repeats 1 --tokens 50"),
-    _Bench("steering", "--repeats 1 --tokens 50"),
+    _Bench("pinned", "--answers 1 --tokens 450"),
+    _Bench("asleep", "--answers 1 --tokens 450"),
+    _Bench("collect", "--answers 1 --tokens 450"),
+    _Bench("steering", "--answers 1 --tokens 450"),
 )
 
 

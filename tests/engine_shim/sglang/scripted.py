@@ -34,7 +34,8 @@ Script = Callable[[int], Arm]
 class ScriptedSidecar:
     """Answers every message with a plan; `arms` keeps what each epoch asked for.
 
-    stride: rounds between online updates, 0 for none.  collect: training signals are kept.
+    stride: rounds between online updates, 0 for none.  collect: training signals are kept; a script
+    may say so anew for each plan.  collecting: the epochs that asked for it.
     draft_version: of the drafter that is to serve.
     """
 
@@ -45,6 +46,7 @@ class ScriptedSidecar:
     collect: bool = False
     draft_version: int = 0
     arms: dict[int, Arm] = field(default_factory=dict)
+    collecting: set[int] = field(default_factory=set)
     _lock: Lock = field(default_factory=Lock)
 
     def __post_init__(self) -> None:
@@ -97,6 +99,9 @@ class ScriptedSidecar:
         with self._lock:
             epoch = len(self.arms) + 1
             gamma, asleep, *which = self.arms[epoch] = self.script(len(self.reports))
+            collect = self.collect
+            if collect:
+                self.collecting.add(epoch)
         drafter = self.server.introductions[-1].drafters[which[0] if which else 0].name
         row = PlanRow(
             max_batch_size=64,
@@ -106,7 +111,7 @@ class ScriptedSidecar:
             reason=REASON_EXPLOIT,
         )
         mode = REGIME_MODE_ONLINE if self.stride else REGIME_MODE_OFF
-        mode = REGIME_MODE_COLLECT if self.collect else mode
+        mode = REGIME_MODE_COLLECT if collect else mode
         return Plan(
             epoch=epoch,
             rows=[row],

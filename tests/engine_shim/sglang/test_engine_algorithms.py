@@ -122,7 +122,7 @@ def test_a_predictor_is_its_student_and_learns(
             live = accepted_by_context(reports, "nextn", 3)
             sidecar.collect = False
             sidecar.run(lambda _: (3, False))
-            eventually(lambda: state("signals")["open"] == 0, what="no run is open")
+            eventually(lambda: not state("signals")["open"], what="all is with the writer")
             eventually(lambda: state("signals")["waiting"] == 0, what="no signal waits")
             student = Versions(signals / FOLDER).student(0)
             found = list(SignalStore(signals, 1 << 30).read())

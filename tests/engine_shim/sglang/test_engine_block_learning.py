@@ -99,7 +99,7 @@ def test_what_it_reads_is_collected_and_a_version_made_of_it_serves(
     lengths = [wave(engine, number, plain_waves) for number in range(3)]
     sidecar.collect = False
     sidecar.run(lambda _: (GAMMA, False))
-    between_steps(engine, "signals", "open", 0)
+    between_steps(engine, "signals", "open", False)
     between_steps(engine, "signals", "waiting", 0)
     signals = [one for one in SignalStore(folder, 1 << 30).read() if len(one.tokens) > 100]
     assert len(signals) >= 10

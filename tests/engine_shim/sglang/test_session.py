@@ -250,7 +250,7 @@ class Signals:
     def status(self) -> dict[str, Any]:
         return {"state": self.why}
 
-    def close(self, why: str) -> None:
+    def give_up(self, why: str) -> None:
         self.failing, self.why = False, why
 
 

@@ -1,0 +1,160 @@
+"""From the canvases of many rounds to training signals: each request's positions, one by one.
+
+Nothing of SGLang, and no thread.
+
+    Runs.read   every run goes on as far as the canvases do; those of SEGMENT positions are over
+    Runs.end    every run is over
+
+A run ends early when its request leaves, is retracted, or went on unseen; one shorter than LEAST is
+no signal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import TYPE_CHECKING, Final
+
+import torch
+from torch import Tensor
+
+from engine_shim.training.signals import Signal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+# Positions of one signal, and the fewest that are worth a file.
+SEGMENT: Final = 256
+LEAST: Final = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Canvas:
+    """What a step has verified, of B requests with gamma + 1 rows each, one behind the other.
+
+    drafted: the learning drafter's own drafts of each request.  accepted, starts: int [B], as
+    `Verification` has them.  tokens: int [rows].  features: [rows, width].  logits: [rows,
+    vocabulary].  final: [rows, hidden], where the last hidden states were asked for.
+    """
+
+    request_ids: list[str]
+    drafted: int
+    accepted: Tensor
+    starts: Tensor
+    tokens: Tensor
+    features: Tensor
+    logits: Tensor
+    final: Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        """Of each request."""
+        return len(self.tokens) // len(self.request_ids)
+
+    @property
+    def nbytes(self) -> int:
+        """Of what is large."""
+        return self.logits.nbytes + self.features.nbytes
+
+
+@dataclass(slots=True)
+class _Run:
+    """Of one request, from position `start` on: what was read, and the `rows` that are to be.
+
+    rows: places in the canvases, one behind the other.  accepted, tried: as a signal has them.
+    """
+
+    start: int
+    parts: list[dict[str, Tensor]] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    length: int = 0
+    accepted: int = 0
+    tried: int = 0
+
+    def add(self, first: int, gained: int, drafted: int) -> None:
+        """The `gained` rows from `first` on."""
+        self.rows.extend(range(first, first + gained))
+        self.length += gained
+        if drafted:
+            self.accepted += gained - 1
+            self.tried += min(gained, drafted)
+
+    def signal(self) -> Signal:
+        tensors = {name: torch.cat([part[name] for part in self.parts]) for name in self.parts[0]}
+        return Signal(**tensors, start=self.start, accepted=self.accepted, tried=self.tried)
+
+
+class Runs:
+    """top: the target's likeliest tokens kept of each position."""
+
+    def __init__(self, top: int) -> None:
+        self._top = top
+        self._runs: dict[str, _Run] = {}
+        self._over: list[_Run] = []
+
+    def read(self, canvases: Sequence[Canvas]) -> list[Signal]:
+        """One after the other, at least one; the signals that they complete."""
+        accepted = iter(torch.cat([canvas.accepted for canvas in canvases]).tolist())
+        starts = iter(torch.cat([canvas.starts for canvas in canvases]).tolist())
+        first = 0
+        for canvas in canvases:
+            for rid in canvas.request_ids:
+                self._run(rid, next(starts)).add(first, next(accepted), canvas.drafted)
+                first += canvas.rows
+                if self._runs[rid].length >= SEGMENT:
+                    self._over.append(self._runs.pop(rid))
+            for rid in self._runs.keys() - set(canvas.request_ids):
+                self._over.append(self._runs.pop(rid))
+        self._gather(canvases)
+        return self._signals()
+
+    def end(self) -> list[Signal]:
+        """The signals of what there is."""
+        self._over += self._runs.values()
+        self._runs.clear()
+        return self._signals()
+
+    def _run(self, rid: str, start: int) -> _Run:
+        """The request's; a new one where steps of it were not seen."""
+        run = self._runs.get(rid)
+        if run is None or run.start + run.length != start:
+            if run is not None:
+                self._over.append(run)
+            run = self._runs[rid] = _Run(start)
+        return run
+
+    def _gather(self, canvases: Sequence[Canvas]) -> None:
+        """Each run's rows become a part of it; nothing else of the canvases is kept."""
+        runs = [run for run in (*self._over, *self._runs.values()) if run.rows]
+        tensors = _read(canvases, list(chain.from_iterable(run.rows for run in runs)), self._top)
+        lengths = [len(run.rows) for run in runs]
+        parts = {name: tensor.split(lengths) for name, tensor in tensors.items()}
+        for index, run in enumerate(runs):
+            run.parts.append({name: pieces[index] for name, pieces in parts.items()})
+            run.rows = []
+
+    def _signals(self) -> list[Signal]:
+        over, self._over = self._over, []
+        return [run.signal() for run in over if run.length >= LEAST]
+
+
+def _read(canvases: Sequence[Canvas], rows: list[int], top: int) -> dict[str, Tensor]:
+    """These rows of the canvases, as a signal has them.  Waits for the device."""
+    with torch.inference_mode(False), torch.no_grad():
+        at = torch.tensor(rows, device=canvases[0].tokens.device)
+
+        def those(tensors: Iterable[Tensor]) -> Tensor:
+            return torch.cat(list(tensors))[at]
+
+        logits = those(canvas.logits for canvas in canvases).float()
+        top_logits, top_tokens = logits.topk(min(top, logits.shape[-1]), dim=-1)
+        found = {
+            "tokens": those(canvas.tokens for canvas in canvases).to("cpu", torch.int64),
+            "features": those(canvas.features for canvas in canvases).to("cpu", torch.bfloat16),
+            "top_tokens": top_tokens.to("cpu", torch.int32),
+            "top_logs": (top_logits - logits.logsumexp(-1, keepdim=True)).cpu(),
+        }
+        finals = [canvas.final for canvas in canvases if canvas.final is not None]
+        if finals:
+            found["final"] = those(finals).to("cpu", torch.bfloat16)
+        return found
