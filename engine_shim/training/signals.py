@@ -131,6 +131,8 @@ def _check(tensors: Mapping[str, Tensor]) -> None:
             good = part >= 0
         if not bool(good.all()):
             raise SignalError(f"{name} holds what is no number, or no token")
+    if not bool(tensors["top_logs"].isfinite().any(dim=-1).all()):
+        raise SignalError("top_logs has a position after which nothing can come")
 
 
 class SignalStore:

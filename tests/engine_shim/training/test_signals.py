@@ -101,6 +101,17 @@ def test_a_damaged_one_is_named_and_passed_over(
     assert path.name in caplog.text
 
 
+def test_a_token_that_cannot_follow_is_read_but_not_a_position_without_any(tmp_path: Path):
+    store = SignalStore(tmp_path, PLENTY)
+    one = signal()
+    one.top_logs[3, 1:] = -torch.inf
+    load(store.add(one))
+    one.top_logs[3] = -torch.inf
+    path = store.add(one)
+    with pytest.raises(SignalError, match=f"{path.name}.*nothing can come"):
+        load(path)
+
+
 def test_a_writer_that_is_killed_leaves_no_half_signal(tmp_path: Path):
     """It writes as fast as it can, and is killed at some moment or other."""
     code = (
