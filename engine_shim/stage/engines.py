@@ -68,14 +68,17 @@ def wait_ready(engine: Engine, seconds: float, tick: Callable[[], None]) -> None
 
 
 def launch_sidecar(
-    place: Workplace, metrics_port: int = 0, environment: Mapping[str, str] | None = None
+    place: Workplace,
+    metrics_port: int = 0,
+    environment: Mapping[str, str] | None = None,
+    log: str = "sidecar",
 ) -> Child:
     """Starts `controller serve` on a unix socket in the scratch folder."""
     inherited = {name: None for name in os.environ if name.startswith("CONTROLLER_")}
     return Child(
         "the sidecar",
         [sys.executable, "-m", "controller.cli", "serve"],
-        place.log("sidecar"),
+        place.log(log),
         {
             **inherited,
             "CONTROLLER_ADDRESS": place.address,

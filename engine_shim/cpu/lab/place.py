@@ -16,6 +16,7 @@ from engine_shim.stage.engines import (
     Workplace,
     launch_engine,
     launch_sidecar,
+    profile_command,
     wait_introduced,
     wait_ready,
     wait_serving,
@@ -63,10 +64,10 @@ class Setting:
 class Lab:
     """A running engine under a sidecar."""
 
-    def __init__(self, engine: Engine, sidecar: Sidecar, address: str) -> None:
+    def __init__(self, engine: Engine, sidecar: Sidecar, place: Workplace) -> None:
         self._engine = engine
         self.sidecar = sidecar
-        self._address = address
+        self._place = place
         self._overrides = 0
 
     def generate(self, domain: str, count: int, new_tokens: int, seed: int) -> Played:
@@ -91,6 +92,15 @@ class Lab:
         with self.sidecar.pinned(gamma, drafter) as pin:
             yield pin
 
+    def profile(self, budget_seconds: float) -> None:
+        """Measures what steps cost.  Raises StageError where the sidecar does not take it up."""
+        command = profile_command(self._place, self._engine, ENGINE_ID, budget_seconds)
+        log = self._place.log("profile")
+        with Child("controller profile", command, log) as child:
+            child.wait(budget_seconds + _COMMAND_SECONDS, lambda: None)
+            if not self.sidecar.status().profile_id:
+                raise StageError(f"the sidecar did not take the profile up.\n{child.tail()}")
+
     @contextmanager
     def regime(self, text: str) -> Iterator[None]:
         """Online updates as an operator sets them: "off", "online:5"."""
@@ -108,7 +118,7 @@ class Lab:
 
     def _controller(self, *arguments: str) -> None:
         done = subprocess.run(
-            [sys.executable, "-m", "controller.cli", *arguments, "--address", self._address],
+            [sys.executable, "-m", "controller.cli", *arguments, "--address", self._place.address],
             capture_output=True,
             text=True,
             check=False,
@@ -126,6 +136,7 @@ def running(
     gammas: Sequence[int],
     engine: Mapping[str, str] | None = None,
     sidecar: Mapping[str, str] | None = None,
+    batch_max: int = _BATCH_MAX,
 ) -> Iterator[Lab]:
     """name: for logs.  engine, sidecar: variables of theirs.  Raises StageError."""
     scratch = setting.scratch / name
@@ -139,17 +150,19 @@ def running(
     }
     with ExitStack() as stack:
         client = stack.enter_context(Sidecar(place.address, ENGINE_ID))
-        child = stack.enter_context(launch_sidecar(place, environment=sidecar))
+        child = stack.enter_context(
+            launch_sidecar(place, environment=sidecar, log=f"{name}-sidecar")
+        )
         wait_serving(child, client)
 
         def command(port: int) -> list[str]:
-            return engine_command(port, _BATCH_MAX, eagle3_flags(draft, _START_GAMMA))
+            return engine_command(port, batch_max, eagle3_flags(draft, _START_GAMMA))
 
         launched = launch_engine(name, command, variables, place)
         stack.enter_context(launched.child)
         wait_ready(launched, _READY_SECONDS, lambda: None)
         wait_introduced(launched, client)
-        yield Lab(launched, client, place.address)
+        yield Lab(launched, client, place)
 
 
 def trainer(setting: Setting, name: str, signals: Path) -> Child:

@@ -208,10 +208,12 @@ def _choices(found: Mapping[str, Any]) -> str:
     words = []
     for stream, row in found.items():
         best, off = row["chosen over best fixed"], row["chosen over off"]
+        later = row["chosen over best fixed, later"]
         words.append(
             f"{stream}: the sidecar's choice over the best fixed one ({row['best fixed']}) "
-            f"{best['median']:.3f} ({best['low']:.3f} to {best['high']:.3f}; bar 0.98), over off "
-            f"{off['median']:.3f}."
+            f"{best['median']:.3f} ({best['low']:.3f} to {best['high']:.3f}; bar 0.98), in the "
+            f"second half of the stream {later['median']:.3f}; over off {off['median']:.3f}, then "
+            f"{row['chosen over off, later']['median']:.3f}."
         )
     return _figure(draw) + "".join(map(_paragraph, words))
 
