@@ -25,7 +25,7 @@ PARTS: dict[str, Callable[[Setting], dict[str, Any]]] = {
     "shift": shift.shift,
     "steering": steering.steering,
 }
-# Only if it is named: it takes most of an hour by itself.
+# Only if it is named: it takes as long as all the others.
 LONG: dict[str, Callable[[Setting], dict[str, Any]]] = {"bars": bars.bars}
 EXIT_FAILED = 1
 
