@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine_shim.sglang import collect
-from engine_shim.sglang.collect import ROUNDS, Collector
+from engine_shim.sglang.collect import ROUNDS, Collector, FinalStates
 from engine_shim.sglang.runs import Canvas, Runs
 from engine_shim.sglang.settings import PluginSettings
 from engine_shim.sglang.verification import Verification
@@ -61,10 +61,14 @@ class SlowRuns(Runs):
         return super().read(canvases)
 
 
-class FailingRuns(Runs):
-    """Out of memory at the first read."""
+class FailingRuns(SlowRuns):
+    """Out of memory at every read, once it may."""
+
+    reads = 0
 
     def read(self, canvases: Any) -> list[Signal]:
+        assert self.may.wait(10)
+        self.reads += 1
         raise RuntimeError(f"no room for {len(canvases)} rounds")
 
 
@@ -87,10 +91,11 @@ def test_only_the_learners_own_drafts_are_counted(
 def test_what_sglang_writes_into_its_buffers_afterwards_is_not_collected(
     tmp_path: Path, collector: Collector
 ) -> None:
-    wanted = []
+    wanted, likeliest = [], []
     for step in range(STEPS):
         found = verification(step)
         wanted.append(found.features[:ACCEPTED].bfloat16())
+        likeliest.append(found.logits[:ACCEPTED].argmax(-1))
         collector.after_verify(found, collecting=True)
         for buffer in (found.tokens, found.features, found.logits):
             buffer.fill_(7)
@@ -99,6 +104,7 @@ def test_what_sglang_writes_into_its_buffers_afterwards_is_not_collected(
     collector.close()
     (signal,) = kept(tmp_path)
     assert torch.equal(signal.features, torch.cat(wanted))
+    assert torch.equal(signal.top_tokens[:, 0].long(), torch.cat(likeliest))
     assert torch.equal(signal.tokens, torch.cat([torch.arange(3) + s for s in range(STEPS)]))
 
 
@@ -180,14 +186,17 @@ def test_when_reading_fails_nothing_more_is_collected_and_the_state_says_why(
     settings: PluginSettings, caplog: pytest.LogCaptureFixture
 ) -> None:
     collector = Collector(settings, None)
-    collector._runs = FailingRuns(top=4)
-    for step in range(ROUNDS):
+    runs = collector._runs = FailingRuns()
+    for step in range(2 * ROUNDS):
         collector.after_verify(verification(step), collecting=True)
+    runs.may.set()
     wanted = f"RuntimeError: no room for {ROUNDS} rounds"
     eventually(lambda: collector.status()["state"] == wanted, what="it has failed")
     eventually(lambda: not collector.status()["open"], what="nothing waits")
-    collector.after_verify(verification(ROUNDS), collecting=True)
+    collector.after_verify(verification(2 * ROUNDS), collecting=True)
     assert collector._canvases == []
+    # What waited then is not read: who knows what a run holds by now.
+    assert runs.reads == 1
     assert "training signals are kept no more" in caplog.text
     collector.close()
     assert collector.status()["state"] == wanted
@@ -205,3 +214,26 @@ def test_after_an_error_of_the_engines_thread_what_was_read_is_written(
     collector.close()
     assert [len(signal.tokens) for signal in kept(tmp_path)] == [ROUNDS * ACCEPTED]
     assert collector.status()["state"] == "RuntimeError: no memory"
+
+
+def test_last_hidden_states_of_another_pass_are_refused() -> None:
+    """SGLang's head gets the hidden states as its second argument."""
+
+    class Target(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.logits_processor = Processor()
+
+    class Processor(torch.nn.Module):
+        def forward(self, _: Any, states: torch.Tensor) -> torch.Tensor:
+            return states
+
+    target = Target()
+    final = FinalStates(target)
+    with pytest.raises(RuntimeError, match="not those of this round"):
+        final.of(4)
+    states = torch.randn(4, WIDTH)
+    target.logits_processor(None, states)
+    assert final.of(4) is states
+    with pytest.raises(RuntimeError, match="not those of this round"):
+        final.of(3)
