@@ -128,7 +128,7 @@ def test_training_that_comes_to_no_numbers_makes_no_version(place: Place):
     for seed in range(8):
         poisoned = signal(place.target, seed)
         # What a signal may hold, but nothing of which comes a number.
-        poisoned.top_logs.fill_(-torch.inf)
+        poisoned.top_logs.fill_(torch.finfo(torch.float32).max)
         place.store.add(poisoned)
     ended = place.round()[1]
     assert "NotFiniteError" in ended.error
