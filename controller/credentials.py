@@ -75,7 +75,9 @@ def why_silent(address: str, details: str | None) -> str:
     if "handshake failed" in (details or "").lower():
         return "its certificate is none of CONTROLLER_CA's authority for this name"
     running = "is `controller serve` running there?"
-    if address.startswith("unix:") or "CONTROLLER_CA" in os.environ:
+    if address.startswith("unix:"):
+        return f"{running} If it listens elsewhere, CONTROLLER_ADDRESS names the place"
+    if "CONTROLLER_CA" in os.environ:
         return running
     return f"{running} If it serves TLS, name its authority in CONTROLLER_CA"
 
