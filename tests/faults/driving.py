@@ -21,6 +21,7 @@ from tests.engine_shim.link.eventually import eventually
 
 # On a machine with more to do than it can.
 PATIENCE_SECONDS = 60.0
+_PACE_SECONDS = 0.05
 PIN = "pinned"
 PINNED_GAMMA = 5
 # The safe default of a linked engine.
@@ -154,6 +155,8 @@ class Operator:
 
     def held(self) -> list[policy_pb2.HeldOverride]:
         """The overrides in force."""
+        # Whoever polls stays well below the hundred calls a second that a sidecar answers.
+        time.sleep(_PACE_SECONDS)
         with grpc.insecure_channel(self._address) as channel:
             answer = policy_pb2_grpc.PolicyServiceStub(channel).ListOverrides(
                 policy_pb2.ListOverridesRequest(), timeout=PATIENCE_SECONDS
