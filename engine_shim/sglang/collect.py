@@ -76,6 +76,7 @@ class Collector:
     def after_verify(self, found: Verification, *, collecting: bool) -> None:
         """Before a step's draft-extend, as SGLang calls that."""
         if self._why:
+            self._forget()
             return
         if not collecting:
             if self._open:
@@ -84,9 +85,8 @@ class Collector:
         self._open = True
         self._canvases.append(self._copied(found))
         self._held += self._canvases[-1].nbytes
-        if (len(self._canvases) >= ROUNDS or self._held >= CANVAS_BYTES) and not self._put(
-            ends=False
-        ):
+        full = len(self._canvases) >= ROUNDS or self._held >= CANVAS_BYTES
+        if full and not self._put(ends=False):
             self._unread += len(self._canvases)
             self._forget()
 
@@ -113,7 +113,7 @@ class Collector:
     def close(self) -> None:
         """Writes what there is, for some seconds at most."""
         with suppress(queue.Full):
-            if self._open and not self._why:
+            if self._open:
                 self._queue.put(self._batch(ends=True), timeout=_CLOSE_SECONDS)
             self._queue.put(None, timeout=_CLOSE_SECONDS)
             self._thread.join(_CLOSE_SECONDS)

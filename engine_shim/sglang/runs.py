@@ -59,21 +59,22 @@ class Canvas:
 
 @dataclass(slots=True)
 class _Run:
-    """Of one request, from position `start` on: what was read, and the `rows` that are to be.
+    """Of one request, from position `start` on: what was read, and what is to be.
 
-    rows: places in the canvases, one behind the other.  accepted, tried: as a signal has them.
+    places: of its rows in the canvases, one behind the other, until they are read.  accepted,
+    tried: as a signal has them.
     """
 
     start: int
     parts: list[dict[str, Tensor]] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
     length: int = 0
     accepted: int = 0
     tried: int = 0
 
     def add(self, first: int, gained: int, drafted: int) -> None:
         """The `gained` rows from `first` on."""
-        self.rows.extend(range(first, first + gained))
+        self.places.extend(range(first, first + gained))
         self.length += gained
         if drafted:
             self.accepted += gained - 1
@@ -125,13 +126,13 @@ class Runs:
 
     def _gather(self, canvases: Sequence[Canvas]) -> None:
         """Each run's rows become a part of it; nothing else of the canvases is kept."""
-        runs = [run for run in (*self._over, *self._runs.values()) if run.rows]
-        tensors = _read(canvases, list(chain.from_iterable(run.rows for run in runs)), self._top)
-        lengths = [len(run.rows) for run in runs]
+        runs = [run for run in (*self._over, *self._runs.values()) if run.places]
+        tensors = _read(canvases, list(chain.from_iterable(run.places for run in runs)), self._top)
+        lengths = [len(run.places) for run in runs]
         parts = {name: tensor.split(lengths) for name, tensor in tensors.items()}
         for index, run in enumerate(runs):
             run.parts.append({name: pieces[index] for name, pieces in parts.items()})
-            run.rows = []
+            run.places = []
 
     def _signals(self) -> list[Signal]:
         over, self._over = self._over, []

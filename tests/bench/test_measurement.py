@@ -1,5 +1,7 @@
 """What benchmarks have in common."""
 
+import argparse
+import importlib
 import json
 import subprocess
 import sys
@@ -7,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.bench.__main__ import BENCHES, Bench
 from tests.bench.measurement import Measurement, percentiles, show
 from tests.bench.pairs import ratios
 from tests.controller.service.harness import ENVIRONMENT
@@ -98,3 +101,18 @@ def test_one_that_fails_is_named(tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     assert "failed: python -m tests.bench.fold_bench" in done.stderr
+
+
+@pytest.mark.parametrize("bench", BENCHES, ids=lambda bench: f"{bench.name} {bench.arguments}")
+def test_what_all_of_them_are_called_with_is_taken(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An option that a benchmark does not have ends it with 2."""
+    module = importlib.import_module(f"tests.bench.{bench.name}_bench")
+    parsers: list[argparse.ArgumentParser] = []
+    monkeypatch.setattr(module, "run", lambda parser, *_: parsers.append(parser))
+    monkeypatch.setattr(sys, "argv", [bench.name])
+    module.main()
+    (parser,) = parsers
+    for arguments in (bench.quick, bench.arguments):
+        parser.parse_args(arguments.split())

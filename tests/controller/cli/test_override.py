@@ -163,6 +163,7 @@ def test_no_sidecar_is_said_in_words(tmp_path: Path):
     result = controller("override", "list", "--address", f"unix:{tmp_path}/nobody.sock")
     assert result.returncode == Exit.NO_SIDECAR
     assert "is `controller serve` running there?" in result.stderr
+    assert "CONTROLLER_ADDRESS names the place" in result.stderr
 
 
 def test_over_tcp_with_tls_and_a_token(tmp_path: Path):

@@ -61,6 +61,17 @@ class SlowRuns(Runs):
         return super().read(canvases)
 
 
+def read_slowly(settings: PluginSettings, rounds: int) -> tuple[Collector, SlowRuns]:
+    """So many rounds, the first batch of which is being read."""
+    collector = Collector(settings, None)
+    slow = collector._runs = SlowRuns()
+    for step in range(rounds):
+        collector.after_verify(verification(step), collecting=True)
+        if step == ROUNDS - 1:
+            eventually(collector._queue.empty, what="the first batch is being read")
+    return collector, slow
+
+
 class FailingRuns(SlowRuns):
     """Out of memory at every read, once it may."""
 
@@ -145,13 +156,8 @@ def test_rounds_that_cannot_be_read_in_time_are_dropped_and_counted(
     tmp_path: Path, settings: PluginSettings
 ) -> None:
     """The engine's thread never waits; what was read before and after is kept, and no gap in it."""
-    collector = Collector(settings, None)
-    slow = collector._runs = SlowRuns()
     # One batch being read, two waiting, and two that find no room.
-    for step in range(5 * ROUNDS):
-        collector.after_verify(verification(step), collecting=True)
-        if step == ROUNDS - 1:
-            eventually(collector._queue.empty, what="the first batch is being read")
+    collector, slow = read_slowly(settings, 5 * ROUNDS)
     assert collector.status()["unread"] == 2 * ROUNDS
     slow.may.set()
     eventually(lambda: not collector._queue.unfinished_tasks, what="the queue is empty")
@@ -166,12 +172,7 @@ def test_rounds_that_cannot_be_read_in_time_are_dropped_and_counted(
 
 
 def test_an_end_that_finds_no_room_is_said_again(tmp_path: Path, settings: PluginSettings) -> None:
-    collector = Collector(settings, None)
-    slow = collector._runs = SlowRuns()
-    for step in range(3 * ROUNDS):
-        collector.after_verify(verification(step), collecting=True)
-        if step == ROUNDS - 1:
-            eventually(collector._queue.empty, what="the first batch is being read")
+    collector, slow = read_slowly(settings, 3 * ROUNDS)
     collector.after_verify(verification(3 * ROUNDS), collecting=False)
     assert collector._open
     slow.may.set()
@@ -187,13 +188,13 @@ def test_when_reading_fails_nothing_more_is_collected_and_the_state_says_why(
 ) -> None:
     collector = Collector(settings, None)
     runs = collector._runs = FailingRuns()
-    for step in range(2 * ROUNDS):
+    for step in range(2 * ROUNDS + 3):
         collector.after_verify(verification(step), collecting=True)
     runs.may.set()
     wanted = f"RuntimeError: no room for {ROUNDS} rounds"
     eventually(lambda: collector.status()["state"] == wanted, what="it has failed")
     eventually(lambda: not collector.status()["open"], what="nothing waits")
-    collector.after_verify(verification(2 * ROUNDS), collecting=True)
+    collector.after_verify(verification(2 * ROUNDS + 3), collecting=True)
     assert collector._canvases == []
     # What waited then is not read: who knows what a run holds by now.
     assert runs.reads == 1
