@@ -52,7 +52,7 @@ class EngineHttp:
         self._secure = parts.scheme == "https"
         self._host, self._port = parts.hostname, port
         self._prefix = parts.path.rstrip("/")
-        self._headers = {"Content-Type": "application/json"}
+        self._headers = {"Content-Type": "application/json", "Connection": "close"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
@@ -112,9 +112,17 @@ class EngineHttp:
         self, method: str, path: str, body: object = None, seconds: float = _ANSWER_SECONDS
     ) -> tuple[int, Any]:
         """Status, and the body if it is JSON.  Raises EngineUnreachableError."""
+        return await asyncio.to_thread(self.ask, method, path, body, seconds)
+
+    def ask(self, method: str, path: str, body: object, seconds: float) -> tuple[int, Any]:
+        """As `call`, blocking.
+
+        Every request has a connection of its own: one that was kept may be closed by the server in
+        the moment in which it is used again, and the request would be lost.
+        """
         connection = self.connection(seconds)
         try:
-            return await asyncio.to_thread(self.exchange, connection, method, path, body)
+            return self.exchange(connection, method, path, body)
         finally:
             connection.close()
 
@@ -189,12 +197,8 @@ class Generation:
             self._connection.close()
 
     def _abort(self) -> None:
-        connection = self._engine.connection(_ANSWER_SECONDS)
-        try:
-            for request_id in self._ids:
-                self._engine.exchange(connection, "POST", "/abort_request", {"rid": request_id})
-        finally:
-            connection.close()
+        for request_id in self._ids:
+            self._engine.ask("POST", "/abort_request", {"rid": request_id}, _ANSWER_SECONDS)
 
     def _hang_up(self) -> None:
         open_socket = self._connection.sock

@@ -286,6 +286,8 @@ class _Check:
             except EngineFailedError as error:
                 raise EngineFailedError(f"{policy}: {error}\n{engine.child.tail()}") from error
             work.result = f"{played.tokens_per_second:.1f} tokens/s"
+        for lost in played.lost:
+            self._screen.say(f"{policy}: {lost}")
         return played
 
 

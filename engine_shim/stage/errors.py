@@ -7,3 +7,7 @@ class StageError(Exception):
 
 class EngineFailedError(StageError):
     """An engine, or the sidecar, did not start, died, or lost a request."""
+
+
+class LostRequestError(EngineFailedError):
+    """The connection to an engine broke, or timed out, before the whole answer had arrived."""

@@ -13,12 +13,15 @@ from typing import Any
 
 import aiohttp
 
-from engine_shim.stage.errors import EngineFailedError
+from engine_shim.stage.errors import EngineFailedError, LostRequestError
 from engine_shim.stage.foreign_load import ForeignLoad
+from engine_shim.stage.http_client import engine_session
 from engine_shim.stage.stream import Phase, Request
 
 # Nothing in the stream takes a tenth of this; a request that does is lost.
 _REQUEST_TIMEOUT_SECONDS = 120.0
+# A phase that lost a request is played again so many times before the play fails.
+_REPLAYS_MAX = 2
 
 Progress = Callable[[Phase], None]
 
@@ -63,10 +66,13 @@ class Play:
     """One pass over the stream.
 
     foreign_cores: how many cores other programs kept busy meanwhile, on average.
+    lost: one sentence for every time that a phase lost a request and was played again; `phases`
+    holds only the attempt that was answered in full.
     """
 
     phases: tuple[PhasePlay, ...]
     foreign_cores: float = 0.0
+    lost: tuple[str, ...] = ()
 
     @property
     def answers(self) -> tuple[Answer, ...]:
@@ -94,29 +100,52 @@ def acceptance_length(answers: Sequence[Answer]) -> float:
 async def play(stream: Sequence[Phase], url: str, progress: Progress | None = None) -> Play:
     """Plays the phases one after the other.
 
-    The engine's prefix cache is emptied first, so that every play computes its prompts.
-    Raises EngineFailedError when the engine refuses or loses a request.
+    The engine's prefix cache is emptied first, so that every play computes its prompts.  A phase
+    that loses a request is played again from its beginning.
+    Raises EngineFailedError when the engine refuses a request, LostRequestError when the same phase
+    loses requests time and again.
     """
-    timeout = aiohttp.ClientTimeout(total=_REQUEST_TIMEOUT_SECONDS)
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(url, timeout=timeout, connector=connector) as session:
+    async with engine_session(url, _REQUEST_TIMEOUT_SECONDS) as session:
         await _flush_cache(session)
         played: list[PhasePlay] = []
+        lost: list[str] = []
         with ForeignLoad() as others:
             for phase in stream:
                 if progress is not None:
                     progress(phase)
-                played.append(await _play_phase(phase, session))
-    return Play(tuple(played), others.cores)
+                played.append(await _play_whole_phase(phase, session, lost))
+    return Play(tuple(played), others.cores, tuple(lost))
+
+
+async def _play_whole_phase(
+    phase: Phase, session: aiohttp.ClientSession, lost: list[str]
+) -> PhasePlay:
+    """Plays a phase until every request was answered; appends a sentence to `lost` otherwise."""
+    for _ in range(_REPLAYS_MAX):
+        try:
+            return await _play_phase(phase, session)
+        except LostRequestError as error:
+            lost.append(f"phase {phase.name!r} was played again: {error}")
+            await _abort_all(session)
+            await _flush_cache(session)
+    return await _play_phase(phase, session)
+
+
+async def _abort_all(session: aiohttp.ClientSession) -> None:
+    await _post(session, "/abort_request", "did not abort its requests", json={"abort_all": True})
 
 
 async def _flush_cache(session: aiohttp.ClientSession) -> None:
     # The engine refuses while it still has a request; it waits that long for its own health probe.
+    await _post(session, "/flush_cache", "did not empty its prefix cache", params={"timeout": "10"})
+
+
+async def _post(session: aiohttp.ClientSession, path: str, failure: str, **arguments: Any) -> None:
     try:
-        async with session.post("/flush_cache", params={"timeout": "10"}) as response:
+        async with session.post(path, **arguments) as response:
             if response.status != 200:
                 raise EngineFailedError(
-                    f"the engine at {response.url} did not empty its prefix cache: "
+                    f"the engine at {response.url} {failure}: "
                     f"{response.status} {(await response.text())[:200]}"
                 )
     except (aiohttp.ClientError, TimeoutError) as error:
@@ -132,7 +161,14 @@ async def _play_phase(phase: Phase, session: aiohttp.ClientSession) -> PhasePlay
             answers.append(await _generate(request, session))  # noqa: PERF401  # as they come
 
     started = time.monotonic()
-    await asyncio.gather(*(client() for _ in range(phase.concurrency)))
+    clients = [asyncio.create_task(client()) for _ in range(phase.concurrency)]
+    try:
+        await asyncio.gather(*clients)
+    finally:
+        # When one client failed, the others must not play on beside what comes next.
+        for task in clients:
+            task.cancel()
+        await asyncio.gather(*clients, return_exceptions=True)
     seconds = time.monotonic() - started
     answers.sort(key=lambda answer: answer.request.index)
     return PhasePlay(phase, tuple(answers), started, seconds)
@@ -157,7 +193,7 @@ async def _generate(request: Request, session: aiohttp.ClientSession) -> Answer:
                 )
             reply: dict[str, Any] = await response.json()
     except (aiohttp.ClientError, TimeoutError) as error:
-        raise EngineFailedError(f"request {request.index} was lost: {error!r}") from error
+        raise LostRequestError(f"request {request.index} was lost: {error!r}") from error
     seconds = time.monotonic() - sent
     tokens = tuple(reply["output_ids"])
     if len(tokens) != request.new_tokens:

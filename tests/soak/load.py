@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 
 from engine_shim.cpu.models.prompts import DOMAINS, held_out_prompts
+from engine_shim.stage.http_client import engine_session
 
 NEW_TOKENS = 128
 _PROMPTS_A_DOMAIN = 6
@@ -99,7 +100,11 @@ def phases(rng: random.Random) -> Iterator[Phase]:
 
 
 class Load:
-    """Plays on the engine at `url`.  answers, aborted, hung_up: what became of requests so far."""
+    """Plays on the engine at `url`.
+
+    answers, aborted, hung_up: what became of requests so far.  lost: a sentence for each request
+    that the engine did not answer although nobody had ended it.
+    """
 
     def __init__(self, url: str, prompts: Sequence[Prompt], seed: int) -> None:
         self._url = url
@@ -107,14 +112,13 @@ class Load:
         self._rng = random.Random(seed)
         self._number = 0
         self.answers: list[Served] = []
+        self.lost: list[str] = []
         self.aborted = self.hung_up = self.phases = 0
 
     async def play(self, seconds: float) -> None:
         """For so long, and until the last answer is in."""
         end = time.monotonic() + seconds
-        timeout = aiohttp.ClientTimeout(total=_REQUEST_SECONDS)
-        connector = aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(self._url, timeout=timeout, connector=connector) as http:
+        async with engine_session(self._url, _REQUEST_SECONDS) as http:
             for phase in phases(self._rng):
                 until = min(time.monotonic() + phase.seconds, end)
                 self.phases += 1
@@ -134,13 +138,17 @@ class Load:
             asked = self._rng.randint(16, NEW_TOKENS)
             early, in_turn = divmod(self._number, _EARLY_EVERY)
             generating = asyncio.create_task(self._generate(http, rid, prompt, asked))
-            if not in_turn:
-                await asyncio.wait({generating}, timeout=self._rng.uniform(0.05, 1.5))
-                if not generating.done():
-                    await self._end_early(http, rid, generating, hang_up=early % 2 == 0)
-            await asyncio.wait({generating})
-            if not generating.cancelled():
-                self.answers.append(generating.result())
+            try:
+                if not in_turn:
+                    await asyncio.wait({generating}, timeout=self._rng.uniform(0.05, 1.5))
+                    if not generating.done():
+                        await self._end_early(http, rid, generating, hang_up=early % 2 == 0)
+                await asyncio.wait({generating})
+                if not generating.cancelled():
+                    self.answers.append(generating.result())
+            except (aiohttp.ClientError, TimeoutError) as error:
+                generating.cancel()
+                self.lost.append(f"request {rid} was lost: {error!r}")
 
     async def _end_early(
         self,

@@ -71,7 +71,7 @@ class Soaked:
     """What a run has left.
 
     link: how the engine's link stood at its end.  reports: of the last sidecar's own counter.
-    looks: answers of metrics, page and `explain`.
+    looks: answers of metrics, page and `explain`.  lost: requests that were not answered.
     """
 
     samples: list[Sample] = field(default_factory=list)
@@ -83,6 +83,7 @@ class Soaked:
     link: dict[str, Any] = field(default_factory=dict)
     reports: int = 0
     looks: int = 0
+    lost: list[str] = field(default_factory=list)
     seconds: float = 0.0
     growths: list[Growth] = field(default_factory=list)
     findings: dict[str, list[str]] = field(default_factory=dict)
@@ -125,6 +126,7 @@ def judge(found: Soaked, options: Options) -> None:
         if told == found.reports
         else [f"{told} reports of the last session on record, its sidecar counted {found.reports}"],
         "plans": reconcile.plans(found.record),
+        "lost requests": found.lost,
         "served": reconcile.served(found.ran, found.record, found.answers),
         "tokens": reconcile.tokens(found.answers),
         "overrides": reconcile.overrides(found.record, gammas),
@@ -210,6 +212,7 @@ class _Stage:
                 "hung_up": load.hung_up,
             },
             looks=self._looks,
+            lost=load.lost,
         )
 
     def settle(self, found: Soaked) -> None:

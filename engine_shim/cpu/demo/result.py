@@ -108,6 +108,7 @@ def _repeat(outcome: Outcome, play: Play) -> dict[str, Any]:
         "tokens_per_second": round(play.tokens_per_second, 2),
         "seconds": round(play.seconds, 3),
         "foreign_cores": round(play.foreign_cores, 2),
+        "lost_requests": list(play.lost),
         "exact": not wrong,
         "mismatches": [
             {

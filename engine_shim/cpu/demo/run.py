@@ -205,6 +205,8 @@ class _Stage:
             played = asyncio.run(play(stream, engine.url, lambda phase: update(phase.name)))
         except EngineFailedError as error:
             raise EngineFailedError(f"{policy}: {error}\n{engine.child.tail()}") from error
+        for text in played.lost:
+            self._screen.say(f"{policy}: {text}")
         if self._sidecar_child is not None:
             self._sidecar_child.check()
         return played

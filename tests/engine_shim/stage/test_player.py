@@ -8,9 +8,10 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from engine_shim.stage.errors import EngineFailedError
+from engine_shim.stage.errors import EngineFailedError, LostRequestError
 from engine_shim.stage.player import acceptance_length, play
 from engine_shim.stage.stream import Phase, Request
+from tests.engine_shim.stage.closing_server import ClosingServer
 
 Body = dict[str, Any]
 Generate = Callable[["Echo", Body], Awaitable[web.Response]]
@@ -158,3 +159,32 @@ async def test_a_cache_that_stays_full_is_an_error():
     async with served(Echo(flush_status=400)) as url:
         with pytest.raises(EngineFailedError, match="did not empty its prefix cache: 400"):
             await play((phase("a", 1, 0, 1),), url)
+
+
+async def test_no_request_is_sent_on_a_connection_that_the_server_may_be_closing():
+    with ClosingServer() as server:
+        played = await play((phase("a", 8, 0, 16), phase("b", 2, 16, 6)), server.url)
+    assert len(played.answers) == 22
+    assert played.lost == ()
+    assert server.reused == 0
+
+
+async def test_a_phase_that_loses_a_request_is_played_again_and_says_so():
+    with ClosingServer(lose=1) as server:
+        played = await play((phase("a", 2, 0, 6), phase("b", 1, 6, 1)), server.url)
+    assert [answer.request.index for answer in played.answers] == list(range(7))
+    (text,) = played.lost
+    assert "phase 'a' was played again: request " in text
+    # What the lost attempt left is ended and forgotten before the next attempt begins.
+    again = server.requests.index("/abort_request")
+    assert server.requests[again : again + 2] == ["/abort_request", "/flush_cache"]
+    assert server.requests[again + 2 :] == ["/generate"] * 7
+
+
+async def test_a_phase_that_loses_requests_time_and_again_is_an_error():
+    with (
+        ClosingServer(lose=100) as server,
+        pytest.raises(LostRequestError, match="request 0 was lost"),
+    ):
+        await play((phase("a", 1, 0, 1),), server.url)
+    assert server.requests.count("/generate") == 3
