@@ -1,5 +1,6 @@
 """Scenarios from files and names that a user gives: acceptance, costs, arrivals."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -81,9 +82,22 @@ def _inputs(given: Given) -> tuple[CostSurface, AcceptanceSource]:
     elif len(given.cost) == 1 and first.lower().endswith(".json"):
         surface = profile_surface(Path(first).name, read_profile(first), _KINDS, size)
     else:
+        _require_files(given.cost)
         return _tables(given)
     acceptance = parse_acceptance(given.acceptance, [d.name for d in surface.drafters])
     return _agree(surface, acceptance, given.drafter), acceptance
+
+
+def _require_files(costs: Sequence[str]) -> None:
+    """Raises InvalidInputError, with the published names, for a cost that is no file."""
+    for text in costs:
+        _, path = _named(text)
+        if not Path(path).exists():
+            raise InvalidInputError(
+                "--cost", 0,
+                f"{path!r} is neither a file nor a published cost table; the published tables are "
+                f"{', '.join(published.names())}",
+            )  # fmt: skip
 
 
 def _tables(given: Given) -> tuple[CostSurface, AcceptanceSource]:

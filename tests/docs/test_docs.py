@@ -112,6 +112,19 @@ def test_links_lead_somewhere() -> None:
                 assert anchor in anchors(other), f"{page.name}: {target}#{anchor}"
 
 
+def test_sections_that_are_named_in_words_exist() -> None:
+    """As in: README, "Two commands", and [overrides](overrides.md), "Who may"."""
+    found = 0
+    for page in PAGES:
+        for name, section in re.findall(r'(README|\(\w+\.md\)),\s+"([^"]+)"', page.read_text()):
+            found += 1
+            other = ROOT / "README.md" if name == "README" else page.parent / name.strip("()")
+            titles = re.findall(r"^#+ (.+)$", other.read_text(), flags=re.MULTILINE)
+            titles += re.findall(r"\*\*([^*]+?)\.?\*\*", other.read_text())
+            assert section in titles, f"{page.name}: {other.name} has no section {section!r}"
+    assert found
+
+
 def anchors(text: str) -> set[str]:
     titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}

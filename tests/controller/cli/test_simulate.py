@@ -105,6 +105,8 @@ def test_published_results_are_reproduced(what):
     [
         ((), "--acceptance: is needed"),
         (("--acceptance", "geometric:0.6"), "--cost"),
+        (("--acceptance", "geometric:0.6", "--cost", "h100-lama"), "h100-llama3.1-8b"),
+        (("--acceptance", "geometric:0.6", "--cost", "mtp=no.csv"), "'no.csv' is neither a file"),
         (("--acceptance", "geometric:1.6", "--cost", "costs.csv"), "no probability"),
         (("--acceptance", "nowhere.jsonl", "--cost", "costs.csv"), "nowhere.jsonl"),
         (("--acceptance", "geometric:0.6", "--cost", "holes.csv"), "holes.csv:3"),
