@@ -77,18 +77,15 @@ class AcceptanceCurve:
 class AcceptanceEstimator:
     """Conditional acceptance of one drafter, positions 1..gamma_max.
 
-    One object per engine, drafter and request class; `fold` and `fade` change it.
-    parent: the estimator of all traffic, on which a class's estimator leans.
+    One object per engine, drafter and request class.  `curve` reads and changes nothing.
     """
 
     def __init__(
         self,
         gamma_max: int,
         settings: PlannerSettings,
-        parent: "AcceptanceEstimator | None" = None,
     ) -> None:
         self.gamma_max = gamma_max
-        self._parent = parent
         self._fast_n = [0.0] * gamma_max
         self._fast_s = [0.0] * gamma_max
         self._slow_n = [0.0] * gamma_max
@@ -188,10 +185,24 @@ class AcceptanceEstimator:
             self._slow_n[k] *= keep
             self._slow_s[k] *= keep
 
-    def curve(self) -> AcceptanceCurve:
-        """The estimates as they stand."""
+    def curve(self, parent: AcceptanceCurve | None = None) -> AcceptanceCurve:
+        """The estimates as they stand.
+
+        parent: the curve of all traffic, on which a request class's estimates lean.
+        """
+        return self._estimates(parent)[0]
+
+    def believe(self, parent: AcceptanceCurve | None = None) -> AcceptanceCurve:
+        """As `curve`, for a decision: from now on steps are tested against these estimates."""
+        curve, own = self._estimates(parent)
+        # A class that differs from all traffic has not shifted: it is tested against itself.
+        self._alarm.believe(own, curve.exposures)
+        return curve
+
+    def _estimates(self, parent: AcceptanceCurve | None) -> tuple[AcceptanceCurve, list[float]]:
+        """The curve, and a_k with the weight of the prior only, for k = 1..gamma_max."""
         settings = self._settings
-        above = self._parent.curve().conditional if self._parent is not None else None
+        above = None if parent is None else parent.conditional
         trusted = self._confidence.calibrated()
         mean, weight = settings.prior_acceptance, settings.prior_exposures
         if above is not None:
@@ -204,18 +215,17 @@ class AcceptanceEstimator:
             idle = self._steps - self._seen_at[k]
             keep = math.exp(-idle / settings.idle_steps) if idle else 1.0
             seen = self._slow_n[k] * keep
-            parent = mean if above is None else above[k]
-            mean = (self._slow_s[k] * keep + weight * parent) / (seen + weight)
+            leaning = mean if above is None else above[k]
+            mean = (self._slow_s[k] * keep + weight * leaning) / (seen + weight)
             prior = settings.prior_exposures
-            own.append((self._slow_s[k] * keep + prior * parent) / (seen + prior))
+            own.append((self._slow_s[k] * keep + prior * leaning) / (seen + prior))
             survival *= mean
             total += survival
             conditional.append(mean)
             exposures.append(seen)
             expected.append(total)
-        # A class that differs from all traffic has not shifted: it is tested against itself.
-        self._alarm.believe(own, exposures)
-        return AcceptanceCurve(conditional, exposures, expected, settings.prior_exposures)
+        curve = AcceptanceCurve(conditional, exposures, expected, settings.prior_exposures)
+        return curve, own
 
 
 @lru_cache(maxsize=8)

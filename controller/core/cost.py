@@ -66,6 +66,32 @@ class Costs:
     extrapolated: NDArray[np.bool_]
 
 
+@dataclass(frozen=True, slots=True)
+class CostDoubt:
+    """How uncertain costs were at one moment.
+
+    features: [coefficients, arms, buckets].  covariance: [coefficients, coefficients].  steps:
+    [arms, buckets] seen in each cell.  cell: variance of what a single cell adds before any step;
+    noise: variance of one step.
+    """
+
+    features: NDArray[np.float64]
+    covariance: NDArray[np.float64]
+    steps: NDArray[np.float64]
+    cell: float
+    noise: float
+
+    def relative(self, bucket: int, current: int) -> NDArray[np.float64]:
+        """[arms] variance of log(C_arm / C_current) at a bucket."""
+        phi = self.features[:, :, bucket]
+        apart = phi - phi[:, current : current + 1]
+        shared = np.einsum("pa,pq,qa->a", apart, self.covariance, apart)
+        cells = _cell_variance(self.cell, self.noise, self.steps[:, bucket])
+        doubt: NDArray[np.float64] = np.maximum(shared, 0.0) + cells + cells[current]
+        doubt[current] = 0.0
+        return doubt
+
+
 @dataclass(slots=True)
 class _Pending:
     """Errors of one cell since the last update."""
@@ -212,8 +238,9 @@ class CostModel:
 
     def _learn_cell(self, i: int, j: int, error: float, steps: int) -> None:
         phi = self._features[:, i, j]
-        noise = (1.25 * self._scatter) ** 2 / steps
-        cell_doubt = self._cell_doubt(float(self._cell_steps[i, j]))
+        prior, noise = self._variances()
+        cell_doubt = _cell_variance(prior, noise, float(self._cell_steps[i, j]))
+        noise /= steps
         if (i, j) == self._last_cell:
             # Nothing changed but the time: what is more than scatter is the machine's pace.
             jump = min(max(error * error - cell_doubt - noise, 0.0), _PACE_MAX**2)
@@ -243,12 +270,9 @@ class CostModel:
                 moved = self._cell[i, k] + rate * share * left
                 self._cell[i, k] = min(self._drift_max, max(-self._drift_max, moved))
 
-    def _cell_doubt(self, steps: _Number) -> _Number:
-        """Variance of what a single cell adds, after so many steps in it."""
-        prior = self._cell_sigma**2 * max(1.0, self._surprise)
-        noise = (1.25 * self._scatter) ** 2
-        doubt: _Number = prior / (1 + steps * (prior / noise))
-        return doubt
+    def _variances(self) -> tuple[float, float]:
+        """Of what a single cell adds before any step, and of one step."""
+        return self._cell_sigma**2 * max(1.0, self._surprise), (1.25 * self._scatter) ** 2
 
     def _refresh(self) -> None:
         shared = (self._weights @ self._flat_features).reshape(self._cell.shape)
@@ -268,15 +292,17 @@ class CostModel:
         base = np.maximum(self._grid + kv_seconds, 0.1 * self._grid)
         return Costs(base * self._factors, self._extrapolated)
 
-    def relative_doubt(self, bucket: int, current: int) -> NDArray[np.float64]:
-        """[arms] variance of log(C_arm / C_current) at a bucket."""
-        phi = self._features[:, :, bucket]
-        apart = phi - phi[:, current : current + 1]
-        shared = np.einsum("pa,pq,qa->a", apart, self._covariance, apart)
-        cells = self._cell_doubt(self._cell_steps[:, bucket])
-        doubt: NDArray[np.float64] = np.maximum(shared, 0.0) + cells + cells[current]
-        doubt[current] = 0.0
-        return doubt
+    def doubt(self) -> CostDoubt:
+        """How uncertain the costs are now; a copy, which does not change as the model learns."""
+        return CostDoubt(
+            self._features, self._covariance.copy(), self._cell_steps.copy(), *self._variances()
+        )
+
+
+def _cell_variance(prior: float, noise: float, steps: _Number) -> _Number:
+    """Variance of what a single cell adds, after so many steps in it."""
+    doubt: _Number = prior / (1 + steps * (prior / noise))
+    return doubt
 
 
 def _bucket_index(buckets: Sequence[int]) -> list[int]:

@@ -11,18 +11,35 @@ from numpy.typing import NDArray
 
 from controller.core.planner import Values
 from controller.core.regime import RegimePlanner, RegimeState
-from controller.core.selective_training import SelectiveTraining, TrainingSettings, TrainingView
+from controller.core.selective_training import (
+    SelectiveTraining,
+    TrainingSettings,
+    TrainingState,
+    TrainingView,
+)
 from controller.core.types import Arm, EngineSpec, Regime, RegimeMode, StepReport
 
 
 class DrafterUpdates:
-    """One engine's.  training: None for an engine that cannot keep signals and take versions."""
+    """One engine's.  training: None for an engine that cannot keep signals and take versions.
 
-    def __init__(self, spec: EngineSpec, arms: Sequence[Arm], settings: TrainingSettings) -> None:
+    trained: where the training stood before, None where it begins.
+    """
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        arms: Sequence[Arm],
+        settings: TrainingSettings,
+        trained: TrainingState | None = None,
+    ) -> None:
         able = spec.capabilities
         self._online = RegimePlanner(arms) if able.can_update_online else None
         trains = able.can_collect and able.can_take_versions
-        self.training = SelectiveTraining(spec.drafters[0].name, settings) if trains else None
+        self.training: SelectiveTraining | None = None
+        if trains:
+            state = trained or TrainingState()
+            self.training = SelectiveTraining(spec.drafters[0].name, settings, state)
 
     def use_settings(self, settings: TrainingSettings) -> None:
         """Trains by these from now on; averages and rounds stay."""

@@ -5,6 +5,10 @@
 
 The only state is in this object; the only clock is the one passed in.  Feed a second one the same
 reports at the same times and it makes the same plans.
+
+Two things change it: what it is told (`observe`, `set_overrides`, `force`, ...) and decisions
+(`next_plan`, `force`, `last_plan`).  `current_plan`, `decide`, `explain`, `preview` and `beliefs`
+read it; they may be called at any time, by anybody, as often as they like.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,30 +19,32 @@ import numpy as np
 from controller.core.account import Account
 from controller.core.catch_up import CatchUp
 from controller.core.clock import Clock
-from controller.core.cost import CostModel, Costs
+from controller.core.cost import CostModel
+from controller.core.decision import Decision, Estimates
 from controller.core.drafter_updates import DrafterUpdates
 from controller.core.errors import StaleReportError
 from controller.core.explanation import (
     Explanation,
     PreviewRow,
     arm_text,
-    arm_values,
+    arms_in,
+    behind,
     positions_of,
     preview_rows,
     value_table,
     why,
 )
-from controller.core.exploration import Explorer, Situation, relative_variance
-from controller.core.override_rows import PlanRows, rows_under
+from controller.core.exploration import Explorer, Situation
+from controller.core.override_rows import covering, rows_under
 from controller.core.overrides import Override
 from controller.core.plan_rows import forced_rows, row_of, rows_of, without_probes
-from controller.core.planner import Values, batch_buckets, evaluate
+from controller.core.planner import batch_buckets
 from controller.core.policies import make_planner
 from controller.core.prior import prior_for
 from controller.core.profile import Profile
-from controller.core.selective_training import TrainingSettings
+from controller.core.selective_training import TrainingSettings, TrainingState
 from controller.core.settings import PlannerSettings
-from controller.core.traffic import TrafficEstimator
+from controller.core.traffic import TrafficCurves, TrafficEstimator
 from controller.core.types import (
     Arm,
     EngineSpec,
@@ -62,9 +68,11 @@ _UNSETTLED_PAUSE = 0.2
 
 
 class EngineController:
-    """Estimates and plans for one introduced engine.
+    """Estimates and plans for one introduced engine.  The first plan is made at once.
 
-    Raises ProfileMismatchError when `profile` belongs to another fingerprint.
+    overrides: in force from the first plan on; those for other engines are left out.  trained:
+    where the training of its drafter stood before.  Raises ProfileMismatchError when `profile`
+    belongs to another fingerprint.
     """
 
     def __init__(
@@ -74,6 +82,9 @@ class EngineController:
         profile: Profile | None,
         clock: Clock,
         training: TrainingSettings | None = None,
+        *,
+        overrides: Iterable[Override] = (),
+        trained: TrainingState | None = None,
     ) -> None:
         if profile is not None:
             profile.require_match(spec.fingerprint, spec.drafters)
@@ -92,11 +103,11 @@ class EngineController:
             spec.capabilities,
         )
         self._planner = make_planner(self.arms, self._buckets, settings)
-        self._overrides: tuple[Override, ...] = ()
-        self._rows_at = at = rows_under((), spec, self._buckets, self.arms)
+        self._overrides = covering(overrides, spec)
+        self._rows_at = at = rows_under(self._overrides, spec, self._buckets, self.arms)
         self._planner.limit(at.upper, self._sizes[at.bucket], at.legal, at.possible)
         self.explorer = Explorer(self.arms, settings)
-        self.updates = DrafterUpdates(spec, self.arms, training or TrainingSettings())
+        self.updates = DrafterUpdates(spec, self.arms, training or TrainingSettings(), trained)
         self.account = Account(spec, self.arms)
         self._forced: Arm | None = None
         self._parting = False
@@ -104,7 +115,6 @@ class EngineController:
         self._last_step = -1
         self._last_batch = 1
         self._epoch = 0
-        self._plan: Plan | None = None
         # What the plan's rows were made from: they are made again only when that changes.
         self._decided: tuple[object, ...] | None = None
         self._plan_time = 0.0
@@ -112,6 +122,10 @@ class EngineController:
         self._unsettled_until = _UNSETTLED_REPORTS
         self.reports = 0
         self._warm_start = ""
+        self._decision: Decision
+        self._plan: Plan
+        now = clock.now()
+        self._issue(*self._decide_rows(now), now)
 
     def _cost_model(self, profile: Profile | None) -> CostModel:
         padded = bool(self.spec.fingerprint.graph_batch_sizes)
@@ -168,12 +182,7 @@ class EngineController:
 
     def set_overrides(self, overrides: Iterable[Override]) -> bool:
         """Plans under these from now on; True when that is a change for this engine."""
-        mine = tuple(
-            sorted(
-                (o for o in set(overrides) if o.scope.covers(self.spec)),
-                key=lambda o: o.override_id,
-            )
-        )
+        mine = covering(overrides, self.spec)
         if mine == self._overrides:
             return False
         self._overrides = mine
@@ -184,10 +193,10 @@ class EngineController:
         return True
 
     def preview(self, overrides: Iterable[Override]) -> tuple[PreviewRow, ...]:
-        """What the plan would become if these were the overrides; nothing changes."""
+        """What the last decision would have become if these were the overrides."""
         at = rows_under(overrides, self.spec, self._buckets, self.arms)
-        plan = self.current_plan()
-        return preview_rows(plan, at, self._evaluate(at).value, self.arms)
+        values = self._decision.estimates.values(self.arms, self._sizes, at)
+        return preview_rows(self._plan, at, values.value, self.arms)
 
     @property
     def overrides(self) -> tuple[Override, ...]:
@@ -197,8 +206,6 @@ class EngineController:
     def next_plan(self) -> Plan | None:
         """A new plan if one is due (changed, a probe, or the lease half gone), else None."""
         now = self._clock.now()
-        if self._plan is None:
-            return self.current_plan()
         half_gone = now - self._plan_time >= self._settings.lease_seconds / 2
         settled = self.reports > self._unsettled_until
         pause = self._settings.replan_seconds * (1.0 if settled else _UNSETTLED_PAUSE)
@@ -214,16 +221,12 @@ class EngineController:
         return self._issue(rows, reason, detail, now)
 
     def current_plan(self) -> Plan:
-        """The newest plan, made now if there is none."""
-        if self._plan is None:
-            now = self._clock.now()
-            self._issue(*self._decide_rows(now), now)
-        assert self._plan is not None
+        """The newest plan."""
         return self._plan
 
     def decide(self, batch_size: int) -> PlanRow:
-        """The row for this batch size, with a probe under way in its place."""
-        row = self.current_plan().row_for(batch_size)
+        """The newest plan's row for this batch size, with a probe under way in its place."""
+        row = self._plan.row_for(batch_size)
         if row.probe is None:
             return row
         return row_of(self.spec, row.max_batch_size, row.probe.arm, Reason.PROBE, row.probe)
@@ -280,35 +283,32 @@ class EngineController:
         self._evaluated_at = -float("inf")
 
     def beliefs(self) -> list[Belief]:
-        """What is known of acceptance, for another session to begin from."""
+        """What is known of acceptance now, for another session to begin from."""
         return self.traffic.beliefs()
 
+    @property
+    def decision(self) -> Decision:
+        """What the last decision was made from."""
+        return self._decision
+
     def explain(self, batch_size: int = 0) -> Explanation:
-        """The decision row at a batch size (0: the last report's), with all its numbers."""
+        """The last decision's row at a batch size (0: the last report's), with all its numbers."""
         batch_size = batch_size or self._last_batch
-        at = self._rows_at
-        row, bucket = at.row_of(batch_size), self.cost.bucket_of(batch_size)
-        values = self._evaluate()
-        plan = self.current_plan()
-        chosen = plan.row_for(batch_size).arm
-        column = values.value[:, row]
-        order = np.argsort(-column, kind="stable")
-        best = int(order[0])
-        runner_up = int(order[1]) if len(order) > 1 else best
-        current = self.arms.index(chosen)
-        doubt = np.sqrt(relative_variance(values, self.cost, self.arms, bucket, current))
-        hoped = column * (1 + self._settings.confidence_z * doubt)
-        drift = self.cost.drift()[:, bucket]
+        made, plan = self._decision, self._plan
+        estimates, at = made.estimates, made.at
+        row = at.row_of(batch_size)
+        current = self.arms.index(plan.row_for(batch_size).arm)
+        runner_up, margin = behind(made.values.value[:, row])
         return Explanation(
             engine_id=self.spec.engine_id,
             batch_size=batch_size,
             plan=plan,
-            arms=arm_values(self.arms, values, row, hoped, drift, at.legal, current),
-            positions=positions_of(self.traffic),
-            profile_id=self.profile_id,
-            margin=float(column[best] / column[runner_up] - 1),
+            arms=arms_in(made, self.arms, row, current, self._settings.confidence_z),
+            positions=positions_of(estimates.traffic),
+            profile_id=estimates.profile_id,
+            margin=margin,
             probe_share=self.explorer.probe_share,
-            kv_tokens_per_sequence=self._kv_per_sequence,
+            kv_tokens_per_sequence=estimates.kv_tokens_per_sequence,
             runner_up=self.arms[runner_up],
             policy=self._settings.policy,
             probes=self.explorer.probes,
@@ -317,46 +317,44 @@ class EngineController:
             shifts=self.traffic.shifts,
             switches=self.switches,
             cost_outliers=self.cost.rejected,
-            prior=self.cost.prior,
+            prior=estimates.prior,
             limits=at.limits[row],
-            overrides=self._overrides,
+            overrides=made.overrides,
             warm_start=self._warm_start,
             updates=self.updates.strides if at.regime is None else None,
             training=self.updates.view,
-            table=value_table(at, values),
+            table=value_table(at, made.values),
         )
 
-    def _evaluate(self, at: PlanRows | None = None) -> Values:
-        self.cost.learn()
-        costs, sizes, at = self.cost.costs(self._kv_per_sequence), self._sizes, at or self._rows_at
-        if at.split:
-            costs = Costs(costs.seconds[:, at.bucket], costs.extrapolated[:, at.bucket])
-            sizes = sizes[at.bucket]
-        return evaluate(
-            self.arms,
-            sizes,
-            self.traffic.curves(),
-            costs,
-            self._catch_up.seconds(),
-            self._catch_up.seconds_per_token,
-        )
+    def take_estimates(self) -> None:
+        """Takes the estimates as they stand for those that the last decision was made from.
+
+        For a controller whose variables were put in from elsewhere: see `state.restore`.
+        """
+        self._decision = self._assessed(self.traffic.curves())
+
+    def _assessed(self, traffic: TrafficCurves) -> Decision:
+        estimates = Estimates.of(traffic, self.cost, self._catch_up, self._kv_per_sequence)
+        values = estimates.values(self.arms, self._sizes, self._rows_at)
+        return Decision(estimates, values, self._rows_at, self._overrides)
 
     def _decide_rows(self, now: float) -> tuple[tuple[PlanRow, ...], Reason, str]:
+        """Learns from what was folded since the last decision, and decides."""
         self._evaluated_at = now
+        self.cost.learn()
+        made = self._decision = self._assessed(self.traffic.believe())
         if self._forced is not None:
-            self.cost.learn()
             self._decided = None
             detail = f"measuring {self._forced.drafter} at gamma {self._forced.gamma}"
             rows = forced_rows(self.spec, self._rows_at.upper, self.arms, self._forced)
             return rows, Reason.PROFILING, detail
-        values = self._evaluate()
-        hazard = self.traffic.hazard
+        values, hazard = made.values, self.traffic.hazard
         choice = self._planner.update(values, hazard)
-        self.account.settle(values, self._rows_at.row_of)
-        at, active = self._rows_at, self._rows_at.row_of(self._last_batch)
+        at, active = made.at, made.at.row_of(self._last_batch)
+        self.account.settle(values, at.row_of)
         if self.reports and self._planner.explores and at.limits[active].explore:
             situation = Situation(
-                values, self.cost, active, self._last_batch, choice[active],
+                values, made.estimates.doubt, active, self._last_batch, choice[active],
                 self._planner.watch, 1 / hazard.expected,
                 int(at.bucket[active]), None if at.legal is None else at.legal[:, active],
             )  # fmt: skip
@@ -377,9 +375,9 @@ class EngineController:
         self, choice: Sequence[int], probing: tuple[int, Probe] | None
     ) -> tuple[PlanRow, ...]:
         """The table; the rows of the last plan where nothing has changed."""
-        kept = self._plan.rows if self._plan is not None else ()
+        kept = self._plan.rows if self._decided is not None else ()
         decided = (self._rows_at.upper, [*choice], self._planner.reasons, probing)
-        if kept and decided == self._decided:
+        if decided == self._decided:
             return kept
         self._decided = decided
         chosen = [self.arms[arm] for arm in choice]

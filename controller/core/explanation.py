@@ -1,4 +1,4 @@
-"""What a decision was made from, for people: see `explain` of the engine controller."""
+"""The last decision in words and numbers, for people: see `explain` of the engine controller."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,12 +8,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controller.core.acceptance import AcceptanceCurve
+from controller.core.decision import Decision
+from controller.core.exploration import relative_variance
 from controller.core.override_rows import PlanRows
 from controller.core.overrides import Limits, Override
 from controller.core.planner import Values
 from controller.core.regime import RegimeState
 from controller.core.selective_training import TrainingView
-from controller.core.traffic import TrafficEstimator
+from controller.core.traffic import TrafficCurves
 from controller.core.types import Arm, Plan, Probe, Reason
 
 
@@ -66,7 +68,7 @@ class PositionEstimate:
 
 @dataclass(frozen=True, slots=True)
 class ValueTable:
-    """Every arm in every row of a plan, as it is priced now.
+    """Every arm in every row of a plan, as it was priced.
 
     batch_sizes: of the rows, ascending; a row is priced at its size.  seconds (of a step),
     tokens_per_second, extrapolated and legal: [arms][rows], arms as in `Explanation.arms`.
@@ -135,20 +137,17 @@ def _rows(matrix: NDArray[Any]) -> tuple[tuple[Any, ...], ...]:
     return tuple(map(tuple, matrix.tolist()))
 
 
-def arm_values(
-    arms: Sequence[Arm],
-    values: Values,
-    row: int,
-    hoped: NDArray[np.float64],
-    drift: NDArray[np.float64],
-    legal: NDArray[np.bool_] | None,
-    chosen: int,
+def arms_in(
+    made: Decision, arms: Sequence[Arm], row: int, chosen: int, confidence_z: float
 ) -> tuple[ArmValue, ...]:
-    """Every arm in one row of the plan.
+    """Every arm in one row of a decision.
 
-    hoped, drift: [arms], tokens per second at best, and factors on profiled costs.  legal: [arms,
-    rows], None for all.  chosen: index of the planned arm.
+    chosen: index of the planned arm.  confidence_z: standard deviations of optimism.
     """
+    values, legal, bucket = made.values, made.at.legal, int(made.at.bucket[row])
+    variance = relative_variance(values, made.estimates.doubt, arms, bucket, chosen)
+    hoped = values.value[:, row] * (1 + confidence_z * np.sqrt(variance))
+    drift = made.estimates.drift[:, bucket]
     return tuple(
         ArmValue(
             arm,
@@ -166,14 +165,19 @@ def arm_values(
     )
 
 
-def positions_of(traffic: TrafficEstimator) -> tuple[PositionEstimate, ...]:
+def behind(values: NDArray[np.float64]) -> tuple[int, float]:
+    """Index of the second best arm, and by which share the best one is better.  values: [arms]."""
+    order = np.argsort(-values, kind="stable")
+    best, runner_up = int(order[0]), int(order[min(1, len(order) - 1)])
+    return runner_up, float(values[best] / values[runner_up] - 1)
+
+
+def positions_of(traffic: TrafficCurves) -> tuple[PositionEstimate, ...]:
     """Of every drafter, over all traffic and for each request class."""
     found: list[PositionEstimate] = []
-    for name, estimator in traffic.drafters.items():
-        found += _estimates(name, estimator.curve())
-    for label, estimators in traffic.classes.items():
-        for name, estimator in estimators.items():
-            found += _estimates(name, estimator.curve(), label)
+    for label, curves in {"": traffic.drafters, **traffic.classes}.items():
+        for name, curve in curves.items():
+            found += _estimates(name, curve, label)
     return tuple(found)
 
 
@@ -193,7 +197,7 @@ def preview_rows(
     return tuple(rows)
 
 
-def _estimates(drafter: str, curve: AcceptanceCurve, label: str = "") -> list[PositionEstimate]:
+def _estimates(drafter: str, curve: AcceptanceCurve, label: str) -> list[PositionEstimate]:
     deviations = np.sqrt(curve.variance()).tolist()
     known = zip(curve.conditional, curve.exposures, deviations, strict=True)
     return [

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.core.cost import CostModel
+from controller.core.cost import CostDoubt
 from controller.core.planner import Values
 from controller.core.settings import PlannerSettings
 from controller.core.types import Arm, Probe, StepReport
@@ -52,7 +52,7 @@ class Situation:
     """
 
     values: Values
-    costs: CostModel
+    doubt: CostDoubt
     bucket: int
     batch_size: int
     current: int
@@ -165,7 +165,7 @@ class Explorer:
         seconds = values.costs.seconds[:, at.bucket]
         loss = np.maximum(-relative, 0.0) + values.catch_up / (steps * seconds)
         doubt = np.sqrt(
-            relative_variance(values, at.costs, self._arms, at.cost_bucket, current, unseen=True)
+            relative_variance(values, at.doubt, self._arms, at.cost_bucket, current, unseen=True)
         )
         gain = expected_improvement(relative, doubt * (1 + relative))
         price = steps * loss
@@ -185,7 +185,7 @@ class Explorer:
 
 def relative_variance(
     values: Values,
-    costs: CostModel,
+    doubt: CostDoubt,
     arms: Sequence[Arm],
     bucket: int,
     current: int,
@@ -197,7 +197,7 @@ def relative_variance(
     unseen: only what running the current arm does not show anyway: positions behind its draft
     length, other drafters, and costs.
     """
-    total = costs.relative_doubt(bucket, current)
+    total = doubt.relative(bucket, current)
     running = arms[current]
     for name, curve in values.curves.items():
         slopes = curve.sensitivity() / (1 + np.array(curve.expected))[:, None]

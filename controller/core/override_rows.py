@@ -3,6 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +39,12 @@ class PlanRows:
     def row_of(self, batch_size: int) -> int:
         """Index of the row that serves a batch size."""
         return min(bisect_left(self.upper, batch_size), len(self.upper) - 1)
+
+
+def covering(overrides: Iterable[Override], spec: EngineSpec) -> tuple[Override, ...]:
+    """Those that are for this engine, whatever its batch; by id."""
+    mine = (override for override in set(overrides) if override.scope.covers(spec))
+    return tuple(sorted(mine, key=attrgetter("override_id")))
 
 
 def rows_under(

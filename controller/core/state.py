@@ -4,8 +4,8 @@
     restore(core, tree)  into a core that was made from the same engine, settings and profile
 
 What the constructor makes and nothing changes is left out (`_CONSTANT`), and so is what no decision
-reads (the account); settings and overrides are given to the new core before.  Only classes of the
-core are ever built, by name, from a closed list.
+reads (the account, the diagnostics of the last decision); settings and overrides are given to the
+new core before.  Only classes of the core are ever built, by name, from a closed list.
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ _CONSTANT: Final[Mapping[type, frozenset[str]]] = {
         "_rows_at",
     }),
     acceptance.AcceptanceEstimator: frozenset({
-        "gamma_max", "_settings", "_parent", "_fast_keeps", "_slow_keeps",
+        "gamma_max", "_settings", "_fast_keeps", "_slow_keeps",
     }),
     cost.CostModel: frozenset({
         "profile_id", "prior", "_buckets", "_bucket_list", "_padded", "_bucket_index",
@@ -75,8 +75,8 @@ _CONSTANT: Final[Mapping[type, frozenset[str]]] = {
     traffic.TrafficEstimator: frozenset({"_settings"}),
     update_response.UpdateResponse: frozenset({"_eta", "_delta", "_log_prior"}),
 }  # fmt: skip
-# Of an EngineController: sums for people.
-_LEFT_OUT: Final = _CONSTANT[EngineController] | {"account"}
+# Of an EngineController: what only people look at.
+_LEFT_OUT: Final = _CONSTANT[EngineController] | {"account", "_decision"}
 _NOTHING: Final[frozenset[str]] = frozenset()
 _DTYPES = ("<f8", "<i8", "|b1")
 # Of the planner; another rule begins from its own.
@@ -139,6 +139,7 @@ def restore(
             raise InvalidStateError(f"variable {odd!r} is there on one side only")
         for name in expected - leave_out:
             setattr(core, name, _value(state[name], getattr(core, name)))
+        core.take_estimates()
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InvalidStateError(f"no state of this engine's core: {error!r}") from error
 

@@ -6,7 +6,8 @@ estimate over all traffic.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from controller.core.acceptance import AcceptanceCurve, AcceptanceEstimator
 from controller.core.settings import PlannerSettings
@@ -21,8 +22,24 @@ _HAZARD_MEMORY_STEPS = 20_000.0
 MAX_CLASSES = 8
 
 
+@dataclass(frozen=True, slots=True)
+class TrafficCurves:
+    """The acceptance of an engine's traffic at one moment.
+
+    drafters: of all traffic, by drafter.  classes: of each request class, by label and drafter.
+    batch: of the batch that ran last (its classes mixed), by drafter.
+    """
+
+    drafters: Mapping[str, AcceptanceCurve]
+    classes: Mapping[str, Mapping[str, AcceptanceCurve]]
+    batch: Mapping[str, AcceptanceCurve]
+
+
 class TrafficEstimator:
-    """All acceptance estimators of one engine.  `fold` is the only thing that changes it."""
+    """All acceptance estimators of one engine.
+
+    `fold`, `begin_from` and `believe` change it; `curves` and `beliefs` read it.
+    """
 
     def __init__(self, drafters: Sequence[DrafterSpec], settings: PlannerSettings) -> None:
         self._settings = settings
@@ -95,18 +112,17 @@ class TrafficEstimator:
     def admit(self, label: str) -> dict[str, AcceptanceEstimator]:
         """Estimates a request class apart from now on; its estimators by drafter."""
         self.classes[label] = {
-            name: AcceptanceEstimator(main.gamma_max, self._settings, parent=main)
+            name: AcceptanceEstimator(main.gamma_max, self._settings)
             for name, main in self.drafters.items()
         }
         return self.classes[label]
 
     def beliefs(self) -> list[Belief]:
         """What is known, for another session to begin from."""
-        by_label = {"": self.drafters, **self.classes}
+        curves = self.curves()
         found = []
-        for label, estimators in by_label.items():
-            for name, estimator in estimators.items():
-                curve = estimator.curve()
+        for label, by_drafter in {"": curves.drafters, **curves.classes}.items():
+            for name, curve in by_drafter.items():
                 if curve.exposures and curve.exposures[0] > 0:
                     found.append(
                         Belief(name, label, tuple(curve.conditional), tuple(curve.exposures))
@@ -124,16 +140,29 @@ class TrafficEstimator:
             estimators = self.classes[belief.label] if belief.label else self.drafters
             estimators[belief.drafter].begin_from(belief.conditional, belief.exposures)
 
-    def curves(self) -> Mapping[str, AcceptanceCurve]:
-        """By drafter, the curve of the batch that ran last."""
-        found = {name: estimator.curve() for name, estimator in self.drafters.items()}
+    def curves(self) -> TrafficCurves:
+        """The estimates as they stand."""
+        return self._curves(AcceptanceEstimator.curve)
+
+    def believe(self) -> TrafficCurves:
+        """As `curves`, for a decision: from now on steps are tested against these estimates."""
+        return self._curves(AcceptanceEstimator.believe)
+
+    def _curves(
+        self, curve_of: Callable[[AcceptanceEstimator, AcceptanceCurve | None], AcceptanceCurve]
+    ) -> TrafficCurves:
+        mains = {name: curve_of(estimator, None) for name, estimator in self.drafters.items()}
+        classes = {
+            label: {name: curve_of(own, mains[name]) for name, own in estimators.items()}
+            for label, estimators in self.classes.items()
+        }
         if not self._mix:
-            return found
-        rest = max(0.0, 1 - sum(self._mix.values()))
-        for name, curve in found.items():
+            return TrafficCurves(mains, classes, mains)
+        batch, rest = {}, max(0.0, 1 - sum(self._mix.values()))
+        for name, curve in mains.items():
             expected = [rest * value for value in curve.expected]
             for label, share in self._mix.items():
-                own = self.classes[label][name].curve().expected
+                own = classes[label][name].expected
                 expected = [e + share * o for e, o in zip(expected, own, strict=True)]
-            found[name] = dataclasses.replace(curve, expected=expected)
-        return found
+            batch[name] = dataclasses.replace(curve, expected=expected)
+        return TrafficCurves(mains, classes, batch)

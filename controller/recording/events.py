@@ -95,16 +95,6 @@ class Parted:
 
 
 @dataclass(frozen=True, slots=True)
-class Looked:
-    """Somebody looked into the core, which learns what is pending then.
-
-    beliefs: only the acceptance estimates were taken.
-    """
-
-    beliefs: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Overridden:
     """All overrides that are for this engine from now on."""
 
@@ -162,7 +152,6 @@ Event: TypeAlias = (
     | Forced
     | Configured
     | Parted
-    | Looked
     | Overridden
     | Profiled
     | Warmed

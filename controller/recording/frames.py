@@ -5,16 +5,20 @@
 A file that ends within a frame was torn, by a kill or a full disk; what is before it is whole.
 """
 
+import re
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
+from typing import Final
 
 from google.protobuf.message import DecodeError
 
 from controller.recording.errors import RecordingError
 from speculation.v1 import record_pb2
 
-MAGIC = b"speculation-record/1\n"
+_VERSION: Final = 2
+MAGIC: Final = b"speculation-record/%d\n" % _VERSION
+_FIRST_LINE = re.compile(rb"speculation-record/(\d{1,9})\n")
 _HEAD = struct.Struct("<II")
 # Deflated and plain: no writer makes a block as large, no reader takes a larger one.
 _FRAME_MAX = 64 * 1024 * 1024
@@ -37,7 +41,7 @@ def blocks(data: bytes) -> Iterator[tuple[int, record_pb2.Block]]:
     if not data.startswith(MAGIC):
         if MAGIC.startswith(data):
             raise TornError(0, "its first line is not whole")
-        raise RecordingError("this is no recording of a sidecar (its first line is another one)")
+        raise _not_read(data)
     at = len(MAGIC)
     while at < len(data):
         if len(data) - at < _HEAD.size:
@@ -52,6 +56,17 @@ def blocks(data: bytes) -> Iterator[tuple[int, record_pb2.Block]]:
             raise RecordingError(f"at byte {at}: damaged (its checksum is wrong)")
         yield at, _block(packed, at)
         at += _HEAD.size + length
+
+
+def _not_read(data: bytes) -> RecordingError:
+    """Why a segment that begins otherwise is refused."""
+    known = _FIRST_LINE.match(data)
+    if known is None:
+        return RecordingError("this is no recording of a sidecar (its first line is another one)")
+    return RecordingError(
+        f"this recording has format {int(known[1])}, and this version of the controller reads "
+        f"format {_VERSION} only: replay it with the version of the controller that recorded it"
+    )
 
 
 class TornError(RecordingError):

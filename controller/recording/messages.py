@@ -23,7 +23,6 @@ from controller.recording.events import (
     Event,
     Forced,
     Issued,
-    Looked,
     Moment,
     Noted,
     NoteKind,
@@ -227,7 +226,6 @@ _WRITERS: Final[Mapping[type, tuple[str, Callable[[Any], Message]]]] = {
         "parting",
         lambda event: record_pb2.RecordParting(lease_seconds=event.lease_seconds, plan=event.plan),
     ),
-    Looked: ("look", lambda event: record_pb2.RecordLook(beliefs=event.beliefs)),
     Overridden: ("overrides", lambda event: _terms_to_proto(event.terms)),
     Profiled: (
         "profile",
@@ -244,7 +242,6 @@ _READERS: Final[Mapping[str, Callable[[Any], Event | None]]] = {
     "force": _force,
     "settings": _configured,
     "parting": _parted,
-    "look": lambda message: Looked(message.beliefs),
     "overrides": lambda message: Overridden(_terms(message)),
     "profile": lambda message: Profiled(Profile.from_json(message.profile_json)),
     "warm_start": lambda message: Warmed(

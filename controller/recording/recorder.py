@@ -8,7 +8,7 @@ said once; until it takes an opening again what comes is dropped and counted.
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -16,8 +16,9 @@ from typing import Final
 import structlog
 
 from controller.core.clock import Clock
+from controller.core.overrides import Override
 from controller.core.profile import Profile
-from controller.core.selective_training import TrainingSettings
+from controller.core.selective_training import TrainingSettings, TrainingState
 from controller.core.settings import PlannerSettings
 from controller.core.types import EngineSpec
 from controller.recording.events import Moment, Opening
@@ -87,12 +88,17 @@ class Recorder:
         profile: Profile | None,
         clock: Clock,
         training: TrainingSettings,
+        *,
+        overrides: Iterable[Override] = (),
+        trained: TrainingState | None = None,
     ) -> TapedController:
         """A core for a new session, on a tape of its own."""
         self._session = max(self._session + 1, int(self._wall() * 1000))
         tape = Tape(spec.engine_id, self._session, self._queue, self._end_of, self._wall)
         tape.fitting = self._ring.segment_bytes_alone // _MOMENT_BYTES
-        return TapedController(spec, settings, profile, clock, training, tape)
+        return TapedController(
+            spec, settings, profile, clock, training, tape, overrides=overrides, trained=trained
+        )
 
     def _run(self) -> None:
         try:

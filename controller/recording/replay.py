@@ -24,7 +24,6 @@ from controller.recording.events import (
     Decided,
     Event,
     Forced,
-    Looked,
     Moment,
     Opening,
     Overridden,
@@ -109,8 +108,10 @@ def rebuilt(
     """The core as it was, or under other settings with its estimates.  Raises RecordingError."""
     settings = planner or opening.planner
     try:
-        core = EngineController(opening.spec, settings, opening.profile, clock, opening.training)
-        core.set_overrides(term.override for term in opening.terms)
+        core = EngineController(
+            opening.spec, settings, opening.profile, clock, opening.training,
+            overrides=[term.override for term in opening.terms],
+        )  # fmt: skip
         own = settings.policy == opening.planner.policy
         restore(core, opening.state, frozenset() if own else PLANNER_FIELDS)
     except SpeculationError as error:
@@ -135,11 +136,6 @@ def apply(core: EngineController, event: Event) -> plan_pb2.Plan | None:
             core.use_settings(event.planner, event.training)
         case Parted():
             plan = core.last_plan(event.lease_seconds)
-        case Looked():
-            if event.beliefs:
-                core.beliefs()
-            else:
-                core.explain()
         case Overridden():
             core.set_overrides(term.override for term in event.terms)
         case Profiled():

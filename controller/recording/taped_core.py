@@ -2,7 +2,8 @@
 
 The clock is read once for each thing that happens, so that a moment has one time.  What others
 change behind the core's back (the training beside the engine) is noticed before the next thing
-happens.  A call that changes nothing (a plan that is not due yet) leaves no trace.
+happens.  A call that changes nothing (a plan that is not due yet, or a look) leaves no trace.
+The first plan is part of the first opening.
 """
 
 import platform
@@ -15,7 +16,6 @@ import controller
 from controller.core.clock import Clock
 from controller.core.engine_controller import EngineController
 from controller.core.errors import InvalidReportError
-from controller.core.explanation import Explanation, PreviewRow
 from controller.core.overrides import Override
 from controller.core.profile import Profile
 from controller.core.selective_training import TrainingSettings, TrainingState
@@ -28,7 +28,6 @@ from controller.recording.events import (
     Event,
     Forced,
     Issued,
-    Looked,
     Moment,
     Noted,
     NoteKind,
@@ -88,14 +87,20 @@ class TapedController(EngineController):
         clock: Clock,
         training: TrainingSettings,
         tape: Tape,
+        *,
+        overrides: Iterable[Override] = (),
+        trained: TrainingState | None = None,
     ) -> None:
         self._time = _HeldClock(clock)
-        super().__init__(spec, settings, profile, self._time, training)
+        super().__init__(
+            spec, settings, profile, self._time, training, overrides=overrides, trained=trained
+        )
         self._tape = tape
         self._profile = profile
         self._training_settings = training
-        self._terms: tuple[Term, ...] = ()
+        self._terms = self._terms_now()
         self._told_training = self._training_now()
+        self._begin()
 
     def observe(self, report: StepReport) -> None:
         """As the core's."""
@@ -114,53 +119,19 @@ class TapedController(EngineController):
         """As the core's; a later end of the same override is written down too."""
         self._begin()
         changed = super().set_overrides(overrides)
-        terms = tuple(Term(o, self._tape.end_of(o.override_id)) for o in self.overrides)
+        terms = self._terms_now()
         if changed or not _same_ends(terms, self._terms):
             self._terms = terms
             self._put(Overridden(terms))
         return changed
 
-    def preview(self, overrides: Iterable[Override]) -> tuple[PreviewRow, ...]:
-        """As the core's."""
-        self.current_plan()
-        self._begin()
-        found = super().preview(overrides)
-        self._put(Looked())
-        return found
-
-    def explain(self, batch_size: int = 0) -> Explanation:
-        """As the core's."""
-        self.current_plan()
-        self._begin()
-        found = super().explain(batch_size)
-        self._put(Looked())
-        return found
-
-    def beliefs(self) -> list[Belief]:
-        """As the core's."""
-        self._begin()
-        found = super().beliefs()
-        self._put(Looked(beliefs=True))
-        return found
-
     def next_plan(self) -> Plan | None:
         """As the core's."""
-        if self._plan is None:
-            return self.current_plan()
         self._begin()
         before = self._evaluated_at
         plan = super().next_plan()
         if plan is not None or self._evaluated_at != before:
             self._put(Issued(plan))
-        return plan
-
-    def current_plan(self) -> Plan:
-        """As the core's."""
-        if self._plan is not None:
-            return self._plan
-        self._begin()
-        plan = super().current_plan()
-        self._put(Issued(plan))
         return plan
 
     def force(self, arm: Arm | None) -> Plan:
@@ -218,6 +189,9 @@ class TapedController(EngineController):
         if tape.can_open:
             tape.open(Moment(now, self._opening()))
             self._told_training = training
+
+    def _terms_now(self) -> tuple[Term, ...]:
+        return tuple(Term(o, self._tape.end_of(o.override_id)) for o in self.overrides)
 
     def _training_now(self) -> tuple[TrainingState, bool, int] | None:
         training = self.updates.training

@@ -18,11 +18,10 @@ from controller.core.engine_controller import EngineController
 from controller.core.errors import SpeculationError
 from controller.core.profile import Profile
 from controller.core.settings import PlannerSettings
-from controller.core.types import Arm, Plan, StepReport
+from controller.core.types import Arm, Plan, Reason, StepReport
 from controller.recording.errors import RecordingError
 from controller.recording.events import (
     Configured,
-    Decided,
     Forced,
     Moment,
     Opening,
@@ -125,30 +124,22 @@ class Comparison:
 
 
 class WhatIf:
-    """A visitor of `replay` with two more cores.
-
-    One decides otherwise.  One is asked what acceptance was believed, which would move the replayed
-    core itself.
-    """
+    """A visitor of `replay` with one more core, which decides otherwise."""
 
     def __init__(self, change: Change) -> None:
         self._change = change
         self.found = Comparison()
         self._clock = TapeClock()
-        self._judge: EngineController | None = None
         self._other: EngineController | None = None
-        self._curves: Mapping[str, AcceptanceCurve] = {}
         self._arms: dict[Arm, int] = {}
-        self._forced = False
         self._at: Stretch | None = None
 
     def opened(self, opening: Opening, seconds: float, wall_seconds: float, anew: bool) -> None:
-        """Both begin from the recorded estimates, and go on through segments that follow."""
+        """It begins from the recorded estimates, and goes on through segments that follow."""
         del wall_seconds
         if not anew:
             return
         self._clock.set(seconds)
-        self._judge = rebuilt(opening, self._clock)
         other = rebuilt(opening, self._clock, self._change.settings(opening.planner))
         if self._change.profile is not None:
             try:
@@ -158,16 +149,12 @@ class WhatIf:
         # The plan in force is the other rule's from the first step on.
         other.force(None)
         self._other = other
-        self._curves = self._judge.traffic.curves()
-        self._arms = {arm: i for i, arm in enumerate(self._judge.arms)}
-        plan = self._judge.current_plan()
-        self._forced = plan.reason.value == "profiling"
+        self._arms = {arm: i for i, arm in enumerate(other.arms)}
         self._at = None
 
     def before(self, moment: Moment, wall_seconds: float, core: EngineController) -> None:
-        """Compares what both would run in the step, then tells both of it."""
-        judge, other, event = self._judge, self._other, moment.event
-        assert judge is not None
+        """Compares what both would run in the step, then tells the other of it."""
+        other, event = self._other, moment.event
         assert other is not None
         self._clock.set(moment.seconds)
         told = event
@@ -175,21 +162,18 @@ class WhatIf:
             self._compare(event.report, wall_seconds, core, other)
             told = Reported(_as_of(event.report, other))
         elif isinstance(event, Forced):
-            self._forced, self._at = event.arm is not None, None
+            self._at = None
         elif isinstance(event, Configured):
             told = Configured(self._change.settings(event.planner), event.training)
-        guarded(judge, event, "what was recorded")
         if not (isinstance(event, Profiled) and self._change.profile is not None):
             guarded(other, told, "the other choice")
         other.next_plan()
-        if isinstance(event, Decided):
-            self._curves = judge.traffic.curves()
 
     def _compare(
         self, report: StepReport, wall: float, core: EngineController, other: EngineController
     ) -> None:
         found = self.found
-        if self._forced:
+        if core.current_plan().reason is Reason.PROFILING:
             found.measured += 1
             return
         batch = report.batch_size
@@ -207,7 +191,7 @@ class WhatIf:
             self._at = None
             return
         at = self._stretch(mine, theirs, wall, other.current_plan(), batch)
-        unseen = self._is_unseen(theirs)
+        unseen = _is_unseen(theirs, core)
         found.differing += 1
         found.unseen += unseen
         at.steps += 1
@@ -221,13 +205,9 @@ class WhatIf:
 
     def _priced(self, arm: Arm, report: StepReport, core: EngineController) -> tuple[float, float]:
         """(tokens, seconds) of the step with this arm, as they were believed then."""
-        expected = self._curves[arm.drafter].expected[arm.gamma]
+        expected = _curve(arm, core).expected[arm.gamma]
         seconds = core.cost.predict(self._arms[arm], report.batch_size, report.kv_tokens)
         return report.batch_size * (1 + expected), seconds
-
-    def _is_unseen(self, arm: Arm) -> bool:
-        exposures = self._curves[arm.drafter].exposures
-        return arm.gamma > 0 and exposures[arm.gamma - 1] < _SEEN_EXPOSURES
 
     def _stretch(self, mine: Arm, theirs: Arm, wall: float, plan: Plan, batch: int) -> Stretch:
         at, found = self._at, self.found
@@ -240,6 +220,16 @@ class WhatIf:
         else:
             found.more_stretches += 1
         return at
+
+
+def _curve(arm: Arm, core: EngineController) -> AcceptanceCurve:
+    """Of the arm's drafter, as the core's last decision had it."""
+    return core.decision.values.curves[arm.drafter]
+
+
+def _is_unseen(arm: Arm, core: EngineController) -> bool:
+    exposures = _curve(arm, core).exposures
+    return arm.gamma > 0 and exposures[arm.gamma - 1] < _SEEN_EXPOSURES
 
 
 def _row(plan: Plan, batch_size: int) -> Arm:

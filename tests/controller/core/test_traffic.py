@@ -48,11 +48,11 @@ def learnt(parts, steps=400, seed=0):
 
 def test_the_next_batch_is_priced_as_its_own_mix():
     traffic, rng = learnt({"code": (4, 0.9), "prose": (4, 0.3)})
-    mixed = traffic.curves()["mtp"].expected[3]
+    mixed = traffic.curves().batch["mtp"].expected[3]
     traffic.fold(report(1000, {"code": (8, 0.9)}, rng))
-    code = traffic.curves()["mtp"].expected[3]
+    code = traffic.curves().batch["mtp"].expected[3]
     traffic.fold(report(1001, {"prose": (8, 0.3)}, rng))
-    prose = traffic.curves()["mtp"].expected[3]
+    prose = traffic.curves().batch["mtp"].expected[3]
     truth = {a: sum(a**k for k in (1, 2, 3)) for a in (0.9, 0.3)}
     assert code == pytest.approx(truth[0.9], rel=0.08)
     assert prose == pytest.approx(truth[0.3], rel=0.2)
@@ -64,7 +64,7 @@ def test_sequences_of_no_class_count_as_all_traffic():
     everything = traffic.drafters["mtp"].curve().expected[3]
     code = traffic.classes["code"]["mtp"].curve().expected[3]
     traffic.fold(report(1000, {"code": (6, 0.9)}, rng, rest=2))
-    found = traffic.curves()["mtp"].expected[3]
+    found = traffic.curves().batch["mtp"].expected[3]
     assert min(everything, code) < found < max(everything, code)
 
 
@@ -73,7 +73,7 @@ def test_without_classes_the_curve_is_that_of_all_traffic():
     for step in range(1, 100):
         counts = counts_of(rng, 8, 3, 0.6)
         traffic.fold(StepReport(step, 8, 1000, "mtp", 3, counts, 0.01))
-    assert traffic.curves()["mtp"] == traffic.drafters["mtp"].curve()
+    assert traffic.curves().batch["mtp"] == traffic.drafters["mtp"].curve()
     assert not traffic.classes
 
 
@@ -82,7 +82,7 @@ def test_labels_without_end_are_estimated_together():
     for step in range(1, 200):
         traffic.fold(report(step, {f"user-{step}": (4, 0.7)}, rng))
     assert len(traffic.classes) == MAX_CLASSES
-    assert traffic.curves()["mtp"].expected[3] == pytest.approx(0.7 + 0.49 + 0.343, rel=0.15)
+    assert traffic.curves().batch["mtp"].expected[3] == pytest.approx(0.7 + 0.49 + 0.343, rel=0.15)
 
 
 def test_a_shift_is_counted_and_makes_standing_drafters_doubtful():

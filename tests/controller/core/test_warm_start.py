@@ -99,6 +99,7 @@ def engine(beliefs=(), seed=0):
     core = EngineController(spec, PlannerSettings(), profile_of(spec, gpu_like), clock)
     if beliefs:
         core.begin_from(pool((belief, 0.0) for belief in beliefs), "a test")
+        core.next_plan()
     return VirtualEngine(core, clock, gpu_like, random.Random(seed))
 
 
@@ -120,7 +121,7 @@ def learnt(acceptance):
 HIGH, LOW = [0.97] * 7, [0.15] * 7
 
 
-def test_what_others_learnt_puts_the_first_plan_in_the_right_place():
+def test_what_others_learnt_puts_the_next_plan_in_the_right_place():
     for acceptance in (HIGH, LOW):
         warm = engine(learnt(acceptance)).controller.current_plan().row_for(4).arm.gamma
         long = engine()

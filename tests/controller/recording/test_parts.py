@@ -7,28 +7,28 @@ import pytest
 
 from controller.core.acceptance import AcceptanceCurve
 from controller.core.types import Arm, Probe, StepReport
-from controller.recording.events import Looked, Moment
+from controller.recording.events import Moment, Noted, NoteKind
 from controller.recording.tape import Queue, Tape
 from controller.recording.ticket_plots import plain
 from controller.recording.times import time_text
-from controller.recording.what_if import Change, WhatIf, _as_of
+from controller.recording.what_if import _as_of, _is_unseen
 from controller.simulation.report.figures import new_figure, svg
 
-LOOK = Moment(1.0, Looked())
+NOTE = Moment(1.0, Noted(NoteKind.STREAM_OPENED))
 
 
 def test_a_broken_tape_takes_nothing_before_an_opening_even_where_there_is_room():
     queue: Queue = deque()
     tape = Tape("engine-0", 1, queue, lambda _: None, lambda: 0.0)
-    tape.open(LOOK)
-    tape.put(LOOK)
+    tape.open(NOTE)
+    tape.put(NOTE)
     tape.break_off()
-    tape.put(LOOK)
+    tape.put(NOTE)
     assert len(queue) == 2
     assert tape.lost == 2
     assert tape.can_open
-    tape.open(LOOK)
-    tape.put(LOOK)
+    tape.open(NOTE)
+    tape.put(NOTE)
     assert len(queue) == 4
 
 
@@ -41,11 +41,10 @@ def test_a_recorded_step_is_the_other_cores_probe_only_if_it_ran_that_arm(runnin
 
 
 def test_the_deepest_position_says_whether_an_arm_was_seen():
-    what_if = WhatIf(Change())
-    what_if._curves = {"mtp": AcceptanceCurve([0.5] * 3, [100.0, 8.0, 2.0], [0.0] * 4, 4.0)}
-    assert [what_if._is_unseen(Arm("mtp", gamma)) for gamma in range(4)] == [
-        False, False, False, True,
-    ]  # fmt: skip
+    curves = {"mtp": AcceptanceCurve([0.5] * 3, [100.0, 8.0, 2.0], [0.0] * 4, 4.0)}
+    core = SimpleNamespace(decision=SimpleNamespace(values=SimpleNamespace(curves=curves)))
+    found = [_is_unseen(Arm("mtp", gamma), core) for gamma in range(4)]  # type: ignore[arg-type]
+    assert found == [False, False, False, True]
 
 
 @pytest.mark.parametrize("name", ["$\\frac{$", "_hidden", "日本\x07", "a$b$c"])

@@ -42,7 +42,6 @@ def test_the_ring_holds_its_bound_and_decides_the_same_without_its_beginning(tmp
         running = engine(made)
         for batch_size in (1, 4, 16, 2) * 7:
             running.run(60, batch_size, acceptance=0.3 + 0.1 * (batch_size % 5))
-            running.core.explain()
             written(made)
             assert sum(p.stat().st_size for p in segments(tmp_path)) <= limit
     paths = segments(tmp_path)
@@ -197,7 +196,7 @@ def test_after_its_end_a_session_takes_nothing_more(tmp_path):
         running.run(10)
         running.core.note(NoteKind.ENDED, text="over")
         running.core.note(NoteKind.STREAM_CLOSED)
-        running.core.beliefs()
+        running.run(1)
     [path] = segments(tmp_path)
     last = list(Part(path).moments())[-1].event
     assert isinstance(last, Noted)
