@@ -20,7 +20,6 @@ from controller.core.types import Arm, Plan, StepReport
 from controller.core.warm_start import Belief
 from controller.recording.state_messages import state_to_proto
 from controller.service import converters
-from controller.service.history import History
 from controller.service.metrics.family import samples
 from controller.service.metrics.server import OF_AN_ENGINE
 from controller.service.metrics.view import EngineView
@@ -40,7 +39,7 @@ def scrape(session: Session) -> object:
 
 def page(session: Session) -> object:
     view = EngineView.of(session)
-    return engine_detail(view), line_of(view, History(session))
+    return engine_detail(view), line_of(view)
 
 
 READERS: dict[str, Callable[[Session], object]] = {
