@@ -70,9 +70,13 @@ class Estimates:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The numbers that a decision was made from, and the overrides and rows it was made under."""
+    """The numbers that a decision was made from, and the overrides and rows it was made under.
+
+    reports: that were folded before it.
+    """
 
     estimates: Estimates
     values: Values
     at: PlanRows
     overrides: tuple[Override, ...]
+    reports: int

@@ -336,7 +336,7 @@ class EngineController:
     def _assessed(self, traffic: TrafficCurves) -> Decision:
         estimates = Estimates.of(traffic, self.cost, self._catch_up, self._kv_per_sequence)
         values = estimates.values(self.arms, self._sizes, self._rows_at)
-        return Decision(estimates, values, self._rows_at, self._overrides)
+        return Decision(estimates, values, self._rows_at, self._overrides, self.reports)
 
     def _decide_rows(self, now: float) -> tuple[tuple[PlanRow, ...], Reason, str]:
         """Learns from what was folded since the last decision, and decides."""

@@ -13,6 +13,7 @@ from tests.controller.service.harness import (
     report_message,
     serving,
     soon,
+    until,
 )
 
 
@@ -50,6 +51,8 @@ async def test_explain_gives_every_choice_with_its_numbers(tmp_path: Path):
         stream = SteerClient(running, await running.introduce())
         await stream.send(report_message(1))
         await stream.plan()
+        core = running.sidecar.registry.by_engine("engine-0").core
+        await until(lambda: core.decision.reports == 1)
         answer = await running.explain(8)
     assert (answer.engine_id, answer.batch_size) == ("engine-0", 8)
     assert [arm.gamma for arm in answer.arms] == [0, 1, 2, 3]

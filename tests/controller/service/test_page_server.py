@@ -124,7 +124,7 @@ async def test_it_tells_what_explain_tells_and_no_secret(tmp_path: Path):
             running, *(report_message(step, **nothing_accepted) for step in range(1, 60))
         )
         session = running.sidecar.registry.by_engine("engine-0")
-        await until(lambda: session.tally.reports == 59)
+        await until(lambda: session.core.decision.reports == 59)
         state = json.loads((await ask(port, "/api/v1/state"))[2])
         _, _, body = await ask(port, "/api/v1/engine?id=engine-0")
         told, found = await running.explain(), json.loads(body)
