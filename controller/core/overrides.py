@@ -1,16 +1,17 @@
 """What operators command, and what is left to decide under it: one pure merge.
 
-Precedence, in this order:
+An override counts where its scope covers the engine and its range covers the batch size.  Overrides
+that can hold together all hold.  Where two contradict each other, the stronger one holds, and the
+weaker one says nothing about the contested part.  `PRECEDENCE` says which one is stronger:
 
-1.  An override counts where its scope covers the engine and its range covers the batch size.
-2.  Denials add up over all scopes and beat everything else: speculation off, a drafter, online
-    updates, exploration.
-3.  Draft lengths: in one scope the lowest ceiling and the highest floor count, and ceilings beat
-    floors; a pin is both.  The narrower scope wins (engine before model before fleet): a wider
-    bound applies as far as the narrower one leaves room.
-4.  Drafter and regime: the pin of the narrowest scope; of several in one scope the first by name
-    (drafters) or the calmest (regimes).  A denied one is not run.
-5.  Where that leaves no choice that the engine can run, it is gamma = 0, and said so.
+1.  Off and denials (a drafter, online updates, exploration) are absolute, whatever their scope.
+    They add up.
+2.  Draft lengths: overrides are taken from the strongest to the weakest.  Each one narrows the
+    range that is left; one whose own range does not meet that range is passed over.  A pin is a
+    range of one draft length.
+3.  Drafter and regime: the strongest pin.  A denied drafter does not run, pinned or not.
+4.  If that leaves nothing that the engine can run, it decodes without speculation, and the plan
+    and `explain` say so.
 
 The result depends on the set of overrides alone, not on their order or number of copies.
 """
@@ -34,9 +35,12 @@ MAX_AUTHOR_CHARACTERS = 128
 MAX_REASON_CHARACTERS = 512
 MAX_SCOPE_CHARACTERS = 256
 MAX_STRIDE = 1_000_000
+# Every listing of overrides shows this sentence.
+PRECEDENCE = (
+    "Off and denials beat every pin; otherwise the narrower scope wins, then the newer override; "
+    "file-based policy is weakest."
+)
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
-# Of two regimes pinned in one scope the one that does less to the drafter counts.
-_CALM = {RegimeMode.OFF: 0, RegimeMode.COLLECT: 1, RegimeMode.ONLINE: 2}
 
 
 class InvalidOverrideError(SpeculationError):
@@ -49,6 +53,9 @@ class ScopeKind(Enum):
     ENGINE = "engine"
     MODEL = "model"
     FLEET = "fleet"
+
+
+_WIDTH = {kind: width for width, kind in enumerate(ScopeKind)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +152,15 @@ class Rule:
             raise InvalidOverrideError("online updates cannot be pinned and denied")
 
     @property
+    def gamma_range(self) -> tuple[int, int] | None:
+        """Least and greatest draft length that it asks for; None: it says nothing about them."""
+        if self.gamma is not None:
+            return self.gamma, self.gamma
+        if self.gamma_min is None and self.gamma_max is None:
+            return None
+        return self.gamma_min or 0, MAX_GAMMA if self.gamma_max is None else self.gamma_max
+
+    @property
     def for_batches(self) -> bool:
         """True when a part of it can be limited to a range of batch sizes."""
         return self.regime is None and not self.deny_updates
@@ -155,6 +171,8 @@ class Override:
     """One command.  Raises InvalidOverrideError.
 
     min_batch_size, max_batch_size: batches that it is for, both included; 0 = no end.
+    revision: the store's, at which it was written; of two overrides the newer one has the larger.
+    from_file: it is file-based policy, not the command of an operator.
     """
 
     override_id: str
@@ -164,6 +182,8 @@ class Override:
     reason: str
     min_batch_size: int = 0
     max_batch_size: int = 0
+    revision: int = 0
+    from_file: bool = False
 
     def __post_init__(self) -> None:
         if not _ID.fullmatch(self.override_id):
@@ -194,7 +214,8 @@ class Override:
 class Limits:
     """What is left to decide for one batch size of one engine.
 
-    drafter: the pinned one.  overrides: ids of those that count here, in order.
+    drafter: the pinned one.  overrides: ids of those that count here, in order.  gamma_by,
+    drafter_by: ids of the overrides that set the bounds of the draft length, and the drafter.
     """
 
     gamma_min: int = 0
@@ -204,6 +225,8 @@ class Limits:
     denied_drafters: frozenset[str] = field(default_factory=frozenset)
     explore: bool = True
     overrides: tuple[str, ...] = ()
+    gamma_by: tuple[str, ...] = ()
+    drafter_by: str = ""
 
     def legal(self, arms: Sequence[Arm]) -> list[bool]:
         """Per arm, whether it may run.  None may: the engine falls back to gamma = 0."""
@@ -227,61 +250,59 @@ NO_LIMITS = Limits()
 
 def merge(overrides: Iterable[Override], spec: EngineSpec, batch_size: int) -> Limits:
     """What all overrides together leave at this batch size.  See the module for the precedence."""
-    counting = {o for o in overrides if o.covers(spec, batch_size)}
+    counting = by_strength(o for o in overrides if o.covers(spec, batch_size))
     if not counting:
         return NO_LIMITS
-    rules = [o.rule for o in counting]
-    low, high = 0, MAX_GAMMA
-    drafter: str | None = None
-    for kind in ScopeKind:
-        here = [o.rule for o in counting if o.scope.kind is kind]
-        scope_low, scope_high = _bounds(here)
-        high = min(max(scope_high, low), high)
-        low = min(max(scope_low, low), high)
-        pinned = [rule.drafter for rule in here if rule.drafter is not None]
-        if drafter is None and pinned:
-            drafter = min(pinned)
+    low, high, drafter = 0, MAX_GAMMA, None
+    low_by = high_by = drafter_by = ""
+    for override in counting:
+        rule, name = override.rule, override.override_id
+        least, most = rule.gamma_range or (0, MAX_GAMMA)
+        if max(least, low) <= min(most, high):
+            if least > low:
+                low, low_by = least, name
+            if most < high:
+                high, high_by = most, name
+        if drafter is None and rule.drafter is not None:
+            drafter, drafter_by = rule.drafter, name
     return Limits(
         low,
         high,
-        any(rule.off for rule in rules),
+        any(o.rule.off for o in counting),
         drafter,
-        frozenset(name for rule in rules for name in rule.deny_drafters),
-        not any(rule.deny_exploration for rule in rules),
+        frozenset(name for o in counting for name in o.rule.deny_drafters),
+        not any(o.rule.deny_exploration for o in counting),
         tuple(sorted(o.override_id for o in counting)),
+        tuple(sorted({low_by, high_by} - {""})),
+        drafter_by,
     )
-
-
-def _bounds(rules: Sequence[Rule]) -> tuple[int, int]:
-    """Floor and ceiling of one scope; ceilings beat floors."""
-    ceilings = [rule.gamma if rule.gamma is not None else rule.gamma_max for rule in rules]
-    floors = [rule.gamma if rule.gamma is not None else rule.gamma_min for rule in rules]
-    high = min((c for c in ceilings if c is not None), default=MAX_GAMMA)
-    low = max((f for f in floors if f is not None), default=0)
-    return min(low, high), high
 
 
 def merge_regime(
     overrides: Iterable[Override], spec: EngineSpec
 ) -> tuple[Regime | None, bool, tuple[str, ...]]:
     """(the pinned regime or None, whether online updates may run, ids of what says so)."""
-    counting = {
+    counting = by_strength(
         o
         for o in overrides
         if o.scope.covers(spec) and (o.rule.regime is not None or o.rule.deny_updates)
-    }
+    )
     allowed = not any(o.rule.deny_updates for o in counting)
-    pinned: Regime | None = None
-    for kind in ScopeKind:
-        here = [
-            o.rule.regime for o in counting if o.scope.kind is kind and o.rule.regime is not None
-        ]
-        if here:
-            pinned = min(here, key=lambda r: (_CALM[r.mode], -r.stride))
-            break
+    pinned = next((o.rule.regime for o in counting if o.rule.regime is not None), None)
     if not allowed and pinned is not None and pinned.mode is RegimeMode.ONLINE:
         pinned = Regime()
     return pinned, allowed, tuple(sorted(o.override_id for o in counting))
+
+
+def by_strength(overrides: Iterable[Override]) -> list[Override]:
+    """Each override once, the strongest first, as `PRECEDENCE` says."""
+    return sorted(set(overrides), key=_strength)
+
+
+def _strength(override: Override) -> tuple[bool, int, int, str]:
+    """Smaller is stronger.  The id decides between overrides of one revision, which no store has."""
+    scope = _WIDTH[override.scope.kind]
+    return override.from_file, scope, -override.revision, override.override_id
 
 
 def batch_edges(overrides: Iterable[Override], spec: EngineSpec) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from controller.core.kinds import DrafterKind
 from controller.core.override_rows import rows_under
 from controller.core.overrides import (
     NO_LIMITS,
+    PRECEDENCE,
     InvalidOverrideError,
     Limits,
     Override,
@@ -78,18 +79,21 @@ def commands(draw: st.DrawFn) -> Override:
     first, last = 0, 0
     if rule.for_batches and draw(st.booleans()):
         first, last = sorted((draw(st.integers(1, 40)), draw(st.integers(1, 40))))
+    number = draw(st.integers(1, 10**6))
     return Override(
-        f"o{draw(st.integers(0, 10**6))}",
+        f"o{number}",
         draw(st.sampled_from([FLEET, MODEL, ENGINE, *OTHERS])),
         rule,
         "ann",
         "because",
         first,
         last,
+        number,
+        draw(st.booleans()),
     )
 
 
-sets = st.lists(commands(), max_size=8)
+sets = st.lists(commands(), max_size=8, unique_by=lambda o: o.override_id)
 batches = st.integers(1, 64)
 
 
@@ -128,30 +132,77 @@ def test_denials_of_any_scope_beat_everything(overrides, batch):
     assert limits.explore != any(rule.deny_exploration for rule in counting)
 
 
-@given(sets, batches, gammas, gammas)
-@settings(max_examples=300, deadline=None)
-def test_the_engines_own_bounds_are_kept_whatever_wider_scopes_say(overrides, batch, a, b):
-    low, high = min(a, b), max(a, b)
-    wider = [o for o in overrides if o.scope.kind is not ScopeKind.ENGINE]
-    own = Override("own", ENGINE, Rule(gamma_min=low, gamma_max=high), "ann", "because")
-    limits = merge([*wider, own], SPEC, batch)
+@given(sets, batches, st.sampled_from([FLEET, MODEL, ENGINE]))
+@settings(max_examples=200, deadline=None)
+def test_off_beats_every_pin_of_every_scope(overrides, batch, scope):
+    limits = merge([*overrides, Override("off", scope, Rule(off=True), "ann", "why")], SPEC, batch)
+    legal = [arm for arm, may in zip(ARMS, limits.legal(ARMS), strict=True) if may]
+    assert legal
+    assert {arm.gamma for arm in legal} == {0}
+
+
+def rivals(draw, stronger: dict[str, Any], weaker: dict[str, Any]) -> tuple[Override, Override]:
+    """Two overrides with bounds, of which `stronger` and `weaker` say what differs."""
+    found = []
+    for name, fields in (("a", stronger), ("b", weaker)):
+        low, high = sorted((draw(gammas), draw(gammas)))
+        rule = Rule(gamma_min=low, gamma_max=high, drafter=draw(st.sampled_from(DRAFTERS)))
+        base: dict[str, Any] = {"scope": FLEET, "revision": draw(st.integers(1, 99))}
+        found.append(Override(name, rule=rule, author="ann", reason="why", **(base | fields)))
+    return found[0], found[1]
+
+
+@st.composite
+def contests(draw: st.DrawFn) -> tuple[Override, Override]:
+    """(the stronger override, the weaker one), by each clause of the sentence in turn."""
+    clause = draw(st.sampled_from(["narrower", "newer", "file"]))
+    scopes = [ENGINE, MODEL, FLEET]
+    wide = draw(st.integers(0, 2))
+    narrow = draw(st.integers(0, wide))
+    if clause == "narrower":
+        assume(narrow < wide)
+        return rivals(draw, {"scope": scopes[narrow]}, {"scope": scopes[wide]})
+    if clause == "newer":
+        old, scope = draw(st.integers(1, 99)), {"scope": scopes[wide]}
+        return rivals(draw, {"revision": 100, **scope}, {"revision": old, **scope})
+    return rivals(draw, {"scope": scopes[wide]}, {"scope": scopes[narrow], "from_file": True})
+
+
+@given(contests(), batches, st.booleans())
+@settings(max_examples=400, deadline=None)
+def test_of_two_that_contradict_each_other_the_sentence_says_which_one_holds(
+    contest, batch, turned
+):
+    stronger, weaker = contest
+    limits = merge([weaker, stronger] if turned else [stronger, weaker], SPEC, batch)
+    assert limits.drafter == stronger.rule.drafter
+    low, high = stronger.rule.gamma_range
     assert low <= limits.gamma_min <= limits.gamma_max <= high
+    least, most = weaker.rule.gamma_range
+    if least <= high and low <= most:
+        assert (limits.gamma_min, limits.gamma_max) == (max(low, least), min(high, most))
+    else:
+        assert (limits.gamma_min, limits.gamma_max) == (low, high)
 
 
 @given(sets, batches)
 @settings(max_examples=300, deadline=None)
-def test_in_one_scope_no_ceiling_is_ever_passed(overrides, batch):
-    fleet = [o for o in overrides if o.scope.kind is ScopeKind.FLEET]
-    limits = merge(fleet, SPEC, batch)
-    counting = [o.rule for o in fleet if o.covers(SPEC, batch)]
-    ceilings = [r.gamma if r.gamma is not None else r.gamma_max for r in counting]
-    assert limits.gamma_max == min((c for c in ceilings if c is not None), default=MAX_GAMMA)
+def test_every_bound_in_force_was_asked_for_by_the_override_that_is_named(overrides, batch):
+    limits = merge(overrides, SPEC, batch)
+    ranges = {o.override_id: o.rule.gamma_range for o in overrides}
+    bounds = {bound for name in limits.gamma_by for bound in ranges[name]}
+    assert {limits.gamma_min, limits.gamma_max} <= bounds | {0, MAX_GAMMA}
     assert limits.gamma_min <= limits.gamma_max
+
+
+def test_the_sentence_names_every_rank_in_order():
+    ranks = ["Off and denials", "narrower scope", "newer override", "file-based policy"]
+    assert sorted(ranks, key=PRECEDENCE.index) == ranks
 
 
 def bounds(*parts):
     overrides = [
-        Override(f"o{i}", scope, Rule(**rule), "ann", "why")
+        Override(f"o{i}", scope, Rule(**rule), "ann", "why", revision=i)
         for i, (scope, rule) in enumerate(parts)
     ]
     limits = merge(overrides, SPEC, 8)
@@ -163,17 +214,20 @@ def bounds(*parts):
     [
         ([], (0, MAX_GAMMA)),
         ([(FLEET, {"gamma": 3})], (3, 3)),
-        # Ceilings beat floors, and pins are both.
-        ([(FLEET, {"gamma_max": 2}), (FLEET, {"gamma_min": 5})], (2, 2)),
-        ([(FLEET, {"gamma_max": 2}), (FLEET, {"gamma": 5})], (2, 2)),
-        ([(FLEET, {"gamma": 2}), (FLEET, {"gamma": 5})], (2, 2)),
+        # Each one is newer than those before it: in one scope the newer one wins.
+        ([(FLEET, {"gamma_max": 2}), (FLEET, {"gamma_min": 5})], (5, MAX_GAMMA)),
+        ([(FLEET, {"gamma_max": 2}), (FLEET, {"gamma": 5})], (5, 5)),
+        ([(FLEET, {"gamma": 2}), (FLEET, {"gamma": 5})], (5, 5)),
+        ([(FLEET, {"gamma": 5}), (FLEET, {"gamma_max": 2})], (0, 2)),
         # The narrower scope wins.
         ([(FLEET, {"gamma_max": 2}), (ENGINE, {"gamma": 5})], (5, 5)),
+        ([(ENGINE, {"gamma": 5}), (FLEET, {"gamma": 0})], (5, 5)),
         ([(FLEET, {"gamma": 1}), (MODEL, {"gamma": 2}), (ENGINE, {"gamma": 3})], (3, 3)),
-        ([(FLEET, {"gamma_min": 5}), (MODEL, {"gamma_max": 3})], (3, 3)),
-        # A wider bound applies as far as the narrower leaves room.
+        ([(FLEET, {"gamma_min": 5}), (MODEL, {"gamma_max": 3})], (0, 3)),
+        # What can hold together does.
         ([(FLEET, {"gamma_max": 3}), (ENGINE, {"gamma_min": 2})], (2, 3)),
         ([(FLEET, {"gamma_max": 3}), (ENGINE, {"gamma_min": 1, "gamma_max": 7})], (1, 3)),
+        ([(FLEET, {"gamma": 5}), (FLEET, {"gamma_max": 7})], (5, 5)),
     ],
 )
 def test_precedence_of_draft_lengths(parts, expected):
@@ -182,7 +236,7 @@ def test_precedence_of_draft_lengths(parts, expected):
 
 def legal_arms(*parts):
     overrides = [
-        Override(f"o{i}", scope, Rule(**rule), "ann", "why")
+        Override(f"o{i}", scope, Rule(**rule), "ann", "why", revision=i)
         for i, (scope, rule) in enumerate(parts)
     ]
     found = merge(overrides, SPEC, 8).legal(ARMS)
@@ -194,7 +248,7 @@ def test_which_arms_are_left():
     assert legal_arms((FLEET, {"drafter": "mtp"}), (FLEET, {"gamma_max": 1})) == [
         ("mtp", 0), ("mtp", 1),
     ]  # fmt: skip
-    # Two pins in one scope: the first by name; a narrower one wins.
+    # Two pins in one scope: the newer one wins, and a narrower one beats both.
     pins = [(FLEET, {"drafter": "ngram"}), (FLEET, {"drafter": "mtp"})]
     assert {d for d, _ in legal_arms(*pins)} == {"mtp"}
     assert {d for d, _ in legal_arms(*pins, (ENGINE, {"drafter": "dflash"}))} == {"dflash"}
@@ -214,7 +268,7 @@ def test_no_overrides_leave_everything():
 
 def regime_of(*rules_):
     overrides = [
-        Override(f"o{i}", scope, rule, "ann", "why") for i, (scope, rule) in enumerate(rules_)
+        Override(f"o{i}", scope, rule, "ann", "why", revision=i) for i, (scope, rule) in enumerate(rules_)
     ]
     return merge_regime(overrides, SPEC)[:2]
 
@@ -226,6 +280,7 @@ def test_regimes():
     assert regime_of((FLEET, Rule(regime=online)), (FLEET, Rule(regime=collect))) == (collect, True)
     slow = Regime(RegimeMode.ONLINE, 50)
     assert regime_of((FLEET, Rule(regime=online)), (FLEET, Rule(regime=slow))) == (slow, True)
+    assert regime_of((FLEET, Rule(regime=slow)), (FLEET, Rule(regime=online))) == (online, True)
     assert regime_of((FLEET, Rule(regime=Regime())), (ENGINE, Rule(regime=online))) == (
         online,
         True,
