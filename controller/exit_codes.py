@@ -15,8 +15,9 @@ class Exit(IntEnum):
     MISMATCH = 3  # a profile of another engine
     NO_SIDECAR = 4  # no sidecar answers
     NO_ENGINE = 5  # the engine's HTTP API does not answer
-    NOT_INTRODUCED = 6  # the engine is not known to the sidecar, or several are
+    NOT_INTRODUCED = 6  # the engine is not known to the sidecar, or several are and none is named
     BROKE_OFF = 7  # a measurement that came to nothing
     TAKEN = 8  # a socket or port is in use, or cannot be bound
     BAD_FILE = 9  # a file that a setting names cannot be used: profile, access list, certificate
     NO_STORE = 10  # the state directory or the store behind the overrides cannot be used
+    NO_EFFECT = 11  # an override that would do nothing to the engines of this sidecar

@@ -26,8 +26,10 @@ from pydantic_settings import (
 from controller.core.errors import SpeculationError
 from controller.core.selective_training import TrainingSettings
 from controller.core.settings import PlannerSettings
+from controller.listeners import clashes, listeners_of
 from controller.settings_file import SettingsFile, SettingsFileError, read_settings_file
 from controller.settings_sources import PREFIX, Sources, variable
+from controller.socket_paths import socket_path
 
 DEFAULT_ADDRESS = "unix:/run/speculation/controller.sock"
 
@@ -54,8 +56,12 @@ class SettingsError(SpeculationError):
 
 
 def _is_unix(address: str) -> str:
-    if not address.startswith("unix:") or not address.removeprefix("unix:"):
-        raise ValueError("unix:PATH is needed")
+    address = f"unix:{address}" if address.startswith("/") else address
+    if not address.startswith("unix:") or socket_path(address) == Path():
+        raise ValueError(
+            "a unix socket, unix:PATH or /PATH, is needed; to serve on TCP as well, set tcp (--tcp "
+            "HOST:PORT)"
+        )
     return address
 
 
@@ -251,7 +257,7 @@ class Settings(BaseSettings):
     @property
     def socket_path(self) -> Path:
         """The path in `address`."""
-        return Path(self.address.removeprefix("unix:").removeprefix("//"))
+        return socket_path(self.address)
 
     @property
     def state_path(self) -> Path:
@@ -289,7 +295,7 @@ class Settings(BaseSettings):
         except ValidationError as error:
             lines = [_fault(item, sources) for item in error.errors(include_url=False)]
             raise SettingsError("\n".join(lines)) from error
-        _refuse_half_tls(settings, sources)
+        _refuse_what_clashes(settings, sources)
         return settings, sources
 
 
@@ -336,11 +342,15 @@ def _fault(item: ErrorDetails, sources: Sources) -> str:
     return f"{key}: {item['msg']}" + (f" ({remark})" if remark else "")
 
 
-def _refuse_half_tls(settings: Settings, sources: Sources) -> None:
+def _refuse_what_clashes(settings: Settings, sources: Sources) -> None:
     faults = [
         f"{key}: needs {other} as well (from {sources.origin(key)})"
         for key, other in _NEEDS.items()
         if getattr(settings, key) is not None and getattr(settings, other) is None
+    ]
+    faults += [
+        f"{text} (from {sources.origin(one)} and {sources.origin(other)})"
+        for one, other, text in clashes(listeners_of(settings))
     ]
     if faults:
         raise SettingsError("\n".join(faults))

@@ -1,8 +1,65 @@
-"""Where a sidecar's sockets are, from the one path that people name."""
+"""Where a sidecar's sockets are, from the one address that people name, and who may open them."""
 
+import os
+import re
+import stat
 from pathlib import Path
 
+_HOST_PORT = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s:/]+):\d{1,5}")
+# Other forms that gRPC takes.
+_SCHEMES = ("unix-abstract:", "dns:", "ipv4:", "ipv6:")
 _OPERATORS = "-operators"
+
+
+def sidecar_address(text: str) -> str:
+    """The address of a sidecar as gRPC takes it; a bare absolute path is a unix socket's.
+
+    Raises ValueError for what is no address.
+    """
+    if text.startswith("/"):
+        return f"unix:{text}"
+    if text.startswith("unix:") and socket_path(text) != Path():
+        return text
+    if text.startswith(_SCHEMES) or _HOST_PORT.fullmatch(text):
+        return text
+    raise ValueError(f"{text!r} is no address: unix:PATH, /PATH or HOST:PORT is needed")
+
+
+def socket_path(address: str) -> Path:
+    """The path of a unix: address."""
+    return Path(address.removeprefix("unix:").removeprefix("//"))
+
+
+def why_denied(address: str) -> str:
+    """Why this process may not open a sidecar's unix socket, and who may; "" where it may.
+
+    Also "" for other addresses, and where there is no socket.
+    """
+    if not address.startswith("unix:"):
+        return ""
+    path = socket_path(address).absolute()
+    for directory in reversed(path.parents):
+        if not directory.exists():
+            return ""
+        if not os.access(directory, os.X_OK):
+            return _denied(directory, stat.S_IXUSR)
+    if not path.exists() or os.access(path, os.W_OK):
+        return ""
+    return _denied(path, stat.S_IWUSR)
+
+
+def _denied(path: Path, right: int) -> str:
+    """right: the owner's bit that is needed; the group's is three places below."""
+    found = path.stat()
+    who = [f"as uid {found.st_uid}"] if found.st_mode & right else []
+    if found.st_mode & (right >> 3):
+        who.append(f"in group {found.st_gid}")
+    fix = f"run this command {' or '.join(who)}" if who else "its mode lets nobody in: change that"
+    return (
+        f"permission denied: {path} has mode {stat.filemode(found.st_mode)}, uid {found.st_uid} "
+        f"and gid {found.st_gid}, and this command runs as uid {os.geteuid()}, gid {os.getegid()}; "
+        f"{fix}"
+    )
 
 
 def operators_path(path: Path) -> Path:

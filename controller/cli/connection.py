@@ -1,6 +1,6 @@
 """What all commands share that ask a running sidecar."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,10 +13,23 @@ if TYPE_CHECKING:
 
 _PIPE_WIDTH = 250
 
+
+def checked_address(text: str) -> str:
+    """The address as gRPC takes it; a usage error for what is none."""
+    from controller.socket_paths import sidecar_address
+
+    try:
+        return sidecar_address(text) if text else ""
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
 Address = Annotated[
     str,
     typer.Option(
-        envvar="CONTROLLER_ADDRESS", help="Where the sidecar serves: unix:PATH or HOST:PORT."
+        envvar="CONTROLLER_ADDRESS",
+        callback=checked_address,
+        help="Where the sidecar serves: unix:PATH, /PATH or HOST:PORT.",
     ),
 ]
 DEFAULT_ADDRESS = "unix:/run/speculation/controller.sock"
@@ -24,36 +37,56 @@ DEFAULT_ADDRESS = "unix:/run/speculation/controller.sock"
 
 def for_operators(address: str) -> str:
     """Where overrides are set: a unix socket beside the sidecar's, or the same TCP address."""
-    from pathlib import Path
+    from controller.socket_paths import operators_path, socket_path
 
-    from controller.socket_paths import operators_path
-
-    kind, _, path = address.partition(":")
-    return f"unix:{operators_path(Path(path))}" if kind == "unix" else address
+    return (
+        f"unix:{operators_path(socket_path(address))}" if address.startswith("unix:") else address
+    )
 
 
 @contextmanager
-def connected(address: str) -> "Iterator[grpc.Channel]":
-    """A channel; an error of a call ends the command with one line.
+def connected(address: str, hints: Mapping[Exit, str] | None = None) -> "Iterator[grpc.Channel]":
+    """A channel; an error of a call ends the command with one line, and an exit code for it.
 
-    Exit codes: NO_SIDECAR when nobody answers, else FAILED.
+    hints: what to say after the error, by exit code.
     """
     import os
 
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     import grpc
 
-    from controller.credentials import why_silent
-
     try:
         with open_channel(address) as channel:
             yield channel
     except grpc.RpcError as error:
-        away, details = is_away(error), error.details()
-        if away:
-            details = f"no sidecar answers at {address}: {why_silent(address, details)}"
-        typer.echo(f"controller: {details}", err=True)
-        raise typer.Exit(Exit.NO_SIDECAR if away else Exit.FAILED) from error
+        details, code = _failure(address, error)
+        hint = (hints or {}).get(code, "")
+        typer.echo(f"controller: {details}{hint and '; '}{hint}", err=True)
+        raise typer.Exit(code) from error
+
+
+def _failure(address: str, error: "grpc.RpcError") -> tuple[str, Exit]:
+    """What a failed call is to the caller: one line, and the exit code."""
+    from controller.credentials import why_silent
+    from controller.socket_paths import why_denied
+
+    details = error.details()
+    if is_away(error):
+        if denied := why_denied(address):
+            return f"{address}: {denied}", Exit.FAILED
+        return f"no sidecar answers at {address}: {why_silent(address, details)}", Exit.NO_SIDECAR
+    kinds = dict(error.trailing_metadata() or ())
+    code = _BY_ERROR.get(kinds.get("speculation-error", ""))
+    return details, code or _BY_STATUS.get(error.code().name, Exit.FAILED)
+
+
+# By the name of the sidecar's error, and by the status for all others.
+_BY_ERROR = {
+    "UnknownEngineError": Exit.NOT_INTRODUCED,
+    "NoEffectError": Exit.NO_EFFECT,
+    "StoreUnavailableError": Exit.NO_STORE,
+}
+_BY_STATUS = {"INVALID_ARGUMENT": Exit.USAGE}
 
 
 def is_away(error: "grpc.RpcError") -> bool:

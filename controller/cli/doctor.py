@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from controller.cli.connection import checked_address
 from controller.exit_codes import Exit
 
 if TYPE_CHECKING:
@@ -21,7 +22,8 @@ def doctor(
     address: Annotated[
         str,
         typer.Option(
-            help="Where the sidecar serves: unix:PATH or HOST:PORT.",
+            callback=checked_address,
+            help="Where the sidecar serves: unix:PATH, /PATH or HOST:PORT.",
             show_default="as the settings say",
         ),
     ] = "",

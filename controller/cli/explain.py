@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from controller.cli.connection import DEFAULT_ADDRESS, Address, connected, print_wide
-from controller.service.override_words import regime_text, rule_text, scope_text
+from controller.service.override_words import PRECEDENCE, regime_text, rule_text, scope_text
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from speculation.v1 import plan_pb2, service_pb2
+    from speculation.v1 import plan_pb2, policy_pb2, service_pb2
 
 _ANSWER_SECONDS_MAX = 5.0
 # Rounds of training that are shown, the newest.
@@ -40,7 +40,11 @@ def explain(
     ] = 0,
     address: Address = DEFAULT_ADDRESS,
 ) -> None:
-    """Shows why an engine runs the draft length that it runs: every choice with its numbers."""
+    """Shows why an engine runs the draft length that it runs: every choice with its numbers.
+
+    Exit codes: 0 shown, 1 refused, 2 options, 4 no sidecar answers, 6 the sidecar does not know the
+    engine.
+    """
     from speculation.v1 import service_pb2, service_pb2_grpc
 
     with connected(address) as channel:
@@ -244,14 +248,28 @@ def _overrides_text(answer: "service_pb2.ExplainResponse") -> str:
     lines = []
     for held in answer.overrides:
         it = held.override
-        here = "" if it.override_id in answer.limits.overrides else " (not at this batch size)"
         lines.append(
-            f"override {it.override_id}{here}: {scope_text(it)}: {rule_text(it)}; "
-            f"{it.author}: {it.reason}\n"
+            f"override {it.override_id}{_standing(it, answer.limits)}: {scope_text(it)}: "
+            f"{rule_text(it)}; {it.author}: {it.reason}\n"
         )
+    if lines:
+        lines.append(f"{PRECEDENCE}\n")
     if not answer.store.ok:
         lines.append(f"the store of overrides is in trouble: {answer.store.detail}\n")
     return "".join(lines)
+
+
+def _standing(it: "policy_pb2.Override", limits: "service_pb2.OverrideLimits") -> str:
+    """Whether it counts at this batch size, and what decides in its place."""
+    if it.override_id not in limits.overrides:
+        return " (not at this batch size)"
+    rule, by = it.rule, set[str]()
+    bounds = any(rule.HasField(name) for name in ("gamma", "gamma_min", "gamma_max"))
+    if bounds and it.override_id not in limits.gamma_by:
+        by |= set(limits.gamma_by)
+    if rule.HasField("drafter") and limits.drafter_by not in {"", it.override_id}:
+        by.add(limits.drafter_by)
+    return f" (shadowed by {', '.join(sorted(by))})" if by else ""
 
 
 def _row_for(plan: "plan_pb2.Plan", batch_size: int) -> "plan_pb2.PlanRow":

@@ -3,6 +3,7 @@
 import datetime as dt
 import getpass
 import json
+import os
 import re
 import secrets
 from collections.abc import Iterable
@@ -11,16 +12,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from controller.cli.connection import DEFAULT_ADDRESS, Address, connected, for_operators, print_wide
-from controller.service.override_words import rule_text, scope_text
+from controller.exit_codes import Exit
+from controller.service.override_words import PRECEDENCE, regime_text, rule_text, scope_text
 
 if TYPE_CHECKING:
     from speculation.v1 import policy_pb2
 
 _ANSWER_SECONDS_MAX = 10.0
+_ALLOW = "nothing is set; --allow-no-effect sets it all the same"
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 
 override = typer.Typer(
-    no_args_is_help=True, help="Pins, bounds and forbids what engines may run, for a while."
+    no_args_is_help=True,
+    help=f"Pins, bounds and forbids what engines may run, for a while.\n\n{PRECEDENCE}",
 )
 
 AsJson = Annotated[bool, typer.Option("--json", help="As JSON lines, for programs.")]
@@ -60,11 +64,22 @@ def set_(
     etag: Annotated[str, typer.Option(help="Replaces the override that has this etag.")] = "",
     author: Annotated[str | None, typer.Option(envvar="CONTROLLER_AUTHOR", help="Who.")] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only shows what would change.")
+        bool, typer.Option("--dry-run", help="Checks everything, shows the effects, sets nothing.")
+    ] = False,
+    allow_no_effect: Annotated[
+        bool,
+        typer.Option(
+            "--allow-no-effect",
+            help="Set it even if it does nothing to the engines of this sidecar.",
+        ),
     ] = False,
     address: Address = DEFAULT_ADDRESS,
 ) -> None:
-    """Sets an override and shows what it changes on this sidecar's engines."""
+    """Sets an override and shows what it changes on this sidecar's engines.
+
+    Exit codes: 0 set, 1 refused, 2 options, 4 no sidecar answers, 6 the sidecar does not know the
+    engine, 10 the store takes nothing, 11 it would have no effect.  Only with 0 it is set.
+    """
     from speculation.v1 import policy_pb2, policy_pb2_grpc
 
     rule = policy_pb2.OverrideRule(
@@ -78,10 +93,11 @@ def set_(
     request = policy_pb2.SetOverrideRequest(
         override=policy_pb2.Override(
             override_id=name, scope=_scope(engine, model, fleet), rule=rule, min_batch_size=low,
-            max_batch_size=high, author=author or getpass.getuser(), reason=reason,
+            max_batch_size=high, author=author or _caller(), reason=reason,
         ),
         etag=etag,
         dry_run=dry_run,
+        require_effect=not allow_no_effect,
     )  # fmt: skip
     if ttl is not None and for_ever:
         raise typer.BadParameter("--ttl and --for-ever contradict each other")
@@ -89,15 +105,20 @@ def set_(
         request.ttl_seconds = _seconds(ttl)
     elif for_ever:
         request.for_ever = True
-    with connected(for_operators(address)) as channel:
+    hints = dict.fromkeys((Exit.NO_EFFECT, Exit.NOT_INTRODUCED), _ALLOW)
+    with connected(for_operators(address), hints) as channel:
         answer = policy_pb2_grpc.PolicyServiceStub(channel).SetOverride(
             request, timeout=_ANSWER_SECONDS_MAX
         )
+    lasts = _lasts(answer.held)
     if answer.repeated:
-        print(f"{name} was set by this very request before; nothing has changed")
+        print(f"{name} is in force by this very request already, and ends in {lasts}")
+    elif answer.end_moved:
+        print(f"{name} is in force already; its end {'would move' if dry_run else 'has moved'}:")
+        print(f"{name} {'would last' if dry_run else 'lasts'} {lasts} from now on")
     else:
-        print(f"{name} {'would last' if dry_run else 'lasts'} {_lasts(answer.held)}")
-    _print_effects(answer.effects, "would change" if dry_run else "changes")
+        print(f"{name} {'would last' if dry_run else 'lasts'} {lasts}")
+    _print_effects(answer.effects, would=dry_run, renewed=answer.repeated or answer.end_moved)
     if not dry_run:
         print(f"etag {answer.held.etag}; to end it: controller override clear {name} --reason ...")
 
@@ -110,24 +131,27 @@ def clear(
     author: Annotated[str | None, typer.Option(envvar="CONTROLLER_AUTHOR", help="Who.")] = None,
     address: Address = DEFAULT_ADDRESS,
 ) -> None:
-    """Ends an override now."""
+    """Ends an override now, and shows what that changes.
+
+    Exit codes: 0 ended, 1 refused (no such override, another etag), 2 options, 4 no sidecar
+    answers, 10 the store takes nothing.
+    """
     from speculation.v1 import policy_pb2, policy_pb2_grpc
 
     with connected(for_operators(address)) as channel:
         answer = policy_pb2_grpc.PolicyServiceStub(channel).ClearOverride(
             policy_pb2.ClearOverrideRequest(
-                override_id=override_id, etag=etag, author=author or getpass.getuser(),
-                reason=reason,
+                override_id=override_id, etag=etag, author=author or _caller(), reason=reason,
             ),
             timeout=_ANSWER_SECONDS_MAX,
         )  # fmt: skip
     print(f"{override_id} has ended")
-    _print_effects(answer.effects, "changes")
+    _print_effects(answer.effects, would=False, renewed=False)
 
 
 @override.command("list")
 def list_(as_json: AsJson = False, address: Address = DEFAULT_ADDRESS) -> None:
-    """Shows the overrides in force."""
+    """Shows the overrides in force, and which one wins."""
     from speculation.v1 import policy_pb2, policy_pb2_grpc
 
     with connected(address) as channel:
@@ -138,6 +162,7 @@ def list_(as_json: AsJson = False, address: Address = DEFAULT_ADDRESS) -> None:
         _print_json(answer.overrides)
     elif answer.overrides:
         _print_overrides(answer.overrides)
+        print(PRECEDENCE)
     else:
         print("no override is in force")
     if not answer.store.ok:
@@ -213,26 +238,63 @@ def _print_overrides(overrides: "Iterable[policy_pb2.HeldOverride]") -> None:
     print_wide(table)
 
 
-def _print_effects(effects: "Iterable[policy_pb2.OverrideEffect]", verb: str) -> None:
+def _print_effects(
+    effects: "Iterable[policy_pb2.OverrideEffect]", *, would: bool, renewed: bool
+) -> None:
+    """renewed: the override was in force before, so that nothing changes on the engines."""
     effects = list(effects)
     if not effects:
         print("no engine of this sidecar is in its scope")
     for effect in effects:
-        lines = [
-            f"  B {change.batch_sizes.min_batch_size}-{change.batch_sizes.max_batch_size}: "
-            f"{change.drafter_before} gamma {change.gamma_before} -> "
-            f"{change.drafter_after} gamma {change.gamma_after}"
-            for change in effect.changes
-        ]
-        lines += [
-            f"  B {stuck.min_batch_size}-{stuck.max_batch_size}: nothing is left that this engine "
-            "can run, so it does not speculate there"
-            for stuck in effect.stuck
-        ]
-        print(
-            f"engine {effect.engine_id} {verb}:" if lines else f"engine {effect.engine_id}: as now"
-        )
+        lines = _effect_lines(effect)
+        shadows = ", ".join(effect.shadowed_by)
+        if effect.changes or effect.regime_changes:
+            head = f" {'would change' if would else 'changes'} {_timing_text(effect)}:"
+        elif effect.constrains:
+            head = " runs as now, but what it may choose from changes"
+        elif effect.unable:
+            head = f": no effect: {effect.unable}"
+        elif shadows:
+            head = f": no effect: shadowed by {shadows}"
+        else:
+            head = ": as before" if renewed else ": no change"
+        if effect.constrains and effect.unable:
+            lines.append(f"  it cannot do all of this: {effect.unable}")
+        if effect.constrains and shadows:
+            lines.append(f"  in part shadowed by {shadows}")
+        print(f"engine {effect.engine_id}{head}")
         print(*lines, sep="\n", end="\n" if lines else "")
+
+
+def _effect_lines(effect: "policy_pb2.OverrideEffect") -> list[str]:
+    lines = [
+        f"  B {change.batch_sizes.min_batch_size}-{change.batch_sizes.max_batch_size}: "
+        f"{change.drafter_before} gamma {change.gamma_before} -> "
+        f"{change.drafter_after} gamma {change.gamma_after}"
+        for change in effect.changes
+    ]
+    lines += [
+        f"  B {stuck.min_batch_size}-{stuck.max_batch_size}: the overrides leave nothing that this "
+        "engine can run, so it does not speculate there"
+        for stuck in effect.stuck
+    ]
+    if effect.regime_changes:
+        before = regime_text(effect.regime_before) if effect.HasField("regime_before") else ""
+        after = regime_text(effect.regime_after) if effect.HasField("regime_after") else ""
+        chosen = "as the sidecar decides"
+        lines.append(f"  online updates: {before or chosen} -> {after or chosen}")
+    return lines
+
+
+def _timing_text(effect: "policy_pb2.OverrideEffect") -> str:
+    from speculation.v1 import policy_pb2
+
+    kind = policy_pb2.OverrideEffect
+    return {
+        kind.TIMING_NEXT_STEP: "at its next decode step",
+        kind.TIMING_NEXT_CONTACT: "when it next asks (it is not connected now)",
+        kind.TIMING_AFTER_MEASUREMENT: "when the measurement under way has ended",
+    }.get(effect.timing, "with its next plan")
 
 
 def _print_json(messages: Iterable[Any]) -> None:
@@ -297,6 +359,14 @@ def _seconds(text: str) -> float:
     if not found:
         raise typer.BadParameter("--ttl is a number and a unit: 90s, 30m, 2h or 1d")
     return float(found[1]) * _UNITS[found[2]]
+
+
+def _caller() -> str:
+    """The name of the user who calls; the number where nobody has named it, as in a container."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return f"uid {os.getuid()}"
 
 
 def _random() -> str:

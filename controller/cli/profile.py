@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from controller.cli.connection import checked_address
 from controller.exit_codes import Exit
 
 if TYPE_CHECKING:
@@ -28,7 +29,8 @@ def measure(
             "--sidecar",
             "--address",
             envvar="CONTROLLER_ADDRESS",
-            help="Where the sidecar serves: unix:PATH or HOST:PORT.",
+            callback=checked_address,
+            help="Where the sidecar serves: unix:PATH, /PATH or HOST:PORT.",
         ),
     ] = "unix:/run/speculation/controller.sock",
     output: Annotated[

@@ -1,8 +1,9 @@
 """What operators command, and what is left to decide under it: one pure merge.
 
-An override counts where its scope covers the engine and its range covers the batch size.  Overrides
-that can hold together all hold.  Where two contradict each other, the stronger one holds, and the
-weaker one says nothing about the contested part.  `PRECEDENCE` says which one is stronger:
+An override counts where its scope covers the engine and its range covers the batch size.
+
+Off and denials beat every pin; otherwise the narrower scope wins, then the newer override;
+file-based policy is weakest.  Overrides that can hold together all hold.  In detail:
 
 1.  Off and denials (a drafter, online updates, exploration) are absolute, whatever their scope.
     They add up.
@@ -35,11 +36,6 @@ MAX_AUTHOR_CHARACTERS = 128
 MAX_REASON_CHARACTERS = 512
 MAX_SCOPE_CHARACTERS = 256
 MAX_STRIDE = 1_000_000
-# Every listing of overrides shows this sentence.
-PRECEDENCE = (
-    "Off and denials beat every pin; otherwise the narrower scope wins, then the newer override; "
-    "file-based policy is weakest."
-)
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 
 
@@ -295,12 +291,12 @@ def merge_regime(
 
 
 def by_strength(overrides: Iterable[Override]) -> list[Override]:
-    """Each override once, the strongest first, as `PRECEDENCE` says."""
+    """Each override once, the strongest first."""
     return sorted(set(overrides), key=_strength)
 
 
 def _strength(override: Override) -> tuple[bool, int, int, str]:
-    """Smaller is stronger.  The id decides between overrides of one revision, which no store has."""
+    """Smaller is stronger.  No store gives a revision twice: the id is there for what has none."""
     scope = _WIDTH[override.scope.kind]
     return override.from_file, scope, -override.revision, override.override_id
 

@@ -10,6 +10,7 @@ from controller.credentials import Credentials, CredentialsError
 from controller.doctor import neighbours, place, sidecar
 from controller.doctor.finding import Finding, fail, ok
 from controller.settings import DEFAULT_ADDRESS, Settings, SettingsError
+from controller.socket_paths import socket_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ async def diagnose(request: Request) -> AsyncIterator[Finding]:
         yield fail("settings", f"{first}{more}", "correct it; `controller config` shows them all")
     address = request.address or (settings.address if settings else DEFAULT_ADDRESS)
     if address.startswith("unix:"):
-        yield place.check_socket(Path(address.removeprefix("unix:").removeprefix("//")))
+        yield place.check_socket(socket_path(address))
     for finding in await _sidecar(address):
         yield finding
     if request.engine_url:

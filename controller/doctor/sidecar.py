@@ -10,6 +10,7 @@ import grpc.aio
 import controller
 from controller.credentials import why_silent
 from controller.doctor.finding import Finding, fail, ok, warn
+from controller.socket_paths import why_denied
 from speculation.v1 import policy_pb2, policy_pb2_grpc, service_pb2, service_pb2_grpc
 
 _ANSWER_SECONDS = 5.0
@@ -51,6 +52,8 @@ def check_silence(address: str, error: grpc.aio.AioRpcError) -> Finding:
         )
     if error.code() is grpc.StatusCode.UNIMPLEMENTED:
         return fail("sidecar", f"{address}: no sidecar, or another version", "see what runs there")
+    if denied := why_denied(address):
+        return fail("sidecar", f"{address} cannot be asked", denied)
     return fail(
         "sidecar",
         f"{address} does not answer: {error.code().name}",

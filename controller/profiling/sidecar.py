@@ -23,6 +23,7 @@ from controller.profiling.errors import (
     SidecarUnreachableError,
 )
 from controller.service import converters
+from controller.socket_paths import why_denied
 from speculation.v1 import service_pb2, service_pb2_grpc
 
 _ANSWER_SECONDS = 10.0
@@ -197,6 +198,8 @@ class SidecarClient:
                 f"what listens at {self.address} is no sidecar: {error.code().name}: "
                 f"{error.details()}"
             )
+        if denied := why_denied(self.address):
+            return ProfilingError(f"{self.address}: {denied}")
         if self.address.startswith("unix:"):
             return SidecarUnreachableError(
                 f"no sidecar listens at {self.address}: start one with "

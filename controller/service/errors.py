@@ -92,6 +92,10 @@ class OverrideChangedError(SpeculationError):
     """The override is not what the caller has seen."""
 
 
+class NoEffectError(SpeculationError):
+    """The override would do nothing to the engines of this sidecar, and the caller forbids that."""
+
+
 class ForbiddenError(SpeculationError):
     """The caller has not the right to do this."""
 
@@ -153,6 +157,7 @@ _STATUS: tuple[tuple[type[SpeculationError], grpc.StatusCode], ...] = (
     (TooManyOverridesError, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (OverrideExistsError, grpc.StatusCode.ALREADY_EXISTS),
     (OverrideChangedError, grpc.StatusCode.ABORTED),
+    (NoEffectError, grpc.StatusCode.FAILED_PRECONDITION),
     (ForbiddenError, grpc.StatusCode.PERMISSION_DENIED),
     (UnauthenticatedError, grpc.StatusCode.UNAUTHENTICATED),
     (TooManyCallsError, grpc.StatusCode.RESOURCE_EXHAUSTED),
@@ -180,5 +185,6 @@ def message_of(error: SpeculationError) -> str:
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: SpeculationError) -> Never:
-    """Ends the call with the error's status and message."""
-    await context.abort(status_of(error), message_of(error))
+    """Ends the call with the error's status and message, and its name for programs."""
+    name = (("speculation-error", type(error).__name__),)
+    await context.abort(status_of(error), message_of(error), name)

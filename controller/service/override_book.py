@@ -10,16 +10,16 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from enum import Enum
 from typing import TypeAlias
 
 import structlog
 
 from controller import tasks
 from controller.core.errors import SpeculationError
-from controller.core.explanation import PreviewRow
-from controller.core.overrides import InvalidOverrideError, Override
+from controller.core.overrides import InvalidOverrideError, Override, Scope
 from controller.service.errors import (
     NoOverrideError,
     OverrideChangedError,
@@ -45,6 +45,8 @@ _ASK_AGAIN_SECONDS = 30.0
 _WATCH_MAX = 1000
 # In force at a time: every plan is made under all of them.
 MAX_OVERRIDES = 200
+# Two requests with the same id and content ask for the same time to live if it differs by less.
+_SAME_LIFETIME_SECONDS = 1.0
 
 _log = structlog.get_logger(__name__)
 
@@ -62,6 +64,18 @@ class Held:
     def remaining_seconds(self) -> float | None:
         """None = for ever."""
         return None if math.isinf(self.until) else max(0.0, self.until - time.monotonic())
+
+
+class Outcome(Enum):
+    """What a request to set an override does.
+
+    REPEATED: the same request was answered before, and nothing changes.  END_MOVED: the same
+    override is in force, and lasts as long as this request says from now on.
+    """
+
+    SET = "set"
+    REPEATED = "repeated"
+    END_MOVED = "end moved"
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,32 +141,46 @@ class OverrideBook:
 
     async def set(
         self, override: Override, seconds: float | None, etag: str, who: Who
-    ) -> tuple[Held, bool]:
-        """(the override in force, whether it already was by the very same request).
+    ) -> tuple[Held, Outcome]:
+        """The override in force, and what the request did.
 
-        Raises OverrideExistsError, OverrideChangedError, TooManyOverridesError,
+        Raises OverrideExistsError, OverrideChangedError, NoOverrideError, TooManyOverridesError,
         StoreUnavailableError.
         """
+        name, body = override.override_id, to_body(override)
+        outcome = Outcome.SET
+        try:
+            entry = await self._store.write(name, body, seconds, _revision(etag), who)
+        except ConflictError as conflict:
+            outcome, found = _judge(conflict.found, override, seconds, etag)
+            if outcome is Outcome.REPEATED:
+                return self._take(found), outcome
+            try:
+                entry = await self._store.write(name, body, seconds, found.revision, who)
+            except ConflictError as again:
+                raise _conflict(name, found.etag, again.found) from again
+        held = self._take(entry)
+        _log.info(
+            "override_set", override=name, scope=str(override.scope), author=who.author,
+            reason=who.reason, origin=who.origin, seconds=seconds,
+        )  # fmt: skip
+        return held, outcome
+
+    async def try_set(self, override: Override, seconds: float | None, etag: str) -> Outcome:
+        """What `set` would do now; nothing changes.  Raises what `set` raises, if it would."""
+        self._require_room(override)
+        expected = _revision(etag)
+        entries = await self._store.entries()
+        found = next((e for e in entries if e.override_id == override.override_id), None)
+        if expected == (0 if found is None else found.revision):
+            return Outcome.SET
+        return _judge(found, override, seconds, etag)[0]
+
+    def _require_room(self, override: Override) -> None:
         if override.override_id not in self._held and len(self._held) >= MAX_OVERRIDES:
             raise TooManyOverridesError(
                 f"{len(self._held)} overrides are in force already, which is the limit: clear some"
             )
-        body = to_body(override)
-        try:
-            entry = await self._store.write(
-                override.override_id, body, seconds, _revision(etag), who
-            )
-        except ConflictError as conflict:
-            found = conflict.found
-            if not etag and found is not None and found.body == body and not found.ended:
-                return self._take(found), True
-            raise _conflict(override.override_id, etag, found) from conflict
-        held = self._take(entry)
-        _log.info(
-            "override_set", override=override.override_id, scope=str(override.scope),
-            author=who.author, reason=who.reason, origin=who.origin, seconds=seconds,
-        )  # fmt: skip
-        return held, False
 
     async def clear(self, override_id: str, etag: str, who: Who) -> None:
         """Ends it.  Raises NoOverrideError, OverrideChangedError, StoreUnavailableError."""
@@ -176,17 +204,20 @@ class OverrideBook:
                 return entry
         raise NoOverrideError(f"no override {override_id[:128]!r} is in force")
 
-    def previews(
-        self, overrides: tuple[Override, ...], of: Override
-    ) -> Iterator[tuple[str, tuple[PreviewRow, ...]]]:
-        """By engine of this sidecar in the scope of `of`, how its plan would become."""
-        for session in sorted(self._registry, key=lambda s: s.engine_id):
-            if of.scope.covers(session.spec):
-                yield session.engine_id, session.core.preview(overrides)
+    def sessions_of(self, scope: Scope) -> list[Session]:
+        """The sessions of this sidecar's engines in a scope, by engine id."""
+        found = (session for session in self._registry if scope.covers(session.spec))
+        return sorted(found, key=lambda session: session.engine_id)
+
+    def known_engines(self) -> list[Session]:
+        """The sessions of all engines of this sidecar, by engine id."""
+        return sorted(self._registry, key=lambda session: session.engine_id)
 
     def with_(self, override: Override) -> tuple[Override, ...]:
-        """What would be in force with it."""
-        return (*self.without(override.override_id), override)
+        """What would be in force with it, as the newest."""
+        newest = max((o.revision for o in self.active()), default=0)
+        newer = replace(override, revision=newest + 1)
+        return (*self.without(override.override_id), newer)
 
     def without(self, override_id: str) -> tuple[Override, ...]:
         """What would be in force without it."""
@@ -236,7 +267,7 @@ class OverrideBook:
         if known is not None and known.etag == entry.etag:
             return
         try:
-            override = from_body(entry.body)
+            override = replace(from_body(entry.body), revision=entry.revision)
         except InvalidOverrideError as error:
             # Of a newer sidecar, perhaps: it is not obeyed here, and said once.
             if entry.etag not in self._unreadable:
@@ -320,6 +351,29 @@ def _revision(etag: str) -> int:
     if etag and not number.isdecimal():
         raise OverrideChangedError(f"etag {etag[:40]!r} is none: send it as it was given")
     return int(number[:18]) if etag else 0
+
+
+def _judge(
+    found: Entry | None, override: Override, seconds: float | None, etag: str
+) -> tuple[Outcome, Entry]:
+    """What a request is whose etag is not that of the stored entry, and that entry.
+
+    Raises OverrideExistsError, OverrideChangedError, NoOverrideError.
+    """
+    if etag or found is None or found.ended or found.body != to_body(override):
+        raise _conflict(override.override_id, etag, found)
+    lasted = _lifetime(found)
+    if lasted is None or seconds is None:
+        same = lasted is seconds
+    else:
+        same = abs(lasted - seconds) < _SAME_LIFETIME_SECONDS
+    return Outcome.REPEATED if same else Outcome.END_MOVED, found
+
+
+def _lifetime(entry: Entry) -> float | None:
+    """Seconds that it was given when it was written; None: for ever."""
+    left = entry.remaining_seconds
+    return None if left is None else left + time.time() - entry.created_at
 
 
 def _conflict(override_id: str, etag: str, found: Entry | None) -> SpeculationError:

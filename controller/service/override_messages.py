@@ -3,10 +3,13 @@
 import json
 import math
 from collections.abc import Iterable
+from dataclasses import replace
+from typing import TypeAlias
 
 from google.protobuf import json_format
 
 from controller.core.explanation import PreviewRow
+from controller.core.override_effects import Effect
 from controller.core.overrides import (
     InvalidOverrideError,
     Limits,
@@ -18,6 +21,8 @@ from controller.core.overrides import (
 from controller.core.types import Regime, RegimeMode
 from controller.store.port import AuditRecord, Health
 from speculation.v1 import plan_pb2, policy_pb2, service_pb2
+
+Timing: TypeAlias = "policy_pb2.OverrideEffect.Timing.ValueType"
 
 _MODE_FROM_PROTO = {
     plan_pb2.REGIME_MODE_OFF: RegimeMode.OFF,
@@ -37,6 +42,7 @@ def override_from_proto(message: policy_pb2.Override) -> Override:
         message.reason,
         message.min_batch_size,
         message.max_batch_size,
+        message.revision,
     )
 
 
@@ -93,8 +99,7 @@ def override_to_proto(override: Override) -> policy_pb2.Override:
         deny_exploration=rule.deny_exploration,
     )
     if rule.regime is not None:
-        message.regime.mode = _MODE_TO_PROTO[rule.regime.mode]
-        message.regime.stride = rule.regime.stride
+        message.regime.CopyFrom(_regime_to_proto(rule.regime))
     return policy_pb2.Override(
         override_id=override.override_id,
         scope=scope,
@@ -103,12 +108,17 @@ def override_to_proto(override: Override) -> policy_pb2.Override:
         max_batch_size=override.max_batch_size,
         author=override.author,
         reason=override.reason,
+        revision=override.revision,
     )
 
 
+def _regime_to_proto(regime: Regime) -> plan_pb2.Regime:
+    return plan_pb2.Regime(mode=_MODE_TO_PROTO[regime.mode], stride=regime.stride)
+
+
 def to_body(override: Override) -> str:
-    """JSON: the same text for the same override."""
-    found = json_format.MessageToDict(override_to_proto(override))
+    """JSON: the same text for the same override.  Its revision is the store's to say."""
+    found = json_format.MessageToDict(override_to_proto(replace(override, revision=0)))
     return json.dumps(found, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
 
@@ -140,9 +150,23 @@ def lifetime_of(
     return seconds
 
 
-def effect_to_proto(engine_id: str, rows: Iterable[PreviewRow]) -> policy_pb2.OverrideEffect:
+def effect_to_proto(
+    engine_id: str, rows: Iterable[PreviewRow], found: Effect, timing: Timing
+) -> policy_pb2.OverrideEffect:
     """Rows that change, neighbours with the same change as one."""
-    effect = policy_pb2.OverrideEffect(engine_id=engine_id)
+    effect = policy_pb2.OverrideEffect(
+        engine_id=engine_id,
+        constrains=found.constrains,
+        shadowed_by=found.shadowed_by,
+        unable=found.unable,
+        timing=timing,
+    )
+    if found.regime_before != found.regime_after:
+        if found.regime_before is not None:
+            effect.regime_before.CopyFrom(_regime_to_proto(found.regime_before))
+        if found.regime_after is not None:
+            effect.regime_after.CopyFrom(_regime_to_proto(found.regime_after))
+        effect.regime_changes = True
     low = 1
     for row in rows:
         here = policy_pb2.BatchRange(min_batch_size=low, max_batch_size=row.max_batch_size)
@@ -189,6 +213,8 @@ def limits_to_proto(limits: Limits) -> service_pb2.OverrideLimits:
         off=limits.off,
         exploration_denied=not limits.explore,
         overrides=limits.overrides,
+        gamma_by=limits.gamma_by,
+        drafter_by=limits.drafter_by,
     )
 
 

@@ -7,6 +7,12 @@ if TYPE_CHECKING:
 
     from speculation.v1 import plan_pb2, policy_pb2
 
+# Which override wins (`controller.core.overrides`).  Every listing shows this sentence.
+PRECEDENCE = (
+    "Off and denials beat every pin; otherwise the narrower scope wins, then the newer override; "
+    "file-based policy is weakest."
+)
+
 
 def rule_text(override: "policy_pb2.Override") -> str:
     """What it demands, in words."""

@@ -1,26 +1,40 @@
 """Operators in command: PolicyService over the override book."""
 
+import asyncio
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import grpc.aio
 
 from controller.core.errors import SpeculationError
+from controller.core.override_effects import effect_on
 from controller.core.overrides import (
     MAX_AUTHOR_CHARACTERS,
     MAX_REASON_CHARACTERS,
     InvalidOverrideError,
     Override,
+    Scope,
+    ScopeKind,
 )
 from controller.service import override_messages as messages
-from controller.service.errors import InvalidQuestionError, NoOverrideError, abort
+from controller.service.errors import (
+    InvalidQuestionError,
+    NoEffectError,
+    NoOverrideError,
+    UnknownEngineError,
+    abort,
+)
 from controller.service.operator_door import OperatorDoor
-from controller.service.override_book import Held, OverrideBook
-from controller.store.port import Who
+from controller.service.override_book import Held, Outcome, OverrideBook
+from controller.service.session import Session
+from controller.store.port import StoreUnavailableError, Who
 from speculation.v1 import policy_pb2, policy_pb2_grpc
 
 _AUDIT_DEFAULT, _AUDIT_MAX = 100, 1000
+# Engines and names that an error lists.
+_NAMED_MAX = 4
 # Of a journal, or of Redis, which puts a dash into it.
 _SEQUENCE = re.compile(r"[0-9]{1,19}(-[0-9]{1,19})?")
 _KINDS = {
@@ -51,20 +65,31 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
             policy_pb2.SetOverrideRequest, policy_pb2.SetOverrideResponse
         ],
     ) -> policy_pb2.SetOverrideResponse:
-        """Durable and in force here when it returns."""
+        """Durable and in force here when it returns.  A dry run does all but the last step."""
         try:
-            override = messages.override_from_proto(request.override)
+            override = replace(messages.override_from_proto(request.override), revision=0)
             seconds = messages.lifetime_of(request, self.default_seconds, self.max_seconds)
-            effects = self._effects(self._book.with_(override), override)
+            outcome = await self._book.try_set(override, seconds, request.etag)
+            before = self._book.active()
+            after = before if outcome is Outcome.REPEATED else self._book.with_(override)
+            of = next(o for o in after if o.override_id == override.override_id)
+            effects = await self._effects(of, before, after)
+            if request.require_effect and outcome is Outcome.SET:
+                self._require_effect(of, effects)
             if request.dry_run:
+                self._require_store()
                 shown = policy_pb2.HeldOverride(
                     override=request.override, remaining_seconds=seconds
                 )
-                return policy_pb2.SetOverrideResponse(held=shown, effects=effects)
-            who = Who(override.author, override.reason, self._origin(context))
-            held, repeated = await self._book.set(override, seconds, request.etag, who)
+            else:
+                who = Who(override.author, override.reason, self._origin(context))
+                held, outcome = await self._book.set(override, seconds, request.etag, who)
+                shown = held_to_proto(held)
             return policy_pb2.SetOverrideResponse(
-                held=held_to_proto(held), effects=[] if repeated else effects, repeated=repeated
+                held=shown,
+                effects=effects,
+                repeated=outcome is Outcome.REPEATED,
+                end_moved=outcome is Outcome.END_MOVED,
             )
         except SpeculationError as error:
             await abort(context, error)
@@ -83,7 +108,8 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
             known = [h for h in self._book.held() if h.override.override_id == request.override_id]
             if not known:
                 raise NoOverrideError(f"no override {request.override_id[:128]!r} is in force")
-            effects = self._effects(self._book.without(request.override_id), known[0].override)
+            before, after = self._book.active(), self._book.without(request.override_id)
+            effects = await self._effects(known[0].override, before, after)
             who = Who(request.author, request.reason, self._origin(context))
             await self._book.clear(request.override_id, request.etag, who)
             return policy_pb2.ClearOverrideResponse(effects=effects)
@@ -145,13 +171,84 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
         name = context.peer() or "unknown"
         return str(self._door.peers.get(name, name))
 
-    def _effects(
-        self, overrides: tuple[Override, ...], of: Override
+    async def _effects(
+        self, of: Override, before: Sequence[Override], after: Sequence[Override]
     ) -> list[policy_pb2.OverrideEffect]:
-        return [
-            messages.effect_to_proto(engine, rows)
-            for engine, rows in self._book.previews(overrides, of)
-        ]
+        """On every engine of this sidecar in its scope, by engine id."""
+        found = []
+        for session in self._book.sessions_of(of.scope):
+            effect = effect_on(session.spec, of, before, after)
+            rows = session.core.preview(after) if effect.arms else ()
+            found.append(
+                messages.effect_to_proto(session.engine_id, rows, effect, _timing(session))
+            )
+            # Every engine takes about a millisecond: other calls have their turn in between.
+            await asyncio.sleep(0)
+        return found
+
+    def _require_effect(self, of: Override, effects: Sequence[policy_pb2.OverrideEffect]) -> None:
+        """Raises UnknownEngineError or NoEffectError."""
+        if not effects:
+            raise self._nobody(of.scope)
+        if all(effect.unable for effect in effects):
+            raise NoEffectError(
+                "no engine in its scope can do this: "
+                + _by_engine((effect.engine_id, effect.unable) for effect in effects)
+            )
+        if not any(effect.constrains for effect in effects):
+            raise NoEffectError(
+                "it would change nothing: "
+                + _by_engine((effect.engine_id, why_nothing(effect)) for effect in effects)
+            )
+
+    def _nobody(self, scope: Scope) -> SpeculationError:
+        """Says that no engine of this sidecar is in a scope, and which ones there are."""
+        sessions = self._book.known_engines()
+        if not sessions:
+            return _kind_of(scope)("no engine has introduced itself to this sidecar")
+        if scope.kind is ScopeKind.ENGINE:
+            known = sorted({session.engine_id for session in sessions})
+        else:
+            known = sorted({session.spec.fingerprint.target_model for session in sessions})
+        more = f" and {len(known) - _NAMED_MAX} more" if len(known) > _NAMED_MAX else ""
+        return _kind_of(scope)(
+            f"this sidecar knows no {scope}; it knows {', '.join(known[:_NAMED_MAX])}{more}"
+        )
+
+    def _require_store(self) -> None:
+        """Raises StoreUnavailableError where the store would not take a change."""
+        health = self._book.health
+        if not health.ok:
+            raise StoreUnavailableError(f"{health.detail}; nothing can be changed now")
+
+
+def why_nothing(effect: policy_pb2.OverrideEffect) -> str:
+    """Why an override that changes nothing on an engine does not."""
+    if effect.unable:
+        return str(effect.unable)
+    if effect.shadowed_by:
+        return f"shadowed by {', '.join(effect.shadowed_by)}"
+    return "what it may run stays the same"
+
+
+def _by_engine(found: Iterable[tuple[str, str]]) -> str:
+    """What holds of each engine: the first few of them."""
+    pairs = list(found)
+    more = f"; and {len(pairs) - _NAMED_MAX} more engines" if len(pairs) > _NAMED_MAX else ""
+    return "; ".join(f"engine {name}: {text}" for name, text in pairs[:_NAMED_MAX]) + more
+
+
+def _kind_of(scope: Scope) -> type[SpeculationError]:
+    return UnknownEngineError if scope.kind is ScopeKind.ENGINE else NoEffectError
+
+
+def _timing(session: Session) -> messages.Timing:
+    """When the engine of a session follows a new plan."""
+    if session.measurement is not None:
+        return policy_pb2.OverrideEffect.TIMING_AFTER_MEASUREMENT
+    if session.listeners:
+        return policy_pb2.OverrideEffect.TIMING_NEXT_STEP
+    return policy_pb2.OverrideEffect.TIMING_NEXT_CONTACT
 
 
 def held_to_proto(held: Held) -> policy_pb2.HeldOverride:

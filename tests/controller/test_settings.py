@@ -83,8 +83,7 @@ def test_what_kubernetes_says_about_a_service_of_that_name_is_no_setting(
     [
         ({"metrics_port": 70_000}, "metrics_port: "),
         ({"adress": "unix:/x"}, "adress: "),
-        ({"address": "/run/x.sock"}, "address: .*unix:PATH is needed"),
-        ({"address": "unix:"}, "unix:PATH is needed"),
+        ({"address": "unix:"}, "unix:PATH or /PATH, is needed"),
         ({"tcp": "9000"}, "tcp: .*HOST:PORT is needed"),
         ({"log_level": "loud"}, "log_level: "),
         ({"max_engines": 0}, "max_engines: "),
@@ -121,6 +120,54 @@ def test_all_of_tls_is_taken():
     names = ("tls_certificate", "tls_key", "tls_client_ca")
     assert Settings.load(dict.fromkeys(names, Path("/x.pem"))).tls_client_ca == Path("/x.pem")
     assert Settings.load(dict.fromkeys(names[:2], Path("/x.pem"))).tls_key == Path("/x.pem")
+
+
+@pytest.mark.parametrize(
+    ("flags", "both"),
+    [
+        ({"metrics_port": 9470, "page_port": 9470}, ("metrics_port", "page_port")),
+        ({"page_port": 9464}, ("metrics_port", "page_port")),
+        ({"health_port": 9464}, ("metrics_port", "health_port")),
+        ({"tcp": "0.0.0.0:9464"}, ("tcp", "metrics_port")),
+        ({"tcp": "localhost:9464"}, ("tcp", "metrics_port")),
+        ({"tcp": "[::]:9464"}, ("tcp", "metrics_port")),
+        ({"tcp": "a-name:9466", "page_port": 9466}, ("tcp", "page_port")),
+        ({"tcp": "127.0.0.1:9465", "health_port": 9465}, ("tcp", "health_port")),
+        ({"page_port": 9, "health_port": 9}, ("page_port", "health_port")),
+    ],
+)
+def test_two_listeners_on_one_port_are_refused_and_named(
+    flags: dict[str, object], both: tuple[str, str]
+):
+    with pytest.raises(SettingsError) as error:
+        Settings.load(flags)
+    text = str(error.value)
+    assert all(name in text for name in both)
+    assert "both would listen on port" in text
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"metrics_port": 0, "page_port": 0, "health_port": 0},
+        {"tcp": "10.0.0.1:9464"},
+        {"tcp": "[::1]:9464"},
+        {"page_host": "10.0.0.1", "page_port": 9464},
+        {"tcp": "127.0.0.1:0"},
+    ],
+)
+def test_listeners_apart_may_have_one_port(flags: dict[str, object]):
+    Settings.load(flags)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:9464", "nosuch", "unix:", "relative.sock"])
+def test_an_address_to_serve_on_that_is_no_socket_names_the_way_to_tcp(address: str):
+    with pytest.raises(SettingsError, match=r"unix:PATH or /PATH, is needed.*--tcp HOST:PORT"):
+        Settings.load({"address": address})
+
+
+def test_a_bare_path_is_a_unix_socket():
+    assert Settings.load({"address": "/run/x.sock"}).address == "unix:/run/x.sock"
 
 
 def test_every_setting_is_described():

@@ -9,6 +9,7 @@ import kubernetes_validate
 import pytest
 
 import controller
+from controller.listeners import listeners_of
 from controller.settings import Settings, SettingsError
 from engine_shim.sglang.settings import PluginSettings
 from engine_shim.sglang.versions import TESTED
@@ -247,10 +248,25 @@ def test_only_who_must_gets_in_and_out(
     assert set(policy["policyTypes"]) == {"Ingress", "Egress"}
     into = {port["port"]: rule["from"] for rule in policy["ingress"] for port in rule["ports"]}
     out = {port["port"]: rule["to"] for rule in policy["egress"] for port in rule["ports"]}
-    assert into.keys() == {30000, settings.metrics_port} | ({9466} if overlay == "fleet" else set())
+    operators = {int(settings.tcp.rpartition(":")[2])} if settings.tcp else set()
+    assert into.keys() == {30000, settings.metrics_port} | operators
     assert out.keys() == {53} | ({6379} if overlay == "fleet" else set())
     for peers in (*into.values(), *out.values()):
         assert peers
     (prometheus,) = into[settings.metrics_port]
     assert prometheus["podSelector"]["matchLabels"]
     assert prometheus["namespaceSelector"]["matchLabels"]
+
+
+def test_the_page_has_a_port_of_its_own_wherever_it_is_documented(
+    overlay: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    settings, _ = settings_of(overlay, tmp_path, monkeypatch)
+    named = [
+        int(port)
+        for page in ("README.md", "docs/page.md")
+        for port in re.findall(r"--page-port (\d+)", (ROOT / page).read_text())
+    ]
+    assert len(named) >= 2
+    taken = {listener.port for listener in listeners_of(settings)}
+    assert not taken & set(named)

@@ -129,6 +129,7 @@ class Override(_message.Message):
     MAX_BATCH_SIZE_FIELD_NUMBER: _builtins.int
     AUTHOR_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
     override_id: _builtins.str
     """Chosen by the caller: 1 to 128 letters, digits, . _ : -"""
     min_batch_size: _builtins.int
@@ -136,6 +137,8 @@ class Override(_message.Message):
     max_batch_size: _builtins.int
     author: _builtins.str
     reason: _builtins.str
+    revision: _builtins.int
+    """Set by the sidecar, ignored in requests: of two overrides the newer one has the larger."""
     @_builtins.property
     def scope(self) -> Global___Scope: ...
     @_builtins.property
@@ -150,10 +153,11 @@ class Override(_message.Message):
         max_batch_size: _builtins.int = ...,
         author: _builtins.str = ...,
         reason: _builtins.str = ...,
+        revision: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["rule", b"rule", "scope", b"scope"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["author", b"author", "max_batch_size", b"max_batch_size", "min_batch_size", b"min_batch_size", "override_id", b"override_id", "reason", b"reason", "rule", b"rule", "scope", b"scope"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["author", b"author", "max_batch_size", b"max_batch_size", "min_batch_size", b"min_batch_size", "override_id", b"override_id", "reason", b"reason", "revision", b"revision", "rule", b"rule", "scope", b"scope"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -203,13 +207,16 @@ class SetOverrideRequest(_message.Message):
     FOR_EVER_FIELD_NUMBER: _builtins.int
     ETAG_FIELD_NUMBER: _builtins.int
     DRY_RUN_FIELD_NUMBER: _builtins.int
+    REQUIRE_EFFECT_FIELD_NUMBER: _builtins.int
     ttl_seconds: _builtins.float
     for_ever: _builtins.bool
     """Must be true.  Neither given: the sidecar's default time."""
     etag: _builtins.str
     """Of the content that this one replaces; empty: there is none."""
     dry_run: _builtins.bool
-    """Changes nothing; the answer says what would change."""
+    """Changes nothing; everything else is checked and answered as if it were set."""
+    require_effect: _builtins.bool
+    """Refuses an override that would have no effect on the engines of this sidecar."""
     @_builtins.property
     def override(self) -> Global___Override: ...
     def __init__(
@@ -220,10 +227,11 @@ class SetOverrideRequest(_message.Message):
         for_ever: _builtins.bool = ...,
         etag: _builtins.str = ...,
         dry_run: _builtins.bool = ...,
+        require_effect: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["for_ever", b"for_ever", "lifetime", b"lifetime", "override", b"override", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dry_run", b"dry_run", "etag", b"etag", "for_ever", b"for_ever", "lifetime", b"lifetime", "override", b"override", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dry_run", b"dry_run", "etag", b"etag", "for_ever", b"for_ever", "lifetime", b"lifetime", "override", b"override", "require_effect", b"require_effect", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_lifetime: _TypeAlias = _typing.Literal["ttl_seconds", "for_ever"]  # noqa: Y015
     _WhichOneofArgType_lifetime: _TypeAlias = _typing.Literal["lifetime", b"lifetime"]  # noqa: Y015
@@ -238,8 +246,11 @@ class SetOverrideResponse(_message.Message):
     HELD_FIELD_NUMBER: _builtins.int
     EFFECTS_FIELD_NUMBER: _builtins.int
     REPEATED_FIELD_NUMBER: _builtins.int
+    END_MOVED_FIELD_NUMBER: _builtins.int
     repeated: _builtins.bool
     """The same request was answered before; nothing was changed now."""
+    end_moved: _builtins.bool
+    """The same override was in force before; it now lasts as long as this request says."""
     @_builtins.property
     def held(self) -> Global___HeldOverride:
         """Without etag and times in a dry run."""
@@ -254,10 +265,11 @@ class SetOverrideResponse(_message.Message):
         held: Global___HeldOverride | None = ...,
         effects: _abc.Iterable[Global___OverrideEffect] | None = ...,
         repeated: _builtins.bool = ...,
+        end_moved: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["held", b"held"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["effects", b"effects", "held", b"held", "repeated", b"repeated"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["effects", b"effects", "end_moved", b"end_moved", "held", b"held", "repeated", b"repeated"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -265,14 +277,53 @@ Global___SetOverrideResponse: _TypeAlias = SetOverrideResponse  # noqa: Y015
 
 @_typing.final
 class OverrideEffect(_message.Message):
-    """How one engine's plan changes."""
+    """What setting or clearing an override does to one engine."""
 
     DESCRIPTOR: _descriptor.Descriptor
+
+    class _Timing:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _TimingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[OverrideEffect._Timing.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        TIMING_UNSPECIFIED: OverrideEffect._Timing.ValueType  # 0
+        TIMING_NEXT_STEP: OverrideEffect._Timing.ValueType  # 1
+        """At its next decode step: its stream is open."""
+        TIMING_NEXT_CONTACT: OverrideEffect._Timing.ValueType  # 2
+        """When it next asks: no stream of it is open."""
+        TIMING_AFTER_MEASUREMENT: OverrideEffect._Timing.ValueType  # 3
+        """When the measurement that is under way has ended."""
+
+    class Timing(_Timing, metaclass=_TimingEnumTypeWrapper):
+        """When the engine follows."""
+
+    TIMING_UNSPECIFIED: OverrideEffect.Timing.ValueType  # 0
+    TIMING_NEXT_STEP: OverrideEffect.Timing.ValueType  # 1
+    """At its next decode step: its stream is open."""
+    TIMING_NEXT_CONTACT: OverrideEffect.Timing.ValueType  # 2
+    """When it next asks: no stream of it is open."""
+    TIMING_AFTER_MEASUREMENT: OverrideEffect.Timing.ValueType  # 3
+    """When the measurement that is under way has ended."""
 
     ENGINE_ID_FIELD_NUMBER: _builtins.int
     CHANGES_FIELD_NUMBER: _builtins.int
     STUCK_FIELD_NUMBER: _builtins.int
+    CONSTRAINS_FIELD_NUMBER: _builtins.int
+    REGIME_CHANGES_FIELD_NUMBER: _builtins.int
+    REGIME_BEFORE_FIELD_NUMBER: _builtins.int
+    REGIME_AFTER_FIELD_NUMBER: _builtins.int
+    SHADOWED_BY_FIELD_NUMBER: _builtins.int
+    UNABLE_FIELD_NUMBER: _builtins.int
+    TIMING_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
+    constrains: _builtins.bool
+    """What the engine may run, learn or probe changes, even if what it runs now does not."""
+    regime_changes: _builtins.bool
+    """What overrides demand of online updates changes, from and to; absent: the sidecar decides."""
+    unable: _builtins.str
+    """Why the engine cannot do what the override demands; empty if it can."""
+    timing: Global___OverrideEffect.Timing.ValueType
     @_builtins.property
     def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowChange]:
         """Ranges of batch sizes whose choice changes, ascending; empty: none."""
@@ -281,18 +332,40 @@ class OverrideEffect(_message.Message):
     def stuck(self) -> _containers.RepeatedCompositeFieldContainer[Global___BatchRange]:
         """Batch sizes at which nothing is left that the engine can run: it decodes plainly there."""
 
+    @_builtins.property
+    def regime_before(self) -> _plan_pb2.Regime: ...
+    @_builtins.property
+    def regime_after(self) -> _plan_pb2.Regime: ...
+    @_builtins.property
+    def shadowed_by(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Ids of the overrides that decide in its place, ascending."""
+
     def __init__(
         self,
         *,
         engine_id: _builtins.str = ...,
         changes: _abc.Iterable[Global___RowChange] | None = ...,
         stuck: _abc.Iterable[Global___BatchRange] | None = ...,
+        constrains: _builtins.bool = ...,
+        regime_changes: _builtins.bool = ...,
+        regime_before: _plan_pb2.Regime | None = ...,
+        regime_after: _plan_pb2.Regime | None = ...,
+        shadowed_by: _abc.Iterable[_builtins.str] | None = ...,
+        unable: _builtins.str = ...,
+        timing: Global___OverrideEffect.Timing.ValueType = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_regime_after", b"_regime_after", "_regime_before", b"_regime_before", "regime_after", b"regime_after", "regime_before", b"regime_before"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "engine_id", b"engine_id", "stuck", b"stuck"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_regime_after", b"_regime_after", "_regime_before", b"_regime_before", "changes", b"changes", "constrains", b"constrains", "engine_id", b"engine_id", "regime_after", b"regime_after", "regime_before", b"regime_before", "regime_changes", b"regime_changes", "shadowed_by", b"shadowed_by", "stuck", b"stuck", "timing", b"timing", "unable", b"unable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__regime_after: _TypeAlias = _typing.Literal["regime_after"]  # noqa: Y015
+    _WhichOneofArgType__regime_after: _TypeAlias = _typing.Literal["_regime_after", b"_regime_after"]  # noqa: Y015
+    _WhichOneofReturnType__regime_before: _TypeAlias = _typing.Literal["regime_before"]  # noqa: Y015
+    _WhichOneofArgType__regime_before: _TypeAlias = _typing.Literal["_regime_before", b"_regime_before"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__regime_after) -> _WhichOneofReturnType__regime_after | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__regime_before) -> _WhichOneofReturnType__regime_before | None: ...
 
 Global___OverrideEffect: _TypeAlias = OverrideEffect  # noqa: Y015
 

@@ -6,9 +6,10 @@ from speculation.v1 import policy_pb2 as speculation_dot_v1_dot_policy__pb2
 
 
 class PolicyServiceStub(object):
-    """Operators in command.  Precedence of overrides: denials of any scope, then the narrower scope
-    (engine, model, fleet), then ceilings before floors; an override that leaves nothing that an
-    engine can run makes it decode plainly (gamma = 0).
+    """Operators in command.  Off and denials beat every pin; otherwise the narrower scope wins (engine,
+    model, fleet), then the newer override; file-based policy is weakest.  Overrides that can hold
+    together all hold.  If they leave nothing that an engine can run, it decodes without speculation
+    (gamma = 0).
     """
 
     def __init__(self, channel):
@@ -45,17 +46,21 @@ class PolicyServiceStub(object):
 
 
 class PolicyServiceServicer(object):
-    """Operators in command.  Precedence of overrides: denials of any scope, then the narrower scope
-    (engine, model, fleet), then ceilings before floors; an override that leaves nothing that an
-    engine can run makes it decode plainly (gamma = 0).
+    """Operators in command.  Off and denials beat every pin; otherwise the narrower scope wins (engine,
+    model, fleet), then the newer override; file-based policy is weakest.  Overrides that can hold
+    together all hold.  If they leave nothing that an engine can run, it decodes without speculation
+    (gamma = 0).
     """
 
     def SetOverride(self, request, context):
         """Creates an override, or replaces it when its etag is sent.  A repeated request (same id, same
-        content) changes nothing and answers as the first one did.
+        content, same lifetime) changes nothing and answers as the first one did; with another lifetime
+        it moves the end.
         INVALID_ARGUMENT: it cannot be (the message says why).  ALREADY_EXISTS: the id holds other
         content, or has ended.  ABORTED: the etag is not that of the newest content.
         UNAVAILABLE: the store cannot take it; it is not in force.
+        With `require_effect` also NOT_FOUND: it is for an engine that this sidecar does not know;
+        FAILED_PRECONDITION: no engine of this sidecar is in its scope, can do it, or changes by it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -125,9 +130,10 @@ def add_PolicyServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class PolicyService(object):
-    """Operators in command.  Precedence of overrides: denials of any scope, then the narrower scope
-    (engine, model, fleet), then ceilings before floors; an override that leaves nothing that an
-    engine can run makes it decode plainly (gamma = 0).
+    """Operators in command.  Off and denials beat every pin; otherwise the narrower scope wins (engine,
+    model, fleet), then the newer override; file-based policy is weakest.  Overrides that can hold
+    together all hold.  If they leave nothing that an engine can run, it decodes without speculation
+    (gamma = 0).
     """
 
     @staticmethod

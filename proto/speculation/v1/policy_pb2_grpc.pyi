@@ -27,9 +27,10 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class PolicyServiceStub:
-    """Operators in command.  Precedence of overrides: denials of any scope, then the narrower scope
-    (engine, model, fleet), then ceilings before floors; an override that leaves nothing that an
-    engine can run makes it decode plainly (gamma = 0).
+    """Operators in command.  Off and denials beat every pin; otherwise the narrower scope wins (engine,
+    model, fleet), then the newer override; file-based policy is weakest.  Overrides that can hold
+    together all hold.  If they leave nothing that an engine can run, it decodes without speculation
+    (gamma = 0).
     """
 
     @_typing.overload
@@ -38,10 +39,13 @@ class PolicyServiceStub:
     def __new__(cls, channel: _aio.Channel) -> PolicyServiceAsyncStub: ...
     SetOverride: _grpc.UnaryUnaryMultiCallable[_policy_pb2.SetOverrideRequest, _policy_pb2.SetOverrideResponse]
     """Creates an override, or replaces it when its etag is sent.  A repeated request (same id, same
-    content) changes nothing and answers as the first one did.
+    content, same lifetime) changes nothing and answers as the first one did; with another lifetime
+    it moves the end.
     INVALID_ARGUMENT: it cannot be (the message says why).  ALREADY_EXISTS: the id holds other
     content, or has ended.  ABORTED: the etag is not that of the newest content.
     UNAVAILABLE: the store cannot take it; it is not in force.
+    With `require_effect` also NOT_FOUND: it is for an engine that this sidecar does not know;
+    FAILED_PRECONDITION: no engine of this sidecar is in its scope, can do it, or changes by it.
     """
     ClearOverride: _grpc.UnaryUnaryMultiCallable[_policy_pb2.ClearOverrideRequest, _policy_pb2.ClearOverrideResponse]
     """Ends an override now.  NOT_FOUND: no such override is in force.  ABORTED: as above."""
@@ -54,18 +58,22 @@ class PolicyServiceStub:
 
 @_typing.type_check_only
 class PolicyServiceAsyncStub(PolicyServiceStub):
-    """Operators in command.  Precedence of overrides: denials of any scope, then the narrower scope
-    (engine, model, fleet), then ceilings before floors; an override that leaves nothing that an
-    engine can run makes it decode plainly (gamma = 0).
+    """Operators in command.  Off and denials beat every pin; otherwise the narrower scope wins (engine,
+    model, fleet), then the newer override; file-based policy is weakest.  Overrides that can hold
+    together all hold.  If they leave nothing that an engine can run, it decodes without speculation
+    (gamma = 0).
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     SetOverride: _aio.UnaryUnaryMultiCallable[_policy_pb2.SetOverrideRequest, _policy_pb2.SetOverrideResponse]  # type: ignore[assignment]
     """Creates an override, or replaces it when its etag is sent.  A repeated request (same id, same
-    content) changes nothing and answers as the first one did.
+    content, same lifetime) changes nothing and answers as the first one did; with another lifetime
+    it moves the end.
     INVALID_ARGUMENT: it cannot be (the message says why).  ALREADY_EXISTS: the id holds other
     content, or has ended.  ABORTED: the etag is not that of the newest content.
     UNAVAILABLE: the store cannot take it; it is not in force.
+    With `require_effect` also NOT_FOUND: it is for an engine that this sidecar does not know;
+    FAILED_PRECONDITION: no engine of this sidecar is in its scope, can do it, or changes by it.
     """
     ClearOverride: _aio.UnaryUnaryMultiCallable[_policy_pb2.ClearOverrideRequest, _policy_pb2.ClearOverrideResponse]  # type: ignore[assignment]
     """Ends an override now.  NOT_FOUND: no such override is in force.  ABORTED: as above."""
@@ -77,9 +85,10 @@ class PolicyServiceAsyncStub(PolicyServiceStub):
     """Who changed what, when, why, from where; the newest first."""
 
 class PolicyServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Operators in command.  Precedence of overrides: denials of any scope, then the narrower scope
-    (engine, model, fleet), then ceilings before floors; an override that leaves nothing that an
-    engine can run makes it decode plainly (gamma = 0).
+    """Operators in command.  Off and denials beat every pin; otherwise the narrower scope wins (engine,
+    model, fleet), then the newer override; file-based policy is weakest.  Overrides that can hold
+    together all hold.  If they leave nothing that an engine can run, it decodes without speculation
+    (gamma = 0).
     """
 
     @_abc_1.abstractmethod
@@ -89,10 +98,13 @@ class PolicyServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_policy_pb2.SetOverrideResponse, _abc.Awaitable[_policy_pb2.SetOverrideResponse]]:
         """Creates an override, or replaces it when its etag is sent.  A repeated request (same id, same
-        content) changes nothing and answers as the first one did.
+        content, same lifetime) changes nothing and answers as the first one did; with another lifetime
+        it moves the end.
         INVALID_ARGUMENT: it cannot be (the message says why).  ALREADY_EXISTS: the id holds other
         content, or has ended.  ABORTED: the etag is not that of the newest content.
         UNAVAILABLE: the store cannot take it; it is not in force.
+        With `require_effect` also NOT_FOUND: it is for an engine that this sidecar does not know;
+        FAILED_PRECONDITION: no engine of this sidecar is in its scope, can do it, or changes by it.
         """
 
     @_abc_1.abstractmethod

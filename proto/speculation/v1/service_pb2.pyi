@@ -979,17 +979,26 @@ class OverrideLimits(_message.Message):
     OFF_FIELD_NUMBER: _builtins.int
     EXPLORATION_DENIED_FIELD_NUMBER: _builtins.int
     OVERRIDES_FIELD_NUMBER: _builtins.int
+    GAMMA_BY_FIELD_NUMBER: _builtins.int
+    DRAFTER_BY_FIELD_NUMBER: _builtins.int
     gamma_min: _builtins.int
     gamma_max: _builtins.int
     drafter: _builtins.str
     """The pinned drafter, if one is."""
     off: _builtins.bool
     exploration_denied: _builtins.bool
+    drafter_by: _builtins.str
     @_builtins.property
     def denied_drafters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def overrides(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Ids of those that count here."""
+
+    @_builtins.property
+    def gamma_by(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Ids of the overrides that set the bounds of the draft length, and of the one that pins the
+        drafter; empty: none does.
+        """
 
     def __init__(
         self,
@@ -1001,10 +1010,12 @@ class OverrideLimits(_message.Message):
         off: _builtins.bool = ...,
         exploration_denied: _builtins.bool = ...,
         overrides: _abc.Iterable[_builtins.str] | None = ...,
+        gamma_by: _abc.Iterable[_builtins.str] | None = ...,
+        drafter_by: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["denied_drafters", b"denied_drafters", "drafter", b"drafter", "exploration_denied", b"exploration_denied", "gamma_max", b"gamma_max", "gamma_min", b"gamma_min", "off", b"off", "overrides", b"overrides"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["denied_drafters", b"denied_drafters", "drafter", b"drafter", "drafter_by", b"drafter_by", "exploration_denied", b"exploration_denied", "gamma_by", b"gamma_by", "gamma_max", b"gamma_max", "gamma_min", b"gamma_min", "off", b"off", "overrides", b"overrides"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -95,6 +95,17 @@ def test_a_certificate_without_its_key_is_refused_as_serve_refuses_it(tmp_path: 
         assert f"tls_certificate: needs tls_key as well (from file {path}, line 3)" in done.output
 
 
+def test_two_listeners_on_one_port_are_refused_as_serve_refuses_them(tmp_path: Path):
+    path = tmp_path / "c.yaml"
+    path.write_text(f"address: unix:{tmp_path}/s\npage_port: 9466\ntcp: 0.0.0.0:9466\n")
+    checked = run("--check", "--config", str(path))
+    served = CliRunner().invoke(app, ["serve", "--config", str(path)])
+    for done in (checked, served):
+        assert done.exit_code == Exit.USAGE
+        assert "tcp and page_port: both would listen on port 9466" in done.output
+        assert f"{path}, line 2" in done.output
+
+
 @pytest.mark.parametrize(
     "url", ["http://cache:6379", "redis://", "redis+sentinel://a:1", "redis://:hunter2@cache:x/0"]
 )

@@ -1,6 +1,7 @@
 """`controller override` beside a sidecar process, as an operator types it."""
 
 import json
+import secrets
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ import grpc
 import pytest
 
 from controller.exit_codes import Exit
+from controller.service.override_words import PRECEDENCE
 from speculation.v1 import service_pb2, service_pb2_grpc
 from tests.controller.cli.sidecar_process import (
     CONTROLLER,
@@ -74,13 +76,16 @@ def test_a_pin_at_three_in_the_morning(sidecar: SidecarProcess):
     assert "pin lasts 2 h" in done.stdout
     assert "controller override clear pin" in done.stdout
     again = command(sidecar, *pin, "--ttl", "2h", "--author", "ann")
-    assert "nothing has changed" in again.stdout
+    assert "pin is in force by this very request already, and ends in 2 h" in again.stdout
+    assert "engine night: as before" in again.stdout
+    assert again.returncode == 0
 
     listed = command(sidecar, "list").stdout
-    for word in ("pin", "engine night", "gamma = 1", "ann", "drafter is ill"):
+    for word in ("pin", "engine night", "gamma = 1", "ann", "drafter is ill", PRECEDENCE):
         assert word in listed
     why = controller("explain", "night", "--address", sidecar.address).stdout
     assert "override pin: engine night: gamma = 1; ann: drafter is ill" in why
+    assert PRECEDENCE in why
     assert "override;" in why
     assert "forbidden" in why
     assert "override" not in controller("explain", "day", "--address", sidecar.address).stdout
@@ -107,7 +112,8 @@ def test_every_kind_of_rule_can_be_said(sidecar: SidecarProcess):
         "probe": (["--fleet", "--deny-exploration", "--for-ever"], "no probing"),
     }
     for name, (words, text) in rules.items():
-        done = command(sidecar, "set", *words, "--id", name, "--reason", "test")
+        more = ["--id", name, "--reason", "test", "--allow-no-effect"]
+        done = command(sidecar, "set", *words, *more)
         assert done.returncode == 0, done.stderr
         listed = command(sidecar, "list").stdout
         assert text in next(line for line in listed.splitlines() if f" {name} " in line)
@@ -140,16 +146,61 @@ def test_what_cannot_be_is_refused_in_one_line(
     sidecar: SidecarProcess, words: list[str], text: str
 ):
     result = command(sidecar, "set", *words, "--reason", "test")
-    assert result.returncode in {1, 2}
+    assert result.returncode == Exit.USAGE
     assert text in " ".join(result.stderr.replace("│", " ").split())
     assert "Traceback" not in result.stderr
+
+
+def test_effects_and_shadows_are_told_in_words(sidecar: SidecarProcess):
+    pin = command(sidecar, "set", "--engine", "night", "--gamma", "2", "--id", "n", "--reason", "x")
+    assert pin.returncode == 0, pin.stderr
+    fleet = ["set", "--fleet", "--gamma", "1", "--reason", "x", "--id", "f"]
+    done = command(sidecar, *fleet)
+    assert done.returncode == 0, done.stderr
+    assert "engine night: no effect: shadowed by n" in done.stdout
+    assert "engine day changes when it next asks" in done.stdout
+    why = controller("explain", "night", "--address", sidecar.address).stdout
+    assert "override f (shadowed by n): fleet: gamma = 1" in why
+    longer = command(sidecar, *fleet, "--ttl", "5h")
+    assert longer.returncode == 0, longer.stderr
+    assert "f lasts 5 h from now on" in longer.stdout
+    for name in ("n", "f"):
+        assert command(sidecar, "clear", name, "--reason", "x").returncode == 0
+
+
+@pytest.mark.parametrize("dry_run", [(), ("--dry-run",)])
+@pytest.mark.parametrize(
+    ("words", "code", "text"),
+    [
+        (["--engine", "nigth", "--off"], Exit.NOT_INTRODUCED, "knows no engine nigth; it knows"),
+        (["--model", "nosuch", "--off"], Exit.NO_EFFECT, "knows no model nosuch; it knows target"),
+        (["--engine", "day", "--drafter", "x"], Exit.NO_EFFECT, "it has no drafter x; it has mtp"),
+        (["--engine", "day", "--gamma", "6"], Exit.NO_EFFECT, "it has no draft length 6"),
+        (["--engine", "day", "--at-most", "3"], Exit.NO_EFFECT, "it would change nothing"),
+        (["--engine", "day", "--off", "--id", "x", "--etag", "9-a"], Exit.FAILED, "is not there"),
+    ],
+)
+def test_what_has_no_effect_is_not_set_unless_that_is_allowed(
+    sidecar: SidecarProcess, words: list[str], code: Exit, text: str, dry_run: tuple[str, ...]
+):
+    asked, name = ["set", *words, "--reason", "test", *dry_run], f"allowed-{secrets.token_hex(4)}"
+    refused = command(sidecar, *asked)
+    assert refused.returncode == code
+    assert text in refused.stderr
+    if code is not Exit.FAILED:
+        assert "--allow-no-effect" in refused.stderr
+        assert command(sidecar, *asked, "--id", name, "--allow-no-effect").returncode == 0
+    if not dry_run and code is not Exit.FAILED:
+        assert command(sidecar, "clear", name, "--reason", "test").returncode == 0
+    assert "no override is in force" in command(sidecar, "list").stdout
 
 
 def test_watching_shows_changes_as_they_come(sidecar: SidecarProcess):
     words = [*CONTROLLER, "override", "watch", "--address", sidecar.address]
     with subprocess.Popen(words, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        command(sidecar, "set", "--fleet", "--off", "--id", "seen", "--reason", "test")
+        set_ = ["set", "--fleet", "--off", "--id", "seen", "--reason", "test"]
+        assert command(sidecar, *set_, "--allow-no-effect").returncode == 0
         line = process.stdout.readline()
         assert "seen" in line
         assert "fleet: no speculation" in line
@@ -180,6 +231,7 @@ def test_over_tcp_with_tls_and_a_token(tmp_path: Path):
     address = ["--address", tcp.replace("127.0.0.1", "localhost")]
     with sidecar_process(tmp_path, *flags) as running:
         words = ["override", "set", "--fleet", "--off", "--id", "tls", "--reason", "test"]
+        words.append("--allow-no-effect")
         assert controller(*words, *address, environment=caller).returncode == 0
         listed = controller("override", "list", *address, environment=caller)
         assert " tls " in listed.stdout

@@ -12,7 +12,6 @@ from controller.core.kinds import DrafterKind
 from controller.core.override_rows import rows_under
 from controller.core.overrides import (
     NO_LIMITS,
-    PRECEDENCE,
     InvalidOverrideError,
     Limits,
     Override,
@@ -32,6 +31,7 @@ from controller.core.types import (
     Regime,
     RegimeMode,
 )
+from controller.service.override_words import PRECEDENCE
 
 DRAFTERS = ("dflash", "mtp", "ngram")
 SPEC = EngineSpec(
@@ -268,7 +268,8 @@ def test_no_overrides_leave_everything():
 
 def regime_of(*rules_):
     overrides = [
-        Override(f"o{i}", scope, rule, "ann", "why", revision=i) for i, (scope, rule) in enumerate(rules_)
+        Override(f"o{i}", scope, rule, "ann", "why", revision=i)
+        for i, (scope, rule) in enumerate(rules_)
     ]
     return merge_regime(overrides, SPEC)[:2]
 

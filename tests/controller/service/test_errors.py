@@ -28,6 +28,7 @@ EXPECTED = {
     core.ProfileMergeError: grpc.StatusCode.INVALID_ARGUMENT,
     errors.NoProfileError: grpc.StatusCode.NOT_FOUND,
     errors.NoOverrideError: grpc.StatusCode.NOT_FOUND,
+    errors.NoEffectError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.TooManyOverridesError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.OverrideExistsError: grpc.StatusCode.ALREADY_EXISTS,
     errors.OverrideChangedError: grpc.StatusCode.ABORTED,
