@@ -17,6 +17,7 @@ from controller.cli import (
     simulate,
     top,
 )
+from controller.exit_codes import Exit
 
 app = typer.Typer(
     name="controller",
@@ -51,7 +52,12 @@ def version() -> None:
 
 def main() -> None:
     """Entry point of the `controller` script."""
-    app()
+    try:
+        app()
+    except UnicodeEncodeError as error:
+        # An argument was no UTF-8, and stands in a message to the sidecar or on the screen.
+        typer.echo(f"controller: {ascii(error.object)[:200]} is not UTF-8 text", err=True)
+        raise SystemExit(Exit.USAGE) from error
 
 
 __all__ = ["app", "main"]

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     import grpc
 
 _PIPE_WIDTH = 250
+# The largest number that a message of the sidecar can carry.
+UINT32_MAX = 2**32 - 1
 
 
 def checked_address(text: str) -> str:

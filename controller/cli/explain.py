@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from controller.cli.connection import DEFAULT_ADDRESS, Address, connected, print_wide
+from controller.cli.connection import DEFAULT_ADDRESS, UINT32_MAX, Address, connected, print_wide
 from controller.service.override_words import PRECEDENCE, regime_text, rule_text, scope_text
 
 if TYPE_CHECKING:
@@ -36,7 +36,10 @@ def engines(address: Address = DEFAULT_ADDRESS) -> None:
 def explain(
     engine: Annotated[str, typer.Argument(help="Engine id, as `controller engines` lists it.")],
     batch_size: Annotated[
-        int, typer.Option(min=0, help="Batch size to explain; 0: that of the last report.")
+        int,
+        typer.Option(
+            min=0, max=UINT32_MAX, help="Batch size to explain; 0: that of the last report."
+        ),
     ] = 0,
     address: Address = DEFAULT_ADDRESS,
 ) -> None:

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from controller.cli.connection import DEFAULT_ADDRESS, Address, connected, for_operators, print_wide
+from controller.cli.connection import (
+    DEFAULT_ADDRESS,
+    UINT32_MAX,
+    Address,
+    connected,
+    for_operators,
+    print_wide,
+)
 from controller.exit_codes import Exit
 from controller.service.override_words import PRECEDENCE, regime_text, rule_text, scope_text
 
@@ -37,9 +44,15 @@ def set_(
     model: Annotated[str | None, typer.Option(help="For all engines of this target model.")] = None,
     fleet: Annotated[bool, typer.Option("--fleet", help="For every engine.")] = False,
     off: Annotated[bool, typer.Option("--off", help="No speculation.")] = False,
-    gamma: Annotated[int | None, typer.Option(min=0, help="Exactly this draft length.")] = None,
-    at_least: Annotated[int | None, typer.Option(min=0, help="No shorter drafts.")] = None,
-    at_most: Annotated[int | None, typer.Option(min=0, help="No longer drafts.")] = None,
+    gamma: Annotated[
+        int | None, typer.Option(min=0, max=UINT32_MAX, help="Exactly this draft length.")
+    ] = None,
+    at_least: Annotated[
+        int | None, typer.Option(min=0, max=UINT32_MAX, help="No shorter drafts.")
+    ] = None,
+    at_most: Annotated[
+        int | None, typer.Option(min=0, max=UINT32_MAX, help="No longer drafts.")
+    ] = None,
     drafter: Annotated[str | None, typer.Option(help="Only this drafter.")] = None,
     regime: Annotated[
         str | None, typer.Option(help="Online updates: off, collect, or online:STRIDE.")
@@ -341,7 +354,7 @@ def _add_regime(rule: "policy_pb2.OverrideRule", text: str | None) -> None:
     if mode not in modes or (mode == "online") != stride.isdecimal():
         raise typer.BadParameter("--regime is off, collect, or online:STRIDE (online:10)")
     rule.regime.mode = modes[mode]
-    rule.regime.stride = int(stride or 0)
+    rule.regime.stride = _count("--regime", stride or "0")
 
 
 def _batch_range(text: str | None) -> tuple[int, int]:
@@ -350,8 +363,15 @@ def _batch_range(text: str | None) -> tuple[int, int]:
     found = re.fullmatch(r"(\d*)(-?)(\d*)", text)
     if not found or not (found[1] or found[3]):
         raise typer.BadParameter("--batch is a size or a range: 8, 8-32, 64- or -4")
-    low = int(found[1] or 1)
-    return low, (int(found[3] or 0) if found[2] else low)
+    low = _count("--batch", found[1] or "1")
+    return low, (_count("--batch", found[3] or "0") if found[2] else low)
+
+
+def _count(option: str, digits: str) -> int:
+    """A number that a message can carry; the sidecar says whether it makes sense."""
+    if int(digits) > UINT32_MAX:
+        raise typer.BadParameter(f"{option}: {digits} is too large")
+    return int(digits)
 
 
 def _seconds(text: str) -> float:

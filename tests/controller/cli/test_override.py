@@ -1,6 +1,7 @@
 """`controller override` beside a sidecar process, as an operator types it."""
 
 import json
+import re
 import secrets
 import subprocess
 from collections.abc import Iterator
@@ -8,7 +9,10 @@ from pathlib import Path
 
 import grpc
 import pytest
+from click.testing import Result
+from typer.testing import CliRunner
 
+from controller.cli import app
 from controller.exit_codes import Exit
 from controller.service.override_words import PRECEDENCE
 from speculation.v1 import service_pb2, service_pb2_grpc
@@ -76,7 +80,8 @@ def test_a_pin_at_three_in_the_morning(sidecar: SidecarProcess):
     assert "pin lasts 2 h" in done.stdout
     assert "controller override clear pin" in done.stdout
     again = command(sidecar, *pin, "--ttl", "2h", "--author", "ann")
-    assert "pin is in force by this very request already, and ends in 2 h" in again.stdout
+    already = r"pin is in force by this very request already, and ends in (2 h|120 m)"
+    assert re.search(already, again.stdout)
     assert "engine night: as before" in again.stdout
     assert again.returncode == 0
 
@@ -183,16 +188,19 @@ def test_effects_and_shadows_are_told_in_words(sidecar: SidecarProcess):
 def test_what_has_no_effect_is_not_set_unless_that_is_allowed(
     sidecar: SidecarProcess, words: list[str], code: Exit, text: str, dry_run: tuple[str, ...]
 ):
+    def run(*words: str) -> Result:
+        return CliRunner().invoke(app, ["override", *words, "--address", sidecar.address])
+
     asked, name = ["set", *words, "--reason", "test", *dry_run], f"allowed-{secrets.token_hex(4)}"
-    refused = command(sidecar, *asked)
-    assert refused.returncode == code
-    assert text in refused.stderr
+    refused = run(*asked)
+    assert refused.exit_code == code
+    assert text in refused.output
     if code is not Exit.FAILED:
-        assert "--allow-no-effect" in refused.stderr
-        assert command(sidecar, *asked, "--id", name, "--allow-no-effect").returncode == 0
+        assert "--allow-no-effect" in refused.output
+        assert run(*asked, "--id", name, "--allow-no-effect").exit_code == 0
     if not dry_run and code is not Exit.FAILED:
-        assert command(sidecar, "clear", name, "--reason", "test").returncode == 0
-    assert "no override is in force" in command(sidecar, "list").stdout
+        assert run("clear", name, "--reason", "test").exit_code == 0
+    assert "no override is in force" in run("list").output
 
 
 def test_watching_shows_changes_as_they_come(sidecar: SidecarProcess):
