@@ -107,7 +107,7 @@ class Settings(BaseSettings):
     )
 
     address: Annotated[str, AfterValidator(_is_unix)] = Field(
-        DEFAULT_ADDRESS, description="Unix socket to serve on, unix:PATH."
+        DEFAULT_ADDRESS, description="Unix socket to serve on, unix:PATH or /PATH."
     )
     tcp: Annotated[str | None, AfterValidator(_is_host_port)] = Field(
         None, description="HOST:PORT to serve on as well; see access and tls_certificate."

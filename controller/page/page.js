@@ -173,6 +173,7 @@ function showOverrides() {
   const held = shown.state.overrides;
   find("no-overrides").hidden = held.length > 0;
   find("overrides").hidden = !held.length;
+  say(find("precedence"), shown.state.precedence);
   find("overrides").tBodies[0].replaceChildren(...held.map((it) => {
     const left = it.ends_at === null ? "never" : `in ${duration(it.ends_at - Date.now() / 1000)} (${clock(it.ends_at)})`;
     const texts = [it.scope, it.rule, it.author, it.reason, left, it.override_id];

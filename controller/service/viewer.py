@@ -18,6 +18,7 @@ from controller.core.clock import Clock
 from controller.service.history import FIELDS
 from controller.service.metrics.view import EngineView
 from controller.service.override_book import OverrideBook
+from controller.service.override_words import PRECEDENCE
 from controller.service.readiness import Readiness
 from controller.service.session import Session
 from controller.service.sessions import SessionRegistry
@@ -84,6 +85,7 @@ class Viewer:
             "version": controller.__version__,
             "engines": lines,
             "overrides": list(map(override_line, self._book.held())),
+            "precedence": PRECEDENCE,
             "store": {"ok": store.ok, "detail": store.detail},
             "troubles": [
                 f"{it.service or 'the sidecar'} is NOT_SERVING: {it.detail}"

@@ -90,7 +90,7 @@ def test_the_sidecar_runs_on_its_settings_and_secrets(tmp_path: Path):
                     assert answer.status == health_pb2.HealthCheckResponse.SERVING
                 set_ = controller(
                     "override", "set", "--fleet", "--gamma", "1", "--reason", "a test",
-                    "--address", f"localhost:{ports['grpc']}",
+                    "--allow-no-effect", "--address", f"localhost:{ports['grpc']}",
                     environment={
                         "CONTROLLER_TOKEN_FILE": str(tmp_path / "token"),
                         "CONTROLLER_CA": str(tmp_path / "ca.pem"),

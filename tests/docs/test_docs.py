@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from controller.cli import app
 from controller.core.settings import PlannerSettings
+from controller.service.override_words import PRECEDENCE
 from controller.settings import CLIENT_VARIABLES, Settings, variables
 from engine_shim.sglang.settings import PluginSettings
 
@@ -34,6 +35,14 @@ def inline(text: str) -> Iterator[str]:
     """Commands between backticks, outside of blocks."""
     outside = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     yield from re.findall(r"`((?:controller|make|python -m) [^`\n]+)`", outside)
+
+
+def test_the_precedence_of_overrides_is_the_sentence_that_every_listing_shows():
+    contract = (ROOT / "proto/speculation/v1/policy.proto").read_text(encoding="utf-8")
+    comments = " ".join(contract.replace("//", " ").split())
+    assert PRECEDENCE in TEXTS["overrides.md"]
+    assert PRECEDENCE in TEXTS["decisions.md"]
+    assert PRECEDENCE.replace("scope wins,", "scope wins (engine, model, fleet),") in comments
 
 
 def commands(word: str) -> list[tuple[str, list[str]]]:

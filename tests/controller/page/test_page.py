@@ -8,6 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from controller.service.override_words import PRECEDENCE
 from engine_shim.stage.ports import free_port
 from speculation.v1 import engine_pb2, service_pb2, service_pb2_grpc
 from tests.controller.cli.linked_engine import LinkedEngine, linked_engine
@@ -126,6 +127,7 @@ def test_overrides_are_shown_with_author_and_end_and_nothing_becomes_markup(scen
         )  # fmt: skip
         assert set_.returncode == 0, set_.stderr
     scene.run_until("document.querySelectorAll('#overrides tbody tr').length === 2", 4)
+    assert page.value("document.querySelector('#precedence').textContent") == PRECEDENCE
     rows = page.value(
         "[...document.querySelectorAll('#overrides tbody tr')]"
         ".map(row => [...row.cells].map(cell => cell.textContent))"
