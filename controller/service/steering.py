@@ -143,8 +143,6 @@ class _SteerStream:
                 ):
                     await self._write(reader)
         finally:
-            if session.stream is self:
-                session.stream = None
             session.note(NoteKind.STREAM_CLOSED)
             _log.info("stream_closed", engine=session.engine_id)
 

@@ -7,6 +7,7 @@ from math import exp, sqrt
 from typing import Any
 
 from controller.core.explanation import Explanation, PositionEstimate
+from controller.service.history import History
 from controller.service.metrics.view import EngineView
 from controller.service.override_book import Held
 from controller.service.override_messages import override_to_proto
@@ -47,9 +48,9 @@ class EngineLine:
     overrides: tuple[str, ...]
 
 
-def line_of(view: EngineView) -> EngineLine:
+def line_of(view: EngineView, history: History) -> EngineLine:
     """The view says what was estimated, the session what is so now."""
-    session, history = view.session, view.session.history
+    session = view.session
     last, plan = session.last_report, session.plan
     arm = plan.row_for(last.batch_size if last else 1).arm
     return EngineLine(
