@@ -72,14 +72,14 @@ def _failure(address: str, error: "grpc.RpcError") -> tuple[str, Exit]:
     from controller.credentials import why_silent
     from controller.socket_paths import why_denied
 
-    details = error.details()
+    details = error.details() or error.code().name
     if is_away(error):
         if denied := why_denied(address):
             return f"{address}: {denied}", Exit.FAILED
         return f"no sidecar answers at {address}: {why_silent(address, details)}", Exit.NO_SIDECAR
-    kinds = dict(error.trailing_metadata() or ())
-    code = _BY_ERROR.get(kinds.get("speculation-error", ""))
-    return details, code or _BY_STATUS.get(error.code().name, Exit.FAILED)
+    found: Any = error.trailing_metadata() or ()
+    kind = next((str(value) for name, value in found if name == "speculation-error"), "")
+    return details, _BY_ERROR.get(kind) or _BY_STATUS.get(error.code().name, Exit.FAILED)
 
 
 # By the name of the sidecar's error, and by the status for all others.

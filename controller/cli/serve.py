@@ -20,7 +20,7 @@ def serve(
     address: Annotated[
         str | None,
         typer.Option(
-            help="Unix socket to serve on, unix:PATH.",
+            help="Unix socket to serve on, unix:PATH or /PATH.",
             show_default="unix:/run/speculation/controller.sock",
         ),
     ] = None,

@@ -8,7 +8,14 @@ from operator import attrgetter
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.core.overrides import Limits, Override, batch_edges, merge, merge_regime
+from controller.core.overrides import (
+    Limits,
+    Override,
+    batch_edges,
+    by_strength,
+    merge_ordered,
+    merge_regime,
+)
 from controller.core.types import MAX_GAMMA, MAX_PLAN_ROWS, Arm, EngineSpec, Regime, RegimeMode
 
 
@@ -62,7 +69,8 @@ def rows_under(
     if len(upper) > MAX_PLAN_ROWS:
         upper = tuple(buckets)
     bucket = np.array([bisect_left(buckets, size) for size in upper], dtype=np.int64)
-    limits = tuple(merge(overrides, spec, size) for size in upper)
+    mine = by_strength(o for o in overrides if o.scope.covers(spec))
+    limits = tuple(merge_ordered(mine, size) for size in upper)
     possible: NDArray[np.bool_] | None = None
     legal: NDArray[np.bool_] | None = None
     if any(drafter.batch_limits for drafter in spec.drafters):
@@ -70,7 +78,8 @@ def rows_under(
         legal = possible
     emptied: NDArray[np.bool_] = np.zeros(len(upper), dtype=np.bool_)
     if any(limit.overrides for limit in limits):
-        legal = np.array([limit.legal(arms) for limit in limits], dtype=np.bool_).T
+        columns = {limit: limit.legal(arms) for limit in set(limits)}
+        legal = np.array([columns[limit] for limit in limits], dtype=np.bool_).T
         if possible is not None:
             legal &= possible
         emptied = legal.sum(axis=0) == 0

@@ -202,8 +202,11 @@ class Override:
 
     def covers(self, spec: EngineSpec, batch_size: int) -> bool:
         """True when it counts for this batch of this engine."""
-        high = self.max_batch_size or MAX_BATCH_SIZE
-        return self.scope.covers(spec) and self.min_batch_size <= batch_size <= high
+        return self.scope.covers(spec) and self.covers_batch(batch_size)
+
+    def covers_batch(self, batch_size: int) -> bool:
+        """True when it counts for this batch of an engine in its scope."""
+        return self.min_batch_size <= batch_size <= (self.max_batch_size or MAX_BATCH_SIZE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +249,12 @@ NO_LIMITS = Limits()
 
 def merge(overrides: Iterable[Override], spec: EngineSpec, batch_size: int) -> Limits:
     """What all overrides together leave at this batch size.  See the module for the precedence."""
-    counting = by_strength(o for o in overrides if o.covers(spec, batch_size))
+    return merge_ordered(by_strength(o for o in overrides if o.scope.covers(spec)), batch_size)
+
+
+def merge_ordered(overrides: Iterable[Override], batch_size: int) -> Limits:
+    """As `merge`, of the overrides that are for the engine, in the order of `by_strength`."""
+    counting = [o for o in overrides if o.covers_batch(batch_size)]
     if not counting:
         return NO_LIMITS
     low, high, drafter = 0, MAX_GAMMA, None

@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -173,15 +174,14 @@ def test_an_argument_that_is_no_text_is_a_usage_error(
 
 
 @pytest.fixture
-def shut(tmp_path: Path) -> Iterator[Path]:
+def shut() -> Iterator[Path]:
     """A socket on which somebody serves, and which only root's group may open."""
     if os.getuid() != 0:
         pytest.skip("only root can be somebody else")
-    path = tmp_path / "shut" / "controller.sock"
-    path.parent.mkdir()
-    for folder in (tmp_path, *tmp_path.parents[:2]):
-        folder.chmod(0o755)
-    with socket.socket(socket.AF_UNIX) as listener:
+    # Everybody may enter the directories above: those of pytest are root's alone.
+    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
+        path = Path(folder) / "controller.sock"
+        path.parent.chmod(0o755)
         listener.bind(str(path))
         listener.listen()
         path.chmod(0o660)

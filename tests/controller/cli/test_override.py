@@ -9,8 +9,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from controller.cli import app
 from controller.exit_codes import Exit
