@@ -79,8 +79,6 @@ _CONSTANT: Final[Mapping[type, frozenset[str]]] = {
 _LEFT_OUT: Final = _CONSTANT[EngineController] | {"account", "_decision"}
 _NOTHING: Final[frozenset[str]] = frozenset()
 _DTYPES = ("<f8", "<i8", "|b1")
-# Of the planner; another rule begins from its own.
-PLANNER_FIELDS: Final = frozenset({"_planner", "_decided"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,14 +119,10 @@ def capture(core: EngineController) -> dict[str, Tree]:
     return {name: _tree(value) for name, value in vars(core).items() if name not in _LEFT_OUT}
 
 
-def restore(
-    core: EngineController,
-    state: Mapping[str, Tree],
-    leave_out: frozenset[str] = _NOTHING,
-) -> None:
+def restore(core: EngineController, state: Mapping[str, Tree]) -> None:
     """Puts variables into a fresh core, which holds the same overrides already.
 
-    leave_out: variables that stay as they are.  Raises InvalidStateError for what does not fit.
+    Raises InvalidStateError for what does not fit.
     """
     try:
         for label in state["traffic"].fields["classes"]:
@@ -137,7 +131,7 @@ def restore(
         if set(state) != expected:
             odd = min(set(state) ^ expected)
             raise InvalidStateError(f"variable {odd!r} is there on one side only")
-        for name in expected - leave_out:
+        for name in expected:
             setattr(core, name, _value(state[name], getattr(core, name)))
         core.take_estimates()
     except (AttributeError, KeyError, TypeError, ValueError) as error:

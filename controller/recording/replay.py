@@ -16,7 +16,7 @@ from controller.core.clock import VirtualClock
 from controller.core.engine_controller import EngineController
 from controller.core.errors import SpeculationError
 from controller.core.settings import PlannerSettings
-from controller.core.state import PLANNER_FIELDS, capture, restore
+from controller.core.state import capture, restore
 from controller.recording.differences import plan_difference, state_difference
 from controller.recording.errors import RecordingError
 from controller.recording.events import (
@@ -105,17 +105,19 @@ class Visitor(Protocol):
 def rebuilt(
     opening: Opening, clock: TapeClock, planner: PlannerSettings | None = None
 ) -> EngineController:
-    """The core as it was, or under other settings with its estimates.  Raises RecordingError."""
-    settings = planner or opening.planner
+    """The core as it was; planner: under these settings from now on.  Raises RecordingError."""
     try:
         core = EngineController(
-            opening.spec, settings, opening.profile, clock, opening.training,
+            opening.spec, opening.planner, opening.profile, clock, opening.training,
             overrides=[term.override for term in opening.terms],
         )  # fmt: skip
-        own = settings.policy == opening.planner.policy
-        restore(core, opening.state, frozenset() if own else PLANNER_FIELDS)
+        restore(core, opening.state)
+        if planner is not None:
+            core.use_settings(planner, opening.training)
     except SpeculationError as error:
         raise RecordingError(f"an opening that cannot be: {error}") from error
+    except _NONSENSE as error:
+        raise RecordingError(f"an opening that cannot be: {error!r}") from error
     return core
 
 
