@@ -24,7 +24,7 @@ from controller.service.metrics.family import samples
 from controller.service.metrics.server import OF_AN_ENGINE
 from controller.service.metrics.view import EngineView
 from controller.service.session import Session
-from controller.service.view import engine_detail, line_of
+from controller.service.view import engine_detail
 from tests.controller.recording.tapes import TRAINING, Engine, full_spec, override
 
 PINS = (override("pin", Rule(gamma=2)), override("no", Rule(off=True)))
@@ -38,8 +38,7 @@ def scrape(session: Session) -> object:
 
 
 def page(session: Session) -> object:
-    view = EngineView.of(session)
-    return engine_detail(view), line_of(view)
+    return engine_detail(EngineView.of(session))
 
 
 READERS: dict[str, Callable[[Session], object]] = {
