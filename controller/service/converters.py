@@ -37,6 +37,7 @@ from controller.service.shapes import (
     model_shape_from_proto,
     model_shape_to_proto,
 )
+from controller.service.tally import Received
 from controller.service.training_messages import training_to_proto
 from speculation.v1 import engine_pb2, plan_pb2, service_pb2
 
@@ -255,6 +256,11 @@ def report_to_proto(report: StepReport) -> engine_pb2.StepReport:
 def reason_to_proto(reason: Reason) -> plan_pb2.Reason.ValueType:
     """The enum value of the same name."""
     return _REASON_TO_PROTO[reason]
+
+
+def received_to_proto(received: Received) -> service_pb2.Received:
+    """What has arrived on a stream."""
+    return service_pb2.Received(reports=received.reports, dropped_reports=received.dropped)
 
 
 def plan_to_proto(plan: Plan) -> plan_pb2.Plan:

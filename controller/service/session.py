@@ -32,7 +32,7 @@ from controller.service.errors import (
     message_of,
     status_of,
 )
-from controller.service.tally import Tally
+from controller.service.tally import Received, Tally
 from controller.service.trail import LENGTH, PlanChange
 from controller.service.unary import UnaryProbes
 
@@ -96,6 +96,8 @@ class Session:
         self.parting = False
         # The Steer stream that serves the session; a newer one takes over.
         self.stream: object | None = None
+        # What has arrived on that stream.
+        self.received = Received()
         self.unary = UnaryProbes()
         # Told what the core is not, where decisions are recorded.
         self.on_note: Callable[[NoteKind, int, str], None] | None = None

@@ -13,9 +13,13 @@ from controller.core.types import EngineSpec
 from controller.service.errors import NoSessionError, TooManyEnginesError, UnknownEngineError
 from controller.service.profile_library import ProfileLibrary
 from controller.service.session import Session
+from controller.service.tally import Received
 
 # An engine opens its stream at once; where the registry is full one that did not makes way.
 _UNUSED_SECONDS = 5.0
+# Sessions that are over, and of which it is known what arrived: an agent whose stream broke asks as
+# soon as it is back.
+_REMEMBERED = 4096
 
 CoreFactory = Callable[[EngineSpec, Profile | None], EngineController]
 
@@ -43,6 +47,8 @@ class SessionRegistry:
         self.idle_seconds = idle_seconds
         self._by_token: dict[str, Session] = {}
         self._by_engine: dict[str, Session] = {}
+        # By token, of sessions that are over; the newest last.
+        self._received: dict[str, Received] = {}
         self._closed: SpeculationError | None = None
         # Told of every session that opens (with the one that it follows) and that ends.
         self.on_open: Callable[[Session, Session | None], None] | None = None
@@ -106,6 +112,10 @@ class SessionRegistry:
             )
         return session
 
+    def received_in(self, session_id: str) -> Received | None:
+        """What arrived on the stream of a session that is over; None when that is not known."""
+        return self._received.get(session_id)
+
     def by_engine(self, engine_id: str) -> Session:
         """Raises UnknownEngineError."""
         session = self._by_engine.get(engine_id)
@@ -146,5 +156,8 @@ class SessionRegistry:
         del self._by_token[session.session_id]
         del self._by_engine[session.engine_id]
         session.end(why)
+        self._received[session.session_id] = session.received
+        if len(self._received) > _REMEMBERED:
+            del self._received[next(iter(self._received))]
         if self.on_end is not None:
             self.on_end(session)

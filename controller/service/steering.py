@@ -6,8 +6,10 @@ a few times per lease without any, so that an idle engine's lease is renewed too
 client does not read is never queued: plans that are overtaken are skipped, and the reader stops
 when rejections pile up.
 
-Once its session is over a stream folds nothing more.  A sidecar that stops says how much it has
-taken in, so that the agent keeps the rest for the next one.
+Once its session is over a stream folds nothing more, so that the count of what it has received is
+final.  A sidecar that stops says that count on the stream, and one that goes on says it when the
+engine introduces itself again; the agent then sends the rest.  Every response acknowledges what has
+been received so far.
 """
 
 import asyncio
@@ -24,6 +26,7 @@ from controller.service.errors import NoSessionError, abort, message_of, status_
 from controller.service.session import Session
 from controller.service.sessions import SessionRegistry
 from controller.service.streams import beside, read
+from controller.service.tally import Received
 from speculation.v1 import engine_pb2, service_pb2, service_pb2_grpc
 
 # Reports folded before other streams get their turn; also the most rejections in one response.
@@ -54,8 +57,11 @@ class SpeculationServicer(service_pb2_grpc.SpeculationServiceServicer):
             session = self._registry.introduce(converters.engine_from_proto(request.engine))
         except SpeculationError as error:
             await abort(context, error)
+        before = self._registry.received_in(request.previous_session_id)
         return service_pb2.IntroduceResponse(
-            session_id=session.session_id, plan=converters.plan_to_proto(session.plan)
+            session_id=session.session_id,
+            plan=converters.plan_to_proto(session.plan),
+            received=None if before is None else converters.received_to_proto(before),
         )
 
     async def Steer(  # type: ignore[override]  # grpc.aio also takes a coroutine that reads and writes through its context
@@ -121,7 +127,7 @@ class _SteerStream:
         self._rejections: list[service_pb2.ReportRejection] = []
         self._flushed = asyncio.Event()
         self._sent_epoch = 0
-        self._received = service_pb2.Received()
+        self._received = Received()
 
     async def run(self, first: service_pb2.SteerRequest) -> None:
         """Serves the stream until the client has sent its last message.
@@ -129,7 +135,7 @@ class _SteerStream:
         Raises NoSessionError and ShuttingDownError when the session ends before.
         """
         session = self._session
-        session.stream = self
+        session.stream, session.received = self, self._received
         session.ring()
         session.note(NoteKind.STREAM_OPENED)
         _log.info("stream_opened", engine=session.engine_id, peer=self._context.peer())
@@ -151,7 +157,7 @@ class _SteerStream:
             done = reader.done()
             if self._session.ended is not None:
                 if self._session.parting and self._session.stream is self:
-                    await self._send(self._session.plan, self._received)
+                    await self._send(self._session.plan, last=True)
                     # What is on its way should arrive before the end overtakes it.
                     await asyncio.sleep(_PARTING_SECONDS)
                 raise self._session.ended
@@ -164,10 +170,11 @@ class _SteerStream:
             await self._bell.wait()
             self._bell.clear()
 
-    async def _send(self, plan: Plan, received: service_pb2.Received | None = None) -> None:
-        """What the client has not been told yet."""
+    async def _send(self, plan: Plan, last: bool = False) -> None:
+        """What the client has not been told yet.  last: nothing more is received after this."""
         news = plan.epoch > self._sent_epoch
-        if news or self._rejections or received is not None:
+        if news or self._rejections or last:
+            received = converters.received_to_proto(self._received)
             rejections, self._rejections = self._rejections, []
             self._flushed.set()
             self._sent_epoch = plan.epoch
@@ -175,7 +182,8 @@ class _SteerStream:
                 service_pb2.SteerResponse(
                     plan=converters.plan_to_proto(plan) if news else None,
                     rejections=rejections,
-                    received=received,
+                    received=received if last else None,
+                    received_so_far=received,
                 )
             )
 
@@ -188,7 +196,7 @@ class _SteerStream:
                     f"not to {request.session_id[:64]!r}"
                 )
             session.contact(request.dropped_reports)
-            self._received.dropped_reports += request.dropped_reports
+            self._received.dropped += request.dropped_reports
             await self._take(request.reports)
             self._bell.set()
             request = await read(self._context)

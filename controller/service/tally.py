@@ -7,6 +7,14 @@ from controller.core.types import NO_FLAGS, Reason, StepReport
 
 
 @dataclass(slots=True)
+class Received:
+    """What has arrived on a stream.  reports: used or refused; dropped: told to be lost."""
+
+    reports: int = 0
+    dropped: int = 0
+
+
+@dataclass(slots=True)
 class Tally:
     """What an engine's session has seen; only ever grows (seconds and tokens since its start).
 

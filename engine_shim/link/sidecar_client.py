@@ -64,6 +64,8 @@ class SidecarClient:
         self._port = port
         self._buffer = buffer
         self._log = log
+        # Of the last stream, until it is known which of them arrived.
+        self._unsettled: SentReports | None = None
 
     async def run(self) -> None:
         """Runs until it is cancelled."""
@@ -97,8 +99,9 @@ class SidecarClient:
         async with channel:
             stub = SpeculationServiceStub(channel)
             try:
+                before = "" if self._unsettled is None else self._unsettled.session_id
                 opened = await stub.Introduce(
-                    IntroduceRequest(engine=self._engine),
+                    IntroduceRequest(engine=self._engine, previous_session_id=before),
                     timeout=_INTRODUCE_SECONDS,
                     metadata=metadata,
                 )
@@ -106,9 +109,12 @@ class SidecarClient:
                 refused = error.code() in _REFUSALS
                 state = SidecarState.REFUSED if refused else SidecarState.AWAY
                 return state, error.code(), error.details() or ""
+            if self._unsettled is not None:
+                self._unsettled.settle(opened.received if opened.HasField("received") else None)
+            self._unsettled = sent = SentReports(self._buffer, opened.session_id)
             session = _Session(
                 stub.Steer(metadata=metadata),
-                opened.session_id,
+                sent,
                 Translator(self._engine),
                 self._port,
                 self._buffer,
@@ -128,19 +134,19 @@ class _Session:
     def __init__(
         self,
         call: grpc.aio.StreamStreamCall[SteerRequest, SteerResponse],
-        session_id: str,
+        sent: SentReports,
         translator: Translator,
         port: EnginePort,
         buffer: ReportBuffer,
         log: QuietLog,
     ) -> None:
         self._call = call
-        self._id = session_id
-        self._tag = session_tag(session_id)
+        self._id = sent.session_id
+        self._tag = session_tag(self._id)
         self._translator = translator
         self._port = port
         self._buffer = buffer
-        self._sent = SentReports(buffer)
+        self._sent = sent
         self._log = log
         self._epoch = 0
         self._lease_seconds = 1.0
@@ -178,7 +184,6 @@ class _Session:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            self._sent.take_back()
         for task in done:
             # gRPC cancels a write on a call that it has cancelled; the call's status tells why.
             error = None if task.cancelled() else task.exception()
@@ -195,6 +200,9 @@ class _Session:
                 self.take_plan(response.plan)
             if response.HasField("received"):
                 self._sent.received = response.received
+            self._sent.acknowledged = (
+                response.received_so_far if response.HasField("received_so_far") else None
+            )
             for rejection in response.rejections:
                 self._log.warning(
                     "report-rejected",
@@ -215,7 +223,8 @@ class _Session:
     async def _write_one(self) -> bool:
         """Sends what has piled up, or a sign of life; False when the stream is over.
 
-        What was on its way as the stream broke may have arrived: no report is sent twice.
+        What was on its way as the stream broke may have arrived: it is sent again only once the
+        sidecar has said that it did not.
         """
         self._sign_due = False
         batch: list[ReportPacket] = []

@@ -3,6 +3,7 @@
 import contextlib
 import socket
 from collections import deque
+from collections.abc import Callable
 from typing import Final
 
 from controller.core.clock import VirtualClock
@@ -74,10 +75,16 @@ class Agents:
 
 
 class Engine:
-    """Runs steps: one choice, one report each.  `ranks` of them adopt alike."""
+    """Runs steps: one choice, one report each.  `ranks` of them adopt alike.
 
-    def __init__(self, spec: EngineSpec, ranks: int, clock: VirtualClock) -> None:
+    note: told of every choice and report.
+    """
+
+    def __init__(
+        self, spec: EngineSpec, ranks: int, clock: VirtualClock, note: Callable[..., None]
+    ) -> None:
         self.spec = spec
+        self._note = note
         self._clock = clock
         settings = LinkSettings(sidecar="unix:controller.sock", grace_seconds=_GRACE_SECONDS)
         steerings = [steering_of(spec, settings, 1) for _ in range(ranks)]
@@ -112,6 +119,7 @@ class Engine:
             assert len(choices) == 1, f"the ranks differ: {choices}"
             choice, judged_at = choices.pop(), self._ranks[0]._adopted.now
         believed = self._steerings[0].plan
+        self._note("chosen", self.spec.engine_id, batch_size, choice)
         self.ledger.chosen(choice, batch_size, judged_at, believed)
         if believed is not None:
             if believed not in self._taken:
@@ -152,10 +160,11 @@ class Engine:
         counts[min(accepted, choice.gamma)] = batch_size
         self.step += 1
         self.ledger.stepped(self.step, Step(choice, batch_size, tuple(counts)))
-        self.link.report(
+        sent = self.link.report(
             self.step, batch_size, batch_size * 512, choice.drafter_index, choice.gamma, counts,
             STEP_SECONDS * (1 + 0.1 * choice.gamma),
             0 if choice.source is Source.PLAN else packets.UNSTEERED,
             choice.epoch, choice.probe_id, choice.session,
         )  # fmt: skip
+        self._note("reported", self.spec.engine_id, self.step, counts, sent)
         return choice

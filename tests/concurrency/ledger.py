@@ -41,6 +41,32 @@ class Step:
     counts: tuple[int, ...]
 
 
+@dataclass
+class Sent:
+    """What became of the reports that were sent in one session.
+
+    folds: steps that its core used.  told: losses that its sidecar was told of.  acknowledged: what
+    the agent knows to have arrived.  died: its sidecar, and with it what was not acknowledged.
+    """
+
+    folds: list[int] = field(default_factory=list)
+    told: int = 0
+    acknowledged: Received = field(default_factory=Received)
+    died: bool = False
+
+    @property
+    def folded(self) -> int:
+        """Reports that count as used."""
+        if not self.died:
+            return len(self.folds)
+        return min(len(self.folds), self.acknowledged.reports)
+
+    @property
+    def lost(self) -> int:
+        """Reports that count as lost."""
+        return min(self.told, self.acknowledged.dropped_reports) if self.died else self.told
+
+
 class Ledger:
     """Of one engine.  grace_seconds: of its steering; safe: its safe default."""
 
@@ -55,13 +81,7 @@ class Ledger:
         self._probe_steps: Counter[tuple[int, int]] = Counter()
         self._steps: dict[int, Step] = {}
         self._last_folded = 0
-        self.folded = self.told_lost = self.written = 0
-        # By session: what its agent wrote, steps that were folded, losses that it was told of.
-        self._wrote: dict[str, list[int]] = defaultdict(lambda: [0, 0])
-        self._folds: dict[str, list[int]] = defaultdict(list)
-        self._told: dict[str, int] = defaultdict(int)
-        # Sessions whose sidecar has said how much it received.
-        self._parted: set[str] = set()
+        self._sent: dict[str, Sent] = defaultdict(Sent)
         # (session, epoch) of the plan that the agent took up last.
         self.newest_taken = (0, 0)
 
@@ -74,6 +94,16 @@ class Ledger:
     def last_folded(self) -> int:
         """Number of the newest step that a core knows."""
         return self._last_folded
+
+    @property
+    def folded(self) -> int:
+        """Reports that were used."""
+        return sum(sent.folded for sent in self._sent.values())
+
+    @property
+    def told_lost(self) -> int:
+        """Reports that a sidecar was told to be lost."""
+        return sum(sent.lost for sent in self._sent.values())
 
     @property
     def attempted(self) -> int:
@@ -124,48 +154,34 @@ class Ledger:
         self.newest_taken = key = (session_tag(session_id), plan.epoch)
         self._issued[key].arrivals.append(now)
 
-    def wrote(self, session_id: str, reports: int, lost: int) -> None:
-        """An agent sends reports, and tells of lost ones.
-
-        To a sidecar that has said its last word they go in vain, and again to the next one.
-        """
-        if session_id in self._parted:
-            return
-        self.written += reports + lost
-        self._wrote[session_id][0] += reports
-        self._wrote[session_id][1] += lost
-        assert self.written <= self.attempted, "more than there were"
-
     def arrived(self, session: int, epoch: int, claimed: float, now: float) -> None:
         """An engine has a plan whose agent says that it came then; it cannot have come earlier."""
         issued = self._issued[session, epoch]
         assert issued.sent_at <= claimed <= now, (issued, claimed, now)
         issued.arrivals.append(claimed)
 
-    def had_received(self, session_id: str, received: Received) -> None:
-        """A stopping sidecar's last word reaches the agent: what it did not take goes out again."""
-        self._parted.add(session_id)
-        reports, lost = self._wrote[session_id]
-        self.written -= max(0, reports - received.reports)
-        self.written -= max(0, lost - received.dropped_reports)
-        untold = max(0, self._told[session_id] - received.dropped_reports)
-        self._told[session_id] -= untold
-        self.told_lost -= untold
+    def acknowledged(self, session_id: str, received: Received) -> None:
+        """The agent learns how much has arrived; of a session that is over, the last of it."""
+        self._sent[session_id].acknowledged = received
+
+    def died(self, session_id: str = "") -> None:
+        """The sidecar of this session, or of all so far, is gone."""
+        for sent in [self._sent[session_id]] if session_id else self._sent.values():
+            sent.died = True
 
     def passed_in_vain(self, session_id: str, received: Received) -> None:
-        """For a witness between the two: of what it saw pass, this was not folded after all."""
-        while len(self._folds[session_id]) > received.reports:
-            self._folds[session_id].pop()
-            self.folded -= 1
-            self._last_folded = max((f[-1] for f in self._folds.values() if f), default=0)
+        """For a witness between the two: of what it saw pass, only this has arrived."""
+        sent = self._sent[session_id]
+        sent.told = min(sent.told, received.dropped_reports)
+        del sent.folds[received.reports :]
+        self._last_folded = max((s.folds[-1] for s in self._sent.values() if s.folds), default=0)
 
     def folded_by(self, session_id: str, report: StepReport) -> None:
         """A core has used a report."""
         assert report.step > self._last_folded, f"{report} after step {self._last_folded}"
         self._last_folded = report.step
-        self._folds[session_id].append(report.step)
-        self.folded += 1
-        assert self.folded + self.told_lost <= self.attempted, "more than there were"
+        self._sent[session_id].folds.append(report.step)
+        self._require_no_more()
         step = self._steps[report.step]
         choice = step.choice
         drafter = self._spec.drafters[choice.drafter_index].name
@@ -178,8 +194,10 @@ class Ledger:
 
     def read(self, session_id: str, lost: int) -> None:
         """The sidecar is told of lost reports."""
-        self.told_lost += lost
-        self._told[session_id] += lost
+        self._sent[session_id].told += lost
+        self._require_no_more()
+
+    def _require_no_more(self) -> None:
         assert self.folded + self.told_lost <= self.attempted, "more than there were"
 
     # The engine's side.

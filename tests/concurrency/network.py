@@ -40,8 +40,8 @@ class Network:
     """Messages under way, to the sidecar and from it.  `held`: those directions do not move.
 
     witness: told of every message as the sidecar sends it ("sent"), as an agent takes it up
-    ("taken"), as an agent sends one ("written") and as the sidecar takes that up ("read"); with the
-    engine and the session.
+    ("taken") and as the sidecar takes one up ("read"); with the engine and the session, which for
+    an introduction is the one before it.
     """
 
     def __init__(self, witness: Witness) -> None:
@@ -107,6 +107,7 @@ class Channel:
         async def introduce(request: Any, *, timeout: float, metadata: object) -> Any:  # noqa: ASYNC109 -- the stub's
             call = self._open(request_serializer, response_deserializer)
             raw = request_serializer(request)
+            call.session = request.previous_session_id
             call.up(lambda server: server.introduce(call, raw))
             try:
                 async with asyncio.timeout(timeout):
@@ -166,7 +167,6 @@ class Call:
         raw = self._serialize(request)
         self.session = request.session_id
         self.unread += 1
-        self._network.witness("written", self.channel.engine, self.session, request)
         self.up(lambda server: server.message(self, raw))
         try:
             while self.unread > _WINDOW and not self.done():

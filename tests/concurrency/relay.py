@@ -28,7 +28,8 @@ from speculation.v1.service_pb2_grpc import (
     add_SpeculationServiceServicer_to_server,
 )
 
-# ("plan", "received" or "reports", session, message)
+# ("plan", "reports", "received" (the last word) or "before" (what the next sidecar knows, None for
+# nothing), session, message)
 Witness = Callable[[str, str, Any], None]
 
 
@@ -73,6 +74,9 @@ class Relay(SpeculationServiceServicer):
                 answer = await SpeculationServiceStub(channel).Introduce(request, timeout=2.0)
             except grpc.aio.AioRpcError as error:
                 await context.abort(error.code(), error.details())
+        if request.previous_session_id:
+            before = answer.received if answer.HasField("received") else None
+            self._tell("before", request.previous_session_id, before)
         self._tell("plan", answer.session_id, answer.plan)
         return answer
 

@@ -1,12 +1,14 @@
 """What the machine has found, each as a short course of events."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from controller.core.overrides import Override, Rule, Scope, ScopeKind
 from tests.concurrency.engine import STEP_SECONDS, Engine
+from tests.concurrency.machine import Link, silence
+from tests.concurrency.sequences import FOUND
 from tests.concurrency.world import World
 
 PINNED = Override("pinned", Scope(ScopeKind.FLEET), Rule(gamma=0), "operator", "a test")
@@ -28,6 +30,47 @@ def steps(world: World, engine: Engine, count: int) -> None:
         world.advance(STEP_SECONDS)
 
 
+@pytest.mark.parametrize("course", FOUND)
+def test_a_course_of_events_that_was_found_loses_no_report(course: Callable[[Link], None]):
+    with silence():
+        state = Link()
+        try:
+            course(state)
+        finally:
+            state.teardown()
+
+
+def test_what_was_under_way_as_a_silent_stream_was_given_up_is_sent_again(world: World):
+    engine = world.engines["plain"]
+    steps(world, engine, 3)
+    world.network.held.add("up")
+    steps(world, engine, 4)
+    world.advance(10.0)
+    world.network.held.clear()
+    world.advance(3.0)
+    steps(world, engine, 1)
+    ledger = engine.ledger
+    assert (ledger.folded, ledger.told_lost, ledger.attempted) == (8, 0, 8)
+
+
+def test_what_a_killed_sidecar_has_not_acknowledged_is_told_to_the_next_one_as_lost(world: World):
+    engine = world.engines["plain"]
+    steps(world, engine, 3)
+    # It uses these, and what it says of it gets nowhere.
+    world.network.held.add("down")
+    steps(world, engine, 2)
+    world.kill_sidecar()
+    world.network.held.clear()
+    world.start_sidecar()
+    world.advance(3.0)
+    steps(world, engine, 1)
+    assert world.sidecar is not None
+    told = world.sidecar.sidecar.registry.by_engine("plain").tally.dropped
+    ledger = engine.ledger
+    assert 2 <= told == ledger.told_lost <= 5
+    assert ledger.folded + ledger.told_lost == ledger.attempted
+
+
 def test_a_report_under_way_as_the_stream_breaks_is_neither_counted_nor_told_lost_twice(
     world: World,
 ):
@@ -44,7 +87,7 @@ def test_a_report_under_way_as_the_stream_breaks_is_neither_counted_nor_told_los
     world.require_no_faults()
     ledger = engine.ledger
     assert ledger.last_folded == engine.step
-    assert ledger.written <= ledger.attempted
+    assert ledger.folded + ledger.told_lost == ledger.attempted
 
 
 def test_an_override_that_ran_out_while_the_sidecar_was_stopped_shapes_no_plan(world: World):

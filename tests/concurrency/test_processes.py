@@ -218,16 +218,24 @@ class Walk:
 def walking(directory: Path) -> Iterator[Walk]:
     """Everything up, before the first plan."""
     ledger = Ledger(engine_spec(), GRACE_SECONDS, safe_choice(1))
+    # What still passes in a session that is over is not used.
+    sessions: set[str] = set()
+    over: set[str] = set()
 
     def witness(kind: str, session: str, message: Any) -> None:
         if kind == "plan":
+            if session not in sessions:
+                over.update(sessions)
+                sessions.add(session)
             overrides = set(message.overrides)
             ledger.sent(session, message, time.monotonic(), set(), overrides, None)
-        elif kind == "received":
-            ledger.had_received(session, message)
+        elif kind == "before" and message is None:
+            # Its sidecar is gone; what that acknowledged, only the agent knows.
+            ledger.died(session)
+        elif kind in {"before", "received"}:
+            over.add(session)
             ledger.passed_in_vain(session, message)
-        else:
-            ledger.wrote(session, len(message.reports), message.dropped_reports)
+        elif session not in over:
             ledger.read(session, message.dropped_reports)
             for report in message.reports:
                 ledger.folded_by(session, report)

@@ -5,24 +5,27 @@ between any two turns of the others.
 """
 
 import asyncio
+import random
+import secrets
+import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from types import SimpleNamespace
-from typing import Any, TypeVar
+from contextlib import ExitStack, contextmanager
+from types import BuiltinFunctionType
+from typing import Any, Final, TypeVar
 from unittest.mock import patch
 
 from controller.core.clock import VirtualClock
-from controller.service import fleet_estimates, override_book, server
-from controller.store import file_store
+from controller.service import server
 from controller.store.file_store import FileStore
-from engine_shim.link import engine_link, ranks, sidecar_client
 
 T = TypeVar("T")
 
 # Unix time at which virtual time begins.
-_EPOCH = 1_900_000_000.0
+_EPOCH: Final = 1_900_000_000.0
+# Modules that read a clock by themselves.
+_PRODUCT: Final = ("controller.", "engine_shim.")
 
 
 class _AtOnce(ThreadPoolExecutor):
@@ -96,26 +99,31 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 @contextmanager
 def in_virtual_time(clock: VirtualClock) -> Iterator[None]:
-    """Lets the modules that read a clock by themselves read this one."""
+    """Lets the product read this clock, and draw the same random numbers every time.
+
+    Whatever a module of the product took from `time` by name is replaced too.
+    """
 
     def wall() -> float:
         return _EPOCH + clock.now()
 
-    clocks = SimpleNamespace(
-        monotonic=clock.now,
-        monotonic_ns=lambda: round(clock.now() * 1e9),
-        time=wall,
-        time_ns=lambda: round(wall() * 1e9),
-        gmtime=time.gmtime,
-    )
-    with (
-        patch.object(engine_link, "monotonic", clocks.monotonic),
-        patch.object(ranks, "monotonic", clocks.monotonic),
-        patch.object(sidecar_client, "monotonic", clocks.monotonic),
-        patch.object(sidecar_client, "monotonic_ns", clocks.monotonic_ns),
-        patch.object(override_book, "time", clocks),
-        patch.object(fleet_estimates, "time", clocks),
-        patch.object(file_store, "time", clocks),
-        patch.object(server, "make_store", lambda settings: FileStore(settings.state_path, wall)),
-    ):
+    clocks: dict[Callable[[], float], Callable[[], float]] = {
+        time.monotonic: clock.now,
+        time.monotonic_ns: lambda: round(clock.now() * 1e9),
+        time.time: wall,
+        time.time_ns: lambda: round(wall() * 1e9),
+    }
+    seeded = random.Random(0)
+    with ExitStack() as stack:
+        for name, module in list(sys.modules.items()):
+            if name == "time" or name.startswith(_PRODUCT):
+                for attribute, value in list(vars(module).items()):
+                    if type(value) is BuiltinFunctionType and value in clocks:
+                        stack.enter_context(patch.object(module, attribute, clocks[value]))
+        for owner, attribute, instead in (
+            (secrets, "token_hex", lambda length: seeded.randbytes(length).hex()),
+            (random, "uniform", seeded.uniform),
+            (server, "make_store", lambda settings: FileStore(settings.state_path, wall)),
+        ):
+            stack.enter_context(patch.object(owner, attribute, instead))
         yield

@@ -27,7 +27,7 @@ from engine_shim.link import agent as agent_module
 from engine_shim.link import packets
 from engine_shim.link.engine_port import EnginePort
 from speculation.v1.engine_pb2 import EngineSpec
-from speculation.v1.service_pb2 import IntroduceResponse, SteerResponse
+from speculation.v1.service_pb2 import IntroduceResponse
 from tests.concurrency.engine import STEP_SECONDS, Engine, specs
 from tests.concurrency.network import Channel, Network
 from tests.concurrency.processes import AgentProcess, Process, SidecarProcess
@@ -59,6 +59,8 @@ class World:
 
     def __init__(self, directory: Path) -> None:
         self.clock = VirtualClock(1000.0)
+        # All that happened, one line for each event: the same for the same course of events.
+        self.trace: list[str] = []
         self._directory = directory
         self._stack = contextlib.ExitStack()
         self._dead: list[Process] = []
@@ -70,7 +72,7 @@ class World:
         self.overrides: dict[str, Commanded] = {}
         self._changing: set[str] = set()
         self.engines = {
-            spec.engine_id: Engine(spec, ranks, self.clock)
+            spec.engine_id: Engine(spec, ranks, self.clock, self.note)
             for spec, ranks in zip(specs(), (3, 1), strict=True)
         }
         self.sidecar: SidecarProcess | None = None
@@ -90,10 +92,15 @@ class World:
     def close(self) -> None:
         """Ends all of it."""
         for engine in self.engines.values():
+            self.note("at the end", engine.spec.engine_id, engine.link.status())
             engine.link.close()
         for process in (*self.processes, *self._dead):
             process.loop.end()
         self._stack.close()
+
+    def note(self, *event: object) -> None:
+        """Adds an event to the trace."""
+        self.trace.append(f"{self.clock.now()!r} {' '.join(map(str, event))}")
 
     @property
     def processes(self) -> list[Process]:
@@ -155,6 +162,8 @@ class World:
         self.sidecar.kill()
         self._dead.append(self.sidecar)
         self.sidecar = None
+        for engine in self.engines.values():
+            engine.ledger.died()
 
     def start_agent(self, engine: Engine) -> None:
         """With the introduction as its first packet."""
@@ -282,23 +291,29 @@ class World:
             core._epoch = max(core._epoch, _MOST_EPOCHS - left)
             core.explorer._next_id = max(core.explorer._next_id, _MOST_EPOCHS - left)
 
+    def has_epochs_left(self, engine_id: str) -> bool:
+        """Whether its session can make another plan."""
+        assert self.sidecar is not None
+        core = self.sidecar.sidecar.registry.by_engine(engine_id).core
+        return core._epoch < _MOST_EPOCHS
+
     # What the ledgers are told.
 
     def _witness(self, event: str, engine_id: str, session_id: str, message: Any) -> None:
         ledger = self.engines[engine_id].ledger
+        self.note(event, engine_id, session_id, message.SerializeToString(deterministic=True).hex())
+        if event == "taken":
+            last = "received" if isinstance(message, IntroduceResponse) else "received_so_far"
+            if message.HasField(last):
+                ledger.acknowledged(session_id, getattr(message, last))
         if isinstance(message, IntroduceResponse):
             session_id = message.session_id
         if event == "read":
             if self._is_open(session_id):
                 ledger.read(session_id, message.dropped_reports)
             return
-        if event == "written":
-            ledger.wrote(session_id, len(message.reports), message.dropped_reports)
-            return
-        if event == "taken" and isinstance(message, SteerResponse) and message.HasField("received"):
-            ledger.had_received(session_id, message.received)
         if not message.HasField("plan"):
-            assert not message.rejections, message
+            assert isinstance(message, IntroduceResponse) or not message.rejections, message
         elif event == "sent":
             in_force = self._in_force(self.engines[engine_id].spec)
             ledger.sent(session_id, message.plan, self.clock.now(), *in_force)
@@ -315,6 +330,7 @@ class World:
         return True
 
     def _folded(self, engine_id: str, session_id: str, report: StepReport) -> None:
+        self.note("folded", engine_id, session_id, report)
         self.engines[engine_id].ledger.folded_by(session_id, report)
 
     def require_no_faults(self) -> None:

@@ -83,7 +83,8 @@ LINK: Final[tuple[Family[EngineView], ...]] = (
     ),
     Family(
         _COUNTER, "speculation_dropped_reports",
-        "Step reports that the engine's side dropped (its socket or buffer was full).",
+        "Step reports that the engine's side dropped (its socket or buffer was full), or that a "
+        "sidecar had not acknowledged when it was killed.",
         lambda e: e.session.tally.dropped,
     ),
     Family(

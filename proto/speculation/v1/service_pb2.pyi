@@ -27,16 +27,22 @@ class IntroduceRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ENGINE_FIELD_NUMBER: _builtins.int
+    PREVIOUS_SESSION_ID_FIELD_NUMBER: _builtins.int
+    previous_session_id: _builtins.str
+    """The session whose stream ended without a last word (`SteerResponse.received`), so that the
+    engine does not know which of its reports arrived; empty for none.
+    """
     @_builtins.property
     def engine(self) -> _engine_pb2.EngineSpec: ...
     def __init__(
         self,
         *,
         engine: _engine_pb2.EngineSpec | None = ...,
+        previous_session_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "previous_session_id", b"previous_session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -48,21 +54,31 @@ class IntroduceResponse(_message.Message):
 
     SESSION_ID_FIELD_NUMBER: _builtins.int
     PLAN_FIELD_NUMBER: _builtins.int
+    RECEIVED_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Carried by every later message of this engine."""
     @_builtins.property
     def plan(self) -> _plan_pb2.Plan: ...
+    @_builtins.property
+    def received(self) -> Global___Received:
+        """What arrived on the stream of `previous_session_id`, all of it: the engine sends the rest again.
+        Absent when this sidecar does not know that session, because another process had it.
+        """
+
     def __init__(
         self,
         *,
         session_id: _builtins.str = ...,
         plan: _plan_pb2.Plan | None = ...,
+        received: Global___Received | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_received", b"_received", "plan", b"plan", "received", b"received"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_received", b"_received", "plan", b"plan", "received", b"received", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__received: _TypeAlias = _typing.Literal["received"]  # noqa: Y015
+    _WhichOneofArgType__received: _TypeAlias = _typing.Literal["_received", b"_received"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__received) -> _WhichOneofReturnType__received | None: ...
 
 Global___IntroduceResponse: _TypeAlias = IntroduceResponse  # noqa: Y015
 
@@ -75,7 +91,9 @@ class SteerRequest(_message.Message):
     DROPPED_REPORTS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     dropped_reports: _builtins.int
-    """Reports that the shim or its agent had to drop since the last message (full socket)."""
+    """Reports that the shim or its agent had to drop since the last message (full socket), and those
+    whose arrival an earlier sidecar did not acknowledge before it was killed.
+    """
     @_builtins.property
     def reports(self) -> _containers.RepeatedCompositeFieldContainer[_engine_pb2.StepReport]:
         """In step order.  May be empty: a sign of life that asks for a fresh lease."""
@@ -130,6 +148,7 @@ class SteerResponse(_message.Message):
     PLAN_FIELD_NUMBER: _builtins.int
     REJECTIONS_FIELD_NUMBER: _builtins.int
     RECEIVED_FIELD_NUMBER: _builtins.int
+    RECEIVED_SO_FAR_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def plan(self) -> _plan_pb2.Plan:
         """Absent when the message only carries rejections."""
@@ -140,25 +159,36 @@ class SteerResponse(_message.Message):
     def received(self) -> Global___Received:
         """In the last message of a sidecar that stops."""
 
+    @_builtins.property
+    def received_so_far(self) -> Global___Received:
+        """What has arrived on this stream so far, in every response.  If the sidecar is killed, the engine
+        reports what it sent after that as dropped.
+        """
+
     def __init__(
         self,
         *,
         plan: _plan_pb2.Plan | None = ...,
         rejections: _abc.Iterable[Global___ReportRejection] | None = ...,
         received: Global___Received | None = ...,
+        received_so_far: Global___Received | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_plan", b"_plan", "_received", b"_received", "plan", b"plan", "received", b"received"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_plan", b"_plan", "_received", b"_received", "_received_so_far", b"_received_so_far", "plan", b"plan", "received", b"received", "received_so_far", b"received_so_far"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_plan", b"_plan", "_received", b"_received", "plan", b"plan", "received", b"received", "rejections", b"rejections"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_plan", b"_plan", "_received", b"_received", "_received_so_far", b"_received_so_far", "plan", b"plan", "received", b"received", "received_so_far", b"received_so_far", "rejections", b"rejections"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__plan: _TypeAlias = _typing.Literal["plan"]  # noqa: Y015
     _WhichOneofArgType__plan: _TypeAlias = _typing.Literal["_plan", b"_plan"]  # noqa: Y015
     _WhichOneofReturnType__received: _TypeAlias = _typing.Literal["received"]  # noqa: Y015
     _WhichOneofArgType__received: _TypeAlias = _typing.Literal["_received", b"_received"]  # noqa: Y015
+    _WhichOneofReturnType__received_so_far: _TypeAlias = _typing.Literal["received_so_far"]  # noqa: Y015
+    _WhichOneofArgType__received_so_far: _TypeAlias = _typing.Literal["_received_so_far", b"_received_so_far"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__plan) -> _WhichOneofReturnType__plan | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__received) -> _WhichOneofReturnType__received | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__received_so_far) -> _WhichOneofReturnType__received_so_far | None: ...
 
 Global___SteerResponse: _TypeAlias = SteerResponse  # noqa: Y015
 

@@ -281,6 +281,40 @@ async def test_a_sidecar_that_stops_says_what_it_has_received_and_folds_nothing_
         assert (session.tally.reports, session.tally.dropped) == (2, 7)
 
 
+async def test_every_response_says_what_has_been_received_so_far(tmp_path: Path):
+    async with serving(tmp_path) as running:
+        stream = SteerClient(running, await running.introduce())
+        await stream.send(report_message(1), report_message(2, batch_size=5), dropped=7)
+        while not (answer := await stream.read()).received_so_far.reports:
+            pass
+        assert answer.received_so_far == service_pb2.Received(reports=2, dropped_reports=7)
+
+
+async def test_an_introduction_learns_what_arrived_in_the_session_before_it(tmp_path: Path):
+    async with serving(tmp_path) as running:
+        session_id = await running.introduce()
+        stream = SteerClient(running, session_id)
+        await stream.send(report_message(1), report_message(2, batch_size=5), dropped=7)
+        session = running.sidecar.registry.by_token(session_id)
+        await until(lambda: session.tally.reports == 1)
+        stream.call.cancel()
+        arrived = service_pb2.Received(reports=2, dropped_reports=7)
+        # The first answer may be lost, too: the second introduction names the same session.
+        for _ in range(2):
+            request = service_pb2.IntroduceRequest(
+                engine=engine_message(), previous_session_id=session_id
+            )
+            answer = await soon(running.speculation.Introduce(request))
+            assert answer.received == arrived
+
+
+@pytest.mark.parametrize("before", ["", "another-sidecars"])
+async def test_what_arrived_in_a_session_that_is_not_known_is_not_said(tmp_path: Path, before: str):
+    async with serving(tmp_path) as running:
+        request = service_pb2.IntroduceRequest(engine=engine_message(), previous_session_id=before)
+        assert not (await soon(running.speculation.Introduce(request))).HasField("received")
+
+
 async def test_the_rest_of_a_long_message_is_not_folded_once_the_sidecar_stops(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

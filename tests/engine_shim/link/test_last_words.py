@@ -12,6 +12,7 @@ from engine_shim.link import packets
 from engine_shim.link.engine_port import EnginePort
 from engine_shim.link.quiet_log import QuietLog
 from engine_shim.link.report_buffer import ReportBuffer
+from engine_shim.link.sent_reports import SentReports
 from engine_shim.link.sidecar_client import _Session
 from engine_shim.link.translate import Translator
 from speculation.v1.service_pb2 import Received, SteerRequest, SteerResponse
@@ -49,7 +50,8 @@ async def test_a_plan_that_came_before_the_end_is_taken_though_a_write_failed_fi
         log, buffer = QuietLog(), ReportBuffer(8)
         port = EnginePort(agent, buffer, log, 0.0)
         call: Any = EndedCall()
-        session = _Session(call, "session-1", Translator(engine_spec()), port, buffer, log)
+        sent = SentReports(buffer, "session-1")
+        session = _Session(call, sent, Translator(engine_spec()), port, buffer, log)
         code, detail = await session.run()
         packet = packets.decode_plan(engine.recv(packets.MAX_PLAN_BYTES))
     assert (code, detail) == (grpc.StatusCode.UNAVAILABLE, "the sidecar is shutting down")
@@ -76,15 +78,18 @@ class TakingCall(EndedCall):
 
 
 @pytest.mark.parametrize(
-    ("last_words", "again"),
+    ("last_words", "again", "lost"),
     [
-        ([], []),
-        ([SteerResponse(received=Received(reports=3))], []),
-        ([SteerResponse(received=Received(reports=1))], [2, 3]),
+        ([], [], 3),
+        ([SteerResponse(received_so_far=Received(reports=1))], [], 2),
+        # Of a version that acknowledges nothing.
+        ([SteerResponse(plan=plan(2, 5))], [], 0),
+        ([SteerResponse(received=Received(reports=3))], [], 0),
+        ([SteerResponse(received=Received(reports=1))], [2, 3], 0),
     ],
 )
 async def test_what_was_written_goes_out_again_only_if_the_sidecar_says_that_it_did_not_come(
-    last_words: list[SteerResponse], again: list[int]
+    last_words: list[SteerResponse], again: list[int], lost: int
 ):
     engine, agent = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with engine, agent:
@@ -93,7 +98,9 @@ async def test_what_was_written_goes_out_again_only_if_the_sidecar_says_that_it_
             buffer.add(report(step))
         port = EnginePort(agent, buffer, log, 0.0)
         call: Any = TakingCall(last_words)
-        session = _Session(call, "session-1", Translator(engine_spec()), port, buffer, log)
+        sent = SentReports(buffer, "session-1")
+        session = _Session(call, sent, Translator(engine_spec()), port, buffer, log)
         await session.run()
+    sent.settle(received=None)
     assert [packet.step for packet in buffer.take(8)] == again
-    assert buffer.dropped == 0
+    assert buffer.dropped == lost
