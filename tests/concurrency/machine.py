@@ -6,13 +6,9 @@ the newest plan, and every report must have been used or told as lost.
 """
 
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-import structlog
-from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -20,7 +16,6 @@ from hypothesis.stateful import (
     invariant,
     precondition,
     rule,
-    run_state_machine_as_test,
 )
 
 from controller.core.overrides import Override, Rule, Scope, ScopeKind
@@ -389,36 +384,3 @@ class Link(RuleBasedStateMachine):
     def process(self, which: int) -> Process | None:
         engines = list(self.world.engines.values())
         return self.world.sidecar if which == 2 else engines[which].agent
-
-
-def run(
-    machine: type[Link], examples: int, number: int, phases: Sequence[Phase] = tuple(Phase)
-) -> None:
-    """Runs so many courses of events, the same ones for the same `number`."""
-    with silence():
-        run_state_machine_as_test(
-            seed(number)(machine),
-            settings=settings(
-                max_examples=examples,
-                stateful_step_count=40,
-                deadline=None,
-                database=None,
-                phases=phases,
-                suppress_health_check=list(HealthCheck),
-            ),
-        )
-
-
-@contextmanager
-def silence() -> Iterator[None]:
-    """Nothing is logged by the sidecar and the agents."""
-
-    def drop(*_: object) -> dict[str, object]:
-        raise structlog.DropEvent
-
-    before = structlog.get_config()
-    structlog.configure(processors=[drop])
-    try:
-        yield
-    finally:
-        structlog.configure(**before)

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from controller.core.overrides import Override, Rule, Scope, ScopeKind
+from tests.concurrency.dealing import silence
 from tests.concurrency.engine import STEP_SECONDS, Engine
-from tests.concurrency.machine import Link, silence
+from tests.concurrency.machine import Link
 from tests.concurrency.sequences import FOUND
 from tests.concurrency.world import World
 

@@ -10,7 +10,8 @@ from typing import Final
 
 import pytest
 
-from tests.concurrency.machine import Link, run
+from tests.concurrency.dealing import run
+from tests.concurrency.machine import Link
 
 EXAMPLES: Final = int(os.environ.get("CONCURRENCY_EXAMPLES", "80"))
 SEED: Final = int(os.environ.get("CONCURRENCY_SEED", "1"))

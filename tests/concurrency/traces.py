@@ -10,7 +10,8 @@ from pathlib import Path
 
 from hypothesis import Phase
 
-from tests.concurrency.machine import Link, run, silence
+from tests.concurrency.dealing import run, silence
+from tests.concurrency.machine import Link
 from tests.concurrency.sequences import FOUND
 
 
