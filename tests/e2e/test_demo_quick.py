@@ -131,7 +131,7 @@ def test_a_demo_that_is_ended_takes_its_engines_along(tmp_path: Path):
     finally:
         demo.kill()
     assert demo.returncode == 128 + signal.SIGTERM
-    _, alive = psutil.wait_procs(family, timeout=20)
+    _, alive = psutil.wait_procs(family, timeout=120)
     assert alive == []
 
 

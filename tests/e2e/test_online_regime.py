@@ -34,7 +34,7 @@ def test_the_sidecar_finds_out_that_learning_pays(tmp_path: Path) -> None:
 
             def explained() -> service_pb2.ExplainResponse:
                 question = service_pb2.ExplainRequest(engine_id="learner")
-                answer: service_pb2.ExplainResponse = inspection.Explain(question, timeout=10)
+                answer: service_pb2.ExplainResponse = inspection.Explain(question, timeout=60)
                 return answer
 
             def introduced() -> bool:

@@ -48,7 +48,7 @@ def trainer(folder: Path, sidecar: str, signals: Path) -> Iterator[subprocess.Po
             yield process
         finally:
             process.kill()
-            process.wait(30)
+            process.wait(120)
 
 
 class Watched:
@@ -64,7 +64,7 @@ class Watched:
         # A sidecar answers so many questions a second.
         time.sleep(0.05)
         question = service_pb2.ExplainRequest(engine_id=ENGINE_ID)
-        answer: service_pb2.ExplainResponse = self._inspection.Explain(question, timeout=10)
+        answer: service_pb2.ExplainResponse = self._inspection.Explain(question, timeout=60)
         return answer.training
 
     def introduced(self) -> bool:
@@ -116,7 +116,7 @@ def test_a_shift_is_learnt_beside_the_engine(tmp_path: Path) -> None:
                     assert seed < MOST_WAVES, watched.training
                 # In the midst of it.
                 first.send_signal(signal.SIGKILL)
-                first.wait(30)
+                first.wait(120)
             eventually(lambda: watched.training.phase == "no trainer", what="its end is noticed")
             (signals / "00000000000000000000-0-0.safetensors").write_bytes(b"\0" * 100)
             with trainer(tmp_path, sidecar.address, signals):

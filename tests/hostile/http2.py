@@ -10,7 +10,7 @@ DATA, HEADERS, RST_STREAM, SETTINGS, PING, CONTINUATION = 0, 1, 3, 4, 6, 9
 END_STREAM, END_HEADERS = 1, 4
 _CANCEL = 8
 # A server that is well answers within it, on a machine that is busy.
-_PATIENCE_SECONDS = 30.0
+_PATIENCE_SECONDS = 120.0
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:

@@ -79,7 +79,7 @@ def threaded(address: str) -> None:
     server.start()
     with grpc.insecure_channel(address) as channel:
         stub = service_pb2_grpc.SpeculationServiceStub(channel)
-        answer = stub.Decide(service_pb2.DecideRequest(report=REPORT), timeout=10)
+        answer = stub.Decide(service_pb2.DecideRequest(report=REPORT), timeout=60)
     server.stop(None)
     assert (answer.drafter, answer.gamma) == ("eagle3", 3), answer
 
@@ -94,7 +94,7 @@ async def streaming(address: str) -> None:
     server.add_insecure_port(address)
     await server.start()
     async with grpc.aio.insecure_channel(address) as channel:
-        call = service_pb2_grpc.SpeculationServiceStub(channel).Steer(timeout=10)
+        call = service_pb2_grpc.SpeculationServiceStub(channel).Steer(timeout=60)
         for _ in range(3):
             await call.write(service_pb2.SteerRequest(session_id="s", reports=[REPORT]))
             answer = await call.read()
@@ -104,7 +104,7 @@ async def streaming(address: str) -> None:
             assert not answer.plan.rows[1].HasField("probe")
         await call.done_writing()
         check = health_pb2_grpc.HealthStub(channel).Check  # type: ignore[attr-defined]
-        status = await check(health_pb2.HealthCheckRequest(), timeout=10)
+        status = await check(health_pb2.HealthCheckRequest(), timeout=60)
         assert status.status == health_pb2.HealthCheckResponse.SERVING
     await server.stop(None)
 

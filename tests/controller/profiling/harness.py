@@ -12,7 +12,7 @@ from controller.service.server import Sidecar
 from controller.settings import Settings
 from tests.controller.profiling.clockwork_engine import ClockworkEngine
 
-PATIENCE_SECONDS = 20.0
+PATIENCE_SECONDS = 60.0
 # Small and quick: two batch sizes, and medians that are good enough soon.
 QUICK = ProfilingSettings(batch_sizes=(1, 4), budget_seconds=3.0, tolerance=0.02, stall_seconds=1.5)
 

@@ -162,7 +162,7 @@ async def test_a_cancelled_measurement_is_kept_releases_the_engine_and_is_gone_o
     partial = partial_path(tmp_path / "profile.json")
     async with beside(tmp_path, engine):
         task = asyncio.create_task(profile(tmp_path, engine, notes))
-        await asyncio.wait_for(enough.wait(), 20)
+        await asyncio.wait_for(enough.wait(), 120)
         task.cancel()
         await asyncio.wait({task})
         assert task.cancelled()
@@ -402,7 +402,7 @@ async def test_a_sidecar_that_goes_away_ends_the_measurement_and_keeps_it(tmp_pa
     notes = Notes(on_progress=lambda share: begun.set() if share > 0.3 else None)
     async with sidecar(tmp_path) as serving, running(engine):
         task = asyncio.create_task(profile(tmp_path, engine, notes))
-        await asyncio.wait_for(begun.wait(), 20)
+        await asyncio.wait_for(begun.wait(), 120)
         await serving.stop()
         with pytest.raises((SidecarUnreachableError, MeasurementError), match="shutting down"):
             await task

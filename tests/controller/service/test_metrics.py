@@ -24,7 +24,7 @@ Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 async def scrape(port: int) -> Series:
     def get() -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
             return str(answer.read().decode())
 
     families = text_string_to_metric_families(await soon(asyncio.to_thread(get)))

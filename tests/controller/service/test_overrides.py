@@ -86,7 +86,7 @@ async def test_a_pin_is_in_every_row_at_once_and_named(tmp_path: Path):
         assert plan.reason == plan_pb2.REASON_OVERRIDE
         assert "under o1" in plan.reason_detail
         assert took < PATIENCE_SECONDS
-        assert answer.held.remaining_seconds == pytest.approx(3600, abs=5)
+        assert answer.held.remaining_seconds == pytest.approx(3600, abs=60)
         assert [e.engine_id for e in answer.effects] == ["engine-0"]
         assert answer.effects[0].changes[0].gamma_after == 1
         # And it is gone as quickly.

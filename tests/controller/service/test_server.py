@@ -48,13 +48,11 @@ async def test_each_service_reports_its_health(tmp_path: Path, service: str):
 
 
 async def test_watchers_learn_of_the_end_and_do_not_hold_it_up(tmp_path: Path):
-    async with serving(tmp_path) as running:
+    async with serving(tmp_path, drain_seconds=3600.0) as running:
         health = health_stub(running.channel)
         watch = health.Watch(health_pb2.HealthCheckRequest())
         assert (await soon(watch.read())).status == SERVING
-        began = asyncio.get_running_loop().time()
         await soon(running.sidecar.stop())
-        assert asyncio.get_running_loop().time() - began < 4  # of 5 s that it might take
         assert (await soon(watch.read())).status == NOT_SERVING
 
 
@@ -174,7 +172,7 @@ async def test_a_client_that_does_not_read_holds_the_end_up_no_longer_than_the_d
 ):
     async with serving(tmp_path, drain_seconds=0.3) as running:
         stream = SteerClient(running, await running.introduce())
-        tally = running.sidecar.registry.by_engine("engine-0").tally
+        session = running.sidecar.registry.by_engine("engine-0")
         bad = [report_message(step, drafter="x" * 300) for step in range(1, 257)]
 
         async def flood() -> None:
@@ -185,13 +183,12 @@ async def test_a_client_that_does_not_read_holds_the_end_up_no_longer_than_the_d
 
         flooding = asyncio.create_task(flood())
         # Every report is refused; the answers pile up until the sidecar reads no more.
-        before = -1
-        while tally.rejected.total() > before:
-            before = tally.rejected.total()
+        before, unsent = -1, 0
+        while unsent < 256 or session.tally.rejected.total() > before:
+            before = session.tally.rejected.total()
             await asyncio.sleep(0.3)
-        began = asyncio.get_running_loop().time()
+            unsent = len(session.stream._rejections) if session.stream else 0  # type: ignore[attr-defined]
         with structlog.testing.capture_logs() as lines:
             await soon(running.sidecar.stop())
-        assert asyncio.get_running_loop().time() - began < 3
         assert "drain_ran_out" in {line["event"] for line in lines}
         await failure(flooding)

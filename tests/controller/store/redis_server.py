@@ -13,7 +13,7 @@ import redis
 
 from engine_shim.stage.ports import free_port
 
-PATIENCE_SECONDS = 15.0
+PATIENCE_SECONDS = 60.0
 
 
 class RedisServer:
@@ -50,7 +50,7 @@ class RedisServer:
             port=self.port,
             password=password,
             decode_responses=True,
-            socket_timeout=5,
+            socket_timeout=PATIENCE_SECONDS,
         )
 
     def start(self) -> Self:

@@ -1,4 +1,8 @@
-"""Waiting for another process, up to a deadline; a test never sleeps to be right."""
+"""Waiting for another process, up to a deadline; a test never sleeps to be right.
+
+The deadline only ends a hang: an agent gives way to all others, so that its start can take half a
+minute on a busy machine.
+"""
 
 import time
 from collections.abc import Callable
@@ -7,7 +11,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def eventually(condition: Callable[[], T | None], *, within: float = 20.0, what: str = "") -> T:
+def eventually(condition: Callable[[], T | None], *, within: float = 120.0, what: str = "") -> T:
     """The first true value of `condition`; fails when none came `within` so many seconds."""
     deadline = time.monotonic() + within
     while not (value := condition()):

@@ -73,7 +73,7 @@ class FakeSidecar(SpeculationServiceServicer):
     def __exit__(self, *_: object) -> None:
         self.stop()
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(5)
+        self._thread.join(60)
         self._loop.close()
 
     def start(self) -> None:
@@ -132,4 +132,4 @@ class FakeSidecar(SpeculationServiceServicer):
 
     def _run(self, coroutine: Any) -> None:
         future: Future[None] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        future.result(10)
+        future.result(60)

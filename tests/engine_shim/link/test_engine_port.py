@@ -37,7 +37,7 @@ def report(step: int) -> bytes:
 
 
 async def read(engine: socket.socket) -> bytes:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         return await asyncio.get_running_loop().sock_recv(engine, 4096)
 
 
@@ -90,7 +90,7 @@ async def test_a_resting_port_reads_what_piled_up_at_once():
             engine.send(report(step))
             await asyncio.sleep(0)
             seen.append(len(buffer))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await port.arrived.wait()
         assert seen == [0] * 20
         assert len(buffer) == 20
@@ -103,15 +103,15 @@ async def test_a_resting_port_looks_by_itself_while_reports_come_and_is_woken_af
         woken = asyncio.get_running_loop()._selector.get_map  # type: ignore[attr-defined]
         for step in range(1, 21):
             engine.send(report(step))
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 await port.arrived.wait()
             port.arrived.clear()
             assert port._peer.fileno() not in woken()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while port._peer.fileno() not in woken():  # noqa: ASYNC110  # the kernel's list, no event
                 await asyncio.sleep(0.01)
         engine.send(report(21))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await port.arrived.wait()
         assert [r.step for r in buffer.take(99)] == list(range(1, 22))
 
@@ -123,7 +123,7 @@ async def test_a_gone_engine_is_noticed(unread, rest_seconds):
         if unread:
             port.send_plan(plan(1))
         engine.close()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await port.gone.wait()
         port.send_plan(plan(2))
         port.send_state(SidecarState.AWAY, 0, "")

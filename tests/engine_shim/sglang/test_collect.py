@@ -57,7 +57,7 @@ class SlowRuns(Runs):
         self.may = Event()
 
     def read(self, canvases: Any) -> list[Signal]:
-        assert self.may.wait(10)
+        assert self.may.wait(120)
         return super().read(canvases)
 
 
@@ -78,7 +78,7 @@ class FailingRuns(SlowRuns):
     reads = 0
 
     def read(self, canvases: Any) -> list[Signal]:
-        assert self.may.wait(10)
+        assert self.may.wait(120)
         self.reads += 1
         raise RuntimeError(f"no room for {len(canvases)} rounds")
 

@@ -1,6 +1,5 @@
 """What one decode step becomes as a report."""
 
-import time
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from controller.core.clock import VirtualClock
 from engine_shim.link.packets import (
     AFTER_GAP,
     EAGER_FALLBACK,
@@ -18,6 +18,7 @@ from engine_shim.link.packets import (
     UNSTEERED,
 )
 from engine_shim.link.steering import Choice, Source
+from engine_shim.sglang import telemetry
 from engine_shim.sglang.telemetry import (
     Launch,
     StepTap,
@@ -64,6 +65,13 @@ def result(gamma: int, accept_lens: list[int], *, graph: bool = False) -> Any:
     )
 
 
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> VirtualClock:
+    made = VirtualClock()
+    monkeypatch.setattr(telemetry, "perf_counter", made.now)
+    return made
+
+
 def tap(graph_batch_sizes: tuple[int, ...] = ()) -> tuple[StepTap, RecordingLink]:
     link = RecordingLink()
     return StepTap(link, graph_batch_sizes), link  # type: ignore[arg-type]
@@ -105,23 +113,27 @@ def test_the_gamma_that_ran_is_reported_not_the_one_that_was_chosen() -> None:
     assert link.reports[0].accepted_counts == [1, 0, 0, 1]
 
 
-def test_consecutive_steps_are_timed_from_end_to_end() -> None:
+def test_consecutive_steps_are_timed_from_end_to_end(clock: VirtualClock) -> None:
     steps, link = tap()
     settle(steps, 1, 3, [1])
-    time.sleep(0.02)
+    clock.advance(0.02)
     settle(steps, 2, 3, [1])
-    assert link.reports[1].step_seconds >= 0.02
+    assert link.reports[1].step_seconds == pytest.approx(0.02)
     assert not link.reports[1].flags & AFTER_GAP
 
 
 @pytest.mark.parametrize("iteration", [3, None])
-def test_a_forward_in_between_is_a_gap_timed_from_the_launch(iteration: int | None) -> None:
+def test_a_forward_in_between_is_a_gap_timed_from_the_launch(
+    iteration: int | None, clock: VirtualClock
+) -> None:
     steps, link = tap()
     settle(steps, 1, 3, [1])
-    time.sleep(0.05)
-    settle(steps, iteration, 3, [1])
+    clock.advance(0.05)
+    launch = Launch(choice(3), iteration, 10)
+    clock.advance(0.01)
+    steps.settle(launch, result(3, [1]))
     assert link.reports[1].flags & AFTER_GAP
-    assert 0 < link.reports[1].step_seconds < 0.05
+    assert link.reports[1].step_seconds == pytest.approx(0.01)
 
 
 def test_the_first_step_is_after_a_gap_and_does_not_count_as_a_switch() -> None:

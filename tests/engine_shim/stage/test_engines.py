@@ -11,5 +11,5 @@ def test_an_engine_knows_of_the_sidecar_what_it_is_told_and_no_more(tmp_path, mo
     told = {"SPECULATION_SIDECAR": place.address}
     engine = launch_engine("x", lambda _: [sys.executable, "-c", code], told, place)
     with engine.child:
-        engine.child.wait(20)
+        engine.child.wait(120)
         assert engine.child.last_line() == f"['SPECULATION_SIDECAR{place.address}']"

@@ -132,4 +132,4 @@ def test_a_round_of_no_numbers_is_refused_and_the_weights_stay(running: Running)
 def test_it_ends_with_the_engine() -> None:
     with started(make_student(make_target())) as found:
         assert found.channel.receive(wait=True) == Message(Kind.READY)
-    assert found.process.wait(20) == 0
+    assert found.process.wait(120) == 0
