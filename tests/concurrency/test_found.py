@@ -44,13 +44,15 @@ def test_a_course_of_events_that_was_found_loses_no_report(course: Callable[[Lin
 def test_what_was_under_way_as_a_silent_stream_was_given_up_is_sent_again(world: World):
     engine = world.engines["plain"]
     steps(world, engine, 3)
-    world.network.held.add("up")
+    session = engine.ledger.newest[0]
+    world.network.held.update({"up", "down"})
     steps(world, engine, 4)
     world.advance(10.0)
     world.network.held.clear()
     world.advance(3.0)
     steps(world, engine, 1)
     ledger = engine.ledger
+    assert ledger.newest[0] != session
     assert (ledger.folded, ledger.told_lost, ledger.attempted) == (8, 0, 8)
 
 

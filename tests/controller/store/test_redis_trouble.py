@@ -130,8 +130,10 @@ async def test_a_lost_clear_is_put_back_too(server: RedisServer):
 
 
 async def test_two_sidecars_see_each_others_changes_before_they_would_ask(server: RedisServer):
-    never = {"reconcile_seconds": 3600.0}
-    async with store_of(server, **never) as (one, _), store_of(server, **never) as (two, news):
+    async with (
+        store_of(server, reconcile_seconds=3600.0) as (one, _),
+        store_of(server, reconcile_seconds=3600.0) as (two, news),
+    ):
         with server.client() as client:
             await soon(lambda: listeners(client) == 2)
         for number in range(10):
