@@ -93,7 +93,7 @@ def test_a_difference_is_shown_and_named(tmp_path: Path):
         (["pull", "0123456789abcdef"], 1, "is on the shelf"),
         (["pull"], 2, "name a profile"),
         (["pull", "x", "--engine", "y"], 2, "name a profile"),
-        (["pull", "--engine", "nobody"], 1, "no engine 'nobody'"),
+        (["pull", "--engine", "nobody"], 6, "no engine 'nobody'"),
         (["push", "BROKEN"], 2, "is no profile"),
         (["merge", "BROKEN", "--output", "x"], 2, "is no profile"),
     ],

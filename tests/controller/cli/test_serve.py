@@ -111,7 +111,7 @@ def test_a_broken_profile_refuses_the_start_with_file_and_reason(tmp_path: Path)
     ("arguments", "environment", "text"),
     [
         (("--metrics-port", "70000"), {}, "metrics_port: "),
-        (("--address", "/run/x"), {}, "unix:PATH is needed"),
+        (("--address", "127.0.0.1:9"), {}, "unix:PATH or /PATH, is needed"),
         ((), {"CONTROLLER_ADRESS": "unix:/x"}, "unknown environment variables: CONTROLLER_ADRESS"),
         (("--adress", "unix:/x"), {}, "No such option"),
     ],
