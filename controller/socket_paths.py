@@ -69,6 +69,8 @@ def operators_path(path: Path) -> Path:
     return path.with_name(f"{path.stem}{_OPERATORS}{path.suffix}")
 
 
-def inner_path(path: Path) -> Path:
-    """Where gRPC listens behind the operators' socket: a directory that only the sidecar enters."""
-    return path.with_name(f".{path.stem}.d") / "grpc.sock"
+def operators_address(address: str) -> str:
+    """Where operators call the sidecar at `address`: beside a unix socket, or the same on TCP."""
+    if not address.startswith("unix:"):
+        return address
+    return f"unix:{operators_path(socket_path(address))}"

@@ -39,11 +39,9 @@ DEFAULT_ADDRESS = "unix:/run/speculation/controller.sock"
 
 def for_operators(address: str) -> str:
     """Where overrides are set: a unix socket beside the sidecar's, or the same TCP address."""
-    from controller.socket_paths import operators_path, socket_path
+    from controller.socket_paths import operators_address
 
-    return (
-        f"unix:{operators_path(socket_path(address))}" if address.startswith("unix:") else address
-    )
+    return operators_address(address)
 
 
 @contextmanager

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Never
 
 import typer
 
-from controller.cli.connection import DEFAULT_ADDRESS, Address, connected, print_wide
+from controller.cli.connection import (
+    DEFAULT_ADDRESS,
+    Address,
+    connected,
+    for_operators,
+    print_wide,
+)
 from controller.exit_codes import Exit
 
 if TYPE_CHECKING:
@@ -32,7 +38,7 @@ def push(
     from speculation.v1 import service_pb2
 
     text = _read(file).to_json()
-    with connected(address) as channel:
+    with connected(for_operators(address)) as channel:
         answer = _stub(channel).PushProfile(
             service_pb2.PushProfileRequest(profile_json=text), timeout=_ANSWER_SECONDS
         )

@@ -68,6 +68,15 @@ def from_json(text: str) -> list[Belief]:
         raise InvalidBeliefError(f"not beliefs: {error!r}") from error
 
 
+def pool_groups(groups: Iterable[Iterable[tuple[Belief, float]]]) -> list[Belief]:
+    """As `pool`, of groups that count the same, however much each of them has told."""
+    told = []
+    for group in map(list, groups):
+        youngest = min((age for _, age in group), default=0.0)
+        told += [(belief, youngest) for belief in pool(group)]
+    return pool(told)
+
+
 def pool(told: Iterable[tuple[Belief, float]]) -> list[Belief]:
     """One belief for every drafter and label, from beliefs and their ages in seconds."""
     sums: dict[tuple[str, str], list[list[float]]] = {}

@@ -23,7 +23,7 @@ from controller.profiling.errors import (
     SidecarUnreachableError,
 )
 from controller.service import converters
-from controller.socket_paths import why_denied
+from controller.socket_paths import operators_address, why_denied
 from speculation.v1 import service_pb2, service_pb2_grpc
 
 _ANSWER_SECONDS = 10.0
@@ -106,7 +106,7 @@ class MeasureStream:
 
 
 class SidecarClient:
-    """One sidecar.  `async with SidecarClient(address) as sidecar`.
+    """One sidecar, called as an operator.  `async with SidecarClient(address) as sidecar`.
 
     Raises ProfilingUsageError for credentials that cannot be used.
     """
@@ -120,7 +120,7 @@ class SidecarClient:
         self._metadata = self._credentials.metadata()
 
     async def __aenter__(self) -> Self:
-        self._channel = self._credentials.aio_channel(self.address, *_OPTIONS)
+        self._channel = self._credentials.aio_channel(operators_address(self.address), *_OPTIONS)
         self._inspection = service_pb2_grpc.InspectionServiceStub(self._channel)
         self._profiling = service_pb2_grpc.ProfilingServiceStub(self._channel)
         return self
@@ -198,8 +198,9 @@ class SidecarClient:
                 f"what listens at {self.address} is no sidecar: {error.code().name}: "
                 f"{error.details()}"
             )
-        if denied := why_denied(self.address):
-            return ProfilingError(f"{self.address}: {denied}")
+        address = operators_address(self.address)
+        if denied := why_denied(address):
+            return ProfilingError(f"{address}: {denied}")
         if self.address.startswith("unix:"):
             return SidecarUnreachableError(
                 f"no sidecar listens at {self.address}: start one with "

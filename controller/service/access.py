@@ -1,44 +1,41 @@
 """Who may do what.
 
-Reading, steering and overriding are different rights.  Whoever may open the unix socket (its mode
-decides) may read and steer.  Operators have a socket of their own (`operator_door`): there the
-access list decides by the user that the kernel names, or, when it names no user, the mode alone.
-On TCP the access list decides, by bearer token or by the name in a client certificate; without a
-list TCP may read and steer, and never override.
+Reading, steering, measuring, installing profiles and overriding are different rights.  Whoever may
+open the engines' unix socket (its mode decides) may read and steer.  Operators have a socket of
+their own (`operator_door`): there the access list decides by the user that the kernel names, or,
+when it names no user, the mode alone.  On TCP the access list decides, by bearer token or by the
+name in a client certificate; without a list, callers on TCP may read and steer.
 
 The access list is a file of lines
 
-    RIGHTS  token-sha256:HEX   NAME        RIGHTS: read, steer, override, joined by commas
-    RIGHTS  cert:NAME                      common name, or a DNS or URI subject alternative name
-    RIGHTS  uid:NUMBER         NAME        a user of this machine, on the operators' socket
-    RIGHTS  gid:NUMBER         NAME        a primary group
+    RIGHTS  token-sha256:HEX   [NAME]  [engine:GLOBS]
+    RIGHTS  cert:NAME                    common name, or a DNS or URI subject alternative name
+    RIGHTS  uid:NUMBER                   a user of this machine, on the operators' socket
+    RIGHTS  gid:NUMBER                   a primary group
 
-and is read again when it changes.  It holds digests of tokens, no tokens.
+and is read again when it changes.  RIGHTS are read, steer, measure, install and override, joined by
+commas.  GLOBS are engine ids with * and ?, joined by commas: the entry steers, measures and
+overrides no other engines, and installs no profiles.  The file holds digests of tokens, no tokens.
 """
 
 import hashlib
 import re
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
-from enum import Flag, auto
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
-import grpc.aio
 import structlog
 
 from controller.core.errors import SpeculationError
-from controller.service.errors import (
-    ForbiddenError,
-    TooManyCallsError,
-    UnauthenticatedError,
-    abort,
-)
+from controller.service.callers import ALL, Caller, Right
+from controller.service.errors import UnauthenticatedError
 from controller.service.operator_door import OperatorDoor, Peer
-from controller.service.reading import read_after
+
+# Finds the caller of a call by its gRPC context.  Raises UnauthenticatedError.
+Identify: TypeAlias = Callable[[Any], Caller]
 
 _LOOK_SECONDS = 1.0
 _log = structlog.get_logger(__name__)
@@ -48,54 +45,13 @@ class AccessFileError(SpeculationError):
     """An access list that cannot be used; the message names file and line."""
 
 
-class Right(Flag):
-    """What a caller may do."""
-
-    NONE = 0
-    READ = auto()
-    STEER = auto()
-    OVERRIDE = auto()
-
-
-ALL = Right.READ | Right.STEER | Right.OVERRIDE
-_RIGHTS = {"read": Right.READ, "steer": Right.STEER, "override": Right.OVERRIDE}
-# Served to callers on this machine only.
-_LOCAL = {"Channelz"}
-_WRITES = {"SetOverride", "ClearOverride"}
-# Calls a second and at once, of one sidecar, by what they need.
-_LIMITS = {
-    Right.READ: (100.0, 400.0),
-    Right.STEER: (50_000.0, 100_000.0),
-    Right.OVERRIDE: (20.0, 200.0),
+_RIGHTS = {
+    (right.name or "").lower(): right
+    for right in (Right.READ, Right.STEER, Right.MEASURE, Right.INSTALL, Right.OVERRIDE)
 }
-
-# Streams that are open to be told of news, of health or overrides, say.
-_WATCHES_MAX = 64
-
-
-def right_of(method: str) -> Right:
-    """What a call of /package.Service/Method needs."""
-    kind, name = _kind(method), method.rpartition("/")[2]
-    if kind == "Health":
-        return Right.NONE
-    if kind == "PolicyService" and name in _WRITES:
-        return Right.OVERRIDE
-    if kind == "ProfilingService" and name in {"ListProfiles", "GetProfile"}:
-        return Right.READ
-    steers = {"SpeculationService", "ProfilingService", "TrainingService"}
-    return Right.STEER if kind in steers else Right.READ
-
-
-def _kind(method: str) -> str:
-    return method.strip("/").partition("/")[0].rpartition(".")[2]
-
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """Who calls, for the audit, and what he may."""
-
-    name: str
-    rights: Right
+_KEY = re.compile(r"token-sha256:[0-9a-f]{64}|cert:\S+|[ug]id:\d{1,10}")
+_ENGINES = "engine:"
+_GLOB = re.compile(r"[A-Za-z0-9._:*?-]{1,128}")
 
 
 class AccessList:
@@ -103,6 +59,8 @@ class AccessList:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        # Counts how often the entries have changed.
+        self.version = 0
         self._seen = self._stamp()
         self._looked_at = time.monotonic()
         self._entries = _parse(path)
@@ -115,15 +73,16 @@ class AccessList:
     @property
     def has_users(self) -> bool:
         """True when a user or group is listed: the operators' socket then is for them only."""
-        self._look()
+        self.look()
         return any(key.startswith(("uid:", "gid:")) for key in self._entries)
 
     def find(self, key: str) -> Caller | None:
         """By "token-sha256:HEX" or "cert:NAME"."""
-        self._look()
+        self.look()
         return self._entries.get(key)
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Reads the file again if it has changed; looks once a second at most."""
         now = time.monotonic()
         if now - self._looked_at < _LOOK_SECONDS:
             return
@@ -131,13 +90,15 @@ class AccessList:
         stamp = self._stamp()
         if stamp == self._seen:
             return
+        # A file that cannot be read now is read again when it has changed once more.
+        self._seen = stamp
         try:
             self._entries = _parse(self._path)
         except AccessFileError as error:
-            # Half-written, perhaps: what was allowed before stays, and it is read again.
+            # It may be half-written: what was allowed before stays allowed.
             _log.error("access_not_read", error=str(error))
             return
-        self._seen = stamp
+        self.version += 1
         _log.info("access_read", path=str(self._path), entries=len(self._entries))
 
     def _stamp(self) -> tuple[int, int, int]:
@@ -156,119 +117,87 @@ def _parse(path: Path) -> Mapping[str, Caller]:
     found: dict[str, Caller] = {}
     for number, line in enumerate(lines, 1):
         words = line.partition("#")[0].split()
-        if not words:
-            continue
-        if len(words) not in {2, 3}:
-            raise AccessFileError(f"{path}, line {number}: RIGHTS KEY [NAME] is needed")
-        rights, unknown = Right.NONE, set(words[0].split(",")) - set(_RIGHTS)
-        if unknown:
-            # Never the line itself: it may hold a token by mistake.
-            raise AccessFileError(
-                f"{path}, line {number}: rights are {', '.join(_RIGHTS)}, joined by commas"
-            )
-        for word in words[0].split(","):
-            rights |= _RIGHTS[word]
-        key = words[1]
-        if not re.fullmatch(r"token-sha256:[0-9a-f]{64}|cert:\S+|[ug]id:\d{1,10}", key):
-            raise AccessFileError(
-                f"{path}, line {number}: the key is token-sha256:HEX (64 digits), cert:NAME, "
-                "uid:NUMBER or gid:NUMBER"
-            )
-        name = words[2] if len(words) == 3 else key.partition(":")[2][:12]
-        found[key] = Caller(name, rights)
+        if words:
+            # Messages never quote the line: it may hold a token by mistake.
+            key, caller = _entry(words, f"{path}, line {number}")
+            found[key] = caller
     return found
 
 
-class Guard(grpc.aio.ServerInterceptor):
-    """Lets calls through that may be made, and not too many of them."""
-
-    def __init__(self, access: AccessList | None, door: OperatorDoor) -> None:
-        self._access = access
-        self._door = door
-        self._buckets = {right: _Bucket(*limit) for right, limit in _LIMITS.items()}
-        # Open streams of those who only look on: of operators, and of all others.
-        self._watches = Counter[bool]()
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[Any], Awaitable[Any]],
-        handler_call_details: Any,
-    ) -> Any:
-        """Puts the check before the call's own handler."""
-        handler = await continuation(handler_call_details)
-        right = right_of(handler_call_details.method)
-        if handler is None:
-            return None
-        local = _kind(handler_call_details.method) in _LOCAL
-        streams = handler.request_streaming or handler.response_streaming
-        watches = streams and right in {Right.NONE, Right.READ}
-
-        async def check(context: Any) -> None:
-            try:
-                if right is not Right.NONE:
-                    self._check(context, right, local=local)
-                if watches:
-                    self._watch(context)
-            except SpeculationError as error:
-                await abort(context, error)
-
-        return read_after(handler, check)
-
-    def _check(self, context: Any, right: Right, *, local: bool) -> None:
-        if local and not (context.peer() or "").startswith("unix"):
-            raise ForbiddenError("channelz is served on the unix sockets only")
-        caller = caller_of(context, self._access, self._door.peers)
-        if right not in caller.rights:
-            raise ForbiddenError(
-                f"{caller.name} has not the right to {(right.name or '').lower()} here"
-                + (
-                    f": overrides are set on the operators' socket, unix:{self._door.path}"
-                    if right is Right.OVERRIDE
-                    else ""
-                )
+def _entry(words: list[str], where: str) -> tuple[str, Caller]:
+    engines = ("*",)
+    if len(words) > 2 and words[-1].startswith(_ENGINES):
+        engines = tuple(words.pop().removeprefix(_ENGINES).split(","))
+        if not all(_GLOB.fullmatch(pattern) for pattern in engines):
+            raise AccessFileError(
+                f"{where}: engine:GLOBS are engine ids with * and ?, joined by commas"
             )
-        if not self._buckets[right].take():
-            raise TooManyCallsError("too many calls: try again in a moment")
+    if len(words) not in {2, 3}:
+        raise AccessFileError(f"{where}: RIGHTS KEY [NAME] [engine:GLOBS] is needed")
+    rights = Right.NONE
+    for word in words[0].split(","):
+        if word not in _RIGHTS:
+            raise AccessFileError(f"{where}: rights are {', '.join(_RIGHTS)}, joined by commas")
+        rights |= _RIGHTS[word]
+    key = words[1]
+    if not _KEY.fullmatch(key):
+        raise AccessFileError(
+            f"{where}: the key is token-sha256:HEX (64 digits), cert:NAME, uid:NUMBER or gid:NUMBER"
+        )
+    if Right.INSTALL in rights and "*" not in engines:
+        raise AccessFileError(
+            f"{where}: a profile is for every engine of its kind, so that install goes with no "
+            "engine:GLOBS"
+        )
+    name = words[2] if len(words) == 3 else key.partition(":")[2][:12]
+    return key, Caller(name, rights, identity=name, engines=engines)
 
-    def _watch(self, context: Any) -> None:
-        """Counts a stream that stays open to be told of news; operators' apart."""
-        who = context.peer() in self._door.peers
-        if self._watches[who] >= _WATCHES_MAX:
-            raise TooManyCallsError(f"{_WATCHES_MAX} such streams are open already: close some")
-        self._watches[who] += 1
-        context.add_done_callback(lambda _: self._watches.subtract([who]))
+
+def on_engines_socket(_context: Any) -> Caller:
+    """The socket's mode decides who gets there; gRPC does not tell who it is."""
+    name = "a client of the engines' socket"
+    return Caller(name, Right.READ | Right.STEER, origin=name)
 
 
-def caller_of(context: Any, access: AccessList | None, operators: Mapping[str, Peer]) -> Caller:
-    """operators: who is connected to their socket.
+def on_operators_socket(door: OperatorDoor, access: AccessList | None) -> Identify:
+    """By the kernel's word on who is connected."""
 
-    Raises UnauthenticatedError for one whom the access list does not know.
-    """
-    name: str = context.peer() or ""
-    if (operator := operators.get(name)) is not None:
-        return _operator(operator, access)
-    if name.startswith("unix"):
-        return Caller("who comes by the engines' socket", Right.READ | Right.STEER)
-    if access is None:
-        return Caller(name, Right.READ | Right.STEER)
-    for key in _keys(context):
-        caller = access.find(key)
-        if caller is not None:
-            return caller
-    raise UnauthenticatedError(
-        "no token or client certificate that the access list knows: send `authorization: Bearer "
-        "TOKEN`, or call with a certificate"
-    )
+    def identify(context: Any) -> Caller:
+        peer = door.peers.get(context.peer() or "")
+        if peer is None:
+            raise UnauthenticatedError("this connection did not come through the operators' socket")
+        return _operator(peer, access)
+
+    return identify
 
 
 def _operator(peer: Peer, access: AccessList | None) -> Caller:
     if access is None or not access.has_users:
-        return Caller(str(peer), ALL)
+        return Caller(str(peer), ALL, origin=str(peer))
     for key in (f"uid:{peer.uid}", f"gid:{peer.gid}"):
         caller = access.find(key)
         if caller is not None:
-            return caller
+            return replace(caller, origin=str(peer))
     raise UnauthenticatedError(f"the access list does not know {peer}")
+
+
+def on_tcp(access: AccessList | None) -> Identify:
+    """By the token or the client certificate of the call."""
+
+    def identify(context: Any) -> Caller:
+        name: str = context.peer() or "unknown"
+        if access is None:
+            return Caller(name, Right.READ | Right.STEER, origin=name)
+        for key in _keys(context):
+            caller = access.find(key)
+            if caller is not None:
+                return replace(caller, origin=f"{caller.name} at {name}")
+        raise UnauthenticatedError(
+            "no token or client certificate that the access list knows: send `authorization: "
+            "Bearer TOKEN`, or call with a certificate"
+        )
+
+    return identify
 
 
 def _keys(context: Any) -> list[str]:
@@ -283,23 +212,6 @@ def _keys(context: Any) -> list[str]:
     for field in ("x509_common_name", "x509_subject_alternative_name"):
         keys += [f"cert:{name.decode('utf-8', 'replace')}" for name in identity.get(field, ())]
     return keys
-
-
-class _Bucket:
-    """So many calls a second, and so many at once."""
-
-    def __init__(self, rate: float, burst: float) -> None:
-        self._rate, self._burst = rate, burst
-        self._left, self._at = burst, time.monotonic()
-
-    def take(self) -> bool:
-        now = time.monotonic()
-        self._left = min(self._burst, self._left + (now - self._at) * self._rate)
-        self._at = now
-        if self._left < 1:
-            return False
-        self._left -= 1
-        return True
 
 
 def certificates(certificate: Path, key: Path, client_ca: Path | None) -> grpc.ServerCredentials:

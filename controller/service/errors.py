@@ -36,6 +36,10 @@ class UnknownEngineError(SpeculationError):
     """No engine of that id has a session."""
 
 
+class EngineTakenError(SpeculationError):
+    """Another engine steers under this id, and has been heard of a moment ago."""
+
+
 class TooManyEnginesError(SpeculationError):
     """The registry is full, and none of its sessions is idle."""
 
@@ -141,6 +145,7 @@ _STATUS: tuple[tuple[type[SpeculationError], grpc.StatusCode], ...] = (
     (ProfileMismatchError, grpc.StatusCode.FAILED_PRECONDITION),
     (NoSessionError, grpc.StatusCode.FAILED_PRECONDITION),
     (UnknownEngineError, grpc.StatusCode.NOT_FOUND),
+    (EngineTakenError, grpc.StatusCode.ALREADY_EXISTS),
     (TooManyEnginesError, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (MeasurementConflictError, grpc.StatusCode.FAILED_PRECONDITION),
     (InvalidMeasurementError, grpc.StatusCode.INVALID_ARGUMENT),

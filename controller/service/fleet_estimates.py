@@ -2,6 +2,11 @@
 
 Kept under (target model, drafter), a text for every engine that told; request classes inside.  An
 engine tells every minute or so, when it has learnt something since, and when its session ends.
+
+Engines of one sidecar that were let in by the same access entry (or by none) are a group.  A group
+takes at most _PLACES places on the shelf.  A fresh session begins from what its own group has told.
+If that is nothing, it begins from the other groups, each of which counts the same, whatever number
+of engines or reports it has told of.
 """
 
 import asyncio
@@ -23,6 +28,8 @@ from controller.service.sessions import SessionRegistry
 from controller.store.port import ACCEPTANCE, Shelf, StoreUnavailableError
 
 _TELL_SECONDS = 60.0
+# Of one group, under one name; as a hexadecimal digit.
+_PLACES = 4
 # Reports since it last told that make an engine worth hearing again.
 _NEWS_REPORTS = 100
 # What is told at the end of a sidecar may take so long.
@@ -42,6 +49,8 @@ class FleetEstimates:
         self._tell_seconds = tell_seconds
         self._told: WeakKeyDictionary[Session, int] = WeakKeyDictionary()
         self._under_way: set[asyncio.Task[None]] = set()
+        # Of these, those that tell: an engine that comes again begins from what it told last.
+        self._telling_now: set[asyncio.Task[None]] = set()
         self._telling: asyncio.Task[None] | None = None
 
     def open(self) -> None:
@@ -66,12 +75,15 @@ class FleetEstimates:
         if reports - self._told.get(session, 0) < _NEWS_REPORTS:
             return
         self._told[session] = reports
-        self._start(self._put(session.spec, session.core.beliefs()))
+        work = self._put(session.spec, _group(session), session.core.beliefs())
+        self._telling_now = {task for task in self._telling_now if not task.done()}
+        self._telling_now.add(self._start(work))
 
-    def _start(self, work: "asyncio._CoroutineLike[None]") -> None:
+    def _start(self, work: "asyncio._CoroutineLike[None]") -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
+        return task
 
     async def _tell_all(self) -> None:
         while True:
@@ -79,8 +91,9 @@ class FleetEstimates:
             for session in self._registry:
                 self.tell(session)
 
-    async def _put(self, spec: EngineSpec, beliefs: list[Belief]) -> None:
-        source = _digest(socket.gethostname(), spec.engine_id)
+    async def _put(self, spec: EngineSpec, group: str, beliefs: list[Belief]) -> None:
+        place = int(_digest(spec.engine_id), 16) % _PLACES
+        source = f"{group}{place:x}"
         try:
             for drafter in spec.drafters:
                 mine = [b for b in beliefs if b.drafter == drafter.name]
@@ -91,19 +104,25 @@ class FleetEstimates:
             _log.debug("estimates_not_told", engine=spec.engine_id, error=str(error))
 
     async def _find(self, session: Session) -> None:
-        spec, told, sources, youngest = session.spec, [], set(), float("inf")
+        spec, own, sources, youngest = session.spec, _group(session), set(), float("inf")
+        told: dict[str, list[tuple[Belief, float]]] = {}
         began = time.monotonic()
+        if self._telling_now:
+            await asyncio.wait(self._telling_now)
         try:
             for drafter in spec.drafters:
                 for item in await self._shelf.items(ACCEPTANCE, _name(spec, drafter)):
                     beliefs = warm_start.from_json(item.text)
-                    told += [(b, item.age_seconds) for b in beliefs if b.drafter == drafter.name]
+                    told.setdefault(item.source[: len(own)], []).extend(
+                        (b, item.age_seconds) for b in beliefs if b.drafter == drafter.name
+                    )
                     sources.add(item.source)
                     youngest = min(youngest, item.age_seconds)
         except (StoreUnavailableError, InvalidBeliefError) as error:
             _log.warning("estimates_not_found", engine=spec.engine_id, error=str(error))
             return
-        pooled = warm_start.pool(told)
+        groups = [told[own]] if own in told else told.values()
+        pooled = warm_start.pool_groups(groups)
         if not pooled or session.ended is not None:
             return
         where = f"{len(sources)} engines' estimates, the youngest {youngest / 60:.0f} minutes old"
@@ -115,6 +134,11 @@ class FleetEstimates:
             youngest_seconds=round(youngest),
             waited_seconds=round(time.monotonic() - began, 3),
         )
+
+
+def _group(session: Session) -> str:
+    """Fifteen hexadecimal digits: a source without its place."""
+    return _digest(socket.gethostname(), session.holder.identity)[:15]
 
 
 def _name(spec: EngineSpec, drafter: DrafterSpec) -> str:

@@ -14,7 +14,7 @@ from controller.core.profile import Profile
 from controller.core.profile_merge import distinct, merge_profiles
 from controller.core.types import EngineSpec
 from controller.service.errors import NoProfileError
-from controller.service.profile_library import ProfileLibrary, identity_of, mismatch
+from controller.service.profile_library import ProfileLibrary, identity_of, mismatch, require_past
 from controller.service.sessions import SessionRegistry
 from controller.store.port import PROFILES, Shelf, StoreUnavailableError
 
@@ -70,6 +70,7 @@ class FleetProfiles:
         for item in await self._shelf.items(PROFILES, identity):
             try:
                 profile = Profile.from_json(item.text)
+                require_past(profile)
             except InvalidProfileError as error:
                 _log.error("profile_refused", identity=identity, error=str(error))
                 continue

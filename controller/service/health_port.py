@@ -22,7 +22,7 @@ class HealthPort:
     def __init__(self, servicer: health.aio.HealthServicer, address: str) -> None:
         """Raises RuntimeError when the address cannot be bound."""
         self._server = grpc.aio.server(
-            interceptors=[Reading()],
+            interceptors=[Reading(_CALLS // 2)],
             options=[
                 ("grpc.max_receive_message_length", _MESSAGE_BYTES),
                 ("grpc.so_reuseport", 0),

@@ -1,6 +1,6 @@
 """What one client, or many, may take of a sidecar: connections, calls, time, bytes.
 
-How often who may call is the guard's business (`access`); what a message may hold, that of the
+How often who may call is the guard's business (`guard`); what a message may hold, that of the
 types it becomes.
 """
 
@@ -17,6 +17,8 @@ IDLE_SECONDS: Final = 300
 # A peer that is silent for so long is asked, and let go when it does not answer.
 KEEPALIVE_SECONDS: Final = 60
 KEEPALIVE_ANSWER_SECONDS: Final = 20
+# Calls under way of one connection: an agent has two, and clients queue what goes beyond it.
+STREAMS_A_CONNECTION: Final = 256
 # Descriptors beyond those of connections: files, sockets, the store's.
 _OTHER_DESCRIPTORS = 256
 
@@ -40,6 +42,7 @@ def connection_options(most: int) -> list[tuple[str, int]]:
     """gRPC's, for so many connections on each address."""
     return [
         ("grpc.max_allowed_incoming_connections", most),
+        ("grpc.max_concurrent_streams", STREAMS_A_CONNECTION),
         ("grpc.server_handshake_timeout_ms", 1000 * HANDSHAKE_SECONDS),
         ("grpc.max_connection_idle_ms", 1000 * IDLE_SECONDS),
         ("grpc.keepalive_time_ms", 1000 * KEEPALIVE_SECONDS),

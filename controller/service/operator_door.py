@@ -1,17 +1,22 @@
 """The operators' socket: who calls is known by the kernel's word, not by the caller's.
 
-gRPC does not tell who is behind a unix socket.  So operators connect to a socket of our own, which
-asks the kernel (SO_PEERCRED) and hands the bytes on to gRPC from an address that stands for this
-very connection; by that address a call finds its peer again.  Engines and readers do not pass
-through here: their socket is gRPC's own.
+gRPC does not tell who is behind a unix socket.  Operators therefore connect to a socket of our
+own, which asks the kernel (SO_PEERCRED) and passes the bytes on to a gRPC server for operators
+only, from an address that stands for this very connection; by that address a call finds its peer.
+
+Nobody else can connect to that server, so there is no address that an impostor could use: the name
+of its socket is removed as soon as it is bound, and the only way to it that is left is a descriptor
+of this process.  Engines and readers have another server, which knows no operators.
 """
 
 import asyncio
+import os
 import secrets
 import socket
 import struct
-from collections.abc import Mapping
-from contextlib import suppress
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -20,7 +25,7 @@ import structlog
 
 from controller import tasks
 from controller.service import unix_socket
-from controller.socket_paths import inner_path, operators_path
+from controller.socket_paths import operators_path
 
 _MODE = 0o600
 _INNER_DIRECTORY_MODE = 0o700
@@ -50,14 +55,15 @@ class Peer:
 class OperatorDoor:
     """path: of the sidecar's own socket; the operators' one lies beside it.
 
-    inner: what gRPC has to be bound to before `open`; only this process's user gets there.
+    The operators' gRPC server has to be bound inside `binding` before `open`.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = operators_path(path)
-        self.inner = inner_path(path)
         self._main = path
-        self._main_inode = self._inode = self._inner_inode = 0
+        self._main_inode = self._inode = 0
+        # The inner socket's file, which has no name any more.
+        self._inner: int | None = None
         self._peers: dict[str, Peer] = {}
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
@@ -67,28 +73,25 @@ class OperatorDoor:
         """Who is connected now, by gRPC's name of the connection."""
         return MappingProxyType(self._peers)
 
-    def prepare(self) -> None:
-        """Makes the place for the inner socket; call it with the sidecar's own socket claimed.
+    @contextmanager
+    def binding(self) -> Iterator[Path]:
+        """Gives the path that the operators' gRPC server has to be bound to inside the block.
 
-        Raises OSError.
+        The sidecar's own socket has to be bound inside it, too.  Raises OSError.
         """
-        self.inner.parent.mkdir(mode=_INNER_DIRECTORY_MODE, exist_ok=True)
-        self.inner.parent.chmod(_INNER_DIRECTORY_MODE)
-        self.inner.unlink(missing_ok=True)
-
-    def bound(self) -> None:
-        """The sidecar's own socket and the inner one are bound now.  Raises OSError."""
+        with tempfile.TemporaryDirectory(prefix=".", dir=self._main.parent) as folder:
+            # The umask of `unix_socket.claimed` takes the right to enter it away.
+            Path(folder).chmod(_INNER_DIRECTORY_MODE)
+            inner = Path(folder, "s")
+            yield inner
+            self._inner = os.open(inner, os.O_PATH)
+            inner.unlink()
         self._main_inode = self._main.stat().st_ino
-        self._inner_inode = self.inner.stat().st_ino
 
     @property
     def lost(self) -> str:
         """The socket files that are not where they were bound, and what comes of it; else ""."""
-        bound = {
-            self._main: self._main_inode,
-            self.path: self._inode,
-            self.inner: self._inner_inode,
-        }
+        bound = {self._main: self._main_inode, self.path: self._inode}
         gone = [str(path) for path, inode in bound.items() if not unix_socket.is_own(path, inode)]
         if not gone:
             return ""
@@ -111,9 +114,9 @@ class OperatorDoor:
             self._server = None
         unix_socket.remove_own(self._main, self._main_inode)
         await tasks.end(self._connections)
-        unix_socket.remove_own(self.inner, self._inner_inode)
-        with suppress(OSError):
-            self.inner.parent.rmdir()
+        if self._inner is not None:
+            os.close(self._inner)
+            self._inner = None
 
     async def _enter(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -139,7 +142,7 @@ class OperatorDoor:
         with socket.socket(socket.AF_UNIX) as link:
             link.setblocking(False)  # noqa: FBT003  # the library's own
             link.bind(f"\0{name}")
-            await asyncio.get_running_loop().sock_connect(link, str(self.inner))
+            await asyncio.get_running_loop().sock_connect(link, f"/proc/self/fd/{self._inner}")
             inner_reader, inner_writer = await asyncio.open_connection(sock=link)
             self._peers[f"unix-abstract:{name}"] = peer
             try:

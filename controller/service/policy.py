@@ -4,7 +4,6 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import grpc.aio
 
@@ -19,14 +18,15 @@ from controller.core.overrides import (
     ScopeKind,
 )
 from controller.service import override_messages as messages
+from controller.service.callers import calling
 from controller.service.errors import (
+    ForbiddenError,
     InvalidQuestionError,
     NoEffectError,
     NoOverrideError,
     UnknownEngineError,
     abort,
 )
-from controller.service.operator_door import OperatorDoor
 from controller.service.override_book import Held, Outcome, OverrideBook
 from controller.service.session import Session
 from controller.store.port import StoreUnavailableError, Who
@@ -47,14 +47,11 @@ _KINDS = {
 class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
     """SetOverride, ClearOverride, ListOverrides, WatchOverrides, QueryAudit.
 
-    default_seconds, max_seconds: times to live.  door: whom the kernel says operators are.
+    default_seconds, max_seconds: times to live.
     """
 
-    def __init__(
-        self, book: OverrideBook, door: OperatorDoor, default_seconds: float, max_seconds: float
-    ) -> None:
+    def __init__(self, book: OverrideBook, default_seconds: float, max_seconds: float) -> None:
         self._book = book
-        self._door = door
         self.default_seconds = default_seconds
         self.max_seconds = max_seconds
 
@@ -68,6 +65,7 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
         """Durable and in force here when it returns.  A dry run does all but the last step."""
         try:
             override = replace(messages.override_from_proto(request.override), revision=0)
+            _require_scope(override)
             seconds = messages.lifetime_of(request, self.default_seconds, self.max_seconds)
             outcome = await self._book.try_set(override, seconds, request.etag)
             before = self._book.active()
@@ -82,7 +80,7 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
                     override=request.override, remaining_seconds=seconds
                 )
             else:
-                who = Who(override.author, override.reason, self._origin(context))
+                who = Who(override.author, override.reason, calling().origin)
                 held, outcome = await self._book.set(override, seconds, request.etag, who)
                 shown = held_to_proto(held)
             return policy_pb2.SetOverrideResponse(
@@ -108,9 +106,10 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
             known = [h for h in self._book.held() if h.override.override_id == request.override_id]
             if not known:
                 raise NoOverrideError(f"no override {request.override_id[:128]!r} is in force")
+            _require_scope(known[0].override)
             before, after = self._book.active(), self._book.without(request.override_id)
             effects = await self._effects(known[0].override, before, after)
-            who = Who(request.author, request.reason, self._origin(context))
+            who = Who(request.author, request.reason, calling().origin)
             await self._book.clear(request.override_id, request.etag, who)
             return policy_pb2.ClearOverrideResponse(effects=effects)
         except SpeculationError as error:
@@ -165,11 +164,6 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
             return policy_pb2.QueryAuditResponse(records=map(messages.audit_to_proto, records))
         except SpeculationError as error:
             await abort(context, error)
-
-    def _origin(self, context: grpc.aio.ServicerContext[Any, Any]) -> str:
-        """Where a call comes from, for the audit."""
-        name = context.peer() or "unknown"
-        return str(self._door.peers.get(name, name))
 
     async def _effects(
         self, of: Override, before: Sequence[Override], after: Sequence[Override]
@@ -259,6 +253,18 @@ def held_to_proto(held: Held) -> policy_pb2.HeldOverride:
         remaining_seconds=held.remaining_seconds,
         created_at=held.created_at,
     )
+
+
+def _require_scope(override: Override) -> None:
+    """Raises ForbiddenError for an override that reaches engines which are not the caller's."""
+    caller = calling()
+    if override.scope.kind is ScopeKind.ENGINE:
+        caller.require_engines([override.scope.name])
+    elif caller.is_restricted:
+        raise ForbiddenError(
+            f"{caller.name} may act on the engines {', '.join(caller.engines)} only: name one of "
+            "them as the scope"
+        )
 
 
 def _require(what: str, text: str, most: int) -> None:

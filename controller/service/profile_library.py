@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 from collections.abc import Iterable
 from dataclasses import asdict, replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import structlog
@@ -18,6 +19,9 @@ from controller.core.profile import Profile
 from controller.core.types import EngineSpec
 from controller.service.errors import ProfileNotSavedError
 from controller.whole_file import remove_unfinished, write_whole
+
+# How far clocks of a fleet, and their time zones, may lie apart.
+_CLOCK_SKEW = timedelta(days=1)
 
 _log = structlog.get_logger(__name__)
 
@@ -127,6 +131,20 @@ def mismatch(profile: Profile, spec: EngineSpec) -> ProfileMismatchError | None:
     except ProfileMismatchError as error:
         return error
     return None
+
+
+def require_past(profile: Profile) -> None:
+    """Raises InvalidProfileError for a profile whose time of measurement has not come yet.
+
+    Of several measurements the latest is used: one dated ahead would displace all later ones.
+    """
+    latest = datetime.now(UTC) + _CLOCK_SKEW
+    # As text, which is how measurements are put in order.
+    if profile.measured_at > latest.isoformat():
+        raise InvalidProfileError(
+            f"measured_at {profile.measured_at[:40]!r} lies in the future: correct it, and the "
+            "clock of the machine that measured"
+        )
 
 
 def identity_of(whose: Profile | EngineSpec) -> str:

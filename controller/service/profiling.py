@@ -8,14 +8,15 @@ import structlog
 
 from controller.core.errors import SpeculationError
 from controller.core.profile import Profile
-from controller.service import converters, streams
+from controller.service import callers, converters, streams
+from controller.service.audit_trail import AuditTrail
 from controller.service.errors import (
     InvalidMeasurementError,
     NoMatchingEngineError,
     abort,
 )
 from controller.service.fleet_profiles import FleetProfiles, Shelved
-from controller.service.profile_library import ProfileLibrary, mismatch
+from controller.service.profile_library import ProfileLibrary, mismatch, require_past
 from controller.service.session import Measurement, Session
 from controller.service.sessions import SessionRegistry
 from controller.service.streams import beside, read
@@ -32,10 +33,12 @@ class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
         registry: SessionRegistry,
         profiles: ProfileLibrary,
         fleet: FleetProfiles,
+        audit: AuditTrail,
     ) -> None:
         self._registry = registry
         self._profiles = profiles
         self._fleet = fleet
+        self._audit = audit
         self._installing = asyncio.Lock()
 
     async def Measure(  # type: ignore[override]  # as in steering: reads and writes through its context
@@ -48,9 +51,12 @@ class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
             first = await streams.first(context)
             if first is None:
                 return
+            callers.require_engine(first.engine_id)
             session = self._registry.by_engine(first.engine_id)
             with session.measuring() as measurement:
-                _log.info("measurement_started", engine=session.engine_id, peer=context.peer())
+                caller = callers.calling()
+                _log.info("measurement_started", engine=session.engine_id, origin=caller.origin)
+                self._audit.record("measure", session.engine_id, caller, "it began")
                 try:
                     await _MeasureStream(session, measurement, context).run(first)
                 finally:
@@ -68,6 +74,7 @@ class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
         """Keeps the profile, and uses it for every engine with its fingerprint."""
         try:
             profile = Profile.from_json(request.profile_json)
+            require_past(profile)
             self._require_engine(profile)
             async with self._installing:
                 path = await asyncio.to_thread(self._profiles.save, profile)
@@ -86,6 +93,9 @@ class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
             engines=engines,
             path=str(path) if path else None,
         )
+        self._audit.record(
+            "install_profile", profile.profile_id, callers.calling(), f"for {', '.join(engines)}"
+        )
         return service_pb2.InstallProfileResponse(profile_id=profile.profile_id, engine_ids=engines)
 
     async def PushProfile(
@@ -98,7 +108,11 @@ class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
         """For pods that boot, and for engines here that have none."""
         try:
             profile = Profile.from_json(request.profile_json)
+            require_past(profile)
             identity = await self._fleet.push(profile)
+            self._audit.record(
+                "push_profile", profile.profile_id, callers.calling(), f"under identity {identity}"
+            )
         except SpeculationError as error:
             await abort(context, error)
         return service_pb2.PushProfileResponse(profile_id=profile.profile_id, identity=identity)

@@ -25,10 +25,18 @@ from controller.core.types import EngineSpec
 from controller.recording.recorder import Recorder
 from controller.recording.taped_core import TapedController
 from controller.service import limits, tcp, unix_socket
-from controller.service.access import AccessList, Guard
+from controller.service.access import (
+    AccessList,
+    Identify,
+    on_engines_socket,
+    on_operators_socket,
+    on_tcp,
+)
+from controller.service.audit_trail import AuditTrail
 from controller.service.errors import AddressTakenError, ShuttingDownError
 from controller.service.fleet_estimates import FleetEstimates
 from controller.service.fleet_profiles import FleetProfiles
+from controller.service.guard import Guard
 from controller.service.health_port import HealthPort
 from controller.service.inspection import InspectionServicer
 from controller.service.metrics import MetricsServer
@@ -51,6 +59,8 @@ from controller.settings import Settings
 from speculation.v1 import policy_pb2_grpc, service_pb2_grpc, training_pb2_grpc
 
 _EXPIRE_SECONDS = 15.0
+# How often the access list is looked at for the sake of streams that are open.
+_ACCESS_SECONDS = 1.0
 # For unary calls and last words, once the streams are closed; health watches are cut after it.
 _LAST_GRACE_SECONDS = 0.2
 
@@ -81,6 +91,7 @@ class Sidecar:
         )
         self.store = store = make_store(settings)
         self.book = OverrideBook(store, self.registry)
+        self._audit = AuditTrail(store)
         self._fleet = FleetProfiles(store.shelf, self.profiles, self.registry)
         self._estimates = FleetEstimates(store.shelf, self.registry)
         self.registry.on_open = self._opened
@@ -94,13 +105,14 @@ class Sidecar:
         )
         self._viewer = Viewer(self.registry, self.book, self._readiness, self._clock)
         self._policy = PolicyServicer(
-            self.book, self.door, settings.override_default_seconds, settings.override_max_seconds
+            self.book, settings.override_default_seconds, settings.override_max_seconds
         )
         self._reloader = Reloader(self.registry, self.profiles, self._readiness, self._policy)
         self._health_port: HealthPort | None = None
-        # Of operators, who are not to wait for a place among the calls of all others.
-        self._operators: grpc.aio.Server | None = None
-        self._server: grpc.aio.Server | None = None
+        # For the engines' socket, for operators and for TCP: each knows its own callers only, and
+        # nobody waits for a place among the calls of another one.
+        self._servers: list[grpc.aio.Server] = []
+        self._guards: list[Guard] = []
         self._metrics: MetricsServer | None = None
         self._page: PageServer | None = None
         self._telemetry: Telemetry | None = None
@@ -130,9 +142,12 @@ class Sidecar:
             session.on_note = session.core.note
         if not session.core.profile_id:
             self._fleet.look_for(session.spec)
+        if before is not None and not session.holder.has_same_secret(before.holder):
+            self._audit.replaced(session, before)
         if not self._settings.warm_start:
             return
-        if before is not None and before.core.reports:
+        own = before is not None and session.holder.is_same(before.holder)
+        if before is not None and before.core.reports and own:
             beliefs = warm_start.pool((b, 0.0) for b in before.core.beliefs())
             session.begin_from(beliefs, "this engine's session before")
         else:
@@ -161,11 +176,8 @@ class Sidecar:
         await self._readiness.tell()
         access = AccessList(settings.access) if settings.access else None
         self._telemetry = make_telemetry(settings)
-        guard = Guard(access, self.door)
-        self._server, self._operators = self._make_server(guard), self._make_server(guard)
         try:
-            self._bind(self._server, self._operators)
-            tcp.bind(self._server, settings, access)
+            self._bind(access)
             self._bind_health()
             await self.book.open()
             if self._recorder is not None:
@@ -182,8 +194,8 @@ class Sidecar:
         except SpeculationError:
             await self.stop()
             raise
-        await self._server.start()
-        await self._operators.start()
+        for server in self._servers:
+            await server.start()
         if self._health_port is not None:
             await self._health_port.open()
         try:
@@ -198,6 +210,8 @@ class Sidecar:
             asyncio.create_task(self._expire()),
             asyncio.create_task(self._readiness.watch()),
         ]
+        if access is not None:
+            self._background.append(asyncio.create_task(self._recheck(access)))
         await self._readiness.started()
         _log.info(
             "serving",
@@ -225,8 +239,8 @@ class Sidecar:
         self.registry.close(
             ShuttingDownError("the sidecar is shutting down"), self._settings.last_lease_seconds
         )
-        if self._server is not None and self._operators is not None:
-            await self._drain([self._server, self._operators], sessions)
+        if self._servers:
+            await self._drain(self._servers, sessions)
             await self.door.close()
         if self._page is not None:
             await asyncio.to_thread(self._page.close)
@@ -234,6 +248,7 @@ class Sidecar:
         await self._fleet.close()
         await self._estimates.close()
         await self._training.close()
+        await self._audit.close()
         await self.book.close()
         if self._recorder is not None:
             await asyncio.to_thread(self._recorder.close)
@@ -243,9 +258,8 @@ class Sidecar:
             await self._health_port.close()
         if self._telemetry is not None:
             await asyncio.to_thread(self._telemetry.close)
-        self._server = self._operators = self._metrics = self._page = self._health_port = (
-            self._telemetry
-        ) = None
+        self._servers, self._guards = [], []
+        self._metrics = self._page = self._health_port = self._telemetry = None
 
     async def _drain(self, servers: list[grpc.aio.Server], sessions: list[Session]) -> None:
         drain_seconds = self._settings.drain_seconds
@@ -282,15 +296,19 @@ class Sidecar:
             again.clear()
             self._settings = await self._reloader.reload(self._settings, read)
 
-    def _make_server(self, guard: Guard) -> grpc.aio.Server:
+    def _make_server(self, identify: Identify) -> grpc.aio.Server:
+        most = self._settings.max_open_calls
+        guard = Guard(identify, str(self.door.path), most // 4)
         server = grpc.aio.server(
             interceptors=[
-                *([self._telemetry.interceptor] if self._telemetry else []),
                 guard,
+                *([self._telemetry.interceptor] if self._telemetry else []),
             ],
             options=limits.server_options(self._settings),
-            maximum_concurrent_rpcs=self._settings.max_open_calls,
+            maximum_concurrent_rpcs=most,
         )
+        self._servers.append(server)
+        self._guards.append(guard)
         service_pb2_grpc.add_SpeculationServiceServicer_to_server(
             SpeculationServicer(self.registry), server
         )
@@ -298,7 +316,7 @@ class Sidecar:
             InspectionServicer(self.registry, self.book, self._readiness, self._viewer), server
         )
         service_pb2_grpc.add_ProfilingServiceServicer_to_server(
-            ProfilingServicer(self.registry, self.profiles, self._fleet), server
+            ProfilingServicer(self.registry, self.profiles, self._fleet, self._audit), server
         )
         policy_pb2_grpc.add_PolicyServiceServicer_to_server(self._policy, server)
         training_pb2_grpc.add_TrainingServiceServicer_to_server(
@@ -310,19 +328,23 @@ class Sidecar:
 
             names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, server)
-        if self._settings.channelz:
-            add_channelz(server)
         return server
 
-    def _bind(self, server: grpc.aio.Server, operators: grpc.aio.Server) -> None:
+    def _bind(self, access: AccessList | None) -> None:
+        engines = self._make_server(on_engines_socket)
+        operators = self._make_server(on_operators_socket(self.door, access))
+        if self._settings.channelz:
+            # It shows every connection: for callers on this machine only.
+            add_channelz(engines)
+            add_channelz(operators)
         try:
-            with unix_socket.claimed(self._path):
-                self.door.prepare()
-                server.add_insecure_port(f"unix:{self._path}")
-                operators.add_insecure_port(f"unix:{self.door.inner}")
-                self.door.bound()
+            with unix_socket.claimed(self._path), self.door.binding() as inner:
+                engines.add_insecure_port(f"unix:{self._path}")
+                operators.add_insecure_port(f"unix:{inner}")
         except (RuntimeError, OSError) as error:
             raise AddressTakenError(f"{self._path} cannot be bound: {error}") from error
+        if self._settings.tcp is not None:
+            tcp.bind(self._make_server(on_tcp(access)), self._settings.tcp, self._settings, access)
 
     def _bind_health(self) -> None:
         host, port = self._settings.health_host, self._settings.health_port
@@ -345,6 +367,17 @@ class Sidecar:
                 f"/metrics cannot be served on {host}:{port}: {error.strerror}; name another port "
                 "with --metrics-port, or 0 for none"
             ) from error
+
+    async def _recheck(self, access: AccessList) -> None:
+        """Ends the streams of those whom the access list does not allow them any more."""
+        version = access.version
+        while True:
+            await asyncio.sleep(_ACCESS_SECONDS)
+            access.look()
+            if access.version != version:
+                version = access.version
+                for guard in self._guards:
+                    guard.recheck()
 
     async def _expire(self) -> None:
         while True:

@@ -32,6 +32,7 @@ from controller.service.errors import (
     message_of,
     status_of,
 )
+from controller.service.holder import NOBODY, Holder
 from controller.service.tally import Received, Tally
 from controller.service.trail import LENGTH, PlanChange
 from controller.service.unary import UnaryProbes
@@ -72,8 +73,11 @@ class Measurement:
 class Session:
     """One introduced engine.  `core` decides; this counts, and tells streams of news."""
 
-    def __init__(self, session_id: str, core: EngineController, clock: Clock) -> None:
+    def __init__(
+        self, session_id: str, core: EngineController, clock: Clock, holder: Holder = NOBODY
+    ) -> None:
         self.session_id = session_id
+        self.holder = holder
         self.core = core
         self.tally = Tally()
         # The newest changes of what its batch shall run, the last one last.
@@ -94,7 +98,7 @@ class Session:
         self.measurement: Measurement | None = None
         # The plan is the last one: it is sent once more, after the end.
         self.parting = False
-        # The Steer stream that serves the session; a newer one takes over.
+        # The Steer stream that serves the session, while one is open; a newer one takes over.
         self.stream: object | None = None
         # What has arrived on that stream.
         self.received = Received()
@@ -145,6 +149,13 @@ class Session:
     def seconds_since_contact(self) -> float:
         """Seconds since the engine last said anything; 0 while one of its streams is open."""
         return 0.0 if self._bells else self._clock.now() - self.last_contact_at
+
+    @property
+    def seconds_since_steered(self) -> float:
+        """As `seconds_since_contact`, but only a stream of the engine itself counts."""
+        if self.stream is not None:
+            return 0.0
+        return self._clock.now() - self.last_contact_at
 
     @property
     def seconds_since_last_report(self) -> float:

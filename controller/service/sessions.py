@@ -10,7 +10,13 @@ from controller.core.engine_controller import EngineController
 from controller.core.errors import SpeculationError
 from controller.core.profile import Profile
 from controller.core.types import EngineSpec
-from controller.service.errors import NoSessionError, TooManyEnginesError, UnknownEngineError
+from controller.service.errors import (
+    EngineTakenError,
+    NoSessionError,
+    TooManyEnginesError,
+    UnknownEngineError,
+)
+from controller.service.holder import NOBODY, Holder
 from controller.service.profile_library import ProfileLibrary
 from controller.service.session import Session
 from controller.service.tally import Received
@@ -20,6 +26,9 @@ _UNUSED_SECONDS = 5.0
 # Sessions that are over, and of which it is known what arrived: an agent whose stream broke asks as
 # soon as it is back.
 _REMEMBERED = 4096
+# An engine whose connection or agent broke off is back within this time.  Whoever comes under its
+# id later than that takes it over: the next process of an engine that crashed, for example.
+_TAKEN_SECONDS = 5.0
 
 CoreFactory = Callable[[EngineSpec, Profile | None], EngineController]
 
@@ -60,14 +69,17 @@ class SessionRegistry:
     def __iter__(self) -> Iterator[Session]:
         return iter(list(self._by_engine.values()))
 
-    def introduce(self, spec: EngineSpec) -> Session:
+    def introduce(self, spec: EngineSpec, holder: Holder = NOBODY) -> Session:
         """Opens a session; one that the same engine_id had is over.
 
-        Raises TooManyEnginesError when the registry is full.
+        Raises TooManyEnginesError when the registry is full, EngineTakenError when another engine
+        holds the id.
         """
         if self._closed is not None:
             raise self._closed
         known = self._by_engine.get(spec.engine_id)
+        if known is not None:
+            _require_free(known, holder)
         if known is None and len(self) >= self.max_engines:
             self.expire()
             self._make_room()
@@ -85,7 +97,7 @@ class SessionRegistry:
                     f"engine {spec.engine_id!r} introduced itself again: this session is over"
                 ),
             )
-        session = Session(secrets.token_hex(16), core, self._clock)
+        session = Session(secrets.token_hex(16), core, self._clock, holder)
         self._by_token[session.session_id] = session
         self._by_engine[spec.engine_id] = session
         _log.info(
@@ -161,3 +173,14 @@ class SessionRegistry:
             del self._received[next(iter(self._received))]
         if self.on_end is not None:
             self.on_end(session)
+
+
+def _require_free(session: Session, holder: Holder) -> None:
+    """Raises EngineTakenError while the session's engine is there, and is not `holder`."""
+    silent = session.seconds_since_steered
+    if session.holder.is_same(holder) or silent >= _TAKEN_SECONDS:
+        return
+    raise EngineTakenError(
+        f"another engine steers under the id {session.engine_id!r}: give this one an id of its "
+        f"own; if the other one has ended, its id is free {_TAKEN_SECONDS:g} s after its last word"
+    )

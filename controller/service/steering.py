@@ -21,8 +21,9 @@ import structlog
 from controller.core.errors import InvalidReportError, SpeculationError
 from controller.core.types import Plan
 from controller.recording.events import NoteKind
-from controller.service import converters, streams
+from controller.service import callers, converters, streams
 from controller.service.errors import NoSessionError, abort, message_of, status_of
+from controller.service.holder import Holder
 from controller.service.session import Session
 from controller.service.sessions import SessionRegistry
 from controller.service.streams import beside, read
@@ -54,7 +55,10 @@ class SpeculationServicer(service_pb2_grpc.SpeculationServiceServicer):
     ) -> service_pb2.IntroduceResponse:
         """Opens a session."""
         try:
-            session = self._registry.introduce(converters.engine_from_proto(request.engine))
+            spec = converters.engine_from_proto(request.engine)
+            callers.require_engine(spec.engine_id)
+            holder = Holder.of(callers.calling(), request.engine_secret)
+            session = self._registry.introduce(spec, holder)
         except SpeculationError as error:
             await abort(context, error)
         before = self._registry.received_in(request.previous_session_id)
@@ -74,7 +78,9 @@ class SpeculationServicer(service_pb2_grpc.SpeculationServiceServicer):
             first = await streams.first(context)
             if first is None:
                 return
-            await _SteerStream(self._registry.by_token(first.session_id), context).run(first)
+            session = self._registry.by_token(first.session_id)
+            callers.require_engine(session.engine_id)
+            await _SteerStream(session, context).run(first)
         except SpeculationError as error:
             await abort(context, error)
 
@@ -86,6 +92,7 @@ class SpeculationServicer(service_pb2_grpc.SpeculationServiceServicer):
         """One report in, the choice for its batch size out."""
         try:
             session = self._registry.by_token(request.session_id)
+            callers.require_engine(session.engine_id)
             session.contact()
             return _decide(session, request.report)
         except SpeculationError as error:
@@ -149,6 +156,8 @@ class _SteerStream:
                 ):
                     await self._write(reader)
         finally:
+            if session.stream is self:
+                session.stream = None
             session.note(NoteKind.STREAM_CLOSED)
             _log.info("stream_closed", engine=session.engine_id)
 

@@ -3,15 +3,12 @@
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
-from typing import Any, Final, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import grpc.aio
 
-from controller.service.errors import SilentClientError
+from controller.service import reading
 from controller.service.reading import Unreadable
-
-# How long a stream may be open without a word.
-FIRST_SECONDS: Final = 10.0
 
 Request = TypeVar("Request")
 
@@ -32,13 +29,7 @@ async def first(context: grpc.aio.ServicerContext[Request, Any]) -> Request | No
 
     Raises SilentClientError as well.
     """
-    try:
-        async with asyncio.timeout(FIRST_SECONDS):
-            return await read(context)
-    except TimeoutError as error:
-        raise SilentClientError(
-            f"nothing was said on this stream for {FIRST_SECONDS:g} s: whom is it for?"
-        ) from error
+    return await reading.first(read(context))
 
 
 @asynccontextmanager

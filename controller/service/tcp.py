@@ -12,12 +12,12 @@ from controller.settings import Settings
 _log = structlog.get_logger(__name__)
 
 
-def bind(server: grpc.aio.Server, settings: Settings, access: AccessList | None) -> None:
+def bind(
+    server: grpc.aio.Server, address: str, settings: Settings, access: AccessList | None
+) -> None:
     """Raises StartRefusedError where secrets would go over an open line, AddressTakenError."""
-    if settings.tcp is None:
-        return
     encrypted = settings.tls_certificate is not None
-    if access is not None and access.has_tokens and not (encrypted or is_loopback(settings.tcp)):
+    if access is not None and access.has_tokens and not (encrypted or is_loopback(address)):
         raise StartRefusedError(
             "the access list has tokens, and they would go over an open line: name a TLS "
             "certificate and key, or listen on the loopback address"
@@ -25,21 +25,21 @@ def bind(server: grpc.aio.Server, settings: Settings, access: AccessList | None)
     try:
         if settings.tls_certificate is not None and settings.tls_key is not None:
             server.add_secure_port(
-                settings.tcp,
+                address,
                 certificates(settings.tls_certificate, settings.tls_key, settings.tls_client_ca),
             )
         else:
-            server.add_insecure_port(settings.tcp)
+            server.add_insecure_port(address)
     except RuntimeError as error:
         raise AddressTakenError(
-            f"{settings.tcp} cannot be bound (in use?): name another one with --tcp"
+            f"{address} cannot be bound (in use?): name another one with --tcp"
         ) from error
     if not encrypted or access is None:
         _log.warning(
             "tcp_open",
-            address=settings.tcp,
+            address=address,
             encrypted=encrypted,
-            detail="anyone who reaches it may read and steer, nobody may override"
+            detail="anyone who reaches it may read and steer, and nothing else"
             if access is None
             else "no encryption",
         )

@@ -8,8 +8,15 @@ import structlog
 
 from controller.core.errors import SpeculationError
 from controller.core.selective_training import SelectiveTraining, TrainingResult
-from controller.service import streams
-from controller.service.errors import CannotTrainError, TrainerPresentError, abort
+from controller.service import callers, streams
+from controller.service.callers import Right
+from controller.service.errors import (
+    CannotTrainError,
+    ForbiddenError,
+    TrainerPresentError,
+    abort,
+)
+from controller.service.holder import Holder
 from controller.service.session import Session
 from controller.service.sessions import SessionRegistry
 from controller.service.streams import read
@@ -42,6 +49,8 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
             if first is None:
                 return
             session = self._registry.by_engine(first.engine_id)
+            callers.require_engine(session.engine_id)
+            _require_own(session, first.engine_secret)
             training = _free(session)
             training.attended = True
             session.ring()
@@ -95,6 +104,17 @@ def _end_round(session: Session, training: SelectiveTraining, result: TrainingRe
         alpha_before=round(result.alpha_before, 4),
         alpha_eval=round(result.alpha_eval, 4),
         **({"error": result.error} if result.error else {}),
+    )
+
+
+def _require_own(session: Session, secret: str) -> None:
+    """Raises ForbiddenError for one who is neither the engine's own trainer nor an operator."""
+    caller = callers.calling()
+    if Right.MEASURE in caller.rights or session.holder.is_same(Holder.of(caller, secret)):
+        return
+    raise ForbiddenError(
+        f"this trainer is not that of engine {session.engine_id!r}: start it with the engine's "
+        "SPECULATION_SIGNALS_FOLDER, where the engine keeps its secret (engine.secret)"
     )
 
 

@@ -232,9 +232,24 @@ class FileStore:
 
     def _replay(self, record: dict[str, Any]) -> None:
         held = _Held.of(record)
-        self._held[held.override_id] = held
+        if held.ended != _NOTED:
+            self._held[held.override_id] = held
         self._revision = max(self._revision, held.revision)
         self._sequence = int(record["sequence"])
+
+    async def record(self, action: str, subject: str, who: Who) -> None:
+        """See the port."""
+
+        async def change() -> Entry:
+            async with self._one_at_a_time:
+                now = self._now()
+                # The form of an entry that has run out already, so that an older sidecar, which
+                # knows no other records, reads the journal as well.
+                noted = _Held(subject, self._revision, "", now, now, _NOTED)
+                await self._commit(action, noted, None, who, now)
+                return noted.entry(now)
+
+        await self._finished(change())
 
     async def audit(self, limit: int, subject: str = "", before: str = "") -> Sequence[AuditRecord]:
         """See the port; sequences are numbers."""
@@ -259,6 +274,10 @@ class FileStore:
         """Trouble is a journal that cannot be written."""
         detail = self._trouble or f"file store in {self._directory}"
         return Health(not self._trouble, detail, time.monotonic() - self._since)
+
+
+# Stands where others say how an entry ended: the record is of no entry.
+_NOTED = "noted"
 
 
 class _Held:

@@ -140,6 +140,10 @@ class Store(Protocol):
         """Ends an entry; its trace is returned.  Raises ConflictError."""
         ...
 
+    async def record(self, action: str, subject: str, who: Who) -> None:
+        """Adds a record to the audit of something that changes no entry; durable on return."""
+        ...
+
     async def audit(self, limit: int, subject: str = "", before: str = "") -> Sequence[AuditRecord]:
         """The newest records first, of one subject if named, older than a sequence if given."""
         ...

@@ -98,6 +98,14 @@ return {1, cjson.encode(after), ms}
 """
 )
 
+# ARGV 3 action, 4 subject, 5 who (JSON).
+RECORD = (
+    _COMMON
+    + """
+record(ARGV[3], ARGV[4], cjson.decode(ARGV[5]), '', '')
+"""
+)
+
 # -> {revision, and of every entry: id, JSON, remaining ms or -1}
 FETCH = (
     _COMMON

@@ -36,7 +36,7 @@ from controller.store.port import (
     Who,
 )
 from controller.store.redis_client import close, connect, without_password
-from controller.store.redis_scripts import FETCH, SEED, WRITE
+from controller.store.redis_scripts import FETCH, RECORD, SEED, WRITE
 from controller.store.redis_shelf import RedisShelf
 
 # Part of every key: another layout of keys is another number.
@@ -139,6 +139,12 @@ class RedisStore:
     async def clear(self, override_id: str, expected: int, who: Who) -> Entry:
         """See the port."""
         return await self.write(override_id, "", TRACE_SECONDS, expected, who)
+
+    async def record(self, action: str, subject: str, who: Who) -> None:
+        """See the port."""
+        asked = json.dumps({"author": who.author, "reason": who.reason, "origin": who.origin})
+        await self._ask(lambda: self._script(RECORD, action, subject, asked), writes=True)
+        await self._replicated()
 
     async def audit(self, limit: int, subject: str = "", before: str = "") -> Sequence[AuditRecord]:
         """See the port; sequences are stream ids.  Looks through the newest 10,000 at most."""

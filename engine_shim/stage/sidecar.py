@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -46,7 +47,8 @@ class Sidecar:
     def __init__(self, address: str, engine_id: str) -> None:
         self._channel = grpc.insecure_channel(address)
         self._inspection = service_pb2_grpc.InspectionServiceStub(self._channel)
-        self._profiling = service_pb2_grpc.ProfilingServiceStub(self._channel)
+        self._operators = grpc.insecure_channel(_operators_address(address))
+        self._profiling = service_pb2_grpc.ProfilingServiceStub(self._operators)
         self.engine_id = engine_id
 
     def __enter__(self) -> Self:
@@ -59,6 +61,7 @@ class Sidecar:
         traceback: TracebackType | None,
     ) -> None:
         self._channel.close()
+        self._operators.close()
 
     def serving(self) -> bool:
         """True when it answers."""
@@ -197,6 +200,14 @@ class GammaWatch(Beside):
                     report.drafter,
                 )
             )
+
+
+def _operators_address(address: str) -> str:
+    """Of the socket beside the sidecar's own on which engines may be measured."""
+    if not address.startswith("unix:"):
+        return address
+    path = Path(address.removeprefix("unix:"))
+    return f"unix:{path.with_name(f'{path.stem}-operators{path.suffix}')}"
 
 
 def _drain(

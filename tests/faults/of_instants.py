@@ -109,11 +109,11 @@ class Writers:
         service_pb2_grpc.SpeculationServiceStub(channel).Introduce(
             service_pb2.IntroduceRequest(engine=engine_message()), timeout=PATIENCE_SECONDS
         )
-        stub = service_pb2_grpc.ProfilingServiceStub(channel)
+        stub = service_pb2_grpc.ProfilingServiceStub(self._channels[0])
         count = 0
         while True:
             count += 1
-            profile = make_profile(measured_at=f"2030-01-01-{self._life:04d}-{count:06d}")
+            profile = make_profile(measured_at=f"2020-01-01-{self._life:04d}-{count:06d}")
             text = profile.to_json()
             stub.PushProfile(
                 service_pb2.PushProfileRequest(profile_json=text), timeout=PATIENCE_SECONDS

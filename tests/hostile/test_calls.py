@@ -12,13 +12,14 @@ from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from controller.service.access import _WATCHES_MAX
+from controller.service.guard import WATCHES_MAX
 from speculation.v1 import policy_pb2, policy_pb2_grpc, service_pb2, service_pb2_grpc, training_pb2
 from tests.controller.service.harness import (
     PATIENCE_SECONDS,
     engine_message,
     health_stub,
     report_message,
+    secret_of,
 )
 from tests.engine_shim.link.eventually import eventually
 from tests.hostile.conftest import MAX_ENGINES, Besieged, raw_channel
@@ -53,7 +54,9 @@ def status_of(call: Callable[..., Any], *arguments: Any) -> grpc.StatusCode:
 
 def introduce(channel: grpc.Channel, engine_id: str, **engine: Any) -> str:
     stub = service_pb2_grpc.SpeculationServiceStub(channel)
-    request = service_pb2.IntroduceRequest(engine=engine_message(engine_id, **engine))
+    request = service_pb2.IntroduceRequest(
+        engine=engine_message(engine_id, **engine), engine_secret=secret_of(engine_id)
+    )
     return stub.Introduce(request, timeout=PATIENCE_SECONDS).session_id
 
 
@@ -175,14 +178,14 @@ def test_only_so_many_watch_and_operators_are_not_among_them(
     channel: grpc.Channel, operators: grpc.Channel
 ):
     with ExitStack() as watching:
-        open_ones = [_watch(channel, watching) for _ in range(3 * _WATCHES_MAX)]
+        open_ones = [_watch(channel, watching) for _ in range(3 * WATCHES_MAX)]
         refused = eventually(
             lambda: [call for call in open_ones if call.code_now() is CODE.RESOURCE_EXHAUSTED],
             what="refusals",
         )
         assert eventually(
             lambda: (
-                len([c for c in open_ones if c.code_now() is not None]) == 2 * _WATCHES_MAX or None
+                len([c for c in open_ones if c.code_now() is not None]) == 2 * WATCHES_MAX or None
             ),
             what="just so many stay",
         )

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import grpc
 import pytest
 
-from controller.service import limits, streams
+from controller.service import limits, reading
 from tests.engine_shim.link.eventually import eventually
 from tests.hostile.conftest import MAX_CONNECTIONS, MAX_OPEN_CALLS, Besieged, raw_channel
 from tests.hostile.http2 import (
@@ -73,18 +73,19 @@ def test_who_does_not_greet_or_opens_a_stream_and_says_nothing_is_put_out(besieg
         connections(besieged.sidecar.address, 40) as silent,
         connections(besieged.tcp, 40) as half,
         raw_channel(besieged.sidecar.address) as channel,
+        raw_channel(besieged.operators) as operators,
         ExitStack() as open_calls,
     ):
         for connection in half:
             connection.say(PREFACE[:7])
         calls = [
-            channel.stream_stream(path)(_silence(open_calls))
-            for path in (STEER, ATTEND, MEASURE)
+            way.stream_stream(path)(_silence(open_calls))
+            for way, path in ((channel, STEER), (channel, ATTEND), (operators, MEASURE))
             for _ in range(20)
         ]
         besieged.holds(120)
         assert {call.code() for call in calls} == {grpc.StatusCode.DEADLINE_EXCEEDED}
-        assert f"{streams.FIRST_SECONDS:g} s" in calls[0].details()
+        assert f"{reading.FIRST_SECONDS:g} s" in calls[0].details()
         assert all(connection.hung_up() for connection in (*silent, *half))
 
 

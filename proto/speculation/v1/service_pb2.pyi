@@ -28,9 +28,14 @@ class IntroduceRequest(_message.Message):
 
     ENGINE_FIELD_NUMBER: _builtins.int
     PREVIOUS_SESSION_ID_FIELD_NUMBER: _builtins.int
+    ENGINE_SECRET_FIELD_NUMBER: _builtins.int
     previous_session_id: _builtins.str
     """The session whose stream ended without a last word (`SteerResponse.received`), so that the
     engine does not know which of its reports arrived; empty for none.
+    """
+    engine_secret: _builtins.str
+    """Chosen by the engine at random, at most 128 characters; the same in every introduction of the
+    engine.  Whoever shows it is this engine, or its trainer.  Empty: the engine has none.
     """
     @_builtins.property
     def engine(self) -> _engine_pb2.EngineSpec: ...
@@ -39,10 +44,11 @@ class IntroduceRequest(_message.Message):
         *,
         engine: _engine_pb2.EngineSpec | None = ...,
         previous_session_id: _builtins.str = ...,
+        engine_secret: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "previous_session_id", b"previous_session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "engine_secret", b"engine_secret", "previous_session_id", b"previous_session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

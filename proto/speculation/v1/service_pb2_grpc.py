@@ -37,8 +37,12 @@ class SpeculationServiceServicer(object):
     """
 
     def Introduce(self, request, context):
-        """Opens a session.  A second introduction of the same engine_id ends the first one's session.
+        """Opens a session.  A second introduction of the same engine_id ends the first one's session, if
+        it comes from the same engine (`engine_secret`, or the same access entry), or if the first one
+        has been silent for some seconds.
         INVALID_ARGUMENT: the introduction contradicts itself (the message says where).
+        ALREADY_EXISTS: another engine steers under this id; ask again, or take another id.
+        PERMISSION_DENIED: the caller may not steer an engine of this id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -317,6 +321,7 @@ class ProfilingServiceServicer(object):
         """While the stream is open the named engine runs what the client asks for, in every batch, and
         its reports are forwarded.  When the stream ends, normal planning goes on.
         NOT_FOUND: no such engine.  FAILED_PRECONDITION: another measurement is under way.
+        PERMISSION_DENIED: the caller may not measure, or not this engine.
         INVALID_ARGUMENT: the engine cannot run that drafter or draft length.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -325,8 +330,9 @@ class ProfilingServiceServicer(object):
 
     def InstallProfile(self, request, context):
         """Puts a profile into use for every engine with its fingerprint, without a restart.
-        INVALID_ARGUMENT: not a profile.  FAILED_PRECONDITION: no introduced engine matches it; the
-        message names the field that differs.
+        INVALID_ARGUMENT: not a profile, or one whose time of measurement lies in the future.
+        FAILED_PRECONDITION: no introduced engine matches it; the message names the field that differs.
+        PERMISSION_DENIED: the caller may not install profiles, or not for one of these engines.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -334,7 +340,8 @@ class ProfilingServiceServicer(object):
 
     def PushProfile(self, request, context):
         """Puts a profile on the shelf, where every pod of the fleet with its fingerprint finds it.
-        INVALID_ARGUMENT: not a profile.  UNAVAILABLE: the store cannot take it.
+        INVALID_ARGUMENT: not a profile, or one whose time of measurement lies in the future.
+        UNAVAILABLE: the store cannot take it.  PERMISSION_DENIED: the caller may not install profiles.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -34,8 +34,12 @@ class SpeculationServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> SpeculationServiceAsyncStub: ...
     Introduce: _grpc.UnaryUnaryMultiCallable[_service_pb2.IntroduceRequest, _service_pb2.IntroduceResponse]
-    """Opens a session.  A second introduction of the same engine_id ends the first one's session.
+    """Opens a session.  A second introduction of the same engine_id ends the first one's session, if
+    it comes from the same engine (`engine_secret`, or the same access entry), or if the first one
+    has been silent for some seconds.
     INVALID_ARGUMENT: the introduction contradicts itself (the message says where).
+    ALREADY_EXISTS: another engine steers under this id; ask again, or take another id.
+    PERMISSION_DENIED: the caller may not steer an engine of this id.
     """
     Steer: _grpc.StreamStreamMultiCallable[_service_pb2.SteerRequest, _service_pb2.SteerResponse]
     """Reports in, plans out.  A bad report is answered by a rejection and the rest of its message is
@@ -50,8 +54,12 @@ class SpeculationServiceAsyncStub(SpeculationServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Introduce: _aio.UnaryUnaryMultiCallable[_service_pb2.IntroduceRequest, _service_pb2.IntroduceResponse]  # type: ignore[assignment]
-    """Opens a session.  A second introduction of the same engine_id ends the first one's session.
+    """Opens a session.  A second introduction of the same engine_id ends the first one's session, if
+    it comes from the same engine (`engine_secret`, or the same access entry), or if the first one
+    has been silent for some seconds.
     INVALID_ARGUMENT: the introduction contradicts itself (the message says where).
+    ALREADY_EXISTS: another engine steers under this id; ask again, or take another id.
+    PERMISSION_DENIED: the caller may not steer an engine of this id.
     """
     Steer: _aio.StreamStreamMultiCallable[_service_pb2.SteerRequest, _service_pb2.SteerResponse]  # type: ignore[assignment]
     """Reports in, plans out.  A bad report is answered by a rejection and the rest of its message is
@@ -69,8 +77,12 @@ class SpeculationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _service_pb2.IntroduceRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_service_pb2.IntroduceResponse, _abc.Awaitable[_service_pb2.IntroduceResponse]]:
-        """Opens a session.  A second introduction of the same engine_id ends the first one's session.
+        """Opens a session.  A second introduction of the same engine_id ends the first one's session, if
+        it comes from the same engine (`engine_secret`, or the same access entry), or if the first one
+        has been silent for some seconds.
         INVALID_ARGUMENT: the introduction contradicts itself (the message says where).
+        ALREADY_EXISTS: another engine steers under this id; ask again, or take another id.
+        PERMISSION_DENIED: the caller may not steer an engine of this id.
         """
 
     @_abc_1.abstractmethod
@@ -156,16 +168,19 @@ class ProfilingServiceStub:
     """While the stream is open the named engine runs what the client asks for, in every batch, and
     its reports are forwarded.  When the stream ends, normal planning goes on.
     NOT_FOUND: no such engine.  FAILED_PRECONDITION: another measurement is under way.
+    PERMISSION_DENIED: the caller may not measure, or not this engine.
     INVALID_ARGUMENT: the engine cannot run that drafter or draft length.
     """
     InstallProfile: _grpc.UnaryUnaryMultiCallable[_service_pb2.InstallProfileRequest, _service_pb2.InstallProfileResponse]
     """Puts a profile into use for every engine with its fingerprint, without a restart.
-    INVALID_ARGUMENT: not a profile.  FAILED_PRECONDITION: no introduced engine matches it; the
-    message names the field that differs.
+    INVALID_ARGUMENT: not a profile, or one whose time of measurement lies in the future.
+    FAILED_PRECONDITION: no introduced engine matches it; the message names the field that differs.
+    PERMISSION_DENIED: the caller may not install profiles, or not for one of these engines.
     """
     PushProfile: _grpc.UnaryUnaryMultiCallable[_service_pb2.PushProfileRequest, _service_pb2.PushProfileResponse]
     """Puts a profile on the shelf, where every pod of the fleet with its fingerprint finds it.
-    INVALID_ARGUMENT: not a profile.  UNAVAILABLE: the store cannot take it.
+    INVALID_ARGUMENT: not a profile, or one whose time of measurement lies in the future.
+    UNAVAILABLE: the store cannot take it.  PERMISSION_DENIED: the caller may not install profiles.
     """
     ListProfiles: _grpc.UnaryUnaryMultiCallable[_service_pb2.ListProfilesRequest, _service_pb2.ListProfilesResponse]
     """What is on the shelf."""
@@ -181,16 +196,19 @@ class ProfilingServiceAsyncStub(ProfilingServiceStub):
     """While the stream is open the named engine runs what the client asks for, in every batch, and
     its reports are forwarded.  When the stream ends, normal planning goes on.
     NOT_FOUND: no such engine.  FAILED_PRECONDITION: another measurement is under way.
+    PERMISSION_DENIED: the caller may not measure, or not this engine.
     INVALID_ARGUMENT: the engine cannot run that drafter or draft length.
     """
     InstallProfile: _aio.UnaryUnaryMultiCallable[_service_pb2.InstallProfileRequest, _service_pb2.InstallProfileResponse]  # type: ignore[assignment]
     """Puts a profile into use for every engine with its fingerprint, without a restart.
-    INVALID_ARGUMENT: not a profile.  FAILED_PRECONDITION: no introduced engine matches it; the
-    message names the field that differs.
+    INVALID_ARGUMENT: not a profile, or one whose time of measurement lies in the future.
+    FAILED_PRECONDITION: no introduced engine matches it; the message names the field that differs.
+    PERMISSION_DENIED: the caller may not install profiles, or not for one of these engines.
     """
     PushProfile: _aio.UnaryUnaryMultiCallable[_service_pb2.PushProfileRequest, _service_pb2.PushProfileResponse]  # type: ignore[assignment]
     """Puts a profile on the shelf, where every pod of the fleet with its fingerprint finds it.
-    INVALID_ARGUMENT: not a profile.  UNAVAILABLE: the store cannot take it.
+    INVALID_ARGUMENT: not a profile, or one whose time of measurement lies in the future.
+    UNAVAILABLE: the store cannot take it.  PERMISSION_DENIED: the caller may not install profiles.
     """
     ListProfiles: _aio.UnaryUnaryMultiCallable[_service_pb2.ListProfilesRequest, _service_pb2.ListProfilesResponse]  # type: ignore[assignment]
     """What is on the shelf."""
@@ -209,6 +227,7 @@ class ProfilingServiceServicer(metaclass=_abc_1.ABCMeta):
         """While the stream is open the named engine runs what the client asks for, in every batch, and
         its reports are forwarded.  When the stream ends, normal planning goes on.
         NOT_FOUND: no such engine.  FAILED_PRECONDITION: another measurement is under way.
+        PERMISSION_DENIED: the caller may not measure, or not this engine.
         INVALID_ARGUMENT: the engine cannot run that drafter or draft length.
         """
 
@@ -219,8 +238,9 @@ class ProfilingServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_service_pb2.InstallProfileResponse, _abc.Awaitable[_service_pb2.InstallProfileResponse]]:
         """Puts a profile into use for every engine with its fingerprint, without a restart.
-        INVALID_ARGUMENT: not a profile.  FAILED_PRECONDITION: no introduced engine matches it; the
-        message names the field that differs.
+        INVALID_ARGUMENT: not a profile, or one whose time of measurement lies in the future.
+        FAILED_PRECONDITION: no introduced engine matches it; the message names the field that differs.
+        PERMISSION_DENIED: the caller may not install profiles, or not for one of these engines.
         """
 
     @_abc_1.abstractmethod
@@ -230,7 +250,8 @@ class ProfilingServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_service_pb2.PushProfileResponse, _abc.Awaitable[_service_pb2.PushProfileResponse]]:
         """Puts a profile on the shelf, where every pod of the fleet with its fingerprint finds it.
-        INVALID_ARGUMENT: not a profile.  UNAVAILABLE: the store cannot take it.
+        INVALID_ARGUMENT: not a profile, or one whose time of measurement lies in the future.
+        UNAVAILABLE: the store cannot take it.  PERMISSION_DENIED: the caller may not install profiles.
         """
 
     @_abc_1.abstractmethod

@@ -14,19 +14,19 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dspeculation/v1/training.proto\x12\x0especulation.v1\"w\n\rAttendRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x16\n\x0estored_signals\x18\x02 \x01(\r\x12\x31\n\x05\x65nded\x18\x03 \x01(\x0b\x32\x1d.speculation.v1.TrainingRoundH\x00\x88\x01\x01\x42\x08\n\x06_ended\"}\n\rTrainingRound\x12\r\n\x05round\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\r\x12\x13\n\x0b\x61lpha_train\x18\x03 \x01(\x01\x12\x12\n\nalpha_eval\x18\x04 \x01(\x01\x12\x14\n\x0c\x61lpha_before\x18\x05 \x01(\x01\x12\r\n\x05\x65rror\x18\x06 \x01(\t\"c\n\x0e\x41ttendResponse\x12\x13\n\x0btrain_round\x18\x01 \x01(\r\x12\x15\n\rdraft_version\x18\x02 \x01(\r\x12\r\n\x05phase\x18\x03 \x01(\t\x12\x16\n\x0eparent_version\x18\x04 \x01(\r2^\n\x0fTrainingService\x12K\n\x06\x41ttend\x12\x1d.speculation.v1.AttendRequest\x1a\x1e.speculation.v1.AttendResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dspeculation/v1/training.proto\x12\x0especulation.v1\"\x8e\x01\n\rAttendRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x16\n\x0estored_signals\x18\x02 \x01(\r\x12\x31\n\x05\x65nded\x18\x03 \x01(\x0b\x32\x1d.speculation.v1.TrainingRoundH\x00\x88\x01\x01\x12\x15\n\rengine_secret\x18\x04 \x01(\tB\x08\n\x06_ended\"}\n\rTrainingRound\x12\r\n\x05round\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\r\x12\x13\n\x0b\x61lpha_train\x18\x03 \x01(\x01\x12\x12\n\nalpha_eval\x18\x04 \x01(\x01\x12\x14\n\x0c\x61lpha_before\x18\x05 \x01(\x01\x12\r\n\x05\x65rror\x18\x06 \x01(\t\"c\n\x0e\x41ttendResponse\x12\x13\n\x0btrain_round\x18\x01 \x01(\r\x12\x15\n\rdraft_version\x18\x02 \x01(\r\x12\r\n\x05phase\x18\x03 \x01(\t\x12\x16\n\x0eparent_version\x18\x04 \x01(\r2^\n\x0fTrainingService\x12K\n\x06\x41ttend\x12\x1d.speculation.v1.AttendRequest\x1a\x1e.speculation.v1.AttendResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'speculation.v1.training_pb2', _globals)
 if _descriptor._USE_C_DESCRIPTORS == False:
   DESCRIPTOR._options = None
-  _globals['_ATTENDREQUEST']._serialized_start=49
-  _globals['_ATTENDREQUEST']._serialized_end=168
-  _globals['_TRAININGROUND']._serialized_start=170
-  _globals['_TRAININGROUND']._serialized_end=295
-  _globals['_ATTENDRESPONSE']._serialized_start=297
-  _globals['_ATTENDRESPONSE']._serialized_end=396
-  _globals['_TRAININGSERVICE']._serialized_start=398
-  _globals['_TRAININGSERVICE']._serialized_end=492
+  _globals['_ATTENDREQUEST']._serialized_start=50
+  _globals['_ATTENDREQUEST']._serialized_end=192
+  _globals['_TRAININGROUND']._serialized_start=194
+  _globals['_TRAININGROUND']._serialized_end=319
+  _globals['_ATTENDRESPONSE']._serialized_start=321
+  _globals['_ATTENDRESPONSE']._serialized_end=420
+  _globals['_TRAININGSERVICE']._serialized_start=422
+  _globals['_TRAININGSERVICE']._serialized_end=516
 # @@protoc_insertion_point(module_scope)

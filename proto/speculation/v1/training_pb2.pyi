@@ -23,10 +23,13 @@ class AttendRequest(_message.Message):
     ENGINE_ID_FIELD_NUMBER: _builtins.int
     STORED_SIGNALS_FIELD_NUMBER: _builtins.int
     ENDED_FIELD_NUMBER: _builtins.int
+    ENGINE_SECRET_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """In the first message; later ones may leave it empty."""
     stored_signals: _builtins.int
     """Signals that wait to be trained on."""
+    engine_secret: _builtins.str
+    """As in the engine's introduction; in the first message."""
     @_builtins.property
     def ended(self) -> Global___TrainingRound: ...
     def __init__(
@@ -35,10 +38,11 @@ class AttendRequest(_message.Message):
         engine_id: _builtins.str = ...,
         stored_signals: _builtins.int = ...,
         ended: Global___TrainingRound | None = ...,
+        engine_secret: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_ended", b"_ended", "ended", b"ended"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ended", b"_ended", "ended", b"ended", "engine_id", b"engine_id", "stored_signals", b"stored_signals"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ended", b"_ended", "ended", b"ended", "engine_id", b"engine_id", "engine_secret", b"engine_secret", "stored_signals", b"stored_signals"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__ended: _TypeAlias = _typing.Literal["ended"]  # noqa: Y015
     _WhichOneofArgType__ended: _TypeAlias = _typing.Literal["_ended", b"_ended"]  # noqa: Y015

@@ -31,7 +31,8 @@ class TrainingServiceServicer(object):
         hears when to train.  The weights themselves never pass through here.
         NOT_FOUND: no engine of that id has a session.  FAILED_PRECONDITION: the engine cannot keep
         signals or take versions, or its session is over.  ALREADY_EXISTS: another trainer attends it.
-        INVALID_ARGUMENT: a result that cannot be.
+        INVALID_ARGUMENT: a result that cannot be.  PERMISSION_DENIED: neither the engine's own trainer
+        (`engine_secret`, or the same access entry) nor an operator.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

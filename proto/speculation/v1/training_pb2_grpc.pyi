@@ -38,7 +38,8 @@ class TrainingServiceStub:
     hears when to train.  The weights themselves never pass through here.
     NOT_FOUND: no engine of that id has a session.  FAILED_PRECONDITION: the engine cannot keep
     signals or take versions, or its session is over.  ALREADY_EXISTS: another trainer attends it.
-    INVALID_ARGUMENT: a result that cannot be.
+    INVALID_ARGUMENT: a result that cannot be.  PERMISSION_DENIED: neither the engine's own trainer
+    (`engine_secret`, or the same access entry) nor an operator.
     """
 
 @_typing.type_check_only
@@ -51,7 +52,8 @@ class TrainingServiceAsyncStub(TrainingServiceStub):
     hears when to train.  The weights themselves never pass through here.
     NOT_FOUND: no engine of that id has a session.  FAILED_PRECONDITION: the engine cannot keep
     signals or take versions, or its session is over.  ALREADY_EXISTS: another trainer attends it.
-    INVALID_ARGUMENT: a result that cannot be.
+    INVALID_ARGUMENT: a result that cannot be.  PERMISSION_DENIED: neither the engine's own trainer
+    (`engine_secret`, or the same access entry) nor an operator.
     """
 
 class TrainingServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -67,7 +69,8 @@ class TrainingServiceServicer(metaclass=_abc_1.ABCMeta):
         hears when to train.  The weights themselves never pass through here.
         NOT_FOUND: no engine of that id has a session.  FAILED_PRECONDITION: the engine cannot keep
         signals or take versions, or its session is over.  ALREADY_EXISTS: another trainer attends it.
-        INVALID_ARGUMENT: a result that cannot be.
+        INVALID_ARGUMENT: a result that cannot be.  PERMISSION_DENIED: neither the engine's own trainer
+        (`engine_secret`, or the same access entry) nor an operator.
         """
 
 def add_TrainingServiceServicer_to_server(servicer: TrainingServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

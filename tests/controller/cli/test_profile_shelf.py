@@ -28,7 +28,7 @@ def sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SidecarProcess
 
 
 def file_of(directory: Path, name: str, slower: float = 1.0, device: str = "") -> Path:
-    profile = make_profile(measured_at=f"2030-01-01 {name}")
+    profile = make_profile(measured_at=f"2020-01-01 {name}")
     cells = tuple(
         dataclasses.replace(c, step_seconds=c.step_seconds * slower) for c in profile.cells
     )

@@ -48,6 +48,11 @@ async def until(condition: Any) -> None:
             await asyncio.sleep(0.005)
 
 
+def secret_of(engine_id: str) -> str:
+    """What the harness's engines introduce themselves with."""
+    return f"the secret of {engine_id}"
+
+
 def engine_message(
     engine_id: str = "engine-0",
     gammas: Sequence[int] = GAMMAS,
@@ -80,7 +85,7 @@ def step_seconds(gamma: int, batch_size: int) -> float:
     return 0.01 * (1 + 0.1 * gamma + 0.01 * batch_size * (gamma + 1))
 
 
-def make_profile(target_model: str = "target", measured_at: str = "2030-01-01") -> Profile:
+def make_profile(target_model: str = "target", measured_at: str = "2020-01-01") -> Profile:
     """What measuring `step_seconds` gives, for the engine of `engine_message`."""
     cells = tuple(
         ProfileCell("mtp", gamma, size, step_seconds(gamma, size), 0.0, 20)
@@ -112,12 +117,14 @@ class Running:
     def __post_init__(self) -> None:
         self.speculation = service_pb2_grpc.SpeculationServiceStub(self.channel)
         self.inspection = service_pb2_grpc.InspectionServiceStub(self.channel)
-        self.profiling = service_pb2_grpc.ProfilingServiceStub(self.channel)
+        self.profiling = service_pb2_grpc.ProfilingServiceStub(self.operators)
         self.policy = policy_pb2_grpc.PolicyServiceStub(self.operators)
 
     async def introduce(self, engine_id: str = "engine-0", **engine: Any) -> str:
         """The session id."""
-        request = service_pb2.IntroduceRequest(engine=engine_message(engine_id, **engine))
+        request = service_pb2.IntroduceRequest(
+            engine=engine_message(engine_id, **engine), engine_secret=secret_of(engine_id)
+        )
         return (await soon(self.speculation.Introduce(request))).session_id
 
     async def status(self, engine_id: str = "engine-0") -> service_pb2.EngineStatus:

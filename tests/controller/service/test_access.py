@@ -12,9 +12,11 @@ import grpc
 import grpc.aio
 import pytest
 
-from controller.service import access as access_module
-from controller.service.access import AccessFileError, AccessList, Right, right_of
+from controller.service import guard
+from controller.service.access import AccessFileError, AccessList
+from controller.service.callers import Right
 from controller.service.errors import StartRefusedError
+from controller.service.guard import right_of
 from controller.service.server import Sidecar
 from controller.settings import Settings
 from engine_shim.stage.ports import free_port
@@ -85,7 +87,7 @@ async def test_without_an_access_list_tcp_reads_and_steers_and_never_overrides(t
                 policy_pb2_grpc.PolicyServiceStub(channel).SetOverride(asked(off=True))
             )
             assert code is DENIED
-            assert "on the operators' socket, unix:" in text
+            assert "takes the operators' socket, unix:" in text
         assert await Called(running.operators).override("o1") is OK
 
 
@@ -215,7 +217,7 @@ async def test_operators_who_hammer_are_told_to_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     # Nothing is added while the calls come, however slow they are.
-    monkeypatch.setitem(access_module._LIMITS, Right.OVERRIDE, (0.0, 200.0))
+    monkeypatch.setitem(guard._LIMITS, Right.OVERRIDE, (0.0, 200.0))
     async with serving(tmp_path) as running:
         codes = set()
         for _ in range(400):
@@ -255,10 +257,11 @@ async def test_tokens_do_not_go_over_an_open_line(tmp_path: Path):
     ("text", "message"),
     [
         ("read", "line 1: RIGHTS KEY"),
-        ("# fine\nwrite cert:x", "line 2: rights are read, steer, override"),
+        ("# fine\nwrite cert:x", "line 2: rights are read, steer, measure, install, override"),
         ("read token:secret", "line 1: the key is token-sha256:HEX"),
         ("read token-sha256:abc", "64 digits"),
         ("read cert:a b c", "line 1: RIGHTS KEY"),
+        ("steer cert:a b engine:pod/7", "line 1: engine:GLOBS are"),
     ],
 )
 def test_a_broken_access_list_is_refused_with_its_line_and_without_its_secrets(
@@ -278,7 +281,10 @@ def test_what_each_call_needs():
     assert right_of(prefix + "PolicyService/QueryAudit") is Right.READ
     assert right_of(prefix + "InspectionService/Explain") is Right.READ
     assert right_of(prefix + "SpeculationService/Steer") is Right.STEER
-    assert right_of(prefix + "ProfilingService/Measure") is Right.STEER
+    assert right_of(prefix + "ProfilingService/Measure") is Right.MEASURE
+    assert right_of(prefix + "ProfilingService/InstallProfile") is Right.INSTALL
+    assert right_of(prefix + "ProfilingService/PushProfile") is Right.INSTALL
+    assert right_of(prefix + "ProfilingService/GetProfile") is Right.READ
     assert right_of(prefix + "TrainingService/Attend") is Right.STEER
     assert right_of("/grpc.health.v1.Health/Check") is Right.NONE
     assert right_of("/anything/Else") is Right.READ

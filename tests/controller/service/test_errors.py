@@ -15,6 +15,7 @@ EXPECTED = {
     errors.UnknownDrafterError: grpc.StatusCode.INVALID_ARGUMENT,
     errors.NoSessionError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.UnknownEngineError: grpc.StatusCode.NOT_FOUND,
+    errors.EngineTakenError: grpc.StatusCode.ALREADY_EXISTS,
     errors.TooManyEnginesError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.MeasurementConflictError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.InvalidMeasurementError: grpc.StatusCode.INVALID_ARGUMENT,

@@ -185,7 +185,7 @@ async def test_measurements_of_several_pods_are_one_profile_for_the_next(
     tmp_path: Path, server: RedisServer
 ):
     async with fleet(tmp_path, server, 2) as (one, two):
-        profiles = [make_profile(measured_at=f"2030-01-0{n}") for n in (1, 2)]
+        profiles = [make_profile(measured_at=f"2020-01-0{n}") for n in (1, 2)]
         for running, profile in zip((one, two), profiles, strict=True):
             request = service_pb2.PushProfileRequest(profile_json=profile.to_json())
             await soon(running.profiling.PushProfile(request))

@@ -12,7 +12,7 @@ import pytest
 
 from controller.service import operator_door
 from controller.service.unix_socket import SocketTakenError
-from controller.socket_paths import inner_path, operators_path
+from controller.socket_paths import operators_path
 from speculation.v1 import policy_pb2, policy_pb2_grpc, service_pb2
 from tests.controller.service.harness import (
     ENVIRONMENT,
@@ -36,7 +36,6 @@ async def test_a_second_sidecar_that_is_refused_leaves_the_firsts_door_open(tmp_
         with pytest.raises(SocketTakenError):
             async with serving(tmp_path):
                 pass
-        assert inner_path(tmp_path / "controller.sock").is_socket()
         await set_(first, scope=FLEET, gamma=1)
 
 
@@ -85,14 +84,12 @@ def opened_to_all(tmp_path: Path) -> Path:
 
 async def test_only_the_sidecars_own_user_gets_in_by_default(tmp_path: Path):
     async with serving(tmp_path) as running:
-        main, path = tmp_path / "controller.sock", operators_path(tmp_path / "controller.sock")
+        path = operators_path(tmp_path / "controller.sock")
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        assert stat.S_IMODE(inner_path(main).parent.stat().st_mode) == 0o700
         await set_(running, scope=FLEET, off=True)
         (origin,) = await origins(running)
         assert origin.startswith(f"uid {os.getuid()}, gid {os.getgid()}, pid {os.getpid()} (")
     assert not path.exists()
-    assert not inner_path(main).parent.exists()
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs another user")
@@ -104,8 +101,6 @@ async def test_another_user_is_told_apart_and_named_in_the_audit(tmp_path: Path)
         assert await as_user(NOBODY, path, "let-in") == "OK"
         (origin,) = await origins(running)
         assert origin.startswith(f"uid {NOBODY}, gid {NOBODY}, pid ")
-        inner = inner_path(tmp_path / "controller.sock")
-        assert (await as_user(NOBODY, inner, "around")).startswith("UNAVAILABLE")
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs another user")
@@ -122,12 +117,14 @@ async def test_an_access_list_with_users_decides_among_them(tmp_path: Path):
         assert "does not know uid 65534" in await as_user(NOBODY, path, "o4")
 
 
-async def test_the_inner_socket_gives_nobody_an_operators_rights(tmp_path: Path):
-    async with (
-        serving(tmp_path),
-        grpc.aio.insecure_channel(f"unix:{inner_path(tmp_path / 'controller.sock')}") as channel,
-    ):
-        assert await Called(channel).override("o1") is DENIED
+def names_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+async def test_the_server_behind_the_door_has_no_address(tmp_path: Path):
+    async with serving(tmp_path):
+        names = names_in(tmp_path) - {"controller.sock.state"}
+        assert names == {"controller.sock", "controller-operators.sock"}
 
 
 async def test_operators_beyond_the_bound_are_refused_and_places_come_free(

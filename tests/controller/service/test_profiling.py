@@ -171,7 +171,7 @@ async def test_planning_goes_on_when_the_client_is_killed(tmp_path: Path):
     async with serving(tmp_path) as running:
         await running.introduce()
         session = running.sidecar.registry.by_engine("engine-0")
-        command = [sys.executable, "-c", CLIENT, f"unix:{tmp_path}/controller.sock"]
+        command = [sys.executable, "-c", CLIENT, f"unix:{tmp_path}/controller-operators.sock"]
         client = await asyncio.create_subprocess_exec(
             *command, stdout=asyncio.subprocess.PIPE, env=ENVIRONMENT
         )

@@ -11,7 +11,7 @@ from controller.service.errors import AddressTakenError
 from controller.service.readiness import SERVICES, STEERING, STORE
 from controller.service.server import Sidecar
 from controller.settings import Settings
-from controller.socket_paths import inner_path, operators_path
+from controller.socket_paths import operators_path
 from engine_shim.stage.ports import free_port
 from speculation.v1 import service_pb2
 from tests.controller.service.harness import (
@@ -197,7 +197,7 @@ async def test_the_sidecar_says_who_it_is_and_since_when(tmp_path: Path):
     assert passed == pytest.approx(sidecar.uptime_seconds, abs=1.0)
 
 
-@pytest.mark.parametrize("of", [lambda path: path, operators_path, inner_path])
+@pytest.mark.parametrize("of", [lambda path: path, operators_path])
 async def test_a_socket_that_was_removed_is_a_sidecar_that_is_not_well(tmp_path: Path, of: Any):
     async with serving(tmp_path) as running:
         lost = of(tmp_path / "controller.sock")

@@ -37,7 +37,7 @@ async def reload(running: Running, directory: Path, **settings: Any) -> list[Any
 
 def older(profile: Profile) -> Profile:
     cells = tuple(dataclasses.replace(c, step_seconds=2 * c.step_seconds) for c in profile.cells)
-    return dataclasses.replace(profile, cells=cells, measured_at="2029-01-01")
+    return dataclasses.replace(profile, cells=cells, measured_at="2019-01-01")
 
 
 async def test_what_can_change_does_and_what_cannot_is_named(tmp_path: Path):
@@ -135,17 +135,17 @@ async def test_profiles_are_read_again(tmp_path: Path):
         path.with_name("q.json").write_text(older(make_profile()).to_json())
         lines = await reload(running, tmp_path, profiles=[path, path.with_name("q.json")])
         assert "profile_found" not in {line["event"] for line in lines}
-        newer = dataclasses.replace(older(make_profile()), measured_at="2031-01-01")
+        newer = dataclasses.replace(older(make_profile()), measured_at="2021-01-01")
         path.write_text(newer.to_json())
         await reload(running, tmp_path, profiles=[path])
         assert (await running.status()).profile_id == newer.profile_id
 
 
 async def test_a_profile_that_was_measured_since_is_not_displaced_by_the_file(tmp_path: Path):
-    (tmp_path / "p.json").write_text(make_profile(measured_at="2029-06-01").to_json())
+    (tmp_path / "p.json").write_text(make_profile(measured_at="2019-06-01").to_json())
     async with serving(tmp_path, profiles=[tmp_path / "p.json"]) as running:
         await running.introduce()
-        measured = dataclasses.replace(older(make_profile()), measured_at="2030-06-01")
+        measured = dataclasses.replace(older(make_profile()), measured_at="2020-06-01")
         install = service_pb2.InstallProfileRequest(profile_json=measured.to_json())
         await soon(running.profiling.InstallProfile(install))
         await reload(running, tmp_path, profiles=[tmp_path / "p.json"])

@@ -9,7 +9,9 @@ from controller.core.errors import StaleReportError, UnknownArmError
 from controller.core.settings import PlannerSettings
 from controller.core.types import Arm, EngineSpec, Reason
 from controller.service import converters
+from controller.service.callers import Caller, Right
 from controller.service.errors import (
+    EngineTakenError,
     InvalidMeasurementError,
     MeasurementConflictError,
     NoSessionError,
@@ -19,9 +21,13 @@ from controller.service.errors import (
     UnknownDrafterError,
     UnknownEngineError,
 )
+from controller.service.holder import Holder
 from controller.service.profile_library import ProfileLibrary
 from controller.service.sessions import SessionRegistry
 from tests.controller.service.harness import engine_message, make_profile, report_message
+
+ANYBODY = Caller("a client of the socket", Right.STEER)
+OWN, OTHER = Holder.of(ANYBODY, "its secret"), Holder.of(ANYBODY, "another secret")
 
 
 def spec(engine_id: str = "engine-0") -> EngineSpec:
@@ -57,7 +63,7 @@ def test_sessions_are_found_by_token_and_by_engine():
 
 def test_a_second_introduction_ends_the_first_session():
     sessions = registry()
-    old, new = sessions.introduce(spec()), sessions.introduce(spec())
+    old, new = sessions.introduce(spec(), OWN), sessions.introduce(spec(), OWN)
     assert isinstance(old.ended, NoSessionError)
     assert new.ended is None
     assert sessions.by_engine("engine-0") is new
@@ -66,13 +72,58 @@ def test_a_second_introduction_ends_the_first_session():
     assert len(sessions) == 1
 
 
+@pytest.mark.parametrize("other", [OTHER, Holder.of(ANYBODY, "")])
+def test_an_id_is_not_taken_from_an_engine_that_is_there(other: Holder):
+    clock = VirtualClock()
+    sessions = registry(clock)
+    session = sessions.introduce(spec(), OWN)
+    session.stream = object()
+    clock.advance(99)
+    with pytest.raises(EngineTakenError, match="another engine steers under the id 'engine-0'"):
+        sessions.introduce(spec(), other)
+    session.stream = None
+    session.contact()
+    clock.advance(4.9)
+    with pytest.raises(EngineTakenError, match="free 5 s after"):
+        sessions.introduce(spec(), other)
+    assert session.ended is None
+    assert sessions.by_engine("engine-0") is session
+
+
+def test_the_id_of_an_engine_that_is_gone_is_free_within_seconds():
+    clock = VirtualClock()
+    sessions = registry(clock)
+    old = sessions.introduce(spec(), OWN)
+    clock.advance(5)
+    new = sessions.introduce(spec(), OTHER)
+    assert isinstance(old.ended, NoSessionError)
+    assert sessions.by_engine("engine-0") is new
+
+
+def test_neither_is_an_id_that_was_introduced_without_a_secret_taken_from_an_engine_that_is_there():
+    sessions = registry()
+    sessions.introduce(spec())
+    for holder in (Holder.of(ANYBODY, ""), OWN):
+        with pytest.raises(EngineTakenError):
+            sessions.introduce(spec(), holder)
+
+
+def test_an_access_entry_takes_its_engines_id_again_at_once():
+    sessions = registry()
+    one, other = (Caller(name, Right.STEER, identity=name) for name in ("one", "other"))
+    sessions.introduce(spec(), Holder.of(one, "before the restart"))
+    with pytest.raises(EngineTakenError):
+        sessions.introduce(spec(), Holder.of(other, ""))
+    sessions.introduce(spec(), Holder.of(one, "after it"))
+
+
 def test_one_engine_too_many_is_refused_but_an_old_one_may_come_again():
     sessions = registry(max_engines=2)
     sessions.introduce(spec("a"))
-    sessions.introduce(spec("b"))
+    sessions.introduce(spec("b"), OWN)
     with pytest.raises(TooManyEnginesError, match="2 engines are being steered"):
         sessions.introduce(spec("c"))
-    sessions.introduce(spec("b"))
+    sessions.introduce(spec("b"), OWN)
 
 
 def test_idle_sessions_make_room():

@@ -21,12 +21,14 @@ from tests.controller.service.harness import (
     measured_of,
     next_of,
     report_message,
+    secret_of,
     serving,
     soon,
     until,
 )
 
 TRAINING = TrainingSettings(initial=2, unit_drafts=4, threshold=3)
+SECRET = secret_of("engine-0")
 COLLECT = plan_pb2.REGIME_MODE_COLLECT
 BETTER: dict[str, Any] = {"version": 1, "alpha_train": 0.2, "alpha_eval": 0.6, "alpha_before": 0.3}
 
@@ -35,16 +37,19 @@ async def introduce(running: Running, *, able: bool = True) -> str:
     engine = engine_message()
     engine.capabilities.can_collect = True
     engine.capabilities.can_take_versions = able
-    request = service_pb2.IntroduceRequest(engine=engine)
+    request = service_pb2.IntroduceRequest(engine=engine, engine_secret=SECRET)
     return (await soon(running.speculation.Introduce(request))).session_id
 
 
 class Trainer:
-    def __init__(self, running: Running) -> None:
+    def __init__(self, running: Running, secret: str = SECRET) -> None:
+        self.secret = secret
         self.call = training_pb2_grpc.TrainingServiceStub(running.channel).Attend()
 
     async def say(self, stored: int = 0, **ended: Any) -> training_pb2.AttendResponse:
-        request = training_pb2.AttendRequest(engine_id="engine-0", stored_signals=stored)
+        request = training_pb2.AttendRequest(
+            engine_id="engine-0", stored_signals=stored, engine_secret=self.secret
+        )
         if ended:
             request.ended.CopyFrom(training_pb2.TrainingRound(**{"round": 1} | ended))
         await soon(self.call.write(request))
@@ -227,7 +232,11 @@ async def test_another_engine_does_not_get_the_version(tmp_path: Path):
         await trainer.say(**BETTER)
         other = engine_message("engine-1")
         other.capabilities.can_collect = other.capabilities.can_take_versions = True
-        await soon(found.speculation.Introduce(service_pb2.IntroduceRequest(engine=other)))
+        await soon(
+            found.speculation.Introduce(
+                service_pb2.IntroduceRequest(engine=other, engine_secret=SECRET)
+            )
+        )
         assert (await found.status("engine-1")).plan.draft_version == 0
 
 
@@ -284,5 +293,9 @@ async def test_another_drafter_does_not_get_the_version(tmp_path: Path):
         engine = engine_message()
         engine.capabilities.can_collect = engine.capabilities.can_take_versions = True
         engine.drafters[0].model = "another"
-        await soon(found.speculation.Introduce(service_pb2.IntroduceRequest(engine=engine)))
+        await soon(
+            found.speculation.Introduce(
+                service_pb2.IntroduceRequest(engine=engine, engine_secret=SECRET)
+            )
+        )
         assert (await found.status()).plan.draft_version == 0

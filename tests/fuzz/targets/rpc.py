@@ -20,7 +20,7 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2
 
 from controller.core.selective_training import TrainingSettings
-from controller.service import access
+from controller.service import guard
 from controller.service.server import Sidecar
 from controller.settings import Settings
 from controller.socket_paths import operators_path
@@ -33,6 +33,7 @@ from tests.controller.service.harness import (
 from tests.fuzz.mutation import message_of, parts_of, several, several_of
 from tests.fuzz.target import Feed, Target
 
+SECRET = "of engine-0"
 SESSION = "0" * 32
 # A sidecar's answer takes no such time; a watch that was let go on is ended then.
 _ANSWER_SECONDS = 15.0
@@ -42,7 +43,7 @@ _ENDLESS = {"WatchOverrides", "Watch"}
 _NONE = b"\xff" * 9
 # What says that the sidecar did not know what it was given.
 _BAD = {grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.StatusCode.DATA_LOSS}
-_UNLIMITED = dict.fromkeys(access.Right, (1e9, 1e9))
+_UNLIMITED = dict.fromkeys(guard.Right, (1e9, 1e9))
 
 _SERVICES: Sequence[Any] = (
     *service_pb2.DESCRIPTOR.services_by_name.values(),
@@ -113,13 +114,14 @@ class _Served:
             service_pb2.IntroduceRequest.SerializeToString,
             service_pb2.IntroduceResponse.FromString,
         )
-        answer = stub(service_pb2.IntroduceRequest(engine=engine), timeout=_ANSWER_SECONDS)
+        request = service_pb2.IntroduceRequest(engine=engine, engine_secret=SECRET)
+        answer = stub(request, timeout=_ANSWER_SECONDS)
         return str(answer.session_id)
 
     def push_profile(self) -> None:
         """So that there is one to get."""
         request = service_pb2.PushProfileRequest(profile_json=make_profile().to_json())
-        self.channel.unary_unary("/speculation.v1.ProfilingService/PushProfile")(
+        self.operators.unary_unary("/speculation.v1.ProfilingService/PushProfile")(
             request.SerializeToString(), timeout=_ANSWER_SECONDS
         )
 
@@ -151,7 +153,7 @@ class _Served:
 def serving(folder: Path, **settings: Any) -> Iterator[_Served]:
     """With what the table's settings leave out."""
     # How often somebody may ask is not the question here.
-    with mock.patch.object(access, "_LIMITS", _UNLIMITED):
+    with mock.patch.object(guard, "_LIMITS", _UNLIMITED):
         served = _Served(folder, settings)
         try:
             yield served
@@ -161,7 +163,7 @@ def serving(folder: Path, **settings: Any) -> Iterator[_Served]:
 
 def _opened(method: MethodDescriptor) -> Callable[[Path], Any]:
     path = f"/{method.containing_service.full_name}/{method.name}"
-    by_operator = method.containing_service.name == "PolicyService"
+    by_operator = method.containing_service.name not in {"SpeculationService", "InspectionService"}
 
     @contextmanager
     def opened(folder: Path) -> Iterator[Feed]:
@@ -255,8 +257,8 @@ def _right() -> dict[str, list[list[Message]]]:
     regime = plan_pb2.Regime(mode=plan_pb2.REGIME_MODE_ONLINE, stride=5)
     return {
         "Introduce": [
-            [service_pb2.IntroduceRequest(engine=engine_message("engine-1"))],
-            [service_pb2.IntroduceRequest(engine=engine)],
+            [service_pb2.IntroduceRequest(engine=engine_message("engine-1"), engine_secret=SECRET)],
+            [service_pb2.IntroduceRequest(engine=engine, engine_secret=SECRET)],
         ],
         "Steer": [
             [steer(session_id=SESSION, reports=_reports(1, 2)), steer(session_id=SESSION)],
