@@ -56,16 +56,24 @@ async def _serve(options: argparse.Namespace) -> int:
         EnginePort(peer, buffer, log, options.report_interval_ms * 1e-3)
     ) as port:
         try:
-            engine = await introduced(port)
+            introduction = await introduced(port)
         except PacketError as error:
             log.warning("bad-introduction", error=str(error))
             return EXIT_BAD_INTRODUCTION
-        if engine is None:
+        if introduction is None:
             return 0
         credentials = Credentials(
             options.ca, options.client_certificate, options.client_key, options.token_file
         )
-        client = SidecarClient(options.target, credentials, engine, port, buffer, log)
+        client = SidecarClient(
+            options.target,
+            credentials,
+            introduction.engine,
+            port,
+            buffer,
+            log,
+            introduction.engine_secret,
+        )
         steering = asyncio.create_task(client.run())
         gone = asyncio.create_task(port.gone.wait())
         await asyncio.wait({steering, gone}, return_when=asyncio.FIRST_COMPLETED)

@@ -17,10 +17,12 @@ from typing import Final, Self
 from engine_shim.link import packets
 from engine_shim.link.errors import LinkStartError, PacketError
 from engine_shim.link.packets import PlanPacket, SidecarState
+from engine_shim.link.secret import new_secret
 from engine_shim.link.settings import LinkSettings
 from engine_shim.link.steering import Choice, Source, Steering, safe_choice
 from engine_shim.link.supervisor import AgentSupervisor, agent_command
 from speculation.v1.engine_pb2 import EngineSpec
+from speculation.v1.service_pb2 import IntroduceRequest
 
 _SEND_FLAGS: Final = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 # More than the kernel's buffer holds, and an end to a loop that an agent gone wild could keep up.
@@ -81,13 +83,18 @@ class EngineLink:
 
     @classmethod
     def start(
-        cls, hello: EngineSpec, settings: LinkSettings, startup_gamma: int | None = None
+        cls,
+        hello: EngineSpec,
+        settings: LinkSettings,
+        startup_gamma: int | None = None,
+        secret: str = "",
     ) -> Self:
         """Starts the agent and its supervision; returns at once, before any plan.
 
         The safe default is the first drafter at `settings.safe_gamma`, or at `startup_gamma` (the
-        engine's own) when that is unset; the introduction says it.  Raises LinkStartError when the
-        introduction or the settings cannot work, or when no agent can be started.
+        engine's own) when that is unset; the introduction says it.  secret: by which the sidecar
+        knows this engine again; "" for a new one.  Raises LinkStartError when the introduction or
+        the settings cannot work, or when no agent can be started.
         """
         if not settings.sidecar:
             raise LinkStartError("SPECULATION_SIDECAR is not set: there is no sidecar to talk to")
@@ -95,7 +102,9 @@ class EngineLink:
         said = EngineSpec(safe_gamma=steering.safe_gamma)
         said.MergeFrom(hello)
         try:
-            first_packet = packets.encode_hello(said.SerializeToString())
+            # All agents of this engine show the same secret, so that each goes on under its id.
+            introduction = IntroduceRequest(engine=said, engine_secret=secret or new_secret())
+            first_packet = packets.encode_hello(introduction.SerializeToString())
         except PacketError as error:
             raise LinkStartError(f"the introduction cannot be sent: {error}") from error
         command = agent_command(settings)

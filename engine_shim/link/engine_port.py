@@ -48,7 +48,7 @@ class EnginePort:
         self._loop.add_reader(peer, self._read)
 
     async def introduction(self) -> bytes:
-        """The engine's serialized EngineSpec.  Raises PacketError when something else came."""
+        """A serialized IntroduceRequest, of the engine.  Raises PacketError for anything else."""
         return await self._introduction
 
     def send_plan(self, plan: packets.PlanPacket) -> None:

@@ -4,7 +4,7 @@ Every packet begins with a version byte and a kind byte; numbers are little-endi
 started from one installation, so the version only guards against a mixed one: another version is
 refused, never guessed at.
 
-  HELLO   engine -> agent   the introduction: a serialized proto EngineSpec
+  HELLO   engine -> agent   the introduction: a serialized proto IntroduceRequest
   REPORT  engine -> agent   one decode step, 66 + 4 * (gamma + 1) bytes
   PLAN    agent -> engine   a table over batch sizes, 40 + 21 * rows bytes
   EVENT   agent -> engine   how the sidecar is doing
@@ -155,15 +155,15 @@ def _require(data: Buffer, kind: int, at_least: int) -> None:
         raise PacketError(f"packet kind {kind}: {len(data)} bytes, at least {at_least} needed")
 
 
-def encode_hello(engine_spec: bytes) -> bytes:
+def encode_hello(introduction: bytes) -> bytes:
     """The introduction.  Raises PacketError when it is too large for one packet."""
-    if len(engine_spec) > MAX_HELLO_BYTES:
-        raise PacketError(f"introduction of {len(engine_spec)} bytes, limit {MAX_HELLO_BYTES}")
-    return _HEAD.pack(VERSION, HELLO) + engine_spec
+    if len(introduction) > MAX_HELLO_BYTES:
+        raise PacketError(f"introduction of {len(introduction)} bytes, limit {MAX_HELLO_BYTES}")
+    return _HEAD.pack(VERSION, HELLO) + introduction
 
 
 def decode_hello(data: Buffer) -> bytes:
-    """The serialized EngineSpec (its content is for protobuf to judge)."""
+    """The serialized IntroduceRequest (its content is for protobuf to judge)."""
     _require(data, HELLO, _HEAD.size)
     return bytes(data[_HEAD.size :])
 

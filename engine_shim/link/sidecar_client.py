@@ -57,10 +57,12 @@ class SidecarClient:
         port: EnginePort,
         buffer: ReportBuffer,
         log: QuietLog,
+        secret: str = "",
     ) -> None:
         self._target = target
         self._credentials = credentials
         self._engine = engine
+        self._secret = secret
         self._port = port
         self._buffer = buffer
         self._log = log
@@ -101,7 +103,11 @@ class SidecarClient:
             try:
                 before = "" if self._unsettled is None else self._unsettled.session_id
                 opened = await stub.Introduce(
-                    IntroduceRequest(engine=self._engine, previous_session_id=before),
+                    IntroduceRequest(
+                        engine=self._engine,
+                        previous_session_id=before,
+                        engine_secret=self._secret,
+                    ),
                     timeout=_INTRODUCE_SECONDS,
                     metadata=metadata,
                 )
@@ -120,8 +126,10 @@ class SidecarClient:
                 self._buffer,
                 self._log,
             )
-            self._port.send_state(SidecarState.STEERING, 0, opened.session_id)
-            self._log.info("sidecar-steering", target=self._target, session=opened.session_id)
+            # Of the session's id only the tag is shown: the id itself is a secret.
+            tag = f"session {session_tag(opened.session_id):08x}"
+            self._port.send_state(SidecarState.STEERING, 0, tag)
+            self._log.info("sidecar-steering", target=self._target, session=tag)
             if opened.HasField("plan"):
                 session.take_plan(opened.plan)
             code, detail = await session.run()
@@ -265,8 +273,8 @@ class _Session:
             self._port.arrived.set()
 
 
-async def introduced(port: EnginePort) -> EngineSpec | None:
-    """The engine that is at the other end of the socket; None when it went away first.
+async def introduced(port: EnginePort) -> IntroduceRequest | None:
+    """What the engine at the other end of the socket says; None when it went away first.
 
     Raises PacketError when what came is no introduction.
     """
@@ -278,6 +286,6 @@ async def introduced(port: EnginePort) -> EngineSpec | None:
         hello.cancel()
         return None
     try:
-        return EngineSpec.FromString(hello.result())
+        return IntroduceRequest.FromString(hello.result())
     except DecodeError as error:
-        raise PacketError(f"the introduction is no EngineSpec: {error}") from error
+        raise PacketError(f"the introduction is no IntroduceRequest: {error}") from error

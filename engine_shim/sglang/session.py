@@ -29,6 +29,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from engine_shim.link.engine_link import EngineLink, steering_of
 from engine_shim.link.errors import LinkStartError
 from engine_shim.link.ranks import Ranks
+from engine_shim.link.secret import secret_of
 from engine_shim.sglang import ranks, selfcheck, surface
 from engine_shim.sglang.errors import HookError, PluginError, UnsupportedEngineError
 from engine_shim.sglang.introduction import introduce, set_batch_limits
@@ -370,7 +371,8 @@ class Session:
                 }
             )
             if ranks.is_first():
-                self._link = EngineLink.start(spec, self._settings, policy.startup_gamma)
+                secret = secret_of(self._settings.signals_folder)
+                self._link = EngineLink.start(spec, self._settings, policy.startup_gamma, secret)
                 steering = self._link.steering
         except LinkStartError as error:
             raise PluginError(str(error)) from error

@@ -26,6 +26,7 @@ import structlog
 import torch
 
 from engine_shim.link.credentials import Credentials
+from engine_shim.link.secret import secret_in
 from engine_shim.training.adapt import (
     AdaptSettings,
     acceptance,
@@ -99,7 +100,11 @@ class Attendant:
             engine_id = self._where.engine_id or await _only_engine(channel, metadata)
             call = TrainingServiceStub(channel).Attend(metadata=metadata)
             _log.info("attending", engine=engine_id, folder=str(self._where.folder))
-            request = AttendRequest(engine_id=engine_id, stored_signals=len(self._paths()))
+            request = AttendRequest(
+                engine_id=engine_id,
+                stored_signals=len(self._paths()),
+                engine_secret=secret_in(self._where.folder),
+            )
             phase = ""
             async for response in _talk(call, request):
                 if response.phase != phase:

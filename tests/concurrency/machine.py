@@ -308,7 +308,7 @@ class Link(RuleBasedStateMachine):
     @precondition(lambda self: self.serving)
     @rule(engine=ENGINES)
     def introduce_again(self, engine: str) -> None:
-        """Another engine with the same name takes the session over, and goes."""
+        """A second agent of the engine takes the session over, and goes."""
         self.world.usurp(engine)
 
     @precondition(lambda self: self.serving)

@@ -105,5 +105,5 @@ class SidecarProcess(Process):
 
     def part(self) -> None:
         """SIGTERM; it ends when that is done."""
-        self.sidecar._server = self.sidecar._operators = self.server  # type: ignore[assignment]
+        self.sidecar._servers = [self.server]  # type: ignore[list-item]
         self.parting = self.loop.create_task(self.sidecar.stop())

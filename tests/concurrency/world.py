@@ -19,15 +19,17 @@ from controller.core.clock import VirtualClock
 from controller.core.errors import SpeculationError
 from controller.core.overrides import Override
 from controller.core.types import Arm, StepReport
+from controller.service.callers import Caller, Right
 from controller.service.converters import engine_from_proto
 from controller.service.errors import NoSessionError
+from controller.service.holder import Holder
 from controller.settings import Settings
 from controller.store.port import Who
 from engine_shim.link import agent as agent_module
 from engine_shim.link import packets
 from engine_shim.link.engine_port import EnginePort
 from speculation.v1.engine_pb2 import EngineSpec
-from speculation.v1.service_pb2 import IntroduceResponse
+from speculation.v1.service_pb2 import IntroduceRequest, IntroduceResponse
 from tests.concurrency.engine import STEP_SECONDS, Engine, specs
 from tests.concurrency.network import Channel, Network
 from tests.concurrency.processes import AgentProcess, Process, SidecarProcess
@@ -175,7 +177,8 @@ class World:
         theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _IN_BYTES)
         said = EngineSpec(safe_gamma=1)
         said.MergeFrom(engine.spec)
-        ours.send(packets.encode_hello(said.SerializeToString()))
+        introduction = IntroduceRequest(engine=said, engine_secret=engine.spec.engine_id)
+        ours.send(packets.encode_hello(introduction.SerializeToString()))
         engine.agent = AgentProcess(self.clock, theirs)
         engine.agents.add(ours)
 
@@ -269,14 +272,15 @@ class World:
                 self.engines[engine_id].run(2, 1)
 
     def usurp(self, engine_id: str) -> None:
-        """Its name is introduced by somebody else."""
+        """It is introduced once more, as by a second agent of the same engine."""
         assert self.sidecar is not None
 
         registry = self.sidecar.sidecar.registry
         before = [s.session_id for s in registry if s.engine_id == engine_id]
 
         async def introduce() -> None:
-            registry.introduce(engine_from_proto(self.engines[engine_id].spec))
+            holder = Holder.of(Caller("a second agent", Right.STEER), engine_id)
+            registry.introduce(engine_from_proto(self.engines[engine_id].spec), holder)
 
         self.sidecar.loop.finish(introduce())
         for session_id in before:

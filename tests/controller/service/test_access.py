@@ -157,6 +157,94 @@ async def test_a_token_that_is_taken_out_of_the_file_is_out(tmp_path: Path):
         assert await Called(channel, "new-one").read() is OK
 
 
+async def silence() -> AsyncIterator[bytes]:
+    """Requests of a call that stays open, and has none."""
+    await asyncio.Event().wait()
+    yield b""
+
+
+async def test_on_tcp_nobody_waits_for_the_message_of_a_call_that_may_not_be_made(tmp_path: Path):
+    address, access = free_address(), tmp_path / "access"
+    access.write_text(token_line("read", "known", "x"))
+    async with (
+        serving(tmp_path, tcp=address, access=access),
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        for token, code in (("", UNKNOWN), ("known", DENIED)):
+            call: Any = channel.stream_unary("/speculation.v1.SpeculationService/Introduce")(
+                silence(), metadata=(("authorization", f"Bearer {token}"),)
+            )
+            assert await soon(call.code()) is code
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [("", UNKNOWN), ("read", DENIED), ("read,steer engine:other-*", DENIED)],
+)
+async def test_a_stream_ends_with_the_right_to_it(tmp_path: Path, line: str, code: grpc.StatusCode):
+    address, access = free_address(), tmp_path / "access"
+    kept = token_line("read,steer", "kept", "kept")
+    access.write_text(kept + token_line("read,steer", "revoked", "engine"))
+    async with (
+        serving(tmp_path, tcp=address, access=access),
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        stub: Any = service_pb2_grpc.SpeculationServiceStub(channel)
+        streams = []
+        for token in ("revoked", "kept"):
+            metadata = (("authorization", f"Bearer {token}"),)
+            request = service_pb2.IntroduceRequest(engine=engine_message(token))
+            session = (await soon(stub.Introduce(request, metadata=metadata))).session_id
+            stream = stub.Steer(metadata=metadata)
+            await soon(stream.write(service_pb2.SteerRequest(session_id=session)))
+            await soon(stream.read())
+            streams.append(stream)
+        rights, _, engines = line.partition(" ")
+        changed = token_line(rights, "revoked", f"engine {engines}".strip()) if rights else ""
+        access.write_text(kept + changed)
+        assert await soon(streams[0].code()) is code
+        assert not streams[1].done()
+
+
+async def test_an_entry_acts_on_its_own_engines_only(tmp_path: Path):
+    address, access = free_address(), tmp_path / "access"
+    access.write_text(
+        token_line("read,steer,measure,override", "secret", "pod-a engine:pod-a-*,spare")
+    )
+    metadata = (("authorization", "Bearer secret"),)
+    async with (
+        serving(tmp_path, tcp=address, access=access) as running,
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        await running.introduce("pod-b-0")
+        stub: Any = service_pb2_grpc.SpeculationServiceStub(channel)
+        for name in ("pod-a-0", "spare"):
+            request = service_pb2.IntroduceRequest(engine=engine_message(name))
+            await soon(stub.Introduce(request, metadata=metadata))
+        request = service_pb2.IntroduceRequest(engine=engine_message("pod-b-1"))
+        code, text = await failure(stub.Introduce(request, metadata=metadata))
+        assert code is DENIED
+        assert "pod-a may act on the engines pod-a-*, spare, and not on 'pod-b-1'" in text
+        measure: Any = service_pb2_grpc.ProfilingServiceStub(channel).Measure(metadata=metadata)
+        asking = service_pb2.MeasureRequest(engine_id="pod-b-0", drafter="mtp", gamma=1)
+        await soon(measure.write(asking))
+        assert await soon(measure.code()) is DENIED
+        policy: Any = policy_pb2_grpc.PolicyServiceStub(channel)
+        for scope in ({"engine_id": "pod-b-0"}, {"fleet": True}, {"target_model": "target"}):
+            setting = policy.SetOverride(asked("o", scope=scope, off=True), metadata=metadata)
+            assert (await failure(setting))[0] is DENIED
+        mine = asked("mine", scope={"engine_id": "pod-a-0"}, off=True)
+        await soon(policy.SetOverride(mine, metadata=metadata))
+        others = asked("others", scope={"fleet": True}, off=True)
+        await soon(running.policy.SetOverride(others))
+        for name, code in (("mine", OK), ("others", DENIED)):
+            clearing = policy_pb2.ClearOverrideRequest(
+                override_id=name, author="ann", reason="done"
+            )
+            call = policy.ClearOverride(clearing, metadata=metadata)
+            assert await soon(call.code()) is code
+
+
 def openssl(folder: Path, *words: str) -> None:
     subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True)
 
@@ -262,6 +350,7 @@ async def test_tokens_do_not_go_over_an_open_line(tmp_path: Path):
         ("read token-sha256:abc", "64 digits"),
         ("read cert:a b c", "line 1: RIGHTS KEY"),
         ("steer cert:a b engine:pod/7", "line 1: engine:GLOBS are"),
+        ("install cert:a b engine:pod-7", "line 1: a profile is for every engine"),
     ],
 )
 def test_a_broken_access_list_is_refused_with_its_line_and_without_its_secrets(

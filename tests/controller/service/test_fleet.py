@@ -8,16 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2
 
 from controller.core.profile import Profile
 from controller.service.profile_library import identity_of
 from controller.store.port import PROFILES
-from speculation.v1 import policy_pb2, service_pb2
+from engine_shim.stage.ports import free_port
+from speculation.v1 import policy_pb2, service_pb2, service_pb2_grpc
 from tests.controller.service.harness import (
     Running,
     SteerClient,
+    engine_message,
     failure,
     health_stub,
     make_profile,
@@ -27,6 +30,7 @@ from tests.controller.service.harness import (
     soon,
     until,
 )
+from tests.controller.service.test_access import token_line
 from tests.controller.service.test_overrides import FLEET, asked, clear, gammas, listed, set_
 from tests.controller.store.redis_server import RedisServer
 
@@ -280,6 +284,42 @@ async def test_an_engine_that_comes_again_goes_on_from_where_it_was(tmp_path: Pa
         await running.introduce()
         assert first_position(running, "engine-0")[0] > 0.9
         assert (await running.explain()).warm_start == "this engine's session before"
+
+
+async def test_what_one_access_entry_has_told_does_not_displace_what_another_has(tmp_path: Path):
+    address, access = f"127.0.0.1:{free_port()}", tmp_path / "access"
+    access.write_text(token_line("steer", "a", "honest") + token_line("steer", "b", "evil"))
+    async with (
+        serving(tmp_path, tcp=address, access=access) as running,
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        stub: Any = service_pb2_grpc.SpeculationServiceStub(channel)
+
+        async def learns(token: str, name: str, accepted: int) -> None:
+            metadata = (("authorization", f"Bearer {token}"),)
+            request = service_pb2.IntroduceRequest(engine=engine_message(name))
+            opened = await soon(stub.Introduce(request, metadata=metadata))
+            counts = [4 if k == accepted else 0 for k in range(4)]
+            for step in range(1, 151):
+                report = report_message(step, gamma=3, accepted_counts=counts)
+                asking = service_pb2.DecideRequest(session_id=opened.session_id, report=report)
+                await soon(stub.Decide(asking, metadata=metadata))
+            running.sidecar._estimates.tell(running.sidecar.registry.by_engine(name))
+
+        await learns("a", "honest-0", 3)
+        # Many engines that nobody knows tell the opposite.
+        for number in range(20):
+            await learns("b", f"evil-{number}", 0)
+        for token, name in (("a", "honest-1"), ("b", "evil-x")):
+            request = service_pb2.IntroduceRequest(engine=engine_message(name))
+            await soon(stub.Introduce(request, metadata=(("authorization", f"Bearer {token}"),)))
+            await until(lambda name=name: first_position(running, name)[1] > 0)
+        assert first_position(running, "honest-1")[0] > 0.9
+        assert first_position(running, "evil-x")[0] < 0.1
+        # Who has neither's entry begins between the two, and not where the louder one is.
+        await running.introduce("third")
+        await until(lambda: first_position(running, "third")[1] > 0)
+        assert 0.3 < first_position(running, "third")[0] < 0.7
 
 
 async def test_estimates_on_the_shelf_that_are_none_harm_nobody(

@@ -52,6 +52,27 @@ async def by_id(store: Store) -> dict[str, Entry]:
     return {entry.override_id: entry for entry in await store.entries()}
 
 
+async def test_a_record_of_something_else_is_in_the_audit_and_changes_no_entry(opened: Opened):
+    async with opened() as store:
+        await store.write("o1", "{}", None, 0, ANN)
+        await store.record("measure", "engine-0", BOB)
+        await store.record("measure", "o1", BOB)
+        assert set(await by_id(store)) == {"o1"}
+    async with opened() as store:
+        entry = (await by_id(store))["o1"]
+        assert (entry.body, entry.ended) == ("{}", "")
+        newest, before, oldest = await store.audit(10)
+        assert (newest.action, newest.subject, newest.author) == ("measure", "o1", "bob")
+        assert (before.subject, before.reason, before.origin) == (
+            "engine-0",
+            BOB.reason,
+            BOB.origin,
+        )
+        assert oldest.action == "set"
+        assert [r.action for r in await store.audit(10, subject="engine-0")] == ["measure"]
+        await store.write("o2", "{}", None, 0, ANN)
+
+
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:
     async with asyncio.timeout(60):
         while not await condition():  # noqa: ASYNC110  # what is asked is not in this process

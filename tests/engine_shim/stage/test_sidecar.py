@@ -35,7 +35,9 @@ class Talker:
             ],
             max_batch_size=16,
         )
-        reply = self.speculation.Introduce(service_pb2.IntroduceRequest(engine=spec))
+        reply = self.speculation.Introduce(
+            service_pb2.IntroduceRequest(engine=spec, engine_secret="its own")
+        )
         self.session_id = reply.session_id
 
     def report(self, gamma: int, batch_size: int, *, unsteered: bool = False) -> None:

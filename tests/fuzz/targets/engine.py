@@ -28,6 +28,7 @@ from engine_shim.training import signals
 from engine_shim.training.exchange import Channel, Kind, Message
 from engine_shim.training.versions import Made, VersionError, Versions
 from speculation.v1 import plan_pb2
+from speculation.v1.service_pb2 import IntroduceRequest
 from tests.engine_shim.link.fake_sidecar import GAMMAS, engine_spec
 from tests.engine_shim.link.fake_sidecar import plan as plan_message
 from tests.engine_shim.training.rounds import make_student, make_target
@@ -44,7 +45,7 @@ def _packets() -> Sequence[bytes]:
         packets.encode_report(5, 4, 2048, 0, 3, [1, 1, 1, 1], 0.01, 5, 9, 7, 77, 2, 0.5, 3),
         packets.encode_plan(PlanPacket(77, 9, 5, 4000, 2, 10, rows, 3)),
         packets.encode_event(SidecarState.REFUSED, 3, "the drafter ist unbekannt: γ"),
-        packets.encode_hello(engine_spec().SerializeToString()),
+        packets.encode_hello(IntroduceRequest(engine=engine_spec()).SerializeToString()),
     ]
 
 
