@@ -113,7 +113,7 @@ class Settings(BaseSettings):
         None, description="HOST:PORT to serve on as well; see access and tls_certificate."
     )
     access: Path | None = Field(
-        None, description="Access list for TCP: who may read, steer and override."
+        None, description="Access list: who may read, steer, measure, install and override."
     )
     tls_certificate: Path | None = Field(None, description="PEM file: TCP is served with TLS.")
     tls_key: Path | None = Field(None, description="PEM file with its private key.")

@@ -91,7 +91,11 @@ def test_the_startup_step_is_a_command_that_exists_and_has_time():
     unit = read_unit(ENGINE)
     (command,) = unit["Service", "ExecStartPost"]
     assert command.startswith("-")  # what it cannot measure does not end the engine
-    options = parsed(["controller", *command.split()[1:]])
+    # Measuring takes the operators' socket, which is the sidecar's user's.
+    (user,) = read_unit(SIDECAR)["Service", "User"]
+    program, _, words = command.partition("/bin/controller ")
+    assert program.startswith(f"-+/usr/bin/setpriv --reuid={user} --regid={user} ")
+    options = parsed(["controller", *words.split()])
     assert options["sidecar"] == settings().address
     engine = unit["Service", "ExecStart"][0]
     assert f"--port {options['engine_url'].rpartition(':')[2]} " in engine
