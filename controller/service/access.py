@@ -125,7 +125,7 @@ def _parse(path: Path) -> Mapping[str, Caller]:
 
 
 def _entry(words: list[str], where: str) -> tuple[str, Caller]:
-    engines = ("*",)
+    engines: tuple[str, ...] = ("*",)
     if len(words) > 2 and words[-1].startswith(_ENGINES):
         engines = tuple(words.pop().removeprefix(_ENGINES).split(","))
         if not all(_GLOB.fullmatch(pattern) for pattern in engines):

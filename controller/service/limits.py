@@ -18,7 +18,7 @@ IDLE_SECONDS: Final = 300
 KEEPALIVE_SECONDS: Final = 60
 KEEPALIVE_ANSWER_SECONDS: Final = 20
 # Calls under way of one connection: an agent has two, and clients queue what goes beyond it.
-STREAMS_A_CONNECTION: Final = 256
+STREAMS_A_CONNECTION: Final = 1024
 # Descriptors beyond those of connections: files, sockets, the store's.
 _OTHER_DESCRIPTORS = 256
 

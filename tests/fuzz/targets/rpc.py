@@ -21,6 +21,7 @@ from grpc_health.v1 import health_pb2
 
 from controller.core.selective_training import TrainingSettings
 from controller.service import guard
+from controller.service.callers import Right
 from controller.service.server import Sidecar
 from controller.settings import Settings
 from controller.socket_paths import operators_path
@@ -43,7 +44,7 @@ _ENDLESS = {"WatchOverrides", "Watch"}
 _NONE = b"\xff" * 9
 # What says that the sidecar did not know what it was given.
 _BAD = {grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.StatusCode.DATA_LOSS}
-_UNLIMITED = dict.fromkeys(guard.Right, (1e9, 1e9))
+_UNLIMITED = dict.fromkeys(Right, (1e9, 1e9))
 
 _SERVICES: Sequence[Any] = (
     *service_pb2.DESCRIPTOR.services_by_name.values(),
