@@ -29,8 +29,8 @@ async def first(context: grpc.aio.ServicerContext[Request, Any]) -> Request | No
 
     Raises SilentClientError as well.
     """
-    message = await reading.first(read(context))
-    return message  # noqa: RET504  # mypy infers the type of the argument from this one else
+    message: Any = await reading.first(read(context))
+    return cast("Request | None", message)
 
 
 @asynccontextmanager

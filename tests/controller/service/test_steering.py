@@ -18,6 +18,7 @@ from tests.controller.service.harness import (
     failure,
     make_profile,
     report_message,
+    secret_of,
     serving,
     soon,
     step_seconds,
@@ -302,7 +303,9 @@ async def test_an_introduction_learns_what_arrived_in_the_session_before_it(tmp_
         # The first answer may be lost, too: the second introduction names the same session.
         for _ in range(2):
             request = service_pb2.IntroduceRequest(
-                engine=engine_message(), previous_session_id=session_id
+                engine=engine_message(),
+                previous_session_id=session_id,
+                engine_secret=secret_of("engine-0"),
             )
             answer = await soon(running.speculation.Introduce(request))
             assert answer.received == arrived
