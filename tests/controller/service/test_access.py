@@ -170,8 +170,9 @@ async def test_on_tcp_nobody_waits_for_the_message_of_a_call_that_may_not_be_mad
         serving(tmp_path, tcp=address, access=access),
         grpc.aio.insecure_channel(address) as channel,
     ):
+        raw: Any = channel
         for token, code in (("", UNKNOWN), ("known", DENIED)):
-            call: Any = channel.stream_unary("/speculation.v1.SpeculationService/Introduce")(
+            call: Any = raw.stream_unary("/speculation.v1.SpeculationService/Introduce")(
                 silence(), metadata=(("authorization", f"Bearer {token}"),)
             )
             assert await soon(call.code()) is code
