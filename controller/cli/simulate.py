@@ -19,7 +19,11 @@ def simulate(
         list[str] | None, typer.Argument(metavar="[POLICY]...", help="More for --policy.")
     ] = None,
     suite: Annotated[
-        str, typer.Option(help="'standard', or 'standard/PART' for scenarios whose name has PART.")
+        str,
+        typer.Option(
+            help="'standard', or 'standard/PART' for scenarios whose name has PART; 'cold-start': "
+            "the first 500 steps without a profile."
+        ),
     ] = "",
     acceptance: Annotated[
         str,
@@ -92,6 +96,9 @@ def simulate(
         if reproduce:
             _reproduce(reproduce, grid, range(seed, seed + (seeds or 1)), processes)
             return
+        if suite == "cold-start":
+            _cold_start(_sizes(concurrency), range(seed, seed + (seeds or 3)), processes)
+            return
         if prefill not in {kind.value for kind in Prefill}:
             raise InvalidInputError("--prefill", 0, f"{prefill!r}: 'none' or 'chunked'")
         options = EngineOptions(
@@ -139,7 +146,8 @@ def _scenarios(suite: str, given: "object", seeds: int | None) -> "list[Scenario
         return files.scenarios(given)
     name, _, part = suite.partition("/")
     if name != "standard":
-        raise InvalidInputError("--suite", 0, f"{name!r} is none, there is 'standard'")
+        fault = f"{name!r} is not a suite; there are 'standard' and 'cold-start'"
+        raise InvalidInputError("--suite", 0, fault)
     found = [scenario for scenario in standard() if part in scenario.name]
     if given.acceptance:
         found += files.scenarios(given)
@@ -210,6 +218,19 @@ def _show(report: "SimulationReport", json_file: Path | None, html: Path | None)
             except OSError as error:
                 raise InvalidInputError(path, 0, f"cannot be written: {error.strerror}") from error
             console.print(str(path))
+
+
+def _cold_start(sizes: tuple[int, ...], seeds: range, processes: int | None) -> None:
+    from rich.console import Console
+
+    from controller.simulation.cold_start import cold_starts, run_cold_starts
+    from controller.simulation.cold_start_table import table
+
+    cells = cold_starts(sizes) if sizes else cold_starts()
+    console = Console()
+    if not console.is_terminal:
+        console.width = 160
+    console.print(table(run_cold_starts(cells, seeds, processes)))
 
 
 def _reproduce(what: str, grid: Path | None, seeds: range, processes: int | None) -> None:

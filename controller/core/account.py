@@ -5,9 +5,11 @@
     instead     of every plain step, the seconds in which another choice would have made its tokens
 
 The last is an estimate and no measurement, for what did not run cannot be timed: the step's
-predicted seconds, times C_other / C_ran of the cost model, times (1 + accepted) / (1 + E_other)
-steps.  The others are no speculation ("off": the cheapest arm with gamma = 0), and what the engine
-would run by itself ("static": `EngineSpec.safe_gamma`).
+seconds, times C_other / C_ran of the cost model, times (1 + accepted) / (1 + E_other) steps.  A
+slow machine would have been slow for the other choice too; and as C_off never exceeds C_ran, the
+gain over off never exceeds the acceptance length.  The others are no speculation ("off": the
+cheapest arm with gamma = 0), and what the engine would run by itself ("static":
+`EngineSpec.safe_gamma`).
 
 A plain step was not a measurement's, woke no drafter, and nothing else ran beside it.  No decision
 reads anything here.
@@ -37,7 +39,7 @@ class Account:
         self._others = {name: found for name, found in others.items() if found}
         self.instead_seconds = dict.fromkeys(self._others, 0.0)
         self._expected = [0.0] * len(arms)
-        # Predicted seconds times tokens a sequence, by arm and batch, since the last plan.
+        # Seconds times tokens a sequence, by arm and batch, since the last plan.
         self._pending: dict[tuple[int, int], float] = {}
 
     def observe(self, arm: int, report: StepReport, predicted: float | None) -> None:
@@ -53,7 +55,7 @@ class Account:
         self.plain_seconds += seconds
         self.predicted_seconds += predicted
         self.error_seconds += abs(seconds - predicted)
-        cell, weight = (arm, size), (1 + accepted / size) * predicted
+        cell, weight = (arm, size), (1 + accepted / size) * seconds
         self._pending[cell] = self._pending.get(cell, 0.0) + weight
 
     def settle(self, values: Values, row_of: Callable[[int], int]) -> None:
@@ -77,6 +79,8 @@ def static_arm(spec: EngineSpec) -> Arm | None:
 
 def gains(values: Mapping[Arm, float], spec: EngineSpec, chosen: Arm) -> dict[str, float]:
     """Estimated tokens per second of the chosen arm over "off" and "static", where there are such.
+
+    Over "off" it is (1 + E) C_off / C_chosen, and so at most the expected acceptance length.
 
     values: tokens per second, by arm.
     """

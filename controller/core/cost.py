@@ -12,17 +12,25 @@ that turns out dearer than its table moves all arms that share the reason.  What
 to the single cell and half of it to its neighbours in B.  A table that surprises is trusted less:
 the doubt about cells never run grows with the errors found on first visits.
 
+Two rules keep a slow minute from being charged to the arms that ran in it.  When a cell runs on and
+its time changes, only the machine can have changed, and when the time of a known cell leaps, that
+is by far the likeliest cause: w takes the change as pace, whatever the doubt about the rest.  And
+more work never costs less (`cost_order`): where what was learnt breaks that order, the older
+knowledge gives way to the newer and is doubted.  After either, gamma = 0 is due for a check.
+
 A step far outside the usual scatter is dropped, unless it keeps happening.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from controller.core.cost_doubt import DISAGREEMENT_MAX, CostDoubt, cell_variance
+from controller.core.cost_features import bucket_index, features
+from controller.core.cost_order import CostOrder
 from controller.core.grid import profiled_grid
 from controller.core.prior import Prior, generic_prior
 from controller.core.profile import Profile
@@ -39,7 +47,18 @@ _WANDER = (0.005, 0.001, 0.0003, 0.0003, 0.0003)
 # How quickly the machine's restlessness is learnt, an update; and the most of it (log seconds).
 _PACE_RATE = 0.1
 _PACE_MAX = 0.3
+_KV_RATE = 0.05
 _NEIGHBOUR_SHARE = 0.5
+# An error of so many standard deviations, and of so much (log seconds), is a change and no noise.
+_DEVIATIONS = 3.0
+_CHANGE_MIN = 0.1
+# After a change of cell only so much is taken for pace, and only if the cell was known by so many
+# steps; the cell itself may have changed by this share.
+_LEAP_MIN = 0.3
+_LEAP_SHARE = 0.2
+_STEPS_SURE = 4
+# Steps of other cells after which what a cell knew by itself has lost two thirds of its weight.
+_IDLE_STEPS = 2000.0
 _STEPS_AN_UPDATE = 8
 _STEPS_KNOWN = 32
 _CELL_RATE_MIN = 0.01
@@ -49,13 +68,12 @@ _SCATTER_RATE = 0.02
 _OUTLIER_SCALES = 6.0
 _OUTLIER_FLOOR = 0.4
 _OUTLIERS_THAT_ARE_NEWS = 6
+# A step that is faster than believed by more than this (log seconds) was not timed right.
+_FASTER_MAX = 3.0
 _SURPRISE_RATE = 0.2
 _SURPRISE_MAX = 100.0
 # How far surprise may widen the doubt about the coefficients, as a factor of their variance.
 _DOUBT_GROWTH_MAX = 9.0
-
-
-_Number = TypeVar("_Number", float, NDArray[np.float64])
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,32 +82,6 @@ class Costs:
 
     seconds: NDArray[np.float64]
     extrapolated: NDArray[np.bool_]
-
-
-@dataclass(frozen=True, slots=True)
-class CostDoubt:
-    """How uncertain costs were at one moment.
-
-    features: [coefficients, arms, buckets].  covariance: [coefficients, coefficients].  steps:
-    [arms, buckets] seen in each cell.  cell: variance of what a single cell adds before any step;
-    noise: variance of one step.
-    """
-
-    features: NDArray[np.float64]
-    covariance: NDArray[np.float64]
-    steps: NDArray[np.float64]
-    cell: float
-    noise: float
-
-    def relative(self, bucket: int, current: int) -> NDArray[np.float64]:
-        """[arms] variance of log(C_arm / C_current) at a bucket."""
-        phi = self.features[:, :, bucket]
-        apart = phi - phi[:, current : current + 1]
-        shared = np.einsum("pa,pq,qa->a", apart, self.covariance, apart)
-        cells = _cell_variance(self.cell, self.noise, self.steps[:, bucket])
-        doubt: NDArray[np.float64] = np.maximum(shared, 0.0) + cells + cells[current]
-        doubt[current] = 0.0
-        return doubt
 
 
 @dataclass(slots=True)
@@ -124,7 +116,7 @@ class CostModel:
         self._buckets = np.asarray(buckets, dtype=np.float64)
         self._bucket_list = [float(b) for b in buckets]
         self._padded = padded
-        self._bucket_index = _bucket_index(buckets)
+        self._bucket_index = bucket_index(buckets)
         shape = (len(arms), len(buckets))
         self._extrapolated = np.zeros(shape, dtype=bool)
         self._kv_reference, self._kv_rate = 0.0, 0.0
@@ -137,10 +129,12 @@ class CostModel:
             prior = prior or generic_prior(arms, buckets)
             grid, self._kv_rate, self.prior = prior.grid, prior.kv_rate, prior.name
             doubt = _ROOFLINE_DOUBT if prior.name == "roofline" else _PRIOR_DOUBT
-        self._grid = grid
+        self._order = CostOrder(arms)
+        self._grid = grid = self._order.lowered(grid)
+        self._off = np.array([arm.gamma == 0 for arm in arms])
         self._grid_rows: list[list[float]] = grid.tolist()
         self.use_settings(settings)
-        self._features = _features(arms, self._buckets)
+        self._features = features(arms, self._buckets)
         self._flat_features = self._features.reshape(len(self._features), -1)
         drafters = (len(self._features) - 2) // 3
         sigma = np.array([*doubt[0][:2], *(doubt[0][2:] * drafters)])
@@ -151,9 +145,16 @@ class CostModel:
         self._cell_sigma = doubt[1]
         self._cell = np.zeros(shape)
         self._cell_steps = np.zeros(shape)
+        # The step after which a cell was learnt last; 0: never.
+        self._cell_seen = np.zeros(shape, dtype=np.int64)
+        # [buckets] by how much (log seconds) beliefs were found wrong since gamma = 0 ran there.
+        self._disagreed = np.zeros(len(buckets))
+        self._kv_per_sequence = self._kv_reference
         self._surprise = 1.0
         self._pace = 0.0
-        self._last_cell = (-1, -1)
+        # The cell that was learnt last, and the one that was seen last.
+        self._last_cell = self._now_cell = (-1, -1)
+        self._last_error = 0.0
         self._scatter = _SCATTER_START
         self._outliers_in_a_row = 0
         self._pending: dict[tuple[int, int], _Pending] = {}
@@ -178,20 +179,30 @@ class CostModel:
         return base * math.exp(float(self._correction[arm, j]))
 
     def observe(
-        self, arm: int, batch_size: int, expected_seconds: float, step_seconds: float
+        self,
+        arm: int,
+        batch_size: int,
+        kv_tokens: int,
+        expected_seconds: float,
+        step_seconds: float,
     ) -> None:
         """Takes one plain step (the caller leaves out distorted ones).
 
         expected_seconds: what `predict` gave for it.
         """
+        self._kv_per_sequence += _KV_RATE * (kv_tokens / batch_size - self._kv_per_sequence)
         error = math.log(step_seconds / expected_seconds)
-        if self._is_outlier(error):
+        bucket = self.bucket_of(batch_size)
+        if self._is_outlier(arm, bucket, error):
             return
         self.steps += 1
         if self.steps > 1:
-            excess = min(abs(error), 0.5) - self._scatter
+            # From step to step: what both share is the machine's pace and no scatter.
+            apart = min(abs(error - self._last_error) / math.sqrt(2), 0.5)
+            excess = apart - self._scatter
             self._scatter = max(_SCATTER_MIN, self._scatter + _SCATTER_RATE * excess)
-        cell = (arm, self.bucket_of(batch_size))
+        self._last_error = error
+        cell = self._now_cell = (arm, bucket)
         pending = self._pending.get(cell)
         if pending is None:
             pending = self._pending[cell] = _Pending()
@@ -211,8 +222,18 @@ class CostModel:
             size = batch_size
         return max(grid + self._kv_rate * (kv_tokens - size * self._kv_reference), 0.1 * grid)
 
-    def _is_outlier(self, error: float) -> bool:
-        if self.steps < 3 or abs(error) <= max(_OUTLIER_FLOOR, _OUTLIER_SCALES * self._scatter):
+    def _is_outlier(self, arm: int, bucket: int, error: float) -> bool:
+        """Whether a step took so long that something else must have run beside it.
+
+        Nothing makes a step faster than it is, so that a short one is always news.
+        """
+        limit = max(_OUTLIER_FLOOR, _OUTLIER_SCALES * self._scatter)
+        if error > limit:
+            phi = self._features[:, arm, bucket]
+            doubt = float(phi @ self._covariance @ phi)
+            doubt += cell_variance(*self._variances(), float(self._cell_steps[arm, bucket]))
+            limit = max(limit, _DEVIATIONS * math.sqrt(max(doubt, 0.0)))
+        if self.steps < 3 or -_FASTER_MAX <= error <= limit:
             self._outliers_in_a_row = 0
             return False
         self._outliers_in_a_row += 1
@@ -223,10 +244,12 @@ class CostModel:
 
     def learn(self) -> None:
         """Takes what has been observed since the last call into the coefficients and cells."""
-        # A well-known cell can wait for a few more steps: one update takes as long for all of them.
+        # One update takes as long for many steps, so a well-known cell waits for more of them, but
+        # only while it runs on: mixed with later ones they would belong to another pace.
         ready = [
             cell for cell, pending in self._pending.items()
-            if pending.steps >= _STEPS_AN_UPDATE or self._cell_steps[cell] < _STEPS_KNOWN
+            if cell != self._now_cell or pending.steps >= _STEPS_AN_UPDATE
+            or self._cell_steps[cell] < _STEPS_KNOWN
         ]  # fmt: skip
         for i, j in ready:
             pending = self._pending.pop((i, j))
@@ -235,13 +258,16 @@ class CostModel:
             self._learn_cell(i, j, found - believed, pending.steps)
         if ready:
             self._refresh()
+            self._keep_order()
 
     def _learn_cell(self, i: int, j: int, error: float, steps: int) -> None:
         phi = self._features[:, i, j]
         prior, noise = self._variances()
-        cell_doubt = _cell_variance(prior, noise, float(self._cell_steps[i, j]))
+        self._fade(i, j)
+        cell_doubt = cell_variance(prior, noise, float(self._cell_steps[i, j]))
         noise /= steps
-        if (i, j) == self._last_cell:
+        runs_on = (i, j) == self._last_cell
+        if runs_on:
             # Nothing changed but the time: what is more than scatter is the machine's pace.
             jump = min(max(error * error - cell_doubt - noise, 0.0), _PACE_MAX**2)
             self._pace += _PACE_RATE * (jump - self._pace)
@@ -250,6 +276,21 @@ class CostModel:
         self._covariance[0, 0] += self._pace
         spread = self._covariance @ phi
         total = float(phi @ spread) + cell_doubt + noise
+        least = _CHANGE_MIN if runs_on else _LEAP_MIN
+        known = runs_on or self._cell_steps[i, j] >= _STEPS_SURE
+        if known and abs(error) > max(_DEVIATIONS * math.sqrt(total), least):
+            self._covariance[0, 0] += error * error
+            if not runs_on:
+                # Should it keep happening whenever this arm runs, then it is the arm's after all.
+                cell_doubt += (_LEAP_SHARE * error) ** 2
+                self._cell_steps[i, j] /= 2
+            spread = self._covariance @ phi
+            total = float(phi @ spread) + cell_doubt + noise
+        if self._off[i]:
+            self._disagreed[j] = 0.0
+        elif abs(error) > max(_DEVIATIONS * math.sqrt(cell_doubt + noise), _CHANGE_MIN):
+            # Either the machine has changed, or what is believed of the arms: gamma = 0 tells.
+            self._disagreed[j] += abs(error)
         if self._cell_steps[i, j] == 0 and self.steps > steps:
             found = min(max(error * error / total, 0.0), _SURPRISE_MAX)
             self._surprise += _SURPRISE_RATE * (found - self._surprise)
@@ -265,6 +306,7 @@ class CostModel:
         left = error * (1 - float(phi @ gain))
         rate = max(cell_doubt / (cell_doubt + noise), min(1.0, _CELL_RATE_MIN * steps))
         self._cell_steps[i, j] += steps
+        self._cell_seen[i, j] = self.steps
         for k, share in ((j - 1, _NEIGHBOUR_SHARE), (j, 1.0), (j + 1, _NEIGHBOUR_SHARE)):
             if 0 <= k < len(self._bucket_list):
                 moved = self._cell[i, k] + rate * share * left
@@ -273,6 +315,24 @@ class CostModel:
     def _variances(self) -> tuple[float, float]:
         """Of what a single cell adds before any step, and of one step."""
         return self._cell_sigma**2 * max(1.0, self._surprise), (1.25 * self._scatter) ** 2
+
+    def _fade(self, i: int, j: int) -> None:
+        """Takes from a cell's evidence what it has lost while others ran."""
+        idle = self.steps - self._cell_seen[i, j]
+        self._cell_steps[i, j] *= math.exp(-idle / _IDLE_STEPS)
+
+    def _keep_order(self) -> None:
+        """Moves cells to where more work costs no less, at the context that runs now."""
+        base = self._bases(self._kv_per_sequence)
+        seconds = base * self._factors
+        if self._order.lowered(seconds) is seconds:
+            return
+        moved = np.log(self._order.settled(seconds, self._cell_seen) / seconds)
+        self._cell += moved
+        self._cell_steps[np.abs(moved) > DISAGREEMENT_MAX] = 0.0
+        if self._off.any():
+            self._disagreed += np.abs(moved[self._off]).max(axis=0)
+        self._refresh()
 
     def _refresh(self) -> None:
         shared = (self._weights @ self._flat_features).reshape(self._cell.shape)
@@ -288,47 +348,24 @@ class CostModel:
 
     def costs(self, kv_tokens_per_sequence: float) -> Costs:
         """Costs at the buckets' batch sizes and this mean context length."""
+        # In order at this context too, not only at the one at which it was learnt.
+        seconds = self._order.lowered(self._bases(kv_tokens_per_sequence) * self._factors)
+        return Costs(seconds, self._extrapolated)
+
+    def _bases(self, kv_tokens_per_sequence: float) -> NDArray[np.float64]:
         kv_seconds = self._kv_rate * (kv_tokens_per_sequence - self._kv_reference) * self._buckets
-        base = np.maximum(self._grid + kv_seconds, 0.1 * self._grid)
-        return Costs(base * self._factors, self._extrapolated)
+        return np.maximum(self._grid + kv_seconds, 0.1 * self._grid)
 
     def doubt(self) -> CostDoubt:
         """How uncertain the costs are now; a copy, which does not change as the model learns."""
+        idle = self.steps - self._cell_seen
         return CostDoubt(
-            self._features, self._covariance.copy(), self._cell_steps.copy(), *self._variances()
+            self._features,
+            self._covariance.copy(),
+            self._cell_steps * np.exp(-idle / _IDLE_STEPS),
+            self._cell_seen > 0,
+            *self._variances(),
+            self._disagreed.copy(),
+            self._order,
+            bool(self.prior),
         )
-
-
-def _cell_variance(prior: float, noise: float, steps: _Number) -> _Number:
-    """Variance of what a single cell adds, after so many steps in it."""
-    doubt: _Number = prior / (1 + steps * (prior / noise))
-    return doubt
-
-
-def _bucket_index(buckets: Sequence[int]) -> list[int]:
-    """Bucket of every batch size up to the last bucket's: a look-up instead of a search."""
-    index = [0] * (buckets[-1] + 1)
-    j = 0
-    for size in range(buckets[-1] + 1):
-        if size > buckets[j]:
-            j += 1
-        index[size] = j
-    return index
-
-
-def _features(arms: Sequence[Arm], buckets: NDArray[np.float64]) -> NDArray[np.float64]:
-    """[2 + 3 * drafters, arms, buckets]: 1, log B; per drafter drafts, passes, width * log B."""
-    drafters = list(dict.fromkeys(arm.drafter for arm in arms))
-    log_batch = np.log2(buckets) / max(1.0, math.log2(buckets[-1]))
-    features = np.zeros((2 + 3 * len(drafters), len(arms), len(buckets)))
-    features[0] = 1.0
-    features[1] = log_batch
-    for d, drafter in enumerate(drafters):
-        deepest = max(1, *(arm.gamma for arm in arms if arm.drafter == drafter), 1)
-        for i, arm in enumerate(arms):
-            if arm.drafter == drafter and arm.gamma > 0:
-                features[2 + 3 * d, i] = 1.0
-                features[3 + 3 * d, i] = arm.gamma / deepest
-                width = math.log2(arm.gamma + 1) / math.log2(deepest + 1)
-                features[4 + 3 * d, i] = width * log_batch
-    return features

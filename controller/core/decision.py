@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controller.core.catch_up import CatchUp
-from controller.core.cost import CostDoubt, CostModel, Costs
+from controller.core.cost import CostModel, Costs
+from controller.core.cost_doubt import CostDoubt
 from controller.core.override_rows import PlanRows
 from controller.core.overrides import Override
 from controller.core.planner import Values, evaluate

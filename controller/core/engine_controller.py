@@ -18,6 +18,7 @@ import numpy as np
 
 from controller.core.account import Account
 from controller.core.catch_up import CatchUp
+from controller.core.caution import discounts
 from controller.core.clock import Clock
 from controller.core.cost import CostModel
 from controller.core.decision import Decision, Estimates
@@ -64,6 +65,8 @@ _WILD_STEP = 3.0
 # At the start and after a shift estimates move quickly: for so many reports plans are made anew
 # after this share of the usual pause.
 _UNSETTLED_REPORTS = 30
+# Without a profile everything has to be found out first.
+_UNSETTLED_REPORTS_COLD = 500
 _UNSETTLED_PAUSE = 0.2
 
 
@@ -119,7 +122,8 @@ class EngineController:
         self._decided: tuple[object, ...] | None = None
         self._plan_time = 0.0
         self._evaluated_at = -float("inf")
-        self._unsettled_until = _UNSETTLED_REPORTS
+        cold = profile is None
+        self._unsettled_until = _UNSETTLED_REPORTS_COLD if cold else _UNSETTLED_REPORTS
         self.reports = 0
         self._warm_start = ""
         self._decision: Decision
@@ -159,7 +163,8 @@ class EngineController:
         # A measurement brings its own load: what it accepts says nothing about the traffic.
         if self._forced is None:
             if self.traffic.fold(report):
-                self._unsettled_until = self.reports + _UNSETTLED_REPORTS
+                until = self.reports + _UNSETTLED_REPORTS
+                self._unsettled_until = max(self._unsettled_until, until)
             self._planner.observe(report)
         kv_per_sequence = report.kv_tokens / report.batch_size
         self._kv_per_sequence += _KV_RATE * (kv_per_sequence - self._kv_per_sequence)
@@ -168,7 +173,9 @@ class EngineController:
         woke = self._catch_up.observe(report, expected)
         plain = not (woke or report.flags.distorts_cost)
         if plain:
-            self.cost.observe(arm, report.batch_size, expected, report.step_seconds)
+            self.cost.observe(
+                arm, report.batch_size, report.kv_tokens, expected, report.step_seconds
+            )
         self.account.observe(arm, report, expected if plain and self._forced is None else None)
         if self._forced is None:
             self.updates.observe(report, expected)
@@ -348,13 +355,15 @@ class EngineController:
             detail = f"measuring {self._forced.drafter} at gamma {self._forced.gamma}"
             rows = forced_rows(self.spec, self._rows_at.upper, self.arms, self._forced)
             return rows, Reason.PROFILING, detail
-        values, hazard = made.values, self.traffic.hazard
-        choice = self._planner.update(values, hazard)
-        at, active = made.at, made.at.row_of(self._last_batch)
+        values, hazard, at = made.values, self.traffic.hazard, made.at
+        doubt, before = made.estimates.doubt, self._planner.choice
+        hedge = discounts(values, doubt, self.arms, at.bucket, before)
+        choice = self._planner.update(values, hazard, hedge)
+        active = at.row_of(self._last_batch)
         self.account.settle(values, at.row_of)
         if self.reports and self._planner.explores and at.limits[active].explore:
             situation = Situation(
-                values, made.estimates.doubt, active, self._last_batch, choice[active],
+                values, doubt, active, self._last_batch, choice[active],
                 self._planner.watch, 1 / hazard.expected,
                 int(at.bucket[active]), None if at.legal is None else at.legal[:, active],
             )  # fmt: skip

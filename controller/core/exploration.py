@@ -1,6 +1,6 @@
 """Bounded exploration: what does not run shows nothing, so something must look.
 
-Two reasons to look, one account.  Every step of the engine earns a share of its seconds as credit
+Three reasons to look, one account.  Every step of the engine earns a share of its seconds as credit
 (`watch.budget`, at most `probe_share`).  What a probe really lost, against what the current arm
 would have made of the same seconds, is charged.
 
@@ -8,6 +8,11 @@ would have made of the same seconds, is charged.
 its cost are uncertain by, where the two arms differ.  Its expected improvement (Jones, Schonlau and
 Welch 1998: sd * phi(u) + mean * Phi(u), u = mean / sd) until the traffic next shifts, against what
 a few steps of it are expected to lose, says whether to look; the best ratio goes first.
+
+*Disagreement.*  Where what is believed of gamma = 0 turned out wrong, or a step's time has changed
+for no reason that the model knows, gamma = 0 runs for a few steps (`CostDoubt.off_is_due`).  That
+is charged like any probe, but may overdraw the account once: a wrong belief about gamma = 0 is also
+what empties it.
 
 *Time.*  At gamma = 0 nothing at all is seen, so a better day would go unnoticed: see `watch`.
 """
@@ -19,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.core.cost import CostDoubt
+from controller.core.cost_doubt import CostDoubt
 from controller.core.planner import Values
 from controller.core.settings import PlannerSettings
 from controller.core.types import Arm, Probe, StepReport
@@ -29,6 +34,10 @@ from controller.core.watch import Watch
 _PROBE_PATIENCE_SECONDS = 2.0
 # Doubts are weighed anew after so many reports.
 _CONSIDER_EVERY = 12
+# Steps of gamma = 0 that settle a disagreement: the first one may pay for the switch.
+_CHECK_STEPS = 3
+# Credit at the start without a profile, in steps.
+_COLD_STEPS = 0.75
 # Expected improvement over the horizon must exceed the price by this factor.
 _RETURN_MIN = 2.0
 
@@ -40,6 +49,7 @@ class _Running:
     deadline: float
     seen: int
     baseline_tokens_per_second: float
+    lost_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +83,7 @@ class Explorer:
         self._next_id = 1
         self._reports = 0
         self._blind_steps = 0
+        self._is_scaled = False
         self._consider_at = 0
         self.probes = 0
         self.lost_seconds = 0.0
@@ -116,7 +127,9 @@ class Explorer:
             )
             lost = seconds - tokens / running.baseline_tokens_per_second
             self.lost_seconds += lost
-            earned -= max(lost, 0.0)
+            # A probe is charged for what it lost as a whole, and never pays in.
+            before, running.lost_seconds = running.lost_seconds, running.lost_seconds + lost
+            earned -= max(running.lost_seconds, 0.0) - max(before, 0.0)
         self._credit = min(self._credit + earned, self._settings.probe_credit_max_seconds)
         if running and (running.seen >= running.probe.steps or now > running.deadline):
             self._running = None
@@ -126,20 +139,29 @@ class Explorer:
         if self._running or self._settings.probe_share == 0 or len(self._arms) < 2:
             return
         watch, values, bucket, current = at.watch, at.values, at.bucket, at.current
+        if at.doubt.guessed and not self._is_scaled:
+            # Nobody knew how long a step takes when the settings were made.
+            self._is_scaled = True
+            some = _COLD_STEPS * float(values.costs.seconds[current, bucket])
+            self._credit = min(some, self._settings.probe_credit_max_seconds)
         due = self._reports >= self._consider_at
+        check = self._check(at)
         interval = math.inf
         if watch is not None and self._arms[current].gamma == 0:
             interval = float(watch.interval[bucket])
-        if not due and self._blind_steps < interval:
+        if check is None and not due and self._blind_steps < interval:
             return
         here = values.value[:, bucket]
         relative = here / here[current] - 1
-        best, steps = None, 0
-        if due:
+        best, steps = check, _CHECK_STEPS
+        if best is None and due:
             self._consider_at = self._reports + _CONSIDER_EVERY
             # The first step may have to catch up: the second one shows the cost.
             steps = max(2, self._steps(at.batch_size))
             best = self._by_doubt(at, steps, relative)
+            if best is not None and at.doubt.guessed and not at.doubt.ran[best, at.cost_bucket]:
+                # First what it costs, which takes no more; then whether that pays.
+                steps = 2
         if best is None and watch is not None and self._blind_steps >= interval:
             look, steps = int(watch.arm[bucket]), int(watch.steps[bucket])
             if at.legal is not None and not at.legal[look]:
@@ -156,6 +178,16 @@ class Explorer:
             probe, bucket, now + _PROBE_PATIENCE_SECONDS, 0, float(here[current])
         )
 
+    def _check(self, at: Situation) -> int | None:
+        """The arm with gamma = 0, if it is due and its price was earned back since the last one."""
+        if self._arms[at.current].gamma == 0 or not at.doubt.off_is_due(at.cost_bucket):
+            return None
+        seconds = at.values.costs.seconds[:, at.bucket]
+        for i, arm in enumerate(self._arms):
+            if arm.gamma == 0 and (at.legal is None or at.legal[i]):
+                return i if self._credit + _CHECK_STEPS * seconds[i] >= 0 else None
+        return None
+
     def _steps(self, batch_size: int) -> int:
         wanted = math.ceil(self._settings.probe_exposures / batch_size)
         return max(1, min(self._settings.probe_steps_max, wanted))
@@ -168,6 +200,11 @@ class Explorer:
             relative_variance(values, at.doubt, self._arms, at.cost_bucket, current, unseen=True)
         )
         gain = expected_improvement(relative, doubt * (1 + relative))
+        if at.doubt.guessed:
+            # Nobody has measured what it costs: its price is that of a bad surprise.
+            worse = (1 + relative) * np.exp(-doubt) - 1
+            loss = np.maximum(-worse, 0.0) + values.catch_up / (steps * seconds)
+            gain[~at.doubt.within_reach(at.cost_bucket)] = 0.0
         price = steps * loss
         # A free look still takes the trouble of a switch.
         ratio = gain * at.horizon_steps / (price + 0.02 * steps)
@@ -197,7 +234,15 @@ def relative_variance(
     unseen: only what running the current arm does not show anyway: positions behind its draft
     length, other drafters, and costs.
     """
-    total = doubt.relative(bucket, current)
+    found = doubt.relative(bucket, current)
+    return found + acceptance_variance(values, arms, current, unseen=unseen)
+
+
+def acceptance_variance(
+    values: Values, arms: Sequence[Arm], current: int, *, unseen: bool = False
+) -> NDArray[np.float64]:
+    """[arms] variance of log((1 + E_arm) / (1 + E_current)); unseen: as of `relative_variance`."""
+    total = np.zeros(len(arms))
     running = arms[current]
     for name, curve in values.curves.items():
         slopes = curve.sensitivity() / (1 + np.array(curve.expected))[:, None]
@@ -207,7 +252,7 @@ def relative_variance(
         variance = curve.variance()
         if unseen and name == running.drafter:
             variance[: running.gamma] = 0.0
-        total = total + (here - here[current]) ** 2 @ variance
+        total += (here - here[current]) ** 2 @ variance
     return total
 
 

@@ -126,9 +126,16 @@ class Planner:
     def observe(self, report: StepReport) -> None:
         """Every report passes by here; this rule works on the estimates alone."""
 
-    def update(self, values: Values, hazard: Hazard) -> Sequence[int]:
-        """Moves the choice where the gain beats margin and price; one arm index a bucket."""
+    def update(
+        self, values: Values, hazard: Hazard, discounts: NDArray[np.float64] | None = None
+    ) -> Sequence[int]:
+        """Moves the choice where the gain beats margin and price; one arm index a bucket.
+
+        discounts: [arms, buckets] factors on the values, see `caution`.
+        """
         value = self.eligible(values)
+        if discounts is not None:
+            value = value * discounts
         if self._off[value.argmax(axis=0)].any():
             self.watch = self._watcher.watch(
                 value, values.costs.seconds, values.catch_up_price, hazard

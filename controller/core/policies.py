@@ -8,6 +8,9 @@ the same table, with the same leases, reasons and explanations.
 
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from controller.core.planner import Planner, Values
 from controller.core.settings import PlannerSettings
 from controller.core.types import Arm, StepReport
@@ -41,8 +44,11 @@ class TidePlanner(Planner):
         self._on_arm = min(drafting, key=lambda i: abs(arms[i].gamma - settings.tide_gamma))
         self._off_arm = next((i for i in first if arms[i].gamma == 0), self._on_arm)
 
-    def update(self, values: Values, hazard: Hazard) -> Sequence[int]:
+    def update(
+        self, values: Values, hazard: Hazard, discounts: NDArray[np.float64] | None = None
+    ) -> Sequence[int]:
         """One of the two arms a bucket."""
+        del discounts
         self.watch = self._watcher.watch(
             values.value, values.costs.seconds, values.catch_up_price, hazard
         )
@@ -125,9 +131,11 @@ class EmaPlanner(Planner):
         accepted = sum(k * count for k, count in enumerate(report.accepted_counts))
         self._slot(report.batch_size).observe(accepted / report.batch_size, report.gamma)
 
-    def update(self, values: Values, hazard: Hazard) -> Sequence[int]:
+    def update(
+        self, values: Values, hazard: Hazard, discounts: NDArray[np.float64] | None = None
+    ) -> Sequence[int]:
         """The slots' draft lengths; values matter only where those may not run."""
-        del hazard
+        del hazard, discounts
         wanted = [self._index[self._slot(size).gamma] for size in self.buckets]
         choice = self.lawful(wanted, values)
         if self.choice is not None:

@@ -61,7 +61,8 @@ _CONSTANT: Final[Mapping[type, frozenset[str]]] = {
     cost.CostModel: frozenset({
         "profile_id", "prior", "_buckets", "_bucket_list", "_padded", "_bucket_index",
         "_extrapolated", "_kv_reference", "_kv_rate", "_grid", "_grid_rows", "_drift_max",
-        "_features", "_flat_features", "_wander", "_covariance_start", "_cell_sigma",
+        "_features", "_flat_features", "_wander", "_covariance_start", "_cell_sigma", "_order",
+        "_off",
     }),
     exploration.Explorer: frozenset({"_arms", "_settings"}),
     missed.MissedTokens: frozenset({"_can_sleep", "_apart", "_most_steps"}),

@@ -74,8 +74,14 @@ class Curves:
             output_tokens,
             ends - output_tokens,
             np.zeros(requests, dtype=np.int64),
-            {drafter: _draw(rng, curve, positions) for drafter, curve in self.curves.items()},
+            {drafter: self.draw(drafter, rng, positions) for drafter in self.curves},
         )
+
+    def draw(self, drafter: str, rng: np.random.Generator, positions: int) -> NDArray[np.uint8]:
+        """[positions] accepted drafts: as many as there are k with u < s_k."""
+        rising = np.cumprod(np.array(self.curves[drafter], dtype=np.float64))[::-1]
+        below = np.searchsorted(rising, rng.random(positions), side="right")
+        return (len(rising) - below).astype(np.uint8)
 
 
 def geometric(alpha: float) -> list[float]:
@@ -99,13 +105,6 @@ def conditional(survival: Sequence[float]) -> list[float]:
         curve.append(s / before if before > 0 else 0.0)
         before = s
     return curve
-
-
-def _draw(rng: np.random.Generator, curve: Sequence[float], positions: int) -> NDArray[np.uint8]:
-    """[positions] accepted drafts: as many as there are k with u < s_k."""
-    rising = np.cumprod(np.array(curve, dtype=np.float64))[::-1]
-    below = np.searchsorted(rising, rng.random(positions), side="right")
-    return (len(curve) - below).astype(np.uint8)
 
 
 def _require_curve(where: str, values: Sequence[float]) -> None:

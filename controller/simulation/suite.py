@@ -23,7 +23,7 @@ H100, B200 = "h100-llama3.1-8b", "b200-qwen3.6-35b-a3b"
 _TIDE = ("tide-gpt-oss-120b", "tide-qwen3-235b", "tide-llama4-scout", "tide-llama3.3-70b")
 
 # Conditional acceptance of four kinds of traffic, position by position; the last value goes on.
-_KINDS: Mapping[str, tuple[float, ...]] = {
+KINDS: Mapping[str, tuple[float, ...]] = {
     "json": (0.92, 0.93, 0.93, 0.92),
     "code": (0.72, 0.68, 0.66, 0.66),
     "prose": (0.52, 0.45, 0.42, 0.40),
@@ -75,7 +75,7 @@ def only(surface: CostSurface, *drafters: str) -> CostSurface:
 
 def kinds(drafter: str) -> dict[str, Curves]:
     """The four kinds of traffic for one drafter."""
-    return {name: Curves(name, {drafter: _deep(curve)}) for name, curve in _KINDS.items()}
+    return {name: Curves(name, {drafter: _deep(curve)}) for name, curve in KINDS.items()}
 
 
 def _deep(curve: Sequence[float]) -> list[float]:

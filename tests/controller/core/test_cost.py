@@ -28,7 +28,8 @@ def profile(table, k_kv=0.0):
 
 def observe(model, arm, batch_size, kv_tokens, seconds):
     """One plain step, learnt at once."""
-    model.observe(arm, batch_size, model.predict(arm, batch_size, kv_tokens), seconds)
+    expected = model.predict(arm, batch_size, kv_tokens)
+    model.observe(arm, batch_size, kv_tokens, expected, seconds)
     model.learn()
 
 
@@ -99,7 +100,7 @@ def test_cells_that_are_learnt_together_do_not_add_up_to_more_than_was_seen():
             for j, size in enumerate(SIZES):
                 for _ in range(8):
                     expected = model.predict(i, size, 100 * size)
-                    model.observe(i, size, expected, 1.2 * TABLE[i][j])
+                    model.observe(i, size, 100 * size, expected, 1.2 * TABLE[i][j])
         model.learn()
         assert np.all(model.drift() < 1.25)
     assert model.drift() == pytest.approx(np.full((4, 3), 1.2), rel=0.02)

@@ -1,0 +1,53 @@
+"""Caution where costs were not measured: a longer draft has to pay even if it turns out badly.
+
+    V'(arm, B) = V(arm, B) exp(-z sd(log V(arm, B) / V(now, B)))   for arms that draft more than now
+
+`now` is the arm in force, at first gamma = 0, and the doubt is that about costs and acceptance
+together.  It is large before the first steps and shrinks with what is seen, so that speculation is
+extended from what has run.  Drafting less than now is never held back.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controller.core.cost_doubt import CostDoubt
+from controller.core.exploration import acceptance_variance
+from controller.core.planner import Values
+from controller.core.types import Arm
+
+# Standard deviations by which things may turn out worse than expected: to begin with speculation,
+# and to draft more than has paid already.
+_DEVIATIONS_TO_BEGIN = 2.5
+_DEVIATIONS_TO_EXTEND = 1.0
+
+
+def discounts(
+    values: Values,
+    doubts: CostDoubt,
+    arms: Sequence[Arm],
+    buckets: NDArray[np.int64],
+    choice: Sequence[int] | None,
+) -> NDArray[np.float64] | None:
+    """[arms, rows] factors in (0, 1] on the values; None where costs were measured.
+
+    buckets: [rows], the cost table's.  choice: [rows] arm in force by index, None at the start.
+    """
+    if not doubts.guessed:
+        return None
+    if choice is None:
+        least = min(range(len(arms)), key=lambda i: arms[i].gamma)
+        choice = [least] * len(buckets)
+    found = np.ones((len(arms), len(buckets)))
+    for now in set(choice):
+        rows = np.array([j for j, arm in enumerate(choice) if arm == now])
+        more = np.array(
+            [a.gamma > arms[now].gamma or (a.gamma > 0 and a.drafter != arms[now].drafter)
+             for a in arms]
+        )  # fmt: skip
+        doubt = doubts.relatives(now)[:, buckets[rows]]
+        doubt = np.sqrt(doubt + acceptance_variance(values, arms, now)[:, None])
+        z = _DEVIATIONS_TO_EXTEND if arms[now].gamma else _DEVIATIONS_TO_BEGIN
+        found[:, rows] = np.where(more[:, None], np.exp(-z * doubt), 1.0)
+    return found

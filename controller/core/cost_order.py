@@ -1,0 +1,92 @@
+"""The order that step costs keep, whatever was measured: more work never costs less.
+
+    C(d, B, gamma) <= C(d, B', gamma')   for gamma <= gamma' and B <= B'
+    C(d, B, 0)     <= C(d', B', gamma')  for gamma' > 0 and B <= B', whichever drafters d and d' are
+
+A step at gamma = 0 is the target's pass alone, and every other step contains that pass.  So the
+gain of an arm over plain decoding, (1 + E) C(0) / C(gamma), never exceeds its acceptance length.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controller.core.types import Arm
+
+
+class CostOrder:
+    """The order between `arms`, for tables of [arms, buckets] with ascending buckets."""
+
+    def __init__(self, arms: Sequence[Arm]) -> None:
+        drafters = dict.fromkeys(arm.drafter for arm in arms)
+        self._off = np.array([i for i, arm in enumerate(arms) if arm.gamma == 0], dtype=np.int64)
+        self._is_off = np.array([arm.gamma == 0 for arm in arms])
+        self._drafting = np.array([i for i, arm in enumerate(arms) if arm.gamma], dtype=np.int64)
+        # Of each drafter, its arms by ascending draft length.
+        self._chains = [
+            np.array(
+                sorted(
+                    (i for i, arm in enumerate(arms) if arm.drafter == drafter),
+                    key=lambda i: arms[i].gamma,
+                ),
+                dtype=np.int64,
+            )
+            for drafter in drafters
+        ]
+        # [arms, arms]: the first costs no more than the second.
+        self._below = np.array(
+            [
+                [
+                    (a.drafter == b.drafter and a.gamma <= b.gamma)
+                    or (a.gamma == 0 and b.gamma > 0)
+                    for b in arms
+                ]
+                for a in arms
+            ]
+        )
+
+    def lowered(self, table: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The largest table in order that is nowhere above this one; the same object if it is."""
+        found = table
+        for chain in self._chains:
+            if np.any(table[chain[1:]] < table[chain[:-1]]):
+                found = found.copy() if found is table else found
+                rows = np.minimum.accumulate(table[chain[::-1]], axis=0)
+                found[chain[::-1]] = rows
+        if len(self._off) and len(self._drafting):
+            least = found[self._drafting].min(axis=0)
+            if np.any(found[self._off] > least):
+                found = found.copy() if found is table else found
+                found[self._off] = np.minimum(found[self._off], least)
+        if np.any(found[:, 1:] < found[:, :-1]):
+            found = np.minimum.accumulate(found[:, ::-1], axis=1)[:, ::-1]
+        return found
+
+    def settled(self, table: NDArray[np.float64], seen: NDArray[np.int64]) -> NDArray[np.float64]:
+        """A table in order, in which the cells that were seen last moved least.
+
+        seen: [arms, buckets] when each cell was seen last, 0: never.  The newest cell stays as it
+        is, and every older one is moved between those that are newer and lie above and below it.
+        """
+        least = np.zeros_like(table)
+        most = np.full_like(table, np.inf)
+        arms, buckets = np.nonzero(seen)
+        newest_first = np.argsort(-seen[arms, buckets], kind="stable")
+        for i, j in zip(arms[newest_first].tolist(), buckets[newest_first].tolist(), strict=True):
+            value = min(max(table[i, j], least[i, j]), most[i, j])
+            above, below = self._below[i], self._below[:, i]
+            least[above, j:] = np.maximum(least[above, j:], value)
+            most[below, : j + 1] = np.minimum(most[below, : j + 1], value)
+        # A table in order stays so when it is cut to bounds that are in order.
+        return np.clip(self.lowered(table), least, most)
+
+    def next_to(self, seen: NDArray[np.bool_], sure: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """[arms] of every drafter up to the longest that was seen, and one more if that is sure."""
+        found = np.zeros_like(seen)
+        for chain in self._chains:
+            ran = np.flatnonzero(seen[chain])
+            longest = int(ran[-1]) if len(ran) else -1
+            more = 1 if longest < 0 or sure[chain[longest]] or self._is_off[chain[longest]] else 0
+            found[chain[: longest + 1 + more]] = True
+        return found
