@@ -49,6 +49,7 @@ class _Running:
     deadline: float
     seen: int
     baseline_tokens_per_second: float
+    guessed: bool
     lost_seconds: float = 0.0
 
 
@@ -127,9 +128,12 @@ class Explorer:
             )
             lost = seconds - tokens / running.baseline_tokens_per_second
             self.lost_seconds += lost
-            # A probe is charged for what it lost as a whole, and never pays in.
             before, running.lost_seconds = running.lost_seconds, running.lost_seconds + lost
-            earned -= max(running.lost_seconds, 0.0) - max(before, 0.0)
+            if running.guessed:
+                # Where all is unknown the probe counts as a whole: what pays is looked at again.
+                earned -= max(running.lost_seconds, 0.0) - max(before, 0.0)
+            else:
+                earned -= max(lost, 0.0)
         self._credit = min(self._credit + earned, self._settings.probe_credit_max_seconds)
         if running and (running.seen >= running.probe.steps or now > running.deadline):
             self._running = None
@@ -175,7 +179,7 @@ class Explorer:
         self._next_id += 1
         self.probes += 1
         self._running = _Running(
-            probe, bucket, now + _PROBE_PATIENCE_SECONDS, 0, float(here[current])
+            probe, bucket, now + _PROBE_PATIENCE_SECONDS, 0, float(here[current]), at.doubt.guessed
         )
 
     def _check(self, at: Situation) -> int | None:
