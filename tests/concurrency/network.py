@@ -242,7 +242,10 @@ class _Context:
         raw = response.SerializeToString()
         self._network.down.append((self._call.channel, lambda: self._call.arrive(raw)))
 
-    async def abort(self, code: grpc.StatusCode, details: str) -> None:
+    async def abort(
+        self, code: grpc.StatusCode, details: str, trailing_metadata: object = ()
+    ) -> None:
+        del trailing_metadata  # the agent reads none
         raise AbortedError(code, details)
 
     def peer(self) -> str:
