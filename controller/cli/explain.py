@@ -11,7 +11,7 @@ from controller.service.override_words import PRECEDENCE, regime_text, rule_text
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from speculation.v1 import plan_pb2, policy_pb2, service_pb2
+    from speculation.v1 import engine_pb2, plan_pb2, policy_pb2, service_pb2
 
 _ANSWER_SECONDS_MAX = 5.0
 # Rounds of training that are shown, the newest.
@@ -28,6 +28,9 @@ def engines(address: Address = DEFAULT_ADDRESS) -> None:
         )
     if answer.engines:
         _print_engines(answer)
+        for status in answer.engines:
+            for line in _lost_text(status.engine.lost).splitlines():
+                print(f"{status.engine.engine_id}: {line}")
     else:
         print("no engine has introduced itself")
     print(_health_text(answer.sidecar.services), end="")
@@ -119,9 +122,15 @@ def _arms_table(answer: "service_pb2.ExplainResponse") -> "Table":
             *([f"{arm.catch_up_seconds * 1e3:.2f}"] if priced else []),
             f"{arm.tokens_per_second:.0f}",
             f"{arm.tokens_per_second / best:.3f}" if best else "-",
-            "forbidden" if arm.forbidden else f"{arm.optimistic_tokens_per_second:.0f}",
+            _could_be(arm),
         )
     return table
+
+
+def _could_be(arm: "service_pb2.ArmExplanation") -> str:
+    if arm.lost:
+        return "lost"
+    return "forbidden" if arm.forbidden else f"{arm.optimistic_tokens_per_second:.0f}"
 
 
 def _positions_table(answer: "service_pb2.ExplainResponse") -> "Table":
@@ -227,6 +236,7 @@ def _in_words(answer: "service_pb2.ExplainResponse") -> str:
     warm = f"acceptance began from {answer.warm_start}\n" if answer.warm_start else ""
     return (
         f"plan {plan.epoch}: {_reason(plan.reason)}; {plan.reason_detail}\n"
+        f"{_lost_text(answer.lost)}"
         f"{_updates_text(answer)}{_training_text(answer)}"
         f"costs: {costs}; context {answer.kv_tokens_per_sequence:.0f} tokens a sequence; "
         f"{answer.cost_outliers} step times left out as outliers\n"
@@ -236,6 +246,13 @@ def _in_words(answer: "service_pb2.ExplainResponse") -> str:
         f"{answer.probe_lost_seconds:.2f} s lost, {answer.probe_credit_seconds:.3f} s to spend"
         f"{policy}"
     )
+
+
+def _lost_text(lost: "Iterable[engine_pb2.LostCapability]") -> str:
+    """A line for everything that the engine can no longer do."""
+    from controller.service.lost_messages import lost_text
+
+    return "".join(f"{lost_text(loss)}\n" for loss in lost)
 
 
 def _health_text(services: "Iterable[service_pb2.ServiceHealth]") -> str:

@@ -116,7 +116,10 @@ def _screen(answer: "service_pb2.OverviewResponse", trouble: str = "") -> "Rende
     head = (
         f"controller {answer.version}  {time.strftime('%H:%M:%S')}  engines: {len(answer.engines)}"
     )
-    return Group(_text(head), *([_text(trouble, "bold red")] if trouble else []), table)
+    lost = [
+        _text(f"{line.engine_id}: {loss}", "red") for line in answer.engines for loss in line.lost
+    ]
+    return Group(_text(head), *([_text(trouble, "bold red")] if trouble else []), table, *lost)
 
 
 def _cells(line: "service_pb2.EngineOverview") -> "list[Text]":

@@ -30,6 +30,10 @@ class CatchUp:
         self._weight = _PRIOR_TOKENS**2
         self._product = self._weight * seconds_per_token
 
+    def use_capabilities(self, able: Capabilities) -> None:
+        """What the engine is able to do from now on."""
+        self._missed.use(able)
+
     @property
     def seconds_per_token(self) -> float:
         """The price of a missed token, as known now."""

@@ -17,7 +17,7 @@ from controller.core.selective_training import (
     TrainingState,
     TrainingView,
 )
-from controller.core.types import Arm, EngineSpec, Regime, RegimeMode, StepReport
+from controller.core.types import Arm, Capabilities, EngineSpec, Regime, RegimeMode, StepReport
 
 
 class DrafterUpdates:
@@ -33,9 +33,10 @@ class DrafterUpdates:
         settings: TrainingSettings,
         trained: TrainingState | None = None,
     ) -> None:
-        able = spec.capabilities
-        self._online = RegimePlanner(arms) if able.can_update_online else None
-        trains = able.can_collect and able.can_take_versions
+        introduced = spec.capabilities
+        self._able = spec.able
+        self._online = RegimePlanner(arms) if introduced.can_update_online else None
+        trains = introduced.can_collect and introduced.can_take_versions
         self.training: SelectiveTraining | None = None
         if trains:
             state = trained or TrainingState()
@@ -45,6 +46,10 @@ class DrafterUpdates:
         """Trains by these from now on; averages and rounds stay."""
         if self.training is not None:
             self.training.settings = settings
+
+    def use_capabilities(self, able: Capabilities) -> None:
+        """What the engine is able to do from now on; averages, rounds and versions stay."""
+        self._able = able
 
     @property
     def attended(self) -> bool:
@@ -60,13 +65,14 @@ class DrafterUpdates:
     def regime(self) -> Regime:
         """What was decided."""
         if self.attended and self.training is not None:
-            return Regime(RegimeMode.COLLECT) if self.training.collects else Regime()
-        return Regime() if self._online is None else self._online.regime
+            trains = self._able.can_collect and self._able.can_take_versions
+            return Regime(RegimeMode.COLLECT) if trains and self.training.collects else Regime()
+        return Regime() if self._learning is None else self._learning.regime
 
     @property
     def strides(self) -> RegimeState | None:
         """What the stride of online updates was last chosen from."""
-        return None if self._online is None or self.attended else self._online.state
+        return None if self._learning is None or self.attended else self._learning.state
 
     @property
     def view(self) -> TrainingView | None:
@@ -84,5 +90,10 @@ class DrafterUpdates:
         self, values: Values, row: int, batch_size: int, legal: NDArray[np.bool_] | None
     ) -> None:
         """Chooses the stride of online updates anew."""
-        if self._online is not None and not self.attended:
-            self._online.update(values, row, batch_size, legal)
+        if self._learning is not None and not self.attended:
+            self._learning.update(values, row, batch_size, legal)
+
+    @property
+    def _learning(self) -> RegimePlanner | None:
+        """Chooses the stride, while the engine can update its drafter."""
+        return self._online if self._able.can_update_online else None

@@ -23,7 +23,7 @@ from controller.core.clock import Clock
 from controller.core.cost import CostModel
 from controller.core.decision import Decision, Estimates
 from controller.core.drafter_updates import DrafterUpdates
-from controller.core.errors import StaleReportError
+from controller.core.errors import StaleReportError, UnknownArmError
 from controller.core.explanation import (
     Explanation,
     PreviewRow,
@@ -36,6 +36,7 @@ from controller.core.explanation import (
     why,
 )
 from controller.core.exploration import Explorer, Situation
+from controller.core.lost import LostCapability, added, is_blind, require_known
 from controller.core.override_rows import covering, rows_under
 from controller.core.overrides import Override
 from controller.core.plan_rows import forced_rows, row_of, rows_of, without_probes
@@ -103,7 +104,7 @@ class EngineController:
         self._catch_up = CatchUp(
             [d.name for d in spec.drafters],
             profile.catch_up_seconds_per_token if profile else 0.0,
-            spec.capabilities,
+            spec.able,
         )
         self._planner = make_planner(self.arms, self._buckets, settings)
         self._overrides = covering(overrides, spec)
@@ -199,6 +200,29 @@ class EngineController:
         self._evaluated_at = -float("inf")
         return True
 
+    def lose(self, losses: Iterable[LostCapability]) -> tuple[LostCapability, ...]:
+        """Plans without these from now on; those that take something more away.
+
+        Raises InvalidLossError for what the engine never had; nothing is used then.
+        """
+        losses = tuple(losses)
+        require_known(losses, self.spec)
+        news = added(self.spec, losses)
+        if not news:
+            return ()
+        self.spec = replace(self.spec, lost=(*self.spec.lost, *news))
+        if self._forced is not None and self.spec.loss_of(self._forced) is not None:
+            self._forced = None
+        self._catch_up.use_capabilities(self.spec.able)
+        self.updates.use_capabilities(self.spec.able)
+        at = self._rows_at = rows_under(self._overrides, self.spec, self._buckets, self.arms)
+        self._planner.limit(at.upper, self._sizes[at.bucket], at.legal, at.possible)
+        self.explorer.cancel()
+        # Rows that read the same may sleep no more.
+        self._decided = None
+        self._evaluated_at = -float("inf")
+        return news
+
     def preview(self, overrides: Iterable[Override]) -> tuple[PreviewRow, ...]:
         """What the last decision would have become if these were the overrides."""
         at = rows_under(overrides, self.spec, self._buckets, self.arms)
@@ -239,9 +263,14 @@ class EngineController:
         return row_of(self.spec, row.max_batch_size, row.probe.arm, Reason.PROBE, row.probe)
 
     def force(self, arm: Arm | None) -> Plan:
-        """Every row this arm until `force(None)` (profiling).  Raises UnknownArmError."""
+        """Every row this arm until `force(None)` (profiling).
+
+        Raises UnknownArmError, also for an arm that the engine has lost.
+        """
         if arm is not None:
             self.spec.require(arm)
+            if (loss := self.spec.loss_of(arm)) is not None:
+                raise UnknownArmError(f"this engine has lost {loss.what}: {loss.reason}")
         self._forced = arm
         self.explorer.cancel()
         now = self._clock.now()
@@ -331,6 +360,7 @@ class EngineController:
             updates=self.updates.strides if at.regime is None else None,
             training=self.updates.view,
             table=value_table(at, made.values),
+            lost=self.spec.lost,
         )
 
     def take_estimates(self) -> None:
@@ -361,7 +391,8 @@ class EngineController:
         choice = self._planner.update(values, hazard, hedge)
         active = at.row_of(self._last_batch)
         self.account.settle(values, at.row_of)
-        if self.reports and self._planner.explores and at.limits[active].explore:
+        sees = self.reports and not is_blind(self.spec)
+        if sees and self._planner.explores and at.limits[active].explore:
             situation = Situation(
                 values, doubt, active, self._last_batch, choice[active],
                 self._planner.watch, 1 / hazard.expected,

@@ -29,6 +29,10 @@ class StaleReportError(InvalidReportError):
     """A step counter that does not go forward."""
 
 
+class InvalidLossError(SpeculationError):
+    """A lost capability that cannot be: it is refused, and everything else is used."""
+
+
 class InvalidProfileError(SpeculationError):
     """A profile file that is not one, or that holds impossible numbers."""
 

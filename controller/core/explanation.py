@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from controller.core.acceptance import AcceptanceCurve
 from controller.core.decision import Decision
 from controller.core.exploration import relative_variance
+from controller.core.lost import LostCapability
 from controller.core.override_rows import PlanRows
 from controller.core.overrides import Limits, Override
 from controller.core.planner import Values
@@ -91,7 +92,8 @@ class Explanation:
     limits: what overrides leave there.  overrides: all that are for this engine.  warm_start:
     whose acceptance estimates it began from, "" = nobody's.  updates: what the stride of online
     updates was chosen from, None where it was not.  training: of the drafter beside the engine,
-    None where the engine cannot.  table: the same numbers in all rows.
+    None where the engine cannot.  table: the same numbers in all rows.  lost: what the engine can
+    no longer do.
     """
 
     engine_id: str
@@ -118,6 +120,7 @@ class Explanation:
     updates: RegimeState | None = None
     training: TrainingView | None = None
     table: ValueTable = NO_TABLE
+    lost: tuple[LostCapability, ...] = ()
 
 
 def value_table(at: PlanRows, values: Values) -> ValueTable:
@@ -224,6 +227,11 @@ def why(
         detail += f"; under {', '.join(limits.overrides)}"
         if at.emptied[active]:
             detail += ", which leave nothing that this engine can run: no speculation"
+        pinned = next((loss for loss in at.lost if loss.drafter == limits.drafter), None)
+        if limits.drafter is not None and pinned is not None:
+            detail += f"; {pinned.what} is pinned but lost: {pinned.reason}"
+    if at.lost:
+        detail += f"; lost: {', '.join(loss.what for loss in at.lost)}"
     if at.refused:
         detail += f"; {at.refused} is asked for, which this engine cannot do: no online updates"
     if prior:

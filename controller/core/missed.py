@@ -15,12 +15,16 @@ class MissedTokens:
 
     def __init__(self, drafters: Sequence[str], able: Capabilities) -> None:
         self._missed = dict.fromkeys(drafters, 0.0)
-        self._can_sleep = able.can_sleep
+        self.use(able)
         self._apart = len(self._missed) > 1 and not able.drafters_follow
         # Where all keep up and have missed nothing there is nothing to do.
         self._asleep = self._apart
-        self._most_steps = able.catch_up_steps
         self._slept_steps = 0
+
+    def use(self, able: Capabilities) -> None:
+        """What the engine is able to do from now on."""
+        self._can_sleep = able.can_sleep
+        self._most_steps = able.catch_up_steps
 
     @property
     def now(self) -> Mapping[str, float]:

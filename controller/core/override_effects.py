@@ -3,10 +3,17 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from controller.core.lost import Capability, LostCapability, loss_of_all
 from controller.core.override_rows import PlanRows, rows_under
-from controller.core.overrides import Limits, Override, by_strength
+from controller.core.overrides import Limits, Override, Rule, by_strength
 from controller.core.planner import batch_buckets
-from controller.core.types import EngineSpec, Regime, RegimeMode
+from controller.core.types import MAX_GAMMA, EngineSpec, Regime, RegimeMode
+
+# What a regime cannot run without.
+_NEEDS = {
+    RegimeMode.ONLINE: Capability.UPDATE_ONLINE,
+    RegimeMode.COLLECT: Capability.COLLECT,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +69,29 @@ def why_unable(spec: EngineSpec, of: Override) -> str:
         if not any(low <= gamma <= high for gamma in gammas):
             asked = f"{low}" if low == high else f"{low} to {high}"
             return f"it has no draft length {asked}; it has {', '.join(map(str, gammas))}"
+    if (loss := _loss(spec, rule)) is not None:
+        return f"it has lost {loss.what}: {loss.reason}"
     mode = RegimeMode.OFF if rule.regime is None else rule.regime.mode
     if mode is RegimeMode.ONLINE and not spec.capabilities.can_update_online:
         return "it cannot update its drafter online"
     if mode is RegimeMode.COLLECT and not spec.capabilities.can_collect:
         return "it cannot collect training signals"
     return ""
+
+
+def _loss(spec: EngineSpec, rule: Rule) -> LostCapability | None:
+    """What the engine has lost of everything that a rule pins; None where something is left."""
+    needed = None if rule.regime is None else _NEEDS.get(rule.regime.mode)
+    for loss in spec.lost:
+        if loss.capability is needed:
+            return loss
+    if rule.drafter is None and rule.gamma_range is None:
+        return None
+    low, high = rule.gamma_range or (1, MAX_GAMMA)
+    asked = (
+        arm for arm in spec.arms if rule.drafter in {None, arm.drafter} and low <= arm.gamma <= high
+    )
+    return loss_of_all(spec, asked)
 
 
 def _differ(old: PlanRows, new: PlanRows, of: Callable[[PlanRows, int], object]) -> bool:

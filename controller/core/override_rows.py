@@ -8,6 +8,7 @@ from operator import attrgetter
 import numpy as np
 from numpy.typing import NDArray
 
+from controller.core.lost import LostCapability, loss_of_all
 from controller.core.overrides import (
     Limits,
     Override,
@@ -26,7 +27,8 @@ class PlanRows:
     upper: largest batch of each row, ascending.  bucket: [rows] the cost bucket that each is in.
     limits: of each row.  possible: [arms, rows] what the engine has prepared; legal: what the
     overrides leave of that, at least one arm in each row; None when that is everything.
-    emptied: rows in which overrides left nothing, so that the shortest draft runs.
+    emptied: rows in which overrides left nothing that the engine can run, or pin a drafter that it
+    has lost, so that the shortest draft runs.  lost: what the engine can no longer do.
     split: a bucket has more than one row.  regime: of online updates, where overrides say it, else
     None; refused: the one that was asked for where the engine cannot run it.  named: all overrides
     that count anywhere.
@@ -42,6 +44,7 @@ class PlanRows:
     regime: Regime | None
     refused: Regime | None
     named: tuple[str, ...]
+    lost: tuple[LostCapability, ...] = ()
 
     def row_of(self, batch_size: int) -> int:
         """Index of the row that serves a batch size."""
@@ -73,8 +76,12 @@ def rows_under(
     limits = tuple(merge_ordered(mine, size) for size in upper)
     possible: NDArray[np.bool_] | None = None
     legal: NDArray[np.bool_] | None = None
-    if any(drafter.batch_limits for drafter in spec.drafters):
-        possible = np.array([[spec.can_run(arm, size) for size in upper] for arm in arms])
+    if spec.lost or any(drafter.batch_limits for drafter in spec.drafters):
+        possible = np.array([[spec.is_prepared(arm, size) for size in upper] for arm in arms])
+        possible[[spec.loss_of(arm) is not None for arm in arms]] = False
+        if spec.lost:
+            # Where everything is lost the engine runs something all the same.
+            possible[:, possible.sum(axis=0) == 0] = _shortest(arms, None)[:, None]
         legal = possible
     emptied: NDArray[np.bool_] = np.zeros(len(upper), dtype=np.bool_)
     if any(limit.overrides for limit in limits):
@@ -83,6 +90,10 @@ def rows_under(
         if possible is not None:
             legal &= possible
         emptied = legal.sum(axis=0) == 0
+        for index, limit in enumerate(limits):
+            if _pins_lost(limit, spec):
+                emptied[index] = True
+                legal[:, index] = False
         for row in emptied.nonzero()[0]:
             legal[:, row] = _shortest(arms, None if possible is None else possible[:, row])
     asked, allowed, by = merge_regime(overrides, spec)
@@ -91,8 +102,16 @@ def rows_under(
     return PlanRows(
         upper, bucket, limits, possible, legal, tuple(emptied.tolist()),
         len(upper) > len(buckets), regime, None if asked in {None, regime} else asked,
-        tuple(sorted(named)),
+        tuple(sorted(named)), spec.lost,
     )  # fmt: skip
+
+
+def _pins_lost(limit: Limits, spec: EngineSpec) -> bool:
+    """Whether every draft length of the pinned drafter is lost: gamma = 0 is nobody's choice."""
+    if limit.off or limit.gamma_max == 0:
+        return False
+    drafts = (arm for arm in spec.arms if arm.drafter == limit.drafter and arm.gamma > 0)
+    return loss_of_all(spec, drafts) is not None
 
 
 def _shortest(arms: Sequence[Arm], possible: NDArray[np.bool_] | None) -> NDArray[np.bool_]:
@@ -108,7 +127,7 @@ def _possible(regime: Regime | None, spec: EngineSpec) -> Regime:
     """The pinned regime where the engine can run it, else OFF."""
     able = {
         RegimeMode.OFF: True,
-        RegimeMode.ONLINE: spec.capabilities.can_update_online,
-        RegimeMode.COLLECT: spec.capabilities.can_collect,
+        RegimeMode.ONLINE: spec.able.can_update_online,
+        RegimeMode.COLLECT: spec.able.can_collect,
     }
     return regime if regime is not None and able[regime.mode] else Regime()

@@ -45,7 +45,7 @@ def forced_rows(
     """The forced arm everywhere, or the shortest where it cannot run."""
     rows = []
     for size in upper:
-        able = [arm for arm in arms if spec.can_run(arm, size)]
+        able = [arm for arm in arms if spec.can_run(arm, size)] or arms
         arm = forced if forced in able else min(able, key=attrgetter("gamma"))
         rows.append(row_of(spec, size, arm, Reason.PROFILING, None))
     return tuple(rows)
@@ -60,4 +60,4 @@ def without_probes(spec: EngineSpec, rows: Iterable[PlanRow]) -> tuple[PlanRow, 
 
 
 def _sleeps(spec: EngineSpec, arm: Arm) -> bool:
-    return arm.gamma == 0 and spec.capabilities.can_sleep
+    return arm.gamma == 0 and spec.able.can_sleep

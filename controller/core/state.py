@@ -64,6 +64,7 @@ _CONSTANT: Final[Mapping[type, frozenset[str]]] = {
         "_features", "_flat_features", "_wander", "_covariance_start", "_cell_sigma", "_order",
         "_off",
     }),
+    drafter_updates.DrafterUpdates: frozenset({"_able"}),
     exploration.Explorer: frozenset({"_arms", "_settings"}),
     missed.MissedTokens: frozenset({"_can_sleep", "_apart", "_most_steps"}),
     planner.Planner: _PLANNER,

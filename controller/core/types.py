@@ -14,6 +14,7 @@ from controller.core.errors import (
     UnknownArmError,
 )
 from controller.core.kinds import DrafterKind
+from controller.core.lost import LostCapability, able, require_known
 from controller.core.shapes import DrafterShape, ModelShape
 
 MAX_GAMMA = 64
@@ -145,7 +146,8 @@ class EngineSpec:
     """An engine as it introduces itself.  Raises InvalidEngineError if it contradicts itself.
 
     shape: what the target model weighs, when known: see `prior`.  safe_gamma: what it runs of its
-    first drafter without a plan, None where it does not say.
+    first drafter without a plan, None where it does not say.  lost: what it can no longer do;
+    `drafters` and `capabilities` stay as introduced.
     """
 
     engine_id: str
@@ -155,6 +157,7 @@ class EngineSpec:
     capabilities: Capabilities = field(default_factory=Capabilities)
     shape: ModelShape | None = None
     safe_gamma: int | None = None
+    lost: tuple[LostCapability, ...] = ()
 
     def __post_init__(self) -> None:
         allowed = set("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._:-")
@@ -180,13 +183,14 @@ class EngineSpec:
             raise InvalidEngineError(
                 f"max_batch_size {self.max_batch_size} leaves 1..{MAX_BATCH_SIZE}"
             )
-        if not any(self.can_run(arm, self.max_batch_size) for arm in self.arms):
+        if not any(self.is_prepared(arm, self.max_batch_size) for arm in self.arms):
             raise InvalidEngineError(
                 f"every draft length is limited to batches below {self.max_batch_size}: "
                 "nothing could run in the largest one"
             )
         if self.safe_gamma not in {None, *self.drafters[0].gammas}:
             raise InvalidEngineError(f"{names[0]!r} has not prepared safe_gamma {self.safe_gamma}")
+        require_known(self.lost, self)
 
     @property
     def arms(self) -> tuple[Arm, ...]:
@@ -194,6 +198,19 @@ class EngineSpec:
         return tuple(Arm(d.name, gamma) for d in self.drafters for gamma in d.gammas)
 
     def can_run(self, arm: Arm, batch_size: int) -> bool:
+        """Whether it is prepared for a batch of this size, and not lost."""
+        return self.is_prepared(arm, batch_size) and self.loss_of(arm) is None
+
+    def loss_of(self, arm: Arm) -> LostCapability | None:
+        """The loss that the arm fell to; None while the engine has it."""
+        return next((loss for loss in self.lost if loss.covers(arm)), None)
+
+    @property
+    def able(self) -> Capabilities:
+        """What the losses leave of its capabilities."""
+        return able(self.capabilities, self.lost)
+
+    def is_prepared(self, arm: Arm, batch_size: int) -> bool:
         """Whether the arm, one of `arms`, is prepared for a batch of this size."""
         return batch_size <= self.drafter(arm.drafter).largest_batch(arm.gamma)
 

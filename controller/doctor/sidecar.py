@@ -10,6 +10,7 @@ import grpc.aio
 import controller
 from controller.credentials import why_silent
 from controller.doctor.finding import Finding, fail, ok, warn
+from controller.service.lost_messages import lost_text
 from controller.socket_paths import why_denied
 from speculation.v1 import policy_pb2, policy_pb2_grpc, service_pb2, service_pb2_grpc
 
@@ -85,6 +86,7 @@ def check_engines(answers: Answers, address: str) -> Iterator[Finding]:
         )
     for engine in answers.engines.engines:
         yield _engine(engine)
+        yield from _lost(engine)
         yield _shim(engine, answers.engines.sidecar.version)
         yield _profile(engine)
 
@@ -156,6 +158,15 @@ def _engine(engine: service_pb2.EngineStatus) -> Finding:
         name,
         f"{engine.reports} steps{alone}, the last {engine.seconds_since_last_report:.1f} s ago",
     )
+
+
+def _lost(engine: service_pb2.EngineStatus) -> Iterator[Finding]:
+    for loss in engine.engine.lost:
+        yield fail(
+            f"engine {engine.engine.engine_id}",
+            lost_text(loss),
+            "see the engine's log for the whole error; restart the engine to try again",
+        )
 
 
 def _shim(engine: service_pb2.EngineStatus, ours: str) -> Finding:

@@ -42,7 +42,7 @@ class Wakings:
     def begin_load(self) -> None:
         """The requests of before are gone, and nobody will read what they had missed."""
         names = [drafter.name for drafter in self._spec.drafters]
-        self._missed = MissedTokens(names, self._spec.capabilities)
+        self._missed = MissedTokens(names, self._spec.able)
 
     def observe(self, report: StepReport) -> None:
         """One step of the engine, of whatever batch."""

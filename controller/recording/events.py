@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias
 
+from controller.core.lost import LostCapability
 from controller.core.overrides import Override
 from controller.core.profile import Profile
 from controller.core.selective_training import TrainingSettings, TrainingState
@@ -102,6 +103,13 @@ class Overridden:
 
 
 @dataclass(frozen=True, slots=True)
+class Lost:
+    """The engine can no longer do these."""
+
+    losses: tuple[LostCapability, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Profiled:
     """A profile was put into use."""
 
@@ -153,6 +161,7 @@ Event: TypeAlias = (
     | Configured
     | Parted
     | Overridden
+    | Lost
     | Profiled
     | Warmed
     | Trained

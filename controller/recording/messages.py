@@ -23,6 +23,7 @@ from controller.recording.events import (
     Event,
     Forced,
     Issued,
+    Lost,
     Moment,
     Noted,
     NoteKind,
@@ -37,6 +38,7 @@ from controller.recording.events import (
 )
 from controller.recording.state_messages import state_from_proto, state_to_proto
 from controller.service import converters
+from controller.service.lost_messages import all_lost_from_proto, lost_to_proto
 from controller.service.override_messages import override_from_proto, override_to_proto
 from speculation.v1 import record_pb2
 
@@ -227,6 +229,7 @@ _WRITERS: Final[Mapping[type, tuple[str, Callable[[Any], Message]]]] = {
         lambda event: record_pb2.RecordParting(lease_seconds=event.lease_seconds, plan=event.plan),
     ),
     Overridden: ("overrides", lambda event: _terms_to_proto(event.terms)),
+    Lost: ("loss", lambda event: record_pb2.RecordLoss(lost=map(lost_to_proto, event.losses))),
     Profiled: (
         "profile",
         lambda event: record_pb2.RecordProfile(profile_json=event.profile.to_json()),
@@ -243,6 +246,7 @@ _READERS: Final[Mapping[str, Callable[[Any], Event | None]]] = {
     "settings": _configured,
     "parting": _parted,
     "overrides": lambda message: Overridden(_terms(message)),
+    "loss": lambda message: Lost(all_lost_from_proto(message.lost)),
     "profile": lambda message: Profiled(Profile.from_json(message.profile_json)),
     "warm_start": lambda message: Warmed(
         tuple(warm_start.from_json(message.beliefs_json)), message.where

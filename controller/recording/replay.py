@@ -24,6 +24,7 @@ from controller.recording.events import (
     Decided,
     Event,
     Forced,
+    Lost,
     Moment,
     Opening,
     Overridden,
@@ -140,6 +141,8 @@ def apply(core: EngineController, event: Event) -> plan_pb2.Plan | None:
             plan = core.last_plan(event.lease_seconds)
         case Overridden():
             core.set_overrides(term.override for term in event.terms)
+        case Lost():
+            core.lose(event.losses)
         case Profiled():
             core.use_profile(event.profile)
         case Warmed():

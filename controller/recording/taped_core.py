@@ -16,6 +16,7 @@ import controller
 from controller.core.clock import Clock
 from controller.core.engine_controller import EngineController
 from controller.core.errors import InvalidReportError
+from controller.core.lost import LostCapability
 from controller.core.overrides import Override
 from controller.core.profile import Profile
 from controller.core.selective_training import TrainingSettings, TrainingState
@@ -28,6 +29,7 @@ from controller.recording.events import (
     Event,
     Forced,
     Issued,
+    Lost,
     Moment,
     Noted,
     NoteKind,
@@ -124,6 +126,14 @@ class TapedController(EngineController):
             self._terms = terms
             self._put(Overridden(terms))
         return changed
+
+    def lose(self, losses: Iterable[LostCapability]) -> tuple[LostCapability, ...]:
+        """As the core's."""
+        self._begin()
+        news = super().lose(losses)
+        if news:
+            self._put(Lost(news))
+        return news
 
     def next_plan(self) -> Plan | None:
         """As the core's."""

@@ -12,6 +12,7 @@ from controller.recording.events import (
     Configured,
     Decided,
     Forced,
+    Lost,
     Moment,
     Noted,
     NoteKind,
@@ -151,6 +152,9 @@ class Window:
                 self._plan(event.plan, wall_seconds)
             case Overridden():
                 self._override(event.terms, wall_seconds)
+            case Lost():
+                for loss in event.losses:
+                    self._say(wall_seconds, f"the engine lost {loss.what}: {loss.reason}")
             case Noted():
                 self.noted[event.kind] += event.count or 1
                 self.notes.append((wall_seconds, event))

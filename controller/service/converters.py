@@ -5,13 +5,14 @@ core's types refuse; the other direction cannot fail.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from google.protobuf.message import Message
 
 from controller.core.errors import InvalidEngineError
 from controller.core.explanation import Explanation
 from controller.core.kinds import DrafterKind
+from controller.core.lost import added, require_known
 from controller.core.regime import RegimeState
 from controller.core.types import (
     NO_FLAGS,
@@ -30,6 +31,7 @@ from controller.core.types import (
     StepFlags,
     StepReport,
 )
+from controller.service.lost_messages import all_lost_from_proto, lost_to_proto
 from controller.service.override_messages import limits_to_proto
 from controller.service.shapes import (
     drafter_shape_from_proto,
@@ -72,7 +74,7 @@ def engine_from_proto(message: engine_pb2.EngineSpec) -> EngineSpec:
     """Raises InvalidEngineError if the introduction contradicts itself, or is endless."""
     _bound(message)
     fingerprint, able = message.fingerprint, message.capabilities
-    return EngineSpec(
+    spec = EngineSpec(
         engine_id=message.engine_id,
         fingerprint=Fingerprint(
             target_model=fingerprint.target_model,
@@ -104,6 +106,9 @@ def engine_from_proto(message: engine_pb2.EngineSpec) -> EngineSpec:
         shape=model_shape_from_proto(message.shape) if message.HasField("shape") else None,
         safe_gamma=message.safe_gamma if message.HasField("safe_gamma") else None,
     )
+    lost = all_lost_from_proto(message.lost)
+    require_known(lost, spec)
+    return replace(spec, lost=added(spec, lost)) if lost else spec
 
 
 def _bound(message: Message) -> None:
@@ -187,6 +192,7 @@ def engine_to_proto(spec: EngineSpec) -> engine_pb2.EngineSpec:
         ),
         shape=None if spec.shape is None else model_shape_to_proto(spec.shape),
         safe_gamma=spec.safe_gamma,
+        lost=map(lost_to_proto, spec.lost),
     )
 
 
@@ -325,6 +331,7 @@ def explanation_to_proto(explanation: Explanation) -> service_pb2.ExplainRespons
                 cost_drift=value.cost_drift,
                 catch_up_seconds=value.catch_up_seconds,
                 forbidden=not value.legal,
+                lost=any(loss.covers(value.arm) for loss in explanation.lost),
             )
             for value in explanation.arms
         ],
@@ -356,6 +363,7 @@ def explanation_to_proto(explanation: Explanation) -> service_pb2.ExplainRespons
         limits=limits_to_proto(explanation.limits) if explanation.limits else None,
         updates=_updates_to_proto(explanation.updates) if explanation.updates else None,
         training=training_to_proto(explanation.training) if explanation.training else None,
+        lost=map(lost_to_proto, explanation.lost),
     )
 
 

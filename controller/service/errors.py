@@ -8,6 +8,7 @@ import grpc.aio
 from controller.core.errors import (
     InvalidBeliefError,
     InvalidEngineError,
+    InvalidLossError,
     InvalidProfileError,
     InvalidReportError,
     InvalidTrainingError,
@@ -139,6 +140,7 @@ _STATUS: tuple[tuple[type[SpeculationError], grpc.StatusCode], ...] = (
     (StaleReportError, grpc.StatusCode.FAILED_PRECONDITION),
     (InvalidReportError, grpc.StatusCode.INVALID_ARGUMENT),
     (InvalidEngineError, grpc.StatusCode.INVALID_ARGUMENT),
+    (InvalidLossError, grpc.StatusCode.INVALID_ARGUMENT),
     (InvalidProfileError, grpc.StatusCode.INVALID_ARGUMENT),
     (InvalidBeliefError, grpc.StatusCode.INVALID_ARGUMENT),
     (ProfileMergeError, grpc.StatusCode.INVALID_ARGUMENT),

@@ -18,6 +18,7 @@ import structlog
 from controller.core.clock import Clock
 from controller.core.engine_controller import EngineController
 from controller.core.errors import InvalidReportError, SpeculationError, UnknownArmError
+from controller.core.lost import LostCapability
 from controller.core.profile import Profile
 from controller.core.selective_training import TrainingSettings
 from controller.core.settings import PlannerSettings
@@ -48,11 +49,19 @@ class Measurement:
 
     def __init__(self) -> None:
         self.forced_epoch = 0
+        self.arm: Arm | None = None
+        self.failed: SpeculationError | None = None
         self.reports: deque[StepReport] = deque()
         self.overflowed = False
 
     def take(self) -> list[StepReport]:
-        """The reports since the last call.  Raises SlowClientError once some had to be dropped."""
+        """The reports since the last call.
+
+        Raises SlowClientError once some had to be dropped, and InvalidMeasurementError once the
+        engine has lost what is being measured.
+        """
+        if self.failed is not None:
+            raise self.failed
         if self.overflowed:
             raise SlowClientError(
                 f"more than {_MEASURED_MAX} reports wait for this client: a measurement with "
@@ -114,6 +123,7 @@ class Session:
         self._quiet.set()
         self._drafters = frozenset(drafter.name for drafter in core.spec.drafters)
         self.tally.plans[self.plan.reason] += 1
+        self._say_lost(core.spec.lost)
 
     @property
     def spec(self) -> EngineSpec:
@@ -193,6 +203,29 @@ class Session:
         if self.measurement is not None:
             self.measurement.put(report)
             self.ring()
+
+    def lose(self, losses: Iterable[LostCapability]) -> None:
+        """Plans without what the engine has lost.  Raises InvalidLossError."""
+        news = self.core.lose(losses)
+        if not news:
+            return
+        self._say_lost(news)
+        self.ring()
+        measured = self.measurement
+        if measured is None or measured.arm is None:
+            return
+        loss = self.spec.loss_of(measured.arm)
+        if loss is not None:
+            measured.failed = InvalidMeasurementError(
+                f"engine {self.engine_id!r} has lost {loss.what} while it was measured: "
+                f"{loss.reason}"
+            )
+
+    def _say_lost(self, losses: Iterable[LostCapability]) -> None:
+        for loss in losses:
+            _log.warning(
+                "capability_lost", engine=self.engine_id, lost=loss.what, reason=loss.reason
+            )
 
     def reject(self, error: InvalidReportError) -> None:
         """Counts a refused report; the first of its kind in a session is logged."""
@@ -296,7 +329,7 @@ class Session:
         except UnknownArmError as error:
             raise InvalidMeasurementError(str(error)) from error
         self._adopt(plan, began)
-        measurement.forced_epoch = plan.epoch
+        measurement.forced_epoch, measurement.arm = plan.epoch, arm
         self.ring()
 
     @contextmanager

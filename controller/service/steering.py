@@ -18,12 +18,13 @@ from collections.abc import AsyncIterator, Sequence
 import grpc.aio
 import structlog
 
-from controller.core.errors import InvalidReportError, SpeculationError
+from controller.core.errors import InvalidLossError, InvalidReportError, SpeculationError
 from controller.core.types import Plan
 from controller.recording.events import NoteKind
 from controller.service import callers, converters, streams
 from controller.service.errors import NoSessionError, abort, message_of, status_of
 from controller.service.holder import Holder
+from controller.service.lost_messages import all_lost_from_proto
 from controller.service.session import Session
 from controller.service.sessions import SessionRegistry
 from controller.service.streams import beside, read
@@ -206,9 +207,18 @@ class _SteerStream:
                 )
             session.contact(request.dropped_reports)
             self._received.dropped += request.dropped_reports
+            if request.lost:
+                self._lose(request.lost)
             await self._take(request.reports)
             self._bell.set()
             request = await read(self._context)
+
+    def _lose(self, lost: Sequence[engine_pb2.LostCapability]) -> None:
+        """What the engine can no longer do; losses that cannot be are refused together."""
+        try:
+            self._session.lose(all_lost_from_proto(lost))
+        except InvalidLossError as error:
+            self._refuse(0, error)
 
     async def _take(self, reports: Sequence[engine_pb2.StepReport]) -> None:
         """Folds one message's reports, as far as the session lasts."""
@@ -230,11 +240,14 @@ class _SteerStream:
             self._session.observe(converters.report_from_proto(message))
         except InvalidReportError as error:
             self._session.reject(error)
-            self._rejections.append(
-                service_pb2.ReportRejection(
-                    step=message.step, code=status_of(error).value[0], message=message_of(error)
-                )
+            self._refuse(message.step, error)
+
+    def _refuse(self, step: int, error: SpeculationError) -> None:
+        self._rejections.append(
+            service_pb2.ReportRejection(
+                step=step, code=status_of(error).value[0], message=message_of(error)
             )
+        )
 
     async def _look(self, seconds: float) -> None:
         while True:

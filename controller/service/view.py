@@ -8,6 +8,7 @@ from typing import Any
 
 from controller.core.explanation import Explanation, PositionEstimate
 from controller.service.history import History
+from controller.service.lost_messages import lost_text, lost_to_proto
 from controller.service.metrics.view import EngineView
 from controller.service.override_book import Held
 from controller.service.override_messages import override_to_proto
@@ -26,7 +27,8 @@ class EngineLine:
     None where nothing was reported then.  tokens_per_second: likewise, as measured.  gain:
     estimated tokens per second over gamma = 0, None where the engine has no such arm.  link:
     "steered", "alone" (its last step had no valid lease), "away" (no stream is open) or "waiting"
-    (no step was reported yet).  costs: "profile", "roofline" or "generic".
+    (no step was reported yet).  costs: "profile", "roofline" or "generic".  lost: what the
+    engine can no longer do, each in one line.
     """
 
     engine_id: str
@@ -46,6 +48,7 @@ class EngineLine:
     link: str
     costs: str
     overrides: tuple[str, ...]
+    lost: tuple[str, ...] = ()
 
 
 def line_of(view: EngineView, history: History) -> EngineLine:
@@ -71,6 +74,7 @@ def line_of(view: EngineView, history: History) -> EngineLine:
         link=_link(view),
         costs=view.explanation.prior or "profile",
         overrides=plan.overrides,
+        lost=tuple(lost_text(lost_to_proto(loss)) for loss in session.spec.lost),
     )
 
 

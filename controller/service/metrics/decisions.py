@@ -69,6 +69,13 @@ DECISION: Final[tuple[Family[EngineView], ...]] = (
         lambda e: e.explanation.probe_credit_seconds, unit="seconds",
     ),
     Family(
+        _GAUGE, "speculation_lost_capability",
+        "1 for everything that the engine has lost and cannot do until it starts again (a drafter "
+        "that failed, say); `controller explain` names the reason.",
+        lambda e: dict.fromkeys((loss.what for loss in e.session.spec.lost), 1),
+        label="capability",
+    ),
+    Family(
         _GAUGE, "speculation_engine_overrides", "Overrides that count in the newest plan.",
         lambda e: len(e.session.plan.overrides),
     ),

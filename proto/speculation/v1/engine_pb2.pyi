@@ -49,6 +49,44 @@ DRAFTER_KIND_NGRAM: DrafterKind.ValueType  # 4
 """Prompt lookup, no model."""
 Global___DrafterKind: _TypeAlias = DrafterKind  # noqa: Y015
 
+class _Capability:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _CapabilityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Capability.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CAPABILITY_UNSPECIFIED: _Capability.ValueType  # 0
+    CAPABILITY_DRAFTER: _Capability.ValueType  # 1
+    """A drafter, or some of its draft lengths."""
+    CAPABILITY_SLEEP: _Capability.ValueType  # 2
+    """Capabilities.can_sleep."""
+    CAPABILITY_UPDATE_ONLINE: _Capability.ValueType  # 3
+    """Capabilities.can_update_online."""
+    CAPABILITY_COLLECT: _Capability.ValueType  # 4
+    """Capabilities.can_collect."""
+    CAPABILITY_TAKE_VERSIONS: _Capability.ValueType  # 5
+    """Capabilities.can_take_versions."""
+    CAPABILITY_REPORT: _Capability.ValueType  # 6
+    """Steps are not reported any more."""
+
+class Capability(_Capability, metaclass=_CapabilityEnumTypeWrapper):
+    """What an engine can lose while it runs."""
+
+CAPABILITY_UNSPECIFIED: Capability.ValueType  # 0
+CAPABILITY_DRAFTER: Capability.ValueType  # 1
+"""A drafter, or some of its draft lengths."""
+CAPABILITY_SLEEP: Capability.ValueType  # 2
+"""Capabilities.can_sleep."""
+CAPABILITY_UPDATE_ONLINE: Capability.ValueType  # 3
+"""Capabilities.can_update_online."""
+CAPABILITY_COLLECT: Capability.ValueType  # 4
+"""Capabilities.can_collect."""
+CAPABILITY_TAKE_VERSIONS: Capability.ValueType  # 5
+"""Capabilities.can_take_versions."""
+CAPABILITY_REPORT: Capability.ValueType  # 6
+"""Steps are not reported any more."""
+Global___Capability: _TypeAlias = Capability  # noqa: Y015
+
 @_typing.final
 class Drafter(_message.Message):
     """A drafter that the engine holds, and the draft lengths it can run."""
@@ -257,6 +295,7 @@ class EngineSpec(_message.Message):
     CAPABILITIES_FIELD_NUMBER: _builtins.int
     SHAPE_FIELD_NUMBER: _builtins.int
     SAFE_GAMMA_FIELD_NUMBER: _builtins.int
+    LOST_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """Stable across restarts of the same engine instance (pod name, say); [A-Za-z0-9._:-]{1,128}."""
     max_batch_size: _builtins.int
@@ -275,6 +314,12 @@ class EngineSpec(_message.Message):
     def shape(self) -> Global___ModelShape:
         """With it (and a known device) costs that nobody has measured come from a roofline."""
 
+    @_builtins.property
+    def lost(self) -> _containers.RepeatedCompositeFieldContainer[Global___LostCapability]:
+        """What it could not do any more, or never could, when it introduced itself.  `drafters` and
+        `capabilities` stay as they were without that.
+        """
+
     def __init__(
         self,
         *,
@@ -285,10 +330,11 @@ class EngineSpec(_message.Message):
         capabilities: Global___Capabilities | None = ...,
         shape: Global___ModelShape | None = ...,
         safe_gamma: _builtins.int | None = ...,
+        lost: _abc.Iterable[Global___LostCapability] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_safe_gamma", b"_safe_gamma", "_shape", b"_shape", "capabilities", b"capabilities", "fingerprint", b"fingerprint", "safe_gamma", b"safe_gamma", "shape", b"shape"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_safe_gamma", b"_safe_gamma", "_shape", b"_shape", "capabilities", b"capabilities", "drafters", b"drafters", "engine_id", b"engine_id", "fingerprint", b"fingerprint", "max_batch_size", b"max_batch_size", "safe_gamma", b"safe_gamma", "shape", b"shape"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_safe_gamma", b"_safe_gamma", "_shape", b"_shape", "capabilities", b"capabilities", "drafters", b"drafters", "engine_id", b"engine_id", "fingerprint", b"fingerprint", "lost", b"lost", "max_batch_size", b"max_batch_size", "safe_gamma", b"safe_gamma", "shape", b"shape"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__safe_gamma: _TypeAlias = _typing.Literal["safe_gamma"]  # noqa: Y015
     _WhichOneofArgType__safe_gamma: _TypeAlias = _typing.Literal["_safe_gamma", b"_safe_gamma"]  # noqa: Y015
@@ -300,6 +346,45 @@ class EngineSpec(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__shape) -> _WhichOneofReturnType__shape | None: ...
 
 Global___EngineSpec: _TypeAlias = EngineSpec  # noqa: Y015
+
+@_typing.final
+class LostCapability(_message.Message):
+    """Something that an engine can no longer do.  It is lost until the engine starts again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CAPABILITY_FIELD_NUMBER: _builtins.int
+    DRAFTER_FIELD_NUMBER: _builtins.int
+    GAMMAS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    LOST_AT_UNIX_SECONDS_FIELD_NUMBER: _builtins.int
+    capability: Global___Capability.ValueType
+    drafter: _builtins.str
+    """For CAPABILITY_DRAFTER: which one, and which draft lengths of it; none listed: all above 0.
+    A step at gamma = 0 needs no drafter.
+    """
+    reason: _builtins.str
+    """One line for people, e.g. the error."""
+    lost_at_unix_seconds: _builtins.float
+    """When it was lost, by the wall clock of the engine's host."""
+    @_builtins.property
+    def gammas(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        capability: Global___Capability.ValueType = ...,
+        drafter: _builtins.str = ...,
+        gammas: _abc.Iterable[_builtins.int] | None = ...,
+        reason: _builtins.str = ...,
+        lost_at_unix_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "drafter", b"drafter", "gammas", b"gammas", "lost_at_unix_seconds", b"lost_at_unix_seconds", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LostCapability: _TypeAlias = LostCapability  # noqa: Y015
 
 @_typing.final
 class ModelShape(_message.Message):

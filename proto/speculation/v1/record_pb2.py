@@ -17,7 +17,7 @@ from speculation.v1 import plan_pb2 as speculation_dot_v1_dot_plan__pb2
 from speculation.v1 import policy_pb2 as speculation_dot_v1_dot_policy__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bspeculation/v1/record.proto\x12\x0especulation.v1\x1a\x1bspeculation/v1/engine.proto\x1a\x19speculation/v1/plan.proto\x1a\x1bspeculation/v1/policy.proto\"0\n\x05\x42lock\x12\'\n\x07records\x18\x01 \x03(\x0b\x32\x16.speculation.v1.Record\"\xda\x04\n\x06Record\x12\x15\n\rclock_seconds\x18\x01 \x01(\x01\x12\x30\n\x07opening\x18\x02 \x01(\x0b\x32\x1d.speculation.v1.RecordOpeningH\x00\x12,\n\x06report\x18\x03 \x01(\x0b\x32\x1a.speculation.v1.StepReportH\x00\x12\x32\n\x08\x64\x65\x63ision\x18\x04 \x01(\x0b\x32\x1e.speculation.v1.RecordDecisionH\x00\x12,\n\x05\x66orce\x18\x05 \x01(\x0b\x32\x1b.speculation.v1.RecordForceH\x00\x12\x34\n\toverrides\x18\x07 \x01(\x0b\x32\x1f.speculation.v1.RecordOverridesH\x00\x12\x30\n\x07profile\x18\x08 \x01(\x0b\x32\x1d.speculation.v1.RecordProfileH\x00\x12\x35\n\nwarm_start\x18\t \x01(\x0b\x32\x1f.speculation.v1.RecordWarmStartH\x00\x12\x32\n\x08training\x18\n \x01(\x0b\x32\x1e.speculation.v1.RecordTrainingH\x00\x12*\n\x04note\x18\x0b \x01(\x0b\x32\x1a.speculation.v1.RecordNoteH\x00\x12\x32\n\x08settings\x18\x0c \x01(\x0b\x32\x1e.speculation.v1.RecordSettingsH\x00\x12\x30\n\x07parting\x18\r \x01(\x0b\x32\x1d.speculation.v1.RecordPartingH\x00\x42\x06\n\x04whatJ\x04\x08\x06\x10\x07R\x04look\"\xa6\x03\n\rRecordOpening\x12*\n\x06\x65ngine\x18\x01 \x01(\x0b\x32\x1a.speculation.v1.EngineSpec\x12\x14\n\x0cplanner_json\x18\x02 \x01(\t\x12\x15\n\rtraining_json\x18\x03 \x01(\t\x12\x14\n\x0cprofile_json\x18\x04 \x01(\t\x12\x32\n\toverrides\x18\x05 \x01(\x0b\x32\x1f.speculation.v1.RecordOverrides\x12*\n\x05state\x18\x06 \x01(\x0b\x32\x1b.speculation.v1.StateObject\x12\x14\n\x0cwall_seconds\x18\x07 \x01(\x01\x12\x0f\n\x07session\x18\x08 \x01(\x04\x12\x0c\n\x04lost\x18\t \x01(\x04\x12=\n\x08versions\x18\n \x03(\x0b\x32+.speculation.v1.RecordOpening.VersionsEntry\x12\x13\n\x0b\x63ost_source\x18\x0b \x01(\t\x12\x0c\n\x04part\x18\x0c \x01(\x04\x1a/\n\rVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"B\n\x0eRecordDecision\x12\'\n\x04plan\x18\x01 \x01(\x0b\x32\x14.speculation.v1.PlanH\x00\x88\x01\x01\x42\x07\n\x05_plan\"f\n\x0bRecordForce\x12+\n\x03\x61rm\x18\x01 \x01(\x0b\x32\x19.speculation.v1.RecordArmH\x00\x88\x01\x01\x12\"\n\x04plan\x18\x02 \x01(\x0b\x32\x14.speculation.v1.PlanB\x06\n\x04_arm\"+\n\tRecordArm\x12\x0f\n\x07\x64rafter\x18\x01 \x01(\t\x12\r\n\x05gamma\x18\x02 \x01(\r\"=\n\x0eRecordSettings\x12\x14\n\x0cplanner_json\x18\x01 \x01(\t\x12\x15\n\rtraining_json\x18\x02 \x01(\t\"J\n\rRecordParting\x12\x15\n\rlease_seconds\x18\x01 \x01(\x01\x12\"\n\x04plan\x18\x02 \x01(\x0b\x32\x14.speculation.v1.Plan\"D\n\x0fRecordOverrides\x12\x31\n\toverrides\x18\x01 \x03(\x0b\x32\x1e.speculation.v1.RecordOverride\"^\n\x0eRecordOverride\x12*\n\x08override\x18\x01 \x01(\x0b\x32\x18.speculation.v1.Override\x12\x14\n\x07\x65nds_at\x18\x02 \x01(\x01H\x00\x88\x01\x01\x42\n\n\x08_ends_at\"%\n\rRecordProfile\x12\x14\n\x0cprofile_json\x18\x01 \x01(\t\"6\n\x0fRecordWarmStart\x12\x14\n\x0c\x62\x65liefs_json\x18\x01 \x01(\t\x12\r\n\x05where\x18\x02 \x01(\t\"F\n\x0eRecordTraining\x12\x12\n\nstate_json\x18\x01 \x01(\t\x12\x10\n\x08\x61ttended\x18\x02 \x01(\x08\x12\x0e\n\x06stored\x18\x03 \x01(\x04\"W\n\nRecordNote\x12,\n\x04kind\x18\x01 \x01(\x0e\x32\x1e.speculation.v1.RecordNoteKind\x12\r\n\x05\x63ount\x18\x02 \x01(\x04\x12\x0c\n\x04text\x18\x03 \x01(\t\"\x80\x03\n\nStateValue\x12\x0e\n\x04none\x18\x01 \x01(\x08H\x00\x12\x0e\n\x04\x66lag\x18\x02 \x01(\x08H\x00\x12\x11\n\x07integer\x18\x03 \x01(\x12H\x00\x12\x10\n\x06number\x18\x04 \x01(\x01H\x00\x12\x0e\n\x04text\x18\x05 \x01(\tH\x00\x12+\n\x04list\x18\x06 \x01(\x0b\x32\x1b.speculation.v1.StateValuesH\x00\x12,\n\x05tuple\x18\x07 \x01(\x0b\x32\x1b.speculation.v1.StateValuesH\x00\x12/\n\x07mapping\x18\x08 \x01(\x0b\x32\x1c.speculation.v1.StateMappingH\x00\x12+\n\x05\x61rray\x18\t \x01(\x0b\x32\x1a.speculation.v1.StateArrayH\x00\x12-\n\x06object\x18\n \x01(\x0b\x32\x1b.speculation.v1.StateObjectH\x00\x12-\n\x06\x63hoice\x18\x0b \x01(\x0b\x32\x1b.speculation.v1.StateChoiceH\x00\x42\x06\n\x04kind\"9\n\x0bStateValues\x12*\n\x06values\x18\x01 \x03(\x0b\x32\x1a.speculation.v1.StateValue\"d\n\x0cStateMapping\x12(\n\x04keys\x18\x01 \x03(\x0b\x32\x1a.speculation.v1.StateValue\x12*\n\x06values\x18\x02 \x03(\x0b\x32\x1a.speculation.v1.StateValue\"_\n\nStateArray\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\r\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x15\n\rcolumns_first\x18\x04 \x01(\x08\x12\x0e\n\x06scalar\x18\x05 \x01(\x08\"V\n\x0bStateObject\x12\x0c\n\x04type\x18\x01 \x01(\t\x12\r\n\x05names\x18\x02 \x03(\t\x12*\n\x06values\x18\x03 \x03(\x0b\x32\x1a.speculation.v1.StateValue\")\n\x0bStateChoice\x12\x0c\n\x04type\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t*\xd3\x01\n\x0eRecordNoteKind\x12 \n\x1cRECORD_NOTE_KIND_UNSPECIFIED\x10\x00\x12\x1c\n\x18RECORD_NOTE_KIND_DROPPED\x10\x01\x12\x1d\n\x19RECORD_NOTE_KIND_REJECTED\x10\x02\x12\"\n\x1eRECORD_NOTE_KIND_STREAM_OPENED\x10\x03\x12\"\n\x1eRECORD_NOTE_KIND_STREAM_CLOSED\x10\x04\x12\x1a\n\x16RECORD_NOTE_KIND_ENDED\x10\x05\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bspeculation/v1/record.proto\x12\x0especulation.v1\x1a\x1bspeculation/v1/engine.proto\x1a\x19speculation/v1/plan.proto\x1a\x1bspeculation/v1/policy.proto\"0\n\x05\x42lock\x12\'\n\x07records\x18\x01 \x03(\x0b\x32\x16.speculation.v1.Record\"\x86\x05\n\x06Record\x12\x15\n\rclock_seconds\x18\x01 \x01(\x01\x12\x30\n\x07opening\x18\x02 \x01(\x0b\x32\x1d.speculation.v1.RecordOpeningH\x00\x12,\n\x06report\x18\x03 \x01(\x0b\x32\x1a.speculation.v1.StepReportH\x00\x12\x32\n\x08\x64\x65\x63ision\x18\x04 \x01(\x0b\x32\x1e.speculation.v1.RecordDecisionH\x00\x12,\n\x05\x66orce\x18\x05 \x01(\x0b\x32\x1b.speculation.v1.RecordForceH\x00\x12\x34\n\toverrides\x18\x07 \x01(\x0b\x32\x1f.speculation.v1.RecordOverridesH\x00\x12\x30\n\x07profile\x18\x08 \x01(\x0b\x32\x1d.speculation.v1.RecordProfileH\x00\x12\x35\n\nwarm_start\x18\t \x01(\x0b\x32\x1f.speculation.v1.RecordWarmStartH\x00\x12\x32\n\x08training\x18\n \x01(\x0b\x32\x1e.speculation.v1.RecordTrainingH\x00\x12*\n\x04note\x18\x0b \x01(\x0b\x32\x1a.speculation.v1.RecordNoteH\x00\x12\x32\n\x08settings\x18\x0c \x01(\x0b\x32\x1e.speculation.v1.RecordSettingsH\x00\x12\x30\n\x07parting\x18\r \x01(\x0b\x32\x1d.speculation.v1.RecordPartingH\x00\x12*\n\x04loss\x18\x0e \x01(\x0b\x32\x1a.speculation.v1.RecordLossH\x00\x42\x06\n\x04whatJ\x04\x08\x06\x10\x07R\x04look\"\xa6\x03\n\rRecordOpening\x12*\n\x06\x65ngine\x18\x01 \x01(\x0b\x32\x1a.speculation.v1.EngineSpec\x12\x14\n\x0cplanner_json\x18\x02 \x01(\t\x12\x15\n\rtraining_json\x18\x03 \x01(\t\x12\x14\n\x0cprofile_json\x18\x04 \x01(\t\x12\x32\n\toverrides\x18\x05 \x01(\x0b\x32\x1f.speculation.v1.RecordOverrides\x12*\n\x05state\x18\x06 \x01(\x0b\x32\x1b.speculation.v1.StateObject\x12\x14\n\x0cwall_seconds\x18\x07 \x01(\x01\x12\x0f\n\x07session\x18\x08 \x01(\x04\x12\x0c\n\x04lost\x18\t \x01(\x04\x12=\n\x08versions\x18\n \x03(\x0b\x32+.speculation.v1.RecordOpening.VersionsEntry\x12\x13\n\x0b\x63ost_source\x18\x0b \x01(\t\x12\x0c\n\x04part\x18\x0c \x01(\x04\x1a/\n\rVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"B\n\x0eRecordDecision\x12\'\n\x04plan\x18\x01 \x01(\x0b\x32\x14.speculation.v1.PlanH\x00\x88\x01\x01\x42\x07\n\x05_plan\"f\n\x0bRecordForce\x12+\n\x03\x61rm\x18\x01 \x01(\x0b\x32\x19.speculation.v1.RecordArmH\x00\x88\x01\x01\x12\"\n\x04plan\x18\x02 \x01(\x0b\x32\x14.speculation.v1.PlanB\x06\n\x04_arm\"+\n\tRecordArm\x12\x0f\n\x07\x64rafter\x18\x01 \x01(\t\x12\r\n\x05gamma\x18\x02 \x01(\r\"=\n\x0eRecordSettings\x12\x14\n\x0cplanner_json\x18\x01 \x01(\t\x12\x15\n\rtraining_json\x18\x02 \x01(\t\"J\n\rRecordParting\x12\x15\n\rlease_seconds\x18\x01 \x01(\x01\x12\"\n\x04plan\x18\x02 \x01(\x0b\x32\x14.speculation.v1.Plan\":\n\nRecordLoss\x12,\n\x04lost\x18\x01 \x03(\x0b\x32\x1e.speculation.v1.LostCapability\"D\n\x0fRecordOverrides\x12\x31\n\toverrides\x18\x01 \x03(\x0b\x32\x1e.speculation.v1.RecordOverride\"^\n\x0eRecordOverride\x12*\n\x08override\x18\x01 \x01(\x0b\x32\x18.speculation.v1.Override\x12\x14\n\x07\x65nds_at\x18\x02 \x01(\x01H\x00\x88\x01\x01\x42\n\n\x08_ends_at\"%\n\rRecordProfile\x12\x14\n\x0cprofile_json\x18\x01 \x01(\t\"6\n\x0fRecordWarmStart\x12\x14\n\x0c\x62\x65liefs_json\x18\x01 \x01(\t\x12\r\n\x05where\x18\x02 \x01(\t\"F\n\x0eRecordTraining\x12\x12\n\nstate_json\x18\x01 \x01(\t\x12\x10\n\x08\x61ttended\x18\x02 \x01(\x08\x12\x0e\n\x06stored\x18\x03 \x01(\x04\"W\n\nRecordNote\x12,\n\x04kind\x18\x01 \x01(\x0e\x32\x1e.speculation.v1.RecordNoteKind\x12\r\n\x05\x63ount\x18\x02 \x01(\x04\x12\x0c\n\x04text\x18\x03 \x01(\t\"\x80\x03\n\nStateValue\x12\x0e\n\x04none\x18\x01 \x01(\x08H\x00\x12\x0e\n\x04\x66lag\x18\x02 \x01(\x08H\x00\x12\x11\n\x07integer\x18\x03 \x01(\x12H\x00\x12\x10\n\x06number\x18\x04 \x01(\x01H\x00\x12\x0e\n\x04text\x18\x05 \x01(\tH\x00\x12+\n\x04list\x18\x06 \x01(\x0b\x32\x1b.speculation.v1.StateValuesH\x00\x12,\n\x05tuple\x18\x07 \x01(\x0b\x32\x1b.speculation.v1.StateValuesH\x00\x12/\n\x07mapping\x18\x08 \x01(\x0b\x32\x1c.speculation.v1.StateMappingH\x00\x12+\n\x05\x61rray\x18\t \x01(\x0b\x32\x1a.speculation.v1.StateArrayH\x00\x12-\n\x06object\x18\n \x01(\x0b\x32\x1b.speculation.v1.StateObjectH\x00\x12-\n\x06\x63hoice\x18\x0b \x01(\x0b\x32\x1b.speculation.v1.StateChoiceH\x00\x42\x06\n\x04kind\"9\n\x0bStateValues\x12*\n\x06values\x18\x01 \x03(\x0b\x32\x1a.speculation.v1.StateValue\"d\n\x0cStateMapping\x12(\n\x04keys\x18\x01 \x03(\x0b\x32\x1a.speculation.v1.StateValue\x12*\n\x06values\x18\x02 \x03(\x0b\x32\x1a.speculation.v1.StateValue\"_\n\nStateArray\x12\r\n\x05\x64type\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\r\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12\x15\n\rcolumns_first\x18\x04 \x01(\x08\x12\x0e\n\x06scalar\x18\x05 \x01(\x08\"V\n\x0bStateObject\x12\x0c\n\x04type\x18\x01 \x01(\t\x12\r\n\x05names\x18\x02 \x03(\t\x12*\n\x06values\x18\x03 \x03(\x0b\x32\x1a.speculation.v1.StateValue\")\n\x0bStateChoice\x12\x0c\n\x04type\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t*\xd3\x01\n\x0eRecordNoteKind\x12 \n\x1cRECORD_NOTE_KIND_UNSPECIFIED\x10\x00\x12\x1c\n\x18RECORD_NOTE_KIND_DROPPED\x10\x01\x12\x1d\n\x19RECORD_NOTE_KIND_REJECTED\x10\x02\x12\"\n\x1eRECORD_NOTE_KIND_STREAM_OPENED\x10\x03\x12\"\n\x1eRECORD_NOTE_KIND_STREAM_CLOSED\x10\x04\x12\x1a\n\x16RECORD_NOTE_KIND_ENDED\x10\x05\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -26,48 +26,50 @@ if _descriptor._USE_C_DESCRIPTORS == False:
   DESCRIPTOR._options = None
   _globals['_RECORDOPENING_VERSIONSENTRY']._options = None
   _globals['_RECORDOPENING_VERSIONSENTRY']._serialized_options = b'8\001'
-  _globals['_RECORDNOTEKIND']._serialized_start=2767
-  _globals['_RECORDNOTEKIND']._serialized_end=2978
+  _globals['_RECORDNOTEKIND']._serialized_start=2871
+  _globals['_RECORDNOTEKIND']._serialized_end=3082
   _globals['_BLOCK']._serialized_start=132
   _globals['_BLOCK']._serialized_end=180
   _globals['_RECORD']._serialized_start=183
-  _globals['_RECORD']._serialized_end=785
-  _globals['_RECORDOPENING']._serialized_start=788
-  _globals['_RECORDOPENING']._serialized_end=1210
-  _globals['_RECORDOPENING_VERSIONSENTRY']._serialized_start=1163
-  _globals['_RECORDOPENING_VERSIONSENTRY']._serialized_end=1210
-  _globals['_RECORDDECISION']._serialized_start=1212
-  _globals['_RECORDDECISION']._serialized_end=1278
-  _globals['_RECORDFORCE']._serialized_start=1280
-  _globals['_RECORDFORCE']._serialized_end=1382
-  _globals['_RECORDARM']._serialized_start=1384
-  _globals['_RECORDARM']._serialized_end=1427
-  _globals['_RECORDSETTINGS']._serialized_start=1429
-  _globals['_RECORDSETTINGS']._serialized_end=1490
-  _globals['_RECORDPARTING']._serialized_start=1492
-  _globals['_RECORDPARTING']._serialized_end=1566
-  _globals['_RECORDOVERRIDES']._serialized_start=1568
-  _globals['_RECORDOVERRIDES']._serialized_end=1636
-  _globals['_RECORDOVERRIDE']._serialized_start=1638
-  _globals['_RECORDOVERRIDE']._serialized_end=1732
-  _globals['_RECORDPROFILE']._serialized_start=1734
-  _globals['_RECORDPROFILE']._serialized_end=1771
-  _globals['_RECORDWARMSTART']._serialized_start=1773
-  _globals['_RECORDWARMSTART']._serialized_end=1827
-  _globals['_RECORDTRAINING']._serialized_start=1829
-  _globals['_RECORDTRAINING']._serialized_end=1899
-  _globals['_RECORDNOTE']._serialized_start=1901
-  _globals['_RECORDNOTE']._serialized_end=1988
-  _globals['_STATEVALUE']._serialized_start=1991
-  _globals['_STATEVALUE']._serialized_end=2375
-  _globals['_STATEVALUES']._serialized_start=2377
-  _globals['_STATEVALUES']._serialized_end=2434
-  _globals['_STATEMAPPING']._serialized_start=2436
-  _globals['_STATEMAPPING']._serialized_end=2536
-  _globals['_STATEARRAY']._serialized_start=2538
-  _globals['_STATEARRAY']._serialized_end=2633
-  _globals['_STATEOBJECT']._serialized_start=2635
-  _globals['_STATEOBJECT']._serialized_end=2721
-  _globals['_STATECHOICE']._serialized_start=2723
-  _globals['_STATECHOICE']._serialized_end=2764
+  _globals['_RECORD']._serialized_end=829
+  _globals['_RECORDOPENING']._serialized_start=832
+  _globals['_RECORDOPENING']._serialized_end=1254
+  _globals['_RECORDOPENING_VERSIONSENTRY']._serialized_start=1207
+  _globals['_RECORDOPENING_VERSIONSENTRY']._serialized_end=1254
+  _globals['_RECORDDECISION']._serialized_start=1256
+  _globals['_RECORDDECISION']._serialized_end=1322
+  _globals['_RECORDFORCE']._serialized_start=1324
+  _globals['_RECORDFORCE']._serialized_end=1426
+  _globals['_RECORDARM']._serialized_start=1428
+  _globals['_RECORDARM']._serialized_end=1471
+  _globals['_RECORDSETTINGS']._serialized_start=1473
+  _globals['_RECORDSETTINGS']._serialized_end=1534
+  _globals['_RECORDPARTING']._serialized_start=1536
+  _globals['_RECORDPARTING']._serialized_end=1610
+  _globals['_RECORDLOSS']._serialized_start=1612
+  _globals['_RECORDLOSS']._serialized_end=1670
+  _globals['_RECORDOVERRIDES']._serialized_start=1672
+  _globals['_RECORDOVERRIDES']._serialized_end=1740
+  _globals['_RECORDOVERRIDE']._serialized_start=1742
+  _globals['_RECORDOVERRIDE']._serialized_end=1836
+  _globals['_RECORDPROFILE']._serialized_start=1838
+  _globals['_RECORDPROFILE']._serialized_end=1875
+  _globals['_RECORDWARMSTART']._serialized_start=1877
+  _globals['_RECORDWARMSTART']._serialized_end=1931
+  _globals['_RECORDTRAINING']._serialized_start=1933
+  _globals['_RECORDTRAINING']._serialized_end=2003
+  _globals['_RECORDNOTE']._serialized_start=2005
+  _globals['_RECORDNOTE']._serialized_end=2092
+  _globals['_STATEVALUE']._serialized_start=2095
+  _globals['_STATEVALUE']._serialized_end=2479
+  _globals['_STATEVALUES']._serialized_start=2481
+  _globals['_STATEVALUES']._serialized_end=2538
+  _globals['_STATEMAPPING']._serialized_start=2540
+  _globals['_STATEMAPPING']._serialized_end=2640
+  _globals['_STATEARRAY']._serialized_start=2642
+  _globals['_STATEARRAY']._serialized_end=2737
+  _globals['_STATEOBJECT']._serialized_start=2739
+  _globals['_STATEOBJECT']._serialized_end=2825
+  _globals['_STATECHOICE']._serialized_start=2827
+  _globals['_STATECHOICE']._serialized_end=2868
 # @@protoc_insertion_point(module_scope)

@@ -102,6 +102,7 @@ class Record(_message.Message):
     NOTE_FIELD_NUMBER: _builtins.int
     SETTINGS_FIELD_NUMBER: _builtins.int
     PARTING_FIELD_NUMBER: _builtins.int
+    LOSS_FIELD_NUMBER: _builtins.int
     clock_seconds: _builtins.float
     """The core's clock, which did not move while it worked on this."""
     @_builtins.property
@@ -126,6 +127,8 @@ class Record(_message.Message):
     def settings(self) -> Global___RecordSettings: ...
     @_builtins.property
     def parting(self) -> Global___RecordParting: ...
+    @_builtins.property
+    def loss(self) -> Global___RecordLoss: ...
     def __init__(
         self,
         *,
@@ -141,12 +144,13 @@ class Record(_message.Message):
         note: Global___RecordNote | None = ...,
         settings: Global___RecordSettings | None = ...,
         parting: Global___RecordParting | None = ...,
+        loss: Global___RecordLoss | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["decision", b"decision", "force", b"force", "note", b"note", "opening", b"opening", "overrides", b"overrides", "parting", b"parting", "profile", b"profile", "report", b"report", "settings", b"settings", "training", b"training", "warm_start", b"warm_start", "what", b"what"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decision", b"decision", "force", b"force", "loss", b"loss", "note", b"note", "opening", b"opening", "overrides", b"overrides", "parting", b"parting", "profile", b"profile", "report", b"report", "settings", b"settings", "training", b"training", "warm_start", b"warm_start", "what", b"what"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["clock_seconds", b"clock_seconds", "decision", b"decision", "force", b"force", "note", b"note", "opening", b"opening", "overrides", b"overrides", "parting", b"parting", "profile", b"profile", "report", b"report", "settings", b"settings", "training", b"training", "warm_start", b"warm_start", "what", b"what"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clock_seconds", b"clock_seconds", "decision", b"decision", "force", b"force", "loss", b"loss", "note", b"note", "opening", b"opening", "overrides", b"overrides", "parting", b"parting", "profile", b"profile", "report", b"report", "settings", b"settings", "training", b"training", "warm_start", b"warm_start", "what", b"what"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_what: _TypeAlias = _typing.Literal["opening", "report", "decision", "force", "overrides", "profile", "warm_start", "training", "note", "settings", "parting"]  # noqa: Y015
+    _WhichOneofReturnType_what: _TypeAlias = _typing.Literal["opening", "report", "decision", "force", "overrides", "profile", "warm_start", "training", "note", "settings", "parting", "loss"]  # noqa: Y015
     _WhichOneofArgType_what: _TypeAlias = _typing.Literal["what", b"what"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_what) -> _WhichOneofReturnType_what | None: ...
 
@@ -365,6 +369,28 @@ class RecordParting(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RecordParting: _TypeAlias = RecordParting  # noqa: Y015
+
+@_typing.final
+class RecordLoss(_message.Message):
+    """The engine reported that it has lost these."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOST_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def lost(self) -> _containers.RepeatedCompositeFieldContainer[_engine_pb2.LostCapability]: ...
+    def __init__(
+        self,
+        *,
+        lost: _abc.Iterable[_engine_pb2.LostCapability] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lost", b"lost"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecordLoss: _TypeAlias = RecordLoss  # noqa: Y015
 
 @_typing.final
 class RecordOverrides(_message.Message):

@@ -95,6 +95,7 @@ class SteerRequest(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     REPORTS_FIELD_NUMBER: _builtins.int
     DROPPED_REPORTS_FIELD_NUMBER: _builtins.int
+    LOST_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     dropped_reports: _builtins.int
     """Reports that the shim or its agent had to drop since the last message (full socket), and those
@@ -104,16 +105,23 @@ class SteerRequest(_message.Message):
     def reports(self) -> _containers.RepeatedCompositeFieldContainer[_engine_pb2.StepReport]:
         """In step order.  May be empty: a sign of life that asks for a fresh lease."""
 
+    @_builtins.property
+    def lost(self) -> _containers.RepeatedCompositeFieldContainer[_engine_pb2.LostCapability]:
+        """Everything that the engine has lost so far, in the first message after that has grown.  Losses
+        add up within a session: a message without any takes none back.
+        """
+
     def __init__(
         self,
         *,
         session_id: _builtins.str = ...,
         reports: _abc.Iterable[_engine_pb2.StepReport] | None = ...,
         dropped_reports: _builtins.int = ...,
+        lost: _abc.Iterable[_engine_pb2.LostCapability] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped_reports", b"dropped_reports", "reports", b"reports", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped_reports", b"dropped_reports", "lost", b"lost", "reports", b"reports", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -121,7 +129,7 @@ Global___SteerRequest: _TypeAlias = SteerRequest  # noqa: Y015
 
 @_typing.final
 class ReportRejection(_message.Message):
-    """A report that was refused; the others of its message were used."""
+    """A report that was refused, or a loss (step 0); everything else of the message was used."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -344,6 +352,7 @@ class EngineOverview(_message.Message):
     LINK_FIELD_NUMBER: _builtins.int
     COSTS_FIELD_NUMBER: _builtins.int
     OVERRIDES_FIELD_NUMBER: _builtins.int
+    LOST_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     target_model: _builtins.str
     batch_size: _builtins.int
@@ -378,6 +387,10 @@ class EngineOverview(_message.Message):
     def overrides(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Ids of the overrides that count in its plan."""
 
+    @_builtins.property
+    def lost(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What it has lost, each in one line for people."""
+
     def __init__(
         self,
         *,
@@ -398,10 +411,11 @@ class EngineOverview(_message.Message):
         link: _builtins.str = ...,
         costs: _builtins.str = ...,
         overrides: _abc.Iterable[_builtins.str] | None = ...,
+        lost: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_accept_length", b"_accept_length", "_gain", b"_gain", "_tokens_per_second", b"_tokens_per_second", "accept_length", b"accept_length", "gain", b"gain", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_accept_length", b"_accept_length", "_gain", b"_gain", "_tokens_per_second", b"_tokens_per_second", "accept_length", b"accept_length", "batch_size", b"batch_size", "costs", b"costs", "drafter", b"drafter", "engine_id", b"engine_id", "expected_accept_length", b"expected_accept_length", "gain", b"gain", "gamma", b"gamma", "link", b"link", "overrides", b"overrides", "plan_age_seconds", b"plan_age_seconds", "reason", b"reason", "reason_detail", b"reason_detail", "regime", b"regime", "seconds_since_report", b"seconds_since_report", "target_model", b"target_model", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_accept_length", b"_accept_length", "_gain", b"_gain", "_tokens_per_second", b"_tokens_per_second", "accept_length", b"accept_length", "batch_size", b"batch_size", "costs", b"costs", "drafter", b"drafter", "engine_id", b"engine_id", "expected_accept_length", b"expected_accept_length", "gain", b"gain", "gamma", b"gamma", "link", b"link", "lost", b"lost", "overrides", b"overrides", "plan_age_seconds", b"plan_age_seconds", "reason", b"reason", "reason_detail", b"reason_detail", "regime", b"regime", "seconds_since_report", b"seconds_since_report", "target_model", b"target_model", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__accept_length: _TypeAlias = _typing.Literal["accept_length"]  # noqa: Y015
     _WhichOneofArgType__accept_length: _TypeAlias = _typing.Literal["_accept_length", b"_accept_length"]  # noqa: Y015
@@ -621,6 +635,7 @@ class ArmExplanation(_message.Message):
     COST_DRIFT_FIELD_NUMBER: _builtins.int
     CATCH_UP_SECONDS_FIELD_NUMBER: _builtins.int
     FORBIDDEN_FIELD_NUMBER: _builtins.int
+    LOST_FIELD_NUMBER: _builtins.int
     drafter: _builtins.str
     gamma: _builtins.int
     expected_accepted: _builtins.float
@@ -637,7 +652,9 @@ class ArmExplanation(_message.Message):
     catch_up_seconds: _builtins.float
     """What changing to it now would cost first: its drafter has to catch up."""
     forbidden: _builtins.bool
-    """Overrides forbid it."""
+    """Overrides forbid it, or the engine has not prepared it for this batch size, or has lost it."""
+    lost: _builtins.bool
+    """The engine has lost it: see ExplainResponse.lost."""
     def __init__(
         self,
         *,
@@ -652,10 +669,11 @@ class ArmExplanation(_message.Message):
         cost_drift: _builtins.float = ...,
         catch_up_seconds: _builtins.float = ...,
         forbidden: _builtins.bool = ...,
+        lost: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["catch_up_seconds", b"catch_up_seconds", "chosen", b"chosen", "cost_drift", b"cost_drift", "drafter", b"drafter", "expected_accepted", b"expected_accepted", "extrapolated", b"extrapolated", "forbidden", b"forbidden", "gamma", b"gamma", "optimistic_tokens_per_second", b"optimistic_tokens_per_second", "step_seconds", b"step_seconds", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["catch_up_seconds", b"catch_up_seconds", "chosen", b"chosen", "cost_drift", b"cost_drift", "drafter", b"drafter", "expected_accepted", b"expected_accepted", "extrapolated", b"extrapolated", "forbidden", b"forbidden", "gamma", b"gamma", "lost", b"lost", "optimistic_tokens_per_second", b"optimistic_tokens_per_second", "step_seconds", b"step_seconds", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -726,6 +744,7 @@ class ExplainResponse(_message.Message):
     UPDATES_FIELD_NUMBER: _builtins.int
     TRAINING_FIELD_NUMBER: _builtins.int
     SERVICES_FIELD_NUMBER: _builtins.int
+    LOST_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     batch_size: _builtins.int
     profile_id: _builtins.str
@@ -781,6 +800,10 @@ class ExplainResponse(_message.Message):
     def services(self) -> _containers.RepeatedCompositeFieldContainer[Global___ServiceHealth]:
         """What grpc.health.v1 says of the sidecar's services, and why."""
 
+    @_builtins.property
+    def lost(self) -> _containers.RepeatedCompositeFieldContainer[_engine_pb2.LostCapability]:
+        """What the engine has lost: no plan asks for it."""
+
     def __init__(
         self,
         *,
@@ -810,10 +833,11 @@ class ExplainResponse(_message.Message):
         updates: Global___UpdatesExplanation | None = ...,
         training: Global___TrainingExplanation | None = ...,
         services: _abc.Iterable[Global___ServiceHealth] | None = ...,
+        lost: _abc.Iterable[_engine_pb2.LostCapability] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_limits", b"_limits", "_training", b"_training", "_updates", b"_updates", "limits", b"limits", "plan", b"plan", "store", b"store", "training", b"training", "updates", b"updates"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_limits", b"_limits", "_training", b"_training", "_updates", b"_updates", "arms", b"arms", "batch_size", b"batch_size", "cost_outliers", b"cost_outliers", "engine_id", b"engine_id", "kv_tokens_per_sequence", b"kv_tokens_per_sequence", "limits", b"limits", "margin", b"margin", "overrides", b"overrides", "plan", b"plan", "policy", b"policy", "positions", b"positions", "prior", b"prior", "probe_credit_seconds", b"probe_credit_seconds", "probe_lost_seconds", b"probe_lost_seconds", "probe_share", b"probe_share", "probes", b"probes", "profile_id", b"profile_id", "runner_up_drafter", b"runner_up_drafter", "runner_up_gamma", b"runner_up_gamma", "services", b"services", "shifts", b"shifts", "store", b"store", "switches", b"switches", "training", b"training", "updates", b"updates", "warm_start", b"warm_start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_limits", b"_limits", "_training", b"_training", "_updates", b"_updates", "arms", b"arms", "batch_size", b"batch_size", "cost_outliers", b"cost_outliers", "engine_id", b"engine_id", "kv_tokens_per_sequence", b"kv_tokens_per_sequence", "limits", b"limits", "lost", b"lost", "margin", b"margin", "overrides", b"overrides", "plan", b"plan", "policy", b"policy", "positions", b"positions", "prior", b"prior", "probe_credit_seconds", b"probe_credit_seconds", "probe_lost_seconds", b"probe_lost_seconds", "probe_share", b"probe_share", "probes", b"probes", "profile_id", b"profile_id", "runner_up_drafter", b"runner_up_drafter", "runner_up_gamma", b"runner_up_gamma", "services", b"services", "shifts", b"shifts", "store", b"store", "switches", b"switches", "training", b"training", "updates", b"updates", "warm_start", b"warm_start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__limits: _TypeAlias = _typing.Literal["limits"]  # noqa: Y015
     _WhichOneofArgType__limits: _TypeAlias = _typing.Literal["_limits", b"_limits"]  # noqa: Y015

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from controller.core.lost import Capability, LostCapability
 from controller.core.overrides import Rule
 from controller.core.profile import DrafterIdentity, Profile, ProfileCell
 from controller.core.selective_training import TrainingResult
@@ -32,6 +33,9 @@ from tests.controller.recording.tapes import (
     segments,
     written,
 )
+
+DRAFTER = Capability.DRAFTER
+LOST = LostCapability(DRAFTER, "dflash", reason="MemoryError: no room", lost_at=1.5e9)
 
 
 def profile(error: float = 1.0) -> Profile:
@@ -76,7 +80,10 @@ def everything(running: Engine) -> None:
     assert core.next_plan() is not None
     core.decide(4)
     core.note(NoteKind.DROPPED, 7)
-    running.run(10)
+    assert core.lose([replace(LOST, gammas=(5,))])
+    running.one(4, 0.7)
+    assert core.lose([LOST, *(LostCapability(kind) for kind in Capability if kind is not DRAFTER)])
+    running.run(9)
     assert core.last_plan(30.0).lease_seconds == 30
     core.note(NoteKind.ENDED, text="it left")
 
@@ -134,6 +141,24 @@ def number_of(path: Path, kind: type, at_least: int) -> int:
         if number >= at_least and isinstance(event, kind) and plain:
             return number
     raise AssertionError(kind)
+
+
+def test_a_lost_drafter_stays_lost_where_the_recording_begins_later(tmp_path: Path):
+    with recorder(tmp_path) as made:
+        running = engine(made)
+        running.run(60)
+        assert running.core.lose([LOST])
+        running.run(60)
+        running.core._tape.due = True
+        running.run(200)
+    first, *later = segments(tmp_path)
+    assert later
+    first.unlink()
+    verdict = replay(find(tmp_path))
+    assert verdict.is_same
+    assert verdict.reports > 150
+    opening = Part(later[0]).opening
+    assert opening.spec.lost == (LOST,)
 
 
 def test_a_plan_that_was_not_decided_is_found_and_shown(recorded: Path):
@@ -239,7 +264,7 @@ def test_events_come_back_as_they_went(tmp_path: Path):
         everything(engine(made))
     [path] = segments(tmp_path)
     moments = list(Part(path).moments())
-    assert len({type(moment.event) for moment in moments}) == 10
+    assert len({type(moment.event) for moment in moments}) == 11
     assert [moment_from_proto(moment_to_proto(moment)) for moment in moments] == moments
 
 
