@@ -16,12 +16,13 @@ from typing import Final, Self
 
 from engine_shim.link import packets
 from engine_shim.link.errors import LinkStartError, PacketError
+from engine_shim.link.losses import UntoldLosses
 from engine_shim.link.packets import PlanPacket, SidecarState
 from engine_shim.link.secret import new_secret
 from engine_shim.link.settings import LinkSettings
 from engine_shim.link.steering import Choice, Source, Steering, safe_choice
 from engine_shim.link.supervisor import AgentSupervisor, agent_command
-from speculation.v1.engine_pb2 import EngineSpec
+from speculation.v1.engine_pb2 import EngineSpec, LostCapability
 from speculation.v1.service_pb2 import IntroduceRequest
 
 _SEND_FLAGS: Final = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
@@ -80,6 +81,7 @@ class EngineLink:
         self._sent = self._dropped = self._invalid = self._refused = 0
         self._sidecar = SidecarState.UNKNOWN
         self._sidecar_detail = ""
+        self._losses = UntoldLosses()
 
     @classmethod
     def start(
@@ -158,6 +160,8 @@ class EngineLink:
                 _log.error("step %r cannot be reported: %s", step, error)
             return False
         peer = self._connected()
+        if self._losses.next is not None:
+            peer = self._tell_losses(peer)
         if peer is not None:
             try:
                 peer.send(packet, _SEND_FLAGS)
@@ -172,6 +176,18 @@ class EngineLink:
         self._dropped += 1
         self._unreported_drops = min(self._unreported_drops + 1, _MOST_DROPPED)
         return False
+
+    def lose(self, loss: LostCapability) -> None:
+        """Tells the sidecar that the engine can no longer do something, until it has arrived.
+
+        From the thread that reports.  A plan that was made before may still ask for it.
+        """
+        try:
+            self._losses.add(loss)
+        except PacketError as error:
+            _log.error("a loss cannot be reported: %s", error)
+            return
+        self._tell_losses(self._connected())
 
     def choose(self, batch_size: int) -> Choice:
         """What the next decode step over `batch_size` sequences shall run; once for each step.
@@ -195,6 +211,8 @@ class EngineLink:
     def receive(self) -> PlanPacket | None:
         """Takes in what the agent sent: the newest plan that `steering` can accept, if any."""
         peer = self._connected()
+        if self._losses.next is not None:
+            peer = self._tell_losses(peer)
         if peer is None:
             return None
         plans: list[bytes] = []
@@ -248,6 +266,22 @@ class EngineLink:
         """The socket in use; when there is none, that of a new agent if one has been started."""
         if self._socket is None and not self._closed:
             self._socket = self._supervisor.take()
+            if self._socket is not None:
+                self._losses.begin_anew()
+        return self._socket
+
+    def _tell_losses(self, peer: socket.socket | None) -> socket.socket | None:
+        """Sends the losses that the agent has not been sent; the socket that is left in use."""
+        if peer is None:
+            return None
+        try:
+            while (packet := self._losses.next) is not None:
+                peer.send(packet, _SEND_FLAGS)
+                self._losses.sent()
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self._failed(error)
         return self._socket
 
     def _sort(self, length: int, plans: list[bytes]) -> None:

@@ -6,6 +6,7 @@ from typing import Final
 
 from engine_shim.link import packets
 from engine_shim.link.errors import PacketError
+from engine_shim.link.losses import KnownLosses
 from engine_shim.link.packets import SidecarState
 from engine_shim.link.quiet_log import QuietLog
 from engine_shim.link.report_buffer import ReportBuffer
@@ -15,10 +16,13 @@ _MOST_BYTES: Final = packets.MAX_HELLO_BYTES + 64
 _MOST_PACKETS_AT_ONCE: Final = 512
 # After so many looks that found nothing, the next packet wakes this process.
 _VAIN_LOOKS: Final = 8
+_LOST: Final = bytes([packets.LOST])
 
 
 class EnginePort:
-    """Reports come in to `buffer` (and set `arrived`); the newest plan and state go out.
+    """Reports come in to `buffer` and losses to `losses`; the newest plan and state go out.
+
+    Either sets `arrived`.
 
     `gone` is set when the engine closed its end.  What the engine has not room for waits here, and
     only the newest of it: an engine that runs no steps reads nothing.
@@ -43,6 +47,7 @@ class EnginePort:
         self._unsent_plan: bytes | None = None
         self._unsent_event: bytes | None = None
         self._state = SidecarState.UNKNOWN
+        self.losses = KnownLosses()
         self.arrived = asyncio.Event()
         self.gone = asyncio.Event()
         self._loop.add_reader(peer, self._read)
@@ -124,6 +129,9 @@ class EnginePort:
             except PacketError as error:
                 self._introduction.set_exception(error)
             return
+        if data[1:2] == _LOST:
+            self._take_loss(data)
+            return
         try:
             report = packets.decode_report(data)
         except PacketError as error:
@@ -132,3 +140,11 @@ class EnginePort:
             return
         self._buffer.add(report)
         self.arrived.set()
+
+    def _take_loss(self, data: bytes) -> None:
+        try:
+            self.losses.take(data)
+        except PacketError as error:
+            self._log.warning("unreadable-loss", error=str(error))
+        else:
+            self.arrived.set()

@@ -8,6 +8,7 @@ refused, never guessed at.
   REPORT  engine -> agent   one decode step, 66 + 4 * (gamma + 1) bytes
   PLAN    agent -> engine   a table over batch sizes, 40 + 21 * rows bytes
   EVENT   agent -> engine   how the sidecar is doing
+  LOST    engine -> agent   something that the engine can no longer do: a proto LostCapability
 
 Encoders raise `struct.error` for numbers that do not fit; decoders raise PacketError for anything
 that is not a whole, well-formed packet.  Drafters go by their index in the introduction.
@@ -22,16 +23,18 @@ from typing import Final, NamedTuple, TypeAlias
 
 from engine_shim.link.errors import PacketError
 
-VERSION: Final = 3
+VERSION: Final = 4
 HELLO: Final = 1
 REPORT: Final = 2
 PLAN: Final = 3
 EVENT: Final = 4
+LOST: Final = 5
 
 MAX_GAMMA: Final = 64
 MAX_ROWS: Final = 512
 MAX_HELLO_BYTES: Final = 64 * 1024
 MAX_EVENT_TEXT_BYTES: Final = 256
+MAX_LOST_BYTES: Final = 1024
 
 # Flags of a step report; as in proto StepFlags.
 AFTER_GAP: Final = 1
@@ -142,7 +145,7 @@ def kind_of(data: Buffer) -> int:
     version, kind = data[0], data[1]
     if version != VERSION:
         raise PacketError(f"packet version {version}, this end speaks {VERSION}: mixed install?")
-    if not HELLO <= kind <= EVENT:
+    if not HELLO <= kind <= LOST:
         raise PacketError(f"unknown packet kind {kind}")
     return kind
 
@@ -289,6 +292,21 @@ def _probe(drafter_index: int, gamma: int, steps: int, probe_id: int) -> ProbeEn
     if gamma > MAX_GAMMA or steps < 1 or probe_id < 1:
         raise PacketError(f"plan: probe {probe_id} with gamma {gamma} for {steps} steps")
     return ProbeEntry(probe_id, drafter_index, gamma, steps)
+
+
+def encode_lost(lost_capability: bytes) -> bytes:
+    """A loss.  Raises PacketError when it is too large."""
+    if len(lost_capability) > MAX_LOST_BYTES:
+        raise PacketError(f"a loss of {len(lost_capability)} bytes, limit {MAX_LOST_BYTES}")
+    return _HEAD.pack(VERSION, LOST) + lost_capability
+
+
+def decode_lost(data: Buffer) -> bytes:
+    """The serialized LostCapability (its content is for protobuf to judge).  Raises PacketError."""
+    _require(data, LOST, _HEAD.size)
+    if len(data) > _HEAD.size + MAX_LOST_BYTES:
+        raise PacketError(f"loss: {len(data)} bytes are too many")
+    return bytes(data[_HEAD.size :])
 
 
 def encode_event(state: SidecarState, code: int, text: str) -> bytes:

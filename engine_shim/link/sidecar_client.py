@@ -100,11 +100,13 @@ class SidecarClient:
             return SidecarState.REFUSED, grpc.StatusCode.UNAUTHENTICATED, detail
         async with channel:
             stub = SpeculationServiceStub(channel)
+            engine, losses = EngineSpec(lost=self._port.losses.all), len(self._port.losses)
+            engine.MergeFrom(self._engine)
             try:
                 before = "" if self._unsettled is None else self._unsettled.session_id
                 opened = await stub.Introduce(
                     IntroduceRequest(
-                        engine=self._engine,
+                        engine=engine,
                         previous_session_id=before,
                         engine_secret=self._secret,
                     ),
@@ -125,6 +127,7 @@ class SidecarClient:
                 self._port,
                 self._buffer,
                 self._log,
+                losses,
             )
             # Of the session's id only the tag is shown: the id itself is a secret.
             tag = f"session {session_tag(opened.session_id):08x}"
@@ -147,6 +150,7 @@ class _Session:
         port: EnginePort,
         buffer: ReportBuffer,
         log: QuietLog,
+        told_losses: int = 0,
     ) -> None:
         self._call = call
         self._id = sent.session_id
@@ -156,6 +160,8 @@ class _Session:
         self._buffer = buffer
         self._sent = sent
         self._log = log
+        # So many of the losses does this session know.
+        self._told_losses = told_losses
         self._epoch = 0
         self._lease_seconds = 1.0
         self._plan_at = monotonic()
@@ -224,7 +230,7 @@ class _Session:
         while True:
             await arrived.wait()
             arrived.clear()
-            while len(self._buffer) or self._sign_due:
+            while len(self._buffer) or self._sign_due or self._has_losses:
                 if not await self._write_one():
                     return
 
@@ -245,6 +251,9 @@ class _Session:
                 self._log.warning("report-of-unknown-drafter", index=packet.drafter_index)
             else:
                 batch.append(packet)
+        if self._has_losses:
+            request.lost.extend(self._port.losses.all)
+            self._told_losses = len(self._port.losses)
         request.dropped_reports = self._buffer.dropped
         self._sent.begin(batch, request.dropped_reports)
         try:
@@ -254,6 +263,10 @@ class _Session:
             self._sent.did_not_go_out()
             return False
         return True
+
+    @property
+    def _has_losses(self) -> bool:
+        return len(self._port.losses) > self._told_losses
 
     async def _watch(self) -> None:
         """Has a sign of life sent at half of the lease; returns when that went unanswered."""

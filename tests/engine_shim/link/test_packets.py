@@ -16,6 +16,7 @@ DECODERS: list[Callable[[bytes], object]] = [
     packets.decode_report,
     packets.decode_plan,
     packets.decode_event,
+    packets.decode_lost,
 ]
 ONE_ROW = PlanPacket(1, 1, 0, 1000, 1, 0, (RowEntry(8, 0, 3, asleep=False, probe=None),))
 
@@ -74,7 +75,7 @@ def test_arbitrary_bytes_are_a_packet_or_a_packet_error(decode, data):
         return
 
 
-@pytest.mark.parametrize("kind", [packets.REPORT, packets.PLAN, packets.EVENT])
+@pytest.mark.parametrize("kind", [packets.REPORT, packets.PLAN, packets.EVENT, packets.LOST])
 @given(data=st.binary(max_size=400))
 def test_arbitrary_bytes_after_a_right_head_are_a_packet_or_a_packet_error(kind, data):
     decode = DECODERS[kind - 1]
@@ -108,7 +109,7 @@ def test_a_plan_with_a_flipped_bit_is_a_plan_or_refused(plan: PlanPacket, data):
 def test_another_version_is_refused_by_name():
     packet = bytearray(packets.encode_plan(ONE_ROW))
     packet[0] = packets.VERSION + 1
-    with pytest.raises(PacketError, match="packet version 4, this end speaks 3"):
+    with pytest.raises(PacketError, match="packet version 5, this end speaks 4"):
         packets.decode_plan(packet)
 
 

@@ -1,0 +1,94 @@
+"""What an engine can no longer do, on its way to the sidecar.
+
+The engine keeps every loss for as long as it runs and sends each one again until the socket takes
+it, and all of them to every new agent.  The agent keeps them as well: it names them in every
+introduction, and on an open stream as soon as there are more.  So no dropped packet, and no restart
+of the agent or of the sidecar, can make a loss be forgotten.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Final
+
+from google.protobuf.message import DecodeError
+
+from engine_shim.link import packets
+from engine_shim.link.errors import PacketError
+from speculation.v1.engine_pb2 import Capability, LostCapability
+
+MAX_REASON_CHARACTERS: Final = 200
+# An engine has fewer draft lengths and capabilities than that.
+_MOST_LOSSES: Final = 512
+
+
+def lost(
+    capability: Capability.ValueType,
+    reason: str,
+    drafter: str = "",
+    gammas: Sequence[int] = (),
+) -> LostCapability:
+    """A loss that happens now.  reason: cut and brought into one line of printable characters."""
+    words = " ".join("".join(c if c.isprintable() else " " for c in reason).split())
+    return LostCapability(
+        capability=capability,
+        drafter=drafter,
+        gammas=gammas,
+        reason=words[:MAX_REASON_CHARACTERS],
+        lost_at_unix_seconds=time.time(),
+    )
+
+
+def reason_of(error: BaseException) -> str:
+    """An error as a reason."""
+    return f"{type(error).__name__}: {error}"
+
+
+class UntoldLosses:
+    """The engine's end: packets that the present agent has not been sent yet."""
+
+    def __init__(self) -> None:
+        self._packets: list[bytes] = []
+        self._told = 0
+
+    def add(self, loss: LostCapability) -> None:
+        """Raises PacketError for one that fits no packet."""
+        self._packets.append(packets.encode_lost(loss.SerializeToString()))
+
+    @property
+    def next(self) -> bytes | None:
+        """The packet to send; None when the agent has been sent all of them."""
+        return self._packets[self._told] if self._told < len(self._packets) else None
+
+    def sent(self) -> None:
+        """The socket has taken that packet."""
+        self._told += 1
+
+    def begin_anew(self) -> None:
+        """Another agent, which knows nothing."""
+        self._told = 0
+
+
+class KnownLosses:
+    """The agent's end: everything that the engine has told of, each once."""
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, LostCapability] = {}
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    @property
+    def all(self) -> list[LostCapability]:
+        """In the order in which they came."""
+        return list(self._known.values())
+
+    def take(self, data: bytes) -> None:
+        """Takes a packet in.  Raises PacketError."""
+        content = packets.decode_lost(data)
+        try:
+            loss = LostCapability.FromString(content)
+        except DecodeError as error:
+            raise PacketError(f"a loss that is no LostCapability: {error}") from error
+        if content not in self._known and len(self._known) >= _MOST_LOSSES:
+            raise PacketError(f"more than {_MOST_LOSSES} losses")
+        self._known[content] = loss
