@@ -7,7 +7,7 @@ from controller.core.clock import Clock, WallClock
 from controller.core.profile import Profile
 from controller.core.types import EngineSpec
 from controller.profiling.engine_http import EngineHttp
-from controller.profiling.errors import InvalidPartialError, ProfilingError
+from controller.profiling.errors import InvalidPartialError, MeasurementError, ProfilingError
 from controller.profiling.fit import fit_costs, why_doubtful
 from controller.profiling.load import LoadSource, Prompts
 from controller.profiling.measurement import Measurement
@@ -86,11 +86,22 @@ async def profile_engine(
             _tell_reuse(f"{path} is this engine's profile", profile, spec, reporter)
         reused, begun_at = profile is not None, clock.now()
         if profile is None:
+            _require_drafters(spec)
             run = _Run(request, spec, path, reporter, clock)
             profile = await run.measure(engine, sidecar)
         seconds = 0.0 if reused else clock.now() - begun_at
         engine_ids = await sidecar.install(profile)
     return ProfileOutcome(profile, path, reused, tuple(engine_ids), seconds)
+
+
+def _require_drafters(spec: EngineSpec) -> None:
+    """Raises MeasurementError for an engine whose profile would leave a drafter out."""
+    loss = next((loss for loss in spec.lost if loss.drafter), None)
+    if loss is not None:
+        raise MeasurementError(
+            f"engine {spec.engine_id!r} has lost {loss.what} ({loss.reason}), which cannot be "
+            "measured: restart the engine, then measure again"
+        )
 
 
 class _Run:

@@ -10,6 +10,8 @@ from contextlib import AbstractContextManager
 from typing import Any, Never
 
 import torch
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode, compute_position
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative import dflash_worker_v2
 from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
@@ -17,6 +19,7 @@ from sglang.srt.speculative.draft_worker_common import make_draft_input_v2
 from sglang.srt.speculative.eagle_worker_common import build_eagle_verify_input
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
+from engine_shim.link.losses import reason_of
 from engine_shim.sglang import surface
 from engine_shim.sglang.errors import HookError, UnsupportedEngineError
 
@@ -151,6 +154,29 @@ class BlockDrafter:
             batch.spec_info = keep
         raise HookError("DFlash verified its block itself: SGLang's order of calls has changed")
 
+    def rehearse(self) -> None:
+        """Reads one position and drafts one block; raises whatever that raises.
+
+        It reads and writes where the padding of a batch does (row 0 of the requests, slot 0 of the
+        KV cache), which no request ever owns, so it leaves no trace.
+        """
+        model = self._worker.draft_model
+        nothing = torch.zeros(1, dtype=torch.int64, device=self._device)
+        target = self._worker.model_runner.model_config
+        width = model.num_context_features * target.hidden_size
+        hidden = torch.zeros((1, width), dtype=target.dtype, device=self._device)
+        self.read(hidden, nothing, nothing)
+        batch = ScheduleBatch(
+            reqs=[],
+            forward_mode=ForwardMode.DECODE,
+            spec_info=make_draft_input_v2(bonus_tokens=nothing, new_seq_lens=nothing + 1),
+            req_pool_indices=nothing,
+            seq_lens=nothing + 1,
+            seq_lens_cpu=torch.ones(1, dtype=torch.int64),
+        )
+        # Reading the block back waits for the device, whose errors come late.
+        self.draft(batch).tolist()
+
     def chain(self, draft: Any, batch: Any, block: torch.Tensor) -> Any:
         """Has the first gamma tokens of a block verified.
 
@@ -174,8 +200,6 @@ class BlockDrafter:
 
     def read_prompt(self, batch: Any, hidden: torch.Tensor, kv_loc_plan: Any) -> None:
         """Reads a prefill's positions: hidden [tokens, width], request after request."""
-        from sglang.srt.model_executor.forward_batch_info import compute_position
-
         lengths = torch.tensor(batch.extend_lens, dtype=torch.int32, device=self._device)
         prefixes = torch.tensor(batch.prefix_lens, dtype=torch.int32, device=self._device)
         backend = self._worker.model_runner.prefill_attention_backend_str
@@ -208,3 +232,11 @@ class BlockDrafter:
         self._worker._append_target_hidden_to_draft_kv_by_loc(
             target_hidden=hidden, cache_loc=slots, positions=positions, **shape
         )
+
+
+def cannot_draft(model_path: str, error: Exception) -> str:
+    """Why an engine does not start whose drafter failed in its rehearsal."""
+    return (
+        f"the DFlash drafter {model_path} cannot draft: {reason_of(error)}; repair it, or start "
+        "the engine without it"
+    )

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from engine_shim.sglang import surface
+from engine_shim.sglang.errors import UnsupportedEngineError
 from engine_shim.sglang.runs import Canvas, Runs
 from engine_shim.sglang.student import LEARN
 from engine_shim.training.signals import SignalStore, SignalWriter
@@ -104,6 +106,11 @@ class Collector:
             **found, "waiting": self._writer.waiting, "open": is_open, "unread": self._unread,
         }  # fmt: skip
 
+    @property
+    def over(self) -> str:
+        """Why nothing is collected any more; "" while something is."""
+        return self._why
+
     def give_up(self, why: str) -> None:
         """After an error: what has not been read yet is left, and nothing more is collected."""
         self._why = why
@@ -173,6 +180,21 @@ class Collector:
             signals += self._runs.end()
         for signal in signals:
             self._writer.put(signal)
+
+
+def collector_for(worker: Any, runner: Any, settings: PluginSettings) -> Collector:
+    """Of this `EAGLEWorkerV2`; runner: the target's.
+
+    Raises UnsupportedEngineError, OSError for a folder that cannot be made.
+    """
+    reason = cannot_collect_reason(worker)
+    if reason is not None:
+        raise UnsupportedEngineError(f"SPECULATION_SIGNALS_FOLDER is set, but {reason}")
+    if settings.signals_final_states:
+        reason = no_final_states_reason(runner.model, surface.graph_batch_sizes(runner))
+        if reason is not None:
+            raise UnsupportedEngineError(f"SPECULATION_SIGNALS_FINAL_STATES is set: {reason}")
+    return Collector(settings, runner.model)
 
 
 class FinalStates:

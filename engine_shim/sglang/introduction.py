@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine_shim.sglang import surface, versions
+from engine_shim.sglang.losses import BLOCK_DRAFTER
 from engine_shim.sglang.shape import set_shapes
 from engine_shim.training.steered import STEERED_ARCHITECTURE
 from speculation.v1 import engine_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from engine_shim.sglang.second_drafter import SecondDrafter
     from engine_shim.sglang.settings import PluginSettings
@@ -30,6 +31,7 @@ def introduce(
     can_collect: bool = False,
     can_take_versions: bool = False,
     second: SecondDrafter | None = None,
+    lost: Iterable[engine_pb2.LostCapability] = (),
 ) -> engine_pb2.EngineSpec:
     """`scheduler`: after `init_model_worker`."""
     spec = engine_pb2.EngineSpec(
@@ -47,6 +49,7 @@ def introduce(
             catch_up_steps=settings.sleep_positions if can_sleep else 0,
             overlap_steps=1 if scheduler.enable_overlap else 0,
         ),
+        lost=lost,
     )
     runners = [scheduler.draft_worker.draft_worker.draft_runner]
     if second is not None:
@@ -124,7 +127,7 @@ def _kind(scheduler: Any, *, has_block: bool) -> engine_pb2.DrafterKind.ValueTyp
 def _block_drafter(second: SecondDrafter) -> engine_pb2.Drafter:
     path = second.model_path
     return engine_pb2.Drafter(
-        name="dflash",
+        name=BLOCK_DRAFTER,
         kind=engine_pb2.DRAFTER_KIND_DFLASH,
         gammas=second.gammas,
         model=path,

@@ -19,8 +19,9 @@ from sglang.srt.speculative.base_spec_worker import EagleDraftWorkerBase
 from sglang.srt.speculative.eagle_info import EagleDraftInput
 from sglang.srt.speculative.eagle_utils import default_tree_mask_mode
 
+from engine_shim.link.losses import reason_of
 from engine_shim.sglang import ranks, selfcheck, surface
-from engine_shim.sglang.block_drafter import BlockDrafter
+from engine_shim.sglang.block_drafter import BlockDrafter, cannot_draft
 from engine_shim.sglang.capture import draft_config, emit_for_block
 from engine_shim.sglang.errors import UnsupportedEngineError
 
@@ -30,8 +31,8 @@ _log = logging.getLogger(__name__)
 class LoneBlockWorker(EagleDraftWorkerBase):
     """In place of `EagleDraftWorker`.
 
-    When it fails it goes on with blocks of nothing: every token is verified, none is accepted, and
-    the sidecar sees that drafting is worth nothing here.
+    When it fails it tells the sidecar, which plans plain decoding from then on, and goes on with
+    blocks of nothing until that plan has come: every token is verified, none is accepted.
     """
 
     # What the EAGLE parts around it ask for, and a block has not.
@@ -62,6 +63,8 @@ class LoneBlockWorker(EagleDraftWorkerBase):
         self.block.lend_layout(self)
         self.tree_mask_mode = default_tree_mask_mode()
         self._usable = True
+        # Told why, when it drafts no more.
+        self.lost: Callable[[str], None] = lambda _: None
 
     @property
     def draft_runner(self) -> Any:
@@ -88,6 +91,14 @@ class LoneBlockWorker(EagleDraftWorkerBase):
 
     def _capture_cuda_graphs(self) -> None:
         """For each draft length: nothing, as with the attention."""
+
+    def rehearse(self) -> None:
+        """Drafts a block before there is traffic.  Raises UnsupportedEngineError if it cannot."""
+        try:
+            self.block.rehearse()
+        except Exception as error:
+            path = get_spec().speculative_draft_model_path
+            raise UnsupportedEngineError(cannot_draft(path, error)) from error
 
     def draft(self, batch: Any, **_: Any) -> Any:
         """Inputs of a verification of gamma + 1 tokens for each request."""
@@ -146,7 +157,10 @@ class LoneBlockWorker(EagleDraftWorkerBase):
         if ranks.are_several():
             raise error
         self._usable = False
-        _log.exception("DFlash drafts no more: from now on nothing that is drafted is accepted")
+        _log.error(
+            "DFlash drafts no more: from now on nothing that is drafted is accepted", exc_info=error
+        )
+        self.lost(reason_of(error))
 
 
 def register() -> None:

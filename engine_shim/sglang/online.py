@@ -17,6 +17,8 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from engine_shim.sglang import surface
+from engine_shim.sglang.errors import UnsupportedEngineError
 from engine_shim.sglang.judge import Judge, Verdict
 from engine_shim.sglang.live_weights import LiveWeights
 from engine_shim.sglang.student import cannot_learn_reason, live_drafter
@@ -67,6 +69,14 @@ def cannot_update_reason(worker: Any, device: str, ranks: int) -> str | None:
     return cannot_learn_reason(worker, ranks)
 
 
+def updates_for(worker: Any, runner: Any, settings: PluginSettings) -> OnlineUpdates:
+    """Of this `EAGLEWorkerV2`; runner: the target's.  Raises UnsupportedEngineError."""
+    reason = cannot_update_reason(worker, runner.device, surface.config_leaf("tp_size"))
+    if reason is not None:
+        raise UnsupportedEngineError(f"SPECULATION_ONLINE_UPDATES is set, but {reason}")
+    return OnlineUpdates(worker, settings, settings.gammas[-1])
+
+
 class OnlineUpdates:
     """One engine's.  worker: its `EAGLEWorkerV2`, for which `cannot_update_reason` is None."""
 
@@ -111,6 +121,11 @@ class OnlineUpdates:
         self._share()
         order = trainer.order(shape, online, layouts, threads=1)
         self._process, self._channel = _started(order, self._memory)
+
+    @property
+    def over(self) -> str:
+        """Why nothing is learnt any more; "" while something is."""
+        return self.counters.state if self._channel is None else ""
 
     def before_prefill(self, request_ids: list[str]) -> None:
         """As a prefill begins, before the drafter reads it."""

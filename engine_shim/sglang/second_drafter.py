@@ -16,21 +16,33 @@ import torch
 from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.speculative import eagle_worker_v2
 
+from engine_shim.link.losses import reason_of
 from engine_shim.sglang import ranks, selfcheck, surface
-from engine_shim.sglang.block_drafter import BlockDrafter
+from engine_shim.sglang.block_drafter import BlockDrafter, cannot_draft
 from engine_shim.sglang.capture import SharedCapture
+from engine_shim.sglang.errors import UnsupportedEngineError
 
 _log = logging.getLogger(__name__)
 
 
 class SecondDrafter:
-    """Hooks around one engine's draft worker.  gammas: draft lengths that the engine prepares."""
+    """Hooks around one engine's draft worker.
 
-    def __init__(self, model_path: str, revision: str, gammas: tuple[int, ...]) -> None:
+    gammas: draft lengths that the engine prepares.  lost: told why, when it drafts no more.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        revision: str,
+        gammas: tuple[int, ...],
+        lost: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self.model_path, self.revision = model_path, revision
         self._gammas = gammas
         self._capture = SharedCapture(model_path, revision or None)
         self._block: BlockDrafter | None = None
+        self._lost = lost
         self.usable = True
 
     def register(self) -> None:
@@ -95,17 +107,28 @@ class SecondDrafter:
                 self.give_up(error)
         return original(draft, batch, own, *arguments, **named)
 
+    def rehearse(self, *, required: bool) -> None:
+        """Drafts a block before there is traffic; one that cannot draft is given up.
+
+        Raises UnsupportedEngineError where it is required.
+        """
+        try:
+            self.block.rehearse()
+        except Exception as error:
+            if required:
+                raise UnsupportedEngineError(cannot_draft(self.model_path, error)) from error
+            self.give_up(error)
+
     def draft(self, draft: Any, batch: Any) -> Any | None:
         """In place of `EagleDraftWorker.draft`; None when it cannot, and the other one must."""
         size = batch.seq_lens.shape[0]
         if not self.usable or size > draft._topk1_parents_prealloc.shape[0]:
             return None
         try:
-            block = self.block.draft(batch)
+            return self.block.chain(draft, batch, self.block.draft(batch))
         except Exception as error:  # noqa: BLE001 - out of memory, say
             self.give_up(error)
             return None
-        return self.block.chain(draft, batch, block)
 
     def split(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The columns of `hidden` that the other drafter reads, and this one's."""
@@ -142,7 +165,8 @@ class SecondDrafter:
         if ranks.are_several():
             raise error
         self.usable = False
-        _log.exception("DFlash drafts no more; the engine goes on with its own drafter")
+        _log.error("DFlash drafts no more; the engine goes on with its own drafter", exc_info=error)
+        self._lost(reason_of(error))
 
     def _extend_properties(self) -> None:
         """What SGLang asks its workers for, with this drafter's part added."""

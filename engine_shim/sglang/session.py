@@ -21,6 +21,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import asdict
 from enum import Enum
+from functools import partial
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
@@ -28,11 +29,13 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from engine_shim.link.engine_link import EngineLink, steering_of
 from engine_shim.link.errors import LinkStartError
+from engine_shim.link.losses import reason_of
 from engine_shim.link.ranks import Ranks
 from engine_shim.link.secret import secret_of
 from engine_shim.sglang import ranks, selfcheck, surface
-from engine_shim.sglang.errors import HookError, PluginError, UnsupportedEngineError
+from engine_shim.sglang.errors import HookError, PluginError
 from engine_shim.sglang.introduction import introduce, set_batch_limits
+from engine_shim.sglang.losses import BLOCK_DRAFTER, Losses
 from engine_shim.sglang.policy import SteeredPolicy
 from engine_shim.sglang.prepared import PreparedStates
 from engine_shim.sglang.sleep import SleepingDrafter, cannot_sleep_reason
@@ -46,6 +49,7 @@ from engine_shim.sglang.telemetry import (
     kv_tokens_committed,
 )
 from engine_shim.sglang.verification import Verification
+from speculation.v1 import engine_pb2
 
 if TYPE_CHECKING:
     from engine_shim.sglang.collect import Collector
@@ -77,6 +81,7 @@ class Session:
         self._deployment: Deployment | None = None
         self._several = False
         self._prepared = PreparedStates()
+        self._losses = Losses()
         # The step between its launch and the end of its draft-extend; the scheduler launches one
         # at a time.
         self._launching: Launch | None = None
@@ -106,6 +111,7 @@ class Session:
                 self._settings.dflash_model_path,
                 self._settings.dflash_revision,
                 self._settings.gammas,
+                partial(self._losses.lose, engine_pb2.CAPABILITY_DRAFTER, drafter=BLOCK_DRAFTER),
             )
             self._second.register()
             selfcheck.register(surface.DRAFT, self.around_draft, HookType.AROUND)
@@ -171,11 +177,11 @@ class Session:
             try:
                 sleep.sleep_through(batch, result)
                 return
-            except Exception:  # out of memory, say: then as if awake
+            except Exception as error:  # out of memory, say: then as if awake
                 if self._several:
                     raise
                 launch.asleep = False
-                self._stop_sleeping()
+                self._stop_sleeping(error)
         if self._second is not None:
             self._second.follow(batch, result, kwargs.get("kv_loc_plan"))
         original(draft, batch, result, **kwargs)
@@ -192,9 +198,10 @@ class Session:
         tokens = original(processor, result, batch)
         try:
             self._tap.settle(launch, result)
-        except Exception:  # noqa: BLE001 - telemetry must not end an engine
+        except Exception as error:  # noqa: BLE001 - telemetry must not end an engine
             self._tap = None
             _log.exception("steps are no longer reported to the sidecar")
+            self._losses.lose(engine_pb2.CAPABILITY_REPORT, reason_of(error))
         return tokens
 
     def after_internal_state(self, result: Any, *arguments: Any) -> None:
@@ -213,16 +220,17 @@ class Session:
         status["draft"] = None if self._deployment is None else self._deployment.status()
         status["reporting"] = self._tap is not None
         status["prepared"] = self._prepared.status()
+        status["lost"] = self._losses.status()
         return status
 
     def _catch_up(self, sleep: SleepingDrafter, batch: Any, asleep: bool) -> bool:
         """True when the drafter may sleep through the step that begins."""
         try:
             sleep.before_step(batch, asleep=asleep)
-        except Exception:  # out of memory, say: then it drafts cold
+        except Exception as error:  # out of memory, say: then it drafts cold
             if self._several:
                 raise
-            self._stop_sleeping()
+            self._stop_sleeping(error)
             return False
         return asleep
 
@@ -235,7 +243,9 @@ class Session:
             part(online)
         except Exception as error:  # noqa: BLE001 - out of memory, say
             _log.exception("an online update of the drafter failed")
-            online.close(f"{type(error).__name__}: {error}")
+            online.close(reason_of(error))
+        if online.over:
+            self._losses.lose(engine_pb2.CAPABILITY_UPDATE_ONLINE, online.over)
 
     def _news(self) -> News:
         """Of the step that begins; puts the plan's version of the drafter into service before."""
@@ -247,8 +257,9 @@ class Session:
             other = deployment.before_step(self._ranks.draft_version())
         except Exception as error:  # noqa: BLE001 - out of memory, say: what serves goes on
             other = False
-            deployment.stop(f"{type(error).__name__}: {error}")
+            deployment.stop(reason_of(error))
             _log.exception("no more versions of the drafter are put into service")
+            self._losses.lose(engine_pb2.CAPABILITY_TAKE_VERSIONS, reason_of(error))
         return news._replace(reset=news.reset or other, version=deployment.counters.version)
 
     def _learn(self, batch: Any, result: Any, launch: Launch | None) -> None:
@@ -275,29 +286,20 @@ class Session:
             self._collector.after_verify(found, collecting=collecting)
         except Exception as error:  # noqa: BLE001 - out of memory, say
             _log.exception("training signals are kept no more")
-            self._collector.give_up(f"{type(error).__name__}: {error}")
+            self._collector.give_up(reason_of(error))
+        if self._collector.over:
+            self._losses.lose(engine_pb2.CAPABILITY_COLLECT, self._collector.over)
 
     def _start_collecting(self, worker: Any, scheduler: Any) -> None:
         if not self._settings.signals_folder or not ranks.is_first():
             return
-        from engine_shim.sglang.collect import (
-            Collector,
-            cannot_collect_reason,
-            no_final_states_reason,
-        )
+        from engine_shim.sglang.collect import collector_for
         from engine_shim.sglang.deployment import deployment_for
         from engine_shim.training.versions import VersionError
 
-        reason = cannot_collect_reason(worker)
-        if reason is not None:
-            raise UnsupportedEngineError(f"SPECULATION_SIGNALS_FOLDER is set, but {reason}")
         runner = scheduler.tp_worker.model_runner
-        if self._settings.signals_final_states:
-            reason = no_final_states_reason(runner.model, surface.graph_batch_sizes(runner))
-            if reason is not None:
-                raise UnsupportedEngineError(f"SPECULATION_SIGNALS_FINAL_STATES is set: {reason}")
         try:
-            self._collector = Collector(self._settings, runner.model)
+            self._collector = collector_for(worker, runner, self._settings)
             self._deployment = deployment_for(worker, self._settings)
         except (OSError, VersionError) as error:
             raise PluginError(f"SPECULATION_SIGNALS_FOLDER: {error}") from error
@@ -306,18 +308,25 @@ class Session:
     def _start_updates(self, worker: Any, scheduler: Any) -> None:
         if not self._settings.online_updates:
             return
-        from engine_shim.sglang.online import OnlineUpdates, cannot_update_reason
+        from engine_shim.sglang.online import updates_for
 
-        runner = scheduler.tp_worker.model_runner
-        reason = cannot_update_reason(worker, runner.device, surface.config_leaf("tp_size"))
-        if reason is not None:
-            raise UnsupportedEngineError(f"SPECULATION_ONLINE_UPDATES is set, but {reason}")
-        self._online = OnlineUpdates(worker, self._settings, self._settings.gammas[-1])
+        self._online = updates_for(worker, scheduler.tp_worker.model_runner, self._settings)
         atexit.register(self._online.close)
 
-    def _stop_sleeping(self) -> None:
+    def _stop_sleeping(self, error: Exception) -> None:
         self._sleep = None
+        self._losses.lose(engine_pb2.CAPABILITY_SLEEP, reason_of(error))
         _log.exception("the drafter stays awake from now on; requests that it missed draft cold")
+
+    def _rehearse(self, draft: Any) -> None:
+        """Finds a DFlash drafter that cannot draft before there is traffic.  Raises PluginError."""
+        if self._second is not None:
+            self._second.rehearse(required=self._settings.require_drafters)
+        elif surface.lone_block(draft) is not None:
+            draft.lost = partial(
+                self._losses.lose, engine_pb2.CAPABILITY_DRAFTER, drafter=BLOCK_DRAFTER
+            )
+            draft.rehearse()
 
     def _start(self, scheduler: Any) -> None:
         """Checks what was built, introduces the engine, starts the link.  Raises PluginError."""
@@ -339,6 +348,7 @@ class Session:
                 f"SGLang sized its buffers for {widest} draft tokens, {gammas[-1] + 1} are needed"
             )
         self._switch.prepare(worker, gammas)
+        self._rehearse(worker.draft_worker)
         sleepless = cannot_sleep_reason(worker)
         if gammas[0] > 0 or self._settings.sleep_positions == 0:
             sleepless = "the settings leave no room for it"
@@ -355,6 +365,7 @@ class Session:
             can_collect=self._collector is not None,
             can_take_versions=self._deployment is not None,
             second=self._second,
+            lost=self._losses.all,
         )
         set_batch_limits(spec, policy.batch_limits)
         try:
@@ -374,6 +385,7 @@ class Session:
                 secret = secret_of(self._settings.signals_folder)
                 self._link = EngineLink.start(spec, self._settings, policy.startup_gamma, secret)
                 steering = self._link.steering
+                self._losses.report_by(self._link)
         except LinkStartError as error:
             raise PluginError(str(error)) from error
         self._several = ranks.are_several()

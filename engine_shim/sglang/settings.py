@@ -31,6 +31,12 @@ class PluginSettings(LinkSettings):
     dflash_revision: str = Field(
         default="", description="Revision of the DFlash checkpoint on the model hub."
     )
+    require_drafters: bool = Field(
+        default=False,
+        description="Do not start when the DFlash drafter beside the engine's own cannot draft its "
+        "first block. By default the engine starts with its own drafter alone, logs an error, and "
+        "tells the sidecar.",
+    )
     graph_limits: Annotated[dict[int, int], NoDecode] = Field(
         default={},
         description="Draft lengths that shall get graphs for small batches only, as "

@@ -78,6 +78,15 @@ async def test_a_draft_length_is_measured_in_the_batches_that_it_is_prepared_for
     assert "left out" not in notes.text
 
 
+async def test_an_engine_that_has_lost_a_drafter_is_not_measured(tmp_path):
+    spec = introduction()
+    spec.lost.add(capability=1, drafter=spec.drafters[0].name, reason="MemoryError: no room")
+    engine, notes = ClockworkEngine(socket_address(tmp_path), spec), Notes()
+    async with beside(tmp_path, engine):
+        with pytest.raises(MeasurementError, match=r"has lost drafter .*MemoryError: no room"):
+            await profile(tmp_path, engine, notes)
+
+
 async def test_what_waking_the_drafter_takes_is_measured_on_the_way(tmp_path):
     spec = introduction(capabilities=engine_pb2.Capabilities(can_sleep=True))
     engine, notes = ClockworkEngine(socket_address(tmp_path), spec), Notes()

@@ -5,6 +5,10 @@ from typing import Any
 import grpc
 import pytest
 
+from controller.cli.connection import print_wide
+from controller.cli.explain import _print_explanation
+from controller.cli.top import _screen
+from controller.doctor.sidecar import ask, check_engines
 from controller.service.converters import engine_from_proto, engine_to_proto
 from speculation.v1 import engine_pb2, plan_pb2, policy_pb2, service_pb2
 from tests.controller.service.harness import (
@@ -90,6 +94,22 @@ async def test_everything_that_people_look_at_names_it_with_its_reason(tmp_path)
         assert line.endswith(": MemoryError: no room")
         metrics = measured_of(session)
         assert metrics["speculation_lost_capability", "drafter dflash"] == 1
+
+
+async def test_the_commands_print_it(tmp_path, capsys):
+    async with serving(tmp_path) as running:
+        await introduced(running, DFLASH)
+        _print_explanation(await running.explain())
+        explained = capsys.readouterr().out
+        assert "drafter dflash lost since 2020-09-1" in explained
+        assert "MemoryError: no room" in explained
+        overview = await soon(running.inspection.Overview(service_pb2.OverviewRequest()))
+        print_wide(_screen(overview))
+        assert "engine-0: drafter dflash lost since 2020-09-1" in capsys.readouterr().out
+        findings = check_engines(await ask(running.operators, ()), "unix:/somewhere")
+        (found,) = [finding for finding in findings if "lost since" in finding.found]
+        assert found.found.endswith("MemoryError: no room")
+        assert found.fix
 
 
 async def test_an_introduction_may_name_losses(tmp_path):

@@ -53,6 +53,22 @@ def break_block_drafter() -> None:
     type.__setattr__(dflash.DFlashAttention, "forward", fail)
 
 
+def break_block_drafter_on_demand() -> None:
+    """DFlash's attention fails as soon as the file SABOTAGE_FILE exists."""
+    if surface.SCHEDULER_MODULE not in sys.modules:
+        return
+    from sglang.srt.models import dflash
+
+    forward, file = dflash.DFlashAttention.forward, Path(os.environ["SABOTAGE_FILE"])
+
+    def fail_on_demand(*arguments: Any, **named: Any) -> Any:
+        if file.exists():
+            raise MemoryError("sabotaged")
+        return forward(*arguments, **named)
+
+    type.__setattr__(dflash.DFlashAttention, "forward", fail_on_demand)
+
+
 def let_one_rank_differ() -> None:
     """The second scheduler to start has other variables, as on another host."""
     if multiprocessing.parent_process() is None or surface.SCHEDULER_MODULE not in sys.modules:

@@ -18,7 +18,6 @@ from tests.engine_shim.sglang.engine import (
     DFLASH,
     EAGLE3,
     EngineProcess,
-    install_plugin,
     serving,
 )
 from tests.engine_shim.sglang.playing import (
@@ -268,27 +267,3 @@ def test_requests_may_come_late_leave_early_and_be_retracted(
             expected = plain["crowd"][number]
             assert found == (expected[: len(found)] if number in aborted else expected), number
         assert {report.drafter for report in sidecar.reports} == {"eagle3", "dflash"}
-
-
-def test_when_the_block_drafter_fails_the_engine_goes_on_with_its_own(
-    plain: dict[str, list[list[int]]], tmp_path: Path
-) -> None:
-    target = "tests.engine_shim.sglang.sabotage:break_block_drafter"
-    # After the CPU's stand-in, which prepares the same method.
-    plugins = install_plugin(tmp_path / "sabotage", target, name="zz_sabotage")
-    with scripted_sidecar(tmp_path) as sidecar:
-        sidecar.script = lambda _: (3, False, 1)
-        variables = {
-            **sidecar.variables,
-            "SPECULATION_DFLASH_MODEL_PATH": str(DFLASH),
-            "PYTHONPATH": str(plugins),
-        }
-        with serving(tmp_path / "engine", EAGLE3, variables) as engine:
-            eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
-            answer = engine.generate(ALONE, [ALONE_LENGTH])[0]
-            assert answer.tokens == plain["alone"][0][:ALONE_LENGTH]
-            reports = sidecar.reports_since(0, answer.meta["spec_verify_ct"])
-            log = engine.log.read_text()
-        assert "DFlash drafts no more; the engine goes on with its own drafter" in log
-        assert "sabotaged" in log
-        assert {report.drafter for report in reports} == {"eagle3"}

@@ -100,20 +100,24 @@ def test_blocks_are_the_students_also_after_a_pause(
 def test_when_the_block_fails_the_engine_goes_on(
     plain: dict[str, list[list[int]]], tmp_path: Path
 ) -> None:
-    target = "tests.engine_shim.sglang.sabotage:break_block_drafter"
+    target = "tests.engine_shim.sglang.sabotage:break_block_drafter_on_demand"
     plugins = install_plugin(tmp_path / "sabotage", target, name="zz_sabotage")
     with scripted_sidecar(tmp_path) as sidecar:
         variables = {
             **sidecar.variables,
             "PYTHONPATH": str(plugins),
+            "SABOTAGE_FILE": str(tmp_path / "broken"),
         }
         with serving(tmp_path / "engine", LONE, variables) as engine:
             eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
+            (tmp_path / "broken").touch()
             answer = engine.generate(ALONE, [ALONE_LENGTH])[0]
             assert answer.tokens == plain["alone"][0][:ALONE_LENGTH]
             reports = sidecar.reports_since(0, answer.meta["spec_verify_ct"])
             log = engine.log.read_text()
     assert log.count("DFlash drafts no more") == 1
+    [loss] = next(request.lost for request in sidecar.server.requests if request.lost)
+    assert (loss.drafter, loss.reason) == ("dflash", "MemoryError: sabotaged")
     assert "sabotaged" in log
-    # The sidecar sees it for what it is worth.
+    # Until another plan comes, nothing that is drafted is accepted.
     assert sum(report.accepted_counts[0] for report in reports) > 0.9 * len(reports)

@@ -26,7 +26,7 @@ def last_words(folder: Path, arguments: Sequence[str], sabotage: str = "", **set
     variables = {"SPECULATION_SIDECAR": f"unix:{folder / 'nobody.sock'}"}
     variables |= {f"SPECULATION_{name.upper()}": value for name, value in settings.items()}
     if sabotage:
-        plugins = install_plugin(folder / "sabotage", f"{SABOTAGE}:{sabotage}", name="sabotage")
+        plugins = install_plugin(folder / "sabotage", f"{SABOTAGE}:{sabotage}", name="zz_sabotage")
         variables["PYTHONPATH"] = str(plugins)
     with launched(folder, arguments, variables) as engine:
         try:
@@ -52,6 +52,17 @@ def test_a_block_that_the_engine_keeps_no_room_for(tmp_path: Path) -> None:
 def test_a_second_drafter_of_another_kind(tmp_path: Path) -> None:
     words = last_words(tmp_path, EAGLE3, dflash_model_path=str(DRAFT))
     assert "is no DFlash checkpoint" in words
+
+
+def test_a_required_drafter_that_cannot_draft(tmp_path: Path) -> None:
+    settings = {"dflash_model_path": str(DFLASH), "require_drafters": "1"}
+    words = last_words(tmp_path, EAGLE3, "break_block_drafter", **settings)
+    assert f"the DFlash drafter {DFLASH} cannot draft: MemoryError: sabotaged" in words
+
+
+def test_an_only_drafter_that_cannot_draft(tmp_path: Path) -> None:
+    words = last_words(tmp_path, LONE, "break_block_drafter")
+    assert f"the DFlash drafter {DFLASH} cannot draft: MemoryError: sabotaged" in words
 
 
 def test_a_shorter_block_than_was_trained(tmp_path: Path) -> None:

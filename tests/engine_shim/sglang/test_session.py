@@ -14,6 +14,7 @@ from engine_shim.sglang.settings import PluginSettings
 from engine_shim.sglang.sleep import SleepCounters
 from engine_shim.sglang.telemetry import NO_NEWS, News
 from engine_shim.sglang.verification import Verification
+from speculation.v1.engine_pb2 import Capability, LostCapability
 
 
 class Mode:
@@ -59,6 +60,7 @@ class Online:
         self.failing = failing
         self.counters = OnlineCounters()
         self.calls: list[str] = []
+        self.over = ""
 
     def _note(self, call: str) -> None:
         self.calls.append(call)
@@ -79,7 +81,7 @@ class Online:
 
     def close(self, why: str) -> None:
         self.failing = ""
-        self.counters.state = why
+        self.counters.state = self.over = why
 
 
 def session(*, asleep: bool, failing: str = "", gamma: int = 0) -> Any:
@@ -99,6 +101,17 @@ def batch(mode: str = "decode") -> Any:
         seq_lens=SimpleNamespace(shape=(1,)),
         seq_lens_sum=10,
     )
+
+
+class Link:
+    """Keeps what it is to tell the sidecar."""
+
+    def __init__(self, made: Any) -> None:
+        self.told: list[tuple[str, str]] = []
+        made._losses.report_by(self)
+
+    def lose(self, loss: LostCapability) -> None:
+        self.told.append((Capability.Name(loss.capability), loss.reason))
 
 
 def run_step(made: Any, mode: str = "decode") -> tuple[Any, bool]:
@@ -136,6 +149,7 @@ def test_a_failure_to_sleep_keeps_the_drafter_awake_for_good(
     failing: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = session(asleep=True, failing=failing)
+    link = Link(made)
     with caplog.at_level(logging.ERROR):
         result, worked = run_step(made)
     assert worked
@@ -144,6 +158,7 @@ def test_a_failure_to_sleep_keeps_the_drafter_awake_for_good(
     assert "stays awake" in caplog.text
     _, worked = run_step(made)
     assert worked
+    assert link.told == [("CAPABILITY_SLEEP", "RuntimeError: out of memory")]
 
 
 def test_a_prefill_is_no_step_but_wakes_its_requests() -> None:
@@ -172,6 +187,7 @@ def test_a_failure_to_learn_ends_the_learning_and_nothing_else(
 ) -> None:
     made = session(asleep=False, gamma=3)
     made._online = Online(failing)
+    link = Link(made)
     made._ranks = SimpleNamespace(stride=lambda: 1, collects=lambda: False)
     run_step(made, "extend")
     _, worked = run_step(made)
@@ -180,6 +196,22 @@ def test_a_failure_to_learn_ends_the_learning_and_nothing_else(
     assert "an online update of the drafter failed" in caplog.text
     _, worked = run_step(made)
     assert worked
+    assert link.told == [("CAPABILITY_UPDATE_ONLINE", "RuntimeError: out of memory")]
+
+
+def test_a_trainer_that_ends_by_itself_is_reported() -> None:
+    made = session(asleep=False, gamma=3)
+    made._online = Online()
+    made._ranks = SimpleNamespace(stride=lambda: 1, collects=lambda: False)
+    link = Link(made)
+    run_step(made)
+    assert link.told == []
+    made._online.over = "the trainer has ended with status -9"
+    run_step(made)
+    run_step(made)
+    assert link.told == [("CAPABILITY_UPDATE_ONLINE", "the trainer has ended with status -9")]
+    (status,) = made.status()["lost"]
+    assert (status["capability"], status["reason"]) == link.told[0]
 
 
 def test_an_idle_forward_and_an_engine_that_starts_up_pass_through() -> None:
@@ -200,6 +232,7 @@ def test_a_failure_to_report_stops_reports_and_nothing_else(
 
     made = session(asleep=False, gamma=3)
     made._tap = SimpleNamespace(settle=fail)
+    link = Link(made)
     result, _ = run_step(made)
     assert made.status()["reporting"]
     with caplog.at_level(logging.ERROR):
@@ -207,6 +240,7 @@ def test_a_failure_to_report_stops_reports_and_nothing_else(
     assert tokens == [[1, 2]]
     assert not made.status()["reporting"]
     assert "no longer reported" in caplog.text
+    assert link.told == [("CAPABILITY_REPORT", "ValueError: nobody thought of this")]
     assert made.around_resolve(lambda *_: [[3]], None, result, batch()) == [[3]]
 
 
@@ -240,6 +274,7 @@ class Signals:
         self.collecting: list[bool] = []
         self.found: list[Verification] = []
         self.why = "ready"
+        self.over = ""
 
     def after_verify(self, found: Verification, *, collecting: bool) -> None:
         self.collecting.append(collecting)
@@ -251,7 +286,7 @@ class Signals:
         return {"state": self.why}
 
     def give_up(self, why: str) -> None:
-        self.failing, self.why = False, why
+        self.failing, self.why, self.over = False, why, why
 
 
 @pytest.mark.parametrize("asleep", [True, False])
@@ -269,11 +304,32 @@ def test_a_failure_to_collect_ends_the_collecting_and_nothing_else(
 ) -> None:
     made = session(asleep=False, gamma=3)
     made._collector = Signals(failing=True)
+    link = Link(made)
     made._ranks = SimpleNamespace(stride=lambda: 0, collects=lambda: True)
     _, worked = run_step(made)
     assert worked
     assert made.status()["signals"] == {"state": "RuntimeError: out of memory"}
     assert "training signals are kept no more" in caplog.text
+    assert link.told == [("CAPABILITY_COLLECT", "RuntimeError: out of memory")]
+
+
+def test_versions_that_cannot_be_served_any_more_are_reported() -> None:
+    class Deployment:
+        counters = SimpleNamespace(version=3)
+
+        def before_step(self, wanted: int) -> bool:
+            raise RuntimeError("out of memory")
+
+        def stop(self, why: str) -> None:
+            assert why == "RuntimeError: out of memory"
+
+    made = session(asleep=False, gamma=3)
+    made._deployment = Deployment()
+    made._ranks = SimpleNamespace(draft_version=lambda: 4)
+    link = Link(made)
+    assert made._news().version == 3
+    made._news()
+    assert link.told == [("CAPABILITY_TAKE_VERSIONS", "RuntimeError: out of memory")]
 
 
 class Second:

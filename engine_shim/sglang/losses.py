@@ -1,0 +1,57 @@
+"""What this engine can no longer do: said once in its log, kept, and reported to the sidecar."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from engine_shim.link.losses import lost
+from speculation.v1.engine_pb2 import Capability
+
+if TYPE_CHECKING:
+    from engine_shim.link.engine_link import EngineLink
+    from speculation.v1.engine_pb2 import LostCapability
+
+# The name of a DFlash drafter in the introduction, alone or beside another.
+BLOCK_DRAFTER = "dflash"
+
+_log = logging.getLogger(__name__)
+
+
+class Losses:
+    """One engine's.  From the scheduler's thread only."""
+
+    def __init__(self) -> None:
+        self._lost: dict[tuple[Capability.ValueType, str], LostCapability] = {}
+        self._link: EngineLink | None = None
+
+    @property
+    def all(self) -> list[LostCapability]:
+        """In the order in which they came."""
+        return list(self._lost.values())
+
+    def report_by(self, link: EngineLink) -> None:
+        """From now on; what was lost before is in the introduction."""
+        self._link = link
+
+    def lose(self, capability: Capability.ValueType, reason: str, drafter: str = "") -> None:
+        """The engine cannot do this until it starts again; only the first time counts."""
+        if (capability, drafter) in self._lost:
+            return
+        loss = self._lost[capability, drafter] = lost(capability, reason, drafter)
+        what = drafter or Capability.Name(capability).removeprefix("CAPABILITY_").lower()
+        _log.error("this engine has lost %s and tells the sidecar so: %s", what, loss.reason)
+        if self._link is not None:
+            self._link.lose(loss)
+
+    def status(self) -> list[dict[str, object]]:
+        """Every loss in plain values."""
+        return [
+            {
+                "capability": Capability.Name(loss.capability),
+                "drafter": loss.drafter,
+                "reason": loss.reason,
+                "lost_at_unix_seconds": loss.lost_at_unix_seconds,
+            }
+            for loss in self._lost.values()
+        ]
