@@ -51,8 +51,8 @@ async def tell(stream: SteerClient, *lost: engine_pb2.LostCapability) -> None:
 
 def drafts(plan: plan_pb2.Plan) -> set[str]:
     """Drafters that a plan has draft something, probes included."""
-    arms = [arm for row in plan.rows for arm in (row, *([row.probe] if row.probe.steps else []))]
-    return {arm.drafter for arm in arms if arm.gamma}
+    rows = {row.drafter for row in plan.rows if row.gamma}
+    return rows | {row.probe.drafter for row in plan.rows if row.probe.gamma}
 
 
 async def test_the_next_plan_does_without_it(tmp_path):

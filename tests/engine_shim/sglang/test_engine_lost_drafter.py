@@ -1,6 +1,6 @@
 """The real SGLang under the real sidecar, with a second drafter that fails: at start, or later."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,8 +97,8 @@ def steered(folder: Path, sabotage: str) -> Iterator[Steered]:
             yield running
 
 
-def check_loss(lost: object) -> None:
-    [loss] = lost  # type: ignore[misc]
+def check_loss(lost: Iterable[engine_pb2.LostCapability]) -> None:
+    [loss] = lost
     assert (loss.capability, loss.drafter) == (engine_pb2.CAPABILITY_DRAFTER, "dflash")
     assert loss.reason == "MemoryError: sabotaged"
     assert loss.lost_at_unix_seconds > 1.7e9
