@@ -16,6 +16,8 @@ from controller.core.errors import SpeculationError
 
 # How long the trace of an ended override is kept.
 TRACE_SECONDS = 7 * 24 * 3600.0
+# Records of the audit that a store keeps; the oldest go first.
+AUDIT_KEPT = 100_000
 
 
 class StoreError(SpeculationError):
@@ -23,7 +25,10 @@ class StoreError(SpeculationError):
 
 
 class StoreUnavailableError(StoreError):
-    """The store cannot be reached or cannot be written: nothing was changed."""
+    """The store cannot be reached or cannot be written.
+
+    The message says that nothing was changed, or that it is not known whether something was.
+    """
 
 
 class StoreBrokenError(StoreError):

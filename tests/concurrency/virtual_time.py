@@ -18,6 +18,7 @@ from unittest.mock import patch
 
 from controller.core.clock import VirtualClock
 from controller.service import server
+from controller.store import file_store
 from controller.store.file_store import FileStore
 
 T = TypeVar("T")
@@ -123,6 +124,7 @@ def in_virtual_time(clock: VirtualClock) -> Iterator[None]:
         for owner, attribute, instead in (
             (secrets, "token_hex", lambda length: seeded.randbytes(length).hex()),
             (random, "uniform", seeded.uniform),
+            (file_store, "ThreadPoolExecutor", _AtOnce),
             (server, "make_store", lambda settings: FileStore(settings.state_path, wall)),
         ):
             stack.enter_context(patch.object(owner, attribute, instead))

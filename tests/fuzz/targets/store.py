@@ -1,4 +1,4 @@
-"""What the override store keeps on disk: journal, mirror, shelf."""
+"""What the override store keeps on disk, or finds there: database, journal, mirror, shelf."""
 
 import asyncio
 import hashlib
@@ -22,17 +22,29 @@ from controller.service.sessions import SessionRegistry
 from controller.store.file_shelf import FileShelf
 from controller.store.file_store import FileStore
 from controller.store.held import HeldFile
-from controller.store.journal import _sum
+from controller.store.journal_import import line_checksum
 from controller.store.port import ShelfKind, Who
 from tests.controller.recording import tapes
 from tests.controller.service.harness import make_profile
+from tests.controller.store.journal_files import lines, record
 from tests.fuzz.mutation import bytes_of, json_of
 from tests.fuzz.target import Feed, Target
 
 
 @contextmanager
+def _database_opened(folder: Path) -> Iterator[Feed]:
+    def feed(data: bytes) -> None:
+        _clean(folder)
+        (folder / "overrides.db").write_bytes(data)
+        asyncio.run(_ask_store(folder))
+
+    yield feed
+
+
+@contextmanager
 def _journal_opened(folder: Path) -> Iterator[Feed]:
     def feed(data: bytes) -> None:
+        _clean(folder)
         (folder / "overrides.journal").write_bytes(data)
         asyncio.run(_ask_store(folder))
 
@@ -44,11 +56,17 @@ def _records_opened(folder: Path) -> Iterator[Feed]:
     """Lines of JSON, which get their checksums."""
 
     def feed(data: bytes) -> None:
-        lines = (_sum(line) + b" " + line + b"\n" for line in data.splitlines())
-        (folder / "overrides.journal").write_bytes(b"".join(lines))
+        _clean(folder)
+        found = (line_checksum(line) + b" " + line + b"\n" for line in data.splitlines())
+        (folder / "overrides.journal").write_bytes(b"".join(found))
         asyncio.run(_ask_store(folder))
 
     yield feed
+
+
+def _clean(folder: Path) -> None:
+    for path in folder.glob("overrides.*"):
+        path.unlink()
 
 
 async def _ask_store(folder: Path) -> None:
@@ -69,22 +87,40 @@ def _no_core(spec: EngineSpec, profile: Profile | None) -> EngineController:
     raise AssertionError("no engine is introduced here")
 
 
-async def _written_journal(folder: Path) -> bytes:
+async def _written_database(folder: Path) -> bytes:
     store = FileStore(folder)
     await store.open(lambda: None)
     who = Who("ann", "because", "uid 0")
-    body = to_body(tapes.override("pin-1", Rule(gamma=2)))
+    body = _body("pin-1")
     first = await store.write("pin-1", body, None, 0, who)
     await store.write("pin-1", body, 3600.0, first.revision, who)
-    await store.write("pin-2", body.replace("pin-1", "pin-2"), 3600.0, 0, who)
+    await store.write("pin-2", _body("pin-2"), 3600.0, 0, who)
     await store.clear("pin-2", 3, who)
     await store.close()
-    return (folder / "overrides.journal").read_bytes()
+    return (folder / "overrides.db").read_bytes()
+
+
+def _body(name: str) -> str:
+    return to_body(tapes.override(name, Rule(gamma=2)))
+
+
+def _database_seeds() -> Sequence[bytes]:
+    with tempfile.TemporaryDirectory() as folder:
+        return [asyncio.run(_written_database(Path(folder)))]
 
 
 def _journal_seeds() -> Sequence[bytes]:
-    with tempfile.TemporaryDirectory() as folder:
-        return [asyncio.run(_written_journal(Path(folder)))]
+    first, second = _body("pin-1"), _body("pin-2")
+    return [
+        lines(
+            [
+                record(1, "pin-1", first),
+                record(2, "pin-1", first, until=9e9, before=first),
+                record(3, "pin-2", second, until=9e9),
+                record(4, "pin-2", ""),
+            ]
+        )
+    ]
 
 
 def _record_seeds() -> Sequence[bytes]:
@@ -95,7 +131,7 @@ def _record_seeds() -> Sequence[bytes]:
 
 def _mirror_seeds() -> Sequence[bytes]:
     entry = {
-        "id": "pin-1", "revision": 3, "body": to_body(tapes.override("pin-1", Rule(gamma=2))),
+        "id": "pin-1", "revision": 3, "body": _body("pin-1"),
         "created": 1.9e9, "ended": "", "ms": -1,
     }  # fmt: skip
     return [json.dumps({"at": 1.9e9, "entries": [entry, entry | {"id": "b", "ms": 9e12}]}).encode()]
@@ -137,6 +173,7 @@ def _shelf_seeds() -> Sequence[bytes]:
 _ERRORS = (SpeculationError,)
 
 TARGETS = (
+    Target("store.database", _database_seeds, bytes_of, _database_opened, _ERRORS),
     Target("store.journal", _journal_seeds, bytes_of, _journal_opened, _ERRORS),
     Target("store.records", _record_seeds, json_of, _records_opened, _ERRORS),
     Target("store.mirror", _mirror_seeds, json_of, _mirror_opened),

@@ -1,0 +1,367 @@
+"""The SQLite database of the file store: entries, and the audit of every change.
+
+    state directory/overrides.db       the database, in WAL mode, synced before a commit returns
+                    overrides.db-wal   commits that are not in the database file yet
+                    overrides.db-shm   an index of that file, shared by the connections
+
+Everything here blocks.  One connection writes; reads of the audit have a connection of their own,
+so that neither waits for the other.  SQLite recovers the file after a crash: a commit that is torn
+was never acknowledged and disappears.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import sqlite3
+import stat
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from controller.core.errors import MALFORMED
+from controller.store.port import (
+    AUDIT_KEPT,
+    AuditRecord,
+    Entry,
+    StoreBrokenError,
+    StoreUnavailableError,
+)
+
+FORMAT: Final = 1
+# "SPEC": tells this database from any other SQLite file.
+_APPLICATION_ID: Final = 0x53504543
+_MODE: Final = 0o640
+# Pages of 4 KiB after which commits move from the WAL into the database file.
+_CHECKPOINT_PAGES: Final = 64
+# Old audit records are removed once in so many commits.
+_PRUNE_EVERY: Final = 256
+_LARGEST: Final = 2**63 - 1
+
+_SCHEMA = f"""
+CREATE TABLE entries (
+  override_id TEXT PRIMARY KEY, revision INTEGER NOT NULL, body TEXT NOT NULL, until REAL,
+  created_at REAL NOT NULL, ended TEXT NOT NULL, checksum TEXT NOT NULL
+) STRICT, WITHOUT ROWID;
+CREATE TABLE audit (
+  sequence INTEGER PRIMARY KEY, at REAL NOT NULL, action TEXT NOT NULL, subject TEXT NOT NULL,
+  author TEXT NOT NULL, reason TEXT NOT NULL, origin TEXT NOT NULL, before TEXT NOT NULL,
+  after TEXT NOT NULL
+) STRICT;
+CREATE INDEX audit_of_subject ON audit (subject, sequence);
+CREATE TABLE imported (line_checksum TEXT NOT NULL) STRICT;
+PRAGMA application_id = {_APPLICATION_ID};
+PRAGMA user_version = {FORMAT};
+"""
+_OF_ALL = (
+    "SELECT sequence, at, action, subject, author, reason, origin, before, after FROM audit "
+    "WHERE sequence < ? ORDER BY sequence DESC LIMIT ?"
+)
+_OF_ONE = (
+    "SELECT sequence, at, action, subject, author, reason, origin, before, after FROM audit "
+    "WHERE sequence < ? AND subject = ? ORDER BY sequence DESC LIMIT ?"
+)
+_REASONS = {
+    sqlite3.SQLITE_FULL: "No space left on device; nothing was changed",
+    sqlite3.SQLITE_READONLY: "it is read-only; nothing was changed",
+    sqlite3.SQLITE_CANTOPEN: "it cannot be opened; check its owner and mode",
+    sqlite3.SQLITE_PERM: "access is denied; check its owner and mode",
+    sqlite3.SQLITE_AUTH: "access is denied; check its owner and mode",
+    sqlite3.SQLITE_BUSY: "another process has locked it; nothing was changed",
+    sqlite3.SQLITE_LOCKED: "another process has locked it; nothing was changed",
+    sqlite3.SQLITE_NOMEM: "there is not enough memory; nothing was changed",
+    sqlite3.SQLITE_IOERR: (
+        "the disk reports an I/O error; whether the change was written is not known: repeat it "
+        "with the same id"
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredEntry:
+    """An entry whose end is a point in wall-clock time, Unix seconds; until None = for ever."""
+
+    override_id: str
+    revision: int
+    body: str
+    until: float | None
+    created_at: float
+    ended: str
+
+    @property
+    def checksum(self) -> str:
+        """Sixteen hexadecimal digits over all fields: finds a bit that flipped on the disk."""
+        text = json.dumps(astuple(self))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def over(self, now: float) -> bool:
+        """True past its end."""
+        return self.until is not None and self.until <= now
+
+    def entry(self, now: float) -> Entry:
+        """As the port has it."""
+        left = None if self.until is None else max(0.0, self.until - now)
+        return Entry(
+            self.override_id, self.revision, self.body, left, self.created_at, self.ended
+        )  # fmt: skip
+
+
+class Database:
+    """One open database.  Every method raises StoreUnavailableError and StoreBrokenError.
+
+    `change`, `note`, `replace` and `close` belong to one thread at a time; `audit` to one other, unless
+    `alone` is set.  alone: there was no room for the file that connections share, so that reads use
+    the writing connection.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._reader: sqlite3.Connection | None = None
+        self.alone = False
+        refuse_links(path, *(Path(f"{path}{suffix}") for suffix in ("-wal", "-shm", "-journal")))
+        with self._typed():
+            _create(path)
+            try:
+                self._writer = self._opened()
+            except sqlite3.OperationalError as error:
+                if _code(error) not in {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR}:
+                    raise
+                self.alone = True
+                self._writer = self._opened()
+
+    def _opened(self) -> sqlite3.Connection:
+        connection = _connect(self._path, "rw")
+        try:
+            self._prepare(connection)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _prepare(self, connection: sqlite3.Connection) -> None:
+        if self.alone:
+            # Without shared memory: SQLite keeps the index of the WAL on its heap.
+            connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+        for name, value in (
+            ("synchronous", "FULL"),
+            ("wal_autocheckpoint", _CHECKPOINT_PAGES),
+            ("journal_size_limit", 4096 * _CHECKPOINT_PAGES),
+            ("cell_size_check", "ON"),
+        ):
+            connection.execute(f"PRAGMA {name} = {value}")
+        self._check_format(connection)
+        if connection.execute("PRAGMA journal_mode = WAL").fetchone()[0] != "wal":
+            raise StoreUnavailableError(
+                f"{self._path}: this file system does not support SQLite's write-ahead log; "
+                "use a local one for the state directory"
+            )
+        if not connection.execute("PRAGMA user_version").fetchone()[0]:
+            connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} COMMIT;")
+        found = connection.execute("PRAGMA quick_check(entries)").fetchone()[0]
+        if found != "ok":
+            raise sqlite3.DatabaseError(found)
+
+    def _check_format(self, connection: sqlite3.Connection) -> None:
+        application = connection.execute("PRAGMA application_id").fetchone()[0]
+        version = connection.execute("PRAGMA user_version").fetchone()[0]
+        tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+        if application != _APPLICATION_ID and (application or version or tables):
+            raise StoreBrokenError(f"{self._path} is not a database of overrides; move it away")
+        if version > FORMAT:
+            raise StoreBrokenError(
+                f"{self._path} has format {version}, which a newer version wrote; this one reads "
+                f"format {FORMAT}: install the newer version"
+            )
+
+    def close(self) -> None:
+        """Closes the connections; everything committed is durable already."""
+        for connection in (self._reader, self._writer):
+            if connection is not None:
+                connection.close()
+
+    @property
+    def last_sequence(self) -> int:
+        """The highest sequence and revision that was ever given; 0 in an empty database."""
+        with self._typed():
+            sequence, revision = self._writer.execute(
+                "SELECT (SELECT max(sequence) FROM audit), (SELECT max(revision) FROM entries)"
+            ).fetchone()
+            return max(int(sequence or 0), int(revision or 0))
+
+    def entries(self) -> list[StoredEntry]:
+        """All entries, traces and what has run out included."""
+        with self._typed():
+            rows = self._writer.execute(
+                "SELECT override_id, revision, body, until, created_at, ended, checksum "
+                "FROM entries ORDER BY revision"
+            ).fetchall()
+            return [_stored(row) for row in rows]
+
+    def change(self, entry: StoredEntry, record: AuditRecord) -> None:
+        """Keeps an entry, in place of one with its id, and a record; durable on return."""
+        with self._typed(), self.transaction() as connection:
+            put(connection, entry)
+            _append(connection, record)
+
+    def note(self, record: AuditRecord) -> None:
+        """Keeps a record of something that changes no entry; durable on return."""
+        with self._typed(), self.transaction() as connection:
+            _append(connection, record)
+
+    def replace(self, entries: Sequence[StoredEntry]) -> None:
+        """Keeps entries, in place of those with their ids, without a record."""
+        with self._typed(), self.transaction() as connection:
+            for entry in entries:
+                put(connection, entry)
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """All of it or nothing; durable on leaving.  Raises sqlite3.Error."""
+        self._writer.execute("BEGIN IMMEDIATE")
+        try:
+            yield self._writer
+            self._writer.execute("COMMIT")
+        except BaseException:
+            if self._writer.in_transaction:
+                with contextlib.suppress(sqlite3.Error):
+                    self._writer.execute("ROLLBACK")
+            raise
+
+    def audit(self, limit: int, subject: str, before: int | None) -> list[AuditRecord]:
+        """The newest records first: of one subject unless "", older than a sequence if given."""
+        oldest = _LARGEST if before is None else min(before, _LARGEST)
+        with self._typed():
+            found = (
+                self._reading().execute(_OF_ONE, (oldest, subject, limit))
+                if subject
+                else self._reading().execute(_OF_ALL, (oldest, limit))
+            )
+            return [_audit(row) for row in found.fetchall()]
+
+    def _reading(self) -> sqlite3.Connection:
+        if self.alone:
+            return self._writer
+        if self._reader is None:
+            self._reader = _connect(self._path, "ro")
+        return self._reader
+
+    @contextlib.contextmanager
+    def _typed(self) -> Iterator[None]:
+        with typed_errors(self._path):
+            yield
+
+
+def refuse_links(*paths: Path) -> None:
+    """Raises StoreBrokenError for what is there and is not a regular file."""
+    for path in paths:
+        try:
+            mode = path.lstat().st_mode
+        except FileNotFoundError:
+            continue
+        if stat.S_ISLNK(mode):
+            raise StoreBrokenError(
+                f"{path} is a symbolic link, which is not followed; its target was not touched: "
+                "move the link away, or name another state directory"
+            )
+        if not stat.S_ISREG(mode):
+            raise StoreBrokenError(f"{path} is not a regular file; move it away")
+
+
+@contextlib.contextmanager
+def typed_errors(path: Path) -> Iterator[None]:
+    """Turns errors of SQLite, and of rows that cannot be, into those of the port."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        reason = _REASONS.get(_code(error))
+        if reason is None:
+            raise _damaged(path, error) from error
+        raise StoreUnavailableError(f"{path}: {reason}") from error
+    except MALFORMED as error:
+        raise _damaged(path, error) from error
+
+
+def put(connection: sqlite3.Connection, entry: StoredEntry) -> None:
+    """Keeps an entry in place of one with its id."""
+    connection.execute(
+        "INSERT OR REPLACE INTO entries "
+        "(override_id, revision, body, until, created_at, ended, checksum) "
+        "VALUES (?, ?, ?, ?, ?, ?, ?)",
+        (*astuple(entry), entry.checksum),
+    )
+
+
+def add(connection: sqlite3.Connection, record: AuditRecord) -> None:
+    """Appends a record."""
+    sequence, *rest = astuple(record)
+    connection.execute(
+        "INSERT INTO audit VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", (int(sequence), *rest)
+    )
+
+
+def _append(connection: sqlite3.Connection, record: AuditRecord) -> None:
+    add(connection, record)
+    if int(record.sequence) % _PRUNE_EVERY == 0:
+        prune(connection, record.at)
+
+
+def prune(connection: sqlite3.Connection, now: float) -> None:
+    """Removes all but the newest audit records, and the traces whose time is over."""
+    connection.execute(
+        "DELETE FROM audit WHERE sequence <= (SELECT max(sequence) FROM audit) - ?", (AUDIT_KEPT,)
+    )
+    connection.execute("DELETE FROM entries WHERE ended <> '' AND until <= ?", (now,))
+
+
+def sync_directory(path: Path) -> None:
+    """Makes new names in a directory durable.  Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _create(path: Path) -> None:
+    """An empty file, which is an empty database; SQLite gives its mode to the files beside it."""
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, _MODE))
+    except FileExistsError:
+        return
+    sync_directory(path.parent)
+
+
+def _connect(path: Path, mode: str) -> sqlite3.Connection:
+    return sqlite3.connect(
+        f"{path.absolute().as_uri()}?mode={mode}",
+        uri=True,
+        isolation_level=None,
+        check_same_thread=False,
+    )
+
+
+def _code(error: sqlite3.Error) -> int:
+    return getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
+
+
+def _damaged(path: Path, error: Exception) -> StoreBrokenError:
+    return StoreBrokenError(
+        f"{path} is damaged ({error}): restore it from a backup, or move it away together with "
+        f"{path.name}-wal to start without overrides"
+    )
+
+
+def _stored(row: Iterable[Any]) -> StoredEntry:
+    *fields, checksum = row
+    entry = StoredEntry(*fields)
+    if entry.checksum != checksum:
+        raise ValueError(f"the checksum of override {entry.override_id!r} is wrong")
+    return entry
+
+
+def _audit(row: Sequence[Any]) -> AuditRecord:
+    sequence, at, *texts = row
+    if not all(isinstance(text, str) for text in texts):
+        raise TypeError(f"audit record {sequence} holds what is not text")
+    return AuditRecord(str(int(sequence)), float(at), *texts)
