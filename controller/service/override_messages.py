@@ -1,5 +1,6 @@
 """Overrides between proto, core and the JSON that stores and the audit keep."""
 
+import functools
 import json
 import math
 from collections.abc import Iterable
@@ -237,9 +238,21 @@ def audit_to_proto(record: AuditRecord) -> policy_pb2.AuditRecord:
         origin=record.origin,
     )
     for body, part in ((record.before, message.before), (record.after, message.after)):
-        if body:
-            try:
-                json_format.Parse(body, part, ignore_unknown_fields=True)
-            except json_format.ParseError:
-                part.Clear()
+        if body and (data := _override_bytes(body)):
+            part.ParseFromString(data)
     return message
+
+
+@functools.lru_cache(maxsize=2048)
+def _override_bytes(body: str) -> bytes:
+    """The message in a body, serialized; empty for one that cannot be read.
+
+    Parsing JSON takes a hundred times as long as parsing this, and every body stands in at least
+    two records.
+    """
+    message = policy_pb2.Override()
+    try:
+        json_format.Parse(body, message, ignore_unknown_fields=True)
+    except json_format.ParseError:
+        return b""
+    return message.SerializeToString()

@@ -29,13 +29,15 @@ from controller.service.errors import (
 )
 from controller.service.override_book import Held, Outcome, OverrideBook
 from controller.service.session import Session
-from controller.store.port import StoreUnavailableError, Who
+from controller.store.port import AuditRecord, StoreUnavailableError, Who
 from speculation.v1 import policy_pb2, policy_pb2_grpc
 
 _AUDIT_DEFAULT, _AUDIT_MAX = 100, 1000
+# Records that are put into an answer at a time.
+_AUDIT_SLICE = 10
 # Engines and names that an error lists.
 _NAMED_MAX = 4
-# Of a journal, or of Redis, which puts a dash into it.
+# Of a database, or of Redis, which puts a dash into it.
 _SEQUENCE = re.compile(r"[0-9]{1,19}(-[0-9]{1,19})?")
 _KINDS = {
     "present": policy_pb2.WatchOverridesResponse.KIND_PRESENT,
@@ -54,6 +56,8 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
         self._book = book
         self.default_seconds = default_seconds
         self.max_seconds = max_seconds
+        # One page at a time is read and held in memory, however many ask.
+        self._audit_turn = asyncio.Semaphore(1)
 
     async def SetOverride(
         self,
@@ -160,8 +164,9 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
             before = request.before_sequence
             if before and not _SEQUENCE.fullmatch(before):
                 raise InvalidQuestionError(f"before_sequence {before[:40]!r} is none")
-            records = await self._book.audit(limit, request.override_id, before)
-            return policy_pb2.QueryAuditResponse(records=map(messages.audit_to_proto, records))
+            async with self._audit_turn:
+                records = await self._book.audit(limit, request.override_id, before)
+                return await _audit_response(records)
         except SpeculationError as error:
             await abort(context, error)
 
@@ -265,6 +270,15 @@ def _require_scope(override: Override) -> None:
             f"{caller.name} may act on the engines {', '.join(caller.engines)} only: name one of "
             "them as the scope"
         )
+
+
+async def _audit_response(records: Sequence[AuditRecord]) -> policy_pb2.QueryAuditResponse:
+    """Lets other work on the event loop go on between slices of a long page."""
+    response = policy_pb2.QueryAuditResponse()
+    for start in range(0, len(records), _AUDIT_SLICE):
+        response.records.extend(map(messages.audit_to_proto, records[start : start + _AUDIT_SLICE]))
+        await asyncio.sleep(0)
+    return response
 
 
 def _require(what: str, text: str, most: int) -> None:
