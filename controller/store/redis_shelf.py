@@ -21,10 +21,21 @@ local now = t[1] * 1000 + math.floor(t[2] / 1000)
 _PUT = (
     _NOW
     + """
+for i, kind in ipairs({'hash', 'zset'}) do
+  local found = redis.call('TYPE', KEYS[i]).ok
+  if found ~= 'none' and found ~= kind then
+    return redis.error_reply('REFUSED key ' .. KEYS[i] .. ' is a ' .. found .. ', not a ' .. kind
+      .. '; rename or delete it')
+  end
+end
+local function put_at(text)
+  local fine, item = pcall(cjson.decode, text)
+  return fine and type(item) == 'table' and tonumber(item.at) or 0
+end
 redis.call('HSET', KEYS[1], ARGV[1], cjson.encode({at = now, text = ARGV[2]}))
 if tonumber(ARGV[5]) >= 0 then redis.call('PEXPIRE', KEYS[1], ARGV[5]) end
 local flat, times = redis.call('HGETALL', KEYS[1]), {}
-for i = 1, #flat, 2 do times[#times + 1] = {cjson.decode(flat[i + 1]).at, flat[i]} end
+for i = 1, #flat, 2 do times[#times + 1] = {put_at(flat[i + 1]), flat[i]} end
 table.sort(times, function(a, b) return a[1] > b[1] or (a[1] == b[1] and a[2] == ARGV[1]) end)
 for i = tonumber(ARGV[4]) + 1, #times do redis.call('HDEL', KEYS[1], times[i][2]) end
 redis.call('ZADD', KEYS[2], string.format('%.0f', now), ARGV[3])

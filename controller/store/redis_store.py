@@ -36,12 +36,19 @@ from controller.store.port import (
     Who,
 )
 from controller.store.redis_client import close, connect, without_password
-from controller.store.redis_scripts import FETCH, RECORD, SEED, WRITE
+from controller.store.redis_scripts import FETCH, RECORD, REFUSED, SEED, WRITE
 from controller.store.redis_shelf import RedisShelf
 
 # Part of every key: another layout of keys is another number.
 SCHEMA = 1
 _BACKOFF_SECONDS = (0.2, 5.0)
+# Errors of a command that Redis refused before it began.
+_BEFORE_ANY_WRITE = (
+    redis.exceptions.ReadOnlyError,
+    redis.exceptions.AuthenticationError,
+    redis.exceptions.NoPermissionError,
+    redis.exceptions.BusyLoadingError,
+)
 # An entry this near its end is not worth putting back.
 _TOO_LATE_SECONDS = 5.0
 
@@ -82,6 +89,8 @@ class RedisStore:
         self._confirmed_at = time.monotonic()
         self._listening: list[asyncio.Task[None]] = []
         self._trouble = "not asked yet"
+        # A key that keeps Redis from taking writes, though it answers; "" for none.
+        self._wrong_key = ""
         self._since = time.monotonic()
         self.commands = 0
         self._shelf = RedisShelf(self._client, self._ask, tag)
@@ -167,14 +176,17 @@ class RedisStore:
     @property
     def health(self) -> Health:
         """Trouble is a Redis that does not answer or does not take writes."""
-        detail = f"redis {self._where}"
-        if self._trouble:
-            detail = f"{detail}: {self._trouble}; going on with what is held here"
-        return Health(not self._trouble, detail, time.monotonic() - self._since)
+        detail, trouble = f"redis {self._where}", self._trouble
+        if not trouble and self._wrong_key:
+            trouble = f"takes no writes: {self._wrong_key}"
+        if trouble:
+            detail = f"{detail}: {trouble}; going on with what is held here"
+        return Health(not trouble, detail, time.monotonic() - self._since)
 
     async def _refresh(self) -> None:
         """Brings what is held here and what Redis has together."""
-        revision, *flat = await self._ask(lambda: self._script(FETCH))
+        wrong, revision, *flat = await self._ask(lambda: self._script(FETCH))
+        self._note_key(wrong)
         now = time.monotonic()
         fetched = {}
         for name, text, left in zip(flat[::3], flat[1::3], flat[2::3], strict=True):
@@ -184,14 +196,15 @@ class RedisStore:
                 _log.error("override_not_read", override=name, error=str(error))
         lost = self._lost(fetched, now)
         self._confirmed_at = now
-        if lost:
+        if lost and not wrong:
             _log.warning(
                 "store_had_lost", store=self._where, overrides=[h.override_id for h in lost]
             )
             await self._ask(
                 lambda: self._script(SEED, json.dumps([h.seed(now) for h in lost])), writes=True
             )
-            fetched.update({h.override_id: h for h in lost})
+        # Also where nothing can be put back: what was acknowledged stays in force.
+        fetched.update({h.override_id: h for h in lost})
         self._revision = str(revision)
         await self._hold(fetched)
 
@@ -243,14 +256,36 @@ class RedisStore:
             ) from error
         except redis.exceptions.NoScriptError:
             raise
-        except (redis.exceptions.RedisError, OSError) as error:
-            self._note(_in_words(error))
+        except redis.exceptions.ResponseError as error:
+            if not (wrong := str(error)).startswith(REFUSED):
+                raise self._failed(error, writes=writes) from error
+            # Of the keys of overrides the next look notes it, too.
             raise StoreUnavailableError(
-                f"redis {self._where}: {_in_words(error)}; nothing was changed"
+                f"redis {self._where} takes no writes: {wrong.removeprefix(REFUSED)}; nothing was "
+                "changed"
             ) from error
+        except (redis.exceptions.RedisError, OSError) as error:
+            raise self._failed(error, writes=writes) from error
         if writes or not self._trouble.startswith("takes no writes"):
             self._note("")
         return answer
+
+    def _failed(self, error: Exception, *, writes: bool) -> StoreUnavailableError:
+        words = _in_words(error)
+        self._note(words)
+        outcome = "nothing was changed"
+        if writes and not _came_before_any_write(error):
+            outcome = "whether it was done is not known: repeat it with the same id"
+        return StoreUnavailableError(f"redis {self._where}: {words}; {outcome}")
+
+    def _note_key(self, wrong: str) -> None:
+        if wrong and not self._wrong_key:
+            self._since = time.monotonic()
+            _log.error("store_takes_no_writes", store=self._where, error=wrong)
+        elif self._wrong_key and not wrong:
+            self._since = time.monotonic()
+            _log.info("store_takes_writes_again", store=self._where)
+        self._wrong_key = wrong
 
     def _note(self, trouble: str) -> None:
         if trouble == self._trouble:
@@ -288,14 +323,23 @@ class RedisStore:
             await asyncio.sleep(self._reconcile_seconds * jitter)
             with contextlib.suppress(StoreUnavailableError):
                 revision = await self._ask(lambda: self._client.get(self._keys[0]))
-                if str(revision or 0) != self._revision or self._trouble:
+                if str(revision or 0) != self._revision or self._trouble or self._wrong_key:
                     changed()
+
+
+def _came_before_any_write(error: Exception) -> bool:
+    connecting = isinstance(error, redis.exceptions.ConnectionError) and "connecting" in str(error)
+    return connecting or isinstance(error, _BEFORE_ANY_WRITE) or _is_out_of_memory(error)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, redis.exceptions.OutOfMemoryError) or "OOM" in str(error)
 
 
 def _in_words(error: Exception) -> str:
     if isinstance(error, redis.exceptions.ReadOnlyError):
         return "takes no writes (read-only)"
-    if isinstance(error, redis.exceptions.OutOfMemoryError) or "OOM" in str(error):
+    if _is_out_of_memory(error):
         return "takes no writes (out of memory)"
     if isinstance(error, redis.exceptions.AuthenticationError):
         return "refuses the credentials"
