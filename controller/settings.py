@@ -72,7 +72,7 @@ def _is_host_port(address: str | None) -> str | None:
 
 
 def _is_http(endpoint: str | None) -> str | None:
-    if endpoint is not None and not re.fullmatch(r"https?://[^\s/]+:\d{1,5}", endpoint):
+    if endpoint is not None and not re.fullmatch(r"https?://[^\s/@?#]+:\d{1,5}", endpoint):
         raise ValueError("http://HOST:PORT or https://HOST:PORT is needed")
     return endpoint
 
@@ -303,7 +303,8 @@ GROUPS: Mapping[str, type[PlannerSettings | TrainingSettings]] = {
     "planner": PlannerSettings,
     "training": TrainingSettings,
 }
-_SECRETS = frozenset({"redis_url"})
+# Not quoted in errors: a URL may hold a password.
+_SECRETS = frozenset({"redis_url", "otlp_endpoint"})
 # What is of no use without the other.
 _NEEDS = {
     "tls_certificate": "tls_key",

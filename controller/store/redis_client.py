@@ -17,6 +17,7 @@ from redis.backoff import NoBackoff
 from redis.credentials import CredentialProvider
 
 from controller.core.errors import SpeculationError
+from controller.redaction import redact
 
 _Sentinel: Any = _UntypedSentinel
 
@@ -45,7 +46,7 @@ def connect(url: str, timeout_seconds: float, password_file: Path | None = None)
     try:
         return _client(url, timeout_seconds, password_file)
     except (ValueError, TypeError) as error:
-        raise RedisUrlError(f"{without_password(url)}: {error}") from None
+        raise RedisUrlError(f"{redact(url, url)}: {redact(str(error), url)}") from None
 
 
 async def close(client: Any) -> None:
@@ -103,12 +104,3 @@ def _sentinel(url: str, tls: bool, options: dict[str, Any]) -> Any:
 def _host_port(text: str, port: int) -> tuple[str, int]:
     host, colon, given = text.rpartition(":")
     return (host, int(given)) if colon else (text, port)
-
-
-def without_password(url: str) -> str:
-    """The URL as it may be logged."""
-    head, at, tail = url.rpartition("@")
-    if not at:
-        return url
-    scheme = head.partition("://")[0]
-    return f"{scheme}://***@{tail}"

@@ -24,6 +24,7 @@ import structlog
 
 from controller import tasks
 from controller.core.errors import MALFORMED
+from controller.redaction import redact
 from controller.store.held import HeldEntry, HeldFile
 from controller.store.port import (
     TRACE_SECONDS,
@@ -35,7 +36,7 @@ from controller.store.port import (
     StoreUnavailableError,
     Who,
 )
-from controller.store.redis_client import close, connect, without_password
+from controller.store.redis_client import close, connect
 from controller.store.redis_scripts import FETCH, RECORD, REFUSED, SEED, WRITE
 from controller.store.redis_shelf import RedisShelf
 
@@ -76,7 +77,8 @@ class RedisStore:
         password_file: Path | None = None,
     ) -> None:
         self._client = connect(url, timeout_seconds, password_file)
-        self._where = without_password(url)
+        self._redacted = functools.partial(redact, url=url)
+        self._where = self._redacted(url)
         tag = f"{{{namespace}:{SCHEMA}}}"
         self._keys = [f"{tag}:{name}" for name in ("revision", "live", "traces", "audit")]
         self._common = [f"{tag}:entry:", f"{tag}:news"]
@@ -271,7 +273,7 @@ class RedisStore:
         return answer
 
     def _failed(self, error: Exception, *, writes: bool) -> StoreUnavailableError:
-        words = _in_words(error)
+        words = self._redacted(_in_words(error))
         self._note(words)
         outcome = "nothing was changed"
         if writes and not _came_before_any_write(error):
