@@ -108,7 +108,13 @@ class HeldFile:
         if hashlib.sha256(body).hexdigest().encode() != check:
             raise ValueError("its checksum is wrong")
         found = json.loads(body)
-        idle, now = max(0.0, time.time() - float(found["at"])), time.monotonic()
+        idle, now = time.time() - _finite(found["at"]), time.monotonic()
+        if idle < 0:
+            _log.warning(
+                "clock_went_back", path=str(self._path), seconds=round(-idle),
+                effect="overrides get the time that they had left when the mirror was written",
+            )  # fmt: skip
+            idle = 0.0
         entries = [_held(item, idle, now) for item in found["entries"]]
         return {held.override_id: held for held in entries if not held.over(now)}, idle
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import sqlite3
 import time
 from pathlib import Path
 from typing import Any
@@ -298,10 +299,13 @@ async def test_a_store_that_cannot_be_written_refuses_and_what_is_there_goes_on(
         await running.introduce()
         await set_(running, name="good", gamma=1)
 
-        def full(descriptor: int) -> None:
-            raise OSError(28, "No space left on device")
+        def full(*_: object) -> None:
+            error = sqlite3.OperationalError("database or disk is full")
+            error.sqlite_errorcode = sqlite3.SQLITE_FULL
+            raise error
 
-        monkeypatch.setattr("os.fsync", full)
+        # Between the entry and its record, which are one transaction.
+        monkeypatch.setattr("controller.store.database.add", full)
         code, text = await failure(running.policy.SetOverride(asked("bad", off=True)))
         assert code is grpc.StatusCode.UNAVAILABLE
         assert "No space left on device; nothing was changed" in text

@@ -222,7 +222,10 @@ async def test_a_redis_whose_clock_goes_back_makes_no_override_longer_than_was_g
 
 
 async def test_a_mirror_from_a_clock_ahead_gives_no_override_more_than_it_had_left(
-    server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: RedisServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
     mirror, real = tmp_path / "mirror", time.time
     store = RedisStore(server.url, mirror)
@@ -236,3 +239,4 @@ async def test_a_mirror_from_a_clock_ahead_gives_no_override_more_than_it_had_le
     found = await live(store)
     await store.close()
     assert found["hour"].remaining_seconds == pytest.approx(3600, abs=30)
+    assert "clock_went_back" in capsys.readouterr().out
