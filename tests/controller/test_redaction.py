@@ -46,7 +46,7 @@ def forms(secret: str) -> set[str]:
 )
 @example("hun/ter2@x?y#z", "account", "redis", "cache", "/0", str)
 @example("hunter2&db=secret", "query", "redis", "cache", "/0", str)
-def test_a_secret_is_in_no_text(secret, form, scheme, host, path, encode):  # type: ignore[no-untyped-def]
+def test_a_secret_is_in_no_text(secret, form, scheme, host, path, encode):
     given_as = encode(secret)
     url = FORMS[form].format(scheme=scheme, secret=given_as, host=host, path=path)
     shown = redact(url, url)

@@ -341,6 +341,25 @@ async def test_a_full_disk_refuses_and_loses_nothing_that_was_acknowledged(small
     assert await names(state) == taken | {"more"}
 
 
+async def test_after_a_clean_end_it_starts_on_a_full_disk_and_goes_on_once_there_is_space(
+    small_disk: Path,
+):
+    await filled(small_disk / "state")
+    fill(small_disk / "filler")
+    # There is no room for the file that connections share.
+    store = await opened(small_disk / "state")
+    assert {e.override_id for e in await store.entries()} == {"o0", "o1", "o2"}
+    assert len(await store.audit(10)) == 3
+    with pytest.raises(StoreUnavailableError, match="No space left"):
+        await store.write("more", "x" * 9000, None, 0, ANN)
+    (small_disk / "filler").unlink()
+    await store.write("more", "1", None, 0, ANN)
+    assert len(await store.audit(10)) == 4
+    assert store.health.ok
+    await store.close()
+    assert await names(small_disk / "state") == {"o0", "o1", "o2", "more"}
+
+
 async def test_a_read_only_file_system_refuses_a_start_and_leaves_the_files_alone(small_disk: Path):
     await filled(small_disk / "state")
     remount(small_disk, "ro")
