@@ -1,4 +1,4 @@
-"""Moves a journal of versions before 0.5 into the database.
+"""Moves the journal of an earlier version into the database.
 
 A line of `overrides.journal` is 16 hexadecimal digits of the SHA-256 of what follows, a space, and
 a JSON object.  A last line that is torn was never acknowledged; anything wrong before it is damage.

@@ -1,4 +1,4 @@
-"""Journals as versions before 0.5 wrote them."""
+"""Journals as earlier versions wrote them."""
 
 import json
 from collections.abc import Iterable
