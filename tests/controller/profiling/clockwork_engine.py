@@ -103,7 +103,8 @@ class ClockworkEngine:
         if self._address:
             self._channel = grpc.insecure_channel(self._address)
             stub = service_pb2_grpc.SpeculationServiceStub(self._channel)
-            opened = stub.Introduce(service_pb2.IntroduceRequest(engine=self.spec), timeout=60)
+            request = service_pb2.IntroduceRequest(engine=self.spec, engine_secret="clockwork")
+            opened = stub.Introduce(request, timeout=60)
             self._session, self._plan = opened.session_id, opened.plan
             self._out.put(service_pb2.SteerRequest(session_id=self._session))
             self._call = stub.Steer(iter(self._out.get, None))

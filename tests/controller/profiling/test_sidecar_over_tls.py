@@ -1,4 +1,4 @@
-"""Measuring through a sidecar on TCP: with TLS, and with a token that may read and steer."""
+"""Measuring through a sidecar on TCP: with TLS, and with a token that may measure and install."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def bare(monkeypatch: pytest.MonkeyPatch):
 async def test_the_environment_names_what_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     make_authority(tmp_path, ["sidecar"])
     access, token, tcp = tmp_path / "access", tmp_path / "token", free_address()
-    access.write_text(token_line("read,steer", "secret-of-ann", "ann"))
+    access.write_text(token_line("read,measure,install", "secret-of-ann", "ann"))
     tls = {"tls_certificate": tmp_path / "sidecar.pem", "tls_key": tmp_path / "sidecar.key"}
     engine = ClockworkEngine(socket_address(tmp_path))
     address = tcp.replace("127.0.0.1", "localhost")
