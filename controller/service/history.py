@@ -1,14 +1,16 @@
 """One engine's last minutes, a point a second, in a piece of memory that does not grow.
 
-A point is read off the session's counters: no estimate is asked for, so it is always kept.
+A point is read off the session's counters: no estimate is asked for, so it is always kept.  The
+session owns its history, which holds no reference back to it, so that both end together.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from controller.service.session import Session
+from controller.core.types import Plan, StepReport
+from controller.service.tally import Tally
 
 POINTS = 600
 # The columns of a point.
@@ -27,18 +29,17 @@ class History:
     reported since the point before.
     """
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._drafters = [drafter.name for drafter in session.spec.drafters]
+    def __init__(self, drafters: Iterable[str], tally: Tally) -> None:
+        """Begins empty.  drafters: names, in the engine's order.  tally: as it stands now."""
+        self._drafters = list(drafters)
         self._points = np.full((POINTS, len(FIELDS)), np.nan)
         self._count = 0
-        self._seen = self._counters()
+        self._seen = _counters(tally)
 
-    def add(self, now: float) -> None:
-        """One point more, at `now` (Unix seconds)."""
-        session, last = self._session, self._session.last_report
-        arm = session.plan.row_for(last.batch_size if last else 1).arm
-        before, self._seen = self._seen, self._counters()
+    def add(self, now: float, plan: Plan, last: StepReport | None, tally: Tally) -> None:
+        """Adds a point at `now` (Unix seconds).  last: the newest report that was used."""
+        arm = plan.row_for(last.batch_size if last else 1).arm
+        before, self._seen = self._seen, _counters(tally)
         steps, sequences, tokens, seconds, unsteered = (
             now_is - was for now_is, was in zip(self._seen, before, strict=True)
         )
@@ -74,11 +75,11 @@ class History:
             return None
         return _known(float(self._points[(self._count - 1) % POINTS, FIELDS.index(field)]))
 
-    def _counters(self) -> Sequence[float]:
-        tally = self._session.tally
-        sequences = sum(tally.by_length)
-        tokens = sequences + sum(k * count for k, count in enumerate(tally.by_length))
-        return tally.reports, sequences, tokens, tally.step_seconds, tally.unsteered
+
+def _counters(tally: Tally) -> Sequence[float]:
+    sequences = sum(tally.by_length)
+    tokens = sequences + sum(k * count for k, count in enumerate(tally.by_length))
+    return tally.reports, sequences, tokens, tally.step_seconds, tally.unsteered
 
 
 def _known(value: float) -> float | None:

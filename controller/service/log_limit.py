@@ -7,14 +7,15 @@ Every kind of line has a bucket of `_BURST` lines that fills up again by one eve
 import logging
 import threading
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
 _BURST: Final = 10
 _SECONDS_A_LINE: Final = 6.0
-# Kinds that are remembered; beyond it those whose bucket is full again are forgotten.
+# Kinds that are remembered; beyond it the one that has been quiet for longest is forgotten, and
+# what was held back of it is told with its event.
 _KINDS: Final = 4096
 _SAME = ("engine", "override")
 
@@ -34,7 +35,10 @@ class LineLimit(logging.Filter):
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._clock = clock
-        self._buckets: dict[_Kind, _Bucket] = {}
+        # The kind that was seen last stands last.
+        self._buckets: OrderedDict[_Kind, _Bucket] = OrderedDict()
+        # Lines held back of kinds that are forgotten, by event.
+        self._forgotten: Counter[str] = Counter()
         self._lock = threading.Lock()
         self.suppressed = 0
 
@@ -58,8 +62,8 @@ class LineLimit(logging.Filter):
 
     def untold(self) -> dict[str, int]:
         """Lines held back that no later line has told of, by event; they count as told then."""
-        found: Counter[str] = Counter()
         with self._lock:
+            found, self._forgotten = self._forgotten, Counter()
             for kind, bucket in self._buckets.items():
                 found[kind[0]] += bucket.suppressed
                 bucket.suppressed = 0
@@ -70,19 +74,19 @@ class LineLimit(logging.Filter):
         bucket = self._buckets.get(kind)
         if bucket is None:
             if len(self._buckets) >= _KINDS:
-                self._forget(now)
+                self._forget_one()
             bucket = self._buckets[kind] = _Bucket(_BURST, now)
+        self._buckets.move_to_end(kind)
         bucket.lines = min(_BURST, bucket.lines + (now - bucket.filled_at) / _SECONDS_A_LINE)
         bucket.filled_at = now
         return bucket
 
-    def _forget(self, now: float) -> None:
-        full_after = _BURST * _SECONDS_A_LINE
-        self._buckets = {
-            kind: bucket
-            for kind, bucket in self._buckets.items()
-            if bucket.suppressed or now - bucket.filled_at < full_after
-        }
+    def _forget_one(self) -> None:
+        (event, *_), bucket = self._buckets.popitem(last=False)
+        if bucket.suppressed:
+            # Events have no bound of their own: a library's may be any text.
+            known = event in self._forgotten or len(self._forgotten) < _KINDS
+            self._forgotten[event if known else "other events"] += bucket.suppressed
 
 
 def _kind_of(record: logging.LogRecord) -> _Kind:

@@ -34,6 +34,7 @@ from controller.service.errors import (
     status_of,
 )
 from controller.service.holder import NOBODY, Holder
+from controller.service.history import History
 from controller.service.tally import Received, Tally
 from controller.service.trail import LENGTH, PlanChange
 from controller.service.unary import UnaryProbes
@@ -89,6 +90,7 @@ class Session:
         self.holder = holder
         self.core = core
         self.tally = Tally()
+        self.history = History((drafter.name for drafter in core.spec.drafters), self.tally)
         # The newest changes of what its batch shall run, the last one last.
         self.trail: deque[PlanChange] = deque(maxlen=LENGTH)
         self.plan = core.current_plan()
@@ -171,6 +173,10 @@ class Session:
     def seconds_since_last_report(self) -> float:
         """Seconds since the last report that was used; 0 before the first."""
         return self._clock.now() - self.last_report_at if self.last_report else 0.0
+
+    def remember(self, now: float) -> None:
+        """Adds a point to the history.  now: Unix seconds."""
+        self.history.add(now, self.plan, self.last_report, self.tally)
 
     def contact(self, dropped_reports: int = 0) -> None:
         """A sign of life, with the reports that were lost on the engine's side."""

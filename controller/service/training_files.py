@@ -64,9 +64,11 @@ class TrainingFiles:
 
     def tell(self, session: Session) -> None:
         """Writes a session's state whole, as it ends."""
-        training = session.core.updates.training
+        training, path = session.core.updates.training, self._path(session.spec)
         if training is not None and training.state.measured:
-            self._write(self._path(session.spec), training)
+            self._write(path, training)
+        # Only sessions need to know what is on disk: a file is read again for the next one.
+        self._kept.pop(path.name, None)
 
     async def keep(self, session: Session) -> None:
         """Writes a session's state if it has changed in more than its averages."""

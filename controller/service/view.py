@@ -7,7 +7,6 @@ from math import exp, sqrt
 from typing import Any
 
 from controller.core.explanation import Explanation, PositionEstimate
-from controller.service.history import History
 from controller.service.lost_messages import lost_text, lost_to_proto
 from controller.service.metrics.view import EngineView
 from controller.service.override_book import Held
@@ -51,9 +50,9 @@ class EngineLine:
     lost: tuple[str, ...] = ()
 
 
-def line_of(view: EngineView, history: History) -> EngineLine:
+def line_of(view: EngineView) -> EngineLine:
     """The view says what was estimated, the session what is so now."""
-    session = view.session
+    session, history = view.session, view.session.history
     last, plan = session.last_report, session.plan
     arm = plan.row_for(last.batch_size if last else 1).arm
     return EngineLine(

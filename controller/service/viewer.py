@@ -11,12 +11,11 @@ import asyncio
 import math
 import time
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import controller
 from controller import tasks
 from controller.core.clock import Clock
-from controller.service.history import FIELDS, History
+from controller.service.history import FIELDS
 from controller.service.metrics.view import EngineView
 from controller.service.override_book import OverrideBook
 from controller.service.override_words import PRECEDENCE
@@ -46,8 +45,9 @@ class Viewer:
         self._book = book
         self._readiness = readiness
         self._clock = clock
-        self._histories: WeakKeyDictionary[Session, History] = WeakKeyDictionary()
-        self._views: WeakKeyDictionary[Session, tuple[float, EngineView]] = WeakKeyDictionary()
+        # Views that are still fresh, each with the time until which it is; `_keep` drops the rest,
+        # so that no session is kept in memory for having been looked at.
+        self._views: dict[Session, tuple[float, EngineView]] = {}
         self._lines: tuple[EngineLine, ...] = ()
         self._lines_until = -math.inf
         self._looking = asyncio.Lock()
@@ -70,7 +70,7 @@ class Viewer:
             lines, busy = [], 0.0
             for session in sorted(self._registry, key=lambda session: session.engine_id):
                 began = time.monotonic()
-                lines.append(line_of(self._view(session), self._history(session)))
+                lines.append(line_of(self._view(session)))
                 busy += time.monotonic() - began
                 await asyncio.sleep(0)
             self._lines = tuple(lines)
@@ -100,7 +100,7 @@ class Viewer:
         Raises UnknownEngineError.
         """
         session = self._registry.by_engine(engine_id)
-        points = self._history(session).since(since)
+        points = session.history.since(since)
         return engine_detail(self._view(session)) | {"fields": FIELDS, "points": points}
 
     def _view(self, session: Session) -> EngineView:
@@ -111,17 +111,20 @@ class Viewer:
             self._views[session] = (now + _SECONDS, view)
         return view
 
-    def _history(self, session: Session) -> History:
-        history = self._histories.get(session)
-        if history is None:
-            history = self._histories[session] = History(session)
-        return history
-
     async def _keep(self) -> None:
         while True:
             now = time.time()
             for number, session in enumerate(self._registry, 1):
-                self._history(session).add(now)
+                session.remember(now)
                 if number % _CHUNK == 0:
                     await asyncio.sleep(0)
+            self._drop_views()
             await asyncio.sleep(_SECONDS)
+
+    def _drop_views(self) -> None:
+        now = self._clock.now()
+        self._views = {
+            session: (until, view)
+            for session, (until, view) in self._views.items()
+            if now < until and not session.is_over
+        }

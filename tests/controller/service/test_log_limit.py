@@ -2,7 +2,7 @@ import logging
 
 import pytest
 
-from controller.service.log_limit import LineLimit
+from controller.service.log_limit import _KINDS, LineLimit
 
 
 class Clock:
@@ -80,13 +80,16 @@ def test_what_was_never_told_is_told_at_the_end_once(limit: LineLimit):
     assert limit.untold() == {}
 
 
-def test_kinds_that_have_rested_are_forgotten_and_none_that_is_owed_a_word(
-    limit: LineLimit, clock: Clock
-):
-    passed(limit, 15, "owed")
-    for number in range(4095):
-        passed(limit, 1, engine=str(number))
-    clock.now = 61.0
-    passed(limit, 1, engine="new")
-    assert len(limit._buckets) == 2
-    assert limit.untold() == {"owed": 5}
+def test_kinds_without_end_take_no_memory_without_end(limit: LineLimit):
+    for engine in range(3 * _KINDS):
+        passed(limit, 12, engine=str(engine))
+    assert len(limit._buckets) == _KINDS
+    # Nothing of what was held back is lost with the kinds that were forgotten.
+    assert limit.untold() == {"e": 2 * 3 * _KINDS}
+
+
+def test_a_kind_that_goes_on_is_not_the_one_that_is_forgotten(limit: LineLimit):
+    passed(limit, 10, engine="busy")
+    for engine in range(2 * _KINDS):
+        assert passed(limit, 1, engine=str(engine)) == 1
+        assert passed(limit, 1, engine="busy") == 0

@@ -79,18 +79,18 @@ async def test_a_point_says_what_happened_since_the_one_before(tmp_path: Path):
     async with serving(tmp_path) as running:
         session_id = await running.introduce()
         session = running.sidecar.registry.by_engine("engine-0")
-        seen = History(session)
-        seen.add(100.0)
+        seen = session.history = History(["mtp"], session.tally)
+        session.remember(100.0)
         assert seen.since(0.0)[0][N:] == [None, session.plan.row_for(1).arm.gamma, 0, *[None] * 3]
         await decide(running, session_id, 1, accepted_counts=[1, 1, 2])
         await decide(running, session_id, 2, accepted_counts=[0, 0, 4], flags={"unsteered": True})
-        seen.add(101.0)
+        session.remember(101.0)
         point = seen.since(100.0)
         # 8 sequences, 13 accepted tokens, 21 tokens in 20 ms.
         gamma = session.plan.row_for(4).arm.gamma
         assert point == [[101.0, 4, gamma, 0, 21 / 8, pytest.approx(1050.0), 0.5]]
         assert seen.accept_length == 21 / 8
-        seen.add(102.0)
+        session.remember(102.0)
         assert seen.since(101.0)[0][A] is None
         assert seen.accept_length is None
 
@@ -98,22 +98,21 @@ async def test_a_point_says_what_happened_since_the_one_before(tmp_path: Path):
 async def test_a_history_keeps_the_newest_points_in_order(tmp_path: Path):
     async with serving(tmp_path) as running:
         await running.introduce()
-        seen = History(running.sidecar.registry.by_engine("engine-0"))
+        session = running.sidecar.registry.by_engine("engine-0")
+        seen = session.history = History(["mtp"], session.tally)
         for second in range(history.POINTS + 150):
-            seen.add(float(second))
+            session.remember(float(second))
         times = [point[T] for point in seen.since(-1.0)]
         assert times == [float(t) for t in range(150, history.POINTS + 150)]
         assert [point[T] for point in seen.since(747.0)] == [748.0, 749.0]
 
 
-async def test_histories_are_kept_while_nobody_looks_and_end_with_their_session(tmp_path: Path):
+async def test_histories_are_kept_while_nobody_looks(tmp_path: Path):
     async with serving(tmp_path) as running:
-        viewer = running.sidecar._viewer
         await running.introduce()
-        await until(lambda: len(viewer._histories) == 1)
         session = running.sidecar.registry.by_engine("engine-0")
-        await until(lambda: viewer._histories[session].since(0.0))
-        assert (await viewer.engine("engine-0", 0.0))["points"]
+        await until(lambda: session.history.since(0.0))
+        assert (await running.sidecar._viewer.engine("engine-0", 0.0))["points"]
 
 
 async def test_the_link_is_named(tmp_path: Path):
