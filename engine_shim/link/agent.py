@@ -25,6 +25,7 @@ from engine_shim.link.errors import PacketError
 from engine_shim.link.quiet_log import QuietLog
 from engine_shim.link.report_buffer import ReportBuffer
 from engine_shim.link.sidecar_client import SidecarClient, introduced
+from engine_shim.link.translate import Translator
 
 _PR_SET_PDEATHSIG: Final = 1
 EXIT_BAD_INTRODUCTION: Final = 3
@@ -69,6 +70,7 @@ async def _serve(options: argparse.Namespace) -> int:
             options.target,
             credentials,
             introduction.engine,
+            Translator(introduction.engine, options.lease_max_seconds),
             port,
             buffer,
             log,
@@ -116,6 +118,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--nice", type=int, default=19)
     parser.add_argument("--report-buffer", type=int, default=256)
     parser.add_argument("--report-interval-ms", type=float, default=1.0)
+    parser.add_argument("--lease-max-seconds", type=float, default=60.0)
     return parser.parse_args(arguments)
 
 

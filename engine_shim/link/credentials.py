@@ -14,6 +14,8 @@ _CHANNEL_OPTIONS: Final = (
     # Waits between attempts are the client's; gRPC's own would go up to two minutes.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
+    # A plan of 512 rows has 30 kB: what is larger is not for an engine.
+    ("grpc.max_receive_message_length", 1 << 20),
 )
 
 

@@ -57,6 +57,14 @@ class LinkSettings(BaseSettings):
         description="How long the last plan goes on after its lease ran out, before the safe "
         "default takes over.",
     )
+    lease_max_seconds: float = Field(
+        default=60.0,
+        ge=1,
+        le=600,
+        description="Longest lease that the engine accepts: a plan with a longer one is used for "
+        "this time, and the agent's log says so. Raise it if the sidecar's last_lease_seconds is "
+        "longer.",
+    )
     safe_gamma: int | None = Field(
         default=None,
         ge=0,

@@ -34,6 +34,11 @@ _SILENT_LEASES: Final = 3.0
 _LEAST_SILENCE_SECONDS: Final = 3.0
 # A plan may come with a shorter lease than the one before it.
 _LONGEST_NAP_SECONDS: Final = 0.1
+# Half of the shortest lease that signs of life keep pace with.
+_SHORTEST_HALF_SECONDS: Final = 0.02
+# Characters of what a sidecar may name a session, and of a reason that is logged.
+_SESSION_ID_MAX: Final = 256
+_REASON_MAX: Final = 512
 # For what a sidecar that stops has sent before its stream's end.
 _LAST_WORDS_SECONDS: Final = 0.5
 _REFUSALS: Final = frozenset(
@@ -54,6 +59,7 @@ class SidecarClient:
         target: str,
         credentials: Credentials,
         engine: EngineSpec,
+        translator: Translator,
         port: EnginePort,
         buffer: ReportBuffer,
         log: QuietLog,
@@ -63,6 +69,7 @@ class SidecarClient:
         self._credentials = credentials
         self._engine = engine
         self._secret = secret
+        self._translator = translator
         self._port = port
         self._buffer = buffer
         self._log = log
@@ -117,13 +124,16 @@ class SidecarClient:
                 refused = error.code() in _REFUSALS
                 state = SidecarState.REFUSED if refused else SidecarState.AWAY
                 return state, error.code(), error.details() or ""
+            if len(opened.session_id) > _SESSION_ID_MAX:
+                detail = f"the session id has {len(opened.session_id)} characters"
+                return SidecarState.AWAY, grpc.StatusCode.OUT_OF_RANGE, detail
             if self._unsettled is not None:
                 self._unsettled.settle(opened.received if opened.HasField("received") else None)
             self._unsettled = sent = SentReports(self._buffer, opened.session_id)
             session = _Session(
                 stub.Steer(metadata=metadata),
                 sent,
-                Translator(self._engine),
+                self._translator,
                 self._port,
                 self._buffer,
                 self._log,
@@ -182,6 +192,13 @@ class _Session:
             return
         self._epoch = plan.epoch
         self._lease_seconds = packet.lease_ms * 1e-3
+        if packet.lease_ms < plan.lease_ms:
+            self._log.warning(
+                "lease-cut",
+                asked_seconds=plan.lease_ms * 1e-3,
+                used_seconds=self._lease_seconds,
+                detail="SPECULATION_LEASE_MAX_SECONDS is the longest lease that the engine takes",
+            )
         self._port.send_plan(packet)
 
     async def run(self) -> tuple[grpc.StatusCode, str]:
@@ -222,7 +239,7 @@ class _Session:
                     "report-rejected",
                     step=rejection.step,
                     code=rejection.code,
-                    reason=rejection.message,
+                    reason=rejection.message[:_REASON_MAX],
                 )
 
     async def _write(self) -> None:
@@ -272,7 +289,7 @@ class _Session:
         """Has a sign of life sent at half of the lease; returns when that went unanswered."""
         signed_at = self._plan_at
         while True:
-            half = self._lease_seconds / 2
+            half = max(self._lease_seconds / 2, _SHORTEST_HALF_SECONDS)
             due = max(self._plan_at, signed_at) + half
             now = monotonic()
             if now < due:

@@ -156,4 +156,5 @@ def agent_command(settings: LinkSettings) -> tuple[str, ...]:
         f"--nice={settings.agent_nice}",
         f"--report-buffer={settings.report_buffer}",
         f"--report-interval-ms={settings.report_interval_ms}",
+        f"--lease-max-seconds={settings.lease_max_seconds}",
     )

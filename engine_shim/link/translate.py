@@ -24,9 +24,14 @@ def session_tag(session_id: str) -> int:
 
 
 class Translator:
-    """Between drafter names and their indices in one engine's introduction."""
+    """Between drafter names and their indices in one engine's introduction.
 
-    def __init__(self, engine: EngineSpec) -> None:
+    lease_max_seconds: a longer lease is cut to it, whatever the sidecar says, so that an engine
+    whose sidecar is gone falls back in bounded time.
+    """
+
+    def __init__(self, engine: EngineSpec, lease_max_seconds: float = 60.0) -> None:
+        self._lease_max_ms = round(lease_max_seconds * 1000)
         self._names = [drafter.name for drafter in engine.drafters]
         self._arms = {
             (drafter.name, gamma): index
@@ -88,7 +93,7 @@ class Translator:
             session=session,
             epoch=plan.epoch,
             arrival_ns=arrival_ns,
-            lease_ms=plan.lease_ms,
+            lease_ms=min(plan.lease_ms, self._lease_max_ms),
             regime_mode=plan.regime.mode if plan.regime.mode in _KNOWN_MODES else 0,
             regime_stride=plan.regime.stride,
             rows=tuple(rows),

@@ -53,6 +53,8 @@ class FakeSidecar(SpeculationServiceServicer):
         self.requests: list[SteerRequest] = []
         self.first_plan: Callable[[], Plan] = lambda: plan(1, 3)
         self.answer: Callable[[SteerRequest], SteerResponse | None] = lambda _: None
+        # "": a new one for each introduction.
+        self.session_id = ""
         self.refuse_introduction: tuple[grpc.StatusCode, str] | None = None
         self.end_streams: tuple[grpc.StatusCode, str] | None = None
         # What the open stream sends next; what is pushed before one opens goes out on the first.
@@ -94,13 +96,16 @@ class FakeSidecar(SpeculationServiceServicer):
         self._run(end())
 
     def push(self, pushed: Plan) -> None:
-        self._loop.call_soon_threadsafe(self._out.put_nowait, SteerResponse(plan=pushed))
+        self.say(SteerResponse(plan=pushed))
+
+    def say(self, response: SteerResponse) -> None:
+        self._loop.call_soon_threadsafe(self._out.put_nowait, response)
 
     async def Introduce(self, request: IntroduceRequest, context: Any) -> IntroduceResponse:
         if self.refuse_introduction is not None:
             await context.abort(*self.refuse_introduction)
         self.introductions.append(request.engine)
-        session_id = f"session-{len(self.introductions)}"
+        session_id = self.session_id or f"session-{len(self.introductions)}"
         return IntroduceResponse(session_id=session_id, plan=self.first_plan())
 
     async def Steer(

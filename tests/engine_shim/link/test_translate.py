@@ -142,3 +142,10 @@ def test_session_tags_differ_and_are_never_zero():
     tags = {session_tag(f"session-{i}") for i in range(1000)}
     assert len(tags) == 1000
     assert 0 not in tags
+
+
+def test_a_lease_that_is_too_long_is_cut():
+    rows = [PlanRow(max_batch_size=4, drafter="eagle3", gamma=1)]
+    for asked, used in ((1, 1), (30_000, 30_000), (2**32 - 1, 30_000)):
+        plan = Plan(epoch=1, rows=rows, lease_ms=asked)
+        assert Translator(ENGINE, 30.0).plan(plan, 5, 0).lease_ms == used
