@@ -5,12 +5,14 @@ answer included, has so many seconds, whatever it does with them.
 """
 
 import contextlib
+import ipaddress
 import socket
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 import structlog
 
@@ -24,6 +26,27 @@ REQUEST_SECONDS: Final = 15.0
 _LOOK_SECONDS = 0.1
 
 _log = structlog.get_logger(__name__)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host's name or address is this machine's to itself."""
+    name = host.strip("[]").lower()
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return name == "localhost"
+
+
+def names_loopback(header: str) -> bool:
+    """Whether a Host header (HOST or HOST:PORT) names this machine to itself.
+
+    On the loopback address a request must: a page of somebody else, whose name has been made to
+    point here, does not.
+    """
+    try:
+        return is_loopback(urlsplit(f"//{header}").hostname or "")
+    except ValueError:
+        return False
 
 
 class HttpServer(ThreadingHTTPServer):

@@ -11,7 +11,6 @@ its host: a page of somebody else, whose name has been made to point here, does 
 
 import asyncio
 import hashlib
-import ipaddress
 import json
 import math
 from collections.abc import Coroutine
@@ -25,7 +24,12 @@ from urllib.parse import parse_qs, urlsplit
 import structlog
 
 from controller.service.errors import AddressTakenError, UnknownEngineError
-from controller.service.http_server import SILENCE_SECONDS, HttpServer
+from controller.service.http_server import (
+    SILENCE_SECONDS,
+    HttpServer,
+    is_loopback,
+    names_loopback,
+)
 from controller.service.view import EngineLine
 from controller.service.viewer import Viewer
 
@@ -63,7 +67,7 @@ class PageServer:
         self.files = {
             path: ((folder / name).read_bytes(), kind) for path, (name, kind) in _FILES.items()
         }
-        self.loopback = _is_loopback(host)
+        self.loopback = is_loopback(host)
         self._loop = loop
         try:
             self._server = HttpServer(host, port, _handler_of(self), "page")
@@ -105,7 +109,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answers."""
-        if self.of.loopback and not _names_loopback(self.headers.get("Host", "")):
+        if self.of.loopback and not names_loopback(self.headers.get("Host", "")):
             self._answer(HTTPStatus.MISDIRECTED_REQUEST, b"this host is not served here\n", _TEXT)
             return
         try:
@@ -168,22 +172,6 @@ class _Handler(BaseHTTPRequestHandler):
 
 class _NoSuchPathError(Exception):
     """Nothing is served there."""
-
-
-def _is_loopback(host: str) -> bool:
-    name = host.strip("[]").lower()
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return name == "localhost"
-
-
-def _names_loopback(header: str) -> bool:
-    """Whether a Host header (HOST or HOST:PORT) names this machine to itself."""
-    try:
-        return _is_loopback(urlsplit(f"//{header}").hostname or "")
-    except ValueError:
-        return False
 
 
 def _finite(value: Any) -> Any:

@@ -275,20 +275,25 @@ class Sidecar:
     async def run(self, read: Callable[[], Settings] | None = None) -> None:
         """Serves until SIGTERM or SIGINT; SIGHUP puts into use what `read` then gives.
 
-        Raises as `start`.
+        For the main thread of a process that ends afterwards: it ignores these signals from then
+        on, so that one that is repeated does not decide how the process ends.  Raises as `start`.
         """
-        loop = asyncio.get_running_loop()
         asked, again = asyncio.Event(), asyncio.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, asked.set)
+        handlers = {signal.SIGTERM: asked.set, signal.SIGINT: asked.set}
         if read is not None:
-            loop.add_signal_handler(signal.SIGHUP, again.set)
-        async with self:
-            if read is not None:
-                self._background.append(asyncio.create_task(self._reload(again, read)))
-            await asked.wait()
-            _log.info("stopping", engines=len(self.registry))
-        _log.info("stopped")
+            handlers[signal.SIGHUP] = again.set
+        for number, tell in handlers.items():
+            _listen(number, tell)
+        try:
+            async with self:
+                if read is not None:
+                    self._background.append(asyncio.create_task(self._reload(again, read)))
+                await asked.wait()
+                _log.info("stopping", engines=len(self.registry))
+            _log.info("stopped")
+        finally:
+            for number in handlers:
+                signal.signal(number, signal.SIG_IGN)
 
     async def _reload(self, again: asyncio.Event, read: Callable[[], Settings]) -> None:
         while True:
@@ -383,3 +388,13 @@ class Sidecar:
         while True:
             await asyncio.sleep(_EXPIRE_SECONDS)
             self.registry.expire()
+
+
+def _listen(number: signal.Signals, tell: Callable[[], None]) -> None:
+    """Has a signal call `tell` on the running event loop.
+
+    Not by `loop.add_signal_handler`: a loop that closes puts the default back, which ends the
+    process by the signal.
+    """
+    loop = asyncio.get_running_loop()
+    signal.signal(number, lambda *_: loop.call_soon_threadsafe(tell))

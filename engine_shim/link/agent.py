@@ -118,7 +118,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--nice", type=int, default=19)
     parser.add_argument("--report-buffer", type=int, default=256)
     parser.add_argument("--report-interval-ms", type=float, default=1.0)
-    parser.add_argument("--lease-max-seconds", type=float, default=60.0)
+    parser.add_argument("--lease-max-seconds", type=float, default=600.0)
     return parser.parse_args(arguments)
 
 

@@ -58,12 +58,12 @@ class LinkSettings(BaseSettings):
         "default takes over.",
     )
     lease_max_seconds: float = Field(
-        default=60.0,
+        default=600.0,
         ge=1,
         le=600,
         description="Longest lease that the engine accepts: a plan with a longer one is used for "
-        "this time, and the agent's log says so. Raise it if the sidecar's last_lease_seconds is "
-        "longer.",
+        "this time, and the agent's log says so. It has to be at least the sidecar's "
+        "last_lease_seconds, which is 600 at most.",
     )
     safe_gamma: int | None = Field(
         default=None,

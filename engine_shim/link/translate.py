@@ -30,7 +30,7 @@ class Translator:
     whose sidecar is gone falls back in bounded time.
     """
 
-    def __init__(self, engine: EngineSpec, lease_max_seconds: float = 60.0) -> None:
+    def __init__(self, engine: EngineSpec, lease_max_seconds: float = 600.0) -> None:
         self._lease_max_ms = round(lease_max_seconds * 1000)
         self._names = [drafter.name for drafter in engine.drafters]
         self._arms = {

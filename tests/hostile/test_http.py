@@ -104,6 +104,17 @@ def test_huge_and_strange_requests_are_answered_or_hung_up_on(port: int, words: 
     assert served(port)
 
 
+def test_a_name_of_somebody_else_that_points_here_is_not_served(port: int):
+    for host in ("evil.example", "127.0.0.1.evil.example", "localhost.evil.example:80", ""):
+        with saying(port, b"GET /metrics HTTP/1.0\r\nHost: %s\r\n\r\n" % host.encode()) as opened:
+            answer = heard(opened)
+        assert answer.split(b"\r\n")[0].split()[1] == b"421", host
+        assert b"speculation_" not in answer
+    for host in ("localhost", "127.0.0.1:9464", "[::1]"):
+        with saying(port, b"GET / HTTP/1.0\r\nHost: %s\r\n\r\n" % host.encode()) as opened:
+            assert heard(opened).split(b"\r\n")[0].split()[1] == b"200", host
+
+
 @pytest.mark.parametrize(
     "path",
     [
