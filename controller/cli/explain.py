@@ -20,11 +20,15 @@ _PAST_ROUNDS = 4
 
 def engines(address: Address = DEFAULT_ADDRESS) -> None:
     """Lists the engines that the sidecar steers."""
+    from controller.pages import every_engine
     from speculation.v1 import service_pb2, service_pb2_grpc
 
     with connected(address) as channel:
-        answer = service_pb2_grpc.InspectionServiceStub(channel).ListEngines(
-            service_pb2.ListEnginesRequest(), timeout=_ANSWER_SECONDS_MAX
+        inspection = service_pb2_grpc.InspectionServiceStub(channel)
+        answer = every_engine(
+            lambda token: inspection.ListEngines(
+                service_pb2.ListEnginesRequest(page_token=token), timeout=_ANSWER_SECONDS_MAX
+            )
         )
     if answer.engines:
         _print_engines(answer)
@@ -63,12 +67,16 @@ def explain(
 
 def _print_engines(answer: "service_pb2.ListEnginesResponse") -> None:
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(
         "engine", "profile", "B", "gamma", "reason", "reports", "rejected", "dropped",
         "last report",
     )  # fmt: skip
     for status in answer.engines:
+        if status.unavailable:
+            table.add_row(status.engine.engine_id, Text(status.unavailable))
+            continue
         last = status.last_report if status.HasField("last_report") else None
         row = _row_for(status.plan, last.batch_size if last else 1)
         table.add_row(

@@ -92,10 +92,14 @@ def _looks(
 
 
 def _overview(channel: "grpc.Channel") -> "service_pb2.OverviewResponse":
+    from controller.pages import every_engine
     from speculation.v1 import service_pb2, service_pb2_grpc
 
-    return service_pb2_grpc.InspectionServiceStub(channel).Overview(
-        service_pb2.OverviewRequest(), timeout=_ANSWER_SECONDS_MAX
+    inspection = service_pb2_grpc.InspectionServiceStub(channel)
+    return every_engine(
+        lambda token: inspection.Overview(
+            service_pb2.OverviewRequest(page_token=token), timeout=_ANSWER_SECONDS_MAX
+        )
     )
 
 
@@ -123,6 +127,8 @@ def _screen(answer: "service_pb2.OverviewResponse", trouble: str = "") -> "Rende
 
 
 def _cells(line: "service_pb2.EngineOverview") -> "list[Text]":
+    if line.unavailable:
+        return [_text(line.engine_id, "bold"), *[_text("-")] * 7, _text(line.unavailable, "red")]
     return [
         _text(line.engine_id, "bold"),
         _text(str(line.batch_size or "-")),

@@ -20,6 +20,7 @@ from controller.core.shapes import DrafterShape, ModelShape
 MAX_GAMMA = 64
 MAX_BATCH_SIZE = 65_536
 MAX_STEP_SECONDS = 3600.0
+MIN_STEP_SECONDS = 1e-6  # nothing decodes in less, and less would overflow what divides by it
 MAX_DRAFTERS = 16
 # Drafters times draft lengths: the estimates of an engine grow with it.
 MAX_ARMS = 256
@@ -312,17 +313,18 @@ class StepReport:
                 f"step {self.step}: accepted_counts {list(self.accepted_counts)} do not sum to "
                 f"batch_size {self.batch_size}"
             )
-        if not (math.isfinite(self.step_seconds) and 0 < self.step_seconds <= MAX_STEP_SECONDS):
+        if not MIN_STEP_SECONDS <= self.step_seconds <= MAX_STEP_SECONDS:
             raise InvalidReportError(
                 f"step {self.step}: step_seconds {self.step_seconds} is not a positive time "
-                f"up to {MAX_STEP_SECONDS:.0f} s"
+                f"of {MIN_STEP_SECONDS:g} s to {MAX_STEP_SECONDS:.0f} s"
             )
         if self.kv_tokens < 0:
             raise InvalidReportError(f"step {self.step}: kv_tokens {self.kv_tokens} is negative")
-        if not 0 <= self.update_seconds <= MAX_STEP_SECONDS:
+        updated = self.update_seconds
+        if updated and not MIN_STEP_SECONDS <= updated <= MAX_STEP_SECONDS:
             raise InvalidReportError(
-                f"step {self.step}: update_seconds {self.update_seconds} is not a time up to "
-                f"{MAX_STEP_SECONDS:.0f} s"
+                f"step {self.step}: update_seconds {updated} is neither 0 nor a time between "
+                f"{MIN_STEP_SECONDS:g} s and {MAX_STEP_SECONDS:.0f} s"
             )
         if self.classes:
             self._check_classes()

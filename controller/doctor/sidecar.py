@@ -10,6 +10,7 @@ import grpc.aio
 import controller
 from controller.credentials import why_silent
 from controller.doctor.finding import Finding, fail, ok, warn
+from controller.pages import every_engine_aio
 from controller.service.lost_messages import lost_text
 from controller.socket_paths import why_denied
 from speculation.v1 import policy_pb2, policy_pb2_grpc, service_pb2, service_pb2_grpc
@@ -33,10 +34,21 @@ class Answers:
 async def ask(channel: grpc.aio.Channel, metadata: Sequence[tuple[str, str]]) -> Answers:
     """Raises grpc.aio.AioRpcError."""
     asked_at = time.time()
-    engines = await service_pb2_grpc.InspectionServiceStub(channel).ListEngines(
-        service_pb2.ListEnginesRequest(), timeout=_ANSWER_SECONDS, metadata=metadata
-    )
-    answered_at = time.time()
+    inspection = service_pb2_grpc.InspectionServiceStub(channel)
+    answered_at = 0.0
+
+    async def page(token: str) -> service_pb2.ListEnginesResponse:
+        nonlocal answered_at
+        answer = await inspection.ListEngines(
+            service_pb2.ListEnginesRequest(page_token=token),
+            timeout=_ANSWER_SECONDS,
+            metadata=metadata,
+        )
+        # The sidecar's clock is compared with this one's at the first page.
+        answered_at = answered_at or time.time()
+        return answer
+
+    engines = await every_engine_aio(page)
     overrides = await policy_pb2_grpc.PolicyServiceStub(channel).ListOverrides(
         policy_pb2.ListOverridesRequest(), timeout=_ANSWER_SECONDS, metadata=metadata
     )
@@ -85,6 +97,10 @@ def check_engines(answers: Answers, address: str) -> Iterator[Finding]:
             f"set SPECULATION_SIDECAR={address} in the engine's container; its log says the rest",
         )
     for engine in answers.engines.engines:
+        if engine.unavailable:
+            name = engine.engine.engine_id
+            yield fail(f"engine {name}", engine.unavailable, "see the sidecar's log")
+            continue
         yield _engine(engine)
         yield from _lost(engine)
         yield _shim(engine, answers.engines.sidecar.version)

@@ -16,6 +16,7 @@ from controller.core.errors import (
 from controller.core.profile import Profile
 from controller.core.types import Arm, EngineSpec, StepReport
 from controller.credentials import Credentials, CredentialsError, why_silent
+from controller.pages import every_engine_aio
 from controller.profiling.errors import (
     MeasurementError,
     ProfilingError,
@@ -134,12 +135,20 @@ class SidecarClient:
         Raises SidecarUnreachableError, and ProfilingError for a caller without the right.
         """
         try:
-            answer = await self._inspection.ListEngines(
-                service_pb2.ListEnginesRequest(), timeout=_ANSWER_SECONDS, metadata=self._metadata
+            answer = await every_engine_aio(
+                lambda token: self._inspection.ListEngines(
+                    service_pb2.ListEnginesRequest(page_token=token),
+                    timeout=_ANSWER_SECONDS,
+                    metadata=self._metadata,
+                )
             )
         except grpc.aio.AioRpcError as error:
             raise self._away(error) from error
-        return [converters.engine_from_proto(status.engine) for status in answer.engines]
+        return [
+            converters.engine_from_proto(status.engine)
+            for status in answer.engines
+            if not status.unavailable
+        ]
 
     async def install(self, profile: Profile) -> Sequence[str]:
         """Puts a profile into use; the engines that use it now.

@@ -9,12 +9,14 @@ from dataclasses import asdict, replace
 
 from google.protobuf.message import Message
 
-from controller.core.errors import InvalidEngineError
+from controller.core.errors import InvalidEngineError, InvalidReportError
 from controller.core.explanation import Explanation
 from controller.core.kinds import DrafterKind
 from controller.core.lost import added, require_known
 from controller.core.regime import RegimeState
 from controller.core.types import (
+    MAX_GAMMA,
+    MAX_REPORT_CLASSES,
     NO_FLAGS,
     Arm,
     Capabilities,
@@ -45,6 +47,8 @@ from speculation.v1 import engine_pb2, plan_pb2, service_pb2
 
 # Characters, or entries.
 _LENGTH_MAX = 4096
+# What fits in a packet of the shim's link.
+_INTRODUCTION_BYTES = 64 * 1024
 _KIND_TO_PROTO = {
     DrafterKind.MTP: engine_pb2.DRAFTER_KIND_MTP,
     DrafterKind.DFLASH: engine_pb2.DRAFTER_KIND_DFLASH,
@@ -72,6 +76,10 @@ _REGIME_TO_PROTO = {
 
 def engine_from_proto(message: engine_pb2.EngineSpec) -> EngineSpec:
     """Raises InvalidEngineError if the introduction contradicts itself, or is endless."""
+    if (size := message.ByteSize()) > _INTRODUCTION_BYTES:
+        raise InvalidEngineError(
+            f"the introduction has {size} bytes: {_INTRODUCTION_BYTES} at most"
+        )
     _bound(message)
     fingerprint, able = message.fingerprint, message.capabilities
     spec = EngineSpec(
@@ -198,6 +206,7 @@ def engine_to_proto(spec: EngineSpec) -> engine_pb2.EngineSpec:
 
 def report_from_proto(message: engine_pb2.StepReport) -> StepReport:
     """Raises InvalidReportError for what cannot be true."""
+    _bound_report(message)
     flags = NO_FLAGS
     if message.HasField("flags"):
         said = message.flags
@@ -221,6 +230,24 @@ def report_from_proto(message: engine_pb2.StepReport) -> StepReport:
         message.update_seconds,
         message.draft_version,
     )
+
+
+def _bound_report(message: engine_pb2.StepReport) -> None:
+    """Refuses lists without end by their length, before any of them is copied."""
+    counts, classes = len(message.accepted_counts), message.classes
+    if counts > MAX_GAMMA + 1 or len(message.confidences) > MAX_GAMMA:
+        raise InvalidReportError(
+            f"step {message.step}: {counts} accepted_counts and {len(message.confidences)} "
+            f"confidences, at most {MAX_GAMMA + 1} and {MAX_GAMMA} are possible"
+        )
+    if classes and (
+        len(classes) > MAX_REPORT_CLASSES
+        or any(len(part.accepted_counts) > MAX_GAMMA + 1 for part in classes)
+    ):
+        raise InvalidReportError(
+            f"step {message.step}: {len(classes)} classes, at most {MAX_REPORT_CLASSES} with "
+            f"{MAX_GAMMA + 1} counts each are possible"
+        )
 
 
 def report_to_proto(report: StepReport) -> engine_pb2.StepReport:

@@ -65,6 +65,10 @@ class UnreadableRequestError(SpeculationError):
     """Bytes that are no message of the call."""
 
 
+class TooManyReportsError(SpeculationError):
+    """A message with more reports than one may hold."""
+
+
 class SilentClientError(SpeculationError):
     """A client opens a stream and says nothing."""
 
@@ -153,6 +157,7 @@ _STATUS: tuple[tuple[type[SpeculationError], grpc.StatusCode], ...] = (
     (InvalidMeasurementError, grpc.StatusCode.INVALID_ARGUMENT),
     (NoMatchingEngineError, grpc.StatusCode.FAILED_PRECONDITION),
     (InvalidQuestionError, grpc.StatusCode.INVALID_ARGUMENT),
+    (TooManyReportsError, grpc.StatusCode.INVALID_ARGUMENT),
     (UnreadableRequestError, grpc.StatusCode.INVALID_ARGUMENT),
     (SilentClientError, grpc.StatusCode.DEADLINE_EXCEEDED),
     (SlowClientError, grpc.StatusCode.RESOURCE_EXHAUSTED),

@@ -16,7 +16,7 @@ import grpc.aio
 import structlog
 
 from controller.core.errors import SpeculationError
-from controller.service import callers
+from controller.service import callers, limits
 from controller.service.access import Identify
 from controller.service.callers import Call, Right
 from controller.service.errors import ForbiddenError, TooManyCallsError, abort
@@ -107,7 +107,8 @@ class Guard(grpc.aio.ServerInterceptor):
             finally:
                 del self._open[call]
 
-        return read_after(handler, self._room, admitted)
+        most_bytes = limits.message_bytes(handler_call_details.method)
+        return read_after(handler, self._room, admitted, most_bytes)
 
     def recheck(self) -> None:
         """Ends the open streams of those who have lost the right to them."""

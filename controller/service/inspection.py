@@ -12,12 +12,13 @@ from controller.service import converters
 from controller.service.errors import InvalidQuestionError, abort
 from controller.service.override_book import OverrideBook
 from controller.service.override_messages import health_to_proto
+from controller.service.paging import page_of
 from controller.service.policy import held_to_proto
 from controller.service.readiness import Readiness, ServiceHealth
 from controller.service.session import Session
 from controller.service.sessions import SessionRegistry
 from controller.service.viewer import Viewer
-from speculation.v1 import service_pb2, service_pb2_grpc
+from speculation.v1 import engine_pb2, service_pb2, service_pb2_grpc
 
 
 class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
@@ -43,10 +44,21 @@ class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
             service_pb2.ListEnginesRequest, service_pb2.ListEnginesResponse
         ],
     ) -> service_pb2.ListEnginesResponse:
-        """Every session, by engine id, and the sidecar itself."""
-        sessions = sorted(self._registry, key=lambda session: session.engine_id)
+        """A page of the sessions, by engine id, and the sidecar itself."""
+        try:
+            sessions = {session.engine_id: session for session in self._registry}
+            rows, token = await page_of(
+                sessions,
+                lambda engine_id: self._status(sessions[engine_id]),
+                _no_status,
+                request.page_size,
+                request.page_token,
+            )
+        except SpeculationError as error:
+            await abort(context, error)
         return service_pb2.ListEnginesResponse(
-            engines=map(self._status, sessions),
+            engines=rows,
+            next_page_token=token,
             sidecar=service_pb2.SidecarStatus(
                 version=controller.__version__,
                 started_at_unix_seconds=self._started_at,
@@ -90,11 +102,20 @@ class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
             service_pb2.OverviewRequest, service_pb2.OverviewResponse
         ],
     ) -> service_pb2.OverviewResponse:
-        """Every engine in one line."""
-        lines = await self._viewer.lines()
+        """A page of the engines, each in one line."""
+        lines = {line.engine_id: line for line in await self._viewer.lines()}
+        try:
+            rows, token = await page_of(
+                lines,
+                lambda engine_id: service_pb2.EngineOverview(**asdict(lines[engine_id])),
+                _no_line,
+                request.page_size,
+                request.page_token,
+            )
+        except SpeculationError as error:
+            await abort(context, error)
         return service_pb2.OverviewResponse(
-            engines=[service_pb2.EngineOverview(**asdict(line)) for line in lines],
-            version=controller.__version__,
+            engines=rows, version=controller.__version__, next_page_token=token
         )
 
     def _status(self, session: Session) -> service_pb2.EngineStatus:
@@ -113,6 +134,15 @@ class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
             steering=session.listeners > 0,
             unsteered_steps=tally.unsteered,
         )
+
+
+def _no_status(engine_id: str, why: str) -> service_pb2.EngineStatus:
+    engine = engine_pb2.EngineSpec(engine_id=engine_id)
+    return service_pb2.EngineStatus(engine=engine, unavailable=why)
+
+
+def _no_line(engine_id: str, why: str) -> service_pb2.EngineOverview:
+    return service_pb2.EngineOverview(engine_id=engine_id, unavailable=why)
 
 
 def _health(of: ServiceHealth) -> service_pb2.ServiceHealth:

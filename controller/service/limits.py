@@ -5,6 +5,7 @@ types it becomes.
 """
 
 import resource
+import time
 from typing import Final
 
 import structlog
@@ -19,10 +20,35 @@ KEEPALIVE_SECONDS: Final = 60
 KEEPALIVE_ANSWER_SECONDS: Final = 20
 # Calls under way of one connection: an agent has two, and clients queue what goes beyond it.
 STREAMS_A_CONNECTION: Final = 1024
+# A message is parsed on the event loop, which 128 KiB take for 6 ms at worst (reports that say
+# nothing).  A profile is one text, which takes little to parse; the text is read by a thread.
+MESSAGE_BYTES: Final = 128 * 1024
+PROFILE_BYTES: Final = 1024 * 1024
+_PROFILE_CALLS: Final = frozenset({"InstallProfile", "PushProfile"})
 # Descriptors beyond those of connections: files, sockets, the store's.
 _OTHER_DESCRIPTORS = 256
 
 _log = structlog.get_logger(__name__)
+
+
+class Allowance:
+    """So many a second, and so many at once; whoever takes more has to wait."""
+
+    def __init__(self, a_second: float, at_once: float) -> None:
+        self._rate, self._burst = a_second, at_once
+        self._left, self._at = at_once, time.monotonic()
+
+    def take(self, count: int) -> float:
+        """Takes so many; the seconds to wait before the next are taken."""
+        now = time.monotonic()
+        self._left = min(self._burst, self._left + (now - self._at) * self._rate) - count
+        self._at = now
+        return max(0.0, -self._left / self._rate)
+
+
+def message_bytes(method: str) -> int:
+    """The most that a message to this method (/SERVICE/METHOD) may have."""
+    return PROFILE_BYTES if method.rpartition("/")[2] in _PROFILE_CALLS else MESSAGE_BYTES
 
 
 def server_options(settings: Settings) -> list[tuple[str, int]]:

@@ -91,10 +91,13 @@ class Reading(grpc.aio.ServerInterceptor):
         return None if handler is None else read_after(handler, self._room, nullcontext)
 
 
-def read_after(handler: Any, room: WaitingRoom, admission: Admission) -> Any:
+def read_after(
+    handler: Any, room: WaitingRoom, admission: Admission, most_bytes: int | None = None
+) -> Any:
     """The handler with the check and the reading before it, whatever kind of call it is.
 
     admission: surrounds the call; it ends the call of one who may not make it.
+    most_bytes: of a message; parsing a longer one would take the event loop for too long.
     """
     asks = "stream" if handler.request_streaming else "unary"
     answers = "stream" if handler.response_streaming else "unary"
@@ -128,7 +131,7 @@ def read_after(handler: Any, room: WaitingRoom, admission: Admission) -> Any:
     yields = inspect.isasyncgenfunction(inner)
     return make(
         checked_answers if yields else checked,
-        lambda data: _parsed(handler, data),
+        lambda data: _parsed(handler, data, most_bytes),
         handler.response_serializer,
     )
 
@@ -141,7 +144,9 @@ async def _each(messages: AsyncIterator[Any], context: Any) -> AsyncIterator[Any
         yield message
 
 
-def _parsed(handler: Any, data: bytes) -> Any:
+def _parsed(handler: Any, data: bytes, most_bytes: int | None) -> Any:
+    if most_bytes is not None and len(data) > most_bytes:
+        return Unreadable(f"it has {len(data)} bytes, and a message of this call {most_bytes}")
     try:
         return handler.request_deserializer(data)
     except DecodeError as error:

@@ -17,7 +17,12 @@ import structlog
 
 from controller.core.clock import Clock
 from controller.core.engine_controller import EngineController
-from controller.core.errors import InvalidReportError, SpeculationError, UnknownArmError
+from controller.core.errors import (
+    InvalidReportError,
+    SpeculationError,
+    StaleReportError,
+    UnknownArmError,
+)
 from controller.core.lost import LostCapability
 from controller.core.profile import Profile
 from controller.core.selective_training import TrainingSettings
@@ -35,10 +40,15 @@ from controller.service.errors import (
 )
 from controller.service.holder import NOBODY, Holder
 from controller.service.history import History
-from controller.service.tally import Received, Tally
+from controller.service.limits import Allowance
+from controller.service.tally import COUNT_MAX, Received, Tally
 from controller.service.trail import LENGTH, PlanChange
 from controller.service.unary import UnaryProbes
 
+# Refused reports that a session is answered for without a wait, and how many a second after that:
+# no engine has so many, and each one costs the others time.
+_REFUSALS_AT_ONCE = 1000
+_REFUSALS_A_SECOND = 500
 # Reports that may wait for the client of a measurement: half a minute of a fast engine.
 _MEASURED_MAX = 10_000
 
@@ -114,6 +124,7 @@ class Session:
         # What has arrived on that stream.
         self.received = Received()
         self.unary = UnaryProbes()
+        self.refusals = Allowance(_REFUSALS_A_SECOND, _REFUSALS_AT_ONCE)
         # Told what the core is not, where decisions are recorded.
         self.on_note: Callable[[NoteKind, int, str], None] | None = None
         self._clock = clock
@@ -182,7 +193,7 @@ class Session:
         """A sign of life, with the reports that were lost on the engine's side."""
         self.last_contact_at = self._clock.now()
         if dropped_reports:
-            self.tally.dropped += dropped_reports
+            self.tally.dropped = min(self.tally.dropped + dropped_reports, COUNT_MAX)
             _log.warning("reports_dropped", engine=self.engine_id, dropped=dropped_reports)
             self.note(NoteKind.DROPPED, dropped_reports)
 
@@ -195,7 +206,7 @@ class Session:
         """Folds one report.  Raises InvalidReportError; nothing of the report is used then."""
         if report.drafter not in self._drafters:
             raise UnknownDrafterError(
-                f"step {report.step}: unknown drafter {report.drafter!r}; "
+                f"step {report.step}: unknown drafter {report.drafter[:80]!r}; "
                 f"this engine introduced {sorted(self._drafters)}"
             )
         self.core.observe(report)
@@ -231,6 +242,12 @@ class Session:
         for loss in losses:
             _log.warning(
                 "capability_lost", engine=self.engine_id, lost=loss.what, reason=loss.reason
+    def require_next(self, step: int) -> None:
+        """Raises StaleReportError for a step that was reported before: a look, and no more."""
+        last = self.last_report
+        if last is not None and step <= last.step:
+            raise StaleReportError(
+                f"step {step} does not follow step {last.step}: steps must go forward"
             )
 
     def reject(self, error: InvalidReportError) -> None:

@@ -14,6 +14,8 @@ been received so far.
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from time import monotonic
+from typing import Final
 
 import grpc.aio
 import structlog
@@ -22,17 +24,27 @@ from controller.core.errors import InvalidLossError, InvalidReportError, Specula
 from controller.core.types import Plan
 from controller.recording.events import NoteKind
 from controller.service import callers, converters, streams
-from controller.service.errors import NoSessionError, abort, message_of, status_of
+from controller.service.errors import (
+    NoSessionError,
+    TooManyReportsError,
+    abort,
+    message_of,
+    status_of,
+)
 from controller.service.holder import Holder
 from controller.service.lost_messages import all_lost_from_proto
 from controller.service.session import Session
 from controller.service.sessions import SessionRegistry
 from controller.service.streams import beside, read
-from controller.service.tally import Received
+from controller.service.tally import COUNT_MAX, Received
 from speculation.v1 import engine_pb2, service_pb2, service_pb2_grpc
 
-# Reports folded before other streams get their turn; also the most rejections in one response.
+# The most reports of a message.
+MESSAGE_REPORTS: Final = 4096
+# Other streams get their turn after so many reports of a message, or after this time.  The number
+# is also that of the most rejections in one response.
 _CHUNK = 256
+_SLICE_SECONDS = 0.002
 # How often an idle stream looks whether its lease is half gone, per lease.
 _LOOKS_PER_LEASE = 8
 _LOOK_SECONDS_MAX = 0.5
@@ -134,6 +146,8 @@ class _SteerStream:
         self._bell = asyncio.Event()
         self._rejections: list[service_pb2.ReportRejection] = []
         self._flushed = asyncio.Event()
+        # Reports refused since this stream last gave way to others.
+        self._refused = 0
         self._sent_epoch = 0
         self._received = Received()
 
@@ -206,7 +220,8 @@ class _SteerStream:
                     f"not to {request.session_id[:64]!r}"
                 )
             session.contact(request.dropped_reports)
-            self._received.dropped += request.dropped_reports
+            dropped = self._received.dropped + request.dropped_reports
+            self._received.dropped = min(dropped, COUNT_MAX)
             if request.lost:
                 self._lose(request.lost)
             await self._take(request.reports)
@@ -221,24 +236,45 @@ class _SteerStream:
             self._refuse(0, error)
 
     async def _take(self, reports: Sequence[engine_pb2.StepReport]) -> None:
-        """Folds one message's reports, as far as the session lasts."""
-        for start in range(0, len(reports), _CHUNK):
+        """Folds one message's reports, as far as the session lasts.
+
+        Raises TooManyReportsError; none of them is used then.
+        """
+        if len(reports) > MESSAGE_REPORTS:
+            raise TooManyReportsError(
+                f"the message has {len(reports)} reports, and {MESSAGE_REPORTS} at most are taken: "
+                "send them in several messages"
+            )
+        until = monotonic() + _SLICE_SECONDS
+        for number, message in enumerate(reports, 1):
             if self._session.is_over:
                 return
-            for message in reports[start : start + _CHUNK]:
-                self._fold(message)
-            self._bell.set()
-            while len(self._rejections) >= _CHUNK:
-                self._flushed.clear()
-                await self._flushed.wait()
-            if start + _CHUNK < len(reports):
-                await asyncio.sleep(0)
+            self._fold(message)
+            if number % _CHUNK == 0 or monotonic() >= until:
+                await self._give_way()
+                until = monotonic() + _SLICE_SECONDS
+        await self._give_way()
+
+    async def _give_way(self) -> None:
+        """Lets other streams go on, and a client whose reports are refused wait.
+
+        A refusal costs about as much as a report: without a wait a client that sends what is stale
+        as fast as it can would take most of the event loop.
+        """
+        self._bell.set()
+        while len(self._rejections) >= _CHUNK:
+            self._flushed.clear()
+            await self._flushed.wait()
+        refused, self._refused = self._refused, 0
+        await asyncio.sleep(self._session.refusals.take(refused) if refused else 0)
 
     def _fold(self, message: engine_pb2.StepReport) -> None:
         self._received.reports += 1
         try:
+            self._session.require_next(message.step)
             self._session.observe(converters.report_from_proto(message))
         except InvalidReportError as error:
+            self._refused += 1
             self._session.reject(error)
             self._refuse(message.step, error)
 

@@ -5,6 +5,9 @@ from dataclasses import dataclass, field
 
 from controller.core.types import NO_FLAGS, Reason, StepReport
 
+# What a uint64 holds: counters that clients feed stop there.
+COUNT_MAX = 2**64 - 1
+
 
 @dataclass(slots=True)
 class Received:

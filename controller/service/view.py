@@ -12,6 +12,7 @@ from controller.service.metrics.view import EngineView
 from controller.service.override_book import Held
 from controller.service.override_messages import override_to_proto
 from controller.service.override_words import rule_text, scope_text
+from controller.service.session import Session
 
 # Half the width of a 95 % interval, in standard deviations.
 _Z = 1.96
@@ -27,7 +28,8 @@ class EngineLine:
     estimated tokens per second over gamma = 0, None where the engine has no such arm.  link:
     "steered", "alone" (its last step had no valid lease), "away" (no stream is open) or "waiting"
     (no step was reported yet).  costs: "profile", "roofline" or "generic".  lost: what the
-    engine can no longer do, each in one line.
+    engine can no longer do, each in one line.  unavailable: why the engine cannot be shown, ""
+    where it can.
     """
 
     engine_id: str
@@ -48,6 +50,15 @@ class EngineLine:
     costs: str
     overrides: tuple[str, ...]
     lost: tuple[str, ...] = ()
+    unavailable: str = ""
+
+
+def no_line(session: Session, why: str) -> EngineLine:
+    """In the place of a line that cannot be made; why: for people."""
+    return EngineLine(
+        session.engine_id, "", 0, "", 0, None, 0.0, None, None, "", "unavailable", why, 0.0, 0.0,
+        "", "", (), (), why,
+    )  # fmt: skip
 
 
 def line_of(view: EngineView) -> EngineLine:

@@ -12,6 +12,8 @@ import math
 import time
 from typing import Any
 
+import structlog
+
 import controller
 from controller import tasks
 from controller.core.clock import Clock
@@ -19,10 +21,13 @@ from controller.service.history import FIELDS
 from controller.service.metrics.view import EngineView
 from controller.service.override_book import OverrideBook
 from controller.service.override_words import PRECEDENCE
+from controller.service.paging import why_not
 from controller.service.readiness import Readiness
 from controller.service.session import Session
 from controller.service.sessions import SessionRegistry
-from controller.service.view import EngineLine, engine_detail, line_of, override_line
+from controller.service.view import EngineLine, engine_detail, line_of, no_line, override_line
+
+_log = structlog.get_logger(__name__)
 
 _SECONDS = 1.0
 # The most of the event loop's time that looking takes.
@@ -70,7 +75,7 @@ class Viewer:
             lines, busy = [], 0.0
             for session in sorted(self._registry, key=lambda session: session.engine_id):
                 began = time.monotonic()
-                lines.append(line_of(self._view(session)))
+                lines.append(self._line(session))
                 busy += time.monotonic() - began
                 await asyncio.sleep(0)
             self._lines = tuple(lines)
@@ -103,6 +108,13 @@ class Viewer:
         points = session.history.since(since)
         return engine_detail(self._view(session)) | {"fields": FIELDS, "points": points}
 
+    def _line(self, session: Session) -> EngineLine:
+        try:
+            return line_of(self._view(session))
+        except Exception as error:  # noqa: BLE001  # whatever is wrong with one, others are shown
+            _log.exception("engine_not_shown", engine=session.engine_id)
+            return no_line(session, why_not(error))
+
     def _view(self, session: Session) -> EngineView:
         now = self._clock.now()
         until, view = self._views.get(session, (-math.inf, None))
@@ -115,7 +127,10 @@ class Viewer:
         while True:
             now = time.time()
             for number, session in enumerate(self._registry, 1):
-                session.remember(now)
+                try:
+                    session.remember(now)
+                except Exception:  # noqa: BLE001  # as above
+                    _log.exception("history_not_kept", engine=session.engine_id)
                 if number % _CHUNK == 0:
                     await asyncio.sleep(0)
             self._drop_views()

@@ -129,13 +129,19 @@ class Sidecar:
             drain.join(_CALL_SECONDS)
             responses.cancel()
 
-    def _list(self) -> service_pb2.ListEnginesResponse:
-        return self._inspection.ListEngines(service_pb2.ListEnginesRequest(), timeout=_CALL_SECONDS)
+    def _list(self, page_token: str = "") -> service_pb2.ListEnginesResponse:
+        request = service_pb2.ListEnginesRequest(page_token=page_token)
+        return self._inspection.ListEngines(request, timeout=_CALL_SECONDS)
 
     def _status(self) -> service_pb2.EngineStatus | None:
-        for engine in self._list().engines:
-            if engine.engine.engine_id == self.engine_id:
-                return engine
+        token, more = "", True
+        while more:
+            answer = self._list(token)
+            for engine in answer.engines:
+                if engine.engine.engine_id == self.engine_id:
+                    return engine
+            token = answer.next_page_token
+            more = bool(token)
         return None
 
 

@@ -205,12 +205,17 @@ async def _talk(
 
 async def _only_engine(channel: grpc.aio.Channel, metadata: tuple[tuple[str, str], ...]) -> str:
     stub = InspectionServiceStub(channel)
-    answer = await stub.ListEngines(ListEnginesRequest(), metadata=metadata)
-    able = [
-        status.engine.engine_id
-        for status in answer.engines
-        if status.engine.capabilities.can_take_versions
-    ]
+    able: list[str] = []
+    token, more = "", True
+    while more:
+        answer = await stub.ListEngines(ListEnginesRequest(page_token=token), metadata=metadata)
+        able += [
+            status.engine.engine_id
+            for status in answer.engines
+            if status.engine.capabilities.can_take_versions
+        ]
+        token = answer.next_page_token
+        more = bool(token)
     if len(able) > 1:
         raise NoEngineError(f"the sidecar has {len(able)} engines that learn, name one: {able[:8]}")
     if not able:

@@ -135,10 +135,13 @@ def test_reports_again_from_yesterday_or_of_other_plans_are_refused_one_by_one(
     stub = service_pb2_grpc.SpeculationServiceStub(channel)
     session = introduce(channel, "replays")
     reports = [report_message(step) for step in (9, 9, 8, 2**64 - 1, 1)] * 400 * scale
-    requests = [service_pb2.SteerRequest(session_id=session, reports=reports)]
+    requests = [
+        service_pb2.SteerRequest(session_id=session, reports=reports[start : start + 1_000])
+        for start in range(0, len(reports), 1_000)
+    ]
     rejected = Counter(
         rejection.code
-        for answer in stub.Steer(iter(requests), timeout=6 * PATIENCE_SECONDS)
+        for answer in stub.Steer(iter(requests), timeout=6 * scale * PATIENCE_SECONDS)
         for rejection in answer.rejections
     )
     assert rejected == {CODE.FAILED_PRECONDITION.value[0]: len(reports) - 2}

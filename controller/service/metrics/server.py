@@ -10,12 +10,18 @@ from collections.abc import Iterator
 from http import HTTPStatus
 from typing import Final
 
+import structlog
 from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
 from prometheus_client.exposition import MetricsHandler
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from controller.service.http_server import SILENCE_SECONDS, HttpServer
+from controller.service.http_server import (
+    SILENCE_SECONDS,
+    HttpServer,
+    is_loopback,
+    names_loopback,
+)
 from controller.service.metrics.decisions import DECISION, ESTIMATES, LEARNING
 from controller.service.metrics.family import Family, samples
 from controller.service.metrics.sidecar import OF_THE_SIDECAR, SidecarView
@@ -23,6 +29,8 @@ from controller.service.metrics.steps import LINK, STEPS
 from controller.service.metrics.view import EngineView
 from controller.service.override_book import OverrideBook
 from controller.service.sessions import SessionRegistry
+
+_log = structlog.get_logger(__name__)
 
 # A scrape that the event loop does not answer in this time fails, and Prometheus says so.
 _SNAPSHOT_SECONDS_MAX = 5.0
@@ -43,21 +51,26 @@ class SidecarCollector(Collector):
         self._loop = loop
 
     async def _read(self) -> list[Metric]:
-        sidecar = SidecarView(list(self._registry), self._book.held(), self._book.health)
-        found: list[Metric] = []
-        for general in OF_THE_SIDECAR:
-            written = general.empty()
-            for labels, number in samples(general, sidecar):
-                written.add_metric(labels, number)
-            found.append(written)
+        sessions, unreadable = list(self._registry), 0
         families = [(family, family.empty("engine")) for family in OF_AN_ENGINE]
-        for session in sidecar.sessions:
-            view = EngineView.of(session)
-            for family, written in families:
-                for labels, number in samples(family, view):
+        for session in sessions:
+            try:
+                view = EngineView.of(session)
+                read = [samples(family, view) for family, _ in families]
+            except Exception:  # noqa: BLE001  # whatever is wrong with one, others are scraped
+                _log.exception("engine_not_scraped", engine=session.engine_id)
+                unreadable += 1
+                continue
+            for (_, written), found in zip(families, read, strict=True):
+                for labels, number in found:
                     written.add_metric([session.engine_id, *labels], number)
             await asyncio.sleep(0)
-        return [*found, *(written for _, written in families)]
+        sidecar = SidecarView(sessions, self._book.held(), self._book.health, unreadable)
+        general = [(family, family.empty()) for family in OF_THE_SIDECAR]
+        for of_all, written in general:
+            for labels, number in samples(of_all, sidecar):
+                written.add_metric(labels, number)
+        return [written for _, written in (*general, *families)]
 
     def collect(self) -> Iterator[Metric]:
         """Called by the HTTP server's thread, once per scrape."""
@@ -80,7 +93,8 @@ class MetricsServer:
         metrics.register(SidecarCollector(registry, book, loop))
         ProcessCollector(registry=metrics)
         PlatformCollector(registry=metrics)
-        self._server = HttpServer(host, port, _Handler.factory(metrics), "metrics")
+        kind = _LocalHandler if is_loopback(host) else _Handler
+        self._server = HttpServer(host, port, kind.factory(metrics), "metrics")
 
     def close(self) -> None:
         """Stops serving.  Not to be called on the event loop."""
@@ -101,3 +115,14 @@ class _Handler(MetricsHandler):
             self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, "the sidecar is too busy")
         except ValueError:
             self.send_error(HTTPStatus.BAD_REQUEST)
+
+
+class _LocalHandler(_Handler):
+    """One scrape on the loopback address, which the request has to name."""
+
+    def do_GET(self) -> None:
+        """Answers, unless the request is for another host."""
+        if names_loopback(self.headers.get("Host", "")):
+            super().do_GET()
+        else:
+            self.send_error(HTTPStatus.MISDIRECTED_REQUEST, "this host is not served here")

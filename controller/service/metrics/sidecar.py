@@ -23,6 +23,8 @@ class SidecarView:
     sessions: Sequence[Session]
     held: Sequence[Held]
     store: Health
+    # Sessions whose own metrics could not be read.
+    unreadable: int = 0
 
     @property
     def costs(self) -> dict[str, float]:
@@ -56,6 +58,12 @@ OF_THE_SIDECAR: Final[tuple[Family[SidecarView], ...]] = (
     Family(
         _GAUGE, "speculation_engines", "Introduced engines, by where their costs come from.",
         lambda s: s.costs, label="costs",
+    ),
+    Family(
+        _GAUGE, "speculation_engines_unreadable",
+        "Engines that this scrape says nothing of, because their metrics could not be read; the "
+        "log says why.",
+        lambda s: s.unreadable,
     ),
     Family(
         _GAUGE, "speculation_overrides", "Overrides in force here, by the kind of their scope.",

@@ -291,14 +291,23 @@ Global___DecideResponse: _TypeAlias = DecideResponse  # noqa: Y015
 
 @_typing.final
 class OverviewRequest(_message.Message):
+    """Both lists of engines come in pages: see "Pages" in README.md beside this file."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    page_token: _builtins.str
     def __init__(
         self,
+        *,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -310,7 +319,10 @@ class OverviewResponse(_message.Message):
 
     ENGINES_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     version: _builtins.str
+    next_page_token: _builtins.str
+    """Empty on the last page."""
     @_builtins.property
     def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineOverview]:
         """By engine id."""
@@ -320,10 +332,11 @@ class OverviewResponse(_message.Message):
         *,
         engines: _abc.Iterable[Global___EngineOverview] | None = ...,
         version: _builtins.str = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "next_page_token", b"next_page_token", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -353,6 +366,7 @@ class EngineOverview(_message.Message):
     COSTS_FIELD_NUMBER: _builtins.int
     OVERRIDES_FIELD_NUMBER: _builtins.int
     LOST_FIELD_NUMBER: _builtins.int
+    UNAVAILABLE_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     target_model: _builtins.str
     batch_size: _builtins.int
@@ -383,6 +397,8 @@ class EngineOverview(_message.Message):
     """
     costs: _builtins.str
     """Where its costs come from: "profile", "roofline" or "generic"."""
+    unavailable: _builtins.str
+    """Why the sidecar cannot show this engine; the row holds its id and nothing else then."""
     @_builtins.property
     def overrides(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Ids of the overrides that count in its plan."""
@@ -412,10 +428,11 @@ class EngineOverview(_message.Message):
         costs: _builtins.str = ...,
         overrides: _abc.Iterable[_builtins.str] | None = ...,
         lost: _abc.Iterable[_builtins.str] | None = ...,
+        unavailable: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_accept_length", b"_accept_length", "_gain", b"_gain", "_tokens_per_second", b"_tokens_per_second", "accept_length", b"accept_length", "gain", b"gain", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_accept_length", b"_accept_length", "_gain", b"_gain", "_tokens_per_second", b"_tokens_per_second", "accept_length", b"accept_length", "batch_size", b"batch_size", "costs", b"costs", "drafter", b"drafter", "engine_id", b"engine_id", "expected_accept_length", b"expected_accept_length", "gain", b"gain", "gamma", b"gamma", "link", b"link", "lost", b"lost", "overrides", b"overrides", "plan_age_seconds", b"plan_age_seconds", "reason", b"reason", "reason_detail", b"reason_detail", "regime", b"regime", "seconds_since_report", b"seconds_since_report", "target_model", b"target_model", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_accept_length", b"_accept_length", "_gain", b"_gain", "_tokens_per_second", b"_tokens_per_second", "accept_length", b"accept_length", "batch_size", b"batch_size", "costs", b"costs", "drafter", b"drafter", "engine_id", b"engine_id", "expected_accept_length", b"expected_accept_length", "gain", b"gain", "gamma", b"gamma", "link", b"link", "lost", b"lost", "overrides", b"overrides", "plan_age_seconds", b"plan_age_seconds", "reason", b"reason", "reason_detail", b"reason_detail", "regime", b"regime", "seconds_since_report", b"seconds_since_report", "target_model", b"target_model", "tokens_per_second", b"tokens_per_second", "unavailable", b"unavailable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__accept_length: _TypeAlias = _typing.Literal["accept_length"]  # noqa: Y015
     _WhichOneofArgType__accept_length: _TypeAlias = _typing.Literal["_accept_length", b"_accept_length"]  # noqa: Y015
@@ -436,12 +453,19 @@ Global___EngineOverview: _TypeAlias = EngineOverview  # noqa: Y015
 class ListEnginesRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    page_token: _builtins.str
     def __init__(
         self,
+        *,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -453,6 +477,9 @@ class ListEnginesResponse(_message.Message):
 
     ENGINES_FIELD_NUMBER: _builtins.int
     SIDECAR_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Empty on the last page."""
     @_builtins.property
     def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineStatus]: ...
     @_builtins.property
@@ -462,10 +489,11 @@ class ListEnginesResponse(_message.Message):
         *,
         engines: _abc.Iterable[Global___EngineStatus] | None = ...,
         sidecar: Global___SidecarStatus | None = ...,
+        next_page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sidecar", b"sidecar"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "sidecar", b"sidecar"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "next_page_token", b"next_page_token", "sidecar", b"sidecar"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -551,6 +579,7 @@ class EngineStatus(_message.Message):
     NO_PROFILE_FIELD_NUMBER: _builtins.int
     STEERING_FIELD_NUMBER: _builtins.int
     UNSTEERED_STEPS_FIELD_NUMBER: _builtins.int
+    UNAVAILABLE_FIELD_NUMBER: _builtins.int
     profile_id: _builtins.str
     """Digest of the profile in use, empty when costs come from the prior."""
     reports: _builtins.int
@@ -565,6 +594,8 @@ class EngineStatus(_message.Message):
     """Its Steer stream is open."""
     unsteered_steps: _builtins.int
     """Steps that it reported to have run without a valid lease."""
+    unavailable: _builtins.str
+    """Why the sidecar cannot show this engine; the row holds its id and nothing else then."""
     @_builtins.property
     def engine(self) -> _engine_pb2.EngineSpec: ...
     @_builtins.property
@@ -586,10 +617,11 @@ class EngineStatus(_message.Message):
         no_profile: _builtins.str = ...,
         steering: _builtins.bool = ...,
         unsteered_steps: _builtins.int = ...,
+        unavailable: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "last_report", b"last_report", "plan", b"plan"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["costs", b"costs", "dropped_reports", b"dropped_reports", "engine", b"engine", "last_report", b"last_report", "no_profile", b"no_profile", "plan", b"plan", "profile_id", b"profile_id", "rejected_reports", b"rejected_reports", "reports", b"reports", "seconds_since_last_report", b"seconds_since_last_report", "steering", b"steering", "unsteered_steps", b"unsteered_steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["costs", b"costs", "dropped_reports", b"dropped_reports", "engine", b"engine", "last_report", b"last_report", "no_profile", b"no_profile", "plan", b"plan", "profile_id", b"profile_id", "rejected_reports", b"rejected_reports", "reports", b"reports", "seconds_since_last_report", b"seconds_since_last_report", "steering", b"steering", "unavailable", b"unavailable", "unsteered_steps", b"unsteered_steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

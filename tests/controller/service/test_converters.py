@@ -16,6 +16,7 @@ from controller.core.shapes import (
 from controller.core.types import (
     MAX_BATCH_SIZE,
     MAX_GAMMA,
+    MIN_STEP_SECONDS,
     Arm,
     Capabilities,
     ClassCounts,
@@ -117,7 +118,7 @@ def reports(draw: st.DrawFn) -> StepReport:
         draw(names),
         len(counts) - 1,
         tuple(counts),
-        draw(st.floats(1e-9, 3600)),
+        draw(st.floats(MIN_STEP_SECONDS, 3600)),
         draw(st.builds(StepFlags, *(st.booleans() for _ in range(5)))),
         draw(uint64),
         draw(uint64),

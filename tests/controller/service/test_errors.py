@@ -39,6 +39,7 @@ EXPECTED = {
     core.InvalidTrainingError: grpc.StatusCode.INVALID_ARGUMENT,
     errors.CannotTrainError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.TrainerPresentError: grpc.StatusCode.ALREADY_EXISTS,
+    errors.TooManyReportsError: grpc.StatusCode.INVALID_ARGUMENT,
     errors.UnreadableRequestError: grpc.StatusCode.INVALID_ARGUMENT,
     errors.SilentClientError: grpc.StatusCode.DEADLINE_EXCEEDED,
     UnknownSequenceError: grpc.StatusCode.INVALID_ARGUMENT,

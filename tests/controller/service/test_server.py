@@ -12,6 +12,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 )
 
 from controller.service.errors import StartRefusedError
+from controller.service.limits import Allowance
 from controller.service.profile_library import ProfileFileError
 from controller.service.readiness import SERVICES
 from controller.service.server import Sidecar
@@ -173,6 +174,7 @@ async def test_a_client_that_does_not_read_holds_the_end_up_no_longer_than_the_d
     async with serving(tmp_path, drain_seconds=0.3) as running:
         stream = SteerClient(running, await running.introduce())
         session = running.sidecar.registry.by_engine("engine-0")
+        session.refusals = Allowance(1e9, 1e9)
         bad = [report_message(step, drafter="x" * 300) for step in range(1, 257)]
 
         async def flood() -> None:
