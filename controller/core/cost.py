@@ -22,6 +22,7 @@ A step far outside the usual scatter is dropped, unless it keeps happening.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controller.core.cost_doubt import DISAGREEMENT_MAX, CostDoubt, cell_variance
-from controller.core.cost_features import bucket_index, features
+from controller.core.cost_features import features
 from controller.core.cost_order import CostOrder
 from controller.core.grid import profiled_grid
 from controller.core.prior import Prior, generic_prior
@@ -116,7 +117,6 @@ class CostModel:
         self._buckets = np.asarray(buckets, dtype=np.float64)
         self._bucket_list = [float(b) for b in buckets]
         self._padded = padded
-        self._bucket_index = bucket_index(buckets)
         shape = (len(arms), len(buckets))
         self._extrapolated = np.zeros(shape, dtype=bool)
         self._kv_reference, self._kv_rate = 0.0, 0.0
@@ -169,8 +169,7 @@ class CostModel:
 
     def bucket_of(self, batch_size: int) -> int:
         """Index of the bucket that serves a batch size."""
-        index = self._bucket_index
-        return index[batch_size] if batch_size < len(index) else len(self._bucket_list) - 1
+        return min(bisect_left(self._bucket_list, batch_size), len(self._bucket_list) - 1)
 
     def predict(self, arm: int, batch_size: int, kv_tokens: int) -> float:
         """Seconds of a plain step of this arm (by index) at this very batch and context."""

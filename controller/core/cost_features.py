@@ -9,17 +9,6 @@ from numpy.typing import NDArray
 from controller.core.types import Arm
 
 
-def bucket_index(buckets: Sequence[int]) -> list[int]:
-    """Bucket of every batch size up to the last bucket's: a look-up instead of a search."""
-    index = [0] * (buckets[-1] + 1)
-    j = 0
-    for size in range(buckets[-1] + 1):
-        if size > buckets[j]:
-            j += 1
-        index[size] = j
-    return index
-
-
 def features(arms: Sequence[Arm], buckets: NDArray[np.float64]) -> NDArray[np.float64]:
     """[2 + 3 * drafters, arms, buckets]: 1, log B; per drafter drafts, passes, width * log B."""
     drafters = list(dict.fromkeys(arm.drafter for arm in arms))

@@ -97,7 +97,8 @@ class EngineController:
         self._clock = clock
         self.arms = spec.arms
         self._arm_index = {(arm.drafter, arm.gamma): i for i, arm in enumerate(self.arms)}
-        self._buckets = batch_buckets(spec.max_batch_size, spec.fingerprint.graph_batch_sizes)
+        graphs = spec.fingerprint.graph_batch_sizes
+        self._buckets = batch_buckets(spec.max_batch_size, graphs, len(self.arms))
         self._sizes = np.asarray(self._buckets, dtype=np.float64)
         self.traffic = TrafficEstimator(spec.drafters, settings)
         self.cost = self._cost_model(profile)

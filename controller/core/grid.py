@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.core.profile import Profile, ProfileCell
+from controller.core.profile import Profile
 from controller.core.types import Arm
 
 
@@ -27,23 +27,27 @@ def profiled_grid(
             grid[rows] = max(c.step_seconds for c in profile.cells)
             outside[rows] = True
             continue
-        gammas = np.array(sorted({c.gamma for c in cells}), dtype=np.float64)
-        table = np.vstack([_over_batch(cells, int(g), sizes) for g in gammas])
+        by_gamma: dict[int, list[tuple[int, float]]] = {}
+        for c in cells:
+            by_gamma.setdefault(c.gamma, []).append((c.batch_size, c.step_seconds))
+        gammas = np.array(sorted(by_gamma), dtype=np.float64)
+        table = np.vstack([_over_batch(by_gamma[int(g)], sizes) for g in gammas])
         table = _monotone(_monotone(table, 0), 1)
         measured = (buckets >= sizes[0]) & (buckets <= sizes[-1])
         at_buckets = np.vstack([_interpolate(np.log(buckets), np.log(sizes), row) for row in table])
+        wanted = np.array([float(arms[i].gamma) for i in rows])
+        for j in range(len(buckets)):
+            grid[rows, j] = _interpolate(wanted, gammas, at_buckets[:, j])
         for i in rows:
-            wanted = np.array([float(arms[i].gamma)])
-            for j in range(len(buckets)):
-                grid[i, j] = _interpolate(wanted, gammas, at_buckets[:, j])[0]
             outside[i] = ~measured | (not gammas[0] <= arms[i].gamma <= gammas[-1])
     return grid, outside
 
 
 def _over_batch(
-    cells: Sequence[ProfileCell], gamma: int, sizes: NDArray[np.float64]
+    cells: Sequence[tuple[int, float]], sizes: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    mine = sorted((c.batch_size, c.step_seconds) for c in cells if c.gamma == gamma)
+    """cells: (batch size, step seconds), of one draft length."""
+    mine = sorted(cells)
     x = np.log(np.array([b for b, _ in mine], dtype=np.float64))
     return _interpolate(np.log(sizes), x, np.array([s for _, s in mine]))
 

@@ -19,6 +19,9 @@ from controller.core.overrides import (
 )
 from controller.core.types import MAX_GAMMA, MAX_PLAN_ROWS, Arm, EngineSpec, Regime, RegimeMode
 
+# Arms times rows: what a plan takes to make grows with it.
+_CELLS_MAX = 8192
+
 
 @dataclass(frozen=True, slots=True)
 class PlanRows:
@@ -69,7 +72,7 @@ def rows_under(
     ends = {largest for drafter in spec.drafters for _, largest in drafter.batch_limits}
     ends = {end for end in ends if 0 < end < spec.max_batch_size}
     upper = tuple(sorted({*buckets, *batch_edges(overrides, spec), *ends}))
-    if len(upper) > MAX_PLAN_ROWS:
+    if len(upper) > min(MAX_PLAN_ROWS, max(len(buckets), _CELLS_MAX // len(arms))):
         upper = tuple(buckets)
     bucket = np.array([bisect_left(buckets, size) for size in upper], dtype=np.int64)
     mine = by_strength(o for o in overrides if o.scope.covers(spec))

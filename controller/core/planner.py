@@ -27,11 +27,19 @@ _UNTHINKABLE = 1e-12
 _EXACT_BUCKETS = 8
 
 
-def batch_buckets(max_batch_size: int, graph_batch_sizes: Sequence[int] = ()) -> tuple[int, ...]:
+# What an engine costs in memory and time grows with arms times buckets.
+_BUCKETS_MAX = 128
+_CELLS_MAX = 4096
+
+
+def batch_buckets(
+    max_batch_size: int, graph_batch_sizes: Sequence[int] = (), arms: int = 1
+) -> tuple[int, ...]:
     """Upper ends of the plan's batch buckets, ascending; the last one is `max_batch_size`.
 
     An engine with captured graphs pads a batch to the next captured size: then those sizes are the
-    buckets.
+    buckets.  There are at most 128, or as many as make 4096 with so many arms; where an engine has
+    captured more sizes, neighbours share a bucket, which begins with the large ones.
     """
     if graph_batch_sizes:
         sizes = {b for b in graph_batch_sizes if b < max_batch_size}
@@ -41,7 +49,24 @@ def batch_buckets(max_batch_size: int, graph_batch_sizes: Sequence[int] = ()) ->
         while size < max_batch_size:
             size *= 1.19
             sizes.add(min(round(size), max_batch_size))
-    return (*sorted(sizes - {max_batch_size}), max_batch_size)
+    most = max(1, min(_BUCKETS_MAX, _CELLS_MAX // arms))
+    return _coarse([*sorted(sizes - {max_batch_size}), max_batch_size], most)
+
+
+def _coarse(sizes: Sequence[int], most: int) -> tuple[int, ...]:
+    """At most so many of the ascending sizes, the last among them, about evenly apart in log B."""
+    if len(sizes) <= most:
+        return tuple(sizes)
+    *captured, last = sizes
+    kept: list[int] = []
+    at, left = 0, most - 1
+    while left > 0 and at < len(captured):
+        kept.append(captured[at])
+        left -= 1
+        # What is left of the range, in as many equal ratios as there are buckets left.
+        ratio = (captured[-1] / captured[at]) ** (1 / left) if left else 1.0
+        at = max(at + 1, bisect_left(captured, captured[at] * ratio * (1 - 1e-9)))
+    return (*kept, last)
 
 
 @dataclass(frozen=True, slots=True)

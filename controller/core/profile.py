@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final, TypeVar
 
 from controller.core.errors import InvalidProfileError, ProfileMismatchError
@@ -47,7 +48,7 @@ class DrafterIdentity:
     revision: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots, for `profile_id`, which takes milliseconds to make
 class Profile:
     """C(d, B, gamma, kv) = cell + seconds_per_kv_token * (kv - B * kv_tokens_per_sequence).
 
@@ -101,7 +102,7 @@ class Profile:
                 raise InvalidProfileError(f"{where}: appears twice")
             seen.add(key)
 
-    @property
+    @cached_property
     def profile_id(self) -> str:
         """Digest of the content: 16 hexadecimal digits."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]

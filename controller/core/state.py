@@ -59,7 +59,7 @@ _CONSTANT: Final[Mapping[type, frozenset[str]]] = {
         "gamma_max", "_settings", "_fast_keeps", "_slow_keeps",
     }),
     cost.CostModel: frozenset({
-        "profile_id", "prior", "_buckets", "_bucket_list", "_padded", "_bucket_index",
+        "profile_id", "prior", "_buckets", "_bucket_list", "_padded",
         "_extrapolated", "_kv_reference", "_kv_rate", "_grid", "_grid_rows", "_drift_max",
         "_features", "_flat_features", "_wander", "_covariance_start", "_cell_sigma", "_order",
         "_off",

@@ -4,6 +4,7 @@ The shelf keeps the newest measurements of an identity; what is given out is all
 """
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -45,7 +46,8 @@ class FleetProfiles:
     async def push(self, profile: Profile) -> str:
         """Gives a profile to the fleet; its identity.  Raises StoreUnavailableError."""
         identity = identity_of(profile)
-        await self._shelf.put(PROFILES, identity, profile.profile_id, profile.to_json())
+        text = await asyncio.to_thread(profile.to_json)
+        await self._shelf.put(PROFILES, identity, profile.profile_id, text)
         _log.info("profile_shared", profile=profile.profile_id, identity=identity)
         for session in self._registry:
             if not session.core.profile_id and mismatch(profile, session.spec) is None:
@@ -66,22 +68,8 @@ class FleetProfiles:
 
     async def of(self, identity: str) -> Shelved | None:
         """What is there for an identity; what was put there wrongly is said, and left out."""
-        profiles = []
-        for item in await self._shelf.items(PROFILES, identity):
-            try:
-                profile = Profile.from_json(item.text)
-                require_past(profile)
-            except InvalidProfileError as error:
-                _log.error("profile_refused", identity=identity, error=str(error))
-                continue
-            if identity_of(profile) == identity:
-                profiles.append(profile)
-            else:
-                _log.error("profile_refused", identity=identity, error="it has another identity")
-        if not profiles:
-            return None
-        kept = distinct(profiles)
-        return Shelved(identity, merge_profiles(kept), tuple(kept))
+        items = await self._shelf.items(PROFILES, identity)
+        return await asyncio.to_thread(_merged, identity, [item.text for item in items])
 
     async def by_id(self, profile_id: str) -> Profile:
         """A measurement, or what an identity's measurements make together, by its id or identity.
@@ -144,3 +132,26 @@ class FleetProfiles:
             if not session.core.profile_id and mismatch(profile, session.spec) is None:
                 session.use_profile(profile)
                 _log.info("profile_found", engine=session.engine_id, profile=profile.profile_id)
+                await asyncio.sleep(0)
+
+
+def _merged(identity: str, texts: Sequence[str]) -> Shelved | None:
+    """For a thread: a profile takes milliseconds to read."""
+    profiles = []
+    for text in texts:
+        try:
+            profile = Profile.from_json(text)
+            require_past(profile)
+        except InvalidProfileError as error:
+            _log.error("profile_refused", identity=identity, error=str(error))
+            continue
+        if identity_of(profile) == identity:
+            profiles.append(profile)
+        else:
+            _log.error("profile_refused", identity=identity, error="it has another identity")
+    if not profiles:
+        return None
+    kept = distinct(profiles)
+    merged = merge_profiles(kept)
+    assert merged.profile_id  # kept by the profile
+    return Shelved(identity, merged, tuple(kept))

@@ -154,12 +154,12 @@ class OverrideBook:
         except ConflictError as conflict:
             outcome, found = _judge(conflict.found, override, seconds, etag)
             if outcome is Outcome.REPEATED:
-                return self._take(found), outcome
+                return await self._take(found), outcome
             try:
                 entry = await self._store.write(name, body, seconds, found.revision, who)
             except ConflictError as again:
                 raise _conflict(name, found.etag, again.found) from again
-        held = self._take(entry)
+        held = await self._take(entry)
         _log.info(
             "override_set", override=name, scope=str(override.scope), author=who.author,
             reason=who.reason, origin=who.origin, seconds=seconds,
@@ -196,7 +196,7 @@ class OverrideBook:
             origin=who.origin,
         )  # fmt: skip
         self._end(override_id)
-        self._apply()
+        await self._apply()
 
     async def _find(self, override_id: str) -> Entry:
         for entry in await self._store.entries():
@@ -255,12 +255,13 @@ class OverrideBook:
                 self._note(entry)
         for override_id in set(self._held) - there:
             self._end(override_id)
-        self._apply()
+        await self._apply()
 
-    def _take(self, entry: Entry) -> Held:
+    async def _take(self, entry: Entry) -> Held:
         self._note(entry)
-        self._apply()
-        return self._held[entry.override_id]
+        held = self._held[entry.override_id]
+        await self._apply()
+        return held
 
     def _note(self, entry: Entry) -> None:
         known = self._held.get(entry.override_id)
@@ -292,7 +293,9 @@ class OverrideBook:
             _log.info("override_expired", override=name)
             self._end(name)
         if over:
-            self._apply()
+            active = self.active()
+            for session in self._registry:
+                self._hand(session, active)
 
     def _end(self, override_id: str) -> None:
         held = self._held.pop(override_id, None)
@@ -308,10 +311,13 @@ class OverrideBook:
                 queue.get_nowait()
                 queue.put_nowait(SlowClientError("changes pile up: read faster, or watch again"))
 
-    def _apply(self) -> None:
-        active = self.active()
+    async def _apply(self) -> None:
+        """Hands what is in force to every engine; steering goes on in between."""
         for session in self._registry:
-            self._hand(session, active)
+            if not session.is_over:
+                # What is in force may have changed since the engine before.
+                self._hand(session, self.active())
+            await asyncio.sleep(0)
 
     def _hand(self, session: Session, overrides: tuple[Override, ...]) -> None:
         if session.core.set_overrides(overrides):

@@ -38,8 +38,8 @@ from controller.service.errors import (
     message_of,
     status_of,
 )
-from controller.service.holder import NOBODY, Holder
 from controller.service.history import History
+from controller.service.holder import NOBODY, Holder
 from controller.service.limits import Allowance
 from controller.service.tally import COUNT_MAX, Received, Tally
 from controller.service.trail import LENGTH, PlanChange
@@ -242,6 +242,8 @@ class Session:
         for loss in losses:
             _log.warning(
                 "capability_lost", engine=self.engine_id, lost=loss.what, reason=loss.reason
+            )
+
     def require_next(self, step: int) -> None:
         """Raises StaleReportError for a step that was reported before: a look, and no more."""
         last = self.last_report

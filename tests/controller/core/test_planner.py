@@ -1,6 +1,10 @@
 """The choice: the best arm, unless another one is as good."""
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -111,3 +115,34 @@ def test_buckets_ascend_and_end_at_the_largest_batch(max_batch):
 
 def test_captured_graph_sizes_are_the_buckets():
     assert batch_buckets(48, (1, 2, 4, 8, 16, 32, 64)) == (1, 2, 4, 8, 16, 32, 48)
+
+
+@pytest.mark.parametrize(
+    ("captured", "max_batch", "arms"),
+    [
+        (range(1, 513), 512, 16),
+        (range(1, 513), 65_536, 130),
+        (range(1, 4_097), 4_096, 8),
+        ([1, 2, 4, *range(8, 513, 4)], 512, 6),
+        (range(1, 200), 65_536, 4_000),
+    ],
+)
+def test_buckets_are_bounded_and_lie_where_the_engine_has_captured_a_graph(
+    captured: Sequence[int], max_batch: int, arms: int
+):
+    buckets = batch_buckets(max_batch, tuple(captured), arms)
+    most = max(1, min(128, 4096 // arms))
+    assert most // 2 <= len(buckets) <= most
+    assert buckets[-1] == max_batch
+    assert list(buckets) == sorted(set(buckets))
+    assert set(buckets) - {max_batch} <= set(captured)
+    inner = buckets[:-1]
+    if len(inner) > 64:
+        # The small ones, where a step's cost depends most on the batch, are all there.
+        assert inner[:8] == tuple(captured)[:8]
+        assert max(b / a for a, b in pairwise(inner[16:])) < 1.2
+
+
+def test_what_sglang_captures_is_kept_as_it_is():
+    captured = (1, 2, 4, *range(8, 161, 8), *range(176, 513, 16))
+    assert batch_buckets(512, captured, 16) == captured
