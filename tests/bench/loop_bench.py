@@ -54,7 +54,7 @@ def watched() -> Turns:
         if took > turns.seconds:
             turns.seconds, turns.of = took, repr(handle)
 
-    asyncio.Handle._run = measured  # type: ignore[method-assign]
+    asyncio.Handle._run = measured  # type: ignore[method-assign,assignment]
     return turns
 
 
@@ -146,7 +146,9 @@ async def sidecar_with(
 ) -> AsyncIterator[tuple[Running, SteerClient, dict[str, int]]]:
     ports = {"metrics_port": free_port(), "page_port": free_port()}
     with tempfile.TemporaryDirectory() as name:
-        async with serving(Path(name), **ports) as running:
+        async with serving(
+            Path(name), metrics_port=ports["metrics_port"], page_port=ports["page_port"]
+        ) as running:
             sessions = []
             for engine in engines:
                 request = service_pb2.IntroduceRequest(engine=engine)

@@ -96,12 +96,12 @@ async def test_a_page_token_that_is_none_is_refused(tmp_path: Path, method: str)
 def bulky(number: int) -> engine_pb2.EngineSpec:
     """About as large as an introduction may be."""
     engine = engine_message(f"bulky-{number:02}")
-    for drafter in range(16):
+    del engine.drafters[:]
+    for drafter in range(8):
         engine.drafters.add(
             name=f"d{drafter}", kind=engine_pb2.DRAFTER_KIND_MTP, gammas=(0, 1),
-            model="m" * 3_900,
+            model="m" * 3_900, revision="r" * 3_900,
         )  # fmt: skip
-    del engine.drafters[0]
     return engine
 
 
@@ -121,8 +121,7 @@ async def test_introductions_that_fill_a_message_are_listed_on_several_pages(tmp
 async def test_an_introduction_without_end_is_refused(tmp_path: Path):
     async with serving(tmp_path) as running:
         engine = bulky(0)
-        for drafter in engine.drafters:
-            drafter.revision = "r" * 3_900
+        engine.fingerprint.device = "d" * 3_900
         request = service_pb2.IntroduceRequest(engine=engine)
         code, details = await failure(running.speculation.Introduce(request))
         assert code is grpc.StatusCode.INVALID_ARGUMENT

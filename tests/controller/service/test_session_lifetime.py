@@ -74,9 +74,8 @@ async def test_a_session_that_was_looked_at_is_gone_once_it_is_over(
     tmp_path: Path, names: Sequence[str]
 ):
     metrics_port, page_port = free_port(), free_port()
-    ports = {"metrics_port": metrics_port, "page_port": page_port}
     before = {kind: alive(kind) for kind in (Session, History, EngineView)}
-    async with serving(tmp_path, **ports) as running:
+    async with serving(tmp_path, metrics_port=metrics_port, page_port=page_port) as running:
         over = [
             await visited(running, names[number % len(names)], metrics_port, page_port)
             for number in range(TIMES)

@@ -130,7 +130,7 @@ MTP = engine_pb2.DRAFTER_KIND_MTP
                     for i in range(4)
                 ]
             ),
-            "260 draft lengths are listed, 256 at most",
+            "260 draft lengths are listed, 130 at most",
         ),
         (with_shape(dense_params=0), "shape: ModelShape: dense_params 0 must be above 0"),
         (with_shape(bytes_per_weight=math.nan), "bytes_per_weight nan must be above 0"),
