@@ -66,7 +66,7 @@ async def visited(
 
 def alive(kind: type) -> int:
     gc.collect()
-    return sum(isinstance(thing, kind) for thing in gc.get_objects())
+    return sum(type(thing) is kind for thing in gc.get_objects())
 
 
 @pytest.mark.parametrize("names", [["same"], [f"engine-{n}" for n in range(4)]], ids=str)
