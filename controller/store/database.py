@@ -110,9 +110,9 @@ class StoredEntry:
 class Database:
     """One open database.  Every method raises StoreUnavailableError and StoreBrokenError.
 
-    `change`, `note`, `replace` and `close` belong to one thread at a time; `audit` to one other, unless
-    `alone` is set.  alone: there was no room for the file that connections share, so that reads use
-    the writing connection.
+    `change`, `note`, `replace` and `close` belong to one thread at a time; `audit` to one other,
+    unless `alone` is set.  alone: there was no room for the file that connections share, so that
+    reads use the writing connection.
     """
 
     def __init__(self, path: Path) -> None:
