@@ -2,8 +2,9 @@
 
     V'(arm, B) = V(arm, B) exp(-z sd(log V(arm, B) / V(now, B)))   for arms that draft more than now
 
-`now` is the arm in force, at first gamma = 0, and the doubt is that about costs and acceptance
-together.  It is large before the first steps and shrinks with what is seen, so that speculation is
+`now` is the arm in force if it has run anywhere, and gamma = 0 otherwise (at first, or when an
+override chose an arm and was cleared before a step ran).  The doubt is that about costs and
+acceptance together.  It is large before the first steps and shrinks with what is seen, so that speculation is
 extended from what has run.  Drafting less than now is never held back.
 """
 
@@ -36,9 +37,9 @@ def discounts(
     """
     if not doubts.guessed:
         return None
-    if choice is None:
-        least = min(range(len(arms)), key=lambda i: arms[i].gamma)
-        choice = [least] * len(buckets)
+    least = min(range(len(arms)), key=lambda i: arms[i].gamma)
+    has_run = doubts.ran.any(axis=1)
+    choice = [arm if has_run[arm] else least for arm in choice or [least] * len(buckets)]
     found = np.ones((len(arms), len(buckets)))
     for now in set(choice):
         rows = np.array([j for j, arm in enumerate(choice) if arm == now])

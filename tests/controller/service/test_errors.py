@@ -7,6 +7,7 @@ from controller.service import errors
 from controller.store.port import StoreError, StoreUnavailableError, UnknownSequenceError
 
 EXPECTED = {
+    core.InvalidLossError: grpc.StatusCode.INVALID_ARGUMENT,
     core.InvalidReportError: grpc.StatusCode.INVALID_ARGUMENT,
     core.UnknownArmError: grpc.StatusCode.OUT_OF_RANGE,
     core.StaleReportError: grpc.StatusCode.FAILED_PRECONDITION,

@@ -18,6 +18,7 @@ from tests.controller.service.harness import (
     failure,
     measured_of,
     report_message,
+    secret_of,
     serving,
     soon,
     until,
@@ -41,7 +42,8 @@ def two_drafters(*lost: engine_pb2.LostCapability) -> engine_pb2.EngineSpec:
 
 
 async def introduced(running: Running, *lost: engine_pb2.LostCapability) -> Any:
-    request = service_pb2.IntroduceRequest(engine=two_drafters(*lost))
+    engine = two_drafters(*lost)
+    request = service_pb2.IntroduceRequest(engine=engine, engine_secret=secret_of(engine.engine_id))
     return await soon(running.speculation.Introduce(request))
 
 

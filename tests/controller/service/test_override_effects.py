@@ -168,12 +168,15 @@ async def test_an_older_client_and_one_that_allows_it_set_what_has_no_effect_yet
 async def test_a_bound_that_holds_the_engine_where_it_is_has_an_effect(tmp_path: Path):
     async with serving(tmp_path) as running:
         await running.introduce()
-        assert min(gammas((await running.status()).plan).values()) >= 1
-        effect = await effect_of(running, gamma_min=1, request=NEEDED)
+        # Without a profile an engine begins at gamma = 0.
+        assert set(gammas((await running.status()).plan).values()) == {0}
+        _, text = await refusal(running, dry_run=False, gamma_max=3)
+        assert text == "it would change nothing: engine engine-0: what it may run stays the same"
+        effect = await effect_of(running, gamma_max=1, request=NEEDED)
         assert effect.constrains
         assert not effect.changes
-        _, text = await refusal(running, dry_run=False, name="o2", gamma_max=3)
-        assert text == "it would change nothing: engine engine-0: what it may run stays the same"
+        _, text = await refusal(running, dry_run=False, name="o2", gamma_max=2)
+        assert text == "it would change nothing: engine engine-0: shadowed by o1"
 
 
 async def test_the_regime_and_probing_are_effects_too(tmp_path: Path):

@@ -111,14 +111,14 @@ async def test_an_engine_that_comes_later_is_under_it_from_its_first_plan(tmp_pa
 async def test_a_batch_range_splits_the_rows_where_it_ends(tmp_path: Path):
     async with serving(tmp_path) as running:
         await running.introduce()
-        await set_(running, gamma_max=0, low=10)
+        await set_(running, gamma=2, low=10)
         found = gammas((await running.status()).plan)
         assert 9 in found
-        assert all((gamma == 0) == (size >= 10) for size, gamma in found.items())
+        assert all((gamma == 2) == (size >= 10) for size, gamma in found.items())
         explanation = await running.explain(12)
-        assert explanation.limits.gamma_max == 0
+        assert explanation.limits.gamma_max == 2
         assert [o.override.override_id for o in explanation.overrides] == ["o1"]
-        assert {a.gamma for a in explanation.arms if not a.forbidden} == {0}
+        assert {a.gamma for a in explanation.arms if not a.forbidden} == {2}
         assert not (await running.explain(9)).limits.overrides
 
 
