@@ -4,8 +4,8 @@
 
 `now` is the arm in force if it has run anywhere, and gamma = 0 otherwise (at first, or when an
 override chose an arm and was cleared before a step ran).  The doubt is that about costs and
-acceptance together.  It is large before the first steps and shrinks with what is seen, so that speculation is
-extended from what has run.  Drafting less than now is never held back.
+acceptance together.  It is large before the first steps and shrinks with what is seen, so that
+speculation is extended from what has run.  Drafting less than now is never held back.
 """
 
 from collections.abc import Sequence

@@ -71,8 +71,9 @@ DECISION: Final[tuple[Family[EngineView], ...]] = (
     Family(
         _GAUGE, "speculation_lost_capability",
         "1 for everything that the engine has lost and cannot do until it starts again (a drafter "
-        "that failed, say); `controller explain` names the reason.",
-        lambda e: dict.fromkeys((loss.what for loss in e.session.spec.lost), 1),
+        "that failed, say), 0 for every drafter that works; `controller explain` names the reason.",
+        lambda e: {f"drafter {drafter.name}": 0 for drafter in e.session.spec.drafters}
+        | dict.fromkeys((loss.what for loss in e.session.spec.lost), 1),
         label="capability",
     ),
     Family(

@@ -58,7 +58,7 @@ CASES: list[tuple[str, Exit, str]] = [
     ("override log --limit 0", Exit.USAGE, "--limit"),
     ("override log a\tb", Exit.DONE, ""),
     ("override watch --address {HERE}/none.sock", Exit.NO_SIDECAR, RUNNING),
-    ("SET --fleet --off", Exit.DONE, "would change"),
+    ("SET --fleet --off", Exit.DONE, "what it may choose from changes"),
     ("SET --fleet --off --address {HERE}/none.sock", Exit.NO_SIDECAR, RUNNING),
     ("SET --fleet --gamma 99", Exit.USAGE, "gamma 99 leaves 0..64"),
     ("SET --fleet --at-least 99", Exit.USAGE, "gamma_min 99 leaves 0..64"),
@@ -196,7 +196,8 @@ def shut() -> Iterator[Path]:
     ],
 )  # fmt: skip
 def test_a_socket_that_may_not_be_opened_says_who_may(shut: Path, line: str):
-    if line.startswith(("override set", "override clear")):
+    # These go to the operators' socket.
+    if line.startswith(("override set", "override clear", "profile --")):
         operators = shut.with_name("controller-operators.sock")
         shut.rename(operators)
         wanted = operators

@@ -25,7 +25,7 @@ from engine_shim.link.settings import LinkSettings
 from engine_shim.link.steering import Choice, Source
 from speculation.v1 import service_pb2, service_pb2_grpc
 from tests.controller.cli.sidecar_process import SidecarProcess, controller, sidecar_process
-from tests.controller.service.harness import PATIENCE_SECONDS, engine_message
+from tests.controller.service.harness import PATIENCE_SECONDS, engine_message, secret_of
 from tests.engine_shim.link.eventually import eventually
 from tests.engine_shim.link.fake_sidecar import engine_spec
 
@@ -35,7 +35,10 @@ LONG_SECONDS = 60.0
 
 def lease_ms(channel: grpc.Channel, engine_id: str) -> int:
     answer = service_pb2_grpc.SpeculationServiceStub(channel).Introduce(
-        service_pb2.IntroduceRequest(engine=engine_message(engine_id)), timeout=PATIENCE_SECONDS
+        service_pb2.IntroduceRequest(
+            engine=engine_message(engine_id), engine_secret=secret_of(engine_id)
+        ),
+        timeout=PATIENCE_SECONDS,
     )
     return answer.plan.lease_ms
 
