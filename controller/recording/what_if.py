@@ -1,8 +1,9 @@
 """What another rule, profile or constant would have done with what was recorded.
 
-The other core starts with the recorded one's estimates and is told the same reports at the same
-times.  It learns only from what ran: draft positions behind the recorded draft length, and the
-seconds of arms that did not run, stay unseen.  So what it would have gained is an estimate:
+The other core starts with the recorded one's estimates, is told the same reports at the same times,
+and decides when the recorded one decided.  It learns only from what ran: draft positions behind the
+recorded draft length, and the seconds of arms that did not run, stay unseen.  So what it would have
+gained is an estimate:
 
     tokens per second = sum of B (1 + E[accepted | gamma]) / sum of C(drafter, gamma, B, kv)
 
@@ -140,14 +141,16 @@ class WhatIf:
         if not anew:
             return
         self._clock.set(seconds)
-        other = rebuilt(opening, self._clock, self._change.settings(opening.planner))
+        settings = self._change.settings(opening.planner)
+        other = rebuilt(opening, self._clock, settings)
         if self._change.profile is not None:
             try:
                 other.use_profile(self._change.profile)
             except SpeculationError as error:
                 raise RecordingError(str(error)) from error
-        # The plan in force is the other rule's from the first step on.
-        other.force(None)
+        if settings != opening.planner or self._change.profile is not None:
+            # The plan in force is the other rule's from the first step on.
+            other.force(None)
         self._other = other
         self._arms = {arm: i for i, arm in enumerate(other.arms)}
         self._at = None
@@ -167,7 +170,6 @@ class WhatIf:
             told = Configured(self._change.settings(event.planner), event.training)
         if not (isinstance(event, Profiled) and self._change.profile is not None):
             guarded(other, told, "the other choice")
-        other.next_plan()
 
     def _compare(
         self, report: StepReport, wall: float, core: EngineController, other: EngineController

@@ -68,6 +68,7 @@ class FileStore:
         self._since = time.monotonic()
         self._writing = ThreadPoolExecutor(1, "store-write")
         self._reading = ThreadPoolExecutor(1, "store-read")
+        self._closed = False
 
     async def open(self, changed: Listener) -> None:
         """Raises StoreTakenError, StoreBrokenError, StoreUnavailableError."""
@@ -130,9 +131,12 @@ class FileStore:
             _log.warning("clock_not_corrected", error=str(error))
 
     async def close(self) -> None:
-        """Waits for changes under way."""
+        """Waits for changes under way.  A store that is closed stays closed."""
         await asyncio.gather(*self._changes, return_exceptions=True)
         async with self._one_at_a_time:
+            if self._closed:
+                return
+            self._closed = True
             await self._in(self._reading, lambda: None)
             await self._in(self._writing, self._shut)
             self._reading.shutdown()
