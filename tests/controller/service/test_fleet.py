@@ -12,6 +12,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2
 
+from controller.core.clock import VirtualClock
 from controller.core.profile import Profile
 from controller.service.profile_library import identity_of
 from controller.store.port import PROFILES
@@ -295,8 +296,10 @@ async def test_an_engine_that_comes_again_goes_on_from_where_it_was(tmp_path: Pa
 async def test_what_one_access_entry_has_told_does_not_displace_what_another_has(tmp_path: Path):
     address, access = f"127.0.0.1:{free_port()}", tmp_path / "access"
     access.write_text(token_line("steer", "a", "honest") + token_line("steer", "b", "evil"))
+    # What an engine has learnt depends on when it decided, and so on the clock.
+    clock = VirtualClock()
     async with (
-        serving(tmp_path, tcp=address, access=access) as running,
+        serving(tmp_path, clock, tcp=address, access=access) as running,
         grpc.aio.insecure_channel(address) as channel,
     ):
         stub: Any = service_pb2_grpc.SpeculationServiceStub(channel)
@@ -307,6 +310,7 @@ async def test_what_one_access_entry_has_told_does_not_displace_what_another_has
             opened = await soon(stub.Introduce(request, metadata=metadata))
             counts = [4 if k == accepted else 0 for k in range(4)]
             for step in range(1, 151):
+                clock.advance(0.02)
                 report = report_message(step, gamma=3, accepted_counts=counts)
                 asking = service_pb2.DecideRequest(session_id=opened.session_id, report=report)
                 await soon(stub.Decide(asking, metadata=metadata))
