@@ -340,7 +340,8 @@ def _fault(item: ErrorDetails, sources: Sources) -> str:
     shown = "" if key in _SECRETS or key in GROUPS else f"is {item['input']!r}"[:200]
     where = "" if said.kind == "default" else f"from {said}"
     remark = ", ".join(part for part in (shown, where) if part)
-    return f"{key}: {item['msg']}" + (f" ({remark})" if remark else "")
+    wrong = item["msg"].removeprefix("Value error, ")
+    return f"{key}: {wrong}" + (f" ({remark})" if remark else "")
 
 
 def _refuse_what_clashes(settings: Settings, sources: Sources) -> None:

@@ -251,7 +251,7 @@ def _in_words(answer: "service_pb2.ExplainResponse") -> str:
         f"{second}; {answer.switches} switches, {answer.shifts} shifts of traffic\n"
         f"{warm}{_overrides_text(answer)}{_health_text(answer.services)}"
         f"probing has cost {answer.probe_share:.2%} of step time: {answer.probes} probes, "
-        f"{answer.probe_lost_seconds:.2f} s lost, {answer.probe_credit_seconds:.3f} s to spend"
+        f"{probing_text(answer.probe_lost_seconds)}, {answer.probe_credit_seconds:.3f} s to spend"
         f"{policy}"
     )
 
@@ -303,6 +303,13 @@ def _standing(it: "policy_pb2.Override", limits: "service_pb2.OverrideLimits") -
 def _row_for(plan: "plan_pb2.Plan", batch_size: int) -> "plan_pb2.PlanRow":
     fitting = (row for row in plan.rows if batch_size <= row.max_batch_size)
     return next(fitting, plan.rows[-1])
+
+
+def probing_text(lost_seconds: float) -> str:
+    """What probes have lost in all, or gained where they found something better."""
+    if lost_seconds < 0:
+        return f"{-lost_seconds:.2f} s gained"
+    return f"{lost_seconds:.2f} s lost"
 
 
 def _reason(reason: "plan_pb2.Reason.ValueType") -> str:

@@ -189,6 +189,8 @@ def watch(as_json: AsJson = False, address: Address = DEFAULT_ADDRESS) -> None:
 
     with connected(address) as channel:
         stub = policy_pb2_grpc.PolicyServiceStub(channel)
+        if not as_json:
+            print(PRECEDENCE, flush=True)
         for news in stub.WatchOverrides(policy_pb2.WatchOverridesRequest()):
             if as_json:
                 _print_json([news])
@@ -224,14 +226,18 @@ def log(
         return
     table = Table("when", "what", "override", "who", "why", "from", "before", "after")
     for record in answer.records:
-        at = dt.datetime.fromtimestamp(record.at, dt.UTC)
         table.add_row(
-            f"{at:%Y-%m-%d %H:%M:%S}", record.action, record.override_id, record.author or "-",
+            _moment(record.at), record.action, record.override_id, record.author or "-",
             record.reason, record.origin,
             _in_short(record.before) if record.HasField("before") else "-",
             _in_short(record.after) if record.HasField("after") else "-",
         )  # fmt: skip
     print_wide(table)
+
+
+def _moment(seconds: float) -> str:
+    """A Unix time, in UTC."""
+    return f"{dt.datetime.fromtimestamp(seconds, dt.UTC):%Y-%m-%d %H:%M:%S}"
 
 
 def _in_short(override: "policy_pb2.Override") -> str:
@@ -241,12 +247,12 @@ def _in_short(override: "policy_pb2.Override") -> str:
 def _print_overrides(overrides: "Iterable[policy_pb2.HeldOverride]") -> None:
     from rich.table import Table
 
-    table = Table("override", "for", "what", "who", "why", "ends in", "etag")
+    table = Table("override", "for", "what", "who", "why", "set at", "ends in", "etag")
     for held in overrides:
         it = held.override
         table.add_row(
-            it.override_id, scope_text(it), rule_text(it), it.author, it.reason, _lasts(held),
-            held.etag,
+            it.override_id, scope_text(it), rule_text(it), it.author, it.reason,
+            _moment(held.created_at), _lasts(held), held.etag,
         )  # fmt: skip
     print_wide(table)
 
@@ -281,13 +287,13 @@ def _print_effects(
 
 def _effect_lines(effect: "policy_pb2.OverrideEffect") -> list[str]:
     lines = [
-        f"  B {change.batch_sizes.min_batch_size}-{change.batch_sizes.max_batch_size}: "
+        f"  B {_sizes(change.batch_sizes)}: "
         f"{change.drafter_before} gamma {change.gamma_before} -> "
         f"{change.drafter_after} gamma {change.gamma_after}"
         for change in effect.changes
     ]
     lines += [
-        f"  B {stuck.min_batch_size}-{stuck.max_batch_size}: the overrides leave nothing that this "
+        f"  B {_sizes(stuck)}: the overrides leave nothing that this "
         "engine can run, so it does not speculate there"
         for stuck in effect.stuck
     ]
@@ -297,6 +303,11 @@ def _effect_lines(effect: "policy_pb2.OverrideEffect") -> list[str]:
         chosen = "as the sidecar decides"
         lines.append(f"  online updates: {before or chosen} -> {after or chosen}")
     return lines
+
+
+def _sizes(batch_sizes: "policy_pb2.BatchRange") -> str:
+    first, last = batch_sizes.min_batch_size, batch_sizes.max_batch_size
+    return str(first) if first == last else f"{first}-{last}"
 
 
 def _timing_text(effect: "policy_pb2.OverrideEffect") -> str:

@@ -107,7 +107,7 @@ class Rule:
         for name in ("gamma", "gamma_min", "gamma_max"):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= MAX_GAMMA:
-                raise InvalidOverrideError(f"{name} {value} leaves 0..{MAX_GAMMA}")
+                raise InvalidOverrideError(f"{name} {value} is outside 0..{MAX_GAMMA}")
         if self.gamma is not None and (self.gamma_min is not None or self.gamma_max is not None):
             raise InvalidOverrideError("gamma is pinned: bounds beside it have no meaning")
         low, high = self.gamma_min or 0, self.gamma_max

@@ -301,7 +301,9 @@ class StepReport:
                 f"step {self.step}: batch_size {self.batch_size} leaves 1..{MAX_BATCH_SIZE}"
             )
         if not 0 <= self.gamma <= MAX_GAMMA:
-            raise InvalidReportError(f"step {self.step}: gamma {self.gamma} leaves 0..{MAX_GAMMA}")
+            raise InvalidReportError(
+                f"step {self.step}: gamma {self.gamma} is outside 0..{MAX_GAMMA}"
+            )
         if len(self.accepted_counts) != self.gamma + 1:
             raise InvalidReportError(
                 f"step {self.step}: accepted_counts has {len(self.accepted_counts)} entries, "

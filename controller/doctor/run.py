@@ -46,7 +46,10 @@ async def diagnose(request: Request) -> AsyncIterator[Finding]:
             yield finding
     if settings is None:
         return
-    for finding in place.check_state(settings.state_path):
+    # Beside the socket that was asked, which need not be the one that the settings name.
+    beside = {"address": address} if request.address and address.startswith("unix:") else {}
+    state = settings.model_copy(update=beside).state_path
+    for finding in place.check_state(state):
         yield finding
     if settings.redis_url is not None:
         yield await neighbours.check_redis(settings)

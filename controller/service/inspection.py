@@ -77,7 +77,7 @@ class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
         try:
             if request.batch_size > MAX_BATCH_SIZE:
                 raise InvalidQuestionError(
-                    f"batch_size {request.batch_size} leaves 0..{MAX_BATCH_SIZE} "
+                    f"batch_size {request.batch_size} is outside 0..{MAX_BATCH_SIZE} "
                     "(0: that of the last report)"
                 )
             session = self._registry.by_engine(request.engine_id)

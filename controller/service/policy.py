@@ -208,7 +208,8 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
         if scope.kind is ScopeKind.ENGINE:
             known = sorted({session.engine_id for session in sessions})
         else:
-            known = sorted({session.spec.fingerprint.target_model for session in sessions})
+            models = {session.spec.fingerprint.target_model for session in sessions}
+            known = sorted(models - {""}) or ["no model by name"]
         more = f" and {len(known) - _NAMED_MAX} more" if len(known) > _NAMED_MAX else ""
         return _kind_of(scope)(
             f"this sidecar knows no {scope}; it knows {', '.join(known[:_NAMED_MAX])}{more}"

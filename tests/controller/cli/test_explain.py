@@ -5,6 +5,7 @@ import grpc
 import pytest
 
 import controller as package
+from controller.cli.explain import probing_text
 from controller.exit_codes import Exit
 from speculation.v1 import service_pb2, service_pb2_grpc
 from tests.controller.cli.sidecar_process import SidecarProcess, controller, sidecar_process
@@ -72,6 +73,11 @@ def test_an_explanation_shows_every_choice_and_marks_the_one_that_runs(sidecar: 
     rates = [float(line.strip("│").split("│")[column]) for line in table if "│" in line]
     assert len(rates) == 4
     assert rates == sorted(rates, reverse=True)
+
+
+def test_probes_that_gained_time_have_not_lost_any():
+    assert probing_text(-0.29) == "0.29 s gained"
+    assert probing_text(0.29) == "0.29 s lost"
 
 
 def test_an_explanation_from_the_prior_says_so(sidecar: SidecarProcess):

@@ -143,7 +143,7 @@ def test_every_kind_of_rule_can_be_said(sidecar: SidecarProcess):
         (["--fleet", "--off", "--batch", "many"], "8-32"),
         (["--fleet", "--off", "--batch", "9-3"], "the range is empty"),
         (["--fleet", "--regime", "online"], "online:STRIDE"),
-        (["--fleet", "--gamma", "99"], "gamma 99 leaves 0..64"),
+        (["--fleet", "--gamma", "99"], "gamma 99 is outside 0..64"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(
@@ -202,10 +202,28 @@ def test_what_has_no_effect_is_not_set_unless_that_is_allowed(
     assert "no override is in force" in run("list").output
 
 
+def test_the_list_shows_which_override_is_newer(sidecar: SidecarProcess):
+    words = ["--engine", "night", "--reason", "why", "--allow-no-effect", "--id"]
+    assert command(sidecar, "set", "--gamma", "1", *words, "dated").returncode == 0
+    listed = command(sidecar, "list")
+    assert "set at" in listed.stdout
+    assert re.search(r"dated .* \d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", listed.stdout)
+    assert command(sidecar, "clear", "dated", "--reason", "done").returncode == 0
+
+
+def test_one_batch_size_is_no_range(sidecar: SidecarProcess):
+    words = ["--off", "--batch", "1", "--id", "one-size", "--reason", "why", "--allow-no-effect"]
+    off = command(sidecar, "set", "--engine", "night", *words)
+    assert off.returncode == 0, off.stderr
+    assert "1-1" not in off.stdout
+    assert command(sidecar, "clear", "one-size", "--reason", "done").returncode == 0
+
+
 def test_watching_shows_changes_as_they_come(sidecar: SidecarProcess):
     words = [*CONTROLLER, "override", "watch", "--address", sidecar.address]
     with subprocess.Popen(words, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
+        assert process.stdout.readline().strip() == PRECEDENCE
         set_ = ["set", "--fleet", "--off", "--id", "seen", "--reason", "test"]
         assert command(sidecar, *set_, "--allow-no-effect").returncode == 0
         line = process.stdout.readline()

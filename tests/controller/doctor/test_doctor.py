@@ -190,6 +190,13 @@ async def test_nobody_answers(tmp_path: Path):
     assert (await examined(tmp_path, engine_url="nonsense"))["engine HTTP"].level is Level.FAIL
 
 
+async def test_the_state_of_the_sidecar_that_is_asked_is_looked_at(tmp_path: Path):
+    asked = f"unix:{tmp_path}/elsewhere.sock"
+    findings = [it async for it in diagnose(Request(address=asked))]
+    (state,) = [it for it in findings if it.check == "state directory"]
+    assert f"{tmp_path}/elsewhere.sock.state" in state.found
+
+
 async def test_settings_that_serve_would_refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "c.yaml").write_text("metrics_prt: 1\nlog_levl: x\n")
     found = await examined(tmp_path, config=tmp_path / "c.yaml")

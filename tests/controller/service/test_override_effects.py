@@ -85,6 +85,15 @@ async def test_a_fleet_wide_pin_says_where_it_acts_and_what_shadows_it(tmp_path:
         assert set(gammas((await running.status()).plan).values()) == {2}
 
 
+async def test_engines_whose_model_has_no_name_are_not_listed_as_models(tmp_path: Path):
+    async with serving(tmp_path) as running:
+        await running.introduce(target_model="")
+        other = {"target_model": "other"}
+        code, text = await refusal(running, False, name="m", scope=other, gamma=0)
+        assert code is grpc.StatusCode.FAILED_PRECONDITION
+        assert "it knows no model by name" in text
+
+
 async def test_off_for_the_fleet_beats_a_pin_of_one_engine(tmp_path: Path):
     async with serving(tmp_path) as running:
         await running.introduce()

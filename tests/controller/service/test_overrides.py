@@ -249,7 +249,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no scope": ({"scope": {}, "off": True}, "scope: an engine, a model or the fleet"),
     "fleet not meant": ({"scope": {"fleet": False}, "off": True}, "scope: an engine, a model"),
     "empty engine": ({"scope": {"engine_id": ""}, "off": True}, "which engine"),
-    "gamma too large": ({"gamma": 65}, "gamma 65 leaves 0..64"),
+    "gamma too large": ({"gamma": 65}, "gamma 65 is outside 0..64"),
     "pinned and bounded": ({"gamma": 3, "gamma_max": 5}, "bounds beside it"),
     "off and drafting": ({"off": True, "gamma_min": 1}, "off and drafting"),
     "empty range": ({"off": True, "low": 9, "high": 3}, "the range is empty"),
