@@ -6,7 +6,6 @@ of engines on the unix socket.
 """
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -67,7 +66,7 @@ class Guard(grpc.aio.ServerInterceptor):
         self._identify = identify
         self._operators = operators
         self._room = WaitingRoom(waiting)
-        self._buckets = {right: _Bucket(*limit) for right, limit in _LIMITS.items()}
+        self._buckets = {right: limits.Bucket(*limit) for right, limit in _LIMITS.items()}
         self._watches = 0
         # Open streams that somebody had to have a right for.
         self._open: dict[Call, Any] = {}
@@ -153,20 +152,3 @@ class Guard(grpc.aio.ServerInterceptor):
 
     def _watched(self) -> None:
         self._watches -= 1
-
-
-class _Bucket:
-    """So many calls a second, and so many at once."""
-
-    def __init__(self, rate: float, burst: float) -> None:
-        self._rate, self._burst = rate, burst
-        self._left, self._at = burst, time.monotonic()
-
-    def take(self) -> bool:
-        now = time.monotonic()
-        self._left = min(self._burst, self._left + (now - self._at) * self._rate)
-        self._at = now
-        if self._left < 1:
-            return False
-        self._left -= 1
-        return True

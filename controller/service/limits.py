@@ -46,6 +46,24 @@ class Allowance:
         return max(0.0, -self._left / self._rate)
 
 
+class Bucket:
+    """So many a second, and so many at once; whoever wants more is turned away."""
+
+    def __init__(self, a_second: float, at_once: float) -> None:
+        self._rate, self._burst = a_second, at_once
+        self._left, self._at = at_once, time.monotonic()
+
+    def take(self) -> bool:
+        """False when none is left."""
+        now = time.monotonic()
+        self._left = min(self._burst, self._left + (now - self._at) * self._rate)
+        self._at = now
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True
+
+
 def message_bytes(method: str) -> int:
     """The most that a message to this method (/SERVICE/METHOD) may have."""
     return PROFILE_BYTES if method.rpartition("/")[2] in _PROFILE_CALLS else MESSAGE_BYTES
