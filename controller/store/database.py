@@ -7,6 +7,10 @@
 Everything here blocks.  One connection writes; reads of the audit have a connection of their own,
 so that neither waits for the other.  SQLite recovers the file after a crash: a commit that is torn
 was never acknowledged and disappears.
+
+SQLite does not notice that a file was removed or replaced under it: commits would go to a file
+without a name, and be lost with the process.  Every write therefore looks whether the files are
+still those that were opened.
 """
 
 import contextlib
@@ -129,6 +133,19 @@ class Database:
                     raise
                 self.alone = True
                 self._writer = self._opened()
+        self._inodes = {file: inode for file in self._files if (inode := _inode(file))}
+
+    @property
+    def _files(self) -> list[Path]:
+        return [Path(f"{self._path}{suffix}") for suffix in ("", "-wal", "-shm")]
+
+    def _require_files(self) -> None:
+        moved = [str(file) for file, inode in self._inodes.items() if _inode(file) != inode]
+        if moved:
+            raise StoreUnavailableError(
+                f"{', '.join(moved)}: removed or replaced while in use; nothing was changed. Put "
+                "it back, or start the sidecar again: it then has the overrides of the new file"
+            )
 
     def _opened(self) -> sqlite3.Connection:
         connection = _connect(self._path, "rw")
@@ -217,7 +234,11 @@ class Database:
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """All of it or nothing; durable on leaving.  Raises sqlite3.Error."""
+        """All of it or nothing; durable on leaving.
+
+        Raises sqlite3.Error, and StoreUnavailableError when the files are not there any more.
+        """
+        self._require_files()
         self._writer.execute("BEGIN IMMEDIATE")
         try:
             yield self._writer
@@ -330,6 +351,15 @@ def _create(path: Path) -> None:
     except FileExistsError:
         return
     sync_directory(path.parent)
+
+
+def _inode(path: Path) -> tuple[int, int] | None:
+    """Device and number; None where there is no file."""
+    try:
+        found = path.stat(follow_symlinks=False)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _connect(path: Path, mode: str) -> sqlite3.Connection:

@@ -421,3 +421,36 @@ async def test_a_start_with_the_clock_behind_makes_no_override_longer_than_was_g
     assert await left(tmp_path, -30 * DAY + 3700) == {"ever": None}
     # With the clock right again it stays ended.
     assert await left(tmp_path, 0.0) == {"ever": None}
+
+
+@pytest.mark.parametrize("name", ["overrides.db", "overrides.db-wal", "overrides.db-shm"])
+@pytest.mark.parametrize("replaced", [False, True])
+async def test_a_file_that_was_removed_or_replaced_takes_no_more_changes(
+    tmp_path: Path, name: str, replaced: bool
+):
+    store = await opened(tmp_path)
+    try:
+        await store.write("before", "{}", None, 0, ANN)
+        (tmp_path / name).rename(tmp_path / "aside")
+        if replaced:
+            (tmp_path / name).write_bytes((tmp_path / "aside").read_bytes())
+        with pytest.raises(StoreUnavailableError, match=f"{name}: removed or replaced while"):
+            await store.write("after", "{}", None, 0, ANN)
+        assert not store.health.ok
+        (tmp_path / "aside").rename(tmp_path / name)
+        await store.write("after", "{}", None, 0, ANN)
+        assert store.health.ok
+    finally:
+        await store.close()
+    assert await names(tmp_path) == {"before", "after"}
+
+
+async def test_a_directory_that_was_replaced_takes_no_more_changes(tmp_path: Path):
+    store = await opened(tmp_path / "state")
+    try:
+        (tmp_path / "state").rename(tmp_path / "aside")
+        (tmp_path / "state").mkdir()
+        with pytest.raises(StoreUnavailableError, match="removed or replaced while in use"):
+            await store.write("after", "{}", None, 0, ANN)
+    finally:
+        await store.close()
