@@ -133,10 +133,13 @@ def _with_metadata(channel: "grpc.Channel", more: tuple[tuple[str, str], ...]) -
 
 
 def print_wide(what: object) -> None:
-    """To a terminal as wide as it is; to a pipe or a file as wide as it needs to be."""
+    """To a terminal as wide as it is; to a pipe or a file as wide as it needs to be.
+
+    Brackets stand for themselves: names and reasons are the words of engines and operators.
+    """
     from rich.console import Console
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = _PIPE_WIDTH
     console.print(what)

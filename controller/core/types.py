@@ -102,8 +102,10 @@ class DrafterSpec:
     batch_limits: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.name or len(self.name) > 64:
-            raise InvalidEngineError(f"drafter name {self.name!r}: 1 to 64 characters are needed")
+        if not (1 <= len(self.name) <= 64 and self.name.isprintable()):
+            raise InvalidEngineError(
+                f"drafter name {self.name[:64]!r}: 1 to 64 printable characters are needed"
+            )
         if not self.gammas:
             raise InvalidEngineError(f"drafter {self.name!r}: no draft length is listed")
         if list(self.gammas) != sorted(set(self.gammas)):

@@ -53,6 +53,27 @@ def test_engines_are_listed(sidecar: SidecarProcess):
     assert "never" in lines["prior"]
 
 
+def test_words_of_engines_and_operators_are_no_markup(tmp_path: Path):
+    words = "[/red] [bold]x :smile:"
+    with sidecar_process(tmp_path) as running:
+        engine = engine_message("odd")
+        engine.drafters[0].name = words
+        with grpc.insecure_channel(running.address) as channel:
+            service_pb2_grpc.SpeculationServiceStub(channel).Introduce(
+                service_pb2.IntroduceRequest(engine=engine), timeout=PATIENCE_SECONDS
+            )
+        pin = ("override", "set", "--fleet", "--gamma", "0", "--id", "odd", "--reason", words)
+        result = controller(*pin, "--allow-no-effect", "--address", running.address)
+        assert result.returncode == 0, result.stderr
+        shown = (
+            ("engines",), ("explain", "odd"), ("override", "list"), ("override", "log"),
+        )  # fmt: skip
+        for command in shown:
+            result = controller(*command, "--address", running.address)
+            assert result.returncode == 0, result.stderr
+            assert words in result.stdout, command
+
+
 def test_the_address_comes_from_the_environment_too(sidecar: SidecarProcess):
     result = controller("engines", environment={"CONTROLLER_ADDRESS": sidecar.address})
     assert result.returncode == 0, result.stderr

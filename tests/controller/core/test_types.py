@@ -92,6 +92,12 @@ def test_an_engine_id_is_a_plain_name(engine_id):
         EngineSpec(engine_id, Fingerprint("t"), (drafter,), 8)
 
 
+@pytest.mark.parametrize("name", ["", "a" * 65, "a\nb", "\x1b[31mred", "\u202eabc"])
+def test_a_drafters_name_is_short_and_printable(name):
+    with pytest.raises(InvalidEngineError, match="printable"):
+        DrafterSpec(name, DrafterKind.MTP, (0, 1))
+
+
 def test_drafters_are_needed_and_unique():
     drafter = DrafterSpec("mtp", DrafterKind.MTP, (0, 1))
     with pytest.raises(InvalidEngineError, match="nothing to steer"):
