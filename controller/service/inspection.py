@@ -2,14 +2,17 @@
 
 import time
 from dataclasses import asdict
+from typing import Final
 
 import grpc.aio
 
 import controller
 from controller.core.errors import SpeculationError
+from controller.core.explanation import Explanation
 from controller.core.types import MAX_BATCH_SIZE
 from controller.service import converters
 from controller.service.errors import InvalidQuestionError, abort
+from controller.service.limits import Turns
 from controller.service.override_book import OverrideBook
 from controller.service.override_messages import health_to_proto
 from controller.service.paging import page_of
@@ -19,6 +22,9 @@ from controller.service.session import Session
 from controller.service.sessions import SessionRegistry
 from controller.service.viewer import Viewer
 from speculation.v1 import engine_pb2, service_pb2, service_pb2_grpc
+
+# Explanations that may wait; the guard lets no more in at once.
+_EXPLANATIONS_WAITING: Final = 400
 
 
 class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
@@ -35,6 +41,7 @@ class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
         self._book = book
         self._readiness = readiness
         self._viewer = viewer
+        self._explanations = Turns(_EXPLANATIONS_WAITING)
         self._started_at, self._started = time.time(), time.monotonic()
 
     async def ListEngines(
@@ -80,9 +87,7 @@ class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
                     f"batch_size {request.batch_size} is outside 0..{MAX_BATCH_SIZE} "
                     "(0: that of the last report)"
                 )
-            session = self._registry.by_engine(request.engine_id)
-            explanation = session.core.explain(request.batch_size)
-            answer = converters.explanation_to_proto(explanation)
+            explanation, answer = await self._explanations.take(lambda: self._explained(request))
             mine = {override.override_id for override in explanation.overrides}
             answer.overrides.extend(
                 held_to_proto(held)
@@ -94,6 +99,13 @@ class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
             return answer
         except SpeculationError as error:
             await abort(context, error)
+
+    def _explained(
+        self, request: service_pb2.ExplainRequest
+    ) -> tuple[Explanation, service_pb2.ExplainResponse]:
+        session = self._registry.by_engine(request.engine_id)
+        explanation = session.core.explain(request.batch_size)
+        return explanation, converters.explanation_to_proto(explanation)
 
     async def Overview(
         self,

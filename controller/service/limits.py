@@ -4,12 +4,15 @@ How often who may call is the guard's business (`guard`); what a message may hol
 types it becomes.
 """
 
+import asyncio
 import resource
 import time
-from typing import Final
+from collections.abc import Callable
+from typing import Final, TypeVar
 
 import structlog
 
+from controller.service.errors import TooManyCallsError
 from controller.settings import Settings
 
 # A connection on which nobody has greeted, and one that has had no call, are closed after these.
@@ -27,6 +30,8 @@ PROFILE_BYTES: Final = 1024 * 1024
 _PROFILE_CALLS: Final = frozenset({"InstallProfile", "PushProfile"})
 # Descriptors beyond those of connections: files, sockets, the store's.
 _OTHER_DESCRIPTORS = 256
+
+T = TypeVar("T")
 
 _log = structlog.get_logger(__name__)
 
@@ -62,6 +67,34 @@ class Bucket:
             return False
         self._left -= 1
         return True
+
+
+class Turns:
+    """For work that takes the event loop for long: one piece at a time.
+
+    After each piece the loop is left free for as long as the piece took, so that whoever asks for
+    many at once does not keep steering waiting for all of them.
+    """
+
+    def __init__(self, most_waiting: int) -> None:
+        self._most = most_waiting
+        self._waiting = 0
+        self._lock = asyncio.Lock()
+
+    async def take(self, work: Callable[[], T]) -> T:
+        """What `work` returns.  Raises TooManyCallsError when too many wait."""
+        if self._waiting >= self._most:
+            raise TooManyCallsError(f"{self._most} such calls wait already: try again in a moment")
+        self._waiting += 1
+        try:
+            await self._lock.acquire()
+        finally:
+            self._waiting -= 1
+        began = time.monotonic()
+        try:
+            return work()
+        finally:
+            asyncio.get_running_loop().call_later(time.monotonic() - began, self._lock.release)
 
 
 def message_bytes(method: str) -> int:

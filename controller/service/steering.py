@@ -32,6 +32,7 @@ from controller.service.errors import (
     status_of,
 )
 from controller.service.holder import Holder
+from controller.service.limits import Turns
 from controller.service.lost_messages import all_lost_from_proto
 from controller.service.session import Session
 from controller.service.sessions import SessionRegistry
@@ -39,6 +40,8 @@ from controller.service.streams import beside, read
 from controller.service.tally import COUNT_MAX, Received
 from speculation.v1 import engine_pb2, service_pb2, service_pb2_grpc
 
+# Introductions that may wait: as many as there may be engines.
+_INTRODUCTIONS_WAITING: Final = 1024
 # The most reports of a message.
 MESSAGE_REPORTS: Final = 4096
 # Other streams get their turn after so many reports of a message, or after this time.  The number
@@ -58,6 +61,7 @@ class SpeculationServicer(service_pb2_grpc.SpeculationServiceServicer):
 
     def __init__(self, registry: SessionRegistry) -> None:
         self._registry = registry
+        self._introductions = Turns(_INTRODUCTIONS_WAITING)
 
     async def Introduce(
         self,
@@ -68,10 +72,7 @@ class SpeculationServicer(service_pb2_grpc.SpeculationServiceServicer):
     ) -> service_pb2.IntroduceResponse:
         """Opens a session."""
         try:
-            spec = converters.engine_from_proto(request.engine)
-            callers.require_engine(spec.engine_id)
-            holder = Holder.of(callers.calling(), request.engine_secret)
-            session = self._registry.introduce(spec, holder)
+            session = await self._introductions.take(lambda: self._introduced(request))
         except SpeculationError as error:
             await abort(context, error)
         before = self._registry.received_in(request.previous_session_id)
@@ -80,6 +81,12 @@ class SpeculationServicer(service_pb2_grpc.SpeculationServiceServicer):
             plan=converters.plan_to_proto(session.plan),
             received=None if before is None else converters.received_to_proto(before),
         )
+
+    def _introduced(self, request: service_pb2.IntroduceRequest) -> Session:
+        spec = converters.engine_from_proto(request.engine)
+        callers.require_engine(spec.engine_id)
+        holder = Holder.of(callers.calling(), request.engine_secret)
+        return self._registry.introduce(spec, holder)
 
     async def Steer(  # type: ignore[override]  # grpc.aio also takes a coroutine that reads and writes through its context
         self,
