@@ -38,7 +38,7 @@ def discounts(
     if not doubts.guessed:
         return None
     least = min(range(len(arms)), key=lambda i: arms[i].gamma)
-    has_run = doubts.ran.any(axis=1)
+    has_run: NDArray[np.bool_] = np.any(doubts.ran, axis=1)
     choice = [arm if has_run[arm] else least for arm in choice or [least] * len(buckets)]
     found = np.ones((len(arms), len(buckets)))
     for now in set(choice):
