@@ -15,6 +15,8 @@ from controller.recording.events import (
     Reported,
 )
 from controller.recording.recording import Part, find
+from controller.recording.replay import TapeClock, rebuilt
+from controller.service.converters import plan_to_proto
 from speculation.v1 import plan_pb2
 
 
@@ -56,6 +58,9 @@ def read_record(directory: Path, engine_id: str) -> OnRecord:
         if opening.lost:
             found.gaps.append(f"{opening.lost} records were lost before {path.name}")
         _in_force(found, [term.override.override_id for term in opening.terms])
+        # A session's first plan is older than its recording's first event.
+        first = plan_to_proto(rebuilt(opening, TapeClock()).current_plan())
+        found.plans.setdefault((opening.session, first.epoch), first)
         for moment in part.moments():
             _take(found, opening.session, moment.event)
         if part.damage:
