@@ -13,7 +13,7 @@ import pytest
 
 from engine_shim.cpu.models.prompts import held_out_prompts
 from speculation.v1 import service_pb2, service_pb2_grpc
-from tests.controller.cli.sidecar_process import sidecar_process
+from tests.controller.cli.sidecar_process import controller, sidecar_process
 from tests.engine_shim.link.eventually import eventually
 from tests.engine_shim.sglang.engine import EngineProcess, environment, serving
 from tests.engine_shim.sglang.test_engine_online import CODE_ONLY
@@ -124,6 +124,10 @@ def test_a_shift_is_learnt_beside_the_engine(tmp_path: Path) -> None:
                     watched.wave("csv", seed)
                     seed += 1
                     assert seed < 2 * MOST_WAVES, watched.training
+                # However long the controller would draft: what the new version is worth is asked.
+                pin = ["--fleet", "--gamma", "3", "--reason", "the new version drafts"]
+                done = controller("override", "set", "--address", sidecar.address, *pin)
+                assert not done.returncode, done.stderr
                 # Requests that began with the new version.
                 after = [watched.wave("csv", 1000), watched.wave("csv", 1000)]
             training, status = watched.training, watched.status()
