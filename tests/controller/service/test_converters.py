@@ -82,7 +82,7 @@ def drafters(draw: st.DrawFn) -> DrafterSpec:
     kind = draw(st.sampled_from(DrafterKind))
     shapes = st.none() | drafter_shapes.get(kind, st.none())
     return DrafterSpec(
-        draw(names.filter(bool)),
+        draw(names.filter(lambda name: bool(name) and name.isprintable())),
         kind,
         draw(ascending(0, MAX_GAMMA, least=1)),
         draw(names),
