@@ -17,7 +17,7 @@ UINT32_MAX = 2**32 - 1
 
 
 def checked_address(text: str) -> str:
-    """The address as gRPC takes it; a usage error for what is none."""
+    """Returns the address in gRPC's form; raises a usage error if the text is not an address."""
     from controller.socket_paths import sidecar_address
 
     try:

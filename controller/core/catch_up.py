@@ -31,7 +31,7 @@ class CatchUp:
         self._product = self._weight * seconds_per_token
 
     def use_capabilities(self, able: Capabilities) -> None:
-        """What the engine is able to do from now on."""
+        """Returns the capabilities that the engine still has."""
         self._missed.use(able)
 
     @property

@@ -1,4 +1,4 @@
-"""How uncertain the costs were at one moment, and what has run so far."""
+"""Describes how uncertain the costs were at one moment, and which arms had run."""
 
 from dataclasses import dataclass
 from typing import TypeVar

@@ -325,7 +325,7 @@ class EngineController:
 
     @property
     def decision(self) -> Decision:
-        """What the last decision was made from."""
+        """Returns the numbers that the last decision was made from."""
         return self._decision
 
     def explain(self, batch_size: int = 0) -> Explanation:
