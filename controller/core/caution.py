@@ -2,10 +2,12 @@
 
     V'(arm, B) = V(arm, B) exp(-z sd(log V(arm, B) / V(now, B)))   for arms that draft more than now
 
-`now` is the arm in force if it has run anywhere, and gamma = 0 otherwise (at first, or when an
-override chose an arm and was cleared before a step ran).  The doubt is that about costs and
-acceptance together.  It is large before the first steps and shrinks with what is seen, so that
-speculation is extended from what has run.  Drafting less than now is never held back.
+`now` is the newest choice for the batch that has run in any batch, and gamma = 0 while there is
+none (at first, or when an override chose an arm and was cleared before a step ran).  A choice that
+has not run yet does not take its place: measured from there the last choice would look doubtful,
+and the two would alternate until a step runs.  The doubt is that about costs and acceptance
+together.  It is large before the first steps and shrinks with what is seen, so that speculation is
+extended from what has run.  Drafting less than now is never held back.
 """
 
 from collections.abc import Sequence
@@ -29,20 +31,20 @@ def discounts(
     doubts: CostDoubt,
     arms: Sequence[Arm],
     buckets: NDArray[np.int64],
-    choice: Sequence[int] | None,
+    proven: Sequence[int | None],
 ) -> NDArray[np.float64] | None:
     """[arms, rows] factors in (0, 1] on the values; None where costs were measured.
 
-    buckets: [rows], the cost table's.  choice: [rows] arm in force by index, None at the start.
+    buckets: [rows], the cost table's.  proven: [rows] newest choice that has run, by arm index;
+    None where none has.
     """
     if not doubts.guessed:
         return None
     least = min(range(len(arms)), key=lambda i: arms[i].gamma)
-    has_run: NDArray[np.bool_] = np.any(doubts.ran, axis=1)
-    choice = [arm if has_run[arm] else least for arm in choice or [least] * len(buckets)]
+    proven = [least if arm is None else arm for arm in proven]
     found = np.ones((len(arms), len(buckets)))
-    for now in set(choice):
-        rows = np.array([j for j, arm in enumerate(choice) if arm == now])
+    for now in set(proven):
+        rows = np.array([j for j, arm in enumerate(proven) if arm == now])
         more = np.array(
             [a.gamma > arms[now].gamma or (a.gamma > 0 and a.drafter != arms[now].drafter)
              for a in arms]

@@ -299,10 +299,11 @@ class EngineController:
         self._settings = settings
         for part in (self.traffic, self.cost, self.explorer):
             part.use_settings(settings)
-        at, choice, switches = self._rows_at, self._planner.choice, self._planner.switches
+        at, before = self._rows_at, self._planner
         self._planner = make_planner(self.arms, self._buckets, settings)
         self._planner.limit(at.upper, self._sizes[at.bucket], at.legal, at.possible)
-        self._planner.choice, self._planner.switches = choice, switches
+        self._planner.choice, self._planner.proven = before.choice, before.proven
+        self._planner.switches = before.switches
         self._evaluated_at = -float("inf")
 
     def use_profile(self, profile: Profile) -> None:
@@ -387,8 +388,9 @@ class EngineController:
             rows = forced_rows(self.spec, self._rows_at.upper, self.arms, self._forced)
             return rows, Reason.PROFILING, detail
         values, hazard, at = made.values, self.traffic.hazard, made.at
-        doubt, before = made.estimates.doubt, self._planner.choice
-        hedge = discounts(values, doubt, self.arms, at.bucket, before)
+        doubt = made.estimates.doubt
+        proven = self._planner.prove(doubt.ran.any(axis=1))
+        hedge = discounts(values, doubt, self.arms, at.bucket, proven)
         choice = self._planner.update(values, hazard, hedge)
         active = at.row_of(self._last_batch)
         self.account.settle(values, at.row_of)

@@ -124,6 +124,8 @@ class Planner:
         self._possible: NDArray[np.bool_] | None = None
         self.watch: Watch | None = None
         self.choice: list[int] | None = None
+        # The newest choice of each bucket that has run; None where none has.
+        self.proven: list[int | None] = [None] * len(buckets)
         self.reasons: list[Reason] = [Reason.EXPLOIT] * len(buckets)
         self.switches = 0
 
@@ -142,6 +144,9 @@ class Planner:
         if self.choice is not None:
             old = [min(bisect_left(self.buckets, b), len(self.buckets) - 1) for b in buckets]
             self.choice = [self.choice[j] for j in old]
+            self.proven = [self.proven[j] for j in old]
+        else:
+            self.proven = [None] * len(buckets)
         self.buckets = tuple(buckets)
         self.reasons = [Reason.EXPLOIT] * len(buckets)
         self._watcher = Watcher(self.arms, sizes, self._settings)
@@ -150,6 +155,16 @@ class Planner:
 
     def observe(self, report: StepReport) -> None:
         """Every report passes by here; this rule works on the estimates alone."""
+
+    def prove(self, ran: NDArray[np.bool_]) -> Sequence[int | None]:
+        """Returns the newest choice of each bucket that has run, by arm index; None for none.
+
+        ran: [arms], whether a step has run with the arm in any batch.
+        """
+        if self.choice is not None:
+            pairs = zip(self.choice, self.proven, strict=True)
+            self.proven = [now if ran[now] else before for now, before in pairs]
+        return self.proven
 
     def update(
         self, values: Values, hazard: Hazard, discounts: NDArray[np.float64] | None = None

@@ -355,8 +355,8 @@ def test_an_override_that_cannot_be_is_refused(change, message):
     ("rule", "message"),
     [
         ({}, "must demand something"),
-        ({"gamma": -1}, "gamma -1 leaves"),
-        ({"gamma_max": 65}, "gamma_max 65 leaves"),
+        ({"gamma": -1}, "gamma -1 is outside"),
+        ({"gamma_max": 65}, "gamma_max 65 is outside"),
         ({"gamma": 2, "gamma_min": 1}, "bounds beside it"),
         ({"gamma_min": 3, "gamma_max": 2}, "is above gamma_max 2"),
         ({"off": True, "gamma": 2}, "off and drafting"),
