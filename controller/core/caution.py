@@ -41,10 +41,10 @@ def discounts(
     if not doubts.guessed:
         return None
     least = min(range(len(arms)), key=lambda i: arms[i].gamma)
-    proven = [least if arm is None else arm for arm in proven]
+    reference = [least if arm is None else arm for arm in proven]
     found = np.ones((len(arms), len(buckets)))
-    for now in set(proven):
-        rows = np.array([j for j, arm in enumerate(proven) if arm == now])
+    for now in set(reference):
+        rows = np.array([j for j, arm in enumerate(reference) if arm == now])
         more = np.array(
             [a.gamma > arms[now].gamma or (a.gamma > 0 and a.drafter != arms[now].drafter)
              for a in arms]

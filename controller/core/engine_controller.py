@@ -389,7 +389,7 @@ class EngineController:
             return rows, Reason.PROFILING, detail
         values, hazard, at = made.values, self.traffic.hazard, made.at
         doubt = made.estimates.doubt
-        proven = self._planner.prove(doubt.ran.any(axis=1))
+        proven = self._planner.prove(np.any(doubt.ran, axis=1))
         hedge = discounts(values, doubt, self.arms, at.bucket, proven)
         choice = self._planner.update(values, hazard, hedge)
         active = at.row_of(self._last_batch)

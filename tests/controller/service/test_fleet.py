@@ -241,16 +241,18 @@ async def test_where_no_profile_fits_the_field_that_differs_is_named(
         assert code is grpc.StatusCode.UNAVAILABLE
 
 
-async def steered(running: Running, engine_id: str, steps: int = 200, first: int = 1) -> None:
-    """An engine whose drafts are nearly all accepted."""
-    stream = SteerClient(running, await running.introduce(engine_id))
-    for step in range(first, first + steps, 50):
-        reports = [
-            report_message(n, accepted_counts=[0, 0, 0, 4], gamma=3) for n in range(step, step + 50)
-        ]
-        await stream.send(*reports)
-        await stream.plan()
-    await until(lambda: running.sidecar.registry.by_engine(engine_id).core.reports == steps)
+async def steered(running: Running, engine_id: str, clock: VirtualClock | None = None) -> None:
+    """An engine whose drafts are all accepted, in 200 steps.
+
+    clock: the sidecar's, moved on by each step; what is learnt depends on when it decides.
+    """
+    session_id = await running.introduce(engine_id)
+    for step in range(1, 201):
+        if clock is not None:
+            clock.advance(0.02)
+        report = report_message(step, accepted_counts=[0, 0, 0, 4], gamma=3)
+        asking = service_pb2.DecideRequest(session_id=session_id, report=report)
+        await soon(running.speculation.Decide(asking))
 
 
 def first_position(running: Running, engine_id: str) -> tuple[float, float]:
@@ -264,8 +266,9 @@ async def test_a_fresh_sidecar_begins_from_what_another_has_learnt(
     tmp_path: Path, server: RedisServer, kind: str
 ):
     where: dict[str, Any] = {"redis_url": server.url} if kind == "redis" else {}
-    async with serving(tmp_path, **where) as one:
-        await steered(one, "old")
+    clock = VirtualClock()
+    async with serving(tmp_path, clock, **where) as one:
+        await steered(one, "old", clock)
     # Its last words are on the shelf; the next sidecar, or the same again, has them.
     next_folder = tmp_path / "next" if kind == "redis" else tmp_path
     next_folder.mkdir(exist_ok=True)
@@ -286,8 +289,9 @@ async def test_a_fresh_sidecar_begins_from_what_another_has_learnt(
 
 
 async def test_an_engine_that_comes_again_goes_on_from_where_it_was(tmp_path: Path):
-    async with serving(tmp_path) as running:
-        await steered(running, "engine-0")
+    clock = VirtualClock()
+    async with serving(tmp_path, clock) as running:
+        await steered(running, "engine-0", clock)
         await running.introduce()
         assert first_position(running, "engine-0")[0] > 0.9
         assert (await running.explain()).warm_start == "this engine's session before"
