@@ -31,7 +31,7 @@ class CatchUp:
         self._product = self._weight * seconds_per_token
 
     def use_capabilities(self, able: Capabilities) -> None:
-        """Returns the capabilities that the engine still has."""
+        """Takes over what the engine is able to do from now on."""
         self._missed.use(able)
 
     @property

@@ -22,7 +22,7 @@ class MissedTokens:
         self._slept_steps = 0
 
     def use(self, able: Capabilities) -> None:
-        """Returns the capabilities that the engine still has."""
+        """Takes over what the engine is able to do from now on."""
         self._can_sleep = able.can_sleep
         self._most_steps = able.catch_up_steps
 

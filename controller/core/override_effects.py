@@ -43,7 +43,8 @@ def effect_on(
     spec: EngineSpec, of: Override, before: Sequence[Override], after: Sequence[Override]
 ) -> Effect:
     """The effect of `of`, which is in one of the two sets in force, or in both."""
-    buckets = batch_buckets(spec.max_batch_size, spec.fingerprint.graph_batch_sizes)
+    graphs = spec.fingerprint.graph_batch_sizes
+    buckets = batch_buckets(spec.max_batch_size, graphs, len(spec.arms))
     old, new = (rows_under(overrides, spec, buckets, spec.arms) for overrides in (before, after))
     holding, everything = (new, after) if of in after else (old, before)
     learns = spec.capabilities.can_update_online or spec.capabilities.can_collect
