@@ -248,12 +248,17 @@ def _in_words(answer: "service_pb2.ExplainResponse") -> str:
         f"{_updates_text(answer)}{_training_text(answer)}"
         f"costs: {costs}; context {answer.kv_tokens_per_sequence:.0f} tokens a sequence; "
         f"{answer.cost_outliers} step times left out as outliers\n"
-        f"{second}; {answer.switches} switches, {answer.shifts} shifts of traffic\n"
+        f"{second}; {_counted(answer.switches, 'switch', 'switches')}, "
+        f"{_counted(answer.shifts, 'shift', 'shifts')} of traffic\n"
         f"{warm}{_overrides_text(answer)}{_health_text(answer.services)}"
         f"probing has cost {answer.probe_share:.2%} of step time: {answer.probes} probes, "
         f"{probing_text(answer.probe_lost_seconds)}, {answer.probe_credit_seconds:.3f} s to spend"
         f"{policy}"
     )
+
+
+def _counted(number: int, one: str, several: str) -> str:
+    return f"{number} {one if number == 1 else several}"
 
 
 def _lost_text(lost: "Iterable[engine_pb2.LostCapability]") -> str:

@@ -393,7 +393,7 @@ def _conflict(override_id: str, etag: str, found: Entry | None) -> SpeculationEr
     if not etag:
         return OverrideExistsError(
             f"override {override_id!r} exists with other content (etag {found.etag}): to replace "
-            "it, send that etag"
+            "it, send that etag (`--etag` of the command)"
         )
     return OverrideChangedError(
         f"override {override_id!r} has changed: its etag is {found.etag}; look at it again"

@@ -29,6 +29,8 @@ _REMEMBERED = 4096
 # An engine whose connection or agent broke off is back within this time.  Whoever comes under its
 # id later than that takes it over: the next process of an engine that crashed, for example.
 _TAKEN_SECONDS = 5.0
+# Engines that the refusal of an unknown one names.
+_NAMED_MAX = 16
 
 CoreFactory = Callable[[EngineSpec, Profile | None], EngineController]
 
@@ -132,9 +134,11 @@ class SessionRegistry:
         """Raises UnknownEngineError."""
         session = self._by_engine.get(engine_id)
         if session is None:
+            known = sorted(self._by_engine)
+            named = ", ".join(known[:_NAMED_MAX]) or "none"
+            more = f" and {len(known) - _NAMED_MAX} more" if len(known) > _NAMED_MAX else ""
             raise UnknownEngineError(
-                f"no engine {engine_id[:128]!r} has a session; introduced are "
-                f"{sorted(self._by_engine)[:16]}"
+                f"no engine {engine_id[:128]!r} has a session; introduced: {named}{more}"
             )
         return session
 

@@ -111,7 +111,7 @@ def test_an_explanation_from_the_prior_says_so(sidecar: SidecarProcess):
 def test_an_engine_that_is_not_there_is_named(sidecar: SidecarProcess):
     result = controller("explain", "nobody", "--address", sidecar.address)
     assert result.returncode == Exit.NOT_INTRODUCED
-    assert "no engine 'nobody' has a session; introduced are ['measured', 'prior']" in result.stderr
+    assert "no engine 'nobody' has a session; introduced: measured, prior" in result.stderr
 
 
 def test_no_sidecar_is_said_in_words(tmp_path: Path):

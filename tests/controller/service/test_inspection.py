@@ -73,7 +73,7 @@ async def test_explain_without_a_batch_size_takes_that_of_the_last_report(tmp_pa
 @pytest.mark.parametrize(
     ("engine_id", "batch_size", "code", "text"),
     [
-        ("nobody", 0, grpc.StatusCode.NOT_FOUND, "introduced are ['engine-0']"),
+        ("nobody", 0, grpc.StatusCode.NOT_FOUND, "introduced: engine-0"),
         ("engine-0", 65_537, grpc.StatusCode.INVALID_ARGUMENT, "batch_size 65537 is outside"),
     ],
 )

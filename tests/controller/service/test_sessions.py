@@ -57,8 +57,18 @@ def test_sessions_are_found_by_token_and_by_engine():
     assert sessions.by_engine("engine-0") is session
     with pytest.raises(NoSessionError, match="has to introduce itself"):
         sessions.by_token("guess")
-    with pytest.raises(UnknownEngineError, match=r"'engine-1'.*\['engine-0'\]"):
+    with pytest.raises(UnknownEngineError, match=r"'engine-1' .* introduced: engine-0$"):
         sessions.by_engine("engine-1")
+
+
+def test_the_refusal_of_an_unknown_engine_names_some_of_those_that_are_known():
+    sessions = registry(max_engines=20)
+    with pytest.raises(UnknownEngineError, match=r"introduced: none$"):
+        sessions.by_engine("nobody")
+    for number in range(20):
+        sessions.introduce(spec(f"engine-{number:02d}"))
+    with pytest.raises(UnknownEngineError, match=r"engine-15 and 4 more$"):
+        sessions.by_engine("nobody")
 
 
 def test_a_second_introduction_ends_the_first_session():
