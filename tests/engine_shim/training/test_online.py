@@ -114,7 +114,8 @@ def test_the_proximal_term_counts_from_the_second_step_on(
     if matters:
         assert moved[1].norm() < 0.9 * moved[0].norm()
     else:
-        torch.testing.assert_close(moved[1], moved[0], rtol=1e-3, atol=1e-7)
+        # As a whole: a weight whose gradient is all rounding moves by what the processor rounds.
+        assert (moved[1] - moved[0]).norm() < 1e-3 * moved[0].norm()
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
