@@ -67,7 +67,6 @@ def explain(
 
 def _print_engines(answer: "service_pb2.ListEnginesResponse") -> None:
     from rich.table import Table
-    from rich.text import Text
 
     table = Table(
         "engine", "profile", "B", "gamma", "reason", "reports", "rejected", "dropped",
@@ -75,7 +74,7 @@ def _print_engines(answer: "service_pb2.ListEnginesResponse") -> None:
     )  # fmt: skip
     for status in answer.engines:
         if status.unavailable:
-            table.add_row(status.engine.engine_id, Text(status.unavailable))
+            table.add_row(status.engine.engine_id, status.unavailable)
             continue
         last = status.last_report if status.HasField("last_report") else None
         row = _row_for(status.plan, last.batch_size if last else 1)

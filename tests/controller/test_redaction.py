@@ -57,9 +57,11 @@ def test_a_secret_is_in_no_text(secret, form, scheme, host, path, encode):
     whole = encode is not str or ("query" not in form and form not in {"both", "any key"})
     assume(whole or not set(secret) & set("&#;%+"))
     assume(encode is not str or "%" not in secret)
-    texts = [f"cannot connect to {url}: {form} is wrong" for form in forms(secret)]
-    texts += [f"cannot connect to {url!r}", json.dumps({"url": url})]
-    for text in texts:
+    for quoted in forms(secret):
+        hidden = redact(f"cannot connect to {url}: {quoted} is wrong", url)
+        assert quoted not in hidden
+        assert secret not in hidden
+    for text in (f"cannot connect to {url!r}", json.dumps({"url": url})):
         hidden = redact(text, url)
         assert secret not in hidden
         assert given_as not in hidden
@@ -80,6 +82,12 @@ def test_a_secret_is_in_no_text(secret, form, scheme, host, path, encode):
 )
 def test_what_is_shown_of_a_url(url: str, shown: str):
     assert redact(url, url) == shown
+
+
+@pytest.mark.parametrize("quoted", ["two%20words", "two+words"])
+def test_a_space_is_hidden_however_it_was_quoted(quoted: str):
+    url = f"redis://:{quoted}@cache/0"
+    assert redact("two words, two%20words, two+words", url) == "***, ***, ***"
 
 
 @given(

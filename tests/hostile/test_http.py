@@ -104,6 +104,13 @@ def test_huge_and_strange_requests_are_answered_or_hung_up_on(port: int, words: 
     assert served(port)
 
 
+def test_a_scrape_of_what_is_no_url_is_told_so(besieged: Besieged):
+    with saying(
+        besieged.metrics_port, b"GET http://[ HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    ) as asked:
+        assert heard(asked).split(b"\r\n")[0].split()[1] == b"400"
+
+
 def test_a_name_of_somebody_else_that_points_here_is_not_served(port: int):
     for host in ("evil.example", "127.0.0.1.evil.example", "localhost.evil.example:80", ""):
         with saying(port, b"GET /metrics HTTP/1.0\r\nHost: %s\r\n\r\n" % host.encode()) as opened:
