@@ -222,17 +222,19 @@ def test_one_batch_size_is_no_range(sidecar: SidecarProcess):
 def test_watching_shows_changes_as_they_come(sidecar: SidecarProcess):
     words = [*CONTROLLER, "override", "watch", "--address", sidecar.address]
     with subprocess.Popen(words, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline().strip() == PRECEDENCE
-        set_ = ["set", "--fleet", "--off", "--id", "seen", "--reason", "test"]
-        assert command(sidecar, *set_, "--allow-no-effect").returncode == 0
-        line = process.stdout.readline()
-        assert "seen" in line
-        assert "fleet: no speculation" in line
-        command(sidecar, "clear", "seen", "--reason", "test")
-        line = process.stdout.readline()
-        assert line.startswith("ended")
-        process.kill()
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline().strip() == PRECEDENCE
+            set_ = ["set", "--fleet", "--off", "--id", "seen", "--reason", "test"]
+            assert command(sidecar, *set_, "--allow-no-effect").returncode == 0
+            line = process.stdout.readline()
+            assert "seen" in line
+            assert "fleet: no speculation" in line
+            command(sidecar, "clear", "seen", "--reason", "test")
+            line = process.stdout.readline()
+            assert line.startswith("ended")
+        finally:
+            process.kill()
 
 
 def test_no_sidecar_is_said_in_words(tmp_path: Path):
