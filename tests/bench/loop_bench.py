@@ -178,7 +178,7 @@ async def handlers(
             await asyncio.sleep(0.05)
             return f"{what} ({kind})", turns.seconds, turns.of
 
-        first = service_pb2.IntroduceRequest(engine=engines[0])
+        first = service_pb2.IntroduceRequest(engine=engines[0], engine_secret="of e0")
         yield await of("Introduce", running.speculation.Introduce(first))
         yield await of("Introduce again", running.speculation.Introduce(first))
         ask = running.inspection
