@@ -172,6 +172,8 @@ async def handlers(
     async with sidecar_with(engines[1:]) as (running, stream, ports):
 
         async def of(what: str, *calls: Awaitable[Any]) -> tuple[str, float, str]:
+            # What was prepared for the call belongs to the turn that ends here.
+            await asyncio.sleep(0)
             turns.begin()
             for call in calls:
                 await call
