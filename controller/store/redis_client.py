@@ -78,7 +78,10 @@ def _client(url: str, timeout_seconds: float, password_file: Path | None) -> Any
     if kind == "cluster":
         return RedisCluster.from_url(plain, **options)
     # A write is never sent twice on its own: what became of the first one is not known.
-    return redis.asyncio.Redis.from_url(plain, retry=Retry(NoBackoff(), 0), **options)
+    client: Any = redis.asyncio.Redis.from_url(plain, retry=Retry(NoBackoff(), 0), **options)
+    # Nothing is sent: only here the options in the URL's query meet the client that takes them.
+    client.connection_pool.make_connection()
+    return client
 
 
 def _sentinel(url: str, tls: bool, options: dict[str, Any]) -> Any:
