@@ -5,7 +5,7 @@ import grpc
 import pytest
 
 import controller as package
-from controller.cli.explain import probing_text
+from controller.cli.explain import _counted, probing_text
 from controller.exit_codes import Exit
 from speculation.v1 import service_pb2, service_pb2_grpc
 from tests.controller.cli.sidecar_process import SidecarProcess, controller, sidecar_process
@@ -123,3 +123,8 @@ def test_no_sidecar_is_said_in_words(tmp_path: Path):
 
 def test_the_version_is_printed():
     assert controller("version").stdout.strip() == package.__version__
+
+
+@pytest.mark.parametrize(("number", "text"), [(0, "0 shifts"), (1, "1 shift"), (2, "2 shifts")])
+def test_one_is_counted_in_the_singular(number: int, text: str):
+    assert _counted(number, "shift", "shifts") == text

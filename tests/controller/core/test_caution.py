@@ -7,6 +7,7 @@ import pytest
 from controller.core.clock import VirtualClock
 from controller.core.engine_controller import EngineController
 from controller.core.overrides import Override, Rule, Scope, ScopeKind
+from controller.core.selective_training import TrainingSettings
 from controller.core.settings import PlannerSettings
 from controller.core.types import StepReport
 from tests.controller.core.virtual_engine import engine_spec, gpu_like
@@ -30,7 +31,7 @@ def test_a_pin_under_which_no_step_ran_is_no_evidence_once_it_is_cleared(gamma: 
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_decisions_come_to_rest_while_no_step_runs(seed: int):
+def test_decisions_come_to_rest_while_no_step_runs_and_outlive_a_reload(seed: int):
     rng, clock = random.Random(seed), VirtualClock()
     core = EngineController(engine_spec(), PlannerSettings(), None, clock)
     for step in range(1, 60):
@@ -51,4 +52,7 @@ def test_decisions_come_to_rest_while_no_step_runs(seed: int):
             core.next_plan()
             chosen.append([row.arm for row in core.current_plan().rows])
             clock.advance(0.1)
+        core.use_settings(PlannerSettings(lease_seconds=5.0 + step), TrainingSettings())
+        core.next_plan()
+        chosen.append([row.arm for row in core.current_plan().rows])
         assert chosen[-1] == chosen[-2] == chosen[-3], f"after step {step}"
