@@ -80,7 +80,11 @@ def _client(url: str, timeout_seconds: float, password_file: Path | None) -> Any
     # A write is never sent twice on its own: what became of the first one is not known.
     client: Any = redis.asyncio.Redis.from_url(plain, retry=Retry(NoBackoff(), 0), **options)
     # Nothing is sent: only here the options in the URL's query meet the client that takes them.
-    client.connection_pool.make_connection()
+    try:
+        client.connection_pool.make_connection()
+    except TypeError as error:
+        # Which one is not said: a password with a delimiter in it may stand there.
+        raise ValueError("its query names an option that the Redis client does not know") from error
     return client
 
 
