@@ -76,9 +76,8 @@ def test_bad_prose_in_a_document_is_found(lint, text: str, message: str):
     assert "documents: 1 findings, 0 accepted" in done.stdout
 
 
-@pytest.mark.parametrize(
-    "docstring",
-    [
+def test_docstrings_that_are_fragments_are_found(lint):
+    fragments = [
         "Of one step.",
         "For people.",
         "As `pool`, of groups that count the same.",
@@ -86,15 +85,14 @@ def test_bad_prose_in_a_document_is_found(lint, text: str, message: str):
         "What a phase is made of.",
         "In place of the one setting: another.",
         "Virtual seconds.",
-    ],
-)
-@pytest.mark.parametrize("code", ['"""{}"""', 'class A:\n    """{}"""', 'def a():\n  """{}"""'])
-def test_a_docstring_that_is_a_fragment_is_found(lint, docstring: str, code: str):
-    done = lint("engine_shim/link/a.py", code.format(docstring) + "\n")
-    assert done.returncode == 1, done.stderr
-    assert (
-        f"engine_shim/link/a.py:{code.count(chr(10)) + 1}: docstring is a fragment" in done.stdout
-    )
+    ]
+    code = '"""{0}"""\n\nclass A:\n    """{0}"""\n\n    def b(self):\n        """{0}"""\n'
+    for index, fragment in enumerate(fragments):
+        done = lint(f"engine_shim/{index}/a.py", code.format(fragment))
+        assert done.returncode == 1, done.stderr
+        for line in (1, 4, 7):
+            assert f"engine_shim/{index}/a.py:{line}: docstring is a fragment" in done.stdout
+        assert f"docstrings: {3 * (index + 1)} findings" in done.stdout
 
 
 def test_a_banned_phrase_in_code_is_found_but_not_in_generated_stubs(lint):
