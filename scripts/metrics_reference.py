@@ -15,19 +15,20 @@ REFERENCE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 
 _HEAD = """# Metrics
 
-Written by `scripts/metrics_reference.py` from the code; `make check` compares.
+The sidecar serves these metrics at `/metrics` (`--metrics-host`, `--metrics-port`; 127.0.0.1:9464),
+with the usual `process_*` and `python_*` metrics. The dashboard and the alert rules are in
+`deploy/monitoring`. This page is written from the code by `scripts/metrics_reference.py`, and
+`make check` compares the two.
 
-The sidecar serves them at `/metrics` (`--metrics-host`, `--metrics-port`; 127.0.0.1:9464). Every
-series of an engine has the label `engine`, its id, and at most one more with a handful of values;
-an engine's counters end with its session and begin at zero with the next. The words are those of
-vLLM and SGLang where they have one for the same thing (last column). Beside these there are the
-usual `process_*` and `python_*` metrics. A dashboard and alert rules: `deploy/monitoring`.
+Every series of an engine has the label `engine`, the engine's id, and at most one more label with
+few values. The counters of an engine end with its session and begin at zero with the next one. If
+vLLM or SGLang have a metric for the same thing, the last column names it, and ours uses its words.
 
-`speculation_estimated_*` are counterfactuals: what did not run cannot be timed, so they come from
-the cost table and the acceptance estimates (`controller/core/account.py`) and are as good as those;
-`speculation_prediction_error_seconds_total` says how good.
+`speculation_estimated_*` are counterfactuals: what did not run cannot be timed. They are computed
+from the cost table and the acceptance estimates, so they are as accurate as these;
+`speculation_prediction_error_seconds_total` shows how accurate that is.
 
-What people ask for, of each engine:
+Common questions about an engine:
 """
 
 
@@ -38,23 +39,23 @@ def _rate(name: str) -> str:
 _PLAIN = _rate("plain_seconds")
 _QUERIES = (
     (
-        "tokens a sequence gains in a drafted step (SGLang: accept length)",
+        "How many tokens does a sequence gain in a drafted step (SGLang: accept length)?",
         f"1 + {_rate('accepted_tokens')} / {_rate('drafts')}",
     ),
     (
-        "share of drafted tokens that is accepted (SGLang: accept rate)",
+        "What share of the drafted tokens is accepted (SGLang: accept rate)?",
         f"{_rate('accepted_tokens')} / {_rate('draft_tokens')}",
     ),
     (
-        "accepted tokens, observed over expected",
+        "Are as many tokens accepted as expected (1: yes)?",
         f"{_rate('accepted_tokens')} / {_rate('expected_accepted_tokens')}",
     ),
     (
-        "step seconds, observed over predicted",
+        "Do steps take as long as predicted (1: yes)?",
         f"{_PLAIN} / {_rate('predicted_seconds')}",
     ),
     (
-        "speed over other choices, estimated",
+        "How much faster is it than with other choices (estimated)?",
         f"{_rate('estimated_instead_seconds')} / ignoring (instead) group_left () {_PLAIN}",
     ),
 )
@@ -70,8 +71,8 @@ _SECTIONS: tuple[tuple[str, bool, tuple[Family[Any], ...]], ...] = (
 
 
 def reference() -> str:
-    """The whole page."""
-    lines = [_HEAD, "| what | query |", "|---|---|"]
+    """Returns the whole page."""
+    lines = [_HEAD, "| question | query |", "|---|---|"]
     lines += [*(f"| {what} | `{query}` |" for what, query in _QUERIES), ""]
     for title, of_engine, families in _SECTIONS:
         lines += [f"## {title}", "", *_table(families, of_engine=of_engine), ""]
@@ -91,7 +92,7 @@ def _table(families: Iterable[Family[Any]], *, of_engine: bool) -> Iterable[str]
 
 
 def main() -> int:
-    """The exit code."""
+    """Writes or compares the page; returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="compare only")
     parser.add_argument("--file", type=Path, default=REFERENCE, help="by default docs/metrics.md")

@@ -22,7 +22,7 @@ DECISION: Final[tuple[Family[EngineView], ...]] = (
         lambda e: e.session.plan.epoch,
     ),
     Family(
-        _GAUGE, "speculation_plan_age_seconds", "Since the newest plan was made.",
+        _GAUGE, "speculation_plan_age_seconds", "Time since the newest plan was made.",
         lambda e: e.session.plan_age_seconds, unit="seconds",
     ),
     Family(
@@ -44,11 +44,11 @@ DECISION: Final[tuple[Family[EngineView], ...]] = (
         lambda e: bool(e.explanation.profile_id),
     ),
     Family(
-        _GAUGE, "speculation_measuring", "1 while the engine is being measured.",
+        _GAUGE, "speculation_measuring", "1 while `controller profile` measures the engine.",
         lambda e: e.session.measurement is not None,
     ),
     Family(
-        _COUNTER, "speculation_probes", "Probes begun.", lambda e: e.explanation.probes,
+        _COUNTER, "speculation_probes", "Probes that were begun.", lambda e: e.explanation.probes,
     ),
     Family(
         _COUNTER, "speculation_probe_steps", "Reported steps that belonged to a probe.",
@@ -56,28 +56,29 @@ DECISION: Final[tuple[Family[EngineView], ...]] = (
     ),
     Family(
         _GAUGE, "speculation_probe_lost_seconds",
-        "What probing has cost so far, against the choice that it stood in for (net: a probe that "
-        "finds something better gives back).",
+        "Time that probing has lost so far, compared with the choice that it replaced (net: a "
+        "probe of a better choice reduces it).",
         lambda e: e.explanation.probe_lost_seconds, unit="seconds",
     ),
     Family(
-        _GAUGE, "speculation_probe_share", "The same as a share of all step time.",
+        _GAUGE, "speculation_probe_share",
+        "speculation_probe_lost_seconds as a share of all step time.",
         lambda e: e.explanation.probe_share, unit="ratio",
     ),
     Family(
-        _GAUGE, "speculation_probe_credit_seconds", "What probing may still lose now.",
+        _GAUGE, "speculation_probe_credit_seconds", "Time that probing may lose from now on.",
         lambda e: e.explanation.probe_credit_seconds, unit="seconds",
     ),
     Family(
         _GAUGE, "speculation_lost_capability",
-        "1 for everything that the engine has lost and cannot do until it starts again (a drafter "
-        "that failed, say), 0 for every drafter that works; `controller explain` names the reason.",
+        "1 for each capability that the engine has lost until it starts again (a drafter that "
+        "failed, say), 0 for every drafter that works. `controller explain` shows the reason.",
         lambda e: {f"drafter {drafter.name}": 0 for drafter in e.session.spec.drafters}
         | dict.fromkeys((loss.what for loss in e.session.spec.lost), 1),
         label="capability",
     ),
     Family(
-        _GAUGE, "speculation_engine_overrides", "Overrides that count in the newest plan.",
+        _GAUGE, "speculation_engine_overrides", "Overrides that shaped the newest plan.",
         lambda e: len(e.session.plan.overrides),
     ),
 )  # fmt: skip
@@ -85,62 +86,65 @@ DECISION: Final[tuple[Family[EngineView], ...]] = (
 ESTIMATES: Final[tuple[Family[EngineView], ...]] = (
     Family(
         _GAUGE, "speculation_expected_accept_length",
-        "Tokens that a sequence should gain in a step of the planned choice, its bonus token "
+        "Expected tokens that a sequence gains in a step of the planned choice, bonus token "
         "included.",
         lambda e: 1 + e.chosen.expected_accepted,
         unit="tokens", like="sglang:spec_accept_length (observed)",
     ),
     Family(
         _COUNTER, "speculation_expected_accepted_tokens",
-        "Draft tokens that should have been accepted, by the plan before each step; against "
+        "Draft tokens expected to be accepted, by the plan before each step. Compare with "
         "speculation_accepted_tokens_total.",
         lambda e: e.session.core.account.expected_tokens, unit="tokens",
     ),
     Family(
         _GAUGE, "speculation_predicted_step_seconds",
-        "Seconds that a step of the planned choice should take at the last reported batch size.",
+        "Expected time of a step of the planned choice at the last reported batch size.",
         lambda e: e.chosen.step_seconds, unit="seconds",
     ),
     Family(
         _COUNTER, "speculation_plain_seconds",
-        "Seconds of the plain steps, as reported: those that predictions are made for (no prefill "
-        "or first use in them, no update beside them, no measurement).",
+        "Reported time of plain steps. Predictions are made for these only: steps without "
+        "prefill, first use of a graph, an update beside them, or a measurement.",
         lambda e: e.session.core.account.plain_seconds, unit="seconds",
     ),
     Family(
         _COUNTER, "speculation_predicted_seconds",
-        "Seconds of the plain steps, as predicted before each.",
+        "Time of the plain steps, as predicted before each.",
         lambda e: e.session.core.account.predicted_seconds, unit="seconds",
     ),
     Family(
         _COUNTER, "speculation_prediction_error_seconds",
-        "How far the two lay apart, step by step, either way.",
+        "Sum over the plain steps of the absolute difference of predicted and reported time.",
         lambda e: e.session.core.account.error_seconds, unit="seconds",
     ),
     Family(
         _COUNTER, "speculation_estimated_instead_seconds",
-        "ESTIMATED counterfactual, not measured: seconds in which another choice would have made "
-        "the tokens of the plain steps.  instead: off (gamma = 0), static (what the engine would "
-        "run by itself; only where it says so).  Over speculation_plain_seconds_total: the gain.",
+        "ESTIMATED counterfactual, not measured: time in which another choice would have produced "
+        "the tokens of the plain steps. instead: off (gamma = 0), static (what the engine would "
+        "run without the sidecar, if it reports that). Divide by speculation_plain_seconds_total "
+        "for the gain.",
         lambda e: e.session.core.account.instead_seconds, unit="seconds", label="instead",
     ),
     Family(
         _GAUGE, "speculation_estimated_gain_ratio",
-        "ESTIMATED counterfactual, not measured: tokens per second of the planned choice over "
-        "those of another one, at the last reported batch size (1: no gain).  instead: as above.",
+        "ESTIMATED counterfactual, not measured: tokens per second of the planned choice divided "
+        "by those of another one, at the last reported batch size (1: no gain). instead: as in "
+        "speculation_estimated_instead_seconds_total.",
         lambda e: e.gains, unit="ratio", label="instead",
     ),
     Family(
         _GAUGE, "speculation_cost_drift_ratio",
-        "Factor by which live steps have moved the table's cost of the planned choice.",
+        "Factor by which live steps have changed the cost of the planned choice in the table.",
         lambda e: e.chosen.cost_drift, unit="ratio",
     ),
     Family(
-        _COUNTER, "speculation_cost_outliers", "Steps whose seconds were too odd to learn from.",
+        _COUNTER, "speculation_cost_outliers",
+        "Steps whose time was an outlier and was not learnt from.",
         lambda e: e.explanation.cost_outliers,
     ),
     Family(
-        _COUNTER, "speculation_shifts", "Shifts of traffic noticed.",
+        _COUNTER, "speculation_shifts", "Detected shifts of traffic.",
         lambda e: e.explanation.shifts,
     ),
 )  # fmt: skip
@@ -162,17 +166,17 @@ LEARNING: Final[tuple[Family[EngineView], ...]] = (
     ),
     Family(
         _COUNTER, "speculation_drafter_resets",
-        "Times that the drafter went back to earlier weights, or was given others.",
+        "Times that the drafter returned to earlier weights or received other ones.",
         lambda e: e.session.tally.resets,
     ),
     Family(
         _GAUGE, "speculation_draft_version",
-        "Version of the drafter that the last reported step was served by (0: as loaded).",
+        "Version of the drafter in the last reported step (0: as loaded).",
         lambda e: e.session.last_report.draft_version if e.session.last_report else 0,
     ),
     Family(
         _COUNTER, "speculation_draft_version_swaps",
-        "Times that this version changed while the engine served.",
+        "Changes of speculation_draft_version while the engine served.",
         lambda e: e.session.tally.swaps,
     ),
     Family(

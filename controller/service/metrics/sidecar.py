@@ -61,26 +61,27 @@ OF_THE_SIDECAR: Final[tuple[Family[SidecarView], ...]] = (
     ),
     Family(
         _GAUGE, "speculation_engines_unreadable",
-        "Engines that this scrape says nothing of, because their metrics could not be read; the "
-        "log says why.",
+        "Engines without metrics in this scrape, because these could not be read. The log shows "
+        "the reason.",
         lambda s: s.unreadable,
     ),
     Family(
-        _GAUGE, "speculation_overrides", "Overrides in force here, by the kind of their scope.",
+        _GAUGE, "speculation_overrides", "Overrides in force at this sidecar, by scope.",
         lambda s: s.scopes, label="scope",
     ),
     Family(
-        _GAUGE, "speculation_overrides_endless", "Those that stay until somebody clears them.",
+        _GAUGE, "speculation_overrides_endless",
+        "Overrides in force that have no end and stay until somebody clears them.",
         lambda s: sum(held.remaining_seconds is None for held in s.held),
     ),
     Family(
         _GAUGE, "speculation_override_soonest_end_seconds",
-        "Until the next override ends (absent while none will).",
+        "Time until the next override ends (absent if no override has an end).",
         lambda s: s.soonest_end_seconds, unit="seconds",
     ),
     Family(
         _GAUGE, "speculation_override_oldest_age_seconds",
-        "Since the oldest override was set (absent while none is in force).",
+        "Time since the oldest override was set (absent if no override is in force).",
         lambda s: s.oldest_seconds, unit="seconds",
     ),
     Family(
@@ -88,12 +89,13 @@ OF_THE_SIDECAR: Final[tuple[Family[SidecarView], ...]] = (
         lambda s: s.store.ok,
     ),
     Family(
-        _GAUGE, "speculation_store_state_seconds", "Since when that is so.",
+        _GAUGE, "speculation_store_state_seconds",
+        "Time since speculation_store_ok last changed.",
         lambda s: s.store.since_seconds, unit="seconds",
     ),
     Family(
         _COUNTER, "speculation_suppressed_log_lines",
-        "Log lines that were held back because too many like them came.",
+        "Log lines that were held back because too many of their kind were written.",
         lambda _: logs.suppressed_lines(),
     ),
 )  # fmt: skip

@@ -11,7 +11,7 @@ _CODES = ("INVALID_ARGUMENT", "OUT_OF_RANGE", "FAILED_PRECONDITION")
 
 STEPS: Final[tuple[Family[EngineView], ...]] = (
     Family(
-        _COUNTER, "speculation_reports", "Step reports that were used.",
+        _COUNTER, "speculation_reports", "Step reports that were accepted.",
         lambda e: e.session.tally.reports, like="sglang:spec_verify_calls_total (where gamma > 0)",
     ),
     Family(
@@ -68,22 +68,22 @@ LINK: Final[tuple[Family[EngineView], ...]] = (
     ),
     Family(
         _GAUGE, "speculation_fallback",
-        "1 while the engine flies alone: its last reported step ran without a valid lease (grace "
-        "period or safe default).",
+        "1 if the last reported step of the engine ran without a valid lease (in the grace period "
+        "or with the safe default).",
         lambda e: bool(e.session.tally.alone),
     ),
     Family(
-        _COUNTER, "speculation_unsteered_steps", "Reported steps that ran so.",
+        _COUNTER, "speculation_unsteered_steps", "Reported steps without a valid lease.",
         lambda e: e.session.tally.unsteered,
     ),
     Family(
         _COUNTER, "speculation_lease_losses",
-        "Times that the engine lost a lease which it had, by its reports.",
+        "Times that a lease of the engine expired, by its reports.",
         lambda e: e.session.tally.lease_losses,
     ),
     Family(
         _COUNTER, "speculation_dropped_reports",
-        "Step reports that the engine's side dropped (its socket or buffer was full), or that a "
+        "Step reports that the shim dropped because its socket or buffer was full, or that a "
         "sidecar had not acknowledged when it was killed.",
         lambda e: e.session.tally.dropped,
     ),
@@ -92,13 +92,13 @@ LINK: Final[tuple[Family[EngineView], ...]] = (
         lambda e: dict.fromkeys(_CODES, 0) | e.session.tally.rejected, label="code",
     ),
     Family(
-        _GAUGE, "speculation_report_age_seconds", "Since the last report that was used.",
+        _GAUGE, "speculation_report_age_seconds", "Time since the last accepted report.",
         lambda e: e.session.seconds_since_last_report if e.session.last_report else None,
         unit="seconds",
     ),
     Family(
         _GAUGE, "speculation_contact_age_seconds",
-        "Since the engine last said anything (0 while a stream of it is open).",
+        "Time since the last message of the engine (0 while one of its streams is open).",
         lambda e: e.session.seconds_since_contact, unit="seconds",
     ),
 )  # fmt: skip
