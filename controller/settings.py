@@ -110,26 +110,28 @@ class Settings(BaseSettings):
         DEFAULT_ADDRESS, description="Unix socket to serve on, unix:PATH or /PATH."
     )
     tcp: Annotated[str | None, AfterValidator(_is_host_port)] = Field(
-        None, description="HOST:PORT to serve on as well; see access and tls_certificate."
+        None,
+        description="TCP address HOST:PORT to serve on as well; see access and tls_certificate.",
     )
     access: Path | None = Field(
-        None, description="Access list: who may read, steer, measure, install and override."
+        None,
+        description="File with the access list: who may read, steer, measure, install, override.",
     )
-    tls_certificate: Path | None = Field(None, description="PEM file: TCP is served with TLS.")
-    tls_key: Path | None = Field(None, description="PEM file with its private key.")
+    tls_certificate: Path | None = Field(None, description="PEM file; TCP is then served with TLS.")
+    tls_key: Path | None = Field(None, description="PEM file with the private key.")
     tls_client_ca: Path | None = Field(
-        None, description="PEM file: clients need a certificate of this authority."
+        None, description="PEM file; clients then need a certificate of this authority."
     )
     metrics_host: str = Field(
         "127.0.0.1", description="Address of /metrics; 0.0.0.0 lets another host scrape it."
     )
-    metrics_port: int = Field(9464, ge=0, le=65535, description="Port of /metrics; 0: none.")
+    metrics_port: int = Field(9464, ge=0, le=65535, description="Port of /metrics; 0: no metrics.")
     page_host: str = Field("127.0.0.1", description="Address of the web page.")
     page_port: int = Field(
         0,
         ge=0,
         le=65535,
-        description="Port of the web page, which whoever reaches it may read; 0: none.",
+        description="Port of the web page, which everybody who reaches it may read; 0: no page.",
     )
     health_host: str = Field(
         "0.0.0.0",  # noqa: S104  # the kubelet calls at the pod's address
@@ -139,25 +141,25 @@ class Settings(BaseSettings):
         0,
         ge=0,
         le=65535,
-        description="TCP port that serves grpc.health.v1 and nothing else, in the clear, for a "
-        "kubelet's probes; 0: none.",
+        description="TCP port that serves grpc.health.v1 and nothing else, unencrypted, for a "
+        "kubelet's probes; 0: no port.",
     )
     ready_with: Literal["profile", "roofline", "guess"] = Field(
         "roofline",
-        description="The least that costs may come from for the SpeculationService to be SERVING: "
-        "a measured profile, the roofline of a known model on a known device, or a guess.",
+        description="Source of costs from which the SpeculationService is SERVING: a measured "
+        "profile, the roofline of a known model on a known device, or a guess.",
     )
     profiles: tuple[Path, ...] = Field(
         (),
-        description="Profile files, or directories of them; in the environment separated by "
-        "colons, in a file a list.",
+        description="Profile files, or directories of them: separated by colons in the "
+        "environment, a list in a file.",
     )
     profile_directory: Path | None = Field(
-        None, description="Where profiles measured through this sidecar are kept, and found again."
+        None, description="Directory that keeps the profiles measured through this sidecar."
     )
     state_directory: Path | None = Field(
         None,
-        description="Where overrides and their audit are kept; by default SOCKET.state beside the "
+        description="Directory of overrides and their audit; by default SOCKET.state beside the "
         "socket.",
     )
     redis_url: SecretStr | None = Field(
@@ -165,52 +167,52 @@ class Settings(BaseSettings):
         description="The fleet's Redis: redis[s]://, redis[s]+sentinel:// or redis[s]+cluster://.",
     )
     redis_password_file: Path | None = Field(
-        None, description="File with its password, read again for every connection."
+        None, description="File with the password of Redis, read again for every connection."
     )
     redis_namespace: str = Field(
-        "speculation", pattern=r"^[A-Za-z0-9._-]{1,64}$", description="Part of every key there."
+        "speculation", pattern=r"^[A-Za-z0-9._-]{1,64}$", description="Part of every key in Redis."
     )
     redis_replicas: int = Field(
         0, ge=0, le=16, description="Replicas that must have an override before it counts as set."
     )
     warm_start: bool = Field(
         default=True,
-        description="Fresh sessions begin from acceptance estimates kept in the store.",
+        description="New sessions begin from the acceptance estimates in the store.",
     )
     override_default_seconds: float = Field(
-        3600.0, gt=0, description="How long an override stays for which nothing is said."
+        3600.0, gt=0, description="Time to live of an override that is set without one."
     )
     override_max_seconds: float = Field(
-        7 * 86_400.0, gt=0, description="Longest time to live; beyond it is for ever, explicitly."
+        7 * 86_400.0, gt=0, description="Longest time to live of an override that has an end."
     )
-    max_engines: int = Field(1024, ge=1, description="Engines steered at a time.")
+    max_engines: int = Field(1024, ge=1, description="Most engines that are steered at a time.")
     session_idle_seconds: float = Field(
-        600.0, gt=0, description="A session without stream or message ends after this time."
+        600.0, gt=0, description="Time after which a session without stream or message ends."
     )
     drain_seconds: float = Field(
-        5.0, ge=0, description="Longest wait for open calls when asked to stop."
+        5.0, ge=0, description="Longest wait for open calls after SIGTERM or SIGINT."
     )
     last_lease_seconds: float = Field(
         30.0,
         ge=0,
         le=600,
-        description="On SIGTERM every engine gets its plan once more, without probes, to hold for "
-        "this long; 0: it keeps the lease it has.",
+        description="Lease of the last plan that every engine gets on SIGTERM, without probes; 0: "
+        "engines keep the lease that they have.",
     )
     max_message_bytes: int = Field(
-        4 * 1024 * 1024, ge=64 * 1024, description="Largest gRPC message, either way."
+        4 * 1024 * 1024, ge=64 * 1024, description="Largest gRPC message, in both directions."
     )
     max_connections: int = Field(
         2048,
         ge=16,
         le=65_536,
-        description="Connections at a time, on each address; more are closed at once.",
+        description="Open connections per address; further ones are closed at once.",
     )
     max_open_calls: int = Field(
         4096,
         ge=64,
         le=65_536,
-        description="Calls under way at a time, open streams among them; more are refused.",
+        description="Calls in progress, open streams included; further ones are refused.",
     )
     reflection: bool = Field(default=True, description="Serve gRPC reflection.")
     channelz: bool = Field(
@@ -219,7 +221,7 @@ class Settings(BaseSettings):
         "`channelz`.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="Least level of a log line."
+        "info", description="Lowest level of log lines that are written."
     )
     planner: Annotated[PlannerSettings, BeforeValidator(_known_by(PlannerSettings))] = Field(
         PlannerSettings(), description="Constants of the decision."
@@ -234,12 +236,13 @@ class Settings(BaseSettings):
     otlp_trace_ratio: float = Field(
         0.1, ge=0, le=1, description="Share of traces (decisions, operators' calls) that are kept."
     )
-    otlp_logs: bool = Field(default=False, description="Send log lines there as well.")
+    otlp_logs: bool = Field(default=False, description="Send log lines to that collector as well.")
     record_directory: Path | None = Field(
-        None, description="Where decisions are recorded, for `controller replay`; by default not."
+        None,
+        description="Directory of recordings for `controller replay`; by default there are none.",
     )
     record_megabytes: int = Field(
-        256, ge=1, description="What that directory may hold; the oldest goes first."
+        256, ge=1, description="Largest size of the recordings; the oldest are deleted first."
     )
 
     @classmethod
