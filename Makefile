@@ -18,6 +18,7 @@ check: setup ## The static part: format, lint, types, contract, drift of what is
 	@echo "check: ruff format" && .venv/bin/ruff format --check .
 	@echo "check: ruff" && .venv/bin/ruff check .
 	@echo "check: mypy" && .venv/bin/mypy
+	@echo "check: layers of the import graph" && .venv/bin/lint-imports --no-logo
 	@echo "check: buf" && scripts/buf.sh .venv/bin/buf
 	@echo "check: stubs" && $(PYTHON_IN) scripts/proto.py --check
 	@echo "check: metrics reference" && $(PYTHON_IN) scripts/metrics_reference.py --check
@@ -34,28 +35,28 @@ test: setup ## All tests (ARGS="-m 'not engine and not packaging'" for the quick
 	@$(PYTHON_IN) -m pytest $(ARGS)
 
 bench: setup ## What it costs, against its bars (40 minutes; ARGS="--only link fold")
-	@$(PYTHON_IN) -m tests.bench $(ARGS)
+	@$(PYTHON_IN) -m tests.system.bench $(ARGS)
 
 faults: setup ## Kills, stops, cuts off and fills up what can be, and shows what came of it (half an hour)
-	@$(PYTHON_IN) -m tests.faults $(ARGS)
+	@$(PYTHON_IN) -m tests.system.faults $(ARGS)
 
 soak: setup ## Half an hour of load: nothing may grow, nothing may differ from what is on record
-	@$(PYTHON_IN) -m tests.soak $(ARGS)
+	@$(PYTHON_IN) -m tests.system.soak $(ARGS)
 
 fuzz: setup ## Bad input for everything that reads, for as long as you like (ARGS="--minutes 240")
-	@$(PYTHON_IN) -m tests.fuzz $(ARGS)
+	@$(PYTHON_IN) -m tests.system.fuzz $(ARGS)
 
 demo: setup ## One stream of prompts, four policies, on the real SGLang
-	@$(PYTHON_IN) -m engine_shim.cpu.demo $(ARGS)
+	@$(PYTHON_IN) -m lab.demo $(ARGS)
 
 lab: setup ## What the papers say of drafters that learn, on small real models (25 minutes)
-	@$(PYTHON_IN) -m engine_shim.cpu.lab $(ARGS)
+	@$(PYTHON_IN) -m lab.learning $(ARGS)
 
 gpu-check: ## Measures every arm with CUDA graphs, where SGLang and this project are installed
-	@$(PYTHON) -m engine_shim.gpu_check --keep-profile profiles $(ARGS)
+	@$(PYTHON) -m lab.gpu_check --keep-profile profiles $(ARGS)
 
 models: setup ## Trains the small models anew (they are checked in)
-	@$(PYTHON_IN) -m engine_shim.cpu.models.make $(ARGS)
+	@$(PYTHON_IN) -m lab.cpu_engine.models.make $(ARGS)
 
 proto: setup ## Generates the stubs from proto/
 	@$(PYTHON_IN) scripts/proto.py

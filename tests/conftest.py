@@ -14,7 +14,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """For `tests/hostile`."""
+    """For `tests/system/abuse`."""
     parser.addoption("--hostile-scale", type=int, default=1, help="attacks so many times as big")
 
 

@@ -8,16 +8,16 @@ from controller.cli import (
     convert,
     doctor,
     explain,
+    incident_report,
     override,
     profile,
-    profile_shelf,
+    profiles,
     replay,
-    report,
     serve,
     simulate,
     top,
 )
-from controller.exit_codes import Exit
+from controller.util.exit_codes import Exit
 
 app = typer.Typer(
     name="controller",
@@ -28,7 +28,7 @@ app = typer.Typer(
 app.command("serve")(serve.serve)
 app.command("config", context_settings=config.CONTEXT)(config.config)
 app.add_typer(profile.profile, name="profile")
-for _name, _command in profile_shelf.COMMANDS.items():
+for _name, _command in profiles.COMMANDS.items():
     profile.profile.command(_name)(_command)
 app.command("engines")(explain.engines)
 app.command("explain")(explain.explain)
@@ -37,7 +37,7 @@ app.add_typer(override.override, name="override")
 app.command("doctor")(doctor.doctor)
 app.command("simulate")(simulate.simulate)
 app.command("replay")(replay.replay)
-app.command("report")(report.report)
+app.command("report")(incident_report.report)
 app.command("convert")(convert.convert)
 app.command("advise")(advise.advise)
 

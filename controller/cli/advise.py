@@ -4,10 +4,10 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from controller.exit_codes import Exit
+from controller.util.exit_codes import Exit
 
 if TYPE_CHECKING:
-    from controller.core.allocation import Pool
+    from controller.core.training.gpu_allocation import Pool
 
 
 def advise(
@@ -28,9 +28,6 @@ def advise(
         float, typer.Option(help="Training rate that is needed, in the pools' unit; 0: one card.")
     ] = 0.0,
     share: Annotated[float, typer.Option(help="Of the time that training takes.")] = 1.0,
-    reproduce: Annotated[
-        bool, typer.Option("--reproduce", help="The paper's own configurations instead.")
-    ] = False,
 ) -> None:
     """Which cards should train, what that gains, and from which speedup on it pays.
 
@@ -38,11 +35,8 @@ def advise(
 
     Exit codes: 0 done, 2 bad input, with one line on standard error.
     """
-    from controller.core.allocation import Demand, InvalidPoolError, allocate
+    from controller.core.training.gpu_allocation import Demand, InvalidPoolError, allocate
 
-    if reproduce:
-        _reproduce()
-        return
     try:
         pools = [_pool(text) for text in pool or []]
         demand = Demand(speedup, untrained, training, share)
@@ -59,7 +53,7 @@ def advise(
 
 
 def _pool(text: str) -> "Pool":
-    from controller.core.allocation import InvalidPoolError, Pool
+    from controller.core.training.gpu_allocation import InvalidPoolError, Pool
 
     parts = text.split(":")
     try:
@@ -69,16 +63,6 @@ def _pool(text: str) -> "Pool":
         raise InvalidPoolError(
             f"--pool {text!r}: NAME:CARDS:INFERENCE:TRAINING is needed"
         ) from error
-
-
-def _reproduce() -> None:
-    from controller.simulation.reproduce_pools import STATED, relative_throughput
-
-    print("TIDE (arXiv 2602.05145), section 5.5 and appendix A.4: relative inference throughput\n")
-    print(f"{'cards':34}{'speedup':>9}{'here':>8}{'paper':>8}")
-    for one in STATED:
-        here = relative_throughput(one)
-        print(f"{one.cards:34}{one.speedup:9.2f}{here:8.3f}{one.relative:8.2f}")
 
 
 def _refuse(fault: str) -> NoReturn:

@@ -6,11 +6,11 @@ import typer
 
 from controller.cli.connection import print_wide
 from controller.cli.serve import flags_of, serve
-from controller.exit_codes import Exit
+from controller.util.exit_codes import Exit
 
 if TYPE_CHECKING:
-    from controller.settings import Settings
-    from controller.settings_sources import Sources
+    from controller.settings.settings import Settings
+    from controller.settings.sources import Sources
 
 # Options that are not ours are those of `controller serve`.
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -31,7 +31,7 @@ def config(
     Exit codes: 0 `controller serve` would take these settings, 2 it would refuse them.
     """
     from controller.core.errors import SpeculationError
-    from controller.settings import Settings
+    from controller.settings.settings import Settings
 
     flags, file = flags_of(_serve_params(context.args))
     try:
@@ -68,7 +68,7 @@ def _print_table(settings: "Settings", sources: "Sources") -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from controller.settings import keys
+    from controller.settings.settings import keys
 
     table = Table("setting", "value", "from", "reloads")
     for key in keys():
@@ -82,7 +82,7 @@ def _print_table(settings: "Settings", sources: "Sources") -> None:
 def _print_json(settings: "Settings", sources: "Sources") -> None:
     import json
 
-    from controller.settings import keys
+    from controller.settings.settings import keys
 
     rows = []
     for key in keys():
@@ -100,7 +100,7 @@ def _print_json(settings: "Settings", sources: "Sources") -> None:
 
 
 def _reloads(key: str) -> bool:
-    from controller.settings import RELOADED
+    from controller.settings.settings import RELOADED
 
     return key.partition(".")[0] in RELOADED
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from controller.exit_codes import Exit
+from controller.util.exit_codes import Exit
 
 if TYPE_CHECKING:
     import grpc
@@ -18,7 +18,7 @@ UINT32_MAX = 2**32 - 1
 
 def checked_address(text: str) -> str:
     """Returns the address in gRPC's form; raises a usage error if the text is not an address."""
-    from controller.socket_paths import sidecar_address
+    from controller.util.socket_paths import sidecar_address
 
     try:
         return sidecar_address(text) if text else ""
@@ -39,7 +39,7 @@ DEFAULT_ADDRESS = "unix:/run/speculation/controller.sock"
 
 def for_operators(address: str) -> str:
     """Where overrides are set: a unix socket beside the sidecar's, or the same TCP address."""
-    from controller.socket_paths import operators_address
+    from controller.util.socket_paths import operators_address
 
     return operators_address(address)
 
@@ -67,8 +67,8 @@ def connected(address: str, hints: Mapping[Exit, str] | None = None) -> "Iterato
 
 def _failure(address: str, error: "grpc.RpcError") -> tuple[str, Exit]:
     """What a failed call is to the caller: one line, and the exit code."""
-    from controller.credentials import why_silent
-    from controller.socket_paths import why_denied
+    from controller.client.credentials import why_silent
+    from controller.util.socket_paths import why_denied
 
     details = error.details() or error.code().name
     if is_away(error):
@@ -101,7 +101,7 @@ def is_away(error: "grpc.RpcError") -> bool:
 
 def open_channel(address: str) -> "grpc.Channel":
     """With what the environment names for it.  Ends the command when that cannot be used."""
-    from controller.credentials import Credentials, CredentialsError
+    from controller.client.credentials import Credentials, CredentialsError
 
     try:
         credentials = Credentials.for_address(address)

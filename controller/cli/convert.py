@@ -5,7 +5,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from controller.exit_codes import Exit
+from controller.util.exit_codes import Exit
 
 
 def convert(
@@ -30,7 +30,7 @@ def convert(
     Exit codes: 0 done, 2 anything else, with one line on standard error.
     """
     from controller.core.errors import SpeculationError
-    from controller.whole_file import write_whole
+    from controller.util.atomic_file import write_whole
 
     try:
         _require_free(target, force=force)

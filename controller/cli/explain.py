@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from controller.cli.connection import DEFAULT_ADDRESS, UINT32_MAX, Address, connected, print_wide
-from controller.service.override_words import PRECEDENCE, regime_text, rule_text, scope_text
+from controller.wire.override_text import PRECEDENCE, regime_text, rule_text, scope_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -20,7 +20,7 @@ _PAST_ROUNDS = 4
 
 def engines(address: Address = DEFAULT_ADDRESS) -> None:
     """Lists the engines that the sidecar steers."""
-    from controller.pages import every_engine
+    from controller.client.paging import every_engine
     from speculation.v1 import service_pb2, service_pb2_grpc
 
     with connected(address) as channel:
@@ -262,7 +262,7 @@ def _counted(number: int, one: str, several: str) -> str:
 
 def _lost_text(lost: "Iterable[engine_pb2.LostCapability]") -> str:
     """A line for everything that the engine can no longer do."""
-    from controller.service.lost_messages import lost_text
+    from controller.wire.capabilities import lost_text
 
     return "".join(f"{lost_text(loss)}\n" for loss in lost)
 

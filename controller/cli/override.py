@@ -19,8 +19,8 @@ from controller.cli.connection import (
     for_operators,
     print_wide,
 )
-from controller.exit_codes import Exit
-from controller.service.override_words import PRECEDENCE, regime_text, rule_text, scope_text
+from controller.util.exit_codes import Exit
+from controller.wire.override_text import PRECEDENCE, regime_text, rule_text, scope_text
 
 if TYPE_CHECKING:
     from speculation.v1 import policy_pb2

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from controller.cli.connection import checked_address
-from controller.exit_codes import Exit
+from controller.util.exit_codes import Exit
 
 if TYPE_CHECKING:
     from controller.profiling import ProfileOutcome, ProfileRequest

@@ -10,10 +10,10 @@ from controller.cli.connection import print_wide
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from controller.core.profile import Profile
+    from controller.core.cost.profile import Profile
     from controller.core.types import Arm
+    from controller.recording.counterfactual import Change, Comparison
     from controller.recording.replay import Verdict
-    from controller.recording.what_if import Change, Comparison
 
 EXIT_DIFFERS = 1
 EXIT_USAGE = 2
@@ -51,9 +51,9 @@ def replay(
     import json
 
     from controller.core.errors import SpeculationError
+    from controller.recording.counterfactual import WhatIf
     from controller.recording.recording import find
     from controller.recording.replay import replay as decide_again
-    from controller.recording.what_if import WhatIf
 
     try:
         change = _change(policy, profile, planner_constant or [])
@@ -74,7 +74,7 @@ def replay(
 
 
 def _change(policy: str, profile: Path | None, constants: list[str]) -> "Change | None":
-    from controller.recording.what_if import Change
+    from controller.recording.counterfactual import Change
 
     given: dict[str, object] = dict(map(_constant, constants))
     if policy:
@@ -103,7 +103,7 @@ def _constant(text: str) -> tuple[str, object]:
 
 
 def _profile(path: Path) -> "Profile":
-    from controller.core.profile import Profile
+    from controller.core.cost.profile import Profile
     from controller.recording.errors import RecordingError
 
     try:
@@ -113,7 +113,7 @@ def _profile(path: Path) -> "Profile":
 
 
 def _print(verdict: "Verdict") -> None:
-    from controller.recording.times import time_text
+    from controller.recording.time_text import time_text
 
     seconds = verdict.ended_at - verdict.began_at
     print(
@@ -157,7 +157,7 @@ def _print_comparison(found: "Comparison") -> None:
 def _stretches(found: "Comparison") -> "Table":
     from rich.table import Table
 
-    from controller.recording.times import time_text
+    from controller.recording.time_text import time_text
 
     longest = sorted(found.stretches, key=lambda s: s.seconds, reverse=True)[:_SHOWN]
     rest = len(found.stretches) + found.more_stretches - len(longest)

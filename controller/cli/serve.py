@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from controller.exit_codes import Exit
+from controller.util.exit_codes import Exit
 
 if TYPE_CHECKING:
     from controller.core.errors import SpeculationError
@@ -121,9 +121,10 @@ def serve(
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
     from controller.core.errors import SpeculationError
-    from controller.service import limits, logs
+    from controller.service.net import limits
     from controller.service.server import Sidecar
-    from controller.settings import Settings, SettingsError
+    from controller.settings.settings import Settings, SettingsError
+    from controller.util import logs
 
     flags, file = flags_of(context.params)
 
@@ -156,11 +157,11 @@ def flags_of(params: Mapping[str, Any]) -> tuple[dict[str, Any], Path | None]:
 
 
 def _code_of(error: "SpeculationError") -> Exit:
-    from controller.service.access import AccessFileError
-    from controller.service.errors import AddressTakenError
-    from controller.service.profile_library import ProfileFileError
-    from controller.service.unix_socket import SocketTakenError
-    from controller.store.port import StoreError
+    from controller.service.net.access import AccessFileError
+    from controller.service.net.errors import AddressTakenError
+    from controller.service.net.unix_socket import SocketTakenError
+    from controller.service.sessions.profile_registry import ProfileFileError
+    from controller.store.interface import StoreError
     from controller.store.redis_client import RedisUrlError
 
     table: tuple[tuple[type[SpeculationError], Exit], ...] = (

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from controller.exit_codes import Exit
+from controller.util.exit_codes import Exit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from controller.simulation.results import SimulationReport
     from controller.simulation.scenario import Scenario
@@ -72,16 +72,10 @@ def simulate(
     processes: Annotated[int | None, typer.Option(help="Side by side; all processors.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Writes the report.")] = None,
     html: Annotated[Path | None, typer.Option(help="Writes one page with plots.")] = None,
-    reproduce: Annotated[
-        str, typer.Option(help="'tide', 'drafters' or 'tts': a published result, and how close.")
-    ] = "",
-    grid: Annotated[
-        Path | None, typer.Option(help="The published drafter grid, for --reproduce drafters.")
-    ] = None,
 ) -> None:
     """Compares the controller with every static choice, hindsight, and the peers.
 
-    Either --suite standard, or --acceptance and --cost (and perhaps --arrivals), or --reproduce.
+    Either --suite standard, or --acceptance and --cost (and perhaps --arrivals).
     Virtual time, seeded: equal inputs give equal results.
 
     Exit codes: 0 done, 2 bad input (one line on standard error).
@@ -93,9 +87,6 @@ def simulate(
 
     wanted = _wanted(policy, more)
     try:
-        if reproduce:
-            _reproduce(reproduce, grid, range(seed, seed + (seeds or 1)), processes)
-            return
         if suite == "cold-start":
             _cold_start(_sizes(concurrency), range(seed, seed + (seeds or 3)), processes)
             return
@@ -205,7 +196,7 @@ def _show(report: "SimulationReport", json_file: Path | None, html: Path | None)
 
     from controller.simulation.errors import InvalidInputError
     from controller.simulation.report import render_html, render_text, to_json
-    from controller.whole_file import write_whole
+    from controller.util.atomic_file import write_whole
 
     console = Console()
     if not console.is_terminal:
@@ -231,26 +222,3 @@ def _cold_start(sizes: tuple[int, ...], seeds: range, processes: int | None) -> 
     if not console.is_terminal:
         console.width = 160
     console.print(table(run_cold_starts(cells, seeds, processes)))
-
-
-def _reproduce(what: str, grid: Path | None, seeds: range, processes: int | None) -> None:
-    from rich.console import Console
-
-    from controller.simulation.errors import InvalidInputError
-    from controller.simulation.reproduce import tables
-    from controller.simulation.reproduce_drafters import DrafterReport, reproduce_drafters
-    from controller.simulation.reproduce_tide import TideReport, reproduce_tide
-    from controller.simulation.reproduce_tts import StrideReport, reproduce_tts
-
-    made: dict[str, Callable[[], TideReport | DrafterReport | StrideReport]] = {
-        "tide": reproduce_tide,
-        "drafters": lambda: reproduce_drafters(grid),
-        "tts": lambda: reproduce_tts(seeds, processes),
-    }
-    if what not in made:
-        raise InvalidInputError("--reproduce", 0, f"{what!r}: 'tide', 'drafters' or 'tts'")
-    found = made[what]()
-    console = Console()
-    if not console.is_terminal:
-        console.width = 160
-    console.print(tables(found))

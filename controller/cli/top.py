@@ -92,7 +92,7 @@ def _looks(
 
 
 def _overview(channel: "grpc.Channel") -> "service_pb2.OverviewResponse":
-    from controller.pages import every_engine
+    from controller.client.paging import every_engine
     from speculation.v1 import service_pb2, service_pb2_grpc
 
     inspection = service_pb2_grpc.InspectionServiceStub(channel)

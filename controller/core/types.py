@@ -8,14 +8,14 @@ import math
 from dataclasses import dataclass, field
 from enum import Enum
 
+from controller.core.capabilities import LostCapability, able, require_known
 from controller.core.errors import (
     InvalidEngineError,
     InvalidReportError,
     UnknownArmError,
 )
 from controller.core.kinds import DrafterKind
-from controller.core.lost import LostCapability, able, require_known
-from controller.core.shapes import DrafterShape, ModelShape
+from controller.core.model_shapes import DrafterShape, ModelShape
 
 MAX_GAMMA = 64
 MAX_BATCH_SIZE = 65_536

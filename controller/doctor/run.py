@@ -6,11 +6,11 @@ from pathlib import Path
 
 import grpc.aio
 
-from controller.credentials import Credentials, CredentialsError
-from controller.doctor import neighbours, place, sidecar
+from controller.client.credentials import Credentials, CredentialsError
+from controller.doctor import dependencies, local, sidecar
 from controller.doctor.finding import Finding, fail, ok
-from controller.settings import DEFAULT_ADDRESS, Settings, SettingsError
-from controller.socket_paths import socket_path
+from controller.settings.settings import DEFAULT_ADDRESS, Settings, SettingsError
+from controller.util.socket_paths import socket_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,23 +38,23 @@ async def diagnose(request: Request) -> AsyncIterator[Finding]:
         yield fail("settings", f"{first}{more}", "correct it; `controller config` shows them all")
     address = request.address or (settings.address if settings else DEFAULT_ADDRESS)
     if address.startswith("unix:"):
-        yield place.check_socket(socket_path(address))
+        yield local.check_socket(socket_path(address))
     for finding in await _sidecar(address):
         yield finding
     if request.engine_url:
-        for finding in await neighbours.check_engine_http(request.engine_url, request.api_key):
+        for finding in await dependencies.check_engine_http(request.engine_url, request.api_key):
             yield finding
     if settings is None:
         return
     # Beside the socket that was asked, which need not be the one that the settings name.
     beside = {"address": address} if request.address and address.startswith("unix:") else {}
     state = settings.model_copy(update=beside).state_path
-    for finding in place.check_state(state):
+    for finding in local.check_state(state):
         yield finding
     if settings.redis_url is not None:
-        yield await neighbours.check_redis(settings)
+        yield await dependencies.check_redis(settings)
     if settings.health_port:
-        yield await neighbours.check_health_port(settings.health_port)
+        yield await dependencies.check_health_port(settings.health_port)
 
 
 async def _sidecar(address: str) -> list[Finding]:

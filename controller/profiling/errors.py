@@ -3,7 +3,7 @@
 from typing import ClassVar
 
 from controller.core.errors import SpeculationError
-from controller.exit_codes import Exit
+from controller.util.exit_codes import Exit
 
 
 class ProfilingError(SpeculationError):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from controller.core.profile import ProfileCell
+from controller.core.cost.profile import ProfileCell
 from controller.core.types import Arm
 from controller.profiling.drift import without_drift
 from controller.profiling.errors import MeasurementError

@@ -11,12 +11,12 @@ from typing import Literal
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 
+from controller.core.cost.profile import DrafterIdentity, Profile, ProfileCell
 from controller.core.errors import ProfileMismatchError
-from controller.core.profile import DrafterIdentity, Profile, ProfileCell
 from controller.core.types import EngineSpec, Fingerprint
 from controller.profiling.errors import InvalidPartialError
 from controller.profiling.samples import CellKey, Cells, Context, Samples
-from controller.whole_file import write_whole
+from controller.util.atomic_file import write_whole
 
 OLDEST = timedelta(days=1)
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)

@@ -5,12 +5,12 @@ import re
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from controller.core.cost.profile import Profile
 from controller.core.errors import InvalidProfileError, ProfileMismatchError
-from controller.core.profile import Profile
 from controller.core.types import EngineSpec
 from controller.profiling.errors import ProfileRefusedError
 from controller.profiling.partial import identities
-from controller.whole_file import write_whole
+from controller.util.atomic_file import write_whole
 
 _NAME_MAX = 48
 

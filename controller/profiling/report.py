@@ -8,7 +8,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from controller.core.profile import Profile, ProfileCell
+from controller.core.cost.profile import Profile, ProfileCell
 from controller.core.types import Arm
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from controller.core.clock import Clock, WallClock
-from controller.core.profile import Profile
+from controller.core.cost.profile import Profile
 from controller.core.types import EngineSpec
 from controller.profiling.engine_http import EngineHttp
 from controller.profiling.errors import InvalidPartialError, MeasurementError, ProfilingError

@@ -8,23 +8,23 @@ from typing import Self
 import grpc
 import grpc.aio
 
+from controller.client.credentials import Credentials, CredentialsError, why_silent
+from controller.client.paging import every_engine_aio
+from controller.core.cost.profile import Profile
 from controller.core.errors import (
     InvalidProfileError,
     ProfileMismatchError,
     SpeculationError,
 )
-from controller.core.profile import Profile
 from controller.core.types import Arm, EngineSpec, StepReport
-from controller.credentials import Credentials, CredentialsError, why_silent
-from controller.pages import every_engine_aio
 from controller.profiling.errors import (
     MeasurementError,
     ProfilingError,
     ProfilingUsageError,
     SidecarUnreachableError,
 )
-from controller.service import converters
-from controller.socket_paths import operators_address, why_denied
+from controller.util.socket_paths import operators_address, why_denied
+from controller.wire import converters
 from speculation.v1 import service_pb2, service_pb2_grpc
 
 _ANSWER_SECONDS = 10.0

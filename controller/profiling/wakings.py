@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from controller.core.missed import MissedTokens
-from controller.core.profile import ProfileCell
+from controller.core.cost.drafter_backlog import MissedTokens
+from controller.core.cost.profile import ProfileCell
 from controller.core.types import Arm, EngineSpec, StepReport
 
 # Fewer say nothing.

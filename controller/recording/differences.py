@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from controller.core.state import Tree, Typed
-from controller.recording.state_messages import state_to_proto
-from controller.service.override_words import reason_text
+from controller.core.engine.checkpoint import Tree, Typed
+from controller.recording.checkpoint_messages import state_to_proto
+from controller.wire.override_text import reason_text
 from speculation.v1 import plan_pb2
 
 _ROWS_SHOWN = 4

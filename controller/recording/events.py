@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias
 
-from controller.core.lost import LostCapability
-from controller.core.overrides import Override
-from controller.core.profile import Profile
-from controller.core.selective_training import TrainingSettings, TrainingState
+from controller.core.acceptance.warm_start import Belief
+from controller.core.capabilities import LostCapability
+from controller.core.cost.profile import Profile
+from controller.core.engine.checkpoint import Tree
+from controller.core.planning.overrides import Override
 from controller.core.settings import PlannerSettings
-from controller.core.state import Tree
+from controller.core.training.selective_training import TrainingSettings, TrainingState
 from controller.core.types import Arm, EngineSpec, Plan, StepReport
-from controller.core.warm_start import Belief
 from speculation.v1 import plan_pb2
 
 

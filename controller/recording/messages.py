@@ -10,12 +10,14 @@ from typing import Any, Final, TypeVar
 
 from google.protobuf.message import Message
 
-from controller.core import selective_training, warm_start
+from controller.core.acceptance import warm_start
+from controller.core.cost.profile import Profile
 from controller.core.errors import MALFORMED, SpeculationError
-from controller.core.profile import Profile
-from controller.core.selective_training import TrainingSettings
 from controller.core.settings import PlannerSettings
+from controller.core.training import selective_training
+from controller.core.training.selective_training import TrainingSettings
 from controller.core.types import Arm
+from controller.recording.checkpoint_messages import state_from_proto, state_to_proto
 from controller.recording.errors import RecordingError
 from controller.recording.events import (
     Configured,
@@ -36,10 +38,9 @@ from controller.recording.events import (
     Trained,
     Warmed,
 )
-from controller.recording.state_messages import state_from_proto, state_to_proto
-from controller.service import converters
-from controller.service.lost_messages import all_lost_from_proto, lost_to_proto
-from controller.service.override_messages import override_from_proto, override_to_proto
+from controller.wire import converters
+from controller.wire.capabilities import all_lost_from_proto, lost_to_proto
+from controller.wire.overrides import override_from_proto, override_to_proto
 from speculation.v1 import record_pb2
 
 _Settings = TypeVar("_Settings", PlannerSettings, TrainingSettings)

@@ -16,17 +16,17 @@ from typing import Final
 import structlog
 
 from controller.core.clock import Clock
-from controller.core.overrides import Override
-from controller.core.profile import Profile
-from controller.core.selective_training import TrainingSettings, TrainingState
+from controller.core.cost.profile import Profile
+from controller.core.planning.overrides import Override
 from controller.core.settings import PlannerSettings
+from controller.core.training.selective_training import TrainingSettings, TrainingState
 from controller.core.types import EngineSpec
+from controller.recording.event_log import EndOf, Queue, Tape
 from controller.recording.events import Moment, Opening
 from controller.recording.frames import frame
 from controller.recording.messages import moment_to_proto
+from controller.recording.recorded_controller import TapedController
 from controller.recording.ring import Ring, Segment
-from controller.recording.tape import EndOf, Queue, Tape
-from controller.recording.taped_core import TapedController
 
 _ROUND_SECONDS = 0.5
 # After trouble the disk is tried again after this time.

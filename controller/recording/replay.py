@@ -13,10 +13,10 @@ from typing import Protocol
 import numpy as np
 
 from controller.core.clock import VirtualClock
-from controller.core.engine_controller import EngineController
+from controller.core.engine.checkpoint import capture, restore
+from controller.core.engine.engine_controller import EngineController
 from controller.core.errors import SpeculationError
 from controller.core.settings import PlannerSettings
-from controller.core.state import capture, restore
 from controller.recording.differences import plan_difference, state_difference
 from controller.recording.errors import RecordingError
 from controller.recording.events import (
@@ -34,9 +34,9 @@ from controller.recording.events import (
     Trained,
     Warmed,
 )
+from controller.recording.recorded_controller import versions
 from controller.recording.recording import Part, Recording
-from controller.recording.taped_core import versions
-from controller.service.converters import plan_to_proto
+from controller.wire.converters import plan_to_proto
 from speculation.v1 import plan_pb2
 
 # What a core may run into where its variables cannot be its own.

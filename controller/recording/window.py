@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 
-from controller.core.engine_controller import EngineController
+from controller.core.engine.engine_controller import EngineController
 from controller.core.settings import PlannerSettings
 from controller.core.types import Arm, EngineSpec, StepReport
 from controller.recording.events import (
@@ -24,7 +24,7 @@ from controller.recording.events import (
     Term,
     Warmed,
 )
-from controller.service.override_words import reason_text, regime_text
+from controller.wire.override_text import reason_text, regime_text
 from speculation.v1 import plan_pb2
 
 # Plans and notes that are kept, the newest; more are counted.

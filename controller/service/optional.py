@@ -5,15 +5,15 @@ from typing import Protocol
 import grpc.aio
 
 from controller.core.types import Plan
-from controller.service.errors import StartRefusedError
-from controller.service.session import Session
-from controller.settings import Settings
+from controller.service.net.errors import StartRefusedError
+from controller.service.sessions.session import Session
+from controller.settings.settings import Settings
 from controller.store.file_store import FileStore
-from controller.store.port import Store
+from controller.store.interface import Store
 
 
 class Telemetry(Protocol):
-    """What the sidecar asks of `telemetry.Telemetry`."""
+    """What the sidecar asks of `tracing.Telemetry`."""
 
     def decision(self, session: Session, before: Plan, began: int) -> None:
         """For `Session.on_decision`."""
@@ -50,13 +50,13 @@ def make_telemetry(settings: Settings) -> Telemetry | None:
     if settings.otlp_endpoint is None:
         return None
     try:
-        from controller.service import telemetry  # noqa: PLC0415  # only when asked for
+        from controller.service import tracing  # noqa: PLC0415  # only when asked for
     except ImportError as error:
         raise StartRefusedError(
             f"a collector is named ({settings.otlp_endpoint}), but {error.name} is not installed: "
             "pip install 'speculation-controller[otel]'"
         ) from error
-    made = telemetry.Telemetry(settings.otlp_endpoint, settings.otlp_trace_ratio)
+    made = tracing.Telemetry(settings.otlp_endpoint, settings.otlp_trace_ratio)
     if settings.otlp_logs:
         made.send_logs()
     return made

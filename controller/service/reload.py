@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import structlog
 
+from controller.core.cost.profile import Profile
 from controller.core.errors import SpeculationError
-from controller.core.profile import Profile
-from controller.service.policy import PolicyServicer
-from controller.service.profile_library import ProfileLibrary, mismatch
-from controller.service.readiness import Readiness
-from controller.service.sessions import SessionRegistry
-from controller.settings import RELOADED, Settings, keys
+from controller.service.rpc.overrides import PolicyServicer
+from controller.service.sessions.profile_registry import ProfileLibrary, mismatch
+from controller.service.sessions.registry import SessionRegistry
+from controller.service.status.readiness import Readiness
+from controller.settings.settings import RELOADED, Settings, keys
 
 _log = structlog.get_logger(__name__)
 

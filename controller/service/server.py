@@ -15,47 +15,47 @@ import structlog
 from grpc_health.v1 import health, health_pb2_grpc
 
 import controller
-from controller import tasks
-from controller.core import warm_start
+from controller.core.acceptance import warm_start
 from controller.core.clock import Clock, WallClock
-from controller.core.engine_controller import EngineController
+from controller.core.cost.profile import Profile
+from controller.core.engine.engine_controller import EngineController
 from controller.core.errors import SpeculationError
-from controller.core.profile import Profile
 from controller.core.types import EngineSpec
+from controller.recording.recorded_controller import TapedController
 from controller.recording.recorder import Recorder
-from controller.recording.taped_core import TapedController
-from controller.service import limits, tcp, unix_socket
-from controller.service.access import (
+from controller.service.metrics import MetricsServer
+from controller.service.net import limits, tcp, unix_socket
+from controller.service.net.access import (
     AccessList,
     Identify,
     on_engines_socket,
     on_operators_socket,
     on_tcp,
 )
-from controller.service.audit_trail import AuditTrail
-from controller.service.errors import AddressTakenError, ShuttingDownError
-from controller.service.fleet_estimates import FleetEstimates
-from controller.service.fleet_profiles import FleetProfiles
-from controller.service.guard import Guard
-from controller.service.health_port import HealthPort
-from controller.service.inspection import InspectionServicer
-from controller.service.metrics import MetricsServer
-from controller.service.operator_door import OperatorDoor
+from controller.service.net.errors import AddressTakenError, ShuttingDownError
+from controller.service.net.guard import Guard
+from controller.service.net.health_port import HealthPort
+from controller.service.net.operator_socket import OperatorDoor
 from controller.service.optional import Telemetry, add_channelz, make_store, make_telemetry
-from controller.service.override_book import OverrideBook
-from controller.service.page_server import PageServer
-from controller.service.policy import PolicyServicer
-from controller.service.profile_library import ProfileLibrary
-from controller.service.profiling import ProfilingServicer
-from controller.service.readiness import SERVICES, Readiness
 from controller.service.reload import Reloader
-from controller.service.session import Session
-from controller.service.sessions import CoreFactory, SessionRegistry
-from controller.service.steering import SpeculationServicer
-from controller.service.training import TrainingServicer
-from controller.service.training_files import TrainingFiles
-from controller.service.viewer import Viewer
-from controller.settings import Settings
+from controller.service.rpc.inspection import InspectionServicer
+from controller.service.rpc.overrides import PolicyServicer
+from controller.service.rpc.profiling import ProfilingServicer
+from controller.service.rpc.steering import SpeculationServicer
+from controller.service.rpc.training import TrainingServicer
+from controller.service.sessions.audit_log import AuditTrail
+from controller.service.sessions.fleet_estimates import FleetEstimates
+from controller.service.sessions.fleet_profiles import FleetProfiles
+from controller.service.sessions.override_registry import OverrideBook
+from controller.service.sessions.profile_registry import ProfileLibrary
+from controller.service.sessions.registry import CoreFactory, SessionRegistry
+from controller.service.sessions.session import Session
+from controller.service.sessions.training_state import TrainingFiles
+from controller.service.status.page_server import PageServer
+from controller.service.status.readiness import SERVICES, Readiness
+from controller.service.status.status_cache import Viewer
+from controller.settings.settings import Settings
+from controller.util import cancellation
 from speculation.v1 import policy_pb2_grpc, service_pb2_grpc, training_pb2_grpc
 
 _EXPIRE_SECONDS = 15.0
@@ -233,7 +233,7 @@ class Sidecar:
 
     async def stop(self) -> None:
         """Ends everything that start began, within the drain time."""
-        await tasks.end(self._background)
+        await cancellation.end(self._background)
         await self._readiness.leave()
         sessions = list(self.registry)
         self.registry.close(

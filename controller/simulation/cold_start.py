@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from controller.core.types import StepFlags
 from controller.simulation import published
+from controller.simulation.controller_policy import ControllerPolicy
 from controller.simulation.curves import Curves
-from controller.simulation.ours import ControllerPolicy
 from controller.simulation.policy import StepRecord
 from controller.simulation.suite import KINDS, only
 from controller.simulation.surface import CostSurface

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controller.core.types import MAX_GAMMA
-from controller.simulation.bank import Bank
+from controller.simulation.acceptance_trace import Bank
 from controller.simulation.errors import InvalidInputError
 from controller.simulation.reading import finite, shown
 from controller.simulation.sources import lengths

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from controller.core.cost.profile import Profile
 from controller.core.kinds import DrafterKind
-from controller.core.profile import Profile
 from controller.simulation import published
 from controller.simulation.arrivals import read_arrivals
 from controller.simulation.curves import parse_acceptance

@@ -18,20 +18,20 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.core.devices import device
+from controller.core.cost.devices import device
+from controller.core.cost.roofline import Overlap, step_seconds
 from controller.core.errors import InvalidEngineError
 from controller.core.kinds import DrafterKind
-from controller.core.roofline import Overlap, step_seconds
 from controller.core.types import Arm, DrafterSpec
-from controller.simulation import qwen
+from controller.simulation import published_qwen
 from controller.simulation.errors import InvalidInputError
+from controller.simulation.published_tide import TIDE_MODELS, TideModel
 from controller.simulation.surface import CostSurface
-from controller.simulation.tide import TIDE_MODELS, TideModel
 
 Floats = NDArray[np.float64]
 
 # Context tokens a sequence at which the surfaces hold.
-KV_REFERENCE = qwen.MEAN_CONTEXT
+KV_REFERENCE = published_qwen.MEAN_CONTEXT
 
 # The fit to Llama-3.1-8B, in seconds: a pass, a token in it, a context token; EAGLE's whole draft,
 # a token of it, a context token.
@@ -217,29 +217,31 @@ def _llama() -> _Source:
 
 def _qwen() -> _Source:
     gpu = device("B200")
-    kv_seconds = qwen.TARGET.kv_bytes_per_token / gpu.bandwidth
+    kv_seconds = published_qwen.TARGET.kv_bytes_per_token / gpu.bandwidth
 
     def arm_seconds(arm: Arm, batch: Floats) -> Floats:
-        drafter, kv = qwen.DRAFTERS[arm.drafter], batch * KV_REFERENCE
-        row: Floats = step_seconds(qwen.TARGET, drafter, gpu, batch, [arm.gamma], kv, Overlap.STEP)[
-            0
-        ]
+        drafter, kv = published_qwen.DRAFTERS[arm.drafter], batch * KV_REFERENCE
+        row: Floats = step_seconds(
+            published_qwen.TARGET, drafter, gpu, batch, [arm.gamma], kv, Overlap.STEP
+        )[0]
         return row
 
-    head = qwen.TARGET.head_params
-    own = max(drafter.active_params - head for drafter in qwen.DRAFTERS.values())
+    head = published_qwen.TARGET.head_params
+    own = max(drafter.active_params - head for drafter in published_qwen.DRAFTERS.values())
     return _Source(
         {
-            name: _Drafter(drafter.kind, qwen.GAMMA_MAX[name], qwen.GAMMA_MAX[name])
-            for name, drafter in qwen.DRAFTERS.items()
+            name: _Drafter(
+                drafter.kind, published_qwen.GAMMA_MAX[name], published_qwen.GAMMA_MAX[name]
+            )
+            for name, drafter in published_qwen.DRAFTERS.items()
         },
         arm_seconds,
         # The read; where compute bounds a step, context is cheaper than this.
         lambda _: kv_seconds,
-        lambda _: qwen.CONCURRENCIES,
-        prefill=2 * (qwen.TARGET.active_params - head) / gpu.peak_flops,
+        lambda _: published_qwen.CONCURRENCIES,
+        prefill=2 * (published_qwen.TARGET.active_params - head) / gpu.peak_flops,
         catch_up=2 * own / gpu.peak_flops,
-        curves=qwen.SURVIVAL,
+        curves=published_qwen.SURVIVAL,
     )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, Field, ValidationError
 
-from controller.simulation import qwen
+from controller.simulation import published_qwen
 from controller.simulation.errors import InvalidInputError
 
 _Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -39,8 +39,8 @@ class _File(BaseModel):
 def read_grid(path: Path) -> Mapping[str, NDArray[np.float64]]:
     """Drafter -> [gamma_max + 1, concurrencies], committed output tokens per second; row = gamma.
 
-    Concurrencies are those of `qwen.CONCURRENCIES`.  Raises InvalidInputError for anything but a
-    file of this very sweep.
+    Concurrencies are those of `published_qwen.CONCURRENCIES`.  Raises InvalidInputError for
+    anything but a file of this very sweep.
     """
     try:
         file = _File.model_validate_json(path.read_bytes())
@@ -50,20 +50,24 @@ def read_grid(path: Path) -> Mapping[str, NDArray[np.float64]]:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the file"
         raise InvalidInputError(path, 0, f"{where}: {first['msg']}") from error
-    if tuple(file.conc) != qwen.CONCURRENCIES:
+    if tuple(file.conc) != published_qwen.CONCURRENCIES:
         raise InvalidInputError(
-            path, 0, f"conc: {list(qwen.CONCURRENCIES)} are needed, not {file.conc[:16]}"
+            path, 0, f"conc: {list(published_qwen.CONCURRENCIES)} are needed, not {file.conc[:16]}"
         )
-    if set(file.drafters) != set(qwen.DRAFTERS):
+    if set(file.drafters) != set(published_qwen.DRAFTERS):
         raise InvalidInputError(
-            path, 0, f"drafters: {sorted(qwen.DRAFTERS)} are needed, not {sorted(file.drafters)}"
+            path,
+            0,
+            f"drafters: {sorted(published_qwen.DRAFTERS)} are needed, not {sorted(file.drafters)}",
         )
     goodput = {}
     for name, drafter in file.drafters.items():
         found = [row.gamma for row in drafter.fixed]
-        if found != list(range(1, qwen.GAMMA_MAX[name] + 1)):
+        if found != list(range(1, published_qwen.GAMMA_MAX[name] + 1)):
             raise InvalidInputError(
-                path, 0, f"drafters.{name}.fixed: gamma 1 to {qwen.GAMMA_MAX[name]} are needed"
+                path,
+                0,
+                f"drafters.{name}.fixed: gamma 1 to {published_qwen.GAMMA_MAX[name]} are needed",
             )
         rows = [drafter.nospec.goodput, *(row.goodput for row in drafter.fixed)]
         if any(len(row) != len(file.conc) for row in rows):

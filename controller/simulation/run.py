@@ -10,10 +10,10 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 
 from controller.core.settings import PlannerSettings
+from controller.simulation.controller_policy import ControllerPolicy
 from controller.simulation.engine import RunResult, simulate
 from controller.simulation.errors import InvalidInputError
 from controller.simulation.hindsight import SegmentSchedule, best_by_segment, recovery_steps
-from controller.simulation.ours import ControllerPolicy
 from controller.simulation.peers import PeerUnavailableError, Static, best_table, standard_peers
 from controller.simulation.policy import Policy
 from controller.simulation.results import Origin, Timeline

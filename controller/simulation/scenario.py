@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from controller.core.profile import Profile
+from controller.core.cost.profile import Profile
 from controller.simulation.engine import EngineOptions
 from controller.simulation.surface import CostSurface
 from controller.simulation.workload import Workload

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from controller.core.cost.profile import Profile, ProfileCell
 from controller.core.errors import InvalidProfileError
-from controller.core.profile import Profile, ProfileCell
 from controller.core.types import MAX_BATCH_SIZE, MAX_GAMMA, MAX_STEP_SECONDS
 from controller.simulation.errors import InvalidInputError
 from controller.simulation.reading import csv_rows, text_lines

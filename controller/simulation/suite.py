@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from controller.core.profile import Profile
+from controller.core.cost.profile import Profile
 from controller.simulation import published
+from controller.simulation.controller_policy import FINGERPRINT
 from controller.simulation.curves import Curves, conditional
 from controller.simulation.engine import EngineOptions, Prefill
-from controller.simulation.ours import FINGERPRINT
 from controller.simulation.scenario import Scenario
 from controller.simulation.sources import ClosedSource, Mixture, OpenSource, PhaseSpec, lengths
 from controller.simulation.surface import CostSurface

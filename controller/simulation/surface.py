@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.core.profile import DrafterIdentity, Profile, ProfileCell
+from controller.core.cost.profile import DrafterIdentity, Profile, ProfileCell
 from controller.core.types import Arm, DrafterSpec, Fingerprint
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from controller.core.errors import MALFORMED
-from controller.store.port import (
+from controller.store.interface import (
     AUDIT_KEPT,
     AuditRecord,
     Entry,

@@ -26,9 +26,8 @@ from typing import Any, TypeVar
 import structlog
 
 from controller.store.database import Database, StoredEntry, refuse_links
-from controller.store.file_shelf import FileShelf
-from controller.store.journal_import import import_journal
-from controller.store.port import (
+from controller.store.file_blobs import FileShelf
+from controller.store.interface import (
     TRACE_SECONDS,
     AuditRecord,
     ConflictError,
@@ -41,7 +40,8 @@ from controller.store.port import (
     UnknownSequenceError,
     Who,
 )
-from controller.whole_file import remove_unfinished
+from controller.store.journal_import import import_journal
+from controller.util.atomic_file import remove_unfinished
 
 _SIDECAR = Who("", "its time was up", "sidecar")
 

@@ -30,7 +30,7 @@ from controller.store.database import (
     sync_directory,
     typed_errors,
 )
-from controller.store.port import AuditRecord, StoreBrokenError
+from controller.store.interface import AuditRecord, StoreBrokenError
 
 _CHECK = 16
 _log = structlog.get_logger(__name__)

@@ -17,7 +17,7 @@ from redis.backoff import NoBackoff
 from redis.credentials import CredentialProvider
 
 from controller.core.errors import SpeculationError
-from controller.redaction import redact
+from controller.util.redaction import redact
 
 _Sentinel: Any = _UntypedSentinel
 

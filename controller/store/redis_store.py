@@ -22,11 +22,8 @@ from typing import Any, TypeVar
 import redis.exceptions
 import structlog
 
-from controller import tasks
 from controller.core.errors import MALFORMED
-from controller.redaction import redact
-from controller.store.held import HeldEntry, HeldFile
-from controller.store.port import (
+from controller.store.interface import (
     TRACE_SECONDS,
     AuditRecord,
     ConflictError,
@@ -36,9 +33,12 @@ from controller.store.port import (
     StoreUnavailableError,
     Who,
 )
+from controller.store.redis_blobs import RedisShelf
 from controller.store.redis_client import close, connect
+from controller.store.redis_mirror import HeldEntry, HeldFile
 from controller.store.redis_scripts import FETCH, RECORD, REFUSED, SEED, WRITE
-from controller.store.redis_shelf import RedisShelf
+from controller.util import cancellation
+from controller.util.redaction import redact
 
 # Part of every key: another layout of keys is another number.
 SCHEMA = 1
@@ -116,7 +116,7 @@ class RedisStore:
 
     async def close(self) -> None:
         """See the port."""
-        await tasks.end(self._listening)
+        await cancellation.end(self._listening)
         with contextlib.suppress(redis.exceptions.RedisError, OSError):
             await close(self._client)
 

@@ -12,7 +12,7 @@ RUN pip install --no-cache-dir -c requirements/constraints.txt ${TORCH_PIP_ARGS}
     pip install --no-cache-dir -c requirements/constraints.txt --no-deps sglang && \
     pip install --no-cache-dir -c requirements/constraints.txt -r requirements/sglang-cpu.txt && \
     pip install --no-cache-dir -c requirements/constraints.txt '.[engine]' && \
-    ln -s "$(python -c 'import engine_shim.cpu.models as m; print(m.__path__[0])')" /models
+    ln -s "$(python -c 'import lab.cpu_engine.models as m; print(m.__path__[0])')" /models
 WORKDIR /
 USER 10002:10002
-ENTRYPOINT ["python", "-m", "engine_shim.cpu.serve"]
+ENTRYPOINT ["python", "-m", "lab.cpu_engine.serve"]

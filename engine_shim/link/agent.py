@@ -19,13 +19,13 @@ from typing import Final
 
 import structlog
 
+from engine_shim.link.agent_socket import EnginePort
 from engine_shim.link.credentials import Credentials
-from engine_shim.link.engine_port import EnginePort
 from engine_shim.link.errors import PacketError
-from engine_shim.link.quiet_log import QuietLog
+from engine_shim.link.rate_limited_log import QuietLog
 from engine_shim.link.report_buffer import ReportBuffer
 from engine_shim.link.sidecar_client import SidecarClient, introduced
-from engine_shim.link.translate import Translator
+from engine_shim.link.wire import Translator
 
 _PR_SET_PDEATHSIG: Final = 1
 EXIT_BAD_INTRODUCTION: Final = 3

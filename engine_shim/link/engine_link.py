@@ -18,9 +18,9 @@ from engine_shim.link import packets
 from engine_shim.link.errors import LinkStartError, PacketError
 from engine_shim.link.losses import UntoldLosses
 from engine_shim.link.packets import PlanPacket, SidecarState
+from engine_shim.link.plan_follower import Choice, Source, Steering, safe_choice
 from engine_shim.link.secret import new_secret
 from engine_shim.link.settings import LinkSettings
-from engine_shim.link.steering import Choice, Source, Steering, safe_choice
 from engine_shim.link.supervisor import AgentSupervisor, agent_command
 from speculation.v1.engine_pb2 import EngineSpec, LostCapability
 from speculation.v1.service_pb2 import IntroduceRequest

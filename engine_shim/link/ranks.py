@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from engine_shim.link.engine_link import EngineLink
 from engine_shim.link.packets import PlanPacket
-from engine_shim.link.steering import Choice, Steering
+from engine_shim.link.plan_follower import Choice, Steering
 
 
 class Update(NamedTuple):

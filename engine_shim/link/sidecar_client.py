@@ -7,14 +7,14 @@ from typing import Final
 import grpc
 from google.protobuf.message import DecodeError
 
+from engine_shim.link.agent_socket import EnginePort
 from engine_shim.link.credentials import Credentials
-from engine_shim.link.engine_port import EnginePort
 from engine_shim.link.errors import PacketError, UnusablePlanError
+from engine_shim.link.in_flight import SentReports
 from engine_shim.link.packets import ReportPacket, SidecarState
-from engine_shim.link.quiet_log import QuietLog
+from engine_shim.link.rate_limited_log import QuietLog
 from engine_shim.link.report_buffer import ReportBuffer
-from engine_shim.link.sent_reports import SentReports
-from engine_shim.link.translate import Translator, session_tag
+from engine_shim.link.wire import Translator, session_tag
 from speculation.v1.engine_pb2 import EngineSpec
 from speculation.v1.plan_pb2 import Plan
 from speculation.v1.service_pb2 import IntroduceRequest, SteerRequest, SteerResponse

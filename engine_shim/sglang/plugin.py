@@ -29,11 +29,11 @@ def _register() -> None:
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     from sglang.srt.plugins.hook_registry import HookType
 
-    from engine_shim.sglang import selfcheck, surface, versions
-    from engine_shim.sglang.configuration import SteeredConfiguration
+    from engine_shim.sglang import hook_check, sglang_api, versions
+    from engine_shim.sglang.adaptive_policy import SteeredPolicy
     from engine_shim.sglang.errors import UnsupportedEngineError
-    from engine_shim.sglang.policy import SteeredPolicy
-    from engine_shim.sglang.session import Session
+    from engine_shim.sglang.hooks import Session
+    from engine_shim.sglang.server_args import SteeredConfiguration
     from engine_shim.sglang.settings import load_settings
 
     settings = load_settings()
@@ -44,15 +44,15 @@ def _register() -> None:
             f"{' and '.join(versions.TESTED)}; SPECULATION_ALLOW_UNKNOWN_VERSION=1 tries anyway"
         )
     configuration = SteeredConfiguration(settings)
-    register_resolution_hook(surface.RESOLUTION_STEP)(configuration.resolve)
-    selfcheck.register(surface.CANDIDATE_STEPS, configuration.candidate_steps, HookType.REPLACE)
-    selfcheck.register(
-        surface.RESERVE_FOR_GRAPHS, configuration.reserve_for_graphs, HookType.AROUND
+    register_resolution_hook(sglang_api.RESOLUTION_STEP)(configuration.resolve)
+    hook_check.register(sglang_api.CANDIDATE_STEPS, configuration.candidate_steps, HookType.REPLACE)
+    hook_check.register(
+        sglang_api.RESERVE_FOR_GRAPHS, configuration.reserve_for_graphs, HookType.AROUND
     )
-    selfcheck.register(surface.POLICY_CLASS, SteeredPolicy, HookType.REPLACE)
+    hook_check.register(sglang_api.POLICY_CLASS, SteeredPolicy, HookType.REPLACE)
     # A process that has not loaded the scheduler's module (the detokenizer) never runs one.
-    if surface.SCHEDULER_MODULE in sys.modules:
+    if sglang_api.SCHEDULER_MODULE in sys.modules:
         session = Session(settings)
-        selfcheck.register(
-            surface.INIT_MODEL_WORKER, session.around_init_model_worker, HookType.AROUND
+        hook_check.register(
+            sglang_api.INIT_MODEL_WORKER, session.around_init_model_worker, HookType.AROUND
         )

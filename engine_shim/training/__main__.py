@@ -16,9 +16,9 @@ import torch
 
 from engine_shim.link.credentials import Credentials
 from engine_shim.training.adapt import AdaptSettings
-from engine_shim.training.attendant import Attendant, NoEngineError, Where
 from engine_shim.training.specforge import ExportError, export_signals, import_draft
 from engine_shim.training.versions import FOLDER, TrainerPresentError, VersionError, Versions
+from engine_shim.training.worker import Attendant, NoEngineError, Where
 
 _log = structlog.get_logger(__name__)
 

@@ -20,7 +20,7 @@ from engine_shim.training.dflash import DFlashShape, DFlashStudent
 from engine_shim.training.eagle3 import Eagle3Shape, Eagle3Student
 from engine_shim.training.mtp import MtpShape
 from engine_shim.training.qwen3 import Qwen3Target
-from engine_shim.training.steered import STEERED_ARCHITECTURE, SteeredDraft, SteeredShape
+from engine_shim.training.sd2 import STEERED_ARCHITECTURE, SteeredDraft, SteeredShape
 
 _CONFIG: Final = "config.json"
 _WEIGHTS: Final = "model.safetensors"
@@ -149,7 +149,7 @@ def load_dflash(folder: Path, embedding: Tensor, head: Tensor | None = None) -> 
 
 
 def save_steered(draft: SteeredDraft, folder: Path) -> None:
-    """Write ``draft`` as a ``SteeredQwen3ForCausalLM`` checkpoint (engine_shim.sglang.steered)."""
+    """Writes ``draft`` as a checkpoint that `engine_shim.sglang.drafters.sd2_model` serves."""
     shape = draft.shape
     config = _decoder_config(shape.decoder) | {
         "architectures": [STEERED_ARCHITECTURE],

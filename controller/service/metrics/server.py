@@ -16,19 +16,19 @@ from prometheus_client.exposition import MetricsHandler
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from controller.service.http_server import (
+from controller.service.metrics.decisions import DECISION, ESTIMATES, LEARNING
+from controller.service.metrics.family import Family, samples
+from controller.service.metrics.sidecar import OF_THE_SIDECAR, SidecarView
+from controller.service.metrics.steps import LINK, STEPS
+from controller.service.net.http_server import (
     SILENCE_SECONDS,
     HttpServer,
     is_loopback,
     names_loopback,
 )
-from controller.service.metrics.decisions import DECISION, ESTIMATES, LEARNING
-from controller.service.metrics.family import Family, samples
-from controller.service.metrics.sidecar import OF_THE_SIDECAR, SidecarView
-from controller.service.metrics.steps import LINK, STEPS
-from controller.service.metrics.view import EngineView
-from controller.service.override_book import OverrideBook
-from controller.service.sessions import SessionRegistry
+from controller.service.sessions.override_registry import OverrideBook
+from controller.service.sessions.registry import SessionRegistry
+from controller.service.status.engine_snapshot import EngineView
 
 _log = structlog.get_logger(__name__)
 

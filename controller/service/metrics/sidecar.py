@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Final
 
 import controller
-from controller.core.overrides import ScopeKind
-from controller.service import logs
+from controller.core.planning.overrides import ScopeKind
 from controller.service.metrics.family import Family, Kind
-from controller.service.override_book import Held
-from controller.service.session import Session
-from controller.store.port import Health
+from controller.service.sessions.override_registry import Held
+from controller.service.sessions.session import Session
+from controller.store.interface import Health
+from controller.util import logs
 
 _COUNTER, _GAUGE = Kind.COUNTER, Kind.GAUGE
 

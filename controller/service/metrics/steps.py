@@ -3,7 +3,7 @@
 from typing import Final
 
 from controller.service.metrics.family import Family, Kind
-from controller.service.metrics.view import EngineView
+from controller.service.status.engine_snapshot import EngineView
 
 _COUNTER, _GAUGE = Kind.COUNTER, Kind.GAUGE
 # Shown from the start, at zero, so that the first one is an increase.

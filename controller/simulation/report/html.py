@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 from html import escape
 
+from controller.report.page import Cell, Marked, page, table
 from controller.simulation.report.bars import OURS, bars, best_peer
-from controller.simulation.report.page import Cell, Marked, page, table
 from controller.simulation.report.plots import overview_plot, stationary_plot, timeline_plot
 from controller.simulation.report.text import ratio
 from controller.simulation.results import PolicyReport, ScenarioReport, SimulationReport

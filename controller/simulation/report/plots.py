@@ -4,8 +4,8 @@ import re
 
 import numpy as np
 
+from controller.report.figures import new_figure, svg
 from controller.simulation.report.bars import OURS, is_peer
-from controller.simulation.report.figures import new_figure, svg
 from controller.simulation.results import SimulationReport, Timeline
 
 _OURS_COLOUR, _ORACLE_COLOUR = "#0b6e4f", "#c8553d"

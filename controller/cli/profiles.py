@@ -1,0 +1,233 @@
+"""`controller profile push | pull | list | show | diff | merge`: profiles as the fleet's goods."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Never
+
+import typer
+
+from controller.cli.connection import (
+    DEFAULT_ADDRESS,
+    Address,
+    connected,
+    for_operators,
+    print_wide,
+)
+from controller.util.exit_codes import Exit
+
+if TYPE_CHECKING:
+    import grpc
+
+    from controller.core.cost.profile import Profile
+    from speculation.v1 import service_pb2_grpc
+
+_ANSWER_SECONDS = 10.0
+# Two profiles of different engines, as where a file at --output is another engine's.
+
+Which = Annotated[
+    str, typer.Argument(help="A file, or the id of a profile on the sidecar's shelf.")
+]
+
+
+def push(
+    file: Annotated[Path, typer.Argument(help="A profile's file.")],
+    address: Address = DEFAULT_ADDRESS,
+) -> None:
+    """Puts a profile on the sidecar's shelf, for every pod of the fleet that it belongs to."""
+    from speculation.v1 import service_pb2
+
+    text = _read(file).to_json()
+    with connected(for_operators(address)) as channel:
+        answer = _stub(channel).PushProfile(
+            service_pb2.PushProfileRequest(profile_json=text), timeout=_ANSWER_SECONDS
+        )
+    print(f"profile {answer.profile_id} is on the shelf, under identity {answer.identity}")
+
+
+def pull(
+    profile_id: Annotated[
+        str, typer.Argument(help="Id of a profile, or an identity.", show_default=False)
+    ] = "",
+    engine: Annotated[str, typer.Option(help="Or: what belongs to this engine.")] = "",
+    output: Annotated[
+        Path | None, typer.Option(help="The file.", show_default="standard output")
+    ] = None,
+    address: Address = DEFAULT_ADDRESS,
+) -> None:
+    """Fetches a profile from the sidecar's shelf; of an identity all its measurements merged."""
+    from controller.core.cost.profile import Profile
+
+    if bool(profile_id) == bool(engine):
+        raise typer.BadParameter("name a profile, or an engine with --engine")
+    found = Profile.from_json(_fetch(address, profile_id, engine))
+    if output is None:
+        print(found.to_json(), end="")
+        return
+    _write(output, found)
+    print(f"{output}: profile {found.profile_id}")
+
+
+def list_(address: Address = DEFAULT_ADDRESS) -> None:
+    """What is on the sidecar's shelf, the newest first."""
+    from rich.table import Table
+
+    from speculation.v1 import service_pb2
+
+    with connected(address) as channel:
+        answer = _stub(channel).ListProfiles(
+            service_pb2.ListProfilesRequest(), timeout=_ANSWER_SECONDS
+        )
+    if not answer.profiles:
+        print("no profile is on the shelf: measure one with `controller profile`")
+        return
+    table = Table(
+        "identity", "profile", "target model", "device", "drafters", "measurements", "cells",
+        "steps", "newest", "belongs to",
+    )  # fmt: skip
+    for item in answer.profiles:
+        table.add_row(
+            item.identity,
+            item.profile_id,
+            item.fingerprint.target_model,
+            item.fingerprint.device,
+            ", ".join(item.drafters),
+            " ".join(item.measurements),
+            str(item.cells),
+            str(item.steps),
+            item.measured_at,
+            ", ".join(item.engine_ids) or "no engine here",
+        )
+    print_wide(table)
+
+
+def show(
+    which: Which,
+    address: Address = DEFAULT_ADDRESS,
+    acceptance: Annotated[
+        float,
+        typer.Option(min=0.01, max=1.0, help="Highest acceptance of a position to reckon with."),
+    ] = 0.9,
+) -> None:
+    """Prints a profile's table and what it belongs to."""
+    import dataclasses
+
+    from rich.text import Text
+
+    from controller.core.cost.graph_limits import batch_limits
+    from controller.profiling.report import ProfileTable
+
+    found = _profile(which, address)
+    print_wide(ProfileTable(found))
+    lines = [f"profile {found.profile_id}, measured {found.measured_at or 'some time ago'}"]
+    if found.merged_from:
+        lines.append(f"  made of {', '.join(found.merged_from)}")
+    lines += [
+        f"  {name}: {value}"
+        for name, value in dataclasses.asdict(found.fingerprint).items()
+        if value not in ("", ())
+    ]
+    lines += [f"  drafter {d.name}: {d.model}@{d.revision}" for d in found.drafters]
+    limits = ",".join(f"{gamma}:{size}" for gamma, size in batch_limits(found, acceptance).items())
+    if limits:
+        lines += [
+            f"with at most {acceptance:g} accepted these cannot win in larger batches:",
+            f"  SPECULATION_GRAPH_LIMITS={limits}",
+        ]
+    print_wide(Text("\n".join(lines)))
+
+
+def diff(one: Which, other: Which, address: Address = DEFAULT_ADDRESS) -> None:
+    """Compares two profiles: what they belong to, and what they measured.
+
+    Exit codes: 0 of one engine, 3 of different ones (the fields are named), 1 other errors.
+    """
+    from controller.core.cost.profile_merge import differences
+    from controller.profiling.report import DifferenceTable
+
+    here, there = _profile(one, address), _profile(other, address)
+    different = differences(here, there)
+    for field, mine, theirs in different:
+        print(f"{field}: {mine!r} in {one}, {theirs!r} in {other}")
+    print_wide(DifferenceTable(here, there))
+    if different:
+        raise typer.Exit(Exit.MISMATCH)
+
+
+def merge(
+    files: Annotated[list[Path], typer.Argument(help="Profiles of one engine.")],
+    output: Annotated[Path, typer.Option(help="The file.")],
+) -> None:
+    """Makes one profile of several pods' measurements; their spread and step counts are kept."""
+    from controller.core.cost.profile_merge import merge_profiles
+    from controller.core.errors import ProfileMergeError
+
+    try:
+        merged = merge_profiles([_read(file) for file in files])
+    except ProfileMergeError as error:
+        _refuse(str(error))
+    _write(output, merged)
+    print(f"{output}: profile {merged.profile_id}, from {len(merged.merged_from)} measurements")
+
+
+def _profile(which: str, address: str) -> "Profile":
+    from controller.core.cost.profile import Profile
+
+    # An id is never taken for a file that is missing, nor a file for an id.
+    if re.fullmatch(r"[0-9a-f]{16}", which) and not Path(which).exists():
+        return Profile.from_json(_fetch(address, which, ""))
+    return _read(Path(which))
+
+
+def _fetch(address: str, profile_id: str, engine: str) -> str:
+    from speculation.v1 import service_pb2
+
+    request = (
+        service_pb2.GetProfileRequest(engine_id=engine)
+        if engine
+        else service_pb2.GetProfileRequest(profile_id=profile_id)
+    )
+    with connected(address) as channel:
+        return _stub(channel).GetProfile(request, timeout=_ANSWER_SECONDS).profile_json
+
+
+def _stub(channel: "grpc.Channel") -> "service_pb2_grpc.ProfilingServiceStub":
+    from speculation.v1 import service_pb2_grpc
+
+    return service_pb2_grpc.ProfilingServiceStub(channel)
+
+
+def _read(file: Path) -> "Profile":
+    from controller.core.cost.profile import Profile
+    from controller.core.errors import InvalidProfileError
+
+    try:
+        return Profile.from_json(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        _refuse(f"{file}: {error.strerror}")
+    except (InvalidProfileError, UnicodeDecodeError) as error:
+        _refuse(f"{file} is no profile: {error}")
+
+
+def _write(file: Path, what: "Profile") -> None:
+    from controller.util.atomic_file import write_whole
+
+    try:
+        write_whole(file, what.to_json().encode())
+    except OSError as error:
+        _refuse(f"{file}: {error.strerror}")
+
+
+def _refuse(message: str) -> Never:
+    typer.echo(f"controller profile: {message}", err=True)
+    raise typer.Exit(Exit.USAGE)
+
+
+COMMANDS: dict[str, Callable[..., None]] = {
+    "push": push,
+    "pull": pull,
+    "list": list_,
+    "show": show,
+    "diff": diff,
+    "merge": merge,
+}

@@ -1,0 +1,1 @@
+"""How a command calls a running sidecar."""

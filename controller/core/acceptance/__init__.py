@@ -1,0 +1,1 @@
+"""Estimates of how many drafted tokens the target accepts."""

@@ -1,0 +1,60 @@
+"""What waking a drafter costs: the tokens it missed times what one of them takes.
+
+The rate starts at the profile's and follows the seconds that waking steps take beyond a plain one.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from controller.core.cost.drafter_backlog import MissedTokens
+from controller.core.types import Capabilities, StepReport
+
+# The rate's memory, in wakings, and the missed tokens that its first value weighs.
+_WAKINGS = 50.0
+_PRIOR_TOKENS = 1000.0
+
+
+class CatchUp:
+    """Missed tokens by drafter, and the price of one.  One object per engine.
+
+    The price is a least-squares line through the origin: excess seconds over missed tokens.
+    """
+
+    def __init__(
+        self, drafters: Sequence[str], seconds_per_token: float, able: Capabilities
+    ) -> None:
+        self._missed = MissedTokens(drafters, able)
+        self.use(seconds_per_token)
+
+    def use(self, seconds_per_token: float) -> None:
+        """Starts from a measured price."""
+        self._weight = _PRIOR_TOKENS**2
+        self._product = self._weight * seconds_per_token
+
+    def use_capabilities(self, able: Capabilities) -> None:
+        """Takes over what the engine is able to do from now on."""
+        self._missed.use(able)
+
+    @property
+    def seconds_per_token(self) -> float:
+        """The price of a missed token, as known now."""
+        return max(0.0, self._product / self._weight)
+
+    def observe(self, report: StepReport, expected_seconds: float) -> bool:
+        """Takes a step; True when it woke a drafter, so that its seconds are no plain step's.
+
+        expected_seconds: of a plain step of this shape.
+        """
+        behind = self._missed.observe(report)
+        if behind > 0 and not (report.flags.after_gap or report.flags.first_use):
+            excess = report.step_seconds - expected_seconds
+            # A wild step must not make waking look dear for the next fifty.
+            excess = min(excess, 4 * expected_seconds)
+            keep = 1 - 1 / _WAKINGS
+            self._product = keep * self._product + excess * behind
+            self._weight = keep * self._weight + behind * behind
+        return behind > 0
+
+    def seconds(self) -> Mapping[str, float]:
+        """By drafter, what drafting with it in the next step costs beyond the step."""
+        rate = self.seconds_per_token
+        return {name: rate * missed for name, missed in self._missed.now.items()}

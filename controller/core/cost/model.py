@@ -1,0 +1,370 @@
+"""What a step costs: C(d, B, gamma, kv), measured once and refined by live steps.
+
+    log C = log(grid[arm, B] + k_kv * (kv - B * kv_ref)) + phi(arm, B) . w + cell[arm, B]
+
+`grid` comes from a profile or, without one, from a prior, which is marked as such and only serves
+until live steps have corrected it.
+
+Live steps move w, a handful of coefficients with a Kalman filter: how slow the machine is right
+now (quick: it moves every arm alike, so a slow minute is no reason to switch), how that grows with
+B, and per drafter what drafting at all, each further pass, and the verified width add.  So one arm
+that turns out dearer than its table moves all arms that share the reason.  What is left over goes
+to the single cell and half of it to its neighbours in B.  A table that surprises is trusted less:
+the doubt about cells never run grows with the errors found on first visits.
+
+Two rules keep a slow minute from being charged to the arms that ran in it.  When a cell runs on and
+its time changes, only the machine can have changed, and when the time of a known cell leaps, that
+is by far the likeliest cause: w takes the change as pace, whatever the doubt about the rest.  And
+more work never costs less (`cost_order`): where what was learnt breaks that order, the older
+knowledge gives way to the newer and is doubted.  After either, gamma = 0 is due for a check.
+
+A step far outside the usual scatter is dropped, unless it keeps happening.
+"""
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controller.core.cost.arm_order import CostOrder
+from controller.core.cost.doubt import DISAGREEMENT_MAX, CostDoubt, cell_variance
+from controller.core.cost.features import features
+from controller.core.cost.grid import profiled_grid
+from controller.core.cost.prior import Prior, generic_prior
+from controller.core.cost.profile import Profile
+from controller.core.settings import PlannerSettings
+from controller.core.types import Arm
+
+# Standard deviations of the log-coefficients before any live step: the machine, its growth with
+# log B; per drafter: drafting at all, passes, width times log B.  Then that of a single cell.
+_PROFILED_DOUBT = ((0.1, 0.08, 0.12, 0.12, 0.12), 0.03)
+_ROOFLINE_DOUBT = ((1.0, 0.3, 0.25, 0.25, 0.2), 0.08)
+_PRIOR_DOUBT = ((3.0, 0.6, 0.3, 0.5, 0.4), 0.1)
+# How far they may wander in one step.
+_WANDER = (0.005, 0.001, 0.0003, 0.0003, 0.0003)
+# How quickly the machine's restlessness is learnt, an update; and the most of it (log seconds).
+_PACE_RATE = 0.1
+_PACE_MAX = 0.3
+_KV_RATE = 0.05
+_NEIGHBOUR_SHARE = 0.5
+# An error of so many standard deviations, and of so much (log seconds), is a change and no noise.
+_DEVIATIONS = 3.0
+_CHANGE_MIN = 0.1
+# After a change of cell only so much is taken for pace, and only if the cell was known by so many
+# steps; the cell itself may have changed by this share.
+_LEAP_MIN = 0.3
+_LEAP_SHARE = 0.2
+_STEPS_SURE = 4
+# Steps of other cells after which what a cell knew by itself has lost two thirds of its weight.
+_IDLE_STEPS = 2000.0
+_STEPS_AN_UPDATE = 8
+_STEPS_KNOWN = 32
+_CELL_RATE_MIN = 0.01
+_SCATTER_START = 0.05
+_SCATTER_MIN = 0.01
+_SCATTER_RATE = 0.02
+_OUTLIER_SCALES = 6.0
+_OUTLIER_FLOOR = 0.4
+_OUTLIERS_THAT_ARE_NEWS = 6
+# A step that is faster than believed by more than this (log seconds) was not timed right.
+_FASTER_MAX = 3.0
+_SURPRISE_RATE = 0.2
+_SURPRISE_MAX = 100.0
+# How far surprise may widen the doubt about the coefficients, as a factor of their variance.
+_DOUBT_GROWTH_MAX = 9.0
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """seconds: [arms, buckets] of a step; extrapolated: [arms, buckets], outside of the profile."""
+
+    seconds: NDArray[np.float64]
+    extrapolated: NDArray[np.bool_]
+
+
+@dataclass(slots=True)
+class _Pending:
+    """Errors of one cell since the last update."""
+
+    total: float = 0.0
+    steps: int = 0
+
+
+class CostModel:
+    """Costs of `arms` at the batch sizes `buckets` (ascending).  One object per engine.
+
+    padded: a batch runs as large as its bucket (captured graphs); else at its own size.
+    prior: for an engine without a profile; by default the generic one.
+    """
+
+    def __init__(
+        self,
+        arms: Sequence[Arm],
+        buckets: Sequence[int],
+        profile: Profile | None,
+        settings: PlannerSettings,
+        *,
+        padded: bool = False,
+        prior: Prior | None = None,
+    ) -> None:
+        # A digest of the whole file: made once, read at every plan.
+        self.profile_id = profile.profile_id if profile else ""
+        # Where the costs come from without a profile.
+        self.prior = ""
+        self._buckets = np.asarray(buckets, dtype=np.float64)
+        self._bucket_list = [float(b) for b in buckets]
+        self._padded = padded
+        shape = (len(arms), len(buckets))
+        self._extrapolated = np.zeros(shape, dtype=bool)
+        self._kv_reference, self._kv_rate = 0.0, 0.0
+        if profile is not None:
+            grid, self._extrapolated = profiled_grid(arms, self._buckets, profile)
+            self._kv_reference = profile.kv_tokens_per_sequence
+            self._kv_rate = profile.seconds_per_kv_token
+            doubt = _PROFILED_DOUBT
+        else:
+            prior = prior or generic_prior(arms, buckets)
+            grid, self._kv_rate, self.prior = prior.grid, prior.kv_rate, prior.name
+            doubt = _ROOFLINE_DOUBT if prior.name == "roofline" else _PRIOR_DOUBT
+        self._order = CostOrder(arms)
+        self._grid = grid = self._order.lowered(grid)
+        self._off = np.array([arm.gamma == 0 for arm in arms])
+        self._grid_rows: list[list[float]] = grid.tolist()
+        self.use_settings(settings)
+        self._features = features(arms, self._buckets)
+        self._flat_features = self._features.reshape(len(self._features), -1)
+        drafters = (len(self._features) - 2) // 3
+        sigma = np.array([*doubt[0][:2], *(doubt[0][2:] * drafters)])
+        self._wander = np.diag(np.square([*_WANDER[:2], *(_WANDER[2:] * drafters)]))
+        self._weights = np.zeros(len(sigma))
+        self._covariance = np.diag(sigma**2)
+        self._covariance_start = float(np.trace(self._covariance))
+        self._cell_sigma = doubt[1]
+        self._cell = np.zeros(shape)
+        self._cell_steps = np.zeros(shape)
+        # The step after which a cell was learnt last; 0: never.
+        self._cell_seen = np.zeros(shape, dtype=np.int64)
+        # [buckets] by how much (log seconds) beliefs were found wrong since gamma = 0 ran there.
+        self._disagreed = np.zeros(len(buckets))
+        self._kv_per_sequence = self._kv_reference
+        self._surprise = 1.0
+        self._pace = 0.0
+        # The cell that was learnt last, and the one that was seen last.
+        self._last_cell = self._now_cell = (-1, -1)
+        self._last_error = 0.0
+        self._scatter = _SCATTER_START
+        self._outliers_in_a_row = 0
+        self._pending: dict[tuple[int, int], _Pending] = {}
+        self.rejected = 0
+        self.steps = 0
+        self._refresh()
+
+    def use_settings(self, settings: PlannerSettings) -> None:
+        """Live steps may move costs as far as these say from now on."""
+        profiled, prior = settings.cost_drift_max_profiled, settings.cost_drift_max_prior
+        self._drift_max = math.log(profiled if self.profile_id else prior)
+
+    def bucket_of(self, batch_size: int) -> int:
+        """Index of the bucket that serves a batch size."""
+        return min(bisect_left(self._bucket_list, batch_size), len(self._bucket_list) - 1)
+
+    def predict(self, arm: int, batch_size: int, kv_tokens: int) -> float:
+        """Seconds of a plain step of this arm (by index) at this very batch and context."""
+        j = self.bucket_of(batch_size)
+        base = self._base(arm, j, batch_size, kv_tokens)
+        return base * math.exp(float(self._correction[arm, j]))
+
+    def observe(
+        self,
+        arm: int,
+        batch_size: int,
+        kv_tokens: int,
+        expected_seconds: float,
+        step_seconds: float,
+    ) -> None:
+        """Takes one plain step (the caller leaves out distorted ones).
+
+        expected_seconds: what `predict` gave for it.
+        """
+        self._kv_per_sequence += _KV_RATE * (kv_tokens / batch_size - self._kv_per_sequence)
+        error = math.log(step_seconds / expected_seconds)
+        bucket = self.bucket_of(batch_size)
+        if self._is_outlier(arm, bucket, error):
+            return
+        self.steps += 1
+        if self.steps > 1:
+            # From step to step: what both share is the machine's pace and no scatter.
+            apart = min(abs(error - self._last_error) / math.sqrt(2), 0.5)
+            excess = apart - self._scatter
+            self._scatter = max(_SCATTER_MIN, self._scatter + _SCATTER_RATE * excess)
+        self._last_error = error
+        cell = self._now_cell = (arm, bucket)
+        pending = self._pending.get(cell)
+        if pending is None:
+            pending = self._pending[cell] = _Pending()
+        # Against the table itself: what is believed may have moved before this is learnt.
+        pending.total += error + float(self._correction[cell])
+        pending.steps += 1
+
+    def _base(self, i: int, j: int, batch_size: int, kv_tokens: int) -> float:
+        row, sizes = self._grid_rows[i], self._bucket_list
+        grid, size = row[j], sizes[j]
+        if batch_size != size and not self._padded:
+            if j > 0 and batch_size < size:
+                share = (batch_size - sizes[j - 1]) / (size - sizes[j - 1])
+                grid = row[j - 1] + share * (grid - row[j - 1])
+            size = batch_size
+        else:
+            size = batch_size
+        return max(grid + self._kv_rate * (kv_tokens - size * self._kv_reference), 0.1 * grid)
+
+    def _is_outlier(self, arm: int, bucket: int, error: float) -> bool:
+        """Whether a step took so long that something else must have run beside it.
+
+        Nothing makes a step faster than it is, so that a short one is always news.
+        """
+        limit = max(_OUTLIER_FLOOR, _OUTLIER_SCALES * self._scatter)
+        if error > limit:
+            phi = self._features[:, arm, bucket]
+            doubt = float(phi @ self._covariance @ phi)
+            doubt += cell_variance(*self._variances(), float(self._cell_steps[arm, bucket]))
+            limit = max(limit, _DEVIATIONS * math.sqrt(max(doubt, 0.0)))
+        if self.steps < 3 or -_FASTER_MAX <= error <= limit:
+            self._outliers_in_a_row = 0
+            return False
+        self._outliers_in_a_row += 1
+        if self._outliers_in_a_row >= _OUTLIERS_THAT_ARE_NEWS:
+            return False
+        self.rejected += 1
+        return True
+
+    def learn(self) -> None:
+        """Takes what has been observed since the last call into the coefficients and cells."""
+        # One update takes as long for many steps, so a well-known cell waits for more of them, but
+        # only while it runs on: mixed with later ones they would belong to another pace.
+        ready = [
+            cell for cell, pending in self._pending.items()
+            if cell != self._now_cell or pending.steps >= _STEPS_AN_UPDATE
+            or self._cell_steps[cell] < _STEPS_KNOWN
+        ]  # fmt: skip
+        for i, j in ready:
+            pending = self._pending.pop((i, j))
+            found = pending.total / pending.steps
+            believed = float(self._features[:, i, j] @ self._weights + self._cell[i, j])
+            self._learn_cell(i, j, found - believed, pending.steps)
+        if ready:
+            self._refresh()
+            self._keep_order()
+
+    def _learn_cell(self, i: int, j: int, error: float, steps: int) -> None:
+        phi = self._features[:, i, j]
+        prior, noise = self._variances()
+        self._fade(i, j)
+        cell_doubt = cell_variance(prior, noise, float(self._cell_steps[i, j]))
+        noise /= steps
+        runs_on = (i, j) == self._last_cell
+        if runs_on:
+            # Nothing changed but the time: what is more than scatter is the machine's pace.
+            jump = min(max(error * error - cell_doubt - noise, 0.0), _PACE_MAX**2)
+            self._pace += _PACE_RATE * (jump - self._pace)
+        self._last_cell = (i, j)
+        self._covariance += steps * self._wander
+        self._covariance[0, 0] += self._pace
+        spread = self._covariance @ phi
+        total = float(phi @ spread) + cell_doubt + noise
+        least = _CHANGE_MIN if runs_on else _LEAP_MIN
+        known = runs_on or self._cell_steps[i, j] >= _STEPS_SURE
+        if known and abs(error) > max(_DEVIATIONS * math.sqrt(total), least):
+            self._covariance[0, 0] += error * error
+            if not runs_on:
+                # Should it keep happening whenever this arm runs, then it is the arm's after all.
+                cell_doubt += (_LEAP_SHARE * error) ** 2
+                self._cell_steps[i, j] /= 2
+            spread = self._covariance @ phi
+            total = float(phi @ spread) + cell_doubt + noise
+        if self._off[i]:
+            self._disagreed[j] = 0.0
+        elif abs(error) > max(_DEVIATIONS * math.sqrt(cell_doubt + noise), _CHANGE_MIN):
+            # Either the machine has changed, or what is believed of the arms: gamma = 0 tells.
+            self._disagreed[j] += abs(error)
+        if self._cell_steps[i, j] == 0 and self.steps > steps:
+            found = min(max(error * error / total, 0.0), _SURPRISE_MAX)
+            self._surprise += _SURPRISE_RATE * (found - self._surprise)
+            if found > 4:
+                # The table is wrong by more than was thought possible: believe it less.
+                room = _DOUBT_GROWTH_MAX * self._covariance_start / np.trace(self._covariance)
+                self._covariance *= max(1.0, min(found / 2, float(room)))
+                spread = self._covariance @ phi
+                total = float(phi @ spread) + cell_doubt + noise
+        gain = spread / total
+        self._weights += gain * error
+        self._covariance -= np.outer(gain, spread)
+        left = error * (1 - float(phi @ gain))
+        rate = max(cell_doubt / (cell_doubt + noise), min(1.0, _CELL_RATE_MIN * steps))
+        self._cell_steps[i, j] += steps
+        self._cell_seen[i, j] = self.steps
+        for k, share in ((j - 1, _NEIGHBOUR_SHARE), (j, 1.0), (j + 1, _NEIGHBOUR_SHARE)):
+            if 0 <= k < len(self._bucket_list):
+                moved = self._cell[i, k] + rate * share * left
+                self._cell[i, k] = min(self._drift_max, max(-self._drift_max, moved))
+
+    def _variances(self) -> tuple[float, float]:
+        """Of what a single cell adds before any step, and of one step."""
+        return self._cell_sigma**2 * max(1.0, self._surprise), (1.25 * self._scatter) ** 2
+
+    def _fade(self, i: int, j: int) -> None:
+        """Takes from a cell's evidence what it has lost while others ran."""
+        idle = self.steps - self._cell_seen[i, j]
+        self._cell_steps[i, j] *= math.exp(-idle / _IDLE_STEPS)
+
+    def _keep_order(self) -> None:
+        """Moves cells to where more work costs no less, at the context that runs now."""
+        base = self._bases(self._kv_per_sequence)
+        seconds = base * self._factors
+        if self._order.lowered(seconds) is seconds:
+            return
+        moved = np.log(self._order.settled(seconds, self._cell_seen) / seconds)
+        self._cell += moved
+        self._cell_steps[np.abs(moved) > DISAGREEMENT_MAX] = 0.0
+        if self._off.any():
+            self._disagreed += np.abs(moved[self._off]).max(axis=0)
+        self._refresh()
+
+    def _refresh(self) -> None:
+        shared = (self._weights @ self._flat_features).reshape(self._cell.shape)
+        # The drift that matters to a choice is that between arms: it is bounded, the machine's not.
+        machine = shared.min(axis=0)
+        bounded = np.minimum(shared - machine, 2 * self._drift_max) + machine
+        self._correction = bounded + self._cell
+        self._factors: NDArray[np.float64] = np.exp(self._correction)
+
+    def drift(self) -> NDArray[np.float64]:
+        """Factors by which live steps have moved the table: [arms, buckets], 1 = unmoved."""
+        return self._factors
+
+    def costs(self, kv_tokens_per_sequence: float) -> Costs:
+        """Costs at the buckets' batch sizes and this mean context length."""
+        # In order at this context too, not only at the one at which it was learnt.
+        seconds = self._order.lowered(self._bases(kv_tokens_per_sequence) * self._factors)
+        return Costs(seconds, self._extrapolated)
+
+    def _bases(self, kv_tokens_per_sequence: float) -> NDArray[np.float64]:
+        kv_seconds = self._kv_rate * (kv_tokens_per_sequence - self._kv_reference) * self._buckets
+        return np.maximum(self._grid + kv_seconds, 0.1 * self._grid)
+
+    def doubt(self) -> CostDoubt:
+        """How uncertain the costs are now; a copy, which does not change as the model learns."""
+        idle = self.steps - self._cell_seen
+        return CostDoubt(
+            self._features,
+            self._covariance.copy(),
+            self._cell_steps * np.exp(-idle / _IDLE_STEPS),
+            self._cell_seen > 0,
+            *self._variances(),
+            self._disagreed.copy(),
+            self._order,
+            bool(self.prior),
+        )

@@ -1,0 +1,135 @@
+"""One profile out of several pods' measurements of the same engine.
+
+Every cell keeps all its steps: its time is the mean of the measured medians, weighted by their
+steps, and its spread holds both what each pod saw within itself and how far the pods lie apart
+(law of total variance, with the interquartile range as 1.349 standard deviations).  Cells are
+brought to one context first, each by its own profile's context term.  No measurement counts twice.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from controller.core.cost.profile import Profile, ProfileCell
+from controller.core.errors import ProfileMergeError
+
+# Interquartile range of a normal distribution, in standard deviations.
+_IQR = 1.349
+
+
+def merge_profiles(profiles: Sequence[Profile]) -> Profile:
+    """One of them is returned as it is.
+
+    Raises ProfileMergeError for none, for measurements that would count twice, and for profiles of
+    different engines; it names the field that differs.
+    """
+    if not profiles:
+        raise ProfileMergeError("there is no profile to merge")
+    if len(profiles) == 1:
+        return profiles[0]
+    first = profiles[0]
+    for other in profiles[1:]:
+        for field, here, there in differences(first, other):
+            raise ProfileMergeError(
+                f"profiles of different engines cannot be merged: {field} is {here!r} in "
+                f"{first.profile_id} and {there!r} in {other.profile_id}"
+            )
+    measurements = [m for profile in profiles for m in measurements_of(profile)]
+    if len(set(measurements)) < len(measurements):
+        twice = next(m for m in measurements if measurements.count(m) > 1)
+        raise ProfileMergeError(f"the measurement {twice} is in more than one of these profiles")
+    weights = [_steps(profile) for profile in profiles]
+    reference = _mean([p.kv_tokens_per_sequence for p in profiles], weights)
+    rates = [
+        (p.catch_up_seconds_per_token, w)
+        for p, w in zip(profiles, weights, strict=True)
+        if p.catch_up_seconds_per_token > 0
+    ]
+    newest = max(profiles, key=lambda p: p.measured_at)
+    return replace(
+        newest,
+        kv_tokens_per_sequence=reference,
+        seconds_per_kv_token=_mean([p.seconds_per_kv_token for p in profiles], weights),
+        cells=_cells([(p, _at(p, reference)) for p in profiles]),
+        command=f"merged from {len(measurements)} measurements",
+        hardware="; ".join(sorted({p.hardware for p in profiles if p.hardware})),
+        catch_up_seconds_per_token=_mean(*map(list, zip(*rates, strict=True))) if rates else 0.0,
+        merged_from=tuple(sorted(measurements)),
+    )
+
+
+def distinct(profiles: Iterable[Profile]) -> list[Profile]:
+    """Those that can be merged: of two with a measurement in common the larger (then former)."""
+    kept: list[Profile] = []
+    seen: set[str] = set()
+    for profile in sorted(profiles, key=lambda p: -len(measurements_of(p))):
+        if seen.isdisjoint(measurements_of(profile)):
+            kept.append(profile)
+            seen.update(measurements_of(profile))
+    return kept
+
+
+def measurements_of(profile: Profile) -> tuple[str, ...]:
+    """Ids of the single measurements behind a profile."""
+    return profile.merged_from or (profile.profile_id,)
+
+
+def differences(one: Profile, other: Profile) -> list[tuple[str, object, object]]:
+    """(field, here, there) of the engine's identity in which two profiles differ."""
+    found = list(one.differences(other.fingerprint, other.drafters))
+    named = {field for field, *_ in found}
+    for field, there, here in other.differences(one.fingerprint, one.drafters):
+        if field not in named:
+            found.append((field, here, there))
+    return found
+
+
+def _steps(profile: Profile) -> int:
+    return sum(cell.steps for cell in profile.cells)
+
+
+def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
+    return math.fsum(v * w for v, w in zip(values, weights, strict=True)) / math.fsum(weights)
+
+
+def _at(profile: Profile, reference: float) -> list[ProfileCell]:
+    """The cells at another context; a time stays one, however far the context is."""
+    further = reference - profile.kv_tokens_per_sequence
+    return [
+        replace(
+            cell,
+            step_seconds=max(
+                cell.step_seconds + profile.seconds_per_kv_token * further * cell.batch_size,
+                0.1 * cell.step_seconds,
+            ),
+        )
+        for cell in profile.cells
+    ]
+
+
+def _cells(parts: Sequence[tuple[Profile, list[ProfileCell]]]) -> tuple[ProfileCell, ...]:
+    found: dict[tuple[str, int, int], list[ProfileCell]] = {}
+    for _, cells in parts:
+        for cell in cells:
+            found.setdefault((cell.drafter, cell.gamma, cell.batch_size), []).append(cell)
+    order = {d.name: i for i, d in enumerate(parts[0][0].drafters)}
+    return tuple(
+        _pool(cells)
+        for _, cells in sorted(found.items(), key=lambda item: (order[item[0][0]], *item[0][1:]))
+    )
+
+
+def _pool(cells: Sequence[ProfileCell]) -> ProfileCell:
+    if len(cells) == 1:
+        return cells[0]
+    weights = [cell.steps for cell in cells]
+    mean = _mean([cell.step_seconds for cell in cells], weights)
+    variance = _mean(
+        [(c.spread_seconds / _IQR) ** 2 + (c.step_seconds - mean) ** 2 for c in cells], weights
+    )
+    return replace(
+        cells[0],
+        step_seconds=mean,
+        spread_seconds=_IQR * math.sqrt(variance),
+        steps=sum(weights),
+    )

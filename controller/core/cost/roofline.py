@@ -1,0 +1,218 @@
+"""The cost of a step that nobody measured: from the model's shape and two numbers of the GPU.
+
+    C(B, gamma, kv) = overhead + verify(B, gamma + 1, kv) + passes(gamma) * draft(B, kv)
+
+Every part of a pass takes the longer of its FLOPs over the peak and its bytes over the bandwidth.
+With n = B (gamma + 1) tokens to verify, and kv context tokens over all sequences:
+
+    weights   2 P n FLOPs                       P bytes-per-weight, whatever n
+    experts   2 (k + shared) w n                (shared + e(n)) w, e(n) = E (1 - (1 - 1/E)^(n k))
+    softmax   f (gamma + 1) kv                  m_c kv + m_q n
+    linear    token_flops n                     state_bytes B
+    LM head   2 V H n                           V H
+
+After the appendices of "Adaptive speculative decoding" (F. Finn, Doubleword).  As there, the state
+of linear layers is read once and not written, and experts are drawn independently.  Where they are
+silent: activations, sampling and the communication of parallel GPUs are left out, tokens under
+verification do not attend to each other, a drafter's pass reads its own cache only where its shape
+says so, and parts of a pass do not overlap (see Overlap).
+"""
+
+from collections.abc import Mapping, Sequence
+from enum import Enum
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from controller.core.cost.devices import Device
+from controller.core.kinds import DrafterKind
+from controller.core.model_shapes import (
+    DrafterShape,
+    Experts,
+    InvalidShapeError,
+    LinearAttention,
+    ModelShape,
+)
+from controller.core.types import Arm
+
+Floats = NDArray[np.float64]
+
+
+class Overlap(Enum):
+    """How much of a verify pass computes while memory is read.
+
+    KERNELS: each part by itself; parts run one after the other, as an engine's kernels do.
+    STEP: the whole pass; the bound that no engine beats.
+    """
+
+    KERNELS = "kernels"
+    STEP = "step"
+
+
+def experts_touched(experts: Experts, tokens: ArrayLike) -> Floats:
+    """Mean number of routed experts of one layer that `tokens` tokens need, k draws each.
+
+    Draws are independent (a coupon collector), so that one token needs a little less than k.
+    """
+    draws = np.asarray(tokens, dtype=np.float64) * experts.experts_per_token
+    if experts.experts == 1:
+        return np.minimum(draws, 1.0)
+    missed: Floats = np.exp(draws * np.log1p(-1.0 / experts.experts))
+    return experts.experts * (1.0 - missed)
+
+
+def step_seconds(
+    shape: ModelShape,
+    drafter: DrafterShape,
+    device: Device,
+    batch_sizes: ArrayLike,
+    gammas: Sequence[int],
+    kv_tokens: ArrayLike = 0.0,
+    overlap: Overlap = Overlap.KERNELS,
+) -> Floats:
+    """[gammas, batch_sizes] seconds of a step.
+
+    kv_tokens: sum of context lengths, one for all or [batch_sizes].  Raises InvalidShapeError for
+    batch sizes, draft lengths or contexts that cannot be.
+    """
+    batch = _batch(batch_sizes)
+    kv = _kv(kv_tokens, batch)
+    for gamma in gammas:
+        if gamma < 0:
+            raise InvalidShapeError(f"a draft of {gamma} tokens cannot be")
+    passes = np.array([drafter.passes(gamma) for gamma in gammas], dtype=np.float64)[:, np.newaxis]
+    width = np.array(gammas, dtype=np.float64)[:, np.newaxis] + 1.0
+    pass_seconds = _pass_seconds(drafter, device, batch, kv) + device.pass_overhead_seconds
+    verify = verify_seconds(shape, device, batch, width, kv, overlap)
+    total: Floats = device.step_overhead_seconds + verify + passes * pass_seconds
+    return total
+
+
+def verify_seconds(
+    shape: ModelShape,
+    device: Device,
+    batch: Floats,
+    width: Floats,
+    kv: Floats,
+    overlap: Overlap = Overlap.KERNELS,
+) -> Floats:
+    """Seconds of the target's pass over `width` tokens of each sequence; arguments broadcast."""
+    tokens = batch * width
+    parts = [
+        _weights(shape.dense_params, shape.bytes_per_weight, tokens),
+        _weights(shape.head_params, shape.bytes_per_weight, tokens),
+    ]
+    if shape.experts is not None:
+        parts.append(_experts(shape.experts, shape.bytes_per_weight, tokens))
+    for kind, layers in shape.attention:
+        if isinstance(kind, LinearAttention):
+            flops, read = kind.token_flops * tokens, kind.state_bytes * batch
+        else:
+            flops = kind.pair_flops * width * kv
+            read = shape.bytes_per_kv * (kind.context_elements * kv + kind.query_elements * tokens)
+        parts.append((layers * flops, layers * read))
+    if overlap is Overlap.STEP:
+        compute = sum((flops for flops, _ in parts), np.zeros(1)) / device.peak_flops
+        memory = sum((read for _, read in parts), np.zeros(1)) / device.bandwidth
+        return np.maximum(compute, memory)
+    return sum((_bound(flops, read, device) for flops, read in parts), np.zeros(1))
+
+
+def draft_seconds(
+    drafter: DrafterShape,
+    device: Device,
+    batch_sizes: ArrayLike,
+    gammas: Sequence[int],
+    kv_tokens: ArrayLike = 0.0,
+) -> Floats:
+    """[gammas, batch_sizes] seconds of drafting alone, without overheads.
+
+    Raises InvalidShapeError as `step_seconds` does.
+    """
+    batch = _batch(batch_sizes)
+    passes = np.array([drafter.passes(gamma) for gamma in gammas], dtype=np.float64)[:, np.newaxis]
+    return passes * _pass_seconds(drafter, device, batch, _kv(kv_tokens, batch))
+
+
+def kv_token_seconds(shape: ModelShape, drafter: DrafterShape, device: Device, gamma: int) -> float:
+    """What one more context token of one sequence adds to a step at gamma, part by part."""
+    seconds = 0.0
+    for kind, layers in shape.attention:
+        if not isinstance(kind, LinearAttention):
+            compute = kind.pair_flops * (gamma + 1) / device.peak_flops
+            memory = shape.bytes_per_kv * kind.context_elements / device.bandwidth
+            seconds += layers * max(compute, memory)
+    return seconds + drafter.passes(gamma) * drafter.kv_bytes_per_token / device.bandwidth
+
+
+def prior_grid(
+    arms: Sequence[Arm],
+    drafters: Mapping[str, DrafterShape],
+    buckets: Sequence[int],
+    shape: ModelShape,
+    device: Device,
+) -> tuple[Floats, float]:
+    """([arms, buckets] seconds at kv = 0, seconds per KV token): the prior of a CostModel.
+
+    The one context rate is the median of the arms'.  Raises InvalidShapeError for an arm whose
+    drafter has no shape.
+    """
+    if not arms:
+        raise InvalidShapeError("a prior without arms cannot be")
+    grid = np.empty((len(arms), len(buckets)))
+    rates = []
+    for i, arm in enumerate(arms):
+        drafter = drafters.get(arm.drafter)
+        if drafter is None:
+            raise InvalidShapeError(
+                f"no shape is given for drafter {arm.drafter!r}, only for {sorted(drafters)}"
+            )
+        grid[i] = step_seconds(shape, drafter, device, buckets, [arm.gamma])[0]
+        rates.append(kv_token_seconds(shape, drafter, device, arm.gamma))
+    return grid, float(np.median(rates))
+
+
+def _pass_seconds(drafter: DrafterShape, device: Device, batch: Floats, kv: Floats) -> Floats:
+    """[batch_sizes] seconds of one pass of the drafter."""
+    if drafter.kind is DrafterKind.NGRAM:
+        return np.zeros_like(batch)
+    tokens = batch * max(1, drafter.block_size)
+    flops, read = _weights(drafter.dense_params, drafter.bytes_per_weight, tokens)
+    if drafter.experts is not None:
+        more_flops, more_read = _experts(drafter.experts, drafter.bytes_per_weight, tokens)
+        flops, read = flops + more_flops, read + more_read
+    return _bound(flops, read + drafter.kv_bytes_per_token * kv, device)
+
+
+def _weights(params: int, bytes_per_weight: float, tokens: Floats) -> tuple[Floats, Floats]:
+    return 2.0 * params * tokens, np.full_like(tokens, params * bytes_per_weight)
+
+
+def _experts(experts: Experts, bytes_per_weight: float, tokens: Floats) -> tuple[Floats, Floats]:
+    resident = experts.shared + experts_touched(experts, tokens)
+    read = experts.layers * resident * experts.params_per_expert * bytes_per_weight
+    return 2.0 * experts.active_params * tokens, read
+
+
+def _bound(flops: Floats, read: Floats, device: Device) -> Floats:
+    return np.maximum(flops / device.peak_flops, read / device.bandwidth)
+
+
+def _batch(batch_sizes: ArrayLike) -> Floats:
+    batch = np.asarray(batch_sizes, dtype=np.float64)
+    if batch.ndim != 1 or batch.size == 0 or not (np.isfinite(batch).all() and batch.min() >= 1):
+        raise InvalidShapeError(
+            f"batch sizes {batch.tolist()} must be a list of numbers of 1 or more"
+        )
+    return batch
+
+
+def _kv(kv_tokens: ArrayLike, batch: Floats) -> Floats:
+    kv = np.asarray(kv_tokens, dtype=np.float64)
+    if kv.shape not in {(), batch.shape}:
+        raise InvalidShapeError(
+            f"kv_tokens of shape {kv.shape} do not go with {len(batch)} batch sizes"
+        )
+    if not (np.isfinite(kv).all() and kv.min() >= 0):
+        raise InvalidShapeError("kv_tokens must be finite and not negative")
+    return np.broadcast_to(kv, batch.shape)

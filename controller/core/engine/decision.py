@@ -1,0 +1,83 @@
+"""What a decision was made from, as it was then.
+
+    reports -> estimators -> Estimates, of one moment -> Values, in the plan's rows -> choice
+
+A decision keeps its estimates and values, and everybody who looks at a controller reads them
+there.  Looking therefore neither changes the estimators nor sees what no decision has used.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controller.core.acceptance.by_class import TrafficCurves
+from controller.core.cost.catch_up import CatchUp
+from controller.core.cost.doubt import CostDoubt
+from controller.core.cost.model import CostModel, Costs
+from controller.core.planning.constraints import PlanRows
+from controller.core.planning.overrides import Override
+from controller.core.planning.planner import Values, evaluate
+from controller.core.types import Arm
+
+
+@dataclass(frozen=True, slots=True)
+class Estimates:
+    """All estimates at one moment, before overrides say which rows a plan has.
+
+    costs, drift: [arms, buckets] of the cost table, and the factors by which live steps have moved
+    it.  catch_up: seconds by drafter; catch_up_per_token: seconds.  profile_id, prior: where costs
+    come from, one of them "".
+    """
+
+    traffic: TrafficCurves
+    costs: Costs
+    drift: NDArray[np.float64]
+    doubt: CostDoubt
+    catch_up: Mapping[str, float]
+    catch_up_per_token: float
+    kv_tokens_per_sequence: float
+    profile_id: str
+    prior: str
+
+    @classmethod
+    def of(
+        cls, traffic: TrafficCurves, cost: CostModel, catch_up: CatchUp, kv_per_sequence: float
+    ) -> "Estimates":
+        """Those of an engine's estimators as they stand; copies, where they would change."""
+        return cls(
+            traffic,
+            cost.costs(kv_per_sequence),
+            cost.drift(),
+            cost.doubt(),
+            catch_up.seconds(),
+            catch_up.seconds_per_token,
+            kv_per_sequence,
+            cost.profile_id,
+            cost.prior,
+        )
+
+    def values(self, arms: Sequence[Arm], sizes: NDArray[np.float64], at: PlanRows) -> Values:
+        """Values of all arms in all rows.  sizes: [buckets], the batches that costs are of."""
+        costs = self.costs
+        if at.split:
+            costs = Costs(costs.seconds[:, at.bucket], costs.extrapolated[:, at.bucket])
+            sizes = sizes[at.bucket]
+        return evaluate(
+            arms, sizes, self.traffic.batch, costs, self.catch_up, self.catch_up_per_token
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The numbers that a decision was made from, and the overrides and rows it was made under.
+
+    reports: that were folded before it.
+    """
+
+    estimates: Estimates
+    values: Values
+    at: PlanRows
+    overrides: tuple[Override, ...]
+    reports: int

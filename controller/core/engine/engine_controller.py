@@ -1,0 +1,441 @@
+"""One engine's decision loop: reports in, plans out.
+
+    report -> acceptance, cost, catch-up, exploration account -> (at most every `replan_seconds`)
+    values -> choice with hysteresis -> perhaps a probe -> plan, if anything changed
+
+The only state is in this object; the only clock is the one passed in.  Feed a second one the same
+reports at the same times and it makes the same plans.
+
+Two things change it: what it is told (`observe`, `set_overrides`, `force`, ...) and decisions
+(`next_plan`, `force`, `last_plan`).  `current_plan`, `decide`, `explain`, `preview` and `beliefs`
+read it; they may be called at any time, by anybody, as often as they like.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from controller.core.acceptance.by_class import TrafficCurves, TrafficEstimator
+from controller.core.acceptance.warm_start import Belief
+from controller.core.capabilities import LostCapability, added, is_blind, require_known
+from controller.core.clock import Clock
+from controller.core.cost.catch_up import CatchUp
+from controller.core.cost.model import CostModel
+from controller.core.cost.prior import prior_for
+from controller.core.cost.profile import Profile
+from controller.core.engine.decision import Decision, Estimates
+from controller.core.engine.explanation import (
+    Explanation,
+    PreviewRow,
+    arm_text,
+    arms_in,
+    behind,
+    positions_of,
+    preview_rows,
+    value_table,
+    why,
+)
+from controller.core.engine.prediction_audit import Account
+from controller.core.errors import StaleReportError, UnknownArmError
+from controller.core.planning.baseline_planners import make_planner
+from controller.core.planning.cautious_start import discounts
+from controller.core.planning.constraints import covering, rows_under
+from controller.core.planning.exploration import Explorer, Situation
+from controller.core.planning.observation_cost import budget
+from controller.core.planning.overrides import Override
+from controller.core.planning.plan_table import forced_rows, row_of, rows_of, without_probes
+from controller.core.planning.planner import batch_buckets
+from controller.core.settings import PlannerSettings
+from controller.core.training.drafter_updates import DrafterUpdates
+from controller.core.training.selective_training import TrainingSettings, TrainingState
+from controller.core.types import (
+    Arm,
+    EngineSpec,
+    Plan,
+    PlanRow,
+    Probe,
+    Reason,
+    Regime,
+    StepReport,
+)
+
+_KV_RATE = 0.05
+# A step that takes longer than so many expected ones was not made slow by its arm.
+_WILD_STEP = 3.0
+# At the start and after a shift estimates move quickly: for so many reports plans are made anew
+# after this share of the usual pause.
+_UNSETTLED_REPORTS = 30
+# Without a profile everything has to be found out first.
+_UNSETTLED_REPORTS_COLD = 500
+_UNSETTLED_PAUSE = 0.2
+
+
+class EngineController:
+    """Estimates and plans for one introduced engine.  The first plan is made at once.
+
+    overrides: in force from the first plan on; those for other engines are left out.  trained:
+    where the training of its drafter stood before.  Raises ProfileMismatchError when `profile`
+    belongs to another fingerprint.
+    """
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        settings: PlannerSettings,
+        profile: Profile | None,
+        clock: Clock,
+        training: TrainingSettings | None = None,
+        *,
+        overrides: Iterable[Override] = (),
+        trained: TrainingState | None = None,
+    ) -> None:
+        if profile is not None:
+            profile.require_match(spec.fingerprint, spec.drafters)
+        self.spec = spec
+        self._settings = settings
+        self._clock = clock
+        self.arms = spec.arms
+        self._arm_index = {(arm.drafter, arm.gamma): i for i, arm in enumerate(self.arms)}
+        graphs = spec.fingerprint.graph_batch_sizes
+        self._buckets = batch_buckets(spec.max_batch_size, graphs, len(self.arms))
+        self._sizes = np.asarray(self._buckets, dtype=np.float64)
+        self.traffic = TrafficEstimator(spec.drafters, settings)
+        self.cost = self._cost_model(profile)
+        self._catch_up = CatchUp(
+            [d.name for d in spec.drafters],
+            profile.catch_up_seconds_per_token if profile else 0.0,
+            spec.able,
+        )
+        self._planner = make_planner(self.arms, self._buckets, settings)
+        self._overrides = covering(overrides, spec)
+        self._rows_at = at = rows_under(self._overrides, spec, self._buckets, self.arms)
+        self._planner.limit(at.upper, self._sizes[at.bucket], at.legal, at.possible)
+        self.explorer = Explorer(self.arms, settings)
+        self.updates = DrafterUpdates(spec, self.arms, training or TrainingSettings(), trained)
+        self.account = Account(spec, self.arms)
+        self._forced: Arm | None = None
+        self._parting = False
+        self._kv_per_sequence = profile.kv_tokens_per_sequence if profile else 0.0
+        self._last_step = -1
+        self._last_batch = 1
+        self._epoch = 0
+        # What the plan's rows were made from: they are made again only when that changes.
+        self._decided: tuple[object, ...] | None = None
+        self._plan_time = 0.0
+        self._evaluated_at = -float("inf")
+        cold = profile is None
+        self._unsettled_until = _UNSETTLED_REPORTS_COLD if cold else _UNSETTLED_REPORTS
+        self.reports = 0
+        self._warm_start = ""
+        self._decision: Decision
+        self._plan: Plan
+        now = clock.now()
+        self._issue(*self._decide_rows(now), now)
+
+    def _cost_model(self, profile: Profile | None) -> CostModel:
+        padded = bool(self.spec.fingerprint.graph_batch_sizes)
+        prior = None if profile else prior_for(self.spec, self.arms, self._buckets)
+        return CostModel(
+            self.arms, self._buckets, profile, self._settings, padded=padded, prior=prior
+        )
+
+    @property
+    def profile_id(self) -> str:
+        """Digest of the profile in use; "" while costs come from the prior."""
+        return self.cost.profile_id
+
+    @property
+    def switches(self) -> int:
+        """Changes of a bucket's arm so far."""
+        return self._planner.switches
+
+    def observe(self, report: StepReport) -> None:
+        """Folds one report.  Raises StaleReportError or UnknownArmError; nothing is used then."""
+        if report.step <= self._last_step:
+            raise StaleReportError(
+                f"step {report.step} does not follow step {self._last_step}: steps must go forward"
+            )
+        arm = self._arm_index.get((report.drafter, report.gamma), -1)
+        if arm < 0:
+            self.spec.require(report.arm)
+        self._last_step = report.step
+        self._last_batch = report.batch_size
+        self.reports += 1
+        # A measurement brings its own load: what it accepts says nothing about the traffic.
+        if self._forced is None:
+            if self.traffic.fold(report):
+                until = self.reports + _UNSETTLED_REPORTS
+                self._unsettled_until = max(self._unsettled_until, until)
+            self._planner.observe(report)
+        kv_per_sequence = report.kv_tokens / report.batch_size
+        self._kv_per_sequence += _KV_RATE * (kv_per_sequence - self._kv_per_sequence)
+        expected = self.cost.predict(arm, report.batch_size, report.kv_tokens)
+        bearable = _WILD_STEP * expected + self._catch_up.seconds()[report.drafter]
+        woke = self._catch_up.observe(report, expected)
+        plain = not (woke or report.flags.distorts_cost)
+        if plain:
+            self.cost.observe(
+                arm, report.batch_size, report.kv_tokens, expected, report.step_seconds
+            )
+        self.account.observe(arm, report, expected if plain and self._forced is None else None)
+        if self._forced is None:
+            self.updates.observe(report, expected)
+        watch = self._planner.watch
+        if watch is not None and report.gamma == 0:
+            share = float(watch.share[self._rows_at.row_of(report.batch_size)])
+        else:
+            share = budget(self._settings, self.traffic.hazard)
+        seconds = min(report.step_seconds, bearable)
+        self.explorer.observe(report, seconds, share, self._clock.now())
+
+    def set_overrides(self, overrides: Iterable[Override]) -> bool:
+        """Plans under these from now on; True when that is a change for this engine."""
+        mine = covering(overrides, self.spec)
+        if mine == self._overrides:
+            return False
+        self._overrides = mine
+        at = self._rows_at = rows_under(mine, self.spec, self._buckets, self.arms)
+        self._planner.limit(at.upper, self._sizes[at.bucket], at.legal, at.possible)
+        self.explorer.cancel()
+        self._evaluated_at = -float("inf")
+        return True
+
+    def lose(self, losses: Iterable[LostCapability]) -> tuple[LostCapability, ...]:
+        """Plans without these from now on; those that take something more away.
+
+        Raises InvalidLossError for what the engine never had; nothing is used then.
+        """
+        losses = tuple(losses)
+        require_known(losses, self.spec)
+        news = added(self.spec, losses)
+        if not news:
+            return ()
+        self.spec = replace(self.spec, lost=(*self.spec.lost, *news))
+        if self._forced is not None and self.spec.loss_of(self._forced) is not None:
+            self._forced = None
+        self._catch_up.use_capabilities(self.spec.able)
+        self.updates.use_capabilities(self.spec.able)
+        at = self._rows_at = rows_under(self._overrides, self.spec, self._buckets, self.arms)
+        self._planner.limit(at.upper, self._sizes[at.bucket], at.legal, at.possible)
+        self.explorer.cancel()
+        # Rows that read the same may sleep no more.
+        self._decided = None
+        self._evaluated_at = -float("inf")
+        return news
+
+    def preview(self, overrides: Iterable[Override]) -> tuple[PreviewRow, ...]:
+        """What the last decision would have become if these were the overrides."""
+        at = rows_under(overrides, self.spec, self._buckets, self.arms)
+        values = self._decision.estimates.values(self.arms, self._sizes, at)
+        return preview_rows(self._plan, at, values.value, self.arms)
+
+    @property
+    def overrides(self) -> tuple[Override, ...]:
+        """Those that are for this engine, whatever its batch."""
+        return self._overrides
+
+    def next_plan(self) -> Plan | None:
+        """A new plan if one is due (changed, a probe, or the lease half gone), else None."""
+        now = self._clock.now()
+        half_gone = now - self._plan_time >= self._settings.lease_seconds / 2
+        settled = self.reports > self._unsettled_until
+        pause = self._settings.replan_seconds * (1.0 if settled else _UNSETTLED_PAUSE)
+        if now - self._evaluated_at < pause and not half_gone:
+            return None
+        rows, reason, detail = self._decide_rows(now)
+        at = self._rows_at
+        said, now_is = self._plan, (at.named, self._regime_now(), self.updates.version)
+        if (said.overrides, said.regime, said.draft_version) == now_is and rows == self._plan.rows:
+            if not half_gone:
+                return None
+            reason = Reason.LEASE if reason is Reason.EXPLOIT else reason
+        return self._issue(rows, reason, detail, now)
+
+    def current_plan(self) -> Plan:
+        """The newest plan."""
+        return self._plan
+
+    def decide(self, batch_size: int) -> PlanRow:
+        """The newest plan's row for this batch size, with a probe under way in its place."""
+        row = self._plan.row_for(batch_size)
+        if row.probe is None:
+            return row
+        return row_of(self.spec, row.max_batch_size, row.probe.arm, Reason.PROBE, row.probe)
+
+    def force(self, arm: Arm | None) -> Plan:
+        """Every row this arm until `force(None)` (profiling).
+
+        Raises UnknownArmError, also for an arm that the engine has lost.
+        """
+        if arm is not None:
+            self.spec.require(arm)
+            if (loss := self.spec.loss_of(arm)) is not None:
+                raise UnknownArmError(f"this engine has lost {loss.what}: {loss.reason}")
+        self._forced = arm
+        self.explorer.cancel()
+        now = self._clock.now()
+        return self._issue(*self._decide_rows(now), now)
+
+    def last_plan(self, lease_seconds: float) -> Plan:
+        """The choices in force, to be held for so long by an engine that will be alone.
+
+        Nothing that somebody would have to watch: no probe, no measurement, and no updates of the
+        drafter but those of an override.  No plan follows it.
+        """
+        self._forced, self._parting = None, True
+        now = self._clock.now()
+        rows = without_probes(self.spec, self._decide_rows(now)[0])
+        detail = f"the sidecar is stopping: hold this for {lease_seconds:g} s"
+        plan = self._issue(rows, Reason.LEASE, detail, now)
+        self._plan = replace(plan, lease_seconds=lease_seconds)
+        return self._plan
+
+    def use_settings(self, settings: PlannerSettings, training: TrainingSettings) -> None:
+        """Decides by these constants from now on; what was learnt and chosen stays."""
+        self.updates.use_settings(training)
+        if settings == self._settings:
+            return
+        self._settings = settings
+        for part in (self.traffic, self.cost, self.explorer):
+            part.use_settings(settings)
+        at, before = self._rows_at, self._planner
+        self._planner = make_planner(self.arms, self._buckets, settings)
+        self._planner.limit(at.upper, self._sizes[at.bucket], at.legal, at.possible)
+        self._planner.choice, self._planner.proven = before.choice, before.proven
+        self._planner.switches = before.switches
+        self._evaluated_at = -float("inf")
+
+    def use_profile(self, profile: Profile) -> None:
+        """Puts a profile into use; acceptance is kept.  Raises ProfileMismatchError."""
+        profile.require_match(self.spec.fingerprint, self.spec.drafters)
+        self.cost = self._cost_model(profile)
+        if profile.catch_up_seconds_per_token:
+            self._catch_up.use(profile.catch_up_seconds_per_token)
+        self._evaluated_at = -float("inf")
+
+    def begin_from(self, beliefs: Iterable[Belief], where: str) -> None:
+        """Adds what was known elsewhere; where: who knew it, for people."""
+        self.traffic.begin_from(beliefs)
+        self._warm_start = where
+        self._evaluated_at = -float("inf")
+
+    def beliefs(self) -> list[Belief]:
+        """What is known of acceptance now, for another session to begin from."""
+        return self.traffic.beliefs()
+
+    @property
+    def decision(self) -> Decision:
+        """Returns the numbers that the last decision was made from."""
+        return self._decision
+
+    def explain(self, batch_size: int = 0) -> Explanation:
+        """The last decision's row at a batch size (0: the last report's), with all its numbers."""
+        batch_size = batch_size or self._last_batch
+        made, plan = self._decision, self._plan
+        estimates, at = made.estimates, made.at
+        row = at.row_of(batch_size)
+        current = self.arms.index(plan.row_for(batch_size).arm)
+        runner_up, margin = behind(made.values.value[:, row])
+        return Explanation(
+            engine_id=self.spec.engine_id,
+            batch_size=batch_size,
+            plan=plan,
+            arms=arms_in(made, self.arms, row, current, self._settings.confidence_z),
+            positions=positions_of(estimates.traffic),
+            profile_id=estimates.profile_id,
+            margin=margin,
+            probe_share=self.explorer.probe_share,
+            kv_tokens_per_sequence=estimates.kv_tokens_per_sequence,
+            runner_up=self.arms[runner_up],
+            policy=self._settings.policy,
+            probes=self.explorer.probes,
+            probe_lost_seconds=self.explorer.lost_seconds,
+            probe_credit_seconds=self.explorer.credit_seconds,
+            shifts=self.traffic.shifts,
+            switches=self.switches,
+            cost_outliers=self.cost.rejected,
+            prior=estimates.prior,
+            limits=at.limits[row],
+            overrides=made.overrides,
+            warm_start=self._warm_start,
+            updates=self.updates.strides if at.regime is None else None,
+            training=self.updates.view,
+            table=value_table(at, made.values),
+            lost=self.spec.lost,
+        )
+
+    def take_estimates(self) -> None:
+        """Takes the estimates as they stand for those that the last decision was made from.
+
+        For a controller whose variables were put in from elsewhere: see `state.restore`.
+        """
+        self._decision = self._assessed(self.traffic.curves())
+
+    def _assessed(self, traffic: TrafficCurves) -> Decision:
+        estimates = Estimates.of(traffic, self.cost, self._catch_up, self._kv_per_sequence)
+        values = estimates.values(self.arms, self._sizes, self._rows_at)
+        return Decision(estimates, values, self._rows_at, self._overrides, self.reports)
+
+    def _decide_rows(self, now: float) -> tuple[tuple[PlanRow, ...], Reason, str]:
+        """Learns from what was folded since the last decision, and decides."""
+        self._evaluated_at = now
+        self.cost.learn()
+        made = self._decision = self._assessed(self.traffic.believe())
+        if self._forced is not None:
+            self._decided = None
+            detail = f"measuring {self._forced.drafter} at gamma {self._forced.gamma}"
+            rows = forced_rows(self.spec, self._rows_at.upper, self.arms, self._forced)
+            return rows, Reason.PROFILING, detail
+        values, hazard, at = made.values, self.traffic.hazard, made.at
+        doubt = made.estimates.doubt
+        proven = self._planner.prove(np.any(doubt.ran, axis=1))
+        hedge = discounts(values, doubt, self.arms, at.bucket, proven)
+        choice = self._planner.update(values, hazard, hedge)
+        active = at.row_of(self._last_batch)
+        self.account.settle(values, at.row_of)
+        sees = self.reports and not is_blind(self.spec)
+        if sees and self._planner.explores and at.limits[active].explore:
+            situation = Situation(
+                values, doubt, active, self._last_batch, choice[active],
+                self._planner.watch, 1 / hazard.expected,
+                int(at.bucket[active]), None if at.legal is None else at.legal[:, active],
+            )  # fmt: skip
+            self.explorer.consider(situation, now)
+        if at.regime is None and self.reports:
+            legal = None if at.legal is None else at.legal[:, active]
+            self.updates.update(values, active, self._last_batch, legal)
+        probing = self.explorer.running
+        rows = self._rows(choice, probing)
+        size, prior = self._last_batch, "" if self.profile_id else self.cost.prior
+        chosen, said = choice[active], self._planner.reasons[active]
+        return rows, *why(
+            f"B={size}: {arm_text(self.arms[chosen], values.value[chosen, active])}",
+            at, active, prior, probing[1] if probing else None, said,
+        )  # fmt: skip
+
+    def _rows(
+        self, choice: Sequence[int], probing: tuple[int, Probe] | None
+    ) -> tuple[PlanRow, ...]:
+        """The table; the rows of the last plan where nothing has changed."""
+        kept = self._plan.rows if self._decided is not None else ()
+        decided = (self._rows_at.upper, [*choice], self._planner.reasons, probing)
+        if decided == self._decided:
+            return kept
+        self._decided = decided
+        chosen = [self.arms[arm] for arm in choice]
+        return rows_of(self.spec, self._rows_at.upper, chosen, self._planner.reasons, probing, kept)
+
+    def _regime_now(self) -> Regime:
+        """What overrides say, else what was decided; none beside a measurement."""
+        if self._rows_at.regime is not None:
+            return self._rows_at.regime
+        return Regime() if self._forced or self._parting else self.updates.regime
+
+    def _issue(self, rows: tuple[PlanRow, ...], reason: Reason, detail: str, now: float) -> Plan:
+        self._epoch += 1
+        self._plan_time = now
+        lease, named = self._settings.lease_seconds, self._rows_at.named
+        regime, version = self._regime_now(), self.updates.version
+        self._plan = Plan(self._epoch, rows, regime, lease, reason, detail, named, version)
+        return self._plan

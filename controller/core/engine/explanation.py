@@ -1,0 +1,246 @@
+"""The last decision in words and numbers, for people: see `explain` of the engine controller."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controller.core.acceptance.by_class import TrafficCurves
+from controller.core.acceptance.estimator import AcceptanceCurve
+from controller.core.capabilities import LostCapability
+from controller.core.engine.decision import Decision
+from controller.core.planning.constraints import PlanRows
+from controller.core.planning.exploration import relative_variance
+from controller.core.planning.overrides import Limits, Override
+from controller.core.planning.planner import Values
+from controller.core.training.selective_training import TrainingView
+from controller.core.training.stride_planner import RegimeState
+from controller.core.types import Arm, Plan, Probe, Reason
+
+
+@dataclass(frozen=True, slots=True)
+class PreviewRow:
+    """How a row would change.  stuck: nothing would be left there that the engine can run."""
+
+    max_batch_size: int
+    before: Arm
+    after: Arm
+    stuck: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ArmValue:
+    """One arm at one batch size, with the numbers it was judged by (units as in proto).
+
+    cost_drift: factor by which live steps have moved its profiled cost.  catch_up_seconds: what
+    changing to it now would cost first.  legal: overrides let it
+    run, and the engine has prepared it.
+    """
+
+    arm: Arm
+    expected_accepted: float
+    step_seconds: float
+    tokens_per_second: float
+    optimistic_tokens_per_second: float
+    chosen: bool
+    extrapolated: bool
+    cost_drift: float = 1.0
+    catch_up_seconds: float = 0.0
+    legal: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class PositionEstimate:
+    """P(position k accepted | k-1 were) of one drafter, and the evidence behind it.
+
+    label: the request class that it is of; "" = all traffic.  deviation: standard deviation of the
+    estimate.
+    """
+
+    drafter: str
+    position: int
+    conditional_acceptance: float
+    exposures: float
+    label: str = ""
+    deviation: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ValueTable:
+    """Every arm in every row of a plan, as it was priced.
+
+    batch_sizes: of the rows, ascending; a row is priced at its size.  seconds (of a step),
+    tokens_per_second, extrapolated and legal: [arms][rows], arms as in `Explanation.arms`.
+    """
+
+    batch_sizes: tuple[int, ...]
+    seconds: tuple[tuple[float, ...], ...]
+    tokens_per_second: tuple[tuple[float, ...], ...]
+    extrapolated: tuple[tuple[bool, ...], ...]
+    legal: tuple[tuple[bool, ...], ...]
+
+
+NO_TABLE = ValueTable((), (), (), (), ())
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """The whole decision row at one batch size.
+
+    limits: what overrides leave there.  overrides: all that are for this engine.  warm_start:
+    whose acceptance estimates it began from, "" = nobody's.  updates: what the stride of online
+    updates was chosen from, None where it was not.  training: of the drafter beside the engine,
+    None where the engine cannot.  table: the same numbers in all rows.  lost: what the engine can
+    no longer do.
+    """
+
+    engine_id: str
+    batch_size: int
+    plan: Plan
+    arms: tuple[ArmValue, ...]
+    positions: tuple[PositionEstimate, ...]
+    profile_id: str
+    margin: float
+    probe_share: float
+    kv_tokens_per_sequence: float
+    runner_up: Arm
+    policy: str
+    probes: int
+    probe_lost_seconds: float
+    probe_credit_seconds: float
+    shifts: int
+    switches: int
+    cost_outliers: int
+    prior: str = ""
+    limits: Limits | None = None
+    overrides: tuple[Override, ...] = ()
+    warm_start: str = ""
+    updates: RegimeState | None = None
+    training: TrainingView | None = None
+    table: ValueTable = NO_TABLE
+    lost: tuple[LostCapability, ...] = ()
+
+
+def value_table(at: PlanRows, values: Values) -> ValueTable:
+    """All rows; at: the rows that the values were made for."""
+    costs = values.costs
+    legal = np.ones(costs.seconds.shape, dtype=bool) if at.legal is None else at.legal
+    return ValueTable(
+        tuple(at.upper),
+        _rows(costs.seconds),
+        _rows(values.value),
+        _rows(costs.extrapolated),
+        _rows(legal),
+    )
+
+
+def _rows(matrix: NDArray[Any]) -> tuple[tuple[Any, ...], ...]:
+    return tuple(map(tuple, matrix.tolist()))
+
+
+def arms_in(
+    made: Decision, arms: Sequence[Arm], row: int, chosen: int, confidence_z: float
+) -> tuple[ArmValue, ...]:
+    """Every arm in one row of a decision.
+
+    chosen: index of the planned arm.  confidence_z: standard deviations of optimism.
+    """
+    values, legal, bucket = made.values, made.at.legal, int(made.at.bucket[row])
+    variance = relative_variance(values, made.estimates.doubt, arms, bucket, chosen)
+    hoped = values.value[:, row] * (1 + confidence_z * np.sqrt(variance))
+    drift = made.estimates.drift[:, bucket]
+    return tuple(
+        ArmValue(
+            arm,
+            float(values.expected[i]),
+            float(values.costs.seconds[i, row]),
+            float(values.value[i, row]),
+            float(hoped[i]),
+            i == chosen,
+            bool(values.costs.extrapolated[i, row]),
+            float(drift[i]),
+            float(values.catch_up[i]),
+            legal is None or bool(legal[i, row]),
+        )
+        for i, arm in enumerate(arms)
+    )
+
+
+def behind(values: NDArray[np.float64]) -> tuple[int, float]:
+    """Index of the second best arm, and by which share the best one is better.  values: [arms]."""
+    order = np.argsort(-values, kind="stable")
+    best, runner_up = int(order[0]), int(order[min(1, len(order) - 1)])
+    return runner_up, float(values[best] / values[runner_up] - 1)
+
+
+def positions_of(traffic: TrafficCurves) -> tuple[PositionEstimate, ...]:
+    """Of every drafter, over all traffic and for each request class."""
+    found: list[PositionEstimate] = []
+    for label, curves in {"": traffic.drafters, **traffic.classes}.items():
+        for name, curve in curves.items():
+            found += _estimates(name, curve, label)
+    return tuple(found)
+
+
+def preview_rows(
+    plan: Plan, at: PlanRows, value: NDArray[np.float64], arms: Sequence[Arm]
+) -> tuple[PreviewRow, ...]:
+    """What a plan would become with other rows.  value: [arms, rows] tokens per second."""
+    if at.legal is not None:
+        value = np.where(at.legal, value, -1.0)
+    rows = []
+    for j, (upper, emptied) in enumerate(zip(at.upper, at.emptied, strict=True)):
+        row = plan.row_for(upper)
+        # What runs stays if it may, unless it only runs because something else might not.
+        stays = value[arms.index(row.arm), j] >= 0 and row.reason is not Reason.OVERRIDE
+        arm = row.arm if stays else arms[int(value[:, j].argmax())]
+        rows.append(PreviewRow(upper, row.arm, arm, emptied))
+    return tuple(rows)
+
+
+def _estimates(drafter: str, curve: AcceptanceCurve, label: str) -> list[PositionEstimate]:
+    deviations = np.sqrt(curve.variance()).tolist()
+    known = zip(curve.conditional, curve.exposures, deviations, strict=True)
+    return [
+        PositionEstimate(drafter, k, mean, exposures, label, deviation)
+        for k, (mean, exposures, deviation) in enumerate(known, start=1)
+    ]
+
+
+def arm_text(arm: Arm, tokens_per_second: float) -> str:
+    """An arm and what is expected of it, for people."""
+    return f"{arm.drafter} gamma {arm.gamma}, {tokens_per_second:.0f} tok/s expected"
+
+
+def why(
+    choice: str, at: PlanRows, active: int, prior: str, probe: Probe | None, reason: Reason
+) -> tuple[Reason, str]:
+    """Why a plan is what it is: its reason, and one line for people.
+
+    choice: the active row's, in words.  prior: where costs come from without a profile, else "".
+    reason: the active row's.
+    """
+    detail, limits = choice, at.limits[active]
+    if limits.overrides:
+        detail += f"; under {', '.join(limits.overrides)}"
+        if at.emptied[active]:
+            detail += ", which leave nothing that this engine can run: no speculation"
+        pinned = next((loss for loss in at.lost if loss.drafter == limits.drafter), None)
+        if limits.drafter is not None and pinned is not None:
+            detail += f"; {pinned.what} is pinned but lost: {pinned.reason}"
+    if at.lost:
+        detail += f"; lost: {', '.join(loss.what for loss in at.lost)}"
+    if at.refused:
+        detail += f"; {at.refused} is asked for, which this engine cannot do: no online updates"
+    if prior:
+        detail += f"; costs from a {prior} prior, no profile loaded"
+    if probe:
+        arm = probe.arm
+        return Reason.PROBE, (
+            f"{detail}; {probe.steps} steps of {arm.drafter} gamma {arm.gamma} to learn"
+        )
+    if prior and reason is not Reason.OVERRIDE:
+        return Reason.PROFILE_MISSING, detail
+    return reason, detail

@@ -1,0 +1,92 @@
+"""What was predicted against what came, and what other choices would have taken: sums for people.
+
+    predicted   of every plain step, the seconds that the cost model gave for it beforehand
+    expected    of every drafted sequence, the draft tokens that the last plan was made with
+    instead     of every plain step, the seconds in which another choice would have made its tokens
+
+The last is an estimate and no measurement, for what did not run cannot be timed: the step's
+seconds, times C_other / C_ran of the cost model, times (1 + accepted) / (1 + E_other) steps.  A
+slow machine would have been slow for the other choice too; and as C_off never exceeds C_ran, the
+gain over off never exceeds the acceptance length.  The others are no speculation ("off": the
+cheapest arm with gamma = 0), and what the engine would run by itself ("static":
+`EngineSpec.safe_gamma`).
+
+A plain step was not a measurement's, woke no drafter, and nothing else ran beside it.  No decision
+reads anything here.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from controller.core.planning.planner import Values
+from controller.core.types import Arm, EngineSpec, StepReport
+
+
+class Account:
+    """One engine's sums, which only ever grow.
+
+    plain_seconds, predicted_seconds: of the plain steps, as reported and as predicted.
+    error_seconds: how far the two lay apart, step by step, either way.  expected_tokens: what
+    should have been accepted.  instead_seconds: of "off" and "static", where the engine has them.
+    """
+
+    def __init__(self, spec: EngineSpec, arms: Sequence[Arm]) -> None:
+        self.plain_seconds = self.predicted_seconds = self.error_seconds = 0.0
+        self.expected_tokens = 0.0
+        others = {
+            "off": [i for i, arm in enumerate(arms) if arm.gamma == 0],
+            "static": [i for i, arm in enumerate(arms) if arm == static_arm(spec)],
+        }
+        self._others = {name: found for name, found in others.items() if found}
+        self.instead_seconds = dict.fromkeys(self._others, 0.0)
+        self._expected = [0.0] * len(arms)
+        # Seconds times tokens a sequence, by arm and batch, since the last plan.
+        self._pending: dict[tuple[int, int], float] = {}
+
+    def observe(self, arm: int, report: StepReport, predicted: float | None) -> None:
+        """Counts a step.  arm: by index; predicted: seconds, None where it was not a plain one."""
+        size = report.batch_size
+        self.expected_tokens += size * self._expected[arm]
+        if predicted is None:
+            return
+        seconds, accepted = report.step_seconds, 0
+        if report.gamma:
+            for k, sequences in enumerate(report.accepted_counts):
+                accepted += k * sequences
+        self.plain_seconds += seconds
+        self.predicted_seconds += predicted
+        self.error_seconds += abs(seconds - predicted)
+        cell, weight = (arm, size), (1 + accepted / size) * seconds
+        self._pending[cell] = self._pending.get(cell, 0.0) + weight
+
+    def settle(self, values: Values, row_of: Callable[[int], int]) -> None:
+        """Prices what has been observed with the values that a new plan is made from.
+
+        row_of: by batch size, the row of the values.
+        """
+        for (arm, size), weight in self._pending.items():
+            seconds = values.costs.seconds[:, row_of(size)]
+            for name, others in self._others.items():
+                instead = seconds[others] / (1 + values.expected[others])
+                self.instead_seconds[name] += weight * float(instead.min() / seconds[arm])
+        self._pending.clear()
+        self._expected = values.expected.tolist()
+
+
+def static_arm(spec: EngineSpec) -> Arm | None:
+    """What the engine would run by itself; None where it does not say."""
+    return None if spec.safe_gamma is None else Arm(spec.drafters[0].name, spec.safe_gamma)
+
+
+def gains(values: Mapping[Arm, float], spec: EngineSpec, chosen: Arm) -> dict[str, float]:
+    """Estimated tokens per second of the chosen arm over "off" and "static", where there are such.
+
+    Over "off" it is (1 + E) C_off / C_chosen, and so at most the expected acceptance length.
+
+    values: tokens per second, by arm.
+    """
+    static = static_arm(spec)
+    others = {
+        "off": [value for arm, value in values.items() if arm.gamma == 0],
+        "static": [] if static is None else [values[static]],
+    }
+    return {name: values[chosen] / max(found) for name, found in others.items() if found}

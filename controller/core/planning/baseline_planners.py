@@ -1,0 +1,150 @@
+"""Other rules than ours, for comparison and for cautious operators (`policy` in the settings).
+
+`tide` turns one fixed draft length on and off where TIDE's practical speedup (its Eq. 5, on the
+measured costs) crosses 1.  `sglang-ema` moves between a few draft lengths per batch slot by a
+moving average of accepted drafts, as SGLang's adaptive mode does; it uses no costs.  Both plan in
+the same table, with the same leases, reasons and explanations.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controller.core.acceptance.cusum import Hazard
+from controller.core.planning.planner import Planner, Values
+from controller.core.settings import PlannerSettings
+from controller.core.types import Arm, StepReport
+
+# SGLang's default table: smallest batch size of a slot, its draft lengths, margin on the way down.
+_SLOTS = (
+    (1, (1, 3, 5, 7), -0.25),
+    (8, (0, 1, 3), 0.0),
+    (32, (0, 1), 0.0),
+    (64, (0,), 0.0),
+)
+_EMA_RATE = 0.2
+_WARM_UP_STEPS = 10
+_UPDATE_EVERY = 5
+
+
+class TidePlanner(Planner):
+    """On where (1 - alpha^(gamma+1)) / ((1 - alpha) (c(b) gamma + beta(b))) > 1, else off.
+
+    c(b) gamma + beta(b) is the cost of a drafting step over that of a plain one, which the table
+    holds as such; the numerator is 1 + E[accepted | gamma].
+    """
+
+    def __init__(
+        self, arms: Sequence[Arm], buckets: Sequence[int], settings: PlannerSettings
+    ) -> None:
+        super().__init__(arms, buckets, settings)
+        first = [i for i, arm in enumerate(arms) if arm.drafter == arms[0].drafter]
+        drafting = [i for i in first if arms[i].gamma] or first
+        self._on_arm = min(drafting, key=lambda i: abs(arms[i].gamma - settings.tide_gamma))
+        self._off_arm = next((i for i in first if arms[i].gamma == 0), self._on_arm)
+
+    def update(
+        self, values: Values, hazard: Hazard, discounts: NDArray[np.float64] | None = None
+    ) -> Sequence[int]:
+        """One of the two arms a bucket."""
+        del discounts
+        self.watch = self._watcher.watch(
+            values.value, values.costs.seconds, values.catch_up_price, hazard
+        )
+        cost = values.costs.seconds[self._on_arm] / values.costs.seconds[self._off_arm]
+        speedup = (1 + values.expected[self._on_arm]) / cost
+        choice = self.lawful([self._on_arm if s > 1 else self._off_arm for s in speedup], values)
+        if self.choice is not None:
+            self.switches += sum(a != b for a, b in zip(choice, self.choice, strict=True))
+        self.choice = choice
+        return choice
+
+
+class _Slot:
+    """One batch slot: its draft lengths, ascending, and the moving average that picks one."""
+
+    def __init__(self, gammas: Sequence[int], down: float) -> None:
+        self.gammas = tuple(gammas)
+        self._down = down
+        self._index = min(range(len(gammas)), key=lambda i: abs(gammas[i] - 3))
+        self._average = float(self.gamma - 1)
+        self._steps = 0
+
+    @property
+    def gamma(self) -> int:
+        """The draft length in force."""
+        return self.gammas[self._index]
+
+    def observe(self, mean_accepted: float, drafted: int) -> None:
+        """One step's mean accepted drafts; every few steps the draft length may move."""
+        if drafted:
+            self._average += _EMA_RATE * (mean_accepted - self._average)
+        self._steps += 1
+        if self._steps > _WARM_UP_STEPS and self._steps % _UPDATE_EVERY == 0:
+            self._move()
+
+    def _move(self) -> None:
+        if self.gamma == 0:
+            # Off shows nothing: the next length is tried after every interval.
+            if len(self.gammas) > 1:
+                self._index = 1
+                if self._average < 0:
+                    # It started off and has seen nothing yet.
+                    self._average = self.gamma - 1.0
+            return
+        start = self._index
+        while self._index > 0:
+            below = self.gammas[self._index - 1]
+            if self._average > (below - 0.5 if below else 0.5) + self._down:
+                break
+            self._index -= 1
+        if self._index < start:
+            return
+        while self._index + 1 < len(self.gammas) and self._average > self.gamma - 0.5:
+            self._index += 1
+
+
+class EmaPlanner(Planner):
+    """SGLang's rule, restated: the moving average of accepted drafts picks the draft length."""
+
+    explores = False
+
+    def __init__(
+        self, arms: Sequence[Arm], buckets: Sequence[int], settings: PlannerSettings
+    ) -> None:
+        super().__init__(arms, buckets, settings)
+        self._index = {arm.gamma: i for i, arm in enumerate(arms) if arm.drafter == arms[0].drafter}
+        self._slots = [
+            (first, _Slot(self._nearest(gammas), down)) for first, gammas, down in _SLOTS
+        ]
+
+    def _nearest(self, wanted: Sequence[int]) -> list[int]:
+        """The engine's draft lengths that come closest to the table's."""
+        return sorted({min(self._index, key=lambda g: (abs(g - w), g)) for w in wanted})
+
+    def _slot(self, batch_size: int) -> _Slot:
+        return next(slot for first, slot in reversed(self._slots) if batch_size >= first)
+
+    def observe(self, report: StepReport) -> None:
+        """Feeds the slot of the report's batch."""
+        accepted = sum(k * count for k, count in enumerate(report.accepted_counts))
+        self._slot(report.batch_size).observe(accepted / report.batch_size, report.gamma)
+
+    def update(
+        self, values: Values, hazard: Hazard, discounts: NDArray[np.float64] | None = None
+    ) -> Sequence[int]:
+        """The slots' draft lengths; values matter only where those may not run."""
+        del hazard, discounts
+        wanted = [self._index[self._slot(size).gamma] for size in self.buckets]
+        choice = self.lawful(wanted, values)
+        if self.choice is not None:
+            self.switches += sum(a != b for a, b in zip(choice, self.choice, strict=True))
+        self.choice = choice
+        return choice
+
+
+def make_planner(arms: Sequence[Arm], buckets: Sequence[int], settings: PlannerSettings) -> Planner:
+    """The planner that `settings.policy` names."""
+    kinds = {"goodput": Planner, "tide": TidePlanner, "sglang-ema": EmaPlanner}
+    return kinds[settings.policy](arms, buckets, settings)

@@ -1,0 +1,56 @@
+"""Caution where costs were not measured: a longer draft has to pay even if it turns out badly.
+
+    V'(arm, B) = V(arm, B) exp(-z sd(log V(arm, B) / V(now, B)))   for arms that draft more than now
+
+`now` is the newest choice for the batch that has run in any batch, and gamma = 0 while there is
+none (at first, or when an override chose an arm and was cleared before a step ran).  A choice that
+has not run yet does not take its place: measured from there the last choice would look doubtful,
+and the two would alternate until a step runs.  The doubt is that about costs and acceptance
+together.  It is large before the first steps and shrinks with what is seen, so that speculation is
+extended from what has run.  Drafting less than now is never held back.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controller.core.cost.doubt import CostDoubt
+from controller.core.planning.exploration import acceptance_variance
+from controller.core.planning.planner import Values
+from controller.core.types import Arm
+
+# Standard deviations by which things may turn out worse than expected: to begin with speculation,
+# and to draft more than has paid already.
+_DEVIATIONS_TO_BEGIN = 2.5
+_DEVIATIONS_TO_EXTEND = 1.0
+
+
+def discounts(
+    values: Values,
+    doubts: CostDoubt,
+    arms: Sequence[Arm],
+    buckets: NDArray[np.int64],
+    proven: Sequence[int | None],
+) -> NDArray[np.float64] | None:
+    """[arms, rows] factors in (0, 1] on the values; None where costs were measured.
+
+    buckets: [rows], the cost table's.  proven: [rows] newest choice that has run, by arm index;
+    None where none has.
+    """
+    if not doubts.guessed:
+        return None
+    least = min(range(len(arms)), key=lambda i: arms[i].gamma)
+    reference = [least if arm is None else arm for arm in proven]
+    found = np.ones((len(arms), len(buckets)))
+    for now in set(reference):
+        rows = np.array([j for j, arm in enumerate(reference) if arm == now])
+        more = np.array(
+            [a.gamma > arms[now].gamma or (a.gamma > 0 and a.drafter != arms[now].drafter)
+             for a in arms]
+        )  # fmt: skip
+        doubt = doubts.relatives(now)[:, buckets[rows]]
+        doubt = np.sqrt(doubt + acceptance_variance(values, arms, now)[:, None])
+        z = _DEVIATIONS_TO_EXTEND if arms[now].gamma else _DEVIATIONS_TO_BEGIN
+        found[:, rows] = np.where(more[:, None], np.exp(-z * doubt), 1.0)
+    return found

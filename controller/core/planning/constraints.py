@@ -1,0 +1,136 @@
+"""A plan's rows: where they end, and what may run in each, by overrides and by the engine."""
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controller.core.capabilities import LostCapability, loss_of_all
+from controller.core.planning.overrides import (
+    Limits,
+    Override,
+    batch_edges,
+    by_strength,
+    merge_ordered,
+    merge_regime,
+)
+from controller.core.types import MAX_GAMMA, MAX_PLAN_ROWS, Arm, EngineSpec, Regime, RegimeMode
+
+# Arms times rows: what a plan takes to make grows with it.
+_CELLS_MAX = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRows:
+    """The rows of an engine's plans.
+
+    upper: largest batch of each row, ascending.  bucket: [rows] the cost bucket that each is in.
+    limits: of each row.  possible: [arms, rows] what the engine has prepared; legal: what the
+    overrides leave of that, at least one arm in each row; None when that is everything.
+    emptied: rows in which overrides left nothing that the engine can run, or pin a drafter that it
+    has lost, so that the shortest draft runs.  lost: what the engine can no longer do.
+    split: a bucket has more than one row.  regime: of online updates, where overrides say it, else
+    None; refused: the one that was asked for where the engine cannot run it.  named: all overrides
+    that count anywhere.
+    """
+
+    upper: tuple[int, ...]
+    bucket: NDArray[np.int64]
+    limits: tuple[Limits, ...]
+    possible: NDArray[np.bool_] | None
+    legal: NDArray[np.bool_] | None
+    emptied: tuple[bool, ...]
+    split: bool
+    regime: Regime | None
+    refused: Regime | None
+    named: tuple[str, ...]
+    lost: tuple[LostCapability, ...] = ()
+
+    def row_of(self, batch_size: int) -> int:
+        """Index of the row that serves a batch size."""
+        return min(bisect_left(self.upper, batch_size), len(self.upper) - 1)
+
+
+def covering(overrides: Iterable[Override], spec: EngineSpec) -> tuple[Override, ...]:
+    """Those that are for this engine, whatever its batch; by id."""
+    mine = (override for override in set(overrides) if override.scope.covers(spec))
+    return tuple(sorted(mine, key=attrgetter("override_id")))
+
+
+def rows_under(
+    overrides: Iterable[Override], spec: EngineSpec, buckets: Sequence[int], arms: Sequence[Arm]
+) -> PlanRows:
+    """The rows: one a bucket, and a bucket is split where something else begins to count.
+
+    Where that would be more rows than an engine takes, what counts at a bucket's largest batch
+    counts in all of it.
+    """
+    overrides = tuple(overrides)
+    ends = {largest for drafter in spec.drafters for _, largest in drafter.batch_limits}
+    ends = {end for end in ends if 0 < end < spec.max_batch_size}
+    upper = tuple(sorted({*buckets, *batch_edges(overrides, spec), *ends}))
+    if len(upper) > min(MAX_PLAN_ROWS, max(len(buckets), _CELLS_MAX // len(arms))):
+        upper = tuple(buckets)
+    bucket = np.array([bisect_left(buckets, size) for size in upper], dtype=np.int64)
+    mine = by_strength(o for o in overrides if o.scope.covers(spec))
+    limits = tuple(merge_ordered(mine, size) for size in upper)
+    possible: NDArray[np.bool_] | None = None
+    legal: NDArray[np.bool_] | None = None
+    if spec.lost or any(drafter.batch_limits for drafter in spec.drafters):
+        possible = np.array([[spec.is_prepared(arm, size) for size in upper] for arm in arms])
+        possible[[spec.loss_of(arm) is not None for arm in arms]] = False
+        if spec.lost:
+            # Where everything is lost the engine runs something all the same.
+            possible[:, possible.sum(axis=0) == 0] = _shortest(arms, None)[:, None]
+        legal = possible
+    emptied: NDArray[np.bool_] = np.zeros(len(upper), dtype=np.bool_)
+    if any(limit.overrides for limit in limits):
+        columns = {limit: limit.legal(arms) for limit in set(limits)}
+        legal = np.array([columns[limit] for limit in limits], dtype=np.bool_).T
+        if possible is not None:
+            legal &= possible
+        emptied = legal.sum(axis=0) == 0
+        for index, limit in enumerate(limits):
+            if _pins_lost(limit, spec):
+                emptied[index] = True
+                legal[:, index] = False
+        for row in emptied.nonzero()[0]:
+            legal[:, row] = _shortest(arms, None if possible is None else possible[:, row])
+    asked, allowed, by = merge_regime(overrides, spec)
+    regime = None if asked is None and allowed else _possible(asked, spec)
+    named = {*by, *(name for limit in limits for name in limit.overrides)}
+    return PlanRows(
+        upper, bucket, limits, possible, legal, tuple(emptied.tolist()),
+        len(upper) > len(buckets), regime, None if asked in {None, regime} else asked,
+        tuple(sorted(named)), spec.lost,
+    )  # fmt: skip
+
+
+def _pins_lost(limit: Limits, spec: EngineSpec) -> bool:
+    """Whether every draft length of the pinned drafter is lost: gamma = 0 is nobody's choice."""
+    if limit.off or limit.gamma_max == 0:
+        return False
+    drafts = (arm for arm in spec.arms if arm.drafter == limit.drafter and arm.gamma > 0)
+    return loss_of_all(spec, drafts) is not None
+
+
+def _shortest(arms: Sequence[Arm], possible: NDArray[np.bool_] | None) -> NDArray[np.bool_]:
+    """The arms with the shortest draft, gamma = 0 if there is."""
+    gammas = np.array([arm.gamma for arm in arms])
+    if possible is not None:
+        gammas = np.where(possible, gammas, MAX_GAMMA + 1)
+    shortest: NDArray[np.bool_] = gammas == gammas.min()
+    return shortest
+
+
+def _possible(regime: Regime | None, spec: EngineSpec) -> Regime:
+    """The pinned regime where the engine can run it, else OFF."""
+    able = {
+        RegimeMode.OFF: True,
+        RegimeMode.ONLINE: spec.able.can_update_online,
+        RegimeMode.COLLECT: spec.able.can_collect,
+    }
+    return regime if regime is not None and able[regime.mode] else Regime()

@@ -1,0 +1,274 @@
+"""Bounded exploration: what does not run shows nothing, so something must look.
+
+Three reasons to look, one account.  Every step of the engine earns a share of its seconds as credit
+(`watch.budget`, at most `probe_share`).  What a probe really lost, against what the current arm
+would have made of the same seconds, is charged.
+
+*Doubt.*  The value of an arm relative to the current one is uncertain by what its acceptance and
+its cost are uncertain by, where the two arms differ.  Its expected improvement (Jones, Schonlau and
+Welch 1998: sd * phi(u) + mean * Phi(u), u = mean / sd) until the traffic next shifts, against what
+a few steps of it are expected to lose, says whether to look; the best ratio goes first.
+
+*Disagreement.*  Where what is believed of gamma = 0 turned out wrong, or a step's time has changed
+for no reason that the model knows, gamma = 0 runs for a few steps (`CostDoubt.off_is_due`).  That
+is charged like any probe, but may overdraw the account once: a wrong belief about gamma = 0 is also
+what empties it.
+
+*Time.*  At gamma = 0 nothing at all is seen, so a better day would go unnoticed: see `watch`.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controller.core.cost.doubt import CostDoubt
+from controller.core.planning.observation_cost import Watch
+from controller.core.planning.planner import Values
+from controller.core.settings import PlannerSettings
+from controller.core.types import Arm, Probe, StepReport
+
+# A probe whose steps never come (the batch left its bucket) is given up after this time.
+_PROBE_PATIENCE_SECONDS = 2.0
+# Doubts are weighed anew after so many reports.
+_CONSIDER_EVERY = 12
+# Steps of gamma = 0 that settle a disagreement: the first one may pay for the switch.
+_CHECK_STEPS = 3
+# Credit at the start without a profile, in steps.
+_COLD_STEPS = 0.75
+# Expected improvement over the horizon must exceed the price by this factor.
+_RETURN_MIN = 2.0
+
+
+@dataclass(slots=True)
+class _Running:
+    probe: Probe
+    bucket: int
+    deadline: float
+    seen: int
+    baseline_tokens_per_second: float
+    guessed: bool
+    lost_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """Where the engine stands: the active bucket, its batch, the arm (by index) in force there.
+
+    bucket: of the plan's row, by which `values` and `watch` go; cost_bucket: of the cost table.
+    horizon_steps: steps for which what a probe finds is expected to hold.  legal: [arms] that may
+    be probed, or None: all.
+    """
+
+    values: Values
+    doubt: CostDoubt
+    bucket: int
+    batch_size: int
+    current: int
+    watch: Watch | None
+    horizon_steps: float
+    cost_bucket: int
+    legal: NDArray[np.bool_] | None = None
+
+
+class Explorer:
+    """Decides when to probe what, and keeps the account.  One object per engine."""
+
+    def __init__(self, arms: Sequence[Arm], settings: PlannerSettings) -> None:
+        self._arms = tuple(arms)
+        self._settings = settings
+        self._credit = settings.probe_credit_start_seconds
+        self._running: _Running | None = None
+        self._next_id = 1
+        self._reports = 0
+        self._blind_steps = 0
+        self._is_scaled = False
+        self._consider_at = 0
+        self.probes = 0
+        self.lost_seconds = 0.0
+        self.total_seconds = 0.0
+
+    def use_settings(self, settings: PlannerSettings) -> None:
+        """Probes by these from now on; the account stays."""
+        self._settings = settings
+        self._credit = min(self._credit, settings.probe_credit_max_seconds)
+
+    @property
+    def probe_share(self) -> float:
+        """Share of all step time that probing has cost so far (0 before the first step)."""
+        return max(self.lost_seconds, 0.0) / self.total_seconds if self.total_seconds else 0.0
+
+    @property
+    def credit_seconds(self) -> float:
+        """What probing may still lose now."""
+        return self._credit
+
+    @property
+    def running(self) -> tuple[int, Probe] | None:
+        """(bucket, probe) under way, or None."""
+        return (self._running.bucket, self._running.probe) if self._running else None
+
+    def observe(self, report: StepReport, seconds: float, share: float, now: float) -> None:
+        """Earns credit, charges a probe's step, ends a probe that is done or stuck.
+
+        seconds: the step's, without what has nothing to do with the choice.  share: of step time
+        that probing may cost now, see `watch.budget`.
+        """
+        self._reports += 1
+        self._blind_steps = 0 if report.gamma else self._blind_steps + 1
+        self.total_seconds += seconds
+        earned = share * seconds
+        running = self._running
+        if running and report.probe_id == running.probe.probe_id:
+            running.seen += 1
+            tokens = report.batch_size + sum(
+                k * count for k, count in enumerate(report.accepted_counts)
+            )
+            lost = seconds - tokens / running.baseline_tokens_per_second
+            self.lost_seconds += lost
+            before, running.lost_seconds = running.lost_seconds, running.lost_seconds + lost
+            if running.guessed:
+                # Where all is unknown the probe counts as a whole: what pays is looked at again.
+                earned -= max(running.lost_seconds, 0.0) - max(before, 0.0)
+            else:
+                earned -= max(lost, 0.0)
+        self._credit = min(self._credit + earned, self._settings.probe_credit_max_seconds)
+        if running and (running.seen >= running.probe.steps or now > running.deadline):
+            self._running = None
+
+    def consider(self, at: Situation, now: float) -> None:
+        """Starts a probe in the active bucket if one is worth its price and the credit is there."""
+        if self._running or self._settings.probe_share == 0 or len(self._arms) < 2:
+            return
+        watch, values, bucket, current = at.watch, at.values, at.bucket, at.current
+        if at.doubt.guessed and not self._is_scaled:
+            # Nobody knew how long a step takes when the settings were made.
+            self._is_scaled = True
+            some = _COLD_STEPS * float(values.costs.seconds[current, bucket])
+            self._credit = min(some, self._settings.probe_credit_max_seconds)
+        due = self._reports >= self._consider_at
+        check = self._check(at)
+        interval = math.inf
+        if watch is not None and self._arms[current].gamma == 0:
+            interval = float(watch.interval[bucket])
+        if check is None and not due and self._blind_steps < interval:
+            return
+        here = values.value[:, bucket]
+        relative = here / here[current] - 1
+        best, steps = check, _CHECK_STEPS
+        if best is None and due:
+            self._consider_at = self._reports + _CONSIDER_EVERY
+            # The first step may have to catch up: the second one shows the cost.
+            steps = max(2, self._steps(at.batch_size))
+            best = self._by_doubt(at, steps, relative)
+            if best is not None and at.doubt.guessed and not at.doubt.ran[best, at.cost_bucket]:
+                # First what it costs, which takes no more; then whether that pays.
+                steps = 2
+        if best is None and watch is not None and self._blind_steps >= interval:
+            look, steps = int(watch.arm[bucket]), int(watch.steps[bucket])
+            if at.legal is not None and not at.legal[look]:
+                return
+            lost = steps * max(-float(relative[look]), 0.0) * values.costs.seconds[look, bucket]
+            if lost + values.catch_up[look] <= self._credit:
+                best = look
+        if best is None:
+            return
+        probe = Probe(self._next_id, self._arms[best], steps)
+        self._next_id += 1
+        self.probes += 1
+        self._running = _Running(
+            probe, bucket, now + _PROBE_PATIENCE_SECONDS, 0, float(here[current]), at.doubt.guessed
+        )
+
+    def _check(self, at: Situation) -> int | None:
+        """The arm with gamma = 0, if it is due and its price was earned back since the last one."""
+        if self._arms[at.current].gamma == 0 or not at.doubt.off_is_due(at.cost_bucket):
+            return None
+        seconds = at.values.costs.seconds[:, at.bucket]
+        for i, arm in enumerate(self._arms):
+            if arm.gamma == 0 and (at.legal is None or at.legal[i]):
+                return i if self._credit + _CHECK_STEPS * seconds[i] >= 0 else None
+        return None
+
+    def _steps(self, batch_size: int) -> int:
+        wanted = math.ceil(self._settings.probe_exposures / batch_size)
+        return max(1, min(self._settings.probe_steps_max, wanted))
+
+    def _by_doubt(self, at: Situation, steps: int, relative: NDArray[np.float64]) -> int | None:
+        values, current = at.values, at.current
+        seconds = values.costs.seconds[:, at.bucket]
+        loss = np.maximum(-relative, 0.0) + values.catch_up / (steps * seconds)
+        doubt = np.sqrt(
+            relative_variance(values, at.doubt, self._arms, at.cost_bucket, current, unseen=True)
+        )
+        gain = expected_improvement(relative, doubt * (1 + relative))
+        if at.doubt.guessed:
+            # Nobody has measured what it costs: its price is that of a bad surprise.
+            worse = (1 + relative) * np.exp(-doubt) - 1
+            loss = np.maximum(-worse, 0.0) + values.catch_up / (steps * seconds)
+            gain[~at.doubt.within_reach(at.cost_bucket)] = 0.0
+        price = steps * loss
+        # A free look still takes the trouble of a switch.
+        ratio = gain * at.horizon_steps / (price + 0.02 * steps)
+        ratio[price * seconds > self._credit] = 0.0
+        ratio[current] = 0.0
+        if at.legal is not None:
+            ratio[~at.legal] = 0.0
+        best = int(ratio.argmax())
+        return best if ratio[best] > _RETURN_MIN and doubt[best] > 0 else None
+
+    def cancel(self) -> None:
+        """Forgets the probe under way (the choice is forced from outside)."""
+        self._running = None
+
+
+def relative_variance(
+    values: Values,
+    doubt: CostDoubt,
+    arms: Sequence[Arm],
+    bucket: int,
+    current: int,
+    *,
+    unseen: bool = False,
+) -> NDArray[np.float64]:
+    """[arms] variance of log(V_arm / V_current): where two arms share an estimate it cancels.
+
+    unseen: only what running the current arm does not show anyway: positions behind its draft
+    length, other drafters, and costs.
+    """
+    found = doubt.relative(bucket, current)
+    return found + acceptance_variance(values, arms, current, unseen=unseen)
+
+
+def acceptance_variance(
+    values: Values, arms: Sequence[Arm], current: int, *, unseen: bool = False
+) -> NDArray[np.float64]:
+    """[arms] variance of log((1 + E_arm) / (1 + E_current)); unseen: as of `relative_variance`."""
+    total = np.zeros(len(arms))
+    running = arms[current]
+    for name, curve in values.curves.items():
+        slopes = curve.sensitivity() / (1 + np.array(curve.expected))[:, None]
+        here = np.array(
+            [slopes[a.gamma] if a.drafter == name else np.zeros(slopes.shape[1]) for a in arms]
+        )
+        variance = curve.variance()
+        if unseen and name == running.drafter:
+            variance[: running.gamma] = 0.0
+        total += (here - here[current]) ** 2 @ variance
+    return total
+
+
+def expected_improvement(mean: NDArray[np.float64], sd: NDArray[np.float64]) -> NDArray[np.float64]:
+    """E[max(0, x)] of x ~ N(mean, sd^2), elementwise."""
+    safe = np.maximum(sd, 1e-9)
+    u = mean / safe
+    density = np.exp(-u * u / 2) / math.sqrt(2 * math.pi)
+    below = 0.5 * (1 + _erf(u / math.sqrt(2)))
+    return np.maximum(safe * density + mean * below, 0.0)
+
+
+def _erf(x: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The error function (numpy has none)."""
+    return np.array([math.erf(value) for value in x])

@@ -1,0 +1,127 @@
+"""What it costs to be blind: at gamma = 0 a better day goes unnoticed until something looks.
+
+If the traffic shifts with probability h in a step, a better day would gain g, and a look costs c
+steps, then looking every I steps loses c / I + g h I / 2 of every step.  That is least at
+I = sqrt(2 c / (g h)), and never more often than the exploration budget allows.  Where shifts have
+been seen, the loss is the price of choosing gamma = 0 at all: with traffic that changes every
+hundred steps, a draft length of 1 that always sees is worth more than an off that is a little
+faster.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controller.core.acceptance.cusum import Hazard
+from controller.core.settings import PlannerSettings
+from controller.core.types import Arm
+
+# What a better day is taken to be: the conditional acceptance of a drafter that fits its traffic.
+_HOPEFUL_ACCEPTANCE = 0.8
+# Drafts that one look should find accepted if it is a better day.
+_LOOK_ACCEPTED = 4.0
+_INTERVAL_MIN = 8.0
+_COST_MIN = 0.01
+# Traffic that shifts once in so many steps or more often earns the whole budget, calm traffic this.
+_BUSY_STEPS = 1000.0
+_CALM_SHARE = 0.35
+# A request ends after so many plain steps or so, and needs no catching up any more.
+_MISSED_STEPS_MAX = 200.0
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """Per bucket: which arm looks, for how many steps, how often, and what blindness costs.
+
+    arm, steps: [buckets] of int.  interval: [buckets] steps; inf where even a good day would not
+    pay.  loss: [buckets], share of every step, looking included.  share: [buckets], what looking
+    may cost there.
+    """
+
+    arm: NDArray[np.int64]
+    steps: NDArray[np.int64]
+    interval: NDArray[np.float64]
+    loss: NDArray[np.float64]
+    share: NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class CatchUpPrice:
+    """now: seconds that the cheapest waking would take; per_token: seconds a missed token."""
+
+    now: float
+    per_token: float
+
+
+def budget(settings: PlannerSettings, hazard: Hazard) -> float:
+    """Share of step time that probing may cost: all of `probe_share` where traffic shifts often.
+
+    Where it has not shifted for long, looking finds less, and gets less: by the square root, as the
+    best interval goes.
+    """
+    return settings.probe_share * min(
+        1.0, max(_CALM_SHARE, math.sqrt(_BUSY_STEPS * hazard.expected))
+    )
+
+
+class Watcher:
+    """Works out `Watch` from values.  One object per engine; it holds no state."""
+
+    def __init__(
+        self, arms: Sequence[Arm], sizes: NDArray[np.float64], settings: PlannerSettings
+    ) -> None:
+        a = _HOPEFUL_ACCEPTANCE
+        self._off = next((i for i, arm in enumerate(arms) if arm.gamma == 0), None)
+        self._drafting = np.array([arm.gamma > 0 for arm in arms])
+        self._hopeful = np.array([[(1 - a ** (arm.gamma + 1)) / (1 - a)] for arm in arms])
+        wanted = np.ceil(_LOOK_ACCEPTED / np.maximum((self._hopeful - 1) * sizes, 1e-9))
+        self._steps = np.clip(wanted, 1, settings.probe_steps_max).astype(np.int64)
+        self._sizes = sizes
+        self._settings = settings
+
+    def watch(
+        self,
+        value: NDArray[np.float64],
+        seconds: NDArray[np.float64],
+        catch_up: CatchUpPrice,
+        hazard: Hazard,
+    ) -> Watch | None:
+        """value, seconds: [arms, buckets].  None: nothing to watch, or nothing to watch with."""
+        if self._off is None or not self._drafting.any():
+            return None
+        off, settings = self._off, self._settings
+        gain = (self._hopeful / seconds)[self._drafting].max(axis=0) * seconds[off] - 1
+        loss = np.maximum(1 - value / value[off], 0.0) * seconds / seconds[off]
+        price = self._steps * loss
+        price[~self._drafting] = np.inf
+        arm = price.argmin(axis=0)
+        columns = np.arange(len(arm))
+        cost = np.maximum(price[arm, columns], _COST_MIN)
+        worth = gain > settings.switch_margin
+        gain = np.where(worth, gain, 1.0)
+        share = budget(settings, hazard)
+        if share == 0:
+            # Nothing ever looks: gamma = 0 is for good, and taken as such.
+            nothing = np.zeros(len(arm))
+            return Watch(arm, self._steps[arm, columns], nothing + np.inf, nothing, nothing)
+        best = np.maximum(np.sqrt(2 * cost / (gain * hazard.expected)), _INTERVAL_MIN)
+        # Catching up takes its share of every step, however often one looks.
+        asleep = catch_up.per_token * self._sizes / seconds[off]
+        shares = np.minimum(share + asleep, settings.probe_share)
+        due = np.maximum(best, (cost + catch_up.now / seconds[off]) / shares)
+        # It ends where the requests do.
+        often = cost / np.maximum(shares - asleep, 1e-9)
+        rarely = (cost + asleep * _MISSED_STEPS_MAX) / shares
+        apart = np.maximum(best, np.minimum(often, rarely))
+        blind = cost / apart + np.minimum(asleep, shares) + gain * hazard.seen * apart / 2
+        blind = np.where(hazard.seen > 0, np.minimum(blind, 0.9), 0.0)
+        return Watch(
+            arm,
+            self._steps[arm, columns],
+            np.where(worth, due, np.inf),
+            np.where(worth, blind, 0.0),
+            shares,
+        )

@@ -1,0 +1,240 @@
+"""Which arm for which batch size: argmax of tokens per second, with hysteresis.
+
+    V(d, gamma, B) = B * (1 + E_d[accepted | gamma]) / C(d, B, gamma, kv)
+
+gamma = 0 is an arm like any other (E = 0), and has to earn what blindness costs (`watch`).  The
+chosen arm changes only when another one's value exceeds it by `switch_margin`, so that noise at a
+pivot does not turn into switching, and when it pays back what the change costs (a drafter that
+slept or stood by has to catch up) within `payback_seconds`.
+"""
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controller.core.acceptance.cusum import Hazard
+from controller.core.acceptance.estimator import AcceptanceCurve
+from controller.core.cost.model import Costs
+from controller.core.planning.observation_cost import CatchUpPrice, Watch, Watcher
+from controller.core.settings import PlannerSettings
+from controller.core.types import Arm, Reason, StepReport
+
+# What an arm's value shrinks by where it may not run.
+_UNTHINKABLE = 1e-12
+# Every batch size up to here has its own row; beyond, rows are about an eighth apart.
+_EXACT_BUCKETS = 8
+
+
+# What an engine costs in memory and time grows with arms times buckets.
+_BUCKETS_MAX = 128
+_CELLS_MAX = 4096
+
+
+def batch_buckets(
+    max_batch_size: int, graph_batch_sizes: Sequence[int] = (), arms: int = 1
+) -> tuple[int, ...]:
+    """Upper ends of the plan's batch buckets, ascending; the last one is `max_batch_size`.
+
+    An engine with captured graphs pads a batch to the next captured size: then those sizes are the
+    buckets.  There are at most 128, or as many as make 4096 with so many arms; where an engine has
+    captured more sizes, neighbours share a bucket, which begins with the large ones.
+    """
+    if graph_batch_sizes:
+        sizes = {b for b in graph_batch_sizes if b < max_batch_size}
+    else:
+        sizes = set(range(1, min(_EXACT_BUCKETS, max_batch_size) + 1))
+        size = float(_EXACT_BUCKETS)
+        while size < max_batch_size:
+            size *= 1.19
+            sizes.add(min(round(size), max_batch_size))
+    most = max(1, min(_BUCKETS_MAX, _CELLS_MAX // arms))
+    return _coarse([*sorted(sizes - {max_batch_size}), max_batch_size], most)
+
+
+def _coarse(sizes: Sequence[int], most: int) -> tuple[int, ...]:
+    """At most so many of the ascending sizes, the last among them, about evenly apart in log B."""
+    if len(sizes) <= most:
+        return tuple(sizes)
+    *captured, last = sizes
+    kept: list[int] = []
+    at, left = 0, most - 1
+    while left > 0 and at < len(captured):
+        kept.append(captured[at])
+        left -= 1
+        # What is left of the range, in as many equal ratios as there are buckets left.
+        ratio = (captured[-1] / captured[at]) ** (1 / left) if left else 1.0
+        at = max(at + 1, bisect_left(captured, captured[at] * ratio * (1 - 1e-9)))
+    return (*kept, last)
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """Everything the choice is made from.
+
+    curves: by drafter, of the batch as it is (its request classes mixed).  expected: [arms] draft
+    tokens.  catch_up: [arms] seconds that changing to the arm costs first.  costs, value:
+    [arms, buckets], value in tokens per second of the whole batch.
+    """
+
+    curves: Mapping[str, AcceptanceCurve]
+    expected: NDArray[np.float64]
+    costs: Costs
+    catch_up: NDArray[np.float64]
+    catch_up_price: CatchUpPrice
+    value: NDArray[np.float64]
+
+
+def evaluate(
+    arms: Sequence[Arm],
+    sizes: NDArray[np.float64],
+    curves: Mapping[str, AcceptanceCurve],
+    costs: Costs,
+    catch_up: Mapping[str, float],
+    catch_up_per_token: float,
+) -> Values:
+    """Values of all arms at all buckets.  catch_up: seconds by drafter."""
+    expected = np.array([curves[arm.drafter].expected[arm.gamma] for arm in arms])
+    price = np.array([catch_up[arm.drafter] if arm.gamma else 0.0 for arm in arms])
+    return Values(
+        curves,
+        expected,
+        costs,
+        price,
+        CatchUpPrice(min(catch_up.values()), catch_up_per_token),
+        (1 + expected)[:, None] * sizes / costs.seconds,
+    )
+
+
+class Planner:
+    """The current choice per bucket.  `update` is the only thing that changes it."""
+
+    explores = True
+
+    def __init__(
+        self, arms: Sequence[Arm], buckets: Sequence[int], settings: PlannerSettings
+    ) -> None:
+        self.arms = tuple(arms)
+        self.buckets = tuple(buckets)
+        self._settings = settings
+        self._off = np.array([arm.gamma == 0 for arm in arms])
+        self._watcher = Watcher(arms, np.asarray(buckets, dtype=np.float64), settings)
+        self._legal: NDArray[np.bool_] | None = None
+        self._possible: NDArray[np.bool_] | None = None
+        self.watch: Watch | None = None
+        self.choice: list[int] | None = None
+        # The newest choice of each bucket that has run; None where none has.
+        self.proven: list[int | None] = [None] * len(buckets)
+        self.reasons: list[Reason] = [Reason.EXPLOIT] * len(buckets)
+        self.switches = 0
+
+    def limit(
+        self,
+        buckets: Sequence[int],
+        sizes: NDArray[np.float64],
+        legal: NDArray[np.bool_] | None,
+        possible: NDArray[np.bool_] | None = None,
+    ) -> None:
+        """Other rows from now on, and what may run in them.
+
+        buckets: upper ends, ascending.  sizes: the batch that each is priced at.  possible, legal:
+        as of `PlanRows`.
+        """
+        if self.choice is not None:
+            old = [min(bisect_left(self.buckets, b), len(self.buckets) - 1) for b in buckets]
+            self.choice = [self.choice[j] for j in old]
+            self.proven = [self.proven[j] for j in old]
+        else:
+            self.proven = [None] * len(buckets)
+        self.buckets = tuple(buckets)
+        self.reasons = [Reason.EXPLOIT] * len(buckets)
+        self._watcher = Watcher(self.arms, sizes, self._settings)
+        self.watch = None
+        self._legal, self._possible = legal, possible
+
+    def observe(self, report: StepReport) -> None:
+        """Every report passes by here; this rule works on the estimates alone."""
+
+    def prove(self, ran: NDArray[np.bool_]) -> Sequence[int | None]:
+        """Returns the newest choice of each bucket that has run, by arm index; None for none.
+
+        ran: [arms], whether a step has run with the arm in any batch.
+        """
+        if self.choice is not None:
+            pairs = zip(self.choice, self.proven, strict=True)
+            self.proven = [now if ran[now] else before for now, before in pairs]
+        return self.proven
+
+    def update(
+        self, values: Values, hazard: Hazard, discounts: NDArray[np.float64] | None = None
+    ) -> Sequence[int]:
+        """Moves the choice where the gain beats margin and price; one arm index a bucket.
+
+        discounts: [arms, buckets] factors on the values, see `caution`.
+        """
+        value = self.eligible(values)
+        if discounts is not None:
+            value = value * discounts
+        if self._off[value.argmax(axis=0)].any():
+            self.watch = self._watcher.watch(
+                value, values.costs.seconds, values.catch_up_price, hazard
+            )
+            if self.watch is not None:
+                value = np.where(self._off[:, None], value * (1 - self.watch.loss), value)
+        self.reasons = [Reason.EXPLOIT] * len(self.buckets)
+        if self._legal is not None:
+            self._say_overridden(value.argmax(axis=0))
+            value = np.where(self._legal, value, value * _UNTHINKABLE)
+        best: list[int] = value.argmax(axis=0).tolist()
+        if self.choice is None:
+            self.choice = best
+            return self.choice
+        if best == self.choice:
+            return self.choice
+        for j, (candidate, now) in enumerate(zip(best, self.choice, strict=True)):
+            if candidate == now:
+                continue
+            gain = value[candidate, j] / max(value[now, j], 1e-12) - 1
+            paid_back = gain * self._settings.payback_seconds > values.catch_up[candidate]
+            if gain > self._settings.switch_margin and paid_back:
+                self.choice[j] = candidate
+                self.switches += 1
+            elif self.reasons[j] is Reason.EXPLOIT:
+                self.reasons[j] = Reason.HOLD
+        return self.choice
+
+    def _say_overridden(self, wanted: Sequence[int] | NDArray[np.int64]) -> None:
+        assert self._legal is not None
+        for j, arm in enumerate(wanted):
+            is_possible = self._possible is None or self._possible[arm, j]
+            if is_possible and not self._legal[arm, j]:
+                self.reasons[j] = Reason.OVERRIDE
+
+    def lawful(self, choice: list[int], values: Values) -> list[int]:
+        """A rule's choice, with the best legal arm where its own is not."""
+        self.reasons = [Reason.EXPLOIT] * len(self.buckets)
+        if self._legal is None:
+            return choice
+        self._say_overridden(choice)
+        best = np.where(self._legal, values.value, values.value * _UNTHINKABLE).argmax(axis=0)
+        return [arm if self._legal[arm, j] else int(best[j]) for j, arm in enumerate(choice)]
+
+    def eligible(self, values: Values) -> NDArray[np.float64]:
+        """[arms, buckets] values; almost none where a time between tokens breaks the ceiling.
+
+        Less still where the engine has not prepared the arm.
+        The mean time between a sequence's tokens is C / (1 + E).  Where no arm keeps the ceiling
+        all stay eligible.
+        """
+        ceiling, value = self._settings.tpot_ceiling_seconds, values.value
+        if self._possible is not None:
+            value = np.where(self._possible, value, value * _UNTHINKABLE)
+        if ceiling <= 0:
+            return value
+        tpot = values.costs.seconds / (1 + values.expected)[:, None]
+        keeps = tpot <= ceiling
+        if self._possible is not None:
+            keeps &= self._possible
+        return np.where(keeps | ~keeps.any(axis=0), value, value * 1e-9)

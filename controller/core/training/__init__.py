@@ -1,0 +1,1 @@
+"""Plans online training of the drafters."""

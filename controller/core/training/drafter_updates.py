@@ -1,0 +1,99 @@
+"""What becomes of a drafter while it serves: updated online, or trained beside the engine.
+
+The two never run together, since both write the same weights: while a trainer attends the engine,
+its algorithm says the regime (COLLECT or OFF), and online updates rest.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controller.core.planning.planner import Values
+from controller.core.training.selective_training import (
+    SelectiveTraining,
+    TrainingSettings,
+    TrainingState,
+    TrainingView,
+)
+from controller.core.training.stride_planner import RegimePlanner, RegimeState
+from controller.core.types import Arm, Capabilities, EngineSpec, Regime, RegimeMode, StepReport
+
+
+class DrafterUpdates:
+    """One engine's.  training: None for an engine that cannot keep signals and take versions.
+
+    trained: where the training stood before, None where it begins.
+    """
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        arms: Sequence[Arm],
+        settings: TrainingSettings,
+        trained: TrainingState | None = None,
+    ) -> None:
+        introduced = spec.capabilities
+        self._able = spec.able
+        self._online = RegimePlanner(arms) if introduced.can_update_online else None
+        trains = introduced.can_collect and introduced.can_take_versions
+        self.training: SelectiveTraining | None = None
+        if trains:
+            state = trained or TrainingState()
+            self.training = SelectiveTraining(spec.drafters[0].name, settings, state)
+
+    def use_settings(self, settings: TrainingSettings) -> None:
+        """Trains by these from now on; averages and rounds stay."""
+        if self.training is not None:
+            self.training.settings = settings
+
+    def use_capabilities(self, able: Capabilities) -> None:
+        """What the engine is able to do from now on; averages, rounds and versions stay."""
+        self._able = able
+
+    @property
+    def attended(self) -> bool:
+        """A trainer is there."""
+        return self.training is not None and self.training.attended
+
+    @property
+    def version(self) -> int:
+        """Of the drafter that shall serve; 0: as loaded."""
+        return 0 if self.training is None else self.training.state.version
+
+    @property
+    def regime(self) -> Regime:
+        """What was decided."""
+        if self.attended and self.training is not None:
+            trains = self._able.can_collect and self._able.can_take_versions
+            return Regime(RegimeMode.COLLECT) if trains and self.training.collects else Regime()
+        return Regime() if self._learning is None else self._learning.regime
+
+    @property
+    def strides(self) -> RegimeState | None:
+        """What the stride of online updates was last chosen from."""
+        return None if self._learning is None or self.attended else self._learning.state
+
+    @property
+    def view(self) -> TrainingView | None:
+        """Of the training, for people."""
+        return None if self.training is None else self.training.view
+
+    def observe(self, report: StepReport, expected_seconds: float) -> None:
+        """Folds a step that was not a measurement's."""
+        if self._online is not None:
+            self._online.observe(report, expected_seconds)
+        if self.training is not None:
+            self.training.observe(report)
+
+    def update(
+        self, values: Values, row: int, batch_size: int, legal: NDArray[np.bool_] | None
+    ) -> None:
+        """Chooses the stride of online updates anew."""
+        if self._learning is not None and not self.attended:
+            self._learning.update(values, row, batch_size, legal)
+
+    @property
+    def _learning(self) -> RegimePlanner | None:
+        """Chooses the stride, while the engine can update its drafter."""
+        return self._online if self._able.can_update_online else None

@@ -1,0 +1,207 @@
+"""How often a drafter is updated while it serves: the stride S, or off.
+
+For each S the batch's tokens per second over the time ahead,
+
+    V(S) = mean over the horizon of  max over arms  B (1 + E[accepted | a_1(t, S)]) / (C + price(S))
+
+with acceptance as `update_response` forecasts it, the price as `update_price` has measured it, and
+gamma = 0 among the arms.  The best S is taken once it beats the present one by a margin; off costs
+nothing, so on has to promise more than off.  Where another one might be better still (the gain is
+uncertain) it is tried, on a small budget of what trying is expected to lose: an aligned drafter or
+a compute-bound batch pays no more than that.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controller.core.planning.planner import Values
+from controller.core.training.update_cost import UpdatePrice
+from controller.core.training.update_response import Forecast, UpdateResponse
+from controller.core.types import Arm, Regime, RegimeMode, StepReport
+
+# Rounds between two updates; 0 is off.  The paper's, arXiv:2605.09329, Tables 3 and 7.
+STRIDES: Final = (0, 50, 20, 10, 5, 2, 1)
+# How far a plan looks ahead, rounds.
+_HORIZON_ROUNDS = 10_000.0
+# Relative gain that another stride, and that updating at all, has to promise.
+_SWITCH_MARGIN = 0.005
+_START_MARGIN = 0.004
+# Of what is hoped for, the share that has to be certain.
+_CAUTION = 0.33
+# Rounds between two changes: acceptance answers slowly.
+_DWELL_ROUNDS = 64
+# What trying may lose: of all time, and at the start and at most, in steps.
+_TRIAL_SHARE = 0.005
+_TRIAL_START_STEPS = 80.0
+_TRIAL_MOST_STEPS = 80.0
+# A trial begins with so many steps in hand and lasts so many rounds, if it does not disappoint.
+_TRIAL_LEAST_STEPS = 8.0
+_TRIAL_ROUNDS = 320
+# From off, the stride that is tried: its settled gain is about half of what there is.
+_FIRST_TRIAL = STRIDES.index(10)
+# Where a drafted position counts as good as certain.
+_MOST_CONDITIONAL = 0.995
+
+
+@dataclass(frozen=True, slots=True)
+class StrideValue:
+    """One stride (0: off) with the numbers it was judged by.
+
+    first_acceptance: of the first draft position, mean over the time ahead.  lost_seconds: of a
+    step.  tokens_per_second, optimistic_tokens_per_second: of the batch.
+    """
+
+    stride: int
+    first_acceptance: float
+    lost_seconds: float
+    tokens_per_second: float
+    optimistic_tokens_per_second: float
+    chosen: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RegimeState:
+    """Where the regime decision stands, for people.
+
+    updates: landed so far.  gain, gain_deviation: of first-position acceptance, by all that they
+    can do.  update_seconds, lost_seconds: of the last one, and what one takes from the steps beside
+    it.  trying: the stride is on trial.  trial_steps: what trying may still lose.
+    """
+
+    strides: tuple[StrideValue, ...]
+    updates: int
+    gain: float
+    gain_deviation: float
+    update_seconds: float
+    lost_seconds: float
+    trying: bool
+    trial_steps: float
+
+
+class RegimePlanner:
+    """The stride for one engine, whose first drafter can learn."""
+
+    def __init__(self, arms: Sequence[Arm]) -> None:
+        self._learner = arms[0].drafter
+        self._learns = np.array([arm.drafter == self._learner for arm in arms])
+        self._gammas = np.array([arm.gamma for arm in arms])
+        self._response = UpdateResponse()
+        self._price = UpdatePrice()
+        self._at = 0
+        self._rounds = self._moved_at = 0
+        self._trying = False
+        self._trial_steps = _TRIAL_START_STEPS
+        # Share of every step that the trial is expected to lose.
+        self._trial_loss = 0.0
+        self.state: RegimeState | None = None
+
+    @property
+    def regime(self) -> Regime:
+        """What was decided last."""
+        return Regime(RegimeMode.ONLINE, STRIDES[self._at]) if self._at else Regime()
+
+    def observe(self, report: StepReport, expected_seconds: float) -> None:
+        """One report, and what its step should have taken without an update beside it."""
+        self._rounds += 1
+        earned = self._trial_steps + _TRIAL_SHARE - self._trial_loss
+        self._trial_steps = min(earned, _TRIAL_MOST_STEPS)
+        self._price.fold(report, expected_seconds)
+        self._response.fold(report, drafted=report.drafter == self._learner)
+
+    def update(
+        self, values: Values, row: int, batch_size: int, legal: NDArray[np.bool_] | None = None
+    ) -> Regime:
+        """Decides for the batch as it is, in its row of the plan.
+
+        legal: [arms], what may run there; None for all.
+        """
+        rates = [self._price.updates_per_round(batch_size, s) if s else 0.0 for s in STRIDES]
+        forecast = self._response.forecast(rates, _HORIZON_ROUNDS, self._at)
+        seconds = values.costs.seconds[:, row]
+        each = self._price.per_update(batch_size, float(seconds[self._learns].min()))
+        lost = np.array(rates) * each
+        if legal is not None:
+            seconds = np.where(legal, seconds, np.inf)
+        taken = seconds[:, None] + lost
+        plain = batch_size * self._goodput(values, forecast.mean / forecast.now, taken)
+        hopeful = batch_size * self._goodput(values, forecast.hopeful / forecast.now, taken)
+        self._choose(plain, hopeful, lost / float(seconds[self._learns].min()))
+        self.state = self._state(forecast, lost, plain, hopeful, each)
+        return self.regime
+
+    def _choose(
+        self, plain: NDArray[np.float64], hopeful: NDArray[np.float64], lost: NDArray[np.float64]
+    ) -> None:
+        """Moves the stride, if it has been in force for a while.  lost: as shares of a step."""
+        at, since = self._at, self._rounds - self._moved_at
+        best = int(plain[1:].argmax()) + 1
+        runs = at > 0 and not self._trying
+        off = plain[0] * (1 - _START_MARGIN if runs else 1 + _START_MARGIN)
+        if not self._response.begins_anew:
+            # By how much off may be better than it seems: only being off would show.
+            unsure = hopeful[0] - plain[0] if at else hopeful[best] - plain[best]
+            off += _CAUTION * unsure
+        if plain[best] <= off:
+            best = 0
+        elif at and plain[best] <= plain[at] * (1 + _SWITCH_MARGIN):
+            best = at
+        wanted = best
+        if self._trial_steps > (0.0 if self._trying else _TRIAL_LEAST_STEPS):
+            hope = plain[best] * (1 + _SWITCH_MARGIN)
+            if self._trying and since < _TRIAL_ROUNDS and hopeful[at] > hope:
+                wanted = at
+            else:
+                beside = [i for i in (best - 1, best + 1) if 0 < i < len(STRIDES)]
+                if not self._response.begins_anew:
+                    beside.append(0)
+                most = max(beside if best else [_FIRST_TRIAL], key=lambda i: float(hopeful[i]))
+                wanted = most if hopeful[most] > hope else best
+        if wanted != at and since >= _DWELL_ROUNDS:
+            self._at, self._moved_at = wanted, self._rounds
+        self._trying = self._at != best
+        # At the worst the dearer updates gain nothing.
+        self._trial_loss = max(0.0, 1 - float(plain[self._at] / plain[best]))
+        if self._trying:
+            self._trial_loss = max(self._trial_loss, float(lost[self._at] - lost[best]))
+
+    def _goodput(
+        self, values: Values, factor: NDArray[np.float64], seconds: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        """[strides] tokens per second of one sequence, with the best arm at each point of time.
+
+        factor: [strides, points], on each conditional acceptance.  seconds: [arms, strides].
+        """
+        conditional = np.array(values.curves[self._learner].conditional)
+        scaled = np.minimum(conditional * factor[..., None], _MOST_CONDITIONAL)
+        drafted = np.cumsum(np.cumprod(scaled, axis=-1), axis=-1)
+        expected = np.concatenate([np.zeros((*factor.shape, 1)), drafted], axis=-1)
+        at_gamma = np.minimum(self._gammas, len(conditional))
+        learnt = np.moveaxis(expected[..., at_gamma], -1, 0)
+        gained = 1 + np.where(self._learns[:, None, None], learnt, values.expected[:, None, None])
+        best: NDArray[np.float64] = (gained / seconds[:, :, None]).max(axis=0).mean(axis=-1)
+        return best
+
+    def _state(
+        self,
+        forecast: Forecast,
+        lost: NDArray[np.float64],
+        plain: NDArray[np.float64],
+        hopeful: NDArray[np.float64],
+        each: float,
+    ) -> RegimeState:
+        first = forecast.mean.mean(axis=1)
+        strides = tuple(
+            StrideValue(
+                stride, float(first[i]), float(lost[i]), float(plain[i]), float(hopeful[i]),
+                i == self._at,
+            )
+            for i, stride in enumerate(STRIDES)
+        )  # fmt: skip
+        return RegimeState(
+            strides, self._response.updates, forecast.gain, forecast.deviation,
+            self._price.seconds, each, self._trying, self._trial_steps,
+        )  # fmt: skip

@@ -1,0 +1,125 @@
+"""What else the sidecar needs: the engine's HTTP API and its plugin, Redis, the health port."""
+
+import asyncio
+import time
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from controller.doctor.finding import Finding, fail, ok, warn
+from controller.profiling.engine_http import EngineHttp
+from controller.profiling.errors import ProfilingError
+from controller.settings.settings import Settings
+
+_ANSWER_SECONDS = 5.0
+_CLOCK_SECONDS = 2.0
+_PLUGIN = "speculation_controller"
+
+
+async def check_engine_http(url: str, api_key: str) -> list[Finding]:
+    """Reachable, and steered as it sees it itself."""
+    another = "start the engine, or name its address with --engine-url"
+    try:
+        engine = EngineHttp(url, api_key)
+        status, _ = await engine.call("GET", "/health", seconds=_ANSWER_SECONDS)
+        if status != 200:
+            return [fail("engine HTTP", f"{url}/health answers {status}", "see the engine's log")]
+        status, said = await engine.call("GET", "/server_info", seconds=_ANSWER_SECONDS)
+    except ProfilingError as error:
+        return [fail("engine HTTP", str(error), another)]
+    found = [ok("engine HTTP", f"{url} answers")]
+    if status in {401, 403}:
+        found.append(warn("plugin", f"{url}/server_info answers {status}", "give its --api-key"))
+    elif status == 200 and isinstance(said, dict):
+        found.append(_plugin(said))
+    return found
+
+
+def _plugin(said: dict[str, Any]) -> Finding:
+    states = said.get("internal_states")
+    status = next(
+        (
+            state[_PLUGIN]
+            for state in (states if isinstance(states, list) else [])
+            if isinstance(state, dict) and isinstance(state.get(_PLUGIN), dict)
+        ),
+        None,
+    )
+    if status is None:
+        return fail(
+            "plugin",
+            "the engine runs without it",
+            "install 'speculation-controller[engine]' in its image, and set SPECULATION_SIDECAR",
+        )
+    if not status.get("agent_connected"):
+        return fail(
+            "plugin",
+            f"its agent is gone ({status.get('sidecar_detail')})",
+            "see the engine's log; the agent is started anew by itself",
+        )
+    state = status.get("sidecar")
+    if state != "STEERING":
+        return fail(
+            "plugin",
+            f"its agent has no session: {state}: {status.get('sidecar_detail')}",
+            "see whether SPECULATION_SIDECAR names this sidecar, and the sockets' directory is "
+            "mounted in the engine's container",
+        )
+    return ok("plugin", f"steered, {status.get('plans_taken')} plans taken")
+
+
+async def check_redis(settings: Settings) -> Finding:
+    """Answers, and its clock.  Only for settings with a redis_url."""
+    from controller.store import redis_client  # noqa: PLC0415  # only where there is one
+    from controller.store.redis_client import RedisUrlError  # noqa: PLC0415  # same
+
+    assert settings.redis_url is not None
+    try:
+        client = redis_client.connect(
+            settings.redis_url.get_secret_value(), _ANSWER_SECONDS, settings.redis_password_file
+        )
+    except RedisUrlError as error:
+        return fail("redis", str(error), "correct redis_url")
+    try:
+        asked = time.time()
+        async with asyncio.timeout(_ANSWER_SECONDS):
+            said = await client.time()
+        answered = time.time()
+    except Exception as error:  # noqa: BLE001  # whatever a client of three kinds may raise
+        return fail(
+            "redis",
+            f"does not answer: {type(error).__name__}",
+            "see that it runs, its network policy and its password; overrides in force stay",
+        )
+    finally:
+        await redis_client.close(client)
+    seconds, micros = next(iter(said.values())) if isinstance(said, dict) else said
+    there = seconds + micros * 1e-6
+    apart = min(there - asked, 0.0) or max(there - answered, 0.0)
+    if abs(apart) > _CLOCK_SECONDS:
+        return warn(
+            "redis",
+            f"its clock is {apart:+.1f} s from the one here",
+            "set both by NTP: times in the audit do not fit together (overrides end on time)",
+        )
+    return ok("redis", f"answers in {(answered - asked) * 1e3:.0f} ms, clock {apart:+.1f} s")
+
+
+async def check_health_port(port: int) -> Finding:
+    """A kubelet's question, from inside."""
+    address = f"127.0.0.1:{port}"
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        try:
+            answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=_ANSWER_SECONDS)
+        except grpc.aio.AioRpcError as error:
+            return fail(
+                "health port",
+                f"{address} does not answer: {error.code().name}",
+                "restart the sidecar: health_port is read at its start",
+            )
+    if answer.status != health_pb2.HealthCheckResponse.SERVING:
+        return fail("health port", f"{address} says NOT_SERVING", "see the sidecar's log")
+    return ok("health port", f"{address} says SERVING")

@@ -1,0 +1,128 @@
+"""A core's variables between plain values and proto.  Bits survive: floats travel as doubles."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+
+from controller.core.engine.checkpoint import Chosen, Tree, Typed
+from controller.recording.errors import RecordingError
+from speculation.v1 import record_pb2
+
+_Value = record_pb2.StateValue
+_Maker: TypeAlias = Callable[[Any], record_pb2.StateValue]
+_DTYPES = frozenset({"<f8", "<i8", "|b1"})
+_SCALARS = frozenset({"flag", "integer", "number", "text"})
+
+
+def state_to_proto(state: Mapping[str, Tree]) -> record_pb2.StateObject:
+    """The root's variables, sorted: the same message for the same state."""
+    return _object("", dict(sorted(state.items())))
+
+
+def state_from_proto(message: record_pb2.StateObject) -> dict[str, Tree]:
+    """Raises RecordingError for what is none."""
+    return dict(_fields(message))
+
+
+def _object(name: str, fields: Mapping[str, Tree]) -> record_pb2.StateObject:
+    return record_pb2.StateObject(
+        type=name, names=fields.keys(), values=map(_to_proto, fields.values())
+    )
+
+
+def _to_proto(tree: Tree) -> record_pb2.StateValue:
+    for kind, make in _MAKERS:
+        if isinstance(tree, kind):
+            return make(tree)
+    raise TypeError(f"a core holds a {type(tree).__name__}, which cannot be recorded")
+
+
+def _mapping_to_proto(tree: Mapping[Tree, Tree]) -> record_pb2.StateMapping:
+    return record_pb2.StateMapping(
+        keys=map(_to_proto, tree.keys()), values=map(_to_proto, tree.values())
+    )
+
+
+def _values(items: Iterable[Tree]) -> record_pb2.StateValues:
+    return record_pb2.StateValues(values=map(_to_proto, items))
+
+
+def _array(found: np.generic | np.ndarray) -> record_pb2.StateArray:
+    array = np.asarray(found)
+    columns_first = bool(array.flags.f_contiguous and not array.flags.c_contiguous)
+    return record_pb2.StateArray(
+        dtype=array.dtype.str,
+        shape=array.shape,
+        data=array.tobytes("F" if columns_first else "C"),
+        columns_first=columns_first,
+        scalar=isinstance(found, np.generic),
+    )
+
+
+# In this order: a truth value is an integer too, and numpy's numbers are Python's.
+_MAKERS: Final[tuple[tuple[type | tuple[type, ...], _Maker], ...]] = (
+    (type(None), lambda _: _Value(none=True)),
+    ((np.generic, np.ndarray), lambda tree: _Value(array=_array(tree))),
+    (bool, lambda tree: _Value(flag=tree)),
+    (int, lambda tree: _Value(integer=tree)),
+    (float, lambda tree: _Value(number=tree)),
+    (str, lambda tree: _Value(text=tree)),
+    (list, lambda tree: _Value(list=_values(tree))),
+    (tuple, lambda tree: _Value(tuple=_values(tree))),
+    (dict, lambda tree: _Value(mapping=_mapping_to_proto(tree))),
+    (Typed, lambda tree: _Value(object=_object(tree.type, tree.fields))),
+    (
+        Chosen,
+        lambda tree: _Value(choice=record_pb2.StateChoice(type=tree.type, name=tree.name)),
+    ),
+)
+
+
+def _from_proto(message: record_pb2.StateValue) -> Tree:
+    kind = message.WhichOneof("kind")
+    if kind in _SCALARS:
+        return getattr(message, kind)
+    read = _READERS.get(kind or "")
+    if read is None:
+        raise RecordingError("a variable of a kind that is not known here: of a newer version?")
+    return read(message)
+
+
+def _fields(message: record_pb2.StateObject) -> dict[str, Tree]:
+    if len(message.names) != len(message.values):
+        raise RecordingError(f"{message.type or 'a core'}: names and values do not pair up")
+    return dict(zip(message.names, map(_from_proto, message.values), strict=True))
+
+
+def _mapping(message: record_pb2.StateMapping) -> dict[Tree, Tree]:
+    keys = [_from_proto(key) for key in message.keys]
+    if len(keys) != len(message.values):
+        raise RecordingError("a mapping's keys and values do not pair up")
+    try:
+        return dict(zip(keys, map(_from_proto, message.values), strict=True))
+    except TypeError as error:
+        raise RecordingError(f"a mapping's key cannot be one: {error}") from error
+
+
+def _numbers(message: record_pb2.StateArray) -> np.generic | np.ndarray:
+    if message.dtype not in _DTYPES:
+        raise RecordingError(f"an array of {message.dtype[:16]!r}")
+    try:
+        flat = np.frombuffer(message.data, dtype=np.dtype(message.dtype))
+        array = flat.reshape(message.shape, order="F" if message.columns_first else "C").copy("K")
+        found: np.generic | np.ndarray = array[()] if message.scalar else array
+    except (ValueError, IndexError) as error:
+        raise RecordingError(f"an array that is none: {error}") from error
+    return found
+
+
+_READERS: Final[Mapping[str, Callable[[record_pb2.StateValue], Tree]]] = {
+    "none": lambda _: None,
+    "list": lambda message: [_from_proto(item) for item in message.list.values],
+    "tuple": lambda message: tuple(_from_proto(item) for item in message.tuple.values),
+    "mapping": lambda message: _mapping(message.mapping),
+    "array": lambda message: _numbers(message.array),
+    "object": lambda message: Typed(message.object.type, _fields(message.object)),
+    "choice": lambda message: Chosen(message.choice.type, message.choice.name),
+}

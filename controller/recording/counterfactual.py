@@ -1,0 +1,247 @@
+"""What another rule, profile or constant would have done with what was recorded.
+
+The other core starts with the recorded one's estimates, is told the same reports at the same times,
+and decides when the recorded one decided.  It learns only from what ran: draft positions behind the
+recorded draft length, and the seconds of arms that did not run, stay unseen.  So what it would have
+gained is an estimate:
+
+    tokens per second = sum of B (1 + E[accepted | gamma]) / sum of C(drafter, gamma, B, kv)
+
+over the recorded steps, with E and C as the recorded configuration believed them at the time, for
+both choices alike, their probes left out.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from controller.core.acceptance.estimator import AcceptanceCurve
+from controller.core.cost.profile import Profile
+from controller.core.engine.engine_controller import EngineController
+from controller.core.errors import SpeculationError
+from controller.core.settings import PlannerSettings
+from controller.core.types import Arm, Plan, Reason, StepReport
+from controller.recording.errors import RecordingError
+from controller.recording.events import (
+    Configured,
+    Forced,
+    Moment,
+    Opening,
+    Profiled,
+    Reported,
+)
+from controller.recording.replay import TapeClock, guarded, rebuilt
+
+# A position with fewer sequences behind it was as good as never seen.
+_SEEN_EXPOSURES = 8.0
+# Stretches that are kept; more are counted.
+_STRETCHES_MAX = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What is to be another one; at least one part.  constants: of the planner, by name."""
+
+    constants: Mapping[str, object] = field(default_factory=dict)
+    profile: Profile | None = None
+
+    def settings(self, recorded: PlannerSettings) -> PlannerSettings:
+        """Raises RecordingError for constants that cannot be."""
+        try:
+            return replace(recorded, **self.constants)  # type: ignore[arg-type]  # checked inside
+        except (TypeError, ValueError) as error:
+            raise RecordingError(f"the planner's constants: {error}") from error
+
+
+@dataclass(slots=True)
+class Stretch:
+    """Steps in a row for which another arm would have been chosen.
+
+    wall_seconds: Unix time of the first; seconds: of all.  reason: of the other plan's row.
+    unseen: steps of it in which the other arm drafts positions that nobody saw lately.
+    """
+
+    wall_seconds: float
+    recorded: Arm
+    other: Arm
+    reason: str
+    steps: int = 0
+    seconds: float = 0.0
+    batch_min: int = 0
+    batch_max: int = 0
+    unseen: int = 0
+    recorded_tokens: float = 0.0
+    recorded_seconds: float = 0.0
+    other_tokens: float = 0.0
+    other_seconds: float = 0.0
+
+    @property
+    def gain(self) -> float:
+        """Estimated tokens per second of the other arm over the recorded one's, less 1."""
+        mine = self.recorded_tokens / self.recorded_seconds
+        return self.other_tokens / self.other_seconds / mine - 1
+
+
+@dataclass(slots=True)
+class Comparison:
+    """All steps together.  measured: those of a measurement, which are left out everywhere."""
+
+    steps: int = 0
+    measured: int = 0
+    differing: int = 0
+    unseen: int = 0
+    observed_tokens: int = 0
+    observed_seconds: float = 0.0
+    recorded_tokens: float = 0.0
+    recorded_seconds: float = 0.0
+    other_tokens: float = 0.0
+    other_seconds: float = 0.0
+    stretches: list[Stretch] = field(default_factory=list)
+    more_stretches: int = 0
+
+    @property
+    def differing_share(self) -> float:
+        """Share of steps for which another arm would have been planned."""
+        return self.differing / self.steps if self.steps else 0.0
+
+    @property
+    def recorded_rate(self) -> float:
+        """Tokens per second of what was planned, estimated."""
+        return self.recorded_tokens / self.recorded_seconds if self.recorded_seconds else 0.0
+
+    @property
+    def other_rate(self) -> float:
+        """Tokens per second of what would have been planned, estimated."""
+        return self.other_tokens / self.other_seconds if self.other_seconds else 0.0
+
+    @property
+    def observed_rate(self) -> float:
+        """Tokens per second of what ran, probes and everything included, as reported."""
+        return self.observed_tokens / self.observed_seconds if self.observed_seconds else 0.0
+
+    @property
+    def gain(self) -> float:
+        """The estimates' ratio, less 1; 0 before any step."""
+        return self.other_rate / self.recorded_rate - 1 if self.recorded_rate else 0.0
+
+
+class WhatIf:
+    """A visitor of `replay` with one more core, which decides otherwise."""
+
+    def __init__(self, change: Change) -> None:
+        self._change = change
+        self.found = Comparison()
+        self._clock = TapeClock()
+        self._other: EngineController | None = None
+        self._arms: dict[Arm, int] = {}
+        self._at: Stretch | None = None
+
+    def opened(self, opening: Opening, seconds: float, wall_seconds: float, anew: bool) -> None:
+        """It begins from the recorded estimates, and goes on through segments that follow."""
+        del wall_seconds
+        if not anew:
+            return
+        self._clock.set(seconds)
+        settings = self._change.settings(opening.planner)
+        other = rebuilt(opening, self._clock, settings)
+        if self._change.profile is not None:
+            try:
+                other.use_profile(self._change.profile)
+            except SpeculationError as error:
+                raise RecordingError(str(error)) from error
+        if settings != opening.planner or self._change.profile is not None:
+            # The plan in force is the other rule's from the first step on.
+            other.force(None)
+        self._other = other
+        self._arms = {arm: i for i, arm in enumerate(other.arms)}
+        self._at = None
+
+    def before(self, moment: Moment, wall_seconds: float, core: EngineController) -> None:
+        """Compares what both would run in the step, then tells the other of it."""
+        other, event = self._other, moment.event
+        assert other is not None
+        self._clock.set(moment.seconds)
+        told = event
+        if isinstance(event, Reported):
+            self._compare(event.report, wall_seconds, core, other)
+            told = Reported(_as_of(event.report, other))
+        elif isinstance(event, Forced):
+            self._at = None
+        elif isinstance(event, Configured):
+            told = Configured(self._change.settings(event.planner), event.training)
+        if not (isinstance(event, Profiled) and self._change.profile is not None):
+            guarded(other, told, "the other choice")
+
+    def _compare(
+        self, report: StepReport, wall: float, core: EngineController, other: EngineController
+    ) -> None:
+        found = self.found
+        if core.current_plan().reason is Reason.PROFILING:
+            found.measured += 1
+            return
+        batch = report.batch_size
+        mine, theirs = _row(core.current_plan(), batch), _row(other.current_plan(), batch)
+        tokens, seconds = self._priced(mine, report, core)
+        other_tokens, other_seconds = self._priced(theirs, report, core)
+        found.steps += 1
+        found.observed_tokens += batch + sum(k * n for k, n in enumerate(report.accepted_counts))
+        found.observed_seconds += report.step_seconds
+        found.recorded_tokens += tokens
+        found.recorded_seconds += seconds
+        found.other_tokens += other_tokens
+        found.other_seconds += other_seconds
+        if mine == theirs:
+            self._at = None
+            return
+        at = self._stretch(mine, theirs, wall, other.current_plan(), batch)
+        unseen = _is_unseen(theirs, core)
+        found.differing += 1
+        found.unseen += unseen
+        at.steps += 1
+        at.unseen += unseen
+        at.seconds += report.step_seconds
+        at.batch_min, at.batch_max = min(at.batch_min, batch), max(at.batch_max, batch)
+        at.recorded_tokens += tokens
+        at.recorded_seconds += seconds
+        at.other_tokens += other_tokens
+        at.other_seconds += other_seconds
+
+    def _priced(self, arm: Arm, report: StepReport, core: EngineController) -> tuple[float, float]:
+        """(tokens, seconds) of the step with this arm, as they were believed then."""
+        expected = _curve(arm, core).expected[arm.gamma]
+        seconds = core.cost.predict(self._arms[arm], report.batch_size, report.kv_tokens)
+        return report.batch_size * (1 + expected), seconds
+
+    def _stretch(self, mine: Arm, theirs: Arm, wall: float, plan: Plan, batch: int) -> Stretch:
+        at, found = self._at, self.found
+        if at is not None and (at.recorded, at.other) == (mine, theirs):
+            return at
+        reason = plan.row_for(batch).reason.value
+        self._at = at = Stretch(wall, mine, theirs, reason, batch_min=batch, batch_max=batch)
+        if len(found.stretches) < _STRETCHES_MAX:
+            found.stretches.append(at)
+        else:
+            found.more_stretches += 1
+        return at
+
+
+def _curve(arm: Arm, core: EngineController) -> AcceptanceCurve:
+    """Of the arm's drafter, as the core's last decision had it."""
+    return core.decision.values.curves[arm.drafter]
+
+
+def _is_unseen(arm: Arm, core: EngineController) -> bool:
+    exposures = _curve(arm, core).exposures
+    return arm.gamma > 0 and exposures[arm.gamma - 1] < _SEEN_EXPOSURES
+
+
+def _row(plan: Plan, batch_size: int) -> Arm:
+    return plan.row_for(batch_size).arm
+
+
+def _as_of(report: StepReport, core: EngineController) -> StepReport:
+    """The report with the probe that it would have belonged to in the other core, if any."""
+    running = core.explorer.running
+    probe = 0
+    if running is not None and running[1].arm == report.arm:
+        probe = running[1].probe_id
+    return report if probe == report.probe_id else replace(report, probe_id=probe)

@@ -1,0 +1,223 @@
+"""A recorded window as one page for a ticket: self-contained, nothing to fetch, nothing secret."""
+
+from collections.abc import Iterator
+from html import escape
+
+import numpy as np
+
+import controller
+from controller.core.types import Arm
+from controller.recording.events import NoteKind
+from controller.recording.incident_plots import timeline
+from controller.recording.replay import Verdict
+from controller.recording.time_text import time_text
+from controller.recording.window import Began, Window, changed_constants
+from controller.report.page import Cell, Marked, page, table
+from controller.wire.override_text import rule_text, scope_text
+from controller.wire.overrides import override_to_proto
+
+# Rows of a long table, the newest.
+_ROWS_MAX = 300
+
+
+def render_ticket(window: Window, verdict: Verdict) -> str:
+    """The page.  Raises MissingPlotsError when matplotlib is not installed."""
+    return page(f"{verdict.engine_id}: decisions on record", "\n".join(_body(window, verdict)))
+
+
+def _body(window: Window, verdict: Verdict) -> Iterator[str]:
+    yield f"<h1>{escape(verdict.engine_id)}: what was decided, and why</h1>"
+    yield (
+        f"<p class=small>{time_text(verdict.began_at)} to {time_text(verdict.ended_at)} (UTC), "
+        f"page made by version {escape(controller.__version__)}</p>"
+    )
+    yield table(("", ""), list(_summary(window, verdict)), label="summary")
+    yield "<h2>Over time</h2>"
+    yield timeline(window) or "<p>No step was recorded.</p>"
+    yield (
+        "<p class=small>Means of stretches of equal time. Step seconds without steps after gaps, "
+        "first uses of a graph and updates. Dashed: an override came or went. Red: without a valid "
+        "lease.</p>"
+    )
+    yield "<h2>Overrides</h2>"
+    yield _overrides(window)
+    yield "<h2>Trouble</h2>"
+    yield _trouble(window, verdict)
+    yield "<h2>Predicted against observed</h2>"
+    yield _prices(window)
+    if window.classes:
+        yield "<h2>Request classes</h2>"
+        yield _classes(window)
+    yield "<h2>Reasons</h2>"
+    yield _reasons(window)
+    yield "<h2>Settings and versions</h2>"
+    for began in window.sessions[-_ROWS_MAX:]:
+        yield _session(began)
+    yield _details("Plans", _plans(window))
+    yield _details("Log", _log(window))
+
+
+def _summary(window: Window, verdict: Verdict) -> Iterator[tuple[Cell, Cell]]:
+    steps = window.steps
+    seconds = float(np.sum(steps.seconds)) if steps else 0.0
+    tokens = float(np.sum(steps.batch) + np.sum(steps.accepted)) if steps else 0.0
+    yield "steps", str(len(steps))
+    yield "sequences a step, mean", f"{np.mean(steps.batch):.1f}" if steps else "-"
+    yield "tokens per second of step time", f"{tokens / seconds:.1f}" if seconds else "-"
+    yield "plans", str(window.plan_count)
+    yield "segments, sessions", f"{verdict.segments}, {verdict.sessions}"
+    same = "the same, bit by bit" if verdict.is_same else f"{verdict.differences} differences"
+    yield "decided again for this page", Marked("good" if verdict.is_same else "bad", same)
+    if verdict.first is not None:
+        yield "the first difference", verdict.first.text
+
+
+def _overrides(window: Window) -> str:
+    if not window.spells:
+        return "<p>None held in this window.</p>"
+    rows = []
+    for spell in window.spells[-_ROWS_MAX:]:
+        override, ends = spell.term.override, spell.term.ends_at
+        message = override_to_proto(override)
+        rows.append(
+            (
+                override.override_id, override.author, override.reason, scope_text(message),
+                rule_text(message),
+                "before" if spell.began_at is None else time_text(spell.began_at),
+                "still holds" if spell.ended_at is None else time_text(spell.ended_at),
+                "never, or unknown" if ends is None else time_text(ends),
+            )
+        )  # fmt: skip
+    head = ("id", "author", "reason", "scope", "demands", "from", "until", "would expire")
+    return table(head, rows, label="overrides")
+
+
+def _trouble(window: Window, verdict: Verdict) -> str:
+    rows: list[tuple[Cell, Cell, Cell]] = []
+    alone = sum(stretch.steps for stretch in window.alone)
+    for name, count, detail in (
+        ("steps without a valid lease", alone, f"{len(window.alone)} stretches"),
+        ("reports lost on the engine's side", window.noted[NoteKind.DROPPED], ""),
+        ("reports refused", window.noted[NoteKind.REJECTED], _refusals(window)),
+        ("records that the sidecar could not keep", verdict.lost, ""),
+        ("gaps in the recording", len(verdict.gaps), "; ".join(map(": ".join, verdict.gaps[:5]))),
+    ):
+        rows.append((name, Marked("bad" if count else "good", str(count)), detail))
+    found = table(("what", "count", ""), rows, label="trouble")
+    if not window.alone:
+        return found
+    stretches = [
+        (time_text(one.began_at), f"{one.ended_at - one.began_at:.3f}", str(one.steps))
+        for one in window.alone[-_ROWS_MAX:]
+    ]
+    lost = table(("from", "seconds", "steps"), stretches, label="steps without a lease")
+    return found + _details("Without a valid lease", lost)
+
+
+def _refusals(window: Window) -> str:
+    texts = [note.text for _, note in window.notes if note.kind is NoteKind.REJECTED]
+    return "; ".join(list(dict.fromkeys(texts))[:3])
+
+
+def _prices(window: Window) -> str:
+    steps = window.steps
+    arms, usual = np.array(steps.arm, dtype=np.int64), np.array(steps.odd) == 0
+    seconds, predicted = np.array(steps.seconds), np.array(steps.predicted)
+    accepted, batch = np.array(steps.accepted), np.array(steps.batch)
+    rows = []
+    for i in sorted(range(len(window.arms)), key=lambda i: _order(window.arms[i])):
+        mine = arms == i
+        plain = mine & usual
+        priced: tuple[str, ...] = ("-", "-", "-", "-")
+        if plain.any():
+            off = np.abs(seconds[plain] / predicted[plain] - 1)
+            priced = (
+                f"{1e3 * np.median(predicted[plain]):.3f}",
+                f"{1e3 * np.median(seconds[plain]):.3f}",
+                f"{np.median(seconds[plain] / predicted[plain]):.3f}",
+                f"{np.median(off):.1%}",
+            )
+        gain = 1 + accepted[mine].sum() / batch[mine].sum()
+        rows.append((_arm(window.arms[i]), str(int(mine.sum())), *priced, f"{gain:.2f}"))
+    head = (
+        "arm", "steps", "predicted ms", "observed ms", "observed ÷ predicted", "typical error",
+        "tokens a sequence and step",
+    )  # fmt: skip
+    return table(head, rows, label="predicted and observed step seconds") + (
+        "<p class=small>Medians; predicted just before each step, at its batch and context.</p>"
+    )
+
+
+def _classes(window: Window) -> str:
+    found = sorted(window.classes.items(), key=lambda item: -item[1].sequences)
+    rows = [
+        (label, str(tally.sequences), f"{1 + tally.accepted / max(tally.sequences, 1):.2f}")
+        for label, tally in found[:_ROWS_MAX]
+    ]
+    return table(("class", "sequences", "tokens a sequence and step"), rows, label="classes")
+
+
+def _reasons(window: Window) -> str:
+    total = max(1, window.reasons.total())
+    rows = [(why, str(n), f"{n / total:.1%}") for why, n in window.reasons.most_common()]
+    return table(("why it ran", "steps", "share"), rows, label="reasons")
+
+
+def _session(began: Began) -> str:
+    spec, target = began.spec, began.spec.fingerprint
+    rows = [
+        ("session begun or first seen", time_text(began.wall)),
+        ("model", f"{target.target_model} {target.target_revision}".rstrip()),
+        ("engine", f"{target.engine} {target.engine_version}".rstrip()),
+        ("device", target.device or "-"),
+        *(
+            (f"drafter {d.name}", f"{d.kind.value} {d.model} γ {', '.join(map(str, d.gammas))}")
+            for d in spec.drafters
+        ),
+        ("largest batch", str(spec.max_batch_size)),
+        ("costs", f"profile {began.profile_id}" if began.profile_id else began.cost_source),
+        *sorted(began.versions.items()),
+    ]
+    changed = changed_constants(began.planner)
+    said = ", ".join(f"{name} = {value}" for name, value in changed.items()) or "the defaults"
+    rows.append(("planner", said))
+    every = table(
+        ("constant", "value"), [(n, str(v)) for n, v in began.planner.items()], label="constants"
+    )
+    found = table(("", ""), rows, label="session")
+    return found + _details("All constants of the planner", every)
+
+
+def _plans(window: Window) -> str:
+    rows = [
+        (
+            time_text(p.wall), str(p.epoch), p.reason, str(p.batch), _arm(p.arm), p.regime,
+            p.detail,
+        )
+        for p in window.plans[-_ROWS_MAX:]
+    ]  # fmt: skip
+    head = ("when", "epoch", "reason", "B", "arm there", "regime", "in words")
+    left = window.plan_count - len(rows)
+    return table(head, rows, label="plans") + (
+        f"<p class=small>{left} earlier ones are not shown.</p>" if left else ""
+    )
+
+
+def _log(window: Window) -> str:
+    notes = [
+        (wall, f"{note.kind.value} {note.count or ''} {note.text}") for wall, note in window.notes
+    ]
+    rows = [(time_text(wall), text) for wall, text in sorted([*notes, *window.inputs])]
+    return table(("when", "what"), rows[-_ROWS_MAX:], label="log")
+
+
+def _details(title: str, body: str) -> str:
+    return f"<details><summary>{escape(title)}</summary>{body}</details>"
+
+
+def _arm(arm: Arm) -> str:
+    return f"{arm.drafter} {arm.gamma}"
+
+
+def _order(arm: Arm) -> tuple[str, int]:
+    return arm.drafter, arm.gamma

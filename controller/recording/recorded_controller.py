@@ -1,0 +1,240 @@
+"""The decision core with everything written down that it is given, and the plans that come out.
+
+The clock is read once for each thing that happens, so that a moment has one time.  What others
+change behind the core's back (the training beside the engine) is noticed before the next thing
+happens.  A call that changes nothing (a plan that is not due yet, or a look) leaves no trace.
+The first plan is part of the first opening.
+"""
+
+import platform
+import sys
+from collections.abc import Iterable
+
+import numpy as np
+
+import controller
+from controller.core.acceptance.warm_start import Belief
+from controller.core.capabilities import LostCapability
+from controller.core.clock import Clock
+from controller.core.cost.profile import Profile
+from controller.core.engine.checkpoint import capture
+from controller.core.engine.engine_controller import EngineController
+from controller.core.errors import InvalidReportError
+from controller.core.planning.overrides import Override
+from controller.core.settings import PlannerSettings
+from controller.core.training.selective_training import TrainingSettings, TrainingState
+from controller.core.types import Arm, EngineSpec, Plan, StepReport
+from controller.recording.event_log import Tape
+from controller.recording.events import (
+    Configured,
+    Event,
+    Forced,
+    Issued,
+    Lost,
+    Moment,
+    Noted,
+    NoteKind,
+    Opening,
+    Overridden,
+    Parted,
+    Profiled,
+    Reported,
+    Term,
+    Trained,
+    Warmed,
+)
+from controller.wire.converters import plan_to_proto
+
+# An override whose end moves by less was not renewed.
+_SAME_END_SECONDS = 1.0
+
+
+def versions() -> dict[str, str]:
+    """What the last bits of a decision depend on."""
+    return {
+        "controller": controller.__version__,
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "machine": f"{sys.platform} {platform.machine()}",
+    }
+
+
+class _HeldClock:
+    """A clock that is read when told to, and stands still in between."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._now = clock.now()
+
+    def now(self) -> float:
+        """Seconds, as they were at the last `read`."""
+        return self._now
+
+    def read(self) -> float:
+        """Seconds now."""
+        self._now = self._clock.now()
+        return self._now
+
+
+class TapedController(EngineController):
+    """As EngineController.  Its own variables are slots: the core's are all in its `__dict__`."""
+
+    __slots__ = ("_profile", "_tape", "_terms", "_time", "_told_training", "_training_settings")
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        settings: PlannerSettings,
+        profile: Profile | None,
+        clock: Clock,
+        training: TrainingSettings,
+        tape: Tape,
+        *,
+        overrides: Iterable[Override] = (),
+        trained: TrainingState | None = None,
+    ) -> None:
+        self._time = _HeldClock(clock)
+        super().__init__(
+            spec, settings, profile, self._time, training, overrides=overrides, trained=trained
+        )
+        self._tape = tape
+        self._profile = profile
+        self._training_settings = training
+        self._terms = self._terms_now()
+        self._told_training = self._training_now()
+        self._begin()
+
+    def observe(self, report: StepReport) -> None:
+        """As the core's."""
+        self._begin()
+        try:
+            super().observe(report)
+        except InvalidReportError:
+            raise
+        except BaseException:
+            # Half of it may be folded: nobody could do that again.
+            self._tape.break_off()
+            raise
+        self._put(Reported(report))
+
+    def set_overrides(self, overrides: Iterable[Override]) -> bool:
+        """As the core's; a later end of the same override is written down too."""
+        self._begin()
+        changed = super().set_overrides(overrides)
+        terms = self._terms_now()
+        if changed or not _same_ends(terms, self._terms):
+            self._terms = terms
+            self._put(Overridden(terms))
+        return changed
+
+    def lose(self, losses: Iterable[LostCapability]) -> tuple[LostCapability, ...]:
+        """As the core's."""
+        self._begin()
+        news = super().lose(losses)
+        if news:
+            self._put(Lost(news))
+        return news
+
+    def next_plan(self) -> Plan | None:
+        """As the core's."""
+        self._begin()
+        before = self._evaluated_at
+        plan = super().next_plan()
+        if plan is not None or self._evaluated_at != before:
+            self._put(Issued(plan))
+        return plan
+
+    def force(self, arm: Arm | None) -> Plan:
+        """As the core's."""
+        self._begin()
+        plan = super().force(arm)
+        self._put(Forced(arm, plan_to_proto(plan)))
+        return plan
+
+    def last_plan(self, lease_seconds: float) -> Plan:
+        """As the core's."""
+        self._begin()
+        plan = super().last_plan(lease_seconds)
+        self._put(Parted(lease_seconds, plan_to_proto(plan)))
+        return plan
+
+    def use_settings(self, settings: PlannerSettings, training: TrainingSettings) -> None:
+        """As the core's."""
+        self._begin()
+        super().use_settings(settings, training)
+        self._training_settings = training
+        self._put(Configured(settings, training))
+
+    def use_profile(self, profile: Profile) -> None:
+        """As the core's."""
+        self._begin()
+        super().use_profile(profile)
+        self._profile = profile
+        self._put(Profiled(profile))
+
+    def begin_from(self, beliefs: Iterable[Belief], where: str) -> None:
+        """As the core's."""
+        self._begin()
+        known = tuple(beliefs)
+        super().begin_from(known, where)
+        self._put(Warmed(known, where))
+
+    def note(self, kind: NoteKind, count: int = 0, text: str = "") -> None:
+        """Something that the core is not told, for people."""
+        self._begin()
+        self._put(Noted(kind, count, text))
+        if kind is NoteKind.ENDED:
+            self._tape.over = True
+
+    def _put(self, event: Event) -> None:
+        self._tape.put(Moment(self._time.now(), event))
+        self._told_training = self._training_now()
+
+    def _begin(self) -> None:
+        """Before anything happens: the time, what others have changed, a due opening."""
+        now, tape = self._time.read(), self._tape
+        training = self._training_now()
+        if training is not None and training != self._told_training and not tape.broken:
+            self._put(Trained(*training))
+        if tape.can_open:
+            tape.open(Moment(now, self._opening()))
+            self._told_training = training
+
+    def _terms_now(self) -> tuple[Term, ...]:
+        return tuple(Term(o, self._tape.end_of(o.override_id)) for o in self.overrides)
+
+    def _training_now(self) -> tuple[TrainingState, bool, int] | None:
+        training = self.updates.training
+        if training is None:
+            return None
+        return training.state, training.attended, training.stored
+
+    def _opening(self) -> Opening:
+        return Opening(
+            spec=self.spec,
+            planner=self._settings,
+            training=self._training_settings,
+            profile=self._profile,
+            terms=self._terms,
+            state=capture(self),
+            wall_seconds=self._tape.wall(),
+            session=self._tape.session,
+            part=self._tape.parts + 1,
+            lost=self._tape.lost,
+            versions=versions(),
+            cost_source="profile" if self.profile_id else self.cost.prior,
+        )
+
+
+def _same_ends(some: tuple[Term, ...], others: tuple[Term, ...]) -> bool:
+    if len(some) != len(others):
+        return False
+    return all(
+        a.ends_at == b.ends_at
+        or (
+            a.ends_at is not None
+            and b.ends_at is not None
+            and abs(a.ends_at - b.ends_at) < _SAME_END_SECONDS
+        )
+        for a, b in zip(some, others, strict=True)
+    )

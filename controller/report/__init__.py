@@ -1,0 +1,1 @@
+"""Pages and figures that commands write for people."""

@@ -1,0 +1,1 @@
+"""Listens, identifies callers and limits what they may send."""

@@ -1,0 +1,104 @@
+"""Who makes a call, and what that caller may do.
+
+A guard (`guard.Guard`) finds the caller of every call before anything of the call is read, and
+keeps both as the current `Call`.  Servicers ask `calling()` for it.
+"""
+
+import asyncio
+from collections.abc import Iterable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from enum import Flag, auto
+from fnmatch import fnmatchcase
+
+from controller.core.errors import SpeculationError
+from controller.service.net.errors import ForbiddenError
+
+
+class Right(Flag):
+    """What a caller may do."""
+
+    NONE = 0
+    READ = auto()
+    STEER = auto()
+    MEASURE = auto()
+    INSTALL = auto()
+    OVERRIDE = auto()
+
+
+ALL = Right.READ | Right.STEER | Right.MEASURE | Right.INSTALL | Right.OVERRIDE
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """identity: name of the access entry that the caller proved to be, "" for an anonymous one.
+
+    engines: globs of the engine ids that the caller may act on.  origin: where the call came from,
+    for the audit.
+    """
+
+    name: str
+    rights: Right
+    identity: str = ""
+    engines: tuple[str, ...] = ("*",)
+    origin: str = ""
+
+    @property
+    def is_restricted(self) -> bool:
+        """True when there are engines that the caller may not act on."""
+        return "*" not in self.engines
+
+    def may_act_on(self, engine_id: str) -> bool:
+        """Whether one of the globs matches."""
+        return any(fnmatchcase(engine_id, pattern) for pattern in self.engines)
+
+    def require_engines(self, engine_ids: Iterable[str]) -> None:
+        """Raises ForbiddenError for an engine that the caller may not act on."""
+        for engine_id in engine_ids:
+            if not self.may_act_on(engine_id):
+                raise ForbiddenError(
+                    f"{self.name} may act on the engines {', '.join(self.engines)}, and not on "
+                    f"{engine_id[:128]!r}: the access list restricts it"
+                )
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """A call under way."""
+
+    caller: Caller
+    right: Right
+    # Engines that the call has named; the access list is asked about them again when it changes.
+    engine_ids: set[str] = field(default_factory=set)
+    # Why the caller has lost the call, None while it may go on.
+    revoked: SpeculationError | None = None
+    task: "asyncio.Task[object] | None" = None
+
+    def revoke(self, why: SpeculationError) -> None:
+        """Ends the call with this error."""
+        self.revoked = why
+        if self.task is not None:
+            self.task.cancel()
+
+
+_current: ContextVar[Call | None] = ContextVar("call", default=None)
+_UNGUARDED = Caller("an unknown caller", Right.NONE, origin="unknown")
+
+
+def begin(call: Call) -> None:
+    """Makes it the current one, for the task that serves it."""
+    _current.set(call)
+
+
+def calling() -> Caller:
+    """The caller of the current call."""
+    call = _current.get()
+    return _UNGUARDED if call is None else call.caller
+
+
+def require_engine(engine_id: str) -> None:
+    """Raises ForbiddenError when the current caller may not act on this engine."""
+    calling().require_engines([engine_id])
+    call = _current.get()
+    if call is not None:
+        call.engine_ids.add(engine_id)

@@ -1,0 +1,154 @@
+"""What stands before every call: who calls, may they do this, and are there not too many.
+
+Every server has a guard of its own, with its own way to identify callers and its own limits.  The
+engines' server therefore cannot take anybody for an operator, and nobody on TCP takes the places
+of engines on the unix socket.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+import structlog
+
+from controller.core.errors import SpeculationError
+from controller.service.net import callers, limits
+from controller.service.net.access import Identify
+from controller.service.net.callers import Call, Right
+from controller.service.net.errors import ForbiddenError, TooManyCallsError, abort
+from controller.service.net.request_parsing import WaitingRoom, read_after
+
+_WRITES = {"SetOverride", "ClearOverride"}
+_PROFILING = {
+    "ListProfiles": Right.READ,
+    "GetProfile": Right.READ,
+    "Measure": Right.MEASURE,
+    "InstallProfile": Right.INSTALL,
+    "PushProfile": Right.INSTALL,
+}
+# Calls a second and at once, on one server, by what they need.
+_LIMITS = {
+    Right.READ: (100.0, 400.0),
+    Right.STEER: (50_000.0, 100_000.0),
+    Right.MEASURE: (20.0, 200.0),
+    Right.INSTALL: (20.0, 200.0),
+    Right.OVERRIDE: (20.0, 200.0),
+}
+# Streams of one server that are open to be told of news, of health or overrides, say.
+WATCHES_MAX = 64
+
+_log = structlog.get_logger(__name__)
+
+
+def right_of(method: str) -> Right:
+    """What a call of /package.Service/Method needs."""
+    kind = method.strip("/").partition("/")[0].rpartition(".")[2]
+    name = method.rpartition("/")[2]
+    if kind == "Health":
+        return Right.NONE
+    if kind == "PolicyService" and name in _WRITES:
+        return Right.OVERRIDE
+    if kind == "ProfilingService":
+        return _PROFILING.get(name, Right.INSTALL)
+    return Right.STEER if kind in {"SpeculationService", "TrainingService"} else Right.READ
+
+
+class Guard(grpc.aio.ServerInterceptor):
+    """identify: finds the caller of a call.  operators: path of their socket, for messages.
+
+    waiting: calls that may wait for their first message at the same time.
+    """
+
+    def __init__(self, identify: Identify, operators: str, waiting: int) -> None:
+        self._identify = identify
+        self._operators = operators
+        self._room = WaitingRoom(waiting)
+        self._buckets = {right: limits.Bucket(*limit) for right, limit in _LIMITS.items()}
+        self._watches = 0
+        # Open streams that somebody had to have a right for.
+        self._open: dict[Call, Any] = {}
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[Any], Awaitable[Any]],
+        handler_call_details: Any,
+    ) -> Any:
+        """Puts the check before the call's own handler."""
+        handler = await continuation(handler_call_details)
+        right = right_of(handler_call_details.method)
+        if handler is None:
+            return None
+        streams = handler.request_streaming or handler.response_streaming
+
+        @asynccontextmanager
+        async def admitted(context: Any) -> AsyncIterator[None]:
+            try:
+                call = self._admit(context, right)
+                if streams and right in {Right.NONE, Right.READ}:
+                    self._watch(context)
+            except SpeculationError as error:
+                await abort(context, error)
+            if call is None or not streams:
+                yield
+                return
+            call.task = asyncio.current_task()
+            self._open[call] = context
+            try:
+                yield
+            except asyncio.CancelledError:
+                if call.revoked is None or call.task is None:
+                    raise
+                call.task.uncancel()
+                await abort(context, call.revoked)
+            finally:
+                del self._open[call]
+
+        most_bytes = limits.message_bytes(handler_call_details.method)
+        return read_after(handler, self._room, admitted, most_bytes)
+
+    def recheck(self) -> None:
+        """Ends the open streams of those who have lost the right to them."""
+        for call, context in list(self._open.items()):
+            if call.revoked is not None:
+                continue
+            try:
+                caller = self._identify(context)
+                self._require(caller, call.right)
+                caller.require_engines(call.engine_ids)
+            except SpeculationError as error:
+                _log.warning("stream_revoked", caller=call.caller.name, error=str(error))
+                call.revoke(error)
+
+    def _admit(self, context: Any, right: Right) -> Call | None:
+        if right is Right.NONE:
+            return None
+        caller = self._identify(context)
+        self._require(caller, right)
+        if not self._buckets[right].take():
+            raise TooManyCallsError("too many calls: try again in a moment")
+        call = Call(caller, right)
+        callers.begin(call)
+        return call
+
+    def _require(self, caller: callers.Caller, right: Right) -> None:
+        if right in caller.rights:
+            return
+        name = (right.name or "").lower()
+        message = f"{caller.name} has not the right to {name} here"
+        if right not in {Right.READ, Right.STEER}:
+            message += f": it takes the operators' socket, unix:{self._operators}, or an entry "
+            message += f"with {name} in the access list"
+        raise ForbiddenError(message)
+
+    def _watch(self, context: Any) -> None:
+        """Counts a stream that stays open to be told of news."""
+        if self._watches >= WATCHES_MAX:
+            raise TooManyCallsError(f"{WATCHES_MAX} such streams are open already: close some")
+        self._watches += 1
+        context.add_done_callback(lambda _: self._watched())
+
+    def _watched(self) -> None:
+        self._watches -= 1

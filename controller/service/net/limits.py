@@ -1,0 +1,142 @@
+"""What one client, or many, may take of a sidecar: connections, calls, time, bytes.
+
+How often who may call is the guard's business (`guard`); what a message may hold, that of the
+types it becomes.
+"""
+
+import asyncio
+import resource
+import time
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+import structlog
+
+from controller.service.net.errors import TooManyCallsError
+from controller.settings.settings import Settings
+
+# A connection on which nobody has greeted, and one that has had no call, are closed after these.
+HANDSHAKE_SECONDS: Final = 10
+IDLE_SECONDS: Final = 300
+# A peer that is silent for so long is asked, and let go when it does not answer.
+KEEPALIVE_SECONDS: Final = 60
+KEEPALIVE_ANSWER_SECONDS: Final = 20
+# Calls under way of one connection: an agent has two, and clients queue what goes beyond it.
+STREAMS_A_CONNECTION: Final = 1024
+# A message is parsed on the event loop, which 128 KiB take for 6 ms at worst (reports that say
+# nothing).  A profile is one text, which takes little to parse; the text is read by a thread.
+MESSAGE_BYTES: Final = 128 * 1024
+PROFILE_BYTES: Final = 1024 * 1024
+_PROFILE_CALLS: Final = frozenset({"InstallProfile", "PushProfile"})
+# Descriptors beyond those of connections: files, sockets, the store's.
+_OTHER_DESCRIPTORS = 256
+
+T = TypeVar("T")
+
+_log = structlog.get_logger(__name__)
+
+
+class Allowance:
+    """So many a second, and so many at once; whoever takes more has to wait."""
+
+    def __init__(self, a_second: float, at_once: float) -> None:
+        self._rate, self._burst = a_second, at_once
+        self._left, self._at = at_once, time.monotonic()
+
+    def take(self, count: int) -> float:
+        """Takes so many; the seconds to wait before the next are taken."""
+        now = time.monotonic()
+        self._left = min(self._burst, self._left + (now - self._at) * self._rate) - count
+        self._at = now
+        return max(0.0, -self._left / self._rate)
+
+
+class Bucket:
+    """So many a second, and so many at once; whoever wants more is turned away."""
+
+    def __init__(self, a_second: float, at_once: float) -> None:
+        self._rate, self._burst = a_second, at_once
+        self._left, self._at = at_once, time.monotonic()
+
+    def take(self) -> bool:
+        """False when none is left."""
+        now = time.monotonic()
+        self._left = min(self._burst, self._left + (now - self._at) * self._rate)
+        self._at = now
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True
+
+
+class Turns:
+    """For work that takes the event loop for long: one piece at a time.
+
+    After each piece the loop is left free for as long as the piece took, so that whoever asks for
+    many at once does not keep steering waiting for all of them.
+    """
+
+    def __init__(self, most_waiting: int) -> None:
+        self._most = most_waiting
+        self._waiting = 0
+        self._lock = asyncio.Lock()
+
+    async def take(self, work: Callable[[], T]) -> T:
+        """What `work` returns.  Raises TooManyCallsError when too many wait."""
+        if self._waiting >= self._most:
+            raise TooManyCallsError(f"{self._most} such calls wait already: try again in a moment")
+        self._waiting += 1
+        try:
+            await self._lock.acquire()
+        finally:
+            self._waiting -= 1
+        began = time.monotonic()
+        try:
+            return work()
+        finally:
+            asyncio.get_running_loop().call_later(time.monotonic() - began, self._lock.release)
+
+
+def message_bytes(method: str) -> int:
+    """The most that a message to this method (/SERVICE/METHOD) may have."""
+    return PROFILE_BYTES if method.rpartition("/")[2] in _PROFILE_CALLS else MESSAGE_BYTES
+
+
+def server_options(settings: Settings) -> list[tuple[str, int]]:
+    """gRPC's, of the sockets that engines, operators and readers call on."""
+    size = settings.max_message_bytes
+    return [
+        ("grpc.max_receive_message_length", size),
+        ("grpc.max_send_message_length", size),
+        # Or a second sidecar could bind the same TCP port and take half the calls.
+        ("grpc.so_reuseport", 0),
+        ("grpc.enable_channelz", int(settings.channelz)),
+        *connection_options(settings.max_connections),
+    ]
+
+
+def connection_options(most: int) -> list[tuple[str, int]]:
+    """gRPC's, for so many connections on each address."""
+    return [
+        ("grpc.max_allowed_incoming_connections", most),
+        ("grpc.max_concurrent_streams", STREAMS_A_CONNECTION),
+        ("grpc.server_handshake_timeout_ms", 1000 * HANDSHAKE_SECONDS),
+        ("grpc.max_connection_idle_ms", 1000 * IDLE_SECONDS),
+        ("grpc.keepalive_time_ms", 1000 * KEEPALIVE_SECONDS),
+        ("grpc.keepalive_timeout_ms", 1000 * KEEPALIVE_ANSWER_SECONDS),
+    ]
+
+
+def raise_descriptors(settings: Settings) -> None:
+    """Lets this process hold all connections that it takes; says so where it may not."""
+    wanted = _OTHER_DESCRIPTORS + settings.max_connections * (1 if settings.tcp is None else 2)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if most < wanted:
+        _log.warning(
+            "few_descriptors", allowed=most, wanted=wanted,
+            detail="name a smaller CONTROLLER_MAX_CONNECTIONS, or allow more open files",
+        )  # fmt: skip

@@ -1,0 +1,45 @@
+"""TCP, where it is asked for: with TLS or in the clear, but no tokens over an open line."""
+
+import grpc
+import grpc.aio
+import structlog
+
+from controller.client.credentials import is_loopback
+from controller.service.net.access import AccessList, certificates
+from controller.service.net.errors import AddressTakenError, StartRefusedError
+from controller.settings.settings import Settings
+
+_log = structlog.get_logger(__name__)
+
+
+def bind(
+    server: grpc.aio.Server, address: str, settings: Settings, access: AccessList | None
+) -> None:
+    """Raises StartRefusedError where secrets would go over an open line, AddressTakenError."""
+    encrypted = settings.tls_certificate is not None
+    if access is not None and access.has_tokens and not (encrypted or is_loopback(address)):
+        raise StartRefusedError(
+            "the access list has tokens, and they would go over an open line: name a TLS "
+            "certificate and key, or listen on the loopback address"
+        )
+    try:
+        if settings.tls_certificate is not None and settings.tls_key is not None:
+            server.add_secure_port(
+                address,
+                certificates(settings.tls_certificate, settings.tls_key, settings.tls_client_ca),
+            )
+        else:
+            server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise AddressTakenError(
+            f"{address} cannot be bound (in use?): name another one with --tcp"
+        ) from error
+    if not encrypted or access is None:
+        _log.warning(
+            "tcp_open",
+            address=address,
+            encrypted=encrypted,
+            detail="anyone who reaches it may read and steer, and nothing else"
+            if access is None
+            else "no encryption",
+        )

@@ -1,0 +1,161 @@
+"""What people ask: which engines are steered, and why this plan."""
+
+import time
+from dataclasses import asdict
+from typing import Final
+
+import grpc.aio
+
+import controller
+from controller.core.engine.explanation import Explanation
+from controller.core.errors import SpeculationError
+from controller.core.types import MAX_BATCH_SIZE
+from controller.service.net.errors import InvalidQuestionError, abort
+from controller.service.net.limits import Turns
+from controller.service.rpc.overrides import held_to_proto
+from controller.service.rpc.store_messages import health_to_proto
+from controller.service.sessions.override_registry import OverrideBook
+from controller.service.sessions.registry import SessionRegistry
+from controller.service.sessions.session import Session
+from controller.service.status.paging import page_of
+from controller.service.status.readiness import Readiness, ServiceHealth
+from controller.service.status.status_cache import Viewer
+from controller.wire import converters
+from speculation.v1 import engine_pb2, service_pb2, service_pb2_grpc
+
+# Explanations that may wait; the guard lets no more in at once.
+_EXPLANATIONS_WAITING: Final = 400
+
+
+class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
+    """ListEngines, Explain, Overview."""
+
+    def __init__(
+        self,
+        registry: SessionRegistry,
+        book: OverrideBook,
+        readiness: Readiness,
+        viewer: Viewer,
+    ) -> None:
+        self._registry = registry
+        self._book = book
+        self._readiness = readiness
+        self._viewer = viewer
+        self._explanations = Turns(_EXPLANATIONS_WAITING)
+        self._started_at, self._started = time.time(), time.monotonic()
+
+    async def ListEngines(
+        self,
+        request: service_pb2.ListEnginesRequest,
+        context: grpc.aio.ServicerContext[
+            service_pb2.ListEnginesRequest, service_pb2.ListEnginesResponse
+        ],
+    ) -> service_pb2.ListEnginesResponse:
+        """A page of the sessions, by engine id, and the sidecar itself."""
+        try:
+            sessions = {session.engine_id: session for session in self._registry}
+            rows, token = await page_of(
+                sessions,
+                lambda engine_id: self._status(sessions[engine_id]),
+                _no_status,
+                request.page_size,
+                request.page_token,
+            )
+        except SpeculationError as error:
+            await abort(context, error)
+        return service_pb2.ListEnginesResponse(
+            engines=rows,
+            next_page_token=token,
+            sidecar=service_pb2.SidecarStatus(
+                version=controller.__version__,
+                started_at_unix_seconds=self._started_at,
+                now_unix_seconds=time.time(),
+                uptime_seconds=time.monotonic() - self._started,
+                services=map(_health, self._readiness.services()),
+            ),
+        )
+
+    async def Explain(
+        self,
+        request: service_pb2.ExplainRequest,
+        context: grpc.aio.ServicerContext[service_pb2.ExplainRequest, service_pb2.ExplainResponse],
+    ) -> service_pb2.ExplainResponse:
+        """The decision row of one engine at one batch size."""
+        try:
+            if request.batch_size > MAX_BATCH_SIZE:
+                raise InvalidQuestionError(
+                    f"batch_size {request.batch_size} is outside 0..{MAX_BATCH_SIZE} "
+                    "(0: that of the last report)"
+                )
+            explanation, answer = await self._explanations.take(lambda: self._explained(request))
+            mine = {override.override_id for override in explanation.overrides}
+            answer.overrides.extend(
+                held_to_proto(held)
+                for held in self._book.held()
+                if held.override.override_id in mine
+            )
+            answer.store.CopyFrom(health_to_proto(self._book.health))
+            answer.services.extend(map(_health, self._readiness.services()))
+            return answer
+        except SpeculationError as error:
+            await abort(context, error)
+
+    def _explained(
+        self, request: service_pb2.ExplainRequest
+    ) -> tuple[Explanation, service_pb2.ExplainResponse]:
+        session = self._registry.by_engine(request.engine_id)
+        explanation = session.core.explain(request.batch_size)
+        return explanation, converters.explanation_to_proto(explanation)
+
+    async def Overview(
+        self,
+        request: service_pb2.OverviewRequest,
+        context: grpc.aio.ServicerContext[
+            service_pb2.OverviewRequest, service_pb2.OverviewResponse
+        ],
+    ) -> service_pb2.OverviewResponse:
+        """A page of the engines, each in one line."""
+        lines = {line.engine_id: line for line in await self._viewer.lines()}
+        try:
+            rows, token = await page_of(
+                lines,
+                lambda engine_id: service_pb2.EngineOverview(**asdict(lines[engine_id])),
+                _no_line,
+                request.page_size,
+                request.page_token,
+            )
+        except SpeculationError as error:
+            await abort(context, error)
+        return service_pb2.OverviewResponse(
+            engines=rows, version=controller.__version__, next_page_token=token
+        )
+
+    def _status(self, session: Session) -> service_pb2.EngineStatus:
+        last, tally, core = session.last_report, session.tally, session.core
+        return service_pb2.EngineStatus(
+            engine=converters.engine_to_proto(session.spec),
+            plan=converters.plan_to_proto(session.plan),
+            profile_id=core.profile_id,
+            reports=tally.reports,
+            rejected_reports=tally.rejected.total(),
+            dropped_reports=tally.dropped,
+            last_report=None if last is None else converters.report_to_proto(last),
+            seconds_since_last_report=session.seconds_since_last_report,
+            costs="profile" if core.profile_id else core.cost.prior,
+            no_profile="" if core.profile_id else self._readiness.why_no_profile(session.spec),
+            steering=session.listeners > 0,
+            unsteered_steps=tally.unsteered,
+        )
+
+
+def _no_status(engine_id: str, why: str) -> service_pb2.EngineStatus:
+    engine = engine_pb2.EngineSpec(engine_id=engine_id)
+    return service_pb2.EngineStatus(engine=engine, unavailable=why)
+
+
+def _no_line(engine_id: str, why: str) -> service_pb2.EngineOverview:
+    return service_pb2.EngineOverview(engine_id=engine_id, unavailable=why)
+
+
+def _health(of: ServiceHealth) -> service_pb2.ServiceHealth:
+    return service_pb2.ServiceHealth(service=of.service, serving=of.serving, detail=of.detail)

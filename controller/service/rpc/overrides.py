@@ -1,0 +1,288 @@
+"""Operators in command: PolicyService over the override book."""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import replace
+
+import grpc.aio
+
+from controller.core.errors import SpeculationError
+from controller.core.planning.override_effects import effect_on
+from controller.core.planning.overrides import (
+    MAX_AUTHOR_CHARACTERS,
+    MAX_REASON_CHARACTERS,
+    InvalidOverrideError,
+    Override,
+    Scope,
+    ScopeKind,
+)
+from controller.service.net.callers import calling
+from controller.service.net.errors import (
+    ForbiddenError,
+    InvalidQuestionError,
+    NoEffectError,
+    NoOverrideError,
+    UnknownEngineError,
+    abort,
+)
+from controller.service.rpc.store_messages import audit_to_proto, health_to_proto
+from controller.service.sessions.override_registry import Held, Outcome, OverrideBook
+from controller.service.sessions.session import Session
+from controller.store.interface import AuditRecord, StoreUnavailableError, Who
+from controller.wire import overrides as messages
+from speculation.v1 import policy_pb2, policy_pb2_grpc
+
+_AUDIT_DEFAULT, _AUDIT_MAX = 100, 1000
+# Records that are put into an answer at a time.
+_AUDIT_SLICE = 10
+# Engines and names that an error lists.
+_NAMED_MAX = 4
+# Of a database, or of Redis, which puts a dash into it.
+_SEQUENCE = re.compile(r"[0-9]{1,19}(-[0-9]{1,19})?")
+_KINDS = {
+    "present": policy_pb2.WatchOverridesResponse.KIND_PRESENT,
+    "set": policy_pb2.WatchOverridesResponse.KIND_SET,
+    "ended": policy_pb2.WatchOverridesResponse.KIND_ENDED,
+}
+
+
+class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
+    """SetOverride, ClearOverride, ListOverrides, WatchOverrides, QueryAudit.
+
+    default_seconds, max_seconds: times to live.
+    """
+
+    def __init__(self, book: OverrideBook, default_seconds: float, max_seconds: float) -> None:
+        self._book = book
+        self.default_seconds = default_seconds
+        self.max_seconds = max_seconds
+        # One page at a time is read and held in memory, however many ask.
+        self._audit_turn = asyncio.Semaphore(1)
+
+    async def SetOverride(
+        self,
+        request: policy_pb2.SetOverrideRequest,
+        context: grpc.aio.ServicerContext[
+            policy_pb2.SetOverrideRequest, policy_pb2.SetOverrideResponse
+        ],
+    ) -> policy_pb2.SetOverrideResponse:
+        """Durable and in force here when it returns.  A dry run does all but the last step."""
+        try:
+            override = replace(messages.override_from_proto(request.override), revision=0)
+            _require_scope(override)
+            seconds = messages.lifetime_of(request, self.default_seconds, self.max_seconds)
+            outcome = await self._book.try_set(override, seconds, request.etag)
+            before = self._book.active()
+            after = before if outcome is Outcome.REPEATED else self._book.with_(override)
+            of = next(o for o in after if o.override_id == override.override_id)
+            effects = await self._effects(of, before, after)
+            if request.require_effect and outcome is Outcome.SET:
+                self._require_effect(of, effects)
+            if request.dry_run:
+                self._require_store()
+                shown = policy_pb2.HeldOverride(
+                    override=request.override, remaining_seconds=seconds
+                )
+            else:
+                who = Who(override.author, override.reason, calling().origin)
+                held, outcome = await self._book.set(override, seconds, request.etag, who)
+                shown = held_to_proto(held)
+            return policy_pb2.SetOverrideResponse(
+                held=shown,
+                effects=effects,
+                repeated=outcome is Outcome.REPEATED,
+                end_moved=outcome is Outcome.END_MOVED,
+            )
+        except SpeculationError as error:
+            await abort(context, error)
+
+    async def ClearOverride(
+        self,
+        request: policy_pb2.ClearOverrideRequest,
+        context: grpc.aio.ServicerContext[
+            policy_pb2.ClearOverrideRequest, policy_pb2.ClearOverrideResponse
+        ],
+    ) -> policy_pb2.ClearOverrideResponse:
+        """Ended everywhere soon, here when it returns."""
+        try:
+            _require("author", request.author, MAX_AUTHOR_CHARACTERS)
+            _require("reason", request.reason, MAX_REASON_CHARACTERS)
+            known = [h for h in self._book.held() if h.override.override_id == request.override_id]
+            if not known:
+                raise NoOverrideError(f"no override {request.override_id[:128]!r} is in force")
+            _require_scope(known[0].override)
+            before, after = self._book.active(), self._book.without(request.override_id)
+            effects = await self._effects(known[0].override, before, after)
+            who = Who(request.author, request.reason, calling().origin)
+            await self._book.clear(request.override_id, request.etag, who)
+            return policy_pb2.ClearOverrideResponse(effects=effects)
+        except SpeculationError as error:
+            await abort(context, error)
+
+    async def ListOverrides(
+        self,
+        request: policy_pb2.ListOverridesRequest,
+        context: grpc.aio.ServicerContext[
+            policy_pb2.ListOverridesRequest, policy_pb2.ListOverridesResponse
+        ],
+    ) -> policy_pb2.ListOverridesResponse:
+        """Those in force here, and how the store is doing."""
+        return policy_pb2.ListOverridesResponse(
+            overrides=map(held_to_proto, self._book.held()),
+            store=health_to_proto(self._book.health),
+        )
+
+    async def WatchOverrides(
+        self,
+        request: policy_pb2.WatchOverridesRequest,
+        context: grpc.aio.ServicerContext[
+            policy_pb2.WatchOverridesRequest, policy_pb2.WatchOverridesResponse
+        ],
+    ) -> AsyncIterator[policy_pb2.WatchOverridesResponse]:
+        """Until the client or the sidecar goes."""
+        try:
+            async with self._book.watching() as changes:
+                async for change in changes:
+                    yield policy_pb2.WatchOverridesResponse(
+                        kind=_KINDS[change.kind], held=held_to_proto(change.held)
+                    )
+        except SpeculationError as error:
+            await abort(context, error)
+
+    async def QueryAudit(
+        self,
+        request: policy_pb2.QueryAuditRequest,
+        context: grpc.aio.ServicerContext[
+            policy_pb2.QueryAuditRequest, policy_pb2.QueryAuditResponse
+        ],
+    ) -> policy_pb2.QueryAuditResponse:
+        """Newest first."""
+        try:
+            limit = request.limit or _AUDIT_DEFAULT
+            if limit > _AUDIT_MAX:
+                raise InvalidQuestionError(f"limit {limit}: at most {_AUDIT_MAX}, ask in pages")
+            before = request.before_sequence
+            if before and not _SEQUENCE.fullmatch(before):
+                raise InvalidQuestionError(f"before_sequence {before[:40]!r} is none")
+            async with self._audit_turn:
+                records = await self._book.audit(limit, request.override_id, before)
+                return await _audit_response(records)
+        except SpeculationError as error:
+            await abort(context, error)
+
+    async def _effects(
+        self, of: Override, before: Sequence[Override], after: Sequence[Override]
+    ) -> list[policy_pb2.OverrideEffect]:
+        """On every engine of this sidecar in its scope, by engine id."""
+        found = []
+        for session in self._book.sessions_of(of.scope):
+            effect = effect_on(session.spec, of, before, after)
+            rows = session.core.preview(after) if effect.arms else ()
+            found.append(
+                messages.effect_to_proto(session.engine_id, rows, effect, _timing(session))
+            )
+            # Every engine takes about a millisecond: other calls have their turn in between.
+            await asyncio.sleep(0)
+        return found
+
+    def _require_effect(self, of: Override, effects: Sequence[policy_pb2.OverrideEffect]) -> None:
+        """Raises UnknownEngineError or NoEffectError."""
+        if not effects:
+            raise self._nobody(of.scope)
+        if all(effect.unable for effect in effects):
+            raise NoEffectError(
+                "no engine in its scope can do this: "
+                + _by_engine((effect.engine_id, effect.unable) for effect in effects)
+            )
+        if not any(effect.constrains for effect in effects):
+            raise NoEffectError(
+                "it would change nothing: "
+                + _by_engine((effect.engine_id, why_nothing(effect)) for effect in effects)
+            )
+
+    def _nobody(self, scope: Scope) -> SpeculationError:
+        """Says that no engine of this sidecar is in a scope, and which ones there are."""
+        sessions = self._book.known_engines()
+        if not sessions:
+            return _kind_of(scope)("no engine has introduced itself to this sidecar")
+        if scope.kind is ScopeKind.ENGINE:
+            known = sorted({session.engine_id for session in sessions})
+        else:
+            models = {session.spec.fingerprint.target_model for session in sessions}
+            known = sorted(models - {""}) or ["no model by name"]
+        more = f" and {len(known) - _NAMED_MAX} more" if len(known) > _NAMED_MAX else ""
+        return _kind_of(scope)(
+            f"this sidecar knows no {scope}; it knows {', '.join(known[:_NAMED_MAX])}{more}"
+        )
+
+    def _require_store(self) -> None:
+        """Raises StoreUnavailableError where the store would not take a change."""
+        health = self._book.health
+        if not health.ok:
+            raise StoreUnavailableError(f"{health.detail}; nothing can be changed now")
+
+
+def why_nothing(effect: policy_pb2.OverrideEffect) -> str:
+    """Why an override that changes nothing on an engine does not."""
+    if effect.unable:
+        return str(effect.unable)
+    if effect.shadowed_by:
+        return f"shadowed by {', '.join(effect.shadowed_by)}"
+    return "what it may run stays the same"
+
+
+def _by_engine(found: Iterable[tuple[str, str]]) -> str:
+    """What holds of each engine: the first few of them."""
+    pairs = list(found)
+    more = f"; and {len(pairs) - _NAMED_MAX} more engines" if len(pairs) > _NAMED_MAX else ""
+    return "; ".join(f"engine {name}: {text}" for name, text in pairs[:_NAMED_MAX]) + more
+
+
+def _kind_of(scope: Scope) -> type[SpeculationError]:
+    return UnknownEngineError if scope.kind is ScopeKind.ENGINE else NoEffectError
+
+
+def _timing(session: Session) -> messages.Timing:
+    """When the engine of a session follows a new plan."""
+    if session.measurement is not None:
+        return policy_pb2.OverrideEffect.TIMING_AFTER_MEASUREMENT
+    if session.listeners:
+        return policy_pb2.OverrideEffect.TIMING_NEXT_STEP
+    return policy_pb2.OverrideEffect.TIMING_NEXT_CONTACT
+
+
+def held_to_proto(held: Held) -> policy_pb2.HeldOverride:
+    """With the time that is left now."""
+    return policy_pb2.HeldOverride(
+        override=messages.override_to_proto(held.override),
+        etag=held.etag,
+        remaining_seconds=held.remaining_seconds,
+        created_at=held.created_at,
+    )
+
+
+def _require_scope(override: Override) -> None:
+    """Raises ForbiddenError for an override that reaches engines which are not the caller's."""
+    caller = calling()
+    if override.scope.kind is ScopeKind.ENGINE:
+        caller.require_engines([override.scope.name])
+    elif caller.is_restricted:
+        raise ForbiddenError(
+            f"{caller.name} may act on the engines {', '.join(caller.engines)} only: name one of "
+            "them as the scope"
+        )
+
+
+async def _audit_response(records: Sequence[AuditRecord]) -> policy_pb2.QueryAuditResponse:
+    """Lets other work on the event loop go on between slices of a long page."""
+    response = policy_pb2.QueryAuditResponse()
+    for start in range(0, len(records), _AUDIT_SLICE):
+        response.records.extend(map(audit_to_proto, records[start : start + _AUDIT_SLICE]))
+        await asyncio.sleep(0)
+    return response
+
+
+def _require(what: str, text: str, most: int) -> None:
+    if not (1 <= len(text) <= most and text.isprintable()):
+        raise InvalidOverrideError(f"{what}: 1 to {most} printable characters are needed")

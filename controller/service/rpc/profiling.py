@@ -1,0 +1,240 @@
+"""Measuring through the running engine, and putting the measured profile into use."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc.aio
+import structlog
+
+from controller.core.cost.profile import Profile
+from controller.core.errors import SpeculationError
+from controller.service.net import callers
+from controller.service.net.errors import InvalidMeasurementError, NoMatchingEngineError, abort
+from controller.service.rpc import streams
+from controller.service.rpc.streams import beside, read
+from controller.service.sessions.audit_log import AuditTrail
+from controller.service.sessions.fleet_profiles import FleetProfiles, Shelved
+from controller.service.sessions.profile_registry import (
+    ProfileLibrary,
+    mismatch,
+    require_past,
+)
+from controller.service.sessions.registry import SessionRegistry
+from controller.service.sessions.session import Measurement, Session
+from controller.wire import converters
+from speculation.v1 import service_pb2, service_pb2_grpc
+
+_log = structlog.get_logger(__name__)
+
+
+class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
+    """Measure, InstallProfile."""
+
+    def __init__(
+        self,
+        registry: SessionRegistry,
+        profiles: ProfileLibrary,
+        fleet: FleetProfiles,
+        audit: AuditTrail,
+    ) -> None:
+        self._registry = registry
+        self._profiles = profiles
+        self._fleet = fleet
+        self._audit = audit
+        self._installing = asyncio.Lock()
+
+    async def Measure(  # type: ignore[override]  # as in steering: reads and writes through its context
+        self,
+        request_iterator: AsyncIterator[service_pb2.MeasureRequest],
+        context: grpc.aio.ServicerContext[service_pb2.MeasureRequest, service_pb2.MeasureResponse],
+    ) -> None:
+        """Forces what the client asks for and forwards the engine's reports."""
+        try:
+            first = await streams.first(context)
+            if first is None:
+                return
+            callers.require_engine(first.engine_id)
+            session = self._registry.by_engine(first.engine_id)
+            with session.measuring() as measurement:
+                caller = callers.calling()
+                _log.info("measurement_started", engine=session.engine_id, origin=caller.origin)
+                self._audit.record("measure", session.engine_id, caller, "it began")
+                try:
+                    await _MeasureStream(session, measurement, context).run(first)
+                finally:
+                    _log.info("measurement_ended", engine=session.engine_id)
+        except SpeculationError as error:
+            await abort(context, error)
+
+    async def InstallProfile(
+        self,
+        request: service_pb2.InstallProfileRequest,
+        context: grpc.aio.ServicerContext[
+            service_pb2.InstallProfileRequest, service_pb2.InstallProfileResponse
+        ],
+    ) -> service_pb2.InstallProfileResponse:
+        """Keeps the profile, and uses it for every engine with its fingerprint."""
+        try:
+            profile = await asyncio.to_thread(_profile_of, request.profile_json)
+            self._require_engine(profile)
+            async with self._installing:
+                path = await asyncio.to_thread(self._profiles.save, profile)
+                self._profiles.add(profile)
+            # Only now: engines may have come or gone while the file was written.
+            matching = [s for s in self._registry if mismatch(profile, s.spec) is None]
+            for session in matching:
+                session.use_profile(profile)
+                await asyncio.sleep(0)
+        except SpeculationError as error:
+            await abort(context, error)
+        await self._fleet.publish(profile)
+        engines = sorted(session.engine_id for session in matching)
+        _log.info(
+            "profile_installed",
+            profile=profile.profile_id,
+            engines=engines,
+            path=str(path) if path else None,
+        )
+        self._audit.record(
+            "install_profile", profile.profile_id, callers.calling(), f"for {', '.join(engines)}"
+        )
+        return service_pb2.InstallProfileResponse(profile_id=profile.profile_id, engine_ids=engines)
+
+    async def PushProfile(
+        self,
+        request: service_pb2.PushProfileRequest,
+        context: grpc.aio.ServicerContext[
+            service_pb2.PushProfileRequest, service_pb2.PushProfileResponse
+        ],
+    ) -> service_pb2.PushProfileResponse:
+        """For pods that boot, and for engines here that have none."""
+        try:
+            profile = await asyncio.to_thread(_profile_of, request.profile_json)
+            identity = await self._fleet.push(profile)
+            self._audit.record(
+                "push_profile", profile.profile_id, callers.calling(), f"under identity {identity}"
+            )
+        except SpeculationError as error:
+            await abort(context, error)
+        return service_pb2.PushProfileResponse(profile_id=profile.profile_id, identity=identity)
+
+    async def ListProfiles(
+        self,
+        request: service_pb2.ListProfilesRequest,
+        context: grpc.aio.ServicerContext[
+            service_pb2.ListProfilesRequest, service_pb2.ListProfilesResponse
+        ],
+    ) -> service_pb2.ListProfilesResponse:
+        """The newest identities first."""
+        try:
+            shelved = await self._fleet.all()
+        except SpeculationError as error:
+            await abort(context, error)
+        return service_pb2.ListProfilesResponse(profiles=map(self._listed, shelved))
+
+    def _listed(self, shelved: Shelved) -> service_pb2.ShelvedProfile:
+        profile = shelved.profile
+        return service_pb2.ShelvedProfile(
+            identity=shelved.identity,
+            profile_id=profile.profile_id,
+            measurements=[m.profile_id for m in shelved.measurements],
+            fingerprint=converters.fingerprint_to_proto(profile.fingerprint),
+            drafters=[drafter.name for drafter in profile.drafters],
+            cells=len(profile.cells),
+            steps=sum(cell.steps for cell in profile.cells),
+            measured_at=profile.measured_at,
+            engine_ids=[s.engine_id for s in self._registry if mismatch(profile, s.spec) is None],
+        )
+
+    async def GetProfile(
+        self,
+        request: service_pb2.GetProfileRequest,
+        context: grpc.aio.ServicerContext[
+            service_pb2.GetProfileRequest, service_pb2.GetProfileResponse
+        ],
+    ) -> service_pb2.GetProfileResponse:
+        """By id, or what fits an engine of this sidecar."""
+        try:
+            if request.engine_id:
+                spec = self._registry.by_engine(request.engine_id).spec
+                profile = await self._fleet.for_engine(spec)
+            else:
+                profile = await self._fleet.by_id(request.profile_id)
+        except SpeculationError as error:
+            await abort(context, error)
+        return service_pb2.GetProfileResponse(profile_json=profile.to_json())
+
+    def _require_engine(self, profile: Profile) -> None:
+        found = [(session, mismatch(profile, session.spec)) for session in self._registry]
+        if not found:
+            raise NoMatchingEngineError(
+                "no engine has introduced itself yet: the profile matches none"
+            )
+        if all(error is not None for _, error in found):
+            raise NoMatchingEngineError(
+                "; ".join(f"{session.engine_id}: {error}" for session, error in found[:3])
+            )
+
+
+def _profile_of(text: str) -> Profile:
+    """For a thread: both take milliseconds.  Raises InvalidProfileError."""
+    profile = Profile.from_json(text)
+    require_past(profile)
+    assert profile.profile_id  # kept by the profile
+    return profile
+
+
+class _MeasureStream:
+    """One open Measure stream."""
+
+    def __init__(
+        self,
+        session: Session,
+        measurement: Measurement,
+        context: grpc.aio.ServicerContext[service_pb2.MeasureRequest, service_pb2.MeasureResponse],
+    ) -> None:
+        self._session = session
+        self._measurement = measurement
+        self._context = context
+        self._bell = asyncio.Event()
+
+    async def run(self, first: service_pb2.MeasureRequest) -> None:
+        """Serves the stream until the client has sent its last message.
+
+        Raises InvalidMeasurementError, SlowClientError, and the session's end.
+        """
+        told_epoch = 0
+        self._force(first)
+        with self._session.listening(self._bell):
+            async with beside(self._read(), self._bell) as reader:
+                while True:
+                    done = reader.done()
+                    if self._session.ended is not None:
+                        raise self._session.ended
+                    reports = self._measurement.take()
+                    if reports or self._measurement.forced_epoch != told_epoch:
+                        told_epoch = self._measurement.forced_epoch
+                        await self._context.write(
+                            service_pb2.MeasureResponse(
+                                forced_epoch=told_epoch,
+                                reports=map(converters.report_to_proto, reports),
+                            )
+                        )
+                    if done:
+                        reader.result()
+                        return
+                    await self._bell.wait()
+                    self._bell.clear()
+
+    async def _read(self) -> None:
+        while (request := await read(self._context)) is not None:
+            if request.engine_id not in {"", self._session.engine_id}:
+                raise InvalidMeasurementError(
+                    f"this stream measures engine {self._session.engine_id!r}; "
+                    "open another one for another engine"
+                )
+            self._force(request)
+            self._bell.set()
+
+    def _force(self, request: service_pb2.MeasureRequest) -> None:
+        self._session.force(self._measurement, converters.arm_from_proto(request))

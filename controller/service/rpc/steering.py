@@ -1,0 +1,305 @@
+"""Steering: engines report, the sidecar plans.
+
+A Steer stream has one reader, which folds reports as they come, and one writer, which sends the
+newest plan whenever there is one that the engine does not have yet.  The writer wakes on news, and
+a few times per lease without any, so that an idle engine's lease is renewed too.  What a slow
+client does not read is never queued: plans that are overtaken are skipped, and the reader stops
+when rejections pile up.
+
+Once its session is over a stream folds nothing more, so that the count of what it has received is
+final.  A sidecar that stops says that count on the stream, and one that goes on says it when the
+engine introduces itself again; the agent then sends the rest.  Every response acknowledges what has
+been received so far.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from time import monotonic
+from typing import Final
+
+import grpc.aio
+import structlog
+
+from controller.core.errors import InvalidLossError, InvalidReportError, SpeculationError
+from controller.core.types import Plan
+from controller.recording.events import NoteKind
+from controller.service.net import callers
+from controller.service.net.errors import (
+    NoSessionError,
+    TooManyReportsError,
+    abort,
+    message_of,
+    status_of,
+)
+from controller.service.net.limits import Turns
+from controller.service.rpc import streams
+from controller.service.rpc.streams import beside, read
+from controller.service.sessions.counters import COUNT_MAX, Received
+from controller.service.sessions.engine_identity import Holder
+from controller.service.sessions.registry import SessionRegistry
+from controller.service.sessions.session import Session
+from controller.wire import converters
+from controller.wire.capabilities import all_lost_from_proto
+from speculation.v1 import engine_pb2, service_pb2, service_pb2_grpc
+
+# Introductions that may wait: as many as there may be engines.
+_INTRODUCTIONS_WAITING: Final = 1024
+# The most reports of a message.
+MESSAGE_REPORTS: Final = 4096
+# Other streams get their turn after so many reports of a message, or after this time.  The number
+# is also that of the most rejections in one response.
+_CHUNK = 256
+_SLICE_SECONDS = 0.002
+# How often an idle stream looks whether its lease is half gone, per lease.
+_LOOKS_PER_LEASE = 8
+_LOOK_SECONDS_MAX = 0.5
+_PARTING_SECONDS = 0.1
+
+_log = structlog.get_logger(__name__)
+
+
+class SpeculationServicer(service_pb2_grpc.SpeculationServiceServicer):
+    """Introduce, Steer, Decide."""
+
+    def __init__(self, registry: SessionRegistry) -> None:
+        self._registry = registry
+        self._introductions = Turns(_INTRODUCTIONS_WAITING)
+
+    async def Introduce(
+        self,
+        request: service_pb2.IntroduceRequest,
+        context: grpc.aio.ServicerContext[
+            service_pb2.IntroduceRequest, service_pb2.IntroduceResponse
+        ],
+    ) -> service_pb2.IntroduceResponse:
+        """Opens a session."""
+        try:
+            session = await self._introductions.take(lambda: self._introduced(request))
+        except SpeculationError as error:
+            await abort(context, error)
+        before = self._registry.received_in(request.previous_session_id)
+        return service_pb2.IntroduceResponse(
+            session_id=session.session_id,
+            plan=converters.plan_to_proto(session.plan),
+            received=None if before is None else _received_to_proto(before),
+        )
+
+    def _introduced(self, request: service_pb2.IntroduceRequest) -> Session:
+        spec = converters.engine_from_proto(request.engine)
+        callers.require_engine(spec.engine_id)
+        holder = Holder.of(callers.calling(), request.engine_secret)
+        return self._registry.introduce(spec, holder)
+
+    async def Steer(  # type: ignore[override]  # grpc.aio also takes a coroutine that reads and writes through its context
+        self,
+        request_iterator: AsyncIterator[service_pb2.SteerRequest],
+        context: grpc.aio.ServicerContext[service_pb2.SteerRequest, service_pb2.SteerResponse],
+    ) -> None:
+        """Reports in, plans out, until either side ends it."""
+        try:
+            first = await streams.first(context)
+            if first is None:
+                return
+            session = self._registry.by_token(first.session_id)
+            callers.require_engine(session.engine_id)
+            await _SteerStream(session, context).run(first)
+        except SpeculationError as error:
+            await abort(context, error)
+
+    async def Decide(
+        self,
+        request: service_pb2.DecideRequest,
+        context: grpc.aio.ServicerContext[service_pb2.DecideRequest, service_pb2.DecideResponse],
+    ) -> service_pb2.DecideResponse:
+        """One report in, the choice for its batch size out."""
+        try:
+            session = self._registry.by_token(request.session_id)
+            callers.require_engine(session.engine_id)
+            session.contact()
+            return _decide(session, request.report)
+        except SpeculationError as error:
+            await abort(context, error)
+
+
+def _decide(session: Session, message: engine_pb2.StepReport) -> service_pb2.DecideResponse:
+    try:
+        report = session.unary.identify(converters.report_from_proto(message))
+        session.observe(report)
+    except InvalidReportError as error:
+        session.reject(error)
+        raise
+    plan = session.advance()
+    row = plan.row_for(report.batch_size)
+    if row.probe is not None and session.unary.take(row.probe):
+        row = session.core.decide(report.batch_size)
+    return service_pb2.DecideResponse(
+        drafter=row.arm.drafter,
+        gamma=row.arm.gamma,
+        reason=converters.reason_to_proto(row.reason),
+        reason_detail=plan.reason_detail,
+        epoch=plan.epoch,
+        drafter_asleep=row.drafter_asleep,
+    )
+
+
+class _SteerStream:
+    """One open Steer stream of a session."""
+
+    def __init__(
+        self,
+        session: Session,
+        context: grpc.aio.ServicerContext[service_pb2.SteerRequest, service_pb2.SteerResponse],
+    ) -> None:
+        self._session = session
+        self._context = context
+        self._bell = asyncio.Event()
+        self._rejections: list[service_pb2.ReportRejection] = []
+        self._flushed = asyncio.Event()
+        # Reports refused since this stream last gave way to others.
+        self._refused = 0
+        self._sent_epoch = 0
+        self._received = Received()
+
+    async def run(self, first: service_pb2.SteerRequest) -> None:
+        """Serves the stream until the client has sent its last message.
+
+        Raises NoSessionError and ShuttingDownError when the session ends before.
+        """
+        session = self._session
+        session.stream, session.received = self, self._received
+        session.ring()
+        session.note(NoteKind.STREAM_OPENED)
+        _log.info("stream_opened", engine=session.engine_id, peer=self._context.peer())
+        lease = session.plan.lease_seconds
+        look_seconds = min(lease / _LOOKS_PER_LEASE, _LOOK_SECONDS_MAX)
+        try:
+            with session.listening(self._bell):
+                async with (
+                    beside(self._look(look_seconds), self._bell),
+                    beside(self._read(first), self._bell) as reader,
+                ):
+                    await self._write(reader)
+        finally:
+            if session.stream is self:
+                session.stream = None
+            session.note(NoteKind.STREAM_CLOSED)
+            _log.info("stream_closed", engine=session.engine_id)
+
+    async def _write(self, reader: asyncio.Task[None]) -> None:
+        while True:
+            done = reader.done()
+            if self._session.ended is not None:
+                if self._session.parting and self._session.stream is self:
+                    await self._send(self._session.plan, last=True)
+                    # What is on its way should arrive before the end overtakes it.
+                    await asyncio.sleep(_PARTING_SECONDS)
+                raise self._session.ended
+            if self._session.stream is not self:
+                raise NoSessionError("another stream of this session took over")
+            await self._send(self._session.advance())
+            if done:
+                reader.result()
+                return
+            await self._bell.wait()
+            self._bell.clear()
+
+    async def _send(self, plan: Plan, last: bool = False) -> None:
+        """What the client has not been told yet.  last: nothing more is received after this."""
+        news = plan.epoch > self._sent_epoch
+        if news or self._rejections or last:
+            received = _received_to_proto(self._received)
+            rejections, self._rejections = self._rejections, []
+            self._flushed.set()
+            self._sent_epoch = plan.epoch
+            await self._context.write(
+                service_pb2.SteerResponse(
+                    plan=converters.plan_to_proto(plan) if news else None,
+                    rejections=rejections,
+                    received=received if last else None,
+                    received_so_far=received,
+                )
+            )
+
+    async def _read(self, request: service_pb2.SteerRequest | None) -> None:
+        session = self._session
+        while request is not None and not session.is_over:
+            if request.session_id != session.session_id:
+                raise NoSessionError(
+                    f"this stream belongs to session {session.session_id!r}, "
+                    f"not to {request.session_id[:64]!r}"
+                )
+            session.contact(request.dropped_reports)
+            dropped = self._received.dropped + request.dropped_reports
+            self._received.dropped = min(dropped, COUNT_MAX)
+            if request.lost:
+                self._lose(request.lost)
+            await self._take(request.reports)
+            self._bell.set()
+            request = await read(self._context)
+
+    def _lose(self, lost: Sequence[engine_pb2.LostCapability]) -> None:
+        """What the engine can no longer do; losses that cannot be are refused together."""
+        try:
+            self._session.lose(all_lost_from_proto(lost))
+        except InvalidLossError as error:
+            self._refuse(0, error)
+
+    async def _take(self, reports: Sequence[engine_pb2.StepReport]) -> None:
+        """Folds one message's reports, as far as the session lasts.
+
+        Raises TooManyReportsError; none of them is used then.
+        """
+        if len(reports) > MESSAGE_REPORTS:
+            raise TooManyReportsError(
+                f"the message has {len(reports)} reports, and {MESSAGE_REPORTS} at most are taken: "
+                "send them in several messages"
+            )
+        until = monotonic() + _SLICE_SECONDS
+        for number, message in enumerate(reports, 1):
+            if self._session.is_over:
+                return
+            self._fold(message)
+            if number % _CHUNK == 0 or monotonic() >= until:
+                await self._give_way()
+                until = monotonic() + _SLICE_SECONDS
+        await self._give_way()
+
+    async def _give_way(self) -> None:
+        """Lets other streams go on, and a client whose reports are refused wait.
+
+        A refusal costs about as much as a report: without a wait a client that sends what is stale
+        as fast as it can would take most of the event loop.
+        """
+        self._bell.set()
+        while len(self._rejections) >= _CHUNK:
+            self._flushed.clear()
+            await self._flushed.wait()
+        refused, self._refused = self._refused, 0
+        await asyncio.sleep(self._session.refusals.take(refused) if refused else 0)
+
+    def _fold(self, message: engine_pb2.StepReport) -> None:
+        self._received.reports += 1
+        try:
+            self._session.require_next(message.step)
+            self._session.observe(converters.report_from_proto(message))
+        except InvalidReportError as error:
+            self._refused += 1
+            self._session.reject(error)
+            self._refuse(message.step, error)
+
+    def _refuse(self, step: int, error: SpeculationError) -> None:
+        self._rejections.append(
+            service_pb2.ReportRejection(
+                step=step, code=status_of(error).value[0], message=message_of(error)
+            )
+        )
+
+    async def _look(self, seconds: float) -> None:
+        while True:
+            await asyncio.sleep(seconds)
+            self._bell.set()
+
+
+def _received_to_proto(received: Received) -> service_pb2.Received:
+    """What has arrived on a stream."""
+    return service_pb2.Received(reports=received.reports, dropped_reports=received.dropped)

@@ -1,0 +1,131 @@
+"""Trainers: who attends an engine, what he hears, and what follows from what he says."""
+
+from collections.abc import AsyncIterator
+from typing import TypeAlias
+
+import grpc.aio
+import structlog
+
+from controller.core.errors import SpeculationError
+from controller.core.training.selective_training import SelectiveTraining, TrainingResult
+from controller.service.net import callers
+from controller.service.net.callers import Right
+from controller.service.net.errors import (
+    CannotTrainError,
+    ForbiddenError,
+    TrainerPresentError,
+    abort,
+)
+from controller.service.rpc import streams
+from controller.service.rpc.streams import read
+from controller.service.sessions.engine_identity import Holder
+from controller.service.sessions.registry import SessionRegistry
+from controller.service.sessions.session import Session
+from controller.service.sessions.training_state import TrainingFiles
+from controller.wire.training import result_from_proto
+from speculation.v1 import training_pb2, training_pb2_grpc
+
+_Context: TypeAlias = grpc.aio.ServicerContext[
+    training_pb2.AttendRequest, training_pb2.AttendResponse
+]
+
+_log = structlog.get_logger(__name__)
+
+
+class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
+    """Attend."""
+
+    def __init__(self, registry: SessionRegistry, files: TrainingFiles) -> None:
+        self._registry = registry
+        self._files = files
+
+    async def Attend(  # type: ignore[override]  # grpc.aio also takes a coroutine that reads and writes through its context
+        self,
+        request_iterator: AsyncIterator[training_pb2.AttendRequest],
+        context: _Context,
+    ) -> None:
+        """Until either side ends it."""
+        try:
+            first = await streams.first(context)
+            if first is None:
+                return
+            session = self._registry.by_engine(first.engine_id)
+            callers.require_engine(session.engine_id)
+            _require_own(session, first.engine_secret)
+            training = _free(session)
+            training.attended = True
+            session.ring()
+            _log.info("trainer_came", engine=session.engine_id, peer=context.peer())
+            try:
+                await self._serve(session, training, first, context)
+            finally:
+                training.attended = False
+                session.ring()
+                _log.info("trainer_left", engine=session.engine_id)
+        except SpeculationError as error:
+            await abort(context, error)
+
+    async def _serve(
+        self,
+        session: Session,
+        training: SelectiveTraining,
+        request: training_pb2.AttendRequest | None,
+        context: _Context,
+    ) -> None:
+        while request is not None:
+            if session.ended is not None:
+                raise session.ended
+            if request.HasField("ended"):
+                _end_round(session, training, result_from_proto(request.ended))
+            order = training.keep(request.stored_signals)
+            session.ring()
+            # Durable before the trainer hears of it.
+            await self._files.keep(session)
+            await context.write(
+                training_pb2.AttendResponse(
+                    train_round=order,
+                    draft_version=training.state.version,
+                    phase=training.view.phase,
+                    parent_version=training.state.parent,
+                )
+            )
+            request = await read(context)
+
+
+def _end_round(session: Session, training: SelectiveTraining, result: TrainingResult) -> None:
+    training.trained(result)
+    session.tally.rounds[training.state.history[-1].outcome] += 1
+    _log.info(
+        "training_round",
+        engine=session.engine_id,
+        round=result.round,
+        outcome=training.state.history[-1].outcome,
+        version=result.version or None,
+        alpha_train=round(result.alpha_train, 4),
+        alpha_before=round(result.alpha_before, 4),
+        alpha_eval=round(result.alpha_eval, 4),
+        **({"error": result.error} if result.error else {}),
+    )
+
+
+def _require_own(session: Session, secret: str) -> None:
+    """Raises ForbiddenError for one who is neither the engine's own trainer nor an operator."""
+    caller = callers.calling()
+    if Right.MEASURE in caller.rights or session.holder.is_same(Holder.of(caller, secret)):
+        return
+    raise ForbiddenError(
+        f"this trainer is not that of engine {session.engine_id!r}: start it with the engine's "
+        "SPECULATION_SIGNALS_FOLDER, where the engine keeps its secret (engine.secret)"
+    )
+
+
+def _free(session: Session) -> SelectiveTraining:
+    training = session.core.updates.training
+    if training is None:
+        raise CannotTrainError(
+            f"engine {session.engine_id!r} keeps no training signals, or takes no versions of its "
+            "drafter: start it with SPECULATION_SIGNALS_FOLDER"
+        )
+    if training.attended:
+        raise TrainerPresentError(f"another trainer attends engine {session.engine_id!r}")
+    return training

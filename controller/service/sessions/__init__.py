@@ -1,0 +1,1 @@
+"""One session per engine, and what the sessions share."""

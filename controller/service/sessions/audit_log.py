@@ -1,0 +1,99 @@
+"""What is done to engines beside overrides, for the same audit.
+
+    measure          an engine was forced to run what a client asked for
+    install_profile  costs of the engines named were replaced
+    push_profile     a profile was given to the fleet
+    replace_session  an engine id went from one process to another
+
+These actions do not wait for the store.  A record that the store does not take is logged in full.
+
+Whoever may introduce an engine can make ids change hands as fast as the sidecar answers.  Beyond
+a rate these records are therefore counted, and one record tells the count: a record each would keep
+overrides waiting for the disk, and push the older records out of the audit.
+"""
+
+import asyncio
+from dataclasses import asdict
+from typing import Final
+
+import structlog
+
+from controller.service.net import limits
+from controller.service.net.callers import Caller
+from controller.service.sessions.session import Session
+from controller.store.interface import Store, StoreError, Who
+from controller.util import cancellation
+
+# Records that are being written when the sidecar stops may take so long.
+_LAST_WORDS_SECONDS = 1.0
+# Replaced sessions that have a record each: a fleet that starts again, and one a minute beyond it.
+_REPLACED_AT_ONCE: Final = 64
+_REPLACED_A_SECOND: Final = 1 / 60
+# Those beyond that share a record once in so many seconds.
+_COUNTED_SECONDS: Final = 60.0
+
+_log = structlog.get_logger(__name__)
+
+
+class AuditTrail:
+    """Writes in the background.  counted_seconds: between two records of a count."""
+
+    def __init__(self, store: Store, counted_seconds: float = _COUNTED_SECONDS) -> None:
+        self._store = store
+        self._writing: set[asyncio.Task[None]] = set()
+        self._replaced = limits.Bucket(_REPLACED_A_SECOND, _REPLACED_AT_ONCE)
+        self._counted_seconds = counted_seconds
+        # Replaced sessions without a record of their own, and the last one of them.
+        self._count = 0
+        self._last: tuple[str, str] = ("", "")
+        self._counting: asyncio.Task[None] | None = None
+
+    def record(self, action: str, subject: str, caller: Caller, reason: str) -> None:
+        """subject: what it was done to.  reason: what was done, in words."""
+        self._begin(action, subject, Who(caller.name, reason, caller.origin))
+
+    def replaced(self, session: Session, before: Session) -> None:
+        """An engine introduced itself under the id of another one."""
+        origin = session.holder.origin
+        if self._counting is None and self._replaced.take():
+            reason = f"the session before was silent for {before.seconds_since_steered:.0f} s"
+            self._begin("replace_session", session.engine_id, Who(origin, reason, origin))
+            return
+        self._count += 1
+        self._last = session.engine_id, origin
+        if self._counting is None:
+            self._counting = asyncio.get_running_loop().create_task(self._tell_count())
+
+    async def _tell_count(self) -> None:
+        await asyncio.sleep(self._counted_seconds)
+        self._counting = None
+        self._begin_counted()
+
+    def _begin_counted(self) -> None:
+        engine_id, origin = self._last
+        reason = f"{self._count} engine ids changed hands since the record before, this one last"
+        self._count = 0
+        self._begin("replace_session", engine_id, Who(origin, reason, origin))
+
+    def _begin(self, action: str, subject: str, who: Who) -> None:
+        task = asyncio.get_running_loop().create_task(self._write(action, subject, who))
+        self._writing.add(task)
+        task.add_done_callback(self._writing.discard)
+
+    async def _write(self, action: str, subject: str, who: Who) -> None:
+        try:
+            await self._store.record(action, subject, who)
+        except StoreError as error:
+            _log.error(
+                "audit_not_written", action=action, subject=subject, **asdict(who), error=str(error)
+            )
+
+    async def close(self) -> None:
+        """Waits for what is being written, briefly."""
+        if self._counting is not None:
+            await cancellation.end([self._counting])
+            self._counting = None
+            self._begin_counted()
+        if self._writing:
+            await asyncio.wait(self._writing, timeout=_LAST_WORDS_SECONDS)
+        await cancellation.end(self._writing)

@@ -1,0 +1,50 @@
+"""Who holds an engine id: the engine that introduced itself under it.
+
+The id itself is public.  An engine proves that it is the one that holds the id by the secret that
+it has chosen at its start, or by the access entry under which it was let in.
+"""
+
+import hashlib
+import hmac
+from dataclasses import dataclass
+
+from controller.core.errors import InvalidEngineError
+from controller.service.net.callers import Caller
+
+_MAX_SECRET_CHARACTERS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """identity: name of an access entry, "" for none.  digest: of the secret, b"" for none.
+
+    origin: where the introduction came from, for the audit.
+    """
+
+    identity: str = ""
+    digest: bytes = b""
+    origin: str = ""
+
+    @classmethod
+    def of(cls, caller: Caller, secret: str) -> "Holder":
+        """Raises InvalidEngineError for a secret that is too long."""
+        if len(secret) > _MAX_SECRET_CHARACTERS:
+            raise InvalidEngineError(
+                f"engine_secret has {len(secret)} characters, {_MAX_SECRET_CHARACTERS} at most"
+            )
+        digest = hashlib.sha256(secret.encode()).digest() if secret else b""
+        return cls(caller.identity, digest, caller.origin)
+
+    def is_same(self, other: "Holder") -> bool:
+        """Whether both are the same engine."""
+        if self.has_same_secret(other):
+            return True
+        return bool(self.identity) and self.identity == other.identity
+
+    def has_same_secret(self, other: "Holder") -> bool:
+        """Whether both are the same process, or processes that share a secret."""
+        return bool(self.digest) and hmac.compare_digest(self.digest, other.digest)
+
+
+# Who has neither introduced a secret nor been let in by an access entry.
+NOBODY = Holder()

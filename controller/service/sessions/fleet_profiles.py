@@ -1,0 +1,162 @@
+"""Profiles as the fleet's goods: what one pod has measured, the next one finds when it boots.
+
+The shelf keeps the newest measurements of an identity; what is given out is all of them merged.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import structlog
+
+from controller.core.cost.profile import Profile
+from controller.core.cost.profile_merge import distinct, merge_profiles
+from controller.core.errors import InvalidProfileError
+from controller.core.types import EngineSpec
+from controller.service.net.errors import NoProfileError
+from controller.service.sessions.profile_registry import (
+    ProfileLibrary,
+    identity_of,
+    mismatch,
+    require_past,
+)
+from controller.service.sessions.registry import SessionRegistry
+from controller.store.interface import PROFILES, Shelf, StoreUnavailableError
+from controller.util import cancellation
+
+# Identities that are listed, the newest.
+_LISTED = 200
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Shelved:
+    """What is there for one identity.  profile: all `measurements` merged."""
+
+    identity: str
+    profile: Profile
+    measurements: tuple[Profile, ...]
+
+
+class FleetProfiles:
+    """Shares profiles through the shelf; never in the way of an engine that introduces itself."""
+
+    def __init__(self, shelf: Shelf, library: ProfileLibrary, registry: SessionRegistry) -> None:
+        self._shelf = shelf
+        self._library = library
+        self._registry = registry
+        self._looking: set[asyncio.Task[None]] = set()
+
+    async def push(self, profile: Profile) -> str:
+        """Gives a profile to the fleet; its identity.  Raises StoreUnavailableError."""
+        identity = identity_of(profile)
+        text = await asyncio.to_thread(profile.to_json)
+        await self._shelf.put(PROFILES, identity, profile.profile_id, text)
+        _log.info("profile_shared", profile=profile.profile_id, identity=identity)
+        for session in self._registry:
+            if not session.core.profile_id and mismatch(profile, session.spec) is None:
+                self.look_for(session.spec)
+        return identity
+
+    async def publish(self, profile: Profile) -> None:
+        """As `push`; when the store is away that is only said: the profile is used here anyway."""
+        try:
+            await self.push(profile)
+        except StoreUnavailableError as error:
+            _log.warning("profile_not_shared", profile=profile.profile_id, error=str(error))
+
+    async def all(self) -> list[Shelved]:
+        """Everything that can be used, the newest identity first.  Raises StoreUnavailableError."""
+        names = (await self._shelf.names(PROFILES))[:_LISTED]
+        return [found for name in names if (found := await self.of(name)) is not None]
+
+    async def of(self, identity: str) -> Shelved | None:
+        """What is there for an identity; what was put there wrongly is said, and left out."""
+        items = await self._shelf.items(PROFILES, identity)
+        return await asyncio.to_thread(_merged, identity, [item.text for item in items])
+
+    async def by_id(self, profile_id: str) -> Profile:
+        """A measurement, or what an identity's measurements make together, by its id or identity.
+
+        Raises NoProfileError, StoreUnavailableError.
+        """
+        for shelved in await self.all():
+            if profile_id in {shelved.identity, shelved.profile.profile_id}:
+                return shelved.profile
+            for profile in shelved.measurements:
+                if profile.profile_id == profile_id:
+                    return profile
+        raise NoProfileError(
+            f"no profile {profile_id[:64]!r} is on the shelf: see `controller profile list`"
+        )
+
+    async def for_engine(self, spec: EngineSpec) -> Profile:
+        """Raises NoProfileError, which names the field that differs, and StoreUnavailableError."""
+        shelved = await self.of(identity_of(spec))
+        if shelved is not None:
+            return shelved.profile
+        near = await self._near(spec)
+        raise NoProfileError(
+            f"no profile on the shelf belongs to engine {spec.engine_id!r}: "
+            + ("; ".join(near[:3]) or f"none is of {spec.fingerprint.target_model!r}")
+        )
+
+    async def _near(self, spec: EngineSpec) -> list[str]:
+        """Why profiles of the same target model do not belong to an engine."""
+        return [
+            f"{found.profile.profile_id}: {mismatch(found.profile, spec)}"
+            for found in await self.all()
+            if found.profile.fingerprint.target_model == spec.fingerprint.target_model
+        ]
+
+    def look_for(self, spec: EngineSpec) -> None:
+        """Asks for an engine's profile in the background, and puts it into use when it comes."""
+        task = asyncio.get_running_loop().create_task(self._find(spec))
+        self._looking.add(task)
+        task.add_done_callback(self._looking.discard)
+
+    async def close(self) -> None:
+        """Ends looking."""
+        await cancellation.end(self._looking)
+
+    async def _find(self, spec: EngineSpec) -> None:
+        try:
+            shelved = await self.of(identity_of(spec))
+            near = [] if shelved is not None else await self._near(spec)
+        except StoreUnavailableError as error:
+            _log.warning("profile_not_looked_for", engine=spec.engine_id, error=str(error))
+            return
+        if shelved is None:
+            if near:
+                _log.warning("profile_refused", engine=spec.engine_id, detail="; ".join(near[:3]))
+            return
+        profile = shelved.profile
+        self._library.add(profile)
+        for session in self._registry:
+            if not session.core.profile_id and mismatch(profile, session.spec) is None:
+                session.use_profile(profile)
+                _log.info("profile_found", engine=session.engine_id, profile=profile.profile_id)
+                await asyncio.sleep(0)
+
+
+def _merged(identity: str, texts: Sequence[str]) -> Shelved | None:
+    """For a thread: a profile takes milliseconds to read."""
+    profiles = []
+    for text in texts:
+        try:
+            profile = Profile.from_json(text)
+            require_past(profile)
+        except InvalidProfileError as error:
+            _log.error("profile_refused", identity=identity, error=str(error))
+            continue
+        if identity_of(profile) == identity:
+            profiles.append(profile)
+        else:
+            _log.error("profile_refused", identity=identity, error="it has another identity")
+    if not profiles:
+        return None
+    kept = distinct(profiles)
+    merged = merge_profiles(kept)
+    assert merged.profile_id  # kept by the profile
+    return Shelved(identity, merged, tuple(kept))

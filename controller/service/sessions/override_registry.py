@@ -1,0 +1,400 @@
+"""The overrides in force here: taken from the store, handed to the engines, ended on time.
+
+    store --entries--> book --set_overrides--> every session's core --> plans
+                        ^ set, clear: through the store first, then here at once
+
+An override ends by this process's monotonic clock, whether or not the store can be asked.
+"""
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import TypeAlias
+
+import structlog
+
+from controller.core.errors import SpeculationError
+from controller.core.planning.overrides import InvalidOverrideError, Override, Scope
+from controller.service.net.errors import (
+    NoOverrideError,
+    OverrideChangedError,
+    OverrideExistsError,
+    SlowClientError,
+    TooManyOverridesError,
+)
+from controller.service.sessions.registry import SessionRegistry
+from controller.service.sessions.session import Session
+from controller.store.interface import (
+    AuditRecord,
+    ConflictError,
+    Entry,
+    Health,
+    Store,
+    StoreUnavailableError,
+    Who,
+)
+from controller.util import cancellation
+from controller.wire.overrides import from_body, to_body
+
+# After trouble the store is asked again after this time at the latest.
+_ASK_AGAIN_SECONDS = 30.0
+_WATCH_MAX = 1000
+# In force at a time: every plan is made under all of them.
+MAX_OVERRIDES = 200
+# Two requests with the same id and content ask for the same time to live if it differs by less.
+_SAME_LIFETIME_SECONDS = 1.0
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """An override in force.  until: monotonic seconds, inf = for ever."""
+
+    override: Override
+    etag: str
+    until: float
+    created_at: float
+
+    @property
+    def remaining_seconds(self) -> float | None:
+        """None = for ever."""
+        return None if math.isinf(self.until) else max(0.0, self.until - time.monotonic())
+
+
+class Outcome(Enum):
+    """What a request to set an override does.
+
+    REPEATED: the same request was answered before, and nothing changes.  END_MOVED: the same
+    override is in force, and lasts as long as this request says from now on.
+    """
+
+    SET = "set"
+    REPEATED = "repeated"
+    END_MOVED = "end moved"
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """News for those who watch: "present", "set" or "ended"."""
+
+    kind: str
+    held: Held
+
+
+# None: the sidecar goes.
+_Queue: TypeAlias = "asyncio.Queue[Change | SpeculationError | None]"
+
+
+class OverrideBook:
+    """See the module.  One per sidecar."""
+
+    def __init__(self, store: Store, registry: SessionRegistry) -> None:
+        self._store = store
+        self._registry = registry
+        self._held: dict[str, Held] = {}
+        self._unreadable: set[str] = set()
+        self._news = asyncio.Event()
+        self._keeping: asyncio.Task[None] | None = None
+        self._watchers: set[_Queue] = set()
+
+    async def open(self) -> None:
+        """Opens the store and takes what is in force.  Raises StoreError."""
+        await self._store.open(self._news.set)
+        await self.refresh()
+        self._keeping = asyncio.create_task(self._keep())
+
+    async def close(self) -> None:
+        """Ends watching, and closes the store."""
+        if self._keeping is not None:
+            await cancellation.end([self._keeping])
+        for queue in self._watchers:
+            with contextlib.suppress(asyncio.QueueFull):
+                queue.put_nowait(None)
+        await self._store.close()
+
+    @property
+    def health(self) -> Health:
+        """Of the store."""
+        return self._store.health
+
+    def active(self) -> tuple[Override, ...]:
+        """All that are in force now, whomever they are for."""
+        now = time.monotonic()
+        return tuple(held.override for held in self._held.values() if held.until > now)
+
+    def ends_at(self, override_id: str) -> float | None:
+        """Unix seconds; None for ever, or where none is in force."""
+        held = self._held.get(override_id)
+        seconds = None if held is None else held.remaining_seconds
+        return None if seconds is None else time.time() + seconds
+
+    def held(self) -> list[Held]:
+        """All that are in force now, by id."""
+        now = time.monotonic()
+        found = [held for held in self._held.values() if held.until > now]
+        return sorted(found, key=lambda held: held.override.override_id)
+
+    async def set(
+        self, override: Override, seconds: float | None, etag: str, who: Who
+    ) -> tuple[Held, Outcome]:
+        """The override in force, and what the request did.
+
+        Raises OverrideExistsError, OverrideChangedError, NoOverrideError, TooManyOverridesError,
+        StoreUnavailableError.
+        """
+        name, body = override.override_id, to_body(override)
+        outcome = Outcome.SET
+        try:
+            entry = await self._store.write(name, body, seconds, _revision(etag), who)
+        except ConflictError as conflict:
+            outcome, found = _judge(conflict.found, override, seconds, etag)
+            if outcome is Outcome.REPEATED:
+                return await self._take(found), outcome
+            try:
+                entry = await self._store.write(name, body, seconds, found.revision, who)
+            except ConflictError as again:
+                raise _conflict(name, found.etag, again.found) from again
+        held = await self._take(entry)
+        _log.info(
+            "override_set", override=name, scope=str(override.scope), author=who.author,
+            reason=who.reason, origin=who.origin, seconds=seconds,
+        )  # fmt: skip
+        return held, outcome
+
+    async def try_set(self, override: Override, seconds: float | None, etag: str) -> Outcome:
+        """What `set` would do now; nothing changes.  Raises what `set` raises, if it would."""
+        self._require_room(override)
+        expected = _revision(etag)
+        entries = await self._store.entries()
+        found = next((e for e in entries if e.override_id == override.override_id), None)
+        if expected == (0 if found is None else found.revision):
+            return Outcome.SET
+        return _judge(found, override, seconds, etag)[0]
+
+    def _require_room(self, override: Override) -> None:
+        if override.override_id not in self._held and len(self._held) >= MAX_OVERRIDES:
+            raise TooManyOverridesError(
+                f"{len(self._held)} overrides are in force already, which is the limit: clear some"
+            )
+
+    async def clear(self, override_id: str, etag: str, who: Who) -> None:
+        """Ends it.  Raises NoOverrideError, OverrideChangedError, StoreUnavailableError."""
+        entry = await self._find(override_id)
+        if etag and etag != entry.etag:
+            raise _conflict(override_id, etag, entry)
+        try:
+            await self._store.clear(override_id, entry.revision, who)
+        except ConflictError as conflict:
+            raise _conflict(override_id, etag or "the newest", conflict.found) from conflict
+        _log.info(
+            "override_cleared", override=override_id, author=who.author, reason=who.reason,
+            origin=who.origin,
+        )  # fmt: skip
+        self._end(override_id)
+        await self._apply()
+
+    async def _find(self, override_id: str) -> Entry:
+        for entry in await self._store.entries():
+            if entry.override_id == override_id and not entry.ended:
+                return entry
+        raise NoOverrideError(f"no override {override_id[:128]!r} is in force")
+
+    def sessions_of(self, scope: Scope) -> list[Session]:
+        """The sessions of this sidecar's engines in a scope, by engine id."""
+        found = (session for session in self._registry if scope.covers(session.spec))
+        return sorted(found, key=lambda session: session.engine_id)
+
+    def known_engines(self) -> list[Session]:
+        """The sessions of all engines of this sidecar, by engine id."""
+        return sorted(self._registry, key=lambda session: session.engine_id)
+
+    def with_(self, override: Override) -> tuple[Override, ...]:
+        """What would be in force with it, as the newest."""
+        newest = max((o.revision for o in self.active()), default=0)
+        newer = replace(override, revision=newest + 1)
+        return (*self.without(override.override_id), newer)
+
+    def without(self, override_id: str) -> tuple[Override, ...]:
+        """What would be in force without it."""
+        return tuple(o for o in self.active() if o.override_id != override_id)
+
+    async def audit(self, limit: int, subject: str, before: str) -> list[AuditRecord]:
+        """Newest first.  Raises StoreUnavailableError."""
+        return list(await self._store.audit(limit, subject, before))
+
+    @contextlib.asynccontextmanager
+    async def watching(self) -> AsyncIterator[AsyncIterator[Change]]:
+        """All in force, then every change, until the sidecar goes.
+
+        Raises SlowClientError where changes pile up.
+        """
+        queue: _Queue = asyncio.Queue(_WATCH_MAX)
+        for held in self.held():
+            queue.put_nowait(Change("present", held))
+        self._watchers.add(queue)
+        try:
+            yield _changes(queue)
+        finally:
+            self._watchers.discard(queue)
+
+    async def refresh(self) -> None:
+        """Takes what the store has.  Raises nothing: what is held goes on while it is away."""
+        try:
+            entries = await self._store.entries()
+        except StoreUnavailableError as error:
+            _log.warning("store_unavailable", error=str(error))
+            return
+        there = {entry.override_id for entry in entries if not entry.ended}
+        for entry in entries:
+            if not entry.ended:
+                self._note(entry)
+        for override_id in set(self._held) - there:
+            self._end(override_id)
+        await self._apply()
+
+    async def _take(self, entry: Entry) -> Held:
+        self._note(entry)
+        held = self._held[entry.override_id]
+        await self._apply()
+        return held
+
+    def _note(self, entry: Entry) -> None:
+        known = self._held.get(entry.override_id)
+        if known is not None and known.etag == entry.etag:
+            return
+        try:
+            override = replace(from_body(entry.body), revision=entry.revision)
+        except InvalidOverrideError as error:
+            # Of a newer sidecar, perhaps: it is not obeyed here, and said once.
+            if entry.etag not in self._unreadable:
+                self._unreadable.add(entry.etag)
+                _log.error("override_not_understood", override=entry.override_id, error=str(error))
+            return
+        seconds = entry.remaining_seconds
+        until = math.inf if seconds is None else time.monotonic() + seconds
+        held = Held(override, entry.etag, until, entry.created_at)
+        self._held[entry.override_id] = held
+        self._tell(Change("set", held))
+        self._news.set()  # an end may be nearer now
+
+    def end_over(self) -> None:
+        """Ends what has run out.
+
+        Also before every plan: in a process that was stopped, a timer comes later than a report.
+        """
+        now = time.monotonic()
+        over = [name for name, held in self._held.items() if held.until <= now]
+        for name in over:
+            _log.info("override_expired", override=name)
+            self._end(name)
+        if over:
+            active = self.active()
+            for session in self._registry:
+                self._hand(session, active)
+
+    def _end(self, override_id: str) -> None:
+        held = self._held.pop(override_id, None)
+        if held is not None:
+            self._tell(Change("ended", held))
+
+    def _tell(self, change: Change) -> None:
+        for queue in list(self._watchers):
+            try:
+                queue.put_nowait(change)
+            except asyncio.QueueFull:
+                self._watchers.discard(queue)
+                queue.get_nowait()
+                queue.put_nowait(SlowClientError("changes pile up: read faster, or watch again"))
+
+    async def _apply(self) -> None:
+        """Hands what is in force to every engine; steering goes on in between."""
+        for session in self._registry:
+            if not session.is_over:
+                # What is in force may have changed since the engine before.
+                self._hand(session, self.active())
+            await asyncio.sleep(0)
+
+    def _hand(self, session: Session, overrides: tuple[Override, ...]) -> None:
+        if session.core.set_overrides(overrides):
+            _log.info(
+                "overrides_in_force", engine=session.engine_id,
+                overrides=[o.override_id for o in session.core.overrides],
+            )  # fmt: skip
+            # Also where no stream is open that would ask for it.
+            session.advance()
+            session.ring()
+
+    async def _keep(self) -> None:
+        """Ends what has run out, and takes news from the store."""
+        while True:
+            soonest = min((held.until for held in self._held.values()), default=math.inf)
+            pause = min(max(0.0, soonest - time.monotonic()), _ASK_AGAIN_SECONDS)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await self._news.wait()
+            self._news.clear()
+            self.end_over()
+            try:
+                await self.refresh()
+            except SpeculationError as error:
+                _log.error("overrides_not_refreshed", error=str(error))
+
+
+async def _changes(queue: "_Queue") -> AsyncIterator[Change]:
+    while (change := await queue.get()) is not None:
+        if isinstance(change, SpeculationError):
+            raise change
+        yield change
+
+
+def _revision(etag: str) -> int:
+    number = etag.partition("-")[0]
+    if etag and not number.isdecimal():
+        raise OverrideChangedError(f"etag {etag[:40]!r} is none: send it as it was given")
+    return int(number[:18]) if etag else 0
+
+
+def _judge(
+    found: Entry | None, override: Override, seconds: float | None, etag: str
+) -> tuple[Outcome, Entry]:
+    """What a request is whose etag is not that of the stored entry, and that entry.
+
+    Raises OverrideExistsError, OverrideChangedError, NoOverrideError.
+    """
+    if etag or found is None or found.ended or found.body != to_body(override):
+        raise _conflict(override.override_id, etag, found)
+    lasted = _lifetime(found)
+    if lasted is None or seconds is None:
+        same = lasted is seconds
+    else:
+        same = abs(lasted - seconds) < _SAME_LIFETIME_SECONDS
+    return Outcome.REPEATED if same else Outcome.END_MOVED, found
+
+
+def _lifetime(entry: Entry) -> float | None:
+    """Seconds that it was given when it was written; None: for ever."""
+    left = entry.remaining_seconds
+    return None if left is None else left + time.time() - entry.created_at
+
+
+def _conflict(override_id: str, etag: str, found: Entry | None) -> SpeculationError:
+    if found is None:
+        return NoOverrideError(f"override {override_id!r} is not there (any more)")
+    if found.ended:
+        return OverrideExistsError(
+            f"override {override_id!r} was {found.ended} before: its id is not taken again, so "
+            "that a repeated request cannot bring it back; choose another id"
+        )
+    if not etag:
+        return OverrideExistsError(
+            f"override {override_id!r} exists with other content (etag {found.etag}): to replace "
+            "it, send that etag (`--etag` of the command)"
+        )
+    return OverrideChangedError(
+        f"override {override_id!r} has changed: its etag is {found.etag}; look at it again"
+    )

@@ -1,0 +1,173 @@
+"""The profiles at hand, and which of them belongs to an engine.
+
+Profiles come from files named at the start, and from `InstallProfile` while the sidecar runs; the
+latter are kept as files too when a directory for them is configured.  Several may fit one engine:
+the latest installed or, among files, the latest measured one is used.
+"""
+
+import contextlib
+import hashlib
+from collections.abc import Iterable
+from dataclasses import asdict, replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import structlog
+
+from controller.core.cost.profile import Profile
+from controller.core.errors import InvalidProfileError, ProfileMismatchError, SpeculationError
+from controller.core.types import EngineSpec
+from controller.service.net.errors import ProfileNotSavedError
+from controller.util.atomic_file import remove_unfinished, write_whole
+
+# How far clocks of a fleet, and their time zones, may lie apart.
+_CLOCK_SKEW = timedelta(days=1)
+
+_log = structlog.get_logger(__name__)
+
+
+class ProfileFileError(SpeculationError):
+    """A profile file or directory that cannot be used; the message names it."""
+
+
+class ProfileLibrary:
+    """Profiles in the order of preference.  `directory`: where installed ones are kept."""
+
+    def __init__(self, directory: Path | None = None) -> None:
+        self._directory = directory
+        self._profiles: list[Profile] = []  # the preferred one last
+
+    def __len__(self) -> int:
+        return len(self._profiles)
+
+    def load(self, paths: Iterable[Path]) -> None:
+        """As `read` and `take`; the library's own directory too."""
+        own = self._directory
+        if own is not None and own.is_dir():
+            with contextlib.suppress(OSError):  # read-only, perhaps, where they do no harm
+                remove_unfinished(own)
+            paths = [*paths, own]
+        self.take(self.read(paths))
+
+    def read(self, paths: Iterable[Path]) -> list[tuple[Path, Profile]]:
+        """Files, and the `*.json` of directories; nothing changes.
+
+        Raises ProfileFileError for a path that is missing or a file that is no profile.
+        """
+        return [(file, _read(file)) for path in paths for file in _files(path)]
+
+    def take(self, found: Iterable[tuple[Path, Profile]]) -> list[Profile]:
+        """Adds what is newer than what is at hand of its identity; those that were added."""
+        taken = []
+        for file, profile in sorted(found, key=lambda item: item[1].measured_at):
+            if self._has(profile):
+                continue
+            self.add(profile)
+            taken.append(profile)
+            _log.info(
+                "profile_loaded",
+                path=str(file),
+                profile=profile.profile_id,
+                device=profile.fingerprint.device,
+                target_model=profile.fingerprint.target_model,
+                measured_at=profile.measured_at,
+            )
+        return taken
+
+    def _has(self, profile: Profile) -> bool:
+        """This very profile, or a newer one of its identity."""
+        identity = identity_of(profile)
+        return any(
+            known.profile_id == profile.profile_id or known.measured_at > profile.measured_at
+            for known in self._profiles
+            if identity_of(known) == identity
+        )
+
+    def find(self, spec: EngineSpec) -> Profile | None:
+        """The preferred profile that matches, None if no one does."""
+        for profile in reversed(self._profiles):
+            if mismatch(profile, spec) is None:
+                return profile
+        return None
+
+    def why_none(self, spec: EngineSpec) -> str:
+        """Why no profile matches this engine, for people."""
+        if not self._profiles:
+            return "no profile is loaded: measure one with `controller profile`"
+        return "; ".join(
+            f"{profile.profile_id}: {found}"
+            for profile in reversed(self._profiles[-3:])
+            if (found := mismatch(profile, spec))
+        )
+
+    def add(self, profile: Profile) -> None:
+        """Makes it the preferred one; one of the same identity is forgotten."""
+        identity = identity_of(profile)
+        self._profiles = [p for p in self._profiles if identity_of(p) != identity]
+        self._profiles.append(profile)
+
+    def save(self, profile: Profile) -> Path | None:
+        """Keeps it in the directory, in place of an older one of the same identity.
+
+        None when no directory is configured.  Raises ProfileNotSavedError; the old file is whole.
+        """
+        if self._directory is None:
+            return None
+        path = self._directory / f"{identity_of(profile)}.json"
+        try:
+            write_whole(path, profile.to_json().encode())
+        except OSError as error:
+            raise ProfileNotSavedError(
+                f"the profile cannot be kept in {self._directory}: {error.strerror}; nothing was "
+                "changed"
+            ) from error
+        return path
+
+
+def mismatch(profile: Profile, spec: EngineSpec) -> ProfileMismatchError | None:
+    """The first field that differs, None when the profile belongs to the engine."""
+    try:
+        profile.require_match(spec.fingerprint, spec.drafters)
+    except ProfileMismatchError as error:
+        return error
+    return None
+
+
+def require_past(profile: Profile) -> None:
+    """Raises InvalidProfileError for a profile whose time of measurement has not come yet.
+
+    Of several measurements the latest is used: one dated ahead would displace all later ones.
+    """
+    latest = datetime.now(UTC) + _CLOCK_SKEW
+    # As text, which is how measurements are put in order.
+    if profile.measured_at > latest.isoformat():
+        raise InvalidProfileError(
+            f"measured_at {profile.measured_at[:40]!r} lies in the future: correct it, and the "
+            "clock of the machine that measured"
+        )
+
+
+def identity_of(whose: Profile | EngineSpec) -> str:
+    """Digest of what profiles and engines are compared by: 16 hexadecimal digits."""
+    compared = (
+        asdict(replace(whose.fingerprint, shim_version="")),
+        sorted((d.name, d.model, d.revision) for d in whose.drafters),
+    )
+    return hashlib.sha256(repr(compared).encode()).hexdigest()[:16]
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_dir():
+        return sorted(path.glob("*.json"))
+    return [path]
+
+
+def _read(path: Path) -> Profile:
+    try:
+        return Profile.from_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ProfileFileError(f"profile {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ProfileFileError(f"profile {path}: not UTF-8 text") from error
+    except InvalidProfileError as error:
+        raise ProfileFileError(f"profile {path}: {error}") from error

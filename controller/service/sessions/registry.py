@@ -1,0 +1,190 @@
+"""Who has introduced itself: one session per engine id, found by token or by engine."""
+
+import secrets
+from collections.abc import Callable, Iterator
+
+import structlog
+
+from controller.core.clock import Clock
+from controller.core.cost.profile import Profile
+from controller.core.engine.engine_controller import EngineController
+from controller.core.errors import SpeculationError
+from controller.core.types import EngineSpec
+from controller.service.net.errors import (
+    EngineTakenError,
+    NoSessionError,
+    TooManyEnginesError,
+    UnknownEngineError,
+)
+from controller.service.sessions.counters import Received
+from controller.service.sessions.engine_identity import NOBODY, Holder
+from controller.service.sessions.profile_registry import ProfileLibrary
+from controller.service.sessions.session import Session
+
+# An engine opens its stream at once; where the registry is full one that did not makes way.
+_UNUSED_SECONDS = 5.0
+# Sessions that are over, and of which it is known what arrived: an agent whose stream broke asks as
+# soon as it is back.
+_REMEMBERED = 4096
+# An engine whose connection or agent broke off is back within this time.  Whoever comes under its
+# id later than that takes it over: the next process of an engine that crashed, for example.
+_TAKEN_SECONDS = 5.0
+# Engines that the refusal of an unknown one names.
+_NAMED_MAX = 16
+
+CoreFactory = Callable[[EngineSpec, Profile | None], EngineController]
+
+_log = structlog.get_logger(__name__)
+
+
+class SessionRegistry:
+    """All sessions, by token and by engine.
+
+    At most `max_engines`; one that nothing is heard of ends after `idle_seconds`.
+    """
+
+    def __init__(
+        self,
+        core_factory: CoreFactory,
+        profiles: ProfileLibrary,
+        clock: Clock,
+        max_engines: int = 1024,
+        idle_seconds: float = 600.0,
+    ) -> None:
+        self._core_factory = core_factory
+        self._profiles = profiles
+        self._clock = clock
+        self.max_engines = max_engines
+        self.idle_seconds = idle_seconds
+        self._by_token: dict[str, Session] = {}
+        self._by_engine: dict[str, Session] = {}
+        # By token, of sessions that are over; the newest last.
+        self._received: dict[str, Received] = {}
+        self._closed: SpeculationError | None = None
+        # Told of every session that opens (with the one that it follows) and that ends.
+        self.on_open: Callable[[Session, Session | None], None] | None = None
+        self.on_end: Callable[[Session], None] | None = None
+
+    def __len__(self) -> int:
+        return len(self._by_engine)
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(list(self._by_engine.values()))
+
+    def introduce(self, spec: EngineSpec, holder: Holder = NOBODY) -> Session:
+        """Opens a session; one that the same engine_id had is over.
+
+        Raises TooManyEnginesError when the registry is full, EngineTakenError when another engine
+        holds the id.
+        """
+        if self._closed is not None:
+            raise self._closed
+        known = self._by_engine.get(spec.engine_id)
+        if known is not None:
+            _require_free(known, holder)
+        if known is None and len(self) >= self.max_engines:
+            self.expire()
+            self._make_room()
+            if len(self) >= self.max_engines:
+                raise TooManyEnginesError(
+                    f"{len(self)} engines are being steered already, which is the limit "
+                    "(CONTROLLER_MAX_ENGINES)"
+                )
+        profile = self._profiles.find(spec)
+        core = self._core_factory(spec, profile)
+        if known is not None:
+            self._remove(
+                known,
+                NoSessionError(
+                    f"engine {spec.engine_id!r} introduced itself again: this session is over"
+                ),
+            )
+        session = Session(secrets.token_hex(16), core, self._clock, holder)
+        self._by_token[session.session_id] = session
+        self._by_engine[spec.engine_id] = session
+        _log.info(
+            "engine_introduced",
+            engine=spec.engine_id,
+            drafters={d.name: list(d.gammas) for d in spec.drafters},
+            max_batch_size=spec.max_batch_size,
+            again=known is not None,
+            profile=core.profile_id or None,
+            costs="measured" if core.profile_id else "prior",
+            **({} if profile else {"no_profile": self._profiles.why_none(spec)}),
+        )
+        if self.on_open is not None:
+            self.on_open(session, known)
+        return session
+
+    def by_token(self, session_id: str) -> Session:
+        """Raises NoSessionError."""
+        session = self._by_token.get(session_id)
+        if session is None:
+            raise self._closed or NoSessionError(
+                f"session {session_id[:64]!r} is unknown or over: the engine has to introduce "
+                "itself (again)"
+            )
+        return session
+
+    def received_in(self, session_id: str) -> Received | None:
+        """What arrived on the stream of a session that is over; None when that is not known."""
+        return self._received.get(session_id)
+
+    def by_engine(self, engine_id: str) -> Session:
+        """Raises UnknownEngineError."""
+        session = self._by_engine.get(engine_id)
+        if session is None:
+            known = sorted(self._by_engine)
+            named = ", ".join(known[:_NAMED_MAX]) or "none"
+            more = f" and {len(known) - _NAMED_MAX} more" if len(known) > _NAMED_MAX else ""
+            raise UnknownEngineError(
+                f"no engine {engine_id[:128]!r} has a session; introduced: {named}{more}"
+            )
+        return session
+
+    def expire(self) -> None:
+        """Ends the sessions that nothing was heard of for the idle time."""
+        for session in self:
+            idle = session.seconds_since_contact
+            if idle >= self.idle_seconds:
+                self._remove(session, NoSessionError(f"nothing was heard for {idle:.0f} s"))
+                _log.info("session_expired", engine=session.engine_id, idle_seconds=round(idle))
+
+    def _make_room(self) -> None:
+        """Ends the oldest session of which nothing has come but its introduction."""
+        if len(self) < self.max_engines:
+            return
+        for session in self:
+            idle = session.seconds_since_contact
+            if not session.used and idle >= _UNUSED_SECONDS:
+                self._remove(session, NoSessionError("others came, and nothing was reported"))
+                _log.warning("session_made_way", engine=session.engine_id, idle=round(idle))
+                return
+
+    def close(self, why: SpeculationError, last_lease_seconds: float = 0.0) -> None:
+        """Ends every session and takes no new one; their engines hold their plan for so long."""
+        self._closed = why
+        for session in self:
+            session.part(last_lease_seconds)
+            self._remove(session, why)
+
+    def _remove(self, session: Session, why: SpeculationError) -> None:
+        del self._by_token[session.session_id]
+        del self._by_engine[session.engine_id]
+        session.end(why)
+        self._received[session.session_id] = session.received
+        if len(self._received) > _REMEMBERED:
+            del self._received[next(iter(self._received))]
+        if self.on_end is not None:
+            self.on_end(session)
+
+
+def _require_free(session: Session, holder: Holder) -> None:
+    """Raises EngineTakenError while the session's engine is there, and is not `holder`."""
+    silent = session.seconds_since_steered
+    if session.holder.is_same(holder) or silent >= _TAKEN_SECONDS:
+        return
+    raise EngineTakenError(
+        f"another engine steers under the id {session.engine_id!r}: give this one an id of its "
+        f"own; if the other one has ended, its id is free {_TAKEN_SECONDS:g} s after its last word"
+    )

@@ -1,0 +1,405 @@
+"""One engine's session: its decision loop, its tally, and the streams that wait for its news.
+
+    observe(report)   folds and counts      advance()   a new plan if one is due
+    ring()            wakes the streams     end(error)  closes them
+
+Everything here runs on the server's event loop; nothing blocks.
+"""
+
+import asyncio
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import structlog
+
+from controller.core.acceptance.warm_start import Belief
+from controller.core.capabilities import LostCapability
+from controller.core.clock import Clock
+from controller.core.cost.profile import Profile
+from controller.core.engine.engine_controller import EngineController
+from controller.core.errors import (
+    InvalidReportError,
+    SpeculationError,
+    StaleReportError,
+    UnknownArmError,
+)
+from controller.core.settings import PlannerSettings
+from controller.core.training.selective_training import TrainingSettings
+from controller.core.types import Arm, EngineSpec, Plan, StepReport
+from controller.recording.events import NoteKind
+from controller.service.net.errors import (
+    InvalidMeasurementError,
+    MeasurementConflictError,
+    SlowClientError,
+    UnknownDrafterError,
+    message_of,
+    status_of,
+)
+from controller.service.net.limits import Allowance
+from controller.service.sessions.counters import COUNT_MAX, Received, Tally
+from controller.service.sessions.engine_identity import NOBODY, Holder
+from controller.service.sessions.history import History
+from controller.service.sessions.plan_log import LENGTH, PlanChange
+from controller.service.sessions.unary_probes import UnaryProbes
+
+# Refused reports that a session is answered for without a wait, and how many a second after that:
+# no engine has so many, and each one costs the others time.
+_REFUSALS_AT_ONCE = 1000
+_REFUSALS_A_SECOND = 500
+# Reports that may wait for the client of a measurement: half a minute of a fast engine.
+_MEASURED_MAX = 10_000
+
+_log = structlog.get_logger(__name__)
+
+
+class Measurement:
+    """An engine under measurement: the forced choice, and reports on their way to the client."""
+
+    def __init__(self) -> None:
+        self.forced_epoch = 0
+        self.arm: Arm | None = None
+        self.failed: SpeculationError | None = None
+        self.reports: deque[StepReport] = deque()
+        self.overflowed = False
+
+    def take(self) -> list[StepReport]:
+        """The reports since the last call.
+
+        Raises SlowClientError once some had to be dropped, and InvalidMeasurementError once the
+        engine has lost what is being measured.
+        """
+        if self.failed is not None:
+            raise self.failed
+        if self.overflowed:
+            raise SlowClientError(
+                f"more than {_MEASURED_MAX} reports wait for this client: a measurement with "
+                "gaps is none, start again and read faster"
+            )
+        taken = list(self.reports)
+        self.reports.clear()
+        return taken
+
+    def put(self, report: StepReport) -> None:
+        """Keeps one report for the client, up to a bound."""
+        if len(self.reports) < _MEASURED_MAX:
+            self.reports.append(report)
+        else:
+            self.overflowed = True
+
+
+class Session:
+    """One introduced engine.  `core` decides; this counts, and tells streams of news."""
+
+    def __init__(
+        self, session_id: str, core: EngineController, clock: Clock, holder: Holder = NOBODY
+    ) -> None:
+        self.session_id = session_id
+        self.holder = holder
+        self.core = core
+        self.tally = Tally()
+        self.history = History((drafter.name for drafter in core.spec.drafters), self.tally)
+        # The newest changes of what its batch shall run, the last one last.
+        self.trail: deque[PlanChange] = deque(maxlen=LENGTH)
+        self.plan = core.current_plan()
+        self.last_report: StepReport | None = None
+        self.last_report_at = 0.0
+        self.last_contact_at = clock.now()
+        # A stream was open, or a report came.
+        self.used = False
+        # Why the session is over, None while it is not.
+        self.ended: SpeculationError | None = None
+        # Told of every decision that changes what the engine shall do, with the plan before it,
+        # and when (Unix nanoseconds) it began to be made.
+        self.on_decision: Callable[[Session, Plan, int], None] | None = None
+        # Called before a plan is made: what has run out shall not shape it.
+        self.before_plan: Callable[[], None] = lambda: None
+        self.measurement: Measurement | None = None
+        # The plan is the last one: it is sent once more, after the end.
+        self.parting = False
+        # The Steer stream that serves the session, while one is open; a newer one takes over.
+        self.stream: object | None = None
+        # What has arrived on that stream.
+        self.received = Received()
+        self.unary = UnaryProbes()
+        self.refusals = Allowance(_REFUSALS_A_SECOND, _REFUSALS_AT_ONCE)
+        # Told what the core is not, where decisions are recorded.
+        self.on_note: Callable[[NoteKind, int, str], None] | None = None
+        self._clock = clock
+        self._plan_at = clock.now()
+        # Names its decisions in logs and traces; the session's id is a secret of its engine.
+        self._label = secrets.token_hex(4)
+        self._bells: set[asyncio.Event] = set()
+        self._quiet = asyncio.Event()
+        self._quiet.set()
+        self._drafters = frozenset(drafter.name for drafter in core.spec.drafters)
+        self.tally.plans[self.plan.reason] += 1
+        self._say_lost(core.spec.lost)
+
+    @property
+    def spec(self) -> EngineSpec:
+        """The engine as it introduced itself."""
+        return self.core.spec
+
+    @property
+    def engine_id(self) -> str:
+        """The engine's own name."""
+        return self.core.spec.engine_id
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended: nothing more is folded."""
+        return self.ended is not None
+
+    @property
+    def listeners(self) -> int:
+        """Streams that wait for news of this session."""
+        return len(self._bells)
+
+    @property
+    def decision_id(self) -> str:
+        """Of the newest plan, for logs and traces; its epoch stands behind the dash."""
+        return f"{self._label}-{self.plan.epoch}"
+
+    @property
+    def plan_age_seconds(self) -> float:
+        """Since the newest plan was made."""
+        return self._clock.now() - self._plan_at
+
+    @property
+    def seconds_since_contact(self) -> float:
+        """Seconds since the engine last said anything; 0 while one of its streams is open."""
+        return 0.0 if self._bells else self._clock.now() - self.last_contact_at
+
+    @property
+    def seconds_since_steered(self) -> float:
+        """As `seconds_since_contact`, but only a stream of the engine itself counts."""
+        if self.stream is not None:
+            return 0.0
+        return self._clock.now() - self.last_contact_at
+
+    @property
+    def seconds_since_last_report(self) -> float:
+        """Seconds since the last report that was used; 0 before the first."""
+        return self._clock.now() - self.last_report_at if self.last_report else 0.0
+
+    def remember(self, now: float) -> None:
+        """Adds a point to the history.  now: Unix seconds."""
+        self.history.add(now, self.plan, self.last_report, self.tally)
+
+    def contact(self, dropped_reports: int = 0) -> None:
+        """A sign of life, with the reports that were lost on the engine's side."""
+        self.last_contact_at = self._clock.now()
+        if dropped_reports:
+            self.tally.dropped = min(self.tally.dropped + dropped_reports, COUNT_MAX)
+            _log.warning("reports_dropped", engine=self.engine_id, dropped=dropped_reports)
+            self.note(NoteKind.DROPPED, dropped_reports)
+
+    def note(self, kind: NoteKind, count: int = 0, text: str = "") -> None:
+        """For the recording, if there is one."""
+        if self.on_note is not None:
+            self.on_note(kind, count, text)
+
+    def observe(self, report: StepReport) -> None:
+        """Folds one report.  Raises InvalidReportError; nothing of the report is used then."""
+        if report.drafter not in self._drafters:
+            raise UnknownDrafterError(
+                f"step {report.step}: unknown drafter {report.drafter[:80]!r}; "
+                f"this engine introduced {sorted(self._drafters)}"
+            )
+        self.core.observe(report)
+        alone = self.tally.alone
+        self.tally.count(report, self.last_report)
+        if self.tally.alone is not alone and alone is not None:
+            self._say_alone(report)
+        self.used = True
+        self.last_report = report
+        self.last_report_at = self._clock.now()
+        if self.measurement is not None:
+            self.measurement.put(report)
+            self.ring()
+
+    def lose(self, losses: Iterable[LostCapability]) -> None:
+        """Plans without what the engine has lost.  Raises InvalidLossError."""
+        news = self.core.lose(losses)
+        if not news:
+            return
+        self._say_lost(news)
+        self.ring()
+        measured = self.measurement
+        if measured is None or measured.arm is None:
+            return
+        loss = self.spec.loss_of(measured.arm)
+        if loss is not None:
+            measured.failed = InvalidMeasurementError(
+                f"engine {self.engine_id!r} has lost {loss.what} while it was measured: "
+                f"{loss.reason}"
+            )
+
+    def _say_lost(self, losses: Iterable[LostCapability]) -> None:
+        for loss in losses:
+            _log.warning(
+                "capability_lost", engine=self.engine_id, lost=loss.what, reason=loss.reason
+            )
+
+    def require_next(self, step: int) -> None:
+        """Raises StaleReportError for a step that was reported before: a look, and no more."""
+        last = self.last_report
+        if last is not None and step <= last.step:
+            raise StaleReportError(
+                f"step {step} does not follow step {last.step}: steps must go forward"
+            )
+
+    def reject(self, error: InvalidReportError) -> None:
+        """Counts a refused report; the first of its kind in a session is logged."""
+        code = status_of(error).name
+        self.tally.rejected[code] += 1
+        is_new = self.tally.rejected[code] == 1
+        self.note(NoteKind.REJECTED, 1, message_of(error) if is_new else code)
+        if is_new:
+            _log.warning(
+                "report_rejected", engine=self.engine_id, code=code, error=message_of(error)
+            )
+
+    def advance(self) -> Plan:
+        """The newest plan, after making one if one is due."""
+        self.before_plan()
+        began = time.time_ns()
+        plan = self.core.next_plan()
+        if plan is not None:
+            self._adopt(plan, began)
+        return self.plan
+
+    def _adopt(self, plan: Plan, began: int) -> None:
+        before, self.plan, self._plan_at = self.plan, plan, self._clock.now()
+        self.tally.plans[plan.reason] += 1
+        if not _differ(before, plan):
+            return
+        size = self.last_report.batch_size if self.last_report else 1
+        arm, was = plan.row_for(size).arm, before.row_for(size).arm
+        if arm != was or _differ_everywhere(before, plan):
+            self.trail.append(PlanChange.of(time.time(), size, before, plan))
+        _log.info(
+            "plan_changed",
+            engine=self.engine_id,
+            decision=self.decision_id,
+            batch_size=size,
+            drafter=arm.drafter,
+            gamma=arm.gamma,
+            was=f"{was.drafter} {was.gamma}",
+            regime=str(plan.regime),
+            reason=plan.reason.value,
+            detail=plan.reason_detail,
+            overrides=list(plan.overrides),
+        )
+        if self.on_decision is not None:
+            self.on_decision(self, before, began)
+
+    def _say_alone(self, report: StepReport) -> None:
+        where = {"engine": self.engine_id, "step": report.step, "epoch": report.plan_epoch}
+        if report.flags.unsteered:
+            _log.warning("lease_lost", **where)
+        else:
+            _log.info("steered_again", **where)
+
+    def part(self, lease_seconds: float) -> None:
+        """The sidecar goes: the engine shall hold its plan for so long (0: for its lease)."""
+        if lease_seconds:
+            self.before_plan()
+            self._adopt(self.core.last_plan(lease_seconds), time.time_ns())
+        self.parting = True
+
+    def use_settings(self, settings: PlannerSettings, training: TrainingSettings) -> None:
+        """Decides by these constants from now on."""
+        self.core.use_settings(settings, training)
+        self.ring()
+
+    def use_profile(self, profile: Profile) -> None:
+        """Prices everything by this profile from now on.  Raises ProfileMismatchError."""
+        self.core.use_profile(profile)
+        self.ring()
+
+    def begin_from(self, beliefs: Iterable[Belief], where: str) -> None:
+        """Warms the estimates by what was known elsewhere; where: for people."""
+        self.core.begin_from(beliefs, where)
+        self.ring()
+
+    @contextmanager
+    def measuring(self) -> Iterator[Measurement]:
+        """Reserves the engine for one measurement; normal planning goes on afterwards.
+
+        Raises MeasurementConflictError while another one is under way.
+        """
+        if self.measurement is not None:
+            raise MeasurementConflictError(
+                f"engine {self.engine_id!r} is being measured already: wait for it to end"
+            )
+        self.measurement = Measurement()
+        try:
+            yield self.measurement
+        finally:
+            self.measurement = None
+            self.before_plan()
+            self._adopt(self.core.force(None), time.time_ns())
+            self.ring()
+
+    def force(self, measurement: Measurement, arm: Arm) -> None:
+        """Makes the engine run `arm` in every batch.  Raises InvalidMeasurementError."""
+        self.before_plan()
+        began = time.time_ns()
+        try:
+            plan = self.core.force(arm)
+        except UnknownArmError as error:
+            raise InvalidMeasurementError(str(error)) from error
+        self._adopt(plan, began)
+        measurement.forced_epoch, measurement.arm = plan.epoch, arm
+        self.ring()
+
+    @contextmanager
+    def listening(self, bell: asyncio.Event) -> Iterator[None]:
+        """While open, `bell` is set whenever there may be news (a plan, the session's end)."""
+        self.used = True
+        self._bells.add(bell)
+        self._quiet.clear()
+        try:
+            yield
+        finally:
+            self._bells.discard(bell)
+            if not self._bells:
+                self._quiet.set()
+            self.contact()
+
+    def ring(self) -> None:
+        """Wakes the streams."""
+        for bell in self._bells:
+            bell.set()
+
+    async def quiet(self) -> None:
+        """Returns when no stream is open."""
+        await self._quiet.wait()
+
+    def end(self, why: SpeculationError) -> None:
+        """Ends the session; its streams close with this error."""
+        self.ended = why
+        self.note(NoteKind.ENDED, text=message_of(why))
+        self.ring()
+
+
+def _differ(before: Plan, plan: Plan) -> bool:
+    """Whether the engine shall do something else; a probe, a renewed lease or a reason is none."""
+    if _differ_everywhere(before, plan):
+        return True
+    rows = zip(before.rows, plan.rows, strict=False)
+    return len(before.rows) != len(plan.rows) or any(
+        old is not new and (old.max_batch_size, old.arm) != (new.max_batch_size, new.arm)
+        for old, new in rows
+    )
+
+
+def _differ_everywhere(before: Plan, plan: Plan) -> bool:
+    """Whether something changes that is no row's own."""
+    return (before.regime, before.draft_version, before.overrides) != (
+        plan.regime, plan.draft_version, plan.overrides,
+    )  # fmt: skip

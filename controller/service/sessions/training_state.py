@@ -1,0 +1,139 @@
+"""States of training on disk, one file for each engine and drafter.
+
+A state is written when it has changed in more than its averages, before a trainer hears of what
+follows from it, and when its session ends.  One that cannot be read is said, and begun anew.
+"""
+
+import asyncio
+import hashlib
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import structlog
+
+from controller.core.errors import InvalidTrainingError
+from controller.core.training.selective_training import (
+    SelectiveTraining,
+    TrainingState,
+    from_json,
+    to_json,
+)
+from controller.core.types import EngineSpec
+from controller.service.sessions.registry import SessionRegistry
+from controller.service.sessions.session import Session
+from controller.util import cancellation
+from controller.util.atomic_file import write_whole
+
+_LOOK_SECONDS = 1.0
+
+_log = structlog.get_logger(__name__)
+
+
+class TrainingFiles:
+    """In a directory of their own, made when the first is written."""
+
+    def __init__(self, directory: Path, registry: SessionRegistry) -> None:
+        self._directory = directory
+        self._registry = registry
+        self._kept: dict[str, TrainingState] = {}
+        # Writers are the event loop and threads that it has started.
+        self._writing = threading.Lock()
+        self._failing = False
+        self._looking: asyncio.Task[None] | None = None
+
+    def open(self) -> None:
+        """Begins to look for what has changed."""
+        self._looking = asyncio.get_running_loop().create_task(self._look())
+
+    async def close(self) -> None:
+        """Ends; sessions have told by then."""
+        if self._looking is not None:
+            await cancellation.end({self._looking})
+
+    def known(self, spec: EngineSpec) -> TrainingState | None:
+        """Where the training for an engine stood; None where nothing is known of one."""
+        path = self._path(spec)
+        before = self._before(path)
+        if before is not None:
+            return before
+        try:
+            state = from_json(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except (OSError, UnicodeDecodeError, InvalidTrainingError) as error:
+            _log.error("training_state_not_read", path=str(path), error=str(error))
+            return None
+        self._kept[path.name] = _lasting(state)
+        return state
+
+    def tell(self, session: Session) -> None:
+        """Writes a session's state whole, as it ends."""
+        training, path = session.core.updates.training, self._path(session.spec)
+        if training is not None and training.state.measured:
+            self._write(path, training)
+        # Only sessions need to know what is on disk: a file is read again for the next one.
+        self._kept.pop(path.name, None)
+
+    async def keep(self, session: Session) -> None:
+        """Writes a session's state if it has changed in more than its averages."""
+        training = session.core.updates.training
+        path = self._path(session.spec)
+        if training is None or self._kept.get(path.name) == _lasting(training.state):
+            return
+        if not training.state.measured and not training.state.round:
+            return
+        await asyncio.to_thread(self._write, path, training)
+
+    def _write(self, path: Path, training: SelectiveTraining) -> None:
+        """One at a time, and the state as it is then: an older one never follows a newer."""
+        with self._writing:
+            state = training.state
+            try:
+                write_whole(path, to_json(state).encode())
+            except OSError as error:
+                if not self._failing:
+                    _log.error("training_state_not_written", path=str(path), error=error.strerror)
+                self._failing = True
+                return
+            self._failing = False
+            self._note(path, state)
+
+    def _note(self, path: Path, state: TrainingState) -> None:
+        before = self._kept.get(path.name)
+        self._kept[path.name] = _lasting(state)
+        if before is not None and before.version != state.version:
+            _log.info(
+                "draft_version",
+                version=state.version,
+                before=before.version,
+                outcome=state.history[-1].outcome if state.history else "",
+            )
+
+    def _before(self, path: Path) -> TrainingState | None:
+        """Of the session that the same engine has still."""
+        for session in self._registry:
+            training = session.core.updates.training
+            if training is not None and self._path(session.spec) == path:
+                return training.state
+        return None
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            for session in self._registry:
+                await self.keep(session)
+
+    def _path(self, spec: EngineSpec) -> Path:
+        target, drafter = spec.fingerprint, spec.drafters[0]
+        parts = (
+            spec.engine_id, target.target_model, target.target_revision, drafter.model,
+            drafter.revision,
+        )  # fmt: skip
+        name = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+        return self._directory / f"{name}.json"
+
+
+def _lasting(state: TrainingState) -> TrainingState:
+    """The state without what moves at every step."""
+    return replace(state, measured=0, short=0.0, long=0.0)

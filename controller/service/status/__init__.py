@@ -1,0 +1,1 @@
+"""What people and probes read about the sidecar and its engines."""

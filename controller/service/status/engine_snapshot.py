@@ -1,0 +1,32 @@
+"""One engine at the time of a scrape."""
+
+from dataclasses import dataclass
+
+from controller.core.engine.explanation import ArmValue, Explanation
+from controller.core.engine.prediction_audit import gains
+from controller.service.sessions.session import Session
+
+
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    """A session, with its decision row at the last reported batch size.
+
+    chosen: the arm that is planned there.
+    """
+
+    session: Session
+    explanation: Explanation
+    chosen: ArmValue
+
+    @classmethod
+    def of(cls, session: Session) -> "EngineView":
+        """As it stands now."""
+        last = session.last_report
+        explanation = session.core.explain(last.batch_size if last else 1)
+        return cls(session, explanation, next(arm for arm in explanation.arms if arm.chosen))
+
+    @property
+    def gains(self) -> dict[str, float]:
+        """Estimated tokens per second over other choices, see `account`."""
+        values = {value.arm: value.tokens_per_second for value in self.explanation.arms}
+        return gains(values, self.session.spec, self.chosen.arm)

@@ -1,0 +1,185 @@
+"""The web page: files that lie in `controller/page`, and what they show, as JSON.
+
+    GET /, /page.css, /page.js, /icon.svg     the page
+    GET /api/v1/state                         sidecar, overrides, every engine in one line
+    GET /api/v1/engine?id=ENGINE&since=TIME   one engine in full, its history after TIME
+
+Nothing can be changed here.  Requests have threads of their own (`http_server`); only what they ask
+the viewer runs on the event loop.  On the loopback address a request must name it as
+its host: a page of somebody else, whose name has been made to point here, does not.
+"""
+
+import asyncio
+import hashlib
+import json
+import math
+from collections.abc import Coroutine
+from dataclasses import asdict
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler
+from importlib import resources
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import structlog
+
+from controller.service.net.errors import AddressTakenError, UnknownEngineError
+from controller.service.net.http_server import (
+    SILENCE_SECONDS,
+    HttpServer,
+    is_loopback,
+    names_loopback,
+)
+from controller.service.status.engine_status import EngineLine
+from controller.service.status.status_cache import Viewer
+
+_FILES = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+    "/icon.svg": ("icon.svg", "image/svg+xml"),
+}
+_JSON = "application/json; charset=utf-8"
+_TEXT = "text/plain; charset=utf-8"
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "connect-src 'self'; img-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
+# The event loop has to answer within this time.
+_ANSWER_SECONDS = 5.0
+
+_log = structlog.get_logger(__name__)
+
+
+class PageServer:
+    """Serves until it is closed.  Raises AddressTakenError."""
+
+    def __init__(
+        self, viewer: Viewer, loop: asyncio.AbstractEventLoop, host: str, port: int
+    ) -> None:
+        folder = resources.files("controller") / "page"
+        self.viewer = viewer
+        self.files = {
+            path: ((folder / name).read_bytes(), kind) for path, (name, kind) in _FILES.items()
+        }
+        self.loopback = is_loopback(host)
+        self._loop = loop
+        try:
+            self._server = HttpServer(host, port, _handler_of(self), "page")
+        except OSError as error:
+            raise AddressTakenError(
+                f"the page cannot be served on {host}:{port}: {error.strerror}; name another port "
+                "with --page-port, or 0 for none"
+            ) from error
+        if not self.loopback:
+            _log.warning("page_open", host=host, port=port, detail="anyone who reaches it may read")
+
+    def ask(self, question: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
+        """The viewer's answer, for a request's thread.  Raises TimeoutError."""
+        asked = asyncio.run_coroutine_threadsafe(question, self._loop)
+        try:
+            return asked.result(_ANSWER_SECONDS)
+        except TimeoutError:
+            asked.cancel()
+            raise
+
+    def close(self) -> None:
+        """Stops serving.  Not to be called on the event loop."""
+        self._server.close()
+
+
+def _handler_of(page: PageServer) -> type[BaseHTTPRequestHandler]:
+    class Handler(_Handler):
+        of = page
+
+    return Handler
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """One request."""
+
+    of: PageServer
+    timeout = SILENCE_SECONDS
+    server_version, sys_version = "controller", ""
+
+    def do_GET(self) -> None:
+        """Answers."""
+        if self.of.loopback and not names_loopback(self.headers.get("Host", "")):
+            self._answer(HTTPStatus.MISDIRECTED_REQUEST, b"this host is not served here\n", _TEXT)
+            return
+        try:
+            url = urlsplit(self.path)
+            if (file := self.of.files.get(url.path)) is not None:
+                self._answer(HTTPStatus.OK, *file)
+                return
+            found = self._look(url.path, parse_qs(url.query))
+        except _NoSuchPathError:
+            self._answer(HTTPStatus.NOT_FOUND, b"there is nothing here\n", _TEXT)
+        except (UnknownEngineError, ValueError) as error:
+            bad = isinstance(error, ValueError)
+            status = HTTPStatus.BAD_REQUEST if bad else HTTPStatus.NOT_FOUND
+            self._answer(status, f"{error}\n".encode(), _TEXT)
+        except TimeoutError:
+            self._answer(HTTPStatus.SERVICE_UNAVAILABLE, b"the sidecar is too busy\n", _TEXT)
+        else:
+            text = json.dumps(_finite(found), separators=(",", ":"), allow_nan=False)
+            self._answer(HTTPStatus.OK, text.encode(), _JSON)
+
+    do_HEAD = do_GET  # noqa: N815  # the base class names it
+
+    def _look(self, path: str, query: dict[str, list[str]]) -> dict[str, Any]:
+        if path == "/api/v1/state":
+            return self.of.ask(self.of.viewer.state())
+        if path == "/api/v1/engine":
+            since = float(query.get("since", ["0"])[0])
+            if not math.isfinite(since):
+                raise ValueError("since: Unix seconds are needed")
+            return self.of.ask(self.of.viewer.engine(query.get("id", [""])[0], since))
+        raise _NoSuchPathError
+
+    def _answer(self, status: HTTPStatus, body: bytes, kind: str) -> None:
+        tag = f'"{hashlib.sha256(body).hexdigest()[:16]}"'
+        known = status is HTTPStatus.OK and self.headers.get("If-None-Match") == tag
+        if known:
+            status, body = HTTPStatus.NOT_MODIFIED, b""
+        self.send_response(status)
+        for name, value in _HEADERS.items():
+            self.send_header(name, value)
+        if status is HTTPStatus.METHOD_NOT_ALLOWED:
+            self.send_header("Allow", "GET, HEAD")
+        self.send_header("ETag", tag)
+        if not known:
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """As every other answer, in the place of the base class's page."""
+        unknown = code == HTTPStatus.NOT_IMPLEMENTED
+        status = HTTPStatus.METHOD_NOT_ALLOWED if unknown else HTTPStatus(code)
+        self._answer(status, f"{status.phrase}\n".encode(), _TEXT)
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  # the base class names it
+        """Nothing: a request a second and viewer is no news."""
+
+
+class _NoSuchPathError(Exception):
+    """Nothing is served there."""
+
+
+def _finite(value: Any) -> Any:
+    """The same for JSON, which has no infinities: null."""
+    if isinstance(value, EngineLine):
+        value = asdict(value)
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

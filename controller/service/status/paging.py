@@ -1,0 +1,76 @@
+"""Lists of engines in pages that fit in a message (rules: proto/README.md, "Pages")."""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Final, TypeVar
+
+import structlog
+from google.protobuf.message import Message
+
+from controller.service.net.errors import InvalidQuestionError
+
+ROWS_MAX: Final = 1000
+# Bytes of a page's rows: a client that sets no limit of its own takes 4 MiB.
+BYTES_MAX: Final = 3 * 1024 * 1024
+_TOKEN_MAX = 128
+# Rows between two yields to the event loop, each of up to some tenths of a millisecond.
+_CHUNK = 8
+_WHY_MAX = 200
+
+Row = TypeVar("Row", bound=Message)
+
+_log = structlog.get_logger(__name__)
+
+
+def why_not(error: Exception) -> str:
+    """Why an engine is not shown, for people; what a client sent is quoted with escapes."""
+    return f"this engine cannot be shown: {error!r}"[:_WHY_MAX]
+
+
+async def page_of(
+    engine_ids: Iterable[str],
+    row_of: Callable[[str], Row],
+    unavailable: Callable[[str, str], Row],
+    size: int,
+    token: str,
+    most_bytes: int = BYTES_MAX,
+) -> tuple[list[Row], str]:
+    """(rows, the next page's token), by engine id.
+
+    row_of: makes the row of an engine id; where it fails, `unavailable(engine_id, why)` does.
+    size, token: as in the request.  most_bytes: of all rows together.
+
+    Raises InvalidQuestionError for a token that is none.
+    """
+    if len(token) > _TOKEN_MAX:
+        raise InvalidQuestionError("page_token is none that this sidecar gave: begin without one")
+    most_rows = min(size or ROWS_MAX, ROWS_MAX)
+    ahead = sorted(engine_id for engine_id in engine_ids if engine_id > token)
+    rows: list[Row] = []
+    left = most_bytes
+    for number, engine_id in enumerate(ahead):
+        row = _row(engine_id, row_of, unavailable, most_bytes)
+        left -= row.ByteSize()
+        if rows and (left < 0 or len(rows) >= most_rows):
+            return rows, ahead[number - 1]
+        rows.append(row)
+        if number % _CHUNK == _CHUNK - 1:
+            await asyncio.sleep(0)
+    return rows, ""
+
+
+def _row(
+    engine_id: str,
+    row_of: Callable[[str], Row],
+    unavailable: Callable[[str, str], Row],
+    most_bytes: int,
+) -> Row:
+    try:
+        row = row_of(engine_id)
+    except Exception as error:  # noqa: BLE001  # whatever is wrong with one, others are shown
+        _log.exception("engine_not_shown", engine=engine_id)
+        return unavailable(engine_id, why_not(error))
+    if (size := row.ByteSize()) > most_bytes:
+        why = f"this engine cannot be shown: its row has {size} bytes, and {most_bytes} fit"
+        return unavailable(engine_id, why)
+    return row

@@ -1,0 +1,143 @@
+"""Which services are SERVING, and why one is not: grpc.health.v1, and the same in words.
+
+    ""                        the process; SERVING from the end of its start to the drain, while
+                              its sockets are where they were bound
+    SpeculationService        once costs come from what the setting `ready_with` asks for
+    speculation.store         while the store behind the overrides can be used
+    all others                as ""
+
+A service that is NOT_SERVING answers all the same: an engine is steered (by the prior), and
+`controller profile` has something to measure.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import structlog
+from grpc_health.v1 import health, health_pb2
+
+from controller.core.types import EngineSpec
+from controller.service.net.operator_socket import OperatorDoor
+from controller.service.sessions.override_registry import OverrideBook
+from controller.service.sessions.profile_registry import ProfileLibrary
+from controller.service.sessions.registry import SessionRegistry
+from controller.service.sessions.session import Session
+from speculation.v1 import policy_pb2, service_pb2, training_pb2
+
+SERVICES = tuple(
+    service.full_name
+    for module in (service_pb2, policy_pb2, training_pb2)
+    for service in module.DESCRIPTOR.services_by_name.values()
+)
+STEERING = service_pb2.DESCRIPTOR.services_by_name["SpeculationService"].full_name
+# What grpc.health.v1 calls the store behind the overrides.
+STORE = "speculation.store"
+
+_LOOK_SECONDS = 0.5
+_LEAST = {"profile": 2, "roofline": 1, "guess": 0}
+# Engines that are named; a message has to end somewhere.
+_NAMED = 3
+
+_log = structlog.get_logger(__name__)
+
+Least = Literal["profile", "roofline", "guess"]
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceHealth:
+    """One service; detail: why it is so, for people."""
+
+    service: str
+    serving: bool
+    detail: str
+
+
+class Readiness:
+    """ready_with: the least that costs may come from.  servicer: what answers health checks."""
+
+    def __init__(
+        self,
+        registry: SessionRegistry,
+        profiles: ProfileLibrary,
+        book: OverrideBook,
+        door: OperatorDoor,
+        ready_with: Least,
+    ) -> None:
+        self.ready_with = ready_with
+        self.servicer = health.aio.HealthServicer()
+        self._registry = registry
+        self._profiles = profiles
+        self._book = book
+        self._door = door
+        self._started = False
+
+    def services(self) -> tuple[ServiceHealth, ...]:
+        """Every service's health now."""
+        return tuple(self._services())
+
+    def why_no_profile(self, spec: EngineSpec) -> str:
+        """Why no profile matches an engine, for people."""
+        return self._profiles.why_none(spec)
+
+    async def started(self) -> None:
+        """The start is over."""
+        self._started = True
+        await self.tell()
+
+    async def tell(self) -> None:
+        """Has the servicer say what `services` says."""
+        status = health_pb2.HealthCheckResponse
+        for one in self._services():
+            await self.servicer.set(
+                one.service, status.SERVING if one.serving else status.NOT_SERVING
+            )
+
+    async def watch(self) -> None:
+        """Tells again and again, until cancelled."""
+        known = ""
+        while True:
+            await self.tell()
+            if (fault := self._door.lost) != known:
+                known = fault
+                _log.error("sockets_lost", detail=fault)
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    async def leave(self) -> None:
+        """NOT_SERVING for good."""
+        self._started = False
+        await self.servicer.enter_graceful_shutdown()
+
+    def _services(self) -> Iterator[ServiceHealth]:
+        detail = self._door.lost if self._started else "the sidecar is starting or stopping"
+        up = not detail
+        for name in ("", *SERVICES):
+            if name != STEERING:
+                yield ServiceHealth(name, up, detail)
+        fault = self._steering_fault() if up else detail
+        yield ServiceHealth(STEERING, not fault, fault)
+        store = self._book.health
+        yield ServiceHealth(STORE, up and store.ok, store.detail if up else detail)
+
+    def _steering_fault(self) -> str:
+        """Why the least that is asked for is not there; "" when it is."""
+        least = _LEAST[self.ready_with]
+        short = [session for session in self._registry if _rank(session) < least]
+        if short:
+            named = ", ".join(session.engine_id for session in short[:_NAMED])
+            more = f" and {len(short) - _NAMED} more" if len(short) > _NAMED else ""
+            first = short[0]
+            return (
+                f"engine {named}{more}: costs are a {first.core.cost.prior} prior, and ready_with "
+                f"asks for a {self.ready_with}; {self._profiles.why_none(first.spec)}"
+            )
+        if least and not len(self._registry) and not len(self._profiles):
+            return "no engine has introduced itself, and no profile is loaded"
+        return ""
+
+
+def _rank(session: Session) -> int:
+    if session.core.profile_id:
+        return _LEAST["profile"]
+    return _LEAST["roofline" if session.core.cost.prior == "roofline" else "guess"]

@@ -1,0 +1,151 @@
+"""Looks at the engines for everybody who looks: once a second at most, whoever asks.
+
+    every second    a point of every engine's history, off its counters
+    when asked      estimates, one `explain` of the core for an engine; kept for a second, or
+                    longer where many engines would make that more than `_SHARE_MAX` of the time
+
+Everything runs on the event loop and yields between engines: steering goes on.
+"""
+
+import asyncio
+import math
+import time
+from typing import Any
+
+import structlog
+
+import controller
+from controller.core.clock import Clock
+from controller.service.sessions.history import FIELDS
+from controller.service.sessions.override_registry import OverrideBook
+from controller.service.sessions.registry import SessionRegistry
+from controller.service.sessions.session import Session
+from controller.service.status.engine_snapshot import EngineView
+from controller.service.status.engine_status import (
+    EngineLine,
+    engine_detail,
+    line_of,
+    no_line,
+    override_line,
+)
+from controller.service.status.paging import why_not
+from controller.service.status.readiness import Readiness
+from controller.util import cancellation
+from controller.wire.override_text import PRECEDENCE
+
+_log = structlog.get_logger(__name__)
+
+_SECONDS = 1.0
+# The most of the event loop's time that looking takes.
+_SHARE_MAX = 0.05
+# Engines between two yields of the background's work, each of a few microseconds.
+_CHUNK = 32
+
+
+class Viewer:
+    """One per sidecar."""
+
+    def __init__(
+        self,
+        registry: SessionRegistry,
+        book: OverrideBook,
+        readiness: Readiness,
+        clock: Clock,
+    ) -> None:
+        self._registry = registry
+        self._book = book
+        self._readiness = readiness
+        self._clock = clock
+        # Views that are still fresh, each with the time until which it is; `_keep` drops the rest,
+        # so that no session is kept in memory for having been looked at.
+        self._views: dict[Session, tuple[float, EngineView]] = {}
+        self._lines: tuple[EngineLine, ...] = ()
+        self._lines_until = -math.inf
+        self._looking = asyncio.Lock()
+        self._keeping: asyncio.Task[None] | None = None
+
+    def open(self) -> None:
+        """Begins to keep histories."""
+        self._keeping = asyncio.get_running_loop().create_task(self._keep())
+
+    async def close(self) -> None:
+        """Ends."""
+        if self._keeping is not None:
+            await cancellation.end([self._keeping])
+
+    async def lines(self) -> tuple[EngineLine, ...]:
+        """Every engine, by its id."""
+        async with self._looking:
+            if self._clock.now() < self._lines_until:
+                return self._lines
+            lines, busy = [], 0.0
+            for session in sorted(self._registry, key=lambda session: session.engine_id):
+                began = time.monotonic()
+                lines.append(self._line(session))
+                busy += time.monotonic() - began
+                await asyncio.sleep(0)
+            self._lines = tuple(lines)
+            self._lines_until = self._clock.now() + max(_SECONDS, busy / _SHARE_MAX)
+            return self._lines
+
+    async def state(self) -> dict[str, Any]:
+        """The sidecar, its overrides and every engine's line, for JSON."""
+        lines = await self.lines()
+        store = self._book.health
+        return {
+            "version": controller.__version__,
+            "engines": lines,
+            "overrides": list(map(override_line, self._book.held())),
+            "precedence": PRECEDENCE,
+            "store": {"ok": store.ok, "detail": store.detail},
+            "troubles": [
+                f"{it.service or 'the sidecar'} is NOT_SERVING: {it.detail}"
+                for it in self._readiness.services()
+                if not it.serving
+            ],
+        }
+
+    async def engine(self, engine_id: str, since: float) -> dict[str, Any]:
+        """One engine in full, with the points of its history after `since`, for JSON.
+
+        Raises UnknownEngineError.
+        """
+        session = self._registry.by_engine(engine_id)
+        points = session.history.since(since)
+        return engine_detail(self._view(session)) | {"fields": FIELDS, "points": points}
+
+    def _line(self, session: Session) -> EngineLine:
+        try:
+            return line_of(self._view(session))
+        except Exception as error:  # noqa: BLE001  # whatever is wrong with one, others are shown
+            _log.exception("engine_not_shown", engine=session.engine_id)
+            return no_line(session, why_not(error))
+
+    def _view(self, session: Session) -> EngineView:
+        now = self._clock.now()
+        until, view = self._views.get(session, (-math.inf, None))
+        if view is None or now >= until:
+            view = EngineView.of(session)
+            self._views[session] = (now + _SECONDS, view)
+        return view
+
+    async def _keep(self) -> None:
+        while True:
+            now = time.time()
+            for number, session in enumerate(self._registry, 1):
+                try:
+                    session.remember(now)
+                except Exception:  # noqa: BLE001  # as above
+                    _log.exception("history_not_kept", engine=session.engine_id)
+                if number % _CHUNK == 0:
+                    await asyncio.sleep(0)
+            self._drop_views()
+            await asyncio.sleep(_SECONDS)
+
+    def _drop_views(self) -> None:
+        now = self._clock.now()
+        self._views = {
+            session: (until, view)
+            for session, (until, view) in self._views.items()
+            if now < until and not session.is_over
+        }

@@ -1,0 +1,191 @@
+"""OpenTelemetry, for those who ask for it: traces of decisions and of operators' calls, and logs.
+
+A span for every decision that changes what an engine shall do, and for every call that a person
+makes; none for a step, a report, a renewed lease or an open stream.  A call that changes plans is
+the parent of those decisions.  What is sampled goes to the collector from threads of their own, in
+batches; while it is away, they are dropped and the log says so.
+
+Only imported where it is asked for: the packages are an extra.
+"""
+
+from typing import Any
+
+import grpc
+import grpc.aio
+from opentelemetry._logs import LogRecord
+from opentelemetry._logs.severity import SeverityNumber
+from opentelemetry.exporter.otlp.proto.grpc._log_exporter import OTLPLogExporter
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk._logs import LoggerProvider
+from opentelemetry.sdk._logs.export import BatchLogRecordProcessor
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+from opentelemetry.trace import SpanKind, StatusCode, Tracer
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+import controller
+from controller.core.types import Plan
+from controller.service.sessions.session import Session
+from controller.util import logs
+from speculation.v1 import policy_pb2, service_pb2
+
+# Longest try to hand a batch over, and so about the longest that an end waits for the collector.
+_EXPORT_SECONDS = 2.0
+_OWN = "opentelemetry"
+_SEVERITY = {
+    "debug": SeverityNumber.DEBUG,
+    "info": SeverityNumber.INFO,
+    "warning": SeverityNumber.WARN,
+    "error": SeverityNumber.ERROR,
+    "critical": SeverityNumber.FATAL,
+}
+
+
+class Telemetry:
+    """Where it goes.  endpoint: of an OTLP/gRPC collector, http[s]://HOST:PORT.
+
+    ratio: share of traces that are kept; a caller's own sampled trace always is.
+    """
+
+    def __init__(self, endpoint: str, ratio: float) -> None:
+        self._endpoint = endpoint
+        self._insecure = endpoint.startswith("http://")
+        self._resource = Resource.create(
+            {"service.name": "speculation-controller", "service.version": controller.__version__}
+        )
+        sampler = ParentBased(TraceIdRatioBased(ratio))
+        self._traces = TracerProvider(sampler, self._resource, shutdown_on_exit=False)
+        self._traces.add_span_processor(
+            BatchSpanProcessor(
+                OTLPSpanExporter(endpoint, insecure=self._insecure, timeout=_EXPORT_SECONDS)
+            )
+        )
+        self._tracer = self._traces.get_tracer(__name__, controller.__version__)
+        self._logs: LoggerProvider | None = None
+
+    @property
+    def interceptor(self) -> grpc.aio.ServerInterceptor:
+        """Traces the calls of people."""
+        return _Calls(self._tracer)
+
+    def decision(self, session: Session, before: Plan, began: int) -> None:
+        """A span of this decision.  began: Unix nanoseconds."""
+        plan, last = session.plan, session.last_report
+        size = last.batch_size if last else 1
+        row, was = plan.row_for(size), before.row_for(size)
+        span = self._tracer.start_span("decision", start_time=began)
+        if span.is_recording():
+            span.set_attributes(
+                {
+                    "speculation.engine": session.engine_id,
+                    "speculation.decision": session.decision_id,
+                    "speculation.epoch": plan.epoch,
+                    "speculation.reason": plan.reason.value,
+                    "speculation.reason_detail": plan.reason_detail,
+                    "speculation.batch_size": size,
+                    "speculation.drafter": row.arm.drafter,
+                    "speculation.gamma": row.arm.gamma,
+                    "speculation.drafter.before": was.arm.drafter,
+                    "speculation.gamma.before": was.arm.gamma,
+                    "speculation.regime": str(plan.regime),
+                    "speculation.draft_version": plan.draft_version,
+                    "speculation.overrides": list(plan.overrides),
+                    "speculation.reports": session.tally.reports,
+                }
+            )
+        span.end()
+
+    def send_logs(self) -> None:
+        """Log lines go there too from now on."""
+        self._logs = LoggerProvider(self._resource, shutdown_on_exit=False)
+        exporter = OTLPLogExporter(self._endpoint, self._insecure, timeout=_EXPORT_SECONDS)
+        self._logs.add_log_record_processor(BatchLogRecordProcessor(exporter))
+        logs.show_to(self._send)
+
+    def _send(self, line: logs.Line) -> None:
+        """The exporter's own lines stay on standard error."""
+        name, level = str(line.get("logger", "")), str(line.get("level", "info"))
+        if self._logs is None or name.startswith(_OWN):
+            return
+        attributes = {key: _plain(value) for key, value in line.items() if key not in _SAID}
+        self._logs.get_logger(name).emit(
+            LogRecord(
+                severity_text=level,
+                severity_number=_SEVERITY.get(level, SeverityNumber.INFO),
+                body=str(line.get("event", "")),
+                attributes=attributes,
+            )
+        )
+
+    def close(self) -> None:
+        """Hands over what is left, or gives up soon; blocks."""
+        self._traces.shutdown()
+        if self._logs is not None:
+            logs.show_no_more_to(self._send)
+            self._logs.shutdown()
+
+
+# Of a log line, what its record says in fields of its own.
+_SAID = {"event", "level", "logger", "timestamp"}
+
+# Calls of people, and not those of engines and their trainers.
+_PERSONS = {
+    f"/{service.full_name}/{method.name}"
+    for service in (
+        policy_pb2.DESCRIPTOR.services_by_name["PolicyService"],
+        service_pb2.DESCRIPTOR.services_by_name["InspectionService"],
+        service_pb2.DESCRIPTOR.services_by_name["ProfilingService"],
+    )
+    for method in service.methods
+    if not (method.client_streaming or method.server_streaming)
+}
+
+
+class _Calls(grpc.aio.ServerInterceptor):
+    """A span around each call of a person, below the caller's own where it names one.
+
+    Not the instrumentation package's: that one takes every peer for an address and a port, which
+    a Unix socket has not, and fails the call.
+    """
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+        self._propagator = TraceContextTextMapPropagator()
+
+    async def intercept_service(self, continuation: Any, details: Any) -> Any:
+        """Part of the interceptor's interface."""
+        handler = await continuation(details)
+        if handler is None or details.method not in _PERSONS:
+            return handler
+        service, _, method = details.method.strip("/").partition("/")
+        attributes = {"rpc.system": "grpc", "rpc.service": service, "rpc.method": method}
+        metadata = dict(details.invocation_metadata or ())
+
+        async def traced(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            span = self._tracer.start_as_current_span(
+                f"{service}/{method}",
+                self._propagator.extract(metadata),
+                SpanKind.SERVER,
+                attributes,
+                record_exception=False,
+                set_status_on_exception=False,
+            )
+            with span as call:
+                try:
+                    return await handler.unary_unary(request, context)
+                except BaseException:
+                    said: Any = context.code()  # a bare number where nobody has set one
+                    code = said if isinstance(said, grpc.StatusCode) else grpc.StatusCode.UNKNOWN
+                    call.set_attribute("rpc.grpc.status_code", code.value[0])
+                    call.set_status(StatusCode.ERROR, context.details())
+                    raise
+
+        return grpc.unary_unary_rpc_method_handler(
+            traced, handler.request_deserializer, handler.response_serializer
+        )
+
+
+def _plain(value: object) -> str | bool | int | float:
+    return value if isinstance(value, str | bool | int | float) else str(value)

@@ -1,0 +1,73 @@
+"""Which of the addresses that a sidecar is to listen at cannot be bound beside each other."""
+
+import contextlib
+import ipaddress
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from controller.settings.settings import Settings
+
+_IP: TypeAlias = "ipaddress.IPv4Address | ipaddress.IPv6Address"
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """name: of the setting with its port.  host: an address or a name.  port: 0 = any free one."""
+
+    name: str
+    host: str
+    port: int
+
+
+def listeners_of(settings: "Settings") -> list[Listener]:
+    """All that settings ask for on TCP."""
+    found = [
+        Listener(f"{name}_port", getattr(settings, f"{name}_host"), port)
+        for name in ("metrics", "page", "health")
+        if (port := getattr(settings, f"{name}_port"))
+    ]
+    if settings.tcp is None:
+        return found
+    host, _, port = settings.tcp.rpartition(":")
+    return [Listener("tcp", host, int(port)), *found]
+
+
+def clashes(listeners: Sequence[Listener]) -> Iterator[tuple[str, str, str]]:
+    """Of listeners with the same port on overlapping hosts: both names, and what is wrong.
+
+    No name is resolved: one other than localhost may be any address of this machine.
+    """
+    for one, other in itertools.combinations(listeners, 2):
+        if one.port == other.port != 0 and _overlap(one.host, other.host):
+            text = (
+                f"{one.name} and {other.name}: both would listen on port {one.port}, at "
+                f"{one.host} and {other.host}; change one of them"
+            )
+            yield one.name, other.name, text
+
+
+def _overlap(one: str, other: str) -> bool:
+    here, there = _addresses(one), _addresses(other)
+    if not here or not there:
+        return True
+    return any(_same(a, b) for a in here for b in there)
+
+
+def _addresses(host: str) -> list[_IP]:
+    """Empty for a name that would have to be resolved."""
+    if host == "localhost":
+        return [ipaddress.IPv4Address("127.0.0.1"), ipaddress.IPv6Address("::1")]
+    with contextlib.suppress(ValueError):
+        return [ipaddress.ip_address(host.strip("[]") or "::")]
+    return []
+
+
+def _same(a: _IP, b: _IP) -> bool:
+    """Whether a socket at one of them takes connections to the other."""
+    # gRPC's sockets at [::] take IPv4 as well.
+    if any(x.is_unspecified and isinstance(x, ipaddress.IPv6Address) for x in (a, b)):
+        return True
+    return a.version == b.version and (a == b or a.is_unspecified or b.is_unspecified)

@@ -1,0 +1,407 @@
+"""Settings of the sidecar: one file, the environment over it, flags over both.
+
+Every field is a key of the YAML file and an environment variable with the prefix CONTROLLER_.  The
+decision's constants are a group, `planner:` in the file and CONTROLLER_PLANNER__ (two underscores)
+in the environment; so are those of training.  What is unknown anywhere is refused.
+"""
+
+import dataclasses
+import difflib
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+from controller.core.errors import SpeculationError
+from controller.core.settings import PlannerSettings
+from controller.core.training.selective_training import TrainingSettings
+from controller.settings.listeners import clashes, listeners_of
+from controller.settings.sources import PREFIX, Sources, variable
+from controller.settings.yaml_file import (
+    SettingsFile,
+    SettingsFileError,
+    read_settings_file,
+)
+from controller.util.socket_paths import socket_path
+
+DEFAULT_ADDRESS = "unix:/run/speculation/controller.sock"
+
+# What Kubernetes puts into every pod when a Service is named "controller": not ours, not refused.
+_SERVICE_LINK = re.compile(
+    r"CONTROLLER_(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
+)
+
+
+CONFIG_VARIABLE = f"{PREFIX}CONFIG"
+
+# What SIGHUP puts into use; the rest needs a restart.
+RELOADED = frozenset(
+    {
+        "drain_seconds", "last_lease_seconds", "log_level", "max_engines",
+        "override_default_seconds", "override_max_seconds", "planner", "profiles", "ready_with",
+        "session_idle_seconds", "training", "warm_start",
+    }
+)  # fmt: skip
+
+
+class SettingsError(SpeculationError):
+    """A setting that is unknown or cannot be; one line for each."""
+
+
+def _is_unix(address: str) -> str:
+    address = f"unix:{address}" if address.startswith("/") else address
+    if not address.startswith("unix:") or socket_path(address) == Path():
+        raise ValueError(
+            "a unix socket, unix:PATH or /PATH, is needed; to serve on TCP as well, set tcp (--tcp "
+            "HOST:PORT)"
+        )
+    return address
+
+
+def _is_host_port(address: str | None) -> str | None:
+    if address is not None and not re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^\s:]+):\d{1,5}", address):
+        raise ValueError("HOST:PORT is needed")
+    return address
+
+
+def _is_http(endpoint: str | None) -> str | None:
+    if endpoint is not None and not re.fullmatch(r"https?://[^\s/@?#]+:\d{1,5}", endpoint):
+        raise ValueError("http://HOST:PORT or https://HOST:PORT is needed")
+    return endpoint
+
+
+def _known_by(kind: type[PlannerSettings | TrainingSettings]) -> Callable[[object], object]:
+    known = {field.name for field in dataclasses.fields(kind)}
+
+    def check(value: object) -> object:
+        if isinstance(value, Mapping) and (unknown := sorted(set(value) - known)):
+            raise ValueError(f"unknown: {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+        return value
+
+    return check
+
+
+class _Environment(EnvSettingsSource):
+    """The environment, with lists as everywhere in a shell: separated by colons, not as JSON."""
+
+    def prepare_field_value(
+        self, field_name: str, field: FieldInfo, value: Any, value_is_complex: bool
+    ) -> Any:
+        if field_name == "profiles" and isinstance(value, str):
+            return [part for part in value.split(os.pathsep) if part]
+        return super().prepare_field_value(field_name, field, value, value_is_complex)
+
+
+class Settings(BaseSettings):
+    """What `controller serve` runs with.  `Settings.load` is the way to make one."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX, env_nested_delimiter="__", extra="forbid", frozen=True
+    )
+
+    address: Annotated[str, AfterValidator(_is_unix)] = Field(
+        DEFAULT_ADDRESS, description="Unix socket to serve on, unix:PATH or /PATH."
+    )
+    tcp: Annotated[str | None, AfterValidator(_is_host_port)] = Field(
+        None,
+        description="TCP address HOST:PORT to serve on as well; see access and tls_certificate.",
+    )
+    access: Path | None = Field(
+        None,
+        description="File with the access list: who may read, steer, measure, install, override.",
+    )
+    tls_certificate: Path | None = Field(None, description="PEM file; TCP is then served with TLS.")
+    tls_key: Path | None = Field(None, description="PEM file with the private key.")
+    tls_client_ca: Path | None = Field(
+        None, description="PEM file; clients then need a certificate of this authority."
+    )
+    metrics_host: str = Field(
+        "127.0.0.1", description="Address of /metrics; 0.0.0.0 lets another host scrape it."
+    )
+    metrics_port: int = Field(9464, ge=0, le=65535, description="Port of /metrics; 0: no metrics.")
+    page_host: str = Field("127.0.0.1", description="Address of the web page.")
+    page_port: int = Field(
+        0,
+        ge=0,
+        le=65535,
+        description="Port of the web page, which everybody who reaches it may read; 0: no page.",
+    )
+    health_host: str = Field(
+        "0.0.0.0",  # noqa: S104  # the kubelet calls at the pod's address
+        description="Address of the health port.",
+    )
+    health_port: int = Field(
+        0,
+        ge=0,
+        le=65535,
+        description="TCP port that serves grpc.health.v1 and nothing else, unencrypted, for a "
+        "kubelet's probes; 0: no port.",
+    )
+    ready_with: Literal["profile", "roofline", "guess"] = Field(
+        "roofline",
+        description="Source of costs from which the SpeculationService is SERVING: a measured "
+        "profile, the roofline of a known model on a known device, or a guess.",
+    )
+    profiles: tuple[Path, ...] = Field(
+        (),
+        description="Profile files, or directories of them: separated by colons in the "
+        "environment, a list in a file.",
+    )
+    profile_directory: Path | None = Field(
+        None, description="Directory that keeps the profiles measured through this sidecar."
+    )
+    state_directory: Path | None = Field(
+        None,
+        description="Directory of overrides and their audit; by default SOCKET.state beside the "
+        "socket.",
+    )
+    redis_url: SecretStr | None = Field(
+        None,
+        description="The fleet's Redis: redis[s]://, redis[s]+sentinel:// or redis[s]+cluster://.",
+    )
+    redis_password_file: Path | None = Field(
+        None, description="File with the password of Redis, read again for every connection."
+    )
+    redis_namespace: str = Field(
+        "speculation", pattern=r"^[A-Za-z0-9._-]{1,64}$", description="Part of every key in Redis."
+    )
+    redis_replicas: int = Field(
+        0, ge=0, le=16, description="Replicas that must have an override before it counts as set."
+    )
+    warm_start: bool = Field(
+        default=True,
+        description="New sessions begin from the acceptance estimates in the store.",
+    )
+    override_default_seconds: float = Field(
+        3600.0, gt=0, description="Time to live of an override that is set without one."
+    )
+    override_max_seconds: float = Field(
+        7 * 86_400.0, gt=0, description="Longest time to live of an override that has an end."
+    )
+    max_engines: int = Field(1024, ge=1, description="Most engines that are steered at a time.")
+    session_idle_seconds: float = Field(
+        600.0, gt=0, description="Time after which a session without stream or message ends."
+    )
+    drain_seconds: float = Field(
+        5.0, ge=0, description="Longest wait for open calls after SIGTERM or SIGINT."
+    )
+    last_lease_seconds: float = Field(
+        30.0,
+        ge=0,
+        le=600,
+        description="Lease of the last plan that every engine gets on SIGTERM, without probes; 0: "
+        "engines keep the lease that they have.",
+    )
+    max_message_bytes: int = Field(
+        4 * 1024 * 1024, ge=64 * 1024, description="Largest gRPC message, in both directions."
+    )
+    max_connections: int = Field(
+        2048,
+        ge=16,
+        le=65_536,
+        description="Open connections per address; further ones are closed at once.",
+    )
+    max_open_calls: int = Field(
+        4096,
+        ge=64,
+        le=65_536,
+        description="Calls in progress, open streams included; further ones are refused.",
+    )
+    reflection: bool = Field(default=True, description="Serve gRPC reflection.")
+    channelz: bool = Field(
+        default=False,
+        description="Serve gRPC channelz, on the unix sockets only; needs the package's extra "
+        "`channelz`.",
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="Lowest level of log lines that are written."
+    )
+    planner: Annotated[PlannerSettings, BeforeValidator(_known_by(PlannerSettings))] = Field(
+        PlannerSettings(), description="Constants of the decision."
+    )
+    training: Annotated[TrainingSettings, BeforeValidator(_known_by(TrainingSettings))] = Field(
+        TrainingSettings(), description="When a drafter is trained beside its engine (TIDE)."
+    )
+    otlp_endpoint: Annotated[str | None, AfterValidator(_is_http)] = Field(
+        None,
+        description="OpenTelemetry collector, http[s]://HOST:PORT (gRPC); needs the extra otel.",
+    )
+    otlp_trace_ratio: float = Field(
+        0.1, ge=0, le=1, description="Share of traces (decisions, operators' calls) that are kept."
+    )
+    otlp_logs: bool = Field(default=False, description="Send log lines to that collector as well.")
+    record_directory: Path | None = Field(
+        None,
+        description="Directory of recordings for `controller replay`; by default there are none.",
+    )
+    record_megabytes: int = Field(
+        256, ge=1, description="Largest size of the recordings; the oldest are deleted first."
+    )
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],  # noqa: ARG003 -- pydantic fixes the signature
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,  # noqa: ARG003 -- pydantic fixes the signature
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003 -- pydantic fixes the signature
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003 -- pydantic fixes the signature
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """What `load` has put together; no hidden files."""
+        return (init_settings,)
+
+    @property
+    def socket_path(self) -> Path:
+        """The path in `address`."""
+        return socket_path(self.address)
+
+    @property
+    def state_path(self) -> Path:
+        """Where state is kept."""
+        return self.state_directory or Path(f"{self.socket_path}.state")
+
+    @classmethod
+    def load(cls, flags: Mapping[str, Any] | None = None, config: Path | None = None) -> Self:
+        """As `read`, without the sources."""
+        return cls.read(flags, config)[0]
+
+    @classmethod
+    def read(
+        cls, flags: Mapping[str, Any] | None = None, config: Path | None = None
+    ) -> tuple[Self, Sources]:
+        """Flags (None: not given) over the environment over the file over the defaults.
+
+        config: the file; None: the one that CONTROLLER_CONFIG names, if it does.  Raises
+        SettingsError for unknown names and values that cannot be; the message says where each
+        stands.
+        """
+        _refuse_unknown(os.environ)
+        if config is None and (named := os.environ.get(CONFIG_VARIABLE)):
+            config = Path(named)
+        try:
+            file = None if config is None else read_settings_file(config)
+        except SettingsFileError as error:
+            raise SettingsError(str(error)) from error
+        if file is not None:
+            _check_file(file)
+        given = {name: value for name, value in (flags or {}).items() if value is not None}
+        sources = Sources(given, _Environment(cls)(), file)
+        try:
+            settings = cls(**sources.merged())
+        except ValidationError as error:
+            lines = [_fault(item, sources) for item in error.errors(include_url=False)]
+            raise SettingsError("\n".join(lines)) from error
+        _refuse_what_clashes(settings, sources)
+        return settings, sources
+
+
+GROUPS: Mapping[str, type[PlannerSettings | TrainingSettings]] = {
+    "planner": PlannerSettings,
+    "training": TrainingSettings,
+}
+# Not quoted in errors: a URL may hold a password.
+_SECRETS = frozenset({"redis_url", "otlp_endpoint"})
+# What is of no use without the other.
+_NEEDS = {
+    "tls_certificate": "tls_key",
+    "tls_key": "tls_certificate",
+    "tls_client_ca": "tls_certificate",
+}
+
+# Read by commands that call a sidecar; they may be set where one serves.
+CLIENT_VARIABLES = frozenset(
+    PREFIX + name for name in ("AUTHOR", "TOKEN_FILE", "CA", "CLIENT_CERTIFICATE", "CLIENT_KEY")
+)
+
+
+def keys() -> Iterator[str]:
+    """All settings, dotted, in the order they are declared in."""
+    for name in Settings.model_fields:
+        if name in GROUPS:
+            yield from (f"{name}.{constant.name}" for constant in dataclasses.fields(GROUPS[name]))
+        else:
+            yield name
+
+
+def variables() -> frozenset[str]:
+    """The environment variables that set something."""
+    return frozenset(map(variable, keys()))
+
+
+def _fault(item: ErrorDetails, sources: Sources) -> str:
+    """One line: which setting, what is wrong with it, what it is unless that is a secret, where."""
+    path = item["loc"][:2] if item["loc"][0] in GROUPS else item["loc"][:1]
+    key = ".".join(map(str, path))
+    said = sources.origin(key)
+    shown = "" if key in _SECRETS or key in GROUPS else f"is {item['input']!r}"[:200]
+    where = "" if said.kind == "default" else f"from {said}"
+    remark = ", ".join(part for part in (shown, where) if part)
+    wrong = item["msg"].removeprefix("Value error, ")
+    return f"{key}: {wrong}" + (f" ({remark})" if remark else "")
+
+
+def _refuse_what_clashes(settings: Settings, sources: Sources) -> None:
+    faults = [
+        f"{key}: needs {other} as well (from {sources.origin(key)})"
+        for key, other in _NEEDS.items()
+        if getattr(settings, key) is not None and getattr(settings, other) is None
+    ]
+    faults += [
+        f"{text} (from {sources.origin(one)} and {sources.origin(other)})"
+        for one, other, text in clashes(listeners_of(settings))
+    ]
+    if faults:
+        raise SettingsError("\n".join(faults))
+
+
+def _check_file(file: SettingsFile) -> None:
+    """What a file may not say, and YAML would let through."""
+    known, faults = [*keys(), *GROUPS], []
+    for key, line in file.lines.items():
+        if key not in known:
+            near = difflib.get_close_matches(key.replace("-", "_"), known, 1)
+            hint = f"did you mean {near[0]}?" if near else "see `controller config`"
+            faults.append(f"{file.path}, line {line}: {key} is no setting: {hint}")
+            continue
+        value: Any = file.values
+        for name in key.split("."):
+            value = value[name]
+        # To pydantic true is the number 1.
+        if isinstance(value, bool) and not isinstance(_default(key), bool):
+            faults.append(f"{file.path}, line {line}: {key} cannot be true or false")
+    if faults:
+        raise SettingsError("\n".join(faults))
+
+
+def _default(key: str) -> Any:
+    name, _, constant = key.partition(".")
+    found = Settings.model_fields[name].default
+    return getattr(found, constant) if constant else found
+
+
+def _refuse_unknown(environment: Mapping[str, str]) -> None:
+    known = variables() | CLIENT_VARIABLES | {CONFIG_VARIABLE}
+    unknown = [
+        name
+        for name in sorted(environment)
+        # pydantic-settings would take any case.
+        if name.upper().startswith(PREFIX)
+        and name not in known
+        and not _SERVICE_LINK.fullmatch(name)
+    ]
+    if unknown:
+        raise SettingsError(
+            f"unknown environment variables: {', '.join(unknown)}; known are "
+            f"{', '.join(sorted(known))}"
+        )

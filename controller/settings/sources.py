@@ -1,0 +1,73 @@
+"""Where settings come from: flags before the environment before the file before defaults.
+
+Values are nested as the settings are; a key is dotted, `planner.probe_share` say.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from controller.settings.yaml_file import SettingsFile
+
+PREFIX = "CONTROLLER_"
+# Flags whose name is not the setting's.
+_FLAGS = {"profiles": "--profile"}
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """kind: "flag", "environment", "file" or "default".  name: of the flag, variable or line."""
+
+    kind: str
+    name: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name}".strip()
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """What each source says.  environment: by setting, not by variable."""
+
+    flags: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    file: SettingsFile | None
+
+    def merged(self) -> dict[str, Any]:
+        """One mapping; groups are merged key by key."""
+        return _over(_over(self.file.values if self.file else {}, self.environment), self.flags)
+
+    def origin(self, key: str) -> Origin:
+        """Where a setting's value comes from."""
+        path = key.split(".")
+        if _has(self.flags, path):
+            return Origin("flag", _FLAGS.get(key, f"--{key.replace('_', '-')}"))
+        if _has(self.environment, path):
+            return Origin("environment", variable(key))
+        if self.file is not None and key in self.file.lines:
+            return Origin("file", f"{self.file.path}, line {self.file.lines[key]}")
+        return Origin("default")
+
+
+def variable(key: str) -> str:
+    """The environment variable of a dotted key."""
+    return f"{PREFIX}{key.replace('.', '__')}".upper()
+
+
+def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for name, value in above.items():
+        under = merged.get(name)
+        if isinstance(under, Mapping) and isinstance(value, Mapping):
+            value = {**under, **value}  # noqa: PLW2901  # the merged one
+        merged[name] = value
+    return merged
+
+
+def _has(values: Mapping[str, Any], path: list[str]) -> bool:
+    value: Any = values
+    for name in path:
+        if not isinstance(value, Mapping) or name not in value:
+            return False
+        value = value[name]
+    return True

@@ -1,0 +1,106 @@
+"""The production core as a policy: the same objects, calls and plans as behind the gRPC service."""
+
+from bisect import bisect_left
+
+from controller.core.cost.profile import Profile
+from controller.core.engine.engine_controller import EngineController
+from controller.core.settings import PlannerSettings
+from controller.core.types import (
+    Capabilities,
+    ClassCounts,
+    EngineSpec,
+    Fingerprint,
+    Plan,
+    StepReport,
+)
+from controller.simulation.policy import Choice, StepRecord
+from controller.simulation.results import Origin
+from controller.simulation.surface import CostSurface
+
+FINGERPRINT = Fingerprint("simulated", engine="simulation")
+
+
+class VirtualTime:
+    """The clock that the core is given: it shows the engine's virtual time."""
+
+    seconds = 0.0
+
+    def now(self) -> float:
+        """Virtual seconds."""
+        return self.seconds
+
+
+class ControllerPolicy:
+    """Steers the simulated engine by `EngineController`, as the shim does by the plan it holds.
+
+    profile: what was measured (None: the prior serves).  max_batch_size: the engine's limit.
+    """
+
+    origin = Origin.OURS
+
+    def __init__(
+        self,
+        surface: CostSurface,
+        profile: Profile | None,
+        max_batch_size: int,
+        settings: PlannerSettings | None = None,
+        overlap_steps: int = 0,
+    ) -> None:
+        spec = EngineSpec(
+            "simulated",
+            FINGERPRINT,
+            surface.drafters,
+            max_batch_size,
+            Capabilities(
+                can_sleep=True,
+                can_switch_drafter=len(surface.drafters) > 1,
+                overlap_steps=overlap_steps,
+            ),
+        )
+        self._time = VirtualTime()
+        self.controller = EngineController(spec, settings or PlannerSettings(), profile, self._time)
+        self._arms = surface.arms
+        self._index = {arm: i for i, arm in enumerate(surface.arms)}
+        self._probe_id = 0
+        self._probe_left = 0
+        self._use(self.controller.current_plan())
+
+    def _use(self, plan: Plan) -> None:
+        self._rows = plan.rows
+        self._limits = [row.max_batch_size for row in plan.rows]
+
+    def choose(self, batch_size: int, now: float) -> Choice:
+        """A look-up in the plan at hand; a probe runs once, for its number of steps."""
+        del now
+        row = self._rows[min(bisect_left(self._limits, batch_size), len(self._rows) - 1)]
+        arm, probe_id = row.arm, 0
+        probe = row.probe
+        if probe is not None:
+            if probe.probe_id != self._probe_id:
+                self._probe_id, self._probe_left = probe.probe_id, probe.steps
+            if self._probe_left > 0:
+                self._probe_left -= 1
+                arm, probe_id = probe.arm, probe.probe_id
+        return Choice(self._index[arm], probe_id, row.drafter_asleep)
+
+    def observe(self, record: StepRecord, now: float) -> None:
+        """One report in, and the plan, if it is a new one, out."""
+        arm = self._arms[record.arm]
+        self._time.seconds = now
+        self.controller.observe(
+            StepReport(
+                record.step,
+                record.batch_size,
+                record.kv_tokens,
+                arm.drafter,
+                arm.gamma,
+                tuple(record.counts),
+                record.step_seconds,
+                record.flags,
+                probe_id=record.probe_id,
+                classes=tuple(ClassCounts(name, tuple(row)) for name, row in record.classes),
+            )
+        )
+        plan = self.controller.next_plan()
+        if plan is not None:
+            self._use(plan)

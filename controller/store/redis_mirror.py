@@ -1,0 +1,134 @@
+"""Entries as a sidecar holds them beside Redis: ends as points on its own monotonic clock.
+
+The mirror file keeps them over a restart.  It is written whole, with a checksum; a wrong one is
+taken as none, because Redis has the truth.
+"""
+
+import hashlib
+import json
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import structlog
+
+from controller.core.errors import MALFORMED
+from controller.store.interface import Entry
+from controller.util.atomic_file import remove_unfinished, write_whole
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldEntry:
+    """An entry; until: monotonic seconds, inf = for ever."""
+
+    override_id: str
+    revision: int
+    body: str
+    until: float
+    created_at: float
+    ended: str
+
+    @classmethod
+    def of(cls, override_id: str, text: str, ms: int, now: float) -> Self:
+        """From Redis's JSON and the milliseconds left there (below 0: for ever).
+
+        Raises one of MALFORMED for what is no entry.
+        """
+        found = json.loads(text)
+        body, ended = found["body"], found["ended"]
+        if not (isinstance(body, str) and isinstance(ended, str)):
+            raise TypeError("body and ended are no texts")
+        until = math.inf if ms < 0 else now + ms / 1000
+        return cls(
+            override_id, int(found["revision"]), body, until, _finite(found["created"]), ended
+        )
+
+    def left(self, now: float) -> float:
+        """Seconds until its end."""
+        return self.until - now
+
+    def over(self, now: float) -> bool:
+        """True past its end."""
+        return self.until <= now
+
+    def entry(self, now: float) -> Entry:
+        """As the port has it."""
+        left = None if math.isinf(self.until) else max(0.0, self.left(now))
+        return Entry(
+            self.override_id, self.revision, self.body, left, self.created_at, self.ended
+        )  # fmt: skip
+
+    def seed(self, now: float) -> dict[str, Any]:
+        """For Redis, which has lost it."""
+        return {
+            "id": self.override_id,
+            "revision": self.revision,
+            "body": self.body,
+            "created": self.created_at,
+            "ended": self.ended,
+            "ms": -1 if math.isinf(self.until) else round(1000 * self.left(now)),
+        }
+
+
+class HeldFile:
+    """The mirror: what was held when, in wall time of this machine."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def write(self, entries: dict[str, HeldEntry]) -> None:
+        """Replaces it.  A mirror that cannot be written is said, and gone without."""
+        now, wall = time.monotonic(), time.time()
+        body = json.dumps(
+            {"at": wall, "entries": [held.seed(now) for held in entries.values()]}
+        ).encode()
+        check = hashlib.sha256(body).hexdigest().encode()
+        try:
+            write_whole(self._path, check + b"\n" + body)
+        except OSError as error:
+            _log.warning("mirror_not_written", path=str(self._path), error=error.strerror)
+
+    def read(self) -> tuple[dict[str, HeldEntry], float]:
+        """(entries that have not run out since, seconds since it was written)."""
+        try:
+            remove_unfinished(self._path.parent)
+            return self._parsed()
+        except FileNotFoundError:
+            return {}, 0.0
+        except (OSError, *MALFORMED) as error:
+            _log.warning("mirror_not_read", path=str(self._path), error=str(error))
+            return {}, 0.0
+
+    def _parsed(self) -> tuple[dict[str, HeldEntry], float]:
+        check, _, body = self._path.read_bytes().partition(b"\n")
+        if hashlib.sha256(body).hexdigest().encode() != check:
+            raise ValueError("its checksum is wrong")
+        found = json.loads(body)
+        idle, now = time.time() - _finite(found["at"]), time.monotonic()
+        if idle < 0:
+            _log.warning(
+                "clock_went_back", path=str(self._path), seconds=round(-idle),
+                effect="overrides get the time that they had left when the mirror was written",
+            )  # fmt: skip
+            idle = 0.0
+        entries = [_held(item, idle, now) for item in found["entries"]]
+        return {held.override_id: held for held in entries if not held.over(now)}, idle
+
+
+def _finite(value: Any) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{number} is no time")
+    return number
+
+
+def _held(item: dict[str, Any], idle: float, now: float) -> HeldEntry:
+    until = math.inf if item["ms"] < 0 else now + _finite(item["ms"]) / 1000 - idle
+    return HeldEntry(
+        item["id"], int(item["revision"]), item["body"], until, _finite(item["created"]),
+        item["ended"],
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Helpers that depend on nothing else in the project."""

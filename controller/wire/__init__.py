@@ -1,0 +1,1 @@
+"""Converts between the protobuf contract and the types of the core."""

@@ -1,0 +1,68 @@
+"""Overrides and plans in words, for people."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
+
+    from speculation.v1 import plan_pb2, policy_pb2
+
+# Which override wins (`controller.core.planning.overrides`).  Every listing shows this sentence.
+PRECEDENCE = (
+    "Off and denials beat every pin; otherwise the narrower scope wins, then the newer override; "
+    "file-based policy is weakest."
+)
+
+
+def rule_text(override: "policy_pb2.Override") -> str:
+    """What it demands, in words."""
+    rule, parts = override.rule, []
+    if rule.off:
+        parts.append("no speculation")
+    if rule.HasField("gamma"):
+        parts.append(f"gamma = {rule.gamma}")
+    if rule.HasField("gamma_min"):
+        parts.append(f"gamma >= {rule.gamma_min}")
+    if rule.HasField("gamma_max"):
+        parts.append(f"gamma <= {rule.gamma_max}")
+    if rule.HasField("drafter"):
+        parts.append(f"drafter {rule.drafter}")
+    if rule.HasField("regime"):
+        parts.append(f"regime {regime_text(rule.regime)}")
+    parts += [f"not drafter {name}" for name in rule.deny_drafters]
+    parts += ["no online updates"] * rule.deny_updates + ["no probing"] * rule.deny_exploration
+    return ", ".join(parts)
+
+
+def scope_text(override: "policy_pb2.Override") -> str:
+    """Whom it is for, in words."""
+    which = override.scope.WhichOneof("kind")
+    whom = {
+        "engine_id": f"engine {override.scope.engine_id}",
+        "target_model": f"model {override.scope.target_model}",
+    }.get(which or "", "fleet")
+    low, high = override.min_batch_size, override.max_batch_size
+    if low <= 1 and not high:
+        return whom
+    return f"{whom} at B {low or 1}-{high or ''}"
+
+
+def regime_text(regime: "plan_pb2.Regime") -> str:
+    """As it is typed: off, collect, online:STRIDE."""
+    name = _word(regime, "mode", "REGIME_MODE_")
+    return f"{name}:{regime.stride}" if regime.stride else name
+
+
+def reason_text(plan: "plan_pb2.Plan") -> str:
+    """Why it is what it is, as logs say it."""
+    return _word(plan, "reason", "REASON_")
+
+
+def _word(message: "Message", field: str, prefix: str) -> str:
+    """An enumeration's value without its prefix; the number of one that is not known here."""
+    number = getattr(message, field)
+    kind = message.DESCRIPTOR.fields_by_name[field].enum_type
+    known = None if kind is None else kind.values_by_number.get(number)
+    if known is None:
+        return str(number)
+    return str(known.name).removeprefix(prefix).lower().replace("_", "-")

@@ -1,0 +1,217 @@
+"""Overrides between proto, core and the JSON that stores and the audit keep."""
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TypeAlias
+
+from google.protobuf import json_format
+
+from controller.core.engine.explanation import PreviewRow
+from controller.core.planning.override_effects import Effect
+from controller.core.planning.overrides import (
+    InvalidOverrideError,
+    Limits,
+    Override,
+    Rule,
+    Scope,
+    ScopeKind,
+)
+from controller.core.types import Regime, RegimeMode
+from speculation.v1 import plan_pb2, policy_pb2, service_pb2
+
+Timing: TypeAlias = "policy_pb2.OverrideEffect.Timing.ValueType"
+
+_MODE_FROM_PROTO = {
+    plan_pb2.REGIME_MODE_OFF: RegimeMode.OFF,
+    plan_pb2.REGIME_MODE_ONLINE: RegimeMode.ONLINE,
+    plan_pb2.REGIME_MODE_COLLECT: RegimeMode.COLLECT,
+}
+_MODE_TO_PROTO = {mode: number for number, mode in _MODE_FROM_PROTO.items()}
+
+
+def override_from_proto(message: policy_pb2.Override) -> Override:
+    """Raises InvalidOverrideError."""
+    return Override(
+        message.override_id,
+        _scope_from_proto(message.scope),
+        _rule_from_proto(message.rule),
+        message.author,
+        message.reason,
+        message.min_batch_size,
+        message.max_batch_size,
+        message.revision,
+    )
+
+
+def _scope_from_proto(message: policy_pb2.Scope) -> Scope:
+    which = message.WhichOneof("kind")
+    if which == "engine_id":
+        return Scope(ScopeKind.ENGINE, message.engine_id)
+    if which == "target_model":
+        return Scope(ScopeKind.MODEL, message.target_model)
+    if which == "fleet" and message.fleet:
+        return Scope(ScopeKind.FLEET)
+    raise InvalidOverrideError("scope: an engine, a model or the fleet has to be named")
+
+
+def _rule_from_proto(message: policy_pb2.OverrideRule) -> Rule:
+    regime = None
+    if message.HasField("regime"):
+        mode = _MODE_FROM_PROTO.get(message.regime.mode)
+        if mode is None:
+            raise InvalidOverrideError(
+                f"regime {message.regime.mode} is unspecified or not known here"
+            )
+        regime = Regime(mode, message.regime.stride)
+    return Rule(
+        off=message.off,
+        gamma=message.gamma if message.HasField("gamma") else None,
+        gamma_min=message.gamma_min if message.HasField("gamma_min") else None,
+        gamma_max=message.gamma_max if message.HasField("gamma_max") else None,
+        drafter=message.drafter if message.HasField("drafter") else None,
+        regime=regime,
+        deny_drafters=tuple(message.deny_drafters),
+        deny_updates=message.deny_updates,
+        deny_exploration=message.deny_exploration,
+    )
+
+
+def override_to_proto(override: Override) -> policy_pb2.Override:
+    """The override as it came."""
+    rule, scope = override.rule, policy_pb2.Scope()
+    if override.scope.kind is ScopeKind.ENGINE:
+        scope.engine_id = override.scope.name
+    elif override.scope.kind is ScopeKind.MODEL:
+        scope.target_model = override.scope.name
+    else:
+        scope.fleet = True
+    message = policy_pb2.OverrideRule(
+        off=rule.off,
+        gamma=rule.gamma,
+        gamma_min=rule.gamma_min,
+        gamma_max=rule.gamma_max,
+        drafter=rule.drafter,
+        deny_drafters=rule.deny_drafters,
+        deny_updates=rule.deny_updates,
+        deny_exploration=rule.deny_exploration,
+    )
+    if rule.regime is not None:
+        message.regime.CopyFrom(_regime_to_proto(rule.regime))
+    return policy_pb2.Override(
+        override_id=override.override_id,
+        scope=scope,
+        rule=message,
+        min_batch_size=override.min_batch_size,
+        max_batch_size=override.max_batch_size,
+        author=override.author,
+        reason=override.reason,
+        revision=override.revision,
+    )
+
+
+def _regime_to_proto(regime: Regime) -> plan_pb2.Regime:
+    return plan_pb2.Regime(mode=_MODE_TO_PROTO[regime.mode], stride=regime.stride)
+
+
+def to_body(override: Override) -> str:
+    """JSON: the same text for the same override.  Its revision is the store's to say."""
+    found = json_format.MessageToDict(override_to_proto(replace(override, revision=0)))
+    return json.dumps(found, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
+
+def from_body(body: str) -> Override:
+    """Raises InvalidOverrideError for what is none (written by hand, or by a newer sidecar)."""
+    try:
+        return override_from_proto(json_format.Parse(body, policy_pb2.Override()))
+    except json_format.ParseError as error:
+        raise InvalidOverrideError(f"the stored override is none: {error}") from error
+
+
+def lifetime_of(
+    request: policy_pb2.SetOverrideRequest, default_seconds: float, max_seconds: float
+) -> float | None:
+    """Seconds, None for ever.  Raises InvalidOverrideError."""
+    which = request.WhichOneof("lifetime")
+    if which is None:
+        return default_seconds
+    if which == "for_ever":
+        if request.for_ever:
+            return None
+        raise InvalidOverrideError("for_ever: say true, or give ttl_seconds")
+    seconds = request.ttl_seconds
+    if not (math.isfinite(seconds) and 0 < seconds <= max_seconds):
+        raise InvalidOverrideError(
+            f"ttl_seconds {seconds:g}: above 0 and at most {max_seconds:g} are needed; what is to "
+            "stay longer has to be said explicitly (for ever)"
+        )
+    return seconds
+
+
+def effect_to_proto(
+    engine_id: str, rows: Iterable[PreviewRow], found: Effect, timing: Timing
+) -> policy_pb2.OverrideEffect:
+    """Rows that change, neighbours with the same change as one."""
+    effect = policy_pb2.OverrideEffect(
+        engine_id=engine_id,
+        constrains=found.constrains,
+        shadowed_by=found.shadowed_by,
+        unable=found.unable,
+        timing=timing,
+    )
+    if found.regime_before != found.regime_after:
+        if found.regime_before is not None:
+            effect.regime_before.CopyFrom(_regime_to_proto(found.regime_before))
+        if found.regime_after is not None:
+            effect.regime_after.CopyFrom(_regime_to_proto(found.regime_after))
+        effect.regime_changes = True
+    low = 1
+    for row in rows:
+        here = policy_pb2.BatchRange(min_batch_size=low, max_batch_size=row.max_batch_size)
+        if row.before != row.after:
+            _add_change(effect, here, row)
+        if row.stuck:
+            last = effect.stuck[-1] if effect.stuck else None
+            if last is not None and last.max_batch_size == low - 1:
+                last.max_batch_size = row.max_batch_size
+            else:
+                effect.stuck.append(here)
+        low = row.max_batch_size + 1
+    return effect
+
+
+def _add_change(
+    effect: policy_pb2.OverrideEffect, here: policy_pb2.BatchRange, row: PreviewRow
+) -> None:
+    change = policy_pb2.RowChange(
+        batch_sizes=here,
+        drafter_before=row.before.drafter,
+        gamma_before=row.before.gamma,
+        drafter_after=row.after.drafter,
+        gamma_after=row.after.gamma,
+    )
+    if effect.changes:
+        last = effect.changes[-1]
+        again = policy_pb2.RowChange()
+        again.CopyFrom(change)
+        again.batch_sizes.CopyFrom(last.batch_sizes)
+        if again == last and last.batch_sizes.max_batch_size == here.min_batch_size - 1:
+            last.batch_sizes.max_batch_size = here.max_batch_size
+            return
+    effect.changes.append(change)
+
+
+def limits_to_proto(limits: Limits) -> service_pb2.OverrideLimits:
+    """What overrides leave at one batch size."""
+    return service_pb2.OverrideLimits(
+        gamma_min=limits.gamma_min,
+        gamma_max=limits.gamma_max,
+        drafter=limits.drafter or "",
+        denied_drafters=sorted(limits.denied_drafters),
+        off=limits.off,
+        exploration_denied=not limits.explore,
+        overrides=limits.overrides,
+        gamma_by=limits.gamma_by,
+        drafter_by=limits.drafter_by,
+    )

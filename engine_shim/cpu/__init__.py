@@ -1,3 +1,0 @@
-"""What lets the unmodified SGLang wheel run, speculate and be tested on a machine without a GPU."""
-
-from engine_shim.cpu.environment import cpu_engine_env as cpu_engine_env

@@ -1,0 +1,150 @@
+"""The agent's end of the socket pair, on asyncio."""
+
+import asyncio
+import socket
+from typing import Final
+
+from engine_shim.link import packets
+from engine_shim.link.errors import PacketError
+from engine_shim.link.losses import KnownLosses
+from engine_shim.link.packets import SidecarState
+from engine_shim.link.rate_limited_log import QuietLog
+from engine_shim.link.report_buffer import ReportBuffer
+
+_MOST_BYTES: Final = packets.MAX_HELLO_BYTES + 64
+# A socket can be refilled as fast as it is read: the loop gets its turn after so many packets.
+_MOST_PACKETS_AT_ONCE: Final = 512
+# After so many looks that found nothing, the next packet wakes this process.
+_VAIN_LOOKS: Final = 8
+_LOST: Final = bytes([packets.LOST])
+
+
+class EnginePort:
+    """Reports come in to `buffer` and losses to `losses`; the newest plan and state go out.
+
+    Either sets `arrived`.
+
+    `gone` is set when the engine closed its end.  What the engine has not room for waits here, and
+    only the newest of it: an engine that runs no steps reads nothing.
+
+    A report that wakes this process costs the engine's thread the waking, which can be more than
+    all the rest of its send.  With `rest_seconds` above 0 none does while steps follow each other:
+    after a report it looks every so often by itself, until it has found nothing for some looks.
+    """
+
+    def __init__(
+        self, peer: socket.socket, buffer: ReportBuffer, log: QuietLog, rest_seconds: float
+    ) -> None:
+        peer.settimeout(0)
+        self._peer = peer
+        self._buffer = buffer
+        self._log = log
+        self._rest_seconds = rest_seconds
+        # Looks in a row that found nothing; None while a packet wakes this process.
+        self._vain_looks: int | None = None
+        self._loop = asyncio.get_running_loop()
+        self._introduction: asyncio.Future[bytes] = self._loop.create_future()
+        self._unsent_plan: bytes | None = None
+        self._unsent_event: bytes | None = None
+        self._state = SidecarState.UNKNOWN
+        self.losses = KnownLosses()
+        self.arrived = asyncio.Event()
+        self.gone = asyncio.Event()
+        self._loop.add_reader(peer, self._read)
+
+    async def introduction(self) -> bytes:
+        """A serialized IntroduceRequest, of the engine.  Raises PacketError for anything else."""
+        return await self._introduction
+
+    def send_plan(self, plan: packets.PlanPacket) -> None:
+        """Sends a plan, or keeps it as the next to send."""
+        self._unsent_plan = packets.encode_plan(plan)
+        self._flush()
+
+    def send_state(self, state: SidecarState, code: int, text: str) -> None:
+        """Tells the engine how the sidecar is doing, once for each change."""
+        if state is not self._state:
+            self._state = state
+            self._unsent_event = packets.encode_event(state, code, text)
+            self._flush()
+
+    def close(self) -> None:
+        """Lets go of the socket."""
+        if self._peer.fileno() >= 0:
+            self._loop.remove_reader(self._peer)
+            self._loop.remove_writer(self._peer)
+            self._peer.close()
+        self.gone.set()
+
+    def _flush(self) -> None:
+        if self.gone.is_set():
+            return
+        try:
+            if self._unsent_event is not None:
+                self._peer.send(self._unsent_event, socket.MSG_NOSIGNAL)
+                self._unsent_event = None
+            if self._unsent_plan is not None:
+                self._peer.send(self._unsent_plan, socket.MSG_NOSIGNAL)
+                self._unsent_plan = None
+        except BlockingIOError:
+            self._loop.add_writer(self._peer, self._flush)
+        except OSError:
+            self.close()
+        else:
+            self._loop.remove_writer(self._peer)
+
+    def _read(self) -> None:
+        packets_read = self._drain()
+        if self.gone.is_set() or not self._rest_seconds:
+            return
+        if self._vain_looks is None:
+            self._loop.remove_reader(self._peer)
+            self._vain_looks = 0
+        self._vain_looks = 0 if packets_read else self._vain_looks + 1
+        if self._vain_looks < _VAIN_LOOKS:
+            self._loop.call_later(self._rest_seconds, self._read)
+        else:
+            self._vain_looks = None
+            self._loop.add_reader(self._peer, self._read)
+
+    def _drain(self) -> int:
+        """Packets that were there."""
+        for number in range(_MOST_PACKETS_AT_ONCE):
+            try:
+                data = self._peer.recv(_MOST_BYTES)
+            except BlockingIOError:
+                return number
+            except OSError:
+                data = b""
+            if not data:
+                self.close()
+                return number
+            self._sort(data)
+        return _MOST_PACKETS_AT_ONCE
+
+    def _sort(self, data: bytes) -> None:
+        if not self._introduction.done():
+            try:
+                self._introduction.set_result(packets.decode_hello(data))
+            except PacketError as error:
+                self._introduction.set_exception(error)
+            return
+        if data[1:2] == _LOST:
+            self._take_loss(data)
+            return
+        try:
+            report = packets.decode_report(data)
+        except PacketError as error:
+            self._buffer.lose()
+            self._log.warning("unreadable-report", error=str(error))
+            return
+        self._buffer.add(report)
+        self.arrived.set()
+
+    def _take_loss(self, data: bytes) -> None:
+        try:
+            self.losses.take(data)
+        except PacketError as error:
+            self._log.warning("unreadable-loss", error=str(error))
+        else:
+            self.arrived.set()

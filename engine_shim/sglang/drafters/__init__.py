@@ -1,0 +1,1 @@
+"""The drafters inside SGLang: loading them, running them and letting them idle."""

@@ -1,0 +1,242 @@
+"""DFlash inside an EAGLE-shaped engine: it drafts its block, and EAGLE's parts verify.
+
+SGLang's `DFlashWorkerV2` drafts and verifies in one long method.  Its drafting half is run as it
+is; where it would build the verification, it is stopped, and its block lies in its buffer.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, Never
+
+import torch
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode, compute_position
+from sglang.srt.runtime_context import get_spec
+from sglang.srt.speculative import dflash_worker_v2
+from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
+from sglang.srt.speculative.draft_worker_common import make_draft_input_v2
+from sglang.srt.speculative.eagle_worker_common import build_eagle_verify_input
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+from engine_shim.link.losses import reason_of
+from engine_shim.sglang import sglang_api
+from engine_shim.sglang.errors import HookError, UnsupportedEngineError
+
+
+class _DraftedError(Exception):
+    """The block is drafted; nothing has gone wrong."""
+
+
+def _stop(*_: object, **__: object) -> Never:
+    raise _DraftedError
+
+
+class _DraftingHalf(dflash_worker_v2.DFlashWorkerV2):
+    """Without what would change the target."""
+
+    def _defer_target_verify_gather(self) -> None:
+        return None
+
+    def _maybe_merge_trained_mask_embedding(self) -> None:
+        """It would write into the target's embedding."""
+        from pathlib import Path  # only here
+
+        path = Path(get_spec().speculative_draft_model_path or "") / "mask_embedding.pt"
+        if path.exists():
+            raise UnsupportedEngineError(
+                f"{path}: a trained mask embedding replaces a row of the target's, which would "
+                "change the target: use a checkpoint without one beside another drafter"
+            )
+
+
+class BlockDrafter:
+    """Owns the drafting half, from its construction on.
+
+    config: `ModelConfig` of the checkpoint at model_path.
+    """
+
+    def __init__(self, config: Any, model_path: str, revision: str | None, outer: Any) -> None:
+        """outer: the `EagleDraftWorker` it lives in, or stands for.  Raises PluginError."""
+        self._model_path, self._revision = model_path, revision
+        target = outer.target_worker.model_runner
+        if target.model_config.model_is_mrope or hasattr(target.req_to_token_pool, "mamba_pool"):
+            raise UnsupportedEngineError(
+                "a DFlash drafter is untested with multimodal positions and with recurrent layers"
+            )
+        draft = parse_dflash_draft_config(draft_hf_config=config.hf_config)
+        self.block_size = size = int(draft.resolve_block_size(default=16))
+        if sglang_api.widest_step() < size:
+            # The block is written behind the context, where room is kept for the widest step.
+            raise UnsupportedEngineError(
+                f"the DFlash drafter drafts blocks of {size}, for which the engine keeps no room: "
+                f"let SPECULATION_GAMMAS reach {size - 1}"
+            )
+        dflash_worker_v2.DFlashVerifyInput = _stop
+        saved, target.spec_algorithm = target.spec_algorithm, SpeculativeAlgorithm.DFLASH
+        try:
+            with self.scope(), sglang_api.with_draft_config(target, config):
+                self._worker = _DraftingHalf(
+                    outer.server_args, outer.gpu_id, outer.nccl_port, outer.target_worker
+                )
+        finally:
+            target.spec_algorithm = saved
+        if self._worker.lilicorr is not None:
+            raise UnsupportedEngineError(
+                "a DFlash checkpoint with a LiLiCorr head is untested where the draft length is "
+                "steered: it wants to know each step as it is read"
+            )
+        self._offsets: dict[int, torch.Tensor] = {}
+        self._device = outer.device
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """Inside it SGLang's configuration is that of an engine with this drafter alone."""
+        found: AbstractContextManager[Any] = get_spec().override(
+            speculative_algorithm="DFLASH",
+            speculative_draft_model_path=self._model_path,
+            speculative_draft_model_revision=self._revision,
+            speculative_num_steps=1,
+            speculative_num_draft_tokens=self.block_size,
+            speculative_draft_window_size=None,
+        )
+        return found
+
+    @property
+    def runner(self) -> Any:
+        """The `ModelRunner` of the drafter."""
+        return self._worker.draft_model_runner
+
+    @property
+    def mask_token(self) -> int:
+        """The id that stands for the tokens of a block that are to come."""
+        found: int = self._worker._mask_token_id
+        return found
+
+    def refresh(self) -> None:
+        """After its weights were written: SGLang keeps key and value matrices side by side."""
+        if self._worker._fused_kv_helper is not None:
+            self._worker._init_fused_kv_helper()
+
+    def lend_layout(self, draft: Any) -> None:
+        """Has a draft worker lie on the ranks as this drafter does."""
+        sglang_api.lie_like(draft, self._worker)
+
+    def alloc_memory_pool(self, *arguments: Any, **named: Any) -> None:
+        """As SGLang asks its draft worker."""
+        with self.scope():
+            self._worker.alloc_memory_pool(*arguments, **named)
+
+    def init_attention_backends(self) -> None:
+        """As SGLang asks its draft worker."""
+        with self.scope():
+            self._worker.init_attention_backends()
+
+    def init_cuda_graphs(self) -> None:
+        """As SGLang asks its draft worker."""
+        with self.scope():
+            self._worker.init_cuda_graphs()
+
+    def draft(self, batch: Any) -> torch.Tensor:
+        """The block [B, block_size] after the newest tokens, which come first in it.
+
+        Raises HookError when SGLang drafted and went on.
+        """
+        keep = batch.spec_info
+        batch.spec_info = make_draft_input_v2(
+            bonus_tokens=keep.bonus_tokens, new_seq_lens=batch.seq_lens
+        )
+        try:
+            self._worker.forward_batch_generation(batch)
+        except _DraftedError:
+            block: torch.Tensor = self._worker._draft_block_tokens_buf[: len(batch.seq_lens)]
+            return block
+        finally:
+            batch.spec_info = keep
+        raise HookError("DFlash verified its block itself: SGLang's order of calls has changed")
+
+    def rehearse(self) -> None:
+        """Reads one position and drafts one block; raises whatever that raises.
+
+        It reads and writes where the padding of a batch does (row 0 of the requests, slot 0 of the
+        KV cache), which no request ever owns, so it leaves no trace.
+        """
+        model = self._worker.draft_model
+        nothing = torch.zeros(1, dtype=torch.int64, device=self._device)
+        target = self._worker.model_runner.model_config
+        width = model.num_context_features * target.hidden_size
+        hidden = torch.zeros((1, width), dtype=target.dtype, device=self._device)
+        self.read(hidden, nothing, nothing)
+        batch = ScheduleBatch(
+            reqs=[],
+            forward_mode=ForwardMode.DECODE,
+            spec_info=make_draft_input_v2(bonus_tokens=nothing, new_seq_lens=nothing + 1),
+            req_pool_indices=nothing,
+            seq_lens=nothing + 1,
+            seq_lens_cpu=torch.ones(1, dtype=torch.int64),
+        )
+        # Reading the block back waits for the device, whose errors come late.
+        self.draft(batch).tolist()
+
+    def chain(self, draft: Any, batch: Any, block: torch.Tensor) -> Any:
+        """Has the first gamma tokens of a block verified.
+
+        draft: the `EagleDraftWorker` (or what stands for it), set to gamma.
+        """
+        gamma, size = draft.speculative_num_steps, batch.seq_lens.shape[0]
+        return build_eagle_verify_input(
+            batch,
+            batch.spec_info,
+            draft._topk1_parents_prealloc[:size],
+            draft._topk1_score_indices_prealloc[:size],
+            block[:, 1 : gamma + 1].contiguous(),
+            None,
+            target_worker=draft.target_worker,
+            topk=1,
+            num_steps=gamma,
+            num_draft_tokens=gamma + 1,
+            tree_mask_mode=draft.tree_mask_mode,
+            device=draft.device,
+        )
+
+    def read_prompt(self, batch: Any, hidden: torch.Tensor, kv_loc_plan: Any) -> None:
+        """Reads a prefill's positions: hidden [tokens, width], request after request."""
+        lengths = torch.tensor(batch.extend_lens, dtype=torch.int32, device=self._device)
+        prefixes = torch.tensor(batch.prefix_lens, dtype=torch.int32, device=self._device)
+        backend = self._worker.model_runner.prefill_attention_backend_str
+        positions, _ = compute_position(backend, prefixes, lengths, int(sum(batch.extend_lens)))
+        slots = batch.out_cache_loc
+        if kv_loc_plan is not None:
+            slots = self._worker._draft_write_ids(kv_loc_plan)
+        self.read(hidden, slots, positions, extend_lens=lengths)
+
+    def read_step(self, batch: Any, result: Any, hidden: torch.Tensor, kv_loc_plan: Any) -> None:
+        """Reads what a verification has accepted: hidden [B * width, ...]."""
+        size = batch.seq_lens.shape[0]
+        width = hidden.shape[0] // size
+        offsets = self._offsets.get(width)
+        if offsets is None:
+            offsets = self._offsets[width] = torch.arange(width, device=self._device)
+        positions = (batch.seq_lens[:, None] + offsets).flatten()
+        slots = batch.out_cache_loc
+        if kv_loc_plan is not None:
+            slots = self._worker._draft_write_ids(kv_loc_plan)
+        self.read(
+            hidden, slots, positions,
+            cache_loc_2d=slots.view(size, width), commit_lens=result.accept_lens,
+        )  # fmt: skip
+
+    def read(
+        self, hidden: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, **shape: Any
+    ) -> None:
+        """Puts the target's hidden states into the drafter's KV cache, at these slots."""
+        self._worker._append_target_hidden_to_draft_kv_by_loc(
+            target_hidden=hidden, cache_loc=slots, positions=positions, **shape
+        )
+
+
+def cannot_draft(model_path: str, error: Exception) -> str:
+    """Why an engine does not start whose drafter failed in its rehearsal."""
+    return (
+        f"the DFlash drafter {model_path} cannot draft: {reason_of(error)}; repair it, or start "
+        "the engine without it"
+    )

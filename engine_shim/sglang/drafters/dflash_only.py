@@ -1,0 +1,188 @@
+"""DFlash as an engine's only drafter, steered.
+
+SGLang's own DFLASH engine verifies whole blocks and nothing else.  Here the engine is built as an
+EAGLE one, whose parts can verify any gamma + 1 tokens, and this drafter stands where its EAGLE head
+would: it drafts its whole block (a shorter block is a worse one) and hands on the first gamma.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.plugins.hook_registry import HookType
+from sglang.srt.runtime_context import get_device, get_spec
+from sglang.srt.speculative import eagle_worker_v2
+from sglang.srt.speculative.base_spec_worker import EagleDraftWorkerBase
+from sglang.srt.speculative.eagle_info import EagleDraftInput
+from sglang.srt.speculative.eagle_utils import default_tree_mask_mode
+
+from engine_shim.link.losses import reason_of
+from engine_shim.sglang import hook_check, ranks, sglang_api
+from engine_shim.sglang.drafters.dflash import BlockDrafter, cannot_draft
+from engine_shim.sglang.drafters.hidden_states import draft_config, emit_for_block
+from engine_shim.sglang.errors import UnsupportedEngineError
+
+_log = logging.getLogger(__name__)
+
+
+class LoneBlockWorker(EagleDraftWorkerBase):
+    """In place of `EagleDraftWorker`.
+
+    When it fails it tells the sidecar, which plans plain decoding from then on, and goes on with
+    blocks of nothing until that plan has come: every token is verified, none is accepted.
+    """
+
+    # What the EAGLE parts around it ask for, and a block has not.
+    topk = 1
+    seed_dsa_topk_from_draft_extend = False
+    cuda_graph_runner = cuda_graph_runner_for_draft_extend = draft_extend_attn_backend = None
+    speculative_num_steps: int
+    speculative_num_draft_tokens: int
+
+    def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
+        """Raises UnsupportedEngineError."""
+        super().__init__()
+        self.server_args, self.gpu_id, self.nccl_port = server_args, gpu_id, nccl_port
+        self.target_worker = target_worker
+        self.device = get_device().device
+        spec = get_spec()
+        self.speculative_num_steps = spec.speculative_num_steps
+        self.speculative_num_draft_tokens = spec.speculative_num_draft_tokens
+        self._rebuild_topk1_chain_buffers()
+        path, revision = spec.speculative_draft_model_path, spec.speculative_draft_model_revision
+        self.block = BlockDrafter(draft_config(server_args, path, revision), path, revision, self)
+        asked = server_args.speculative_num_draft_tokens
+        if asked not in (None, self.block.block_size):
+            raise UnsupportedEngineError(
+                f"--speculative-num-draft-tokens {asked}: the checkpoint drafts blocks of "
+                f"{self.block.block_size}, and shorter ones accept less; leave it out"
+            )
+        self.block.lend_layout(self)
+        self.tree_mask_mode = default_tree_mask_mode()
+        self._usable = True
+        # Told why, when it drafts no more.
+        self.lost: Callable[[str], None] = lambda _: None
+
+    @property
+    def draft_runner(self) -> Any:
+        """The `ModelRunner` of the drafter."""
+        return self.block.runner
+
+    def alloc_memory_pool(self, **arguments: Any) -> None:
+        """As SGLang asks its draft worker."""
+        self.block.alloc_memory_pool(**arguments)
+
+    def init_attention_backends(self) -> None:
+        """As SGLang asks its draft worker."""
+        self.block.init_attention_backends()
+        self.init_attention_backend()
+
+    def init_attention_backend(self) -> None:
+        """For each draft length: the block's own, of one width, serves them all."""
+        self.draft_attn_backend = self.draft_runner.attn_backend
+        self.draft_runner.draft_attn_backend = self.draft_attn_backend
+
+    def init_cuda_graphs(self) -> None:
+        """As SGLang asks its draft worker."""
+        self.block.init_cuda_graphs()
+
+    def _capture_cuda_graphs(self) -> None:
+        """For each draft length: nothing, as with the attention."""
+
+    def rehearse(self) -> None:
+        """Drafts a block before there is traffic.  Raises UnsupportedEngineError if it cannot."""
+        try:
+            self.block.rehearse()
+        except Exception as error:
+            path = get_spec().speculative_draft_model_path
+            raise UnsupportedEngineError(cannot_draft(path, error)) from error
+
+    def draft(self, batch: Any, **_: Any) -> Any:
+        """Inputs of a verification of gamma + 1 tokens for each request."""
+        try:
+            block = self.block.draft(batch) if self._usable else self._nothing(batch)
+        except Exception as error:  # noqa: BLE001 - out of memory, say
+            self._give_up(error)
+            block = self._nothing(batch)
+        return self.block.chain(self, batch, block)
+
+    def draft_extend(self) -> None:
+        """Abstract in SGLang, and called by nothing."""
+
+    def _draft_extend_for_prefill(
+        self, batch: Any, hidden: torch.Tensor, next_token_ids: torch.Tensor,
+        mm_input_embeds: Any = None, kv_loc_plan: Any = None,
+    ) -> Any:  # fmt: skip
+        if not batch.forward_mode.is_idle():
+            self._try(lambda: self.block.read_prompt(batch, hidden, kv_loc_plan))
+        draft_input = EagleDraftInput(
+            bonus_tokens=next_token_ids, num_tokens_per_req=1, num_tokens_for_logprob_per_req=1
+        )
+        self._fill(draft_input, next_token_ids.shape[0])
+        return draft_input
+
+    def _draft_extend_for_decode(self, batch: Any, result: Any, *, kv_loc_plan: Any = None) -> None:
+        hidden = result.logits_output.hidden_states
+        self._try(lambda: self.block.read_step(batch, result, hidden, kv_loc_plan))
+        self._fill(result.next_draft_input, batch.seq_lens.shape[0])
+
+    def catch_up(self, hidden: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> None:
+        """Reads positions that were slept through."""
+        self._try(lambda: self.block.read(hidden, slots, positions))
+
+    def _fill(self, draft_input: Any, size: int) -> None:
+        """What an EAGLE head would leave for its next step; a block begins from the cache alone."""
+        config, device = self.draft_runner.model_config, self.device
+        draft_input.topk_p = torch.zeros((size, 1), device=device)
+        draft_input.topk_index = torch.zeros((size, 1), dtype=torch.int64, device=device)
+        width = config.spec_hidden_size
+        draft_input.hidden_states = torch.zeros((size, width), dtype=config.dtype, device=device)
+
+    def _nothing(self, batch: Any) -> torch.Tensor:
+        size = batch.seq_lens.shape[0], self.block.block_size
+        return torch.zeros(size, dtype=torch.int64, device=self.device)
+
+    def _try(self, read: Callable[[], None]) -> None:
+        if self._usable:
+            try:
+                read()
+            except Exception as error:  # noqa: BLE001 - out of memory, say
+                self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        """Raises the error where other ranks would go on drafting."""
+        if ranks.are_several():
+            raise error
+        self._usable = False
+        _log.error(
+            "DFlash drafts no more: from now on nothing that is drafted is accepted", exc_info=error
+        )
+        self.lost(reason_of(error))
+
+
+def register() -> None:
+    """Hooks it in, before the engine's workers are built."""
+    hook_check.register(sglang_api.RESOLVE_CAPTURE, around_resolve, HookType.AROUND)
+    hook_check.register(sglang_api.DRAFT_WORKER, LoneBlockWorker, HookType.REPLACE)
+    # The last to read what the scheduler shares is the verification, as in a DFLASH engine.
+    eagle_worker_v2.EAGLEWorkerV2.last_shared_read_runner = property(
+        lambda worker: worker.target_worker.model_runner
+    )
+
+
+def around_resolve(original: Callable[..., Any], **arguments: Any) -> Any:
+    """Around `resolve_spec_aux_hidden_state_config`: what the block reads, and nothing else."""
+    found = original(**arguments)
+    if not arguments["is_draft_worker"] and arguments["spec_algorithm"].is_eagle():
+        spec = get_spec()
+        config = draft_config(
+            arguments["server_args"],
+            spec.speculative_draft_model_path,
+            spec.speculative_draft_model_revision,
+        )
+        found.eagle_use_aux_hidden_state = False
+        found.eagle_draft_num_layers = emit_for_block(found, config, arguments["model_config"])
+    return found

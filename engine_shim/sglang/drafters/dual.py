@@ -1,0 +1,190 @@
+"""A DFlash drafter beside the engine's own EAGLE, EAGLE3 or MTP one; either may draft any step.
+
+Both keep up with the stream: after every prefill and every verification each reads the hidden
+states of what was accepted, so that the other can take over at the next step.  One set of prepared
+draft lengths serves both: whoever drafts, a chain of gamma tokens is verified.  DFlash always
+drafts its whole block, of which the first gamma tokens are used.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.plugins.hook_registry import HookType
+from sglang.srt.speculative import eagle_worker_v2
+
+from engine_shim.link.losses import reason_of
+from engine_shim.sglang import hook_check, ranks, sglang_api
+from engine_shim.sglang.drafters.dflash import BlockDrafter, cannot_draft
+from engine_shim.sglang.drafters.hidden_states import SharedCapture
+from engine_shim.sglang.errors import UnsupportedEngineError
+
+_log = logging.getLogger(__name__)
+
+
+class SecondDrafter:
+    """Hooks around one engine's draft worker.
+
+    gammas: draft lengths that the engine prepares.  lost: told why, when it drafts no more.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        revision: str,
+        gammas: tuple[int, ...],
+        lost: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.model_path, self.revision = model_path, revision
+        self._gammas = gammas
+        self._capture = SharedCapture(model_path, revision or None)
+        self._block: BlockDrafter | None = None
+        self._lost = lost
+        self.usable = True
+
+    def register(self) -> None:
+        """Registers everything with SGLang, before the engine's workers are built."""
+        around, capture = HookType.AROUND, self._capture
+        hook_check.register(sglang_api.RESOLVE_CAPTURE, capture.around_resolve, around)
+        hook_check.register(sglang_api.CONFIGURE_CAPTURE, capture.around_configure, around)
+        hook_check.register(sglang_api.STORE_HIDDEN, capture.around_store, around)
+        hook_check.register(sglang_api.DRAFT_CONSTRUCT, self.around_construct, around)
+        hook_check.register(sglang_api.DRAFT_MEMORY, self.around_memory, around)
+        hook_check.register(sglang_api.DRAFT_BACKENDS, self.around_backends, around)
+        hook_check.register(sglang_api.DRAFT_GRAPHS, self.around_graphs, around)
+        hook_check.register(sglang_api.DRAFT_PREFILL, self.around_prefill, around)
+        self._extend_properties()
+
+    @property
+    def block(self) -> BlockDrafter:
+        """Once the draft worker was built."""
+        assert self._block is not None
+        return self._block
+
+    @property
+    def gammas(self) -> tuple[int, ...]:
+        """Draft lengths above 0 that its block can fill."""
+        return tuple(g for g in self._gammas if 0 < g < self.block.block_size)
+
+    def around_construct(
+        self, original: Callable[..., None], draft: Any, *arguments: Any, **named: Any
+    ) -> None:
+        """Around `EagleDraftWorker.__init__`.  Raises UnsupportedEngineError."""
+        original(draft, *arguments, **named)
+        config = self._capture.block_config
+        self._block = BlockDrafter(config, self.model_path, self.revision or None, draft)
+
+    def around_memory(
+        self, original: Callable[..., None], draft: Any, *arguments: Any, **named: Any
+    ) -> None:
+        """Around `EagleDraftWorker.alloc_memory_pool`."""
+        original(draft, *arguments, **named)
+        self.block.alloc_memory_pool(*arguments, **named)
+
+    def around_backends(self, original: Callable[..., None], draft: Any) -> None:
+        """Around `EagleDraftWorker.init_attention_backends`."""
+        original(draft)
+        self.block.init_attention_backends()
+
+    def around_graphs(self, original: Callable[..., None], draft: Any) -> None:
+        """Around `EagleDraftWorker.init_cuda_graphs`."""
+        original(draft)
+        self.block.init_cuda_graphs()
+
+    def around_prefill(
+        self, original: Callable[..., Any], draft: Any, batch: Any, hidden: torch.Tensor,
+        *arguments: Any, **named: Any,
+    ) -> Any:  # fmt: skip
+        """Around `EagleDraftWorker._draft_extend_for_prefill`: both drafters read the prompt."""
+        own, others = self._capture.split(hidden)
+        if self.usable and not batch.forward_mode.is_idle():
+            try:
+                self.block.read_prompt(batch, others, named.get("kv_loc_plan"))
+            except Exception as error:  # noqa: BLE001 - out of memory, say
+                self.give_up(error)
+        return original(draft, batch, own, *arguments, **named)
+
+    def rehearse(self, *, required: bool) -> None:
+        """Drafts a block before there is traffic; one that cannot draft is given up.
+
+        Raises UnsupportedEngineError where it is required.
+        """
+        try:
+            self.block.rehearse()
+        except Exception as error:
+            if required:
+                raise UnsupportedEngineError(cannot_draft(self.model_path, error)) from error
+            self.give_up(error)
+
+    def draft(self, draft: Any, batch: Any) -> Any | None:
+        """In place of `EagleDraftWorker.draft`; None when it cannot, and the other one must."""
+        size = batch.seq_lens.shape[0]
+        if not self.usable or size > draft._topk1_parents_prealloc.shape[0]:
+            return None
+        try:
+            return self.block.chain(draft, batch, self.block.draft(batch))
+        except Exception as error:  # noqa: BLE001 - out of memory, say
+            self.give_up(error)
+            return None
+
+    def split(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The columns of `hidden` that the other drafter reads, and this one's."""
+        return self._capture.split(hidden)
+
+    def follow(self, batch: Any, result: Any, kv_loc_plan: Any) -> None:
+        """Reads what a step accepted, and leaves in `result` what the other drafter reads."""
+        output = result.logits_output
+        output.hidden_states, others = self._capture.split(output.hidden_states)
+        if not self.usable:
+            return
+        try:
+            self.block.read_step(batch, result, others, kv_loc_plan)
+        except Exception as error:  # noqa: BLE001 - out of memory, say
+            self.give_up(error)
+
+    def catch_up(
+        self, hidden: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """Reads positions that were slept through; the other drafter's columns of `hidden`."""
+        own, others = self._capture.split(hidden)
+        if self.usable:
+            try:
+                self.block.read(others, slots, positions)
+            except Exception as error:  # noqa: BLE001 - out of memory, say
+                self.give_up(error)
+        return own
+
+    def give_up(self, error: Exception) -> None:
+        """It has missed something, or cannot draft: from now on the other one drafts alone.
+
+        Raises the error where other ranks would go on with both.
+        """
+        if ranks.are_several():
+            raise error
+        self.usable = False
+        _log.error("DFlash drafts no more; the engine goes on with its own drafter", exc_info=error)
+        self._lost(reason_of(error))
+
+    def _extend_properties(self) -> None:
+        """What SGLang asks its workers for, with this drafter's part added."""
+        draft_class, worker_class = eagle_worker_v2.EagleDraftWorker, eagle_worker_v2.EAGLEWorkerV2
+        runners = draft_class.draft_runners.fget
+        backends = worker_class.spec_v2_attn_backends.fget
+
+        def draft_runners(draft: Any) -> list[Any]:
+            found = list(runners(draft))
+            return found if self._block is None else [*found, self._block.runner]
+
+        def spec_v2_attn_backends(worker: Any) -> tuple[Any, ...]:
+            return (*backends(worker), self.block.runner.attn_backend)
+
+        def weight_update_runners(worker: Any) -> list[tuple[str, Any]]:
+            # "draft" is the engine's own: another drafter's weights fit no DFlash.
+            return [("draft", worker.draft_worker.draft_runner)]
+
+        draft_class.draft_runners = property(draft_runners)
+        worker_class.spec_v2_attn_backends = property(spec_v2_attn_backends)
+        worker_class.weight_update_runners = weight_update_runners

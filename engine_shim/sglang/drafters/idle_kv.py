@@ -1,0 +1,227 @@
+"""A drafter that sleeps at gamma = 0, and wakes up without having missed anything.
+
+Awake, the drafter reads every position the target has passed (the target's hidden state at p, and
+token p + 1), in one draft-extend per step, so that its KV cache keeps up.  At gamma = 0 that is
+most of what speculation still costs.  Asleep, the step's hidden states and tokens are kept instead,
+and one draft-extend of as many positions as were missed catches up
+
+  - before the first step with the drafter awake, which also gives the state drafting begins from;
+  - while asleep, whenever the buffer is full: late and in bulk, far cheaper for each position.
+
+So the buffer is bounded and no request goes cold, however long the sleep.  What is not caught up is
+the tail (at most one buffer) of a request that finishes asleep: its target KV may be found again
+through the prefix cache, with the drafter's KV of that tail being whatever lay there.  That costs
+acceptance, never a wrong token, and is counted as unread.
+"""
+
+from __future__ import annotations
+
+import copy
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine_shim.sglang import sglang_api
+from engine_shim.sglang.drafters.idle_kv_buffer import MissedRows, MissedStep, MissedSteps
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from engine_shim.sglang.drafters.dual import SecondDrafter
+
+
+@dataclass(slots=True)
+class SleepCounters:
+    """Counts since the engine started.
+
+    `slept`: steps; `passes`: catch-up forwards; `caught_up`: positions they read; `cold`: requests
+    that had to draft from nothing; `unread`: positions that were never read.
+    """
+
+    slept: int = 0
+    passes: int = 0
+    caught_up: int = 0
+    cold: int = 0
+    unread: int = 0
+
+
+def cannot_sleep_reason(worker: Any) -> str | None:
+    """Why the drafter of this `EAGLEWorkerV2` cannot be put to sleep; None when it can."""
+    from sglang.srt.utils.common import is_cpu, is_cuda
+
+    draft = worker.draft_worker
+    obstacles = {
+        "only CUDA and the CPU are known to work": not (is_cuda() or is_cpu()),
+        "--enable-mixed-chunk decodes inside prefill batches": sglang_api.config_leaf(
+            "enable_mixed_chunk"
+        ),
+        "rejection sampling needs the drafter's distribution of each step": sglang_api.config_leaf(
+            "speculative_use_rejection_sampling"
+        ),
+        "the drafter's sparse attention is seeded by each draft-extend": (
+            draft.seed_dsa_topk_from_draft_extend
+        ),
+        "multimodal rotary positions are not kept": draft.draft_runner.model_config.model_is_mrope,
+        "recurrent layers cannot be caught up out of step": hasattr(
+            worker.req_to_token_pool, "mamba_pool"
+        ),
+    }
+    return next((reason for reason, is_so in obstacles.items() if is_so), None)
+
+
+class SleepingDrafter:
+    """Keeps what one `EAGLEWorkerV2`'s drafter sleeps through, and catches it up.
+
+    `max_steps`: the buffer's length in steps.  `second`: another drafter that sleeps with it.
+    """
+
+    def __init__(self, worker: Any, max_steps: int, second: SecondDrafter | None = None) -> None:
+        self._worker = worker
+        self._second = second
+        self._missed = MissedSteps(max_steps)
+        self.counters = SleepCounters()
+
+    def before_step(self, batch: Any, *, asleep: bool) -> None:
+        """To be called as a decode step begins, before anything drafts."""
+        missed = self._missed
+        if len(missed) and (not asleep or missed.is_full_for(len(batch.reqs))):
+            self._catch_up(batch)
+
+    def forget(self, requests: Sequence[Any]) -> None:
+        """To be called with the requests of a prefill, which the drafter reads as well."""
+        self._missed.forget([request.rid for request in requests])
+
+    def sleep_through(self, batch: Any, result: Any) -> None:
+        """In place of a step's draft-extend: keeps what it would have read.
+
+        `batch` and `result` as SGLang hands them to `_draft_extend_for_decode` at gamma = 0.
+        """
+        size = len(batch.reqs)
+        step = MissedStep(
+            [request.rid for request in batch.reqs],
+            # Copies: with graphs, these live in buffers that the next step overwrites.
+            batch.seq_lens.to(torch.int64, copy=True),
+            result.next_token_ids[:size].to(torch.int64, copy=True),
+            result.logits_output.hidden_states[:size].clone(),
+        )
+        self._worker._stub_skipped_draft_extend(batch, result)
+        self._missed.add(step)
+        self.counters.slept += 1
+
+    def _catch_up(self, batch: Any) -> None:
+        positions, tokens, hidden = self._missed.tensors()
+        lengths = batch.seq_lens if batch.seq_lens_cpu is None else batch.seq_lens_cpu
+        missed = self._missed.of_batch(
+            [request.rid for request in batch.reqs], lengths.tolist(), positions.tolist()
+        )
+        self._missed.clear()
+        self.counters.cold += missed.cold
+        self.counters.unread += missed.unread
+        if not missed.rows:
+            return
+        order = torch.tensor(missed.order, device=tokens.device)
+        rows = torch.tensor(missed.rows, device=tokens.device)
+        extend = _extend_batch(batch, missed, rows, positions[order])
+        hidden, draft = hidden[order], self._worker.draft_worker
+        if sglang_api.lone_block(draft) is not None:
+            draft.catch_up(hidden, extend.out_cache_loc, positions[order])
+        else:
+            if self._second is not None:
+                hidden = self._second.catch_up(hidden, extend.out_cache_loc, positions[order])
+            output = _read(draft, extend, tokens[order], hidden)
+            _install(batch.spec_info, rows, output)
+        self.counters.passes += 1
+        self.counters.caught_up += len(missed.order)
+
+
+def _extend_batch(
+    batch: Any, missed: MissedRows, rows: torch.Tensor, positions: torch.Tensor
+) -> Any:
+    """A `ScheduleBatch` of the requests that are behind, extending by what they missed.
+
+    The slots it writes are those the target has filled already: nothing is allocated.
+    """
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    extend = copy.copy(batch)
+    extend.reqs = [batch.reqs[row] for row in missed.rows]
+    extend.req_pool_indices = batch.req_pool_indices[rows]
+    extend.seq_lens = batch.seq_lens[rows]
+    if batch.seq_lens_cpu is not None:
+        extend.seq_lens_cpu = batch.seq_lens_cpu[missed.rows]
+    extend.seq_lens_sum = sum(missed.starts) + sum(missed.lengths)
+    if batch.orig_seq_lens is not None:
+        extend.orig_seq_lens = batch.orig_seq_lens[rows]
+    lengths = torch.tensor(missed.lengths, device=rows.device)
+    slots = batch.req_to_token_pool.req_to_token[
+        extend.req_pool_indices.to(torch.int64).repeat_interleave(lengths), positions
+    ]
+    extend.out_cache_loc = slots.to(torch.int64)
+    extend.forward_mode = ForwardMode.EXTEND
+    extend.prefix_lens = missed.starts
+    extend.extend_lens = missed.lengths
+    extend.extend_logprob_start_lens = [0] * len(missed.rows)
+    extend.extend_num_tokens = len(missed.order)
+    extend.return_logprob = False
+    extend.top_logprobs_nums = extend.token_ids_logprobs = None
+    if batch.multimodal_inputs is not None:
+        extend.multimodal_inputs = [batch.multimodal_inputs[row] for row in missed.rows]
+    # ForwardBatch.init_new writes into it.
+    extend.sampling_info = copy.copy(batch.sampling_info)
+    extend.has_grammar = False
+    return extend
+
+
+def _read(draft: Any, extend: Any, tokens: torch.Tensor, hidden: torch.Tensor) -> Any:
+    """One pass of the drafter over the missed positions, as after a prefill.
+
+    `draft`: the `EagleDraftWorker`.  Returns its logits output: one row for each request, at its
+    last missed position.
+    """
+    from sglang.srt.layers.moe.utils import (
+        speculative_moe_a2a_backend_context,
+        speculative_moe_backend_context,
+    )
+    from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
+    from sglang.srt.speculative.eagle_info import EagleDraftExtendInput
+
+    extend.input_ids = tokens
+    extend.spec_info = EagleDraftExtendInput(
+        hidden_states=hidden, num_tokens_per_req=1, num_tokens_for_logprob_per_req=1
+    )
+    with ExitStack() as stack:
+        stack.enter_context(sglang_api.draft_scope(draft))
+        stack.enter_context(speculative_moe_backend_context())
+        stack.enter_context(speculative_moe_a2a_backend_context())
+        forward_batch = ForwardBatch.init_new(
+            extend,
+            draft.draft_runner,
+            capture_hidden_mode=CaptureHiddenMode.LAST,
+            return_hidden_states_before_norm=False,
+        )
+        forward_batch.return_logprob = False
+        output = draft.draft_runner.forward(forward_batch).logits_output
+    # The scheduler waits on this event for the step's last reader of shared buffers, and this pass
+    # is not the last one.
+    draft.draft_runner.shared_read_done_event = None
+    return output
+
+
+def _install(draft_input: Any, rows: torch.Tensor, output: Any) -> None:
+    """Gives the requests that were caught up the state that their next draft begins from.
+
+    As SGLang does after a draft-extend: greedy, for a chain.  In new tensors, because the old ones
+    may be views of what the scheduler still holds.
+    """
+    index = torch.argmax(output.next_token_logits, dim=-1, keepdim=True)
+    state = {
+        "topk_p": torch.ones_like(index, dtype=torch.float32),
+        "topk_index": index,
+        "hidden_states": output.hidden_states,
+    }
+    for name, value in state.items():
+        new = getattr(draft_input, name).clone()
+        new[rows] = value.to(new.dtype)
+        setattr(draft_input, name, new)

@@ -1,0 +1,155 @@
+"""How the engine introduces itself: proto EngineSpec from a scheduler that is ready to serve."""
+
+from __future__ import annotations
+
+import re
+import socket
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine_shim.sglang import sglang_api, versions
+from engine_shim.sglang.losses import BLOCK_DRAFTER
+from engine_shim.sglang.model_shape import set_shapes
+from engine_shim.training.sd2 import STEERED_ARCHITECTURE
+from speculation.v1 import engine_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from engine_shim.sglang.drafters.dual import SecondDrafter
+    from engine_shim.sglang.settings import PluginSettings
+
+
+def introduce(
+    scheduler: Any,
+    settings: PluginSettings,
+    gammas: tuple[int, ...],
+    *,
+    can_sleep: bool,
+    can_update_online: bool = False,
+    can_collect: bool = False,
+    can_take_versions: bool = False,
+    second: SecondDrafter | None = None,
+    lost: Iterable[engine_pb2.LostCapability] = (),
+) -> engine_pb2.EngineSpec:
+    """`scheduler`: after `init_model_worker`."""
+    spec = engine_pb2.EngineSpec(
+        engine_id=settings.engine_id or default_engine_id(scheduler.server_args.port),
+        fingerprint=_fingerprint(scheduler),
+        drafters=[_drafter(scheduler, gammas)],
+        max_batch_size=scheduler.max_running_requests,
+        capabilities=engine_pb2.Capabilities(
+            can_sleep=can_sleep,
+            can_switch_drafter=second is not None,
+            can_update_online=can_update_online,
+            can_collect=can_collect,
+            can_take_versions=can_take_versions,
+            drafters_follow=True,
+            catch_up_steps=settings.sleep_positions if can_sleep else 0,
+            overlap_steps=1 if scheduler.enable_overlap else 0,
+        ),
+        lost=lost,
+    )
+    runners = [scheduler.draft_worker.draft_worker.draft_runner]
+    if second is not None:
+        spec.drafters.append(_block_drafter(second))
+        runners.append(second.block.runner)
+    set_shapes(spec, scheduler.tp_worker.model_runner, runners)
+    blocks = [sglang_api.lone_block(scheduler.draft_worker.draft_worker)]
+    blocks += [] if second is None else [second.block]
+    for drafter, block in zip(spec.drafters, blocks, strict=True):
+        if block is not None and drafter.HasField("shape"):
+            drafter.shape.block_size = block.block_size
+    return spec
+
+
+def set_batch_limits(spec: engine_pb2.EngineSpec, limits: Mapping[int, int]) -> None:
+    """Adds the draft lengths that are prepared for small batches only.  limits: by gamma."""
+    for drafter in spec.drafters:
+        drafter.batch_limits.extend(
+            engine_pb2.BatchLimit(gamma=gamma, max_batch_size=limits[gamma])
+            for gamma in drafter.gammas
+            if gamma in limits
+        )
+
+
+def default_engine_id(port: int) -> str:
+    """`<host name>:<port>`: stable across restarts, and apart for two servers of one host."""
+    host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())
+    return f"{host[:120]}:{port}"
+
+
+def _fingerprint(scheduler: Any) -> engine_pb2.Fingerprint:
+    runner = scheduler.tp_worker.model_runner
+    return engine_pb2.Fingerprint(
+        target_model=sglang_api.config_leaf("model_path"),
+        target_revision=sglang_api.config_leaf("revision") or "",
+        engine="sglang",
+        engine_version=versions.sglang_version(),
+        device=_device_name(runner.device),
+        dtype=str(runner.model_config.dtype).removeprefix("torch."),
+        quantization=sglang_api.config_leaf("quantization") or "",
+        tensor_parallel_size=sglang_api.config_leaf("tp_size"),
+        data_parallel_size=sglang_api.config_leaf("dp_size"),
+        attention_backend=runner.decode_attention_backend_str,
+        graph_batch_sizes=sglang_api.graph_batch_sizes(runner),
+        shim_version=_shim_version(),
+    )
+
+
+def _drafter(scheduler: Any, gammas: tuple[int, ...]) -> engine_pb2.Drafter:
+    # The arguments keep the algorithm as the user wrote it; SGLang resolves NEXTN to EAGLE.
+    algorithm: str = scheduler.server_args.speculative_algorithm
+    model: str = sglang_api.config_leaf("speculative_draft_model_path") or ""
+    revision: str = sglang_api.config_leaf("speculative_draft_model_revision") or ""
+    block = sglang_api.lone_block(scheduler.draft_worker.draft_worker)
+    if block is not None:
+        gammas = tuple(gamma for gamma in gammas if gamma < block.block_size)
+    return engine_pb2.Drafter(
+        name=algorithm.lower(),
+        kind=_kind(scheduler, has_block=block is not None),
+        gammas=gammas,
+        model=model,
+        # SGLang says "main" for a local folder too.
+        revision="" if Path(model).is_dir() else revision,
+    )
+
+
+def _kind(scheduler: Any, *, has_block: bool) -> engine_pb2.DrafterKind.ValueType:
+    if has_block:
+        return engine_pb2.DRAFTER_KIND_DFLASH
+    model = getattr(scheduler.draft_worker.draft_worker.draft_runner, "model", None)
+    steered = type(model).__name__ == STEERED_ARCHITECTURE
+    return engine_pb2.DRAFTER_KIND_STANDALONE if steered else engine_pb2.DRAFTER_KIND_MTP
+
+
+def _block_drafter(second: SecondDrafter) -> engine_pb2.Drafter:
+    path = second.model_path
+    return engine_pb2.Drafter(
+        name=BLOCK_DRAFTER,
+        kind=engine_pb2.DRAFTER_KIND_DFLASH,
+        gammas=second.gammas,
+        model=path,
+        revision="" if Path(path).is_dir() else second.revision,
+    )
+
+
+def _device_name(device: str) -> str:
+    """As the driver reports it; of a CPU, as the kernel does."""
+    if device == "cpu":
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+        return "cpu"
+    from sglang.srt.utils.common import get_device_name
+
+    name: str = get_device_name()
+    return name
+
+
+def _shim_version() -> str:
+    try:
+        return version("speculation-controller")
+    except PackageNotFoundError:
+        return ""

@@ -1,0 +1,1 @@
+"""Online training of the drafter inside SGLang."""

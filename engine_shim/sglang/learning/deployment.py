@@ -1,0 +1,159 @@
+"""Versions of the drafter that a trainer has made, put into service between two steps.
+
+    before_step     the version that the plan names is read on a thread; once it is there, its
+                    values are copied into the serving drafter, in place
+
+No request is stopped or flushed, and nothing waits for the disk.  A version that cannot be used is
+said, and the one that serves goes on; it is tried again after a while, since files may come late.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING, Any, Final
+
+from sglang.srt.runtime_context import get_parallel
+
+from engine_shim.sglang.learning.student import cannot_learn_reason, live_drafter
+from engine_shim.sglang.learning.weights import LiveWeights
+from engine_shim.training.versions import FOLDER as VERSIONS_FOLDER
+from engine_shim.training.versions import VersionError, Versions
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+    from engine_shim.sglang.learning.student import LiveDrafter
+    from engine_shim.sglang.settings import PluginSettings
+
+_RETRY_SECONDS: Final = 10.0
+
+_log = logging.getLogger(__name__)
+
+
+def deployment_for(worker: Any, settings: PluginSettings) -> Deployment | None:
+    """Of this `EAGLEWorkerV2`; None, and a log line that says why, where it takes no versions.
+
+    Raises OSError, VersionError for a folder that cannot be used.
+    """
+    reason = cannot_learn_reason(worker, get_parallel().tp_size)
+    if reason is None:
+        folder = Path(settings.signals_folder) / VERSIONS_FOLDER
+        return Deployment(folder, live_drafter(worker))
+    _log.warning("the drafter takes no versions that a trainer makes: %s", reason)
+    return None
+
+
+@dataclass(slots=True)
+class DeploymentCounters:
+    """version: that serves, 0 as loaded.  deployed: changes so far.  state: what it does."""
+
+    version: int = 0
+    deployed: int = 0
+    state: str = "ready"
+
+
+class Deployment:
+    """One engine's."""
+
+    def __init__(self, folder: Path, drafter: LiveDrafter) -> None:
+        """Leaves the drafter in the folder.  Raises OSError, VersionError."""
+        self.counters = DeploymentCounters()
+        self._versions = Versions(folder)
+        self._versions.adopt_base(
+            drafter.shape, drafter.parameters, drafter.embedding, drafter.head
+        )
+        self._weights = LiveWeights(drafter.parameters, drafter.refresh)
+        self._reading: _Reading | None = None
+        self._retry_at = 0.0
+        self._stopped = False
+
+    def before_step(self, wanted: int | None) -> bool:
+        """As a decode step begins; True when other weights serve it than the one before.
+
+        wanted: the plan's version, None without a plan.
+        """
+        if self._stopped or wanted is None:
+            self._reading = None
+            return False
+        if wanted == self.counters.version:
+            self._reading, self.counters.state = None, "ready"
+            return False
+        if not wanted:
+            self._weights.serve_first()
+            return self._changed(0)
+        reading = self._reading
+        if reading is None or reading.version != wanted:
+            if monotonic() >= self._retry_at or self._failed_another(wanted):
+                self._reading = _Reading(self._versions, wanted, self._weights.parameters)
+            return False
+        return reading.is_done and self._use(reading)
+
+    def _use(self, reading: _Reading) -> bool:
+        wanted, self._reading = reading.version, None
+        if reading.found is None:
+            self._retry_at = monotonic() + _RETRY_SECONDS
+            state = f"version {wanted} cannot be used: {reading.why}"
+            if state != self.counters.state:
+                _log.error("%s", state)
+            self.counters.state = state
+            return False
+        self._weights.serve(reading.found)
+        return self._changed(wanted)
+
+    def stop(self, why: str) -> None:
+        """What serves now goes on serving, and is reported as what it is."""
+        self._stopped = True
+        self.counters.state = why
+
+    def status(self) -> dict[str, Any]:
+        """The counters, in plain values."""
+        return asdict(self.counters)
+
+    def _failed_another(self, wanted: int) -> bool:
+        return not self.counters.state.startswith(f"version {wanted} ")
+
+    def _changed(self, version: int) -> bool:
+        _log.info("version %d of the drafter serves, after %d", version, self.counters.version)
+        self.counters.version = version
+        self.counters.deployed += 1
+        self.counters.state = "ready"
+        return True
+
+
+class _Reading:
+    """A version on its way from the disk.  found: its parameters, None for why."""
+
+    def __init__(self, versions: Versions, version: int, like: Mapping[str, torch.Tensor]) -> None:
+        self.version = version
+        self.found: dict[str, torch.Tensor] | None = None
+        self.why = ""
+        self._versions = versions
+        self._like = like
+        self._thread = threading.Thread(target=self._read, name="speculation-draft", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        """It has been read, or cannot be."""
+        return not self._thread.is_alive()
+
+    def _read(self) -> None:
+        try:
+            found = {
+                name: part.to(self._like[name].device)
+                for name, part in self._versions.load(self.version, self._like).items()
+            }
+        except FileNotFoundError as error:
+            self.why = f"{error} is not there"
+        except (VersionError, OSError) as error:
+            self.why = str(error)
+        except Exception as error:  # noqa: BLE001 - no memory for it, say
+            self.why = f"{type(error).__name__}: {error}"
+        else:
+            self.found = found

@@ -1,0 +1,289 @@
+"""Online updates of a drafter (test-time speculation) inside a serving engine.
+
+    after_verify    keeps what the round has verified, and every `stride` rounds hands it to the
+                    trainer; puts the last good weights back when acceptance fell
+    before_step     between two steps: copies what the trainer has made into the serving drafter
+
+The trainer is a process of its own (engine_shim.training.trainer); nothing here waits for it.  The
+target is never touched, its embedding, which the drafter shares, included: whatever the drafter
+becomes, tokens stay the target's.
+"""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from engine_shim.sglang import sglang_api
+from engine_shim.sglang.errors import UnsupportedEngineError
+from engine_shim.sglang.learning.rollback_guard import Judge, Verdict
+from engine_shim.sglang.learning.student import cannot_learn_reason, live_drafter
+from engine_shim.sglang.learning.weights import LiveWeights
+from engine_shim.sglang.learning.windows import Windows
+from engine_shim.sglang.step_reports import News
+from engine_shim.training import trainer
+from engine_shim.training.exchange import Channel, Kind, Layout, Message, SharedTensors
+
+if TYPE_CHECKING:
+    from engine_shim.sglang.learning.verified_step import Verification
+    from engine_shim.sglang.settings import PluginSettings
+
+# Requests of a batch that a round is learnt from, at most.
+MOST_REQUESTS: Final = 16
+# Steps without drafts after which a drafter counts as unused.
+_UNUSED_STEPS: Final = 64
+# Draft positions that a round without drafts (gamma = 0) is learnt for.
+_UNDRAFTED: Final = 3
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class OnlineCounters:
+    """Since the engine started.
+
+    rounds: handed to the trainer; updates: weights that were copied in; refused: rounds without a
+    usable result; restored: returns to the last good weights; resets: returns to the first ones;
+    replaced: times that somebody else gave the drafter weights.
+    loss (nats), seconds: of the last update.  state: what it does, or why it does nothing.
+    """
+
+    rounds: int = 0
+    updates: int = 0
+    refused: int = 0
+    restored: int = 0
+    resets: int = 0
+    replaced: int = 0
+    loss: float = 0.0
+    seconds: float = 0.0
+    state: str = "starting"
+
+
+def cannot_update_reason(worker: Any, device: str, ranks: int) -> str | None:
+    """Why the drafter of this `EAGLEWorkerV2` cannot learn while it serves; None when it can."""
+    if device != "cpu":
+        return f"on {device} it is untested: the CPU only"
+    return cannot_learn_reason(worker, ranks)
+
+
+def updates_for(worker: Any, runner: Any, settings: PluginSettings) -> OnlineUpdates:
+    """Of this `EAGLEWorkerV2`; runner: the target's.  Raises UnsupportedEngineError."""
+    reason = cannot_update_reason(worker, runner.device, sglang_api.config_leaf("tp_size"))
+    if reason is not None:
+        raise UnsupportedEngineError(f"SPECULATION_ONLINE_UPDATES is set, but {reason}")
+    return OnlineUpdates(worker, settings, settings.gammas[-1])
+
+
+class OnlineUpdates:
+    """One engine's.  worker: its `EAGLEWorkerV2`, for which `cannot_update_reason` is None."""
+
+    def __init__(self, worker: Any, settings: PluginSettings, largest_gamma: int) -> None:
+        """Raises UnsupportedEngineError where a student would not be this drafter."""
+        self.counters = OnlineCounters()
+        self._per_request = settings.online_scope == "request"
+        online = settings.online
+        drafter = live_drafter(worker)
+        shape, parameters, embedding = drafter.shape, drafter.parameters, drafter.embedding
+        self._weights = LiveWeights(parameters, drafter.refresh)
+        self._windows = Windows(online.window, online.top)
+        self._judge = Judge()
+        self._since = 0
+        self._undrafted = 0
+        self._stale = False
+        self._idle = False
+        self._learning = False
+        self._reset = False
+        self._landed_seconds = 0.0
+        self._depth = min(_UNDRAFTED, largest_gamma)
+        self._requests: list[str] = []
+        # Their drafter's cache was filled by weights that are not served any more.
+        self._tainted: set[str] = set()
+        size = MOST_REQUESTS, online.window + largest_gamma + 1
+        layouts = {
+            **self._windows.layouts(size, drafter.groups * embedding.shape[1], embedding.shape[0]),
+            **{
+                name: Layout(tuple(part.shape), "float32")
+                for name, part in ((trainer.EMBEDDING, embedding), (trainer.HEAD, drafter.head))
+                if part is not None
+            },
+            **{
+                trainer.WEIGHT + name: Layout(tuple(live.shape), "float32")
+                for name, live in parameters.items()
+            },
+        }
+        self._memory = SharedTensors(layouts)
+        self._memory.tensors[trainer.EMBEDDING].copy_(embedding)
+        if drafter.head is not None:
+            self._memory.tensors[trainer.HEAD].copy_(drafter.head)
+        self._share()
+        order = trainer.order(shape, online, layouts, threads=1)
+        self._process, self._channel = _started(order, self._memory)
+
+    @property
+    def over(self) -> str:
+        """Why nothing is learnt any more; "" while something is."""
+        return self.counters.state if self._channel is None else ""
+
+    def before_prefill(self, request_ids: list[str]) -> None:
+        """As a prefill begins, before the drafter reads it."""
+        if self._per_request and self._channel is not None and request_ids != self._requests:
+            self._requests = request_ids
+            # Said even where nothing was learnt: that requests begin anew is a fact by itself.
+            self._reset = True
+            if self._weights.changed and not self._were_replaced():
+                self._weights.serve_first()
+                self._judge.restart()
+                self._tell_weights()
+                self.counters.resets += 1
+
+    def before_step(self) -> None:
+        """As a decode step begins, before anything drafts."""
+        if self._channel is None:
+            return
+        try:
+            message = self._channel.receive(wait=False)
+        except EOFError:
+            self._end(f"the trainer has ended with status {self._process.poll()}")
+            return
+        if message is not None:
+            self._take(message)
+
+    def news(self) -> News:
+        """Of the step that begins, after `before_step`."""
+        seconds, reset = self._landed_seconds, self._reset
+        self._landed_seconds, self._reset = 0.0, False
+        return News(self._learning or seconds > 0, reset, seconds)
+
+    def after_verify(self, found: Verification, stride: int) -> None:
+        """Before a step's draft-extend.  stride: rounds between two updates, 0 for none."""
+        if self._channel is None:
+            return
+        gamma = found.gamma
+        drafted = gamma > 0 and found.by_learner
+        self._undrafted = 0 if drafted else self._undrafted + 1
+        if drafted:
+            self._depth = gamma
+            self._observe(found.request_ids, found.accepted)
+        if not stride:
+            self._windows.clear()
+            return
+        ready = self._windows.add(found)
+        self._since += 1
+        if ready and self._since >= stride and self._may_learn(len(found.request_ids)):
+            self._hand_over(gamma)
+
+    def close(self, why: str = "closed") -> None:
+        """Ends the trainer; from then on nothing is learnt."""
+        if self._channel is not None:
+            self._end(why)
+
+    def _may_learn(self, batch_size: int) -> bool:
+        alone = batch_size == 1 or not self._per_request
+        # A drafter that nobody uses can only become better.
+        idle = self._undrafted >= _UNUSED_STEPS and self._judge.knows_nothing
+        return self._idle and (self._judge.may_learn or idle) and alone
+
+    def _hand_over(self, gamma: int) -> None:
+        requests, positions = self._windows.write(self._memory.tensors, MOST_REQUESTS, gamma)
+        if not requests:
+            return
+        self._since = 0
+        self.counters.rounds += 1
+        self._learning = True
+        depth = gamma or self._depth
+        self._send(Message(Kind.LEARN, requests=requests, positions=positions, gamma=depth))
+
+    def _take(self, message: Message) -> None:
+        self._idle = True
+        self._learning = False
+        self.counters.state = "ready"
+        if self._were_replaced():
+            return
+        if self._stale:
+            # It has learnt from, or been told, weights that are not served any more.
+            self._tell_weights()
+        elif message.kind is Kind.LEARNT:
+            tensors = self._memory.tensors
+            self._weights.serve(
+                {name: tensors[trainer.WEIGHT + name] for name in self._weights.parameters}
+            )
+            self._judge.updated()
+            self.counters.updates += 1
+            self.counters.loss, self.counters.seconds = message.loss, message.seconds
+            self._landed_seconds = message.seconds
+        elif message.kind is Kind.REFUSED:
+            self.counters.refused += 1
+            _log.warning("an update of the drafter came to nothing: %s", message.text)
+
+    def _observe(self, request_ids: list[str], accepted: list[int]) -> None:
+        rows = zip(request_ids, accepted, strict=True)
+        counted = [length > 1 for rid, length in rows if rid not in self._tainted]
+        verdict = self._judge.add(sum(counted), len(counted))
+        if verdict is Verdict.NONE or self._were_replaced():
+            return
+        if verdict is Verdict.GOOD:
+            self._weights.keep()
+            return
+        self.counters.restored += 1
+        _log.warning(
+            "acceptance fell from %.3f to %.3f after updates of the drafter: the last good "
+            "weights are back, and it learns no more for %d drafts",
+            self._judge.before.rate, self._judge.found.rate, self._judge.hold,
+        )  # fmt: skip
+        self._weights.serve_good()
+        self._reset = True
+        self._judge.restart()
+        self._tainted = set(request_ids)
+        self._tell_weights()
+
+    def _were_replaced(self) -> bool:
+        if not self._weights.were_replaced():
+            return False
+        self._judge.begin_anew()
+        self._reset = True
+        self.counters.replaced += 1
+        _log.info("the drafter was given other weights: it goes on from those")
+        self._tell_weights()
+        return True
+
+    def _tell_weights(self) -> None:
+        """Has the trainer go on from what is served, once it is done with what it does."""
+        self._stale = not self._idle
+        if self._idle:
+            self._share()
+            self._send(Message(Kind.TAKE_WEIGHTS))
+
+    def _send(self, message: Message) -> None:
+        assert self._channel is not None
+        # One that cannot be sent finds its end noticed at the next step.
+        self._idle = not self._channel.send(message)
+
+    def _share(self) -> None:
+        for name, live in self._weights.parameters.items():
+            self._memory.tensors[trainer.WEIGHT + name].copy_(live.detach())
+
+    def _end(self, why: str) -> None:
+        self.counters.state = why
+        if self._channel is not None:
+            self._channel.close()
+        self._channel = None
+        self._learning = False
+        self._process.kill()
+        self._process.wait()
+        self._windows.clear()
+        if self._judge.unjudged and not self._weights.were_replaced():
+            # Nobody would find out any more whether these are worse.
+            self._weights.serve_good()
+        _log.warning("the drafter is updated no more: %s", why)
+
+
+def _started(order: str, memory: SharedTensors) -> tuple[subprocess.Popen[bytes], Channel | None]:
+    ours, theirs = Channel.pair()
+    with theirs:
+        fds = memory.fd, theirs.fileno()
+        command = [sys.executable, "-m", trainer.__name__, *map(str, fds), order]
+        process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL)
+    return process, Channel(ours)

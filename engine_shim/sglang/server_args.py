@@ -1,0 +1,142 @@
+"""The engine's configuration: candidate draft lengths from one setting, adaptive mode switched on.
+
+SGLang sizes its buffers from the file that `--speculative-adaptive-config` names, in several places
+and apart from its policy object.  Here all of them read SPECULATION_GAMMAS instead, and the user
+writes neither the file nor `--speculative-adaptive`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from engine_shim.sglang import hook_check, sglang_api
+from engine_shim.sglang.errors import UnsupportedEngineError
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+    from engine_shim.sglang.settings import PluginSettings
+
+
+class SteeredConfiguration:
+    """Hooks for every process in which SGLang resolves or uses its configuration."""
+
+    def __init__(self, settings: PluginSettings) -> None:
+        self._settings = settings
+
+    def candidate_steps(self, cfg_path: str | None = None) -> list[int]:
+        """In place of SGLang's `resolve_candidate_steps_from_config`: the one setting."""
+        return list(self._settings.gammas)
+
+    def resolve(self, args: ServerArgs, previous: Callable[[ServerArgs], None]) -> None:
+        """Around the configuration step that settles speculation.
+
+        Raises UnsupportedEngineError or HookError; the server then does not start.
+        """
+        from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+
+        hook_check.require_hooks(*hook_check.registered_targets())
+        config: Any = resolving_view(args)
+        self._refuse_conflicts(config)
+        has_block = bool(self._settings.dflash_model_path)
+        if sglang_api.is_block_alone(config):
+            has_block = True
+            # An engine for chains of any length, in which the block stands where a head would.
+            declare_resolution(
+                args,
+                "speculation_controller",
+                speculative_algorithm=sglang_api.CHAIN_ALGORITHM,
+                speculative_num_draft_tokens=None,
+            )
+        declare_resolution(args, "speculation_controller", speculative_adaptive=True)
+        previous(args)
+        reason = sglang_api.unsupported_reason(args)
+        if reason is not None:
+            raise UnsupportedEngineError(f"SPECULATION_SIDECAR is set, but {reason}")
+        start = config.speculative_num_steps
+        if start in self._settings.graph_limits:
+            raise UnsupportedEngineError(
+                f"SPECULATION_GRAPH_LIMITS limits {start}, the draft length that the engine starts "
+                "with: it is needed at every batch size (--speculative-num-steps names another)"
+            )
+        reason = sglang_api.no_block_reason(args) if has_block else None
+        if reason is not None:
+            raise UnsupportedEngineError(f"a DFlash drafter is to be steered, but {reason}")
+        if not config.speculative_adaptive:
+            raise UnsupportedEngineError(
+                "SPECULATION_SIDECAR is set, but SGLang switched adaptive speculation off "
+                "(its log says why: 'speculative_adaptive disabled')"
+            )
+
+    def reserve_for_graphs(
+        self, original: Callable[[ServerArgs], float], args: ServerArgs
+    ) -> float:
+        """Around SGLang's `reserve_for_graph_mb`: every further draft length has graphs of its own.
+
+        In MiB, by SGLang's rule for one set.  It asks only where it chooses --mem-fraction-static.
+        """
+        batch, limits = sglang_api.largest_graph_batch(args), self._settings.graph_limits
+        batches = [min(batch, limits.get(gamma, batch)) for gamma in self._settings.gammas]
+        # The length that the engine starts with is unlimited, and in `original` already.
+        return original(args) + sglang_api.MIB_PER_SEQUENCE * (sum(batches) - batch)
+
+    def _refuse_conflicts(self, config: Any) -> None:
+        """What the user asked for that cannot go together with a steered draft length."""
+        gammas = self._settings.gammas
+        algorithm = config.speculative_algorithm
+        if algorithm is None or algorithm.upper() not in sglang_api.ALGORITHMS:
+            raise UnsupportedEngineError(
+                f"SPECULATION_SIDECAR is set, but --speculative-algorithm is {algorithm}: one of "
+                f"{', '.join(sglang_api.ALGORITHMS)} is needed (or unset SPECULATION_SIDECAR)"
+            )
+        if config.speculative_adaptive_config is not None:
+            raise UnsupportedEngineError(
+                "--speculative-adaptive-config and SPECULATION_SIDECAR exclude each other: the "
+                "sidecar decides, and SPECULATION_GAMMAS lists the draft lengths"
+            )
+        if config.speculative_eagle_topk not in (None, 1):
+            raise UnsupportedEngineError(
+                f"--speculative-eagle-topk {config.speculative_eagle_topk}: the draft length can "
+                "be steered for chains (1) only, not for trees"
+            )
+        if gammas[-1] == 0:
+            raise UnsupportedEngineError(
+                "SPECULATION_GAMMAS lists no draft length above 0: there is nothing to steer"
+            )
+        if sglang_api.is_block_alone(config):
+            self._refuse_for_block_alone(config)
+        steps = config.speculative_num_steps
+        if steps is not None and steps not in gammas:
+            raise UnsupportedEngineError(
+                f"--speculative-num-steps {steps} is not among SPECULATION_GAMMAS "
+                f"{','.join(map(str, gammas))}"
+            )
+        safe = self._settings.safe_gamma
+        if safe is not None and safe not in gammas:
+            raise UnsupportedEngineError(
+                f"SPECULATION_SAFE_GAMMA={safe} is not among SPECULATION_GAMMAS "
+                f"{','.join(map(str, gammas))}"
+            )
+        if os.environ.get(sglang_api.SKIP_VARIABLE, "").lower() in ("1", "true", "yes", "y"):
+            raise UnsupportedEngineError(
+                f"unset {sglang_api.SKIP_VARIABLE}: with it the drafter would wake up with stale "
+                "state; the sidecar's plan decides step by step whether the drafter sleeps"
+            )
+
+    def _refuse_for_block_alone(self, config: Any) -> None:
+        if self._settings.dflash_model_path:
+            raise UnsupportedEngineError(
+                "SPECULATION_DFLASH_MODEL_PATH names a second drafter, but "
+                "--speculative-algorithm is DFLASH already: unset one of them"
+            )
+        if config.speculative_draft_model_path is None:
+            raise UnsupportedEngineError(
+                "--speculative-algorithm DFLASH needs --speculative-draft-model-path"
+            )
+        for option in ("speculative_dflash_block_size", "speculative_draft_window_size"):
+            if getattr(config, option) is not None:
+                raise UnsupportedEngineError(
+                    f"--{option.replace('_', '-')} is untested where the draft length is steered"
+                )

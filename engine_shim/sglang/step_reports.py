@@ -1,0 +1,153 @@
+"""What is reported of each decode step.
+
+A step is known from its launch (what was decided, how large the batch was) and from its result
+(what really ran, what was accepted, when it ended).  With SGLang's overlap schedule the next step
+is launched before this one's result is read, so the launch's facts travel on the result object.
+
+step_seconds runs from the end of the previous decode step's processing to the end of this one's.
+Where another forward (a prefill) or an idle time lies between, it runs from this step's own launch
+and is flagged AFTER_GAP.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from engine_shim.link.packets import (
+    AFTER_GAP,
+    DRAFTER_RESET,
+    EAGER_FALLBACK,
+    FIRST_USE,
+    SWITCHED,
+    UNSTEERED,
+    UPDATING,
+)
+from engine_shim.link.plan_follower import Choice, Source
+
+if TYPE_CHECKING:
+    from engine_shim.link.engine_link import EngineLink
+
+
+class News(NamedTuple):
+    """What a step has to report of online updates.
+
+    updating: one was being computed beside it, or landed before it.  reset: before it the drafter
+    went back to earlier weights, or was given others.  seconds: of the one that landed, or 0.
+    version: of the drafter that serves, 0 as loaded.
+    """
+
+    updating: bool
+    reset: bool
+    seconds: float
+    version: int = 0
+
+
+NO_NEWS: Final = News(updating=False, reset=False, seconds=0.0)
+
+
+class Launch:
+    """A decode step that was launched.
+
+    `forward_iter`: SGLang's counter of forwards, prefills included.  `kv_tokens`: sum of context
+    lengths before the step; None while only the requests know it.  `started`: perf_counter seconds.
+    `news`: of the drafter's online updates.
+    """
+
+    __slots__ = ("asleep", "choice", "forward_iter", "kv_tokens", "news", "started")
+
+    def __init__(self, choice: Choice, forward_iter: int | None, kv_tokens: int | None) -> None:
+        self.choice = choice
+        self.forward_iter = forward_iter
+        self.kv_tokens = kv_tokens
+        self.asleep = False
+        self.news = NO_NEWS
+        self.started = perf_counter()
+
+
+def kv_tokens_at_launch(batch: Any) -> int | None:
+    """Sum of context lengths, from what is on the CPU; None when it is on the device only."""
+    if batch.seq_lens_sum is not None:
+        return int(batch.seq_lens_sum)
+    if batch.seq_lens_cpu is not None:
+        return int(batch.seq_lens_cpu.sum())
+    return None
+
+
+def kv_tokens_committed(requests: list[Any]) -> int:
+    """The same from the requests; right once all earlier steps' results are processed."""
+    return sum([request.kv.kv_committed_len for request in requests])
+
+
+class StepTap:
+    """Turns launches and results into reports.
+
+    `graph_batch_sizes`: ascending; batches are padded up to the next one, and a larger batch runs
+    eagerly.  Empty: the engine has no graphs.
+    """
+
+    def __init__(self, link: EngineLink, graph_batch_sizes: tuple[int, ...] = ()) -> None:
+        self._link = link
+        self._graph_batch_sizes = graph_batch_sizes
+        self._used: set[tuple[int, int, bool, int]] = set()
+        self._step = 0
+        self._last_iter: int | None = None
+        self._last_end = 0.0
+        self._last_arm: tuple[int, int, bool] | None = None
+
+    def settle(self, launch: Launch, result: Any) -> None:
+        """Reports a step whose result SGLang has read back and counted."""
+        now = perf_counter()
+        gamma: int = result.speculative_num_draft_tokens - 1
+        accepted: list[int] = result.num_correct_drafts_per_req_cpu
+        batch_size = len(accepted)
+        counts = [0] * (gamma + 1)
+        for length in accepted:
+            counts[length] += 1
+        choice = launch.choice
+        flags = 0
+        iteration = launch.forward_iter
+        if iteration is None or self._last_iter is None or iteration != self._last_iter + 1:
+            flags |= AFTER_GAP
+            seconds = now - launch.started
+        else:
+            seconds = now - self._last_end
+        arm = (choice.drafter_index, gamma, launch.asleep)
+        if arm != self._last_arm and self._last_arm is not None:
+            flags |= SWITCHED
+        if choice.source is not Source.PLAN:
+            flags |= UNSTEERED
+        if self._graph_batch_sizes and not result.can_run_cuda_graph:
+            flags |= EAGER_FALLBACK
+        news = launch.news
+        if news.updating:
+            flags |= UPDATING
+        if news.reset:
+            flags |= DRAFTER_RESET
+        shape = (*arm, self._padded(batch_size))
+        if shape not in self._used:
+            self._used.add(shape)
+            flags |= FIRST_USE
+        self._last_iter, self._last_end, self._last_arm = iteration, now, arm
+        self._step += 1
+        self._link.report(
+            self._step,
+            batch_size,
+            launch.kv_tokens or 0,
+            choice.drafter_index,
+            gamma,
+            counts,
+            seconds,
+            flags,
+            choice.epoch,
+            choice.probe_id,
+            choice.session,
+            news.seconds,
+            news.version,
+        )
+
+    def _padded(self, batch_size: int) -> int:
+        sizes = self._graph_batch_sizes
+        index = bisect_left(sizes, batch_size)
+        return sizes[index] if index < len(sizes) else batch_size

@@ -1,0 +1,1 @@
+"""Experiments, demos and checks that are never installed with the product."""

@@ -1,0 +1,40 @@
+"""How the shipped target is served on a CPU, by the demo and the lab alike."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+_TARGET = Path(__file__).parent / "models" / "target"
+
+
+def engine_command(port: int, max_batch_size: int, flags: Sequence[str]) -> list[str]:
+    """flags: of its speculation, and further ones.
+
+    float32, because in bfloat16 even SGLang's own speculation differs from plain decoding by
+    rounding.
+    """
+    return [
+        sys.executable, "-m", "lab.cpu_engine.serve",
+        "--model-path", str(_TARGET),
+        "--dtype", "float32",
+        "--host", "127.0.0.1",
+        "--port", str(port),
+        "--max-running-requests", str(max_batch_size),
+        "--max-total-tokens", "16384",
+        "--context-length", "2048",
+        "--random-seed", "1",
+        "--skip-server-warmup",
+        "--log-level-http", "warning",
+        *flags,
+    ]  # fmt: skip
+
+
+def eagle3_flags(draft: Path, gamma: int) -> list[str]:
+    """A chain of `gamma` drafts of the drafter in that folder."""
+    return [
+        "--speculative-algorithm", "EAGLE3",
+        "--speculative-draft-model-path", str(draft),
+        "--speculative-num-steps", str(gamma),
+        "--speculative-eagle-topk", "1",
+        "--speculative-num-draft-tokens", str(gamma + 1),
+    ]  # fmt: skip

@@ -1,0 +1,93 @@
+"""Training of the steered draft (SD2): first a language model, then its steering with it.
+
+`distil` without steering is the paper's other baseline: the same loss, drafter and time.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Mapping
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine_shim.training.batches import WindowSampler
+from engine_shim.training.qwen3 import Qwen3Target
+from engine_shim.training.schedule import Budget, LearningRate, train
+from engine_shim.training.sd2 import SteeredDraft, SteeredShape, divergence, offsets
+from lab.cpu_engine.models.corpus import Split
+from lab.cpu_engine.models.recipe import SteeredRecipe
+
+_WINDOWS: Final = 12
+_LENGTH: Final = 128
+# Drafts a round that steering is made for, the paper's k.
+_DRAFTS: Final = 8
+
+_log = logging.getLogger(__name__)
+
+
+def train_steered(
+    recipe: SteeredRecipe, shape: SteeredShape, target: Qwen3Target, splits: Mapping[str, Split]
+) -> SteeredDraft:
+    """A steered draft for ``target``, whose weights must be those served."""
+    pretrained = pretrain(recipe, shape, splits)
+    return distil(recipe, pretrained, target, splits, recipe.budget, steered=True)
+
+
+def pretrain(
+    recipe: SteeredRecipe, shape: SteeredShape, splits: Mapping[str, Split]
+) -> SteeredDraft:
+    """A language model that has never seen the target; its steering does nothing."""
+    torch.manual_seed(2)
+    draft = SteeredDraft(shape)
+    sampler = _sampler(recipe, splits, seed=5)
+
+    def loss_of_step(_: int) -> Tensor:
+        tokens = sampler.draw(_WINDOWS, _LENGTH + 1)
+        logits = draft.decoder(tokens[:, :-1])
+        return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+    rate = LearningRate(peak=3e-3, warmup_steps=30)
+    steps = train(draft.decoder, loss_of_step, recipe.pretraining, rate)
+    _log.info("pretrained on %s: %d steps", dict(recipe.mixture), steps)
+    return draft
+
+
+def distil(
+    recipe: SteeredRecipe,
+    pretrained: SteeredDraft,
+    target: Qwen3Target,
+    splits: Mapping[str, Split],
+    budget: Budget,
+    *,
+    steered: bool,
+    seed: int = 6,
+) -> SteeredDraft:
+    """A copy that learns the target's distributions, with its steering or without."""
+    draft = copy.deepcopy(pretrained)
+    sampler = _sampler(recipe, splits, seed)
+    generator = torch.Generator().manual_seed(seed)
+    layers = draft.shape.feature_layers
+
+    def loss_of_step(_: int) -> Tensor:
+        tokens = sampler.draw(_WINDOWS, _LENGTH)
+        with torch.no_grad():
+            logits, features = target.logits_and_features(tokens, layers)
+        back = offsets(_LENGTH - 1, _WINDOWS, _DRAFTS, generator)
+        known = torch.cat(features, dim=-1) if steered else None
+        return divergence(draft, tokens, logits, known, back)
+
+    rate = LearningRate(peak=1e-3, warmup_steps=30)
+    new = list(draft.steer.parameters()) if steered else []
+    module = draft if steered else draft.decoder
+    steps = train(module, loss_of_step, budget, rate, weight_decay=0.01, faster=new)
+    _log.info("%s: %d steps", "steered" if steered else "distilled", steps)
+    return draft
+
+
+def _sampler(recipe: SteeredRecipe, splits: Mapping[str, Split], seed: int) -> WindowSampler:
+    streams = {domain: split.train for domain, split in splits.items()}
+    return WindowSampler(streams, recipe.mixture, torch.Generator().manual_seed(seed))

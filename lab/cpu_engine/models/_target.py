@@ -1,0 +1,147 @@
+"""Training of the shipped target: a shallow model, grown to full depth and trained on.
+
+Depth is what makes the target useful on a CPU, where a step costs what its layers cost to dispatch;
+the shallow start buys most of the quality for a third of the time.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine_shim.training.batches import WindowSampler
+from engine_shim.training.qwen3 import DecoderLayer, Qwen3Target, grow
+from engine_shim.training.schedule import Budget, LearningRate, train
+from lab.cpu_engine.models.corpus import Split
+from lab.cpu_engine.models.prompts import DOMAINS
+from lab.cpu_engine.models.recipe import MIXTURE, Recipe
+
+_WINDOWS: Final = 10
+_LENGTH: Final = 192
+_REPORT_STEPS: Final = 100
+
+_log = logging.getLogger(__name__)
+
+
+def train_target(recipe: Recipe, splits: Mapping[str, Split]) -> Qwen3Target:
+    """Both stages.
+
+    Raises:
+        RuntimeError: some layer of the result does next to nothing (see
+            ``Recipe.least_branch_share``).
+    """
+    torch.manual_seed(0)
+    shallow = Qwen3Target(recipe.shallow_shape)
+    _train(shallow, splits, recipe.shallow_budget, LearningRate(peak=4e-3, warmup_steps=40), seed=0)
+    target = grow(shallow, recipe.shape.layers)
+    _train(target, splits, recipe.full_budget, LearningRate(peak=3e-3, warmup_steps=20), seed=1)
+
+    shares = branch_shares(target, _mixed_windows(splits))
+    _log.info(
+        "each layer's share of the residual stream: %s", [round(share, 3) for share in shares]
+    )
+    if min(shares) < recipe.least_branch_share:
+        raise RuntimeError(
+            f"layer {shares.index(min(shares))} adds only {min(shares):.2%} to the residual "
+            "stream: train longer"
+        )
+    return target
+
+
+def cross_entropy(target: Qwen3Target, splits: Mapping[str, Split]) -> dict[str, float]:
+    """Held-out loss by domain, nats a token, over 16 windows of 256 tokens."""
+    losses = {}
+    for domain in DOMAINS:
+        tokens = held_out_sampler(splits, domain).draw(16, 257)
+        with torch.inference_mode():
+            losses[domain] = round(float(_loss(target, tokens)), 3)
+    return losses
+
+
+@torch.inference_mode()
+def branch_shares(target: Qwen3Target, tokens: Tensor) -> list[float]:
+    """What each layer adds on ``tokens`` [batch, length], relative to the norm of its input.
+
+    Norms are averaged over rows before the division.
+    """
+    rotation = target.rotary.at(torch.arange(tokens.shape[1]))
+    residual = target.model.embed_tokens(tokens)
+    shares = []
+    for layer in target.model.layers:
+        assert isinstance(layer, DecoderLayer)
+        output = layer(residual, rotation)
+        shares.append(float((output - residual).norm(dim=-1).mean() / residual.norm(dim=-1).mean()))
+        residual = output
+    return shares
+
+
+def held_out_sampler(splits: Mapping[str, Split], domain: str) -> WindowSampler:
+    """Validation windows of one domain, the same ones for every model."""
+    streams = {domain: splits[domain].validation}
+    return WindowSampler(streams, {domain: 1.0}, torch.Generator().manual_seed(1))
+
+
+def _mixed_windows(splits: Mapping[str, Split]) -> Tensor:
+    return torch.cat([held_out_sampler(splits, domain).draw(4, 128) for domain in DOMAINS])
+
+
+def _train(
+    target: Qwen3Target,
+    splits: Mapping[str, Split],
+    budget: Budget,
+    rate: LearningRate,
+    *,
+    seed: int,
+) -> None:
+    streams = {domain: split.train for domain, split in splits.items()}
+    sampler = WindowSampler(streams, MIXTURE, torch.Generator().manual_seed(seed))
+
+    def loss_of_step(_: int) -> Tensor:
+        tokens = sampler.draw(_WINDOWS, _LENGTH + 1)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return _loss(target, tokens)
+
+    _log.info(
+        "%d layers: cross entropy %s before training",
+        target.shape.layers,
+        cross_entropy(target, splits),
+    )
+    start = time.monotonic()
+    steps = train(target, loss_of_step, budget, rate, on_step=_reporter(target, splits))
+    elapsed = time.monotonic() - start
+    losses = cross_entropy(target, splits)
+    _log.info(
+        "%d layers: cross entropy %s after %d steps, %.0f s",
+        target.shape.layers,
+        losses,
+        steps,
+        elapsed,
+    )
+
+
+def _loss(target: Qwen3Target, tokens: Tensor) -> Tensor:
+    logits = target(tokens[:, :-1])
+    return functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def _reporter(target: Qwen3Target, splits: Mapping[str, Split]) -> Callable[[int, float], None]:
+    start = time.monotonic()
+
+    def report(step: int, loss: float) -> None:
+        if (step + 1) % _REPORT_STEPS == 0:
+            elapsed = time.monotonic() - start
+            _log.info(
+                "step %d, %.0f s, loss %.3f, held out %s",
+                step + 1,
+                elapsed,
+                loss,
+                cross_entropy(target, splits),
+            )
+
+    return report

@@ -1,0 +1,140 @@
+"""Make the shipped models again: ``python -m lab.cpu_engine.models.make``.
+
+Everything is made from the running Python's standard library and fixed seeds, offline, on one
+core.  Budgets end by steps or by wall time, whichever comes first, so a busy machine gives a
+somewhat worse set rather than a later one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+
+from engine_shim.training.blocks import ModelShape
+from engine_shim.training.checkpoint import (
+    load_target,
+    save_dflash,
+    save_draft,
+    save_steered,
+    save_target,
+)
+from lab.cpu_engine.models import corpus
+from lab.cpu_engine.models._block_draft import block_agreement_by_domain, train_blocks
+from lab.cpu_engine.models._draft import agreement_by_domain, train_draft
+from lab.cpu_engine.models._sd2 import train_steered
+from lab.cpu_engine.models._target import cross_entropy, train_target
+from lab.cpu_engine.models.prompts import passage_file
+from lab.cpu_engine.models.recipe import Recipe
+
+TARGET = "target"
+HELD_OUT = "held_out"
+TOKENIZER = "tokenizer.json"
+
+_log = logging.getLogger(__name__)
+
+
+def make(
+    recipe: Recipe, output: Path, texts: Mapping[str, list[str]], *, keep_target: bool = False
+) -> None:
+    """Train every model of ``recipe`` on ``texts`` and write the folders under ``output``.
+
+    With ``keep_target`` the target and its tokenizer already in ``output`` stay, and only the
+    drafts are made.
+    """
+    if keep_target:
+        tokenizer = Tokenizer.from_file(str(output / TARGET / TOKENIZER))
+        splits = corpus.tokenize(texts, tokenizer)
+    else:
+        tokenizer = corpus.train_tokenizer(texts)
+        splits = corpus.tokenize(texts, tokenizer)
+        save_target(train_target(recipe, splits), output / TARGET)
+        save_tokenizer(tokenizer, output / TARGET)
+        save_held_out(splits, output / HELD_OUT)
+    # Read back rather than passed on: drafts must learn the rounded weights, which are what an
+    # engine serves.
+    target = load_target(output / TARGET).requires_grad_(False)
+    _log.info("target as served: cross entropy %s", cross_entropy(target, splits))
+    for name, draft in recipe.drafts.items():
+        student = train_draft(draft, recipe.draft_shape, target, splits)
+        save_draft(student, output / name)
+        _log.info("%s: agreement %s", name, agreement_by_domain(student, target, splits))
+    for name, draft in recipe.blocks.items():
+        shape = recipe.block_shape(mask_token(tokenizer))
+        blocks = train_blocks(draft, shape, target, splits)
+        save_dflash(blocks, output / name)
+        _log.info("%s: agreement %s", name, block_agreement_by_domain(blocks, target, splits))
+    for name, steered in recipe.steered.items():
+        made = train_steered(steered, recipe.steered_shape, target, splits)
+        save_steered(made, output / name)
+
+
+def mask_token(tokenizer: Tokenizer) -> int:
+    """The token of a byte that no UTF-8 text holds: it never occurs, so it may stand for a mask."""
+    found = tokenizer.token_to_id("ÿ")
+    assert isinstance(found, int)
+    return found
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """Write the tokenizer files that ``AutoTokenizer`` and SGLang look for."""
+    tokenizer.save(str(folder / TOKENIZER))
+    # Written by hand: transformers 5 would name a class that transformers 4 does not know.
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": corpus.DOCUMENT_TOKEN,
+        "eos_token": corpus.DOCUMENT_TOKEN,
+        "pad_token": corpus.DOCUMENT_TOKEN,
+        "model_max_length": ModelShape().max_positions,
+        "clean_up_tokenization_spaces": False,
+    }
+    text = json.dumps(config, indent=2) + "\n"
+    (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
+
+
+def save_held_out(splits: Mapping[str, corpus.Split], folder: Path) -> None:
+    """Write the token ids that prompts are cut from (:mod:`lab.cpu_engine.models.prompts`)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for domain, split in splits.items():
+        np.save(passage_file(folder, domain), corpus.passages(split.validation))
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m lab.cpu_engine.models.make", description=__doc__
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path(__file__).parent, help="where the model folders go"
+    )
+    parser.add_argument(
+        "--keep-target",
+        action="store_true",
+        help="make only the drafts, for the target already there",
+    )
+    parser.add_argument(
+        "--only", nargs="+", metavar="DRAFT", help="with --keep-target: make these drafts only"
+    )
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    torch.set_num_threads(1)  # more threads wait for each other on matrices this small
+    recipe = Recipe()
+    if arguments.only:
+        groups = ("drafts", "blocks", "steered")
+        chosen = {
+            group: {n: r for n, r in getattr(recipe, group).items() if n in arguments.only}
+            for group in groups
+        }
+        recipe = replace(recipe, **chosen)  # type: ignore[arg-type]
+    make(recipe, arguments.output, corpus.documents(), keep_target=arguments.keep_target)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""What the shipped models are made of: sizes, mixtures and training budgets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from engine_shim.training.blocks import ModelShape
+from engine_shim.training.dflash import DFlashShape
+from engine_shim.training.eagle3 import Eagle3Shape
+from engine_shim.training.schedule import Budget
+from engine_shim.training.sd2 import SteeredShape
+
+MIXTURE: Final[Mapping[str, float]] = {"code": 0.4, "prose": 0.25, "json": 0.2, "csv": 0.15}
+
+_SHALLOW_BUDGET: Final = Budget(steps=1000, seconds=300)
+_FULL_BUDGET: Final = Budget(steps=700, seconds=600)
+
+
+@dataclass(frozen=True)
+class DraftRecipe:
+    """One draft: the domains it learns from, by weight, and how long it trains."""
+
+    mixture: Mapping[str, float]
+    budget: Budget
+
+
+@dataclass(frozen=True)
+class SteeredRecipe:
+    """A steered draft: the domains it learns from, as a language model and from the target."""
+
+    mixture: Mapping[str, float]
+    pretraining: Budget
+    budget: Budget
+
+
+def _drafts() -> dict[str, DraftRecipe]:
+    return {
+        "draft-mixed": DraftRecipe(MIXTURE, Budget(steps=600, seconds=720)),
+        # Blind to three domains on purpose: traffic that leaves code is a real shift in acceptance.
+        "draft-code": DraftRecipe({"code": 1.0}, Budget(steps=350, seconds=420)),
+    }
+
+
+def _blocks() -> dict[str, DraftRecipe]:
+    return {
+        # Regular text is where a block of seven pays; the rest is there not to be foreign.
+        "dflash": DraftRecipe(
+            {"json": 0.4, "csv": 0.3, "code": 0.2, "prose": 0.1}, Budget(steps=700, seconds=600)
+        ),
+    }
+
+
+def _steered() -> dict[str, SteeredRecipe]:
+    return {"sd2": SteeredRecipe(MIXTURE, Budget(900, 240), Budget(500, 400))}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The whole set.  The defaults are what ships: about 35 minutes on one core.
+
+    ``least_branch_share``: a layer whose output is less than this share of the residual stream it
+    joins counts as doing nothing, and the target is refused.
+    """
+
+    shape: ModelShape = field(default_factory=ModelShape)
+    shallow_layers: int = 8
+    shallow_budget: Budget = _SHALLOW_BUDGET
+    full_budget: Budget = _FULL_BUDGET
+    least_branch_share: float = 0.02
+    drafts: Mapping[str, DraftRecipe] = field(default_factory=_drafts)
+    blocks: Mapping[str, DraftRecipe] = field(default_factory=_blocks)
+    steered: Mapping[str, SteeredRecipe] = field(default_factory=_steered)
+    block: int = 8
+
+    @property
+    def shallow_shape(self) -> ModelShape:
+        """The target before it is grown."""
+        return self.shape.with_layers(self.shallow_layers)
+
+    @property
+    def draft_shape(self) -> Eagle3Shape:
+        """One layer, fed from a low, a middle and the highest target layer that SGLang can capture.
+
+        SGLang reads the output of layer k on entering layer k + 1, so the last layer's own output
+        is out of reach.
+        """
+        layers = self.shape.layers
+        return Eagle3Shape(self.shape.with_layers(1), (2, layers // 2, layers - 2))
+
+    @property
+    def steered_shape(self) -> SteeredShape:
+        """Two layers as wide as the target's, which are steered by what an EAGLE3 draft reads."""
+        decoder = replace(self.shape, layers=2, mlp=2 * self.shape.hidden)
+        return SteeredShape(decoder, self.shape.hidden, self.draft_shape.feature_layers)
+
+    def block_shape(self, mask_token: int) -> DFlashShape:
+        """Two layers, fed from five target layers spread over its depth."""
+        layers = self.shape.layers
+        features = tuple(sorted({round(1 + i * (layers - 4) / 4) for i in range(5)}))
+        return DFlashShape(self.shape.with_layers(2), features, self.block, mask_token)

@@ -1,0 +1,76 @@
+"""SGLang's own HTTP server on a CPU.
+
+``python -m lab.cpu_engine.serve --model-path FOLDER [any SGLang option]`` is
+``python -m sglang.launch_server`` with other defaults; every option given wins over them.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Sequence
+
+from lab.cpu_engine.environment import enter_cpu_environment
+
+# None marks an option that takes no value.
+_DEFAULTS: dict[str, str | None] = {
+    "--device": "cpu",
+    # The dtype in which a token's bits do not depend on the batch, so speculation is exact.
+    "--dtype": "float32",
+    "--disable-cuda-graph": None,
+    "--skip-server-warmup": None,
+    # SGLang would size its cache by the machine's memory and take most of it.
+    "--max-running-requests": "16",
+    "--max-total-tokens": "16384",
+    # An idle scheduler would keep a core busy.
+    "--sleep-on-idle": None,
+}
+
+
+def with_cpu_defaults(arguments: Sequence[str]) -> list[str]:
+    """The CPU defaults that ``arguments`` do not name themselves, then ``arguments``."""
+    named = {argument.split("=", 1)[0] for argument in arguments}
+    defaults: list[str] = []
+    for option, value in _DEFAULTS.items():
+        if option not in named:
+            defaults += [option] if value is None else [option, value]
+    return [*defaults, *arguments]
+
+
+def main() -> None:
+    """Serve until told to stop, then end the processes that SGLang started."""
+    enter_cpu_environment()
+    # A plugin may only hook what is imported where it is loaded: the processes' own modules too,
+    # for those that are forked.
+    import sglang.srt.managers.detokenizer_manager
+    import sglang.srt.managers.scheduler  # noqa: F401
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    load_plugins()
+    server_args = prepare_server_args(with_cpu_defaults(sys.argv[1:]))
+    # A data-parallel controller starts its schedulers from threads, where a fork may hang.
+    if server_args.dp_size == 1:
+        _fork()
+    try:
+        run_server(server_args)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+def _fork() -> None:
+    """SGLang's processes begin with what is imported already.
+
+    It spawns them for CUDA's sake, and each imports it anew: seconds, thrice.
+    """
+    multiprocessing.set_start_method("fork")
+    # SGLang sets its own, by this very name.
+    multiprocessing.set_start_method = lambda *_, **__: None
+
+
+# A spawned process imports this module again.
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""The command line of the demo."""
+
+import signal
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import typer
+
+from lab.demo import report
+from lab.demo.run import Options, run
+from lab.demo.stream import FULL, QUICK, SEED, build_stream
+from lab.harness.errors import StageError
+from lab.harness.screen import Screen
+
+EXIT_FAILED = 1
+EXIT_NOT_EXACT = 3
+_QUICK_STATIC_GAMMA = 2
+_PROFILE_SECONDS = 80.0
+_QUICK_PROFILE_SECONDS = 25.0
+
+
+def demo(
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A shorter stream, played once, static γ given.")
+    ] = False,
+    repeats: Annotated[int | None, typer.Option(min=1, help="Plays of each policy.")] = None,
+    static_gamma: Annotated[
+        int | None, typer.Option(min=1, help="Static γ; found for the stream if not given.")
+    ] = None,
+    output: Annotated[Path, typer.Option(help="Where result, picture and logs go.")] = Path(
+        "build/demo"
+    ),
+    seed: Annotated[int, typer.Option(help="Of prompts and lengths.")] = SEED,
+) -> None:
+    """Plays one stream off, static, with SGLang's adaptive speculation and steered; compares."""
+    signal.signal(signal.SIGTERM, _end)
+    options = Options(
+        stream=build_stream(QUICK if quick else FULL, seed),
+        repeats=repeats or (1 if quick else 3),
+        static_gamma=static_gamma or (_QUICK_STATIC_GAMMA if quick else None),
+        profile_seconds=_QUICK_PROFILE_SECONDS if quick else _PROFILE_SECONDS,
+        output=output,
+    )
+    screen = Screen()
+    try:
+        outcome = run(options, screen)
+    except StageError as error:
+        screen.say(f"\nThe demo failed: {error}")
+        raise typer.Exit(EXIT_FAILED) from error
+    report.show(outcome, screen)
+    screen.say(f"\n{output / 'result.json'}  {output / 'demo.png'}  {output / 'logs'}/")
+    if not all(outcome.exact(policy) for policy in outcome.policies):
+        raise typer.Exit(EXIT_NOT_EXACT)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    # As an exception, so that every context is left and every child ended.
+    raise SystemExit(128 + number)
+
+
+if __name__ == "__main__":
+    typer.run(demo)

@@ -1,0 +1,85 @@
+"""The command line of the check."""
+
+import signal
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import typer
+
+from lab.gpu_check import report
+from lab.gpu_check.run import PARTS, Options, run
+from lab.gpu_check.shapes import QWEN3_8B, SHAPES, SMALL
+from lab.harness.errors import StageError
+from lab.harness.machine import gpus
+from lab.harness.screen import Screen
+
+EXIT_FAILED = 1
+EXIT_NOT_A_GPU = 2
+EXIT_EAGER = 3
+
+
+def check(
+    options: Annotated[
+        list[str] | None, typer.Argument(help="Further options for SGLang, after --.")
+    ] = None,
+    shape: Annotated[str, typer.Option(help=f"{', '.join(SHAPES)}.")] = QWEN3_8B.name,
+    cpu: Annotated[
+        bool, typer.Option("--cpu", help="On this processor: tries the check itself out.")
+    ] = False,
+    repeats: Annotated[int, typer.Option(min=1, help="Pairs of plays.")] = 3,
+    profile_seconds: Annotated[float, typer.Option(min=1, help="For the step costs.")] = 180.0,
+    output: Annotated[Path, typer.Option(help="Where the findings and the logs go.")] = Path(
+        "build/gpu-check"
+    ),
+    parts: Annotated[str, typer.Option(help="Some of them only, in this order.")] = ",".join(PARTS),
+    keep_profile: Annotated[
+        Path | None, typer.Option(help="A folder that gets the profile too.")
+    ] = None,
+) -> None:
+    """Runs SGLang with CUDA graphs on a model-shaped target and measures every arm."""
+    signal.signal(signal.SIGTERM, _end)
+    screen = Screen()
+    if shape not in SHAPES:
+        screen.say(f"there is no shape {shape!r}: choose among {', '.join(SHAPES)}")
+        raise typer.Exit(EXIT_FAILED)
+    wanted = [part.strip() for part in parts.split(",") if part.strip()]
+    if unknown := sorted(set(wanted) - set(PARTS)):
+        screen.say(f"there is no part {', '.join(unknown)}: choose among {', '.join(PARTS)}")
+        raise typer.Exit(EXIT_FAILED)
+    if not cpu and not gpus():
+        screen.say(
+            "no GPU was found (nvidia-smi names none); `--cpu --shape "
+            f"{SMALL.name}` runs the same check on the processor"
+        )
+        raise typer.Exit(EXIT_NOT_A_GPU)
+    asked = Options(
+        shape=SHAPES[shape],
+        on_cpu=cpu,
+        repeats=repeats,
+        profile_seconds=profile_seconds,
+        output=output,
+        engine_options=tuple(options or ()),
+        keep_profile=keep_profile,
+        parts=tuple(part for part in PARTS if part in wanted),
+    )
+    try:
+        found = run(asked, screen)
+    except StageError as error:
+        screen.say(f"\nThe check failed: {error}")
+        raise typer.Exit(EXIT_FAILED) from error
+    text = report.markdown(found)
+    (output / "findings.md").write_text(text + "\n")
+    screen.say(f"\n{text}\n\n{output / 'result.json'}  {output / 'findings.md'}")
+    if problems := report.problems(found):
+        screen.say("\nNOT AS IT MUST BE:\n" + "\n".join(problems))
+        raise typer.Exit(EXIT_EAGER)
+
+
+def _end(number: int, _frame: FrameType | None) -> None:
+    # As an exception, so that every context is left and every child ended.
+    raise SystemExit(128 + number)
+
+
+if __name__ == "__main__":
+    typer.run(check)

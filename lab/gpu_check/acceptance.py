@@ -1,0 +1,100 @@
+"""How many drafts an engine without weights accepts: drawn, for each sequence, from a curve.
+
+SGLang can pretend acceptance (SGLANG_SIMULATE_ACC_LEN), with one number for a whole batch whoever
+drafted.  As an SGLang plugin of the check's own engines this puts a curve for each drafter in its
+place: draft j is accepted with the drafter's probability if those before it were.
+"""
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+VARIABLE = "GPU_CHECK_ACCEPTANCE"
+# Of a chat load: about 3 tokens a step for EAGLE3 with 5 drafts, 5 for DFlash with 15.
+ASSUMED: Mapping[str, float] = {"eagle3": 0.75, "dflash": 0.8}
+# What every accepted position then holds: a token that all vocabularies have.
+_TOKEN = 100
+
+
+def environment(scratch: Path, probabilities: Mapping[str, float] = ASSUMED) -> dict[str, str]:
+    """Variables of an engine that accepts so; puts the plugin's description into `scratch`."""
+    info = scratch / "gpu_check_acceptance-0.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    lines = ("Metadata-Version: 2.1", "Name: gpu-check-acceptance", "Version: 0")
+    (info / "METADATA").write_text("\n".join(lines) + "\n")
+    (info / "entry_points.txt").write_text(
+        f"[sglang.srt.plugins]\ngpu_check_acceptance = {__name__}:register\n"
+    )
+    paths = [str(scratch), os.environ.get("PYTHONPATH", "")]
+    return {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        # Any length above 0 has SGLang ask; the answer comes from here.
+        "SGLANG_SIMULATE_ACC_LEN": "1",
+        VARIABLE: ",".join(f"{name}={value}" for name, value in probabilities.items()),
+    }
+
+
+def register() -> None:
+    """SGLang's entry point; does nothing in an engine that is not the check's."""
+    given = os.environ.get(VARIABLE)
+    if not given:
+        return
+    from sglang.srt.speculative import spec_utils
+
+    pairs = (part.partition("=") for part in given.split(","))
+    acceptance = DrawnAcceptance({name: float(value) for name, _, value in pairs})
+    spec_utils.generate_simulated_accept_index = acceptance.accept
+
+
+class DrawnAcceptance:
+    """In place of `spec_utils.generate_simulated_accept_index`."""
+
+    def __init__(self, probabilities: Mapping[str, float]) -> None:
+        self._probabilities = probabilities
+        self._survival: dict[tuple[str, int], Any] = {}
+        self._block_drafted = False
+        self._watching = False
+
+    def accept(
+        self, accept_index: Any, predict: Any, num_correct_drafts: Any, spec_steps: int, **_: Any
+    ) -> Any:
+        """Fills `predict` and `num_correct_drafts` [B], as SGLang's own does.
+
+        accept_index, and what is returned: [B, width], each row's tokens in `predict` from its
+        first one on; -1 where nothing was accepted.
+        """
+        import torch
+
+        drafter = "dflash" if self._was_block() else "eagle3"
+        device, size = accept_index.device, accept_index.shape[0]
+        key = (drafter, spec_steps)
+        if key not in self._survival:
+            steps = torch.arange(1, spec_steps + 1, device=device)
+            self._survival[key] = self._probabilities[drafter] ** steps
+        correct = (torch.rand(size, 1, device=device) < self._survival[key]).sum(1)
+        offsets = torch.arange(spec_steps + 1, device=device)
+        index = torch.where(offsets <= correct[:, None], accept_index[:, :1] + offsets, -1)
+        num_correct_drafts.copy_(correct)
+        predict.fill_(_TOKEN)
+        return index.to(torch.int32)
+
+    def _was_block(self) -> bool:
+        """Whether DFlash drafted this step; the first step is before anybody looks."""
+        second = sys.modules.get("engine_shim.sglang.drafters.dual")
+        if second is not None and not self._watching:
+            self._watching = True
+            self._watch(second.SecondDrafter)
+        found, self._block_drafted = self._block_drafted, False
+        return found
+
+    def _watch(self, drafter: Any) -> None:
+        original = drafter.draft
+
+        def draft(second: Any, *arguments: Any) -> Any:
+            chain = original(second, *arguments)
+            self._block_drafted = chain is not None
+            return chain
+
+        drafter.draft = draft

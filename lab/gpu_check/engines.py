@@ -1,0 +1,97 @@
+"""The check's engines: SGLang servers of one shape that differ in speculation alone.
+
+OFF           no speculation configured
+STATIC        EAGLE3 with one draft length, without the plugin
+PINNED        the same drafter with the plugin, held to that draft length
+STEERED       both drafters, every draft length
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from lab.gpu_check.shapes import ModelFolders, Shape
+from lab.harness.engines import Engine, Workplace, launch_engine
+
+OFF, STATIC, PINNED, STEERED = "off", "static", "pinned", "steered"
+# Loading, and preparing every draft length's graphs.
+READY_SECONDS = 1200.0
+# Of the GPU for the steered engine, so that another fits beside it.
+_STEERED_MEMORY = 0.45
+_OTHER_MEMORY = 0.75
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Where the engines run.  options: further ones for SGLang, for all of them."""
+
+    shape: Shape
+    models: ModelFolders
+    on_cpu: bool
+    options: tuple[str, ...] = ()
+
+
+def command(policy: str, setting: Setting, port: int) -> list[str]:
+    """How that engine is started."""
+    shape = setting.shape
+    module = "lab.cpu_engine.serve" if setting.on_cpu else "sglang.launch_server"
+    memory = _STEERED_MEMORY if policy == STEERED else _OTHER_MEMORY
+    return [
+        sys.executable, "-m", module,
+        "--model-path", str(setting.models.target),
+        "--load-format", "dummy",
+        "--skip-tokenizer-init",
+        "--host", "127.0.0.1",
+        "--port", str(port),
+        "--max-running-requests", str(shape.max_batch),
+        "--context-length", str(shape.context_length),
+        "--random-seed", "1",
+        "--log-level-http", "warning",
+        # The engine that waits must leave the machine alone.
+        "--sleep-on-idle",
+        *([] if setting.on_cpu else ["--mem-fraction-static", str(memory)]),
+        *speculation_flags(policy, setting),
+        *setting.options,
+    ]  # fmt: skip
+
+
+def speculation_flags(policy: str, setting: Setting) -> list[str]:
+    """What distinguishes the command lines; STATIC and PINNED have the same."""
+    if policy == OFF:
+        return []
+    gamma = setting.shape.static_gamma
+    return [
+        "--speculative-algorithm", "EAGLE3",
+        "--speculative-draft-model-path", str(setting.models.eagle3),
+        "--speculative-num-steps", str(gamma),
+        "--speculative-eagle-topk", "1",
+        "--speculative-num-draft-tokens", str(gamma + 1),
+    ]  # fmt: skip
+
+
+def environment(policy: str, setting: Setting, address: str) -> dict[str, str]:
+    """Of the plugin; address: the sidecar's."""
+    shape = setting.shape
+    if policy in (OFF, STATIC):
+        return {}
+    common = {"SPECULATION_SIDECAR": address, "SPECULATION_ENGINE_ID": policy}
+    if policy == PINNED:
+        return common | {"SPECULATION_GAMMAS": f"0,{shape.static_gamma}"}
+    return common | {
+        "SPECULATION_GAMMAS": ",".join(map(str, shape.gammas)),
+        "SPECULATION_GRAPH_LIMITS": shape.graph_limits,
+        "SPECULATION_DFLASH_MODEL_PATH": str(setting.models.dflash),
+    }
+
+
+def launch(
+    policy: str, setting: Setting, place: Workplace, acceptance: Mapping[str, str]
+) -> Engine:
+    """Starts an engine; acceptance: the variables that have it accept drafts."""
+    variables = environment(policy, setting, place.address) | dict(acceptance)
+    return launch_engine(policy, lambda port: command(policy, setting, port), variables, place)
+
+
+def graphs_expected(options: Sequence[str], *, on_cpu: bool) -> bool:
+    """Whether every step should replay a graph."""
+    return not on_cpu and "--disable-cuda-graph" not in options

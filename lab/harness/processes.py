@@ -1,0 +1,148 @@
+"""Child processes with a log file, a readiness check, and an end.
+
+Every child leads its own process group, so that what it started itself (an engine's scheduler,
+the shim's agent) goes with it.
+"""
+
+import os
+import signal
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from lab.harness.errors import EngineFailedError
+
+_TAIL_LINES = 25
+_TERM_SECONDS = 8.0
+
+
+class Child:
+    """A running command; its output goes to `log`.  Leaving the context ends it and its children.
+
+    name: for messages.  environment: added to this process's own; a None value takes one away.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        log: Path,
+        environment: Mapping[str, str | None] | None = None,
+    ) -> None:
+        self.name = name
+        self.log = log
+        variables = dict(os.environ)
+        for key, value in (environment or {}).items():
+            if value is None:
+                variables.pop(key, None)
+            else:
+                variables[key] = value
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                list(command),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=variables,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        """Of the process, and of its group."""
+        return self._process.pid
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def terminate(self) -> None:
+        """Asks the whole group to end, and does not wait for it."""
+        self._signal(signal.SIGTERM)
+
+    def stop(self) -> None:
+        """Asks the whole group to end, then makes it."""
+        self.terminate()
+        try:
+            self._process.wait(_TERM_SECONDS)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            # Also what the process left behind; its group lives as long as any member does.
+            self._signal(signal.SIGKILL)
+            self._process.wait()
+
+    def check(self) -> None:
+        """Raises EngineFailedError, with the log's tail, when the process has ended."""
+        code = self._process.poll()
+        if code is not None:
+            raise EngineFailedError(f"{self.name} ended with status {code}.\n{self.tail()}")
+
+    def wait(self, timeout_seconds: float, tick: Callable[[], None] = lambda: None) -> None:
+        """Waits for a command that ends by itself; raises EngineFailedError unless it ends well."""
+        deadline = time.monotonic() + timeout_seconds
+        while (code := self._process.poll()) is None:
+            if time.monotonic() > deadline:
+                raise EngineFailedError(
+                    f"{self.name} was not done after {timeout_seconds:.0f} s.\n{self.tail()}"
+                )
+            tick()
+            time.sleep(0.2)
+        if code != 0:
+            raise EngineFailedError(f"{self.name} ended with status {code}.\n{self.tail()}")
+
+    def wait_until(
+        self,
+        ready: Callable[[], bool],
+        timeout_seconds: float,
+        tick: Callable[[], None] = lambda: None,
+        complaint: str = "was not ready",
+    ) -> None:
+        """Waits until `ready()`; raises EngineFailedError when the child dies or takes too long."""
+        deadline = time.monotonic() + timeout_seconds
+        while not ready():
+            self.check()
+            if time.monotonic() > deadline:
+                raise EngineFailedError(
+                    f"{self.name} {complaint} after {timeout_seconds:.0f} s.\n{self.tail()}"
+                )
+            tick()
+            time.sleep(0.2)
+
+    def tail(self) -> str:
+        """The last lines of the log, and where it is."""
+        lines = self.log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+        return "\n".join([f"--- the end of {self.log}:", *(f"    {line}" for line in lines)])
+
+    def last_line(self) -> str:
+        """The newest line of the log."""
+        lines = self.log.read_text(errors="replace").replace("\r", "\n").split("\n")
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+    def _signal(self, number: signal.Signals) -> None:
+        try:
+            os.killpg(self._process.pid, number)
+        except ProcessLookupError:
+            return
+
+
+def answers_http(url: str) -> bool:
+    """True when a GET is answered with 200."""
+    try:
+        with urllib.request.urlopen(url, timeout=5) as response:  # noqa: S310  # our own engine
+            return bool(response.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False

@@ -1,0 +1,226 @@
+"""A client of the sidecar: watching what it decides, and pinning it for a while."""
+
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import grpc
+
+from lab.harness.beside import Beside
+from lab.harness.errors import StageError
+from speculation.v1 import engine_pb2, plan_pb2, service_pb2, service_pb2_grpc
+
+# The drafter that every engine of a run has; the steered one may have another besides.
+OWN_DRAFTER = "eagle3"
+
+_CALL_SECONDS = 5.0
+_WATCH_SECONDS = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class GammaSample:
+    """The last step that the engine had reported at a moment (monotonic clock)."""
+
+    at: float
+    step: int
+    batch_size: int
+    gamma: int
+    probe: bool
+    unsteered: bool
+    drafter: str = OWN_DRAFTER
+
+    @property
+    def choice(self) -> str:
+        """What ran, for people: "0", or the drafter and its draft length."""
+        return f"{self.drafter} {self.gamma}" if self.gamma else "0"
+
+
+class Sidecar:
+    """A connection to a running sidecar.  Leaving the context closes it."""
+
+    def __init__(self, address: str, engine_id: str) -> None:
+        self._channel = grpc.insecure_channel(address)
+        self._inspection = service_pb2_grpc.InspectionServiceStub(self._channel)
+        self._operators = grpc.insecure_channel(_operators_address(address))
+        self._profiling = service_pb2_grpc.ProfilingServiceStub(self._operators)
+        self.engine_id = engine_id
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._channel.close()
+        self._operators.close()
+
+    def serving(self) -> bool:
+        """True when it answers."""
+        try:
+            self._list()
+        except grpc.RpcError:
+            return False
+        return True
+
+    def introduced(self) -> bool:
+        """True when the engine has introduced itself."""
+        try:
+            return self._status() is not None
+        except grpc.RpcError:
+            return False
+
+    def status(self) -> service_pb2.EngineStatus:
+        """What the sidecar knows of the engine.  Raises StageError when that is nothing."""
+        try:
+            found = self._status()
+        except grpc.RpcError as error:
+            raise StageError(f"the sidecar does not answer: {error}") from error
+        if found is None:
+            raise StageError(f"the sidecar does not know an engine {self.engine_id!r}")
+        return found
+
+    def explain(self, batch_size: int) -> service_pb2.ExplainResponse:
+        """The decision row at a batch size."""
+        request = service_pb2.ExplainRequest(engine_id=self.engine_id, batch_size=batch_size)
+        return self._inspection.Explain(request, timeout=_CALL_SECONDS)
+
+    def gammas(self) -> tuple[int, ...]:
+        """Draft lengths that the engine can run."""
+        return tuple(self.status().engine.drafters[0].gammas)
+
+    def why(self) -> str:
+        """Reason and detail of the plan in force."""
+        plan = self.status().plan
+        return f"{plan_pb2.Reason.Name(plan.reason)}: {plan.reason_detail}"
+
+    @contextmanager
+    def pinned(self, gamma: int, drafter: str = OWN_DRAFTER) -> Iterator["Pin"]:
+        """The engine runs this arm in every batch, as it does while it is profiled.
+
+        Raises StageError when the sidecar refuses.
+        """
+        requests: queue.SimpleQueue[service_pb2.MeasureRequest | None] = queue.SimpleQueue()
+        pin = Pin(requests, self.engine_id)
+        pin.move(gamma, drafter)
+        responses = self._profiling.Measure(iter(requests.get, None))
+        try:
+            next(responses)  # the force is in a plan now
+        except (grpc.RpcError, StopIteration) as error:
+            raise StageError(
+                f"the sidecar does not pin {drafter} gamma {gamma}: {error}"
+            ) from error
+        drain = threading.Thread(
+            target=_drain, args=(responses, pin.reports), name="pin", daemon=True
+        )
+        drain.start()
+        try:
+            yield pin
+        finally:
+            requests.put(None)
+            drain.join(_CALL_SECONDS)
+            responses.cancel()
+
+    def _list(self, page_token: str = "") -> service_pb2.ListEnginesResponse:
+        request = service_pb2.ListEnginesRequest(page_token=page_token)
+        return self._inspection.ListEngines(request, timeout=_CALL_SECONDS)
+
+    def _status(self) -> service_pb2.EngineStatus | None:
+        token, more = "", True
+        while more:
+            answer = self._list(token)
+            for engine in answer.engines:
+                if engine.engine.engine_id == self.engine_id:
+                    return engine
+            token = answer.next_page_token
+            more = bool(token)
+        return None
+
+
+class Pin:
+    """What holds an engine to one arm.  reports: its steps since, in order; of other arms too."""
+
+    def __init__(
+        self, requests: queue.SimpleQueue[service_pb2.MeasureRequest | None], engine_id: str
+    ) -> None:
+        self.reports: list[engine_pb2.StepReport] = []
+        self._requests = requests
+        self._engine_id = engine_id
+
+    def move(self, gamma: int, drafter: str = OWN_DRAFTER) -> None:
+        """To another arm, within a few steps."""
+        self._requests.put(
+            service_pb2.MeasureRequest(engine_id=self._engine_id, drafter=drafter, gamma=gamma)
+        )
+
+
+class GammaWatch(Beside):
+    """Asks ten times a second which step ran last, on a thread, while the context is open.
+
+    rounds: how often it has asked.
+    """
+
+    def __init__(self, sidecar: Sidecar) -> None:
+        super().__init__("gamma-watch", _CALL_SECONDS)
+        self._sidecar = sidecar
+        self._samples: list[GammaSample] = []
+        self._last_step = 0
+        self.rounds = 0
+
+    @property
+    def samples(self) -> tuple[GammaSample, ...]:
+        """Steps seen so far, none of them twice."""
+        return tuple(self._samples)
+
+    def __enter__(self) -> Self:
+        self._last_step = self._sidecar.status().last_report.step
+        return super().__enter__()
+
+    def _run(self) -> None:
+        while not self._stop.wait(_WATCH_SECONDS):
+            self.rounds += 1
+            try:
+                status = self._sidecar.status()
+            except StageError:
+                continue  # a sample is missing; the play's own result tells whether more is
+            report = status.last_report
+            if report.step == self._last_step:
+                continue
+            self._last_step = report.step
+            self._samples.append(
+                GammaSample(
+                    time.monotonic(),
+                    report.step,
+                    report.batch_size,
+                    report.gamma,
+                    report.probe_id != 0,
+                    report.flags.unsteered,
+                    report.drafter,
+                )
+            )
+
+
+def _operators_address(address: str) -> str:
+    """Of the socket beside the sidecar's own on which engines may be measured."""
+    if not address.startswith("unix:"):
+        return address
+    path = Path(address.removeprefix("unix:"))
+    return f"unix:{path.with_name(f'{path.stem}-operators{path.suffix}')}"
+
+
+def _drain(
+    responses: Iterator[service_pb2.MeasureResponse], reports: list[engine_pb2.StepReport]
+) -> None:
+    try:
+        for response in responses:
+            reports.extend(response.reports)
+    except grpc.RpcError:
+        return  # the stream is over, which is all that is waited for

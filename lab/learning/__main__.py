@@ -1,0 +1,82 @@
+"""The command line of the lab."""
+
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import FrameType
+from typing import Annotated, Any
+
+import typer
+
+from lab.harness import machine
+from lab.harness.errors import StageError
+from lab.harness.screen import Screen
+from lab.learning import bars, learning, report, shift, steering
+from lab.learning.engines_at_work import Setting
+
+PARTS: dict[str, Callable[[Setting], dict[str, Any]]] = {
+    "length": learning.length,
+    "strides": learning.strides,
+    "regime": learning.regime,
+    "shift": shift.shift,
+    "steering": steering.steering,
+}
+# Only if it is named: it takes as long as all the others.
+LONG: dict[str, Callable[[Setting], dict[str, Any]]] = {"bars": bars.bars}
+EXIT_FAILED = 1
+
+
+def lab(
+    parts: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help=f"Of {', '.join(PARTS)}, which are all if none is named; and {', '.join(LONG)}."
+        ),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Small numbers: does it run?")] = False,
+    seeds: Annotated[int, typer.Option(min=1, help="Repeats of every measurement.")] = 2,
+    output: Annotated[Path, typer.Option(help="Where result, report and logs go.")] = Path(
+        "build/lab"
+    ),
+) -> None:
+    """Shows what the papers say of drafters that learn, on the real SGLang and small models."""
+    signal.signal(signal.SIGTERM, _end)
+    known = PARTS | LONG
+    chosen = parts or list(PARTS)
+    if unknown := sorted(set(chosen) - set(known)):
+        raise typer.BadParameter(f"unknown: {', '.join(unknown)}; there are {', '.join(known)}")
+    screen, started = Screen(), time.monotonic()
+    document: dict[str, Any] = {
+        "command": [Path(sys.executable).name, *sys.orig_argv[1:]],
+        "machine": machine.machine(),
+        "versions": machine.versions(),
+        "quick": quick,
+    }
+    output.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix="speculation-lab-") as scratch:
+        setting = Setting(output, Path(scratch), quick, 1 if quick else seeds, screen)
+        for name in chosen:
+            try:
+                with screen.working(name):
+                    document[name] = known[name](setting)
+            except StageError as error:
+                screen.say(f"\nThe lab failed in {name}: {error}")
+                raise typer.Exit(EXIT_FAILED) from error
+            document["seconds"] = round(time.monotonic() - started, 1)
+            # After every part: what was found is kept whatever comes next.
+            (output / "result.json").write_text(json.dumps(document, indent=1) + "\n")
+            (output / "report.html").write_text(report.page(document), encoding="utf-8")
+    screen.say(f"\n{output / 'report.html'}  {output / 'result.json'}  {output / 'logs'}/")
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    # As an exception, so that every context is left and every child ended.
+    raise SystemExit(128 + number)
+
+
+if __name__ == "__main__":
+    typer.run(lab)

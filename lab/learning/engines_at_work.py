@@ -1,0 +1,198 @@
+"""A sidecar and one engine at a time, as the parts of the lab need them."""
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from lab.cpu_engine.engine_command import eagle3_flags, engine_command
+from lab.cpu_engine.models.prompts import held_out_prompts
+from lab.harness.engines import (
+    Engine,
+    Workplace,
+    launch_engine,
+    launch_sidecar,
+    profile_command,
+    wait_introduced,
+    wait_ready,
+    wait_serving,
+)
+from lab.harness.errors import StageError
+from lab.harness.load_generator import acceptance_length, play
+from lab.harness.processes import Child
+from lab.harness.screen import Screen
+from lab.harness.sidecar import Pin, Sidecar
+from lab.harness.stream import Phase, Request
+from speculation.v1 import engine_pb2
+
+MODELS = Path(__file__).parents[1] / "models"
+ENGINE_ID = "lab"
+_READY_SECONDS = 150.0
+_PROMPT_TOKENS = 60
+_BATCH_MAX = 8
+_START_GAMMA = 3
+_COMMAND_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """What some requests got.
+
+    acceptance_length: tokens a verification; tokens: of each answer.
+    """
+
+    tokens_per_second: float
+    acceptance_length: float
+    tokens: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """output: for logs; quick: small numbers, to see that it runs; seeds: repeats."""
+
+    output: Path
+    scratch: Path
+    quick: bool
+    seeds: int
+    screen: Screen
+
+
+class Lab:
+    """A running engine under a sidecar."""
+
+    def __init__(self, engine: Engine, sidecar: Sidecar, place: Workplace) -> None:
+        self._engine = engine
+        self.sidecar = sidecar
+        self._place = place
+        self._overrides = 0
+
+    def generate(self, domain: str, count: int, new_tokens: int, seed: int) -> Played:
+        """So many requests at once, greedy."""
+        prompts = held_out_prompts(domain, count, _PROMPT_TOKENS, seed)
+        requests = tuple(
+            Request(index, domain, tuple(prompt), new_tokens)
+            for index, prompt in enumerate(prompts)
+        )
+        played = asyncio.run(play([Phase(domain, domain, count, requests)], self._engine.url))
+        answers = played.answers
+        return Played(
+            played.tokens_per_second,
+            acceptance_length(answers),
+            tuple(answer.tokens for answer in answers),
+        )
+
+    @contextmanager
+    def pinned(self, gamma: int) -> Iterator[Pin]:
+        """This draft length in every step; the pin keeps the reports."""
+        drafter = self.sidecar.status().engine.drafters[0].name
+        with self.sidecar.pinned(gamma, drafter) as pin:
+            yield pin
+
+    def profile(self, budget_seconds: float) -> None:
+        """Measures what steps cost.  Raises StageError where the sidecar does not take it up."""
+        command = profile_command(self._place, self._engine, ENGINE_ID, budget_seconds)
+        log = self._place.log("profile")
+        with Child("controller profile", command, log) as child:
+            child.wait(budget_seconds + _COMMAND_SECONDS, lambda: None)
+            if not self.sidecar.status().profile_id:
+                raise StageError(f"the sidecar did not take the profile up.\n{child.tail()}")
+
+    @contextmanager
+    def regime(self, text: str) -> Iterator[None]:
+        """Online updates as an operator sets them: "off", "online:5"."""
+        # A name is not taken twice.
+        name = f"lab-{self._overrides}"
+        self._overrides += 1
+        self._controller(
+            "override", "set", "--id", name, "--fleet", "--regime", text,
+            "--author", "lab", "--reason", "a measurement",
+        )  # fmt: skip
+        try:
+            yield
+        finally:
+            self._controller("override", "clear", name, "--author", "lab", "--reason", "over")
+
+    def _controller(self, *arguments: str) -> None:
+        done = subprocess.run(
+            [sys.executable, "-m", "controller.cli", *arguments, "--address", self._place.address],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_COMMAND_SECONDS,
+        )
+        if done.returncode:
+            raise StageError(f"controller {' '.join(arguments)}: {done.stderr.strip()}")
+
+
+@contextmanager
+def running(
+    setting: Setting,
+    name: str,
+    draft: Path,
+    gammas: Sequence[int],
+    engine: Mapping[str, str] | None = None,
+    sidecar: Mapping[str, str] | None = None,
+    batch_max: int = _BATCH_MAX,
+) -> Iterator[Lab]:
+    """name: for logs.  engine, sidecar: variables of theirs.  Raises StageError."""
+    scratch = setting.scratch / name
+    scratch.mkdir()
+    place = Workplace(setting.output, scratch)
+    variables = {
+        "SPECULATION_SIDECAR": place.address,
+        "SPECULATION_ENGINE_ID": ENGINE_ID,
+        "SPECULATION_GAMMAS": ",".join(map(str, gammas)),
+        **(engine or {}),
+    }
+    with ExitStack() as stack:
+        client = stack.enter_context(Sidecar(place.address, ENGINE_ID))
+        child = stack.enter_context(
+            launch_sidecar(place, environment=sidecar, log=f"{name}-sidecar")
+        )
+        wait_serving(child, client)
+
+        def command(port: int) -> list[str]:
+            return engine_command(port, batch_max, eagle3_flags(draft, _START_GAMMA))
+
+        launched = launch_engine(name, command, variables, place)
+        stack.enter_context(launched.child)
+        wait_ready(launched, _READY_SECONDS, lambda: None)
+        wait_introduced(launched, client)
+        yield Lab(launched, client, place)
+
+
+def trainer(setting: Setting, name: str, signals: Path) -> Child:
+    """`python -m engine_shim.training attend` beside the engine of that name."""
+    address = Workplace(setting.output, setting.scratch / name).address
+    command = [
+        sys.executable, "-m", "engine_shim.training", "attend",
+        "--sidecar", address, "--signals", str(signals),
+    ]  # fmt: skip
+    return Child("the trainer", command, setting.output / "logs" / f"{name}-trainer.log")
+
+
+def by_context(
+    reports: Sequence[engine_pb2.StepReport], gamma: int, width: int
+) -> dict[int, float]:
+    """Acceptance length of a single sequence by how long its context was, in bins of `width`."""
+    found: dict[int, list[int]] = {}
+    for report in reports:
+        if report.gamma == gamma and report.batch_size == 1:
+            accepted = next(k for k, count in enumerate(report.accepted_counts) if count)
+            found.setdefault(report.kv_tokens // width * width, []).append(accepted + 1)
+    return {at: sum(lengths) / len(lengths) for at, lengths in sorted(found.items())}
+
+
+def step_seconds(reports: Sequence[engine_pb2.StepReport], gamma: int, batch_size: int) -> float:
+    """The median of plain steps of that shape; 0 where there are none."""
+    seconds = [
+        report.step_seconds
+        for report in reports
+        if (report.gamma, report.batch_size) == (gamma, batch_size)
+        and not (report.flags.after_gap or report.flags.first_use)
+    ]
+    return median(seconds) if seconds else 0.0

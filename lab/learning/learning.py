@@ -1,0 +1,105 @@
+"""Test-time speculation: by output length, by stride, and as the sidecar has it by itself."""
+
+from typing import Any
+
+from lab.harness.spread import Spread
+from lab.learning.engines_at_work import MODELS, Lab, Setting, by_context, running
+
+_STRIDES = (0, 50, 20, 10, 5, 2, 1)
+_GAMMA = 3
+_ONLINE = {"SPECULATION_ONLINE_UPDATES": "1"}
+# The drafter is as it was loaded when a request begins.
+_PER_REQUEST = {**_ONLINE, "SPECULATION_ONLINE_SCOPE": "request"}
+# Drafts that are seen before anything is learnt, and some.
+_BASELINE_TOKENS = 400
+
+
+def length(setting: Setting) -> dict[str, Any]:
+    """Acceptance along one long answer, left alone and learnt from."""
+    tokens, width = (200, 100) if setting.quick else (1500, 250)
+    with running(setting, "length", MODELS / "draft-mixed", (0, _GAMMA, 7), _PER_REQUEST) as lab:
+        _baseline(lab, "json", 7)
+        plain = _without(lab, "json", min(tokens, 400), 0).tokens_per_second
+        found: dict[str, Any] = {"domain": "json", "gamma": 7, "gamma 0 tokens/s": round(plain, 1)}
+        for regime in ("off", "online:5"):
+            curves, speeds, lengths = [], [], []
+            with lab.regime(regime), lab.pinned(7) as pin:
+                for seed in range(setting.seeds):
+                    seen = len(pin.reports)
+                    played = lab.generate("json", 1, tokens, 100 + seed)
+                    curves.append(by_context(pin.reports[seen:], 7, width))
+                    speeds.append(played.tokens_per_second)
+                    lengths.append(played.acceptance_length)
+            found[regime] = {
+                "acceptance length by context": {
+                    str(at): Spread(tuple(c[at] for c in curves if at in c)).as_json()
+                    for at in sorted(set().union(*curves))
+                },
+                "acceptance length": Spread(tuple(lengths)).as_json(),
+                "tokens/s": Spread(tuple(speeds)).as_json(),
+            }
+    return found
+
+
+def strides(setting: Setting) -> dict[str, Any]:
+    """A drafter of code on csv: every stride from the same first weights, for one answer."""
+    tokens = 160 if setting.quick else 500
+    with running(setting, "strides", MODELS / "draft-code", (0, _GAMMA), _PER_REQUEST) as lab:
+        _baseline(lab, "csv", _GAMMA)
+        plain = _without(lab, "csv", tokens, 0).tokens_per_second
+        rows: dict[str, Any] = {}
+        first: tuple[tuple[int, ...], ...] | None = None
+        for stride in (0, 5) if setting.quick else _STRIDES:
+            regime = f"online:{stride}" if stride else "off"
+            lengths, speeds, exact = [], [], True
+            with lab.regime(regime), lab.pinned(_GAMMA):
+                for seed in range(setting.seeds):
+                    played = lab.generate("csv", 1, tokens, 200 + seed)
+                    lengths.append(played.acceptance_length)
+                    speeds.append(played.tokens_per_second)
+                    if not seed:
+                        # The first stride is off.
+                        first = first or played.tokens
+                        exact = played.tokens == first
+            rows[regime] = {
+                "acceptance length": Spread(tuple(lengths)).as_json(),
+                "tokens/s": Spread(tuple(speeds)).as_json(),
+                "same tokens as without updates": exact,
+            }
+    return {"domain": "csv", "gamma": _GAMMA, "gamma 0 tokens/s": round(plain, 1), "by": rows}
+
+
+def regime(setting: Setting) -> dict[str, Any]:
+    """The same drafter under the sidecar's own decision, batch after batch."""
+    waves = 2 if setting.quick else 10
+    with running(setting, "regime", MODELS / "draft-code", (0, 1, _GAMMA), _ONLINE) as lab:
+        rows = []
+        for wave in range(waves):
+            played = lab.generate("csv", 4, 250, wave)
+            explained = lab.sidecar.explain(4)
+            chosen = [value.stride for value in explained.updates.strides if value.chosen]
+            rows.append(
+                {
+                    "acceptance length": round(played.acceptance_length, 3),
+                    "tokens/s": round(played.tokens_per_second, 1),
+                    "gamma": lab.sidecar.status().last_report.gamma,
+                    "stride": chosen[0] if chosen else 0,
+                    "updates": explained.updates.updates,
+                }
+            )
+        plain = _without(lab, "csv", 250, 1, 4).tokens_per_second
+    return {"domain": "csv", "gamma 0 tokens/s": round(plain, 1), "batches": rows}
+
+
+def _baseline(lab: Lab, domain: str, gamma: int) -> None:
+    """What updates are judged against is measured before any."""
+    with lab.regime("off"), lab.pinned(gamma):
+        lab.generate(domain, 1, _BASELINE_TOKENS, 7)
+        while lab.sidecar.status().reports < _BASELINE_TOKENS // 2:
+            lab.generate(domain, 1, _BASELINE_TOKENS, 8)
+
+
+def _without(lab: Lab, domain: str, tokens: int, seed: int, count: int = 1) -> Any:
+    with lab.regime("off"), lab.pinned(0):
+        lab.generate(domain, count, 16, seed)
+        return lab.generate(domain, count, tokens, seed)

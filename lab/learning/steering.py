@@ -1,0 +1,87 @@
+"""SD2: one pretrained drafter, distilled, and distilled with steering, for as long."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+
+from engine_shim.training.checkpoint import load_target, save_steered
+from engine_shim.training.schedule import Budget
+from lab.cpu_engine.models import corpus
+from lab.cpu_engine.models._sd2 import distil, pretrain
+from lab.cpu_engine.models.prompts import DOMAINS
+from lab.cpu_engine.models.recipe import MIXTURE, Recipe, SteeredRecipe
+from lab.harness.spread import Spread
+from lab.learning.engines_at_work import MODELS, Setting, running, step_seconds
+
+_GAMMA = 7
+_BATCH = 4
+_MANY = 100_000
+
+
+def steering(setting: Setting) -> dict[str, Any]:
+    """Trains the three, then serves each."""
+    folders, seconds = _trained(setting)
+    if setting.quick:
+        # The pretrained one is served as the others are.
+        del folders["pretrained"]
+    found: dict[str, Any] = {
+        "gamma": _GAMMA,
+        "batch size": _BATCH,
+        "training seconds": seconds,
+    }
+    for name, folder in folders.items():
+        found[name] = _served(setting, name, folder)
+    steered, distilled = found["steered"], found["distilled"]
+    ratio = steered["step ms"] / distilled["step ms"]
+    found["step of steered over distilled"] = round(ratio, 4)
+    return found
+
+
+def _trained(setting: Setting) -> tuple[dict[str, Path], dict[str, float]]:
+    torch.set_num_threads(1)
+    first, then = (8.0, 6.0) if setting.quick else (100.0, 100.0)
+    recipe = SteeredRecipe(MIXTURE, Budget(_MANY, first), Budget(_MANY, then))
+    target = load_target(MODELS / "target").requires_grad_(requires_grad=False)
+    tokenizer = Tokenizer.from_file(str(MODELS / "target/tokenizer.json"))
+    splits = corpus.tokenize(corpus.documents(), tokenizer)
+    folders = {name: setting.scratch / name for name in ("pretrained", "distilled", "steered")}
+    with setting.screen.working("three drafters are trained"):
+        pretrained = pretrain(recipe, Recipe().steered_shape, splits)
+        save_steered(pretrained, folders["pretrained"])
+        for name in ("distilled", "steered"):
+            made = distil(
+                recipe, pretrained, target, splits, recipe.budget, steered=name == "steered"
+            )
+            save_steered(made, folders[name])
+    return folders, {"pretraining": first, "distilled": then, "steered": then}
+
+
+def _served(setting: Setting, name: str, folder: Path) -> dict[str, Any]:
+    tokens = 48 if setting.quick else 150
+    with running(setting, f"sd2-{name}", folder, (0, 3, _GAMMA)) as lab:
+        with lab.pinned(0):
+            lab.generate("json", _BATCH, 16, 3)
+            plain = lab.generate("json", _BATCH, tokens, 4)
+        lengths: dict[str, Any] = {}
+        speeds: dict[str, Any] = {}
+        with lab.pinned(_GAMMA) as pin:
+            lab.generate("json", _BATCH, 16, 3)
+            for domain in DOMAINS:
+                played = [
+                    lab.generate(domain, _BATCH, tokens, 10 + seed) for seed in range(setting.seeds)
+                ]
+                lengths[domain] = Spread(tuple(p.acceptance_length for p in played)).as_json()
+                speeds[domain] = Spread(tuple(p.tokens_per_second for p in played)).as_json()
+            exact = lab.generate("json", _BATCH, tokens, 4).tokens == plain.tokens
+            seconds = step_seconds(pin.reports, _GAMMA, _BATCH)
+    mean = sum(row["median"] for row in lengths.values()) / len(lengths)
+    return {
+        "acceptance length": lengths,
+        "mean acceptance length": round(mean, 3),
+        "tokens/s": speeds,
+        "gamma 0 tokens/s (json)": round(plain.tokens_per_second, 1),
+        "step ms": round(1e3 * seconds, 3),
+        "same tokens as gamma 0": exact,
+    }

@@ -1,0 +1,1 @@
+"""Reproduces figures that the papers state."""

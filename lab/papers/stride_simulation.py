@@ -1,0 +1,295 @@
+"""The regime decision in virtual time: the production core on streams of known response.
+
+Every stream is one sequence after another at a fixed batch.  An update takes effect on a state m in
+[0, 1] that follows what the stride in force settles at (from the paper's tables, see `tts`), not at
+once but over a share of a sequence; a new sequence begins from 0, as the paper's drafter does:
+
+    m <- m + (settled(S) - m) / answer_rounds            accepted ~ geometric(alpha(m)), truncated
+
+The core's own model of the response (`core.update_response`) is another one.  A fixed stride is
+given the better of drafting and not drafting in hindsight.  What is counted is expected tokens, so
+that chance in what was accepted reaches the core only.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from controller.core.cost.profile import DrafterIdentity, Profile, ProfileCell
+from controller.core.engine.engine_controller import EngineController
+from controller.core.kinds import DrafterKind
+from controller.core.settings import PlannerSettings
+from controller.core.training.stride_planner import STRIDES
+from controller.core.types import (
+    Capabilities,
+    DrafterSpec,
+    EngineSpec,
+    StepFlags,
+    StepReport,
+)
+from controller.simulation.controller_policy import FINGERPRINT, VirtualTime
+from lab.papers.tts_tables import TABLE_3, TABLE_7, TABLE_8
+
+# Draft tokens of the paper's DFlash.
+BLOCK = 15
+_DRAFTER = "dflash"
+# A plain step of the target over one that drafts a block and verifies it, at a small batch.
+_PLAIN_SHARE = 0.85
+# Steps that an update runs beside.
+_BESIDE = 2
+_SEQUENCE_ROUNDS = 2000
+_ANSWER_SHARE = 0.15
+# By how much the acceptance of one sequence differs from another's.
+_SEQUENCE_DEVIATION = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """One kind of traffic on one machine.
+
+    lengths: stride -> mean acceptance length at it, 0 = no updates.  step_seconds: stride -> mean
+    seconds of a step at it.  plain_seconds: of a step without drafts.
+    """
+
+    name: str
+    lengths: Mapping[int, float]
+    step_seconds: Mapping[int, float]
+    plain_seconds: float
+    batch_size: int = 1
+    sequences: int = 32
+
+    @property
+    def rounds(self) -> int:
+        """Steps of the whole stream."""
+        return self.sequences * _SEQUENCE_ROUNDS
+
+
+def streams_of_table_3() -> tuple[Stream, ...]:
+    """Its eight benchmarks; a step's seconds are acceptance length over tokens/s."""
+    streams = []
+    for name, cells in TABLE_3.items():
+        seconds = _smooth({s: length / speed for s, (length, speed) in cells.items() if s})
+        lengths = {s: length for s, (length, _) in cells.items()}
+        streams.append(Stream(f"3 {name}", lengths, seconds, _PLAIN_SHARE * seconds[0]))
+    return tuple(streams)
+
+
+def streams_of_table_7() -> tuple[Stream, ...]:
+    """Its eight benchmarks, with the step times of Table 8 on a scale of 20 ms."""
+    seconds = _smooth({s: 0.02 * length / speed for s, (length, speed) in TABLE_8.items()})
+    return tuple(
+        Stream(f"7 {name}", lengths, seconds, _PLAIN_SHARE * seconds[0])
+        for name, lengths in TABLE_7.items()
+    )
+
+
+def _smooth(seconds: Mapping[int, float]) -> dict[int, float]:
+    """Seconds a + b / S of every stride: an update costs b, and without any a step takes a.
+
+    The quotients of the tables' figures scatter about it, and that of plain DFlash in Table 3 is
+    longer than any with updates.
+    """
+    slope, base = np.polyfit([1 / s for s in seconds], list(seconds.values()), 1)
+    return {s: float(base + slope / s) if s else float(base) for s in STRIDES}
+
+
+def aligned(stream: Stream) -> Stream:
+    """The same with a drafter that has nothing left to learn."""
+    best = max(stream.lengths.values())
+    return replace(
+        stream, name=f"{stream.name}, aligned", lengths=dict.fromkeys(stream.lengths, best)
+    )
+
+
+def compute_bound(stream: Stream) -> Stream:
+    """The same at a batch at which verifying a block costs more than it can gain."""
+    seconds = {s: 8 * t for s, t in stream.step_seconds.items()}
+    return replace(
+        stream, name=f"{stream.name}, B = 64", step_seconds=seconds, batch_size=64, sequences=3,
+    )  # fmt: skip
+
+
+def on_one_machine(streams: Sequence[Stream]) -> tuple[Stream, ...]:
+    """The same with the step times of all of them averaged."""
+    costs = {
+        stride: float(np.mean([s.step_seconds[stride] for s in streams]))
+        for stride in streams[0].step_seconds
+    }
+    return tuple(
+        replace(s, step_seconds=costs, plain_seconds=_PLAIN_SHARE * costs[0]) for s in streams
+    )
+
+
+_ALPHAS = np.linspace(0.0, 0.9999, 10_000)
+_LENGTHS = (1 - _ALPHAS ** (BLOCK + 1)) / (1 - _ALPHAS)
+
+
+def alpha_of(length: float) -> float:
+    """The acceptance rate of a truncated geometric with this mean length, bonus token included."""
+    return float(np.interp(length, _LENGTHS, _ALPHAS))
+
+
+def interpolated(table: Mapping[int, float], stride: int) -> float:
+    """A table's value at any stride, linear in 1 / S; beyond its last stride towards stride 0's."""
+    if stride in table:
+        return table[stride]
+    known = sorted(s for s in table if s)
+    points = [(0.0, table[0]), *((1 / s, table[s]) for s in reversed(known))]
+    rates, values = zip(*points, strict=True)
+    return float(np.interp(1 / stride, rates, values))
+
+
+@dataclass(frozen=True, slots=True)
+class Earned:
+    """What a stream has earned.  rounds: by stride in force."""
+
+    tokens: float
+    seconds: float
+    rounds: Mapping[int, int]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Over all of it."""
+        return self.tokens / self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One step.  alpha: each draft's chance.  update_seconds: of the update that landed, or 0."""
+
+    alpha: float
+    expected_tokens: float
+    seconds: float
+    updating: bool
+    update_seconds: float
+
+
+class _World:
+    """A stream as it goes on: what a step accepts and how long it takes."""
+
+    def __init__(self, stream: Stream, seed: int) -> None:
+        self._stream = stream
+        self._rng = np.random.default_rng([seed, *stream.name.encode()])
+        self._off = stream.lengths[0]
+        self._settled = {
+            s: interpolated(stream.lengths, s) - self._off if s else 0.0 for s in STRIDES
+        }
+        self._lost = {s: stream.step_seconds[s] - stream.step_seconds[0] for s in STRIDES}
+        # The mean over a sequence, which is to be the table's, over what a stride settles at.
+        ratio = 1 / _ANSWER_SHARE
+        self._reached = 1 - (1 - math.exp(-ratio)) / ratio
+        self._round = self._since = self._beside = 0
+        self._state = self._shift = self._lost_now = 0.0
+
+    @property
+    def begins(self) -> bool:
+        """Whether the next step is a sequence's first."""
+        return self._round % _SEQUENCE_ROUNDS == 0
+
+    def step(self, stride: int, gamma: int) -> _Step:
+        """The next one."""
+        stream = self._stream
+        if self.begins:
+            # The drafter is as it was, and the text another one.
+            self._state, self._beside = 0.0, 0
+            self._shift = float(self._rng.normal(0, _SEQUENCE_DEVIATION))
+        self._round += 1
+        self._since += 1
+        if stride and self._since >= stride and not self._beside:
+            self._since, self._beside = 0, min(_BESIDE, stride)
+            self._lost_now = stride * self._lost[stride] / self._beside
+        updating, landed = self._beside > 0, self._beside == 1
+        self._beside -= updating
+        base = stream.step_seconds[0] if gamma else stream.plain_seconds
+        answer = self._settled[stride] / self._reached - self._state
+        self._state += answer / (_ANSWER_SHARE * _SEQUENCE_ROUNDS)
+        alpha = min(max(alpha_of(self._off + self._state) + self._shift, 0.01), 0.99)
+        tokens = stream.batch_size * (1 - alpha ** (gamma + 1)) / (1 - alpha)
+        seconds = base + self._lost_now * updating
+        return _Step(alpha, tokens, seconds, updating, base * landed)
+
+
+def in_hindsight(streams: Sequence[Stream], stride: int, seed: int) -> tuple[Earned, ...]:
+    """A fixed stride, with the better of drafting and not drafting on each stream, known before."""
+    found = []
+    for stream in streams:
+        choices = []
+        for gamma in (0, BLOCK):
+            world = _World(stream, seed)
+            steps = [world.step(stride, gamma) for _ in range(stream.rounds)]
+            tokens = sum(step.expected_tokens for step in steps)
+            seconds = sum(step.seconds for step in steps)
+            choices.append(Earned(tokens, seconds, {stride: stream.rounds}))
+        found.append(max(choices, key=lambda earned: earned.tokens_per_second))
+    return tuple(found)
+
+
+def _profile(streams: Sequence[Stream], spec: EngineSpec) -> Profile:
+    """The step costs as they are without updates."""
+    cells = {
+        (gamma, stream.batch_size): seconds
+        for stream in streams
+        for gamma, seconds in ((0, stream.plain_seconds), (BLOCK, stream.step_seconds[0]))
+    }
+    return Profile(
+        spec.fingerprint,
+        (DrafterIdentity(_DRAFTER),),
+        1.0,
+        0.0,
+        tuple(
+            ProfileCell(_DRAFTER, gamma, size, seconds, 0.0, 50)
+            for (gamma, size), seconds in cells.items()
+        ),
+    )
+
+
+def _spec(batch_size: int) -> EngineSpec:
+    drafter = DrafterSpec(_DRAFTER, DrafterKind.DFLASH, (0, BLOCK))
+    return EngineSpec(
+        "simulated", FINGERPRINT, (drafter,), batch_size,
+        Capabilities(can_sleep=True, can_update_online=True),
+    )  # fmt: skip
+
+
+def play(streams: Sequence[Stream], seed: int) -> tuple[Earned, ...]:
+    """One stream after another on one machine, steered by the core."""
+    spec = _spec(max(stream.batch_size for stream in streams))
+    rng, time = np.random.default_rng(seed), VirtualTime()
+    core = EngineController(spec, PlannerSettings(), _profile(streams, spec), time)
+    plan = core.current_plan()
+    found: list[Earned] = []
+    number = probe_id = probe_left = 0
+    for stream in streams:
+        world = _World(stream, seed)
+        tokens = seconds = 0.0
+        rounds = dict.fromkeys(STRIDES, 0)
+        for _ in range(stream.rounds):
+            row, begins = plan.row_for(stream.batch_size), world.begins
+            arm = row.arm
+            if row.probe is not None:
+                if row.probe.probe_id != probe_id:
+                    probe_id, probe_left = row.probe.probe_id, row.probe.steps
+                if probe_left:
+                    probe_left -= 1
+                    arm = row.probe.arm
+            step = world.step(plan.regime.stride, arm.gamma)
+            rounds[plan.regime.stride] += 1
+            tokens += step.expected_tokens
+            seconds += step.seconds
+            time.seconds += step.seconds
+            number += 1
+            accepted = np.minimum(rng.geometric(1 - step.alpha, stream.batch_size) - 1, arm.gamma)
+            counts = np.bincount(accepted, minlength=arm.gamma + 1).tolist()
+            core.observe(
+                StepReport(
+                    number, stream.batch_size, stream.batch_size, _DRAFTER, arm.gamma,
+                    tuple(counts), step.seconds,
+                    StepFlags(updating=step.updating, drafter_reset=begins),
+                    update_seconds=step.update_seconds,
+                )
+            )  # fmt: skip
+            plan = core.next_plan() or plan
+        found.append(Earned(tokens, seconds, rounds))
+    return tuple(found)

@@ -1,0 +1,157 @@
+"""A real SGLang server on the CPU, as a user would start it, for the length of a test."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import engine_shim
+from lab.cpu_engine.environment import cpu_engine_env
+from lab.harness.ports import free_port
+from tests.support.eventually import eventually
+
+ROOT = Path(engine_shim.__file__).parents[1]
+MODELS = ROOT / "lab/cpu_engine/models"
+TARGET = MODELS / "target"
+DRAFT = MODELS / "draft-mixed"
+DFLASH = MODELS / "dflash"
+EAGLE3 = ("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(DRAFT))
+LONE = ("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(DFLASH))
+START_SECONDS = 240.0
+
+
+@dataclass(frozen=True)
+class Generated:
+    """One request's answer: its tokens, and SGLang's own counters."""
+
+    tokens: list[int]
+    meta: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class EngineProcess:
+    """A server and what it prints."""
+
+    process: subprocess.Popen[bytes]
+    port: int
+    log: Path
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], lengths: Sequence[int], rid: str = ""
+    ) -> list[Generated]:
+        """Greedy decoding of all prompts at once; `lengths` in new tokens, rid: of a lone one."""
+        parameters = [
+            {"temperature": 0, "max_new_tokens": length, "ignore_eos": True} for length in lengths
+        ]
+        body: dict[str, Any] = {"input_ids": list(prompts), "sampling_params": parameters}
+        if rid:
+            body["rid"] = [rid]
+        answers = self._call("/generate", body)
+        return [Generated(answer["output_ids"], answer["meta_info"]) for answer in answers]
+
+    def abort(self, rid: str) -> None:
+        """Ends a request early."""
+        self._call("/abort_request", {"rid": rid})
+
+    def internal_state(self) -> dict[str, Any]:
+        """What `/server_info` says of the scheduler."""
+        state: dict[str, Any] = self._call("/server_info")["internal_states"][0]
+        return state
+
+    def is_ready(self) -> bool:
+        """False while it starts; fails with its last words when it has ended."""
+        assert self.process.poll() is None, self.tail()
+        try:
+            self._call("/health")
+        except OSError:
+            return False
+        return True
+
+    def tail(self, lines: int = 30) -> str:
+        """The end of what it printed."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def _call(self, path: str, body: object = None) -> Any:
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}",
+            data=None if body is None else json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            content = answer.read()
+        return json.loads(content) if content else None
+
+
+def environment(folder: Path, variables: Mapping[str, str]) -> dict[str, str]:
+    """This process's, without SPECULATION_* but for `variables`, with the plugin installed."""
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("SPECULATION_")}
+    paths = [str(ROOT), str(ROOT / "proto")]
+    if not any(
+        e.name == "speculation_controller" for e in entry_points(group="sglang.srt.plugins")
+    ):
+        paths.append(str(install_plugin(folder, "engine_shim.sglang.plugin:register")))
+    added = [variables.get("PYTHONPATH", ""), inherited.get("PYTHONPATH", "")]
+    path = os.pathsep.join([*paths, *filter(None, added)])
+    return cpu_engine_env(inherited | dict(variables) | {"PYTHONPATH": path})
+
+
+def install_plugin(folder: Path, target: str, name: str = "speculation_controller") -> Path:
+    """A folder that announces an SGLang plugin to every process that has it on its path."""
+    info = folder / f"{name}-0.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{name} = {target}\n")
+    return folder
+
+
+@contextmanager
+def launched(
+    folder: Path,
+    arguments: Sequence[str],
+    variables: Mapping[str, str],
+    module: str = "lab.cpu_engine.serve",
+) -> Iterator[EngineProcess]:
+    """A server that was started, ready or not; ended with everything it started."""
+    port = free_port()
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / "engine.log"
+    command = [sys.executable, "-m", module, "--port", str(port)]
+    if "--model-path" not in arguments:
+        command += ["--model-path", str(TARGET), "--context-length", "2048"]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*command, *arguments],
+            env=environment(folder, variables),
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        yield EngineProcess(process, port, log)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(30)
+
+
+@contextmanager
+def serving(
+    folder: Path,
+    arguments: Sequence[str] = (),
+    variables: Mapping[str, str] | None = None,
+    module: str = "lab.cpu_engine.serve",
+) -> Iterator[EngineProcess]:
+    """A server that answers."""
+    with launched(folder, arguments, variables or {}, module) as engine:
+        eventually(engine.is_ready, within=START_SECONDS, what="the engine is ready")
+        yield engine

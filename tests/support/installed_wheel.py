@@ -1,0 +1,121 @@
+"""A version of SGLang as text: what it says, without importing (or running) any of it."""
+
+import ast
+import copy
+import hashlib
+import subprocess
+import sys
+import zipfile
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from engine_shim.sglang.versions import sglang_version
+from tests.support.engine import ROOT
+
+Definition = ast.FunctionDef | ast.ClassDef
+
+
+@cache
+def unpacked(version: str) -> Path:
+    """The folder that holds `sglang` of a version: installed, or fetched from the package index."""
+    if version == sglang_version():
+        spec = find_spec("sglang")
+        assert spec is not None
+        assert spec.origin is not None
+        return Path(spec.origin).parents[1]
+    return fetched("sglang", version)
+
+
+def fetched(package: str, version: str) -> Path:
+    """The unpacked wheel of a package, from the package index; once for a checkout."""
+    folder = ROOT / "build" / f"{package}-{version}"
+    if not folder.exists():
+        folder.parent.mkdir(exist_ok=True)
+        with TemporaryDirectory(dir=folder.parent) as place:
+            pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+            subprocess.run([*pip, "--dest", place, f"{package}=={version}"], check=True)
+            (archive,) = Path(place).glob("*.whl")
+            whole = Path(place) / "unpacked"
+            zipfile.ZipFile(archive).extractall(whole)
+            whole.rename(folder)
+    return folder
+
+
+class Wheel:
+    """One version's source."""
+
+    def __init__(self, version: str) -> None:
+        self._folder = unpacked(version)
+        self._modules: dict[str, ast.Module] = {}
+
+    def module(self, name: str) -> ast.Module:
+        """A module by its dotted name."""
+        if name not in self._modules:
+            path = self._folder.joinpath(*name.split("."))
+            file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+            self._modules[name] = ast.parse(file.read_text())
+        return self._modules[name]
+
+    def definition(self, target: str) -> Definition:
+        """A function, method or class by its dotted name."""
+        parts = target.split(".")
+        for cut in range(len(parts) - 1, 0, -1):
+            try:
+                body: list[ast.stmt] = self.module(".".join(parts[:cut])).body
+            except FileNotFoundError:
+                continue
+            found: Definition | None = None
+            for name in parts[cut:]:
+                found = next(
+                    (n for n in body if isinstance(n, Definition) and n.name == name),
+                    None,
+                )
+                assert found is not None, f"{target}: SGLang has no {name} any more"
+                body = found.body
+            assert found is not None
+            return found
+        raise AssertionError(f"{target}: SGLang has no such module any more")
+
+    def parameters(self, target: str) -> str:
+        """The parameters of a function as Python writes them, without annotations."""
+        function = self.definition(target)
+        assert isinstance(function, ast.FunctionDef)
+        arguments = copy.deepcopy(function.args)
+        for argument in ast.walk(arguments):
+            if isinstance(argument, ast.arg):
+                argument.annotation = None
+        return ast.unparse(arguments)
+
+    def fields(self, target: str) -> set[str]:
+        """Annotated names in a class's body (a dataclass's fields) and names its methods assign."""
+        found: set[str] = set()
+        for node in ast.walk(self.definition(target)):
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                found.add(node.target.id)
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                found.add(node.attr)
+            if isinstance(node, ast.FunctionDef):
+                found.add(node.name)
+        return found
+
+    def digest(self, target: str) -> str:
+        """Fingerprint of a definition's code; comments and docstrings do not count."""
+        tree = copy.deepcopy(self.definition(target))
+        for node in ast.walk(tree):
+            if isinstance(node, Definition) and ast.get_docstring(node) is not None:
+                node.body = node.body[1:] or [ast.Pass()]
+        return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()[:16]
+
+    def calls(self, target: str) -> set[str]:
+        """Everything a function calls, by the last part of its name."""
+        names: set[str] = set()
+        for node in ast.walk(self.definition(target)):
+            if isinstance(node, ast.Call):
+                function = node.func
+                if isinstance(function, ast.Attribute):
+                    names.add(function.attr)
+                elif isinstance(function, ast.Name):
+                    names.add(function.id)
+        return names

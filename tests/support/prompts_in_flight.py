@@ -1,0 +1,76 @@
+"""Prompts through an engine under a script, and what the reports then say of acceptance."""
+
+from collections.abc import Sequence
+
+import torch
+
+from engine_shim.training.checkpoint import load_dflash, load_target
+from lab.cpu_engine.models.prompts import DOMAINS, held_out_prompts
+from speculation.v1.engine_pb2 import StepReport
+from tests.support.engine import DFLASH, TARGET, EngineProcess, Generated
+from tests.support.scripted_sidecar import Script, ScriptedSidecar
+
+PROMPTS = [
+    prompt
+    for domain in DOMAINS
+    for prompt in held_out_prompts(domain, count=2, length_tokens=48, seed=3)
+]
+LENGTHS = [40, 120, 64, 96, 33, 80, 110, 57]
+ALONE = held_out_prompts("json", count=1, length_tokens=60, seed=5)
+ALONE_LENGTH = 400
+CROWD = [
+    prompt
+    for domain in DOMAINS
+    for prompt in held_out_prompts(domain, count=4, length_tokens=40, seed=11)
+]
+CROWD_LENGTH = 90
+# One batch after the other, of one domain.
+WAVES = [held_out_prompts("csv", count=4, length_tokens=60, seed=seed) for seed in range(5)]
+WAVE_LENGTH = 150
+
+
+def play(
+    engine: EngineProcess,
+    sidecar: ScriptedSidecar,
+    script: Script,
+    prompts: Sequence[Sequence[int]] = PROMPTS,
+    lengths: Sequence[int] = LENGTHS,
+) -> tuple[list[Generated], list[StepReport]]:
+    """Answers to all prompts at once, and the reports of their steps."""
+    before = sidecar.run(script)
+    answers = engine.generate(prompts, lengths)
+    rows = sum(answer.meta["spec_verify_ct"] for answer in answers)
+    return answers, sidecar.reports_since(before, rows)
+
+
+def accepted_by_context(reports: Sequence[StepReport], drafter: str, gamma: int) -> dict[int, int]:
+    """Accepted drafts of a single sequence's steps with that arm, by its context length."""
+    return {
+        report.kv_tokens: next(k for k, count in enumerate(report.accepted_counts) if count)
+        for report in reports
+        if (report.drafter, report.gamma) == (drafter, gamma)
+    }
+
+
+def check_against_student(live: dict[int, int], tokens: Sequence[int]) -> None:
+    """Whole blocks were accepted as far as the trained student's would have been.
+
+    But for one in thirty: where two tokens are as good as equal, rounding decides.
+    live: as `accepted_by_context`; tokens: the sequence, prompt and answer.
+    """
+    target = load_target(TARGET)
+    student = load_dflash(DFLASH, target.model.embed_tokens.weight)
+    row = torch.tensor([list(tokens)])
+    with torch.no_grad():
+        _, features = target.logits_and_features(row, student.shape.feature_layers)
+    known = torch.cat(features, dim=-1)
+    compared = wrong = 0
+    for context, accepted in live.items():
+        if context + 8 > len(tokens):
+            continue
+        block = student.greedy_block(known[:, :context], row[:, : context + 1])[0]
+        truth = row[0, context + 1 : context + 8]
+        wrong += accepted != int((block == truth).int().cumprod(0).sum())
+        compared += 1
+    assert compared > 10
+    assert wrong <= compared // 30

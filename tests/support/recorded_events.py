@@ -1,0 +1,134 @@
+"""Engines in virtual time whose cores are on tape, by a real recorder on a real directory."""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from controller.core.clock import VirtualClock
+from controller.core.cost.profile import Profile
+from controller.core.kinds import DrafterKind
+from controller.core.planning.overrides import Override, Rule, Scope, ScopeKind
+from controller.core.settings import PlannerSettings
+from controller.core.training.selective_training import TrainingSettings
+from controller.core.types import (
+    Capabilities,
+    ClassCounts,
+    DrafterSpec,
+    EngineSpec,
+    Fingerprint,
+    Plan,
+    StepFlags,
+    StepReport,
+)
+from controller.recording.recorded_controller import TapedController
+from controller.recording.recorder import Recorder
+
+GAMMAS = (0, 1, 2, 3, 5)
+TRAINING = TrainingSettings(initial=2, threshold=4, unit_drafts=32)
+
+
+def full_spec(engine_id: str = "engine-0") -> EngineSpec:
+    """An engine that can do everything: two drafters, sleep, updates, training."""
+    return EngineSpec(
+        engine_id,
+        Fingerprint("target", engine="virtual"),
+        (
+            DrafterSpec("eagle3", DrafterKind.MTP, GAMMAS),
+            DrafterSpec("dflash", DrafterKind.DFLASH, GAMMAS[1:], batch_limits=((5, 8),)),
+        ),
+        32,
+        Capabilities(True, True, True, True, True, 1),
+    )
+
+
+def override(name: str, rule: Rule, reason: str = "because") -> Override:
+    return Override(name, Scope(ScopeKind.FLEET), rule, "ann", reason)
+
+
+class Engine:
+    """Runs what the plan says, with classes, confidences, updates and resets now and then."""
+
+    def __init__(self, core: TapedController, clock: VirtualClock, seed: int = 0) -> None:
+        self.core, self.clock = core, clock
+        self.rng = random.Random(seed)
+        self.step = 0
+        self.plan: Plan = core.current_plan()
+
+    def run(self, steps: int, batch_size: int = 4, acceptance: float = 0.7) -> None:
+        for _ in range(steps):
+            self.one(batch_size, acceptance)
+
+    def one(self, batch_size: int, acceptance: float, **changes: Any) -> None:
+        rng, row = self.rng, self.plan.row_for(batch_size)
+        probe = row.probe if row.probe and rng.random() < 0.5 else None
+        arm = probe.arm if probe else row.arm
+        counts = self._counts(batch_size, arm.gamma, acceptance)
+        self.clock.advance(rng.uniform(0.008, 0.02))
+        self.step += 1
+        report = StepReport(
+            self.step, batch_size, batch_size * rng.randint(400, 600), arm.drafter, arm.gamma,
+            counts, rng.lognormvariate(-4.3 + 0.05 * arm.gamma, 0.1),
+            StepFlags(
+                after_gap=rng.random() < 0.02, unsteered=rng.random() < 0.02,
+                updating=rng.random() < 0.1, drafter_reset=rng.random() < 0.01,
+            ),
+            plan_epoch=self.plan.epoch,
+            probe_id=probe.probe_id if probe else 0,
+            classes=(ClassCounts("chat <b>", counts),) if rng.random() < 0.3 else (),
+            confidences=(0.6,) * arm.gamma if rng.random() < 0.3 else (),
+            update_seconds=0.01 if rng.random() < 0.05 else 0.0,
+        )  # fmt: skip
+        self.core.observe(report)
+        self.plan = self.core.next_plan() or self.plan
+
+    def _counts(self, batch_size: int, gamma: int, acceptance: float) -> tuple[int, ...]:
+        counts = [0] * (gamma + 1)
+        for _ in range(batch_size):
+            accepted = 0
+            while accepted < gamma and self.rng.random() < acceptance:
+                accepted += 1
+            counts[accepted] += 1
+        return tuple(counts)
+
+
+@contextmanager
+def recorder(
+    directory: Path,
+    limit_bytes: int = 50_000_000,
+    end_of: Callable[[str], float | None] = lambda _: None,
+) -> Iterator[Recorder]:
+    made = Recorder(directory, limit_bytes, end_of)
+    made.open()
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def engine(
+    made: Recorder,
+    spec: EngineSpec | None = None,
+    profile: Profile | None = None,
+    seed: int = 0,
+    **planner: Any,
+) -> Engine:
+    clock = VirtualClock(1000.0)
+    core = made.core(spec or full_spec(), PlannerSettings(**planner), profile, clock, TRAINING)
+    return Engine(core, clock, seed)
+
+
+def written(made: Recorder) -> None:
+    """Writes all that was put, here and now: for a recorder whose own rounds are far apart."""
+    made._round()
+
+
+def record(directory: Path, steps: int = 300, seed: int = 0, **planner: Any) -> None:
+    """A plain recording of one engine."""
+    with recorder(directory) as made:
+        engine(made, seed=seed, **planner).run(steps)
+
+
+def segments(directory: Path) -> Sequence[Path]:
+    return sorted(directory.glob("*.record"))

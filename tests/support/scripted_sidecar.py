@@ -1,0 +1,129 @@
+"""A sidecar with a script: which arm runs, by the number of reports that have arrived."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock
+from typing import Final
+
+from speculation.v1.engine_pb2 import StepReport
+from speculation.v1.plan_pb2 import (
+    REASON_EXPLOIT,
+    REGIME_MODE_COLLECT,
+    REGIME_MODE_OFF,
+    REGIME_MODE_ONLINE,
+    Plan,
+    PlanRow,
+    Regime,
+)
+from speculation.v1.service_pb2 import SteerRequest, SteerResponse
+from tests.support.eventually import eventually
+from tests.support.fake_sidecar import FakeSidecar
+
+_REST_SECONDS: Final = 0.1
+_REST_SECONDS_MAX: Final = 2.0
+
+Arm = tuple[int, bool] | tuple[int, bool, int]
+"""Draft length, whether the drafter sleeps, and which of the engine's drafters (the first)."""
+Script = Callable[[int], Arm]
+
+
+@dataclass
+class ScriptedSidecar:
+    """Answers every message with a plan; `arms` keeps what each epoch asked for.
+
+    stride: rounds between online updates, 0 for none.  collect: training signals are kept; a script
+    may say so anew for each plan.  collecting: the epochs that asked for it.
+    draft_version: of the drafter that is to serve.
+    """
+
+    server: FakeSidecar
+    script: Script = lambda _: (3, False)
+    lease_ms: int = 60_000
+    stride: int = 0
+    collect: bool = False
+    draft_version: int = 0
+    arms: dict[int, Arm] = field(default_factory=dict)
+    collecting: set[int] = field(default_factory=set)
+    _lock: Lock = field(default_factory=Lock)
+
+    def __post_init__(self) -> None:
+        self.server.first_plan = self._next_plan
+        self.server.answer = self._answer
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What its engine is started with: each report wakes the agent, so that no arm of a script
+        is passed over while reports wait to be looked for."""
+        return {
+            "SPECULATION_SIDECAR": self.server.target,
+            "SPECULATION_REPORT_INTERVAL_MS": "0",
+        }
+
+    @property
+    def reports(self) -> list[StepReport]:
+        """All that have arrived, in order."""
+        return self.server.reports
+
+    def run(self, script: Script) -> int:
+        """Begins a script, counted from now; gives the number of reports before it."""
+        self._let_reports_come()
+        before = len(self.reports)
+        self.script = lambda count: script(count - before)
+        self.server.push(self._next_plan())
+        return before
+
+    def reports_since(self, before: int, rows: int) -> list[StepReport]:
+        """The reports after the first `before`, once they cover that many rows."""
+
+        def all_of_them() -> list[StepReport]:
+            later = self.reports[before:]
+            return later if sum(report.batch_size for report in later) >= rows else []
+
+        return eventually(all_of_them, within=90.0, what=f"reports of {rows} rows")
+
+    def _let_reports_come(self) -> None:
+        """Those of steps that have run; an engine that never rests is not waited for."""
+        until = time.monotonic() + _REST_SECONDS_MAX
+        came = -1
+        while came < len(self.reports) and time.monotonic() < until:
+            came = len(self.reports)
+            time.sleep(_REST_SECONDS)
+
+    def _answer(self, _: SteerRequest) -> SteerResponse:
+        return SteerResponse(plan=self._next_plan())
+
+    def _next_plan(self) -> Plan:
+        with self._lock:
+            epoch = len(self.arms) + 1
+            gamma, asleep, *which = self.arms[epoch] = self.script(len(self.reports))
+            collect = self.collect
+            if collect:
+                self.collecting.add(epoch)
+        drafter = self.server.introductions[-1].drafters[which[0] if which else 0].name
+        row = PlanRow(
+            max_batch_size=64,
+            drafter=drafter,
+            gamma=gamma,
+            drafter_asleep=asleep,
+            reason=REASON_EXPLOIT,
+        )
+        mode = REGIME_MODE_ONLINE if self.stride else REGIME_MODE_OFF
+        mode = REGIME_MODE_COLLECT if collect else mode
+        return Plan(
+            epoch=epoch,
+            rows=[row],
+            regime=Regime(mode=mode, stride=self.stride),
+            lease_ms=self.lease_ms,
+            draft_version=self.draft_version,
+            reason=REASON_EXPLOIT,
+        )
+
+
+@contextmanager
+def scripted_sidecar(folder: Path) -> Iterator[ScriptedSidecar]:
+    """A sidecar on a unix socket in `folder`."""
+    with FakeSidecar(f"unix:{folder / 'sidecar.sock'}") as server:
+        yield ScriptedSidecar(server)

@@ -1,0 +1,178 @@
+"""Connections and frames: many, silent, half open, or not HTTP/2 at all."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import grpc
+import pytest
+
+from controller.service.net import limits, request_parsing
+from tests.support.eventually import eventually
+from tests.system.abuse.conftest import MAX_CONNECTIONS, MAX_OPEN_CALLS, Besieged, raw_channel
+from tests.system.abuse.http2 import (
+    CONTINUATION,
+    DATA,
+    HEADERS,
+    PING,
+    PREFACE,
+    SETTINGS,
+    Connection,
+    connections,
+    frame,
+    headers_of,
+    message_head,
+)
+
+STEER = "/speculation.v1.SpeculationService/Steer"
+INTRODUCE = "/speculation.v1.SpeculationService/Introduce"
+MEASURE = "/speculation.v1.ProfilingService/Measure"
+ATTEND = "/speculation.v1.TrainingService/Attend"
+
+
+def test_no_more_connections_than_allowed_stay_open(besieged: Besieged, scale: int):
+    for address in (besieged.sidecar.address, besieged.tcp):
+        with connections(address, 400 * scale) as many:
+            assert len(many) > MAX_CONNECTIONS
+            for connection in many:
+                connection.greet()
+            # The last came too late, and finds itself put out.
+            assert many[-1].hung_up()
+            besieged.holds(MAX_CONNECTIONS + 60)
+        eventually(
+            lambda: besieged.process.num_fds() <= besieged.descriptors + 40, what="all let go"
+        )
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500),
+        b"\x00" * 100_000,
+        PREFACE + b"\xff" * 100_000,
+        PREFACE + frame(SETTINGS, 0, 0) + frame(DATA, 0, 1, b"x" * 100),
+        PREFACE + frame(SETTINGS, 0, 0) + frame(HEADERS, 4, 1, b"\xff" * 200),
+        PREFACE + frame(SETTINGS, 0, 0, b"odd"),
+        PREFACE + frame(SETTINGS, 0, 0) + frame(CONTINUATION, 0, 1, b"x"),
+        PREFACE + frame(SETTINGS, 0, 0) + frame(99, 255, 2**31 - 1, bytes(16_384)) * 64,
+    ],
+    ids=["http1", "tls", "zeros", "ones", "data", "hpack", "settings", "continuation", "unknown"],
+)
+def test_what_is_no_call_ends_its_own_connection_only(besieged: Besieged, words: bytes):
+    with connections(besieged.sidecar.address, 20) as many:
+        for connection in many:
+            connection.say(words)
+            connection.socket.shutdown(socket.SHUT_WR)
+        assert all(connection.hung_up() for connection in many)
+
+
+def test_who_does_not_greet_or_opens_a_stream_and_says_nothing_is_put_out(besieged: Besieged):
+    with (
+        connections(besieged.sidecar.address, 40) as silent,
+        connections(besieged.tcp, 40) as half,
+        raw_channel(besieged.sidecar.address) as channel,
+        raw_channel(besieged.operators) as operators,
+        ExitStack() as open_calls,
+    ):
+        for connection in half:
+            connection.say(PREFACE[:7])
+        calls = [
+            way.stream_stream(path)(_silence(open_calls))
+            for way, path in ((channel, STEER), (channel, ATTEND), (operators, MEASURE))
+            for _ in range(20)
+        ]
+        besieged.holds(120)
+        assert {call.code() for call in calls} == {grpc.StatusCode.DEADLINE_EXCEEDED}
+        assert f"{request_parsing.FIRST_SECONDS:g} s" in calls[0].details()
+        assert all(connection.hung_up() for connection in (*silent, *half))
+
+
+def _silence(until: ExitStack) -> Iterator[bytes]:
+    """Requests of a stream that stays open, and has none."""
+    over = threading.Event()
+    until.callback(over.set)
+    return iter(over.wait, True)  # type: ignore[arg-type]  # it ends, and never gives anything
+
+
+def test_no_more_calls_than_allowed_are_under_way(besieged: Besieged, scale: int):
+    with connections(besieged.sidecar.address, 4) as many:
+        for connection in many:
+            connection.greet()
+            for _ in range(MAX_OPEN_CALLS * scale):
+                connection.call(STEER)
+        # A byte now and then, so that none of them is silent for good.
+        for connection in many:
+            for stream in range(1, 2 * MAX_OPEN_CALLS * scale, 16):
+                connection.data(stream, b"\x00")
+        besieged.holds(20)
+
+
+def test_messages_that_claim_more_than_they_may_are_refused(besieged: Besieged):
+    with connections(besieged.sidecar.address, 4) as many:
+        for connection in many:
+            connection.greet()
+            for size in (5_000_000, 2**31 - 1, 2**32 - 1):
+                connection.data(connection.call(INTRODUCE), message_head(size) + b"x" * 10_000)
+        besieged.holds(20)
+    with raw_channel(besieged.sidecar.address) as channel:
+        call = channel.unary_unary(INTRODUCE)
+        with pytest.raises(grpc.RpcError) as refused:
+            call(bytes(5_000_000), timeout=60)
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_a_gigabyte_of_messages_begun_and_never_ended_stays_outside(besieged: Besieged, scale: int):
+    """Each call says that 4 MB come, and sends as much of it as the server takes."""
+    with connections(besieged.sidecar.address, 16) as many:
+        for connection in many:
+            connection.greet()
+            connection.socket.settimeout(0.2)
+            for _ in range(16 * scale):
+                stream = connection.call(INTRODUCE)
+                connection.data(stream, message_head(4_000_000))
+                if not all(connection.data(stream, b"x" * 16_000) for _ in range(240)):
+                    break
+        besieged.holds(40)
+
+
+def test_calls_opened_and_cancelled_by_the_thousand(besieged: Besieged, scale: int):
+    with connections(besieged.sidecar.address, 4) as many:
+        for connection in many:
+            connection.greet()
+            for _ in range(2_000 * scale):
+                if not connection.cancel(connection.call(STEER)):
+                    break
+        besieged.holds(20)
+
+
+def test_floods_of_headers_settings_and_pings(besieged: Besieged, scale: int):
+    large = [("x-noise", "x" * 8_000)] * 40
+    block = headers_of(STEER, large)
+    with connections(besieged.sidecar.address, 4) as many:
+        for connection in many:
+            connection.greet()
+            connection.call(STEER, [("x-noise", "y" * 15_000)])
+            # One block of headers without an end.
+            connection.say(frame(HEADERS, 0, 3, block[:16_000]))
+            for _ in range(200 * scale):
+                if not connection.say(frame(CONTINUATION, 0, 3, block[:16_000])):
+                    break
+        besieged.holds(20)
+    for flood in (frame(PING, 0, 0, bytes(8)), frame(SETTINGS, 0, 0)):
+        connection = Connection(besieged.sidecar.address)
+        connection.greet()
+        connection.socket.settimeout(1.0)
+        for _ in range(20):
+            if not connection.say(flood * 1_000 * scale):
+                break
+        besieged.holds(20)
+        connection.socket.close()
+
+
+def test_a_handshake_and_an_idle_connection_have_their_time():
+    options = dict(limits.connection_options(7))
+    assert options["grpc.max_allowed_incoming_connections"] == 7
+    assert options["grpc.server_handshake_timeout_ms"] == 1000 * limits.HANDSHAKE_SECONDS
+    assert options["grpc.max_connection_idle_ms"] == 1000 * limits.IDLE_SECONDS

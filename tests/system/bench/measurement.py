@@ -1,0 +1,120 @@
+"""Figures with their bars, and the command line that every benchmark shares."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import quantiles
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from lab.harness.spread import Spread
+
+RATIO = "ratio"
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One figure: the median of its repeats, against a bar where there is one."""
+
+    name: str
+    unit: str
+    repeats: Sequence[float]
+    at_most: float | None = None
+    at_least: float | None = None
+
+    @property
+    def spread(self) -> Spread:
+        """Of the repeats."""
+        return Spread(tuple(self.repeats))
+
+    @property
+    def holds(self) -> bool | None:
+        """Whether the median keeps to its bar; None without one."""
+        value = self.spread.median
+        if self.at_most is not None:
+            return value <= self.at_most
+        return None if self.at_least is None else value >= self.at_least
+
+    @property
+    def bar(self) -> str:
+        """In words."""
+        if self.at_most is not None:
+            return f"at most {self.at_most:,g}"
+        return "" if self.at_least is None else f"at least {self.at_least:,g}"
+
+    def as_json(self, command: str) -> dict[str, Any]:
+        """One object of a result file; `command` makes it again."""
+        return {
+            "name": self.name,
+            "value": _short(self.spread.median),
+            "unit": self.unit,
+            "bar": self.bar or None,
+            "holds": self.holds,
+            "spread": [_short(self.spread.low), _short(self.spread.high)],
+            "repeats": len(self.repeats),
+            "command": command,
+        }
+
+
+def percentiles(
+    name: str, unit: str, runs: Sequence[Sequence[float]], bars: dict[float, float] | None = None
+) -> list[Measurement]:
+    """p50, p99 and p99.9 of each run's values; bars: the most that a percentile may be."""
+    cuts = [quantiles(run, n=1000, method="inclusive") for run in runs]
+    return [
+        Measurement(
+            f"{name}, p{share:g}",
+            unit,
+            [cut[round(share * 10) - 1] for cut in cuts],
+            at_most=(bars or {}).get(share),
+        )
+        for share in (50.0, 99.0, 99.9)
+    ]
+
+
+def show(found: Iterable[dict[str, Any]]) -> None:
+    """A table of a result file's objects."""
+    table = Table("measured", "value", "low - high", "unit", "bar", "holds")
+    for one in found:
+        low, high = one["spread"]
+        holds = {None: "", True: "yes", False: "NO"}[one["holds"]]
+        table.add_row(
+            one["name"], f"{one['value']:,g}", f"{low:,g} - {high:,g}", one["unit"],
+            one["bar"] or "", holds,
+        )  # fmt: skip
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
+
+
+def run(
+    parser: argparse.ArgumentParser,
+    measure: Callable[[argparse.Namespace], Iterable[Measurement]],
+    module: str,
+) -> None:
+    """Measures, prints a table, and writes `--json FILE` if asked to.
+
+    parser: with the benchmark's own options.  module: its name for `python -m`.
+    """
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    options = parser.parse_args()
+    arguments = sys.argv[1:]
+    if options.json is not None:
+        at = arguments.index("--json") if "--json" in arguments else len(arguments)
+        del arguments[at : at + 2]
+    command = " ".join(["python -m", module, *arguments])
+    found = []
+    for measurement in measure(options):
+        found.append(measurement.as_json(command))
+        print(f"{measurement.name}: {found[-1]['value']:,g} {measurement.unit}", flush=True)
+    show(found)
+    if options.json is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.4g}")

@@ -1,0 +1,46 @@
+"""Two engines side by side, or one in two ways: answers in turn, compared pair by pair."""
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from lab.cpu_engine.models.prompts import held_out_prompts
+from tests.support.engine import EngineProcess
+
+_PROMPT_TOKENS = 60
+
+Side = TypeVar("Side")
+
+
+def ratios(one: Side, other: Side, measure: Callable[[Side], float], repeats: int) -> list[float]:
+    """measure(one) / measure(other), each pair one after the other, the order in turn.
+
+    Both are measured once before, for nothing.
+    """
+    measure(one), measure(other)
+    found = []
+    for repeat in range(repeats):
+        first = measure(one) if repeat % 2 else None
+        second = measure(other)
+        found.append((measure(one) if first is None else first) / second)
+    return found
+
+
+def seconds_of(engine: EngineProcess, domain: str, batch_size: int, tokens: int) -> float:
+    """Of the same prompts' answers, so many new tokens each, all at once."""
+    began = time.perf_counter()
+    engine.generate(prompts_of(domain, batch_size), [tokens] * batch_size)
+    return time.perf_counter() - began
+
+
+def step_seconds_of(engine: EngineProcess, domain: str, batch_size: int, tokens: int) -> float:
+    """As `seconds_of`, over the verifications of the request that had most."""
+    began = time.perf_counter()
+    answers = engine.generate(prompts_of(domain, batch_size), [tokens] * batch_size)
+    steps: int = max(answer.meta["spec_verify_ct"] for answer in answers)
+    return (time.perf_counter() - began) / steps
+
+
+def prompts_of(domain: str, count: int) -> list[list[int]]:
+    """Always the same ones."""
+    return held_out_prompts(domain, count=count, length_tokens=_PROMPT_TOKENS, seed=5)

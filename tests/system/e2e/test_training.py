@@ -1,0 +1,143 @@
+"""TIDE from end to end: traffic shifts, signals are kept, a trainer makes a version, it serves."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+
+from lab.cpu_engine.models.prompts import held_out_prompts
+from speculation.v1 import service_pb2, service_pb2_grpc
+from tests.support.engine import EngineProcess, environment, serving
+from tests.support.eventually import eventually
+from tests.support.sidecar_process import controller, sidecar_process
+from tests.system.engine.test_engine_online import CODE_ONLY
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
+
+ENGINE_ID = "shifting"
+TOKENS = 300
+MOST_WAVES = 25
+# Small numbers, so that a test of a minute or two sees it all.
+SMALL = {
+    "CONTROLLER_TRAINING__INITIAL": "8",
+    "CONTROLLER_TRAINING__MARGIN": "0.15",
+    "CONTROLLER_TRAINING__THRESHOLD": "16",
+    "CONTROLLER_TRAINING__UNIT_DRAFTS": "48",
+}
+
+
+@contextmanager
+def trainer(folder: Path, sidecar: str, signals: Path) -> Iterator[subprocess.Popen[bytes]]:
+    with (folder / "trainer.log").open("ab") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "engine_shim.training", "attend"],
+            env=environment(
+                folder,
+                {"SPECULATION_SIDECAR": sidecar, "SPECULATION_SIGNALS_FOLDER": str(signals)},
+            ),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait(120)
+
+
+class Watched:
+    """An engine under the sidecar; `wave` sends traffic and says what the sidecar makes of it."""
+
+    def __init__(self, engine: EngineProcess, channel: grpc.Channel) -> None:
+        self._engine = engine
+        self._inspection = service_pb2_grpc.InspectionServiceStub(channel)
+        self.lengths: list[float] = []
+
+    @property
+    def training(self) -> service_pb2.TrainingExplanation:
+        # A sidecar answers so many questions a second.
+        time.sleep(0.05)
+        question = service_pb2.ExplainRequest(engine_id=ENGINE_ID)
+        answer: service_pb2.ExplainResponse = self._inspection.Explain(question, timeout=60)
+        return answer.training
+
+    def introduced(self) -> bool:
+        return bool(self._inspection.ListEngines(service_pb2.ListEnginesRequest()).engines)
+
+    def wave(self, domain: str, seed: int) -> list[list[int]]:
+        """The tokens of four requests."""
+        prompts = held_out_prompts(domain, count=4, length_tokens=60, seed=seed)
+        answers = self._engine.generate(prompts, [TOKENS] * 4)
+        steps = sum(answer.meta["spec_verify_ct"] for answer in answers)
+        self.lengths.append(4 * TOKENS / steps)
+        return [answer.tokens for answer in answers]
+
+    def status(self) -> dict[str, object]:
+        found: dict[str, object] = self._engine.internal_state()["speculation_controller"]
+        return found
+
+
+def test_a_shift_is_learnt_beside_the_engine(tmp_path: Path) -> None:
+    signals = tmp_path / "signals"
+    with sidecar_process(tmp_path / "sidecar", environment=SMALL) as sidecar:
+        variables = {
+            "SPECULATION_SIDECAR": sidecar.address,
+            "SPECULATION_ENGINE_ID": ENGINE_ID,
+            "SPECULATION_SIGNALS_FOLDER": str(signals),
+        }
+        with (
+            serving(tmp_path / "engine", CODE_ONLY, variables) as engine,
+            grpc.insecure_channel(sidecar.address) as channel,
+        ):
+            watched = Watched(engine, channel)
+            eventually(watched.introduced, what="the engine introduces itself")
+            with trainer(tmp_path, sidecar.address, signals) as first:
+                eventually(lambda: watched.training.phase == "watching", what="a trainer is there")
+                # A second one has nothing to do here.
+                with trainer(tmp_path, sidecar.address, signals) as second:
+                    assert second.wait(60) == 3
+                seed = 0
+                # The drafter is at home in code: nothing is kept.
+                while watched.training.measured < 12 or seed < 2:
+                    watched.wave("code", seed)
+                    seed += 1
+                assert (watched.training.phase, watched.training.rounds) == ("watching", 0)
+                assert not list(signals.glob("*.safetensors"))
+                before = watched.wave("csv", 1000)
+                while watched.training.phase != "training":
+                    watched.wave("csv", seed)
+                    seed += 1
+                    assert seed < MOST_WAVES, watched.training
+                # In the midst of it.
+                first.send_signal(signal.SIGKILL)
+                first.wait(120)
+            eventually(lambda: watched.training.phase == "no trainer", what="its end is noticed")
+            (signals / "00000000000000000000-0-0.safetensors").write_bytes(b"\0" * 100)
+            with trainer(tmp_path, sidecar.address, signals):
+                while watched.training.served_version == 0:
+                    watched.wave("csv", seed)
+                    seed += 1
+                    assert seed < 2 * MOST_WAVES, watched.training
+                # However long the controller would draft: what the new version is worth is asked.
+                pin = ["--fleet", "--gamma", "3", "--reason", "the new version drafts"]
+                done = controller("override", "set", "--address", sidecar.address, *pin)
+                assert not done.returncode, done.stderr
+                # Requests that began with the new version.
+                after = [watched.wave("csv", 1000), watched.wave("csv", 1000)]
+            training, status = watched.training, watched.status()
+    print(f"tokens a step {[round(length, 2) for length in watched.lengths]}")
+    print([(past.outcome, past.round.alpha_train, past.round.alpha_eval) for past in training.past])
+    assert training.past[0].outcome == "deployed"
+    assert training.past[0].round.round == 1
+    assert training.past[0].round.alpha_eval > training.past[0].round.alpha_train + 0.1
+    assert watched.lengths[-1] > 1.3
+    # Not one token is another one.
+    assert after == [before, before]
+    assert status["draft"]["version"] == training.served_version  # type: ignore[index]
+    assert "signal_passed_over" in (tmp_path / "trainer.log").read_text()

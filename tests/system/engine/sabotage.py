@@ -1,0 +1,79 @@
+"""SGLang plugins that get in this plugin's way, for tests of its self-check."""
+
+import multiprocessing
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from engine_shim.sglang import sglang_api
+
+
+def break_telemetry_hook() -> None:
+    """SGLang cannot apply one hook (it changed, say), logs that and goes on."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    apply_target = HookRegistry._apply_target
+
+    def fail_for_one(target: str, hooks: Any) -> None:
+        if target == sglang_api.RESOLVE_TOKENS:
+            raise AttributeError("sabotaged")
+        apply_target(target, hooks)
+
+    HookRegistry._apply_target = fail_for_one
+
+
+def bring_back_sglangs_policy() -> None:
+    """SGLang's worker constructs its own policy after all."""
+    if sglang_api.SCHEDULER_MODULE not in sys.modules:
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.speculative import adaptive_spec_params
+
+    own = adaptive_spec_params.AdaptiveSpeculativeParams
+
+    def restore(scheduler: Any) -> None:
+        from sglang.srt.speculative import eagle_worker_v2
+
+        eagle_worker_v2.AdaptiveSpeculativeParams = own
+
+    target = f"{sglang_api.SCHEDULER_MODULE}.Scheduler.maybe_init_draft_worker"
+    HookRegistry.register(target, restore, HookType.BEFORE)
+
+
+def break_block_drafter() -> None:
+    """DFlash's attention fails, as when memory is out."""
+    if sglang_api.SCHEDULER_MODULE not in sys.modules:
+        return
+    from sglang.srt.models import dflash
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise MemoryError("sabotaged")
+
+    type.__setattr__(dflash.DFlashAttention, "forward", fail)
+
+
+def break_block_drafter_on_demand() -> None:
+    """DFlash's attention fails as soon as the file SABOTAGE_FILE exists."""
+    if sglang_api.SCHEDULER_MODULE not in sys.modules:
+        return
+    from sglang.srt.models import dflash
+
+    forward, file = dflash.DFlashAttention.forward, Path(os.environ["SABOTAGE_FILE"])
+
+    def fail_on_demand(*arguments: Any, **named: Any) -> Any:
+        if file.exists():
+            raise MemoryError("sabotaged")
+        return forward(*arguments, **named)
+
+    type.__setattr__(dflash.DFlashAttention, "forward", fail_on_demand)
+
+
+def let_one_rank_differ() -> None:
+    """The second scheduler to start has other variables, as on another host."""
+    if multiprocessing.parent_process() is None or sglang_api.SCHEDULER_MODULE not in sys.modules:
+        return
+    try:
+        Path(os.environ["FIRST_RANK"]).mkdir()
+    except FileExistsError:
+        os.environ["SPECULATION_GAMMAS"] = "0,1,3,7"

@@ -1,0 +1,254 @@
+"""The real SGLang, steered by a scripted sidecar over real gRPC."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from lab.cpu_engine.serve import with_cpu_defaults
+from speculation.v1.engine_pb2 import DRAFTER_KIND_MTP, StepReport
+from tests.support.engine import DRAFT, EAGLE3, TARGET, EngineProcess, serving
+from tests.support.eventually import eventually
+from tests.support.prompts_in_flight import ALONE, ALONE_LENGTH, play
+from tests.support.scripted_sidecar import ScriptedSidecar
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+
+GAMMAS = (0, 1, 2, 3, 5, 7)
+# gamma 0 asleep and awake among the others, every arm next to different ones.
+CYCLE = (
+    (3, False),
+    (0, True),
+    (0, True),
+    (5, False),
+    (0, False),
+    (1, False),
+    (0, True),
+    (7, False),
+)
+
+
+def cycle(count: int) -> tuple[int, bool]:
+    # Two reports for each, because a busy machine may skip a plan.
+    return CYCLE[count // 2 % len(CYCLE)]
+
+
+@pytest.fixture(scope="module")
+def engine(
+    plain: dict[str, list[list[int]]],
+    sidecar: ScriptedSidecar,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[EngineProcess]:
+    """Only after the plain one has gone, so that two engines never run at once."""
+    variables = {
+        **sidecar.variables,
+        "SPECULATION_ENGINE_ID": "tested",
+        "SPECULATION_GAMMAS": ",".join(map(str, GAMMAS)),
+        "SPECULATION_SLEEP_POSITIONS": "12",
+        "SPECULATION_GRACE_SECONDS": "0.2",
+    }
+    arguments = with_cpu_defaults([*EAGLE3, "--disable-radix-cache"])
+    folder = tmp_path_factory.mktemp("steered")
+    # Started as on a GPU, its processes spawned: the other tests' are forked.
+    with serving(folder, arguments, variables, module="sglang.launch_server") as running:
+        eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
+        yield running
+
+
+def test_it_introduces_itself(engine: EngineProcess, sidecar: ScriptedSidecar) -> None:
+    spec = sidecar.server.introductions[0]
+    assert (spec.engine_id, spec.max_batch_size) == ("tested", 16)
+    drafter = spec.drafters[0]
+    assert (drafter.name, drafter.kind) == ("eagle3", DRAFTER_KIND_MTP)
+    assert tuple(drafter.gammas) == GAMMAS
+    assert drafter.model == str(DRAFT)
+    assert spec.capabilities.can_sleep
+    assert spec.capabilities.overlap_steps == 0
+    fingerprint = spec.fingerprint
+    assert fingerprint.target_model == str(TARGET)
+    assert (fingerprint.engine, fingerprint.dtype) == ("sglang", "float32")
+    assert fingerprint.tensor_parallel_size == fingerprint.data_parallel_size == 1
+    assert list(fingerprint.graph_batch_sizes) == []
+    assert spec.shape.hidden_size == 128
+    layers = spec.shape.attention[0]
+    assert layers.layers == 24
+    full = layers.grouped_query
+    assert (full.query_heads, full.kv_heads, full.head_dim) == (4, 2, 32)
+    # Projections, gated MLP and norms of a layer; the last norm.
+    layer = 128 * (4 + 2 * 2) * 32 + 128 * 128 + 3 * 128 * 384 + 2 * 128 + 2 * 32
+    assert spec.shape.dense_params == 24 * layer + 128
+    assert (spec.shape.bytes_per_weight, spec.shape.bytes_per_kv) == (4.0, 4.0)
+    # One layer that reads two hidden states, the fusion of three, four norms, its own head.
+    own = 256 * 256 + 128 * 128 + 3 * 128 * 384 + 3 * 128 * 128 + 4 * 128 + 1024 * 128
+    assert drafter.shape.dense_params == own
+    assert drafter.shape.kv_bytes_per_token == 4 * 2 * 2 * 32
+
+
+def test_every_token_is_plain_decodings_while_gamma_changes_with_every_plan(
+    engine: EngineProcess, sidecar: ScriptedSidecar, plain: dict[str, list[list[int]]]
+) -> None:
+    answers, reports = play(engine, sidecar, cycle)
+    assert [answer.tokens for answer in answers] == plain["batch"]
+    assert {report.gamma for report in reports} == {0, 1, 3, 5, 7}
+    # A new plan comes with every step, unless the machine is so busy that it comes late.
+    assert sum(report.flags.switched for report in reports) > 10
+
+
+def test_reports_reconcile_with_sglangs_own_counters(
+    engine: EngineProcess, sidecar: ScriptedSidecar
+) -> None:
+    answers, reports = play(engine, sidecar, cycle)
+    assert sum(r.batch_size for r in reports) == sum(a.meta["spec_verify_ct"] for a in answers)
+    counted: Counter[int] = Counter()
+    for report in reports:
+        assert len(report.accepted_counts) == report.gamma + 1
+        assert sum(report.accepted_counts) == report.batch_size
+        counted.update(dict(enumerate(report.accepted_counts)))
+    by_sglang: Counter[int] = Counter()
+    for answer in answers:
+        by_sglang.update(dict(enumerate(answer.meta["spec_correct_drafts_histogram"])))
+    assert +counted == +by_sglang
+    steps = [report.step for report in reports]
+    assert steps == list(range(steps[0], steps[0] + len(steps)))
+
+
+def test_what_is_reported_is_what_the_plan_asked_for(
+    engine: EngineProcess, sidecar: ScriptedSidecar
+) -> None:
+    script = [(gamma, False) for gamma in GAMMAS]
+    _, reports = play(engine, sidecar, lambda count: script[count % len(script)])
+    assert {report.gamma for report in reports} == set(GAMMAS)
+    for report in reports:
+        assert report.drafter == "eagle3"
+        assert report.gamma == sidecar.arms[report.plan_epoch][0]
+        assert not report.flags.unsteered
+        assert not report.flags.eager_fallback
+    assert len({report.plan_epoch for report in reports}) > 10
+
+
+def test_the_context_is_counted_before_each_step(
+    engine: EngineProcess, sidecar: ScriptedSidecar
+) -> None:
+    _, reports = play(engine, sidecar, cycle, ALONE, [64])
+    expected = len(ALONE[0])
+    for report in reports:
+        assert report.kv_tokens == expected
+        accepted = next(k for k, count in enumerate(report.accepted_counts) if count)
+        expected += accepted + 1
+
+
+def test_only_steps_after_a_prefill_are_flagged_as_after_a_gap(
+    engine: EngineProcess, sidecar: ScriptedSidecar
+) -> None:
+    _, reports = play(engine, sidecar, lambda _: (3, False), ALONE, [64])
+    assert [report.flags.after_gap for report in reports] == [True, *[False] * (len(reports) - 1)]
+    assert all(0 < report.step_seconds < 10 for report in reports)
+
+
+def accepted_by_context(reports: Sequence[StepReport], gamma: int) -> dict[int, int]:
+    """Accepted drafts of a single sequence's steps at that gamma, by its context length."""
+    return {
+        report.kv_tokens: next(k for k, count in enumerate(report.accepted_counts) if count)
+        for report in reports
+        if report.gamma == gamma
+    }
+
+
+def test_a_drafter_that_slept_drafts_what_it_would_have_drafted_awake(
+    engine: EngineProcess, sidecar: ScriptedSidecar, plain: dict[str, list[list[int]]]
+) -> None:
+    def naps(count: int) -> tuple[int, bool]:
+        # Of 2, 5 and 29 steps: shorter and longer than the buffer of 12.
+        at = count % 48
+        return (0, True) if at in (4, 5) or 10 <= at < 15 or at >= 19 else (3, False)
+
+    def woken(count: int) -> tuple[int, bool]:
+        return (3, False) if count % 2 else (0, False)
+
+    awake: dict[int, int] = {}
+    for script in (lambda _: (3, False), woken):
+        answers, reports = play(engine, sidecar, script, ALONE, [ALONE_LENGTH])
+        assert answers[0].tokens == plain["alone"][0]
+        awake |= accepted_by_context(reports, gamma=3)
+
+    before = engine.internal_state()["speculation_controller"]["sleep"]
+    answers, reports = play(engine, sidecar, naps, ALONE, [ALONE_LENGTH])
+    assert answers[0].tokens == plain["alone"][0]
+    after = engine.internal_state()["speculation_controller"]["sleep"]
+    slept = {name: after[name] - before[name] for name in after}
+    assert slept["slept"] > 12 * 3
+    # At most one buffer is left unread: that of the request's end.
+    assert slept["caught_up"] >= slept["slept"] - 12
+    assert slept["passes"] > slept["caught_up"] / 12
+    assert slept["cold"] == 0
+
+    woke = accepted_by_context(reports, gamma=3)
+    both = sorted(awake.keys() & woke.keys())
+    assert len(both) > 10
+    assert any(woke[context] > 0 for context in both)
+    assert {context: woke[context] for context in both} == {
+        context: awake[context] for context in both
+    }
+
+
+def test_requests_that_join_and_leave_a_sleeping_batch_are_caught_up(
+    engine: EngineProcess, sidecar: ScriptedSidecar, plain: dict[str, list[list[int]]]
+) -> None:
+    def naps(count: int) -> tuple[int, bool]:
+        return (3, False) if count % 20 < 4 else (0, True)
+
+    def rests(count: int) -> tuple[int, bool]:
+        return (3, False) if count % 20 < 4 else (0, False)
+
+    share = {}
+    for name, script in (("asleep", naps), ("awake", rests)):
+        answers, reports = play(engine, sidecar, script)
+        assert [answer.tokens for answer in answers] == plain["batch"]
+        drafted = [report for report in reports if report.gamma == 3]
+        accepted = sum(k * n for r in drafted for k, n in enumerate(r.accepted_counts))
+        share[name] = accepted / sum(3 * report.batch_size for report in drafted)
+    assert engine.internal_state()["speculation_controller"]["sleep"]["cold"] == 0
+    assert share["asleep"] == pytest.approx(share["awake"], rel=0.15)
+
+
+def test_the_server_says_how_it_is_steered(engine: EngineProcess, sidecar: ScriptedSidecar) -> None:
+    play(engine, sidecar, cycle)
+    state = engine.internal_state()
+    status = state["speculation_controller"]
+    assert (status["source"], status["sidecar"], status["reporting"]) == ("PLAN", "STEERING", True)
+    eventually(lambda: len(sidecar.reports) == status["reports_sent"], what="every report has come")
+    assert status["reports_dropped"] == status["reports_invalid"] == status["packets_refused"] == 0
+    # The switch keeps SGLang's own readback up to date.
+    assert state["speculative_num_steps"] == sidecar.reports[-1].gamma
+    assert state["speculative_num_draft_tokens"] == sidecar.reports[-1].gamma + 1
+    assert "Switch adaptive runtime state" not in engine.log.read_text()
+
+
+def test_without_a_sidecar_the_engine_goes_on_and_is_steered_again_later(
+    engine: EngineProcess, sidecar: ScriptedSidecar, plain: dict[str, list[list[int]]]
+) -> None:
+    sidecar.lease_ms = 100
+    play(engine, sidecar, lambda _: (7, False), ALONE, [32])
+    sidecar.server.stop()
+    alone = engine.generate(ALONE, [ALONE_LENGTH])
+    assert alone[0].tokens == plain["alone"][0]
+    status = engine.internal_state()["speculation_controller"]
+    assert (status["source"], status["sidecar"]) == ("SAFE_DEFAULT", "AWAY")
+    # The startup draft length is the safe one: the middle of the list.
+    assert engine.internal_state()["speculative_num_steps"] == 3
+    assert "the sidecar does not steer: safe-default" in engine.log.read_text()
+
+    sidecar.lease_ms = 60_000
+    introduced = len(sidecar.server.introductions)
+    sidecar.server.start()
+    eventually(lambda: len(sidecar.server.introductions) > introduced, what="introduced again")
+    sidecar.run(lambda _: (5, False))
+
+    def steered_again() -> bool:
+        answers = engine.generate(ALONE, [48])
+        assert answers[0].tokens == plain["alone"][0][:48]
+        last = sidecar.reports[-1]
+        return last.gamma == 5 and not last.flags.unsteered
+
+    eventually(steered_again, what="a step under the new plan")
+    assert any(report.flags.unsteered for report in sidecar.reports)

@@ -1,0 +1,161 @@
+"""A DFlash drafter that learns, beside the real SGLang and inside it.
+
+It begins as a damaged copy of the shipped one, so that there is something to learn.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine_shim.training.adapt import AdaptSettings, fine_tuned
+from engine_shim.training.checkpoint import load_dflash, load_target, save_dflash
+from engine_shim.training.signals import Signal, SignalStore
+from engine_shim.training.versions import FOLDER, Made, Versions
+from tests.support.engine import DFLASH, LONE, TARGET, EngineProcess, serving
+from tests.support.eventually import eventually
+from tests.support.prompts_in_flight import WAVE_LENGTH, WAVES
+from tests.support.scripted_sidecar import ScriptedSidecar
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+
+EMBEDDING = load_target(TARGET).model.embed_tokens.weight.detach()
+GAMMA = 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("signals") / "store"
+
+
+@pytest.fixture(scope="module")
+def plain_waves(plain: dict[str, list[list[int]]]) -> list[list[list[int]]]:
+    found = iter(plain["waves"])
+    return [[next(found) for _ in prompts] for prompts in WAVES]
+
+
+@pytest.fixture(scope="module")
+def engine(
+    plain_waves: list[list[list[int]]],
+    folder: Path,
+    sidecar: ScriptedSidecar,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[EngineProcess]:
+    damaged = load_dflash(DFLASH, EMBEDDING)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        damaged.fc.weight.normal_(std=0.05, generator=generator)
+    draft = tmp_path_factory.mktemp("draft")
+    save_dflash(damaged, draft)
+    variables = {
+        **sidecar.variables,
+        "SPECULATION_GAMMAS": "0,1,3,7",
+        "SPECULATION_ONLINE_UPDATES": "1",
+        "SPECULATION_SIGNALS_FOLDER": str(folder),
+    }
+    arguments = [str(draft) if part == str(DFLASH) else part for part in LONE]
+    with serving(tmp_path_factory.mktemp("learning"), arguments, variables) as running:
+        eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
+        yield running
+
+
+def status(engine: EngineProcess, part: str) -> dict[str, Any]:
+    found: dict[str, Any] = engine.internal_state()["speculation_controller"][part]
+    return found
+
+
+def wave(engine: EngineProcess, number: int, plain_waves: list[list[list[int]]]) -> float:
+    """The acceptance length; tokens are plain decoding's."""
+    answers = engine.generate(WAVES[number], [WAVE_LENGTH] * len(WAVES[number]))
+    assert [answer.tokens for answer in answers] == plain_waves[number]
+    accepted: int = sum(answer.meta["spec_num_correct_drafts"] for answer in answers)
+    steps: int = sum(answer.meta["spec_verify_ct"] for answer in answers)
+    return 1 + accepted / steps
+
+
+def between_steps(engine: EngineProcess, part: str, name: str, value: object) -> None:
+    """Waits until the engine says so; it is asked between steps."""
+
+    def so() -> bool:
+        engine.generate(WAVES[0][:1], [4])
+        return bool(status(engine, part)[name] == value)
+
+    eventually(so, within=60.0, what=f"{part}: {name} is {value}")
+
+
+def test_what_it_reads_is_collected_and_a_version_made_of_it_serves(
+    engine: EngineProcess,
+    folder: Path,
+    sidecar: ScriptedSidecar,
+    plain_waves: list[list[list[int]]],
+) -> None:
+    capabilities = sidecar.server.introductions[0].capabilities
+    assert capabilities.can_collect
+    assert capabilities.can_take_versions
+    sidecar.collect = True
+    sidecar.run(lambda _: (GAMMA, False))
+    lengths = [wave(engine, number, plain_waves) for number in range(3)]
+    sidecar.collect = False
+    sidecar.run(lambda _: (GAMMA, False))
+    between_steps(engine, "signals", "open", False)
+    between_steps(engine, "signals", "waiting", 0)
+    signals = [one for one in SignalStore(folder, 1 << 30).read() if len(one.tokens) > 100]
+    assert len(signals) >= 10
+    check_features(signals)
+    versions = Versions(folder / FOLDER)
+    made = fine_tuned(
+        versions.student(0), signals, AdaptSettings(passes=10, batch=4, learning_rate=2e-3)
+    )
+    number = versions.publish(dict(made.named_parameters()), Made(0, 0.0, 1.0, 0.0, 12, 1.0))
+    sidecar.draft_version = number
+    sidecar.run(lambda _: (GAMMA, False))
+    between_steps(engine, "draft", "version", number)
+    after = wave(engine, 3, plain_waves)
+    print(f"acceptance length {lengths[-1]:.2f}, of the version {after:.2f}")
+    assert after > max(lengths) + 0.4
+    reports = sidecar.reports[-5:]
+    assert {report.draft_version for report in reports} == {number}
+    # Back to what was loaded.
+    sidecar.draft_version = 0
+    sidecar.run(lambda _: (GAMMA, False))
+    between_steps(engine, "draft", "version", 0)
+    assert wave(engine, 3, plain_waves) < after - 0.3
+
+
+def check_features(signals: list[Signal]) -> None:
+    """They are the target's hidden states at the layers that this drafter reads."""
+    target, layers = load_target(TARGET), load_dflash(DFLASH, EMBEDDING).shape.feature_layers
+    found = next(signal for signal in signals if signal.start < 100)
+    # Without what came before it, later positions see almost the same.
+    width = target.shape.hidden
+    assert found.features.shape[1] == len(layers) * width
+    with torch.no_grad():
+        _, features = target.logits_and_features(found.tokens[None], layers)
+    known = torch.cat(features, dim=-1)[0]
+    same = torch.nn.functional.cosine_similarity(known[40:], found.features[40:].float(), dim=-1)
+    assert same.median() > 0.9, same
+
+
+def test_it_learns_while_it_serves_and_never_changes_a_token(
+    engine: EngineProcess, sidecar: ScriptedSidecar, plain_waves: list[list[list[int]]]
+) -> None:
+    assert sidecar.server.introductions[0].capabilities.can_update_online
+    between_steps(engine, "online", "state", "ready")
+    sidecar.run(lambda _: (GAMMA, False))
+    before = wave(engine, 0, plain_waves)
+    sidecar.stride = 2
+    # A whole block now and then, and nothing at all.
+    arms = [(GAMMA, False)] * 6 + [(7, False), (0, True)]
+    sidecar.run(lambda count: arms[count % 8])
+    for number in (1, 2, 3, 4, 1, 2):
+        wave(engine, number, plain_waves)
+    sidecar.stride = 0
+    sidecar.run(lambda _: (GAMMA, False))
+    after = wave(engine, 0, plain_waves)
+    found = status(engine, "online")
+    print(f"acceptance length {before:.2f}, then {after:.2f} after {found['updates']} updates")
+    assert found["updates"] > 20
+    assert found["refused"] == 0
+    assert after > before + 0.2

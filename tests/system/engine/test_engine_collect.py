@@ -1,0 +1,165 @@
+"""Training signals of what the real SGLang serves."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine_shim.training.checkpoint import load_target
+from engine_shim.training.signals import Signal, SignalStore
+from tests.support.engine import EAGLE3, TARGET, EngineProcess, serving
+from tests.support.eventually import eventually
+from tests.support.prompts_in_flight import WAVE_LENGTH, WAVES
+from tests.support.scripted_sidecar import Script, ScriptedSidecar
+
+HEAD = load_target(TARGET).model.embed_tokens.weight.detach()
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("signals") / "store"
+
+
+@pytest.fixture(scope="module")
+def engine(
+    folder: Path, sidecar: ScriptedSidecar, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EngineProcess]:
+    variables = {
+        **sidecar.variables,
+        "SPECULATION_SIGNALS_FOLDER": str(folder),
+        "SPECULATION_SIGNALS_MEGABYTES": "1",
+        "SPECULATION_SIGNALS_FINAL_STATES": "1",
+        "SPECULATION_GAMMAS": "0,1,3",
+    }
+    with serving(tmp_path_factory.mktemp("collect"), EAGLE3, variables) as running:
+        eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
+        yield running
+
+
+def status(engine: EngineProcess) -> dict[str, Any]:
+    found: dict[str, Any] = engine.internal_state()["speculation_controller"]["signals"]
+    return found
+
+
+def found_in(folder: Path) -> list[Signal]:
+    return list(SignalStore(folder, 1 << 20).read())
+
+
+def collect(engine: EngineProcess, sidecar: ScriptedSidecar, script: Script) -> None:
+    """Collecting begins, and the engine has heard of it."""
+    first = len(sidecar.arms) + 1
+    sidecar.collect = True
+    sidecar.run(script)
+
+    def heard() -> bool:
+        engine.generate(WAVES[3][:1], [4])
+        return sidecar.reports[-1].plan_epoch >= first
+
+    eventually(heard, within=90.0, what="the engine runs under a plan that collects")
+
+
+def settled(engine: EngineProcess, sidecar: ScriptedSidecar) -> None:
+    """Collecting has ended, and everything is on disk: the engine is asked between steps."""
+    sidecar.collect = False
+    sidecar.run(sidecar.script)
+
+    def all_written() -> bool:
+        engine.generate(WAVES[3][:1], [4])
+        now = status(engine)
+        return bool(not now["open"] and now["waiting"] == 0)
+
+    eventually(all_written, what="everything is with the writer, and written")
+
+
+def test_without_the_regime_nothing_is_kept(
+    engine: EngineProcess, sidecar: ScriptedSidecar, folder: Path
+) -> None:
+    assert sidecar.server.introductions[0].capabilities.can_collect
+    sidecar.run(lambda _: (3, False))
+    engine.generate(WAVES[0], [WAVE_LENGTH] * len(WAVES[0]))
+    assert status(engine) == {
+        "signals": 0,
+        "positions": 0,
+        "dropped": 0,
+        "state": "ready",
+        "waiting": 0,
+        "open": False,
+        "unread": 0,
+    }
+    assert found_in(folder) == []
+
+
+# gamma 0 asleep and awake among the others: what is served is collected whatever drafts.
+@pytest.mark.parametrize("arms", [[(3, False)], [(0, True), (1, False), (0, False), (3, False)]])
+def test_what_is_served_is_kept_position_by_position(
+    arms: list[tuple[int, bool]],
+    engine: EngineProcess,
+    sidecar: ScriptedSidecar,
+    folder: Path,
+    plain: dict[str, list[list[int]]],
+) -> None:
+    for path in SignalStore(folder, 1 << 20).paths():
+        path.unlink()
+    collect(engine, sidecar, lambda count: arms[count // 5 % len(arms)])
+    answers = engine.generate(WAVES[0], [WAVE_LENGTH] * len(WAVES[0]))
+    assert [answer.tokens for answer in answers] == plain["waves"][: len(WAVES[0])]
+    settled(engine, sidecar)
+    signals = found_in(folder)
+    served = [[*prompt, *answer.tokens] for prompt, answer in zip(WAVES[0], answers, strict=True)]
+    covered = 0
+    for signal in signals:
+        tokens, end = signal.tokens.tolist(), signal.start + len(signal.tokens)
+        # A request's last step may have verified more than was asked for.
+        (whole,) = [
+            text
+            for text in served
+            if text[signal.start : end] == tokens[: max(1, len(text) - signal.start)]
+        ]
+        # Greedy: the target's likeliest token of each position is the next one.
+        following = whole[signal.start + 1 : end + 1]
+        assert signal.top_tokens[: len(following), 0].tolist() == following
+        assert (signal.top_logs.diff(dim=1) <= 0).all()
+        assert torch.isfinite(signal.features.float()).all()
+        # The head on the last hidden states says the same (the embedding is the head here).
+        assert signal.final is not None
+        logits = signal.final[: len(following)].float() @ HEAD.T
+        agree = (logits.argmax(-1) == torch.tensor(following)).float().mean()
+        assert agree > 0.95, agree
+        assert signal.features.float().abs().amax(dim=1).min() > 0
+        covered += len(tokens)
+    assert covered >= 0.9 * WAVE_LENGTH * len(WAVES[0])
+    tried = sum(signal.tried for signal in signals)
+    accepted = sum(signal.accepted for signal in signals)
+    assert 0 < accepted < tried
+    assert status(engine)["dropped"] == 0
+
+
+def test_the_store_keeps_to_its_size(
+    engine: EngineProcess, sidecar: ScriptedSidecar, folder: Path
+) -> None:
+    collect(engine, sidecar, lambda _: (3, False))
+    before = SignalStore(folder, 1 << 20).paths()
+    engine.generate(WAVES[1], [400] * len(WAVES[1]))
+    settled(engine, sidecar)
+    paths = SignalStore(folder, 1 << 20).paths()
+    assert not set(before) & set(paths)
+    assert 1 << 19 < sum(path.stat().st_size for path in paths) <= 1 << 20
+
+
+def test_a_store_that_cannot_be_written_is_said_and_serving_goes_on(
+    engine: EngineProcess, sidecar: ScriptedSidecar, folder: Path, plain: dict[str, list[list[int]]]
+) -> None:
+    moved = folder.with_name("moved")
+    folder.rename(moved)
+    collect(engine, sidecar, lambda _: (3, False))
+    answers = engine.generate(WAVES[0], [WAVE_LENGTH] * len(WAVES[0]))
+    assert [answer.tokens for answer in answers] == plain["waves"][: len(WAVES[0])]
+    settled(engine, sidecar)
+    found = status(engine)
+    assert found["dropped"] > 0
+    assert found["state"].startswith("failing")
+    moved.rename(folder)

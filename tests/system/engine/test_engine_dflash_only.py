@@ -1,0 +1,118 @@
+"""DFlash as the only drafter of the real SGLang, steered by a scripted sidecar."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from speculation.v1.engine_pb2 import DRAFTER_KIND_DFLASH
+from tests.support.engine import DFLASH, LONE, EngineProcess, install_plugin, serving
+from tests.support.eventually import eventually
+from tests.support.prompts_in_flight import ALONE, accepted_by_context, check_against_student, play
+from tests.support.scripted_sidecar import Arm, ScriptedSidecar, scripted_sidecar
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+
+# The last is longer than a block, and no arm of this drafter's.
+GAMMAS = (0, 1, 2, 3, 5, 7, 9)
+ARMS: list[Arm] = [*((gamma, False) for gamma in GAMMAS[:-1]), (0, True)]
+ALONE_LENGTH = 200
+
+
+@pytest.fixture(scope="module")
+def engine(
+    plain: dict[str, list[list[int]]],
+    sidecar: ScriptedSidecar,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[EngineProcess]:
+    """With the prefix cache on."""
+    variables = {
+        **sidecar.variables,
+        "SPECULATION_GAMMAS": ",".join(map(str, GAMMAS)),
+        "SPECULATION_SLEEP_POSITIONS": "12",
+        "SPECULATION_GRAPH_LIMITS": "7:8",
+    }
+    with serving(tmp_path_factory.mktemp("steered"), LONE, variables) as running:
+        eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
+        yield running
+
+
+def test_it_introduces_itself(engine: EngineProcess, sidecar: ScriptedSidecar) -> None:
+    spec = sidecar.server.introductions[0]
+    assert [drafter.name for drafter in spec.drafters] == ["dflash"]
+    drafter = spec.drafters[0]
+    assert (drafter.kind, drafter.model) == (DRAFTER_KIND_DFLASH, str(DFLASH))
+    assert tuple(drafter.gammas) == GAMMAS[:-1]
+    assert drafter.shape.block_size == 8
+    assert spec.capabilities.can_sleep
+    assert not spec.capabilities.can_switch_drafter
+    limits = [(limit.gamma, limit.max_batch_size) for limit in drafter.batch_limits]
+    assert limits == [(7, 8)]
+    prepared = engine.internal_state()["speculation_controller"]["prepared"]
+    # It starts with 3.
+    assert set(prepared) == {str(gamma) for gamma in GAMMAS} - {"3"}
+    assert all(state["seconds"] > 0 for state in prepared.values())
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_every_arm_gives_plain_decodings_tokens(
+    arm: Arm, engine: EngineProcess, sidecar: ScriptedSidecar, plain: dict[str, list[list[int]]]
+) -> None:
+    answers, reports = play(engine, sidecar, lambda _: arm)
+    assert [answer.tokens for answer in answers] == plain["batch"]
+    # The first steps may still be the last script's; how many, depends on the machine.
+    assert {(report.drafter, report.gamma) for report in reports[-5:]} == {("dflash", arm[0])}
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_any_order_of_arms_gives_plain_decodings_tokens(
+    seed: int, engine: EngineProcess, sidecar: ScriptedSidecar, plain: dict[str, list[list[int]]]
+) -> None:
+    arms = random.Random(seed).choices(ARMS, k=500)
+    answers, reports = play(engine, sidecar, lambda count: arms[count % 500])
+    assert [answer.tokens for answer in answers] == plain["batch"]
+    assert len({report.gamma for report in reports}) == len(GAMMAS) - 1
+
+
+@pytest.mark.parametrize("asleep", [False, True])
+def test_blocks_are_the_students_also_after_a_pause(
+    asleep: bool, engine: EngineProcess, sidecar: ScriptedSidecar, plain: dict[str, list[list[int]]]
+) -> None:
+    sequence = [*ALONE[0], *plain["alone"][0][:ALONE_LENGTH]]
+    live: dict[int, int] = {}
+    for script in (lambda _: (7, False), lambda count: (7 * (count % 9 < 4), asleep)):
+        answers, reports = play(engine, sidecar, script, ALONE, [ALONE_LENGTH])
+        assert answers[0].tokens == plain["alone"][0][:ALONE_LENGTH]
+        live |= accepted_by_context(reports, "dflash", 7)
+    check_against_student(live, sequence)
+    assert sum(live.values()) > len(live)
+    sleep = engine.internal_state()["speculation_controller"]["sleep"]
+    assert (sleep["slept"] > 0) >= asleep
+    assert sleep["cold"] == 0
+
+
+def test_when_the_block_fails_the_engine_goes_on(
+    plain: dict[str, list[list[int]]], tmp_path: Path
+) -> None:
+    target = "tests.system.engine.sabotage:break_block_drafter_on_demand"
+    plugins = install_plugin(tmp_path / "sabotage", target, name="zz_sabotage")
+    with scripted_sidecar(tmp_path) as sidecar:
+        variables = {
+            **sidecar.variables,
+            "PYTHONPATH": str(plugins),
+            "SABOTAGE_FILE": str(tmp_path / "broken"),
+        }
+        with serving(tmp_path / "engine", LONE, variables) as engine:
+            eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
+            (tmp_path / "broken").touch()
+            answer = engine.generate(ALONE, [ALONE_LENGTH])[0]
+            assert answer.tokens == plain["alone"][0][:ALONE_LENGTH]
+            reports = sidecar.reports_since(0, answer.meta["spec_verify_ct"])
+            log = engine.log.read_text()
+    assert log.count("DFlash drafts no more") == 1
+    [loss] = next(request.lost for request in sidecar.server.requests if request.lost)
+    assert (loss.drafter, loss.reason) == ("dflash", "MemoryError: sabotaged")
+    assert "sabotaged" in log
+    # Until another plan comes, nothing that is drafted is accepted.
+    assert sum(report.accepted_counts[0] for report in reports) > 0.9 * len(reports)

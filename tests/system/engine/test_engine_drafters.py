@@ -1,0 +1,264 @@
+"""Two drafters in the real SGLang: EAGLE3 and DFlash, chosen per step by a scripted sidecar."""
+
+import random
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from engine_shim.training.signals import SignalStore
+from lab.cpu_engine.models.prompts import held_out_prompts
+from speculation.v1.engine_pb2 import DRAFTER_KIND_DFLASH, DRAFTER_KIND_MTP, StepReport
+from tests.support.engine import DFLASH, EAGLE3, EngineProcess, serving
+from tests.support.eventually import eventually
+from tests.support.prompts_in_flight import (
+    ALONE,
+    CROWD,
+    CROWD_LENGTH,
+    accepted_by_context,
+    check_against_student,
+    play,
+)
+from tests.support.scripted_sidecar import Arm, ScriptedSidecar, scripted_sidecar
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+
+GAMMAS = (0, 1, 2, 3, 5, 7)
+EAGLE: list[Arm] = [(gamma, False, 0) for gamma in GAMMAS]
+BLOCK: list[Arm] = [(gamma, False, 1) for gamma in GAMMAS[1:]]
+ASLEEP: Arm = (0, True, 0)
+ALONE_LENGTH = 200
+TURNS: list[Arm] = [(3, False, 0), (0, False, 0), (7, False, 1)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("signals") / "store"
+
+
+@pytest.fixture(scope="module")
+def engine(
+    plain: dict[str, list[list[int]]],
+    sidecar: ScriptedSidecar,
+    folder: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[EngineProcess]:
+    """With the prefix cache on."""
+    variables = {
+        **sidecar.variables,
+        "SPECULATION_DFLASH_MODEL_PATH": str(DFLASH),
+        "SPECULATION_GAMMAS": ",".join(map(str, GAMMAS)),
+        "SPECULATION_SLEEP_POSITIONS": "12",
+        "SPECULATION_ONLINE_UPDATES": "1",
+        "SPECULATION_SIGNALS_FOLDER": str(folder),
+    }
+    with serving(tmp_path_factory.mktemp("steered"), EAGLE3, variables) as running:
+        eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
+        yield running
+
+
+def test_it_introduces_both(engine: EngineProcess, sidecar: ScriptedSidecar) -> None:
+    spec = sidecar.server.introductions[0]
+    first, second = spec.drafters
+    assert (first.name, first.kind) == ("eagle3", DRAFTER_KIND_MTP)
+    assert (second.name, second.kind) == ("dflash", DRAFTER_KIND_DFLASH)
+    assert tuple(first.gammas) == GAMMAS
+    assert tuple(second.gammas) == GAMMAS[1:]
+    assert second.model == str(DFLASH)
+    assert spec.capabilities.can_switch_drafter
+    assert spec.capabilities.drafters_follow
+    assert second.shape.block_size == 8
+    assert second.shape.dense_params > 0
+
+
+@pytest.mark.parametrize("arm", [*EAGLE, *BLOCK, ASLEEP])
+def test_every_arm_gives_plain_decodings_tokens(
+    arm: Arm, engine: EngineProcess, sidecar: ScriptedSidecar, plain: dict[str, list[list[int]]]
+) -> None:
+    answers, reports = play(engine, sidecar, lambda _: arm)
+    assert [answer.tokens for answer in answers] == plain["batch"]
+    name = "eagle3" if arm[2:] == (0,) else "dflash"
+    # The first steps may still be the last script's.
+    assert {(report.drafter, report.gamma) for report in reports[-5:]} == {(name, arm[0])}
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_any_order_of_arms_gives_plain_decodings_tokens(
+    seed: int, engine: EngineProcess, sidecar: ScriptedSidecar, plain: dict[str, list[list[int]]]
+) -> None:
+    choose = random.Random(seed)
+    arms = [choose.choice([*EAGLE, *BLOCK, ASLEEP]) for _ in range(500)]
+    answers, reports = play(engine, sidecar, lambda count: arms[count % 500])
+    assert [answer.tokens for answer in answers] == plain["batch"]
+    assert len({(report.drafter, report.gamma) for report in reports}) > 8
+    assert {report.drafter for report in reports} == {"eagle3", "dflash"}
+
+
+def alone(
+    engine: EngineProcess,
+    sidecar: ScriptedSidecar,
+    plain: dict[str, list[list[int]]],
+    script: Callable[[int], Arm],
+) -> list[StepReport]:
+    answers, reports = play(engine, sidecar, script, ALONE, [ALONE_LENGTH])
+    assert answers[0].tokens == plain["alone"][0][:ALONE_LENGTH]
+    return reports
+
+
+@pytest.mark.parametrize(("which", "drafter"), [(0, "eagle3"), (1, "dflash")])
+@pytest.mark.parametrize("pause", [(3, False, 0), (2, False, 1), (0, False, 0), (0, True, 0)])
+def test_nothing_goes_stale_while_another_drafts_or_none(
+    which: int,
+    drafter: str,
+    pause: Arm,
+    engine: EngineProcess,
+    sidecar: ScriptedSidecar,
+    plain: dict[str, list[list[int]]],
+) -> None:
+    always: dict[int, int] = {}
+    # Long drafts meet few contexts: plain steps between them meet the others.
+    for script in (
+        lambda _: (3, False, which),
+        lambda count: (3, False, which) if count % 2 else (0, False, 0),
+        lambda count: (3, False, which) if count % 3 else (0, False, 0),
+    ):
+        reports = alone(engine, sidecar, plain, script)
+        always |= accepted_by_context(reports, drafter, 3)
+    mixed: dict[int, int] = {}
+
+    def now_and_then(period: int) -> Callable[[int], Arm]:
+        return lambda count: (3, False, which) if count % period < 4 else pause
+
+    # Which contexts it meets depends on when plans come.
+    for period in (12, 11, 13, 10):
+        reports = alone(engine, sidecar, plain, now_and_then(period))
+        mixed |= accepted_by_context(reports, drafter, 3)
+        both = always.keys() & mixed.keys()
+        if len(both) > 5:
+            break
+    assert len(both) > 5
+    assert any(mixed[context] > 0 for context in both)
+    assert {c: mixed[c] for c in both} == {c: always[c] for c in both}
+
+
+def test_on_regular_text_a_block_goes_further_than_a_short_chain(
+    engine: EngineProcess, sidecar: ScriptedSidecar, plain: dict[str, list[list[int]]]
+) -> None:
+    reports = alone(engine, sidecar, plain, lambda _: (7, False, 1))
+    gained = sum(1 + k * n for r in reports for k, n in enumerate(r.accepted_counts) if n)
+    assert gained / len(reports) > 2.5
+
+
+def test_the_blocks_are_those_that_the_trained_student_would_draft(
+    engine: EngineProcess, sidecar: ScriptedSidecar, plain: dict[str, list[list[int]]]
+) -> None:
+    reports = alone(engine, sidecar, plain, lambda _: (7, False, 1))
+    live = accepted_by_context(reports, "dflash", 7)
+    check_against_student(live, [*ALONE[0], *plain["alone"][0][:ALONE_LENGTH]])
+
+
+@pytest.mark.parametrize("first", TURNS)
+def test_a_follow_up_finds_all_of_the_answer_read(
+    first: Arm, engine: EngineProcess, sidecar: ScriptedSidecar
+) -> None:
+    """Whoever drafted the answer, its last positions are in DFlash's part of the prefix cache."""
+    # One that no other test has left in the cache.
+    prompt = held_out_prompts("json", count=4, length_tokens=50, seed=23)[1 + TURNS.index(first)]
+    answers, _ = play(engine, sidecar, lambda _: first, [prompt], [61])
+    follow_up = [*prompt, *answers[0].tokens, *CROWD[0][:9]]
+    answers, reports = play(engine, sidecar, lambda _: (7, False, 1), [follow_up], [150])
+    assert answers[0].meta["cached_tokens"] >= len(prompt) + 55
+    live = accepted_by_context(reports[1:], "dflash", 7)
+    check_against_student(live, [*follow_up, *answers[0].tokens])
+
+
+def test_the_own_drafter_is_the_one_that_learns(
+    engine: EngineProcess, sidecar: ScriptedSidecar, plain: dict[str, list[list[int]]], folder: Path
+) -> None:
+    """Collected and learnt from is every step; counted are the drafts of its own."""
+
+    def state(part: str) -> dict[str, Any]:
+        found: dict[str, Any] = engine.internal_state()["speculation_controller"][part]
+        return found
+
+    layers, hidden = 3, 128
+    arms = [(3, False, 0), (3, False, 1), (0, False, 0)]
+    sidecar.collect = True
+    answers, reports = play(engine, sidecar, lambda count: arms[count // 5 % 3])
+    assert [answer.tokens for answer in answers] == plain["batch"]
+    sidecar.collect = False
+
+    def all_written() -> bool:
+        play(engine, sidecar, lambda _: (3, False, 0), ALONE, [8])
+        return bool(not state("signals")["open"] and state("signals")["waiting"] == 0)
+
+    eventually(all_written, what="everything is with the writer, and written")
+    signals = list(SignalStore(folder, 1 << 30).read())
+    assert signals
+    assert {signal.features.shape[1] for signal in signals} == {layers * hidden}
+    tried = sum(signal.tried for signal in signals)
+    own = [report for report in reports if report.gamma and report.drafter == "eagle3"]
+    most = sum(
+        min(k + 1, report.gamma) * count
+        for report in own
+        for k, count in enumerate(report.accepted_counts)
+    )
+    assert 0 < tried <= most
+    sidecar.stride = 2
+    before = state("online")["updates"]
+    answers, _ = play(engine, sidecar, lambda count: arms[count // 5 % 3])
+    assert [answer.tokens for answer in answers] == plain["batch"]
+    sidecar.stride = 0
+    found = state("online")
+    assert (found["state"], found["refused"]) == ("ready", 0)
+    assert found["updates"] > before
+
+
+def test_requests_may_come_late_leave_early_and_be_retracted(
+    plain: dict[str, list[list[int]]], tmp_path: Path
+) -> None:
+    choose = random.Random(4)
+    arms = [choose.choice([*EAGLE, *BLOCK, ASLEEP]) for _ in range(997)]
+    with scripted_sidecar(tmp_path) as sidecar:
+        sidecar.script = lambda count: arms[count % 997]
+        variables = {
+            **sidecar.variables,
+            "SPECULATION_DFLASH_MODEL_PATH": str(DFLASH),
+            # As when the cache is full, every so many steps.
+            "SGLANG_TEST_RETRACT": "1",
+            "SGLANG_TEST_RETRACT_INTERVAL": "25",
+        }
+        # Room for six or seven of them.
+        crowded = ("--max-total-tokens", "900")
+        with serving(tmp_path / "engine", [*EAGLE3, *crowded], variables) as engine:
+            eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
+            tokens: dict[int, list[int]] = {}
+
+            def ask(number: int) -> None:
+                answer = engine.generate([CROWD[number]], [CROWD_LENGTH], rid=f"request-{number}")[
+                    0
+                ]
+                tokens[number] = answer.tokens
+
+            threads = [Thread(target=ask, args=(number,)) for number in range(len(CROWD))]
+            for number, thread in enumerate(threads):
+                thread.start()
+                time.sleep(0.05 * choose.random())
+                if number % 5 == 4:
+                    engine.abort(f"request-{number}")
+            for thread in threads:
+                thread.join(120)
+            assert engine.process.poll() is None
+            log = engine.log.read_text()
+            assert re.search(r"#retracted_reqs: [1-9]", log)
+            assert "drafts no more" not in log
+        aborted = {number for number in tokens if number % 5 == 4}
+        assert len(tokens) == len(CROWD)
+        for number, found in tokens.items():
+            expected = plain["crowd"][number]
+            assert found == (expected[: len(found)] if number in aborted else expected), number
+        assert {report.drafter for report in sidecar.reports} == {"eagle3", "dflash"}

@@ -1,0 +1,166 @@
+"""A drafter that learns while the real SGLang serves."""
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.support.engine import EAGLE3, MODELS, EngineProcess, Generated, serving
+from tests.support.eventually import eventually
+from tests.support.prompts_in_flight import WAVE_LENGTH, WAVES
+from tests.support.scripted_sidecar import ScriptedSidecar, scripted_sidecar
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+
+# It has seen code and nothing else.
+CODE_ONLY = (
+    "--speculative-algorithm", "EAGLE3",
+    "--speculative-draft-model-path", str(MODELS / "draft-code"),
+)  # fmt: skip
+ONLINE = {"SPECULATION_ONLINE_UPDATES": "1", "SPECULATION_GAMMAS": "0,1,3"}
+
+
+def online(engine: EngineProcess) -> dict[str, Any]:
+    found: dict[str, Any] = engine.internal_state()["speculation_controller"]["online"]
+    return found
+
+
+def wait_ready(engine: EngineProcess) -> None:
+    """It is asked between steps."""
+
+    def ready() -> bool:
+        engine.generate(WAVES[0][:1], [4])
+        return bool(online(engine)["state"] == "ready")
+
+    eventually(ready, within=60.0, what="the trainer is ready")
+
+
+def wave(engine: EngineProcess, prompts: list[list[int]]) -> tuple[list[list[int]], float]:
+    """Tokens, and the mean acceptance length."""
+    answers = engine.generate(prompts, [WAVE_LENGTH] * len(prompts))
+    return [answer.tokens for answer in answers], acceptance_length(answers)
+
+
+def acceptance_length(answers: list[Generated]) -> float:
+    accepted: int = sum(answer.meta["spec_num_correct_drafts"] for answer in answers)
+    steps: int = sum(answer.meta["spec_verify_ct"] for answer in answers)
+    return 1 + accepted / steps
+
+
+@pytest.fixture(scope="module")
+def plain_waves(plain: dict[str, list[list[int]]]) -> list[list[list[int]]]:
+    found = iter(plain["waves"])
+    return [[next(found) for _ in prompts] for prompts in WAVES]
+
+
+@pytest.fixture(scope="module")
+def engine(
+    plain_waves: list[list[list[int]]],
+    sidecar: ScriptedSidecar,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[EngineProcess]:
+    variables = ONLINE | sidecar.variables
+    with serving(tmp_path_factory.mktemp("online"), CODE_ONLY, variables) as running:
+        eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
+        yield running
+
+
+def test_it_learns_what_it_serves_and_never_changes_a_token(
+    engine: EngineProcess, sidecar: ScriptedSidecar, plain_waves: list[list[list[int]]]
+) -> None:
+    assert sidecar.server.introductions[0].capabilities.can_update_online
+    wait_ready(engine)
+    sidecar.run(lambda _: (3, False))
+    tokens, before = wave(engine, WAVES[0])
+    assert tokens == plain_waves[0]
+    assert online(engine)["rounds"] == 0
+    sidecar.stride = 3
+    sidecar.run(lambda _: (3, False))
+    for number in range(1, len(WAVES)):
+        tokens, after = wave(engine, WAVES[number])
+        assert tokens == plain_waves[number]
+    found = online(engine)
+    print(f"acceptance length {before:.2f}, then {after:.2f} after {found['updates']} updates")
+    assert found["updates"] > 20
+    assert found["refused"] == 0
+    # The trainer may be busy with the last one.
+    assert found["rounds"] - found["updates"] in {0, 1}
+    assert 0 < found["seconds"] < 60
+    assert before < 1.4
+    assert after > before + 0.5
+
+
+def test_arms_change_while_it_learns(
+    engine: EngineProcess, sidecar: ScriptedSidecar, plain_waves: list[list[list[int]]]
+) -> None:
+    arms = [(3, False), (0, True), (1, False), (0, False)]
+    sidecar.run(lambda count: arms[count // 4 % 4])
+    before = online(engine)["updates"]
+    for prompts, tokens in zip(WAVES[:2], plain_waves, strict=False):
+        assert wave(engine, prompts)[0] == tokens
+    assert online(engine)["updates"] > before
+    sidecar.run(lambda _: (3, False))
+
+
+def test_without_a_stride_nothing_is_learnt(
+    engine: EngineProcess, sidecar: ScriptedSidecar, plain_waves: list[list[list[int]]]
+) -> None:
+    sidecar.stride = 0
+    sidecar.run(lambda _: (3, False))
+    wave(engine, WAVES[1])
+    before = online(engine)["rounds"]
+    tokens, learnt = wave(engine, WAVES[2])
+    assert tokens == plain_waves[2]
+    assert online(engine)["rounds"] == before
+    # What was learnt stays.
+    assert learnt > 1.5
+
+
+def test_a_trainer_that_is_killed_takes_nothing_with_it(
+    engine: EngineProcess, sidecar: ScriptedSidecar, plain_waves: list[list[list[int]]]
+) -> None:
+    sidecar.stride = 1
+    sidecar.run(lambda _: (3, False))
+    family = psutil.Process(engine.process.pid).children(recursive=True)
+    (trainer,) = [p for p in family if "engine_shim.training.trainer" in p.cmdline()]
+    wave(engine, WAVES[0])
+    os.kill(trainer.pid, signal.SIGKILL)
+    for number in (3, 4):
+        tokens, learnt = wave(engine, WAVES[number])
+        assert tokens == plain_waves[number]
+        assert learnt > 1.5
+    assert online(engine)["state"] == "the trainer has ended with status -9"
+    assert "the drafter is updated no more" in engine.log.read_text()
+
+
+def test_updates_that_do_harm_are_taken_back(
+    tmp_path: Path, plain_waves: list[list[list[int]]]
+) -> None:
+    """An aligned drafter, and a learning rate that ruins it."""
+    variables = ONLINE | {"SPECULATION_ONLINE_LEARNING_RATE": "0.3"}
+    with scripted_sidecar(tmp_path) as sidecar:
+        variables |= sidecar.variables
+        with serving(tmp_path / "engine", EAGLE3, variables) as engine:
+            eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
+            wait_ready(engine)
+            sidecar.run(lambda _: (3, False))
+            tokens, aligned = wave(engine, WAVES[0])
+            sidecar.stride = 1
+            sidecar.run(lambda _: (3, False))
+            for prompts, expected in zip(WAVES[1:], plain_waves[1:], strict=True):
+                assert wave(engine, prompts)[0] == expected
+                if online(engine)["restored"]:
+                    break
+            assert online(engine)["restored"] > 0
+            assert "the last good weights are back" in engine.log.read_text()
+            # And with what is good now, drafting is as good as it was.
+            sidecar.stride = 0
+            sidecar.run(lambda _: (3, False))
+            wave(engine, WAVES[1])
+            tokens, after = wave(engine, WAVES[0])
+    assert tokens == plain_waves[0]
+    assert after > aligned - 0.4

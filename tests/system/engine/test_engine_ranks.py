@@ -1,0 +1,121 @@
+"""One real SGLang over two ranks, with two drafters, steered by one scripted sidecar."""
+
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lab.cpu_engine.models.prompts import DOMAINS, held_out_prompts
+from lab.cpu_engine.serve import with_cpu_defaults
+from tests.support.engine import DFLASH, EAGLE3, EngineProcess, install_plugin, launched, serving
+from tests.support.eventually import eventually
+from tests.support.scripted_sidecar import Arm, ScriptedSidecar
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
+
+TWO_RANKS = ("--tp-size", "2")
+GAMMAS = (0, 1, 3, 7)
+ARMS: list[Arm] = [
+    *((gamma, False, 0) for gamma in GAMMAS),
+    *((gamma, False, 1) for gamma in GAMMAS[1:]),
+    (0, True, 0),
+]
+PROMPTS = [
+    prompt
+    for domain in DOMAINS
+    for prompt in held_out_prompts(domain, count=1, length_tokens=40, seed=3)
+]
+LENGTHS = [40, 75, 60, 50][: len(PROMPTS)]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    """Of two ranks as well: a sum over two rounds otherwise than one over all."""
+    with serving(tmp_path_factory.mktemp("plain"), TWO_RANKS) as engine:
+        return [answer.tokens for answer in engine.generate(PROMPTS, LENGTHS)]
+
+
+@pytest.fixture(scope="module")
+def engine(
+    plain: list[list[int]], sidecar: ScriptedSidecar, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EngineProcess]:
+    """Every second broadcast of SGLang is left out."""
+    variables = {
+        **sidecar.variables,
+        "SPECULATION_DFLASH_MODEL_PATH": str(DFLASH),
+        "SPECULATION_GAMMAS": ",".join(map(str, GAMMAS)),
+        "SPECULATION_SLEEP_POSITIONS": "8",
+        "SPECULATION_GRACE_SECONDS": "0.6",
+    }
+    arguments = [*EAGLE3, *TWO_RANKS, "--scheduler-recv-interval", "2"]
+    with serving(tmp_path_factory.mktemp("steered"), arguments, variables) as running:
+        eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
+        yield running
+
+
+def test_it_introduces_itself_once(engine: EngineProcess, sidecar: ScriptedSidecar) -> None:
+    assert len(sidecar.server.introductions) == 1
+    spec = sidecar.server.introductions[0]
+    assert spec.fingerprint.tensor_parallel_size == 2
+    # The whole model, not one rank's share of it.
+    full = spec.shape.attention[0].grouped_query
+    assert (full.query_heads, full.kv_heads) == (4, 2)
+    assert engine.log.read_text().count("steered by") == 1
+
+
+def test_ranks_run_the_same_arm_in_every_step(
+    engine: EngineProcess, sidecar: ScriptedSidecar, plain: list[list[int]]
+) -> None:
+    """Two ranks that ran different arms would hang, or sum what does not belong together."""
+    order = random.Random(5)
+    arms = order.choices(ARMS, k=5000)
+    before = sidecar.run(lambda count: arms[count])
+    for _ in range(3):
+        answers = engine.generate(PROMPTS, LENGTHS)
+        assert [answer.tokens for answer in answers] == plain
+    reports = sidecar.reports_since(before, sum(a.meta["spec_verify_ct"] for a in answers))
+    ran = {(report.drafter, report.gamma) for report in reports}
+    assert ran >= {("eagle3", gamma) for gamma in GAMMAS}
+    assert ran >= {("dflash", gamma) for gamma in GAMMAS[1:]}
+    assert sum(report.flags.switched for report in reports) > len(reports) / 4
+    assert engine.internal_state()["speculation_controller"]["sleep"]["slept"] > 0
+
+
+def test_a_plan_runs_out_on_all_ranks_at_once(
+    engine: EngineProcess, sidecar: ScriptedSidecar, plain: list[list[int]]
+) -> None:
+    answer, sidecar.server.answer = sidecar.server.answer, lambda _: None
+    sidecar.lease_ms = 300
+    try:
+        before = sidecar.run(lambda _: (7, False, 1))
+        answers = engine.generate(PROMPTS[:1], [300])
+        rows = sum(answer.meta["spec_verify_ct"] for answer in answers)
+        reports = sidecar.reports_since(before, rows)
+    finally:
+        sidecar.lease_ms = 60_000
+        sidecar.server.answer = answer
+    assert answers[0].tokens[: LENGTHS[0]] == plain[0]
+    # The last plan goes on for the grace, and then the engine flies alone; until the agent, which
+    # hears nothing, begins a new session, with a plan, and so on.
+    ran = [(report.drafter, report.gamma) for report in reports if report.flags.unsteered]
+    assert ran[0] == ("dflash", 7)
+    assert set(ran) == {("dflash", 7), ("eagle3", 3)}
+
+
+def test_ranks_that_were_set_up_differently_do_not_start(tmp_path: Path) -> None:
+    target = "tests.system.engine.sabotage:let_one_rank_differ"
+    plugins = install_plugin(tmp_path / "sabotage", target, name="zz_sabotage")
+    variables = {
+        "SPECULATION_SIDECAR": "unix:/nowhere",
+        "SPECULATION_GAMMAS": "0,1,2,3,5,7",
+        "FIRST_RANK": str(tmp_path / "first"),
+        "PYTHONPATH": str(plugins),
+    }
+    arguments = with_cpu_defaults([*EAGLE3, *TWO_RANKS])
+    # Spawned, as on a GPU: a forked rank could not have other variables.
+    with launched(tmp_path / "engine", arguments, variables, "sglang.launch_server") as engine:
+        eventually(lambda: engine.process.poll() is not None, within=500.0, what="it gives up")
+        log = engine.log.read_text()
+    assert re.search(r"the ranks disagree: SPECULATION_GAMMAS is \(0, 1, .*7\) on rank 0", log)

@@ -1,0 +1,82 @@
+"""A server that could not be steered does not start, and says why."""
+
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.support.engine import (
+    DFLASH,
+    DRAFT,
+    EAGLE3,
+    LONE,
+    START_SECONDS,
+    install_plugin,
+    launched,
+)
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
+
+SABOTAGE = "tests.system.engine.sabotage"
+
+
+def last_words(folder: Path, arguments: Sequence[str], sabotage: str = "", **settings: str) -> str:
+    """What a server prints that ends by itself, with an error.  settings: SPECULATION_*."""
+    variables = {"SPECULATION_SIDECAR": f"unix:{folder / 'nobody.sock'}"}
+    variables |= {f"SPECULATION_{name.upper()}": value for name, value in settings.items()}
+    if sabotage:
+        plugins = install_plugin(folder / "sabotage", f"{SABOTAGE}:{sabotage}", name="zz_sabotage")
+        variables["PYTHONPATH"] = str(plugins)
+    with launched(folder, arguments, variables) as engine:
+        try:
+            assert engine.process.wait(START_SECONDS) != 0
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"it started:\n{engine.tail()}")
+        return engine.log.read_text(errors="replace")
+
+
+def test_a_configuration_that_cannot_be_steered(tmp_path: Path) -> None:
+    own = ("--speculative-adaptive", "--speculative-adaptive-config", "own.json")
+    words = last_words(tmp_path, (*EAGLE3, *own))
+    assert "--speculative-adaptive-config and SPECULATION_SIDECAR exclude each other" in words
+
+
+def test_a_block_that_the_engine_keeps_no_room_for(tmp_path: Path) -> None:
+    settings = {"dflash_model_path": str(DFLASH), "gammas": "0,1,3,5"}
+    words = last_words(tmp_path, EAGLE3, **settings)
+    assert "the DFlash drafter drafts blocks of 8" in words
+    assert "let SPECULATION_GAMMAS reach 7" in words
+
+
+def test_a_second_drafter_of_another_kind(tmp_path: Path) -> None:
+    words = last_words(tmp_path, EAGLE3, dflash_model_path=str(DRAFT))
+    assert "is no DFlash checkpoint" in words
+
+
+def test_a_required_drafter_that_cannot_draft(tmp_path: Path) -> None:
+    settings = {"dflash_model_path": str(DFLASH), "require_drafters": "1"}
+    words = last_words(tmp_path, EAGLE3, "break_block_drafter", **settings)
+    assert f"the DFlash drafter {DFLASH} cannot draft: MemoryError: sabotaged" in words
+
+
+def test_an_only_drafter_that_cannot_draft(tmp_path: Path) -> None:
+    words = last_words(tmp_path, LONE, "break_block_drafter")
+    assert f"the DFlash drafter {DFLASH} cannot draft: MemoryError: sabotaged" in words
+
+
+def test_a_shorter_block_than_was_trained(tmp_path: Path) -> None:
+    words = last_words(tmp_path, (*LONE, "--speculative-num-draft-tokens", "4"))
+    assert "--speculative-num-draft-tokens 4: the checkpoint drafts blocks of 8" in words
+
+
+def test_a_hook_that_sglang_could_not_apply(tmp_path: Path) -> None:
+    words = last_words(tmp_path, EAGLE3, "break_telemetry_hook")
+    assert "SGLang could not apply the plugin's hook" in words
+    assert "_resolve_spec_v2_tokens" in words
+
+
+def test_a_policy_that_was_never_constructed(tmp_path: Path) -> None:
+    words = last_words(tmp_path, EAGLE3, "bring_back_sglangs_policy")
+    assert "SGLang never constructed the plugin's policy" in words
+    assert "found AdaptiveSpeculativeParams" in words

@@ -1,0 +1,94 @@
+"""The steered drafter (SD2) on the real SGLang: the student's drafts, and no other token."""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from engine_shim.training.checkpoint import load_steered, load_target
+from engine_shim.training.sd2 import greedy_chain
+from speculation.v1.engine_pb2 import DRAFTER_KIND_STANDALONE
+from tests.support.engine import MODELS, TARGET, EngineProcess, serving
+from tests.support.eventually import eventually
+from tests.support.prompts_in_flight import ALONE, ALONE_LENGTH, accepted_by_context, play
+from tests.support.scripted_sidecar import ScriptedSidecar
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+
+STEERED = MODELS / "sd2"
+OPTIONS = ("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(STEERED))
+GAMMAS = (0, 1, 3, 5)
+ARMS = ((5, False), (0, True), (3, False), (0, False), (1, False))
+
+
+@pytest.fixture(scope="module")
+def engine(
+    sidecar: ScriptedSidecar, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EngineProcess]:
+    variables = {
+        **sidecar.variables,
+        "SPECULATION_GAMMAS": ",".join(map(str, GAMMAS)),
+    }
+    with serving(tmp_path_factory.mktemp("steered"), OPTIONS, variables) as running:
+        eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
+        yield running
+
+
+def test_it_introduces_itself_as_a_model_of_its_own(
+    engine: EngineProcess, sidecar: ScriptedSidecar
+) -> None:
+    (drafter,) = sidecar.server.introductions[0].drafters
+    assert (drafter.kind, drafter.model) == (DRAFTER_KIND_STANDALONE, str(STEERED))
+    assert tuple(drafter.gammas) == GAMMAS
+    # Two layers, its steering, and its own head.
+    expected = sum(part.numel() for part in load_steered(STEERED).parameters())
+    assert 0.5 * expected < drafter.shape.dense_params <= expected
+
+
+def test_any_order_of_arms_gives_plain_decodings_tokens(
+    engine: EngineProcess, sidecar: ScriptedSidecar, plain: dict[str, list[list[int]]]
+) -> None:
+    arms = random.Random(3).choices(ARMS, k=500)
+    answers, reports = play(engine, sidecar, lambda count: arms[count % 500])
+    assert [answer.tokens for answer in answers] == plain["batch"]
+    assert {report.gamma for report in reports} == set(GAMMAS)
+
+
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_drafts_are_the_students_also_after_a_sleep(
+    sleeps: bool, engine: EngineProcess, sidecar: ScriptedSidecar, plain: dict[str, list[list[int]]]
+) -> None:
+    tokens = [*ALONE[0], *plain["alone"][0][:ALONE_LENGTH]]
+
+    def script(count: int) -> tuple[int, bool]:
+        return (0, True) if sleeps and count % 9 > 4 else (5, False)
+
+    answers, reports = play(engine, sidecar, script, ALONE, [ALONE_LENGTH])
+    assert answers[0].tokens == plain["alone"][0]
+    live = accepted_by_context(reports, "eagle3", 5)
+    student, target = load_steered(STEERED), load_target(TARGET)
+    row = torch.tensor([tokens])
+    with torch.no_grad():
+        _, features = target.logits_and_features(row, student.shape.feature_layers)
+    known = torch.cat(features, dim=-1)
+    compared = wrong = steered = 0
+    for context, accepted in live.items():
+        if context + 6 > len(tokens):
+            continue
+        truth = row[0, context + 1 : context + 6]
+
+        def run(*, by_steering: bool, at: int = context, truth: torch.Tensor = truth) -> int:
+            chain = greedy_chain(student, known[:, :at], row[:, : at + 1], 5, steered=by_steering)[
+                0
+            ]
+            return int((chain == truth).int().cumprod(0).sum())
+
+        wrong += accepted != run(by_steering=True)
+        steered += accepted != run(by_steering=False)
+        compared += 1
+    assert compared > 20
+    # Where two tokens are as good as equal, rounding decides.
+    assert wrong <= compared // 25
+    # And it is the steering that makes them so.
+    assert steered > wrong + compared // 10

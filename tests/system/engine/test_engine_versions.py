@@ -1,0 +1,65 @@
+"""Each other version of SGLang that the plugin says it is tested with, running."""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from engine_shim.sglang.versions import TESTED, sglang_version
+from tests.support.engine import DFLASH, EAGLE3, LONE, serving
+from tests.support.eventually import eventually
+from tests.support.installed_wheel import unpacked
+from tests.support.prompts_in_flight import play
+from tests.support.scripted_sidecar import scripted_sidecar
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.packaging,
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+]
+
+GAMMAS = (0, 1, 3, 7)
+OWN = [*((gamma, False, 0) for gamma in GAMMAS), (0, True, 0)]
+SECOND = [(gamma, False, 1) for gamma in GAMMAS[1:]]
+
+
+@pytest.mark.parametrize("version", [v for v in TESTED if v != sglang_version()])
+@pytest.mark.parametrize(
+    ("arguments", "second", "arms"),
+    [(EAGLE3, str(DFLASH), [*OWN, *SECOND]), (LONE, "", OWN)],
+    ids=["two drafters", "DFlash alone"],
+)
+def test_any_order_of_arms_gives_plain_decodings_tokens(
+    version: str,
+    arguments: Sequence[str],
+    second: str,
+    arms: list[tuple[int, bool, int]],
+    plain: dict[str, list[list[int]]],
+    tmp_path: Path,
+) -> None:
+    order = random.Random(3).choices(arms, k=500)
+    with scripted_sidecar(tmp_path) as sidecar:
+        variables = {
+            "PYTHONPATH": str(unpacked(version)),
+            **sidecar.variables,
+            "SPECULATION_DFLASH_MODEL_PATH": second,
+            "SPECULATION_GAMMAS": ",".join(map(str, GAMMAS)),
+            "SPECULATION_SLEEP_POSITIONS": "8",
+        }
+        with serving(tmp_path / "engine", arguments, variables) as engine:
+            eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
+            answers, reports = play(engine, sidecar, lambda count: order[count % 500])
+            status = engine.internal_state()["speculation_controller"]
+    # The model is the same, and so are its tokens in every version.
+    assert [answer.tokens for answer in answers] == plain["batch"]
+    spec = sidecar.server.introductions[0]
+    assert spec.fingerprint.engine_version == version
+    assert {(r.drafter, r.gamma) for r in reports} == {
+        (spec.drafters[which].name, gamma) for gamma, _, which in arms
+    }
+    assert status["sleep"]["caught_up"] > 0
+    assert status["sleep"]["cold"] == 0
+    accepted = sum(k * n for r in reports for k, n in enumerate(r.accepted_counts))
+    assert accepted > len(reports)

@@ -1,0 +1,231 @@
+"""The engine's side while something breaks: which choices it ran, and what its sidecar promised."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self, cast
+
+import grpc
+
+from controller.cli.connection import for_operators
+from engine_shim.link.plan_follower import Choice, Source
+from engine_shim.link.settings import LinkSettings
+from lab.harness.beside import Beside
+from speculation.v1 import policy_pb2, policy_pb2_grpc
+from tests.support.eventually import eventually
+from tests.support.linked_engine import LinkedEngine, linked_engine
+from tests.support.sidecar_process import SidecarProcess, sidecar_process
+
+# On a machine with more to do than it can.
+PATIENCE_SECONDS = 60.0
+_PACE_SECONDS = 0.05
+PIN = "pinned"
+PINNED_GAMMA = 5
+# The safe default of a linked engine.
+SAFE_GAMMA = 1
+# Leases and graces that run out while somebody waits.
+SHORT = {"CONTROLLER_PLANNER__LEASE_SECONDS": "2"}
+SHORT_GRACE_SECONDS = 1.0
+
+# What an engine goes through without its sidecar, from the first step on.
+LEFT_ALONE = [Source.PLAN, Source.GRACE, Source.SAFE_DEFAULT]
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """What ran from a moment on (monotonic seconds)."""
+
+    at: float
+    source: Source
+    gamma: int
+    session: int
+
+
+class Drive(Beside):
+    """Runs an engine's steps on a thread while the context is open; `ran` has every change."""
+
+    def __init__(self, engine: LinkedEngine) -> None:
+        super().__init__("engine", PATIENCE_SECONDS)
+        self.engine = engine
+        self.ran: list[Ran] = []
+        self.longest_step_seconds = 0.0
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        eventually(lambda: self.ran, within=PATIENCE_SECONDS, what="a step")
+        return self
+
+    @property
+    def now(self) -> Ran:
+        """What ran last."""
+        return self.ran[-1]
+
+    def since(self, moment: float) -> list[Ran]:
+        """What ran at the moment and after it."""
+        before = [one for one in self.ran if one.at <= moment]
+        return [*before[-1:], *(one for one in self.ran if one.at > moment)]
+
+    def sources(self, moment: float) -> list[Source]:
+        """Where choices came from since then, each once, in the order they first did."""
+        return list(dict.fromkeys(one.source for one in self.since(moment)))
+
+    def wait_for(
+        self, source: Source, after: float, other_session_than: int | None = None
+    ) -> float:
+        """Seconds from the moment `after` until a choice came from there."""
+
+        def came() -> list[Ran]:
+            return [
+                one
+                for one in self.since(after)[1:]
+                if one.source is source and one.session != other_session_than
+            ]
+
+        what = f"steps by {source.value}"
+        return eventually(came, within=PATIENCE_SECONDS, what=what)[0].at - after
+
+    def wait_for_steps(self, count: int = 20) -> None:
+        """So many more of them."""
+        enough = self.engine.step + count
+        eventually(lambda: self.engine.step >= enough, within=PATIENCE_SECONDS, what="steps")
+
+    def _run(self) -> None:
+        engine = self.engine
+        while not self._stop.is_set():
+            began = time.monotonic()
+            engine.run(1)
+            now = time.monotonic()
+            self.longest_step_seconds = max(self.longest_step_seconds, now - began)
+            choice = engine.choice
+            assert choice is not None
+            if not self.ran or _differs(self.ran[-1], choice):
+                self.ran.append(Ran(now, choice.source, choice.gamma, choice.session))
+
+
+def _differs(ran: Ran, choice: Choice) -> bool:
+    return (ran.source, ran.gamma, ran.session) != (choice.source, choice.gamma, choice.session)
+
+
+class Operator:
+    """An operator at a sidecar's own socket."""
+
+    def __init__(self, address: str) -> None:
+        self._address = for_operators(address)
+
+    def pin(self, override_id: str = PIN, gamma: int = PINNED_GAMMA, seconds: float = 600) -> None:
+        """Acknowledged when it returns.  Raises grpc.RpcError."""
+        request = policy_pb2.SetOverrideRequest(
+            override=policy_pb2.Override(
+                override_id=override_id,
+                scope=policy_pb2.Scope(fleet=True),
+                rule=policy_pb2.OverrideRule(gamma=gamma),
+                author="ann",
+                reason="a fault is injected",
+            ),
+            ttl_seconds=seconds,
+        )
+        with grpc.insecure_channel(self._address) as channel:
+            stub = policy_pb2_grpc.PolicyServiceStub(channel)
+            stub.SetOverride(request, timeout=PATIENCE_SECONDS)
+
+    def refusal(self, override_id: str) -> str:
+        """Code and words with which an override is refused; "" when it is not."""
+        try:
+            self.pin(override_id)
+        except grpc.RpcError as error:
+            call = cast("grpc.Call", error)
+            return f"{call.code().name}: {call.details()}"
+        return ""
+
+    def clear(self, override_id: str) -> None:
+        """Raises grpc.RpcError."""
+        request = policy_pb2.ClearOverrideRequest(
+            override_id=override_id, author="ann", reason="the fault is over"
+        )
+        with grpc.insecure_channel(self._address) as channel:
+            stub = policy_pb2_grpc.PolicyServiceStub(channel)
+            stub.ClearOverride(request, timeout=PATIENCE_SECONDS)
+
+    def in_force(self) -> set[str]:
+        """Names of the overrides in force."""
+        return {held.override.override_id for held in self.held()}
+
+    def held(self) -> list[policy_pb2.HeldOverride]:
+        """The overrides in force."""
+        # Whoever polls stays well below the hundred calls a second that a sidecar answers.
+        time.sleep(_PACE_SECONDS)
+        with grpc.insecure_channel(self._address) as channel:
+            answer = policy_pb2_grpc.PolicyServiceStub(channel).ListOverrides(
+                policy_pb2.ListOverridesRequest(), timeout=PATIENCE_SECONDS
+            )
+        return list(answer.overrides)
+
+
+class Sidecars:
+    """One after the other, with the same state at the same address."""
+
+    def __init__(self, place: Path, *flags: str, environment: dict[str, str]) -> None:
+        self._place, self._flags, self._environment = place, flags, environment
+        self._life = ExitStack()
+        self.log = place / "sidecar.log"
+        self.now = self._start()
+        self.operator = Operator(self.now.address)
+
+    @property
+    def pid(self) -> int:
+        """Process id of the one that lives."""
+        return self.now.process.pid
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self._life.close()
+
+    def restart(self) -> float:
+        """Kills it if it lives, and starts the next one; when that was started."""
+        self.kill()
+        began = time.monotonic()
+        self.now = self._start()
+        return began
+
+    def close(self) -> None:
+        """Ends it."""
+        self._life.close()
+
+    def _start(self) -> SidecarProcess:
+        return self._life.enter_context(
+            sidecar_process(self._place, *self._flags, environment=self._environment, log=self.log)
+        )
+
+
+class Scene:
+    """An engine under an operator's pin, and its sidecar."""
+
+    def __init__(self, sidecars: Sidecars, drive: Drive) -> None:
+        self.sidecars, self.drive = sidecars, drive
+        self.operator = sidecars.operator
+
+
+@contextmanager
+def scene(
+    place: Path,
+    *flags: str,
+    environment: dict[str, str] | None = None,
+    grace_seconds: float = LinkSettings().grace_seconds,
+    address: str = "",
+) -> Iterator[Scene]:
+    """An engine that runs under an acknowledged pin.  address: where it finds its sidecar."""
+    with contextlib.closing(Sidecars(place, *flags, environment=environment or {})) as sidecars:
+        sidecars.operator.pin()
+        with (
+            linked_engine(
+                # Of a starved agent nothing else could be said.
+                address or sidecars.now.address,
+                grace_seconds=grace_seconds,
+                agent_nice=0,
+            ) as engine,
+            Drive(engine) as drive,
+        ):
+            yield Scene(sidecars, drive)

@@ -1,0 +1,20 @@
+"""The quick ones of `python -m tests.system.faults`."""
+
+import pytest
+
+from tests.system.faults.catalogue import linked_faults
+from tests.system.faults.fault import Fault, injected
+
+_KILLS = 10
+QUICK = [fault for fault in linked_faults(_KILLS) if fault.quick]
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("fault", QUICK, ids=lambda fault: fault.name)
+def test_it_goes_as_expected(fault: Fault) -> None:
+    outcome = injected(fault)
+    print(outcome.figures)
+    if outcome.holds is None:
+        pytest.skip(outcome.observed)
+    assert outcome.holds, outcome.observed

@@ -1,0 +1,12 @@
+"""All targets."""
+
+from collections.abc import Mapping
+
+from tests.system.fuzz.target import Target
+from tests.system.fuzz.targets import engine, http, rpc, sidecar, simulation, store
+
+TARGETS: Mapping[str, Target] = {
+    target.name: target
+    for module in (rpc, sidecar, store, simulation, engine, http)
+    for target in module.TARGETS
+}

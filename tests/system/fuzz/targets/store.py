@@ -1,0 +1,182 @@
+"""What the override store keeps on disk, or finds there: database, journal, mirror, shelf."""
+
+import asyncio
+import hashlib
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from controller.core.clock import VirtualClock
+from controller.core.cost.profile import Profile
+from controller.core.engine.engine_controller import EngineController
+from controller.core.errors import SpeculationError
+from controller.core.planning.overrides import Rule
+from controller.core.types import EngineSpec
+from controller.service.rpc.overrides import held_to_proto
+from controller.service.rpc.store_messages import audit_to_proto
+from controller.service.sessions.override_registry import OverrideBook
+from controller.service.sessions.profile_registry import ProfileLibrary
+from controller.service.sessions.registry import SessionRegistry
+from controller.store.file_blobs import FileShelf
+from controller.store.file_store import FileStore
+from controller.store.interface import ShelfKind, Who
+from controller.store.journal_import import line_checksum
+from controller.store.redis_mirror import HeldFile
+from controller.wire.overrides import to_body
+from tests.support import recorded_events
+from tests.support.journal_files import lines, record
+from tests.support.service_harness import make_profile
+from tests.system.fuzz.mutation import bytes_of, json_of
+from tests.system.fuzz.target import Feed, Target
+
+
+@contextmanager
+def _database_opened(folder: Path) -> Iterator[Feed]:
+    def feed(data: bytes) -> None:
+        _clean(folder)
+        (folder / "overrides.db").write_bytes(data)
+        asyncio.run(_ask_store(folder))
+
+    yield feed
+
+
+@contextmanager
+def _journal_opened(folder: Path) -> Iterator[Feed]:
+    def feed(data: bytes) -> None:
+        _clean(folder)
+        (folder / "overrides.journal").write_bytes(data)
+        asyncio.run(_ask_store(folder))
+
+    yield feed
+
+
+@contextmanager
+def _records_opened(folder: Path) -> Iterator[Feed]:
+    """Lines of JSON, which get their checksums."""
+
+    def feed(data: bytes) -> None:
+        _clean(folder)
+        found = (line_checksum(line) + b" " + line + b"\n" for line in data.splitlines())
+        (folder / "overrides.journal").write_bytes(b"".join(found))
+        asyncio.run(_ask_store(folder))
+
+    yield feed
+
+
+def _clean(folder: Path) -> None:
+    for path in folder.glob("overrides.*"):
+        path.unlink()
+
+
+async def _ask_store(folder: Path) -> None:
+    """Opened, and asked all that one can ask."""
+    registry = SessionRegistry(_no_core, ProfileLibrary(), VirtualClock())
+    book = OverrideBook(FileStore(folder), registry)
+    await book.open()
+    try:
+        for held in book.held():
+            held_to_proto(held)
+        for record in await book.audit(1000, "", ""):
+            audit_to_proto(record)
+    finally:
+        await book.close()
+
+
+def _no_core(spec: EngineSpec, profile: Profile | None) -> EngineController:
+    raise AssertionError("no engine is introduced here")
+
+
+async def _written_database(folder: Path) -> bytes:
+    store = FileStore(folder)
+    await store.open(lambda: None)
+    who = Who("ann", "because", "uid 0")
+    body = _body("pin-1")
+    first = await store.write("pin-1", body, None, 0, who)
+    await store.write("pin-1", body, 3600.0, first.revision, who)
+    await store.write("pin-2", _body("pin-2"), 3600.0, 0, who)
+    await store.clear("pin-2", 3, who)
+    await store.close()
+    return (folder / "overrides.db").read_bytes()
+
+
+def _body(name: str) -> str:
+    return to_body(recorded_events.override(name, Rule(gamma=2)))
+
+
+def _database_seeds() -> Sequence[bytes]:
+    with tempfile.TemporaryDirectory() as folder:
+        return [asyncio.run(_written_database(Path(folder)))]
+
+
+def _journal_seeds() -> Sequence[bytes]:
+    first, second = _body("pin-1"), _body("pin-2")
+    return [
+        lines(
+            [
+                record(1, "pin-1", first),
+                record(2, "pin-1", first, until=9e9, before=first),
+                record(3, "pin-2", second, until=9e9),
+                record(4, "pin-2", ""),
+            ]
+        )
+    ]
+
+
+def _record_seeds() -> Sequence[bytes]:
+    lines = _journal_seeds()[0].splitlines()
+    plain = [line.partition(b" ")[2] for line in lines]
+    return [b"\n".join(plain), *plain[:1]]
+
+
+def _mirror_seeds() -> Sequence[bytes]:
+    entry = {
+        "id": "pin-1", "revision": 3, "body": _body("pin-1"),
+        "created": 1.9e9, "ended": "", "ms": -1,
+    }  # fmt: skip
+    return [json.dumps({"at": 1.9e9, "entries": [entry, entry | {"id": "b", "ms": 9e12}]}).encode()]
+
+
+@contextmanager
+def _mirror_opened(folder: Path) -> Iterator[Feed]:
+    path = folder / "mirror"
+
+    def feed(data: bytes) -> None:
+        path.write_bytes(hashlib.sha256(data).hexdigest().encode() + b"\n" + data)
+        entries, _ = HeldFile(path).read()
+        for held in entries.values():
+            held.entry(0.0)
+            held.seed(0.0)
+
+    yield feed
+
+
+@contextmanager
+def _shelf_opened(folder: Path) -> Iterator[Feed]:
+    kind = ShelfKind("profiles", 8, None)
+    shelf = FileShelf(folder)
+    path = folder / "profiles" / "name" / "source.json"
+    path.parent.mkdir(parents=True)
+
+    def feed(data: bytes) -> None:
+        path.write_bytes(data)
+        for item in asyncio.run(shelf.items(kind, "name")):
+            Profile.from_json(item.text)
+
+    yield feed
+
+
+def _shelf_seeds() -> Sequence[bytes]:
+    return [json.dumps({"at": 1.9e9, "text": make_profile().to_json()}).encode()]
+
+
+_ERRORS = (SpeculationError,)
+
+TARGETS = (
+    Target("store.database", _database_seeds, bytes_of, _database_opened, _ERRORS),
+    Target("store.journal", _journal_seeds, bytes_of, _journal_opened, _ERRORS),
+    Target("store.records", _record_seeds, json_of, _records_opened, _ERRORS),
+    Target("store.mirror", _mirror_seeds, json_of, _mirror_opened),
+    Target("store.shelf", _shelf_seeds, json_of, _shelf_opened, _ERRORS),
+)

@@ -1,0 +1,93 @@
+"""An engine of this test's own on a real link: it runs what it is told, on a made-up machine."""
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from engine_shim.link import packets
+from engine_shim.link.engine_link import EngineLink
+from engine_shim.link.plan_follower import Source
+from engine_shim.link.settings import LinkSettings
+from tests.support.eventually import eventually
+from tests.support.fake_sidecar import engine_spec
+
+ENGINE = "engine-1"
+BATCH_SIZE = 4
+SAFE_GAMMA = 1
+ACCEPTANCE = 0.8
+# Plenty for a busy machine.
+PATIENCE_SECONDS = 60.0
+
+
+def step_seconds(gamma: int) -> float:
+    return 0.01 * (1 + 0.1 * gamma)
+
+
+class SteeredEngine:
+    """steps, seconds, drafts, accepted, unsteered: of what was reported, for comparison.
+
+    refused: reports that the socket had no room for; they were counted as dropped, and sent again.
+    """
+
+    def __init__(self, link: EngineLink) -> None:
+        self.link = link
+        self.steps = self.drafts = self.accepted = self.unsteered = self.refused = 0
+        self.seconds = 0.0
+        self.gamma = -1
+        self._random = random.Random(1)
+
+    def run(self, steps: int, flags: int = 0) -> None:
+        """Steps as the plan says."""
+        for _ in range(steps):
+            self._step(flags)
+
+    def run_until(self, condition: Callable[[], object], what: str) -> None:
+        """Steps on until it holds."""
+
+        def stepped() -> bool:
+            self.run(20)
+            return bool(condition())
+
+        eventually(stepped, within=PATIENCE_SECONDS, what=what)
+
+    def _step(self, flags: int) -> None:
+        choice = self.link.choose(BATCH_SIZE)
+        gamma = choice.gamma
+        counts = [0] * (gamma + 1)
+        for _ in range(BATCH_SIZE):
+            accepted = 0
+            while accepted < gamma and self._random.random() < ACCEPTANCE:
+                accepted += 1
+            counts[accepted] += 1
+        step, seconds = self.steps + 1, step_seconds(gamma)
+
+        def sent() -> bool:
+            taken = self.link.report(
+                step, BATCH_SIZE, 4096, 0, gamma, counts, seconds, flags,
+                choice.epoch, choice.probe_id, choice.session,
+            )  # fmt: skip
+            self.refused += not taken
+            return taken
+
+        eventually(sent, within=PATIENCE_SECONDS, what="room for a report")
+        self.steps, self.gamma = step, gamma
+        self.seconds += seconds
+        self.drafts += BATCH_SIZE if gamma else 0
+        self.accepted += sum(k * sequences for k, sequences in enumerate(counts))
+        self.unsteered += bool(flags & packets.UNSTEERED)
+
+
+@contextmanager
+def steered_engine(address: str) -> Iterator[SteeredEngine]:
+    """With an open stream, and a plan."""
+    settings = LinkSettings(sidecar=address, report_buffer=65_536)
+    link = EngineLink.start(engine_spec(ENGINE), settings, SAFE_GAMMA)
+    try:
+        eventually(
+            lambda: link.choose(BATCH_SIZE).source is Source.PLAN,
+            within=PATIENCE_SECONDS,
+            what="steered by a plan",
+        )
+        yield SteeredEngine(link)
+    finally:
+        link.close()

@@ -1,0 +1,31 @@
+"""The alert rules, by Prometheus' own tool."""
+
+import subprocess
+from pathlib import Path
+
+from tests.support.prometheus_server import ALERTS, tool
+
+CASES = Path(__file__).parent / "alerts_test.yml"
+
+
+def promtool(*arguments: str | Path) -> str:
+    """What it says; fails with that where it finds fault."""
+    command = [tool("promtool"), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_rules_are_clean():
+    assert "19 rules found" in promtool("check", "rules", "--lint=all", "--lint-fatal", ALERTS)
+
+
+def test_every_alert_fires_for_who_is_ill_and_for_nobody_else():
+    promtool("test", "rules", CASES)
+
+
+def test_every_alert_has_such_a_case():
+    rules = ALERTS.read_text().split("- alert: ")[1:]
+    cases = CASES.read_text()
+    for rule in rules:
+        assert f"alertname: {rule.split()[0]}\n" in cases

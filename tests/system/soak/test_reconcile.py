@@ -1,0 +1,152 @@
+"""The reconciliation itself: whatever differs between what ran and what is on record is found."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from controller.core.types import StepReport
+from speculation.v1 import plan_pb2
+from tests.system.soak import reconcile
+from tests.system.soak.engine_log import Ended, Row, Step
+from tests.system.soak.load import Served
+from tests.system.soak.on_record import OnRecord, Told
+
+SESSION = 7
+# Two requests; the second ends a step before the first.
+RAN = (
+    Step(1, 2, (Row("a", 2), Row("b", 0))),
+    Step(2, 3, (Row("a", 1), Row("b", 3)), (Ended("b", 6, 2, 3),)),
+    Step(3, 2, (Row("a", 2),), (Ended("a", 9, 3, 5),)),
+)
+PLAIN = tuple(range(100, 200))
+ANSWERS = (
+    Served("a", PLAIN[:9], PLAIN, 9, True, 3, 5),
+    Served("b", PLAIN[:6], PLAIN, 6, True, 2, 3),
+)
+
+
+def report(step: Step, **changes: object) -> StepReport:
+    right: dict[str, object] = {
+        "step": step.number,
+        "batch_size": len(step.rows),
+        "kv_tokens": 100,
+        "drafter": "eagle3",
+        "gamma": step.gamma,
+        "accepted_counts": step.accepted_counts,
+        "step_seconds": 0.01,
+        "plan_epoch": 5,
+    }
+    return StepReport(**right | changes)  # type: ignore[arg-type]
+
+
+def record(*reports: StepReport) -> OnRecord:
+    """Under one plan: 2 tokens for one sequence, and for more 2 with a probe of 3."""
+    rows = [
+        plan_pb2.PlanRow(max_batch_size=1, drafter="eagle3", gamma=2),
+        plan_pb2.PlanRow(
+            max_batch_size=16, drafter="eagle3", gamma=2,
+            probe=plan_pb2.Probe(probe_id=1, drafter="eagle3", gamma=3, steps=2),
+        ),
+    ]  # fmt: skip
+    plan = plan_pb2.Plan(epoch=5, rows=rows, overrides=["short"])
+    found = OnRecord(told=[Told(SESSION, r) for r in reports], plans={(SESSION, 5): plan})
+    found.overrides = [frozenset(), frozenset({"short"}), frozenset()]
+    return found
+
+
+def findings(found: OnRecord, ran: tuple[Step, ...] = RAN) -> list[str]:
+    return [
+        *reconcile.steps(ran, found),
+        *reconcile.plans(found),
+        *reconcile.served(ran, found, ANSWERS),
+        *reconcile.tokens(ANSWERS),
+        *reconcile.overrides(found, {"short": frozenset({2, 3})}),
+    ]
+
+
+def test_what_agrees_has_no_findings() -> None:
+    assert findings(record(*map(report, RAN))) == []
+
+
+def test_a_step_that_is_counted_as_dropped_is_none() -> None:
+    found = record(report(RAN[0]), report(RAN[2]))
+    found.dropped = 1
+    assert findings(found) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda r: [r[0], r[2]], "1 steps are not on record, 0 are counted as dropped: [2]"),
+        (lambda r: [r[0], *r], "step 1 is on record 2 times"),
+        (lambda r: [*r, replace(r[0], step=9)], "step 9 is on record, but never ran"),
+        (
+            lambda r: [r[0], r[1], replace(r[2], accepted_counts=(0, 1, 0))],
+            "step 3: (1, 2, (0, 1, 0)) on record, ran (1, 2, (0, 0, 1))",
+        ),
+        (
+            lambda r: [r[0], r[1], replace(r[2], batch_size=2, accepted_counts=(0, 0, 2))],
+            "step 3: (2, 2, (0, 0, 2)) on record, ran (1, 2, (0, 0, 1))",
+        ),
+        (
+            lambda r: [r[0], r[1], replace(r[2], gamma=3, accepted_counts=(0, 0, 1, 0))],
+            "step 3: gamma 3 at B = 1, its plan 5 has [2]",
+        ),
+        (lambda r: [r[0], r[1], replace(r[2], plan_epoch=6)], "its plan 6 has []"),
+    ],
+)
+def test_what_is_on_record_otherwise_is_found(
+    change: Callable[[list[StepReport]], list[StepReport]], text: str
+) -> None:
+    found = findings(record(*change([report(step) for step in RAN])))
+    assert any(text in finding for finding in found), found
+
+
+def test_losses_that_were_counted_but_did_not_happen_are_found() -> None:
+    found = record(*map(report, RAN))
+    found.dropped = 2
+    assert "0 steps are not on record, 2 are counted as dropped: []" in findings(found)
+
+
+def test_refusals_and_gaps_are_found() -> None:
+    found = record(*map(report, RAN))
+    found.refused, found.gaps = ["step 2 does not follow step 2"], ["a frame was torn"]
+    assert findings(found) == [
+        "a report was refused: step 2 does not follow step 2",
+        "a frame was torn",
+    ]
+
+
+def test_a_step_that_the_engines_own_counters_do_not_know_is_found() -> None:
+    ran = (RAN[0], RAN[1], replace(RAN[2], ended=(Ended("a", 9, 2, 3),)))
+    found = findings(record(*map(report, ran)), ran)
+    assert any("SGLang counts 2 steps and 3 accepted drafts, 3 and 5 ran" in f for f in found)
+    assert any("answered with 3 steps and 5 accepted" in f for f in found)
+    assert any("13 tokens are on record and 0 in steps that were dropped" in f for f in found)
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (replace(ANSWERS[0], tokens=PLAIN[:8]), "8 tokens were served, 9 gained, 9 asked for"),
+        (replace(ANSWERS[0], tokens=(*PLAIN[:8], 0)), "its tokens are not plain decoding's"),
+    ],
+)
+def test_tokens_that_are_wrong_are_found(answer: Served, text: str) -> None:
+    found = [
+        *reconcile.served(RAN, record(*map(report, RAN)), [answer]),
+        *reconcile.tokens([answer]),
+    ]
+    assert len(found) == 1
+    assert text in found[0]
+
+
+def test_an_override_that_is_not_obeyed_or_never_ends_is_found() -> None:
+    found = record(*map(report, RAN))
+    assert reconcile.overrides(found, {"short": frozenset({2})}) == ["step 2 ran 3 under short"]
+    found.overrides = [frozenset({"short"})]
+    assert reconcile.overrides(found, {"short": frozenset({2, 3}), "other": frozenset()}) == [
+        "override short is in force at the end",
+        "override other: no step ran under it",
+    ]

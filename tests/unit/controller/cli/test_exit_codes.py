@@ -1,0 +1,243 @@
+"""Every command ends with the code that docs/lifecycle.md has for what happened."""
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from typer.testing import CliRunner
+
+from controller.cli import app, main
+from controller.util.exit_codes import Exit
+from speculation.v1 import service_pb2, service_pb2_grpc
+from tests.support.service_harness import (
+    ENVIRONMENT,
+    PATIENCE_SECONDS,
+    engine_message,
+    make_profile,
+)
+from tests.support.sidecar_process import CONTROLLER, SidecarProcess, sidecar_process
+
+ROOT = Path(__file__).resolve().parents[4]
+NOBODY = 65534
+SET = ("override", "set", "--reason", "test", "--dry-run")
+FORMS = "unix:PATH, /PATH or HOST:PORT is needed"
+RUNNING = "is `controller serve` running there?"
+
+# {SOCKET}: path of the sidecar's socket.  {HERE}: an empty directory.
+CASES: list[tuple[str, Exit, str]] = [
+    ("version", Exit.DONE, ""),
+    ("nosuch", Exit.USAGE, "No such command"),
+    ("engines", Exit.DONE, "night"),
+    ("engines --address {SOCKET}", Exit.DONE, "night"),
+    ("engines --address unix://{SOCKET}", Exit.DONE, "night"),
+    ("engines --address nosuch", Exit.USAGE, FORMS),
+    ("engines --address here/controller.sock", Exit.USAGE, FORMS),
+    ("engines --address host:port", Exit.USAGE, FORMS),
+    ("engines --address unix:", Exit.USAGE, FORMS),
+    ("engines --address {HERE}/none.sock", Exit.NO_SIDECAR, RUNNING),
+    ("engines --address unix:{HERE}/none.sock", Exit.NO_SIDECAR, RUNNING),
+    ("engines --address 127.0.0.1:1", Exit.NO_SIDECAR, RUNNING),
+    ("explain night", Exit.DONE, "night at B ="),
+    ("explain nosuch", Exit.NOT_INTRODUCED, "nosuch"),
+    ("explain night --batch-size 99999999", Exit.USAGE, "is outside 0..65536"),
+    ("explain night --batch-size x", Exit.USAGE, "--batch-size"),
+    ("explain", Exit.USAGE, "Missing argument"),
+    ("explain night --address {HERE}/none.sock", Exit.NO_SIDECAR, RUNNING),
+    ("top --once", Exit.DONE, "night"),
+    ("top --once --address {HERE}/none.sock", Exit.NO_SIDECAR, RUNNING),
+    ("top --once --interval 0", Exit.USAGE, "--interval"),
+    ("override list", Exit.DONE, "no override is in force"),
+    ("override list --address nosuch", Exit.USAGE, FORMS),
+    ("override log", Exit.DONE, ""),
+    ("override log --limit 0", Exit.USAGE, "--limit"),
+    ("config --check --address 127.0.0.1:1", Exit.USAGE, "address: a unix socket"),
+    ("override log a\tb", Exit.DONE, ""),
+    ("override watch --address {HERE}/none.sock", Exit.NO_SIDECAR, RUNNING),
+    ("SET --fleet --off", Exit.DONE, "what it may choose from changes"),
+    ("SET --fleet --off --address {HERE}/none.sock", Exit.NO_SIDECAR, RUNNING),
+    ("SET --fleet --gamma 99", Exit.USAGE, "gamma 99 is outside 0..64"),
+    ("SET --fleet --at-least 99", Exit.USAGE, "gamma_min 99 is outside 0..64"),
+    ("SET --fleet --gamma -1", Exit.USAGE, "--gamma"),
+    ("SET --fleet --off --ttl 0s", Exit.USAGE, "ttl_seconds 0"),
+    ("SET --fleet --off --ttl 90d", Exit.USAGE, "at most 604800"),
+    ("SET --fleet --off --batch 9-3", Exit.USAGE, "the range is empty"),
+    ("SET --fleet --off --id a/b", Exit.USAGE, "override id"),
+    ("SET --fleet --off --author a\tb", Exit.USAGE, "only printable"),
+    ("SET --fleet --regime online:0", Exit.USAGE, "need a stride"),
+    ("SET --fleet --regime online:4294967296", Exit.USAGE, "--regime: 4294967296 is too large"),
+    ("SET --fleet --batch 1-4294967296 --off", Exit.USAGE, "--batch: 4294967296 is too large"),
+    ("SET --fleet --gamma 4294967296", Exit.USAGE, "--gamma"),
+    ("explain night --batch-size 4294967296", Exit.USAGE, "--batch-size"),
+    ("SET --fleet", Exit.USAGE, "must demand something"),
+    ("SET --off", Exit.USAGE, "says whom it is for"),
+    ("SET --engine nosuch --off", Exit.NOT_INTRODUCED, "knows no engine nosuch"),
+    ("SET --model nosuch --off", Exit.NO_EFFECT, "knows no model nosuch"),
+    ("SET --engine night --gamma 6", Exit.NO_EFFECT, "no draft length 6"),
+    ("SET --engine night --drafter x", Exit.NO_EFFECT, "no drafter x"),
+    ("SET --engine night --drafter x --allow-no-effect", Exit.DONE, "would last"),
+    ("SET --fleet --off --etag 9-a --id x", Exit.FAILED, "is not there"),
+    ("override clear nosuch --reason test", Exit.FAILED, "no override 'nosuch' is in force"),
+    ("override clear nosuch --reason a\tb", Exit.USAGE, "reason"),
+    ("override clear nosuch", Exit.USAGE, "--reason"),
+    ("profile list", Exit.DONE, ""),
+    ("profile list --address nosuch", Exit.USAGE, FORMS),
+    ("profile pull", Exit.USAGE, "name a profile"),
+    ("profile pull 0123456789abcdef", Exit.FAILED, "0123456789abcdef"),
+    ("profile pull --engine nosuch", Exit.NOT_INTRODUCED, "nosuch"),
+    ("profile pull --engine night", Exit.FAILED, "no profile"),
+    ("profile show 0123456789abcdef", Exit.FAILED, "0123456789abcdef"),
+    ("profile show {HERE}/none.json", Exit.USAGE, "No such file"),
+    ("profile push {HERE}/none.json", Exit.USAGE, "No such file"),
+    ("profile push {ROOT}/pyproject.toml", Exit.USAGE, "is no profile"),
+    ("profile diff {HERE}/a.json {HERE}/b.json", Exit.USAGE, "No such file"),
+    ("profile merge {HERE}/a.json --output {HERE}/b.json", Exit.USAGE, "No such file"),
+    ("profile --address nosuch", Exit.USAGE, FORMS),
+    ("profile --batch-sizes x", Exit.USAGE, "numbers separated by commas"),
+    ("profile --address {HERE}/none.sock --wait-seconds 0", Exit.NO_SIDECAR, "no sidecar listens"),
+    ("profile --engine-url http://127.0.0.1:1 --wait-seconds 0", Exit.NO_ENGINE, "127.0.0.1:1"),
+    ("doctor --address nosuch", Exit.USAGE, FORMS),
+    ("doctor --engine-url http://127.0.0.1:1", Exit.FAILED, "fail engine HTTP"),
+    ("config --check", Exit.DONE, ""),
+    ("config --check --address 127.0.0.1:9464", Exit.USAGE, "--tcp HOST:PORT"),
+    ("config --check --page-port 9464", Exit.USAGE, "metrics_port and page_port"),
+    ("serve --address 127.0.0.1:9464", Exit.USAGE, "--tcp HOST:PORT"),
+    ("serve --page-port 9464", Exit.USAGE, "metrics_port and page_port"),
+    ("serve --nosuch", Exit.USAGE, "--nosuch"),
+    ("simulate --scenario {HERE}/none.yaml", Exit.USAGE, ""),
+    ("replay {HERE}/none", Exit.USAGE, "none"),
+    ("report {HERE}/none --output {HERE}/x.html", Exit.USAGE, "none"),
+    ("convert {HERE}/none.json {HERE}/none.csv", Exit.USAGE, "none.json"),
+    ("advise", Exit.USAGE, "controller advise"),
+    ("advise --pool x", Exit.USAGE, "NAME:CARDS"),
+]
+
+
+@pytest.fixture(scope="module")
+def sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SidecarProcess]:
+    """Steers "night", which has no profile."""
+    with (
+        sidecar_process(tmp_path_factory.mktemp("sidecar")) as running,
+        grpc.insecure_channel(running.address) as channel,
+    ):
+        request = service_pb2.IntroduceRequest(engine=engine_message("night"))
+        stub = service_pb2_grpc.SpeculationServiceStub(channel)
+        stub.Introduce(request, timeout=PATIENCE_SECONDS)
+        yield running
+
+
+@pytest.mark.parametrize(("line", "code", "text"), CASES, ids=[line for line, _, _ in CASES])
+def test_a_command_line_ends_with_its_code(
+    sidecar: SidecarProcess,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    line: str,
+    code: Exit,
+    text: str,
+):
+    for name in [name for name in os.environ if name.startswith("CONTROLLER_")]:
+        monkeypatch.delenv(name)
+    path = sidecar.address.removeprefix("unix:")
+    # `serve` and `config` take their own from it, and must not serve there.
+    serves = line.startswith(("serve", "config"))
+    monkeypatch.setenv("CONTROLLER_ADDRESS", f"unix:{tmp_path}/own.sock" if serves else path)
+    words = [
+        word.format(SOCKET=path, HERE=tmp_path, ROOT=ROOT)
+        for part in line.split(" ")
+        for word in (SET if part == "SET" else (part,))
+    ]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == code, done.output
+    assert text in " ".join(done.output.replace("│", " ").split())
+    assert done.exception is None or isinstance(done.exception, SystemExit)
+
+
+@pytest.mark.parametrize(
+    "line", ["explain \udcff", "override set --fleet --off --reason \udcff", "override log \udcff"]
+)
+def test_an_argument_that_is_no_text_is_a_usage_error(
+    sidecar: SidecarProcess,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    line: str,
+):
+    words = ["controller", *line.split(), "--address", sidecar.address]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == Exit.USAGE
+    assert "is not UTF-8 text" in capsys.readouterr().err
+
+
+@pytest.fixture
+def shut() -> Iterator[Path]:
+    """A socket on which somebody serves, and which only root's group may open."""
+    if os.getuid() != 0:
+        pytest.skip("only root can be somebody else")
+    # Everybody may enter the directories above: those of pytest are root's alone.
+    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
+        path = Path(folder) / "controller.sock"
+        path.parent.chmod(0o755)
+        listener.bind(str(path))
+        listener.listen()
+        path.chmod(0o660)
+        yield path
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "engines", "explain x", "top --once", "override list", "override clear x --reason y",
+        "override set --fleet --off --reason x", "profile list", "profile --wait-seconds 0",
+    ],
+)  # fmt: skip
+def test_a_socket_that_may_not_be_opened_says_who_may(shut: Path, line: str):
+    # These go to the operators' socket.
+    if line.startswith(("override set", "override clear", "profile --")):
+        operators = shut.with_name("controller-operators.sock")
+        shut.rename(operators)
+        wanted = operators
+    else:
+        wanted = shut
+    # What python needs may lie where only root looks: this user may read, and write nothing.
+    user = [
+        "setpriv", "--reuid", str(NOBODY), "--regid", str(NOBODY), "--clear-groups",
+        "--inh-caps", "+dac_read_search", "--ambient-caps", "+dac_read_search",
+    ]  # fmt: skip
+    done = subprocess.run(
+        [*user, *CONTROLLER, *line.split(), "--address", str(shut)],
+        env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE_SECONDS * 6, check=False,
+    )  # fmt: skip
+    text = done.stdout + done.stderr
+    assert done.returncode == Exit.FAILED, text
+    assert f"permission denied: {wanted} has mode srw-rw----, uid 0 and gid 0" in text
+    assert f"runs as uid {NOBODY}, gid {NOBODY}; run this command as uid 0 or in group 0" in text
+    assert "no sidecar" not in text
+
+
+def test_a_directory_that_may_not_be_entered_says_who_may(shut: Path):
+    shut.parent.chmod(0o700)
+    program = (
+        "import os, sys\n"
+        "from controller.util.socket_paths import why_denied\n"
+        f"os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})\n"
+        "print(why_denied(sys.argv[1]))\n"
+    )
+    text = subprocess.run(
+        [sys.executable, "-c", program, f"unix:{shut}"],
+        env=ENVIRONMENT, capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    assert text.startswith(f"permission denied: {shut.parent} has mode drwx------")
+    assert text.rstrip().endswith("run this command as uid 0")
+
+
+def test_a_profile_on_the_shelf_is_pulled(sidecar: SidecarProcess, tmp_path: Path):
+    file = tmp_path / "p.json"
+    file.write_text(make_profile("another").to_json())
+    pushed = CliRunner().invoke(app, ["profile", "push", str(file), "--address", sidecar.address])
+    assert pushed.exit_code == Exit.DONE, pushed.output

@@ -1,0 +1,22 @@
+import json
+import subprocess
+import sys
+
+from tests.support.service_harness import ENVIRONMENT
+
+PROGRAM = """
+import json, sys, time
+began = time.perf_counter()
+import controller.cli
+print(json.dumps({"seconds": time.perf_counter() - began, "modules": sorted(sys.modules)}))
+"""
+
+
+def test_the_command_line_is_imported_without_its_heavy_parts():
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=ENVIRONMENT, capture_output=True, text=True, check=True
+    )
+    found = json.loads(done.stdout)
+    print(f"\nimport controller.cli: {found['seconds']:.3f} s")
+    heavy = {"grpc", "numpy", "pydantic", "structlog", "prometheus_client", "google.protobuf"}
+    assert not heavy & set(found["modules"])

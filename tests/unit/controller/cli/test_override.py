@@ -1,0 +1,267 @@
+"""`controller override` beside a sidecar process, as an operator types it."""
+
+import json
+import re
+import secrets
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from typer.testing import CliRunner, Result
+
+from controller.cli import app
+from controller.util.exit_codes import Exit
+from controller.wire.override_text import PRECEDENCE
+from speculation.v1 import service_pb2, service_pb2_grpc
+from tests.support.service_harness import ENVIRONMENT, PATIENCE_SECONDS, engine_message
+from tests.support.sidecar_process import CONTROLLER, SidecarProcess, controller, sidecar_process
+from tests.unit.controller.service.net.test_access import free_address, make_authority, token_line
+
+
+@pytest.fixture(scope="module")
+def sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SidecarProcess]:
+    """Steers "night" and "day"."""
+    directory: Path = tmp_path_factory.mktemp("sidecar")
+    with (
+        sidecar_process(directory) as running,
+        grpc.insecure_channel(running.address) as channel,
+    ):
+        stub = service_pb2_grpc.SpeculationServiceStub(channel)
+        for name in ("night", "day"):
+            stub.Introduce(
+                service_pb2.IntroduceRequest(engine=engine_message(name)), timeout=PATIENCE_SECONDS
+            )
+        yield running
+
+
+def command(sidecar: SidecarProcess, *words: str) -> "subprocess.CompletedProcess[str]":
+    return controller("override", *words, "--address", sidecar.address)
+
+
+def test_online_updates_where_the_engine_can_and_where_it_cannot(sidecar: SidecarProcess):
+    able = engine_message("able")
+    able.capabilities.can_update_online = True
+    with grpc.insecure_channel(sidecar.address) as channel:
+        stub = service_pb2_grpc.SpeculationServiceStub(channel)
+        stub.Introduce(service_pb2.IntroduceRequest(engine=able), timeout=PATIENCE_SECONDS)
+    words = ["--regime", "online:5", "--id", "learn", "--reason", "new traffic"]
+    done = command(sidecar, "set", "--fleet", *words)
+    assert done.returncode == 0, done.stderr
+
+    def why(engine: str) -> str:
+        return " ".join(controller("explain", engine, "--address", sidecar.address).stdout.split())
+
+    assert "the drafter's online updates: online:5" in why("able")
+    assert "cannot do" not in why("able")
+    refused = "online:5 is asked for, which this engine cannot do: no online updates"
+    assert refused in why("night")
+    assert "the drafter's online updates" not in why("night")
+    assert command(sidecar, "clear", "learn", "--reason", "done").returncode == 0
+    assert "online" not in why("able") + why("night")
+
+
+def test_a_pin_at_three_in_the_morning(sidecar: SidecarProcess):
+    pin = ["set", "--engine", "night", "--gamma", "1", "--id", "pin", "--reason", "drafter is ill"]
+    tried = command(sidecar, *pin, "--dry-run")
+    assert tried.returncode == 0, tried.stderr
+    assert "engine night would change" in tried.stdout
+    assert "no override is in force" in command(sidecar, "list").stdout
+
+    done = command(sidecar, *pin, "--ttl", "2h", "--author", "ann")
+    assert done.returncode == 0, done.stderr
+    assert "pin lasts 2 h" in done.stdout
+    assert "controller override clear pin" in done.stdout
+    again = command(sidecar, *pin, "--ttl", "2h", "--author", "ann")
+    already = r"pin is in force by this very request already, and ends in (2 h|120 m)"
+    assert re.search(already, again.stdout)
+    assert "engine night: as before" in again.stdout
+    assert again.returncode == 0
+
+    listed = command(sidecar, "list").stdout
+    for word in ("pin", "engine night", "gamma = 1", "ann", "drafter is ill", PRECEDENCE):
+        assert word in listed
+    why = controller("explain", "night", "--address", sidecar.address).stdout
+    assert "override pin: engine night: gamma = 1; ann: drafter is ill" in why
+    assert PRECEDENCE in why
+    assert "override;" in why
+    assert "forbidden" in why
+    assert "override" not in controller("explain", "day", "--address", sidecar.address).stdout
+
+    other = command(sidecar, "set", "--engine", "night", "--off", "--id", "pin", "--reason", "x")
+    assert other.returncode == 1
+    assert "exists with other content" in other.stderr
+
+    ended = command(sidecar, "clear", "pin", "--reason", "well again", "--author", "bob")
+    assert ended.returncode == 0, ended.stderr
+    log = command(sidecar, "log", "pin").stdout
+    assert log.index("well again") < log.index("drafter is ill")
+    records = [json.loads(line) for line in command(sidecar, "log", "--json").stdout.splitlines()]
+    assert [r["action"] for r in records if r["override_id"] == "pin"] == ["clear", "set"]
+
+
+def test_every_kind_of_rule_can_be_said(sidecar: SidecarProcess):
+    rules = {
+        "off": (["--fleet", "--off", "--batch", "64-"], "no speculation"),
+        "bounds": (["--model", "target", "--at-least", "1", "--at-most", "2"], "gamma <= 2"),
+        "drafter": (["--fleet", "--drafter", "mtp", "--batch", "8-12"], "drafter mtp"),
+        "regime": (["--engine", "day", "--regime", "online:10"], "regime online:10"),
+        "deny": (["--fleet", "--deny-drafter", "dflash", "--deny-updates"], "not drafter dflash"),
+        "probe": (["--fleet", "--deny-exploration", "--for-ever"], "no probing"),
+    }
+    for name, (words, text) in rules.items():
+        more = ["--id", name, "--reason", "test", "--allow-no-effect"]
+        done = command(sidecar, "set", *words, *more)
+        assert done.returncode == 0, done.stderr
+        listed = command(sidecar, "list").stdout
+        assert text in next(line for line in listed.splitlines() if f" {name} " in line)
+    assert "for ever" in command(sidecar, "list").stdout
+    overrides = [
+        json.loads(line) for line in command(sidecar, "list", "--json").stdout.splitlines()
+    ]
+    assert {o["override"]["override_id"] for o in overrides} == set(rules)
+    for name in rules:
+        assert command(sidecar, "clear", name, "--reason", "done").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--off"], "says whom it is for"),
+        (["--off", "--fleet", "--engine", "a"], "says whom it is for"),
+        (["--fleet"], "must demand something"),
+        (["--fleet", "--off", "--ttl", "soon"], "90s, 30m, 2h or 1d"),
+        (["--fleet", "--off", "--ttl", "0s"], "ttl_seconds 0"),
+        (["--fleet", "--off", "--ttl", "30d"], "at most 604800"),
+        (["--fleet", "--off", "--ttl", "1h", "--for-ever"], "contradict each other"),
+        (["--fleet", "--off", "--batch", "many"], "8-32"),
+        (["--fleet", "--off", "--batch", "9-3"], "the range is empty"),
+        (["--fleet", "--regime", "online"], "online:STRIDE"),
+        (["--fleet", "--gamma", "99"], "gamma 99 is outside 0..64"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(
+    sidecar: SidecarProcess, words: list[str], text: str
+):
+    result = command(sidecar, "set", *words, "--reason", "test")
+    assert result.returncode == Exit.USAGE
+    assert text in " ".join(result.stderr.replace("│", " ").split())
+    assert "Traceback" not in result.stderr
+
+
+def test_effects_and_shadows_are_told_in_words(sidecar: SidecarProcess):
+    pin = command(sidecar, "set", "--engine", "night", "--gamma", "2", "--id", "n", "--reason", "x")
+    assert pin.returncode == 0, pin.stderr
+    fleet = ["set", "--fleet", "--gamma", "1", "--reason", "x", "--id", "f"]
+    done = command(sidecar, *fleet)
+    assert done.returncode == 0, done.stderr
+    assert "engine night: no effect: shadowed by n" in done.stdout
+    assert "engine day changes when it next asks" in done.stdout
+    why = controller("explain", "night", "--address", sidecar.address).stdout
+    assert "override f (shadowed by n): fleet: gamma = 1" in why
+    longer = command(sidecar, *fleet, "--ttl", "5h")
+    assert longer.returncode == 0, longer.stderr
+    assert "f lasts 5 h from now on" in longer.stdout
+    for name in ("n", "f"):
+        assert command(sidecar, "clear", name, "--reason", "x").returncode == 0
+
+
+@pytest.mark.parametrize("dry_run", [(), ("--dry-run",)])
+@pytest.mark.parametrize(
+    ("words", "code", "text"),
+    [
+        (["--engine", "nigth", "--off"], Exit.NOT_INTRODUCED, "knows no engine nigth; it knows"),
+        (["--model", "nosuch", "--off"], Exit.NO_EFFECT, "knows no model nosuch; it knows target"),
+        (["--engine", "day", "--drafter", "x"], Exit.NO_EFFECT, "it has no drafter x; it has mtp"),
+        (["--engine", "day", "--gamma", "6"], Exit.NO_EFFECT, "it has no draft length 6"),
+        (["--engine", "day", "--at-most", "3"], Exit.NO_EFFECT, "it would change nothing"),
+        (["--engine", "day", "--off", "--id", "x", "--etag", "9-a"], Exit.FAILED, "is not there"),
+    ],
+)
+def test_what_has_no_effect_is_not_set_unless_that_is_allowed(
+    sidecar: SidecarProcess, words: list[str], code: Exit, text: str, dry_run: tuple[str, ...]
+):
+    def run(*words: str) -> Result:
+        return CliRunner().invoke(app, ["override", *words, "--address", sidecar.address])
+
+    asked, name = ["set", *words, "--reason", "test", *dry_run], f"allowed-{secrets.token_hex(4)}"
+    refused = run(*asked)
+    assert refused.exit_code == code
+    assert text in refused.output
+    if code is not Exit.FAILED:
+        assert "--allow-no-effect" in refused.output
+        assert run(*asked, "--id", name, "--allow-no-effect").exit_code == 0
+    if not dry_run and code is not Exit.FAILED:
+        assert run("clear", name, "--reason", "test").exit_code == 0
+    assert "no override is in force" in run("list").output
+
+
+def test_the_list_shows_which_override_is_newer(sidecar: SidecarProcess):
+    words = ["--engine", "night", "--reason", "why", "--allow-no-effect", "--id"]
+    assert command(sidecar, "set", "--gamma", "1", *words, "dated").returncode == 0
+    listed = command(sidecar, "list")
+    assert "set at" in listed.stdout
+    assert re.search(r"dated .* \d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", listed.stdout)
+    assert command(sidecar, "clear", "dated", "--reason", "done").returncode == 0
+
+
+def test_one_batch_size_is_no_range(sidecar: SidecarProcess):
+    words = ["--off", "--batch", "1", "--id", "one-size", "--reason", "why", "--allow-no-effect"]
+    off = command(sidecar, "set", "--engine", "night", *words)
+    assert off.returncode == 0, off.stderr
+    assert "1-1" not in off.stdout
+    assert command(sidecar, "clear", "one-size", "--reason", "done").returncode == 0
+
+
+def test_watching_shows_changes_as_they_come(sidecar: SidecarProcess):
+    words = [*CONTROLLER, "override", "watch", "--address", sidecar.address]
+    with subprocess.Popen(words, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline().strip() == PRECEDENCE
+            set_ = ["set", "--fleet", "--off", "--id", "seen", "--reason", "test"]
+            assert command(sidecar, *set_, "--allow-no-effect").returncode == 0
+            line = process.stdout.readline()
+            assert "seen" in line
+            assert "fleet: no speculation" in line
+            command(sidecar, "clear", "seen", "--reason", "test")
+            line = process.stdout.readline()
+            assert line.startswith("ended")
+        finally:
+            process.kill()
+
+
+def test_no_sidecar_is_said_in_words(tmp_path: Path):
+    result = controller("override", "list", "--address", f"unix:{tmp_path}/nobody.sock")
+    assert result.returncode == Exit.NO_SIDECAR
+    assert "is `controller serve` running there?" in result.stderr
+    assert "CONTROLLER_ADDRESS names the place" in result.stderr
+
+
+def test_over_tcp_with_tls_and_a_token(tmp_path: Path):
+    make_authority(tmp_path, ["sidecar"])
+    access, token = tmp_path / "access", tmp_path / "token"
+    access.write_text(token_line("read,override", "secret-of-ann", "ann"))
+    token.write_text("secret-of-ann\n")
+    tcp = free_address()
+    flags = [
+        "--tcp", tcp, "--access", str(access), "--tls-certificate", str(tmp_path / "sidecar.pem"),
+        "--tls-key", str(tmp_path / "sidecar.key"),
+    ]  # fmt: skip
+    caller = {"CONTROLLER_CA": str(tmp_path / "ca.pem"), "CONTROLLER_TOKEN_FILE": str(token)}
+    address = ["--address", tcp.replace("127.0.0.1", "localhost")]
+    with sidecar_process(tmp_path, *flags) as running:
+        words = ["override", "set", "--fleet", "--off", "--id", "tls", "--reason", "test"]
+        words.append("--allow-no-effect")
+        assert controller(*words, *address, environment=caller).returncode == 0
+        listed = controller("override", "list", *address, environment=caller)
+        assert " tls " in listed.stdout
+        token.write_text("guessed")
+        refused = controller("override", "list", *address, environment=caller)
+        assert refused.returncode == 1
+        assert "the access list knows" in refused.stderr
+        log = controller("override", "log", "--address", running.address).stdout
+        assert "ipv4:127.0.0.1" in log
+        _, lines = running.stop()
+    assert "secret-of-ann" not in json.dumps(lines) + log + listed.stdout

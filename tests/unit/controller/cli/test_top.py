@@ -1,0 +1,145 @@
+"""`controller top` in a terminal, against a real sidecar that steers a real agent."""
+
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from controller.cli.top import _text
+from controller.util.exit_codes import Exit
+from tests.support.eventually import eventually
+from tests.support.linked_engine import linked_engine
+from tests.support.service_harness import ENVIRONMENT
+from tests.support.sidecar_process import CONTROLLER, PATIENCE_SECONDS, controller, sidecar_process
+
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+class Terminal:
+    """A command on a pseudo-terminal, and all that it has written."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", descriptor: int) -> None:
+        self.process = process
+        self._descriptor = descriptor
+        self._raw = b""
+
+    @property
+    def raw(self) -> str:
+        """What has come so far."""
+        while select.select([self._descriptor], [], [], 0)[0]:
+            try:
+                found = os.read(self._descriptor, 65536)
+            except OSError:
+                break
+            if not found:
+                break
+            self._raw += found
+        return self._raw.decode(errors="replace")
+
+    def screen(self) -> str:
+        """The last look's text."""
+        return _ESCAPES.sub("", self.raw).rpartition("controller 0")[2]
+
+    def until(self, pattern: str) -> None:
+        eventually(
+            lambda: re.search(pattern, self.screen()),
+            within=PATIENCE_SECONDS,
+            what=f"{pattern} in {self.screen()}",
+        )
+
+
+@contextmanager
+def terminal(*arguments: str) -> Iterator[Terminal]:
+    ours, theirs = pty.openpty()
+    variables = ENVIRONMENT | {"COLUMNS": "160", "LINES": "30", "TERM": "xterm"}
+    with subprocess.Popen(
+        [*CONTROLLER, *arguments], env=variables, stdin=theirs, stdout=theirs, stderr=theirs
+    ) as process:
+        os.close(theirs)
+        try:
+            yield Terminal(process, ours)
+        finally:
+            process.kill()
+            os.close(ours)
+
+
+def test_it_shows_the_engine_live_and_survives_the_sidecars_restart(tmp_path: Path):
+    with (
+        sidecar_process(tmp_path) as sidecar,
+        linked_engine(sidecar.address, "pod-7") as engine,
+        terminal("top", "--interval", "0.2", "--address", sidecar.address) as top,
+    ):
+        for size in (4, 23):
+            for _ in range(600):
+                engine.run(50, size)
+                if re.search(rf"pod-7 +│ +{size} │ +\d │ eagle3 .* steered ", top.screen()):
+                    break
+            else:
+                raise AssertionError(top.screen())
+        for _ in range(600):
+            engine.run(50, 23)
+            if re.search(r"eagle3 +│ +[1-8]\.\d\d │ +\d+ │ +x\d+\.\d\d │ off ", top.screen()):
+                break
+        else:
+            raise AssertionError(top.screen())
+        sidecar.stop()
+        # What was known stays.
+        top.until(r"no sidecar answers at unix:.* since .*: waiting for it(?s:.*)pod-7")
+        with sidecar_process(tmp_path) as again:
+            assert again.address == sidecar.address
+            engine.wait_for_a_plan()
+            engine.run(20, 7)
+            top.until(r"^(?!(?s:.*)waiting for it)(?s:.*)pod-7 +│ +7 │")
+            top.process.send_signal(signal.SIGINT)
+            eventually(lambda: top.raw and top.process.poll() is not None)
+            assert top.process.returncode == Exit.DONE
+        # The terminal is given back as it was: the first screen, and its cursor.
+        assert "\x1b[?1049l" in top.raw
+        assert "\x1b[?25h" in top.raw
+
+
+def test_into_a_pipe_it_writes_plain_tables(tmp_path: Path):
+    with sidecar_process(tmp_path) as sidecar, linked_engine(sidecar.address, "pod-7"):
+        once = controller("top", "--once", "--address", sidecar.address)
+        assert once.returncode == Exit.DONE, once.stderr
+        assert "\x1b" not in once.stdout
+        assert once.stdout.count("pod-7") == 1
+        header = next(line for line in once.stdout.splitlines() if "drafter" in line)
+        titles = [title.strip() for title in header.strip("┃").split("┃")]
+        assert titles == [
+            "engine", "B", "γ", "drafter", "τ", "tokens/s", "gain", "regime", "reason",
+            "plan age", "link", "overrides",
+        ]  # fmt: skip
+        command = [*CONTROLLER, "top", "--interval", "0.1", "--address", sidecar.address]
+        with subprocess.Popen(
+            command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdout is not None
+            tables = 0
+            for line in process.stdout:
+                tables += "pod-7" in line
+                if tables == 3:
+                    break
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=PATIENCE_SECONDS)
+        assert (process.returncode, errors) == (Exit.DONE, "")
+
+
+def test_without_a_sidecar_it_says_so(tmp_path: Path):
+    result = controller("top", "--address", f"unix:{tmp_path}/nobody.sock")
+    assert result.returncode == Exit.NO_SIDECAR
+    assert "no sidecar answers" in result.stderr
+
+
+@pytest.mark.parametrize("words", ["[bold]x[/bold]", "a\x1b[31mb", "a\nb"])
+def test_words_of_others_do_not_command_the_terminal(words: str):
+    shown = _text(words).plain
+    assert shown.isprintable()
+    assert len(shown) == len(words)

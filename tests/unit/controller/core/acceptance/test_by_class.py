@@ -1,0 +1,101 @@
+"""A batch is priced as the mix that runs, and what runs nowhere is doubted when traffic moves."""
+
+import random
+
+import pytest
+
+from controller.core.acceptance.by_class import MAX_CLASSES, TrafficEstimator
+from controller.core.kinds import DrafterKind
+from controller.core.settings import PlannerSettings
+from controller.core.types import ClassCounts, DrafterSpec, StepReport
+
+SPECS = (
+    DrafterSpec("mtp", DrafterKind.MTP, (0, 1, 3)),
+    DrafterSpec("dflash", DrafterKind.DFLASH, (7,)),
+)
+SETTINGS = PlannerSettings()
+
+
+def counts_of(rng, sequences, gamma, acceptance):
+    counts = [0] * (gamma + 1)
+    for _ in range(sequences):
+        accepted = 0
+        while accepted < gamma and rng.random() < acceptance:
+            accepted += 1
+        counts[accepted] += 1
+    return tuple(counts)
+
+
+def report(step, parts, rng, gamma=3, drafter="mtp", rest=0):
+    """parts: {label: (sequences, acceptance)}; rest: sequences of no class, all rejected."""
+    classes = tuple(
+        ClassCounts(label, counts_of(rng, n, gamma, a)) for label, (n, a) in parts.items()
+    )
+    total = [rest] + [0] * gamma
+    for part in classes:
+        total = [t + c for t, c in zip(total, part.accepted_counts, strict=True)]
+    return StepReport(
+        step, sum(total), 1000, drafter, gamma, tuple(total), 0.01, classes=classes
+    )  # fmt: skip
+
+
+def learnt(parts, steps=400, seed=0):
+    traffic, rng = TrafficEstimator(SPECS, SETTINGS), random.Random(seed)
+    for step in range(1, steps):
+        traffic.fold(report(step, parts, rng))
+    return traffic, rng
+
+
+def test_the_next_batch_is_priced_as_its_own_mix():
+    traffic, rng = learnt({"code": (4, 0.9), "prose": (4, 0.3)})
+    mixed = traffic.curves().batch["mtp"].expected[3]
+    traffic.fold(report(1000, {"code": (8, 0.9)}, rng))
+    code = traffic.curves().batch["mtp"].expected[3]
+    traffic.fold(report(1001, {"prose": (8, 0.3)}, rng))
+    prose = traffic.curves().batch["mtp"].expected[3]
+    truth = {a: sum(a**k for k in (1, 2, 3)) for a in (0.9, 0.3)}
+    assert code == pytest.approx(truth[0.9], rel=0.08)
+    assert prose == pytest.approx(truth[0.3], rel=0.2)
+    assert mixed == pytest.approx((truth[0.9] + truth[0.3]) / 2, rel=0.1)
+
+
+def test_sequences_of_no_class_count_as_all_traffic():
+    traffic, rng = learnt({"code": (4, 0.9), "prose": (4, 0.1)})
+    everything = traffic.drafters["mtp"].curve().expected[3]
+    code = traffic.classes["code"]["mtp"].curve().expected[3]
+    traffic.fold(report(1000, {"code": (6, 0.9)}, rng, rest=2))
+    found = traffic.curves().batch["mtp"].expected[3]
+    assert min(everything, code) < found < max(everything, code)
+
+
+def test_without_classes_the_curve_is_that_of_all_traffic():
+    traffic, rng = TrafficEstimator(SPECS, SETTINGS), random.Random(1)
+    for step in range(1, 100):
+        counts = counts_of(rng, 8, 3, 0.6)
+        traffic.fold(StepReport(step, 8, 1000, "mtp", 3, counts, 0.01))
+    assert traffic.curves().batch["mtp"] == traffic.drafters["mtp"].curve()
+    assert not traffic.classes
+
+
+def test_labels_without_end_are_estimated_together():
+    traffic, rng = TrafficEstimator(SPECS, SETTINGS), random.Random(2)
+    for step in range(1, 200):
+        traffic.fold(report(step, {f"user-{step}": (4, 0.7)}, rng))
+    assert len(traffic.classes) == MAX_CLASSES
+    assert traffic.curves().batch["mtp"].expected[3] == pytest.approx(0.7 + 0.49 + 0.343, rel=0.15)
+
+
+def test_a_shift_is_counted_and_makes_standing_drafters_doubtful():
+    traffic, rng = TrafficEstimator(SPECS, SETTINGS), random.Random(3)
+    for step in range(1, 100):
+        traffic.fold(StepReport(step, 8, 1000, "dflash", 7, counts_of(rng, 8, 7, 0.8), 0.01))
+    for step in range(100, 300):
+        traffic.fold(StepReport(step, 8, 1000, "mtp", 3, counts_of(rng, 8, 3, 0.9), 0.01))
+    before, calm = traffic.drafters["dflash"].curve().variance()[0], traffic.hazard
+    seen = traffic.shifts
+    for step in range(300, 330):
+        traffic.fold(StepReport(step, 8, 1000, "mtp", 3, counts_of(rng, 8, 3, 0.1), 0.01))
+    assert traffic.shifts > seen
+    assert traffic.hazard.expected > calm.expected
+    assert traffic.hazard.seen > calm.seen
+    assert traffic.drafters["dflash"].curve().variance()[0] > before

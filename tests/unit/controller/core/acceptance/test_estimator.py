@@ -1,0 +1,203 @@
+"""The estimator sees the drafter, not the draft length that happened to run."""
+
+import random
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from controller.core.acceptance.estimator import AcceptanceEstimator
+from controller.core.settings import PlannerSettings
+
+SETTINGS = PlannerSettings()
+
+
+def draw(rng, batch, gamma, acceptance):
+    counts = [0] * (gamma + 1)
+    for _ in range(batch):
+        accepted = 0
+        while accepted < gamma and rng.random() < acceptance[accepted]:
+            accepted += 1
+        counts[accepted] += 1
+    return counts
+
+
+@pytest.mark.parametrize("gammas", [(7,), (3,), (1, 7), (2, 0, 5), (1, 2, 3, 5, 7)])
+def test_the_estimate_does_not_depend_on_the_draft_lengths_that_ran(gammas):
+    truth = [0.9, 0.8, 0.7, 0.6, 0.5, 0.5, 0.5]
+    rng = random.Random(1)
+    estimator = AcceptanceEstimator(7, SETTINGS)
+    seen = []
+    for i in range(3000):
+        gamma = gammas[i % len(gammas)]
+        estimator.fold(draw(rng, 8, gamma, truth))
+        if i >= 1000:
+            seen.append(estimator.curve().conditional)
+    # On average over time: a false alarm now and then shortens the memory for a while.
+    means = np.mean(seen, axis=0)
+    for k in range(max(gammas)):
+        assert means[k] == pytest.approx(truth[k], abs=0.05)
+
+
+def test_a_fully_accepted_short_draft_is_not_taken_for_a_low_acceptance():
+    # accepted / gamma_max would be 1/7 here; the only position seen was accepted every time.
+    estimator = AcceptanceEstimator(7, SETTINGS)
+    for _ in range(200):
+        estimator.fold([0, 4])
+    curve = estimator.curve()
+    assert curve.conditional[0] > 0.97
+    assert curve.exposures[1] == 0
+
+
+def test_positions_never_seen_lean_on_those_before_them():
+    estimator = AcceptanceEstimator(5, SETTINGS)
+    for _ in range(300):
+        estimator.fold([2, 2])
+    means = estimator.curve().conditional
+    assert means[1:] == pytest.approx([means[0]] * 4)
+
+
+def test_what_goes_unobserved_keeps_its_mean_and_loses_its_confidence():
+    estimator = AcceptanceEstimator(3, SETTINGS)
+    for _ in range(300):
+        estimator.fold([2, 1, 2, 3])
+    before = estimator.curve()
+    for _ in range(500):
+        estimator.fold([8])
+    after = estimator.curve()
+    assert after.conditional == pytest.approx(before.conditional, abs=0.02)
+    assert np.all(np.array(after.exposures) < np.array(before.exposures))
+    assert np.all(after.variance() > before.variance())
+
+
+def test_idle_evidence_fades_by_steps_and_not_by_how_many_sequences_passed_by():
+    few, many = AcceptanceEstimator(2, SETTINGS), AcceptanceEstimator(2, SETTINGS)
+    for estimator, batch in ((few, 1), (many, 200)):
+        for _ in range(300):
+            estimator.fold([2, 1, 1])
+        for _ in range(100):
+            estimator.fold([batch])
+    assert few.curve().exposures == pytest.approx(many.curve().exposures)
+
+
+def test_a_drafter_that_stands_by_keeps_its_means():
+    estimator = AcceptanceEstimator(2, SETTINGS)
+    for _ in range(100):
+        estimator.fold([2, 1, 1])
+    before = estimator.curve()
+    for _ in range(400):
+        estimator.pass_by()
+    after = estimator.curve()
+    assert after.conditional == pytest.approx(before.conditional, abs=0.01)
+    assert after.exposures[0] < before.exposures[0]
+    # Shifted traffic is another matter: it may be good at that.
+    estimator.doubt()
+    assert max(estimator.curve().exposures) < 1
+    prior = AcceptanceEstimator(2, SETTINGS).curve().conditional
+    assert estimator.curve().conditional == pytest.approx(prior, abs=0.05)
+
+
+@pytest.mark.parametrize(("batch", "steps"), [(1, 60), (16, 4), (256, 2)])
+@pytest.mark.parametrize(("before", "after"), [(0.9, 0.1), (0.1, 0.9)])
+def test_a_large_change_is_noticed_soon(batch, steps, before, after):
+    rng = random.Random(2)
+    estimator = AcceptanceEstimator(5, SETTINGS)
+    for _ in range(500):
+        estimator.fold(draw(rng, batch, 5, [before] * 5))
+        estimator.believe()
+    known = estimator.shifts
+    for _ in range(steps):
+        estimator.fold(draw(rng, batch, 5, [after] * 5))
+        estimator.believe()
+    assert estimator.shifts > known
+    for _ in range(20):
+        estimator.fold(draw(rng, batch, 5, [after] * 5))
+        estimator.believe()
+    assert estimator.curve().conditional[0] == pytest.approx(after, abs=0.3)
+
+
+@pytest.mark.parametrize("batch", [1, 16, 256])
+def test_still_traffic_raises_few_alarms(batch):
+    rng = random.Random(3)
+    estimator = AcceptanceEstimator(4, SETTINGS)
+    for _ in range(4000):
+        estimator.fold(draw(rng, batch, 4, [0.6] * 4))
+        estimator.believe()
+    assert estimator.shifts <= 12
+
+
+def test_two_deep_drafts_are_enough_where_one_in_ten_was_accepted():
+    rng = random.Random(4)
+    estimator = AcceptanceEstimator(8, SETTINGS)
+    for _ in range(300):
+        estimator.fold(draw(rng, 1, 8, [0.1] * 8))
+        estimator.believe()
+    deep = [0] * 8 + [1]
+    assert estimator.fold(deep) or estimator.fold(deep)
+
+
+def test_after_a_shift_deep_positions_do_not_remember_the_old_traffic():
+    rng = random.Random(5)
+    estimator = AcceptanceEstimator(8, SETTINGS)
+    for _ in range(300):
+        estimator.fold(draw(rng, 4, 8, [0.95] * 8))
+        estimator.believe()
+    for _ in range(60):
+        estimator.fold(draw(rng, 4, 8, [0.4] * 8))
+        estimator.believe()
+    assert max(estimator.curve().conditional) < 0.75
+
+
+def test_a_class_leans_on_all_traffic_until_it_has_shown_its_own():
+    everyone = AcceptanceEstimator(2, SETTINGS)
+    mine = AcceptanceEstimator(2, SETTINGS)
+    for _ in range(100):
+        everyone.fold([2, 4, 10])
+    parent = everyone.curve()
+    assert mine.curve(parent).conditional == pytest.approx(parent.conditional)
+    for _ in range(100):
+        mine.fold([3, 1, 0])
+        mine.believe(parent)
+    assert mine.curve(parent).conditional[0] < 0.4
+    assert everyone.curve().conditional[0] > 0.8
+
+
+@given(st.lists(st.floats(0.05, 0.95), min_size=2, max_size=6), st.integers(1, 400))
+@settings(max_examples=60, deadline=None)
+def test_sensitivity_is_the_derivative_of_the_expectation(acceptance, weight):
+    estimator = AcceptanceEstimator(len(acceptance), SETTINGS)
+    rng = random.Random(weight)
+    for _ in range(30):
+        estimator.fold(draw(rng, 8, len(acceptance), acceptance))
+    curve = estimator.curve()
+
+    def expected(conditional):
+        return np.concatenate(([0.0], np.cumsum(np.cumprod(conditional))))
+
+    assert curve.expected == pytest.approx(expected(curve.conditional))
+    for k in range(len(acceptance)):
+        moved = np.array(curve.conditional)
+        moved[k] += 1e-6
+        slope = (expected(moved) - expected(curve.conditional)) / 1e-6
+        assert curve.sensitivity()[:, k] == pytest.approx(slope, abs=1e-4)
+
+
+@given(
+    st.lists(
+        st.lists(st.integers(0, 40), min_size=1, max_size=9).filter(any), min_size=1, max_size=60
+    )
+)
+@settings(max_examples=60, deadline=None)
+def test_any_history_gives_probabilities_and_a_growing_expectation(history):
+    estimator = AcceptanceEstimator(8, SETTINGS)
+    for counts in history:
+        estimator.fold(counts)
+    curve = estimator.curve()
+    assert all(0 <= a <= 1 for a in curve.conditional)
+    assert all(n >= 0 for n in curve.exposures)
+    assert curve.expected[0] == 0
+    assert all(a <= b for a, b in pairwise(curve.expected))
+    assert np.all(np.array(curve.expected) <= np.arange(9))
+    assert np.all(curve.variance() >= 0)

@@ -1,0 +1,118 @@
+"""What a drafter missed is counted, and what catching up takes is learnt from wakings."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from controller.core.cost.catch_up import CatchUp
+from controller.core.types import Capabilities, StepFlags, StepReport
+
+
+def report(step, gamma, seconds=0.01, batch=4, drafter="mtp", kv=100_000, flags=None):
+    counts = [batch] + [0] * gamma
+    return StepReport(
+        step, batch, kv, drafter, gamma, tuple(counts), seconds, flags=flags or StepFlags()
+    )  # fmt: skip
+
+
+def test_an_engine_with_one_drafter_that_drafts_owes_nothing():
+    catch_up = CatchUp(["mtp"], 1e-4, Capabilities(can_sleep=True))
+    for step in range(1, 50):
+        assert not catch_up.observe(report(step, 3), 0.01)
+    assert catch_up.seconds() == {"mtp": 0.0}
+
+
+def test_a_sleeping_drafter_misses_every_token_and_pays_once():
+    catch_up = CatchUp(["mtp"], 1e-4, Capabilities(can_sleep=True))
+    for step in range(1, 11):
+        assert not catch_up.observe(report(step, 0), 0.01)
+    assert catch_up.seconds()["mtp"] == pytest.approx(40 * 1e-4)
+    assert catch_up.observe(report(11, 3, seconds=0.014), 0.01)
+    assert catch_up.seconds()["mtp"] == 0.0
+    assert not catch_up.observe(report(12, 3), 0.01)
+
+
+def test_a_drafter_that_catches_up_in_its_sleep_misses_no_more_than_that():
+    catch_up = CatchUp(["mtp"], 1e-4, Capabilities(can_sleep=True, catch_up_steps=5))
+    owed = []
+    for step in range(1, 14):
+        catch_up.observe(report(step, 0), 0.01)
+        owed.append(round(catch_up.seconds()["mtp"] / 4e-4))
+    assert owed == [1, 2, 3, 4, 5] * 2 + [1, 2, 3]
+    assert catch_up.observe(report(14, 3, seconds=0.0112), 0.01)
+    catch_up.observe(report(15, 0), 0.01)
+    assert round(catch_up.seconds()["mtp"] / 4e-4) == 1
+
+
+def test_a_drafter_that_stays_awake_at_zero_misses_nothing():
+    catch_up = CatchUp(["mtp"], 1e-4, Capabilities(can_sleep=False))
+    for step in range(1, 11):
+        catch_up.observe(report(step, 0), 0.01)
+    assert catch_up.seconds()["mtp"] == 0.0
+
+
+def test_what_one_drafter_drafts_the_other_misses():
+    catch_up = CatchUp(["mtp", "dflash"], 1e-4, Capabilities(can_sleep=True))
+    for step in range(1, 6):
+        catch_up.observe(report(step, 3), 0.01)
+    assert catch_up.seconds()["mtp"] == 0.0
+    assert catch_up.seconds()["dflash"] == pytest.approx(20 * 1e-4)
+    assert catch_up.observe(report(6, 3, drafter="dflash"), 0.01)
+    assert catch_up.seconds() == {"mtp": pytest.approx(4e-4, rel=1e-3), "dflash": 0.0}
+
+
+def test_drafters_that_follow_miss_only_what_is_slept_through():
+    catch_up = CatchUp(["mtp", "dflash"], 1e-4, Capabilities(can_sleep=True, drafters_follow=True))
+    for step in range(1, 6):
+        assert not catch_up.observe(report(step, 3), 0.01)
+    assert catch_up.seconds() == {"mtp": 0.0, "dflash": 0.0}
+    for step in range(6, 11):
+        assert not catch_up.observe(report(step, 0), 0.01)
+    owed = pytest.approx(20 * 1e-4)
+    assert catch_up.seconds() == {"mtp": owed, "dflash": owed}
+    # Whoever wakes first wakes both.
+    assert catch_up.observe(report(11, 3, drafter="dflash", seconds=0.012), 0.01)
+    assert catch_up.seconds() == {"mtp": 0.0, "dflash": 0.0}
+
+
+def test_no_drafter_owes_more_than_the_context_that_is_there():
+    catch_up = CatchUp(["mtp"], 1e-4, Capabilities(can_sleep=True))
+    for step in range(1, 200):
+        catch_up.observe(report(step, 0, kv=50), 0.01)
+    assert catch_up.seconds()["mtp"] == pytest.approx(54 * 1e-4)
+
+
+@pytest.mark.parametrize("true_price", [2e-5, 5e-4])
+def test_the_price_follows_what_wakings_take(true_price):
+    catch_up, step = CatchUp(["mtp"], 1e-4, Capabilities(can_sleep=True)), 0
+    for _ in range(500):
+        for _ in range(10):
+            step += 1
+            catch_up.observe(report(step, 0), 0.01)
+        step += 1
+        catch_up.observe(report(step, 3, seconds=0.01 + 40 * true_price), 0.01)
+    assert catch_up.seconds_per_token == pytest.approx(true_price, rel=0.15)
+
+
+@pytest.mark.parametrize("flags", [StepFlags(after_gap=True), StepFlags(first_use=True)])
+def test_a_waking_whose_time_says_nothing_teaches_nothing(flags):
+    catch_up = CatchUp(["mtp"], 1e-4, Capabilities(can_sleep=True))
+    catch_up.observe(report(1, 0), 0.01)
+    assert catch_up.observe(report(2, 3, seconds=3.0, flags=flags), 0.01)
+    assert catch_up.seconds_per_token == pytest.approx(1e-4)
+    assert catch_up.seconds()["mtp"] == 0.0
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["a", "b"]), st.integers(0, 3), st.floats(1e-6, 3000.0)),
+        max_size=80,
+    ),
+    st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_prices_stay_finite_and_not_below_zero(steps, can_sleep):
+    catch_up = CatchUp(["a", "b"], 0.0, Capabilities(can_sleep=can_sleep))
+    for step, (drafter, gamma, seconds) in enumerate(steps):
+        catch_up.observe(report(step, gamma, seconds, drafter=drafter), 0.01)
+        assert all(0 <= value < 1e9 for value in catch_up.seconds().values())

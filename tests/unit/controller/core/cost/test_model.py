@@ -1,0 +1,201 @@
+"""Costs: monotone, honest about what was not measured, hard to upset."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from controller.core.cost.model import CostModel
+from controller.core.cost.prior import Prior
+from controller.core.cost.profile import DrafterIdentity, Profile, ProfileCell
+from controller.core.settings import PlannerSettings
+from controller.core.types import Arm, Fingerprint
+
+SETTINGS = PlannerSettings()
+GAMMAS = (0, 1, 3, 7)
+SIZES = (1, 4, 16)
+ARMS = [Arm("mtp", g) for g in GAMMAS]
+
+
+def profile(table, k_kv=0.0):
+    cells = tuple(
+        ProfileCell("mtp", g, b, float(table[i][j]), 0.0, 10)
+        for i, g in enumerate(GAMMAS)
+        for j, b in enumerate(SIZES)
+    )
+    return Profile(Fingerprint("t"), (DrafterIdentity("mtp"),), 100.0, k_kv, cells)
+
+
+def observe(model, arm, batch_size, kv_tokens, seconds):
+    """One plain step, learnt at once."""
+    expected = model.predict(arm, batch_size, kv_tokens)
+    model.observe(arm, batch_size, kv_tokens, expected, seconds)
+    model.learn()
+
+
+def plain(i, j):
+    return 0.01 + 0.002 * GAMMAS[i] + 0.0005 * SIZES[j]
+
+
+TABLE = [[plain(i, j) for j in range(3)] for i in range(4)]
+
+
+def test_measured_cells_come_back_as_measured():
+    model = CostModel(ARMS, SIZES, profile(TABLE), SETTINGS)
+    found = model.costs(100.0)
+    assert found.seconds == pytest.approx(np.array(TABLE))
+    assert not found.extrapolated.any()
+
+
+def test_context_adds_its_scalar_per_token():
+    model = CostModel(ARMS, SIZES, profile(TABLE, k_kv=1e-6), SETTINGS)
+    more = model.costs(1100.0).seconds - np.array(TABLE)
+    assert more == pytest.approx(np.tile(np.array(SIZES) * 1000 * 1e-6, (4, 1)))
+
+
+def test_outside_the_measured_grid_is_marked():
+    arms = [*ARMS, Arm("mtp", 9)]
+    found = CostModel(arms, (1, 16, 64), profile(TABLE), SETTINGS).costs(100.0)
+    assert found.extrapolated[:, 2].all()
+    assert found.extrapolated[4].all()
+    assert not found.extrapolated[:4, :2].any()
+    assert found.seconds[4, 0] > found.seconds[3, 0]
+
+
+@given(st.lists(st.floats(1e-4, 1.0), min_size=12, max_size=12))
+@settings(max_examples=80, deadline=None)
+def test_after_smoothing_no_cost_falls_with_batch_or_draft_length(values):
+    table = np.array(values).reshape(4, 3)
+    found = CostModel(ARMS, (1, 2, 4, 9, 16), profile(table), SETTINGS).costs(100.0).seconds
+    assert np.all(np.diff(found, axis=0) >= -1e-12)
+    assert np.all(np.diff(found, axis=1) >= -1e-12)
+    assert np.all(found > 0)
+
+
+def test_a_single_wild_step_moves_nothing():
+    model = CostModel(ARMS, SIZES, profile(TABLE), SETTINGS)
+    for _ in range(50):
+        observe(model, 2, 4, 400, TABLE[2][1])
+    before = model.costs(100.0).seconds.copy()
+    observe(model, 2, 4, 400, 10 * TABLE[2][1])
+    assert model.costs(100.0).seconds == pytest.approx(before)
+    assert model.rejected == 1
+
+
+def test_a_machine_that_slows_down_moves_all_arms_and_so_no_choice():
+    model = CostModel(ARMS, SIZES, profile(TABLE), SETTINGS)
+    for _ in range(300):
+        observe(model, 2, 4, 400, 1.3 * TABLE[2][1])
+    found = model.costs(100.0).seconds[:, 1] / np.array(TABLE)[:, 1]
+    assert found[2] == pytest.approx(1.3, rel=0.02)
+    # The arm that ran takes more of it than the others, but they follow.
+    assert np.all(found > 1.08)
+
+
+def test_cells_that_are_learnt_together_do_not_add_up_to_more_than_was_seen():
+    """Between two plans many batch sizes may run; all of them say the same: 20 % slower."""
+    model = CostModel(ARMS, SIZES, profile(TABLE), SETTINGS)
+    for _ in range(20):
+        for i in range(4):
+            for j, size in enumerate(SIZES):
+                for _ in range(8):
+                    expected = model.predict(i, size, 100 * size)
+                    model.observe(i, size, 100 * size, expected, 1.2 * TABLE[i][j])
+        model.learn()
+        assert np.all(model.drift() < 1.25)
+    assert model.drift() == pytest.approx(np.full((4, 3), 1.2), rel=0.02)
+
+
+def test_what_keeps_happening_is_news_and_is_learnt():
+    model = CostModel(ARMS, SIZES, profile(TABLE), SETTINGS)
+    for _ in range(50):
+        observe(model, 0, 4, 400, TABLE[0][1])
+    for _ in range(200):
+        observe(model, 0, 4, 400, 3 * TABLE[0][1])
+    assert model.costs(100.0).seconds[0, 1] > 2.5 * TABLE[0][1]
+
+
+def test_what_live_steps_may_move_between_arms_is_bounded():
+    settings_ = PlannerSettings(cost_drift_max_profiled=1.2)
+    model = CostModel(ARMS, SIZES, profile(TABLE), settings_)
+    for i in range(2000):
+        arm = i % 2
+        observe(model, arm, 4, 400, (40.0 if arm else 1.0) * TABLE[arm][1])
+    drift = model.drift()[:, 1]
+    # Twice for what arms share, once up and once down for the single cells.
+    assert drift.max() / drift.min() <= 1.2**4 + 1e-9
+
+
+def test_one_arm_that_costs_more_than_its_table_moves_its_kin():
+    # All drafting is 30 % dearer than the profile says; only gamma = 3 and 0 ever run.
+    model = CostModel(ARMS, SIZES, profile(TABLE), SETTINGS)
+    for _ in range(200):
+        observe(model, 2, 4, 400, 1.3 * TABLE[2][1])
+        observe(model, 0, 4, 400, TABLE[0][1])
+    found = model.costs(100.0).seconds[:, 1] / np.array(TABLE)[:, 1]
+    assert found[0] == pytest.approx(1.0, abs=0.02)
+    assert found[2] == pytest.approx(1.3, abs=0.02)
+    assert found[1] > 1.1
+    assert found[3] > 1.1
+
+
+def test_a_table_that_surprises_is_trusted_less_where_it_was_never_run():
+    calm, surprised = (CostModel(ARMS, SIZES, profile(TABLE), SETTINGS) for _ in range(2))
+    for model, factor in ((calm, 1.0), (surprised, 1.35)):
+        for _ in range(30):
+            observe(model, 0, 4, 400, TABLE[0][1])
+        for _ in range(30):
+            observe(model, 2, 4, 400, factor * TABLE[2][1])
+    assert surprised.doubt().relative(1, 2)[3] > 1.5 * calm.doubt().relative(1, 2)[3]
+
+
+def test_running_two_arms_settles_which_is_cheaper():
+    model = CostModel(ARMS, SIZES, profile(TABLE), SETTINGS)
+    before = model.doubt().relative(1, 0)[2]
+    for _ in range(20):
+        observe(model, 0, 4, 400, TABLE[0][1])
+        observe(model, 2, 4, 400, TABLE[2][1])
+    after = model.doubt().relative(1, 0)
+    assert after[2] < before / 10
+    assert after[0] == 0
+
+
+def test_a_batch_between_two_sizes_is_priced_between_them_unless_it_is_padded():
+    plain_, padded = (
+        CostModel(ARMS, SIZES, profile(TABLE), SETTINGS, padded=p) for p in (False, True)
+    )
+    assert TABLE[1][1] < plain_.predict(1, 9, 900) < TABLE[1][2]
+    assert padded.predict(1, 9, 900) == pytest.approx(TABLE[1][2])
+
+
+def test_a_prior_is_used_where_there_is_no_profile():
+    grid = np.array(TABLE) * 3
+    model = CostModel(ARMS, SIZES, None, SETTINGS, prior=Prior("roofline", grid, 1e-6))
+    assert model.costs(0.0).seconds == pytest.approx(grid)
+    assert model.costs(1000.0).seconds[0, 2] == pytest.approx(grid[0, 2] + 16 * 1000 * 1e-6)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.floats(1e-6, 1000.0)), min_size=1, max_size=300))
+@settings(max_examples=40, deadline=None)
+def test_whatever_an_engine_reports_costs_stay_positive_and_finite(steps):
+    model = CostModel(ARMS, SIZES, profile(TABLE), SETTINGS)
+    for arm, seconds in steps:
+        observe(model, arm, 4, 400, seconds)
+    found = model.costs(100.0).seconds
+    assert np.all(np.isfinite(found))
+    assert np.all(found > 0)
+    assert np.all(model.doubt().relative(1, 0) >= 0)
+
+
+def test_without_a_profile_live_steps_fix_the_scale_at_once():
+    model = CostModel(ARMS, SIZES, None, SETTINGS)
+    observe(model, 0, 1, 100, 0.5)
+    assert model.costs(100.0).seconds[0, 0] == pytest.approx(0.5, rel=0.01)
+    assert model.costs(100.0).seconds[0, 2] > 0.4
+
+
+def test_a_drafter_without_measurements_is_never_silently_cheap():
+    arms = [*ARMS, Arm("dflash", 4)]
+    found = CostModel(arms, SIZES, profile(TABLE), SETTINGS).costs(100.0)
+    assert np.all(found.seconds[4] >= found.seconds[:4].max())
+    assert found.extrapolated[4].all()

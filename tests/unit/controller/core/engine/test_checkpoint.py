@@ -1,0 +1,169 @@
+"""A core's variables, out and in again: what goes on from them decides the same, bit by bit."""
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from controller.core.acceptance.warm_start import Belief
+from controller.core.clock import VirtualClock
+from controller.core.engine import checkpoint
+from controller.core.engine.checkpoint import Chosen, Typed, capture, restore
+from controller.core.engine.engine_controller import EngineController
+from controller.core.errors import InvalidStateError
+from controller.core.planning.overrides import Rule
+from controller.core.settings import POLICIES, PlannerSettings
+from controller.core.types import Arm, StepReport
+from controller.recording.checkpoint_messages import state_from_proto, state_to_proto
+from speculation.v1 import record_pb2
+from tests.support.recorded_events import TRAINING, Engine, full_spec, override
+from tests.support.virtual_engine import engine_spec, gpu_like, profile_of
+
+
+def fresh(clock: VirtualClock, policy: str = "goodput") -> EngineController:
+    return EngineController(full_spec(), PlannerSettings(policy=policy), None, clock, TRAINING)
+
+
+def attend(engine: Engine) -> None:
+    training = engine.core.updates.training
+    assert training is not None
+    training.attended = not training.attended
+    training.keep(5)
+
+
+PINS = (override("pin", Rule(gamma=2)), override("no", Rule(off=True)))
+WARM = [Belief("eagle3", label, (0.5, 0.25), (8.0, 4.0)) for label in ("", "new")]
+ACTIONS: dict[str, Callable[[Engine], object]] = {
+    "run": lambda engine: engine.run(30),
+    "large": lambda engine: engine.run(10, batch_size=24, acceptance=0.5),
+    "shift": lambda engine: engine.run(20, acceptance=0.1),
+    "pin": lambda engine: engine.core.set_overrides(PINS),
+    "free": lambda engine: engine.core.set_overrides([]),
+    "force": lambda engine: engine.core.force(Arm("dflash", 3)),
+    "release": lambda engine: engine.core.force(None),
+    "warm": lambda engine: engine.core.begin_from(WARM, "elsewhere"),
+    "attend": attend,
+    "wait": lambda engine: engine.clock.advance(3.0),
+}
+SOME = st.sampled_from(sorted(ACTIONS))
+
+
+def act(action: str, engine: Engine) -> None:
+    ACTIONS[action](engine)
+
+
+def through_proto(tree):
+    data = state_to_proto(tree).SerializeToString(deterministic=True)
+    return state_from_proto(record_pb2.StateObject.FromString(data))
+
+
+def bits(core) -> bytes:
+    return state_to_proto(capture(core)).SerializeToString(deterministic=True)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@settings(max_examples=12, deadline=None)
+@given(before=st.lists(SOME, max_size=8), after=st.lists(SOME, min_size=1, max_size=5))
+def test_a_restored_core_goes_on_as_the_first_one(policy, before, after):
+    clock = VirtualClock(1000.0)
+    first = Engine(fresh(clock, policy), clock)  # type: ignore[arg-type]  # any core will do
+    for action in before:
+        act(action, first)
+    second_clock = VirtualClock(clock.now())
+    core = fresh(second_clock, policy)
+    core.set_overrides(first.core.overrides)
+    restore(core, through_proto(capture(first.core)))
+    assert bits(core) == bits(first.core)
+    second = Engine(core, second_clock)  # type: ignore[arg-type]
+    second.rng.setstate(first.rng.getstate())
+    second.step, second.plan = first.step, first.plan
+    for action in after:
+        act(action, first)
+        act(action, second)
+        assert second.plan == first.plan
+        assert bits(second.core) == bits(first.core)
+
+
+def test_what_counts_as_constant_is_there_and_never_changes():
+    clock = VirtualClock()
+    core = fresh(clock)
+    engine = Engine(core, clock)  # type: ignore[arg-type]
+
+    def constants() -> dict[str, str]:
+        found = {}
+        for name, value in _objects("core", core):
+            for attribute in checkpoint._CONSTANT.get(type(value), ()):
+                if hasattr(value, attribute):
+                    found[f"{name}.{attribute}"] = repr(getattr(value, attribute))
+        return found
+
+    before = constants()
+    for action in ("run", "shift", "large", "attend", "run"):
+        act(action, engine)
+    after = constants()
+    assert {name: after[name] for name in before} == before
+    seen = {name.rpartition(".")[2] for name in before}
+    expected = set[str]().union(*checkpoint._CONSTANT.values()) - {"_on_arm", "_off_arm", "_index",
+                                                             "gammas", "_down"}  # fmt: skip
+    assert seen == expected
+
+
+def _objects(name, value):
+    if type(value) in checkpoint._NAME_OF:
+        yield name, value
+        for attribute in checkpoint._names(value):
+            yield from _objects(f"{name}.{attribute}", getattr(value, attribute))
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _objects(f"{name}.{key}", item)
+
+
+def test_a_capture_does_not_move_with_the_core():
+    clock = VirtualClock()
+    engine = Engine(fresh(clock), clock)  # type: ignore[arg-type]
+    engine.run(50)
+    taken = capture(engine.core)
+    before = state_to_proto(taken).SerializeToString(deterministic=True)
+    engine.run(200, acceptance=0.2)
+    assert state_to_proto(taken).SerializeToString(deterministic=True) == before
+
+
+def test_another_profile_is_part_of_the_new_core():
+    clock, spec = VirtualClock(), engine_spec()
+    core = EngineController(spec, PlannerSettings(), profile_of(spec, gpu_like), clock)
+    core.observe(StepReport(1, 4, 2048, "mtp", 2, (1, 1, 2), 0.011))
+    core.force(None)
+    other = EngineController(spec, PlannerSettings(), profile_of(spec, gpu_like), clock)
+    restore(other, capture(core))
+    assert other.explain().arms == core.explain().arms
+
+
+@pytest.mark.parametrize(
+    ("break_it", "text"),
+    [
+        (lambda tree: tree.pop("_epoch"), "_epoch"),
+        (lambda tree: tree.update(extra=1), "extra"),
+        (lambda tree: tree.pop("traffic"), "traffic"),
+        (lambda tree: tree.update(traffic=3), "fields"),
+        (lambda tree: tree["cost"].fields.pop("steps"), "model.CostModel.steps"),
+        (lambda tree: tree.update(explorer=Typed("os.system", {})), "os.system"),
+        (lambda tree: tree.update(explorer=Typed("cost.CostModel", {})), "cost.CostModel"),
+        (lambda tree: tree.update(_plan=Chosen("types.Reason", "NONE")), "NONE"),
+        (lambda tree: tree.update(_plan=Chosen("types.Plan", "EXPLOIT")), "types.Plan"),
+    ],
+)
+def test_what_is_no_state_is_refused(break_it, text):
+    clock = VirtualClock()
+    core = fresh(clock)
+    tree = capture(core)
+    break_it(tree)
+    with pytest.raises(InvalidStateError, match=text):
+        restore(fresh(clock), tree)
+
+
+def test_an_opening_is_small():
+    clock = VirtualClock()
+    engine = Engine(fresh(clock), clock)  # type: ignore[arg-type]
+    engine.run(200)
+    assert len(bits(engine.core)) < 120_000

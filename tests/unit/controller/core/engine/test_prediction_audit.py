@@ -1,0 +1,137 @@
+"""Predictions against what came, and the counterfactuals, where the truth is known."""
+
+import dataclasses
+import random
+
+import pytest
+
+from controller.core.clock import VirtualClock
+from controller.core.engine.engine_controller import EngineController
+from controller.core.engine.prediction_audit import gains
+from controller.core.errors import InvalidEngineError
+from controller.core.planning.overrides import Override, Rule, Scope, ScopeKind
+from controller.core.settings import PlannerSettings
+from controller.core.types import Arm, EngineSpec, StepFlags, StepReport
+from tests.support.virtual_engine import VirtualEngine, engine_spec, gpu_like, profile_of
+
+CURVE = [0.8] * 7
+STATIC = 3
+
+
+def spec_of(safe_gamma: int | None = STATIC) -> EngineSpec:
+    return dataclasses.replace(engine_spec(), safe_gamma=safe_gamma)
+
+
+def make(safe_gamma: int | None = STATIC, profile_error: float = 1.0) -> VirtualEngine:
+    spec, clock = spec_of(safe_gamma), VirtualClock()
+    profile = profile_of(spec, gpu_like, profile_error)
+    controller = EngineController(spec, PlannerSettings(), profile, clock)
+    return VirtualEngine(controller, clock, gpu_like, random.Random(1))
+
+
+def truth(gamma: int, tokens: int, batch_size: int) -> float:
+    """Seconds in which gamma would make them, by what the virtual engine is made of."""
+    expected = sum(0.8**k for k in range(1, gamma + 1))
+    return tokens / (batch_size * (1 + expected)) * gpu_like(gamma, batch_size)
+
+
+def test_the_counterfactuals_are_what_other_choices_would_have_taken():
+    engine = make()
+    engine.run(300, 4, CURVE)
+    before = dict(engine.controller.account.instead_seconds)
+    wanted = {"off": 0.0, "static": 0.0}
+    # Batches of several rows, so that each has to be priced as itself.
+    for batch_size in (4, 32, 4, 64, 11):
+        tokens = engine.tokens
+        engine.run(200, batch_size, CURVE)
+        made = engine.tokens - tokens
+        wanted["off"] += truth(0, made, batch_size)
+        wanted["static"] += truth(STATIC, made, batch_size)
+    engine.clock.advance(10.0)
+    engine.controller.next_plan()
+    for name, seconds in wanted.items():
+        found = engine.controller.account.instead_seconds[name] - before[name]
+        assert found == pytest.approx(seconds, rel=0.05), name
+
+
+def test_what_runs_as_the_static_reference_gains_nothing_over_it():
+    engine = make()
+    pin = Override("pin", Scope(ScopeKind.FLEET), Rule(gamma=STATIC), "ann", "test")
+    engine.controller.set_overrides([pin])
+    engine.run(600, 8, CURVE)
+    engine.clock.advance(10.0)
+    engine.controller.next_plan()
+    account = engine.controller.account
+    assert account.instead_seconds["static"] == pytest.approx(account.plain_seconds, rel=0.05)
+    assert account.instead_seconds["off"] > 1.5 * account.plain_seconds
+
+
+def test_a_batch_range_splits_rows_and_not_the_account():
+    """Rows that an override makes are not the cost table's."""
+    plain, split = make(), make()
+    narrow = Rule(gamma_max=7)
+    bound = Override("bound", Scope(ScopeKind.FLEET), narrow, "ann", "test", 33, 41)
+    split.controller.set_overrides([bound])
+    for engine in (plain, split):
+        engine.run(500, 37, CURVE)
+        engine.clock.advance(10.0)
+        engine.controller.next_plan()
+    found = [e.controller.account.instead_seconds["off"] / e.tokens for e in (plain, split)]
+    assert found[0] == pytest.approx(found[1], rel=0.02)
+
+
+def test_predictions_and_expectations_come_true_with_a_right_profile():
+    engine = make()
+    engine.run(1000, 8, CURVE)
+    account = engine.controller.account
+    assert account.predicted_seconds == pytest.approx(account.plain_seconds, rel=0.02)
+    accepted = engine.tokens - 8 * 1000
+    assert account.expected_tokens == pytest.approx(accepted, rel=0.05)
+    # Noise of 3 % leaves an error of its size.
+    assert 0.01 < account.error_seconds / account.plain_seconds < 0.05
+
+
+def test_errors_add_up_whichever_way_they_go():
+    core = make().controller
+    for step in range(1, 101):
+        seconds = gpu_like(2, 4) * (1.2 if step % 2 else 0.8)
+        core.observe(StepReport(step, 4, 2048, "mtp", 2, (1, 1, 2), seconds))
+    account = core.account
+    assert account.predicted_seconds == pytest.approx(account.plain_seconds, rel=0.05)
+    assert account.error_seconds / account.plain_seconds == pytest.approx(0.2, abs=0.03)
+
+
+@pytest.mark.parametrize("flags", [StepFlags(after_gap=True), StepFlags(updating=True)])
+def test_steps_that_are_not_plain_are_left_out(flags: StepFlags):
+    core = make().controller
+    core.current_plan()
+    core.observe(StepReport(1, 4, 2048, "mtp", 2, (1, 1, 2), 5.0, flags))
+    assert core.account.plain_seconds == core.account.predicted_seconds == 0
+    # What it accepts is expected all the same.
+    assert core.account.expected_tokens > 0
+
+
+def test_a_measurement_is_left_out():
+    core = make().controller
+    core.force(Arm("mtp", 7))
+    core.observe(StepReport(1, 4, 2048, "mtp", 7, (0, 0, 0, 0, 0, 0, 0, 4), 0.01))
+    assert core.account.plain_seconds == 0
+
+
+def test_an_engine_that_does_not_say_what_it_would_run_has_no_static_reference():
+    engine = make(None)
+    engine.run(50, 4, CURVE)
+    assert set(engine.controller.account.instead_seconds) == {"off"}
+    values = {Arm("mtp", 0): 100.0, Arm("mtp", 3): 150.0}
+    assert gains(values, spec_of(None), Arm("mtp", 3)) == {"off": 1.5}
+    assert gains(values, spec_of(3), Arm("mtp", 3)) == {"off": 1.5, "static": 1.0}
+
+
+def test_the_best_of_several_drafters_that_are_off_counts():
+    values = {Arm("a", 0): 100.0, Arm("b", 0): 120.0, Arm("b", 2): 180.0}
+    assert gains(values, spec_of(None), Arm("b", 2)) == {"off": 1.5}
+
+
+def test_a_safe_gamma_that_is_not_prepared_is_refused():
+    with pytest.raises(InvalidEngineError, match="'mtp' has not prepared safe_gamma 4"):
+        spec_of(4)

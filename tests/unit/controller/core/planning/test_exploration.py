@@ -1,0 +1,172 @@
+"""Looking pays for itself, costs what it may, and goes where something could be found."""
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from controller.core.acceptance.estimator import AcceptanceEstimator
+from controller.core.cost.model import CostModel
+from controller.core.planning.exploration import (
+    Explorer,
+    Situation,
+    expected_improvement,
+    relative_variance,
+)
+from controller.core.planning.planner import evaluate
+from controller.core.settings import PlannerSettings
+from controller.core.types import Arm, StepReport
+from tests.support.virtual_engine import engine_spec, gpu_like, make, profile_of
+
+GAMMAS = (0, 1, 2, 3, 5, 7)
+ARMS = [Arm("mtp", g) for g in GAMMAS]
+SIZES = (1, 8, 64)
+SETTINGS = PlannerSettings()
+
+
+@given(st.floats(-2.0, 2.0), st.floats(1e-3, 2.0))
+@settings(max_examples=60, deadline=None)
+def test_expected_improvement_is_the_mean_of_what_is_above_zero(mean, sd):
+    x = np.random.default_rng(0).normal(mean, sd, 200_000)
+    found = expected_improvement(np.array([mean]), np.array([sd]))[0]
+    assert found == pytest.approx(np.maximum(x, 0).mean(), abs=0.01 * sd + 1e-6)
+
+
+def situation(acceptance, steps, current, bucket=0, horizon=2000.0):
+    """After `steps` steps at the current arm."""
+    estimator, rng = AcceptanceEstimator(7, SETTINGS), random.Random(0)
+    for _ in range(steps):
+        counts = [0] * (GAMMAS[current] + 1)
+        for _ in range(SIZES[bucket]):
+            accepted = 0
+            while accepted < GAMMAS[current] and rng.random() < acceptance:
+                accepted += 1
+            counts[accepted] += 1
+        estimator.fold(counts)
+    costs = CostModel(ARMS, SIZES, profile_of(engine_spec(), gpu_like), SETTINGS)
+    values = evaluate(
+        ARMS, np.array(SIZES, dtype=float), {"mtp": estimator.curve()}, costs.costs(512.0),
+        {"mtp": 0.0}, 0.0,
+    )  # fmt: skip
+    return Situation(values, costs.doubt(), bucket, SIZES[bucket], current, None, horizon, bucket)
+
+
+def explorer(credit=10.0):
+    return Explorer(ARMS, PlannerSettings(probe_credit_start_seconds=credit))
+
+
+def report(step, probe_id=0, gamma=3, batch=1, accepted=0, seconds=0.01):
+    counts = [0] * (gamma + 1)
+    counts[accepted] = batch
+    return StepReport(
+        step, batch, 512, "mtp", gamma, tuple(counts), seconds, probe_id=probe_id
+    )  # fmt: skip
+
+
+def test_what_a_short_draft_cannot_see_is_looked_at():
+    ours = explorer()
+    ours.consider(situation(0.85, 30, current=1), 0.0)
+    assert ours.running is not None
+    bucket, probe = ours.running
+    assert bucket == 0
+    assert probe.arm.gamma > 1
+
+
+def test_nothing_is_looked_at_that_cannot_pay_before_the_traffic_shifts():
+    ours = explorer()
+    ours.consider(situation(0.5, 400, current=2, horizon=1.0), 0.0)
+    assert ours.running is None
+
+
+def test_without_credit_nothing_is_looked_at():
+    ours = explorer(credit=0.0)
+    at = situation(0.3, 30, current=2)
+    # Make every look dear: a credit of nothing pays for none of them.
+    at.values.catch_up[:] = 1.0
+    ours.consider(at, 0.0)
+    assert ours.running is None
+
+
+def test_with_a_share_of_zero_or_one_arm_nothing_is_looked_at():
+    ours = Explorer(ARMS, PlannerSettings(probe_share=0.0))
+    ours.consider(situation(0.85, 30, current=1), 0.0)
+    assert ours.running is None
+    alone = Explorer(ARMS[:1], SETTINGS)
+    alone.consider(situation(0.85, 30, current=0), 0.0)
+    assert alone.running is None
+
+
+def test_a_probe_is_charged_for_what_it_lost_and_ends_after_its_steps():
+    ours = explorer(credit=0.1)
+    at = situation(0.85, 30, current=1)
+    ours.consider(at, 0.0)
+    assert ours.running is not None
+    probe = ours.running[1]
+    baseline = at.values.value[1, 0]
+    lost = 0.0
+    for step in range(probe.steps):
+        assert ours.running is not None
+        ours.observe(report(step, probe.probe_id, probe.arm.gamma), 0.05, 0.0, 0.1)
+        lost += 0.05 - 1 / baseline
+    assert ours.running is None
+    assert ours.probes == 1
+    assert ours.lost_seconds == pytest.approx(lost)
+    assert ours.credit_seconds == pytest.approx(0.1 - lost)
+    assert ours.probe_share == pytest.approx(lost / (0.05 * probe.steps))
+
+
+def test_a_lucky_probe_earns_no_credit():
+    ours = explorer(credit=0.1)
+    ours.consider(situation(0.85, 30, current=1), 0.0)
+    assert ours.running is not None
+    probe = ours.running[1]
+    gamma = probe.arm.gamma
+    ours.observe(report(1, probe.probe_id, gamma, accepted=gamma), 0.001, 0.0, 0.1)
+    assert ours.credit_seconds == pytest.approx(0.1)
+
+
+def test_credit_is_earned_by_steps_and_bounded():
+    ours = explorer(credit=0.0)
+    ours.observe(report(1), 0.5, 0.01, 0.0)
+    assert ours.credit_seconds == pytest.approx(0.005)
+    for step in range(2, 2000):
+        ours.observe(report(step), 0.5, 0.01, 0.0)
+    assert ours.credit_seconds == SETTINGS.probe_credit_max_seconds
+
+
+def test_a_probe_whose_batch_never_comes_back_is_given_up():
+    ours = explorer()
+    ours.consider(situation(0.85, 30, current=1), 0.0)
+    assert ours.running is not None
+    ours.observe(report(1), 0.01, 0.0, 1.0)
+    assert ours.running is not None
+    ours.observe(report(2), 0.01, 0.0, 60.0)
+    assert ours.running is None
+
+
+def test_arms_that_share_their_estimates_share_their_errors():
+    """Arms 5 and 7 differ from 3 only behind position 3; how sure 1 to 3 are does not matter."""
+    at = situation(0.8, 400, current=3)
+    total = relative_variance(at.values, at.doubt, ARMS, 0, 3)
+    unseen = relative_variance(at.values, at.doubt, ARMS, 0, 3, unseen=True)
+    assert total[3] == 0
+    assert np.all(unseen <= total + 1e-12)
+    # Against a shorter draft nothing is unseen but the cost.
+    assert unseen[1] == pytest.approx(at.doubt.relative(0, 3)[1])
+    assert unseen[5] > at.doubt.relative(0, 3)[5]
+
+
+@pytest.mark.parametrize("acceptance", [0.15, 0.5, 0.85])
+@pytest.mark.parametrize("batch", [1, 8, 64])
+def test_over_a_long_run_probing_keeps_to_its_share(acceptance, batch):
+    engine = make(seed=4)
+    engine.run(6000, batch, [acceptance] * 8)
+    explanation = engine.controller.explain()
+    # What the start gave on credit, and one per cent of what ran.
+    allowed = SETTINGS.probe_credit_start_seconds + SETTINGS.probe_share * engine.elapsed
+    assert explanation.probe_lost_seconds <= allowed * 1.2
+    assert explanation.probe_share == pytest.approx(
+        max(explanation.probe_lost_seconds, 0) / engine.elapsed, rel=0.05, abs=1e-4
+    )

@@ -1,0 +1,93 @@
+"""How often to look while nothing is seen: the interval that loses least."""
+
+import numpy as np
+import pytest
+
+from controller.core.acceptance.cusum import Hazard
+from controller.core.planning.observation_cost import CatchUpPrice, Watcher, budget
+from controller.core.settings import PlannerSettings
+from controller.core.types import Arm
+
+GAMMAS = (0, 1, 3)
+ARMS = [Arm("mtp", g) for g in GAMMAS]
+SIZES = np.array([1.0, 16.0])
+SETTINGS = PlannerSettings()
+FREE = CatchUpPrice(0.0, 0.0)
+
+
+def watch(penalty=0.02, hazard=None, catch_up=FREE, settings=SETTINGS, off=0.01):
+    """Drafting costs `penalty` of a plain step's value; a better day would gain much."""
+    seconds = np.array([[off, off], [off * 1.1, off * 1.1], [off * 1.3, off * 1.3]])
+    value = np.array([[1.0], [1 - penalty], [1 - 2 * penalty]]) * SIZES / off
+    found = Watcher(ARMS, SIZES, settings).watch(
+        value, seconds, catch_up, hazard or Hazard(1e-3, 1e-3)
+    )
+    assert found is not None
+    return found
+
+
+def test_the_interval_loses_least_among_all_intervals():
+    hazard = Hazard(1e-3, 1e-3)
+    generous = PlannerSettings(probe_share=0.9)
+    found = watch(hazard=hazard, settings=generous)
+    hopeful = (1 - 0.8**4) / (1 - 0.8)
+    gain = hopeful / 1.3 - 1
+    lost = np.array([0.02 * 1.1, 2 * 0.02 * 1.3])
+    cost = min(lost * np.ceil(4 / (np.array([0.8, hopeful - 1]) * 1)))
+    intervals = np.arange(8, 20_000)
+    losses = cost / intervals + gain * hazard.expected * intervals / 2
+    at_least = losses.min()
+    chosen = cost / found.interval[0] + gain * hazard.expected * found.interval[0] / 2
+    assert chosen == pytest.approx(at_least, rel=0.02)
+
+
+def test_shifts_that_come_more_often_are_looked_for_more_often():
+    intervals = [watch(hazard=Hazard(h, h)).interval[0] for h in (1e-5, 1e-4, 1e-3, 1e-2)]
+    assert intervals == sorted(intervals, reverse=True)
+    assert intervals[0] > 3 * intervals[-1]
+
+
+def test_looking_keeps_to_its_share_of_the_steps():
+    found = watch(penalty=0.5, hazard=Hazard(0.1, 0.1))
+    lost = 0.5 * 1.1 * found.steps
+    assert np.all(lost / found.interval <= SETTINGS.probe_share * 1.001)
+
+
+def test_where_a_good_day_would_not_pay_nothing_looks():
+    seconds = np.array([[0.01], [0.05], [0.09]])
+    value = np.array([[100.0], [20.0], [11.0]])
+    found = Watcher(ARMS, SIZES[:1], SETTINGS).watch(value, seconds, FREE, Hazard(1e-3, 1e-3))
+    assert found is not None
+    assert np.isinf(found.interval[0])
+    assert found.loss[0] == 0
+
+
+def test_blindness_has_a_price_only_where_shifts_were_seen():
+    assert np.all(watch(hazard=Hazard(1e-3, 0.0)).loss == 0)
+    losses = [watch(hazard=Hazard(h, h)).loss[0] for h in (1e-4, 1e-3, 1e-2)]
+    assert losses == sorted(losses)
+    assert 0 < losses[0] < losses[-1] <= 0.9
+
+
+def test_waking_that_costs_is_done_less_often():
+    dear = CatchUpPrice(now=0.05, per_token=1e-5)
+    assert watch(catch_up=dear).interval[0] > watch().interval[0]
+
+
+def test_nothing_to_watch_without_an_off_or_without_a_drafter():
+    seconds, value = np.array([[0.01]]), np.array([[100.0]])
+    for arms in ([Arm("mtp", 3)], [Arm("mtp", 0)]):
+        watcher = Watcher(arms, SIZES[:1], SETTINGS)
+        assert watcher.watch(value, seconds, FREE, Hazard(1e-3, 0.0)) is None
+
+
+def test_with_probing_off_plain_decoding_is_taken_as_final():
+    found = watch(settings=PlannerSettings(probe_share=0.0))
+    assert np.all(np.isinf(found.interval))
+    assert np.all(found.loss == 0)
+
+
+def test_calm_traffic_earns_less_than_its_whole_share():
+    busy, calm = (budget(SETTINGS, Hazard(h, 0)) for h in (1e-2, 1e-7))
+    assert busy == SETTINGS.probe_share
+    assert 0 < calm < busy

@@ -1,0 +1,149 @@
+"""The choice: the best arm, unless another one is as good."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from controller.core.acceptance.cusum import Hazard
+from controller.core.cost.model import Costs
+from controller.core.planning.observation_cost import CatchUpPrice
+from controller.core.planning.planner import Planner, Values, batch_buckets
+from controller.core.settings import PlannerSettings
+from controller.core.types import Arm, Reason
+
+ARMS = [Arm("mtp", g) for g in (0, 1, 2, 3)]
+
+
+# Probing off: gamma = 0 then is an arm like any other, without a price for being blind.
+PLAIN = PlannerSettings(switch_margin=0.02, probe_share=0.0)
+CALM = Hazard(expected=1e-4, seen=0.0)
+
+
+def values(table, *, seconds=None, catch_up=None, expected=None):
+    array = np.asarray(table, dtype=float)
+    costs = Costs(
+        np.ones_like(array) if seconds is None else np.asarray(seconds, dtype=float),
+        np.zeros(array.shape, dtype=bool),
+    )
+    return Values(
+        {},
+        np.zeros(len(array)) if expected is None else np.asarray(expected, dtype=float),
+        costs,
+        np.zeros(len(array)) if catch_up is None else np.asarray(catch_up, dtype=float),
+        CatchUpPrice(0.0, 0.0),
+        array,
+    )
+
+
+@given(
+    st.lists(
+        st.lists(st.floats(1.0, 1000.0), min_size=8, max_size=8).map(
+            lambda v: np.array(v).reshape(4, 2)
+        ),
+        min_size=1,
+        max_size=8,
+    )
+)
+@settings(max_examples=80, deadline=None)
+def test_the_choice_is_never_more_than_the_margin_below_the_best(tables):
+    planner = Planner(ARMS, (1, 8), PLAIN)
+    for table in tables:
+        choice = planner.update(values(table), CALM)
+        for j, i in enumerate(choice):
+            assert table[i, j] * 1.02 >= table[:, j].max() * (1 - 1e-12)
+
+
+def test_noise_at_a_pivot_does_not_switch():
+    planner = Planner(ARMS, (1,), PLAIN)
+    rng = np.random.default_rng(0)
+    planner.update(values([[100.0], [100.5], [90.0], [80.0]]), CALM)
+    for _ in range(1000):
+        noisy = np.array([[100.0], [100.0], [90.0], [80.0]]) * rng.uniform(0.995, 1.005, (4, 1))
+        planner.update(values(noisy), CALM)
+    assert planner.switches == 0
+    assert planner.reasons[0] in (Reason.HOLD, Reason.EXPLOIT)
+
+
+def test_a_switch_must_pay_back_its_catch_up():
+    planner = Planner(ARMS, (1,), PlannerSettings(probe_share=0.0, payback_seconds=2.0))
+    planner.update(values([[100.0], [90.0], [80.0], [80.0]]), CALM)
+    better = [[100.0], [110.0], [80.0], [80.0]]
+    # 10 % more for two seconds is worth 0.2 s.
+    planner.update(values(better, catch_up=[0, 0.25, 0.25, 0.25]), CALM)
+    assert planner.choice == [0]
+    assert planner.reasons == [Reason.HOLD]
+    planner.update(values(better, catch_up=[0, 0.15, 0.15, 0.15]), CALM)
+    assert planner.choice == [1]
+
+
+def test_a_ceiling_on_the_time_between_tokens_rules_arms_out():
+    settings_ = PlannerSettings(probe_share=0.0, tpot_ceiling_seconds=0.01)
+    table = [[100.0], [200.0], [150.0], [50.0]]
+    seconds = [[0.02], [0.02], [0.02], [0.005]]
+    planner = Planner(ARMS, (1,), settings_)
+    planner.update(values(table, seconds=seconds), CALM)
+    assert planner.choice == [3]
+
+
+def test_a_ceiling_that_nothing_keeps_rules_nothing_out():
+    settings_ = PlannerSettings(probe_share=0.0, tpot_ceiling_seconds=0.001)
+    planner = Planner(ARMS, (1,), settings_)
+    planner.update(values([[100.0], [200.0], [150.0], [50.0]], seconds=[[0.02]] * 4), CALM)
+    assert planner.choice == [1]
+
+
+def test_where_traffic_shifts_often_a_small_gain_does_not_buy_blindness():
+    table = [[100.0], [97.0], [90.0], [80.0]]
+    seconds = [[0.01]] * 4
+    calm, busy = (Planner(ARMS, (4,), PlannerSettings()) for _ in range(2))
+    calm.update(values(table, seconds=seconds), CALM)
+    busy.update(values(table, seconds=seconds), Hazard(expected=0.02, seen=0.02))
+    assert calm.choice == [0]
+    assert busy.choice == [1]
+
+
+@given(st.integers(1, 2000))
+def test_buckets_ascend_and_end_at_the_largest_batch(max_batch):
+    buckets = batch_buckets(max_batch)
+    assert buckets[-1] == max_batch
+    assert list(buckets) == sorted(set(buckets))
+    assert set(range(1, min(8, max_batch) + 1)) <= set(buckets)
+
+
+def test_captured_graph_sizes_are_the_buckets():
+    assert batch_buckets(48, (1, 2, 4, 8, 16, 32, 64)) == (1, 2, 4, 8, 16, 32, 48)
+
+
+@pytest.mark.parametrize(
+    ("captured", "max_batch", "arms"),
+    [
+        (range(1, 513), 512, 16),
+        (range(1, 513), 65_536, 130),
+        (range(1, 4_097), 4_096, 8),
+        ([1, 2, 4, *range(8, 513, 4)], 512, 6),
+        (range(1, 200), 65_536, 4_000),
+    ],
+)
+def test_buckets_are_bounded_and_lie_where_the_engine_has_captured_a_graph(
+    captured: Sequence[int], max_batch: int, arms: int
+):
+    buckets = batch_buckets(max_batch, tuple(captured), arms)
+    most = max(1, min(128, 4096 // arms))
+    assert most // 2 <= len(buckets) <= most
+    assert buckets[-1] == max_batch
+    assert list(buckets) == sorted(set(buckets))
+    assert set(buckets) - {max_batch} <= set(captured)
+    inner = buckets[:-1]
+    if len(inner) > 64:
+        # The small ones, where a step's cost depends most on the batch, are all there.
+        assert inner[:8] == tuple(captured)[:8]
+        assert max(b / a for a, b in pairwise(inner[16:])) < 1.2
+
+
+def test_what_sglang_captures_is_kept_as_it_is():
+    captured = (1, 2, 4, *range(8, 161, 8), *range(176, 513, 16))
+    assert batch_buckets(512, captured, 16) == captured

@@ -1,0 +1,134 @@
+"""Online updates and the trainer share one drafter: never both, and overrides above both."""
+
+import pytest
+
+from controller.core.clock import VirtualClock
+from controller.core.engine.engine_controller import EngineController
+from controller.core.kinds import DrafterKind
+from controller.core.planning.overrides import Override, Rule, Scope, ScopeKind
+from controller.core.settings import PlannerSettings
+from controller.core.training.selective_training import TrainingResult, TrainingSettings
+from controller.core.types import (
+    Capabilities,
+    DrafterSpec,
+    EngineSpec,
+    Fingerprint,
+    Regime,
+    RegimeMode,
+    StepReport,
+)
+
+COLLECT = Regime(RegimeMode.COLLECT)
+TRAINING = TrainingSettings(initial=2, unit_drafts=4, threshold=3)
+
+
+def make(**able: bool) -> tuple[EngineController, VirtualClock]:
+    capabilities = {"can_collect": True, "can_take_versions": True, "can_update_online": True}
+    spec = EngineSpec(
+        "e",
+        Fingerprint("target"),
+        (DrafterSpec("eagle3", DrafterKind.MTP, (0, 1, 3)),),
+        8,
+        Capabilities(**capabilities | able),
+    )
+    clock = VirtualClock()
+    return EngineController(spec, PlannerSettings(), None, clock, TRAINING), clock
+
+
+class Driven:
+    """A core whose steps accept all or nothing."""
+
+    def __init__(self, **able: bool) -> None:
+        self.core, self.clock = make(**able)
+        self._step = 0
+
+    def steps(self, accepted: int, count: int, version: int = 0) -> None:
+        for _ in range(count):
+            self._step += 1
+            counts = tuple(4 if k == accepted else 0 for k in range(4))
+            self.clock.advance(0.02)
+            self.core.observe(
+                StepReport(self._step, 4, 400, "eagle3", 3, counts, 0.02, draft_version=version)
+            )
+            self.core.next_plan()
+
+    @property
+    def regime(self) -> Regime:
+        return self.core.current_plan().regime
+
+
+def test_a_fall_collects_while_a_trainer_attends():
+    driven = Driven()
+    training = driven.core.updates.training
+    assert training is not None
+    training.attended = True
+    driven.steps(3, 40)
+    assert driven.regime == Regime()
+    driven.steps(0, 40)
+    assert driven.regime == COLLECT
+    training.attended = False
+    driven.steps(0, 10)
+    assert driven.regime != COLLECT
+
+
+def test_a_deployed_version_is_in_every_plan_and_goes_when_it_is_worse():
+    driven = Driven()
+    training = driven.core.updates.training
+    assert training is not None
+    driven.steps(2, 40)
+    assert training.keep(3) == 1
+    training.trained(TrainingResult(1, 7, 0.2, 0.6, 0.3))
+    driven.steps(2, 10)
+    assert driven.core.current_plan().draft_version == 7
+    driven.steps(0, 40, version=7)
+    assert driven.core.current_plan().draft_version == 0
+    assert driven.core.explain().training is not None
+
+
+def test_while_a_trainer_attends_online_updates_rest():
+    driven = Driven()
+    training = driven.core.updates.training
+    assert training is not None
+    driven.steps(0, 30)
+    assert driven.core.explain().updates is not None
+    training.attended = True
+    driven.steps(0, 200)
+    assert driven.regime.mode is not RegimeMode.ONLINE
+    assert driven.core.explain().updates is None
+
+
+def test_while_a_trainer_attends_nobody_decides_about_online_updates():
+    driven = Driven()
+    training = driven.core.updates.training
+    assert training is not None
+    training.attended = True
+    driven.steps(1, 300)
+    training.attended = False
+    # As at the beginning: no stride was chosen, and no trial charged, for updates that never ran.
+    assert driven.core.updates.strides is None
+    driven.steps(1, 30)
+    assert driven.core.updates.strides is not None
+
+
+@pytest.mark.parametrize("regime", [Regime(), Regime(RegimeMode.ONLINE, 5)])
+def test_an_override_stands_above_the_trainer(regime: Regime):
+    driven = Driven()
+    training = driven.core.updates.training
+    assert training is not None
+    training.attended = True
+    driven.steps(3, 40)
+    driven.steps(0, 40)
+    assert driven.regime == COLLECT
+    pin = Override("o1", Scope(ScopeKind.FLEET), Rule(regime=regime), "me", "because")
+    driven.core.set_overrides([pin])
+    driven.steps(0, 10)
+    assert driven.regime == regime
+
+
+@pytest.mark.parametrize("lacks", ["can_collect", "can_take_versions"])
+def test_an_engine_that_cannot_has_no_training(lacks: str):
+    driven = Driven(**{lacks: False})
+    assert driven.core.updates.training is None
+    assert driven.core.explain().training is None
+    driven.steps(0, 5)
+    assert driven.core.current_plan().draft_version == 0

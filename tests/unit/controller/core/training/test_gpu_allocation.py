@@ -1,0 +1,93 @@
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from controller.core.training.gpu_allocation import (
+    Demand,
+    InvalidPoolError,
+    Pool,
+    allocate,
+    evaluate,
+)
+
+rates = st.floats(0.1, 20)
+
+
+@st.composite
+def pools(draw: st.DrawFn) -> list[Pool]:
+    count = draw(st.integers(1, 3))
+    return [Pool(f"p{i}", draw(st.integers(1, 5)), draw(rates), draw(rates)) for i in range(count)]
+
+
+@given(pools(), st.floats(0.5, 3), st.floats(0.5, 2), st.floats(0.05, 1), st.floats(0, 0.9))
+def test_nothing_that_trains_enough_serves_more(cards, speedup, untrained, share, part):
+    needed = part * sum(pool.cards * pool.training for pool in cards)
+    demand = Demand(speedup, untrained, needed, share)
+    found = allocate(cards, demand)
+    assert sum(x * p.training for x, p in zip(found.trains, cards, strict=True)) >= needed * 0.999
+    for trains in product(*(range(pool.cards + 1) for pool in cards)):
+        rate = sum(x * p.training for x, p in zip(trains, cards, strict=True))
+        if any(trains) and rate >= needed:
+            assert evaluate(cards, demand, trains).relative <= found.relative * (1 + 1e-9)
+
+
+@given(pools(), st.floats(0.5, 3), st.floats(0.05, 1))
+def test_it_pays_above_the_break_even_and_not_below(cards, speedup, share):
+    found = allocate(cards, Demand(speedup, share=share))
+    if found.break_even == float("inf"):
+        assert found.relative == 0
+        return
+    again = [
+        evaluate(cards, Demand(found.break_even * factor, share=share), found.trains)
+        for factor in (0.999, 1.001)
+    ]
+    assert [one.pays for one in again] == [False, True]
+
+
+def test_the_card_that_is_old_for_serving_trains():
+    old = Pool("MI250", 4, 1.0, 1.0)
+    found = allocate([Pool("H100", 8, 6.76, 2.44), old], Demand(1.3, training=4.0))
+    assert found.trains == (0, 4)
+    # As many cards alike: nothing speaks for one kind, and training on them costs more.
+    assert not allocate([Pool("H100", 2, 1.0, 1.0)], Demand(1.3)).pays
+
+
+def test_a_drafter_that_is_good_already_raises_the_bar():
+    cards = [Pool("a", 4, 5.0, 2.0), Pool("b", 2, 1.0, 1.0)]
+    assert allocate(cards, Demand(1.3)).pays
+    assert not allocate(cards, Demand(1.3, untrained=1.27)).pays
+
+
+def test_training_that_is_rarely_needed_costs_little():
+    cards = [Pool("a", 4, 1.0, 1.0)]
+    always = allocate(cards, Demand(1.2))
+    seldom = allocate(cards, Demand(1.2, share=0.1))
+    assert always.relative == pytest.approx(1.2 * 0.75)
+    assert seldom.relative == pytest.approx(1.2 * 0.975)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Pool("", 1, 1, 1), "pool ''"),
+        (lambda: Pool("a", 0, 1, 1), "of 0 cards"),
+        (lambda: Pool("a", 1, 0, 1), "inference rate 0"),
+        (lambda: Pool("a", 1, 1, float("nan")), "training rate nan"),
+        (lambda: Demand(0), "speedup 0"),
+        (lambda: Demand(1, untrained=float("inf")), "untrained inf"),
+        (lambda: Demand(1, training=-1), "training rate -1"),
+        (lambda: Demand(1, share=0), "share 0"),
+        (lambda: allocate([], Demand(1)), "there are no cards"),
+        (lambda: allocate([Pool("a", 1, 1, 1)] * 2, Demand(1)), "named twice"),
+        (lambda: allocate([Pool("a", 2, 1, 1)], Demand(1, training=3)), "all cards together"),
+        (
+            lambda: allocate([Pool(n, 999, 1, 1) for n in "ab"], Demand(1)),
+            "count nodes instead of cards",
+        ),
+    ],
+)
+def test_what_cannot_be_advised_is_refused(make, message):
+    with pytest.raises(InvalidPoolError, match=message):
+        make()

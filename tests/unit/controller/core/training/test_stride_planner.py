@@ -1,0 +1,169 @@
+"""The stride of online updates: on where it pays, off where it does not, by the rows of a plan."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from controller.core.cost.profile import DrafterIdentity, Profile, ProfileCell
+from controller.core.engine.engine_controller import EngineController
+from controller.core.kinds import DrafterKind
+from controller.core.planning.overrides import Override, Rule, Scope, ScopeKind
+from controller.core.settings import PlannerSettings
+from controller.core.types import (
+    Arm,
+    Capabilities,
+    DrafterSpec,
+    EngineSpec,
+    Fingerprint,
+    Regime,
+    RegimeMode,
+    StepFlags,
+    StepReport,
+)
+from controller.simulation.controller_policy import VirtualTime
+
+GAMMAS = (0, 3)
+SPEC = EngineSpec(
+    "one", Fingerprint("target"), (DrafterSpec("eagle3", DrafterKind.MTP, GAMMAS),), 8,
+    Capabilities(can_update_online=True),
+)  # fmt: skip
+SECONDS = {0: 0.015, 3: 0.02}
+
+
+class Engine:
+    """One whose drafter answers to updates, steered by the core.  lost: steps by an update."""
+
+    def __init__(
+        self, gain: float, *, spec: EngineSpec = SPEC, lost: float = 0.3, base: float = 0.55,
+        drift: float = 0.001,
+    ) -> None:  # fmt: skip
+        cells = tuple(
+            ProfileCell("eagle3", g, b, SECONDS[g], 0, 50) for g in GAMMAS for b in (1, 8)
+        )
+        profile = Profile(spec.fingerprint, (DrafterIdentity("eagle3"),), 1.0, 0.0, cells)
+        self.time = VirtualTime()
+        self.core = EngineController(spec, PlannerSettings(), profile, self.time)
+        self.gain, self.base, self.lost, self.drift = gain, base, lost, drift
+        self.state, self.since, self.steps, self.updates = 0.0, 0, 0, 0
+        self.rng = np.random.default_rng(1)
+        self.plan = self.core.current_plan()
+
+    def run(self, steps: int, *, batch: int = 4) -> list[int]:
+        """The strides in force, step by step."""
+        strides = []
+        for _ in range(steps):
+            stride = self.plan.regime.stride
+            strides.append(stride)
+            self.steps += 1
+            self.since += 1
+            lands = stride > 0 and self.since >= stride
+            if lands:
+                self.since = 0
+                self.updates += 1
+                self.state += 0.05 * (1 - self.state)
+            self.state *= 1 - self.drift
+            gamma = self.plan.row_for(batch).arm.gamma
+            seconds = SECONDS[gamma] * (1 + self.lost * lands)
+            self.time.seconds += seconds
+            chance = self.base + self.gain * self.state
+            accepted = np.minimum(self.rng.geometric(1 - chance, batch) - 1, gamma)
+            self.core.observe(
+                StepReport(
+                    self.steps, batch, batch, "eagle3", gamma,
+                    tuple(np.bincount(accepted, minlength=gamma + 1).tolist()), seconds,
+                    StepFlags(updating=lands), update_seconds=0.1 if lands else 0.0,
+                )
+            )  # fmt: skip
+            self.plan = self.core.next_plan() or self.plan
+        return strides
+
+
+def override(rule: Rule) -> Override:
+    return Override("pin", Scope(ScopeKind.FLEET), rule, "someone", "to see")
+
+
+def share_on(strides: list[int]) -> float:
+    return sum(stride > 0 for stride in strides) / len(strides)
+
+
+def test_updates_that_pay_are_found_and_kept():
+    engine = Engine(0.3)
+    engine.run(5000)
+    assert share_on(engine.run(2000)) > 0.9
+    assert engine.state > 0.7
+
+
+def test_a_drafter_with_nothing_to_learn_is_left_alone_but_for_trials():
+    engine = Engine(0.0)
+    engine.run(5000)
+    assert share_on(engine.run(4000)) < 0.15
+
+
+def test_updates_that_cost_more_than_they_gain_are_not_kept():
+    engine = Engine(0.05, lost=30.0)
+    engine.run(1500)
+    assert share_on(engine.run(4000)) < 0.05
+
+
+def test_trying_keeps_to_its_account():
+    """At the start, what half a percent of the steps earns, and one trial that was under way."""
+    engine = Engine(0.0, lost=1.0)
+    engine.run(8000)
+    assert 10 < engine.updates * engine.lost < 80 + 0.005 * 8000 + 32
+
+
+def test_once_learnt_and_not_lost_again_updates_cease():
+    engine = Engine(0.3, drift=0.0, lost=1.0)
+    engine.run(4000)
+    assert engine.state > 0.9
+    assert share_on(engine.run(3000)) < 0.5
+    assert engine.state > 0.9
+
+
+def test_a_harder_traffic_brings_them_back():
+    engine = Engine(0.3, drift=0.0, lost=1.0)
+    engine.run(7000)
+    engine.state = 0.0
+    before = engine.updates
+    engine.run(1500)
+    assert engine.updates - before > 20
+    assert engine.state > 0.5
+
+
+def test_an_engine_that_cannot_update_is_never_asked_to():
+    engine = Engine(0.3, spec=replace(SPEC, capabilities=Capabilities()))
+    assert share_on(engine.run(1000)) == 0.0
+
+
+@pytest.mark.parametrize(
+    "rule", [Rule(regime=Regime()), Rule(deny_updates=True)], ids=["pinned off", "denied"]
+)
+def test_an_override_keeps_them_off(rule: Rule):
+    engine = Engine(0.3)
+    engine.core.set_overrides([override(rule)])
+    engine.plan = engine.core.next_plan() or engine.plan
+    assert share_on(engine.run(2000)) == 0.0
+
+
+def test_an_override_pins_a_stride_and_its_end_gives_the_decision_back():
+    engine = Engine(0.0)
+    engine.core.set_overrides([override(Rule(regime=Regime(RegimeMode.ONLINE, 7)))])
+    engine.plan = engine.core.next_plan() or engine.plan
+    assert set(engine.run(500)) == {7}
+    engine.core.set_overrides([])
+    engine.plan = engine.core.next_plan() or engine.plan
+    assert 7 not in engine.run(500)
+
+
+def test_nothing_is_updated_beside_a_measurement():
+    engine = Engine(0.3)
+    engine.run(2000)
+    assert engine.plan.regime.stride
+    assert engine.core.force(Arm("eagle3", 3)).regime == Regime()
+
+
+def test_the_same_reports_give_the_same_strides():
+    first, second = (Engine(0.3).run(1500) for _ in range(2))
+    assert first == second
+    assert len(set(first)) > 1

@@ -1,0 +1,387 @@
+"""The doctor against real sidecars, real agents and a real HTTP server, well and ill."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import controller
+from controller.doctor import Finding, Level, Request, diagnose
+from controller.doctor.sidecar import Answers, check_sidecar
+from controller.settings.settings import CLIENT_VARIABLES, variables
+from controller.util.exit_codes import Exit
+from engine_shim.link.engine_link import EngineLink
+from engine_shim.link.plan_follower import Source
+from engine_shim.link.settings import LinkSettings
+from lab.harness.ports import free_port
+from speculation.v1 import policy_pb2, service_pb2
+from tests.support.eventually import eventually
+from tests.support.redis_server import RedisServer
+from tests.support.service_harness import (
+    Running,
+    SteerClient,
+    engine_message,
+    make_profile,
+    report_message,
+    serving,
+    soon,
+)
+from tests.support.sidecar_process import controller as command
+from tests.support.sidecar_process import sidecar_process
+from tests.unit.controller.service.net.test_access import free_address, make_authority, token_line
+
+Findings = dict[str, Finding]
+
+
+@pytest.fixture(autouse=True)
+def bare(monkeypatch: pytest.MonkeyPatch):
+    for name in variables() | CLIENT_VARIABLES | {"CONTROLLER_CONFIG"}:
+        monkeypatch.delenv(name, raising=False)
+
+
+class Http:
+    """An engine's HTTP API as SGLang has it: /health and /server_info."""
+
+    def __init__(self) -> None:
+        self.health = 200
+        self.info: tuple[int, Any] = (200, {"internal_states": [{}]})
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                status, body = (outer.health, {}) if self.path == "/health" else outer.info
+                self.send_response(status)
+                self.end_headers()
+                self.wfile.write(json.dumps(body).encode())
+
+            def log_message(self, *arguments: Any) -> None: ...
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+
+    def says(self, **status: Any) -> None:
+        """The plugin's part of /server_info."""
+        self.info = (200, {"internal_states": [{"speculation_controller": status}]})
+
+
+@pytest.fixture
+def http() -> Iterator[Http]:
+    made = Http()
+    thread = threading.Thread(target=made.server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    yield made
+    made.server.shutdown()
+    made.server.server_close()
+    thread.join()
+
+
+async def examined(directory: Path, **request: Any) -> Findings:
+    address = f"unix:{directory}/controller.sock"
+    found = [it async for it in diagnose(Request(**{"address": address, **request}))]
+    assert all(bool(it.fix) == (it.level is not Level.OK) for it in found), found
+    assert all("\n" not in it.found + it.fix for it in found)
+    return {it.check: it for it in reversed(found)}
+
+
+def levels(findings: Findings) -> dict[str, str]:
+    return {name: it.level.value for name, it in findings.items()}
+
+
+async def steered(running: Running, **fingerprint: Any) -> SteerClient:
+    """A session with an open stream and one step reported."""
+    spec = engine_message()
+    spec.fingerprint.shim_version = controller.__version__
+    for name, value in fingerprint.items():
+        setattr(spec.fingerprint, name, value)
+    opened = await soon(running.speculation.Introduce(service_pb2.IntroduceRequest(engine=spec)))
+    stream = SteerClient(running, opened.session_id)
+    await stream.send(report_message(1))
+    await stream.plan()
+    return stream
+
+
+async def install(running: Running) -> None:
+    request = service_pb2.InstallProfileRequest(profile_json=make_profile().to_json())
+    await soon(running.profiling.InstallProfile(request))
+
+
+async def test_all_is_well(tmp_path: Path, http: Http, monkeypatch: pytest.MonkeyPatch):
+    port = free_port()
+    monkeypatch.setenv("CONTROLLER_HEALTH_PORT", str(port))
+    monkeypatch.setenv("CONTROLLER_ADDRESS", f"unix:{tmp_path}/controller.sock")
+    http.says(agent_connected=True, sidecar="STEERING", plans_taken=3)
+    async with serving(tmp_path, health_port=port) as running:
+        stream = await steered(running)
+        await install(running)
+        found = await examined(tmp_path, address="", engine_url=http.url)
+        assert levels(found) == dict.fromkeys(
+            (
+                "settings", "socket", "sidecar", "version", "clock", "store", "engine engine-0",
+                "shim of engine-0", "profile of engine-0", "engine HTTP", "plugin",
+                "state directory", "disk", "health port",
+            ),
+            "ok",
+        )  # fmt: skip
+        await stream.call.done_writing()
+
+
+async def test_a_sidecar_without_engine_and_profile(tmp_path: Path):
+    async with serving(tmp_path):
+        found = await examined(tmp_path)
+    assert "SpeculationService is NOT_SERVING: no engine" in found["sidecar"].found
+    assert "controller profile" in found["sidecar"].fix
+    assert found["engine"].level is Level.FAIL
+    assert f"SPECULATION_SIDECAR=unix:{tmp_path}/controller.sock" in found["engine"].fix
+
+
+async def test_an_engine_whose_stream_is_closed_and_whose_profile_is_another_ones(tmp_path: Path):
+    async with serving(tmp_path) as running:
+        running.sidecar.profiles.add(make_profile(target_model="another"))
+        await running.introduce()
+        found = await examined(tmp_path)
+    assert found["engine engine-0"].level is Level.FAIL
+    assert "flies alone" in found["engine engine-0"].found
+    assert found["profile of engine-0"].level is Level.WARN
+    assert "target_model is 'another' in the profile" in found["profile of engine-0"].found
+    assert "controller profile" in found["profile of engine-0"].fix
+    assert found["sidecar"].level is Level.FAIL
+
+
+async def test_other_versions_and_lost_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    async with serving(tmp_path, ready_with="guess") as running:
+        stream = await steered(running, shim_version="0.0.9")
+        found = await examined(tmp_path)
+        assert found["sidecar"].level is Level.OK
+        assert found["shim of engine-0"].level is Level.WARN
+        assert "version 0.0.9" in found["shim of engine-0"].found
+        assert found["engine engine-0"].level is Level.OK
+        await stream.send(dropped=3)
+        await stream.send(report_message(1))
+        await stream.rejections()
+        found = await examined(tmp_path)
+        assert found["engine engine-0"].level is Level.WARN
+        assert found["engine engine-0"].found == "1 reports refused, 3 dropped"
+        await stream.call.done_writing()
+
+
+async def test_an_engine_that_has_not_run_a_step_yet(tmp_path: Path):
+    async with serving(tmp_path) as running:
+        stream = SteerClient(running, await running.introduce())
+        await stream.send()
+        await stream.plan()
+        found = await examined(tmp_path)
+        assert found["engine engine-0"].level is Level.WARN
+        assert "send it a request" in found["engine engine-0"].fix
+        await stream.call.done_writing()
+
+
+async def test_nobody_answers(tmp_path: Path):
+    found = await examined(tmp_path, engine_url=f"http://127.0.0.1:{free_port()}")
+    assert found["socket"].level is found["sidecar"].level is Level.FAIL
+    assert "UNAVAILABLE" in found["sidecar"].found
+    assert found["engine HTTP"].level is Level.FAIL
+    assert "--engine-url" in found["engine HTTP"].fix
+    assert (await examined(tmp_path, engine_url="nonsense"))["engine HTTP"].level is Level.FAIL
+
+
+async def test_the_state_of_the_sidecar_that_is_asked_is_looked_at(tmp_path: Path):
+    asked = f"unix:{tmp_path}/elsewhere.sock"
+    findings = [it async for it in diagnose(Request(address=asked))]
+    (state,) = [it for it in findings if it.check == "state directory"]
+    assert f"{tmp_path}/elsewhere.sock.state" in state.found
+
+
+async def test_settings_that_serve_would_refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "c.yaml").write_text("metrics_prt: 1\nlog_levl: x\n")
+    found = await examined(tmp_path, config=tmp_path / "c.yaml")
+    assert found["settings"].level is Level.FAIL
+    assert "line 1: metrics_prt is no setting" in found["settings"].found
+    assert "(and 1 more)" in found["settings"].found
+    # The rest is looked at all the same.
+    assert found["sidecar"].level is Level.FAIL
+
+
+async def test_a_store_in_trouble_and_a_redis_that_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    url = f"redis://:hunter2@127.0.0.1:{free_port()}/0"
+    monkeypatch.setenv("CONTROLLER_REDIS_URL", url)
+    async with serving(tmp_path):
+        found = await examined(tmp_path)
+    assert found["store"].level is found["redis"].level is Level.FAIL
+    assert "overrides in force stay" in found["store"].fix
+    assert "ConnectionError" in found["redis"].found
+    assert "hunter2" not in str(found)
+
+
+async def test_a_redis_that_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with RedisServer(tmp_path / "redis") as server:
+        monkeypatch.setenv("CONTROLLER_REDIS_URL", server.url)
+        redis = (await examined(tmp_path))["redis"]
+    assert redis.level is Level.OK
+    assert "clock +0.0 s" in redis.found
+
+
+async def test_a_health_port_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CONTROLLER_HEALTH_PORT", str(free_port()))
+    found = await examined(tmp_path)
+    assert found["health port"].level is Level.FAIL
+    assert "UNAVAILABLE" in found["health port"].found
+
+
+@pytest.mark.parametrize(
+    ("status", "level", "text"),
+    [
+        (None, Level.FAIL, "runs without it"),
+        ({"agent_connected": False, "sidecar": "UNKNOWN"}, Level.FAIL, "its agent is gone"),
+        (
+            {"agent_connected": True, "sidecar": "REFUSED", "sidecar_detail": "packet version"},
+            Level.FAIL,
+            "REFUSED: packet version",
+        ),
+        ({"agent_connected": True, "sidecar": "AWAY"}, Level.FAIL, "no session: AWAY"),
+        ({"agent_connected": True, "sidecar": "STEERING"}, Level.OK, "steered"),
+    ],
+)
+async def test_what_the_plugin_says_of_itself(
+    tmp_path: Path, http: Http, status: dict[str, Any] | None, level: Level, text: str
+):
+    if status is not None:
+        http.says(**status)
+    plugin = (await examined(tmp_path, engine_url=http.url))["plugin"]
+    assert plugin.level is level
+    assert text in plugin.found
+
+
+async def test_engines_that_are_ill_or_want_a_key(tmp_path: Path, http: Http):
+    http.health = 503
+    found = await examined(tmp_path, engine_url=http.url)
+    assert "answers 503" in found["engine HTTP"].found
+    http.health, http.info = 200, (401, {})
+    found = await examined(tmp_path, engine_url=http.url)
+    assert "--api-key" in found["plugin"].fix
+
+
+@pytest.mark.parametrize(
+    ("jump", "apart", "level", "text"),
+    [
+        (0.0, 0.0, Level.OK, "set by +0.0 s"),
+        (-3600.0, 0.0, Level.WARN, "was set by -3600.0 s"),
+        (0.0, 40.0, Level.WARN, "is +39.5 s from the one here"),
+        (0.0, -40.0, Level.WARN, "is -39.5 s from the one here"),
+    ],
+)
+def test_clocks(jump: float, apart: float, level: Level, text: str):
+    here = time.time()
+    now = here + apart
+    sidecar = service_pb2.SidecarStatus(
+        now_unix_seconds=now, started_at_unix_seconds=now - 100 - jump, uptime_seconds=100
+    )
+    answers = Answers(
+        service_pb2.ListEnginesResponse(sidecar=sidecar),
+        policy_pb2.ListOverridesResponse(),
+        here - 0.5,
+        here + 0.5,
+    )
+    clock = {it.check: it for it in check_sidecar(answers)}["clock"]
+    assert clock.level is level
+    assert text in clock.found
+
+
+async def test_a_sidecar_behind_tls_is_asked_with_what_the_environment_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    make_authority(tmp_path, ["sidecar"])
+    (tmp_path / "other").mkdir()
+    make_authority(tmp_path / "other", [])
+    access, token = tmp_path / "access", tmp_path / "token"
+    access.write_text(token_line("read", "secret-of-ann", "ann"))
+    tcp = free_address()
+    tls: dict[str, Any] = {
+        "tls_certificate": tmp_path / "sidecar.pem",
+        "tls_key": tmp_path / "sidecar.key",
+    }
+    address = tcp.replace("127.0.0.1", "localhost")
+    async with serving(tmp_path, tcp=tcp, access=access, **tls):
+        found = (await examined(tmp_path, address=address))["sidecar"]
+        assert found.found == f"{address} does not answer: UNAVAILABLE"
+        assert "name its authority in CONTROLLER_CA" in found.fix
+        monkeypatch.setenv("CONTROLLER_CA", f"{tmp_path}/other/ca.pem")
+        found = (await examined(tmp_path, address=address))["sidecar"]
+        assert "none of CONTROLLER_CA's authority" in found.fix
+        monkeypatch.setenv("CONTROLLER_CA", f"{tmp_path}/ca.pem")
+        found = (await examined(tmp_path, address=address))["sidecar"]
+        assert "no token or client certificate" in found.found
+        assert "CONTROLLER_TOKEN_FILE" in found.fix
+        monkeypatch.setenv("CONTROLLER_TOKEN_FILE", str(token))
+        found = (await examined(tmp_path, address=address))["sidecar"]
+        assert found.found == f"CONTROLLER_TOKEN_FILE: {token}: No such file or directory"
+        token.write_text("secret-of-ann\n")
+        all_found = await examined(tmp_path, address=address)
+    assert all_found["version"].level is all_found["store"].level is Level.OK
+    assert "NOT_SERVING: no engine" in all_found["sidecar"].found
+    assert "secret-of-ann" not in str(all_found)
+
+
+@contextmanager
+def linked(address: str) -> Iterator[EngineLink]:
+    """A real agent, and an engine that runs a step now and then."""
+    spec = engine_message("pod-7")
+    spec.fingerprint.shim_version = controller.__version__
+    link = EngineLink.start(spec, LinkSettings(sidecar=address), startup_gamma=1)
+    try:
+
+        def step(number: int) -> bool:
+            choice = link.choose(4)
+            link.report(
+                number, 4, 400, 0, choice.gamma, (4, *(0,) * choice.gamma), 0.01, 0,
+                choice.epoch, choice.probe_id, choice.session,
+            )  # fmt: skip
+            return choice.source is Source.PLAN
+
+        eventually(lambda: link.choose(4).source is Source.PLAN, within=60)
+        for number in range(1, 20):
+            step(number)
+        yield link
+    finally:
+        link.close()
+
+
+def test_the_command_sees_a_real_pod_and_ends_with_what_it_found(tmp_path: Path, http: Http):
+    (tmp_path / "p.json").write_text(make_profile().to_json())
+    with (
+        sidecar_process(tmp_path, "--profile", f"{tmp_path}/p.json") as sidecar,
+        linked(sidecar.address) as link,
+    ):
+        status = link.status()
+        http.says(
+            agent_connected=status.agent_connected,
+            sidecar=status.sidecar.name,
+            plans_taken=status.plans_taken,
+        )
+        words = ("doctor", "--engine-url", http.url)
+        environment = {"CONTROLLER_ADDRESS": sidecar.address}
+        done = eventually(
+            lambda: (
+                it
+                if (it := command(*words, environment=environment)).returncode == Exit.DONE
+                else None
+            ),
+            within=60,
+        )
+        assert "fail " not in done.stdout
+        assert "ok   engine pod-7: " in done.stdout
+        assert "ok   plugin: steered" in done.stdout
+        sidecar.stop()
+        done = command(*words, "--json", environment=environment)
+    assert done.returncode == Exit.FAILED
+    rows = {row["check"]: row for row in json.loads(done.stdout)}
+    assert rows["socket"]["level"] == rows["sidecar"]["level"] == "fail"
+    assert "controller serve" in rows["socket"]["fix"]
+    assert rows["state directory"]["level"] == "ok"

@@ -1,0 +1,254 @@
+"""What the recorder keeps on disk, within its bounds, and what it does when it cannot."""
+
+import errno
+import os
+import threading
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+from controller.core.planning.overrides import Rule
+from controller.recording import event_log as tape_module
+from controller.recording import recorder as module
+from controller.recording import ring as ring_module
+from controller.recording.errors import RecordDirectoryError
+from controller.recording.events import Noted, NoteKind, Overridden
+from controller.recording.recorder import Recorder
+from controller.recording.recording import Part, find
+from controller.recording.replay import replay
+from tests.support.eventually import eventually
+from tests.support.recorded_events import (
+    engine,
+    full_spec,
+    override,
+    record,
+    recorder,
+    segments,
+    written,
+)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Segments that are full after some steps, and written when a test says so."""
+    monkeypatch.setattr(ring_module, "SEGMENT_BYTES_MIN", 6_000)
+    monkeypatch.setattr(module, "_ROUND_SECONDS", 3600.0)
+
+
+def test_the_ring_holds_its_bound_and_decides_the_same_without_its_beginning(tmp_path, small):
+    limit = 60_000
+    with recorder(tmp_path, limit) as made:
+        running = engine(made)
+        for batch_size in (1, 4, 16, 2) * 7:
+            running.run(60, batch_size, acceptance=0.3 + 0.1 * (batch_size % 5))
+            written(made)
+            assert sum(p.stat().st_size for p in segments(tmp_path)) <= limit
+    paths = segments(tmp_path)
+    assert not paths[0].name.endswith("@00000001.record")
+    assert len(paths) > 3
+    verdict = replay(find(tmp_path))
+    assert (verdict.is_same, verdict.gaps, verdict.lost) == (True, [], 0)
+    assert verdict.states == len(paths) - 1
+    assert 0 < verdict.reports < running.step
+    assert replay(find(paths[2])).is_same
+
+
+def test_one_busy_engine_does_not_push_the_others_out(tmp_path, small):
+    with recorder(tmp_path, 60_000) as made:
+        quiet = engine(made, full_spec("quiet"))
+        quiet.run(20)
+        quiet.core.note(NoteKind.ENDED)
+        busy = engine(made, full_spec("busy"))
+        for _ in range(20):
+            busy.run(60)
+            written(made)
+    assert replay(find(tmp_path, "quiet")).reports == 20
+    assert not (tmp_path / "busy@00000001.record").exists()
+
+
+def test_numbers_go_on_after_a_restart_and_the_bound_holds_at_once(tmp_path, small):
+    record(tmp_path, steps=400)
+    before = segments(tmp_path)
+    record(tmp_path, steps=30, seed=1)
+    after = segments(tmp_path)
+    assert after[: len(before)] == before
+    assert len(after) == len(before) + 1
+    verdict = replay(find(tmp_path))
+    assert (verdict.sessions, verdict.reports, verdict.is_same) == (2, 430, True)
+    with recorder(tmp_path, 20_000):
+        assert sum(p.stat().st_size for p in segments(tmp_path)) <= 20_000
+
+
+def test_what_does_not_fit_the_queue_is_a_marked_gap(tmp_path, small, monkeypatch):
+    monkeypatch.setattr(tape_module, "QUEUE_MAX", 50)
+    with recorder(tmp_path) as made:
+        running = engine(made)
+        written(made)
+        running.run(200)
+        lost = running.core._tape.lost
+        assert lost > 100
+        written(made)
+        running.run(5)
+        written(made)
+    verdict = replay(find(tmp_path))
+    assert verdict.is_same
+    assert verdict.lost == lost
+    assert [why for _, why in verdict.gaps] == [f"{lost} records were lost before it"]
+    assert verdict.reports < 205
+
+
+class FullDisk:
+    """Stands where `os.write` does, and is full after so many bytes."""
+
+    def __init__(self) -> None:
+        self.room: int | None = None
+
+    def __call__(self, descriptor: int, data: memoryview) -> int:
+        if self.room is None:
+            return os_write(descriptor, data)
+        if self.room == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        taken = os_write(descriptor, data[: self.room])
+        self.room -= taken
+        return taken
+
+
+os_write = os.write
+
+
+def test_a_full_disk_is_said_once_leaves_no_half_frame_and_is_tried_again(
+    tmp_path, small, monkeypatch
+):
+    disk = FullDisk()
+    monkeypatch.setattr(os, "write", disk)
+    monkeypatch.setattr(module, "_AGAIN_SECONDS", 0.0)
+    with capture_logs() as logs, recorder(tmp_path) as made:
+        running = engine(made)
+        running.run(50)
+        written(made)
+        disk.room = 100
+        for _ in range(5):
+            running.run(20)
+            written(made)
+        assert made._failing
+        plans = running.plan.epoch
+        disk.room = None
+
+        def goes_on() -> bool | None:
+            running.run(1)
+            written(made)
+            return not made._failing or None
+
+        eventually(goes_on, what="recording again")
+        running.run(30)
+        assert running.plan.epoch > plans
+    assert [line["event"] for line in logs] == [
+        "recording_failed", "recording_gap", "recording_again",
+    ]  # fmt: skip
+    assert logs[0]["error"] == "No space left on device"
+    verdict = replay(find(tmp_path))
+    assert verdict.is_same
+    assert verdict.lost == logs[1]["lost"] > 0
+    assert verdict.reports + verdict.lost >= running.step
+    assert all(not Part(path).damage for path in segments(tmp_path))
+    for path in segments(tmp_path):
+        part = Part(path)
+        assert list(part.moments())
+        assert part.damage == ""
+
+
+def test_more_engines_than_the_bound_has_room_for_are_said(tmp_path, small):
+    with capture_logs() as logs, recorder(tmp_path, 15_000) as made:
+        running = [engine(made, full_spec(f"engine-{i}")) for i in range(6)]
+        for one in running:
+            one.run(40)
+        written(made)
+    assert logs[0]["event"] == "recording_failed"
+    assert "CONTROLLER_RECORD_MEGABYTES" in logs[0]["error"]
+    assert sum(p.stat().st_size for p in segments(tmp_path)) <= 15_000
+
+
+def test_a_directory_is_one_sidecars(tmp_path):
+    with recorder(tmp_path), pytest.raises(RecordDirectoryError, match="another sidecar"):
+        Recorder(tmp_path, 1_000_000, lambda _: None).open()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RecordDirectoryError, match="cannot hold recordings"):
+        Recorder(tmp_path / "file", 1_000_000, lambda _: None).open()
+
+
+def test_nothing_is_written_on_the_thread_that_steers(tmp_path, monkeypatch):
+    writers = set()
+
+    def write(descriptor: int, data: memoryview) -> int:
+        writers.add(threading.get_ident())
+        return os_write(descriptor, data)
+
+    monkeypatch.setattr(os, "write", write)
+    record(tmp_path)
+    assert writers
+    assert threading.get_ident() not in writers
+
+
+def test_after_its_end_a_session_takes_nothing_more(tmp_path):
+    with recorder(tmp_path) as made:
+        running = engine(made)
+        running.run(10)
+        running.core.note(NoteKind.ENDED, text="over")
+        running.core.note(NoteKind.STREAM_CLOSED)
+        running.run(1)
+    [path] = segments(tmp_path)
+    last = list(Part(path).moments())[-1].event
+    assert isinstance(last, Noted)
+    assert last.text == "over"
+    assert replay(find(tmp_path)).is_same
+
+
+def test_overrides_are_kept_with_their_ends(tmp_path):
+    ends = {"a": 2e9}
+    with recorder(tmp_path, end_of=ends.get) as made:
+        running = engine(made)
+        rule = [override("a", Rule(gamma=1)), override("b", Rule(off=True))]
+        running.core.set_overrides(rule)
+        running.core.set_overrides(rule)
+        ends["a"] = 2e9 + 60
+        running.core.set_overrides(rule)
+    [path] = segments(tmp_path)
+    kept = [m.event for m in Part(path).moments() if isinstance(m.event, Overridden)]
+    assert [[(t.override.override_id, t.ends_at) for t in event.terms] for event in kept] == [
+        [("a", 2e9), ("b", None)],
+        [("a", 2e9 + 60), ("b", None)],
+    ]
+    assert replay(find(tmp_path)).is_same
+
+
+def test_half_folded_is_lost(tmp_path, monkeypatch):
+    """A step that breaks the core in the middle cannot be done again: the record says so."""
+    with recorder(tmp_path) as made:
+        running = engine(made)
+        running.run(30)
+
+        def broken(*_: object) -> None:
+            raise FloatingPointError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(running.core.cost, "predict", broken)
+            with pytest.raises(FloatingPointError):
+                running.run(1)
+        running.run(30)
+    verdict = replay(find(tmp_path))
+    assert (verdict.is_same, verdict.lost, verdict.reports) == (True, 1, 60)
+
+
+def test_a_segment_that_is_missing_is_a_gap(tmp_path: Path, small):
+    with recorder(tmp_path, 180_000) as made:
+        running = engine(made)
+        for _ in range(8):
+            running.run(60)
+            written(made)
+    paths = segments(tmp_path)
+    assert len(paths) > 4
+    paths[2].unlink()
+    verdict = replay(find(tmp_path))
+    assert verdict.is_same
+    assert verdict.gaps == [(paths[3].name, "segments before it are missing")]

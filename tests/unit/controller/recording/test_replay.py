@@ -1,0 +1,368 @@
+"""Deciding again: the same bit for bit from every kind of input, and what would be otherwise."""
+
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from controller.core.acceptance.warm_start import Belief
+from controller.core.capabilities import Capability, LostCapability
+from controller.core.cost.profile import DrafterIdentity, Profile, ProfileCell
+from controller.core.planning.overrides import Rule
+from controller.core.settings import POLICIES
+from controller.core.training.selective_training import TrainingResult
+from controller.core.types import Arm, Fingerprint
+from controller.recording import recorder as recorder_module
+from controller.recording import ring as ring_module
+from controller.recording.counterfactual import Change, WhatIf
+from controller.recording.errors import RecordingError
+from controller.recording.event_log import Tape
+from controller.recording.events import Decided, Moment, Noted, NoteKind, Opening, Reported
+from controller.recording.frames import MAGIC, frame
+from controller.recording.messages import moment_from_proto, moment_to_proto
+from controller.recording.recording import Part, find
+from controller.recording.replay import replay
+from tests.support.recorded_events import (
+    Engine,
+    engine,
+    full_spec,
+    override,
+    record,
+    recorder,
+    segments,
+    written,
+)
+
+DRAFTER = Capability.DRAFTER
+LOST = LostCapability(DRAFTER, "dflash", reason="MemoryError: no room", lost_at=1.5e9)
+
+
+def profile(error: float = 1.0) -> Profile:
+    spec = full_spec()
+    cells = tuple(
+        ProfileCell(d.name, g, b, (0.01 + 0.001 * g * (error if g else 1)) * (1 + b / 50), 0.0, 9)
+        for d in spec.drafters
+        for g in d.gammas
+        for b in (1, 8, 32)
+    )
+    return Profile(
+        spec.fingerprint, tuple(DrafterIdentity(d.name) for d in spec.drafters), 512.0, 0.0, cells
+    )
+
+
+def everything(running: Engine) -> None:
+    """Whatever a sidecar does to a core, between steps."""
+    core = running.core
+    training = core.updates.training
+    assert training is not None
+    running.run(60)
+    core.set_overrides([override("pin", Rule(gamma=2)), override("w", Rule(deny_updates=True))])
+    running.run(20, batch_size=20)
+    core.set_overrides([])
+    core.begin_from([Belief("dflash", "chat <b>", (0.9,), (30.0,))], "elsewhere")
+    running.run(20)
+    core.force(Arm("dflash", 2))
+    running.run(10)
+    core.force(None)
+    core.use_profile(profile())
+    core.use_settings(
+        replace(core._settings, switch_margin=0.2), replace(training.settings, margin=0.02)
+    )
+    running.run(20)
+    training.attended = True
+    assert training.keep(10) == 1
+    running.run(30, acceptance=0.2)
+    training.trained(TrainingResult(1, 1, 0.3, 0.5, 0.4))
+    running.run(30)
+    training.attended = False
+    running.clock.advance(3.0)
+    assert core.next_plan() is not None
+    core.decide(4)
+    core.note(NoteKind.DROPPED, 7)
+    assert core.lose([replace(LOST, gammas=(5,))])
+    running.one(4, 0.7)
+    assert core.lose([LOST, *(LostCapability(kind) for kind in Capability if kind is not DRAFTER)])
+    running.run(9)
+    assert core.last_plan(30.0).lease_seconds == 30
+    core.note(NoteKind.ENDED, text="it left")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_all_that_happens_to_a_core_is_decided_the_same_again(
+    tmp_path: Path, policy: str, monkeypatch: pytest.MonkeyPatch
+):
+    puts = count(1)
+
+    class Impatient(Tape):
+        """Asks for an opening wherever it may come."""
+
+        def put(self, moment: Moment) -> None:
+            super().put(moment)
+            self.due = next(puts) % 5 == 0
+
+    monkeypatch.setattr(recorder_module, "Tape", Impatient)
+    with recorder(tmp_path) as made:
+        running = engine(made, policy=policy)
+        everything(running)
+        again = engine(made, policy=policy, seed=1)
+        again.run(100)
+    verdict = replay(find(tmp_path))
+    assert verdict.first is None
+    assert (verdict.is_same, verdict.gaps, verdict.strange) == (True, [], [])
+    assert verdict.sessions == 2
+    assert verdict.states == verdict.segments - 2 > 50
+    assert verdict.reports == running.step + again.step
+    # Every plan that came out was compared; the first one of a session is in its opening.
+    assert verdict.plans == sum(one.core.current_plan().epoch - 1 for one in (running, again))
+
+
+def rewritten(path: Path, change) -> None:
+    """The segment with its moments changed, its checksums right."""
+    part = Part(path)
+    moments = [Moment(part.began_at, part.opening), *part.moments()]
+    changed = [change(number, moment) for number, moment in enumerate(moments)]
+    kept = [moment_to_proto(moment) for moment in changed if moment is not None]
+    path.write_bytes(MAGIC + frame(kept))
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Path:
+    record(tmp_path)
+    [path] = segments(tmp_path)
+    return path
+
+
+def number_of(path: Path, kind: type, at_least: int) -> int:
+    """Of the first moment of this kind (a plan, where it decides) from there on."""
+    for number, moment in enumerate(Part(path).moments(), 1):
+        event = moment.event
+        plain = not isinstance(event, Decided) or event.plan is not None
+        if number >= at_least and isinstance(event, kind) and plain:
+            return number
+    raise AssertionError(kind)
+
+
+def test_a_lost_drafter_stays_lost_where_the_recording_begins_later(tmp_path: Path):
+    with recorder(tmp_path) as made:
+        running = engine(made)
+        running.run(60)
+        assert running.core.lose([LOST])
+        running.run(60)
+        running.core._tape.due = True
+        running.run(200)
+    first, *later = segments(tmp_path)
+    assert later
+    first.unlink()
+    verdict = replay(find(tmp_path))
+    assert verdict.is_same
+    assert verdict.reports > 150
+    opening = Part(later[0]).opening
+    assert opening.spec.lost == (LOST,)
+
+
+def test_a_plan_that_was_not_decided_is_found_and_shown(recorded: Path):
+    number = number_of(recorded, Decided, 50)
+
+    def forge(at: int, moment: Moment) -> Moment:
+        if at == number:
+            assert isinstance(moment.event, Decided)
+            assert moment.event.plan is not None
+            moment.event.plan.rows[0].gamma = 4
+        return moment
+
+    rewritten(recorded, forge)
+    verdict = replay(find(recorded))
+    assert verdict.differences == 1
+    assert verdict.first is not None
+    assert (verdict.first.path, verdict.first.record) == (recorded, number)
+    assert "B <= 1: recorded" in verdict.first.text
+    assert "gamma: 4" in verdict.first.text
+
+
+def test_a_plan_where_none_came_is_a_difference(recorded: Path):
+    number = number_of(recorded, Decided, 50)
+
+    def forge(at: int, moment: Moment) -> Moment:
+        return replace(moment, event=Decided(None)) if at == number else moment
+
+    rewritten(recorded, forge)
+    first = replay(find(recorded)).first
+    assert first is not None
+    assert "recorded no new plan, now plan" in first.text
+
+
+@pytest.mark.parametrize("what", ["report", "left out"])
+def test_another_input_does_not_pass_for_the_recorded_one(
+    tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+):
+    """The last bit of one step's seconds is enough to be found at the next opening."""
+    monkeypatch.setattr(ring_module, "SEGMENT_BYTES_MIN", 5_000)
+    with recorder(tmp_path, 160_000) as made:
+        running = engine(made)
+        for _ in range(4):
+            running.run(60)
+            written(made)
+    path = segments(tmp_path)[0]
+    number = number_of(path, Reported, 30)
+
+    def forge(at: int, moment: Moment) -> Moment | None:
+        if at != number:
+            return moment
+        event = moment.event
+        assert isinstance(event, Reported)
+        if what == "left out":
+            return None
+        longer = event.report.step_seconds * (1 + 2**-50)
+        return replace(moment, event=Reported(replace(event.report, step_seconds=longer)))
+
+    rewritten(path, forge)
+    assert not replay(find(tmp_path)).is_same
+
+
+def test_a_state_that_is_another_one_is_found_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(ring_module, "SEGMENT_BYTES_MIN", 5_000)
+    with recorder(tmp_path, 160_000) as made:
+        running = engine(made)
+        for _ in range(4):
+            running.run(60)
+            written(made)
+    paths = segments(tmp_path)
+
+    def forge(at: int, moment: Moment) -> Moment:
+        if at:
+            return moment
+        assert isinstance(moment.event, Opening)
+        state = dict(moment.event.state)
+        state["_kv_per_sequence"] *= 1 + 2**-50
+        return replace(moment, event=replace(moment.event, state=state))
+
+    rewritten(paths[1], forge)
+    first = replay(find(tmp_path)).first
+    assert first is not None
+    assert (first.path, first.record) == (paths[1], 0)
+    assert "core._kv_per_sequence: recorded" in first.text
+
+
+def test_what_made_it_is_compared_with_what_decides_again(recorded: Path):
+    def forge(at: int, moment: Moment) -> Moment:
+        if at:
+            return moment
+        assert isinstance(moment.event, Opening)
+        versions = {**moment.event.versions, "numpy": "1.0"}
+        return replace(moment, event=replace(moment.event, versions=versions))
+
+    rewritten(recorded, forge)
+    [(name, there, _)] = replay(find(recorded)).strange
+    assert (name, there) == ("numpy", "1.0")
+
+
+def test_events_come_back_as_they_went(tmp_path: Path):
+    with recorder(tmp_path) as made:
+        everything(engine(made))
+    [path] = segments(tmp_path)
+    moments = list(Part(path).moments())
+    assert len({type(moment.event) for moment in moments}) == 11
+    assert [moment_from_proto(moment_to_proto(moment)) for moment in moments] == moments
+
+
+def test_a_change_of_nothing_changes_nothing(tmp_path: Path):
+    with recorder(tmp_path) as made:
+        everything(engine(made, profile=profile()))
+    what_if = WhatIf(Change({"confidence_z": 1.28}))
+    verdict = replay(find(tmp_path), [what_if])
+    found = what_if.found
+    assert verdict.is_same
+    assert found.steps + found.measured == verdict.reports
+    assert found.measured == 10
+    assert found.differing == 0
+    assert found.recorded_rate > 0
+
+
+def test_another_rule_would_have_done_other_things(tmp_path: Path):
+    with recorder(tmp_path) as made:
+        engine(made, profile=profile()).run(300, acceptance=0.9)
+    what_if = WhatIf(Change({"policy": "tide", "tide_gamma": 2}))
+    assert replay(find(tmp_path), [what_if]).is_same
+    found = what_if.found
+    assert found.differing_share > 0.5
+    assert {stretch.other.gamma for stretch in found.stretches} <= {0, 2}
+    assert sum(stretch.steps for stretch in found.stretches) == found.differing
+    longest = max(found.stretches, key=lambda stretch: stretch.steps)
+    assert longest.gain < 0
+    assert found.gain < 0
+    assert found.gain == pytest.approx(found.other_rate / found.recorded_rate - 1)
+
+
+def test_what_nobody_saw_is_counted_as_unseen(tmp_path: Path):
+    with recorder(tmp_path) as made:
+        running = engine(made, profile=profile(), probe_share=0)
+        running.core.set_overrides([override("low", Rule(gamma=1, drafter="eagle3"))])
+        running.run(300, acceptance=0.9)
+    what_if = WhatIf(Change({"policy": "tide", "tide_gamma": 5}))
+    replay(find(tmp_path), [what_if])
+    # The first step ran before the override, which holds for the other rule too.
+    assert what_if.found.differing <= 1
+    with recorder(tmp_path / "free") as made:
+        running = engine(made, profile=profile(), policy="tide", tide_gamma=1)
+        running.run(200, acceptance=0.9)
+    what_if = WhatIf(Change({"tide_gamma": 5}))
+    replay(find(tmp_path / "free"), [what_if])
+    assert what_if.found.differing > 150
+    assert what_if.found.unseen > 0
+
+
+def test_another_profile_makes_another_choice(tmp_path: Path):
+    with recorder(tmp_path) as made:
+        engine(made, profile=profile()).run(200, acceptance=0.6)
+    what_if = WhatIf(Change(profile=profile(error=9.0)))
+    replay(find(tmp_path), [what_if])
+    shorter = [s.other.gamma < s.recorded.gamma for s in what_if.found.stretches if s.steps > 20]
+    assert shorter
+    assert all(shorter)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (Change({"policy": "best"}), "policy must be one of"),
+        (Change({"speed": 1}), "speed"),
+        (Change(profile=replace(profile(), fingerprint=Fingerprint("other"))), "target_model"),
+    ],
+)
+def test_a_change_that_cannot_be_is_refused(recorded: Path, change: Change, text: str):
+    with pytest.raises(RecordingError, match=text):
+        replay(find(recorded), [WhatIf(change)])
+
+
+def test_which_engine_has_to_be_said(tmp_path: Path):
+    for name in ("one", "two"):
+        with recorder(tmp_path) as made:
+            engine(made, full_spec(name)).run(5)
+    with pytest.raises(RecordingError, match="several engines: name one of one, two"):
+        find(tmp_path)
+    assert replay(find(tmp_path, "two")).engine_id == "two"
+    with pytest.raises(RecordingError, match="holds no engine 'three', but one, two"):
+        find(tmp_path, "three")
+    [path, _] = segments(tmp_path)
+    with pytest.raises(RecordingError, match="is of engine one, not of two"):
+        find(path, "two")
+    with pytest.raises(RecordingError, match="cannot be read"):
+        find(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(RecordingError, match="holds no recording"):
+        find(tmp_path / "empty")
+
+
+def test_notes_change_nothing(recorded: Path):
+    before = replay(find(recorded))
+    rewritten(
+        recorded,
+        lambda at, moment: (
+            moment if at != 30 else replace(moment, event=Noted(NoteKind.REJECTED, 1, "x"))
+        ),
+    )
+    after = replay(find(recorded))
+    assert after.segments == before.segments

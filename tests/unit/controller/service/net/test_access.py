@@ -1,0 +1,386 @@
+"""Reading, steering and overriding are different rights, on every line that leads in."""
+
+import asyncio
+import hashlib
+import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from controller.service.net import guard
+from controller.service.net.access import AccessFileError, AccessList
+from controller.service.net.callers import Right
+from controller.service.net.errors import StartRefusedError
+from controller.service.net.guard import right_of
+from controller.service.server import Sidecar
+from controller.settings.settings import Settings
+from lab.harness.ports import free_port
+from speculation.v1 import policy_pb2, policy_pb2_grpc, service_pb2, service_pb2_grpc
+from tests.support.service_harness import engine_message, failure, serving, soon, until
+from tests.unit.controller.service.test_overrides import asked
+
+DENIED = grpc.StatusCode.PERMISSION_DENIED
+UNKNOWN = grpc.StatusCode.UNAUTHENTICATED
+
+
+def free_address() -> str:
+    return f"127.0.0.1:{free_port()}"
+
+
+def token_line(rights: str, token: str, name: str) -> str:
+    return f"{rights} token-sha256:{hashlib.sha256(token.encode()).hexdigest()} {name}\n"
+
+
+class Called:
+    """The status of each kind of call, made with a token."""
+
+    def __init__(self, channel: grpc.aio.Channel, token: str = "") -> None:
+        self._channel = channel
+        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+
+    async def _code(self, call: Any) -> grpc.StatusCode:
+        try:
+            await soon(call)
+        except grpc.aio.AioRpcError as error:
+            return error.code()
+        return grpc.StatusCode.OK
+
+    async def read(self) -> grpc.StatusCode:
+        stub = service_pb2_grpc.InspectionServiceStub(self._channel)
+        request = service_pb2.ListEnginesRequest()
+        return await self._code(stub.ListEngines(request, metadata=self._metadata))
+
+    async def steer(self) -> grpc.StatusCode:
+        stub = service_pb2_grpc.SpeculationServiceStub(self._channel)
+        request = service_pb2.IntroduceRequest(engine=engine_message("caller"))
+        return await self._code(stub.Introduce(request, metadata=self._metadata))
+
+    async def override(self, name: str) -> grpc.StatusCode:
+        stub = policy_pb2_grpc.PolicyServiceStub(self._channel)
+        request = asked(name, scope={"fleet": True}, off=True)
+        return await self._code(stub.SetOverride(request, metadata=self._metadata))
+
+    async def watch(self) -> grpc.StatusCode:
+        stub: Any = policy_pb2_grpc.PolicyServiceStub(self._channel)
+        call = stub.WatchOverrides(policy_pb2.WatchOverridesRequest(), metadata=self._metadata)
+        code = await self._code(call.read())
+        call.cancel()
+        return code
+
+
+OK = grpc.StatusCode.OK
+
+
+async def test_without_an_access_list_tcp_reads_and_steers_and_never_overrides(tmp_path: Path):
+    address = free_address()
+    async with serving(tmp_path, tcp=address) as running:
+        async with grpc.aio.insecure_channel(address) as channel:
+            called = Called(channel)
+            assert await called.read() is OK
+            assert await called.steer() is OK
+            code, text = await failure(
+                policy_pb2_grpc.PolicyServiceStub(channel).SetOverride(asked(off=True))
+            )
+            assert code is DENIED
+            assert "takes the operators' socket, unix:" in text
+        assert await Called(running.operators).override("o1") is OK
+
+
+async def test_the_engines_socket_reads_and_steers_and_never_overrides(tmp_path: Path):
+    async with serving(tmp_path) as running:
+        called = Called(running.channel)
+        found = (await called.read(), await called.steer(), await called.override("o1"))
+        assert found == (OK, OK, DENIED)
+
+
+async def test_each_token_has_its_rights_and_no_others(tmp_path: Path):
+    address, access = free_address(), tmp_path / "access"
+    access.write_text(
+        "# who may what\n"
+        + token_line("read", "r-secret", "dashboard")
+        + token_line("steer", "s-secret", "engine")
+        + token_line("read,override", "o-secret", "ann")
+    )
+    async with (
+        serving(tmp_path, tcp=address, access=access),
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        expected = {
+            "r-secret": (OK, DENIED, DENIED, OK),
+            "s-secret": (DENIED, OK, DENIED, DENIED),
+            "o-secret": (OK, DENIED, OK, OK),
+            "guessed": (UNKNOWN,) * 4,
+            "": (UNKNOWN,) * 4,
+        }
+        await Called(channel, "o-secret").override("seen")
+        for number, (token, codes) in enumerate(expected.items()):
+            called = Called(channel, token)
+            found = (
+                await called.read(),
+                await called.steer(),
+                await called.override(f"o{number}"),
+                await called.watch(),
+            )
+            assert found == codes, token
+
+
+async def test_a_token_that_is_taken_out_of_the_file_is_out(tmp_path: Path):
+    address, access = free_address(), tmp_path / "access"
+    access.write_text(token_line("read", "old", "x"))
+    async with (
+        serving(tmp_path, tcp=address, access=access),
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        assert await Called(channel, "old").read() is OK
+        access.write_text(token_line("read", "new-one", "x"))
+        codes: list[grpc.StatusCode] = []
+
+        async def rotated() -> bool:
+            codes[:] = [
+                await Called(channel, "old").read(), await Called(channel, "new-one").read(),
+            ]  # fmt: skip
+            return codes == [UNKNOWN, OK]
+
+        for _ in range(100):
+            if await rotated():
+                break
+            await asyncio.sleep(0.1)
+        assert codes == [UNKNOWN, OK]
+        # A file that is half written changes nothing.
+        access.write_text("read token-sha256:12")
+        await asyncio.sleep(1.2)
+        assert await Called(channel, "new-one").read() is OK
+
+
+async def silence() -> AsyncIterator[bytes]:
+    """Requests of a call that stays open, and has none."""
+    await asyncio.Event().wait()
+    yield b""
+
+
+async def test_on_tcp_nobody_waits_for_the_message_of_a_call_that_may_not_be_made(tmp_path: Path):
+    address, access = free_address(), tmp_path / "access"
+    access.write_text(token_line("read", "known", "x"))
+    async with (
+        serving(tmp_path, tcp=address, access=access),
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        raw: Any = channel
+        for token, code in (("", UNKNOWN), ("known", DENIED)):
+            call: Any = raw.stream_unary("/speculation.v1.SpeculationService/Introduce")(
+                silence(), metadata=(("authorization", f"Bearer {token}"),)
+            )
+            assert await soon(call.code()) is code
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [("", UNKNOWN), ("read", DENIED), ("read,steer engine:other-*", DENIED)],
+)
+async def test_a_stream_ends_with_the_right_to_it(tmp_path: Path, line: str, code: grpc.StatusCode):
+    address, access = free_address(), tmp_path / "access"
+    kept = token_line("read,steer", "kept", "kept")
+    access.write_text(kept + token_line("read,steer", "revoked", "engine"))
+    async with (
+        serving(tmp_path, tcp=address, access=access),
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        stub: Any = service_pb2_grpc.SpeculationServiceStub(channel)
+        streams = []
+        for token in ("revoked", "kept"):
+            metadata = (("authorization", f"Bearer {token}"),)
+            request = service_pb2.IntroduceRequest(engine=engine_message(token))
+            session = (await soon(stub.Introduce(request, metadata=metadata))).session_id
+            stream = stub.Steer(metadata=metadata)
+            await soon(stream.write(service_pb2.SteerRequest(session_id=session)))
+            await soon(stream.read())
+            streams.append(stream)
+        rights, _, engines = line.partition(" ")
+        changed = token_line(rights, "revoked", f"engine {engines}".strip()) if rights else ""
+        access.write_text(kept + changed)
+        assert await soon(streams[0].code()) is code
+        assert not streams[1].done()
+
+
+async def test_an_entry_acts_on_its_own_engines_only(tmp_path: Path):
+    address, access = free_address(), tmp_path / "access"
+    access.write_text(
+        token_line("read,steer,measure,override", "secret", "pod-a engine:pod-a-*,spare")
+    )
+    metadata = (("authorization", "Bearer secret"),)
+    async with (
+        serving(tmp_path, tcp=address, access=access) as running,
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        await running.introduce("pod-b-0")
+        stub: Any = service_pb2_grpc.SpeculationServiceStub(channel)
+        for name in ("pod-a-0", "spare"):
+            request = service_pb2.IntroduceRequest(engine=engine_message(name))
+            await soon(stub.Introduce(request, metadata=metadata))
+        request = service_pb2.IntroduceRequest(engine=engine_message("pod-b-1"))
+        code, text = await failure(stub.Introduce(request, metadata=metadata))
+        assert code is DENIED
+        assert "pod-a may act on the engines pod-a-*, spare, and not on 'pod-b-1'" in text
+        measure: Any = service_pb2_grpc.ProfilingServiceStub(channel).Measure(metadata=metadata)
+        asking = service_pb2.MeasureRequest(engine_id="pod-b-0", drafter="mtp", gamma=1)
+        await soon(measure.write(asking))
+        assert await soon(measure.code()) is DENIED
+        policy: Any = policy_pb2_grpc.PolicyServiceStub(channel)
+        for scope in ({"engine_id": "pod-b-0"}, {"fleet": True}, {"target_model": "target"}):
+            setting = policy.SetOverride(asked("o", scope=scope, off=True), metadata=metadata)
+            assert (await failure(setting))[0] is DENIED
+        mine = asked("mine", scope={"engine_id": "pod-a-0"}, off=True)
+        await soon(policy.SetOverride(mine, metadata=metadata))
+        others = asked("others", scope={"fleet": True}, off=True)
+        await soon(running.policy.SetOverride(others))
+        for name, code in (("mine", OK), ("others", DENIED)):
+            clearing = policy_pb2.ClearOverrideRequest(
+                override_id=name, author="ann", reason="done"
+            )
+            call = policy.ClearOverride(clearing, metadata=metadata)
+            assert await soon(call.code()) is code
+
+
+def openssl(folder: Path, *words: str) -> None:
+    subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True)
+
+
+def make_authority(folder: Path, names: list[str]) -> None:
+    """ca.pem, and NAME.pem with NAME.key for each name."""
+    key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+    authority = ("-x509", "-days", "2", "-keyout", "ca.key", "-out", "ca.pem")
+    openssl(folder, "req", *key, *authority, "-subj", "/CN=ca")
+    for name in names:
+        asking = ("-keyout", f"{name}.key", "-out", f"{name}.csr")
+        openssl(folder, "req", *key, *asking, "-subj", f"/CN={name}")
+        (folder / "names").write_text(f"subjectAltName=DNS:{name},DNS:localhost")
+        openssl(
+            folder, "x509", "-req", "-days", "2", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey",
+            "ca.key", "-CAcreateserial", "-extfile", "names", "-out", f"{name}.pem",
+        )  # fmt: skip
+
+
+@asynccontextmanager
+async def dialled(folder: Path, address: str, name: str) -> AsyncIterator[grpc.aio.Channel]:
+    credentials = grpc.ssl_channel_credentials(
+        (folder / "ca.pem").read_bytes(),
+        (folder / f"{name}.key").read_bytes(),
+        (folder / f"{name}.pem").read_bytes(),
+    )
+    target = address.replace("127.0.0.1", "localhost")
+    async with grpc.aio.secure_channel(target, credentials) as channel:
+        yield channel
+
+
+async def test_a_client_certificate_is_a_name_and_the_name_has_rights(tmp_path: Path):
+    make_authority(tmp_path, ["sidecar", "ann.example", "stranger.example"])
+    address, access = free_address(), tmp_path / "access"
+    access.write_text("read,override cert:ann.example ann\n")
+    tls: dict[str, Any] = {
+        "tls_certificate": tmp_path / "sidecar.pem",
+        "tls_key": tmp_path / "sidecar.key",
+        "tls_client_ca": tmp_path / "ca.pem",
+    }
+    async with serving(tmp_path, tcp=address, access=access, **tls):
+        async with dialled(tmp_path, address, "ann.example") as channel:
+            assert await Called(channel).read() is OK
+            assert await Called(channel).override("o1") is OK
+            assert await Called(channel).steer() is DENIED
+        async with dialled(tmp_path, address, "stranger.example") as channel:
+            assert await Called(channel).read() is UNKNOWN
+        # Another authority's certificate does not even get a connection.
+        other = tmp_path / "other"
+        other.mkdir()
+        make_authority(other, ["ann.example"])
+        (other / "ca.pem").write_bytes((tmp_path / "ca.pem").read_bytes())
+        async with dialled(other, address, "ann.example") as channel:
+            assert await Called(channel).read() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_operators_who_hammer_are_told_to_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    # Nothing is added while the calls come, however slow they are.
+    monkeypatch.setitem(guard._LIMITS, Right.OVERRIDE, (0.0, 200.0))
+    async with serving(tmp_path) as running:
+        codes = set()
+        for _ in range(400):
+            codes.add(await Called(running.operators).override("bad id"))
+        assert grpc.StatusCode.RESOURCE_EXHAUSTED in codes
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"tls_certificate": "nobody.pem", "tls_key": "sidecar.key"}, "No such file"),
+        ({"access": "nobody"}, "No such file"),
+    ],
+)
+async def test_a_start_that_would_be_less_safe_than_meant_is_refused(
+    tmp_path: Path, settings: dict[str, str], text: str
+):
+    make_authority(tmp_path, ["sidecar"])
+    paths: dict[str, Any] = {name: tmp_path / value for name, value in settings.items()}
+    with pytest.raises(AccessFileError, match=text):
+        async with serving(tmp_path, tcp=free_address(), **paths):
+            pass
+
+
+async def test_tokens_do_not_go_over_an_open_line(tmp_path: Path):
+    access = tmp_path / "access"
+    access.write_text(token_line("read", "x", "y"))
+    settings = {
+        "address": f"unix:{tmp_path}/s", "metrics_port": 0, "tcp": "0.0.0.0:0", "access": access,
+    }  # fmt: skip
+    with pytest.raises(StartRefusedError, match="over an open line"):
+        async with Sidecar(Settings.load(settings)):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("read", "line 1: RIGHTS KEY"),
+        ("# fine\nwrite cert:x", "line 2: rights are read, steer, measure, install, override"),
+        ("read token:secret", "line 1: the key is token-sha256:HEX"),
+        ("read token-sha256:abc", "64 digits"),
+        ("read cert:a b c", "line 1: RIGHTS KEY"),
+        ("steer cert:a b engine:pod/7", "line 1: engine:GLOBS are"),
+        ("install cert:a b engine:pod-7", "line 1: a profile is for every engine"),
+    ],
+)
+def test_a_broken_access_list_is_refused_with_its_line_and_without_its_secrets(
+    tmp_path: Path, text: str, message: str
+):
+    path = tmp_path / "access"
+    path.write_text(text)
+    with pytest.raises(AccessFileError, match=message) as error:
+        AccessList(path)
+    assert "secret" not in str(error.value)
+
+
+def test_what_each_call_needs():
+    prefix = "/speculation.v1."
+    assert right_of(prefix + "PolicyService/SetOverride") is Right.OVERRIDE
+    assert right_of(prefix + "PolicyService/ClearOverride") is Right.OVERRIDE
+    assert right_of(prefix + "PolicyService/QueryAudit") is Right.READ
+    assert right_of(prefix + "InspectionService/Explain") is Right.READ
+    assert right_of(prefix + "SpeculationService/Steer") is Right.STEER
+    assert right_of(prefix + "ProfilingService/Measure") is Right.MEASURE
+    assert right_of(prefix + "ProfilingService/InstallProfile") is Right.INSTALL
+    assert right_of(prefix + "ProfilingService/PushProfile") is Right.INSTALL
+    assert right_of(prefix + "ProfilingService/GetProfile") is Right.READ
+    assert right_of(prefix + "TrainingService/Attend") is Right.STEER
+    assert right_of("/grpc.health.v1.Health/Check") is Right.NONE
+    assert right_of("/anything/Else") is Right.READ
+
+
+async def test_the_unix_socket_is_as_open_as_its_mode(tmp_path: Path):
+    async with serving(tmp_path):
+        assert (tmp_path / "controller.sock").stat().st_mode & 0o007 == 0
+    await until(lambda: not (tmp_path / "controller.sock").exists())

@@ -1,0 +1,72 @@
+"""The audit of identities holds when ids change hands as fast as they can."""
+
+import asyncio
+from pathlib import Path
+
+from controller.core.clock import VirtualClock
+from controller.service.sessions.audit_log import AuditTrail
+from controller.service.sessions.engine_identity import Holder
+from controller.store.file_store import FileStore
+from controller.store.interface import AuditRecord
+from tests.support.service_harness import PATIENCE_SECONDS
+from tests.unit.controller.service.sessions.test_registry import ANYBODY, registry, spec
+
+REPLACED = 1000
+
+
+def replace(trail: AuditTrail, times: int) -> None:
+    """One engine id changes hands so many times, each time after a silence."""
+    clock = VirtualClock()
+    sessions = registry(clock)
+    before = sessions.introduce(spec(), Holder.of(ANYBODY, "0"))
+    for number in range(1, times + 1):
+        clock.advance(10.0)
+        session = sessions.introduce(spec(), Holder.of(ANYBODY, str(number)))
+        trail.replaced(session, before)
+        before = session
+
+
+async def records(store: FileStore) -> list[AuditRecord]:
+    return list(await store.audit(2 * REPLACED))
+
+
+async def test_few_replaced_sessions_have_a_record_each(tmp_path: Path):
+    store = FileStore(tmp_path)
+    await store.open(lambda: None)
+    trail = AuditTrail(store)
+    replace(trail, 3)
+    await trail.close()
+    assert [record.action for record in await records(store)] == ["replace_session"] * 3
+    assert {record.reason for record in await records(store)} == {
+        "the session before was silent for 10 s"
+    }
+    await store.close()
+
+
+async def test_a_flood_of_replaced_sessions_is_counted_in_one_record(tmp_path: Path):
+    store = FileStore(tmp_path)
+    await store.open(lambda: None)
+    trail = AuditTrail(store, counted_seconds=0.01)
+    replace(trail, REPLACED)
+
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while not any("changed hands" in record.reason for record in await records(store)):  # noqa: ASYNC110  # a file
+            await asyncio.sleep(0.005)
+    found = await records(store)
+    assert len(found) < 100
+    count = int(found[0].reason.split()[0])
+    assert len(found) - 1 + count == REPLACED
+    await trail.close()
+    assert len(await records(store)) == len(found)
+    await store.close()
+
+
+async def test_what_was_counted_is_told_at_the_end(tmp_path: Path):
+    store = FileStore(tmp_path)
+    await store.open(lambda: None)
+    trail = AuditTrail(store)
+    replace(trail, REPLACED)
+    await trail.close()
+    found = await records(store)
+    assert len(found) - 1 + int(found[0].reason.split()[0]) == REPLACED
+    await store.close()

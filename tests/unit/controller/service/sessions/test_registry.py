@@ -1,0 +1,252 @@
+import asyncio
+from typing import Any
+
+import pytest
+
+from controller.core.clock import VirtualClock
+from controller.core.engine.engine_controller import EngineController
+from controller.core.errors import StaleReportError, UnknownArmError
+from controller.core.settings import PlannerSettings
+from controller.core.types import Arm, EngineSpec, Reason
+from controller.service.net.callers import Caller, Right
+from controller.service.net.errors import (
+    EngineTakenError,
+    InvalidMeasurementError,
+    MeasurementConflictError,
+    NoSessionError,
+    ShuttingDownError,
+    SlowClientError,
+    TooManyEnginesError,
+    UnknownDrafterError,
+    UnknownEngineError,
+)
+from controller.service.sessions.engine_identity import Holder
+from controller.service.sessions.profile_registry import ProfileLibrary
+from controller.service.sessions.registry import SessionRegistry
+from controller.wire import converters
+from tests.support.service_harness import engine_message, make_profile, report_message
+
+ANYBODY = Caller("a client of the socket", Right.STEER)
+OWN, OTHER = Holder.of(ANYBODY, "its secret"), Holder.of(ANYBODY, "another secret")
+
+
+def spec(engine_id: str = "engine-0") -> EngineSpec:
+    return converters.engine_from_proto(engine_message(engine_id))
+
+
+def registry(
+    clock: VirtualClock | None = None,
+    profiles: ProfileLibrary | None = None,
+    max_engines: int = 3,
+    idle_seconds: float = 100.0,
+) -> SessionRegistry:
+    clock = clock or VirtualClock()
+    return SessionRegistry(
+        lambda spec, profile: EngineController(spec, PlannerSettings(), profile, clock),
+        profiles or ProfileLibrary(),
+        clock,
+        max_engines,
+        idle_seconds,
+    )
+
+
+def test_sessions_are_found_by_token_and_by_engine():
+    sessions = registry()
+    session = sessions.introduce(spec())
+    assert sessions.by_token(session.session_id) is session
+    assert sessions.by_engine("engine-0") is session
+    with pytest.raises(NoSessionError, match="has to introduce itself"):
+        sessions.by_token("guess")
+    with pytest.raises(UnknownEngineError, match=r"'engine-1' .* introduced: engine-0$"):
+        sessions.by_engine("engine-1")
+
+
+def test_the_refusal_of_an_unknown_engine_names_some_of_those_that_are_known():
+    sessions = registry(max_engines=20)
+    with pytest.raises(UnknownEngineError, match=r"introduced: none$"):
+        sessions.by_engine("nobody")
+    for number in range(20):
+        sessions.introduce(spec(f"engine-{number:02d}"))
+    with pytest.raises(UnknownEngineError, match=r"engine-15 and 4 more$"):
+        sessions.by_engine("nobody")
+
+
+def test_a_second_introduction_ends_the_first_session():
+    sessions = registry()
+    old, new = sessions.introduce(spec(), OWN), sessions.introduce(spec(), OWN)
+    assert isinstance(old.ended, NoSessionError)
+    assert new.ended is None
+    assert sessions.by_engine("engine-0") is new
+    with pytest.raises(NoSessionError):
+        sessions.by_token(old.session_id)
+    assert len(sessions) == 1
+
+
+@pytest.mark.parametrize("other", [OTHER, Holder.of(ANYBODY, "")])
+def test_an_id_is_not_taken_from_an_engine_that_is_there(other: Holder):
+    clock = VirtualClock()
+    sessions = registry(clock)
+    session = sessions.introduce(spec(), OWN)
+    session.stream = object()
+    clock.advance(99)
+    with pytest.raises(EngineTakenError, match="another engine steers under the id 'engine-0'"):
+        sessions.introduce(spec(), other)
+    session.stream = None
+    session.contact()
+    clock.advance(4.9)
+    with pytest.raises(EngineTakenError, match="free 5 s after"):
+        sessions.introduce(spec(), other)
+    assert session.ended is None
+    assert sessions.by_engine("engine-0") is session
+
+
+def test_the_id_of_an_engine_that_is_gone_is_free_within_seconds():
+    clock = VirtualClock()
+    sessions = registry(clock)
+    old = sessions.introduce(spec(), OWN)
+    clock.advance(5)
+    new = sessions.introduce(spec(), OTHER)
+    assert isinstance(old.ended, NoSessionError)
+    assert sessions.by_engine("engine-0") is new
+
+
+def test_neither_is_an_id_that_was_introduced_without_a_secret_taken_from_an_engine_that_is_there():
+    sessions = registry()
+    sessions.introduce(spec())
+    for holder in (Holder.of(ANYBODY, ""), OWN):
+        with pytest.raises(EngineTakenError):
+            sessions.introduce(spec(), holder)
+
+
+def test_an_access_entry_takes_its_engines_id_again_at_once():
+    sessions = registry()
+    one, other = (Caller(name, Right.STEER, identity=name) for name in ("one", "other"))
+    sessions.introduce(spec(), Holder.of(one, "before the restart"))
+    with pytest.raises(EngineTakenError):
+        sessions.introduce(spec(), Holder.of(other, ""))
+    sessions.introduce(spec(), Holder.of(one, "after it"))
+
+
+def test_one_engine_too_many_is_refused_but_an_old_one_may_come_again():
+    sessions = registry(max_engines=2)
+    sessions.introduce(spec("a"))
+    sessions.introduce(spec("b"), OWN)
+    with pytest.raises(TooManyEnginesError, match="2 engines are being steered"):
+        sessions.introduce(spec("c"))
+    sessions.introduce(spec("b"), OWN)
+
+
+def test_idle_sessions_make_room():
+    clock = VirtualClock()
+    sessions = registry(clock, max_engines=1)
+    old = sessions.introduce(spec("a"))
+    clock.advance(101)
+    sessions.introduce(spec("b"))
+    assert isinstance(old.ended, NoSessionError)
+    assert [session.engine_id for session in sessions] == ["b"]
+
+
+async def test_a_session_with_an_open_stream_is_never_idle():
+    clock = VirtualClock()
+    sessions = registry(clock)
+    session = sessions.introduce(spec())
+    with session.listening(asyncio.Event()):
+        clock.advance(1000)
+        sessions.expire()
+        assert len(sessions) == 1
+    clock.advance(99)
+    sessions.expire()
+    assert len(sessions) == 1
+    clock.advance(2)
+    sessions.expire()
+    assert len(sessions) == 0
+
+
+def test_a_closed_registry_says_why_to_everyone():
+    sessions = registry()
+    session = sessions.introduce(spec())
+    why = ShuttingDownError("going")
+    sessions.close(why)
+    assert session.ended is why
+    with pytest.raises(ShuttingDownError):
+        sessions.introduce(spec())
+    with pytest.raises(ShuttingDownError):
+        sessions.by_token(session.session_id)
+
+
+def test_an_engine_gets_the_profile_that_matches_it():
+    profiles = ProfileLibrary()
+    profiles.add(make_profile())
+    profiles.add(make_profile(target_model="another"))
+    session = registry(profiles=profiles).introduce(spec())
+    assert session.core.profile_id == make_profile().profile_id
+
+
+def test_the_tally_counts_what_was_used():
+    session = registry().introduce(spec())
+    session.observe(converters.report_from_proto(report_message(1)))
+    session.observe(
+        converters.report_from_proto(
+            report_message(2, gamma=0, accepted_counts=[4], flags={"unsteered": True})
+        )
+    )
+    tally = session.tally
+    assert (tally.reports, tally.unsteered) == (2, 1)
+    assert (tally.drafted_tokens, tally.accepted_tokens, tally.generated_tokens) == (8, 5, 13)
+    assert tally.step_seconds == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [
+        ({"drafter": "eagle9"}, UnknownDrafterError),
+        ({"gamma": 9, "accepted_counts": [4] + 9 * [0]}, UnknownArmError),
+        ({"step": 1}, StaleReportError),
+    ],
+)
+def test_a_refused_report_leaves_no_trace(changes: dict[str, Any], kind: type[Exception]):
+    session = registry().introduce(spec())
+    session.observe(converters.report_from_proto(report_message(1)))
+    with pytest.raises(kind):
+        session.observe(converters.report_from_proto(report_message(**({"step": 2} | changes))))
+    assert session.tally.reports == 1
+    assert session.last_report is not None
+    assert session.last_report.step == 1
+
+
+def test_news_wakes_every_stream():
+    session = registry().introduce(spec())
+    bells = asyncio.Event(), asyncio.Event()
+    with session.listening(bells[0]), session.listening(bells[1]):
+        session.end(NoSessionError("over"))
+    assert all(bell.is_set() for bell in bells)
+
+
+def test_a_measurement_forces_and_lets_go():
+    session = registry().introduce(spec())
+    with session.measuring() as measurement:
+        session.force(measurement, Arm("mtp", 3))
+        assert measurement.forced_epoch == session.plan.epoch == 2
+        assert {row.arm.gamma for row in session.plan.rows} == {3}
+        assert {row.reason for row in session.plan.rows} == {Reason.PROFILING}
+        with pytest.raises(MeasurementConflictError):
+            session.measuring().__enter__()
+        with pytest.raises(InvalidMeasurementError, match="gamma 9 is out of range"):
+            session.force(measurement, Arm("mtp", 9))
+        report = converters.report_from_proto(report_message(1))
+        session.observe(report)
+        assert measurement.take() == [report]
+        assert measurement.take() == []
+    assert session.plan.epoch == 3
+    assert Reason.PROFILING not in {row.reason for row in session.plan.rows}
+    with session.measuring():
+        pass
+
+
+def test_a_measurement_with_gaps_is_not_handed_out():
+    session = registry().introduce(spec())
+    with session.measuring() as measurement:
+        for step in range(1, 10_002):
+            measurement.put(converters.report_from_proto(report_message(step)))
+        with pytest.raises(SlowClientError, match="read faster"):
+            measurement.take()

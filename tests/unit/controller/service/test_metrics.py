@@ -1,0 +1,154 @@
+import asyncio
+import urllib.request
+from pathlib import Path
+
+import grpc
+from prometheus_client.parser import text_string_to_metric_families
+
+import controller
+from lab.harness.ports import free_port
+from speculation.v1 import service_pb2
+from tests.support.service_harness import (
+    Running,
+    SteerClient,
+    failure,
+    make_profile,
+    measured_of,
+    report_message,
+    serving,
+    soon,
+)
+
+Series = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+async def scrape(port: int) -> Series:
+    def get() -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
+            return str(answer.read().decode())
+
+    families = text_string_to_metric_families(await soon(asyncio.to_thread(get)))
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def of(engine: str, **labels: str) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted({"engine": engine, **labels}.items()))
+
+
+async def test_a_scrape_tells_what_happened(tmp_path: Path):
+    port = free_port()
+    async with serving(tmp_path, metrics_port=port) as running:
+        running.sidecar.profiles.add(make_profile(target_model="profiled"))
+        stream = SteerClient(running, await running.introduce("a"))
+        await running.introduce("b", target_model="profiled")
+        await stream.send(
+            report_message(1),
+            report_message(2, step_seconds=-1.0),
+            report_message(3, gamma=9, accepted_counts=[4, *9 * [0]]),
+            report_message(4, flags={"unsteered": True, "eager_fallback": True}),
+            report_message(4),
+            dropped=3,
+        )
+        while len(await stream.rejections()) < 3:
+            pass
+        found = await scrape(port)
+    version = (("version", controller.__version__),)
+    assert found["speculation_controller_build_info", version] == 1
+    assert found["speculation_engines", (("costs", "measured"),)] == 1
+    assert found["speculation_engines", (("costs", "prior"),)] == 1
+    assert found["speculation_reports_total", of("a")] == 2
+    assert found["speculation_dropped_reports_total", of("a")] == 3
+    assert found["speculation_unsteered_steps_total", of("a")] == 1
+    assert found["speculation_eager_steps_total", of("a")] == 1
+    for code in ("INVALID_ARGUMENT", "OUT_OF_RANGE", "FAILED_PRECONDITION"):
+        assert found["speculation_rejected_reports_total", of("a", code=code)] == 1
+    assert found["speculation_step_seconds_total", of("a")] == 0.02
+    assert found["speculation_draft_tokens_total", of("a")] == 16
+    assert found["speculation_accepted_tokens_total", of("a")] == 10
+    assert found["speculation_generated_tokens_total", of("a")] == 18
+    assert found["speculation_plans_total", of("a", reason="profile-missing")] >= 1
+    assert found["speculation_plan_epoch", of("a")] >= 1
+    assert found["speculation_gamma", of("a", drafter="mtp")] in {0, 1, 2, 3}
+    assert found["speculation_profiled", of("a")] == 0
+    assert found["speculation_profiled", of("b")] == 1
+    assert found["speculation_steering", of("a")] == 1
+    assert found["speculation_steering", of("b")] == 0
+    assert found["speculation_measuring", of("a")] == 0
+    assert found["speculation_probe_share", of("a")] >= 0
+    assert found["speculation_expected_accept_length", of("a")] >= 1
+    assert found["speculation_predicted_step_seconds", of("a")] > 0
+    assert found["process_resident_memory_bytes", ()] > 0
+
+
+async def test_every_number_is_shown_under_its_own_name(tmp_path: Path):
+    async with serving(tmp_path) as running:
+        await running.introduce()
+        session = running.sidecar.registry.by_engine("engine-0")
+        numbers = iter(range(1000, 2000))
+        counted = {
+            "reports": "reports", "dropped": "dropped_reports", "step_seconds": "step_seconds",
+            "drafts": "drafts", "drafted_tokens": "draft_tokens", "unsteered": "unsteered_steps",
+            "lease_losses": "lease_losses", "eager": "eager_steps", "switched": "switched_steps",
+            "probing": "probe_steps", "drafter_changes": "drafter_changes",
+            "updates": "drafter_updates", "resets": "drafter_resets",
+            "swaps": "draft_version_swaps",
+        }  # fmt: skip
+        summed = {
+            "plain_seconds": "plain_seconds", "predicted_seconds": "predicted_seconds",
+            "error_seconds": "prediction_error_seconds",
+            "expected_tokens": "expected_accepted_tokens",
+        }  # fmt: skip
+        wanted: dict[tuple[str, ...], float] = {}
+        for owner, names in ((session.tally, counted), (session.core.account, summed)):
+            for name, metric in names.items():
+                wanted[f"speculation_{metric}_total",] = number = next(numbers)
+                setattr(owner, name, number)
+        session.core.account.instead_seconds["off"] = wanted[
+            "speculation_estimated_instead_seconds_total", "off"
+        ] = next(numbers)
+        session.tally.by_length = [1, 20, 300]
+        found = measured_of(session)
+    assert {name: found[name] for name in wanted} == wanted
+    assert found["speculation_accepted_tokens_total",] == 620
+    assert found["speculation_generated_tokens_total",] == 941
+    per_position = "speculation_accepted_tokens_per_pos_total"
+    assert (found[per_position, "0"], found[per_position, "1"]) == (320, 300)
+
+
+async def test_the_series_of_an_engine_end_with_its_session(tmp_path: Path):
+    port = free_port()
+    async with serving(tmp_path, metrics_port=port) as running:
+        await running.introduce("a")
+        assert ("speculation_reports_total", of("a")) in await scrape(port)
+        running.sidecar.registry.close(RuntimeWarning("over"))  # type: ignore[arg-type]
+        assert ("speculation_reports_total", of("a")) not in await scrape(port)
+
+
+async def measured_flag(running: Running, port: int) -> float:
+    return (await scrape(port))["speculation_measuring", of("a")]
+
+
+async def test_a_measurement_shows(tmp_path: Path):
+    port = free_port()
+    async with serving(tmp_path, metrics_port=port) as running:
+        await running.introduce("a")
+        call = running.profiling.Measure()
+        await soon(call.write(service_pb2.MeasureRequest(engine_id="a", drafter="mtp", gamma=1)))
+        await soon(call.read())
+        assert await measured_flag(running, port) == 1
+        await soon(call.done_writing())
+        assert await soon(call.read()) is grpc.aio.EOF
+        assert await measured_flag(running, port) == 0
+
+
+async def test_refused_calls_leave_the_metrics_alone(tmp_path: Path):
+    port = free_port()
+    async with serving(tmp_path, metrics_port=port) as running:
+        request = service_pb2.DecideRequest(session_id="nobody", report=report_message(1))
+        await failure(running.speculation.Decide(request))
+        found = await scrape(port)
+    assert not [name for name, labels in found if name.startswith("speculation_reports")]

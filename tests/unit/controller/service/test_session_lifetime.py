@@ -1,0 +1,97 @@
+"""A session that has ended leaves memory, whoever has looked at it."""
+
+import asyncio
+import gc
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from urllib.request import urlopen
+
+import pytest
+
+from controller.service.sessions.history import History
+from controller.service.sessions.session import Session
+from controller.service.status.engine_snapshot import EngineView
+from lab.harness.ports import free_port
+from speculation.v1 import service_pb2
+from tests.support.service_harness import Running, SteerClient, report_message, serving, soon, until
+
+# Introductions, so many that a session kept for each would show.
+TIMES = 12
+
+
+async def look_at(running: Running, engine_id: str, metrics_port: int, page_port: int) -> None:
+    """Everything that reads sessions: inspection, overview, metrics, page."""
+    inspection = running.inspection
+    await soon(inspection.ListEngines(service_pb2.ListEnginesRequest()))
+    await soon(inspection.Explain(service_pb2.ExplainRequest(engine_id=engine_id)))
+    await soon(inspection.Overview(service_pb2.OverviewRequest()))
+    viewer = running.sidecar._viewer
+    viewer._lines_until = 0.0
+    await viewer.lines()
+    await viewer.engine(engine_id, 0.0)
+    for url in (
+        f"http://127.0.0.1:{metrics_port}/metrics",
+        f"http://127.0.0.1:{page_port}/api/v1/state",
+        f"http://127.0.0.1:{page_port}/api/v1/engine?id={engine_id}",
+    ):
+        await asyncio.to_thread(read_all, url)
+
+
+def read_all(url: str) -> None:
+    with urlopen(url, timeout=10) as answer:
+        assert answer.read()
+
+
+async def visited(
+    running: Running, engine_id: str, metrics_port: int, page_port: int
+) -> "weakref.ref[Session]":
+    """The session of an engine that came, reported, was looked at and closed its stream."""
+    stream = SteerClient(running, await running.introduce(engine_id))
+    session = running.sidecar.registry.by_engine(engine_id)
+    await stream.send(report_message(1))
+    await until(lambda: session.tally.reports == 1)
+    await look_at(running, engine_id, metrics_port, page_port)
+    stream.call.cancel()
+    await until(lambda: not session.listeners)
+    return weakref.ref(session)
+
+
+def alive(kind: type) -> int:
+    gc.collect()
+    return sum(type(thing) is kind for thing in gc.get_objects())
+
+
+@pytest.mark.parametrize("names", [["same"], [f"engine-{n}" for n in range(4)]], ids=str)
+async def test_a_session_that_was_looked_at_is_gone_once_it_is_over(
+    tmp_path: Path, names: Sequence[str]
+):
+    metrics_port, page_port = free_port(), free_port()
+    before = {kind: alive(kind) for kind in (Session, History, EngineView)}
+    async with serving(tmp_path, metrics_port=metrics_port, page_port=page_port) as running:
+        over = [
+            await visited(running, names[number % len(names)], metrics_port, page_port)
+            for number in range(TIMES)
+        ]
+        in_use = len(names)
+
+        def only_the_last_remain() -> bool:
+            gc.collect()
+            return sum(ref() is not None for ref in over) == in_use
+
+        await until(only_the_last_remain)
+        assert alive(Session) == before[Session] + in_use
+        assert alive(History) == before[History] + in_use
+        assert alive(EngineView) <= before[EngineView] + in_use
+
+
+async def test_a_session_holds_nothing_of_a_stream_that_has_ended(tmp_path: Path):
+    async with serving(tmp_path) as running:
+        stream = SteerClient(running, await running.introduce())
+        await stream.send(report_message(1))
+        await stream.plan()
+        session = running.sidecar.registry.by_engine("engine-0")
+        assert session.stream is not None
+        stream.call.cancel()
+        await until(lambda: not session.listeners)
+        assert session.stream is None

@@ -1,0 +1,88 @@
+"""The set of peers that every scenario runs."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from controller.core.types import Arm
+from controller.simulation.peers import PeerUnavailableError, standard_peers
+from controller.simulation.results import Origin
+from tests.unit.controller.simulation.peers.loop import ARMS, Loop, profile_of
+
+NAMES = {
+    "sglang-adaptive",
+    "vllm-schedule",
+    "tide",
+    "trtllm-gate",
+    "hill-climber",
+    "goodput-probe",
+    "bandit-ucb",
+}
+TABLE = ((1, 1, 5), (2, 2, 3), (3, 4, 3), (5, 8, 0))
+
+
+def fresh(factory):
+    try:
+        return factory()
+    except PeerUnavailableError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_every_peer_is_there_and_each_call_gives_a_fresh_one(name):
+    peers = standard_peers(ARMS, profile_of(), TABLE)
+    assert set(peers) == NAMES
+    one, other = fresh(peers[name]), fresh(peers[name])
+    assert one is not other
+    assert one.origin in {Origin.IMPORTED, Origin.RESTATED}
+    loop = Loop(one)
+    assert Loop(other).run(50, 4, 0.6) == loop.run(50, 4, 0.6)
+
+
+def test_without_costs_there_is_no_tide():
+    assert set(standard_peers(ARMS, None, TABLE)) == NAMES - {"tide"}
+
+
+def test_peers_with_one_fixed_arm_take_the_tables_usual_one():
+    peers = standard_peers(ARMS, profile_of(), TABLE)
+    assert peers["tide"]().choose(1, 0.0).arm == 3
+    gate = peers["trtllm-gate"]()
+    assert [gate.choose(b, 0.0).arm for b in (1, 4, 5)] == [3, 3, 0]
+
+
+def test_a_table_that_never_speculates_leaves_them_their_usual_length():
+    peers = standard_peers(ARMS, profile_of(), ((1, 1, 0),))
+    assert ARMS[peers["tide"]().choose(1, 0.0).arm].gamma == 3
+    assert peers["trtllm-gate"]().choose(1, 0.0).arm == 0
+
+
+def test_of_two_drafters_the_tables_choice_is_the_fixed_one():
+    arms = (Arm("mtp", 0), Arm("mtp", 3), Arm("dflash", 0), Arm("dflash", 8))
+    peers = standard_peers(arms, profile_of(arms), ((1, 8, 3),))
+    assert peers["tide"]().choose(1, 0.0).arm == 3
+    assert peers["trtllm-gate"]().choose(64, 0.0).arm == 3
+
+
+@given(
+    st.sets(st.sampled_from((0, 1, 2, 4, 8, 16)), min_size=1),
+    st.sampled_from((("mtp",), ("mtp", "dflash"))),
+    st.lists(st.integers(1, 65_536), min_size=1, max_size=5),
+    st.integers(0, 3),
+)
+@settings(max_examples=25)
+def test_every_peer_survives_any_arms_batches_and_lag(gammas, drafters, batches, lag):
+    arms = tuple(Arm(d, g) for d in drafters for g in sorted(gammas))
+    rng = random.Random(0)
+    table = ((1, 4, rng.randrange(len(arms))), (5, 100, rng.randrange(len(arms))))
+    for name, factory in standard_peers(arms, profile_of(arms), table).items():
+        try:
+            policy = factory()
+        except PeerUnavailableError:
+            assert name == "sglang-adaptive"
+            continue
+        loop = Loop(policy, arms=arms, lag=lag)
+        for batch_size in batches:
+            chosen = loop.run(8, batch_size, 0.5)
+            assert all(0 <= arm < len(arms) for arm in chosen)

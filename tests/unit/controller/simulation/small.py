@@ -1,0 +1,49 @@
+"""A small engine with known costs and acceptance."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from controller.core.kinds import DrafterKind
+from controller.core.types import DrafterSpec
+from controller.simulation.controller_policy import FINGERPRINT
+from controller.simulation.curves import Curves
+from controller.simulation.scenario import Scenario
+from controller.simulation.sources import ClosedSource, PhaseSpec
+from controller.simulation.surface import CostSurface
+
+GAMMAS = (0, 1, 3, 7)
+
+
+def surface(drafters=("mtp",), max_batch_size=32, catch_up=0.0):
+    sizes = np.maximum(np.arange(max_batch_size + 1, dtype=float), 1.0)
+    specs = tuple(DrafterSpec(name, DrafterKind.MTP, GAMMAS) for name in drafters)
+    rows = [
+        0.005 + (0.001 + 0.0004 * g if g else 0.0) + 2e-5 * sizes * (g + 1)
+        for _ in specs
+        for g in GAMMAS
+    ]
+    return CostSurface(
+        "small", specs, np.vstack(rows), np.full(len(rows), 1e-8), 256.0, 2e-5, catch_up
+    )
+
+
+def pool(acceptance=0.7, requests=64, output=40, seed=0, drafters=("mtp",)):
+    rng = np.random.default_rng(seed)
+    lengths = np.full(requests, output, dtype=np.int64)
+    curves = Curves("small", {name: [acceptance] * 8 for name in drafters})
+    return curves.pool(rng, requests, lengths, lengths * 3)
+
+
+def scenario(acceptance=(0.9, 0.1), batch=4, tokens=300, seeds=2, **changes):
+    costs = surface()
+    phases = tuple(
+        PhaseSpec(f"{i}", Curves(f"a{a}", {"mtp": [a] * 8}), batch, batch * tokens, at_once=i > 0)
+        for i, a in enumerate(acceptance)
+    )
+    profile = costs.profile(FINGERPRINT, [1, 2, 4, 8, 16, 32])
+    base = Scenario(
+        "small", "test", "a test", costs, ClosedSource(phases, 40.0, 64.0), profile, 32,
+        shifting=len(acceptance) > 1, seeds=seeds,
+    )  # fmt: skip
+    return replace(base, **changes)

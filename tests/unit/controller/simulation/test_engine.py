@@ -1,0 +1,190 @@
+"""The engine does what it is told, counts what it does, and treats every policy alike."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from controller.simulation.engine import EngineOptions, Prefill, simulate
+from controller.simulation.errors import InvalidInputError
+from controller.simulation.peers import Static
+from controller.simulation.policy import Choice
+from controller.simulation.workload import ClosedLoop, OpenLoop, Phase, RequestPool
+from tests.unit.controller.simulation.small import GAMMAS, pool, surface
+
+STILL = EngineOptions(noise=0.0)
+
+
+def closed(batch=4, tokens=2000, **changes):
+    return ClosedLoop((Phase("only", pool(**changes), batch, tokens),))
+
+
+class Recorder:
+    """Runs one arm, or what a list says, and keeps what it is told."""
+
+    def __init__(self, arms=(2,), asleep=True):
+        self.arms, self.asleep, self.records, self.known_at = arms, asleep, [], []
+        self.asked = 0
+
+    def choose(self, batch_size, now):
+        del batch_size, now
+        self.asked += 1
+        return Choice(self.arms[(self.asked - 1) % len(self.arms)], self.asked, self.asleep)
+
+    def observe(self, record, now):
+        del now
+        self.records.append(record)
+        self.known_at.append(self.asked)
+
+
+@given(st.integers(0, 3), st.integers(1, 16), st.floats(0.0, 1.0), st.integers(0, 5))
+@settings(max_examples=30, deadline=None)
+def test_counts_add_up_and_tokens_follow_from_them(arm, batch, acceptance, seed):
+    policy = Recorder((arm,))
+    costs = surface()
+    run = simulate(closed(batch, batch * 60, acceptance=acceptance), costs, policy, STILL, seed)
+    for record in policy.records:
+        assert len(record.counts) == GAMMAS[arm] + 1
+        assert sum(record.counts) == record.batch_size <= batch
+        assert record.step_seconds > 0
+    assert run.tokens == pytest.approx(batch * 60)
+    assert run.seconds == pytest.approx(sum(run.segment_seconds))
+    assert run.tokens == pytest.approx(sum(run.segment_tokens))
+
+
+def test_a_bank_is_replayed_position_by_position():
+    # Accepted from position p on: 2 0 1 0 5 0 0 0.  With gamma 3 the steps start at 0, 3, 4, 8.
+    accepted = np.array([2, 0, 1, 0, 5, 0, 0, 0], dtype=np.uint8)
+    one = RequestPool(
+        np.array([10]), np.array([8]), np.array([0]), np.array([0]), {"mtp": accepted}
+    )
+    policy = Recorder((2,))
+    simulate(ClosedLoop((Phase("p", one, 1, 8),)), surface(), policy, EngineOptions(0, 0.0), 0)
+    found = [record.counts.index(1) for record in policy.records]
+    assert found == [2, 0][: len(found)]
+    assert policy.asked == 3
+    assert [r.kv_tokens for r in policy.records] == [10, 13]
+
+
+def test_equal_seeds_give_equal_runs_and_another_seed_another_one():
+    runs = [simulate(closed(), surface(), Static(surface().arms, 2), EngineOptions(), s)
+            for s in (1, 1, 2)]  # fmt: skip
+    assert runs[0].seconds == runs[1].seconds
+    assert runs[0].seconds != runs[2].seconds
+
+
+def test_what_a_policy_does_does_not_move_the_noise_it_meets():
+    options = EngineOptions(noise=0.2)
+    first, second = Recorder((0,)), Recorder((3,))
+    costs = surface()
+    for policy in (first, second):
+        simulate(closed(1, 400), costs, policy, options, 3)
+    plain = [r.step_seconds for r in first.records]
+    deep = [r.step_seconds for r in second.records]
+    ratio = np.array(deep[:20]) / np.array(plain[:20])
+    assert ratio == pytest.approx(np.full(20, ratio[0]), rel=0.02)
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2, 5])
+def test_telemetry_is_as_late_as_the_engine_says(lag):
+    policy = Recorder()
+    simulate(closed(), surface(), policy, EngineOptions(lag=lag), 0)
+    # Step s is known when step s + lag + 1 is about to be chosen.
+    assert all(
+        asked == record.step + lag + 1
+        for record, asked in zip(policy.records, policy.known_at, strict=True)
+    )
+
+
+def test_a_drafter_that_slept_pays_for_what_it_missed():
+    costs = surface(catch_up=1e-4)
+    policy = Recorder((0, 0, 0, 0, 2))
+    simulate(closed(4, 400), costs, policy, STILL, 0)
+    plain, caught_up = Recorder((2,)), costs
+    simulate(closed(4, 400), surface(), plain, STILL, 0)
+    woken = next(r for r in policy.records if r.arm == 2)
+    assert woken.flags.switched
+    usual = caught_up.seconds[2, 4]
+    assert woken.step_seconds - usual == pytest.approx(16 * 1e-4, rel=0.1)
+
+
+def test_a_drafter_kept_warm_pays_every_step_and_nothing_on_waking():
+    costs = surface(catch_up=1e-4)
+    policy = Recorder((0, 0, 0, 0, 2), asleep=False)
+    simulate(closed(4, 400), costs, policy, EngineOptions(noise=0.0, warm_factor=1.1), 0)
+    warm = policy.records[1].step_seconds
+    assert warm == pytest.approx(1.1 * costs.seconds[0, 4], rel=0.02)
+    woken = next(r for r in policy.records if r.arm == 2)
+    assert woken.step_seconds == pytest.approx(costs.seconds[2, 4], rel=0.02)
+
+
+def test_a_stale_drafter_drafts_badly_and_recovers():
+    options = EngineOptions(noise=0.0, stale_after=3, stale_steps=4, stale_acceptance=0.0)
+    policy = Recorder((0,) * 10 + (2,) * 20)
+    simulate(closed(8, 1200, acceptance=0.95), surface(), policy, options, 0)
+    after = [r.counts for r in policy.records[10:30]]
+    assert after[0][0] == 8
+    assert sum(k * n for k, n in enumerate(after[-1])) > 8
+
+
+def test_outliers_come_as_often_and_as_long_as_asked():
+    options = EngineOptions(noise=0.0, outlier_share=0.05, outlier_factor=10)
+    policy = Recorder((0,))
+    simulate(closed(1, 3000), surface(), policy, options, 0)
+    wild = sum(r.step_seconds > 0.03 for r in policy.records) / len(policy.records)
+    assert wild == pytest.approx(0.05, abs=0.02)
+
+
+def test_prompts_in_chunks_take_time_and_mark_the_next_step():
+    free, paid = Recorder(), Recorder()
+    options = EngineOptions(noise=0.0, prefill=Prefill.CHUNKED, prefill_chunk_tokens=64)
+    without = simulate(closed(), surface(), free, STILL, 0)
+    with_ = simulate(closed(), surface(), paid, options, 0)
+    assert with_.seconds > without.seconds
+    assert any(r.flags.after_gap for r in paid.records)
+    assert not any(r.flags.after_gap for r in free.records)
+
+
+def test_an_open_loop_waits_for_requests_and_serves_every_one():
+    requests = pool(requests=20, output=30)
+    times = np.arange(20, dtype=np.float64)
+    policy = Recorder()
+    run = simulate(OpenLoop(requests, times, 8, 5.0), surface(), policy, STILL, 0)
+    assert run.tokens == 20 * 30
+    # A request takes far less than a second: the engine is idle most of the time.
+    assert run.seconds < 5
+    assert len(run.segment_seconds) == 4
+
+
+def test_a_phase_of_smaller_concurrency_lets_requests_finish():
+    requests = pool()
+    loop = ClosedLoop((Phase("a", requests, 8, 200), Phase("b", requests, 2, 100)))
+    run = simulate(loop, surface(), Static(surface().arms, 0), STILL, 0)
+    sizes = np.array(run.trace.batch_sizes)
+    assert sizes.max() == 8
+    assert sizes[-1] == 2
+    assert np.all(np.diff(sizes[sizes.argmax() :]) <= 0)
+    assert [phase for _, phase in run.trace.phase_starts] == [0, 1]
+
+
+def test_a_batch_that_the_costs_do_not_reach_is_refused():
+    with pytest.raises(InvalidInputError, match="a batch of 64 is asked for, costs reach 32"):
+        simulate(closed(64), surface(), Recorder(), STILL, 0)
+
+
+def test_a_drafter_of_whom_no_acceptance_is_known_is_refused():
+    with pytest.raises(InvalidInputError, match="nothing is known of drafter 'eagle'"):
+        simulate(closed(), surface(("eagle",)), Recorder(), STILL, 0)
+
+
+def test_a_workload_without_end_is_given_up():
+    with pytest.raises(InvalidInputError, match="has not ended after 50 steps"):
+        simulate(closed(1, 10_000), surface(), Recorder(), EngineOptions(max_steps=50), 0)
+
+
+@pytest.mark.parametrize(
+    "bad", [{"lag": -1}, {"noise": -0.1}, {"outlier_share": 1.0}, {"prefill_chunk_tokens": 0}]
+)
+def test_options_that_cannot_be_are_refused(bad):
+    with pytest.raises(InvalidInputError, match=next(iter(bad))):
+        EngineOptions(**bad)

@@ -1,0 +1,246 @@
+"""Keys in Redis that are not what they should be, and a Redis whose clock goes back."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from controller.store.interface import Entry, ShelfKind, StoreUnavailableError, Who
+from controller.store.redis_store import RedisStore
+from tests.support.redis_server import RedisServer
+
+ANN = Who("ann", "because", "uid 1000")
+TAG = "{speculation:1}"
+REVISION, LIVE, TRACES, AUDIT = (
+    f"{TAG}:{name}" for name in ("revision", "live", "traces", "audit")
+)
+DAY_MS = 86_400_000
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path / "redis") as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: RedisServer) -> Iterator[redis.Redis]:
+    with server.client() as opened:
+        yield opened
+
+
+@asynccontextmanager
+async def store_of(server: RedisServer, url: str = "") -> AsyncIterator[RedisStore]:
+    store = RedisStore(url or server.url, timeout_seconds=2, reconcile_seconds=0.1)
+    await store.open(lambda: None)
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+async def live(store: RedisStore) -> dict[str, Entry]:
+    return {e.override_id: e for e in await store.entries() if not e.ended}
+
+
+def well(store: RedisStore) -> bool:
+    return store.health.ok
+
+
+def dump(client: Any) -> dict[str, Any]:
+    """Everything there is, byte for byte."""
+    return {key: client.dump(key) for key in client.keys("*")}
+
+
+def spoil(client: Any, key: str) -> None:
+    """Puts a key of another type in the place of this one."""
+    kept = client.type(key) != "none"
+    if kept:
+        client.rename(key, f"{TAG}:kept")
+    client.rpush(key, "junk")
+
+
+def mend(client: Any, key: str) -> None:
+    client.delete(key)
+    if client.exists(f"{TAG}:kept"):
+        client.rename(f"{TAG}:kept", key)
+
+
+@pytest.mark.parametrize("key", [REVISION, LIVE, TRACES, AUDIT])
+async def test_with_a_key_of_the_wrong_type_nothing_is_changed_and_health_says_so(
+    server: RedisServer, client: redis.Redis, key: str
+):
+    async with store_of(server) as store:
+        held = await store.write("held", "1", 100.0, 0, ANN)
+        spoil(client, key)
+        before = dump(client)
+        with pytest.raises(StoreUnavailableError, match=f"{key} is a list.*nothing was changed"):
+            await store.write("ghost", "1", 100.0, 0, ANN)
+        with pytest.raises(StoreUnavailableError, match=f"{key} is a list.*nothing was changed"):
+            await store.clear("held", held.revision, ANN)
+        # What is held stays in force, and nobody sees a ghost.
+        assert set(await live(store)) == {"held"}
+        assert not well(store)
+        assert f"{key} is a list" in store.health.detail
+        assert dump(client) == before
+        mend(client, key)
+        assert set(await live(store)) == {"held"}
+        assert well(store), store.health.detail
+        await store.write("fresh", "1", 100.0, 0, ANN)
+        assert set(await live(store)) == {"held", "fresh"}
+        assert [r.subject for r in await store.audit(10)] == ["fresh", "held"]
+
+
+@pytest.mark.parametrize("value", ["abc", "-1", "1.5", "9223372036854775807", ""])
+async def test_a_counter_that_does_not_count_makes_the_store_unhealthy_until_it_is_mended(
+    server: RedisServer, client: redis.Redis, value: str
+):
+    async with store_of(server) as store:
+        await store.write("held", "1", 100.0, 0, ANN)
+        client.set(REVISION, value)
+        async with asyncio.timeout(10):
+            while well(store):
+                await store.entries()
+                await asyncio.sleep(0.02)
+        assert "is not a counter below 2^53" in store.health.detail
+        with pytest.raises(StoreUnavailableError, match=r"not a counter.*nothing was changed"):
+            await store.write("ghost", "1", 100.0, 0, ANN)
+        assert set(await live(store)) == {"held"}
+        client.set(REVISION, "9")
+        assert set(await live(store)) == {"held"}
+        assert well(store)
+        assert (await store.write("fresh", "1", 100.0, 0, ANN)).revision == 10
+
+
+async def test_an_audit_stream_that_takes_no_more_records_refuses_before_anything_is_written(
+    server: RedisServer, client: redis.Redis
+):
+    async with store_of(server) as store:
+        client.xadd(AUDIT, {"x": "y"}, id="18446744073709551615-18446744073709551615")
+        before = dump(client)
+        with pytest.raises(StoreUnavailableError, match=r"takes no more.*nothing was changed"):
+            await store.write("ghost", "1", 100.0, 0, ANN)
+        assert dump(client) == before
+        assert await live(store) == {}
+        assert not well(store)
+
+
+@pytest.mark.parametrize("denied", ["xadd", "set", "zadd", "zrem", "incr"])
+async def test_a_user_without_the_right_to_a_command_changes_nothing(
+    server: RedisServer, client: redis.Redis, denied: str
+):
+    client.acl_setuser(
+        "limited", enabled=True, passwords=["+secret"], keys=["*"], channels=["*"],
+        commands=["+@all", f"-{denied}"],
+    )  # fmt: skip
+    url = server.url.replace("redis://", "redis://limited:secret@")
+    async with store_of(server, url) as store:
+        before = dump(client)
+        with pytest.raises(StoreUnavailableError, match=r"(?i)may not use.*nothing was changed"):
+            await store.write("ghost", "1", 100.0, 0, ANN)
+        assert dump(client) == before
+        assert await live(store) == {}
+        assert not well(store)
+
+
+async def test_a_connection_that_breaks_before_the_answer_is_not_called_unchanged(
+    server: RedisServer, client: redis.Redis
+):
+    """Redis may have carried out a command whose answer never comes."""
+    async with store_of(server) as store:
+        await store.entries()
+        client.client_pause(60_000, all=False)
+        writing = asyncio.create_task(store.write("a", "1", 100.0, 0, ANN))
+        async with asyncio.timeout(10):
+            while not any("b" in c["flags"] for c in client.client_list()):  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        client.client_kill_filter(_type="normal", skipme=True)
+        with pytest.raises(StoreUnavailableError, match="is not known: repeat it with the same id"):
+            await writing
+        server.kill()
+        with pytest.raises(StoreUnavailableError, match="nothing was changed"):
+            await store.write("a", "1", 100.0, 0, ANN)
+
+
+GOODS = ShelfKind("goods", sources=2, seconds=None)
+
+
+async def test_a_shelf_with_a_wrong_key_takes_nothing_and_one_with_junk_goes_on(
+    server: RedisServer, client: redis.Redis
+):
+    async with store_of(server) as store:
+        client.set(f"{TAG}:goods", "junk")
+        before = dump(client)
+        with pytest.raises(StoreUnavailableError, match=r"goods is a string.*nothing was changed"):
+            await store.shelf.put(GOODS, "aa", "01", "x")
+        assert dump(client) == before
+        client.delete(f"{TAG}:goods")
+        client.hset(f"{TAG}:goods:aa", mapping={"07": "junk", "08": "[]", "09": "{}"})
+        await store.shelf.put(GOODS, "aa", "01", "x")
+        await store.shelf.put(GOODS, "aa", "02", "x")
+        assert {i.source for i in await store.shelf.items(GOODS, "aa")} == {"01", "02"}
+
+
+def set_clock_back(client: Any, ms: int) -> None:
+    """As if Redis's clock had been that far ahead when all of this was written."""
+    for key in (LIVE, TRACES):
+        for member, score in client.zrange(key, 0, -1, withscores=True):
+            if score != float("inf"):
+                client.zadd(key, {member: score + ms})
+            entry = f"{TAG}:entry:{member}"
+            text = json.loads(client.get(entry)) | {}
+            text["created"] += ms / 1000
+            left = client.pttl(entry)
+            client.set(entry, json.dumps(text), px=left + ms if left > 0 else None)
+    last = client.xrevrange(AUDIT, count=1)[0]
+    number = int(last[0].partition("-")[0]) + ms
+    client.xadd(AUDIT, last[1], id=f"{number}-0")
+
+
+async def test_a_redis_whose_clock_goes_back_makes_no_override_longer_than_was_granted(
+    server: RedisServer, client: redis.Redis
+):
+    async with store_of(server) as store:
+        await store.write("hour", "1", 3600.0, 0, ANN)
+        await store.write("short", "2", 1.0, 0, ANN)
+        await store.write("ever", "3", None, 0, ANN)
+    set_clock_back(client, 30 * DAY_MS)
+    async with store_of(server) as store:
+        found = await live(store)
+        assert found["hour"].remaining_seconds == pytest.approx(3600, abs=30)
+        assert found["ever"].remaining_seconds is None
+        # It runs from then on: looked at again, the short one ends.
+        async with asyncio.timeout(20):
+            while "short" in await live(store):
+                pass
+        assert set(await live(store)) == {"hour", "ever"}
+        await store.write("new", "4", 50.0, 0, ANN)
+        assert (await live(store))["new"].remaining_seconds == pytest.approx(50, abs=10)
+    assert client.pttl(f"{TAG}:entry:hour") < 3600_000 + 120_000
+
+
+async def test_a_mirror_from_a_clock_ahead_gives_no_override_more_than_it_had_left(
+    server: RedisServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    mirror, real = tmp_path / "mirror", time.time
+    store = RedisStore(server.url, mirror)
+    await store.open(lambda: None)
+    await store.write("hour", "1", 3600.0, 0, ANN)
+    await store.close()
+    server.kill()
+    monkeypatch.setattr(time, "time", lambda: real() - 30 * 86_400)
+    store = RedisStore(server.url, mirror)
+    await store.open(lambda: None)
+    found = await live(store)
+    await store.close()
+    assert found["hour"].remaining_seconds == pytest.approx(3600, abs=30)
+    assert "clock_went_back" in capsys.readouterr().out

@@ -1,0 +1,52 @@
+"""docs/lifecycle.md says what the code says: settings, what reloads, exit codes, services."""
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from controller.service.status.readiness import SERVICES, STORE
+from controller.settings.settings import GROUPS, RELOADED, Settings
+from controller.settings.sources import variable
+from controller.util.exit_codes import Exit
+
+PAGE = (Path(__file__).parents[3] / "docs" / "lifecycle.md").read_text(encoding="utf-8")
+
+
+def shown(value: object) -> str:
+    if value is None or value == ():
+        return "–"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    return f"`{value:g}`" if isinstance(value, float) and value < 1e5 else f"`{value}`"
+
+
+def rows() -> Iterator[str]:
+    for name, field in Settings.model_fields.items():
+        if name not in GROUPS:
+            when = "SIGHUP" if name in RELOADED else "restart"
+            yield (
+                f"| `{name}` | `{variable(name)}` | {shown(field.default)} | {when} | "
+                f"{field.description} |"
+            )
+
+
+def test_the_page_has_every_setting_as_it_is():
+    wanted = list(rows())
+    found = [line for line in PAGE.splitlines() if line.startswith("| `") and "CONTROLLER_" in line]
+    assert found == wanted, "it should be\n" + "\n".join(wanted)
+
+
+def test_the_page_has_every_constant_with_its_default():
+    for group, kind in GROUPS.items():
+        for constant in dataclasses.fields(kind):
+            assert f"`{group}.{constant.name}` {shown(constant.default)}" in PAGE
+
+
+def test_the_page_has_every_exit_code():
+    found = re.findall(r"^\| (\d+) \| `(\w+)` \|", PAGE, re.MULTILINE)
+    assert found == [(str(int(code)), code.name) for code in Exit]
+
+
+def test_the_page_names_every_service_of_the_health_checks():
+    assert all(f"`{service}`" in PAGE for service in (*SERVICES, STORE))

@@ -1,0 +1,69 @@
+"""The overlays as kubectl renders them, and what the tests ask of a pod."""
+
+import functools
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[3]
+KUBERNETES = ROOT / "deploy" / "kubernetes"
+OVERLAYS = ("single", "fleet", "demo")
+
+Manifest = dict[str, Any]
+
+
+def kubectl() -> str:
+    """Its path; a test that needs it fails without it."""
+    found = shutil.which("kubectl")
+    assert found is not None, "kubectl is missing (Debian: apt-get install kubernetes-client)"
+    return found
+
+
+@functools.cache
+def rendered(overlay: str) -> tuple[Manifest, ...]:
+    """Every object of it."""
+    command = [kubectl(), "kustomize", str(KUBERNETES / "overlays" / overlay)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return tuple(yaml.safe_load_all(done.stdout))
+
+
+def objects(overlay: str, kind: str) -> list[Manifest]:
+    return [manifest for manifest in rendered(overlay) if manifest["kind"] == kind]
+
+
+def one(overlay: str, kind: str) -> Manifest:
+    (found,) = objects(overlay, kind)
+    return found
+
+
+def pod(overlay: str) -> Manifest:
+    """The pod's spec."""
+    spec: Manifest = one(overlay, "Deployment")["spec"]["template"]["spec"]
+    return spec
+
+
+def containers(overlay: str) -> dict[str, Manifest]:
+    """By name; the native sidecar among them."""
+    spec = pod(overlay)
+    return {found["name"]: found for found in (*spec["initContainers"], *spec["containers"])}
+
+
+def variables(container: Manifest) -> dict[str, str]:
+    """Those with a value, and "from a Secret" for the others."""
+    return {item["name"]: item.get("value", "from a Secret") for item in container.get("env", [])}
+
+
+def mounts(container: Manifest) -> dict[str, Manifest]:
+    """By volume."""
+    return {mount["name"]: mount for mount in container["volumeMounts"]}
+
+
+def settings_file(overlay: str, folder: Path) -> Path:
+    """What the sidecar reads."""
+    path = folder / "controller.yaml"
+    path.write_text(one(overlay, "ConfigMap")["data"]["controller.yaml"])
+    return path

@@ -1,0 +1,157 @@
+"""README and docs: every command, file, setting and link in them is there."""
+
+import dataclasses
+import re
+import shlex
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from controller.cli import app
+from controller.core.settings import PlannerSettings
+from controller.settings.settings import CLIENT_VARIABLES, Settings, variables
+from controller.wire.override_text import PRECEDENCE
+from engine_shim.sglang.settings import PluginSettings
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXTS = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
+PATH = re.compile(r"(?<![\w/])((?:tests|controller|engine_shim)/[\w/]+(?:\.py)?)")
+# Names the settings file.
+OTHER_VARIABLES = {"CONTROLLER_CONFIG"}
+
+
+def blocks(text: str) -> Iterator[list[str]]:
+    """Lines of every fenced block that holds commands, continuations joined."""
+    for kind, content in re.findall(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        if kind in {"", "sh", "bash", "console"}:
+            yield content.replace("\\\n", " ").splitlines()
+
+
+def inline(text: str) -> Iterator[str]:
+    """Commands between backticks, outside of blocks."""
+    outside = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    yield from re.findall(r"`((?:controller|make|python -m) [^`\n]+)`", outside)
+
+
+def test_the_precedence_of_overrides_is_the_sentence_that_every_listing_shows():
+    contract = (ROOT / "proto/speculation/v1/policy.proto").read_text(encoding="utf-8")
+    comments = " ".join(contract.replace("//", " ").split())
+    for page in ("overrides.md", "decisions.md"):
+        assert PRECEDENCE in " ".join(TEXTS[page].split())
+    assert PRECEDENCE.replace("scope wins,", "scope wins (engine, model, fleet),") in comments
+
+
+def commands(word: str) -> list[tuple[str, list[str]]]:
+    """(page, words) of every command that starts with the word, variables before it left out."""
+    found = []
+    for page, text in TEXTS.items():
+        lines = [line for block in blocks(text) for line in block]
+        for line in [*lines, *inline(text)]:
+            try:
+                words = shlex.split(line, comments=True)
+            except ValueError:
+                continue
+            while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+                words.pop(0)
+            if words[:1] == [word]:
+                found.append((page, words[1:]))
+    return found
+
+
+def is_taken(words: list[str]) -> bool:
+    """Whether the command has these options; nothing is run."""
+    # Options are looked up before help is shown.
+    return CliRunner().invoke(app, [*words, "--help"]).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("page", "words"), commands("controller"), ids=lambda value: " ".join(value)[:60]
+)
+def test_every_command_line_is_one_that_is_taken(page: str, words: list[str]) -> None:
+    # `…` stands for more, `a | b` for either.
+    words = [word for word in words if word not in {"…", "..."}]
+    if "|" in words:
+        at = words.index("|") - 1
+        for last in (word for word in words[at:] if word != "|"):
+            assert is_taken([*words[:at], last]), last
+    else:
+        assert is_taken(words)
+
+
+@pytest.mark.parametrize(
+    "line", ["nonsense", "explain e --nonsense", "profile --nonsense x", "override set --gama 3"]
+)
+def test_others_are_not(line: str) -> None:
+    assert not is_taken(line.split())
+
+
+def test_make_targets_are_there() -> None:
+    targets = set(re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {words[0] for _, words in commands("make") if words}
+    assert named
+    assert named <= targets
+
+
+def test_modules_that_are_run_are_there() -> None:
+    named = {words[1] for _, words in commands("python") if words[:1] == ["-m"]}
+    assert named
+    for module in named - {"sglang.launch_server"}:
+        assert find_spec(module) is not None, module
+
+
+def test_paths_of_tests_are_there() -> None:
+    for page, text in TEXTS.items():
+        for path in PATH.findall(text):
+            assert (ROOT / path).exists(), f"{page}: {path}"
+
+
+def test_links_lead_somewhere() -> None:
+    for page in PAGES:
+        text = TEXTS[page.name]
+        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text):
+            if not target.startswith(("http:", "https:")):
+                assert (page.parent / target).exists(), f"{page.name}: {target}"
+        for target, anchor in re.findall(r"\]\(([^)#\s]*)#([^)]+)\)", text):
+            if not target.startswith("http"):
+                other = (page.parent / target).read_text() if target else text
+                assert anchor in anchors(other), f"{page.name}: {target}#{anchor}"
+
+
+def test_sections_that_are_named_in_words_exist() -> None:
+    """As in: README, "Two commands", and [overrides](overrides.md), "Who may"."""
+    found = 0
+    for page in PAGES:
+        for name, section in re.findall(r'(README|\(\w+\.md\)),\s+"([^"]+)"', page.read_text()):
+            found += 1
+            other = ROOT / "README.md" if name == "README" else page.parent / name.strip("()")
+            titles = re.findall(r"^#+ (.+)$", other.read_text(), flags=re.MULTILINE)
+            titles += re.findall(r"\*\*([^*]+?)\.?\*\*", other.read_text())
+            assert section in titles, f"{page.name}: {other.name} has no section {section!r}"
+    assert found
+
+
+def anchors(text: str) -> set[str]:
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_settings_that_are_named_exist() -> None:
+    plugin = {f"SPECULATION_{name}".upper() for name in PluginSettings.model_fields}
+    known = variables() | CLIENT_VARIABLES | plugin | OTHER_VARIABLES
+    constants = {field.name for field in dataclasses.fields(PlannerSettings)}
+    for page, text in TEXTS.items():
+        for name in re.findall(r"\b(?:CONTROLLER|SPECULATION)_[A-Z0-9_]*[A-Z0-9]\b", text):
+            begins = any(one.startswith(f"{name}_") for one in known)
+            assert name in known or begins, f"{page}: {name}"
+        for name in re.findall(r"`planner\.(?!py`)(\w+)`", text):
+            assert name in constants, f"{page}: {name}"
+    assert "ready_with" in Settings.model_fields
+
+
+def test_the_pages_are_all_linked_from_the_readme() -> None:
+    linked = set(re.findall(r"\]\(docs/(\w+\.md)", TEXTS["README.md"]))
+    assert linked == {page.name for page in PAGES[1:]}

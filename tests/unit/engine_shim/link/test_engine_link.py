@@ -1,0 +1,309 @@
+"""The engine's end on a real socket pair; the test holds the agent's end."""
+
+import contextlib
+import errno
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine_shim.link import packets
+from engine_shim.link.engine_link import EngineLink
+from engine_shim.link.errors import LinkStartError
+from engine_shim.link.packets import PlanPacket, ProbeEntry, ReportPacket, RowEntry, SidecarState
+from engine_shim.link.plan_follower import Source, Steering, safe_choice
+from engine_shim.link.settings import LinkSettings
+from speculation.v1.engine_pb2 import EngineSpec
+from tests.support.fake_sidecar import engine_spec
+
+
+class Agents:
+    """Stands where the supervisor stands: hands out real sockets, starts no process."""
+
+    def __init__(self) -> None:
+        self._fresh: deque[socket.socket] = deque()
+        self.ends: list[socket.socket] = []
+        self.starts = 0
+        self.agent_pid = None
+
+    def connect(self) -> socket.socket:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.settimeout(0)
+        theirs.settimeout(0)
+        self._fresh.append(ours)
+        self.ends.append(theirs)
+        self.starts += 1
+        return theirs
+
+    def take(self) -> socket.socket | None:
+        return self._fresh.popleft() if self._fresh else None
+
+    def stop(self) -> None:
+        for end in (*self.ends, *self._fresh):
+            end.close()
+
+
+@contextlib.contextmanager
+def linked() -> Iterator[tuple[EngineLink, Agents, socket.socket]]:
+    agents = Agents()
+    agent = agents.connect()
+    safe = safe_choice(1)
+    state = Steering([(0, 0), (0, 1), (0, 3), (0, 5)], safe, 10.0)
+    link = EngineLink(agents, state)  # type: ignore[arg-type]
+    try:
+        yield link, agents, agent
+    finally:
+        link.close()
+        agents.stop()
+
+
+def plan(epoch: int, gamma: int, *, session: int = 1, probe: ProbeEntry | None = None) -> bytes:
+    row = RowEntry(64, 0, gamma, asleep=False, probe=probe)
+    return packets.encode_plan(
+        PlanPacket(session, epoch, time.monotonic_ns(), 600_000, 1, 0, (row,))
+    )
+
+
+def report(link: EngineLink, step: int) -> bool:
+    return link.report(step, 4, 400, 0, 3, (1, 1, 1, 1), 0.01, 0, 1, 0)
+
+
+def received(agent: socket.socket) -> list[ReportPacket]:
+    reports = []
+    with contextlib.suppress(BlockingIOError):
+        while data := agent.recv(4096):
+            reports.append(packets.decode_report(data))
+    return reports
+
+
+def test_the_newest_of_several_plans_is_used():
+    with linked() as (link, _, agent):
+        assert link.choose(4).source is Source.SAFE_DEFAULT
+        for epoch, gamma in [(1, 5), (2, 0), (3, 3)]:
+            agent.send(plan(epoch, gamma))
+        choice = link.choose(4)
+        assert (choice.epoch, choice.gamma, choice.source) == (3, 3, Source.PLAN)
+        assert link.status().plans_taken == 1
+
+
+def test_the_plan_in_use_again_does_not_hide_a_newer_one():
+    with linked() as (link, _, agent):
+        agent.send(plan(1, 3))
+        assert link.choose(4).gamma == 3
+        for again in (plan(2, 5), plan(1, 3)):
+            agent.send(again)
+        assert link.choose(4).gamma == 5
+        # By itself it is taken: its lease begins anew.
+        before = link.status().lease_seconds_left
+        agent.send(plan(2, 5))
+        assert link.choose(4).gamma == 5
+        assert link.status().plans_taken == 3
+        assert link.status().lease_seconds_left > before - 0.001
+
+
+def test_an_older_plan_and_one_for_another_engine_are_refused_and_counted():
+    with linked() as (link, _, agent):
+        agent.send(plan(7, 3))
+        link.choose(4)
+        agent.send(plan(6, 5))
+        assert link.choose(4).epoch == 7
+        agent.send(plan(8, 2))
+        assert link.choose(4).epoch == 7
+        assert link.status().packets_refused == 2
+
+
+def test_a_report_arrives_whole_with_what_it_was_given():
+    with linked() as (link, _, agent):
+        assert link.report(7, 4, 900, 0, 3, [0, 1, 1, 2], 0.02, packets.FIRST_USE, 5, 6, 99)
+        assert received(agent) == [
+            ReportPacket(
+                0, 3, packets.FIRST_USE, 99, 0, 4, 7, 900, 0.02, 5, 6, 0.0, 0, (0, 1, 1, 2)
+            )
+        ]
+
+
+def test_a_full_socket_drops_reports_counts_them_and_says_so_with_the_next():
+    with linked() as (link, _, agent):
+        step = 1
+        while report(link, step):
+            step += 1
+            assert step < 100_000
+        for _ in range(5):
+            assert not report(link, step)
+        before = received(agent)
+        assert len(before) == step - 1
+        assert report(link, step + 6)
+        assert report(link, step + 7)
+        assert [r.dropped_before for r in received(agent)] == [6, 0]
+        status = link.status()
+        assert (status.reports_sent, status.reports_dropped) == (step + 1, 6)
+        assert status.agent_connected
+
+
+def test_a_dead_agent_is_flagged_and_its_successor_taken_up():
+    with linked() as (link, agents, agent):
+        agent.send(plan(1, 3))
+        assert link.choose(4).gamma == 3
+        agent.close()
+        assert link.choose(4).gamma == 3
+        assert not link.status().agent_connected
+        assert link.status().sidecar is SidecarState.UNKNOWN
+        assert not report(link, 1)
+        assert not report(link, 2)
+        successor = agents.connect()
+        assert report(link, 3)
+        assert [r.dropped_before for r in received(successor)] == [2]
+        successor.send(plan(1, 5, session=2))
+        assert link.choose(4)[:2] == (0, 5)
+
+
+def test_an_agent_that_dies_with_unread_reports_is_noticed_by_the_report():
+    with linked() as (link, _, agent):
+        assert report(link, 1)
+        agent.close()
+        assert not report(link, 2)
+        assert not link.status().agent_connected
+
+
+def test_a_plan_sent_before_the_agent_closed_is_still_taken():
+    with linked() as (link, _, agent):
+        agent.send(plan(1, 3))
+        agent.close()
+        assert link.choose(4).source is Source.PLAN
+
+
+def test_the_sidecars_state_is_passed_on():
+    with linked() as (link, _, agent):
+        assert link.status().sidecar is SidecarState.UNKNOWN
+        agent.send(packets.encode_event(SidecarState.REFUSED, 3, "no drafter is listed"))
+        link.poll()
+        assert link.status().sidecar is SidecarState.REFUSED
+        assert link.status().sidecar_detail == "no drafter is listed"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (-1, 4, 400, 0, 3, (1, 1, 1, 1), 0.01, 0, 1, 0),
+        (1, 4, 400, 0, 3, (1, 1), 0.01, 0, 1, 0),
+        (1, 4, 400, 0, 65, (1,) * 66, 0.01, 0, 1, 0),
+        (1, 4, 400, 0, -1, (), 0.01, 0, 1, 0),
+        (1, 4, 400, 0, 0, (None,), 0.01, 0, 1, 0),
+        (1, 4, 400, 256, 0, (4,), 0.01, 0, 1, 0),
+        (1, 4, 400, 0, 0, (4,), "0.01", 0, 1, 0),
+        (1, 4.5, 400, 0, 0, (4,), 0.01, 0, 1, 0),
+        (1, 4, 2**64, 0, 0, (4,), 0.01, 0, 1, 0),
+    ],
+)
+def test_a_report_that_fits_no_packet_is_counted_never_raised(arguments):
+    with linked() as (link, _, agent):
+        assert not link.report(*arguments)
+        assert link.status().reports_invalid == 1
+        assert received(agent) == []
+        assert report(link, 2)
+
+
+@settings(max_examples=200)
+@given(st.lists(st.binary(min_size=1, max_size=60), max_size=6))
+def test_whatever_bytes_come_the_engine_goes_on(garbage):
+    with linked() as (link, _, agent):
+        agent.send(plan(1, 3))
+        for data in garbage:
+            agent.send(data)
+        for data in garbage:
+            agent.send(bytes([packets.VERSION, packets.PLAN]) + data)
+        assert link.choose(4).epoch == 1
+        agent.send(plan(2, 5))
+        assert link.choose(4).epoch == 2
+
+
+def test_a_broken_plan_after_a_good_one_leaves_the_good_one_in_use():
+    with linked() as (link, _, agent):
+        agent.send(plan(1, 3))
+        link.choose(4)
+        agent.send(plan(2, 5)[:-1])
+        assert link.choose(4).epoch == 1
+        assert link.status().packets_refused == 1
+
+
+def test_the_largest_plan_is_taken():
+    rows = [RowEntry(i + 1, 0, 3, asleep=False, probe=None) for i in range(packets.MAX_ROWS)]
+    with linked() as (link, _, agent):
+        largest = PlanPacket(1, 1, time.monotonic_ns(), 600_000, 1, 0, tuple(rows))
+        agent.send(packets.encode_plan(largest))
+        assert link.choose(400).gamma == 3
+
+
+def test_an_oversized_packet_is_refused():
+    with linked() as (link, _, agent):
+        agent.send(plan(1, 3) + bytes(packets.MAX_PLAN_BYTES))
+        assert link.choose(4).source is Source.SAFE_DEFAULT
+        assert link.status().packets_refused == 1
+
+
+@pytest.mark.parametrize("number", [errno.ENOBUFS, errno.EMSGSIZE, errno.ENOMEM])
+def test_an_error_of_the_moment_drops_the_report_and_keeps_the_agent(number):
+    class Failing:
+        def send(self, *_: object) -> int:
+            raise OSError(number, "now")
+
+        def recv_into(self, *_: object) -> int:
+            raise OSError(number, "now")
+
+        def close(self) -> None:
+            pass
+
+    with linked() as (link, _, _agent):
+        link.poll()
+        real, link._socket = link._socket, Failing()  # type: ignore[assignment]
+        assert not report(link, 1)
+        assert link.choose(4).source is Source.SAFE_DEFAULT
+        assert link.status().agent_connected
+        link._socket = real
+        assert report(link, 2)
+
+
+def test_after_close_reports_are_dropped_and_choices_go_on():
+    with linked() as (link, agents, agent):
+        agent.send(plan(1, 3))
+        link.choose(4)
+        link.close()
+        link.close()
+        agents.connect()
+        assert not report(link, 1)
+        assert link.choose(4).gamma == 3
+        assert not link.status().agent_connected
+
+
+def test_probes_are_counted_by_the_steps_that_choose():
+    with linked() as (link, _, agent):
+        agent.send(plan(1, 1, probe=ProbeEntry(9, 0, 5, 2)))
+        assert [link.choose(4).probe_id for _ in range(3)] == [9, 9, 0]
+
+
+@pytest.mark.parametrize(
+    ("hello", "changes", "startup_gamma", "message"),
+    [
+        (engine_spec(), {"sidecar": ""}, 3, "SPECULATION_SIDECAR is not set"),
+        (engine_spec(), {}, None, "set SPECULATION_SAFE_GAMMA"),
+        (engine_spec(), {}, 4, "safe draft length 4 is not among those of drafter 'eagle3'"),
+        (engine_spec(), {"safe_gamma": 6}, 3, "safe draft length 6"),
+        (EngineSpec(engine_id="e"), {}, 3, "0 drafters"),
+        (engine_spec("x" * packets.MAX_HELLO_BYTES), {}, 3, "cannot be sent"),
+    ],
+)
+def test_it_refuses_to_start_on_what_cannot_work(hello, changes, startup_gamma, message):
+    settings = LinkSettings(**{"sidecar": "unix:/nowhere.sock", **changes})
+    with pytest.raises(LinkStartError, match=message):
+        EngineLink.start(hello, settings, startup_gamma)
+
+
+def test_it_refuses_to_start_when_no_agent_can_be_run(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with pytest.raises(LinkStartError, match="the agent cannot be started"):
+        EngineLink.start(engine_spec(), LinkSettings(sidecar="unix:/nowhere.sock"), 3)

@@ -1,0 +1,106 @@
+"""The end of a stream, in the order that gRPC may tell it: the write fails before all is read."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+
+from engine_shim.link import packets
+from engine_shim.link.agent_socket import EnginePort
+from engine_shim.link.in_flight import SentReports
+from engine_shim.link.rate_limited_log import QuietLog
+from engine_shim.link.report_buffer import ReportBuffer
+from engine_shim.link.sidecar_client import _Session
+from engine_shim.link.wire import Translator
+from speculation.v1.service_pb2 import Received, SteerRequest, SteerResponse
+from tests.support.fake_sidecar import engine_spec, plan
+from tests.unit.engine_shim.link.test_report_buffer import report
+
+
+class EndedCall:
+    """A call whose end is known while its last message is on the way."""
+
+    def __init__(self) -> None:
+        self.refused_a_write = asyncio.Event()
+
+    async def write(self, request: SteerRequest) -> None:
+        self.refused_a_write.set()
+        raise asyncio.InvalidStateError("the call is over")
+
+    async def __aiter__(self) -> AsyncIterator[SteerResponse]:
+        await self.refused_a_write.wait()
+        for _ in range(20):  # the loop turns a few times before the message is parsed
+            await asyncio.sleep(0)
+        yield SteerResponse(plan=plan(9, 5))
+
+    async def code(self) -> grpc.StatusCode:
+        return grpc.StatusCode.UNAVAILABLE
+
+    async def details(self) -> str:
+        return "the sidecar is shutting down"
+
+
+async def test_a_plan_that_came_before_the_end_is_taken_though_a_write_failed_first():
+    engine, agent = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with engine, agent:
+        engine.settimeout(10)
+        log, buffer = QuietLog(), ReportBuffer(8)
+        port = EnginePort(agent, buffer, log, 0.0)
+        call: Any = EndedCall()
+        sent = SentReports(buffer, "session-1")
+        session = _Session(call, sent, Translator(engine_spec()), port, buffer, log)
+        code, detail = await session.run()
+        packet = packets.decode_plan(engine.recv(packets.MAX_PLAN_BYTES))
+    assert (code, detail) == (grpc.StatusCode.UNAVAILABLE, "the sidecar is shutting down")
+    assert (packet.epoch, packet.rows[0].gamma) == (9, 5)
+
+
+class TakingCall(EndedCall):
+    """A call that takes one message, and then ends with these last words."""
+
+    def __init__(self, last_words: list[SteerResponse]) -> None:
+        super().__init__()
+        self._last_words = last_words
+        self._taken = asyncio.Event()
+
+    async def write(self, request: SteerRequest) -> None:
+        self._taken.set()
+
+    async def __aiter__(self) -> AsyncIterator[SteerResponse]:
+        await self._taken.wait()
+        for _ in range(20):  # until the write is over
+            await asyncio.sleep(0)
+        for words in self._last_words:
+            yield words
+
+
+@pytest.mark.parametrize(
+    ("last_words", "again", "lost"),
+    [
+        ([], [], 3),
+        ([SteerResponse(received_so_far=Received(reports=1))], [], 2),
+        # Of a version that acknowledges nothing.
+        ([SteerResponse(plan=plan(2, 5))], [], 0),
+        ([SteerResponse(received=Received(reports=3))], [], 0),
+        ([SteerResponse(received=Received(reports=1))], [2, 3], 0),
+    ],
+)
+async def test_what_was_written_goes_out_again_only_if_the_sidecar_says_that_it_did_not_come(
+    last_words: list[SteerResponse], again: list[int], lost: int
+):
+    engine, agent = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with engine, agent:
+        log, buffer = QuietLog(), ReportBuffer(8)
+        for step in (1, 2, 3):
+            buffer.add(report(step))
+        port = EnginePort(agent, buffer, log, 0.0)
+        call: Any = TakingCall(last_words)
+        sent = SentReports(buffer, "session-1")
+        session = _Session(call, sent, Translator(engine_spec()), port, buffer, log)
+        await session.run()
+    sent.settle(received=None)
+    assert [packet.step for packet in buffer.take(8)] == again
+    assert buffer.dropped == lost

@@ -1,0 +1,206 @@
+"""What an engine has lost reaches the sidecar, whatever is dropped or restarted on the way."""
+
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine_shim.link import packets
+from engine_shim.link.engine_link import EngineLink
+from engine_shim.link.errors import PacketError
+from engine_shim.link.losses import MAX_REASON_CHARACTERS, KnownLosses, lost, reason_of
+from engine_shim.link.packets import SidecarState
+from engine_shim.link.settings import LinkSettings
+from speculation.v1.engine_pb2 import (
+    CAPABILITY_DRAFTER,
+    CAPABILITY_SLEEP,
+    EngineSpec,
+    LostCapability,
+)
+from tests.support.eventually import eventually
+from tests.support.fake_sidecar import FakeSidecar, engine_spec
+from tests.unit.engine_shim.link.test_engine_link import linked, report
+
+DRAFTER = lost(CAPABILITY_DRAFTER, "MemoryError: no room", "eagle3")
+SLEEP = lost(CAPABILITY_SLEEP, "MemoryError: no room")
+StartLink = Callable[[EngineSpec], EngineLink]
+
+
+@pytest.fixture
+def sidecar(tmp_path: Path) -> Iterator[FakeSidecar]:
+    with FakeSidecar(f"unix:{tmp_path}/s.sock") as running:
+        yield running
+
+
+@pytest.fixture
+def start_link(sidecar: FakeSidecar) -> Iterator[StartLink]:
+    links: list[EngineLink] = []
+
+    def start(spec: EngineSpec) -> EngineLink:
+        settings = LinkSettings(sidecar=sidecar.target)
+        links.append(EngineLink.start(spec, settings, startup_gamma=1))
+        eventually(lambda: steers(links[-1]), what="a session is open")
+        return links[-1]
+
+    yield start
+    for link in links:
+        link.close()
+
+
+def steers(link: EngineLink) -> bool:
+    link.poll()
+    return link.status().sidecar is SidecarState.STEERING
+
+
+def told(sidecar: FakeSidecar) -> list[list[LostCapability]]:
+    """What the messages of all streams tell of, where they tell of anything."""
+    return [list(request.lost) for request in list(sidecar.requests) if request.lost]
+
+
+def taken(agent: socket.socket) -> list[bytes]:
+    """The packets that wait at the agent's end."""
+    found: list[bytes] = []
+    while True:
+        try:
+            found.append(agent.recv(4096))
+        except BlockingIOError:
+            return found
+
+
+@given(st.binary(max_size=packets.MAX_LOST_BYTES))
+def test_a_loss_comes_back_as_it_was_sent(content: bytes):
+    assert packets.decode_lost(packets.encode_lost(content)) == content
+
+
+def test_a_loss_that_is_too_large_is_no_packet():
+    with pytest.raises(PacketError, match="limit 1024"):
+        packets.encode_lost(b"x" * 1025)
+    head = packets.encode_lost(b"")
+    with pytest.raises(PacketError, match="too many"):
+        packets.decode_lost(head + b"x" * 1025)
+
+
+@given(st.text(max_size=600))
+def test_a_reason_is_one_printable_line_that_fits_a_packet(text: str):
+    loss = lost(CAPABILITY_DRAFTER, text, "d" * 64, list(range(64)))
+    assert loss.reason.isprintable()
+    assert len(loss.reason) <= MAX_REASON_CHARACTERS
+    packets.encode_lost(loss.SerializeToString())
+
+
+def test_an_error_is_named_by_its_kind():
+    assert reason_of(MemoryError("no room")) == "MemoryError: no room"
+
+
+def test_a_loss_waits_while_the_socket_is_full():
+    with linked() as (link, _, agent):
+        step = 0
+        while report(link, step := step + 1):
+            pass
+        link.lose(DRAFTER)
+        taken(agent)
+        assert report(link, step + 1)
+        first = taken(agent)[0]
+        assert LostCapability.FromString(packets.decode_lost(first)) == DRAFTER
+        report(link, step + 2)
+        assert all(packets.kind_of(packet) == packets.REPORT for packet in taken(agent))
+
+
+def test_it_goes_out_between_steps_too():
+    with linked() as (link, _, agent):
+        while report(link, 1):
+            pass
+        link.lose(DRAFTER)
+        taken(agent)
+        link.poll()
+        assert [packets.kind_of(packet) for packet in taken(agent)] == [packets.LOST]
+
+
+def test_every_new_agent_is_told_of_all():
+    with linked() as (link, agents, agent):
+        link.lose(DRAFTER)
+        link.lose(SLEEP)
+        assert len(taken(agent)) == 2
+        agent.close()
+        report(link, 1)
+        link.poll()
+        successor = agents.connect()
+        link.poll()
+        found = [LostCapability.FromString(packets.decode_lost(p)) for p in taken(successor)]
+        assert found == [DRAFTER, SLEEP]
+
+
+def test_what_is_lost_while_there_is_no_agent_is_told_to_the_next_one():
+    with linked() as (link, agents, agent):
+        agent.close()
+        link.poll()
+        link.lose(DRAFTER)
+        successor = agents.connect()
+        assert report(link, 1)
+        assert packets.kind_of(taken(successor)[0]) == packets.LOST
+
+
+def test_the_agent_keeps_each_loss_once_and_refuses_what_is_none():
+    known = KnownLosses()
+    for loss in (DRAFTER, SLEEP, DRAFTER):
+        known.take(packets.encode_lost(loss.SerializeToString()))
+    assert known.all == [DRAFTER, SLEEP]
+    with pytest.raises(PacketError, match="no LostCapability"):
+        known.take(packets.encode_lost(b"\xff"))
+    many = [lost(CAPABILITY_DRAFTER, str(number), "eagle3") for number in range(511)]
+    for loss in many[:510]:
+        known.take(packets.encode_lost(loss.SerializeToString()))
+    with pytest.raises(PacketError, match="more than 512"):
+        known.take(packets.encode_lost(many[510].SerializeToString()))
+    known.take(packets.encode_lost(SLEEP.SerializeToString()))
+
+
+def test_a_loss_reaches_the_open_stream_at_once(sidecar, start_link):
+    link = start_link(engine_spec())
+    link.lose(DRAFTER)
+    eventually(lambda: told(sidecar) == [[DRAFTER]])
+    link.lose(SLEEP)
+    eventually(lambda: told(sidecar) == [[DRAFTER], [DRAFTER, SLEEP]])
+
+
+def test_a_sidecar_that_comes_later_hears_of_it_in_the_introduction(sidecar, start_link):
+    link = start_link(engine_spec())
+    link.lose(DRAFTER)
+    eventually(lambda: told(sidecar))
+    sidecar.stop()
+    link.lose(SLEEP)
+    sidecar.start()
+    eventually(lambda: len(sidecar.introductions) > 1, what="it introduces itself again")
+    assert list(sidecar.introductions[-1].lost) == [DRAFTER, SLEEP]
+    assert told(sidecar) == [[DRAFTER]]
+
+
+def test_an_agent_that_comes_later_is_told_and_tells(sidecar, start_link):
+    link = start_link(engine_spec())
+    link.lose(DRAFTER)
+    eventually(lambda: told(sidecar))
+    pid = link.status().agent_pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+
+    def told_again() -> bool:
+        link.poll()
+        return len(sidecar.introductions) > 1 and (
+            bool(sidecar.introductions[-1].lost) or len(told(sidecar)) > 1
+        )
+
+    eventually(told_again, what="the loss is told by the new agent")
+
+
+def test_what_was_lost_before_the_link_was_is_in_the_first_introduction(sidecar, start_link):
+    spec = engine_spec()
+    spec.lost.append(SLEEP)
+    link = start_link(spec)
+    assert list(sidecar.introductions[0].lost) == [SLEEP]
+    link.lose(DRAFTER)
+    eventually(lambda: told(sidecar) == [[DRAFTER]])

@@ -1,0 +1,262 @@
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine_shim.link import plan_follower
+from engine_shim.link.packets import PlanPacket, ProbeEntry, RowEntry
+from engine_shim.link.plan_follower import Choice, Source, Steering, safe_choice
+from speculation.v1.plan_pb2 import REGIME_MODE_COLLECT, REGIME_MODE_OFF, REGIME_MODE_ONLINE
+
+ARMS = [(0, 0), (0, 1), (0, 3), (0, 5), (1, 0), (1, 7)]
+SAFE = safe_choice(1)
+GRACE_SECONDS = 10.0
+
+
+def plan(
+    epoch: int,
+    *rows: RowEntry,
+    session: int = 1,
+    arrival: float = 0.0,
+    lease_ms: int = 2000,
+) -> PlanPacket:
+    return PlanPacket(session, epoch, int(arrival * 1e9), lease_ms, 1, 0, rows)
+
+
+def row(bound: int, gamma: int, probe: ProbeEntry | None = None) -> RowEntry:
+    return RowEntry(bound, 0, gamma, asleep=False, probe=probe)
+
+
+def steered() -> Steering:
+    return Steering(ARMS, SAFE, GRACE_SECONDS)
+
+
+def test_without_a_plan_the_safe_default_runs():
+    state = steered()
+    assert state.choose(4, 0.0) == SAFE
+    assert state.choose(4, 1e9).source is Source.SAFE_DEFAULT
+    assert state.lapses == 0
+
+
+def test_each_batch_size_gets_its_bucket_and_the_last_row_serves_all_larger_ones():
+    state = steered()
+    assert state.accept(plan(1, row(1, 5), row(8, 3), row(32, 0)), 0.0)
+    gammas = [state.choose(b, 0.1).gamma for b in (1, 2, 8, 9, 32, 33, 10_000)]
+    assert gammas == [5, 3, 3, 0, 0, 0, 0]
+
+
+def test_lease_then_grace_then_safe_default_then_steered_again():
+    state = steered()
+    state.accept(plan(1, row(8, 3)), 0.0)
+    assert state.choose(4, 1.999).source is Source.PLAN
+    assert state.choose(4, 2.0) == Choice(0, 3, False, 1, 0, Source.GRACE, 1)
+    assert state.choose(4, 11.999).source is Source.GRACE
+    assert state.choose(4, 12.0) == SAFE
+    assert state.lapses == 1
+    state.accept(plan(2, row(8, 5), arrival=20.0), 20.0)
+    assert state.choose(4, 20.0) == Choice(0, 5, False, 2, 0, Source.PLAN, 1)
+    assert state.choose(4, 22.5).source is Source.GRACE
+    assert state.lapses == 2
+
+
+def test_the_drafter_is_updated_under_a_plan_that_says_so_and_not_in_free_flight():
+    state = steered()
+    assert state.stride_at(0.0) == 0
+    for epoch, (mode, stride, expected) in enumerate(
+        [
+            (REGIME_MODE_ONLINE, 5, 5),
+            (REGIME_MODE_OFF, 0, 0),
+            (REGIME_MODE_COLLECT, 0, 0),
+            (REGIME_MODE_ONLINE, 20, 20),
+        ]
+    ):
+        rows = (row(8, 3),)
+        assert state.accept(PlanPacket(1, epoch, 0, 2000, mode, stride, rows), 0.0)
+        assert state.stride_at(1.0) == expected
+    assert state.stride_at(2.5) == 20  # grace
+    assert state.stride_at(12.0) == 0
+
+
+def test_the_lease_counts_from_the_arrival_at_the_agent():
+    state = steered()
+    state.accept(plan(1, row(8, 3), arrival=100.0), 101.5)
+    assert state.choose(1, 101.9).source is Source.PLAN
+    assert state.choose(1, 102.0).source is Source.GRACE
+
+
+def test_an_arrival_in_the_future_counts_as_now():
+    state = steered()
+    state.accept(plan(1, row(8, 3), arrival=1e6), 5.0)
+    assert state.choose(1, 7.1).source is Source.GRACE
+
+
+def test_an_older_epoch_is_refused_and_the_same_one_renews_the_lease():
+    state = steered()
+    state.accept(plan(5, row(8, 3)), 0.0)
+    assert not state.accept(plan(4, row(8, 5), arrival=1.0), 1.0)
+    assert state.choose(1, 1.0).gamma == 3
+    assert state.accept(plan(5, row(8, 3), arrival=1.5), 1.5)
+    assert state.choose(1, 3.0).source is Source.PLAN
+
+
+def test_a_new_session_begins_its_epochs_again():
+    state = steered()
+    state.accept(plan(500, row(8, 3)), 0.0)
+    assert state.accept(plan(1, row(8, 5), session=2, arrival=1.0), 1.0)
+    assert state.choose(1, 1.0)[:2] == (0, 5)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [row(8, 2), RowEntry(8, 2, 0, asleep=False, probe=None), row(8, 3, ProbeEntry(1, 1, 5, 1))],
+)
+def test_a_plan_with_an_arm_that_the_engine_lacks_changes_nothing(bad):
+    state = steered()
+    state.accept(plan(1, row(8, 3)), 0.0)
+    assert not state.accept(plan(2, row(4, 5), bad._replace(max_batch_size=9)), 0.0)
+    assert state.choose(1, 0.1).epoch == 1
+
+
+def test_a_probe_runs_for_its_steps_in_its_bucket_only():
+    state = steered()
+    state.accept(plan(1, row(4, 3), row(16, 1, ProbeEntry(77, 0, 5, 3))), 0.0)
+    chosen = [state.choose(b, 0.1) for b in (8, 2, 8, 8, 8, 8)]
+    assert [c.gamma for c in chosen] == [5, 3, 5, 5, 1, 1]
+    assert [c.probe_id for c in chosen] == [77, 0, 77, 77, 0, 0]
+
+
+def test_a_row_that_sleeps_does_so_only_in_its_steps_without_a_draft():
+    state = steered()
+    drafting = row(4, 3, ProbeEntry(1, 0, 0, 1))._replace(asleep=True)
+    plain = row(16, 0, ProbeEntry(2, 0, 3, 1))._replace(asleep=True)
+    state.accept(plan(1, drafting, plain), 0.0)
+    chosen = [state.choose(b, 0.1) for b in (2, 2, 8, 8)]
+    assert [(c.gamma, c.asleep) for c in chosen] == [(0, True), (3, False), (3, False), (0, True)]
+
+
+def test_a_renewed_plan_continues_its_probe_and_never_starts_it_again():
+    state = steered()
+    probe = ProbeEntry(77, 0, 5, 3)
+    state.accept(plan(1, row(8, 1, probe)), 0.0)
+    assert state.choose(4, 0.1).gamma == 5
+    state.accept(plan(2, row(8, 1, probe)), 0.2)
+    assert [state.choose(4, 0.3).gamma for _ in range(4)] == [5, 5, 1, 1]
+    state.accept(plan(3, row(8, 1)), 0.4)
+    state.accept(plan(4, row(8, 1, probe)), 0.5)
+    assert state.choose(4, 0.6).gamma == 1
+
+
+def test_a_new_session_may_use_a_probe_identifier_again():
+    state = steered()
+    probe = ProbeEntry(1, 0, 5, 1)
+    state.accept(plan(1, row(8, 1, probe)), 0.0)
+    assert [state.choose(4, 0.1).gamma for _ in range(2)] == [5, 1]
+    state.accept(plan(1, row(8, 1, probe), session=2), 0.2)
+    assert [state.choose(4, 0.3).gamma for _ in range(2)] == [5, 1]
+
+
+def test_a_probe_rests_during_grace_and_goes_on_with_the_next_lease():
+    state = steered()
+    probe = ProbeEntry(1, 0, 5, 2)
+    state.accept(plan(1, row(8, 1, probe)), 0.0)
+    assert state.choose(4, 0.1).gamma == 5
+    assert state.choose(4, 3.0)[1] == 1
+    state.accept(plan(2, row(8, 1, probe), arrival=4.0), 4.0)
+    assert [state.choose(4, 4.1).gamma for _ in range(2)] == [5, 1]
+
+
+def test_the_memory_of_probes_is_bounded():
+    state = steered()
+    for epoch in range(1, 10_000):
+        state.accept(plan(epoch, row(8, 1, ProbeEntry(epoch, 0, 5, 1))), 0.0)
+    assert len(state._steps_left) <= plan_follower._REMEMBERED_PROBES
+
+
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("wait"), st.sampled_from([0.0, 0.001, 0.4, 1.0, 5.0, 30.0])),
+        st.tuples(st.just("choose"), st.integers(1, 40)),
+        st.tuples(
+            st.just("plan"),
+            st.tuples(
+                st.integers(1, 2),  # session
+                st.integers(1, 6),  # epoch
+                st.sampled_from([1, 500, 3000]),  # lease_ms
+                st.sampled_from([0.0, 0.3, 4.0, -9.0]),  # age on arrival, seconds
+                st.lists(
+                    st.tuples(
+                        st.sampled_from([*ARMS, (0, 2)]),
+                        st.none() | st.tuples(st.integers(1, 4), st.integers(1, 3)),
+                    ),
+                    min_size=1,
+                    max_size=4,
+                ),
+            ),
+        ),
+    ),
+    max_size=60,
+)
+
+
+def _made(arguments, now: float) -> PlanPacket:
+    session, epoch, lease_ms, age, entries = arguments
+    rows = tuple(
+        RowEntry(
+            8 * (i + 1),
+            arm[0],
+            arm[1],
+            asleep=False,
+            probe=None if probe is None else ProbeEntry(probe[0], 0, 5, probe[1]),
+        )
+        for i, (arm, probe) in enumerate(entries)
+    )
+    return PlanPacket(session, epoch, int((now - age) * 1e9), lease_ms, 1, 0, rows)
+
+
+@given(OPERATIONS)
+def test_every_choice_is_a_row_of_the_newest_plan_within_its_lease_and_grace(operations):
+    state = steered()
+    now = 1000.0
+    newest: PlanPacket | None = None
+    lease_end = float("-inf")
+    probed: Counter[int] = Counter()
+    promised: dict[int, int] = {}
+    for operation, argument in operations:
+        if operation == "wait":
+            now += argument
+        elif operation == "plan":
+            issued = _made(argument, now)
+            usable = all((r.drafter_index, r.gamma) in ARMS for r in issued.rows)
+            same = newest is not None and newest.session == issued.session
+            fresh = not same or newest is None or issued.epoch >= newest.epoch
+            assert state.accept(issued, now) == (usable and fresh)
+            if not (usable and fresh):
+                continue
+            if not same:
+                probed.clear()
+                promised.clear()
+            for r in issued.rows:
+                if r.probe is not None:
+                    promised.setdefault(r.probe.probe_id, r.probe.steps)
+            newest = issued
+            lease_end = min(issued.arrival_ns * 1e-9, now) + issued.lease_ms * 1e-3
+        else:
+            choice = state.choose(argument, now)
+            if newest is None or now >= lease_end + GRACE_SECONDS:
+                assert choice == SAFE
+                continue
+            assert choice.source is (Source.PLAN if now < lease_end else Source.GRACE)
+            assert (choice.session, choice.epoch) == (newest.session, newest.epoch)
+            matching = [r for r in newest.rows if argument <= r.max_batch_size]
+            r = matching[0] if matching else newest.rows[-1]
+            if choice.probe_id:
+                assert r.probe is not None
+                assert choice.source is Source.PLAN
+                assert (choice.probe_id, choice.gamma) == (r.probe.probe_id, r.probe.gamma)
+                probed[choice.probe_id] += 1
+                assert probed[choice.probe_id] <= promised[choice.probe_id]
+            else:
+                assert choice[:3] == (r.drafter_index, r.gamma, r.asleep)
+                if r.probe is not None and choice.source is Source.PLAN:
+                    assert probed[r.probe.probe_id] == promised[r.probe.probe_id]

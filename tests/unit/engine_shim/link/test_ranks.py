@@ -1,0 +1,161 @@
+"""What rank 0 takes in, all ranks adopt, and then choose alike."""
+
+import pickle
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engine_shim.link import ranks
+from engine_shim.link.packets import PlanPacket, ProbeEntry, RowEntry
+from engine_shim.link.plan_follower import Source, Steering, safe_choice
+from engine_shim.link.ranks import Ranks, Update
+
+ARMS = [(0, gamma) for gamma in (0, 1, 3, 5)]
+LEASE = 10.0
+GRACE = 5.0
+
+
+class Link:
+    """Rank 0's: gives the plans it is given."""
+
+    def __init__(self) -> None:
+        self.plan: PlanPacket | None = None
+
+    def receive(self) -> PlanPacket | None:
+        plan, self.plan = self.plan, None
+        return plan
+
+
+class Engine:
+    """Three ranks; `broadcast` as SGLang does it."""
+
+    def __init__(self) -> None:
+        self.link = Link()
+        link: Any = self.link
+        self.ranks = [Ranks(Steering(ARMS, safe_choice(1), GRACE), link)]
+        self.ranks += [Ranks(Steering(ARMS, safe_choice(1), GRACE), None) for _ in range(2)]
+
+    def outgoing(self) -> list[Update]:
+        assert all(rank.outgoing() == [] for rank in self.ranks[1:])
+        return self.ranks[0].outgoing()
+
+    def broadcast(self, updates: list[Update]) -> None:
+        for rank in self.ranks:
+            # The sender gets its own list back, as from SGLang's broadcast.
+            received = updates if rank is self.ranks[0] else pickle.loads(pickle.dumps(updates))
+            for update in received:
+                rank.adopt(update)
+
+    def choose(self, batch_size: int = 1) -> tuple[int, Source]:
+        first, *others = [rank.choose(batch_size) for rank in self.ranks]
+        assert all(other == first for other in others)
+        return first.gamma, first.source
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    time = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(ranks, "monotonic", lambda: time.now)
+    return time
+
+
+def plan(epoch: int, gamma: int, now: float, probe: ProbeEntry | None = None) -> PlanPacket:
+    row = RowEntry(64, 0, gamma, asleep=False, probe=probe)
+    return PlanPacket(1, epoch, round(now * 1e9), round(LEASE * 1e3), 1, 0, (row,))
+
+
+def test_a_plan_is_chosen_from_once_all_have_it(clock: SimpleNamespace) -> None:
+    engine = Engine()
+    assert engine.outgoing() == []
+    engine.link.plan = plan(1, 5, clock.now)
+    updates = engine.outgoing()
+    assert engine.choose() == (1, Source.SAFE_DEFAULT)
+    engine.broadcast(updates)
+    assert engine.choose() == (5, Source.PLAN)
+    assert engine.outgoing() == []
+
+
+def test_a_lost_broadcast_is_sent_again_until_it_arrives(clock: SimpleNamespace) -> None:
+    engine = Engine()
+    engine.link.plan = plan(1, 5, clock.now)
+    first = engine.outgoing()
+    clock.now += 1
+    again = engine.outgoing()
+    assert [update.plan for update in again] == [update.plan for update in first]
+    engine.broadcast(again)
+    assert engine.outgoing() == []
+    # What was only held back does no harm.
+    engine.broadcast(first)
+    assert engine.choose() == (5, Source.PLAN)
+
+
+def test_a_newer_plan_overtakes_one_that_was_lost(clock: SimpleNamespace) -> None:
+    engine = Engine()
+    engine.link.plan = plan(1, 5, clock.now)
+    held_back = engine.outgoing()
+    engine.link.plan = plan(2, 3, clock.now)
+    engine.broadcast(engine.outgoing())
+    engine.broadcast(held_back)
+    assert engine.choose() == (3, Source.PLAN)
+
+
+def test_a_plan_of_an_ended_session_does_not_come_back(clock: SimpleNamespace) -> None:
+    engine = Engine()
+    engine.link.plan = plan(9, 5, clock.now)
+    held_back = engine.outgoing()
+    # A sidecar that was started again counts its plans anew.
+    engine.link.plan = replace(plan(1, 3, clock.now), session=2)
+    engine.broadcast(engine.outgoing())
+    engine.broadcast(held_back)
+    assert engine.choose() == (3, Source.PLAN)
+
+
+def test_time_passes_for_all_at_once(clock: SimpleNamespace) -> None:
+    engine = Engine()
+    engine.link.plan = plan(1, 5, clock.now)
+    engine.broadcast(engine.outgoing())
+    seen = []
+    for _ in range(40):
+        clock.now += 0.5
+        updates = engine.outgoing()
+        before = engine.choose()
+        engine.broadcast(updates)
+        seen.append(len(updates))
+        assert updates or engine.choose() == before
+    assert sum(seen) == 2
+    assert engine.choose() == (1, Source.SAFE_DEFAULT)
+    engine.link.plan = plan(2, 3, clock.now)
+    engine.broadcast(engine.outgoing())
+    assert engine.choose() == (3, Source.PLAN)
+
+
+def test_a_lapse_that_was_lost_is_told_again(clock: SimpleNamespace) -> None:
+    engine = Engine()
+    engine.link.plan = plan(1, 5, clock.now)
+    engine.broadcast(engine.outgoing())
+    clock.now += LEASE + 0.1
+    assert len(engine.outgoing()) == 1
+    clock.now += GRACE
+    engine.broadcast(engine.outgoing())
+    assert engine.choose() == (1, Source.SAFE_DEFAULT)
+    assert engine.outgoing() == []
+
+
+def test_a_copy_that_was_held_back_does_not_stop_the_clock(clock: SimpleNamespace) -> None:
+    engine = Engine()
+    engine.link.plan = plan(1, 5, clock.now)
+    held_back = engine.outgoing()
+    clock.now += LEASE + 0.1
+    again = engine.outgoing()
+    engine.broadcast([*held_back, *again])
+    engine.broadcast(engine.outgoing())
+    assert engine.choose() == (5, Source.GRACE)
+
+
+def test_the_steps_of_a_probe_are_counted_alike(clock: SimpleNamespace) -> None:
+    engine = Engine()
+    engine.link.plan = plan(1, 5, clock.now, ProbeEntry(7, 0, 3, 2))
+    engine.broadcast(engine.outgoing())
+    assert [engine.choose()[0] for _ in range(4)] == [3, 3, 5, 5]

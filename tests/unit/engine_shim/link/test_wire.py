@@ -1,0 +1,151 @@
+import pytest
+
+from engine_shim.link import packets
+from engine_shim.link.errors import UnusablePlanError
+from engine_shim.link.packets import ProbeEntry, ReportPacket, RowEntry
+from engine_shim.link.wire import Translator, session_tag
+from speculation.v1.engine_pb2 import Drafter, EngineSpec, StepFlags, StepReport
+from speculation.v1.plan_pb2 import REGIME_MODE_ONLINE, Plan, PlanRow, Probe, Regime
+
+ENGINE = EngineSpec(
+    engine_id="e",
+    drafters=[Drafter(name="eagle3", gammas=[0, 1, 3]), Drafter(name="dflash", gammas=[0, 7])],
+)
+TRANSLATOR = Translator(ENGINE)
+REPORT = ReportPacket(1, 1, 0, 5, 0, 3, 10, 900, 0.02, 4, 8, 0.25, 3, (2, 1))
+
+
+def test_a_report_names_its_drafter_and_keeps_every_number():
+    assert TRANSLATOR.report(REPORT, 5) == StepReport(
+        step=10,
+        batch_size=3,
+        kv_tokens=900,
+        drafter="dflash",
+        gamma=1,
+        accepted_counts=[2, 1],
+        step_seconds=0.02,
+        plan_epoch=4,
+        probe_id=8,
+        update_seconds=0.25,
+        draft_version=3,
+    )
+
+
+def test_flags_are_told_apart():
+    flags = packets.FIRST_USE | packets.UNSTEERED
+    message = TRANSLATOR.report(REPORT._replace(flags=flags), 5)
+    assert message.flags == StepFlags(first_use=True, unsteered=True)
+    everything = TRANSLATOR.report(REPORT._replace(flags=packets.ALL_FLAGS), 5)
+    assert all(getattr(everything.flags, f.name) for f in StepFlags.DESCRIPTOR.fields)
+
+
+def test_a_plan_of_an_earlier_session_is_not_named_to_this_one():
+    message = TRANSLATOR.report(REPORT, 6)
+    assert (message.plan_epoch, message.probe_id) == (0, 0)
+    unsaid = TRANSLATOR.report(REPORT._replace(session=0), 6)
+    assert (unsaid.plan_epoch, unsaid.probe_id) == (4, 8)
+
+
+def test_a_report_of_an_unknown_drafter_is_refused():
+    with pytest.raises(IndexError):
+        TRANSLATOR.report(REPORT._replace(drafter_index=2), 5)
+
+
+def test_a_plan_becomes_indices():
+    plan = Plan(
+        epoch=9,
+        rows=[
+            PlanRow(
+                max_batch_size=4,
+                drafter="eagle3",
+                gamma=3,
+                probe=Probe(probe_id=2, drafter="dflash", gamma=7, steps=5),
+            ),
+            PlanRow(max_batch_size=16, drafter="dflash", gamma=0, drafter_asleep=True),
+        ],
+        regime=Regime(mode=REGIME_MODE_ONLINE, stride=20),
+        lease_ms=1500,
+        draft_version=7,
+    )
+    assert TRANSLATOR.plan(plan, 5, 123) == packets.PlanPacket(
+        session=5,
+        epoch=9,
+        arrival_ns=123,
+        lease_ms=1500,
+        regime_mode=REGIME_MODE_ONLINE,
+        regime_stride=20,
+        rows=(
+            RowEntry(4, 0, 3, asleep=False, probe=ProbeEntry(2, 1, 7, 5)),
+            RowEntry(16, 1, 0, asleep=True, probe=None),
+        ),
+        draft_version=7,
+    )
+
+
+@pytest.mark.parametrize("mode", [-1, 9, 2**31 - 1])
+def test_a_regime_that_this_version_does_not_know_is_unspecified(mode):
+    plan = Plan(epoch=1, rows=[good_row()], lease_ms=1)
+    plan.regime.mode = mode
+    assert TRANSLATOR.plan(plan, 5, 0).regime_mode == 0
+
+
+def good_row() -> PlanRow:
+    return PlanRow(max_batch_size=4, drafter="eagle3", gamma=3)
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (Plan(lease_ms=1), "0 rows"),
+        (Plan(rows=[good_row()]), "no lease"),
+        (Plan(lease_ms=1, rows=[good_row(), good_row()]), "4 after 4"),
+        (Plan(lease_ms=1, rows=[PlanRow(drafter="eagle3")]), "0 after 0"),
+        (
+            Plan(lease_ms=1, rows=[PlanRow(max_batch_size=1, drafter="eagle3", gamma=7)]),
+            "did not introduce gamma 7 of drafter 'eagle3'",
+        ),
+        (
+            Plan(lease_ms=1, rows=[PlanRow(max_batch_size=1, drafter="medusa", gamma=1)]),
+            "drafter 'medusa'",
+        ),
+        (
+            Plan(
+                lease_ms=1,
+                rows=[
+                    PlanRow(max_batch_size=1, drafter="eagle3", gamma=1, drafter_asleep=True),
+                ],
+            ),
+            "with the drafter asleep",
+        ),
+        (
+            Plan(
+                lease_ms=1,
+                rows=[
+                    PlanRow(
+                        max_batch_size=1,
+                        drafter="eagle3",
+                        gamma=1,
+                        probe=Probe(probe_id=1, drafter="eagle3", gamma=3),
+                    )
+                ],
+            ),
+            "has no steps",
+        ),
+    ],
+)
+def test_a_plan_that_the_engine_cannot_run_is_refused(plan, message):
+    with pytest.raises(UnusablePlanError, match=message):
+        TRANSLATOR.plan(plan, 5, 0)
+
+
+def test_session_tags_differ_and_are_never_zero():
+    tags = {session_tag(f"session-{i}") for i in range(1000)}
+    assert len(tags) == 1000
+    assert 0 not in tags
+
+
+def test_a_lease_that_is_too_long_is_cut():
+    rows = [PlanRow(max_batch_size=4, drafter="eagle3", gamma=1)]
+    for asked, used in ((1, 1), (30_000, 30_000), (2**32 - 1, 30_000)):
+        plan = Plan(epoch=1, rows=rows, lease_ms=asked)
+        assert Translator(ENGINE, 30.0).plan(plan, 5, 0).lease_ms == used

@@ -1,0 +1,160 @@
+"""A version of the drafter goes into service between two steps, or does not, and says why."""
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine_shim.sglang.learning import deployment
+from engine_shim.sglang.learning.deployment import Deployment
+from engine_shim.sglang.learning.student import LiveDrafter
+from engine_shim.training.versions import Made, VersionError, Versions
+from tests.support.training_rounds import make_student, make_target
+
+MADE = Made(0, 0.3, 0.6, 0.4, 50, 1.0)
+
+
+class Engine:
+    """The parameters of a serving drafter, steps, and a trainer's folder."""
+
+    def __init__(self, folder: Path) -> None:
+        student = make_student(make_target())
+        parameters = {name: part.detach() for name, part in student.named_parameters()}
+        # The parameter's first values, as the engine's copy of it has them.
+        self.copied: list[float] = []
+        name = next(iter(parameters))
+
+        def refresh() -> None:
+            self.copied.append(float(parameters[name].flatten()[0]))
+
+        self.live = LiveDrafter(student.shape, parameters, student.embedding, 2, refresh=refresh)
+        self.first = {name: part.clone() for name, part in parameters.items()}
+        self.deployment = Deployment(folder, self.live)
+        self.versions = Versions(folder)
+
+    def moved(self, by: float) -> dict[str, torch.Tensor]:
+        return {name: part + by for name, part in self.first.items()}
+
+    def serves(self, by: float) -> bool:
+        wanted = self.moved(by)
+        return all(torch.equal(part, wanted[name]) for name, part in self.live.parameters.items())
+
+    def steps(self, wanted: int | None, count: int = 50) -> int:
+        """How many of them found other weights than the one before."""
+        changes = 0
+        for _ in range(count):
+            changes += self.deployment.before_step(wanted)
+            time.sleep(0.002)
+        return changes
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Engine:
+    return Engine(tmp_path / "drafter")
+
+
+def test_a_version_is_served_once_it_is_read_and_the_first_again(engine: Engine):
+    engine.versions.publish(engine.moved(1), MADE)
+    engine.versions.publish(engine.moved(2), MADE)
+    places = {name: part.data_ptr() for name, part in engine.live.parameters.items()}
+    assert engine.steps(None) == engine.steps(0) == 0
+    assert engine.steps(2) == 1
+    assert engine.serves(2)
+    assert engine.steps(1) == 1
+    assert engine.serves(1)
+    assert engine.steps(0) == 1
+    assert engine.serves(0)
+    # A graph goes on reading the same memory.
+    assert places == {name: part.data_ptr() for name, part in engine.live.parameters.items()}
+    assert engine.deployment.status() == {"version": 0, "deployed": 3, "state": "ready"}
+
+
+def test_what_the_engine_has_made_of_the_weights_is_made_anew(engine: Engine):
+    engine.versions.publish(engine.moved(1), MADE)
+    engine.steps(1)
+    engine.steps(0)
+    first = float(next(iter(engine.first.values())).flatten()[0])
+    assert engine.copied == pytest.approx([first + 1, first])
+
+
+def test_without_a_plan_what_serves_goes_on(engine: Engine):
+    engine.versions.publish(engine.moved(1), MADE)
+    engine.steps(1)
+    assert engine.steps(None) == 0
+    assert engine.serves(1)
+
+
+def test_a_plan_that_changes_its_mind_is_followed(engine: Engine):
+    for by in (1, 2):
+        engine.versions.publish(engine.moved(by), MADE)
+    engine.deployment.before_step(1)
+    engine.deployment.before_step(2)
+    assert engine.steps(2) == 1
+    assert engine.serves(2)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda found: found | {"lm_head.weight": torch.zeros(3)}, "lm_head.weight"),
+        (lambda found: found | {"lm_head.weight": found["lm_head.weight"] * torch.nan}, "number"),
+    ],
+)
+def test_what_cannot_be_used_is_said_and_what_serves_goes_on(engine: Engine, spoil, said):
+    engine.versions.publish(engine.moved(1), MADE)
+    engine.versions.publish(spoil(engine.moved(2)), MADE)
+    engine.steps(1)
+    assert engine.steps(2) == 0
+    assert engine.serves(1)
+    state = engine.deployment.status()["state"]
+    assert state.startswith("version 2 cannot be used")
+    assert said in state
+    # And the next plan is followed again.
+    assert engine.steps(0) == 1
+    assert engine.deployment.status()["state"] == "ready"
+
+
+def test_once_stopped_what_serves_goes_on_and_is_named(engine: Engine):
+    for by in (1, 2):
+        engine.versions.publish(engine.moved(by), MADE)
+    engine.steps(1)
+    engine.deployment.stop("out of memory")
+    assert engine.steps(2) == engine.steps(0) == 0
+    assert engine.serves(1)
+    assert engine.deployment.status() == {"version": 1, "deployed": 1, "state": "out of memory"}
+
+
+def test_an_error_that_nobody_thought_of_is_said(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    def fails(*_: object) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(Versions, "load", fails)
+    assert engine.steps(1) == 0
+    assert "MemoryError: no room" in engine.deployment.status()["state"]
+    # And a plan that goes back to what serves ends the matter.
+    assert engine.steps(0) == 0
+    assert engine.deployment.status()["state"] == "ready"
+
+
+def test_a_version_that_comes_late_is_taken_up(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(deployment, "_RETRY_SECONDS", 0.05)
+    assert engine.steps(1) == 0
+    assert "is not there" in engine.deployment.status()["state"]
+    engine.versions.publish(engine.moved(1), MADE)
+    assert engine.steps(1, count=100) == 1
+    assert engine.serves(1)
+
+
+def test_an_engine_that_starts_again_serves_the_plan_s_version(engine: Engine, tmp_path: Path):
+    engine.versions.publish(engine.moved(1), MADE)
+    again = Engine(tmp_path / "drafter")
+    assert again.steps(1) == 1
+    assert again.serves(1)
+
+
+def test_a_folder_of_another_drafter_is_refused(engine: Engine, tmp_path: Path):
+    for part in engine.live.parameters.values():
+        part.add_(1)
+    with pytest.raises(VersionError, match="another drafter"):
+        Deployment(tmp_path / "drafter", engine.live)

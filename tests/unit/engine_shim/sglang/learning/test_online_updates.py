@@ -1,0 +1,304 @@
+"""Which drafters can learn; and one that does, with a real trainer and no engine around it."""
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from engine_shim.sglang.errors import UnsupportedEngineError
+from engine_shim.sglang.learning.online_updates import (
+    OnlineCounters,
+    OnlineUpdates,
+    cannot_update_reason,
+)
+from engine_shim.sglang.learning.verified_step import Verification
+from engine_shim.sglang.settings import load_settings
+from engine_shim.sglang.step_reports import NO_NEWS, News
+from engine_shim.training.eagle3 import Eagle3Student
+from tests.support.eventually import eventually
+from tests.support.training_rounds import SHAPE, make_round, make_student, make_target
+
+GAMMA = 3
+
+
+def worker(name: str = "LlamaForCausalLMEagle3", **changes: Any) -> Any:
+    config = {"num_hidden_layers": 1, "rope_scaling": None} | changes
+    hot = config.pop("hot_token_id", torch.arange(40))
+    model = type(name, (), {})()
+    model.config, model.hot_token_id = SimpleNamespace(**config), hot
+    runner = SimpleNamespace(model=model)
+    return SimpleNamespace(draft_worker=SimpleNamespace(draft_runner=runner))
+
+
+def test_a_dflash_drafter_can_learn_on_a_cpu() -> None:
+    assert cannot_update_reason(worker("DFlashDraftModel", num_hidden_layers=5), "cpu", 1) is None
+    types = ["full_attention"] * 2
+    assert cannot_update_reason(worker("DFlashDraftModel", layer_types=types), "cpu", 1) is None
+
+
+@pytest.mark.parametrize("hot", [None, torch.arange(40)])
+def test_an_eagle3_drafter_of_the_whole_vocabulary_can_learn_on_a_cpu(hot: Any) -> None:
+    assert cannot_update_reason(worker(hot_token_id=hot), "cpu", 1) is None
+    default = {"rope_type": "default", "rope_theta": 1e4}
+    assert cannot_update_reason(worker(rope_scaling=default), "cpu", 1) is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "ranks", "reason"),
+    [
+        (worker("MistralForCausalLM"), "cpu", 1, "MistralForCausalLM has no student"),
+        (worker("DFlashDraftModel"), "cpu", 2, "2 ranks share the drafter's weights"),
+        (worker("DFlashDraftModel", rope_scaling={"factor": 8.0}), "cpu", 1, "are scaled"),
+        (worker("DFlashDraftModel", is_causal=True), "cpu", 1, "its blocks are causal"),
+        (
+            worker("DFlashDraftModel", layer_types=["full_attention", "sliding_attention"]),
+            "cpu",
+            1,
+            "do not see the whole context",
+        ),
+        (worker(), "cuda", 1, "on cuda it is untested"),
+        (worker(), "cpu", 2, "2 ranks share the drafter's weights"),
+        (worker(hot_token_id=torch.arange(40) * 2), "cpu", 1, "vocabulary is smaller"),
+        (worker(rope_scaling={"factor": 8.0}), "cpu", 1, "rotary positions are scaled"),
+        (worker(num_hidden_layers=2), "cpu", 1, "it has 2 layers"),
+    ],
+)
+def test_others_are_named(asked: Any, device: str, ranks: int, reason: str) -> None:
+    assert reason in str(cannot_update_reason(asked, device, ranks))
+
+
+class LlamaForCausalLMEagle3(torch.nn.Module):
+    """As much of SGLang's as is asked for."""
+
+    def __init__(self, student: Eagle3Student) -> None:
+        super().__init__()
+        self.model = student.model
+        self.model.embed_tokens = torch.nn.Embedding.from_pretrained(student.embedding)
+        vars(self.model)["num_aux_hidden_states"] = 2
+        self.lm_head = student.lm_head
+        self.hot_token_id = None
+        shape = {
+            "vocab_size": SHAPE.vocabulary,
+            "hidden_size": SHAPE.hidden,
+            "intermediate_size": SHAPE.mlp,
+            "num_attention_heads": SHAPE.heads,
+            "num_key_value_heads": SHAPE.kv_heads,
+            "head_dim": SHAPE.head_dim,
+            "num_hidden_layers": 1,
+            "max_position_embeddings": SHAPE.max_positions,
+            "rms_norm_eps": SHAPE.norm_epsilon,
+            "rope_theta": SHAPE.rope_base,
+        }
+        self.config = SimpleNamespace(**shape, rope_scaling=None, to_dict=lambda: shape)
+
+
+class Driver:
+    """Feeds one drafter's updates with steps of one request; what is accepted is made up."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
+        monkeypatch.setenv("SPECULATION_SIDECAR", "unix:/nowhere")
+        monkeypatch.setenv("SPECULATION_ONLINE_UPDATES", "1")
+        for name, value in variables.items():
+            monkeypatch.setenv(f"SPECULATION_ONLINE_{name}", value)
+        target = make_target()
+        self.model = LlamaForCausalLMEagle3(make_student(target))
+        self._rounds = [
+            make_round(target, GAMMA + 1, seed, top=SHAPE.vocabulary) for seed in range(20)
+        ]
+        runner = SimpleNamespace(model=self.model)
+        worker = SimpleNamespace(draft_worker=SimpleNamespace(draft_runner=runner))
+        assert cannot_update_reason(worker, "cpu", 1) is None
+        self.online = OnlineUpdates(worker, load_settings(), GAMMA)
+        self._steps = self._length = 0
+        self.news: list[News] = []
+
+    @property
+    def counters(self) -> OnlineCounters:
+        return self.online.counters
+
+    def weights(self) -> torch.Tensor:
+        return torch.cat([p.detach().flatten() for p in self.model.parameters()])
+
+    def request(self, rid: str) -> None:
+        """A new one."""
+        self._rid, self._length = rid, 10
+        self.online.before_prefill([rid])
+
+    def step(
+        self, accepted: int, stride: int = 1, gamma: int = GAMMA, *, by_learner: bool = True
+    ) -> None:
+        """accepted: tokens gained, 1 for none of the drafts."""
+        self.online.before_step()
+        self.news.append(self.online.news())
+        self._steps += 1
+        found = self._rounds[self._steps % len(self._rounds)]
+        logits = torch.zeros(GAMMA + 1, SHAPE.vocabulary)
+        logits.scatter_(1, found.top_tokens[0], found.top_logs[0])
+        rows = gamma + 1
+        batch: Any = SimpleNamespace(
+            reqs=[SimpleNamespace(rid=self._rid)],
+            seq_lens=torch.tensor([self._length % 40]),
+            spec_info=SimpleNamespace(draft_token=found.tokens[0][:rows]),
+        )
+        output = SimpleNamespace(
+            hidden_states=found.features[0][:rows], next_token_logits=logits[:rows]
+        )
+        result: Any = SimpleNamespace(logits_output=output, accept_lens=torch.tensor([accepted]))
+        self.online.after_verify(
+            Verification(batch, result, output.hidden_states, by_learner), stride
+        )
+        self._length += accepted
+
+    def until(
+        self, what: Callable[[], bool], accepted: int = 2, stride: int = 1, gamma: int = GAMMA
+    ) -> None:
+        """Steps until the trainer has answered."""
+
+        def done() -> bool:
+            for _ in range(10):
+                self.step(accepted, stride, gamma)
+                if what():
+                    return True
+            return False
+
+        eventually(done, within=60.0)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    made = Driver(monkeypatch, LEARNING_RATE="0.01")
+    made.request("first")
+    yield made
+    made.online.close()
+
+
+def test_it_learns_once_it_knows_what_it_would_be_compared_with(driver: Driver) -> None:
+    before = driver.weights()
+    driver.until(lambda: driver.counters.state == "ready", stride=0)
+    driver.until(lambda: driver.counters.updates > 2)
+    assert not torch.equal(driver.weights(), before)
+    shared = driver.model.get_parameter("model.embed_tokens.weight")
+    assert torch.equal(shared, make_target().model.embed_tokens.weight)
+
+
+def test_steps_are_told_of_the_updates_beside_and_before_them(driver: Driver) -> None:
+    driver.until(lambda: driver.counters.state == "ready", stride=0)
+    # The trainer was starting, and nobody asked it for anything.
+    assert set(driver.news) == {NO_NEWS}
+    driver.until(lambda: driver.counters.updates == 3, stride=60)
+    landed = [number for number, news in enumerate(driver.news) if news.seconds]
+    assert len(landed) == 3
+    assert all(driver.news[number].updating for number in landed)
+    assert driver.news[landed[-1]].seconds == driver.counters.seconds
+    # The trainer is done long before sixty steps are over.
+    assert not all(news.updating for news in driver.news[landed[0] :])
+    assert not any(news.reset for news in driver.news)
+
+
+def test_it_learns_from_rounds_without_drafts_as_well(driver: Driver) -> None:
+    driver.until(lambda: driver.counters.updates > 0)
+    before, rounds, weights = driver.counters.updates, driver.counters.rounds, driver.weights()
+    driver.until(lambda: driver.counters.updates > before + 2, accepted=1, gamma=0)
+    assert driver.counters.rounds > rounds
+    assert driver.counters.refused == 0
+    assert not torch.equal(driver.weights(), weights)
+
+
+def test_a_drafter_that_nobody_uses_learns_without_a_baseline(driver: Driver) -> None:
+    driver.until(lambda: driver.counters.state == "ready", accepted=1, stride=0, gamma=0)
+    driver.until(lambda: driver.counters.updates > 2, accepted=1, gamma=0)
+    learnt = driver.weights()
+    # Once it drafts, nothing more is learnt before what it is now has been measured.
+    updates = driver.counters.updates
+    for _ in range(150):
+        driver.step(2)
+    assert driver.counters.updates <= updates + 1
+    driver.until(lambda: driver.counters.updates > updates + 3)
+    # Had it done harm then, it would have come back to this, not to the first weights.
+    driver.until(lambda: driver.counters.restored == 1, accepted=1)
+    assert (driver.weights() - learnt).abs().max() < 0.5 * learnt.abs().max()
+
+
+def test_weights_that_somebody_else_has_set_stay(driver: Driver) -> None:
+    driver.until(lambda: driver.counters.updates > 2)
+    with torch.no_grad():
+        for parameter in driver.model.parameters():
+            parameter.mul_(0.5)
+    given = driver.weights()
+    driver.until(lambda: driver.counters.replaced == 1)
+    assert torch.equal(driver.weights(), given)
+    updates = driver.counters.updates
+    driver.until(lambda: driver.counters.updates > updates + 2)
+    # It has gone on from those: steps of 0.01 are small beside halving.
+    assert (driver.weights() - given).abs().max() < 0.2 * given.abs().max()
+    assert driver.counters.replaced == 1
+
+
+def test_a_fall_puts_the_last_good_weights_back(driver: Driver) -> None:
+    before = driver.weights()
+    driver.until(lambda: driver.counters.updates > 0)
+    driver.until(lambda: driver.counters.restored == 1, accepted=1)
+    assert torch.equal(driver.weights(), before)
+    driver.step(accepted=1)
+    assert [news.reset for news in driver.news].count(True) == 1
+    rounds = driver.counters.rounds
+    # Of a request that lived through it nothing can be concluded.
+    for _ in range(600):
+        driver.step(accepted=2)
+    assert driver.counters.rounds == rounds
+    driver.request("second")
+    driver.until(lambda: driver.counters.updates > 0 and driver.counters.rounds > rounds + 2)
+
+
+def test_what_another_drafter_drafts_is_not_held_against_it(driver: Driver) -> None:
+    driver.until(lambda: driver.counters.updates > 0)
+    rounds = driver.counters.rounds
+    for _ in range(1200):
+        driver.step(accepted=1, by_learner=False)
+    assert driver.counters.restored == 0
+    # It learns from them as from any other.
+    driver.until(lambda: driver.counters.rounds > rounds)
+
+
+def test_what_nobody_has_judged_goes_with_the_trainer(driver: Driver) -> None:
+    before = driver.weights()
+    driver.until(lambda: driver.counters.updates > 0)
+    driver.online._process.kill()
+    driver.until(lambda: "has ended" in driver.counters.state, stride=0)
+    assert torch.equal(driver.weights(), before)
+    driver.step(accepted=2)  # and steps go on
+
+
+def test_each_request_begins_with_the_first_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(monkeypatch, SCOPE="request")
+    try:
+        before = driver.weights()
+        driver.request("first")
+        driver.until(lambda: driver.counters.updates > 1)
+        assert not torch.equal(driver.weights(), before)
+        driver.request("second")
+        assert torch.equal(driver.weights(), before)
+        assert driver.counters.resets == 1
+        driver.step(accepted=2)
+        driver.request("third")
+        driver.step(accepted=2)
+        # The first request is one, too.
+        assert [news.reset for news in driver.news].count(True) == 3
+        # Also when the trainer was busy with the first one's last round.
+        driver.until(lambda: driver.counters.updates > 3)
+    finally:
+        driver.online.close()
+
+
+def test_a_drafter_of_other_parameters_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = LlamaForCausalLMEagle3.__init__
+
+    def made_otherwise(self: LlamaForCausalLMEagle3, student: Eagle3Student) -> None:
+        make(self, student)
+        self.lm_head = torch.nn.Linear(SHAPE.hidden, SHAPE.vocabulary + 1, bias=False)
+
+    monkeypatch.setattr(LlamaForCausalLMEagle3, "__init__", made_otherwise)
+    with pytest.raises(UnsupportedEngineError, match=r"its lm_head.weight is \(41, 32\)"):
+        Driver(monkeypatch)

@@ -1,0 +1,240 @@
+"""What the engine's thread does to signal_collector, without an engine around it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Event
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from engine_shim.sglang.learning import signal_collector
+from engine_shim.sglang.learning.signal_collector import ROUNDS, Collector, FinalStates
+from engine_shim.sglang.learning.signal_runs import Canvas, Runs
+from engine_shim.sglang.learning.verified_step import Verification
+from engine_shim.sglang.settings import PluginSettings
+from engine_shim.training.signals import Signal, SignalStore
+from tests.support.eventually import eventually
+
+GAMMA, STEPS, ACCEPTED = 3, 12, 3
+WIDTH, VOCABULARY = 8, 20
+
+
+def verification(step: int, *, by_learner: bool = True) -> Verification:
+    rows = GAMMA + 1
+    batch: Any = SimpleNamespace(
+        reqs=[SimpleNamespace(rid="one")],
+        seq_lens=torch.tensor([100 + step * ACCEPTED]),
+        spec_info=SimpleNamespace(draft_token=torch.arange(rows) + step),
+    )
+    output = SimpleNamespace(next_token_logits=torch.randn(rows, VOCABULARY))
+    result: Any = SimpleNamespace(logits_output=output, accept_lens=torch.tensor([ACCEPTED]))
+    return Verification(batch, result, torch.randn(rows, WIDTH), by_learner)
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> PluginSettings:
+    return PluginSettings(signals_folder=str(tmp_path), signals_top=4)
+
+
+@pytest.fixture
+def collector(settings: PluginSettings) -> Iterator[Collector]:
+    made = Collector(settings, None)
+    yield made
+    made.close()
+
+
+def kept(folder: Path) -> list[Signal]:
+    return list(SignalStore(folder, 1 << 20).read())
+
+
+class SlowRuns(Runs):
+    """Reads nothing until it may."""
+
+    def __init__(self) -> None:
+        super().__init__(top=4)
+        self.may = Event()
+
+    def read(self, canvases: Any) -> list[Signal]:
+        assert self.may.wait(120)
+        return super().read(canvases)
+
+
+def read_slowly(settings: PluginSettings, rounds: int) -> tuple[Collector, SlowRuns]:
+    """So many rounds, the first batch of which is being read."""
+    collector = Collector(settings, None)
+    slow = collector._runs = SlowRuns()
+    for step in range(rounds):
+        collector.after_verify(verification(step), collecting=True)
+        if step == ROUNDS - 1:
+            eventually(collector._queue.empty, what="the first batch is being read")
+    return collector, slow
+
+
+class FailingRuns(SlowRuns):
+    """Out of memory at every read, once it may."""
+
+    reads = 0
+
+    def read(self, canvases: Any) -> list[Signal]:
+        assert self.may.wait(120)
+        self.reads += 1
+        raise RuntimeError(f"no room for {len(canvases)} rounds")
+
+
+@pytest.mark.parametrize(
+    ("by_learner", "accepted", "tried"),
+    [(True, STEPS * (ACCEPTED - 1), STEPS * ACCEPTED), (False, 0, 0)],
+)
+def test_only_the_learners_own_drafts_are_counted(
+    tmp_path: Path, collector: Collector, *, by_learner: bool, accepted: int, tried: int
+) -> None:
+    """Positions are kept whoever drafted them."""
+    for step in range(STEPS):
+        collector.after_verify(verification(step, by_learner=by_learner), collecting=True)
+    collector.close()
+    (signal,) = kept(tmp_path)
+    assert (signal.start, len(signal.tokens)) == (100, STEPS * ACCEPTED)
+    assert (signal.accepted, signal.tried) == (accepted, tried)
+
+
+def test_what_sglang_writes_into_its_buffers_afterwards_is_not_collected(
+    tmp_path: Path, collector: Collector
+) -> None:
+    wanted, likeliest = [], []
+    for step in range(STEPS):
+        found = verification(step)
+        wanted.append(found.features[:ACCEPTED].bfloat16())
+        likeliest.append(found.logits[:ACCEPTED].argmax(-1))
+        collector.after_verify(found, collecting=True)
+        for buffer in (found.tokens, found.features, found.logits):
+            buffer.fill_(7)
+        found.batch.seq_lens.fill_(7)
+        found.result.accept_lens.fill_(1)
+    collector.close()
+    (signal,) = kept(tmp_path)
+    assert torch.equal(signal.features, torch.cat(wanted))
+    assert torch.equal(signal.top_tokens[:, 0].long(), torch.cat(likeliest))
+    assert torch.equal(signal.tokens, torch.cat([torch.arange(3) + s for s in range(STEPS)]))
+
+
+def test_the_end_of_the_regime_ends_the_runs_and_they_are_written(
+    tmp_path: Path, collector: Collector
+) -> None:
+    assert not collector.status()["open"]
+    for step in range(STEPS):
+        collector.after_verify(verification(step), collecting=True)
+    assert collector.status()["open"]
+    assert kept(tmp_path) == []
+    collector.after_verify(verification(STEPS), collecting=False)
+    eventually(lambda: collector.status()["signals"] == 1, what="the signal is written")
+    assert not collector.status()["open"]
+    assert [len(signal.tokens) for signal in kept(tmp_path)] == [STEPS * ACCEPTED]
+
+
+def test_rounds_that_are_large_do_not_wait_for_others(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    runs = collector._runs
+
+    def counting(canvases: list[Canvas]) -> list[Signal]:
+        read.append(len(canvases))
+        return Runs.read(runs, canvases)
+
+    monkeypatch.setattr(runs, "read", counting)
+    size = (GAMMA + 1) * (WIDTH + VOCABULARY) * 4
+    monkeypatch.setattr(signal_collector, "CANVAS_BYTES", 5 * size)
+    for step in range(STEPS):
+        collector.after_verify(verification(step), collecting=True)
+        eventually(lambda: not collector._queue.unfinished_tasks, what="it has been read")
+    assert read == [5, 5]
+
+
+def test_rounds_that_cannot_be_read_in_time_are_dropped_and_counted(
+    tmp_path: Path, settings: PluginSettings
+) -> None:
+    """The engine's thread never waits; what was read before and after is kept, and no gap in it."""
+    # One batch being read, two waiting, and two that find no room.
+    collector, slow = read_slowly(settings, 5 * ROUNDS)
+    assert collector.status()["unread"] == 2 * ROUNDS
+    slow.may.set()
+    eventually(lambda: not collector._queue.unfinished_tasks, what="the queue is empty")
+    for step in range(5 * ROUNDS, 6 * ROUNDS):
+        collector.after_verify(verification(step), collecting=True)
+    collector.close()
+    found = [(signal.start, len(signal.tokens)) for signal in kept(tmp_path)]
+    assert found == [
+        (100, 3 * ROUNDS * ACCEPTED),
+        (100 + 5 * ROUNDS * ACCEPTED, ROUNDS * ACCEPTED),
+    ]
+
+
+def test_an_end_that_finds_no_room_is_said_again(tmp_path: Path, settings: PluginSettings) -> None:
+    collector, slow = read_slowly(settings, 3 * ROUNDS)
+    collector.after_verify(verification(3 * ROUNDS), collecting=False)
+    assert collector._open
+    slow.may.set()
+    eventually(lambda: not collector._queue.unfinished_tasks, what="the queue is empty")
+    collector.after_verify(verification(3 * ROUNDS + 1), collecting=False)
+    eventually(lambda: not collector.status()["open"], what="the runs are over")
+    collector.close()
+    assert [len(signal.tokens) for signal in kept(tmp_path)] == [3 * ROUNDS * ACCEPTED]
+
+
+def test_when_reading_fails_nothing_more_is_collected_and_the_state_says_why(
+    settings: PluginSettings, caplog: pytest.LogCaptureFixture
+) -> None:
+    collector = Collector(settings, None)
+    runs = collector._runs = FailingRuns()
+    for step in range(2 * ROUNDS + 3):
+        collector.after_verify(verification(step), collecting=True)
+    runs.may.set()
+    wanted = f"RuntimeError: no room for {ROUNDS} rounds"
+    eventually(lambda: collector.status()["state"] == wanted, what="it has failed")
+    eventually(lambda: not collector.status()["open"], what="nothing waits")
+    collector.after_verify(verification(2 * ROUNDS + 3), collecting=True)
+    assert collector._canvases == []
+    # What waited then is not read: who knows what a run holds by now.
+    assert runs.reads == 1
+    assert "training signals are kept no more" in caplog.text
+    collector.close()
+    assert collector.status()["state"] == wanted
+
+
+def test_after_an_error_of_the_engines_thread_what_was_read_is_written(
+    tmp_path: Path, collector: Collector
+) -> None:
+    for step in range(ROUNDS + 3):
+        collector.after_verify(verification(step), collecting=True)
+    collector.give_up("RuntimeError: no memory")
+    eventually(lambda: collector.status()["signals"] == 1, what="the signal is written")
+    collector.after_verify(verification(ROUNDS + 3), collecting=True)
+    collector.close()
+    collector.close()
+    assert [len(signal.tokens) for signal in kept(tmp_path)] == [ROUNDS * ACCEPTED]
+    assert collector.status()["state"] == "RuntimeError: no memory"
+
+
+def test_last_hidden_states_of_another_pass_are_refused() -> None:
+    """SGLang's head gets the hidden states as its second argument."""
+
+    class Target(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.logits_processor = Processor()
+
+    class Processor(torch.nn.Module):
+        def forward(self, _: Any, states: torch.Tensor) -> torch.Tensor:
+            return states
+
+    target = Target()
+    final = FinalStates(target)
+    with pytest.raises(RuntimeError, match="not those of this round"):
+        final.of(4)
+    states = torch.randn(4, WIDTH)
+    target.logits_processor(None, states)
+    assert final.of(4) is states
+    with pytest.raises(RuntimeError, match="not those of this round"):
+        final.of(3)

@@ -1,0 +1,49 @@
+"""Run in SGLang's environment: resolves configurations as a launcher would, without launching.
+
+Reads a JSON list of ServerArgs keyword arguments on stdin, writes a JSON list of what came of them.
+DEVICE_MIB: memory of a card that SGLang is to believe in.
+"""
+
+import json
+import os
+import sys
+
+from sglang.srt.arg_groups import memory_hook
+from sglang.srt.arg_groups.overrides import resolving_view
+from sglang.srt.plugins import load_plugins
+from sglang.srt.server_args import ServerArgs
+
+from engine_shim.sglang import sglang_api
+
+SHOWN = (
+    "speculative_adaptive",
+    "speculative_algorithm",
+    "speculative_num_steps",
+    "speculative_eagle_topk",
+    "speculative_num_draft_tokens",
+)
+
+
+def main() -> None:
+    load_plugins()
+    mebibytes = os.environ.get("DEVICE_MIB")
+    if mebibytes:
+        memory_hook.get_device_memory_capacity = lambda *_: int(mebibytes)
+    results = []
+    for arguments in json.load(sys.stdin):
+        try:
+            args = ServerArgs(**arguments)
+            args.resolve_once()
+            view = resolving_view(args)
+            found = {name: getattr(view, name) for name in SHOWN}
+            if mebibytes:
+                found["mem_fraction_static"] = view.mem_fraction_static
+                found["largest_graph_batch"] = sglang_api.largest_graph_batch(args)
+            results.append(found)
+        except Exception as error:  # noqa: BLE001 - whatever SGLang raises is the result
+            results.append({"error": f"{type(error).__name__}: {error}"})
+    print("\n" + json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

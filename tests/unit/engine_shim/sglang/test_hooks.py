@@ -1,0 +1,374 @@
+"""What goes wrong in the plugin does not go wrong in the engine."""
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from engine_shim.link.plan_follower import Choice, Source
+from engine_shim.sglang.drafters.idle_kv import SleepCounters
+from engine_shim.sglang.hooks import Session
+from engine_shim.sglang.learning.online_updates import OnlineCounters
+from engine_shim.sglang.learning.verified_step import Verification
+from engine_shim.sglang.settings import PluginSettings
+from engine_shim.sglang.step_reports import NO_NEWS, News
+from speculation.v1.engine_pb2 import Capability, LostCapability
+
+
+class Mode:
+    """A forward mode."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def is_idle(self) -> bool:
+        return self.name == "idle"
+
+    def is_extend(self) -> bool:
+        return self.name == "extend"
+
+
+class Sleep:
+    """Records what it is asked, or fails at it."""
+
+    def __init__(self, failing: str = "") -> None:
+        self.failing = failing
+        self.counters = SleepCounters()
+        self.calls: list[str] = []
+
+    def _note(self, call: str) -> None:
+        self.calls.append(call)
+        if call.startswith(self.failing or "nothing"):
+            raise RuntimeError("out of memory")
+
+    def before_step(self, batch: Any, *, asleep: bool) -> None:
+        self._note(f"before {'asleep' if asleep else 'awake'}")
+
+    def sleep_through(self, batch: Any, result: Any) -> None:
+        self._note("through")
+
+    def forget(self, requests: Any) -> None:
+        self._note("forget")
+
+
+class Online:
+    """Records what it is asked, or fails at it."""
+
+    def __init__(self, failing: str = "") -> None:
+        self.failing = failing
+        self.counters = OnlineCounters()
+        self.calls: list[str] = []
+        self.over = ""
+
+    def _note(self, call: str) -> None:
+        self.calls.append(call)
+        if call.split(maxsplit=1)[0] == self.failing:
+            raise RuntimeError("out of memory")
+
+    def before_prefill(self, request_ids: list[str]) -> None:
+        self._note("prefill")
+
+    def before_step(self) -> None:
+        self._note("step")
+
+    def news(self) -> News:
+        return News(updating=True, reset=False, seconds=0.5)
+
+    def after_verify(self, found: Verification, stride: int) -> None:
+        self._note(f"verified {stride}")
+
+    def close(self, why: str) -> None:
+        self.failing = ""
+        self.counters.state = self.over = why
+
+
+def session(*, asleep: bool, failing: str = "", gamma: int = 0) -> Any:
+    made: Any = Session(PluginSettings())
+    choice = Choice(0, gamma, asleep, 1, 0, Source.PLAN, 0)
+    made._policy = SimpleNamespace(decide=lambda _: choice)
+    made._sleep = Sleep(failing)
+    return made
+
+
+def batch(mode: str = "decode") -> Any:
+    return SimpleNamespace(
+        forward_mode=Mode(mode),
+        is_extend_in_batch=mode == "extend",
+        forward_iter=1,
+        reqs=[],
+        seq_lens=SimpleNamespace(shape=(1,)),
+        seq_lens_sum=10,
+    )
+
+
+class Link:
+    """Keeps what it is to tell the sidecar."""
+
+    def __init__(self, made: Any) -> None:
+        self.told: list[tuple[str, str]] = []
+        made._losses.report_by(self)
+
+    def lose(self, loss: LostCapability) -> None:
+        self.told.append((Capability.Name(loss.capability), loss.reason))
+
+
+def run_step(made: Any, mode: str = "decode") -> tuple[Any, bool]:
+    """One forward with its draft-extend; gives the result and whether the drafter worked."""
+    worked: list[bool] = []
+
+    def forward(worker: Any, batch: Any, **_: Any) -> Any:
+        result = SimpleNamespace(logits_output=SimpleNamespace(hidden_states=torch.zeros(4, 6)))
+        if mode == "decode":
+            made.around_draft_extend(lambda *_: worked.append(True), None, batch, result)
+        return result
+
+    return made.around_forward(forward, None, batch(mode)), bool(worked)
+
+
+def test_a_step_that_sleeps_skips_the_draft_extend() -> None:
+    made = session(asleep=True)
+    result, worked = run_step(made)
+    assert not worked
+    assert result.speculation_launch.asleep
+    assert made._sleep.calls == ["before asleep", "through"]
+
+
+@pytest.mark.parametrize(("asleep", "gamma"), [(False, 0), (False, 3), (True, 3)])
+def test_a_step_that_drafts_or_stays_awake_does_not_sleep(asleep: bool, gamma: int) -> None:
+    made = session(asleep=asleep, gamma=gamma)
+    result, worked = run_step(made)
+    assert worked
+    assert not result.speculation_launch.asleep
+    assert made._sleep.calls == ["before awake"]
+
+
+@pytest.mark.parametrize("failing", ["before", "through"])
+def test_a_failure_to_sleep_keeps_the_drafter_awake_for_good(
+    failing: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = session(asleep=True, failing=failing)
+    link = Link(made)
+    with caplog.at_level(logging.ERROR):
+        result, worked = run_step(made)
+    assert worked
+    assert not result.speculation_launch.asleep
+    assert made.status()["sleep"] is None
+    assert "stays awake" in caplog.text
+    _, worked = run_step(made)
+    assert worked
+    assert link.told == [("CAPABILITY_SLEEP", "RuntimeError: out of memory")]
+
+
+def test_a_prefill_is_no_step_but_wakes_its_requests() -> None:
+    made = session(asleep=True)
+    result, _ = run_step(made, "extend")
+    assert made._sleep.calls == ["forget"]
+    assert not hasattr(result, "speculation_launch")
+
+
+def test_a_drafter_learns_from_every_step_awake_or_asleep() -> None:
+    made = session(asleep=False, gamma=3)
+    made._online, made._ranks = Online(), SimpleNamespace(stride=lambda: 5, collects=lambda: False)
+    result, _ = run_step(made)
+    assert made._online.calls == ["step", "verified 5"]
+    assert result.speculation_launch.news == made._online.news() != NO_NEWS
+    run_step(made, "extend")
+    assert made._online.calls[2:] == ["prefill"]
+    made._policy.decide = lambda _: Choice(0, 0, True, 1, 0, Source.PLAN, 0)
+    run_step(made)
+    assert made._online.calls[3:] == ["step", "verified 5"]
+
+
+@pytest.mark.parametrize("failing", ["prefill", "step", "verified"])
+def test_a_failure_to_learn_ends_the_learning_and_nothing_else(
+    failing: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = session(asleep=False, gamma=3)
+    made._online = Online(failing)
+    link = Link(made)
+    made._ranks = SimpleNamespace(stride=lambda: 1, collects=lambda: False)
+    run_step(made, "extend")
+    _, worked = run_step(made)
+    assert worked
+    assert made.status()["online"]["state"] == "RuntimeError: out of memory"
+    assert "an online update of the drafter failed" in caplog.text
+    _, worked = run_step(made)
+    assert worked
+    assert link.told == [("CAPABILITY_UPDATE_ONLINE", "RuntimeError: out of memory")]
+
+
+def test_a_trainer_that_ends_by_itself_is_reported() -> None:
+    made = session(asleep=False, gamma=3)
+    made._online = Online()
+    made._ranks = SimpleNamespace(stride=lambda: 1, collects=lambda: False)
+    link = Link(made)
+    run_step(made)
+    assert link.told == []
+    made._online.over = "the trainer has ended with status -9"
+    run_step(made)
+    run_step(made)
+    assert link.told == [("CAPABILITY_UPDATE_ONLINE", "the trainer has ended with status -9")]
+    (status,) = made.status()["lost"]
+    assert (status["capability"], status["reason"]) == link.told[0]
+
+
+def test_an_idle_forward_and_an_engine_that_starts_up_pass_through() -> None:
+    made = session(asleep=True)
+    run_step(made, "idle")
+    assert made._sleep.calls == []
+    starting: Any = Session(PluginSettings())
+    result, worked = run_step(starting)
+    assert worked
+    assert not hasattr(result, "speculation_launch")
+
+
+def test_a_failure_to_report_stops_reports_and_nothing_else(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(*_: Any) -> None:
+        raise ValueError("nobody thought of this")
+
+    made = session(asleep=False, gamma=3)
+    made._tap = SimpleNamespace(settle=fail)
+    link = Link(made)
+    result, _ = run_step(made)
+    assert made.status()["reporting"]
+    with caplog.at_level(logging.ERROR):
+        tokens = made.around_resolve(lambda *_: [[1, 2]], None, result, batch())
+    assert tokens == [[1, 2]]
+    assert not made.status()["reporting"]
+    assert "no longer reported" in caplog.text
+    assert link.told == [("CAPABILITY_REPORT", "ValueError: nobody thought of this")]
+    assert made.around_resolve(lambda *_: [[3]], None, result, batch()) == [[3]]
+
+
+def test_results_of_other_forwards_are_not_reported() -> None:
+    made = session(asleep=False)
+    made._tap = SimpleNamespace(settle=pytest.fail)
+    assert made.around_resolve(lambda *_: [[1]], None, SimpleNamespace(), batch()) == [[1]]
+
+
+def test_context_lengths_that_only_the_requests_know_are_read_before_they_change() -> None:
+    made = session(asleep=False, gamma=3)
+    seen: list[int] = []
+    made._tap = SimpleNamespace(settle=lambda launch, _: seen.append(launch.kv_tokens))
+    result, _ = run_step(made)
+    result.speculation_launch.kv_tokens = None
+    request = SimpleNamespace(kv=SimpleNamespace(kv_committed_len=7))
+
+    def commit(*_: Any) -> list[list[int]]:
+        request.kv.kv_committed_len += 4
+        return [[1]]
+
+    made.around_resolve(commit, None, result, SimpleNamespace(reqs=[request]))
+    assert seen == [7]
+
+
+class Signals:
+    """Records whether it is to collect, or fails at it."""
+
+    def __init__(self, *, failing: bool = False) -> None:
+        self.failing = failing
+        self.collecting: list[bool] = []
+        self.found: list[Verification] = []
+        self.why = "ready"
+        self.over = ""
+
+    def after_verify(self, found: Verification, *, collecting: bool) -> None:
+        self.collecting.append(collecting)
+        self.found.append(found)
+        if self.failing:
+            raise RuntimeError("out of memory")
+
+    def status(self) -> dict[str, Any]:
+        return {"state": self.why}
+
+    def give_up(self, why: str) -> None:
+        self.failing, self.why, self.over = False, why, why
+
+
+@pytest.mark.parametrize("asleep", [True, False])
+def test_what_every_step_has_verified_is_offered_for_collection(asleep: bool) -> None:
+    made = session(asleep=asleep, gamma=0)
+    made._collector = Signals()
+    for collects in (True, False):
+        made._ranks = SimpleNamespace(stride=lambda: 0, collects=lambda: collects)  # noqa: B023
+        run_step(made)
+    assert made._collector.collecting == [True, False]
+
+
+def test_a_failure_to_collect_ends_the_collecting_and_nothing_else(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    made = session(asleep=False, gamma=3)
+    made._collector = Signals(failing=True)
+    link = Link(made)
+    made._ranks = SimpleNamespace(stride=lambda: 0, collects=lambda: True)
+    _, worked = run_step(made)
+    assert worked
+    assert made.status()["signals"] == {"state": "RuntimeError: out of memory"}
+    assert "training signals are kept no more" in caplog.text
+    assert link.told == [("CAPABILITY_COLLECT", "RuntimeError: out of memory")]
+
+
+def test_versions_that_cannot_be_served_any_more_are_reported() -> None:
+    class Deployment:
+        counters = SimpleNamespace(version=3)
+
+        def before_step(self, wanted: int) -> bool:
+            raise RuntimeError("out of memory")
+
+        def stop(self, why: str) -> None:
+            assert why == "RuntimeError: out of memory"
+
+    made = session(asleep=False, gamma=3)
+    made._deployment = Deployment()
+    made._ranks = SimpleNamespace(draft_version=lambda: 4)
+    link = Link(made)
+    assert made._news().version == 3
+    made._news()
+    assert link.told == [("CAPABILITY_TAKE_VERSIONS", "RuntimeError: out of memory")]
+
+
+class Second:
+    """A second drafter that reads the last two columns, and may fail to draft."""
+
+    def __init__(self, *, drafts: bool) -> None:
+        self._drafts = drafts
+
+    def draft(self, *_: Any) -> Any:
+        return "a chain" if self._drafts else None
+
+    def split(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return hidden[:, :-2], hidden[:, -2:]
+
+    def follow(self, _: Any, result: Any, __: Any) -> None:
+        output = result.logits_output
+        output.hidden_states, _ = self.split(output.hidden_states)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "drafts", "by_learner"), [(0, True, True), (1, True, False), (1, False, True)]
+)
+def test_beside_a_second_drafter_the_own_one_learns(
+    chosen: int, drafts: bool, by_learner: bool
+) -> None:
+    """From the columns it reads itself; and it is told whose drafts were verified."""
+    made = session(asleep=False, gamma=3)
+    made._policy = SimpleNamespace(decide=lambda _: Choice(chosen, 3, False, 1, 0, Source.PLAN, 0))
+    made._second, made._collector = Second(drafts=drafts), Signals()
+    made._ranks = SimpleNamespace(stride=lambda: 0, collects=lambda: True)
+
+    def forward(_: Any, found: Any, **__: Any) -> Any:
+        output = SimpleNamespace(hidden_states=torch.arange(24.0).view(4, 6))
+        result = SimpleNamespace(logits_output=output)
+        made.around_draft(lambda *_: "the own chain", None, found)
+        made.around_draft_extend(lambda *_: None, None, found, result)
+        return result
+
+    made.around_forward(forward, None, batch())
+    (found,) = made._collector.found
+    assert found.by_learner is by_learner
+    assert torch.equal(found.features, torch.arange(24.0).view(4, 6)[:, :4])

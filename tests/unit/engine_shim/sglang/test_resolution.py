@@ -1,0 +1,175 @@
+"""What SGLang's own configuration makes of the plugin, without starting an engine."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.engine import DFLASH, DRAFT, TARGET, environment
+from tests.unit.engine_shim.sglang import resolve_probe
+
+pytestmark = [pytest.mark.slow]
+
+COMMON = {
+    "model_path": str(TARGET),
+    "device": "cpu",
+    "dtype": "float32",
+    "disable_cuda_graph": True,
+}
+EAGLE3 = COMMON | {
+    "speculative_algorithm": "EAGLE3",
+    "speculative_draft_model_path": str(DRAFT),
+}
+LONE = COMMON | {
+    "speculative_algorithm": "DFLASH",
+    "speculative_draft_model_path": str(DFLASH),
+}
+ACCEPTED: dict[str, dict[str, Any]] = {
+    "only the algorithm": EAGLE3,
+    "chosen steps": EAGLE3 | {"speculative_num_steps": 5},
+    "static flags": EAGLE3
+    | {
+        "speculative_num_steps": 2,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": 3,
+    },
+    "adaptive by hand": EAGLE3 | {"speculative_adaptive": True},
+    "nextn": EAGLE3 | {"speculative_algorithm": "NEXTN"},
+    "dflash": LONE,
+    "dflash with its block": LONE | {"speculative_num_draft_tokens": 8},
+}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no speculation": (COMMON, "--speculative-algorithm is None"),
+    "another algorithm": (
+        COMMON | {"speculative_algorithm": "NGRAM"},
+        "--speculative-algorithm is NGRAM",
+    ),
+    "own file": (
+        EAGLE3 | {"speculative_adaptive": True, "speculative_adaptive_config": "own.json"},
+        "--speculative-adaptive-config and SPECULATION_SIDECAR exclude each other",
+    ),
+    "trees": (EAGLE3 | {"speculative_eagle_topk": 4}, "--speculative-eagle-topk 4"),
+    "other steps": (
+        EAGLE3 | {"speculative_num_steps": 4},
+        "--speculative-num-steps 4 is not among SPECULATION_GAMMAS 0,1,2,3,5,7",
+    ),
+    "pipeline parallel": (EAGLE3 | {"pp_size": 2}, "--pipeline-parallel-size 2: only 1"),
+    "data-parallel attention": (
+        EAGLE3 | {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True},
+        "data-parallel attention is not supported",
+    ),
+    "data parallel": (EAGLE3 | {"dp_size": 2}, "--data-parallel-size 2: only 1 is supported"),
+    "dflash in pages": (LONE | {"page_size": 16}, "--page-size 16 is untested with it"),
+    "dflash with a window": (
+        LONE | {"speculative_draft_window_size": 64},
+        "--speculative-draft-window-size is untested",
+    ),
+    "dflash without a model": (
+        COMMON | {"speculative_algorithm": "DFLASH"},
+        "--speculative-algorithm DFLASH needs --speculative-draft-model-path",
+    ),
+    "dflash for prefill": (
+        LONE | {"disaggregation_mode": "decode"},
+        "--disaggregation-mode does not hand over its cache",
+    ),
+    "two-batch overlap": (
+        EAGLE3 | {"enable_two_batch_overlap": True},
+        "enable_two_batch_overlap=True is not supported",
+    ),
+}
+
+
+def resolve(
+    folder: Path, asked: dict[str, dict[str, Any]], **variables: str
+) -> dict[str, dict[str, Any]]:
+    done = subprocess.run(
+        [sys.executable, resolve_probe.__file__],
+        input=json.dumps(list(asked.values())),
+        env=environment(folder, variables),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    results: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return dict(zip(asked, results, strict=True))
+
+
+@pytest.fixture(scope="module")
+def resolved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    folder: Path = tmp_path_factory.mktemp("resolution")
+    asked = ACCEPTED | {name: arguments for name, (arguments, _) in REFUSED.items()}
+    return resolve(folder, asked, SPECULATION_SIDECAR="unix:/nowhere")
+
+
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [
+        ("only the algorithm", 3),
+        ("chosen steps", 5),
+        ("static flags", 2),
+        ("adaptive by hand", 3),
+        ("nextn", 3),
+        ("dflash", 3),
+        ("dflash with its block", 3),
+    ],
+)
+def test_adaptive_mode_is_switched_on(
+    resolved: dict[str, dict[str, Any]], name: str, steps: int
+) -> None:
+    assert resolved[name] == {
+        "speculative_adaptive": True,
+        "speculative_algorithm": "EAGLE3"
+        if ACCEPTED[name]["speculative_algorithm"] == "EAGLE3"
+        else "EAGLE",
+        "speculative_num_steps": steps,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": steps + 1,
+    }
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_what_cannot_be_steered_is_refused(resolved: dict[str, dict[str, Any]], name: str) -> None:
+    error = resolved[name].get("error", "it was accepted")
+    assert error.startswith("UnsupportedEngineError: ")
+    assert REFUSED[name][1] in error
+
+
+DEVICE_MIB = 24 * 1024
+GRAPHS = EAGLE3 | {"disable_cuda_graph": False}
+MEMORY = {
+    "chosen by SGLang": GRAPHS,
+    "chosen by the user": GRAPHS | {"mem_fraction_static": 0.5},
+    "without graphs": EAGLE3,
+}
+
+
+@pytest.mark.parametrize(
+    ("limits", "further"),
+    # The sum of the largest batches of the draft lengths beside the first, in full batches.
+    [("", [1, 1, 1, 1, 1]), ("5:8,7:4", [1, 1, 1, 8, 4])],
+)
+def test_memory_is_left_for_the_graphs_of_every_draft_length(
+    tmp_path: Path, limits: str, further: list[int]
+) -> None:
+    card = {"DEVICE_MIB": str(DEVICE_MIB)}
+    steered = card | {"SPECULATION_SIDECAR": "unix:/x", "SPECULATION_GRAPH_LIMITS": limits}
+    alone, ours = resolve(tmp_path, MEMORY, **card), resolve(tmp_path, MEMORY, **steered)
+    batch = alone["chosen by SGLang"]["largest_graph_batch"]
+    assert batch > 8
+    own = alone["without graphs"]["mem_fraction_static"]
+    own -= alone["chosen by SGLang"]["mem_fraction_static"]
+    # SGLang's rule for one set of graphs, which is ours for every other.
+    assert own == pytest.approx(2 * batch / DEVICE_MIB, abs=0.0011)
+    sequences = sum(batch if size == 1 else size for size in further)
+    less = {
+        name: alone[name]["mem_fraction_static"] - ours[name]["mem_fraction_static"]
+        for name in MEMORY
+    }
+    assert less["chosen by SGLang"] == pytest.approx(2 * sequences / DEVICE_MIB, abs=0.0011)
+    assert less["chosen by SGLang"] > 0.004
+    assert less["chosen by the user"] == 0
+    assert less["without graphs"] == 0

@@ -1,0 +1,207 @@
+"""What one decode step becomes as a report."""
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from controller.core.clock import VirtualClock
+from engine_shim.link.packets import (
+    AFTER_GAP,
+    EAGER_FALLBACK,
+    FIRST_USE,
+    SWITCHED,
+    UNSTEERED,
+)
+from engine_shim.link.plan_follower import Choice, Source
+from engine_shim.sglang import step_reports
+from engine_shim.sglang.step_reports import (
+    Launch,
+    StepTap,
+    kv_tokens_at_launch,
+    kv_tokens_committed,
+)
+
+
+@dataclass
+class RecordingLink:
+    reports: list[Any] = field(default_factory=list)
+
+    def report(
+        self,
+        step: int,
+        batch_size: int,
+        kv_tokens: int,
+        drafter_index: int,
+        gamma: int,
+        accepted_counts: list[int],
+        step_seconds: float,
+        flags: int,
+        plan_epoch: int,
+        probe_id: int,
+        session: int = 0,
+        update_seconds: float = 0.0,
+        draft_version: int = 0,
+    ) -> bool:
+        self.reports.append(SimpleNamespace(**{k: v for k, v in locals().items() if k != "self"}))
+        return True
+
+
+def choice(
+    gamma: int, *, epoch: int = 1, probe_id: int = 0, source: Source = Source.PLAN
+) -> Choice:
+    return Choice(0, gamma, False, epoch, probe_id, source, 7)
+
+
+def result(gamma: int, accept_lens: list[int], *, graph: bool = False) -> Any:
+    return SimpleNamespace(
+        speculative_num_draft_tokens=gamma + 1,
+        num_correct_drafts_per_req_cpu=[length - 1 for length in accept_lens],
+        can_run_cuda_graph=graph,
+    )
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> VirtualClock:
+    made = VirtualClock()
+    monkeypatch.setattr(step_reports, "perf_counter", made.now)
+    return made
+
+
+def tap(graph_batch_sizes: tuple[int, ...] = ()) -> tuple[StepTap, RecordingLink]:
+    link = RecordingLink()
+    return StepTap(link, graph_batch_sizes), link  # type: ignore[arg-type]
+
+
+def settle(
+    steps: StepTap,
+    iteration: int | None,
+    gamma: int,
+    accept_lens: list[int],
+    *,
+    graph: bool = False,
+    asleep: bool = False,
+    source: Source = Source.PLAN,
+) -> None:
+    launch = Launch(choice(gamma, source=source), iteration, 10)
+    launch.asleep = asleep
+    steps.settle(launch, result(gamma, accept_lens, graph=graph))
+
+
+@given(st.integers(0, 7).flatmap(lambda g: st.tuples(st.just(g), st.lists(st.integers(1, g + 1)))))
+def test_the_histogram_counts_every_row_once_without_the_bonus_token(
+    step: tuple[int, list[int]],
+) -> None:
+    gamma, accept_lens = step
+    steps, link = tap()
+    settle(steps, 1, gamma, accept_lens)
+    report = link.reports[0]
+    assert len(report.accepted_counts) == gamma + 1
+    assert sum(report.accepted_counts) == report.batch_size == len(accept_lens)
+    accepted = sum(k * count for k, count in enumerate(report.accepted_counts))
+    assert accepted == sum(accept_lens) - len(accept_lens)
+
+
+def test_the_gamma_that_ran_is_reported_not_the_one_that_was_chosen() -> None:
+    steps, link = tap()
+    steps.settle(Launch(choice(5), 1, 10), result(3, [4, 1]))
+    assert link.reports[0].gamma == 3
+    assert link.reports[0].accepted_counts == [1, 0, 0, 1]
+
+
+def test_consecutive_steps_are_timed_from_end_to_end(clock: VirtualClock) -> None:
+    steps, link = tap()
+    settle(steps, 1, 3, [1])
+    clock.advance(0.02)
+    settle(steps, 2, 3, [1])
+    assert link.reports[1].step_seconds == pytest.approx(0.02)
+    assert not link.reports[1].flags & AFTER_GAP
+
+
+@pytest.mark.parametrize("iteration", [3, None])
+def test_a_forward_in_between_is_a_gap_timed_from_the_launch(
+    iteration: int | None, clock: VirtualClock
+) -> None:
+    steps, link = tap()
+    settle(steps, 1, 3, [1])
+    clock.advance(0.05)
+    launch = Launch(choice(3), iteration, 10)
+    clock.advance(0.01)
+    steps.settle(launch, result(3, [1]))
+    assert link.reports[1].flags & AFTER_GAP
+    assert link.reports[1].step_seconds == pytest.approx(0.01)
+
+
+def test_the_first_step_is_after_a_gap_and_does_not_count_as_a_switch() -> None:
+    steps, link = tap()
+    settle(steps, 1, 3, [1])
+    assert link.reports[0].flags & AFTER_GAP
+    assert not link.reports[0].flags & SWITCHED
+
+
+def test_first_use_is_flagged_once_for_each_gamma_and_batch_size() -> None:
+    steps, link = tap()
+    for iteration, (gamma, rows) in enumerate([(3, 1), (3, 1), (3, 2), (1, 1), (3, 2)]):
+        settle(steps, iteration, gamma, [1] * rows)
+    assert [bool(r.flags & FIRST_USE) for r in link.reports] == [True, False, True, True, False]
+
+
+def test_batch_sizes_that_share_a_graph_share_its_first_use() -> None:
+    steps, link = tap((1, 4, 8))
+    for iteration, rows in enumerate([2, 3, 4, 5, 9, 9]):
+        settle(steps, iteration, 3, [1] * rows, graph=rows <= 8)
+    assert [bool(r.flags & FIRST_USE) for r in link.reports] == [
+        True, False, False, True, True, False,
+    ]  # fmt: skip
+
+
+def test_a_change_of_gamma_or_of_sleep_is_a_switch() -> None:
+    steps, link = tap()
+    for iteration, (gamma, asleep) in enumerate(
+        [(3, False), (3, False), (0, False), (0, True), (0, True), (3, False)]
+    ):
+        settle(steps, iteration, gamma, [1], asleep=asleep)
+    switched = [bool(r.flags & SWITCHED) for r in link.reports]
+    assert switched == [False, False, True, True, False, True]
+
+
+def test_a_step_without_a_valid_plan_is_unsteered() -> None:
+    steps, link = tap()
+    for iteration, source in enumerate(Source):
+        settle(steps, iteration, 3, [1], source=source)
+    unsteered = {s: bool(r.flags & UNSTEERED) for s, r in zip(Source, link.reports, strict=True)}
+    assert unsteered == {Source.PLAN: False, Source.GRACE: True, Source.SAFE_DEFAULT: True}
+
+
+def test_a_step_outside_the_graphs_is_flagged_only_when_there_are_graphs() -> None:
+    with_graphs, link = tap((1, 2))
+    settle(with_graphs, 1, 3, [1], graph=True)
+    settle(with_graphs, 2, 3, [1], graph=False)
+    assert [bool(r.flags & EAGER_FALLBACK) for r in link.reports] == [False, True]
+    without, link = tap()
+    settle(without, 1, 3, [1], graph=False)
+    assert not link.reports[0].flags & EAGER_FALLBACK
+
+
+def test_with_overlapped_steps_each_report_has_the_facts_of_its_own_launch() -> None:
+    steps, link = tap()
+    first = Launch(choice(3, epoch=4, probe_id=9), 1, 100)
+    second = Launch(choice(1, epoch=5), 2, 101)
+    steps.settle(first, result(3, [2]))
+    steps.settle(second, result(1, [2]))
+    seen = [(r.step, r.gamma, r.plan_epoch, r.probe_id, r.kv_tokens) for r in link.reports]
+    assert seen == [(1, 3, 4, 9, 100), (2, 1, 5, 0, 101)]
+    assert all(r.session == 7 for r in link.reports)
+
+
+def test_context_lengths_come_from_the_cpu_or_later_from_the_requests() -> None:
+    cpu = torch.tensor([3, 4])
+    assert kv_tokens_at_launch(SimpleNamespace(seq_lens_sum=9, seq_lens_cpu=cpu)) == 9
+    assert kv_tokens_at_launch(SimpleNamespace(seq_lens_sum=None, seq_lens_cpu=cpu)) == 7
+    assert kv_tokens_at_launch(SimpleNamespace(seq_lens_sum=None, seq_lens_cpu=None)) is None
+    requests = [SimpleNamespace(kv=SimpleNamespace(kv_committed_len=n)) for n in (5, 6)]
+    assert kv_tokens_committed(requests) == 11

@@ -1,0 +1,214 @@
+"""Versions of a drafter on disk: nothing wrong is ever loaded."""
+
+import multiprocessing
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine_shim.training.dflash import DFlashStudent
+from engine_shim.training.students import DraftStudent
+from engine_shim.training.versions import (
+    Made,
+    TrainerPresentError,
+    VersionError,
+    Versions,
+    digest_of,
+)
+from tests.support.training_rounds import (
+    make_block_student,
+    make_predictor,
+    make_student,
+    make_target,
+)
+
+MADE = Made(0, 0.3, 0.6, 0.4, 50, 12.5)
+
+
+@pytest.fixture(
+    params=[make_student, make_block_student, make_predictor], ids=["eagle3", "dflash", "mtp"]
+)
+def student(request: pytest.FixtureRequest) -> DraftStudent:
+    made: DraftStudent = request.param(make_target())
+    return made
+
+
+@pytest.fixture
+def versions(tmp_path: Path, student: DraftStudent) -> Versions:
+    found = Versions(tmp_path / "deep" / "drafter")
+    found.adopt_base(student.shape, parameters(student), student.embedding)
+    return found
+
+
+def parameters(student: DraftStudent) -> dict[str, Tensor]:
+    return {name: part.detach() for name, part in student.named_parameters()}
+
+
+def moved(student: DraftStudent) -> dict[str, Tensor]:
+    return {name: part + 1 for name, part in parameters(student).items()}
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_base_and_versions_come_back_as_students(versions: Versions, student: DraftStudent):
+    assert versions.publish(moved(student), MADE) == 1
+    assert versions.publish(parameters(student), MADE) == 2
+    base, first = versions.student(0), versions.student(1)
+    assert same(parameters(base), parameters(student))
+    assert torch.equal(base.embedding, student.embedding)
+    assert same(parameters(first), moved(student))
+    assert versions.made(1) == MADE
+    assert versions.numbers() == [1, 2]
+    assert same(versions.load(1, parameters(student)), moved(student))
+
+
+def test_a_head_that_is_not_the_embedding_comes_back_too(tmp_path: Path):
+    target = make_target()
+    like = make_block_student(target)
+    student = DFlashStudent(like.shape, like.embedding, head=like.embedding + 1)
+    versions = Versions(tmp_path)
+    versions.adopt_base(student.shape, parameters(student), student.embedding, student.head)
+    versions.publish(moved(student), MADE)
+    for version in (0, 1):
+        found = versions.student(version)
+        assert isinstance(found, DFlashStudent)
+        assert found.shape == student.shape
+        assert found.head is not None
+        assert torch.equal(found.head, like.embedding + 1)
+        assert torch.equal(found.embedding, like.embedding)
+
+
+def test_an_engine_that_starts_again_finds_its_folder_its_own(
+    versions: Versions, student: DraftStudent
+):
+    again = versions.adopt_base(student.shape, parameters(student), student.embedding)
+    assert again == versions.base_digest() == digest_of(parameters(student))
+
+
+def test_a_folder_of_another_drafter_is_refused(versions: Versions, student: DraftStudent):
+    with pytest.raises(VersionError, match="another drafter"):
+        versions.adopt_base(student.shape, moved(student), student.embedding)
+
+
+def a_matrix(found: dict[str, Tensor]) -> str:
+    return next(name for name in found if name.endswith(("fc.weight", "input_proj.weight")))
+
+
+def without_one(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: part for name, part in found.items() if name != a_matrix(found)}
+
+
+def with_a_shape(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    return found | {a_matrix(found): found[a_matrix(found)][:-1]}
+
+
+def with_another(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    return found | {"model.extra": torch.zeros(3)}
+
+
+def with_nan(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    broken = found[a_matrix(found)].clone()
+    broken[0, 0] = float("nan")
+    return found | {a_matrix(found): broken}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (without_one, "weight is missing"),
+        (with_a_shape, "weight is \\("),
+        (with_another, "model.extra is"),
+        (with_nan, "no number"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(
+    versions: Versions,
+    student: DraftStudent,
+    change: Callable[[dict[str, Tensor]], dict[str, Tensor]],
+    said: str,
+):
+    versions.publish(change(parameters(student)), MADE)
+    with pytest.raises(VersionError, match=said):
+        versions.load(1, parameters(student))
+
+
+def test_a_version_of_another_base_is_refused(
+    tmp_path: Path, versions: Versions, student: DraftStudent
+):
+    elsewhere = Versions(tmp_path / "other")
+    elsewhere.adopt_base(student.shape, moved(student), student.embedding)
+    elsewhere.publish(parameters(student), MADE)
+    (elsewhere.folder / "00000001.safetensors").rename(versions.folder / "00000001.safetensors")
+    with pytest.raises(VersionError, match="made for another drafter"):
+        versions.load(1, parameters(student))
+
+
+@pytest.mark.parametrize("name", ["base", "00000001"])
+@pytest.mark.parametrize(
+    "damage",
+    [lambda content: content[:100], lambda _: b"", lambda content: b"\xff" * 32 + content[32:]],
+    ids=["cut", "empty", "garbage"],
+)
+def test_a_damaged_file_is_named(
+    versions: Versions, student: DraftStudent, name: str, damage: Callable[[bytes], bytes]
+):
+    versions.publish(moved(student), MADE)
+    path = versions.folder / f"{name}.safetensors"
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(VersionError, match=name):
+        versions.student(1)
+
+
+def test_what_is_not_there_is_said(versions: Versions, student: DraftStudent):
+    with pytest.raises(FileNotFoundError):
+        versions.load(3, parameters(student))
+    versions.publish(moved(student), MADE)
+    (versions.folder / "base.safetensors").unlink()
+    with pytest.raises(FileNotFoundError):
+        versions.load(1, parameters(student))
+
+
+def test_a_disk_that_is_full_leaves_nothing(
+    versions: Versions, student: DraftStudent, monkeypatch: pytest.MonkeyPatch
+):
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("engine_shim.training.versions.os.fsync", full)
+    with pytest.raises(OSError, match="space"):
+        versions.publish(moved(student), MADE)
+    assert [path.name for path in versions.folder.iterdir()] == ["base.safetensors"]
+
+
+def test_old_versions_go_but_never_one_that_is_needed(versions: Versions, student: DraftStudent):
+    for _ in range(6):
+        versions.publish(moved(student), MADE)
+    versions.forget({2}, most=2)
+    assert versions.numbers() == [2, 5, 6]
+    assert versions.publish(moved(student), MADE) == 7
+
+
+def _tries(folder: Path, answer: "multiprocessing.connection.Connection") -> None:
+    try:
+        with Versions(folder).lock():
+            answer.send("held")
+    except TrainerPresentError as error:
+        answer.send(str(error))
+
+
+def test_two_trainers_do_not_work_in_one_folder(versions: Versions):
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    for held, expected in ((True, "another trainer"), (False, "held")):
+        lock = versions.lock() if held else None
+        child = context.Process(target=_tries, args=(versions.folder, theirs))
+        child.start()
+        assert ours.poll(20)
+        assert expected in ours.recv()
+        child.join()
+        if lock is not None:
+            lock.close()

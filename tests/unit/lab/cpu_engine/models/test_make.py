@@ -1,0 +1,87 @@
+"""The maker, end to end on a recipe of seconds: every file it promises, and its refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from engine_shim.training.blocks import ModelShape
+from engine_shim.training.checkpoint import load_dflash, load_draft, load_steered, load_target
+from engine_shim.training.schedule import Budget
+from lab.cpu_engine.models import corpus
+from lab.cpu_engine.models.make import make
+from lab.cpu_engine.models.prompts import DOMAINS, LONGEST_PROMPT, PASSAGES, passage_file
+from lab.cpu_engine.models.recipe import DraftRecipe, Recipe, SteeredRecipe
+
+SHAPE = ModelShape(hidden=32, heads=2, kv_heads=1, head_dim=16, mlp=48, layers=6)
+A_FEW = Budget(steps=2, seconds=60)
+FEW = {"code": 40, "prose": 250, "json": 40, "csv": 60}
+
+
+def recipe(least_branch_share: float = 0.0) -> Recipe:
+    return Recipe(
+        shape=SHAPE,
+        shallow_layers=2,
+        shallow_budget=A_FEW,
+        full_budget=A_FEW,
+        least_branch_share=least_branch_share,
+        drafts={"draft-small": DraftRecipe({"json": 1.0}, A_FEW)},
+        blocks={"block-small": DraftRecipe({"json": 1.0}, A_FEW)},
+        steered={"steered-small": SteeredRecipe({"json": 1.0}, A_FEW, A_FEW)},
+    )
+
+
+@pytest.fixture(scope="module")
+def few_texts(texts: dict[str, list[str]]) -> dict[str, list[str]]:
+    """Enough for every held-out passage, and no more."""
+    return {domain: documents[: FEW[domain]] for domain, documents in texts.items()}
+
+
+def test_a_recipe_becomes_folders(few_texts: dict[str, list[str]], tmp_path: Path) -> None:
+    make(recipe(), tmp_path, few_texts)
+    target = load_target(tmp_path / "target")
+    assert target.shape == SHAPE
+    draft = load_draft(tmp_path / "draft-small", target.model.embed_tokens.weight)
+    assert draft.shape == recipe().draft_shape
+    blocks = load_dflash(tmp_path / "block-small", target.model.embed_tokens.weight)
+    assert blocks.shape == recipe().block_shape(blocks.shape.mask_token)
+    steered = load_steered(tmp_path / "steered-small")
+    assert steered.shape == recipe().steered_shape
+    assert any(part.abs().max() > 0 for part in steered.steer.parameters())
+    tokenizer = Tokenizer.from_file(str(tmp_path / "target/tokenizer.json"))
+    for domain in DOMAINS:
+        passages = np.load(passage_file(tmp_path / "held_out", domain))
+        assert blocks.shape.mask_token not in passages
+        assert blocks.shape.mask_token != tokenizer.token_to_id(corpus.DOCUMENT_TOKEN)
+    for domain in DOMAINS:
+        passages = np.load(passage_file(tmp_path / "held_out", domain))
+        assert passages.shape == (PASSAGES, LONGEST_PROMPT)
+        assert passages.max() < corpus.VOCABULARY_SIZE
+
+
+def test_drafts_can_be_made_again_for_the_target_already_there(
+    few_texts: dict[str, list[str]], tmp_path: Path
+) -> None:
+    make(recipe(), tmp_path, few_texts)
+    weights, draft = (
+        tmp_path / "target/model.safetensors",
+        tmp_path / "draft-small/model.safetensors",
+    )
+    before, draft_before = weights.read_bytes(), draft.read_bytes()
+    draft.unlink()
+    make(recipe(), tmp_path, few_texts, keep_target=True)
+    assert weights.read_bytes() == before
+    assert draft.read_bytes() == draft_before  # the same seeds, the same draft
+
+
+def test_a_target_with_an_idle_layer_is_refused(
+    few_texts: dict[str, list[str]], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    with pytest.raises(RuntimeError, match=r"layer \d adds only .* train longer"):
+        make(recipe(least_branch_share=1e6), tmp_path, few_texts)
+    assert not (tmp_path / "target").exists()

@@ -1,0 +1,161 @@
+"""The folders in the repository: what their files hold, and that they are what they claim to be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional
+from transformers import AutoTokenizer, Qwen3ForCausalLM
+
+import lab.cpu_engine.models
+from engine_shim.training.checkpoint import load_draft, load_steered, load_target
+from engine_shim.training.distill import agreement, teach
+from engine_shim.training.qwen3 import Qwen3Target
+from engine_shim.training.sd2 import divergence
+from lab.cpu_engine.models._target import branch_shares
+from lab.cpu_engine.models.prompts import DOMAINS, held_out_prompts
+from lab.cpu_engine.models.recipe import Recipe
+
+MODELS = Path(lab.cpu_engine.models.__file__).parent
+RECIPE = Recipe()
+DRAFTS = tuple(RECIPE.drafts)
+CEILINGS = {"code": 3.8, "prose": 4.0, "json": 0.6, "csv": 1.2}
+"""Nats a token; the measured losses stand in the README beside the models."""
+
+
+@pytest.fixture(scope="module")
+def target() -> Qwen3Target:
+    return load_target(MODELS / "target").requires_grad_(False)
+
+
+def windows(domain: str, count: int, length: int) -> Tensor:
+    return torch.tensor(held_out_prompts(domain, count, length, seed=17))
+
+
+def test_the_target_is_the_recipes(target: Qwen3Target) -> None:
+    assert target.shape == RECIPE.shape
+
+
+@pytest.mark.parametrize("domain", DOMAINS)
+def test_the_target_equals_transformers_reading_of_its_folder(
+    target: Qwen3Target, domain: str
+) -> None:
+    theirs = Qwen3ForCausalLM.from_pretrained(MODELS / "target", dtype=torch.float32).eval()
+    tokens = windows(domain, 2, 200)
+    with torch.no_grad():
+        torch.testing.assert_close(target(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(("domain", "nats"), CEILINGS.items())
+def test_the_target_knows_its_domains(target: Qwen3Target, domain: str, nats: float) -> None:
+    tokens = windows(domain, 8, 257)
+    logits = target(tokens[:, :-1])
+    assert functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).item() < nats
+
+
+def test_every_layer_of_the_target_does_something(target: Qwen3Target) -> None:
+    tokens = torch.cat([windows(domain, 2, 128) for domain in DOMAINS])
+    assert min(branch_shares(target, tokens)) > RECIPE.least_branch_share
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_a_draft_file_holds_exactly_what_sglang_reads(name: str) -> None:
+    stored = load_file(MODELS / name / "model.safetensors")
+    hidden, width, kv, mlp = 128, 128, 64, 384
+    layer = {
+        "input_layernorm": (hidden,),
+        "hidden_norm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+        "self_attn.q_proj": (width, 2 * hidden),
+        "self_attn.k_proj": (kv, 2 * hidden),
+        "self_attn.v_proj": (kv, 2 * hidden),
+        "self_attn.o_proj": (hidden, width),
+        "mlp.gate_proj": (mlp, hidden),
+        "mlp.up_proj": (mlp, hidden),
+        "mlp.down_proj": (hidden, mlp),
+    }
+    assert {key: tuple(tensor.shape) for key, tensor in stored.items()} == {
+        "fc.weight": (hidden, 3 * hidden),
+        "norm.weight": (hidden,),
+        "lm_head.weight": (1024, hidden),
+        "d2t": (1024,),
+        "t2d": (1024,),
+    } | {f"midlayer.{part}.weight": shape for part, shape in layer.items()}
+    assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16, torch.int64, torch.bool}
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_a_draft_reads_layers_the_target_has(name: str) -> None:
+    config = json.loads((MODELS / name / "config.json").read_text(encoding="utf-8"))
+    layers = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+    assert tuple(layers) == RECIPE.draft_shape.feature_layers
+    assert max(layers) < RECIPE.shape.layers - 1
+
+
+def agreements(target: Qwen3Target, name: str, domain: str) -> list[float]:
+    student = load_draft(MODELS / name, target.model.embed_tokens.weight)
+    return agreement(student, teach(target, student, windows(domain, 16, 134), 6), 6)
+
+
+@pytest.mark.parametrize("domain", ["json", "csv"])
+def test_the_mixed_draft_follows_regular_text_to_the_sixth_step(
+    target: Qwen3Target, domain: str
+) -> None:
+    assert min(agreements(target, "draft-mixed", domain)) > 0.6
+
+
+def test_the_code_draft_is_lost_off_its_domain(target: Qwen3Target) -> None:
+    code = agreements(target, "draft-code", "code")
+    for domain in ("json", "csv"):
+        assert agreements(target, "draft-code", domain)[0] < 0.6 * code[0]
+        assert agreements(target, "draft-mixed", domain)[0] > code[0]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def f(x):\n    return x + 1\n",
+        '{"id": 12345, "user": "alice", "tags": ["red"]}',
+        "index,value\n10,3.25\n",
+        "Zwölf große Boxkämpfer, 東京, \t tabs and 007.",
+    ],
+)
+def test_text_survives_the_tokenizer(text: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(MODELS / "target")
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert max(ids) < RECIPE.shape.vocabulary
+
+
+def test_held_out_prompts_read_as_their_domain() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(MODELS / "target")
+    marks = {"code": "\n        ", "prose": " the ", "json": '"email": "', "csv": "north,"}
+    for domain, mark in marks.items():
+        passages = held_out_prompts(domain, 8, 1000, seed=0)
+        assert sum(mark in tokenizer.decode(passage) for passage in passages) >= 7, domain
+
+
+def test_the_whole_set_stays_small() -> None:
+    shipped = [
+        path for path in MODELS.rglob("*") if path.is_file() and path.suffix not in {".py", ".pyc"}
+    ]
+    assert sum(path.stat().st_size for path in shipped) < 14_000_000
+
+
+@pytest.mark.parametrize("domain", DOMAINS)
+def test_steering_brings_the_draft_nearer_to_the_target(target: Qwen3Target, domain: str) -> None:
+    draft = load_steered(MODELS / "sd2")
+    assert draft.shape == RECIPE.steered_shape
+    tokens = windows(domain, 6, 200)
+    with torch.no_grad():
+        logits, features = target.logits_and_features(tokens, draft.shape.feature_layers)
+        known = torch.cat(features, dim=-1)
+        for behind in (0, 3):
+            back = (torch.arange(199) - behind).clamp_min(0).expand(6, 199)
+            steered = divergence(draft, tokens, logits, known, back)
+            assert steered < 0.995 * divergence(draft, tokens, logits, None, back)

@@ -1,0 +1,75 @@
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from lab.gpu_check import acceptance
+from lab.gpu_check.acceptance import DrawnAcceptance
+
+ROWS = 20_000
+
+
+def accept(drawn: DrawnAcceptance, gamma: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What SGLang hands over of rows whose own drafts were all wrong, and what it gets back."""
+    width = gamma + 1
+    index = torch.full((ROWS, width), -1, dtype=torch.int32)
+    index[:, 0] = torch.arange(ROWS, dtype=torch.int32) * width
+    predict = torch.zeros(ROWS * width, dtype=torch.int32)
+    correct = torch.zeros(ROWS, dtype=torch.int32)
+    found = drawn.accept(
+        accept_index=index, predict=predict, num_correct_drafts=correct, spec_steps=gamma
+    )
+    assert found.dtype == torch.int32
+    assert (predict == 100).all()
+    return found, correct
+
+
+def test_each_position_is_accepted_with_the_drafters_probability():
+    torch.manual_seed(3)
+    _, correct = accept(DrawnAcceptance({"eagle3": 0.7, "dflash": 0.9}), 5)
+    for position in range(1, 6):
+        share = (correct >= position).float().mean().item()
+        assert share == pytest.approx(0.7**position, abs=0.012)
+
+
+def test_a_row_names_its_own_tokens_up_to_the_last_accepted():
+    found, correct = accept(DrawnAcceptance({"eagle3": 0.5}), 3)
+    offsets = torch.arange(4)
+    expected = torch.arange(ROWS)[:, None] * 4 + offsets
+    assert torch.equal(found, torch.where(offsets <= correct[:, None], expected, -1).int())
+
+
+def test_without_drafts_there_is_the_bonus_token_alone():
+    found, correct = accept(DrawnAcceptance({"eagle3": 1.0}), 0)
+    assert found.shape == (ROWS, 1)
+    assert not correct.any()
+
+
+def test_certainty_and_impossibility():
+    assert (accept(DrawnAcceptance({"eagle3": 1.0}), 4)[1] == 4).all()
+    assert (accept(DrawnAcceptance({"eagle3": 0.0}), 4)[1] == 0).all()
+
+
+def test_it_is_found_as_a_plugin_of_the_checks_own_engines_and_of_no_other(tmp_path):
+    variables = acceptance.environment(tmp_path, {"eagle3": 0.5})
+    code = (
+        "from importlib.metadata import entry_points\n"
+        "found = entry_points(group='sglang.srt.plugins', name='gpu_check_acceptance')\n"
+        "print(len(found), [entry.load().__module__ for entry in found])\n"
+    )
+
+    def printed(extra: dict[str, str]) -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ | extra,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return done.stdout.strip()
+
+    assert printed(variables) == "1 ['lab.gpu_check.acceptance']"
+    assert printed({}) == "0 []"
+    assert variables[acceptance.VARIABLE] == "eagle3=0.5"

@@ -1,0 +1,149 @@
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from lab.harness.errors import EngineFailedError
+from lab.harness.processes import Child, answers_http
+
+
+def child(tmp_path: Path, code: str, **environment: str | None) -> Child:
+    return Child("the child", [sys.executable, "-c", code], tmp_path / "logs/x.log", environment)
+
+
+def wait_for(path: Path) -> str:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        if path.exists() and path.read_text().endswith("\n"):
+            return path.read_text()
+        time.sleep(0.01)
+    raise AssertionError(f"{path} was never written")
+
+
+def is_alive(pid: int) -> bool:
+    with suppress(ProcessLookupError):
+        os.kill(pid, 0)
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return state != "Z"
+    return False
+
+
+def test_a_child_that_dies_is_an_error_with_the_end_of_its_log(tmp_path):
+    code = "print('first'); print('no such model'); raise SystemExit(3)"
+    says = pytest.raises(EngineFailedError, match=r"status 3(?s:.*)no such model")
+    with child(tmp_path, code) as dead, says:
+        dead.wait_until(lambda: False, timeout_seconds=120)
+
+
+def test_a_child_that_is_never_ready_is_an_error_that_names_the_log(tmp_path):
+    code = "import time; print('loading', flush=True); time.sleep(60)"
+    with child(tmp_path, code) as slow:
+        wait_for(slow.log)
+        with pytest.raises(EngineFailedError, match=r"was not ready after 0 s(?s:.*)loading"):
+            slow.wait_until(lambda: False, timeout_seconds=0.3)
+
+
+def test_a_command_that_ends_badly_is_an_error(tmp_path):
+    says = pytest.raises(EngineFailedError, match=r"status 1(?s:.*)bad grid")
+    with child(tmp_path, "raise SystemExit('bad grid')") as command, says:
+        command.wait(120)
+
+
+def test_a_command_that_takes_too_long_is_an_error(tmp_path):
+    says = pytest.raises(EngineFailedError, match="was not done after")
+    with child(tmp_path, "import time; time.sleep(60)") as command, says:
+        command.wait(0.1)
+
+
+def test_a_command_that_ends_well_is_waited_for(tmp_path):
+    ticks: list[int] = []
+    with child(tmp_path, "import time; time.sleep(0.3); print('a'); print('b')") as command:
+        command.wait(120, lambda: ticks.append(1))
+        assert ticks
+        assert command.last_line() == "b"
+
+
+_WITH_GRANDCHILD = """
+import signal, subprocess, sys, time
+{before}
+grandchild = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print(grandchild.pid, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("before", ["", "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))"])
+def test_what_the_child_started_ends_with_it(tmp_path, before):
+    with child(tmp_path, _WITH_GRANDCHILD.format(before=before)) as parent:
+        grandchild = int(wait_for(parent.log))
+        assert is_alive(grandchild)
+    deadline = time.monotonic() + 120
+    while is_alive(grandchild) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not is_alive(grandchild)
+    assert not is_alive(parent.pid)
+
+
+def test_a_child_that_does_not_listen_is_made_to_end(tmp_path, monkeypatch):
+    monkeypatch.setattr("lab.harness.processes._TERM_SECONDS", 0.3)
+    code = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+        "print('deaf', flush=True); time.sleep(60)"
+    )
+    with child(tmp_path, code) as deaf:
+        wait_for(deaf.log)
+    assert not is_alive(deaf.pid)
+
+
+def test_children_end_when_an_error_leaves_the_context(tmp_path):
+    with pytest.raises(KeyboardInterrupt), child(tmp_path, "import time; time.sleep(60)") as one:
+        raise KeyboardInterrupt
+    assert not is_alive(one.pid)
+
+
+def test_the_environment_is_added_to_and_taken_from(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECULATION_GAMMAS", "0,3")
+    code = "import os; print(os.environ.get('SPECULATION_GAMMAS'), os.environ['NEW'])"
+    with child(tmp_path, code, SPECULATION_GAMMAS=None, NEW="here") as command:
+        command.wait(120)
+        assert command.last_line() == "None here"
+
+
+def test_http_readiness_is_a_200_and_nothing_else():
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200 if self.path == "/health" else 503)
+            self.end_headers()
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        assert answers_http(f"{url}/health")
+        assert not answers_http(f"{url}/starting")
+        server.shutdown()
+    assert not answers_http(f"{url}/health")
+
+
+def test_a_stopped_child_may_be_stopped_again(tmp_path):
+    one = child(tmp_path, "pass")
+    one.stop()
+    one.terminate()
+    one.stop()
+    assert not is_alive(one.pid)
+
+
+def test_terminate_does_not_wait(tmp_path):
+    with child(tmp_path, "import time; print(1, flush=True); time.sleep(60)") as one:
+        wait_for(one.log)
+        one.terminate()
+        with pytest.raises(EngineFailedError, match=f"status {-signal.SIGTERM}"):
+            one.wait(120)

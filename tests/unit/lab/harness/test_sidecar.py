@@ -1,0 +1,150 @@
+"""Against the real `controller serve`, in its own process, with an engine that only talks."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import pytest
+
+from lab.demo.engines import ENGINE_ID
+from lab.harness import engines
+from lab.harness.engines import Workplace
+from lab.harness.errors import StageError
+from lab.harness.sidecar import GammaWatch, Sidecar
+from speculation.v1 import engine_pb2, plan_pb2, service_pb2, service_pb2_grpc
+from tests.support.eventually import eventually
+
+
+@dataclass
+class Talker:
+    """An engine as far as the sidecar can tell."""
+
+    speculation: service_pb2_grpc.SpeculationServiceStub
+    session_id: str = ""
+    step: int = 0
+
+    def introduce(self) -> None:
+        spec = engine_pb2.EngineSpec(
+            engine_id=ENGINE_ID,
+            fingerprint=engine_pb2.Fingerprint(target_model="t", engine="sglang"),
+            drafters=[
+                engine_pb2.Drafter(
+                    name="eagle3", kind=engine_pb2.DRAFTER_KIND_MTP, gammas=[0, 1, 3]
+                )
+            ],
+            max_batch_size=16,
+        )
+        reply = self.speculation.Introduce(
+            service_pb2.IntroduceRequest(engine=spec, engine_secret="its own")
+        )
+        self.session_id = reply.session_id
+
+    def report(self, gamma: int, batch_size: int, *, unsteered: bool = False) -> None:
+        self.step += 1
+        self.speculation.Decide(
+            service_pb2.DecideRequest(
+                session_id=self.session_id,
+                report=engine_pb2.StepReport(
+                    step=self.step,
+                    batch_size=batch_size,
+                    kv_tokens=100 * batch_size,
+                    drafter="eagle3",
+                    gamma=gamma,
+                    accepted_counts=[batch_size] + [0] * gamma,
+                    step_seconds=0.01,
+                    flags=engine_pb2.StepFlags(unsteered=unsteered),
+                ),
+            )
+        )
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
+    place = Workplace(tmp_path_factory.mktemp("output"), tmp_path_factory.mktemp("s"))
+    with engines.launch_sidecar(place) as child, Sidecar(place.address, ENGINE_ID) as sidecar:
+        engines.wait_serving(child, sidecar)
+        yield place
+
+
+@pytest.fixture
+def talker(place: Workplace) -> Iterator[Talker]:
+    with grpc.insecure_channel(place.address) as channel:
+        talker = Talker(service_pb2_grpc.SpeculationServiceStub(channel))
+        talker.introduce()
+        yield talker
+
+
+@pytest.fixture
+def sidecar(place: Workplace) -> Iterator[Sidecar]:
+    with Sidecar(place.address, ENGINE_ID) as sidecar:
+        yield sidecar
+
+
+def gammas_of(sidecar: Sidecar) -> set[int]:
+    return {row.gamma for row in sidecar.status().plan.rows}
+
+
+def test_an_introduced_engine_is_known_with_its_draft_lengths(talker, sidecar):
+    assert sidecar.serving()
+    assert sidecar.introduced()
+    assert sidecar.gammas() == (0, 1, 3)
+    assert "REASON_PROFILE_MISSING" in sidecar.why()
+
+
+def test_a_stranger_is_not_introduced(place):
+    with Sidecar(place.address, "somebody-else") as sidecar:
+        assert sidecar.serving()
+        assert not sidecar.introduced()
+        with pytest.raises(StageError, match="does not know an engine 'somebody-else'"):
+            sidecar.status()
+
+
+def test_nobody_there_is_told_apart_from_a_stranger(tmp_path: Path):
+    with Sidecar(f"unix:{tmp_path}/nobody.sock", ENGINE_ID) as sidecar:
+        assert not sidecar.serving()
+        assert not sidecar.introduced()
+        with pytest.raises(StageError, match="does not answer"):
+            sidecar.status()
+
+
+def test_pinned_means_this_draft_length_everywhere_and_afterwards_planning_again(talker, sidecar):
+    with sidecar.pinned(3):
+        assert gammas_of(sidecar) == {3}
+        assert sidecar.status().plan.reason == plan_pb2.REASON_PROFILING
+    eventually(lambda: sidecar.status().plan.reason != plan_pb2.REASON_PROFILING)
+    with sidecar.pinned(1):
+        assert gammas_of(sidecar) == {1}
+
+
+def test_a_pin_moves_and_hands_over_what_ran(talker, sidecar):
+    with sidecar.pinned(3) as pin:
+        talker.report(gamma=3, batch_size=2)
+        pin.move(1)
+        eventually(lambda: gammas_of(sidecar) == {1})
+        talker.report(gamma=1, batch_size=4)
+        eventually(lambda: len(pin.reports) == 2)
+    assert [(report.gamma, report.batch_size) for report in pin.reports] == [(3, 2), (1, 4)]
+
+
+def test_a_draft_length_that_the_engine_lacks_is_refused(talker, sidecar):
+    with pytest.raises(StageError, match="does not pin eagle3 gamma 2"), sidecar.pinned(2):
+        pass
+
+
+def test_the_watch_sees_new_steps_once_and_none_from_before(talker, sidecar):
+    talker.report(gamma=0, batch_size=2)
+    with GammaWatch(sidecar) as watch:
+        eventually(lambda: watch.rounds >= 2)
+        assert list(watch.samples) == []
+        talker.report(gamma=3, batch_size=4)
+        eventually(lambda: len(watch.samples) == 1)
+        talker.report(gamma=1, batch_size=1, unsteered=True)
+        eventually(lambda: len(watch.samples) == 2)
+        before = watch.rounds
+        eventually(lambda: watch.rounds >= before + 2)
+    assert [(s.batch_size, s.gamma, s.unsteered) for s in watch.samples] == [
+        (4, 3, False),
+        (1, 1, True),
+    ]
+    assert watch.samples[0].at < watch.samples[1].at

@@ -1,0 +1,120 @@
+"""Streams that answer to update strides as the paper's tables say, and the core on them."""
+
+from dataclasses import replace
+
+import pytest
+
+from controller.core.training.stride_planner import STRIDES
+from lab.papers.stride_simulation import (
+    BLOCK,
+    Stream,
+    aligned,
+    alpha_of,
+    compute_bound,
+    in_hindsight,
+    interpolated,
+    on_one_machine,
+    play,
+    streams_of_table_3,
+    streams_of_table_7,
+)
+from lab.papers.tts import StrideReport, StrideRun, mixes, streams
+from lab.papers.tts_tables import TABLE_3, TABLE_7, TABLE_8
+
+LARGE, SMALL = streams_of_table_3(), streams_of_table_7()
+
+
+def short(stream: Stream, sequences: int = 4) -> Stream:
+    return replace(stream, sequences=sequences)
+
+
+def test_the_tables_say_what_the_paper_says_of_them():
+    # Table 3's last row: mean of the ratios over its benchmarks.
+    for stride, (length, speed) in {20: (1.16, 1.39), 5: (1.30, 1.54), 1: (1.43, 1.15)}.items():
+        lengths = [cells[stride][0] / cells[0][0] for cells in TABLE_3.values()]
+        speeds = [cells[stride][1] / cells[0][1] for cells in TABLE_3.values()]
+        assert sum(lengths) / 8 == pytest.approx(length, abs=0.03)
+        assert sum(speeds) / 8 == pytest.approx(speed, abs=0.03)
+    # Table 8's acceptance lengths are those of Table 7's LiveCodeBench.
+    code = TABLE_7["LiveCodeBench"]
+    for stride in (5, 15, 30, 50):
+        assert TABLE_8[stride][0] == pytest.approx(code[stride] / code[1], abs=0.02)
+
+
+@pytest.mark.parametrize("length", [1.0, 2.4, 4.8, 9.0])
+def test_alpha_gives_the_length_back(length: float):
+    alpha = alpha_of(length)
+    assert sum(alpha**k for k in range(BLOCK + 1)) == pytest.approx(length, abs=0.01)
+
+
+def test_between_and_beyond_a_tables_strides():
+    table = {0: 2.0, 10: 3.0, 5: 4.0}
+    assert interpolated(table, 5) == 4.0
+    assert 3.0 < interpolated(table, 7) < 4.0
+    assert 2.0 < interpolated(table, 50) < 3.0
+    assert interpolated(table, 1) == 4.0
+
+
+@pytest.mark.parametrize("stream", [*LARGE, *SMALL], ids=lambda stream: stream.name)
+def test_an_update_costs_the_same_at_every_stride(stream: Stream):
+    costs = {s: s * (stream.step_seconds[s] - stream.step_seconds[0]) for s in STRIDES if s}
+    assert min(costs.values()) > 0
+    assert max(costs.values()) == pytest.approx(min(costs.values()))
+
+
+@pytest.mark.parametrize("stride", [0, 20, 5, 1])
+def test_a_fixed_stride_earns_what_the_table_says(stride: int):
+    (earned,) = in_hindsight([LARGE[0]], stride, seed=1)
+    length = earned.tokens / LARGE[0].rounds
+    assert length == pytest.approx(LARGE[0].lengths[stride], rel=0.04)
+    seconds = earned.seconds / LARGE[0].rounds
+    assert seconds == pytest.approx(LARGE[0].step_seconds[stride], rel=0.02)
+
+
+def test_where_nothing_is_gained_off_is_the_best_stride():
+    for stream in (aligned(LARGE[0]), compute_bound(SMALL[0])):
+        earned = {s: in_hindsight([short(stream)], s, 1)[0].tokens_per_second for s in STRIDES}
+        assert max(earned, key=lambda stride: earned[stride]) == 0
+
+
+def test_on_one_machine_all_steps_take_the_same():
+    assert len({tuple(s.step_seconds.items()) for s in on_one_machine(LARGE)}) == 1
+
+
+def test_the_core_finds_out_that_updates_pay():
+    stream = short(LARGE[1], 6)
+    (ours,), (off,) = play([stream], 1), in_hindsight([stream], 0, 1)
+    assert ours.tokens_per_second > 1.15 * off.tokens_per_second
+    assert sum(ours.rounds.values()) == stream.rounds
+
+
+def test_the_core_leaves_an_aligned_drafter_alone():
+    stream = short(aligned(SMALL[0]))
+    (ours,), (off,) = play([stream], 1), in_hindsight([stream], 0, 1)
+    assert ours.tokens_per_second > 0.97 * off.tokens_per_second
+
+
+def test_streams_and_mixes_have_all_kinds():
+    names = [stream.name for stream in streams()]
+    assert len(names) == len(set(names)) == 22
+    for _, group in mixes():
+        assert len(group) == 11
+        assert {stream.batch_size for stream in group} == {1, 64}
+
+
+def test_a_report_is_printed_with_its_best_stride():
+    from rich.console import Console
+
+    from lab.papers.reproductions import tables
+
+    fixed = dict.fromkeys(STRIDES, 1.0) | {5: 1.2}
+    run = StrideRun("3 GPQA", fixed, (1.19, 1.17), (0.99, 0.97))
+    assert run.best == 5
+    console = Console(width=160, record=True, file=None, quiet=True)
+    console.quiet = False
+    with console.capture() as capture:
+        console.print(tables(StrideReport((run,), (run,))))
+    text = capture.get()
+    assert "1.180" in text
+    assert "0.980" in text
+    assert "0.970" in text
