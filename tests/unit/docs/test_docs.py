@@ -17,9 +17,13 @@ from controller.wire.override_text import PRECEDENCE
 from engine_shim.sglang.settings import PluginSettings
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 TEXTS = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
-PATH = re.compile(r"(?<![\w/])((?:tests|controller|engine_shim)/[\w/]+(?:\.py)?)")
+FOLDERS = "tests|controller|engine_shim|lab|proto|deploy|scripts|requirements"
+PATH = re.compile(rf"(?<![\w/])((?:{FOLDERS})/[\w/-]+(?:\.\w+)?)")
 # Names the settings file.
 OTHER_VARIABLES = {"CONTROLLER_CONFIG"}
 
@@ -103,7 +107,7 @@ def test_modules_that_are_run_are_there() -> None:
         assert find_spec(module) is not None, module
 
 
-def test_paths_of_tests_are_there() -> None:
+def test_paths_are_there() -> None:
     for page, text in TEXTS.items():
         for path in PATH.findall(text):
             assert (ROOT / path).exists(), f"{page}: {path}"
@@ -153,5 +157,5 @@ def test_settings_that_are_named_exist() -> None:
 
 
 def test_the_pages_are_all_linked_from_the_readme() -> None:
-    linked = set(re.findall(r"\]\(docs/(\w+\.md)", TEXTS["README.md"]))
-    assert linked == {page.name for page in PAGES[1:]}
+    linked = set(re.findall(r"\]\((docs/\w+\.md|[A-Z]+\.md)", TEXTS["README.md"]))
+    assert linked - {"CHANGELOG.md"} == {str(page.relative_to(ROOT)) for page in PAGES[1:]}

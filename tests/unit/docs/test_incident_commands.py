@@ -1,4 +1,4 @@
-"""The README's commands for the night, run one after the other against a real sidecar."""
+"""Runs the README's commands for an incident one after the other against a real sidecar."""
 
 import re
 import shlex
@@ -13,7 +13,7 @@ ENGINE = "pod-7:30000"
 
 def lines() -> list[list[str]]:
     text = README.read_text(encoding="utf-8")
-    block = text.split("## At three in the morning", 1)[1].split("```", 2)[1]
+    block = text.split("## During an incident", 1)[1].split("```", 2)[1]
     found = [shlex.split(line, comments=True) for line in block.splitlines()]
     return [words[1:] for words in found if words]
 
