@@ -73,7 +73,9 @@ def is_taken(words: list[str]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("page", "words"), commands("controller"), ids=lambda value: " ".join(value)[:60]
+    ("page", "words"),
+    commands("controller"),
+    ids=lambda value: value if isinstance(value, str) else " ".join(value)[:60],
 )
 def test_every_command_line_is_one_that_is_taken(page: str, words: list[str]) -> None:
     # `…` stands for more, `a | b` for either.
