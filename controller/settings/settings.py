@@ -243,7 +243,7 @@ class Settings(BaseSettings):
     otlp_logs: bool = Field(default=False, description="Send log lines to that collector as well.")
     record_directory: Path | None = Field(
         None,
-        description="Directory of recordings for `controller replay`; by default there are none.",
+        description="Directory of recordings for `controller replay`; unset: nothing is recorded.",
     )
     record_megabytes: int = Field(
         256, ge=1, description="Largest size of the recordings; the oldest are deleted first."
