@@ -1,6 +1,6 @@
 """Writes requirements/lock: what the images install, pinned, with the hash of every file.
 
-sidecar.txt: what the sidecar needs.  engine.txt: what the plugin needs beside SGLang, of which the
+sidecar.txt: what the sidecar needs.  engine.txt: what the shim needs beside SGLang, of which the
 image installs what SGLang's has not.  build.txt: what the wheel of this project is built with.
 Versions are those of requirements/constraints.txt, which is what the tests run with; it does not
 hold those of build.txt, which stay as they are until `--upgrade`.
@@ -14,6 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = ROOT / "pyproject.toml"
+SHIM = ROOT / "engine_shim" / "pyproject.toml"
 LOCKS = ROOT / "requirements" / "lock"
 
 # One lock holds for all of these, or none is written: the oldest Python and the newest.
@@ -38,7 +39,7 @@ def inputs(folder: Path, *, upgrade: bool) -> dict[str, tuple[list[str | Path], 
     requires = tomllib.loads(PROJECT.read_text())["build-system"]["requires"]
     return {
         "sidecar": ([PROJECT, *constraints], ""),
-        "engine": ([PROJECT, "--extra", "engine", *constraints], ""),
+        "engine": ([SHIM, *constraints], ""),
         "build": (["-", *constraints, *kept], "\n".join(requires)),
     }
 

@@ -69,14 +69,14 @@ install() {
   fi
   say "what SGLang needs on a CPU"
   pip install "${constraints[@]}" -r requirements/sglang-cpu.txt
-  say "speculation-controller, in place, with its extras"
-  pip install "${constraints[@]}" -e '.[engine,demo,otel,dev]'
+  say "the sidecar and the shim, in place, with their extras"
+  pip install "${constraints[@]}" -e '.[demo,otel,dev]' -e ./engine_shim
 }
 
 python=$(find_python)
 made_from=$(
   "$python" --version
-  cat pyproject.toml requirements/*.txt scripts/setup.sh | sha256sum
+  cat pyproject.toml engine_shim/pyproject.toml requirements/*.txt scripts/setup.sh | sha256sum
 )
 
 if [ "$(cat "$stamp" 2>/dev/null)" != "$made_from" ]; then

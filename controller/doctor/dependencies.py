@@ -51,7 +51,7 @@ def _plugin(said: dict[str, Any]) -> Finding:
         return fail(
             "plugin",
             "the engine runs without it",
-            "install 'speculation-controller[engine]' in its image, and set SPECULATION_SIDECAR",
+            "install 'speculation-controller-shim' in its image, and set SPECULATION_SIDECAR",
         )
     if not status.get("agent_connected"):
         return fail(

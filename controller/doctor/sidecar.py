@@ -191,7 +191,7 @@ def _shim(engine: service_pb2.EngineStatus, ours: str) -> Finding:
         return warn(
             name,
             f"version {theirs or '(not said)'}, the sidecar {ours or 'older'}",
-            "install the same version of speculation-controller in both images",
+            "install the same version of speculation-controller and speculation-controller-shim",
         )
     return ok(name, f"version {theirs}")
 

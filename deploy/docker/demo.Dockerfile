@@ -11,8 +11,11 @@ WORKDIR /source
 RUN pip install --no-cache-dir -c requirements/constraints.txt ${TORCH_PIP_ARGS} torch && \
     pip install --no-cache-dir -c requirements/constraints.txt --no-deps sglang && \
     pip install --no-cache-dir -c requirements/constraints.txt -r requirements/sglang-cpu.txt && \
-    pip install --no-cache-dir -c requirements/constraints.txt '.[engine]' && \
-    ln -s "$(python -c 'import lab.cpu_engine.models as m; print(m.__path__[0])')" /models
+    pip install --no-cache-dir -c requirements/constraints.txt ./engine_shim && \
+    mkdir -p /opt/demo/lab && cp -r lab/__init__.py lab/cpu_engine /opt/demo/lab && \
+    ln -s /opt/demo/lab/cpu_engine/models /models
+# The small models and the CPU engine are in no wheel.
+ENV PYTHONPATH=/opt/demo
 WORKDIR /
 USER 10002:10002
 ENTRYPOINT ["python", "-m", "lab.cpu_engine.serve"]

@@ -5,7 +5,7 @@ ARG SGLANG_IMAGE=lmsysorg/sglang:v0.5.23
 FROM python:3.11.13-slim-bookworm AS build
 COPY . /source
 RUN pip install --no-cache-dir --require-hashes --only-binary :all: -r /source/requirements/lock/build.txt && \
-    pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheels /source
+    pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheels /source/engine_shim
 
 # hadolint ignore=DL3006
 FROM ${SGLANG_IMAGE}
@@ -17,6 +17,6 @@ RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
     awk -F '==' 'NR == FNR { there[$1]; next } /^[a-z]/ { wanted = !($1 in there) } wanted' \
         /run/there.txt /lock/engine.txt > /run/missing.txt && \
     pip install --no-cache-dir --no-deps --require-hashes --only-binary :all: -r /run/missing.txt && \
-    pip install --no-cache-dir --no-index "$(ls /wheels/*.whl)[engine]" && \
+    pip install --no-cache-dir --no-index /wheels/*.whl && \
     rm /run/there.txt /run/missing.txt
 USER 10002:10002

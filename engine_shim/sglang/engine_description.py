@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 import socket
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import engine_shim
 from engine_shim.sglang import sglang_api, versions
 from engine_shim.sglang.losses import BLOCK_DRAFTER
 from engine_shim.sglang.model_shape import set_shapes
@@ -94,7 +94,7 @@ def _fingerprint(scheduler: Any) -> engine_pb2.Fingerprint:
         data_parallel_size=sglang_api.config_leaf("dp_size"),
         attention_backend=runner.decode_attention_backend_str,
         graph_batch_sizes=sglang_api.graph_batch_sizes(runner),
-        shim_version=_shim_version(),
+        shim_version=engine_shim.__version__,
     )
 
 
@@ -146,10 +146,3 @@ def _device_name(device: str) -> str:
 
     name: str = get_device_name()
     return name
-
-
-def _shim_version() -> str:
-    try:
-        return version("speculation-controller")
-    except PackageNotFoundError:
-        return ""

@@ -6,6 +6,7 @@ import hashlib
 import subprocess
 import sys
 import zipfile
+from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,7 +40,8 @@ def fetched(package: str, version: str) -> Path:
             (archive,) = Path(place).glob("*.whl")
             whole = Path(place) / "unpacked"
             zipfile.ZipFile(archive).extractall(whole)
-            whole.rename(folder)
+            with suppress(OSError):  # another worker may have been quicker
+                whole.rename(folder)
     return folder
 
 

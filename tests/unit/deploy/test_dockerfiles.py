@@ -58,8 +58,8 @@ def test_the_context_holds_what_the_wheel_is_made_from():
         line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines()
         if line.startswith("!")
     ]  # fmt: skip
-    for needed in ("controller", "engine_shim", "proto", "profiles", "pyproject.toml", "README.md",
-                   "LICENSE", "requirements"):  # fmt: skip
+    for needed in ("controller", "engine_shim", "lab", "proto", "profiles", "pyproject.toml",
+                   "README.md", "LICENSE", "requirements"):  # fmt: skip
         assert any(fnmatch.fnmatch(needed, pattern) for pattern in kept), needed
         assert (ROOT / needed).exists()
 

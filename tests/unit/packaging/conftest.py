@@ -6,12 +6,22 @@ import pytest
 from tests.unit.packaging.environments import ROOT, closure, environment, pinned, pip
 
 
+def _built(project: Path, directory: Path) -> Path:
+    pip(sys.executable, "wheel", "--no-deps", "--wheel-dir", directory, project)
+    (wheel,) = directory.glob("*.whl")
+    return wheel
+
+
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("wheel")
-    pip(sys.executable, "wheel", "--no-deps", "--wheel-dir", directory, ROOT)
-    (built,) = directory.glob("*.whl")
-    return built
+    """The sidecar's."""
+    return _built(ROOT, tmp_path_factory.mktemp("sidecar-wheel"))
+
+
+@pytest.fixture(scope="session")
+def shim_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shim's."""
+    return _built(ROOT / "engine_shim", tmp_path_factory.mktemp("shim-wheel"))
 
 
 @pytest.fixture

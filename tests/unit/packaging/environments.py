@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import os
 import subprocess
 import sys
 import venv
@@ -14,11 +15,17 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def run(*command: str | Path) -> str:
-    """Output of a command; fails the test with everything it said when it fails."""
+def run(*command: str | Path, said: str | None = None) -> str:
+    """Output of a command, which finds no module of this tree unless it is installed.
+
+    Fails the test with everything the command printed when it fails.
+    said: for its standard input.
+    """
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     result = subprocess.run(
-        [str(part) for part in command], capture_output=True, text=True, check=False
-    )
+        [str(part) for part in command],
+        input=said, capture_output=True, text=True, check=False, cwd="/", env=variables,
+    )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 

@@ -1,4 +1,4 @@
-"""The project as it is installed: what the wheel holds, and what it does to its environment."""
+"""The two wheels: what they hold, on what they run, and what they do to their environments."""
 
 import json
 import re
@@ -12,6 +12,9 @@ from dockerfile_parse import DockerfileParser
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import controller
+from tests.support.fake_sidecar import FakeSidecar, plan
+from tests.system.faults import engine_program
 from tests.unit.packaging.environments import (
     ROOT,
     closure,
@@ -23,6 +26,7 @@ from tests.unit.packaging.environments import (
 )
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+SHIM = tomllib.loads((ROOT / "engine_shim" / "pyproject.toml").read_text())["project"]
 
 # What sglang 0.5.23 asks of gRPC on a GPU host, by way of its smg-grpc-servicer 0.14.
 SGLANG_GRPC_FLOOR = [
@@ -35,60 +39,96 @@ SGLANG_GRPC_FLOOR = [
 pytestmark = [pytest.mark.packaging, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def lower_bounds() -> list[str]:
-    """The dependencies, each at the lowest version that pyproject.toml admits."""
-    return [dependency.replace(">=", "==") for dependency in PROJECT["dependencies"]]
+def lower_bounds(project: dict[str, Any]) -> list[str]:
+    """The dependencies, each at the lowest version that its pyproject.toml admits."""
+    return [dependency.replace(">=", "==") for dependency in project["dependencies"]]
 
 
-@pytest.fixture(scope="module")
 def contents(wheel: Path) -> set[str]:
     with zipfile.ZipFile(wheel) as archive:
         return set(archive.namelist())
 
 
-@pytest.mark.parametrize("package", ["controller", "engine_shim", "speculation"])
-def test_the_wheel_is_typed(contents: set[str], package: str):
-    assert f"{package}/py.typed" in contents
-
-
-def test_the_wheel_holds_the_stubs_and_their_types(contents: set[str]):
-    stubs = {f"speculation/v1/{name}_pb2.py" for name in ("engine", "plan", "service")}
-    stubs.add("speculation/v1/service_pb2_grpc.py")
-    assert stubs | {f"{name}i" for name in stubs} <= contents
-
-
-def test_the_wheel_holds_every_file_of_its_packages(contents: set[str]):
-    ignored = re.compile(r"__pycache__|\.pyc$")
-    files = {
+def files(*folders: str) -> set[str]:
+    """What lies in these folders of the tree, without what running leaves and what explains."""
+    ignored = re.compile(r"__pycache__|\.pyc$|\.md$|pyproject\.toml$|hatch_build\.py$")
+    return {
         str(path.relative_to(ROOT))
-        for package in ("controller", "engine_shim")
-        for path in (ROOT / package).rglob("*")
+        for folder in folders
+        for path in (ROOT / folder).rglob("*")
         if path.is_file() and not ignored.search(str(path))
     }
-    assert files <= contents
 
 
-def test_the_wheel_declares_its_command_and_its_plugin(wheel: Path):
-    with zipfile.ZipFile(wheel) as archive:
-        metadata = f"speculation_controller-{wheel.name.split('-')[1]}.dist-info"
-        entry_points = archive.read(f"{metadata}/entry_points.txt").decode()
-    assert "controller = controller.cli:main" in entry_points
-    assert "[sglang.srt.plugins]" in entry_points
+def contract() -> set[str]:
+    return {name.removeprefix("proto/") for name in files("proto/speculation")}
+
+
+def test_the_sidecars_wheel_holds_its_package_and_the_contract_and_no_more(wheel: Path):
+    held = {name for name in contents(wheel) if ".dist-info/" not in name}
+    assert held - {"controller/profiles/README.md"} == files("controller") | contract()
+    assert {"controller/py.typed", "speculation/py.typed"} <= held
+
+
+def test_the_shims_wheel_holds_its_package_and_the_contract_and_no_more(shim_wheel: Path):
+    held = {name for name in contents(shim_wheel) if ".dist-info/" not in name}
+    held = {name for name in held if not name.endswith(".md")}
+    assert held == files("engine_shim") | contract() | {"engine_shim/LICENSE"}
+    assert {"engine_shim/py.typed", "speculation/py.typed"} <= held
+
+
+def test_the_contract_comes_with_its_types():
+    stubs = {f"speculation/v1/{name}_pb2.py" for name in ("engine", "plan", "service")}
+    stubs.add("speculation/v1/service_pb2_grpc.py")
+    assert stubs | {f"{name}i" for name in stubs} <= contract()
+
+
+def test_each_wheel_declares_its_own_entry_point_and_both_have_one_version(
+    wheel: Path, shim_wheel: Path
+):
+    def declared(path: Path) -> str:
+        name = "-".join(path.name.split("-")[:2])
+        with zipfile.ZipFile(path) as archive:
+            return archive.read(f"{name}.dist-info/entry_points.txt").decode()
+
+    assert "controller = controller.cli:main" in declared(wheel)
+    assert "sglang.srt.plugins" not in declared(wheel)
+    assert "[sglang.srt.plugins]" in declared(shim_wheel)
+    assert "console_scripts" not in declared(shim_wheel)
+    assert wheel.name.split("-")[1] == shim_wheel.name.split("-")[1] == controller.__version__
 
 
 @pytest.mark.parametrize("end", ["lowest", "newest"])
-def test_both_ends_of_the_dependency_range_work(end: str, wheel: Path, tmp_path: Path):
+def test_both_ends_of_the_sidecars_dependency_range_work(end: str, wheel: Path, tmp_path: Path):
     python = environment(tmp_path / "venv")
-    pip(python, "install", "--no-compile", wheel, *(lower_bounds() if end == "lowest" else []))
-    versions = json.loads(run(python, ROOT / "tests" / "workshop" / "round_trip.py"))
+    lowest = lower_bounds(PROJECT)
+    pip(python, "install", "--no-compile", wheel, *(lowest if end == "lowest" else []))
+    versions = json.loads(run(python, ROOT / "tests" / "unit" / "packaging" / "round_trip.py"))
     if end == "lowest":
-        assert f"grpcio=={versions['grpcio']}" in lower_bounds()
-        assert f"protobuf=={versions['protobuf']}" in lower_bounds()
+        assert f"grpcio=={versions['grpcio']}" in lowest
+        assert f"protobuf=={versions['protobuf']}" in lowest
     else:
         assert int(versions["protobuf"].split(".")[0]) >= 7
     assert not {"torch", "sglang", "matplotlib", "scipy", "pandas"} & installed(python).keys()
     assert "--health-port" in run(tmp_path / "venv" / "bin" / "controller", "serve", "--help")
     print(end, versions)
+
+
+@pytest.mark.parametrize("end", ["lowest", "newest"])
+def test_the_shims_link_works_at_both_ends_of_its_dependency_range(
+    end: str, shim_wheel: Path, tmp_path: Path
+):
+    """The link, installed from the wheel alone, introduces an engine and follows the plan."""
+    python = environment(tmp_path / "venv")
+    lowest = lower_bounds(SHIM)
+    pip(python, "install", "--no-compile", shim_wheel, *(lowest if end == "lowest" else []))
+    found = installed(python)
+    assert not {"redis", "rich", "typer", "prometheus-client", "torch", "sglang"} & found.keys()
+    with FakeSidecar(f"unix:{tmp_path}/sidecar.sock") as sidecar:
+        sidecar.first_plan = lambda: plan(1, 2)
+        said = run(python, engine_program.__file__, sidecar.target, said="1000\n1000\n")
+    last = json.loads(said.splitlines()[-1])
+    assert last == {"source": "plan", "gamma": 2}
 
 
 def test_the_sidecars_image_is_as_small_as_the_page_says(wheel: Path):
@@ -119,20 +159,20 @@ def would_install(python: Path, tmp_path: Path, *arguments: str) -> dict[str, st
 
 
 def test_installing_into_sglangs_environment_changes_none_of_its_packages(
-    sglang_environment: Path, wheel: Path, tmp_path: Path
+    sglang_environment: Path, shim_wheel: Path, tmp_path: Path
 ):
     before = installed(sglang_environment)
     assert pinned().items() <= before.items()
-    assert "speculation-controller" not in before
-    new = would_install(sglang_environment, tmp_path, f"{wheel}[engine]")
+    assert "speculation-controller-shim" not in before
+    new = would_install(sglang_environment, tmp_path, str(shim_wheel))
     assert new.keys() & before.keys() == set()
-    assert {"speculation-controller", "grpcio", "structlog"} <= new.keys()
+    assert {"speculation-controller-shim", "grpcio", "structlog"} <= new.keys()
 
 
 def test_an_older_grpc_that_sglang_came_with_stays(
-    sglang_environment: Path, wheel: Path, tmp_path: Path
+    sglang_environment: Path, shim_wheel: Path, tmp_path: Path
 ):
     pip(sglang_environment, "install", *SGLANG_GRPC_FLOOR)
     before = installed(sglang_environment)
-    new = would_install(sglang_environment, tmp_path, f"{wheel}[engine]")
+    new = would_install(sglang_environment, tmp_path, str(shim_wheel))
     assert new.keys() & before.keys() == set()
