@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-_TARGET = Path(__file__).parent / "models" / "target"
+MODELS = Path(__file__).parent / "models"
 
 
 def engine_command(port: int, max_batch_size: int, flags: Sequence[str]) -> list[str]:
@@ -15,7 +15,7 @@ def engine_command(port: int, max_batch_size: int, flags: Sequence[str]) -> list
     """
     return [
         sys.executable, "-m", "lab.cpu_engine.serve",
-        "--model-path", str(_TARGET),
+        "--model-path", str(MODELS / "target"),
         "--dtype", "float32",
         "--host", "127.0.0.1",
         "--port", str(port),

@@ -5,9 +5,7 @@ plain decoding by rounding) with room for the same batch.  Only `steered` has SP
 environment; without it the plugin is off and the engine is as if it were not installed.
 """
 
-from pathlib import Path
-
-from lab.cpu_engine.engine_command import eagle3_flags
+from lab.cpu_engine.engine_command import MODELS, eagle3_flags
 from lab.cpu_engine.engine_command import engine_command as serve_command
 from lab.harness.engines import Engine, Workplace, launch_engine
 
@@ -18,7 +16,6 @@ ENGINE_ID = "demo"
 GAMMAS = (0, 1, 2, 3, 5, 7)
 MAX_BATCH = 16
 
-_MODELS = Path(__file__).parents[1] / "models"
 READY_SECONDS = 150.0
 
 
@@ -31,7 +28,7 @@ def speculation_flags(policy: str) -> list[str]:
     """What distinguishes the engines' command lines."""
     if policy == OFF:
         return []
-    draft = _MODELS / "draft-mixed"
+    draft = MODELS / "draft-mixed"
     if policy == ADAPTIVE:
         algorithm = ["--speculative-algorithm", "EAGLE3"]
         return [
@@ -54,7 +51,7 @@ def engine_environment(policy: str, place: Workplace) -> dict[str, str]:
         "SPECULATION_SIDECAR": place.address,
         "SPECULATION_ENGINE_ID": ENGINE_ID,
         "SPECULATION_GAMMAS": ",".join(map(str, GAMMAS)),
-        "SPECULATION_DFLASH_MODEL_PATH": str(_MODELS / "dflash"),
+        "SPECULATION_DFLASH_MODEL_PATH": str(MODELS / "dflash"),
     }
 
 

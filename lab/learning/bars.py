@@ -10,8 +10,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
+from lab.cpu_engine.engine_command import MODELS
 from lab.harness.spread import Spread
-from lab.learning.engines_at_work import MODELS, Lab, Setting, running
+from lab.learning.engines_at_work import Lab, Setting, running
 
 OWN: Final = "chosen"
 _CHOICES: Final = ("off", "online:20", "online:5", OWN)

@@ -29,7 +29,6 @@ from lab.harness.sidecar import Pin, Sidecar
 from lab.harness.stream import Phase, Request
 from speculation.v1 import engine_pb2
 
-MODELS = Path(__file__).parents[1] / "models"
 ENGINE_ID = "lab"
 _READY_SECONDS = 150.0
 _PROMPT_TOKENS = 60

@@ -2,8 +2,9 @@
 
 from typing import Any
 
+from lab.cpu_engine.engine_command import MODELS
 from lab.harness.spread import Spread
-from lab.learning.engines_at_work import MODELS, Lab, Setting, by_context, running
+from lab.learning.engines_at_work import Lab, Setting, by_context, running
 
 _STRIDES = (0, 50, 20, 10, 5, 2, 1)
 _GAMMA = 3

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from lab.learning.engines_at_work import MODELS, Lab, Setting, running, trainer
+from lab.cpu_engine.engine_command import MODELS
+from lab.learning.engines_at_work import Lab, Setting, running, trainer
 
 # So that minutes show what takes hours in service.
 _SMALL = {

@@ -8,12 +8,13 @@ from tokenizers import Tokenizer
 
 from engine_shim.training.checkpoint import load_target, save_steered
 from engine_shim.training.schedule import Budget
+from lab.cpu_engine.engine_command import MODELS
 from lab.cpu_engine.models import corpus
 from lab.cpu_engine.models._sd2 import distil, pretrain
 from lab.cpu_engine.models.prompts import DOMAINS
 from lab.cpu_engine.models.recipe import MIXTURE, Recipe, SteeredRecipe
 from lab.harness.spread import Spread
-from lab.learning.engines_at_work import MODELS, Setting, running, step_seconds
+from lab.learning.engines_at_work import Setting, running, step_seconds
 
 _GAMMA = 7
 _BATCH = 4

@@ -1,5 +1,9 @@
-"""A real SGLang server on the CPU, as a user would start it, for the length of a test."""
+"""A real SGLang server on the CPU for the length of a test.
 
+Most servers are forks of a process that has imported SGLang; `fresh` ones start as a user's do.
+"""
+
+import functools
 import json
 import os
 import signal
@@ -14,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import engine_shim
+from lab.cpu_engine.engine_command import MODELS
 from lab.cpu_engine.environment import cpu_engine_env
 from lab.harness.ports import free_port
 from tests.support.eventually import eventually
+from tests.support.fork_server import ForkedProcess, ForkServer
 
 ROOT = Path(engine_shim.__file__).parents[1]
-MODELS = ROOT / "lab/cpu_engine/models"
 TARGET = MODELS / "target"
 DRAFT = MODELS / "draft-mixed"
 DFLASH = MODELS / "dflash"
@@ -40,7 +45,7 @@ class Generated:
 class EngineProcess:
     """A server and what it prints."""
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | ForkedProcess
     port: int
     log: Path
 
@@ -112,30 +117,45 @@ def install_plugin(folder: Path, target: str, name: str = "speculation_controlle
     return folder
 
 
+SERVE = "lab.cpu_engine.serve"
+
+
 @contextmanager
 def launched(
     folder: Path,
     arguments: Sequence[str],
     variables: Mapping[str, str],
-    module: str = "lab.cpu_engine.serve",
+    module: str = SERVE,
+    *,
+    fresh: bool = False,
 ) -> Iterator[EngineProcess]:
-    """A server that was started, ready or not; ended with everything it started."""
+    """A server that was started, ready or not; ended with everything it started.
+
+    fresh: in an interpreter of its own, as for variables that SGLang reads while it is imported.
+    """
     port = free_port()
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "engine.log"
-    command = [sys.executable, "-m", module, "--port", str(port)]
+    options = ["--port", str(port)]
     if "--model-path" not in arguments:
-        command += ["--model-path", str(TARGET), "--context-length", "2048"]
+        options += ["--model-path", str(TARGET), "--context-length", "2048"]
+    options += arguments
+    env = environment(folder, variables)
+    process: subprocess.Popen[bytes] | ForkedProcess
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            [*command, *arguments],
-            env=environment(folder, variables),
-            cwd=folder,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        if module == SERVE and not fresh:
+            assert not any(name.startswith("SGLANG_") for name in variables), "needs fresh=True"
+            process = _fork_server().start(module, options, env, folder, output.fileno())
+        else:
+            process = subprocess.Popen(
+                [sys.executable, "-m", module, *options],
+                env=env,
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
     try:
         yield EngineProcess(process, port, log)
     finally:
@@ -149,9 +169,18 @@ def serving(
     folder: Path,
     arguments: Sequence[str] = (),
     variables: Mapping[str, str] | None = None,
-    module: str = "lab.cpu_engine.serve",
+    module: str = SERVE,
+    *,
+    fresh: bool = False,
 ) -> Iterator[EngineProcess]:
     """A server that answers."""
-    with launched(folder, arguments, variables or {}, module) as engine:
+    with launched(folder, arguments, variables or {}, module, fresh=fresh) as engine:
         eventually(engine.is_ready, within=START_SECONDS, what="the engine is ready")
         yield engine
+
+
+@functools.cache
+def _fork_server() -> ForkServer:
+    """One for this process, from the first server to the end."""
+    own = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "proto")])}
+    return ForkServer("tests.support.engine_imports", cpu_engine_env({**os.environ, **own}))

@@ -12,7 +12,8 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from tests.support.engine import MODELS, EngineProcess, install_plugin, serving
+from lab.cpu_engine.engine_command import MODELS
+from tests.support.engine import EngineProcess, install_plugin, serving
 from tests.support.eventually import eventually
 from tests.support.scripted_sidecar import scripted_sidecar
 from tests.system.bench.measurement import RATIO, Measurement, run

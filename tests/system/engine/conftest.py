@@ -1,6 +1,7 @@
 """What the engine tests begin with: a scripted sidecar, and plain decoding's tokens."""
 
 from collections.abc import Iterator
+from itertools import chain
 
 import pytest
 
@@ -27,19 +28,22 @@ def sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedSideca
 
 @pytest.fixture(scope="session")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[int]]]:
-    """Tokens of plain decoding.  The plugin is installed, and off."""
-    with serving(tmp_path_factory.mktemp("plain")) as engine:
+    """Tokens of plain decoding.  The plugin is installed, and off.
+
+    All requests run at once: in float32 a token does not depend on its batch.
+    """
+    requests: dict[str, tuple[list[list[int]], list[int]]] = {
+        "batch": (PROMPTS, LENGTHS),
+        "waves": (list(chain(*WAVES)), [WAVE_LENGTH] * sum(map(len, WAVES))),
+        "alone": (ALONE, [ALONE_LENGTH]),
+        "crowd": (CROWD, [CROWD_LENGTH] * len(CROWD)),
+    }
+    prompts, lengths = (list(chain(*part)) for part in zip(*requests.values(), strict=True))
+    room = ("--max-running-requests", str(len(prompts)))
+    with serving(tmp_path_factory.mktemp("plain"), room) as engine:
+        answers = iter(engine.generate(prompts, lengths))
         tokens = {
-            "batch": [answer.tokens for answer in engine.generate(PROMPTS, LENGTHS)],
-            "waves": [
-                answer.tokens
-                for prompts in WAVES
-                for answer in engine.generate(prompts, [WAVE_LENGTH] * len(prompts))
-            ],
-            "alone": [answer.tokens for answer in engine.generate(ALONE, [ALONE_LENGTH])],
-            "crowd": [
-                answer.tokens for answer in engine.generate(CROWD, [CROWD_LENGTH] * len(CROWD))
-            ],
+            name: [next(answers).tokens for _ in asked] for name, (asked, _) in requests.items()
         }
         assert "speculation_controller" not in engine.internal_state()
         assert "steered by" not in engine.log.read_text()

@@ -234,7 +234,7 @@ def test_requests_may_come_late_leave_early_and_be_retracted(
         }
         # Room for six or seven of them.
         crowded = ("--max-total-tokens", "900")
-        with serving(tmp_path / "engine", [*EAGLE3, *crowded], variables) as engine:
+        with serving(tmp_path / "engine", [*EAGLE3, *crowded], variables, fresh=True) as engine:
             eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
             tokens: dict[int, list[int]] = {}
 

@@ -9,7 +9,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.support.engine import EAGLE3, MODELS, EngineProcess, Generated, serving
+from lab.cpu_engine.engine_command import MODELS
+from tests.support.engine import EAGLE3, EngineProcess, Generated, serving
 from tests.support.eventually import eventually
 from tests.support.prompts_in_flight import WAVE_LENGTH, WAVES
 from tests.support.scripted_sidecar import ScriptedSidecar, scripted_sidecar

@@ -8,8 +8,9 @@ import torch
 
 from engine_shim.training.checkpoint import load_steered, load_target
 from engine_shim.training.sd2 import greedy_chain
+from lab.cpu_engine.engine_command import MODELS
 from speculation.v1.engine_pb2 import DRAFTER_KIND_STANDALONE
-from tests.support.engine import MODELS, TARGET, EngineProcess, serving
+from tests.support.engine import TARGET, EngineProcess, serving
 from tests.support.eventually import eventually
 from tests.support.prompts_in_flight import ALONE, ALONE_LENGTH, accepted_by_context, play
 from tests.support.scripted_sidecar import ScriptedSidecar

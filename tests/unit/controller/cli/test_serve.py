@@ -55,13 +55,17 @@ def test_a_signal_ends_the_sidecar_cleanly_with_its_streams(tmp_path: Path, numb
     ]
 
 
-def test_start_to_serving(tmp_path: Path):
-    took = []
-    for _ in range(3):
+def test_a_sidecar_that_was_stopped_is_started_again_on_its_socket_and_steers(tmp_path: Path):
+    for _ in range(2):
         with sidecar_process(tmp_path) as sidecar:
-            took.append(sidecar.seconds_to_serving)
-            sidecar.stop()
-    print(f"\nprocess start to SERVING: {', '.join(f'{s:.2f}' for s in took)} s")
+            with grpc.insecure_channel(sidecar.address) as channel:
+                answer = service_pb2_grpc.SpeculationServiceStub(channel).Introduce(
+                    service_pb2.IntroduceRequest(engine=engine_message()), timeout=PATIENCE_SECONDS
+                )
+            assert answer.plan.rows
+            code, lines = sidecar.stop()
+        assert code == 0
+        assert [line["event"] for line in lines][:1] == ["serving"]
 
 
 def test_the_socket_of_a_killed_sidecar_is_taken_over(tmp_path: Path):

@@ -72,8 +72,9 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def plain(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+    """Started as a user starts it."""
     arguments = ("--model-path", str(model), "--disable-radix-cache")
-    with serving(tmp_path_factory.mktemp("plain"), arguments) as engine:
+    with serving(tmp_path_factory.mktemp("plain"), arguments, fresh=True) as engine:
         yield engine
 
 

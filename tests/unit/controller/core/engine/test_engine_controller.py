@@ -73,6 +73,37 @@ def test_looking_costs_no_more_than_its_share():
         assert engine.controller.explorer.lost_seconds <= 1.3 * allowed
 
 
+def charged_for_a_stall(stall_seconds):
+    """What a probe's step that stalls adds to the explorer's seconds, in all, lost and of credit.
+
+    The first in units of what such a step usually takes.
+    """
+    engine = make()
+    explorer = engine.controller.explorer
+    while explorer.running is None:
+        engine.run(1, 16, [0.5] * 7)
+    _, probe = explorer.running
+    gamma = probe.arm.gamma
+    before = explorer.total_seconds, explorer.lost_seconds, explorer.credit_seconds
+    counts = (16, *[0] * gamma)
+    engine.controller.observe(
+        StepReport(
+            engine.step + 1, 16, 8192, "mtp", gamma, counts, stall_seconds, probe_id=probe.probe_id
+        )
+    )
+    after = explorer.total_seconds, explorer.lost_seconds, explorer.credit_seconds
+    total, lost, credit = (new - old for new, old in zip(after, before, strict=True))
+    return total / gpu_like(gamma, 16), lost, credit
+
+
+def test_a_step_that_stalls_counts_as_three_usual_ones_for_exploration():
+    total, lost, credit = charged_for_a_stall(1.0)
+    assert charged_for_a_stall(3600.0) == (total, lost, credit)
+    assert total == pytest.approx(3.0, rel=0.05)
+    assert 0 < lost < 3 * gpu_like(7, 16)
+    assert -lost < credit < 0
+
+
 def test_with_exploration_off_nothing_is_ever_probed():
     engine = make(settings=PlannerSettings(probe_share=0.0))
     engine.run(500, 16, [0.5] * 7)

@@ -1,0 +1,21 @@
+"""What a server of SGLang on a CPU imports before it starts, for a fork server."""
+
+import warnings
+
+from lab.cpu_engine.environment import enter_cpu_environment
+
+enter_cpu_environment()
+
+with warnings.catch_warnings():
+    # Of what a CPU has not.
+    warnings.simplefilter("ignore")
+    import grpc  # noqa: F401
+    import setproctitle
+    import sglang.launch_server
+    import sglang.srt.entrypoints.http_server
+    import sglang.srt.managers.detokenizer_manager
+    import sglang.srt.managers.scheduler
+    import sglang.srt.models.registry  # noqa: F401
+
+# Finds the title's place in memory, which can be done only before the environment changes.
+setproctitle.getproctitle()
