@@ -1,7 +1,11 @@
-"""What the images install: licences, checked against a list, or a CycloneDX bill of materials.
+"""Checks the licences of what the images install, and writes a CycloneDX bill of materials.
 
-Both are read from requirements/lock and from the metadata of the same versions as they are
-installed here.  The images' bases (Debian, Python, SGLang's image) have lists of their own.
+Both read requirements/lock and the metadata of the same versions as they are installed here.  The
+images' bases (Debian, Python, SGLang's image) have lists of their own.
+
+Two tools come close and lose something: cyclonedx-py reads hashes from a lock or licences and
+dependencies from an environment, never both in one bill, and pip-licenses neither evaluates SPDX
+expressions nor refuses a package as long as one of its licences is allowed.
 """
 
 import argparse
@@ -29,8 +33,8 @@ import controller
 ROOT = Path(__file__).resolve().parent.parent
 LOCKS = ROOT / "requirements" / "lock"
 
-# What may be given away together with Apache-2.0, under conditions that a wheel meets by holding
-# its own licence.  Nothing copyleft: not even the weak kind, which asks for more than a list.
+# Licences that may be distributed together with Apache-2.0, and whose conditions a wheel meets by
+# holding its own licence text.  Copyleft licences are left out, the weak ones too.
 ALLOWED = frozenset(
     {
         "0BSD", "Apache-2.0", "BSD-2-Clause", "BSD-3-Clause", "CC0-1.0", "ISC", "MIT", "MIT-0",
@@ -38,7 +42,7 @@ ALLOWED = frozenset(
     }
 )  # fmt: skip
 
-# Older metadata has a licence's title for its identifier.
+# Older metadata has the title of a licence instead of its SPDX identifier.
 _TITLES = {
     "3-Clause BSD License": "BSD-3-Clause",
     "Apache Software License": "Apache-2.0",
@@ -50,12 +54,15 @@ _SPDX = get_spdx_licensing()
 
 
 class BillError(Exception):
-    """A bill that cannot be made, or a licence that is not allowed; one line for each."""
+    """The bill cannot be made, or a licence is not allowed; the message has one line for each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One locked package.  licence: an SPDX expression.  needs: names of other parts."""
+    """A locked package.
+
+    hashes: SHA-256 of its files.  licence: an SPDX expression.  needs: names of other parts.
+    """
 
     name: str
     version: str
@@ -65,16 +72,19 @@ class Part:
 
 
 def locked(path: Path) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-    """(name, version, SHA-256 of its files) of every package in a lock."""
+    """Yields the name, the version and the SHA-256 of the files of every package in a lock."""
     for line in path.read_text().replace("\\\n", " ").splitlines():
         if found := re.match(r"([a-z0-9.-]+)==(\S+)", line):
             yield found[1], found[2], tuple(re.findall(r"--hash=sha256:([0-9a-f]{64})", line))
 
 
-def parts(path: Path) -> list[Part]:
-    """Raises BillError for packages that are not installed here in this version."""
+def parts(*locks: Path) -> list[Part]:
+    """Reads locks, and the metadata of their packages from this environment.
+
+    Raises BillError for packages that are not installed here in the locked version.
+    """
     found, faults = [], []
-    pins = list(locked(path))
+    pins = sorted({pin for path in locks for pin in locked(path)})
     names = {name for name, _, _ in pins}
     for name, version, hashes in pins:
         try:
@@ -86,53 +96,46 @@ def parts(path: Path) -> list[Part]:
             faults.append(
                 f"{name} {version} is installed here as {distribution.version}: `make lock`"
             )
-            continue
-        needs = sorted(names & set(_requirements(distribution)))
-        found.append(Part(name, version, hashes, licence(distribution), tuple(needs)))
+        requirements = map(Requirement, distribution.requires or [])
+        needs = names & {
+            canonicalize_name(requirement.name)
+            for requirement in requirements
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        }
+        found.append(Part(name, version, hashes, licence(distribution), tuple(sorted(needs))))
     if faults:
         raise BillError("\n".join(faults))
     return found
 
 
-def _requirements(distribution: importlib.metadata.Distribution) -> Iterator[str]:
-    for text in distribution.requires or []:
-        requirement = Requirement(text)
-        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-            yield canonicalize_name(requirement.name)
-
-
 def licence(distribution: importlib.metadata.Distribution) -> str:
-    """An SPDX expression, or what its authors wrote instead; "" for nothing."""
-    said: dict[str, list[str]] = {
-        name: distribution.metadata.get_all(name) or []
-        for name in ("License-Expression", "Classifier", "License")
-    }
-    if said["License-Expression"]:
-        return said["License-Expression"][0]
+    """Returns an SPDX expression, or what the authors wrote instead; "" if they wrote nothing."""
+
+    def said(field: str) -> list[str]:
+        return distribution.metadata.get_all(field) or []
+
+    if expressions := said("License-Expression"):
+        return expressions[0]
     titles = [
-        line.removeprefix(_CLASSIFIER)
-        for line in said["Classifier"]
-        if line.startswith(_CLASSIFIER)
-    ] or said["License"]
+        line.removeprefix(_CLASSIFIER) for line in said("Classifier") if _CLASSIFIER in line
+    ] or said("License")
     return " AND ".join(_TITLES.get(title, title) for title in titles)
 
 
 def is_allowed(expression: str) -> bool:
-    """Whether a licence that may be chosen is on the list, and everything that has to be met."""
+    """Tells whether the allowed licences are enough to fulfil an SPDX expression."""
     try:
         parsed = _SPDX.parse(expression, validate=True)
     except ExpressionError:
         return False
     if parsed is None:
         return False
-    answers = {
-        symbol: _SPDX.TRUE if str(symbol) in ALLOWED else _SPDX.FALSE for symbol in parsed.symbols
-    }
-    return bool(parsed.subs(answers).simplify() == _SPDX.TRUE)
+    allowed = {it: _SPDX.TRUE if str(it) in ALLOWED else _SPDX.FALSE for it in parsed.symbols}
+    return bool(parsed.subs(allowed).simplify() == _SPDX.TRUE)
 
 
 def licences(bill: Sequence[Part]) -> str:
-    """A table.  Raises BillError for what is not allowed."""
+    """Returns a Markdown table.  Raises BillError for licences that are not allowed."""
     faults = [
         f"{part.name} {part.version}: {part.licence or 'no licence'} is not on the list"
         for part in bill
@@ -145,7 +148,7 @@ def licences(bill: Sequence[Part]) -> str:
 
 
 def sbom(bill: Sequence[Part]) -> str:
-    """CycloneDX 1.6, JSON, the same at every call.  Raises BillError where its schema says no."""
+    """Returns CycloneDX 1.6 JSON, the same at every call.  Raises BillError if it is not valid."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     whole = _component(
         Part(project["name"], controller.__version__, (), project["license"], ()),
@@ -154,7 +157,7 @@ def sbom(bill: Sequence[Part]) -> str:
     components = {part.name: _component(part, ComponentType.LIBRARY) for part in bill}
     bom = Bom(components=components.values())
     bom.metadata.component = whole
-    # Random and of now by default: two bills of the same lock would differ.
+    # By default a random number and the present time: two bills of the same lock would differ.
     bom.serial_number = None  # type: ignore[assignment]
     bom.metadata.timestamp = None  # type: ignore[assignment]
     for part in bill:
@@ -169,7 +172,7 @@ def sbom(bill: Sequence[Part]) -> str:
 
 def _component(part: Part, kind: ComponentType) -> Component:
     purl = PackageURL("pypi", name=part.name, version=part.version)
-    # The lock names no index, and so does the reference: a package URL is one as well.
+    # A reference needs a URL; the package URL is one, and it names no index, as the lock does not.
     files = ExternalReference(
         type=ExternalReferenceType.DISTRIBUTION,
         url=XsUri(purl.to_string()),
@@ -187,17 +190,18 @@ def _component(part: Part, kind: ComponentType) -> Component:
 
 
 def main() -> int:
-    """Exit code 1 for a bill that cannot be made, or a licence that is not allowed."""
+    """Returns exit code 1 if the bill cannot be made or a licence is not allowed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("what", choices=("licences", "sbom"))
-    parser.add_argument("--output", type=Path, help="the file; without it only the check is made")
+    parser.add_argument(
+        "--output", type=Path, help="file to write; without it, only the check is made"
+    )
     options = parser.parse_args()
     try:
         if options.what == "sbom":
             text = sbom(parts(LOCKS / "sidecar.txt"))
         else:
-            # The engine's lock holds the sidecar's and more.
-            text = licences(parts(LOCKS / "engine.txt"))
+            text = licences(parts(LOCKS / "sidecar.txt", LOCKS / "engine.txt"))
     except BillError as error:
         print(f"{options.what}: {error}", file=sys.stderr)
         return 1
