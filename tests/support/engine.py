@@ -120,6 +120,17 @@ def install_plugin(folder: Path, target: str, name: str = "speculation_controlle
 SERVE = "lab.cpu_engine.serve"
 
 
+def forked(
+    module: str, arguments: Sequence[str], folder: Path, variables: Mapping[str, str], log: Path
+) -> ForkedProcess:
+    """A program that finds SGLang imported; its output goes to `log`."""
+    assert not any(name.startswith("SGLANG_") for name in variables), "read while it is imported"
+    with log.open("wb") as output:
+        return _fork_server().start(
+            module, arguments, environment(folder, variables), folder, output.fileno()
+        )
+
+
 @contextmanager
 def launched(
     folder: Path,
@@ -140,16 +151,14 @@ def launched(
     if "--model-path" not in arguments:
         options += ["--model-path", str(TARGET), "--context-length", "2048"]
     options += arguments
-    env = environment(folder, variables)
     process: subprocess.Popen[bytes] | ForkedProcess
-    with log.open("wb") as output:
-        if module == SERVE and not fresh:
-            assert not any(name.startswith("SGLANG_") for name in variables), "needs fresh=True"
-            process = _fork_server().start(module, options, env, folder, output.fileno())
-        else:
+    if module == SERVE and not fresh:
+        process = forked(module, options, folder, variables, log)
+    else:
+        with log.open("wb") as output:
             process = subprocess.Popen(
                 [sys.executable, "-m", module, *options],
-                env=env,
+                env=environment(folder, variables),
                 cwd=folder,
                 stdin=subprocess.DEVNULL,
                 stdout=output,

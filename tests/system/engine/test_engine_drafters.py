@@ -109,6 +109,24 @@ def alone(
     return reports
 
 
+@pytest.fixture(scope="module")
+def undisturbed(
+    engine: EngineProcess, sidecar: ScriptedSidecar, plain: dict[str, list[list[int]]]
+) -> dict[int, dict[int, int]]:
+    """Of each drafter: accepted drafts by context where no other drafts."""
+    found: dict[int, dict[int, int]] = {0: {}, 1: {}}
+    for which, drafter in enumerate(("eagle3", "dflash")):
+        # Long drafts meet few contexts: plain steps between them meet the others.
+        for script in (
+            lambda _, which=which: (3, False, which),
+            lambda count, which=which: (3, False, which) if count % 2 else (0, False, 0),
+            lambda count, which=which: (3, False, which) if count % 3 else (0, False, 0),
+        ):
+            reports = alone(engine, sidecar, plain, script)
+            found[which] |= accepted_by_context(reports, drafter, 3)
+    return found
+
+
 @pytest.mark.parametrize(("which", "drafter"), [(0, "eagle3"), (1, "dflash")])
 @pytest.mark.parametrize("pause", [(3, False, 0), (2, False, 1), (0, False, 0), (0, True, 0)])
 def test_nothing_goes_stale_while_another_drafts_or_none(
@@ -118,16 +136,9 @@ def test_nothing_goes_stale_while_another_drafts_or_none(
     engine: EngineProcess,
     sidecar: ScriptedSidecar,
     plain: dict[str, list[list[int]]],
+    undisturbed: dict[int, dict[int, int]],
 ) -> None:
-    always: dict[int, int] = {}
-    # Long drafts meet few contexts: plain steps between them meet the others.
-    for script in (
-        lambda _: (3, False, which),
-        lambda count: (3, False, which) if count % 2 else (0, False, 0),
-        lambda count: (3, False, which) if count % 3 else (0, False, 0),
-    ):
-        reports = alone(engine, sidecar, plain, script)
-        always |= accepted_by_context(reports, drafter, 3)
+    always = undisturbed[which]
     mixed: dict[int, int] = {}
 
     def now_and_then(period: int) -> Callable[[int], Arm]:

@@ -1,12 +1,15 @@
 """Run in SGLang's environment: resolves configurations as a launcher would, without launching.
 
-Reads a JSON list of ServerArgs keyword arguments on stdin, writes a JSON list of what came of them.
-DEVICE_MIB: memory of a card that SGLang is to believe in.
+    python -m tests.unit.engine_shim.sglang.resolve_probe ASKED FOUND
+
+ASKED: file with a JSON list of ServerArgs keyword arguments.  FOUND: file for the JSON list of what
+came of them.  DEVICE_MIB: memory of a card that SGLang is to believe in.
 """
 
 import json
 import os
 import sys
+from pathlib import Path
 
 from sglang.srt.arg_groups import memory_hook
 from sglang.srt.arg_groups.overrides import resolving_view
@@ -30,7 +33,8 @@ def main() -> None:
     if mebibytes:
         memory_hook.get_device_memory_capacity = lambda *_: int(mebibytes)
     results = []
-    for arguments in json.load(sys.stdin):
+    asked, answers = map(Path, sys.argv[1:])
+    for arguments in json.loads(asked.read_text()):
         try:
             args = ServerArgs(**arguments)
             args.resolve_once()
@@ -42,7 +46,7 @@ def main() -> None:
             results.append(found)
         except Exception as error:  # noqa: BLE001 - whatever SGLang raises is the result
             results.append({"error": f"{type(error).__name__}: {error}"})
-    print("\n" + json.dumps(results))
+    answers.write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

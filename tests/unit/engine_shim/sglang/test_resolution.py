@@ -1,17 +1,17 @@
 """What SGLang's own configuration makes of the plugin, without starting an engine."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.engine import DFLASH, DRAFT, TARGET, environment
-from tests.unit.engine_shim.sglang import resolve_probe
+from tests.support.engine import DFLASH, DRAFT, TARGET, forked
 
 pytestmark = [pytest.mark.slow]
+
+PROBE = "tests.unit.engine_shim.sglang.resolve_probe"
+PATIENCE_SECONDS = 240.0
 
 COMMON = {
     "model_path": str(TARGET),
@@ -85,16 +85,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def resolve(
     folder: Path, asked: dict[str, dict[str, Any]], **variables: str
 ) -> dict[str, dict[str, Any]]:
-    done = subprocess.run(
-        [sys.executable, resolve_probe.__file__],
-        input=json.dumps(list(asked.values())),
-        env=environment(folder, variables),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    results: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    folder.joinpath("asked.json").write_text(json.dumps(list(asked.values())))
+    log = folder / "log"
+    probe = forked(PROBE, ["asked.json", "found.json"], folder, variables, log)
+    assert probe.wait(PATIENCE_SECONDS) == 0, log.read_text()[-4000:]
+    results: list[dict[str, Any]] = json.loads(folder.joinpath("found.json").read_text())
     return dict(zip(asked, results, strict=True))
 
 
