@@ -17,7 +17,7 @@ PROMPTS = [
 ]
 LENGTHS = [40, 120, 64, 96, 33, 80, 110, 57]
 ALONE = held_out_prompts("json", count=1, length_tokens=60, seed=5)
-ALONE_LENGTH = 400
+ALONE_LENGTH = 250
 CROWD = [
     prompt
     for domain in DOMAINS
