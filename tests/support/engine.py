@@ -30,6 +30,12 @@ DRAFT = MODELS / "draft-mixed"
 DFLASH = MODELS / "dflash"
 EAGLE3 = ("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(DRAFT))
 LONE = ("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(DFLASH))
+# A drafter that has seen code and nothing else.
+CODE_ONLY = (
+    "--speculative-algorithm", "EAGLE3",
+    "--speculative-draft-model-path", str(MODELS / "draft-code"),
+)  # fmt: skip
+ONLINE = {"SPECULATION_ONLINE_UPDATES": "1", "SPECULATION_GAMMAS": "0,1,3"}
 START_SECONDS = 240.0
 
 

@@ -92,3 +92,11 @@ def prometheus(folder: Path, sidecar_port: int) -> Iterator[PrometheusServer]:
         finally:
             process.terminate()
             process.wait(PATIENCE_SECONDS)
+
+
+def promtool(*arguments: str | Path) -> str:
+    """What it says; fails with that where it finds fault."""
+    command = [tool("promtool"), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout

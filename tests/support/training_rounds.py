@@ -9,6 +9,7 @@ from engine_shim.training.eagle3 import Eagle3Shape, Eagle3Student
 from engine_shim.training.mtp import MtpShape, MtpStudent
 from engine_shim.training.online import Round
 from engine_shim.training.qwen3 import Qwen3Target
+from engine_shim.training.signals import Signal
 
 SHAPE = ModelShape(
     hidden=32, heads=2, kv_heads=1, head_dim=16, mlp=48, layers=3, vocabulary=40, max_positions=64
@@ -64,3 +65,23 @@ def side_by_side(first: Round, second: Round) -> Round:
         return torch.cat([part.new_zeros(part.shape[0], missing, *part.shape[2:]), part], dim=1)
 
     return Round(*(torch.cat([padded(a), padded(b)]) for a, b in zip(first, second, strict=True)))
+
+
+@torch.no_grad()
+def make_signal(target: Qwen3Target, seed: int, length: int = 48, top: int = 8) -> Signal:
+    """Greedy text of the target, as an engine would have served it."""
+    tokens = torch.randint(SHAPE.vocabulary, (1, 4), generator=torch.Generator().manual_seed(seed))
+    while tokens.shape[1] < length + 1:
+        logits, _ = target.logits_and_features(tokens, LAYERS)
+        tokens = torch.cat([tokens, logits[:, -1:].argmax(-1)], dim=1)
+    logits, features = target.logits_and_features(tokens[:, :length], LAYERS)
+    logs, top_tokens = logits.log_softmax(-1).topk(top, dim=-1)
+    return Signal(
+        tokens=tokens[0, :length],
+        features=torch.cat(features, dim=-1)[0].to(torch.bfloat16),
+        top_tokens=top_tokens[0].int(),
+        top_logs=logs[0],
+        start=0,
+        accepted=3,
+        tried=6,
+    )

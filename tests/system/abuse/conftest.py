@@ -120,3 +120,15 @@ def in_peace(besieged: Besieged) -> Iterator[None]:
     besieged.look()
     yield
     besieged.holds(descriptors=40)
+
+
+@pytest.fixture
+def channel(besieged: Besieged) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(besieged.sidecar.address) as opened:
+        yield opened
+
+
+@pytest.fixture
+def operators(besieged: Besieged) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(besieged.operators) as opened:
+        yield opened

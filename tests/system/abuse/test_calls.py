@@ -2,7 +2,7 @@
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -20,44 +20,11 @@ from tests.support.service_harness import (
     engine_message,
     health_stub,
     report_message,
-    secret_of,
 )
+from tests.system.abuse.calls import CODE, introduce, status_of
 from tests.system.abuse.conftest import MAX_ENGINES, Besieged, raw_channel
 
-CODE = grpc.StatusCode
 HONEST = "honest"
-
-
-@pytest.fixture
-def channel(besieged: Besieged) -> Iterator[grpc.Channel]:
-    with grpc.insecure_channel(besieged.sidecar.address) as opened:
-        yield opened
-
-
-@pytest.fixture
-def operators(besieged: Besieged) -> Iterator[grpc.Channel]:
-    with grpc.insecure_channel(besieged.operators) as opened:
-        yield opened
-
-
-def status_of(call: Callable[..., Any], *arguments: Any) -> grpc.StatusCode:
-    """OK, or what a call ends with; a stream is read to its end."""
-    try:
-        answer = call(*arguments, timeout=PATIENCE_SECONDS)
-        if hasattr(answer, "__next__"):
-            for _ in answer:
-                pass
-    except grpc.RpcError as error:
-        return error.code()
-    return CODE.OK
-
-
-def introduce(channel: grpc.Channel, engine_id: str, **engine: Any) -> str:
-    stub = service_pb2_grpc.SpeculationServiceStub(channel)
-    request = service_pb2.IntroduceRequest(
-        engine=engine_message(engine_id, **engine), engine_secret=secret_of(engine_id)
-    )
-    return stub.Introduce(request, timeout=PATIENCE_SECONDS).session_id
 
 
 def test_ten_thousand_engines_do_not_push_out_one_that_is_steered(

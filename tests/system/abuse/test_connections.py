@@ -10,6 +10,7 @@ import pytest
 
 from controller.service.net import limits, request_parsing
 from tests.support.eventually import eventually
+from tests.system.abuse.calls import INTRODUCE
 from tests.system.abuse.conftest import MAX_CONNECTIONS, MAX_OPEN_CALLS, Besieged, raw_channel
 from tests.system.abuse.http2 import (
     CONTINUATION,
@@ -26,7 +27,6 @@ from tests.system.abuse.http2 import (
 )
 
 STEER = "/speculation.v1.SpeculationService/Steer"
-INTRODUCE = "/speculation.v1.SpeculationService/Introduce"
 MEASURE = "/speculation.v1.ProfilingService/Measure"
 ATTEND = "/speculation.v1.TrainingService/Attend"
 

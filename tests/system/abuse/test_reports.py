@@ -11,10 +11,8 @@ from controller.service.net.limits import MESSAGE_BYTES
 from controller.service.rpc.steering import MESSAGE_REPORTS
 from speculation.v1 import engine_pb2, service_pb2, service_pb2_grpc
 from tests.support.service_harness import PATIENCE_SECONDS, report_message
+from tests.system.abuse.calls import CODE, introduce, status_of
 from tests.system.abuse.conftest import Besieged
-from tests.system.abuse.test_calls import CODE, channel, introduce, operators, status_of
-
-__all__ = ["channel", "operators"]
 
 
 def one(besieged: Besieged, engine_id: str) -> service_pb2.EngineStatus:

@@ -11,9 +11,9 @@ from grpc_health.v1 import health_pb2
 from controller.service.net import limits, request_parsing
 from speculation.v1 import service_pb2, service_pb2_grpc
 from tests.support.service_harness import PATIENCE_SECONDS, engine_message, health_stub
+from tests.system.abuse.calls import INTRODUCE
 from tests.system.abuse.conftest import MAX_OPEN_CALLS, Besieged, raw_channel
 from tests.system.abuse.http2 import Connection, connections
-from tests.system.abuse.test_connections import INTRODUCE
 
 _CONNECTIONS = 16
 _ALONE = (("grpc.use_local_subchannel_pool", 1),)

@@ -10,10 +10,10 @@ from engine_shim.link.engine_link import EngineLink
 from engine_shim.link.packets import SidecarState
 from engine_shim.link.plan_follower import Source
 from engine_shim.link.settings import LinkSettings
+from tests.support.credentials import free_address, make_authority, token_line
 from tests.support.eventually import eventually
 from tests.support.fake_sidecar import engine_spec
 from tests.support.sidecar_process import sidecar_process
-from tests.unit.controller.service.net.test_access import free_address, make_authority, token_line
 
 
 @pytest.fixture(scope="module")

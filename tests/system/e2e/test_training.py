@@ -13,10 +13,9 @@ import pytest
 
 from lab.cpu_engine.models.prompts import held_out_prompts
 from speculation.v1 import service_pb2, service_pb2_grpc
-from tests.support.engine import EngineProcess, environment, serving
+from tests.support.engine import CODE_ONLY, EngineProcess, environment, serving
 from tests.support.eventually import eventually
 from tests.support.sidecar_process import controller, sidecar_process
-from tests.system.engine.test_engine_online import CODE_ONLY
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -9,20 +9,12 @@ from typing import Any
 import psutil
 import pytest
 
-from lab.cpu_engine.engine_command import MODELS
-from tests.support.engine import EAGLE3, EngineProcess, Generated, serving
+from tests.support.engine import CODE_ONLY, EAGLE3, ONLINE, EngineProcess, Generated, serving
 from tests.support.eventually import eventually
 from tests.support.prompts_in_flight import WAVE_LENGTH, WAVES
 from tests.support.scripted_sidecar import ScriptedSidecar, scripted_sidecar
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
-
-# It has seen code and nothing else.
-CODE_ONLY = (
-    "--speculative-algorithm", "EAGLE3",
-    "--speculative-draft-model-path", str(MODELS / "draft-code"),
-)  # fmt: skip
-ONLINE = {"SPECULATION_ONLINE_UPDATES": "1", "SPECULATION_GAMMAS": "0,1,3"}
 
 
 def online(engine: EngineProcess) -> dict[str, Any]:

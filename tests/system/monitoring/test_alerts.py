@@ -1,19 +1,10 @@
 """The alert rules, by Prometheus' own tool."""
 
-import subprocess
 from pathlib import Path
 
-from tests.support.prometheus_server import ALERTS, tool
+from tests.support.prometheus_server import ALERTS, promtool
 
 CASES = Path(__file__).parent / "alerts_test.yml"
-
-
-def promtool(*arguments: str | Path) -> str:
-    """What it says; fails with that where it finds fault."""
-    command = [tool("promtool"), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def test_the_rules_are_clean():

@@ -14,12 +14,11 @@ import yaml
 from grpc_health.v1 import health_pb2
 
 from lab.harness.ports import free_port
-from tests.support.prometheus_server import ALERTS, JOB
+from tests.support.credentials import make_authority, token_line
+from tests.support.prometheus_server import ALERTS, JOB, promtool
 from tests.support.redis_server import RedisServer
 from tests.support.service_harness import ENVIRONMENT, PATIENCE_SECONDS, health_stub
 from tests.support.sidecar_process import controller, wait_until_serving
-from tests.system.monitoring.test_alerts import promtool
-from tests.unit.controller.service.net.test_access import make_authority, token_line
 from tests.unit.deploy.manifests import (
     KUBERNETES,
     ROOT,

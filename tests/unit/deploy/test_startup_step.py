@@ -16,16 +16,8 @@ from tests.support.clockwork_engine import ClockworkEngine
 from tests.support.eventually import eventually
 from tests.support.service_harness import ENVIRONMENT
 from tests.support.sidecar_process import PATIENCE_SECONDS, sidecar_process
+from tests.unit.deploy.commands import commands_on_path
 from tests.unit.deploy.manifests import containers, pod, variables
-
-
-def commands_on_path(folder: Path) -> str:
-    """PATH with `controller` as it is installed in an image."""
-    folder.mkdir()
-    script = folder / "controller"
-    script.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m controller.cli "$@"\n')
-    script.chmod(0o755)
-    return f"{folder}{os.pathsep}{os.environ['PATH']}"
 
 
 class Step:

@@ -13,9 +13,9 @@ from tests.support.clockwork_engine import ClockworkEngine
 from tests.support.eventually import eventually
 from tests.support.service_harness import ENVIRONMENT
 from tests.support.sidecar_process import PATIENCE_SECONDS
+from tests.unit.deploy.commands import commands_on_path
 from tests.unit.deploy.manifests import OVERLAYS, ROOT, containers
 from tests.unit.deploy.page import PAGE, by_hand, sglang_by_hand
-from tests.unit.deploy.test_startup_step import commands_on_path
 from tests.unit.deploy.units import ENGINE, read_unit
 
 

@@ -15,9 +15,9 @@ from controller.cli import app
 from controller.util.exit_codes import Exit
 from controller.wire.override_text import PRECEDENCE
 from speculation.v1 import service_pb2, service_pb2_grpc
+from tests.support.credentials import free_address, make_authority, token_line
 from tests.support.service_harness import ENVIRONMENT, PATIENCE_SECONDS, engine_message
 from tests.support.sidecar_process import CONTROLLER, SidecarProcess, controller, sidecar_process
-from tests.unit.controller.service.net.test_access import free_address, make_authority, token_line
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from controller.client.credentials import Credentials, CredentialsError, is_loopback, why_silent
-from tests.unit.controller.service.net.test_access import make_authority
+from tests.support.credentials import make_authority
 
 VARIABLES = ("CA", "CLIENT_CERTIFICATE", "CLIENT_KEY", "TOKEN_FILE")
 

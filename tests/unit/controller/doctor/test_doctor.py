@@ -21,6 +21,7 @@ from engine_shim.link.plan_follower import Source
 from engine_shim.link.settings import LinkSettings
 from lab.harness.ports import free_port
 from speculation.v1 import policy_pb2, service_pb2
+from tests.support.credentials import free_address, make_authority, token_line
 from tests.support.eventually import eventually
 from tests.support.redis_server import RedisServer
 from tests.support.service_harness import (
@@ -34,7 +35,6 @@ from tests.support.service_harness import (
 )
 from tests.support.sidecar_process import controller as command
 from tests.support.sidecar_process import sidecar_process
-from tests.unit.controller.service.net.test_access import free_address, make_authority, token_line
 
 Findings = dict[str, Finding]
 

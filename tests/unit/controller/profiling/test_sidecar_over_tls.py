@@ -8,8 +8,8 @@ from controller.profiling import ProfilingError, ProfilingSettings
 from controller.settings.settings import CLIENT_VARIABLES
 from controller.util.exit_codes import Exit
 from tests.support.clockwork_engine import ClockworkEngine
+from tests.support.credentials import free_address, make_authority, token_line
 from tests.unit.controller.profiling.harness import beside, profile, socket_address
-from tests.unit.controller.service.net.test_access import free_address, make_authority, token_line
 
 BRIEF = ProfilingSettings(batch_sizes=(1,), budget_seconds=1.0)
 

@@ -18,6 +18,8 @@ from controller.service.sessions.profile_registry import identity_of
 from controller.store.interface import PROFILES
 from lab.harness.ports import free_port
 from speculation.v1 import plan_pb2, policy_pb2, service_pb2, service_pb2_grpc
+from tests.support.credentials import token_line
+from tests.support.override_calls import FLEET, asked, clear, gammas, listed, set_
 from tests.support.redis_server import RedisServer
 from tests.support.service_harness import (
     Running,
@@ -32,8 +34,6 @@ from tests.support.service_harness import (
     soon,
     until,
 )
-from tests.unit.controller.service.net.test_access import token_line
-from tests.unit.controller.service.test_overrides import FLEET, asked, clear, gammas, listed, set_
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import pytest
 from controller.service.sessions.override_registry import OverrideBook
 from controller.store.interface import Health
 from speculation.v1 import plan_pb2, policy_pb2, service_pb2
+from tests.support.override_calls import ENGINE, FLEET, asked, clear, gammas, listed, set_
 from tests.support.service_harness import (
     Running,
     SteerClient,
@@ -16,15 +17,6 @@ from tests.support.service_harness import (
     failure,
     serving,
     soon,
-)
-from tests.unit.controller.service.test_overrides import (
-    ENGINE,
-    FLEET,
-    asked,
-    clear,
-    gammas,
-    listed,
-    set_,
 )
 
 NEEDED = {"require_effect": True}

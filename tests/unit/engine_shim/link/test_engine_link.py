@@ -5,8 +5,6 @@ import errno
 import socket
 import sys
 import time
-from collections import deque
-from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
@@ -16,50 +14,11 @@ from engine_shim.link import packets
 from engine_shim.link.engine_link import EngineLink
 from engine_shim.link.errors import LinkStartError
 from engine_shim.link.packets import PlanPacket, ProbeEntry, ReportPacket, RowEntry, SidecarState
-from engine_shim.link.plan_follower import Source, Steering, safe_choice
+from engine_shim.link.plan_follower import Source
 from engine_shim.link.settings import LinkSettings
 from speculation.v1.engine_pb2 import EngineSpec
 from tests.support.fake_sidecar import engine_spec
-
-
-class Agents:
-    """Stands where the supervisor stands: hands out real sockets, starts no process."""
-
-    def __init__(self) -> None:
-        self._fresh: deque[socket.socket] = deque()
-        self.ends: list[socket.socket] = []
-        self.starts = 0
-        self.agent_pid = None
-
-    def connect(self) -> socket.socket:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.settimeout(0)
-        theirs.settimeout(0)
-        self._fresh.append(ours)
-        self.ends.append(theirs)
-        self.starts += 1
-        return theirs
-
-    def take(self) -> socket.socket | None:
-        return self._fresh.popleft() if self._fresh else None
-
-    def stop(self) -> None:
-        for end in (*self.ends, *self._fresh):
-            end.close()
-
-
-@contextlib.contextmanager
-def linked() -> Iterator[tuple[EngineLink, Agents, socket.socket]]:
-    agents = Agents()
-    agent = agents.connect()
-    safe = safe_choice(1)
-    state = Steering([(0, 0), (0, 1), (0, 3), (0, 5)], safe, 10.0)
-    link = EngineLink(agents, state)  # type: ignore[arg-type]
-    try:
-        yield link, agents, agent
-    finally:
-        link.close()
-        agents.stop()
+from tests.unit.engine_shim.link.in_process_agents import linked, report
 
 
 def plan(epoch: int, gamma: int, *, session: int = 1, probe: ProbeEntry | None = None) -> bytes:
@@ -67,10 +26,6 @@ def plan(epoch: int, gamma: int, *, session: int = 1, probe: ProbeEntry | None =
     return packets.encode_plan(
         PlanPacket(session, epoch, time.monotonic_ns(), 600_000, 1, 0, (row,))
     )
-
-
-def report(link: EngineLink, step: int) -> bool:
-    return link.report(step, 4, 400, 0, 3, (1, 1, 1, 1), 0.01, 0, 1, 0)
 
 
 def received(agent: socket.socket) -> list[ReportPacket]:

@@ -3,7 +3,7 @@ import pytest
 from engine_shim.link.in_flight import SentReports
 from engine_shim.link.report_buffer import ReportBuffer
 from speculation.v1.service_pb2 import Received
-from tests.unit.engine_shim.link.test_report_buffer import report
+from tests.unit.engine_shim.link.report_packets import report
 
 CAPACITY = 6
 

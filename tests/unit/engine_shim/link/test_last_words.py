@@ -17,7 +17,7 @@ from engine_shim.link.sidecar_client import _Session
 from engine_shim.link.wire import Translator
 from speculation.v1.service_pb2 import Received, SteerRequest, SteerResponse
 from tests.support.fake_sidecar import engine_spec, plan
-from tests.unit.engine_shim.link.test_report_buffer import report
+from tests.unit.engine_shim.link.report_packets import report
 
 
 class EndedCall:

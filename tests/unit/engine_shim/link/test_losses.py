@@ -24,7 +24,7 @@ from speculation.v1.engine_pb2 import (
 )
 from tests.support.eventually import eventually
 from tests.support.fake_sidecar import FakeSidecar, engine_spec
-from tests.unit.engine_shim.link.test_engine_link import linked, report
+from tests.unit.engine_shim.link.in_process_agents import linked, report
 
 DRAFTER = lost(CAPABILITY_DRAFTER, "MemoryError: no room", "eagle3")
 SLEEP = lost(CAPABILITY_SLEEP, "MemoryError: no room")

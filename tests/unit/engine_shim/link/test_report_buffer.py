@@ -1,12 +1,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_shim.link.packets import ReportPacket
 from engine_shim.link.report_buffer import ReportBuffer
-
-
-def report(step: int, dropped_before: int = 0) -> ReportPacket:
-    return ReportPacket(0, 0, 0, 0, dropped_before, 1, step, 1, 0.1, 0, 0, 0.0, 0, (1,))
+from tests.unit.engine_shim.link.report_packets import report
 
 
 def test_the_newest_reports_stay_and_the_rest_is_counted():

@@ -18,9 +18,8 @@ from engine_shim.training.qwen3 import Qwen3Target
 from engine_shim.training.signals import Signal
 from engine_shim.training.students import DraftStudent
 from tests.support.training_rounds import (
-    LAYERS,
-    SHAPE,
     make_block_student,
+    make_signal,
     make_student,
     make_target,
 )
@@ -40,28 +39,8 @@ def student(request: pytest.FixtureRequest, target: Qwen3Target) -> DraftStudent
     return made
 
 
-@torch.no_grad()
-def signal(target: Qwen3Target, seed: int, length: int = LENGTH, top: int = 8) -> Signal:
-    """Greedy text of the target, as an engine would have served it."""
-    tokens = torch.randint(SHAPE.vocabulary, (1, 4), generator=torch.Generator().manual_seed(seed))
-    while tokens.shape[1] < length + 1:
-        logits, _ = target.logits_and_features(tokens, LAYERS)
-        tokens = torch.cat([tokens, logits[:, -1:].argmax(-1)], dim=1)
-    logits, features = target.logits_and_features(tokens[:, :length], LAYERS)
-    logs, top_tokens = logits.log_softmax(-1).topk(top, dim=-1)
-    return Signal(
-        tokens=tokens[0, :length],
-        features=torch.cat(features, dim=-1)[0].to(torch.bfloat16),
-        top_tokens=top_tokens[0].int(),
-        top_logs=logs[0],
-        start=0,
-        accepted=3,
-        tried=6,
-    )
-
-
 def test_every_so_many_th_is_held_out(target: Qwen3Target):
-    signals = [signal(target, seed, 8) for seed in range(11)]
+    signals = [make_signal(target, seed, 8) for seed in range(11)]
     train, held = split(signals, 5)
     assert held == [signals[4], signals[9]]
     assert train == [one for one in signals if one is not signals[4] and one is not signals[9]]
@@ -71,7 +50,7 @@ def test_every_so_many_th_is_held_out(target: Qwen3Target):
 
 
 def test_the_rate_in_service_is_that_of_all_drafts(target: Qwen3Target):
-    one = signal(target, 1, 8)
+    one = make_signal(target, 1, 8)
     assert served_acceptance([one, replace(one, accepted=0, tried=4)]) == pytest.approx(0.3)
     assert served_acceptance([replace(one, accepted=0, tried=0)]) is None
 
@@ -98,7 +77,7 @@ def by_chains(student: DraftStudent, found: Signal, depth: int) -> float:
 def test_the_expected_rate_is_that_of_drafting_step_by_step(
     target: Qwen3Target, student: DraftStudent, seed: int
 ):
-    found = signal(target, seed)
+    found = make_signal(target, seed)
     trained = fine_tuned(student, [found], AdaptSettings(passes=40, learning_rate=3e-3))
     expected = by_chains(trained, found, DEPTH)
     assert expected > 0
@@ -106,13 +85,13 @@ def test_the_expected_rate_is_that_of_drafting_step_by_step(
 
 
 def test_a_signal_too_short_to_draft_on_counts_nothing(target: Qwen3Target, student: DraftStudent):
-    assert acceptance(student, [signal(target, 1, DEPTH + 1)], DEPTH) == 0
+    assert acceptance(student, [make_signal(target, 1, DEPTH + 1)], DEPTH) == 0
 
 
 def test_training_raises_what_held_out_signals_accept_and_leaves_the_old_one(
     target: Qwen3Target, student: DraftStudent
 ):
-    signals = [signal(target, seed, LENGTH - seed % 7) for seed in range(30)]
+    signals = [make_signal(target, seed, LENGTH - seed % 7) for seed in range(30)]
     train, held = split(signals, 5)
     before = {name: part.clone() for name, part in student.named_parameters()}
     told: list[tuple[float, float]] = []
@@ -129,7 +108,7 @@ def test_training_raises_what_held_out_signals_accept_and_leaves_the_old_one(
 
 
 def test_the_same_seed_makes_the_same_drafter(target: Qwen3Target, student: DraftStudent):
-    signals = [signal(target, seed) for seed in range(6)]
+    signals = [make_signal(target, seed) for seed in range(6)]
 
     def made(seed: int) -> torch.Tensor:
         found = fine_tuned(student, signals, AdaptSettings(passes=2, batch=2, seed=seed))
@@ -140,10 +119,10 @@ def test_the_same_seed_makes_the_same_drafter(target: Qwen3Target, student: Draf
 
 
 def test_numbers_that_are_none_end_the_training(target: Qwen3Target, student: DraftStudent):
-    broken = signal(target, 1)
+    broken = make_signal(target, 1)
     broken.features[5, 0] = float("nan")
     with pytest.raises(NotFiniteError):
-        fine_tuned(student, [signal(target, 2), broken], AdaptSettings())
+        fine_tuned(student, [make_signal(target, 2), broken], AdaptSettings())
 
 
 @pytest.mark.parametrize(
@@ -155,6 +134,6 @@ def test_settings_that_cannot_work_are_refused(fields: dict[str, float]):
 
 
 def test_a_block_is_trained_whole_and_drafts_no_more_than_it_has(target: Qwen3Target):
-    block, found = make_block_student(target, block=5), signal(target, 3)
+    block, found = make_block_student(target, block=5), make_signal(target, 3)
     made = fine_tuned(block, [found], AdaptSettings(passes=2, depth=9))
     assert acceptance(made, [found], 9) == acceptance(made, [found], 4)

@@ -14,8 +14,7 @@ from engine_shim.training.students import DraftStudent
 from engine_shim.training.versions import FOLDER, Made, Versions
 from engine_shim.training.worker import Attendant, Where
 from speculation.v1.training_pb2 import AttendResponse, TrainingRound
-from tests.support.training_rounds import make_student, make_target
-from tests.unit.engine_shim.training.test_adapt import signal
+from tests.support.training_rounds import make_signal, make_student, make_target
 
 SETTINGS = AdaptSettings(passes=8, batch=4)
 
@@ -40,7 +39,7 @@ class Place:
 
     def fill(self, count: int = 20) -> None:
         for seed in range(count):
-            self.store.add(signal(self.target, seed))
+            self.store.add(make_signal(self.target, seed))
 
     def round(self, version: int = 0) -> tuple[list[Path], TrainingRound]:
         order = AttendResponse(train_round=4, draft_version=version)
@@ -96,7 +95,7 @@ def test_an_imported_version_that_is_damaged_is_passed_over(place: Place):
 def test_what_cannot_be_read_is_passed_over(place: Place):
     place.fill(12)
     (place.folder / "0-damaged.safetensors").write_bytes(b"\0" * 50)
-    broken = signal(place.target, 99)
+    broken = make_signal(place.target, 99)
     broken.features[3] = float("inf")
     place.store.add(broken)
     used, ended = place.round()
@@ -126,7 +125,7 @@ def test_training_that_comes_to_no_numbers_makes_no_version(place: Place):
     for path in place.store.paths():
         path.unlink()
     for seed in range(8):
-        poisoned = signal(place.target, seed)
+        poisoned = make_signal(place.target, seed)
         # What a signal may hold, but nothing of which comes a number.
         poisoned.top_logs.fill_(torch.finfo(torch.float32).max)
         place.store.add(poisoned)

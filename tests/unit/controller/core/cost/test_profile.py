@@ -7,20 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.core.cost.profile import DrafterIdentity, Profile, ProfileCell
+from controller.core.cost.profile import Profile, ProfileCell
 from controller.core.errors import InvalidProfileError, ProfileMismatchError
 from controller.core.kinds import DrafterKind
 from controller.core.types import DrafterSpec, Fingerprint
+from tests.unit.controller.core.cost.small_profile import FINGERPRINT, PROFILE
 
-FINGERPRINT = Fingerprint("qwen3", engine="sglang", device="cpu", graph_batch_sizes=(1, 2))
-PROFILE = Profile(
-    FINGERPRINT,
-    (DrafterIdentity("mtp", "models/draft", "r1"),),
-    128.0,
-    1e-7,
-    (ProfileCell("mtp", 0, 1, 0.01, 0.001, 20), ProfileCell("mtp", 2, 1, 0.02, 0.001, 20)),
-    measured_at="2026-01-01T00:00:00Z",
-)
 DRAFTER = DrafterSpec("mtp", DrafterKind.MTP, (0, 2), "models/draft", "r1")
 
 

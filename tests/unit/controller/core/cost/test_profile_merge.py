@@ -16,7 +16,7 @@ from controller.core.cost.profile_merge import (
 )
 from controller.core.errors import ProfileMergeError
 from controller.core.types import Fingerprint
-from tests.unit.controller.core.cost.test_profile import PROFILE
+from tests.unit.controller.core.cost.small_profile import PROFILE
 
 KEYS = [(gamma, batch) for gamma in (0, 1, 3) for batch in (1, 8)]
 

@@ -1,8 +1,6 @@
 """Reading, steering and overriding are different rights, on every line that leads in."""
 
 import asyncio
-import hashlib
-import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,58 +17,14 @@ from controller.service.net.errors import StartRefusedError
 from controller.service.net.guard import right_of
 from controller.service.server import Sidecar
 from controller.settings.settings import Settings
-from lab.harness.ports import free_port
 from speculation.v1 import policy_pb2, policy_pb2_grpc, service_pb2, service_pb2_grpc
+from tests.support.credentials import free_address, make_authority, token_line
+from tests.support.override_calls import asked
+from tests.support.permitted_calls import Called
 from tests.support.service_harness import engine_message, failure, serving, soon, until
-from tests.unit.controller.service.test_overrides import asked
 
 DENIED = grpc.StatusCode.PERMISSION_DENIED
 UNKNOWN = grpc.StatusCode.UNAUTHENTICATED
-
-
-def free_address() -> str:
-    return f"127.0.0.1:{free_port()}"
-
-
-def token_line(rights: str, token: str, name: str) -> str:
-    return f"{rights} token-sha256:{hashlib.sha256(token.encode()).hexdigest()} {name}\n"
-
-
-class Called:
-    """The status of each kind of call, made with a token."""
-
-    def __init__(self, channel: grpc.aio.Channel, token: str = "") -> None:
-        self._channel = channel
-        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
-
-    async def _code(self, call: Any) -> grpc.StatusCode:
-        try:
-            await soon(call)
-        except grpc.aio.AioRpcError as error:
-            return error.code()
-        return grpc.StatusCode.OK
-
-    async def read(self) -> grpc.StatusCode:
-        stub = service_pb2_grpc.InspectionServiceStub(self._channel)
-        request = service_pb2.ListEnginesRequest()
-        return await self._code(stub.ListEngines(request, metadata=self._metadata))
-
-    async def steer(self) -> grpc.StatusCode:
-        stub = service_pb2_grpc.SpeculationServiceStub(self._channel)
-        request = service_pb2.IntroduceRequest(engine=engine_message("caller"))
-        return await self._code(stub.Introduce(request, metadata=self._metadata))
-
-    async def override(self, name: str) -> grpc.StatusCode:
-        stub = policy_pb2_grpc.PolicyServiceStub(self._channel)
-        request = asked(name, scope={"fleet": True}, off=True)
-        return await self._code(stub.SetOverride(request, metadata=self._metadata))
-
-    async def watch(self) -> grpc.StatusCode:
-        stub: Any = policy_pb2_grpc.PolicyServiceStub(self._channel)
-        call = stub.WatchOverrides(policy_pb2.WatchOverridesRequest(), metadata=self._metadata)
-        code = await self._code(call.read())
-        call.cancel()
-        return code
 
 
 OK = grpc.StatusCode.OK
@@ -244,25 +198,6 @@ async def test_an_entry_acts_on_its_own_engines_only(tmp_path: Path):
             )
             call = policy.ClearOverride(clearing, metadata=metadata)
             assert await soon(call.code()) is code
-
-
-def openssl(folder: Path, *words: str) -> None:
-    subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True)
-
-
-def make_authority(folder: Path, names: list[str]) -> None:
-    """ca.pem, and NAME.pem with NAME.key for each name."""
-    key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-    authority = ("-x509", "-days", "2", "-keyout", "ca.key", "-out", "ca.pem")
-    openssl(folder, "req", *key, *authority, "-subj", "/CN=ca")
-    for name in names:
-        asking = ("-keyout", f"{name}.key", "-out", f"{name}.csr")
-        openssl(folder, "req", *key, *asking, "-subj", f"/CN={name}")
-        (folder / "names").write_text(f"subjectAltName=DNS:{name},DNS:localhost")
-        openssl(
-            folder, "x509", "-req", "-days", "2", "-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey",
-            "ca.key", "-CAcreateserial", "-extfile", "names", "-out", f"{name}.pem",
-        )  # fmt: skip
 
 
 @asynccontextmanager

@@ -14,6 +14,8 @@ from controller.service.net import operator_socket
 from controller.service.net.unix_socket import SocketTakenError
 from controller.util.socket_paths import operators_path
 from speculation.v1 import policy_pb2, policy_pb2_grpc, service_pb2
+from tests.support.override_calls import FLEET, asked, set_
+from tests.support.permitted_calls import Called
 from tests.support.service_harness import (
     ENVIRONMENT,
     PATIENCE_SECONDS,
@@ -23,8 +25,6 @@ from tests.support.service_harness import (
     soon,
     until,
 )
-from tests.unit.controller.service.net.test_access import Called
-from tests.unit.controller.service.test_overrides import FLEET, asked, set_
 
 OK, DENIED = grpc.StatusCode.OK, grpc.StatusCode.PERMISSION_DENIED
 UNKNOWN = grpc.StatusCode.UNAUTHENTICATED

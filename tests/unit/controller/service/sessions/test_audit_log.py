@@ -9,7 +9,7 @@ from controller.service.sessions.engine_identity import Holder
 from controller.store.file_store import FileStore
 from controller.store.interface import AuditRecord
 from tests.support.service_harness import PATIENCE_SECONDS
-from tests.unit.controller.service.sessions.test_registry import ANYBODY, registry, spec
+from tests.unit.controller.service.sessions.small_registry import ANYBODY, registry, spec
 
 REPLACED = 1000
 

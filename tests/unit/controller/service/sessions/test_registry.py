@@ -4,10 +4,8 @@ from typing import Any
 import pytest
 
 from controller.core.clock import VirtualClock
-from controller.core.engine.engine_controller import EngineController
 from controller.core.errors import StaleReportError, UnknownArmError
-from controller.core.settings import PlannerSettings
-from controller.core.types import Arm, EngineSpec, Reason
+from controller.core.types import Arm, Reason
 from controller.service.net.callers import Caller, Right
 from controller.service.net.errors import (
     EngineTakenError,
@@ -22,32 +20,11 @@ from controller.service.net.errors import (
 )
 from controller.service.sessions.engine_identity import Holder
 from controller.service.sessions.profile_registry import ProfileLibrary
-from controller.service.sessions.registry import SessionRegistry
 from controller.wire import converters
-from tests.support.service_harness import engine_message, make_profile, report_message
+from tests.support.service_harness import make_profile, report_message
+from tests.unit.controller.service.sessions.small_registry import ANYBODY, registry, spec
 
-ANYBODY = Caller("a client of the socket", Right.STEER)
 OWN, OTHER = Holder.of(ANYBODY, "its secret"), Holder.of(ANYBODY, "another secret")
-
-
-def spec(engine_id: str = "engine-0") -> EngineSpec:
-    return converters.engine_from_proto(engine_message(engine_id))
-
-
-def registry(
-    clock: VirtualClock | None = None,
-    profiles: ProfileLibrary | None = None,
-    max_engines: int = 3,
-    idle_seconds: float = 100.0,
-) -> SessionRegistry:
-    clock = clock or VirtualClock()
-    return SessionRegistry(
-        lambda spec, profile: EngineController(spec, PlannerSettings(), profile, clock),
-        profiles or ProfileLibrary(),
-        clock,
-        max_engines,
-        idle_seconds,
-    )
 
 
 def test_sessions_are_found_by_token_and_by_engine():

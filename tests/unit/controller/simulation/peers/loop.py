@@ -100,3 +100,14 @@ class Loop:
         tokens = sum(1 + expected_accepted(alpha, self.arms[i].gamma) for i in chosen)
         best = rate(self.arms[best_arm(self.arms, batch_size, alpha)], batch_size, alpha)
         return batch_size * tokens / seconds / best
+
+
+def constant(policy, batch_size, rates, steps):
+    """Chosen arms when arm i gives exactly rates[i] tokens per second, seen at once."""
+    chosen = []
+    for _ in range(steps):
+        arm = policy.choose(batch_size, 0.0).arm
+        chosen.append(arm)
+        counts = [batch_size] + [0] * ARMS[arm].gamma
+        policy.observe(record(arm, ARMS, counts, seconds=batch_size / rates[arm]), 0.0)
+    return chosen

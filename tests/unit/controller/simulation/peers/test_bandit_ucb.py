@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 
 from controller.core.types import Arm
 from controller.simulation.peers import Reward, UcbBandit
-from tests.unit.controller.simulation.peers.loop import ARMS, GAMMAS, Loop, best_arm
-from tests.unit.controller.simulation.peers.test_hill_climber import constant
+from tests.unit.controller.simulation.peers.loop import ARMS, GAMMAS, Loop, best_arm, constant
 
 
 @pytest.mark.parametrize(("batch_size", "alpha"), [(8, 0.8), (32, 0.7), (64, 0.2)])

@@ -4,8 +4,7 @@ import pytest
 
 from controller.core.types import Arm
 from controller.simulation.peers import GoodputProbe
-from tests.unit.controller.simulation.peers.loop import ARMS, Loop, best_arm
-from tests.unit.controller.simulation.peers.test_hill_climber import constant
+from tests.unit.controller.simulation.peers.loop import ARMS, Loop, best_arm, constant
 
 
 def test_every_draft_length_runs_for_one_window_and_plain_decoding_last():

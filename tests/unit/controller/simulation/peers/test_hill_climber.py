@@ -4,18 +4,13 @@ import pytest
 
 from controller.core.types import Arm
 from controller.simulation.peers import HillClimber
-from tests.unit.controller.simulation.peers.loop import ARMS, GAMMAS, Loop, best_arm, record
-
-
-def constant(policy, batch_size, rates, steps):
-    """Chosen arms when arm i gives exactly rates[i] tokens per second, seen at once."""
-    chosen = []
-    for _ in range(steps):
-        arm = policy.choose(batch_size, 0.0).arm
-        chosen.append(arm)
-        counts = [batch_size] + [0] * ARMS[arm].gamma
-        policy.observe(record(arm, ARMS, counts, seconds=batch_size / rates[arm]), 0.0)
-    return chosen
+from tests.unit.controller.simulation.peers.loop import (
+    ARMS,
+    GAMMAS,
+    Loop,
+    best_arm,
+    constant,
+)
 
 
 @pytest.mark.parametrize("peak", range(len(ARMS)))

@@ -1,0 +1,58 @@
+"""Calls of the override service as an operator makes them."""
+
+from typing import Any
+
+from speculation.v1 import plan_pb2, policy_pb2
+from tests.support.service_harness import (
+    Running,
+    soon,
+)
+
+ENGINE: dict[str, Any] = {"engine_id": "engine-0"}
+
+
+FLEET: dict[str, Any] = {"fleet": True}
+
+
+def asked(
+    name: str = "o1",
+    scope: dict[str, Any] | None = None,
+    low: int = 0,
+    high: int = 0,
+    author: str = "ann",
+    reason: str = "the drafter is ill",
+    request: dict[str, Any] | None = None,
+    **rule: Any,
+) -> policy_pb2.SetOverrideRequest:
+    return policy_pb2.SetOverrideRequest(
+        override=policy_pb2.Override(
+            override_id=name,
+            scope=policy_pb2.Scope(**(ENGINE if scope is None else scope)),
+            rule=policy_pb2.OverrideRule(**rule),
+            min_batch_size=low,
+            max_batch_size=high,
+            author=author,
+            reason=reason,
+        ),
+        **(request or {}),
+    )
+
+
+async def set_(running: Running, **fields: Any) -> policy_pb2.SetOverrideResponse:
+    return await soon(running.policy.SetOverride(asked(**fields)))
+
+
+async def clear(running: Running, name: str = "o1", etag: str = "") -> Any:
+    request = policy_pb2.ClearOverrideRequest(
+        override_id=name, etag=etag, author="bob", reason="it is well again"
+    )
+    return await soon(running.policy.ClearOverride(request))
+
+
+def gammas(plan: plan_pb2.Plan) -> dict[int, int]:
+    return {row.max_batch_size: row.gamma for row in plan.rows}
+
+
+async def listed(running: Running) -> dict[str, policy_pb2.HeldOverride]:
+    answer = await soon(running.policy.ListOverrides(policy_pb2.ListOverridesRequest()))
+    return {held.override.override_id: held for held in answer.overrides}

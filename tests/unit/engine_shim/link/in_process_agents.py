@@ -1,0 +1,53 @@
+"""An engine's link whose agents are sockets of the test."""
+
+import contextlib
+import socket
+from collections import deque
+from collections.abc import Iterator
+
+from engine_shim.link.engine_link import EngineLink
+from engine_shim.link.plan_follower import Steering, safe_choice
+
+
+class Agents:
+    """Stands where the supervisor stands: hands out real sockets, starts no process."""
+
+    def __init__(self) -> None:
+        self._fresh: deque[socket.socket] = deque()
+        self.ends: list[socket.socket] = []
+        self.starts = 0
+        self.agent_pid = None
+
+    def connect(self) -> socket.socket:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.settimeout(0)
+        theirs.settimeout(0)
+        self._fresh.append(ours)
+        self.ends.append(theirs)
+        self.starts += 1
+        return theirs
+
+    def take(self) -> socket.socket | None:
+        return self._fresh.popleft() if self._fresh else None
+
+    def stop(self) -> None:
+        for end in (*self.ends, *self._fresh):
+            end.close()
+
+
+@contextlib.contextmanager
+def linked() -> Iterator[tuple[EngineLink, Agents, socket.socket]]:
+    agents = Agents()
+    agent = agents.connect()
+    safe = safe_choice(1)
+    state = Steering([(0, 0), (0, 1), (0, 3), (0, 5)], safe, 10.0)
+    link = EngineLink(agents, state)  # type: ignore[arg-type]
+    try:
+        yield link, agents, agent
+    finally:
+        link.close()
+        agents.stop()
+
+
+def report(link: EngineLink, step: int) -> bool:
+    return link.report(step, 4, 400, 0, 3, (1, 1, 1, 1), 0.01, 0, 1, 0)
