@@ -62,8 +62,7 @@ proto: setup ## Generates the stubs from proto/
 	@$(PYTHON_IN) scripts/proto.py
 
 lock: setup ## Writes what .venv holds to requirements/constraints.txt, and what the images install to requirements/lock
-	@scripts/lock.sh
-	@$(PYTHON_IN) scripts/lock_images.py $(ARGS)
+	@scripts/lock.sh $(ARGS)
 
 licences: setup ## Lists the licences of what the images install (build/licences.md); refuses any not allowed
 	@$(PYTHON_IN) scripts/bill_of_materials.py licences --output build/licences.md
