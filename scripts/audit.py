@@ -1,9 +1,9 @@
-"""Asks for known vulnerabilities of what the images install and are built with.
+"""Lists known vulnerabilities of what the images install and are built with.
 
-The service of advisories has to be reached.  A package that it was not asked about is never
-counted as well: pip-audit says "no known vulnerabilities" where it could look nothing up.
+This needs the advisories' service.  pip-audit says "no known vulnerabilities" even if it could look
+nothing up; here a package that it skipped counts as not audited.
 
-Exit codes: 0 nothing is known of any package, 1 something is, 3 not every one could be asked about.
+Exit codes: 0 no vulnerability is known, 1 some are known, 3 not every package could be audited.
 """
 
 import json
@@ -22,14 +22,18 @@ NOT_ASKED = 3
 
 @dataclass
 class Findings:
-    """known: one line for each vulnerability.  silent: packages that nothing was said about."""
+    """What the locks' audits found.
+
+    asked: number of packages that were audited.  known: one line for each vulnerability.  silent:
+    names of packages that pip-audit skipped.
+    """
 
     asked: int = 0
     known: list[str] = field(default_factory=list)
     silent: list[str] = field(default_factory=list)
 
     def add(self, answer: dict[str, Any]) -> None:
-        """Of one lock, as pip-audit writes it."""
+        """Adds pip-audit's JSON answer for one lock."""
         for package in answer["dependencies"]:
             if "skip_reason" in package:
                 self.silent.append(package["name"])
@@ -38,19 +42,19 @@ class Findings:
             for found in package["vulns"]:
                 fixed = ", ".join(found["fix_versions"]) or "no version yet"
                 self.known.append(
-                    f"{package['name']} {package['version']}: {found['id']}, mended in {fixed}"
+                    f"{package['name']} {package['version']}: {found['id']}, fixed in {fixed}"
                 )
 
     @property
     def code(self) -> int:
-        """What the command ends with."""
+        """The exit code of the command."""
         if self.known:
             return VULNERABLE
         return NOT_ASKED if self.silent or not self.asked else 0
 
 
 def audit(lock: Path) -> dict[str, Any] | str:
-    """pip-audit's answer, or why there is none."""
+    """Returns pip-audit's answer, or the reason why there is none."""
     done = subprocess.run(
         [
             sys.executable, "-m", "pip_audit", "--requirement", lock, "--require-hashes",
@@ -61,12 +65,12 @@ def audit(lock: Path) -> dict[str, Any] | str:
     try:
         answer: dict[str, Any] = json.loads(done.stdout)
     except json.JSONDecodeError:
-        return (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        return (done.stderr.strip().splitlines() or ["pip-audit printed nothing"])[-1]
     return answer
 
 
 def main() -> int:
-    """Says what was found; the exit code is that of the file's head."""
+    """Prints what was found and returns the exit code."""
     findings = Findings()
     for lock in sorted(LOCKS.glob("*.txt")):
         answer = audit(lock)
@@ -78,12 +82,13 @@ def main() -> int:
         print(f"audit: {line}", file=sys.stderr)
     if findings.silent:
         print(
-            f"audit: NOT AUDITED: the service of advisories says nothing of {len(findings.silent)} "
-            f"packages ({', '.join(sorted(set(findings.silent)))}): can it be reached from here?",
+            f"audit: NOT AUDITED: the advisories' service did not answer for "
+            f"{len(findings.silent)} packages ({', '.join(sorted(set(findings.silent)))}). "
+            "Check that it can be reached from here.",
             file=sys.stderr,
         )
     if findings.code == 0:
-        print(f"audit: nothing is known of {findings.asked} pins")
+        print(f"audit: no known vulnerability in {findings.asked} pinned packages")
     return findings.code
 
 

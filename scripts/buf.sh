@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# usage: buf.sh BUF     lints the contract and checks that it breaks no earlier version of itself
+# usage: buf.sh BUF     lints the contract and checks that it is compatible with its last version
 #
-# The earlier version is the last commit, or, when that has the contract as it lies here, the one
+# The last version is that of HEAD if the contract has uncommitted changes, and otherwise the one
 # before the commit that last changed it.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -1,4 +1,4 @@
-"""Writes docs/metrics.md from the metrics themselves; with --check only compares."""
+"""Writes docs/metrics.md from the metrics themselves; with --check, only compares."""
 
 import argparse
 import sys
@@ -102,7 +102,7 @@ def main() -> int:
         path.write_text(reference(), encoding="utf-8")
         return 0
     if not path.is_file() or path.read_text(encoding="utf-8") != reference():
-        print(f"{path.name} is not what the code says: python scripts/metrics_reference.py")
+        print(f"{path.name} is not what the code says; run python scripts/metrics_reference.py")
         return 1
     return 0
 

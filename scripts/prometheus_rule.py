@@ -1,4 +1,4 @@
-"""Writes the alert rules as a PrometheusRule; with --check only compares."""
+"""Writes the alert rules as a PrometheusRule; with --check, only compares."""
 
 import argparse
 import sys
@@ -10,12 +10,11 @@ _DEPLOY = Path(__file__).resolve().parent.parent / "deploy"
 ALERTS = _DEPLOY / "monitoring" / "alerts.yml"
 RULE = _DEPLOY / "kubernetes" / "monitoring" / "prometheus-rule.yaml"
 
-_HEAD = """# Written by scripts/prometheus_rule.py from deploy/monitoring/alerts.yml.
-"""
+_HEAD = "# Written by scripts/prometheus_rule.py from deploy/monitoring/alerts.yml.\n"
 
 
 def manifest() -> str:
-    """The whole file."""
+    """Returns the text of the whole manifest."""
     name = "speculation-controller"
     rule = {
         "apiVersion": "monitoring.coreos.com/v1",
@@ -27,7 +26,7 @@ def manifest() -> str:
 
 
 def main() -> int:
-    """The exit code."""
+    """Writes or compares the manifest; returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="compare only")
     parser.add_argument("--file", type=Path, default=RULE, help="by default the one in deploy/")
@@ -37,7 +36,7 @@ def main() -> int:
         path.write_text(manifest(), encoding="utf-8")
         return 0
     if not path.is_file() or path.read_text(encoding="utf-8") != manifest():
-        print(f"{path.name} is not what the rules say: python scripts/prometheus_rule.py")
+        print(f"{path.name} is not what the rules say; run python scripts/prometheus_rule.py")
         return 1
     return 0
 

@@ -1,20 +1,20 @@
 """Generates the typed stubs beside the .proto files, or checks that they are up to date.
 
-The stubs have to run in SGLang's environments, whatever protobuf and grpcio those carry.  Code
-generated for protobuf 4.25 makes no check of the runtime's version and runs on everything newer, so
+The stubs have to run in SGLang's environments, with whatever protobuf and grpcio those have.  Code
+generated for protobuf 4.25 does not check the runtime's version and runs on everything newer, so
 the compiler is that old; the type stubs come from a newer plugin, which types the asyncio side.
-The two do not go together in one environment, hence one each, under build/ (made when missing).
+The two do not fit into one environment, so each has its own under build/ (made when missing).
+`buf generate` does not replace this script: gRPC's Python generator is built into the protoc of
+grpcio-tools, and buf calls a protoc only for generators that it knows by name.
 
     python scripts/proto.py            writes the stubs
     python scripts/proto.py --check    exits 1 and names the files that differ
 """
 
 import argparse
-import shutil
 import subprocess
 import sys
 import tempfile
-import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,16 +29,12 @@ TYPING = ("mypy-protobuf==5.1.0", "protobuf==7.36.2")
 
 
 def environment(name: str, requirements: tuple[str, ...]) -> Path:
-    """The bin directory of a small virtual environment that holds exactly these requirements."""
+    """Returns the bin directory of a virtual environment that has these requirements."""
     home = ENVIRONMENTS / name
-    stamp = home / "requirements"
-    wanted = "\n".join(requirements)
-    if not stamp.is_file() or stamp.read_text() != wanted:
-        print(f"proto: making {home.relative_to(ROOT)} ({', '.join(requirements)})", flush=True)
-        venv.create(home, with_pip=True, clear=True)
-        pip = [str(home / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
-        subprocess.run([*pip, "install", "-qq", *requirements], check=True)
-        stamp.write_text(wanted)
+    uv = [sys.executable, "-m", "uv", "--quiet"]
+    make = [*uv, "venv", "--allow-existing", "--python", sys.executable, str(home)]
+    subprocess.run(make, check=True)
+    subprocess.run([*uv, "pip", "install", "--python", str(home), *requirements], check=True)
     return home / "bin"
 
 
@@ -68,43 +64,30 @@ def generate(source: Path, out: Path) -> None:
 
 
 def stubs(directory: Path) -> dict[str, str]:
-    """Name and text of the generated files in a directory."""
+    """Returns the name and the text of each generated file in a directory."""
     return {path.name: path.read_text() for glob in GENERATED for path in directory.glob(glob)}
 
 
-def differences(source: Path) -> list[str]:
-    """Names of the stubs beside `source`'s .proto files that are not what they generate."""
-    with tempfile.TemporaryDirectory() as out:
-        generate(source, Path(out))
-        wanted = stubs(Path(out) / PACKAGE)
-    found = stubs(source / PACKAGE)
-    return sorted(n for n in wanted.keys() | found.keys() if wanted.get(n) != found.get(n))
-
-
-def write(source: Path) -> None:
-    """Replaces the stubs beside the .proto files."""
-    with tempfile.TemporaryDirectory() as out:
-        generate(source, Path(out))
-        for name in stubs(source / PACKAGE):
-            (source / PACKAGE / name).unlink()
-        for name in stubs(Path(out) / PACKAGE):
-            shutil.copy(Path(out) / PACKAGE / name, source / PACKAGE / name)
-
-
 def main() -> int:
-    """The command line; returns the exit status."""
+    """Runs the command line and returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="only compare")
     parser.add_argument("--source", type=Path, default=PROTO, help="root of the .proto files")
     arguments = parser.parse_args()
     source: Path = arguments.source.resolve()
-    if not arguments.check:
-        write(source)
-        return 0
-    drifted = differences(source)
-    for name in drifted:
-        print(f"{PACKAGE / name} is not what the .proto files generate; run `make proto`")
-    return 1 if drifted else 0
+    with tempfile.TemporaryDirectory() as out:
+        generate(source, Path(out))
+        wanted = stubs(Path(out) / PACKAGE)
+    found = stubs(source / PACKAGE)
+    changed = sorted(n for n in wanted.keys() | found.keys() if wanted.get(n) != found.get(n))
+    for name in changed:
+        if arguments.check:
+            print(f"{PACKAGE / name} is not what the .proto files generate; run `make proto`")
+        elif name in wanted:
+            (source / PACKAGE / name).write_text(wanted[name])
+        else:
+            (source / PACKAGE / name).unlink()
+    return int(arguments.check and bool(changed))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes .venv: CPU torch, the unmodified SGLang, this project with its extras.  Does nothing when
-# nothing that it is made from has changed.
+# Makes .venv with CPU torch, the unmodified SGLang and this project with its extras.  It does
+# nothing if nothing that .venv is made from has changed.
 #
 #   PYTHON=python3.12      another interpreter (3.11 or newer)
 #   TORCH_PIP_ARGS=...     extra arguments for installing torch, e.g. an index that has CPU builds
@@ -90,7 +90,7 @@ if [ "$(cat "$stamp" 2>/dev/null)" != "$made_from" ]; then
   say "$venv is ready ($((SECONDS - started)) s)"
 fi
 
-# What tests start that is no Python, as PROGRAM=DEBIAN_PACKAGE.
+# Programs that tests start, as PROGRAM=DEBIAN_PACKAGE.
 missing=()
 for pair in redis-server=redis-server strace=strace prometheus=prometheus kubectl=kubernetes-client chromium=chromium faketime=faketime ip=iproute2; do
   command -v "${pair%%=*}" >/dev/null || missing+=("${pair#*=}")

@@ -38,7 +38,7 @@ def test_each_vulnerability_is_named_with_its_cure():
     findings = Findings()
     findings.add({"dependencies": [ILL]})
     assert findings.known == [
-        "rich 1.0: CVE-1, mended in 1.1", "rich 1.0: CVE-2, mended in no version yet"
+        "rich 1.0: CVE-1, fixed in 1.1", "rich 1.0: CVE-2, fixed in no version yet"
     ]  # fmt: skip
 
 
