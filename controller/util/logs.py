@@ -1,4 +1,4 @@
-"""Logs as JSON lines on standard error, which nothing waits for: one per change, none per step."""
+"""Logs are JSON lines on standard error, one per change and none per step; logging never blocks."""
 
 import logging
 import sys
@@ -7,8 +7,7 @@ from typing import Any
 
 import structlog
 
-from controller.util.log_limit import LineLimit
-from controller.util.log_queue import LogQueue
+from controller.util.log_handler import LineLimit, LogQueue
 
 _SHARED: list[structlog.typing.Processor] = [
     structlog.stdlib.add_log_level,
@@ -24,7 +23,7 @@ _log = structlog.get_logger(__name__)
 
 
 def configure(level: str) -> None:
-    """Sends structlog and the standard library's logs the same way.  `level`: "info", say."""
+    """Sets up the logs of structlog and of the standard library.  level: "info", for example."""
     structlog.configure(
         processors=[
             structlog.stdlib.filter_by_level,
@@ -54,22 +53,22 @@ def configure(level: str) -> None:
 
 
 def show_to(reader: Callable[[Line], None]) -> None:
-    """Every line that is written is shown to it from now on, on the thread that writes it."""
+    """Calls `reader` with every line that is written from now on, on the thread that logs it."""
     _readers.append(reader)
 
 
 def show_no_more_to(reader: Callable[[Line], None]) -> None:
-    """Ends that."""
+    """Ends what `show_to` began."""
     _readers.remove(reader)
 
 
 def suppressed_lines() -> int:
-    """Lines held back so far."""
+    """Returns the number of lines that were suppressed so far."""
     return _limit.suppressed
 
 
 def tell_suppressed() -> None:
-    """Says what was held back and not told of yet."""
+    """Logs the number of suppressed lines that no line has counted yet, by event."""
     if lines := _limit.untold():
         _log.warning("log_lines_suppressed", lines=lines)
 
