@@ -45,27 +45,27 @@ def test_a_mounted_file_is_a_link(tmp_path: Path):
     [
         (
             "metrics_port: 1\ntcp: x\nmetrics_port: 2\n",
-            "line 3: metrics_port stands twice, .*line 1",
+            "line 3: metrics_port is set twice, .*line 1",
         ),
-        ("planner:\n  a: 1\n  a: 2\n", r"line 3: planner\.a stands twice, first in line 2"),
-        ("- metrics_port\n", "line 1: the file is no mapping"),
-        ("metrics_port", "line 1: the file is no mapping"),
+        ("planner:\n  a: 1\n  a: 2\n", r"line 3: planner\.a is set twice, first in line 2"),
+        ("- metrics_port\n", "line 1: the file is not a mapping"),
+        ("metrics_port", "line 1: the file is not a mapping"),
         ("a: 1\n---\nb: 2\n", "expected a single document"),
-        ("a: &x 1\n", "line 1: anchors and aliases are not taken"),
-        ("a: 1\nb: *x\n", "line 2: anchors and aliases are not taken"),
-        ("a: !!python/object/apply:os.system [id]\n", "line 1: tags are not taken"),
-        ("a: !!str 1\n", "line 1: tags are not taken"),
-        ("<<: {a: 1}\n", "line 1: a key that is no setting's name"),
-        ("? [a]\n: 1\n", "line 1: a key that is no setting's name"),
-        ("a: {b: {c: {d: 1}}}\n", "line 1: nested too deep"),
+        ("a: &x 1\n", "line 1: anchors and aliases are not supported"),
+        ("a: 1\nb: *x\n", "line 2: anchors and aliases are not supported"),
+        ("a: !!python/object/apply:os.system [id]\n", "line 1: tags are not supported"),
+        ("a: !!str 1\n", "line 1: tags are not supported"),
+        ("<<: {a: 1}\n", "line 1: this key is not the name of a setting"),
+        ("? [a]\n: 1\n", "line 1: this key is not the name of a setting"),
+        ("a: {b: {c: {d: 1}}}\n", "line 1: nested too deeply"),
         ("a: " + "[" * 20_000, "line 1: nested too deep"),
         ("a: [1\n", "line 2: "),
         ("\tmetrics_port: 1\n", "line 1: "),
-        ("a: 2026-99-99\n", "a value that cannot be read"),
+        ("a: 2026-99-99\n", "a value cannot be read"),
         (b"a: \xff\n", "not UTF-8 text"),
-        (b"a: \x00\x01\n", "no YAML text"),
-        (b"\x7fELF" + bytes(4000), "no YAML text"),
-        ("a: " + "x" * 70_000, "more than 64 KiB"),
+        (b"a: \x00\x01\n", "not YAML text"),
+        (b"\x7fELF" + bytes(4000), "not YAML text"),
+        ("a: " + "x" * 70_000, "larger than 64 KiB"),
     ],
 )
 def test_what_is_no_settings_file_is_said_by_file_and_line(
@@ -81,9 +81,9 @@ def test_what_is_no_file_is_not_read(tmp_path: Path):
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     for path, text in (
-        (fifo, "no regular file"),
-        (tmp_path, "no regular file"),
-        (Path("/dev/zero"), "no regular file"),
+        (fifo, "not a regular file"),
+        (tmp_path, "not a regular file"),
+        (Path("/dev/zero"), "not a regular file"),
         (tmp_path / "nowhere", "No such file"),
     ):
         with pytest.raises(SettingsFileError, match=text):
