@@ -44,7 +44,7 @@ def advise(
     except InvalidPoolError as error:
         _refuse(str(error))
     for one, count in zip(pools, found.trains, strict=True):
-        print(f"{one.name}: {count} train, {one.cards - count} serve")
+        print(f"{one.name}: {count} train, {one.gpus - count} serve")
     against = "no speculation" if untrained == 1 else f"speculation at {untrained:g}x, untrained"
     print(f"throughput: {found.relative:.3f} of all cards serving with {against}")
     print(f"pays from a speedup of {found.break_even:.3f} on; {speedup:g} is expected")
@@ -57,8 +57,8 @@ def _pool(text: str) -> "Pool":
 
     parts = text.split(":")
     try:
-        name, cards, inference, training = parts
-        return Pool(name, int(cards), float(inference), float(training))
+        name, gpus, inference, training = parts
+        return Pool(name, int(gpus), float(inference), float(training))
     except ValueError as error:
         raise InvalidPoolError(
             f"--pool {text!r}: NAME:CARDS:INFERENCE:TRAINING is needed"

@@ -9,7 +9,7 @@ from controller.cli.connection import checked_address
 from controller.util.exit_codes import Exit
 
 if TYPE_CHECKING:
-    from controller.doctor import Finding, Request
+    from controller.doctor import DoctorRequest, Finding
 
 
 def doctor(
@@ -46,16 +46,16 @@ def doctor(
 
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
-    from controller.doctor import Level, Request
+    from controller.doctor import DoctorRequest, Level
 
-    findings = _findings(Request(config, address, engine_url, api_key), shown=not json)
+    findings = _findings(DoctorRequest(config, address, engine_url, api_key), shown=not json)
     if json:
         _print_json(findings)
     if any(finding.level is Level.FAIL for finding in findings):
         raise typer.Exit(Exit.FAILED)
 
 
-def _findings(request: "Request", *, shown: bool) -> "list[Finding]":
+def _findings(request: "DoctorRequest", *, shown: bool) -> "list[Finding]":
     import asyncio
 
     from controller.doctor import diagnose

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
     from controller.core.cost.profile import Profile
     from controller.core.types import Arm
-    from controller.recording.counterfactual import Change, Comparison
-    from controller.recording.replay import Verdict
+    from controller.recording.counterfactual import Comparison, CounterfactualChange
+    from controller.recording.replay import ReplayVerdict
 
 EXIT_DIFFERS = 1
 EXIT_USAGE = 2
@@ -51,13 +51,13 @@ def replay(
     import json
 
     from controller.core.errors import SpeculationError
-    from controller.recording.counterfactual import WhatIf
+    from controller.recording.counterfactual import Counterfactual
     from controller.recording.recording import find
     from controller.recording.replay import replay as decide_again
 
     try:
         change = _change(policy, profile, planner_constant or [])
-        other = None if change is None else WhatIf(change)
+        other = None if change is None else Counterfactual(change)
         verdict = decide_again(find(recording, engine), [] if other is None else [other])
     except SpeculationError as error:
         typer.echo(f"controller replay: {' '.join(str(error).splitlines())}", err=True)
@@ -73,15 +73,17 @@ def replay(
         raise typer.Exit(EXIT_DIFFERS)
 
 
-def _change(policy: str, profile: Path | None, constants: list[str]) -> "Change | None":
-    from controller.recording.counterfactual import Change
+def _change(
+    policy: str, profile: Path | None, constants: list[str]
+) -> "CounterfactualChange | None":
+    from controller.recording.counterfactual import CounterfactualChange
 
     given: dict[str, object] = dict(map(_constant, constants))
     if policy:
         given["policy"] = policy
     if not given and profile is None:
         return None
-    return Change(given, None if profile is None else _profile(profile))
+    return CounterfactualChange(given, None if profile is None else _profile(profile))
 
 
 def _constant(text: str) -> tuple[str, object]:
@@ -112,7 +114,7 @@ def _profile(path: Path) -> "Profile":
         raise RecordingError(f"--profile {path}: {error}") from error
 
 
-def _print(verdict: "Verdict") -> None:
+def _print(verdict: "ReplayVerdict") -> None:
     from controller.recording.time_text import time_text
 
     seconds = verdict.ended_at - verdict.began_at
@@ -182,7 +184,7 @@ def _arm(arm: "Arm") -> str:
     return f"{arm.drafter} {arm.gamma}"
 
 
-def _as_json(verdict: "Verdict", compared: "Comparison | None") -> dict[str, Any]:
+def _as_json(verdict: "ReplayVerdict", compared: "Comparison | None") -> dict[str, Any]:
     from dataclasses import asdict
 
     body = asdict(verdict) | {"same": verdict.is_same}

@@ -83,7 +83,7 @@ def simulate(
     from controller.core.errors import SpeculationError
     from controller.simulation.engine import EngineOptions, Prefill
     from controller.simulation.errors import InvalidInputError
-    from controller.simulation.files import Given
+    from controller.simulation.files import SimulationRequest
 
     wanted = _wanted(policy, more)
     try:
@@ -95,7 +95,7 @@ def simulate(
         options = EngineOptions(
             lag=lag, noise=noise, outlier_share=outliers, prefill=Prefill(prefill)
         )
-        given = Given(
+        given = SimulationRequest(
             acceptance, tuple(cost or ()), arrivals, drafter, _sizes(concurrency), tokens,
             max_batch, limit, speed, None if no_profile else profile_error, kv_seconds,
             seeds or 3, options,
@@ -130,7 +130,7 @@ def _scenarios(suite: str, given: "object", seeds: int | None) -> "list[Scenario
     from controller.simulation.errors import InvalidInputError
     from controller.simulation.suite import standard
 
-    assert isinstance(given, files.Given)
+    assert isinstance(given, files.SimulationRequest)
     if not suite:
         if not given.acceptance:
             raise InvalidInputError("--acceptance", 0, "is needed, or --suite standard")

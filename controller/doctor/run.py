@@ -14,7 +14,7 @@ from controller.util.socket_paths import socket_path
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class DoctorRequest:
     """config: the settings' file.  address: of the sidecar; "": as the settings say.
 
     engine_url: of the engine's HTTP API; "": it is not asked.
@@ -26,7 +26,7 @@ class Request:
     api_key: str = ""
 
 
-async def diagnose(request: Request) -> AsyncIterator[Finding]:
+async def diagnose(request: DoctorRequest) -> AsyncIterator[Finding]:
     """Every finding, as it is made."""
     settings = None
     try:

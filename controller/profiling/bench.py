@@ -19,7 +19,7 @@ from controller.profiling.samples import CellKey, Cells, Context, Samples
 from controller.profiling.settings import ProfilingSettings
 from controller.profiling.sidecar import MeasureStream
 from controller.profiling.steps import StepFilter
-from controller.profiling.wakings import Wakings
+from controller.profiling.wakings import WakeUps
 
 _LISTEN_SECONDS = 0.1
 # After a load has ended its last reports are still on their way.
@@ -43,7 +43,7 @@ class Bench:
         settings: ProfilingSettings,
         clock: Clock,
         cells: Cells,
-        wakings: Wakings,
+        wakings: WakeUps,
     ) -> None:
         self.cells = cells
         self._wakings = wakings

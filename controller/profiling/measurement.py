@@ -23,9 +23,9 @@ from controller.profiling.partial import Partial
 from controller.profiling.progress import Reporter
 from controller.profiling.samples import Cells, Context
 from controller.profiling.schedule import (
-    Budget,
-    Part,
     PartKind,
+    ProfilePart,
+    TimeBudget,
     is_measured,
     long_context,
     parts_of,
@@ -33,12 +33,12 @@ from controller.profiling.schedule import (
 )
 from controller.profiling.settings import ProfilingSettings, batch_sizes_for
 from controller.profiling.sidecar import MeasureStream
-from controller.profiling.wakings import Wakings
+from controller.profiling.wakings import WakeUps
 
 _SAVE_SECONDS = 5.0
 
 
-class Measurement:
+class ProfileMeasurement:
     """One measurement.  `save` is called now and then with all that is measured so far."""
 
     def __init__(
@@ -58,10 +58,10 @@ class Measurement:
         self._save = save
         self._started_at = started_at
         self._saved_at = clock.now()
-        self.wakings = Wakings(spec)
+        self.wakings = WakeUps(spec)
         self._finished: set[str] = set()
         self._parts = parts_of(batch_sizes_for(spec, settings.batch_sizes))
-        self._budget = Budget(settings, self._parts, len(self._parts))
+        self._budget = TimeBudget(settings, self._parts, len(self._parts))
 
     def resume(self, partial: Partial) -> int:
         """Goes on where another run stopped; the number of parts that it had finished."""
@@ -75,7 +75,7 @@ class Measurement:
         }
         self._finished = names
         left = [part for part in self._parts if part.name not in names]
-        self._budget = Budget(self._settings, left, len(self._parts))
+        self._budget = TimeBudget(self._settings, left, len(self._parts))
         return len(names)
 
     async def run(self, stream: MeasureStream, loads: LoadSource) -> None:
@@ -114,15 +114,15 @@ class Measurement:
         finished = tuple(sorted(self._finished))
         self._save(Partial.of(self._spec, self._started_at, finished, self.cells))
 
-    def _is_measured(self, part: Part) -> bool:
+    def _is_measured(self, part: ProfilePart) -> bool:
         arms = self._arms_of(part)
         return is_measured(part, arms, self.cells, self._settings.visit_steps)
 
-    def _arms_of(self, part: Part) -> list[Arm]:
+    def _arms_of(self, part: ProfilePart) -> list[Arm]:
         """What the engine has prepared for the part's batch."""
         return [arm for arm in self._spec.arms if self._spec.can_run(arm, part.batch_size)]
 
-    async def _grid(self, part: Part, bench: Bench, loads: LoadSource) -> None:
+    async def _grid(self, part: ProfilePart, bench: Bench, loads: LoadSource) -> None:
         seconds = self._budget.share(part, self._clock.now())
         if part.again and not (seconds and self._is_measured(part)):
             return  # out of time; or it was left out, and was said to be
@@ -155,17 +155,17 @@ class Measurement:
                 turn += 1
                 bench.round_number += 1
 
-    def _column(self, part: Part) -> Cells:
+    def _column(self, part: ProfilePart) -> Cells:
         return {
             key: samples
             for key, samples in self.cells.items()
             if key.batch_size == part.batch_size and key.context is Context.GRID and len(samples)
         }
 
-    def _next_round(self, part: Part) -> int:
+    def _next_round(self, part: ProfilePart) -> int:
         return 1 + max((max(s.rounds) for s in self._column(part).values()), default=-1)
 
-    def _unsettled(self, part: Part) -> set[Arm]:
+    def _unsettled(self, part: ProfilePart) -> set[Arm]:
         """The arms whose medians are not known well enough yet."""
         settled = {
             key.arm
@@ -175,7 +175,7 @@ class Measurement:
         }
         return set(self._arms_of(part)) - settled
 
-    async def _sweep(self, part: Part, bench: Bench, loads: LoadSource) -> None:
+    async def _sweep(self, part: ProfilePart, bench: Bench, loads: LoadSource) -> None:
         begun_at = self._clock.now()
         seconds = self._budget.share(part, begun_at)
         if not self._is_measured(part):
@@ -208,7 +208,9 @@ class Measurement:
                     gone = (self._clock.now() - begun_at) / max(seconds, 1e-9)
                     self._tell(part, arm, gone, tokens)
 
-    def _tell(self, part: Part, arm: Arm, part_share: float, context_tokens: int = 0) -> None:
+    def _tell(
+        self, part: ProfilePart, arm: Arm, part_share: float, context_tokens: int = 0
+    ) -> None:
         share, left = self._budget.progress(part_share, self._clock.now())
         where = f"B={part.batch_size} {arm.drafter} gamma={arm.gamma}"
         if context_tokens:

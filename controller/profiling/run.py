@@ -10,7 +10,7 @@ from controller.profiling.engine_http import EngineHttp
 from controller.profiling.errors import InvalidPartialError, MeasurementError, ProfilingError
 from controller.profiling.fit import fit_costs, why_doubtful
 from controller.profiling.load import LoadSource, Prompts
-from controller.profiling.measurement import Measurement
+from controller.profiling.measurement import ProfileMeasurement
 from controller.profiling.partial import (
     Partial,
     identities,
@@ -28,7 +28,7 @@ from controller.profiling.profile_file import (
 from controller.profiling.progress import Reporter
 from controller.profiling.report import hardware_note
 from controller.profiling.settings import ProfilingSettings
-from controller.profiling.sidecar import SidecarClient
+from controller.profiling.sidecar import ProfilingClient
 from controller.profiling.waiting import Waiter
 
 
@@ -73,7 +73,7 @@ async def profile_engine(
     """
     clock = clock or WallClock()
     engine = EngineHttp(request.engine_url, request.api_key)
-    async with SidecarClient(request.sidecar) as sidecar:
+    async with ProfilingClient(request.sidecar) as sidecar:
         waiter = Waiter(request.wait_seconds, clock, reporter)
         await waiter.for_sidecar(sidecar)
         await waiter.for_engine(engine)
@@ -87,7 +87,7 @@ async def profile_engine(
         reused, begun_at = profile is not None, clock.now()
         if profile is None:
             _require_drafters(spec)
-            run = _Run(request, spec, path, reporter, clock)
+            run = _ProfileRun(request, spec, path, reporter, clock)
             profile = await run.measure(engine, sidecar)
         seconds = 0.0 if reused else clock.now() - begun_at
         engine_ids = await sidecar.install(profile)
@@ -104,7 +104,7 @@ def _require_drafters(spec: EngineSpec) -> None:
         )
 
 
-class _Run:
+class _ProfileRun:
     """One measurement and its files."""
 
     def __init__(
@@ -120,11 +120,11 @@ class _Run:
         self._path = path
         self._partial_path = partial_path(path)
         self._reporter = reporter
-        self._measurement = Measurement(
+        self._measurement = ProfileMeasurement(
             spec, request.settings, clock, reporter, self._save, utc_now()
         )
 
-    async def measure(self, engine: EngineHttp, sidecar: SidecarClient) -> Profile:
+    async def measure(self, engine: EngineHttp, sidecar: ProfilingClient) -> Profile:
         """Raises ProfilingError; what is measured by then is kept."""
         self._resume()
         loads = LoadSource(
@@ -211,7 +211,7 @@ class _Run:
 
 
 async def _shelved_profile(
-    sidecar: SidecarClient, spec: EngineSpec, path: Path, reporter: Reporter
+    sidecar: ProfilingClient, spec: EngineSpec, path: Path, reporter: Reporter
 ) -> Profile | None:
     """What another pod, or this one before, has measured; written down here too."""
     profile = await sidecar.shelved(spec)

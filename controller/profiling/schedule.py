@@ -33,7 +33,7 @@ class PartKind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ProfilePart:
     """One part, for one batch size.  `again`: on the way back."""
 
     kind: PartKind
@@ -53,19 +53,19 @@ def sweep_arms(spec: EngineSpec) -> tuple[Arm, ...]:
     return tuple(dict.fromkeys((Arm(drafter.name, drafter.gammas[0]), Arm(drafter.name, middle))))
 
 
-def parts_of(batch_sizes: Sequence[int]) -> tuple[Part, ...]:
+def parts_of(batch_sizes: Sequence[int]) -> tuple[ProfilePart, ...]:
     """The grid, the context sweep at one or two of its batch sizes, and the grid again."""
     largest = max((b for b in batch_sizes if b <= _SWEEP_LARGEST_BATCH), default=min(batch_sizes))
     smaller = [b for b in batch_sizes if b * _SWEEP_BATCH_STEP <= largest]
     sweep = sorted({largest, *smaller[-1:]})
     return (
-        *(Part(PartKind.GRID, size) for size in batch_sizes),
-        *(Part(PartKind.CONTEXT, size) for size in sweep),
-        *(Part(PartKind.GRID, size, again=True) for size in reversed(batch_sizes)),
+        *(ProfilePart(PartKind.GRID, size) for size in batch_sizes),
+        *(ProfilePart(PartKind.CONTEXT, size) for size in sweep),
+        *(ProfilePart(PartKind.GRID, size, again=True) for size in reversed(batch_sizes)),
     )
 
 
-def is_measured(part: Part, arms: Sequence[Arm], cells: Cells, least_steps: int) -> bool:
+def is_measured(part: ProfilePart, arms: Sequence[Arm], cells: Cells, least_steps: int) -> bool:
     """True when every arm's grid cell of the part holds enough steps."""
     keys = [CellKey(arm.drafter, arm.gamma, part.batch_size) for arm in arms]
     return all(key in cells and len(cells[key]) >= least_steps for key in keys)
@@ -88,13 +88,15 @@ def long_context(
     return 0
 
 
-class Budget:
+class TimeBudget:
     """Shares the time out.  Times are of the clock that gives `now`.
 
     `parts`: what is still to be measured.
     """
 
-    def __init__(self, settings: ProfilingSettings, parts: Sequence[Part], all_parts: int) -> None:
+    def __init__(
+        self, settings: ProfilingSettings, parts: Sequence[ProfilePart], all_parts: int
+    ) -> None:
         seconds = settings.budget_seconds * len(parts) / all_parts
         self.seconds = seconds
         self._left = list(parts)
@@ -111,12 +113,12 @@ class Budget:
         self._begun_at = now
         self._deadline = now + self._spendable
 
-    def share(self, part: Part, now: float) -> float:
+    def share(self, part: ProfilePart, now: float) -> float:
         """Seconds for the part that begins now, if those after it are to get theirs."""
         left = max(self._deadline - now, 0.0)
         return left * self._weight(part) / sum(map(self._weight, self._left))
 
-    def finish(self, part: Part) -> None:
+    def finish(self, part: ProfilePart) -> None:
         """The part is done, or left out."""
         self._left.remove(part)
 
@@ -130,5 +132,5 @@ class Budget:
         by_pace = (now - self._begun_at) * (1 - done) / done if done > 0 else by_plan
         return done, min(by_pace, by_plan) if by_plan > 0 else by_pace
 
-    def _weight(self, part: Part) -> float:
+    def _weight(self, part: ProfilePart) -> float:
         return 1.0 if part.kind is PartKind.GRID else self._sweep_weight

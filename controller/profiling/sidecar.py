@@ -106,8 +106,8 @@ class MeasureStream:
         return MeasurementError(f"the sidecar ended the measurement: {details}")
 
 
-class SidecarClient:
-    """One sidecar, called as an operator.  `async with SidecarClient(address) as sidecar`.
+class ProfilingClient:
+    """One sidecar, called as an operator.  `async with ProfilingClient(address) as sidecar`.
 
     Raises ProfilingUsageError for credentials that cannot be used.
     """

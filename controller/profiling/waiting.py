@@ -14,7 +14,7 @@ from controller.profiling.errors import (
     SidecarUnreachableError,
 )
 from controller.profiling.progress import Reporter
-from controller.profiling.sidecar import SidecarClient
+from controller.profiling.sidecar import ProfilingClient
 
 _POLL_SECONDS = 0.5
 # An engine that answers HTTP introduces itself within this time, or has no shim.
@@ -32,7 +32,7 @@ class Waiter:
         self._begun_at = clock.now()
         self._deadline = self._begun_at + seconds
 
-    async def for_sidecar(self, sidecar: SidecarClient) -> None:
+    async def for_sidecar(self, sidecar: ProfilingClient) -> None:
         """Raises SidecarUnreachableError."""
         await self._until(
             f"the sidecar at {sidecar.address}", sidecar.engines, SidecarUnreachableError
@@ -48,7 +48,7 @@ class Waiter:
         await self._until(f"the engine at {engine.url}", ready, EngineUnreachableError)
 
     async def for_introduction(
-        self, sidecar: SidecarClient, engine: EngineHttp, engine_id: str
+        self, sidecar: ProfilingClient, engine: EngineHttp, engine_id: str
     ) -> EngineSpec:
         """The engine to measure; `engine_id` "" when there is only one.
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from controller.core.cost.drafter_backlog import MissedTokens
+from controller.core.cost.drafter_backlog import DrafterBacklog
 from controller.core.cost.profile import ProfileCell
 from controller.core.types import Arm, EngineSpec, StepReport
 
@@ -21,35 +21,37 @@ _WILD = 4.0
 
 
 @dataclass(frozen=True, slots=True)
-class Waking:
+class WakeUp:
     """A step that read `missed` tokens first."""
 
     arm: Arm
     batch_size: int
     kv_tokens: int
-    missed: float
+    backlog: float
     seconds: float
 
 
-class Wakings:
+class WakeUps:
     """Takes every report, in order."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
-        self._found: list[Waking] = []
+        self._found: list[WakeUp] = []
         self.begin_load()
 
     def begin_load(self) -> None:
         """The requests of before are gone, and nobody will read what they had missed."""
         names = [drafter.name for drafter in self._spec.drafters]
-        self._missed = MissedTokens(names, self._spec.able)
+        self._backlog = DrafterBacklog(names, self._spec.able)
 
     def observe(self, report: StepReport) -> None:
         """One step of the engine, of whatever batch."""
-        missed = self._missed.observe(report)
-        if missed and not (report.flags.distorts_cost or report.flags.unsteered):
+        backlog = self._backlog.observe(report)
+        if backlog and not (report.flags.distorts_cost or report.flags.unsteered):
             self._found.append(
-                Waking(report.arm, report.batch_size, report.kv_tokens, missed, report.step_seconds)
+                WakeUp(
+                    report.arm, report.batch_size, report.kv_tokens, backlog, report.step_seconds
+                )
             )
 
     def seconds_per_token(
@@ -69,8 +71,8 @@ class Wakings:
             more = waking.kv_tokens - waking.batch_size * kv_per_sequence
             usual += seconds_per_kv_token * more
             if waking.seconds < _WILD * usual:
-                points.append((waking.missed, waking.seconds - usual))
+                points.append((waking.backlog, waking.seconds - usual))
         if len(points) < _LEAST_WAKINGS:
             return 0.0, 0
-        missed, excess = np.array(points).T
-        return max(0.0, float(missed @ excess / (missed @ missed))), len(points)
+        backlog, excess = np.array(points).T
+        return max(0.0, float(backlog @ excess / (backlog @ backlog))), len(points)

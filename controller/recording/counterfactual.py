@@ -29,7 +29,7 @@ from controller.recording.events import (
     Profiled,
     Reported,
 )
-from controller.recording.replay import TapeClock, guarded, rebuilt
+from controller.recording.replay import ReplayClock, guarded, rebuilt
 
 # A position with fewer sequences behind it was as good as never seen.
 _SEEN_EXPOSURES = 8.0
@@ -38,7 +38,7 @@ _STRETCHES_MAX = 10_000
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class CounterfactualChange:
     """What is to be another one; at least one part.  constants: of the planner, by name."""
 
     constants: Mapping[str, object] = field(default_factory=dict)
@@ -124,13 +124,13 @@ class Comparison:
         return self.other_rate / self.recorded_rate - 1 if self.recorded_rate else 0.0
 
 
-class WhatIf:
+class Counterfactual:
     """A visitor of `replay` with one more core, which decides otherwise."""
 
-    def __init__(self, change: Change) -> None:
+    def __init__(self, change: CounterfactualChange) -> None:
         self._change = change
         self.found = Comparison()
-        self._clock = TapeClock()
+        self._clock = ReplayClock()
         self._other: EngineController | None = None
         self._arms: dict[Arm, int] = {}
         self._at: Stretch | None = None

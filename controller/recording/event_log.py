@@ -15,13 +15,13 @@ from controller.recording.events import Moment
 
 # Moments of all sessions between two rounds of the recorder's thread: seconds of a busy fleet.
 QUEUE_MAX: Final = 20_000
-Queue = deque[tuple["Tape", Moment]]
+Queue = deque[tuple["EventLog", Moment]]
 # Of an override by id: Unix seconds, None = for ever or not known.
 EndOf = Callable[[str], float | None]
 
 
 @dataclass(slots=True, eq=False)
-class Tape:
+class EventLog:
     """Of one session.  session: its number.  due: an opening is asked for, nothing is lost yet.
 
     broken: nothing is taken before an opening.  lost: moments that were dropped since the last one.

@@ -9,7 +9,7 @@ import controller
 from controller.core.types import Arm
 from controller.recording.events import NoteKind
 from controller.recording.incident_plots import timeline
-from controller.recording.replay import Verdict
+from controller.recording.replay import ReplayVerdict
 from controller.recording.time_text import time_text
 from controller.recording.window import Began, Window, changed_constants
 from controller.report.page import Cell, Marked, page, table
@@ -20,12 +20,12 @@ from controller.wire.overrides import override_to_proto
 _ROWS_MAX = 300
 
 
-def render_ticket(window: Window, verdict: Verdict) -> str:
+def render_ticket(window: Window, verdict: ReplayVerdict) -> str:
     """The page.  Raises MissingPlotsError when matplotlib is not installed."""
     return page(f"{verdict.engine_id}: decisions on record", "\n".join(_body(window, verdict)))
 
 
-def _body(window: Window, verdict: Verdict) -> Iterator[str]:
+def _body(window: Window, verdict: ReplayVerdict) -> Iterator[str]:
     yield f"<h1>{escape(verdict.engine_id)}: what was decided, and why</h1>"
     yield (
         f"<p class=small>{time_text(verdict.began_at)} to {time_text(verdict.ended_at)} (UTC), "
@@ -57,7 +57,7 @@ def _body(window: Window, verdict: Verdict) -> Iterator[str]:
     yield _details("Log", _log(window))
 
 
-def _summary(window: Window, verdict: Verdict) -> Iterator[tuple[Cell, Cell]]:
+def _summary(window: Window, verdict: ReplayVerdict) -> Iterator[tuple[Cell, Cell]]:
     steps = window.steps
     seconds = float(np.sum(steps.seconds)) if steps else 0.0
     tokens = float(np.sum(steps.batch) + np.sum(steps.accepted)) if steps else 0.0
@@ -92,7 +92,7 @@ def _overrides(window: Window) -> str:
     return table(head, rows, label="overrides")
 
 
-def _trouble(window: Window, verdict: Verdict) -> str:
+def _trouble(window: Window, verdict: ReplayVerdict) -> str:
     rows: list[tuple[Cell, Cell, Cell]] = []
     alone = sum(stretch.steps for stretch in window.alone)
     for name, count, detail in (
@@ -151,8 +151,12 @@ def _prices(window: Window) -> str:
 def _classes(window: Window) -> str:
     found = sorted(window.classes.items(), key=lambda item: -item[1].sequences)
     rows = [
-        (label, str(tally.sequences), f"{1 + tally.accepted / max(tally.sequences, 1):.2f}")
-        for label, tally in found[:_ROWS_MAX]
+        (
+            label,
+            str(counters.sequences),
+            f"{1 + counters.accepted / max(counters.sequences, 1):.2f}",
+        )
+        for label, counters in found[:_ROWS_MAX]
     ]
     return table(("class", "sequences", "tokens a sequence and step"), rows, label="classes")
 

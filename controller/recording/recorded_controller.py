@@ -24,7 +24,7 @@ from controller.core.planning.overrides import Override
 from controller.core.settings import PlannerSettings
 from controller.core.training.selective_training import TrainingSettings, TrainingState
 from controller.core.types import Arm, EngineSpec, Plan, StepReport
-from controller.recording.event_log import Tape
+from controller.recording.event_log import EventLog
 from controller.recording.events import (
     Configured,
     Event,
@@ -76,10 +76,17 @@ class _HeldClock:
         return self._now
 
 
-class TapedController(EngineController):
+class RecordedController(EngineController):
     """As EngineController.  Its own variables are slots: the core's are all in its `__dict__`."""
 
-    __slots__ = ("_profile", "_tape", "_terms", "_time", "_told_training", "_training_settings")
+    __slots__ = (
+        "_event_log",
+        "_profile",
+        "_terms",
+        "_time",
+        "_told_training",
+        "_training_settings",
+    )
 
     def __init__(
         self,
@@ -88,7 +95,7 @@ class TapedController(EngineController):
         profile: Profile | None,
         clock: Clock,
         training: TrainingSettings,
-        tape: Tape,
+        event_log: EventLog,
         *,
         overrides: Iterable[Override] = (),
         trained: TrainingState | None = None,
@@ -97,7 +104,7 @@ class TapedController(EngineController):
         super().__init__(
             spec, settings, profile, self._time, training, overrides=overrides, trained=trained
         )
-        self._tape = tape
+        self._event_log = event_log
         self._profile = profile
         self._training_settings = training
         self._terms = self._terms_now()
@@ -113,7 +120,7 @@ class TapedController(EngineController):
             raise
         except BaseException:
             # Half of it may be folded: nobody could do that again.
-            self._tape.break_off()
+            self._event_log.break_off()
             raise
         self._put(Reported(report))
 
@@ -184,24 +191,24 @@ class TapedController(EngineController):
         self._begin()
         self._put(Noted(kind, count, text))
         if kind is NoteKind.ENDED:
-            self._tape.over = True
+            self._event_log.over = True
 
     def _put(self, event: Event) -> None:
-        self._tape.put(Moment(self._time.now(), event))
+        self._event_log.put(Moment(self._time.now(), event))
         self._told_training = self._training_now()
 
     def _begin(self) -> None:
         """Before anything happens: the time, what others have changed, a due opening."""
-        now, tape = self._time.read(), self._tape
+        now, event_log = self._time.read(), self._event_log
         training = self._training_now()
-        if training is not None and training != self._told_training and not tape.broken:
+        if training is not None and training != self._told_training and not event_log.broken:
             self._put(Trained(*training))
-        if tape.can_open:
-            tape.open(Moment(now, self._opening()))
+        if event_log.can_open:
+            event_log.open(Moment(now, self._opening()))
             self._told_training = training
 
     def _terms_now(self) -> tuple[Term, ...]:
-        return tuple(Term(o, self._tape.end_of(o.override_id)) for o in self.overrides)
+        return tuple(Term(o, self._event_log.end_of(o.override_id)) for o in self.overrides)
 
     def _training_now(self) -> tuple[TrainingState, bool, int] | None:
         training = self.updates.training
@@ -217,10 +224,10 @@ class TapedController(EngineController):
             profile=self._profile,
             terms=self._terms,
             state=capture(self),
-            wall_seconds=self._tape.wall(),
-            session=self._tape.session,
-            part=self._tape.parts + 1,
-            lost=self._tape.lost,
+            wall_seconds=self._event_log.wall(),
+            session=self._event_log.session,
+            part=self._event_log.parts + 1,
+            lost=self._event_log.lost,
             versions=versions(),
             cost_source="profile" if self.profile_id else self.cost.prior,
         )

@@ -21,11 +21,11 @@ from controller.core.planning.overrides import Override
 from controller.core.settings import PlannerSettings
 from controller.core.training.selective_training import TrainingSettings, TrainingState
 from controller.core.types import EngineSpec
-from controller.recording.event_log import EndOf, Queue, Tape
+from controller.recording.event_log import EndOf, EventLog, Queue
 from controller.recording.events import Moment, Opening
 from controller.recording.frames import frame
 from controller.recording.messages import moment_to_proto
-from controller.recording.recorded_controller import TapedController
+from controller.recording.recorded_controller import RecordedController
 from controller.recording.ring import Ring, Segment
 
 _ROUND_SECONDS = 0.5
@@ -61,9 +61,9 @@ class Recorder:
         self._session = 0
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
-        self._segments: dict[Tape, Segment] = {}
+        self._segments: dict[EventLog, Segment] = {}
         # Moments that were dropped since trouble began, by tape.
-        self._dropped: dict[Tape, int] = defaultdict(int)
+        self._dropped: dict[EventLog, int] = defaultdict(int)
         self._again_at = 0.0
         self._failing = False
 
@@ -91,13 +91,20 @@ class Recorder:
         *,
         overrides: Iterable[Override] = (),
         trained: TrainingState | None = None,
-    ) -> TapedController:
+    ) -> RecordedController:
         """A core for a new session, on a tape of its own."""
         self._session = max(self._session + 1, int(self._wall() * 1000))
-        tape = Tape(spec.engine_id, self._session, self._queue, self._end_of, self._wall)
-        tape.fitting = self._ring.segment_bytes_alone // _MOMENT_BYTES
-        return TapedController(
-            spec, settings, profile, clock, training, tape, overrides=overrides, trained=trained
+        event_log = EventLog(spec.engine_id, self._session, self._queue, self._end_of, self._wall)
+        event_log.fitting = self._ring.segment_bytes_alone // _MOMENT_BYTES
+        return RecordedController(
+            spec,
+            settings,
+            profile,
+            clock,
+            training,
+            event_log,
+            overrides=overrides,
+            trained=trained,
         )
 
     def _run(self) -> None:
@@ -110,79 +117,79 @@ class Recorder:
 
     def _round(self) -> None:
         # What they had to say is in the queue by now.
-        over = [tape for tape in {*self._segments, *self._dropped} if tape.over]
-        taken: dict[Tape, list[Moment]] = {}
+        over = [event_log for event_log in {*self._segments, *self._dropped} if event_log.over]
+        taken: dict[EventLog, list[Moment]] = {}
         for _ in range(len(self._queue)):
-            tape, moment = self._queue.popleft()
-            taken.setdefault(tape, []).append(moment)
-        for tape, moments in taken.items():
+            event_log, moment = self._queue.popleft()
+            taken.setdefault(event_log, []).append(moment)
+        for event_log, moments in taken.items():
             for first in range(0, len(moments), _FRAME_MOMENTS):
-                self._write(tape, moments[first : first + _FRAME_MOMENTS])
-        for tape in over:
-            self._end(tape)
-            self._dropped.pop(tape, None)
+                self._write(event_log, moments[first : first + _FRAME_MOMENTS])
+        for event_log in over:
+            self._end(event_log)
+            self._dropped.pop(event_log, None)
         if self._dropped and time.monotonic() >= self._again_at:
             self._again_at = time.monotonic() + _AGAIN_SECONDS
-            for tape in self._dropped:
-                tape.due = True
+            for event_log in self._dropped:
+                event_log.due = True
 
-    def _write(self, tape: Tape, moments: Sequence[Moment]) -> None:
+    def _write(self, event_log: EventLog, moments: Sequence[Moment]) -> None:
         """An opening begins a segment; everything else goes on with the one there is."""
         first = 0
         for i, moment in enumerate(moments):
             if isinstance(moment.event, Opening):
-                self._append(tape, moments[first:i])
-                self._begin(tape, moment.event, moment.seconds)
+                self._append(event_log, moments[first:i])
+                self._begin(event_log, moment.event, moment.seconds)
                 first = i + 1
-        self._append(tape, moments[first:])
+        self._append(event_log, moments[first:])
 
-    def _begin(self, tape: Tape, opening: Opening, seconds: float) -> None:
-        self._end(tape)
-        lost = opening.lost + self._dropped.get(tape, 0)
+    def _begin(self, event_log: EventLog, opening: Opening, seconds: float) -> None:
+        self._end(event_log)
+        lost = opening.lost + self._dropped.get(event_log, 0)
         data = frame([moment_to_proto(Moment(seconds, replace(opening, lost=lost)))])
         try:
-            self._segments[tape] = self._ring.begin(tape.engine_id, data)
+            self._segments[event_log] = self._ring.begin(event_log.engine_id, data)
         except OSError as error:
-            self._trouble(tape, opening.lost + 1, error)
+            self._trouble(event_log, opening.lost + 1, error)
             return
-        self._dropped.pop(tape, None)
+        self._dropped.pop(event_log, None)
         if lost:
-            _log.warning("recording_gap", engine=tape.engine_id, lost=lost)
+            _log.warning("recording_gap", engine=event_log.engine_id, lost=lost)
         if self._failing and not self._dropped:
             self._failing = False
             _log.info("recording_again", directory=str(self._directory))
 
-    def _append(self, tape: Tape, moments: Sequence[Moment]) -> None:
+    def _append(self, event_log: EventLog, moments: Sequence[Moment]) -> None:
         if not moments:
             return
-        segment = self._segments.get(tape)
+        segment = self._segments.get(event_log)
         if segment is None:
-            self._dropped[tape] += len(moments)
+            self._dropped[event_log] += len(moments)
         else:
             try:
                 self._ring.append(segment, _packed(moments))
             except OSError as error:
-                self._trouble(tape, len(moments), error)
+                self._trouble(event_log, len(moments), error)
             else:
-                self._measure(tape, segment, len(moments))
+                self._measure(event_log, segment, len(moments))
 
-    def _measure(self, tape: Tape, segment: Segment, moments: int) -> None:
+    def _measure(self, event_log: EventLog, segment: Segment, moments: int) -> None:
         """How many moments fit a segment is told ahead: much may come between two rounds."""
         room = self._ring.segment_bytes
         segment.moments += moments
         if segment.moments >= _MEASURED_MOMENTS:
             each = (segment.size - segment.opening) / segment.moments
-            tape.fitting = max(_MEASURED_MOMENTS, int((room - segment.opening) / each))
-        tape.due = tape.due or segment.size >= room
+            event_log.fitting = max(_MEASURED_MOMENTS, int((room - segment.opening) / each))
+        event_log.due = event_log.due or segment.size >= room
 
-    def _end(self, tape: Tape) -> None:
-        segment = self._segments.pop(tape, None)
+    def _end(self, event_log: EventLog) -> None:
+        segment = self._segments.pop(event_log, None)
         if segment is not None:
             self._ring.end(segment)
 
-    def _trouble(self, tape: Tape, lost: int, error: OSError) -> None:
-        self._end(tape)
-        self._dropped[tape] += lost
+    def _trouble(self, event_log: EventLog, lost: int, error: OSError) -> None:
+        self._end(event_log)
+        self._dropped[event_log] += lost
         if not self._failing:
             self._failing = True
             self._again_at = time.monotonic() + _AGAIN_SECONDS

@@ -14,7 +14,7 @@ from controller.recording.messages import moment_from_proto
 from controller.recording.ring import found_in
 
 
-class Part:
+class RecordingPart:
     """One segment.  Raises RecordingError where not even its opening can be read.
 
     damage: why its end is missing, known once all moments were taken; "" for a whole one.  torn: it
@@ -74,7 +74,7 @@ def find(path: Path, engine_id: str = "") -> Recording:
     engine_id: which one, where a directory holds several.  Raises RecordingError.
     """
     if not path.is_dir():
-        found = Part(path).opening.spec.engine_id
+        found = RecordingPart(path).opening.spec.engine_id
         if engine_id not in {"", found}:
             raise RecordingError(f"{path} is of engine {found}, not of {engine_id}")
         return Recording(found, (path,))

@@ -35,7 +35,7 @@ from controller.recording.events import (
     Warmed,
 )
 from controller.recording.recorded_controller import versions
-from controller.recording.recording import Part, Recording
+from controller.recording.recording import Recording, RecordingPart
 from controller.wire.converters import plan_to_proto
 from speculation.v1 import plan_pb2
 
@@ -43,7 +43,7 @@ from speculation.v1 import plan_pb2
 _NONSENSE = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
 
 
-class TapeClock(VirtualClock):
+class ReplayClock(VirtualClock):
     """Shows the recorded times."""
 
     def set(self, seconds: float) -> None:
@@ -52,7 +52,7 @@ class TapeClock(VirtualClock):
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class DecisionDifference:
     """Where deciding again came to something else.
 
     record: number in its segment, 0 = the opening.  wall_seconds: Unix time.
@@ -65,7 +65,7 @@ class Difference:
 
 
 @dataclass(slots=True)
-class Verdict:
+class ReplayVerdict:
     """What became of it.  gaps: (segment, why) of those after which it began anew.
 
     lost: records that the sidecar dropped.  first: the first difference.  strange: what made the
@@ -81,7 +81,7 @@ class Verdict:
     states: int = 0
     lost: int = 0
     differences: int = 0
-    first: Difference | None = None
+    first: DecisionDifference | None = None
     began_at: float = 0.0
     ended_at: float = 0.0
     gaps: list[tuple[str, str]] = field(default_factory=list)
@@ -104,7 +104,7 @@ class Visitor(Protocol):
 
 
 def rebuilt(
-    opening: Opening, clock: TapeClock, planner: PlannerSettings | None = None
+    opening: Opening, clock: ReplayClock, planner: PlannerSettings | None = None
 ) -> EngineController:
     """The core as it was; planner: under these settings from now on.  Raises RecordingError."""
     try:
@@ -170,7 +170,7 @@ def _nonsense_refused(where: str) -> Iterator[None]:
         raise RecordingError(f"{where} cannot be decided again: {error!r}") from error
 
 
-def replay(recording: Recording, visitors: Iterable[Visitor] = ()) -> Verdict:
+def replay(recording: Recording, visitors: Iterable[Visitor] = ()) -> ReplayVerdict:
     """Decides the whole recording again.  Raises RecordingError where nothing of it can be read."""
     # What cannot be a core's numbers ends in a difference or an error, not in warnings.
     with np.errstate(all="ignore"):
@@ -183,14 +183,14 @@ class _Replay:
     def __init__(self, recording: Recording, visitors: tuple[Visitor, ...]) -> None:
         self._paths = recording.paths
         self._visitors = visitors
-        self._verdict = Verdict(recording.engine_id)
-        self._clock = TapeClock()
+        self._verdict = ReplayVerdict(recording.engine_id)
+        self._clock = ReplayClock()
         self._core: EngineController | None = None
         self._session = self._part = 0
         # Unix time less the core's clock: of a session's first segment, so that it goes on evenly.
         self._offset = 0.0
 
-    def run(self) -> Verdict:
+    def run(self) -> ReplayVerdict:
         """Over all segments."""
         verdict = self._verdict
         for part in self._parts():
@@ -218,10 +218,10 @@ class _Replay:
     def _wall(self, seconds: float) -> float:
         return seconds + self._offset
 
-    def _parts(self) -> Iterator[Part]:
+    def _parts(self) -> Iterator[RecordingPart]:
         for path in self._paths:
             try:
-                yield Part(path)
+                yield RecordingPart(path)
             except RecordingError as error:
                 self._gap(path, str(error))
 
@@ -230,7 +230,7 @@ class _Replay:
         self._verdict.gaps.append((path.name, why))
         self._core = None
 
-    def _goes_on(self, part: Part) -> bool:
+    def _goes_on(self, part: RecordingPart) -> bool:
         """Whether the core so far is where the opening says it was; anything else is said."""
         verdict, opening = self._verdict, part.opening
         if opening.session != self._session:
@@ -256,7 +256,7 @@ class _Replay:
             self._differ(part, 0, wall, text)
         return not text
 
-    def _decide(self, part: Part, core: EngineController) -> None:
+    def _decide(self, part: RecordingPart, core: EngineController) -> None:
         verdict = self._verdict
         for number, moment in enumerate(part.moments(), 1):
             wall = self._wall(moment.seconds)
@@ -275,10 +275,10 @@ class _Replay:
                 if text:
                     self._differ(part, number, wall, text)
 
-    def _differ(self, part: Part, record: int, wall: float, text: str) -> None:
+    def _differ(self, part: RecordingPart, record: int, wall: float, text: str) -> None:
         self._verdict.differences += 1
         if self._verdict.first is None:
-            self._verdict.first = Difference(part.path, record, wall, text)
+            self._verdict.first = DecisionDifference(part.path, record, wall, text)
 
 
 def _strange(there: Mapping[str, str]) -> list[tuple[str, str, str]]:

@@ -189,9 +189,9 @@ class Window:
         row = core.current_plan().row_for(batch)
         self.reasons["probe" if report.probe_id else row.reason.value] += 1
         for part in report.classes:
-            tally = self.classes.setdefault(part.label, ClassTally())
-            tally.sequences += sum(part.accepted_counts)
-            tally.accepted += sum(k * n for k, n in enumerate(part.accepted_counts))
+            counters = self.classes.setdefault(part.label, ClassTally())
+            counters.sequences += sum(part.accepted_counts)
+            counters.accepted += sum(k * n for k, n in enumerate(part.accepted_counts))
         self._lease(report, wall)
 
     def _lease(self, report: StepReport, wall: float) -> None:

@@ -6,17 +6,17 @@ import grpc.aio
 
 from controller.core.types import Plan
 from controller.service.net.errors import StartRefusedError
-from controller.service.sessions.session import Session
+from controller.service.sessions.session import EngineSession
 from controller.settings.settings import Settings
 from controller.store.file_store import FileStore
 from controller.store.interface import Store
 
 
-class Telemetry(Protocol):
-    """What the sidecar asks of `tracing.Telemetry`."""
+class Tracing(Protocol):
+    """What the sidecar asks of `tracing.Tracing`."""
 
-    def decision(self, session: Session, before: Plan, began: int) -> None:
-        """For `Session.on_decision`."""
+    def decision(self, session: EngineSession, before: Plan, began: int) -> None:
+        """For `EngineSession.on_decision`."""
         ...
 
     @property
@@ -45,7 +45,7 @@ def make_store(settings: Settings) -> Store:
     )
 
 
-def make_telemetry(settings: Settings) -> Telemetry | None:
+def make_telemetry(settings: Settings) -> Tracing | None:
     """Where a collector is named.  Raises StartRefusedError without the packages."""
     if settings.otlp_endpoint is None:
         return None
@@ -56,7 +56,7 @@ def make_telemetry(settings: Settings) -> Telemetry | None:
             f"a collector is named ({settings.otlp_endpoint}), but {error.name} is not installed: "
             "pip install 'speculation-controller[otel]'"
         ) from error
-    made = tracing.Telemetry(settings.otlp_endpoint, settings.otlp_trace_ratio)
+    made = tracing.Tracing(settings.otlp_endpoint, settings.otlp_trace_ratio)
     if settings.otlp_logs:
         made.send_logs()
     return made

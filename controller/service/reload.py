@@ -14,7 +14,7 @@ import structlog
 from controller.core.cost.profile import Profile
 from controller.core.errors import SpeculationError
 from controller.service.rpc.overrides import PolicyServicer
-from controller.service.sessions.profile_registry import ProfileLibrary, mismatch
+from controller.service.sessions.profile_registry import ProfileRegistry, mismatch
 from controller.service.sessions.registry import SessionRegistry
 from controller.service.status.readiness import Readiness
 from controller.settings.settings import RELOADED, Settings, keys
@@ -23,7 +23,7 @@ _log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class SettingsChange:
     """settings: to be used from now on.  changed, waiting: dotted keys; waiting: for a restart."""
 
     settings: Settings
@@ -31,13 +31,13 @@ class Difference:
     waiting: tuple[str, ...]
 
 
-def difference(now: Settings, new: Settings) -> Difference:
+def difference(now: Settings, new: Settings) -> SettingsChange:
     """What new settings change while the sidecar serves, and what they cannot."""
     differing = [key for key in keys() if _value(now, key) != _value(new, key)]
     changed = tuple(key for key in differing if key.partition(".")[0] in RELOADED)
     kept = {name: getattr(now, name) for name in Settings.model_fields if name not in RELOADED}
     waiting = tuple(key for key in differing if key not in changed)
-    return Difference(new.model_copy(update=kept), changed, waiting)
+    return SettingsChange(new.model_copy(update=kept), changed, waiting)
 
 
 class Reloader:
@@ -46,7 +46,7 @@ class Reloader:
     def __init__(
         self,
         registry: SessionRegistry,
-        profiles: ProfileLibrary,
+        profiles: ProfileRegistry,
         readiness: Readiness,
         policy: PolicyServicer,
     ) -> None:

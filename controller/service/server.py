@@ -21,7 +21,7 @@ from controller.core.cost.profile import Profile
 from controller.core.engine.engine_controller import EngineController
 from controller.core.errors import SpeculationError
 from controller.core.types import EngineSpec
-from controller.recording.recorded_controller import TapedController
+from controller.recording.recorded_controller import RecordedController
 from controller.recording.recorder import Recorder
 from controller.service.metrics import MetricsServer
 from controller.service.net import limits, tcp, unix_socket
@@ -35,25 +35,25 @@ from controller.service.net.access import (
 from controller.service.net.errors import AddressTakenError, ShuttingDownError
 from controller.service.net.guard import Guard
 from controller.service.net.health_port import HealthPort
-from controller.service.net.operator_socket import OperatorDoor
-from controller.service.optional import Telemetry, add_channelz, make_store, make_telemetry
+from controller.service.net.operator_socket import OperatorSocket
+from controller.service.optional import Tracing, add_channelz, make_store, make_telemetry
 from controller.service.reload import Reloader
 from controller.service.rpc.inspection import InspectionServicer
 from controller.service.rpc.overrides import PolicyServicer
 from controller.service.rpc.profiling import ProfilingServicer
 from controller.service.rpc.steering import SpeculationServicer
 from controller.service.rpc.training import TrainingServicer
-from controller.service.sessions.audit_log import AuditTrail
+from controller.service.sessions.audit_log import AuditLog
 from controller.service.sessions.fleet_estimates import FleetEstimates
 from controller.service.sessions.fleet_profiles import FleetProfiles
-from controller.service.sessions.override_registry import OverrideBook
-from controller.service.sessions.profile_registry import ProfileLibrary
+from controller.service.sessions.override_registry import OverrideRegistry
+from controller.service.sessions.profile_registry import ProfileRegistry
 from controller.service.sessions.registry import CoreFactory, SessionRegistry
-from controller.service.sessions.session import Session
-from controller.service.sessions.training_state import TrainingFiles
+from controller.service.sessions.session import EngineSession
+from controller.service.sessions.training_state import TrainingStateFiles
 from controller.service.status.page_server import PageServer
 from controller.service.status.readiness import SERVICES, Readiness
-from controller.service.status.status_cache import Viewer
+from controller.service.status.status_cache import StatusCache
 from controller.settings.settings import Settings
 from controller.util import cancellation
 from speculation.v1 import policy_pb2_grpc, service_pb2_grpc, training_pb2_grpc
@@ -81,7 +81,7 @@ class Sidecar:
     ) -> None:
         self._settings = settings
         self._clock = clock or WallClock()
-        self.profiles = ProfileLibrary(settings.profile_directory)
+        self.profiles = ProfileRegistry(settings.profile_directory)
         self.registry = SessionRegistry(
             core_factory or self._core,
             self.profiles,
@@ -90,22 +90,28 @@ class Sidecar:
             settings.session_idle_seconds,
         )
         self.store = store = make_store(settings)
-        self.book = OverrideBook(store, self.registry)
-        self._audit = AuditTrail(store)
-        self._fleet = FleetProfiles(store.shelf, self.profiles, self.registry)
-        self._estimates = FleetEstimates(store.shelf, self.registry)
+        self.override_registry = OverrideRegistry(store, self.registry)
+        self._audit = AuditLog(store)
+        self._fleet = FleetProfiles(store.blobs, self.profiles, self.registry)
+        self._estimates = FleetEstimates(store.blobs, self.registry)
         self.registry.on_open = self._opened
         self.registry.on_end = self._ended
-        self._training = TrainingFiles(settings.state_path / "training", self.registry)
+        self._training = TrainingStateFiles(settings.state_path / "training", self.registry)
         self._recorder = self._make_recorder()
         self._path = settings.socket_path
-        self.door = OperatorDoor(self._path)
+        self.operator_socket = OperatorSocket(self._path)
         self._readiness = Readiness(
-            self.registry, self.profiles, self.book, self.door, settings.ready_with
+            self.registry,
+            self.profiles,
+            self.override_registry,
+            self.operator_socket,
+            settings.ready_with,
         )
-        self._viewer = Viewer(self.registry, self.book, self._readiness, self._clock)
+        self._status_cache = StatusCache(
+            self.registry, self.override_registry, self._readiness, self._clock
+        )
         self._policy = PolicyServicer(
-            self.book, settings.override_default_seconds, settings.override_max_seconds
+            self.override_registry, settings.override_default_seconds, settings.override_max_seconds
         )
         self._reloader = Reloader(self.registry, self.profiles, self._readiness, self._policy)
         self._health_port: HealthPort | None = None
@@ -115,7 +121,7 @@ class Sidecar:
         self._guards: list[Guard] = []
         self._metrics: MetricsServer | None = None
         self._page: PageServer | None = None
-        self._telemetry: Telemetry | None = None
+        self._telemetry: Tracing | None = None
         self._background: list[asyncio.Task[None]] = []
 
     def _core(self, spec: EngineSpec, profile: Profile | None) -> EngineController:
@@ -123,7 +129,7 @@ class Sidecar:
         make = EngineController if self._recorder is None else self._recorder.core
         return make(
             spec, settings.planner, profile, self._clock, settings.training,
-            overrides=self.book.active(), trained=self._training.known(spec),
+            overrides=self.override_registry.active(), trained=self._training.known(spec),
         )  # fmt: skip
 
     def _make_recorder(self) -> Recorder | None:
@@ -131,14 +137,14 @@ class Sidecar:
         if directory is None:
             return None
         limit = self._settings.record_megabytes * 1_000_000
-        return Recorder(directory, limit, self.book.ends_at)
+        return Recorder(directory, limit, self.override_registry.ends_at)
 
-    def _opened(self, session: Session, before: Session | None) -> None:
+    def _opened(self, session: EngineSession, before: EngineSession | None) -> None:
         """What is known elsewhere comes to a new session in the background."""
-        session.before_plan = self.book.end_over
+        session.before_plan = self.override_registry.end_over
         if self._telemetry is not None:
             session.on_decision = self._telemetry.decision
-        if isinstance(session.core, TapedController):
+        if isinstance(session.core, RecordedController):
             session.on_note = session.core.note
         if not session.core.profile_id:
             self._fleet.look_for(session.spec)
@@ -153,7 +159,7 @@ class Sidecar:
         else:
             self._estimates.look_for(session)
 
-    def _ended(self, session: Session) -> None:
+    def _ended(self, session: EngineSession) -> None:
         """What it has learnt outlives it."""
         self._estimates.tell(session)
         self._training.tell(session)
@@ -179,14 +185,14 @@ class Sidecar:
         try:
             self._bind(access)
             self._bind_health()
-            await self.book.open()
+            await self.override_registry.open()
             if self._recorder is not None:
                 self._recorder.open()
             if settings.metrics_port:
                 self._metrics = self._serve_metrics()
             if settings.page_port:
                 self._page = PageServer(
-                    self._viewer,
+                    self._status_cache,
                     asyncio.get_running_loop(),
                     settings.page_host,
                     settings.page_port,
@@ -199,13 +205,13 @@ class Sidecar:
         if self._health_port is not None:
             await self._health_port.open()
         try:
-            await self.door.open()
+            await self.operator_socket.open()
         except SpeculationError:
             await self.stop()
             raise
         self._estimates.open()
         self._training.open()
-        self._viewer.open()
+        self._status_cache.open()
         self._background = [
             asyncio.create_task(self._expire()),
             asyncio.create_task(self._readiness.watch()),
@@ -217,7 +223,7 @@ class Sidecar:
             "serving",
             version=controller.__version__,
             address=settings.address,
-            operators=f"unix:{self.door.path}",
+            operators=f"unix:{self.operator_socket.path}",
             tcp=settings.tcp,
             health_port=settings.health_port or None,
             metrics_port=settings.metrics_port or None,
@@ -241,15 +247,15 @@ class Sidecar:
         )
         if self._servers:
             await self._drain(self._servers, sessions)
-            await self.door.close()
+            await self.operator_socket.close()
         if self._page is not None:
             await asyncio.to_thread(self._page.close)
-        await self._viewer.close()
+        await self._status_cache.close()
         await self._fleet.close()
         await self._estimates.close()
         await self._training.close()
         await self._audit.close()
-        await self.book.close()
+        await self.override_registry.close()
         if self._recorder is not None:
             await asyncio.to_thread(self._recorder.close)
         if self._metrics is not None:
@@ -261,7 +267,7 @@ class Sidecar:
         self._servers, self._guards = [], []
         self._metrics = self._page = self._health_port = self._telemetry = None
 
-    async def _drain(self, servers: list[grpc.aio.Server], sessions: list[Session]) -> None:
+    async def _drain(self, servers: list[grpc.aio.Server], sessions: list[EngineSession]) -> None:
         drain_seconds = self._settings.drain_seconds
         try:
             async with asyncio.timeout(drain_seconds):
@@ -303,7 +309,7 @@ class Sidecar:
 
     def _make_server(self, identify: Identify) -> grpc.aio.Server:
         most = self._settings.max_open_calls
-        guard = Guard(identify, str(self.door.path), most // 4)
+        guard = Guard(identify, str(self.operator_socket.path), most // 4)
         server = grpc.aio.server(
             interceptors=[
                 guard,
@@ -318,7 +324,10 @@ class Sidecar:
             SpeculationServicer(self.registry), server
         )
         service_pb2_grpc.add_InspectionServiceServicer_to_server(
-            InspectionServicer(self.registry, self.book, self._readiness, self._viewer), server
+            InspectionServicer(
+                self.registry, self.override_registry, self._readiness, self._status_cache
+            ),
+            server,
         )
         service_pb2_grpc.add_ProfilingServiceServicer_to_server(
             ProfilingServicer(self.registry, self.profiles, self._fleet, self._audit), server
@@ -337,13 +346,13 @@ class Sidecar:
 
     def _bind(self, access: AccessList | None) -> None:
         engines = self._make_server(on_engines_socket)
-        operators = self._make_server(on_operators_socket(self.door, access))
+        operators = self._make_server(on_operators_socket(self.operator_socket, access))
         if self._settings.channelz:
             # It shows every connection: for callers on this machine only.
             add_channelz(engines)
             add_channelz(operators)
         try:
-            with unix_socket.claimed(self._path), self.door.binding() as inner:
+            with unix_socket.claimed(self._path), self.operator_socket.binding() as inner:
                 engines.add_insecure_port(f"unix:{self._path}")
                 operators.add_insecure_port(f"unix:{inner}")
         except (RuntimeError, OSError) as error:
@@ -366,7 +375,9 @@ class Sidecar:
     def _serve_metrics(self) -> MetricsServer:
         host, port = self._settings.metrics_host, self._settings.metrics_port
         try:
-            return MetricsServer(self.registry, self.book, asyncio.get_running_loop(), host, port)
+            return MetricsServer(
+                self.registry, self.override_registry, asyncio.get_running_loop(), host, port
+            )
         except OSError as error:
             raise AddressTakenError(
                 f"/metrics cannot be served on {host}:{port}: {error.strerror}; name another port "

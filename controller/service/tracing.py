@@ -27,7 +27,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 import controller
 from controller.core.types import Plan
-from controller.service.sessions.session import Session
+from controller.service.sessions.session import EngineSession
 from controller.util import logs
 from speculation.v1 import policy_pb2, service_pb2
 
@@ -43,7 +43,7 @@ _SEVERITY = {
 }
 
 
-class Telemetry:
+class Tracing:
     """Where it goes.  endpoint: of an OTLP/gRPC collector, http[s]://HOST:PORT.
 
     ratio: share of traces that are kept; a caller's own sampled trace always is.
@@ -70,7 +70,7 @@ class Telemetry:
         """Traces the calls of people."""
         return _Calls(self._tracer)
 
-    def decision(self, session: Session, before: Plan, began: int) -> None:
+    def decision(self, session: EngineSession, before: Plan, began: int) -> None:
         """A span of this decision.  began: Unix nanoseconds."""
         plan, last = session.plan, session.last_report
         size = last.batch_size if last else 1
@@ -92,7 +92,7 @@ class Telemetry:
                     "speculation.regime": str(plan.regime),
                     "speculation.draft_version": plan.draft_version,
                     "speculation.overrides": list(plan.overrides),
-                    "speculation.reports": session.tally.reports,
+                    "speculation.reports": session.counters.reports,
                 }
             )
         span.end()

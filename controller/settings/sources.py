@@ -15,7 +15,7 @@ _FLAGS = {"profiles": "--profile"}
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class SettingOrigin:
     """kind: "flag", "environment", "file" or "default".  name: of the flag, variable or line."""
 
     kind: str
@@ -37,16 +37,16 @@ class Sources:
         """One mapping; groups are merged key by key."""
         return _over(_over(self.file.values if self.file else {}, self.environment), self.flags)
 
-    def origin(self, key: str) -> Origin:
+    def origin(self, key: str) -> SettingOrigin:
         """Where a setting's value comes from."""
         path = key.split(".")
         if _has(self.flags, path):
-            return Origin("flag", _FLAGS.get(key, f"--{key.replace('_', '-')}"))
+            return SettingOrigin("flag", _FLAGS.get(key, f"--{key.replace('_', '-')}"))
         if _has(self.environment, path):
-            return Origin("environment", variable(key))
+            return SettingOrigin("environment", variable(key))
         if self.file is not None and key in self.file.lines:
-            return Origin("file", f"{self.file.path}, line {self.file.lines[key]}")
-        return Origin("default")
+            return SettingOrigin("file", f"{self.file.path}, line {self.file.lines[key]}")
+        return SettingOrigin("default")
 
 
 def variable(key: str) -> str:

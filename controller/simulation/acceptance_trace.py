@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.simulation.acceptance_trace_files import Recorded, read_requests, read_rounds
+from controller.simulation.acceptance_trace_files import RecordedRequest, read_requests, read_rounds
 from controller.simulation.errors import InvalidInputError
 from controller.simulation.workload import RequestPool
 
@@ -18,7 +18,7 @@ _CONTEXT_OF_ROUNDS = 384
 
 
 @dataclass(frozen=True, slots=True)
-class Bank:
+class AcceptanceTrace:
     """An AcceptanceSource: recorded requests, each replayed from its first position on.
 
     The order of the requests is drawn; every one is served once before any is served again.
@@ -26,14 +26,14 @@ class Bank:
     """
 
     name: str
-    recorded: tuple[Recorded, ...]
+    recorded: tuple[RecordedRequest, ...]
 
     def __post_init__(self) -> None:
         if not self.recorded:
             raise InvalidInputError(self.name, 0, "there is no request in the bank")
 
     @classmethod
-    def load(cls, paths: Sequence[str | Path], *, labelled: bool = True) -> "Bank":
+    def load(cls, paths: Sequence[str | Path], *, labelled: bool = True) -> "AcceptanceTrace":
         """SpecDecode-Bench JSONL files, mixed as they are; see `bank_files.read_requests`.
 
         labelled: requests are labelled by the stem of their file; else all alike.
@@ -44,7 +44,7 @@ class Bank:
         if not paths:
             raise InvalidInputError("bank", 0, "no file is named")
         files = [Path(path) for path in paths]
-        recorded: list[Recorded] = []
+        recorded: list[RecordedRequest] = []
         for file in files:
             mine = read_requests(file, file.stem if labelled else "")
             if recorded and recorded[0].accepted.keys() != mine[0].accepted.keys():
@@ -57,7 +57,9 @@ class Bank:
         return cls(_name(files), tuple(recorded))
 
     @classmethod
-    def load_rounds(cls, paths: Mapping[str, str | Path], *, labelled: bool = True) -> "Bank":
+    def load_rounds(
+        cls, paths: Mapping[str, str | Path], *, labelled: bool = True
+    ) -> "AcceptanceTrace":
         """Drafter -> CSV of rounds; see `bank_files.read_rounds`.
 
         Rounds of a category, in the order of the file, are cut into requests of 256 positions (the
@@ -75,7 +77,7 @@ class Bank:
         files = {drafter: Path(path) for drafter, path in paths.items()}
         rounds = {drafter: read_rounds(file) for drafter, file in files.items()}
         categories = dict.fromkeys(itertools.chain.from_iterable(rounds.values()))
-        recorded: list[Recorded] = []
+        recorded: list[RecordedRequest] = []
         for category in categories:
             for drafter, mine in rounds.items():
                 if category not in mine:
@@ -120,13 +122,13 @@ class Bank:
         )
 
 
-def _orders(rng: np.random.Generator, recorded: Sequence[Recorded]) -> Iterator[int]:
+def _orders(rng: np.random.Generator, recorded: Sequence[RecordedRequest]) -> Iterator[int]:
     while True:
         yield from rng.permutation(len(recorded)).tolist()
 
 
-def _cut(label: str, rounds: Mapping[str, NDArray[np.uint8]]) -> Iterator[Recorded]:
-    whole = Recorded(label, _CONTEXT_OF_ROUNDS, rounds)
+def _cut(label: str, rounds: Mapping[str, NDArray[np.uint8]]) -> Iterator[RecordedRequest]:
+    whole = RecordedRequest(label, _CONTEXT_OF_ROUNDS, rounds)
     pieces = max(1, whole.positions // _ROUNDS_A_REQUEST)
     for piece in range(pieces):
         start = piece * _ROUNDS_A_REQUEST

@@ -20,7 +20,7 @@ _PROMPT = "prompt_token_ids"
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class RecordedRequest:
     """One recorded request.
 
     accepted: drafter -> [positions or more] of uint8, drafts accepted if drafting started there.
@@ -37,7 +37,7 @@ class Recorded:
         return min(len(values) for values in self.accepted.values())
 
 
-def read_requests(path: Path, label: str) -> list[Recorded]:
+def read_requests(path: Path, label: str) -> list[RecordedRequest]:
     """SpecDecode-Bench JSONL (arXiv 2601.11580): one request a line.
 
     Every key `acc_NAME` is a drafter; its `acc_len` lists, for every output position, the tokens
@@ -49,7 +49,7 @@ def read_requests(path: Path, label: str) -> list[Recorded]:
     a length that is no whole number or leaves 1..MAX_GAMMA + 1, drafters other than the first
     line's; and for a file without a request.
     """
-    found: list[Recorded] = []
+    found: list[RecordedRequest] = []
     for line, text in text_lines(path, _JSON_LINE_BYTES_MAX):
         if text.strip():
             recorded = _request(path, line, text, label)
@@ -63,7 +63,7 @@ def read_requests(path: Path, label: str) -> list[Recorded]:
     return found
 
 
-def _request(path: Path, line: int, text: str, label: str) -> Recorded:
+def _request(path: Path, line: int, text: str, label: str) -> RecordedRequest:
     try:
         body = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -79,7 +79,7 @@ def _request(path: Path, line: int, text: str, label: str) -> Recorded:
     accepted = {
         name.removeprefix(_PREFIX): _accepted(path, line, name, body[name]) for name in names
     }
-    return Recorded(label, len(prompt), accepted)
+    return RecordedRequest(label, len(prompt), accepted)
 
 
 def _accepted(path: Path, line: int, name: str, value: object) -> NDArray[np.uint8]:

@@ -13,8 +13,8 @@ from controller.core.types import (
     Plan,
     StepReport,
 )
-from controller.simulation.policy import Choice, StepRecord
-from controller.simulation.results import Origin
+from controller.simulation.policy import ArmChoice, StepRecord
+from controller.simulation.results import PolicyOrigin
 from controller.simulation.surface import CostSurface
 
 FINGERPRINT = Fingerprint("simulated", engine="simulation")
@@ -36,7 +36,7 @@ class ControllerPolicy:
     profile: what was measured (None: the prior serves).  max_batch_size: the engine's limit.
     """
 
-    origin = Origin.OURS
+    origin = PolicyOrigin.OURS
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class ControllerPolicy:
         self._rows = plan.rows
         self._limits = [row.max_batch_size for row in plan.rows]
 
-    def choose(self, batch_size: int, now: float) -> Choice:
+    def choose(self, batch_size: int, now: float) -> ArmChoice:
         """A look-up in the plan at hand; a probe runs once, for its number of steps."""
         del now
         row = self._rows[min(bisect_left(self._limits, batch_size), len(self._rows) - 1)]
@@ -81,7 +81,7 @@ class ControllerPolicy:
             if self._probe_left > 0:
                 self._probe_left -= 1
                 arm, probe_id = probe.arm, probe.probe_id
-        return Choice(self._index[arm], probe_id, row.drafter_asleep)
+        return ArmChoice(self._index[arm], probe_id, row.drafter_asleep)
 
     def observe(self, record: StepRecord, now: float) -> None:
         """One report in, and the plan, if it is a new one, out."""

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controller.core.types import MAX_GAMMA
-from controller.simulation.acceptance_trace import Bank
+from controller.simulation.acceptance_trace import AcceptanceTrace
 from controller.simulation.errors import InvalidInputError
 from controller.simulation.reading import finite, shown
 from controller.simulation.sources import lengths
@@ -126,7 +126,7 @@ def parse_acceptance(text: str, drafters: Sequence[str] = ("mtp",)) -> Acceptanc
     classes of requests, or CSVs of rounds (`.csv`), one a drafter.
 
     Raises InvalidInputError: an empty text, a number that is none or leaves 0..1, a drafter that
-    has two curves, curves and files in one text, a file that `Bank` refuses.
+    has two curves, curves and files in one text, a file that `AcceptanceTrace` refuses.
     """
     parts = [part for part in text.split(";") if part.strip()]
     if not parts:
@@ -134,7 +134,7 @@ def parse_acceptance(text: str, drafters: Sequence[str] = ("mtp",)) -> Acceptanc
     named = [_named(part) for part in parts]
     kinds = [_KIND.fullmatch(body) for _, body in named]
     if not any(kinds):
-        return _bank(named, drafters)
+        return _acceptance_trace(named, drafters)
     curves: dict[str, list[float]] = {}
     for (drafter, body), kind in zip(named, kinds, strict=True):
         if kind is None:
@@ -172,21 +172,21 @@ def _curve(where: str, kind: str, values: str) -> list[float]:
     return makers[kind](numbers)
 
 
-def _bank(named: Sequence[tuple[str, str]], drafters: Sequence[str]) -> Bank:
+def _acceptance_trace(named: Sequence[tuple[str, str]], drafters: Sequence[str]) -> AcceptanceTrace:
     files = [(drafter, Path(body.strip())) for drafter, body in named]
     rounds = [file.suffix.lower() == ".csv" for _, file in files]
     if all(rounds):
         if len(files) == 1 and not files[0][0] and len(drafters) == 1:
-            return Bank.load_rounds({drafters[0]: files[0][1]})
+            return AcceptanceTrace.load_rounds({drafters[0]: files[0][1]})
         by_drafter = {drafter: file for drafter, file in files if drafter}
         if len(by_drafter) < len(files):
             fault = "whose rounds are these?  Name each file once, DRAFTER=FILE"
             raise InvalidInputError(files[0][1], 0, fault)
-        return Bank.load_rounds(by_drafter)
+        return AcceptanceTrace.load_rounds(by_drafter)
     for (drafter, file), is_rounds in zip(files, rounds, strict=True):
         if is_rounds:
             raise InvalidInputError(file, 0, "rounds (.csv) and requests cannot be mixed")
         if drafter:
             fault = f"names its drafters itself; leave {drafter}= out"
             raise InvalidInputError(file, 0, fault)
-    return Bank.load([file for _, file in files])
+    return AcceptanceTrace.load([file for _, file in files])

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from controller.core.types import StepFlags
 from controller.simulation.batch import Batch
 from controller.simulation.errors import InvalidInputError
-from controller.simulation.policy import Choice, Clairvoyant, Policy, StepRecord
+from controller.simulation.policy import ArmChoice, Clairvoyant, Policy, StepRecord
 from controller.simulation.surface import CostSurface
 from controller.simulation.workload import Workload
 
@@ -133,10 +133,10 @@ def simulate(
     seed: int,
 ) -> RunResult:
     """Runs the workload to its end.  Raises InvalidInputError if it never ends."""
-    return _Run(workload, surface, policy, options, seed).run()
+    return _EngineRun(workload, surface, policy, options, seed).run()
 
 
-class _Run:
+class _EngineRun:
     def __init__(
         self,
         workload: Workload,
@@ -159,7 +159,7 @@ class _Run:
         # Plain lists: a numpy scalar read costs more than the sum it goes into.
         self._seconds: list[list[float]] = surface.seconds.tolist()
         self._kv_seconds: list[float] = surface.kv_seconds.tolist()
-        self._missed = [0.0] * len(self._drafters)
+        self._backlog = [0.0] * len(self._drafters)
         self._asleep_steps = 0
         self._stale_left = 0
         self._noise: list[float] = []
@@ -207,7 +207,7 @@ class _Run:
             self._now = self._account(self._now, spent, 0.0)
             self._gap = True
 
-    def _choose(self, step: int) -> Choice:
+    def _choose(self, step: int) -> ArmChoice:
         """Tells the policy what is late enough to be known, and asks it."""
         policy, late, now = self._policy, self._late, self._now
         if self._clairvoyant is not None:
@@ -258,8 +258,8 @@ class _Run:
         seconds = base * self._next_noise()
         if gamma > 0:
             drafter = self._drafter_of[arm]
-            seconds += surface.catch_up_seconds_per_token * min(self._missed[drafter], kv)
-            self._missed[drafter] = 0.0
+            seconds += surface.catch_up_seconds_per_token * min(self._backlog[drafter], kv)
+            self._backlog[drafter] = 0.0
         if switched:
             seconds += options.switch_seconds
         return seconds
@@ -267,9 +267,9 @@ class _Run:
     def _keep_up(self, arm: int, asleep: bool, tokens: float) -> None:
         """What every drafter missed in this step, and whether the one that ran is stale."""
         gamma = self._arms[arm].gamma
-        for d in range(len(self._missed)):
+        for d in range(len(self._backlog)):
             if d != self._drafter_of[arm] or (gamma == 0 and asleep):
-                self._missed[d] += tokens
+                self._backlog[d] += tokens
         if gamma == 0 and asleep:
             self._asleep_steps += 1
             return

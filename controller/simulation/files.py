@@ -26,7 +26,7 @@ _WINDOWS = 40
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class SimulationRequest:
     """What a user asks for.
 
     acceptance: see `parse_acceptance`.  cost: PATH.csv, DRAFTER=PATH.csv (several), PATH.json (our
@@ -50,7 +50,7 @@ class Given:
     options: EngineOptions = field(default_factory=EngineOptions)
 
 
-def scenarios(given: Given) -> list[Scenario]:
+def scenarios(given: SimulationRequest) -> list[Scenario]:
     """The scenarios of one run on given files.  Raises InvalidInputError."""
     if given.tokens_per_sequence < 1 or given.seeds < 1:
         raise InvalidInputError("--tokens, --seeds", 0, "at least 1 is needed")
@@ -69,7 +69,7 @@ def _profile(surface: CostSurface, error: float | None) -> Profile | None:
     return measured_profile(surface, surface.max_batch_size, None if error == 1 else error)
 
 
-def _inputs(given: Given) -> tuple[CostSurface, AcceptanceSource]:
+def _inputs(given: SimulationRequest) -> tuple[CostSurface, AcceptanceSource]:
     """Costs and acceptance that speak of the same drafters."""
     if not given.cost:
         raise InvalidInputError(
@@ -100,7 +100,7 @@ def _require_files(costs: Sequence[str]) -> None:
             )  # fmt: skip
 
 
-def _tables(given: Given) -> tuple[CostSurface, AcceptanceSource]:
+def _tables(given: SimulationRequest) -> tuple[CostSurface, AcceptanceSource]:
     pairs = [_named(text) for text in given.cost]
     names = [name for name, _ in pairs if name]
     acceptance = parse_acceptance(given.acceptance, names or [given.drafter or _DEFAULT_DRAFTER])
@@ -142,7 +142,10 @@ def _agree(surface: CostSurface, acceptance: AcceptanceSource, wanted: str) -> C
 
 
 def _closed(
-    given: Given, surface: CostSurface, acceptance: AcceptanceSource, profile: Profile | None
+    given: SimulationRequest,
+    surface: CostSurface,
+    acceptance: AcceptanceSource,
+    profile: Profile | None,
 ) -> list[Scenario]:
     limit = surface.max_batch_size
     sizes = given.concurrency or tuple(b for b in (1, 4, 16, 64, 256, 1024) if b <= limit)
@@ -178,7 +181,7 @@ def _closed(
 
 
 def _open(
-    given: Given,
+    given: SimulationRequest,
     path: Path,
     surface: CostSurface,
     acceptance: AcceptanceSource,
@@ -198,7 +201,7 @@ def _open(
 
 
 def _scenario(
-    given: Given,
+    given: SimulationRequest,
     name: str,
     description: str,
     surface: CostSurface,

@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controller.simulation.engine import RunResult
-from controller.simulation.policy import Choice, StepRecord
-from controller.simulation.results import Origin
+from controller.simulation.policy import ArmChoice, StepRecord
+from controller.simulation.results import PolicyOrigin
 from controller.simulation.surface import CostSurface
 from controller.simulation.workload import ClosedLoop, RequestPool
 
@@ -19,17 +19,17 @@ _RECOVERED_SHARE = 0.95
 class SegmentSchedule:
     """One arm per segment of the workload; the engine says which segment has begun."""
 
-    origin = Origin.HINDSIGHT
+    origin = PolicyOrigin.HINDSIGHT
 
     def __init__(self, arm_by_segment: Sequence[int]) -> None:
-        self._arms = [Choice(arm) for arm in arm_by_segment]
+        self._arms = [ArmChoice(arm) for arm in arm_by_segment]
         self._current = self._arms[0]
 
     def enter(self, segment: int) -> None:
         """The next step belongs to this segment; the last arm serves beyond the known ones."""
         self._current = self._arms[min(segment, len(self._arms) - 1)]
 
-    def choose(self, batch_size: int, now: float) -> Choice:
+    def choose(self, batch_size: int, now: float) -> ArmChoice:
         """The segment's arm."""
         del batch_size, now
         return self._current

@@ -8,7 +8,7 @@ from controller.core.types import StepFlags
 
 
 @dataclass(slots=True)
-class Choice:
+class ArmChoice:
     """What the next step runs: an arm by its index in `CostSurface.arms`.
 
     probe_id: passed back in the step's record.  asleep: at gamma = 0, no drafter is kept in step.
@@ -41,7 +41,7 @@ class StepRecord:
 class Policy(Protocol):
     """Chooses arms.  It sees what an engine can see, never the truth (unless it is an oracle)."""
 
-    def choose(self, batch_size: int, now: float) -> Choice:
+    def choose(self, batch_size: int, now: float) -> ArmChoice:
         """Before a step: the batch that will run, and the virtual time in seconds."""
         ...
 

@@ -26,14 +26,14 @@ class _FixedRow(_Row):
     gamma: int
 
 
-class _Drafter(BaseModel):
+class _GridDrafter(BaseModel):
     nospec: _Row
     fixed: list[_FixedRow]
 
 
 class _File(BaseModel):
     conc: list[int]
-    drafters: dict[str, _Drafter]
+    drafters: dict[str, _GridDrafter]
 
 
 def read_grid(path: Path) -> Mapping[str, NDArray[np.float64]]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 
-class Origin(Enum):
+class PolicyOrigin(Enum):
     """Where a policy's code comes from: what is compared is always said."""
 
     OURS = "ours"  # the production core
@@ -27,7 +27,7 @@ class PolicyReport:
     """
 
     name: str
-    origin: Origin
+    origin: PolicyOrigin
     tokens_per_second: float
     ratio_to_oracle: float
     ratio_to_best_static: float

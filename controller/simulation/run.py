@@ -16,7 +16,7 @@ from controller.simulation.errors import InvalidInputError
 from controller.simulation.hindsight import SegmentSchedule, best_by_segment, recovery_steps
 from controller.simulation.peers import PeerUnavailableError, Static, best_table, standard_peers
 from controller.simulation.policy import Policy
-from controller.simulation.results import Origin, Timeline
+from controller.simulation.results import PolicyOrigin, Timeline
 from controller.simulation.scenario import Scenario
 from controller.simulation.surface import CostSurface
 from controller.simulation.timeline import timeline
@@ -32,7 +32,7 @@ class PolicyRun:
     """One policy on one seed.  recovery: steps after each sudden change, in order."""
 
     name: str
-    origin: Origin
+    origin: PolicyOrigin
     tokens: float
     seconds: float
     steps: int
@@ -140,7 +140,7 @@ def _run_oracle(
     as_oracle = next(found for found in runs if found.name == best)
     runs.append(
         PolicyRun(
-            ORACLE, Origin.HINDSIGHT, as_oracle.tokens, as_oracle.seconds, as_oracle.steps,
+            ORACLE, PolicyOrigin.HINDSIGHT, as_oracle.tokens, as_oracle.seconds, as_oracle.steps,
             as_oracle.switches, as_oracle.recovery, 0.0, as_oracle.sequence_seconds,
             as_oracle.decision_seconds,
         )
@@ -160,7 +160,7 @@ def _summary(
     recovery = recovery_steps(workload, surface, result) if isinstance(workload, ClosedLoop) else []
     return PolicyRun(
         name,
-        getattr(policy, "origin", Origin.RESTATED),
+        getattr(policy, "origin", PolicyOrigin.RESTATED),
         result.tokens,
         result.seconds,
         result.steps,

@@ -10,8 +10,8 @@ from controller.simulation.workload import (
     AcceptanceSource,
     ClosedLoop,
     OpenLoop,
-    Phase,
     RequestPool,
+    WorkloadPhase,
 )
 
 # Requests in a phase's pool, at least; they are served in turn, again and again.
@@ -75,7 +75,7 @@ def _interleave(
 
 @dataclass(frozen=True, slots=True)
 class PhaseSpec:
-    """A phase before its requests are drawn; see `workload.Phase`."""
+    """A phase before its requests are drawn; see `workload.WorkloadPhase`."""
 
     name: str
     acceptance: AcceptanceSource
@@ -110,7 +110,7 @@ class ClosedSource:
                 pools[id(spec.acceptance)] = spec.acceptance.pool(rng, requests, output, context)
         return ClosedLoop(
             tuple(
-                Phase(p.name, pools[id(p.acceptance)], p.concurrency, p.tokens, p.at_once)
+                WorkloadPhase(p.name, pools[id(p.acceptance)], p.concurrency, p.tokens, p.at_once)
                 for p in self.phases
             )
         )

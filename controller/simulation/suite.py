@@ -242,10 +242,13 @@ def _hostile() -> list[Scenario]:
 def _drafters() -> list[Scenario]:
     surface = published.surface(B200, max_batch_size=1024, extrapolate=True)
     curves = {d: conditional(s) for d, s in published.acceptance_curves(B200).items()}
-    bank = Curves("survival", curves)
+    acceptance_trace = Curves("survival", curves)
     steps = ((16, 2500), (1024, 500), (64, 2500), (768, 500), (128, 2500), (1024, 700))
     source = ClosedSource(
-        tuple(PhaseSpec(f"x{b}", bank, b, b * n, at_once=i > 0) for i, (b, n) in enumerate(steps))
+        tuple(
+            PhaseSpec(f"x{b}", acceptance_trace, b, b * n, at_once=i > 0)
+            for i, (b, n) in enumerate(steps)
+        )
     )
     return [
         Scenario(

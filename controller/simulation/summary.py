@@ -3,7 +3,7 @@
 import math
 from collections.abc import Collection, Sequence
 
-from controller.simulation.results import Origin, PolicyReport, ScenarioReport
+from controller.simulation.results import PolicyOrigin, PolicyReport, ScenarioReport
 from controller.simulation.run import OFF, ORACLE, OURS, PolicyRun, SeedRun
 from controller.simulation.scenario import Scenario
 
@@ -20,7 +20,11 @@ def summarise(
     """The scenario's report over all its seeds; of the wanted policies only, if any are named."""
     names = [run.name for run in seeds[0].runs if wanted is None or run.name in wanted]
     best_static = _best_static(seeds)
-    peers = [run.name for run in seeds[0].runs if run.origin in {Origin.IMPORTED, Origin.RESTATED}]
+    peers = [
+        run.name
+        for run in seeds[0].runs
+        if run.origin in {PolicyOrigin.IMPORTED, PolicyOrigin.RESTATED}
+    ]
     policies = [_policy(name, seeds, best_static, peers) for name in names]
     policies.sort(key=lambda report: -report.tokens_per_second)
     missing = "".join(f" Left out: {name} ({why})." for name, why in seeds[0].missing.items())
@@ -40,7 +44,7 @@ def summarise(
 
 def _best_static(seeds: Sequence[SeedRun]) -> str:
     """The single arm that was best over all seeds together."""
-    names = [run.name for run in seeds[0].runs if run.origin is Origin.STATIC]
+    names = [run.name for run in seeds[0].runs if run.origin is PolicyOrigin.STATIC]
     return max(names, key=lambda name: sum(math.log(seed.run(name).rate) for seed in seeds))
 
 

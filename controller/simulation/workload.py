@@ -64,7 +64,7 @@ class AcceptanceSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class WorkloadPhase:
     """A stretch of closed-loop work: `tokens` tokens at `concurrency`, from `pool` in turn.
 
     When a phase begins at a smaller concurrency, running requests finish first, and its tokens
@@ -83,7 +83,7 @@ class Phase:
 class ClosedLoop:
     """Phases one after the other; every phase is one segment of the oracle's."""
 
-    phases: tuple[Phase, ...]
+    phases: tuple[WorkloadPhase, ...]
 
 
 @dataclass(frozen=True, slots=True)

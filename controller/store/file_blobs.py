@@ -12,14 +12,14 @@ from typing import TypeVar
 import structlog
 
 from controller.core.errors import MALFORMED
-from controller.store.interface import SHELF_NAMES, Item, ShelfKind, StoreUnavailableError
+from controller.store.interface import BLOB_NAMES, Blob, BlobKind, StoreUnavailableError
 from controller.util.atomic_file import write_whole
 
 _log = structlog.get_logger(__name__)
 _T = TypeVar("_T")
 
 
-class FileShelf:
+class FileBlobStore:
     """Times are wall-clock seconds of this machine: files are read again after a restart."""
 
     def __init__(self, directory: Path, wall: Callable[[], float] = time.time) -> None:
@@ -27,16 +27,16 @@ class FileShelf:
         self._wall = wall
         self._one_at_a_time = asyncio.Lock()
 
-    async def put(self, kind: ShelfKind, name: str, source: str, text: str) -> None:
+    async def put(self, kind: BlobKind, name: str, source: str, text: str) -> None:
         """See the port."""
         async with self._one_at_a_time:
             await self._run(lambda: self._put(kind, name, source, text))
 
-    async def items(self, kind: ShelfKind, name: str) -> Sequence[Item]:
+    async def items(self, kind: BlobKind, name: str) -> Sequence[Blob]:
         """See the port; a file that cannot be read is said, and left out."""
         return await self._run(lambda: [item for item, _ in self._items(kind, name)])
 
-    async def names(self, kind: ShelfKind) -> Sequence[str]:
+    async def names(self, kind: BlobKind) -> Sequence[str]:
         """See the port."""
         return await self._run(lambda: [path.name for path in self._names(kind)])
 
@@ -46,28 +46,28 @@ class FileShelf:
         except OSError as error:
             raise StoreUnavailableError(f"{self._directory}: {error.strerror}") from error
 
-    def _put(self, kind: ShelfKind, name: str, source: str, text: str) -> None:
+    def _put(self, kind: BlobKind, name: str, source: str, text: str) -> None:
         folder = self._directory / kind.name / name
         body = json.dumps({"at": self._wall(), "text": text})
         write_whole(folder / f"{source}.json", body.encode())
         os.utime(folder)
         for _, path in self._items(kind, name)[kind.sources :]:
             path.unlink(missing_ok=True)
-        for old in self._names(kind)[SHELF_NAMES:]:
+        for old in self._names(kind)[BLOB_NAMES:]:
             shutil.rmtree(old, ignore_errors=True)
 
-    def _names(self, kind: ShelfKind) -> list[Path]:
+    def _names(self, kind: BlobKind) -> list[Path]:
         folder = self._directory / kind.name
         if not folder.is_dir():
             return []
         return sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
 
-    def _items(self, kind: ShelfKind, name: str) -> list[tuple[Item, Path]]:
+    def _items(self, kind: BlobKind, name: str) -> list[tuple[Blob, Path]]:
         now, found = self._wall(), []
         for path in (self._directory / kind.name / name).glob("*.json"):
             try:
                 body = json.loads(path.read_bytes())
-                item = Item(path.stem, str(body["text"]), max(0.0, now - float(body["at"])))
+                item = Blob(path.stem, str(body["text"]), max(0.0, now - float(body["at"])))
             except MALFORMED as error:
                 _log.warning("shelf_file_not_read", path=str(path), error=str(error))
                 continue

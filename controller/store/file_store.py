@@ -26,9 +26,10 @@ from typing import Any, TypeVar
 import structlog
 
 from controller.store.database import Database, StoredEntry, refuse_links
-from controller.store.file_blobs import FileShelf
+from controller.store.file_blobs import FileBlobStore
 from controller.store.interface import (
     TRACE_SECONDS,
+    Actor,
     AuditRecord,
     ConflictError,
     Entry,
@@ -38,12 +39,11 @@ from controller.store.interface import (
     StoreTakenError,
     StoreUnavailableError,
     UnknownSequenceError,
-    Who,
 )
 from controller.store.journal_import import import_journal
 from controller.util.atomic_file import remove_unfinished
 
-_SIDECAR = Who("", "its time was up", "sidecar")
+_SIDECAR = Actor("", "its time was up", "sidecar")
 
 _log = structlog.get_logger(__name__)
 _T = TypeVar("_T")
@@ -55,7 +55,7 @@ class FileStore:
     def __init__(self, directory: Path, wall: Callable[[], float] = time.time) -> None:
         self._directory = directory
         self._wall = wall
-        self.shelf = FileShelf(directory / "shelf", wall)
+        self.blobs = FileBlobStore(directory / "shelf", wall)
         # Wall time less monotonic time, as it was when the store was opened.
         self._offset = 0.0
         self._lock_file: int | None = None
@@ -171,20 +171,20 @@ class FileStore:
             self._held[held.override_id] = after
 
     async def write(
-        self, override_id: str, body: str, seconds: float | None, expected: int, who: Who
+        self, override_id: str, body: str, seconds: float | None, expected: int, who: Actor
     ) -> Entry:
         """See the port."""
         return await self._finished(self._change(override_id, body, seconds, expected, who))
 
-    async def clear(self, override_id: str, expected: int, who: Who) -> Entry:
+    async def clear(self, override_id: str, expected: int, who: Actor) -> Entry:
         """See the port."""
         return await self._finished(self._change(override_id, "", TRACE_SECONDS, expected, who))
 
-    async def record(self, action: str, subject: str, who: Who) -> None:
+    async def record(self, action: str, subject: str, who: Actor) -> None:
         """See the port."""
         await self._finished(self._note(action, subject, who))
 
-    async def _note(self, action: str, subject: str, who: Who) -> None:
+    async def _note(self, action: str, subject: str, who: Actor) -> None:
         async with self._one_at_a_time:
             sequence = self._sequence + 1
             record = AuditRecord(
@@ -202,7 +202,7 @@ class FileStore:
         return await asyncio.shield(task)
 
     async def _change(
-        self, override_id: str, body: str, seconds: float | None, expected: int, who: Who
+        self, override_id: str, body: str, seconds: float | None, expected: int, who: Actor
     ) -> Entry:
         async with self._one_at_a_time:
             now = self._now()
@@ -229,7 +229,7 @@ class FileStore:
         return StoredEntry(override_id, self._sequence + 1, body, until, now, ended)
 
     async def _commit(
-        self, action: str, after: StoredEntry, before: StoredEntry | None, who: Who
+        self, action: str, after: StoredEntry, before: StoredEntry | None, who: Actor
     ) -> None:
         record = AuditRecord(
             str(after.revision), after.created_at, action, after.override_id, who.author,

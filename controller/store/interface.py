@@ -74,8 +74,8 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Who:
-    """Who changes something, and why.  origin: where the call came from, as the sidecar saw it."""
+class Actor:
+    """The author and the reason of a change.  origin: where the sidecar saw the call come from."""
 
     author: str
     reason: str
@@ -133,7 +133,7 @@ class Store(Protocol):
         body: str,
         seconds: float | None,
         expected: int,
-        who: Who,
+        who: Actor,
     ) -> Entry:
         """Creates (expected = 0) or replaces the entry of that revision; durable on return.
 
@@ -141,11 +141,11 @@ class Store(Protocol):
         """
         ...
 
-    async def clear(self, override_id: str, expected: int, who: Who) -> Entry:
+    async def clear(self, override_id: str, expected: int, who: Actor) -> Entry:
         """Ends an entry; its trace is returned.  Raises ConflictError."""
         ...
 
-    async def record(self, action: str, subject: str, who: Who) -> None:
+    async def record(self, action: str, subject: str, who: Actor) -> None:
         """Adds a record to the audit of something that changes no entry; durable on return."""
         ...
 
@@ -159,13 +159,13 @@ class Store(Protocol):
         ...
 
     @property
-    def shelf(self) -> "Shelf":
+    def blobs(self) -> "BlobStore":
         """Goods in the same place."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class Blob:
     """What one source has put on a shelf.  age_seconds: since then, by the store's clock."""
 
     source: str
@@ -174,7 +174,7 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
-class ShelfKind:
+class BlobKind:
     """One sort of goods: how many sources of a name are kept (the newest), and how long."""
 
     name: str
@@ -182,27 +182,27 @@ class ShelfKind:
     seconds: float | None
 
 
-PROFILES = ShelfKind("profiles", sources=8, seconds=None)
-ACCEPTANCE = ShelfKind("acceptance", sources=16, seconds=7 * 24 * 3600.0)
+PROFILES = BlobKind("profiles", sources=8, seconds=None)
+ACCEPTANCE = BlobKind("acceptance", sources=16, seconds=7 * 24 * 3600.0)
 # Names of one kind that are kept; the one that was longest not put goes first.
-SHELF_NAMES = 1000
+BLOB_NAMES = 1000
 
 
-class Shelf(Protocol):
+class BlobStore(Protocol):
     """What pods leave for each other: profiles, estimates.  By name, and under it by source.
 
     Names and sources are hexadecimal digits.  Every method may raise StoreUnavailableError.
     """
 
-    async def put(self, kind: ShelfKind, name: str, source: str, text: str) -> None:
+    async def put(self, kind: BlobKind, name: str, source: str, text: str) -> None:
         """Keeps a text, in place of what the same source had put there."""
         ...
 
-    async def items(self, kind: ShelfKind, name: str) -> Sequence[Item]:
+    async def items(self, kind: BlobKind, name: str) -> Sequence[Blob]:
         """What is there under a name, the newest first."""
         ...
 
-    async def names(self, kind: ShelfKind) -> Sequence[str]:
+    async def names(self, kind: BlobKind) -> Sequence[str]:
         """All names, the one last put first."""
         ...
 

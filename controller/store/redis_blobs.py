@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import structlog
 
 from controller.core.errors import MALFORMED
-from controller.store.interface import SHELF_NAMES, Item, ShelfKind
+from controller.store.interface import BLOB_NAMES, Blob, BlobKind
 
 _log = structlog.get_logger(__name__)
 
@@ -69,7 +69,7 @@ class Ask(Protocol):
         ...
 
 
-class RedisShelf:
+class RedisBlobStore:
     """tag: what all keys begin with."""
 
     def __init__(self, client: Any, ask: Ask, tag: str) -> None:
@@ -77,10 +77,10 @@ class RedisShelf:
         self._ask = ask
         self._tag = tag
 
-    async def put(self, kind: ShelfKind, name: str, source: str, text: str) -> None:
+    async def put(self, kind: BlobKind, name: str, source: str, text: str) -> None:
         """See the port."""
         milliseconds = -1 if kind.seconds is None else round(1000 * kind.seconds)
-        values = (source, text, name, kind.sources, milliseconds, SHELF_NAMES, self._key(kind, ""))
+        values = (source, text, name, kind.sources, milliseconds, BLOB_NAMES, self._key(kind, ""))
         await self._ask(
             lambda: self._client.eval(
                 _PUT, 2, self._key(kind, name), self._index(kind), *map(str, values)
@@ -88,7 +88,7 @@ class RedisShelf:
             writes=True,
         )
 
-    async def items(self, kind: ShelfKind, name: str) -> Sequence[Item]:
+    async def items(self, kind: BlobKind, name: str) -> Sequence[Blob]:
         """See the port; an item that cannot be read is said, and left out."""
         *flat, now = await self._ask(lambda: self._client.eval(_ITEMS, 1, self._key(kind, name)))
         found = []
@@ -96,7 +96,7 @@ class RedisShelf:
             try:
                 value = json.loads(body)
                 age = max(0.0, (int(now) - float(value["at"])) / 1000)
-                item = Item(source, str(value["text"]), age)
+                item = Blob(source, str(value["text"]), age)
             except MALFORMED as error:
                 _log.warning("shelf_item_not_read", name=name, source=source, error=str(error))
                 continue
@@ -104,15 +104,15 @@ class RedisShelf:
                 found.append(item)
         return sorted(found, key=lambda item: item.age_seconds)
 
-    async def names(self, kind: ShelfKind) -> Sequence[str]:
+    async def names(self, kind: BlobKind) -> Sequence[str]:
         """See the port."""
         found: Sequence[str] = await self._ask(
             lambda: self._client.zrange(self._index(kind), 0, -1, desc=True)
         )
         return found
 
-    def _key(self, kind: ShelfKind, name: str) -> str:
+    def _key(self, kind: BlobKind, name: str) -> str:
         return f"{self._tag}:{kind.name}:{name}"
 
-    def _index(self, kind: ShelfKind) -> str:
+    def _index(self, kind: BlobKind) -> str:
         return f"{self._tag}:{kind.name}"

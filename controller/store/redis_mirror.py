@@ -22,7 +22,7 @@ _log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class HeldEntry:
+class MirroredEntry:
     """An entry; until: monotonic seconds, inf = for ever."""
 
     override_id: str
@@ -74,13 +74,13 @@ class HeldEntry:
         }
 
 
-class HeldFile:
+class RedisMirror:
     """The mirror: what was held when, in wall time of this machine."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def write(self, entries: dict[str, HeldEntry]) -> None:
+    def write(self, entries: dict[str, MirroredEntry]) -> None:
         """Replaces it.  A mirror that cannot be written is said, and gone without."""
         now, wall = time.monotonic(), time.time()
         body = json.dumps(
@@ -92,7 +92,7 @@ class HeldFile:
         except OSError as error:
             _log.warning("mirror_not_written", path=str(self._path), error=error.strerror)
 
-    def read(self) -> tuple[dict[str, HeldEntry], float]:
+    def read(self) -> tuple[dict[str, MirroredEntry], float]:
         """(entries that have not run out since, seconds since it was written)."""
         try:
             remove_unfinished(self._path.parent)
@@ -103,7 +103,7 @@ class HeldFile:
             _log.warning("mirror_not_read", path=str(self._path), error=str(error))
             return {}, 0.0
 
-    def _parsed(self) -> tuple[dict[str, HeldEntry], float]:
+    def _parsed(self) -> tuple[dict[str, MirroredEntry], float]:
         check, _, body = self._path.read_bytes().partition(b"\n")
         if hashlib.sha256(body).hexdigest().encode() != check:
             raise ValueError("its checksum is wrong")
@@ -126,9 +126,9 @@ def _finite(value: Any) -> float:
     return number
 
 
-def _held(item: dict[str, Any], idle: float, now: float) -> HeldEntry:
+def _held(item: dict[str, Any], idle: float, now: float) -> MirroredEntry:
     until = math.inf if item["ms"] < 0 else now + _finite(item["ms"]) / 1000 - idle
-    return HeldEntry(
+    return MirroredEntry(
         item["id"], int(item["revision"]), item["body"], until, _finite(item["created"]),
         item["ended"],
     )  # fmt: skip

@@ -25,17 +25,17 @@ import structlog
 from controller.core.errors import MALFORMED
 from controller.store.interface import (
     TRACE_SECONDS,
+    Actor,
     AuditRecord,
     ConflictError,
     Entry,
     Health,
     Listener,
     StoreUnavailableError,
-    Who,
 )
-from controller.store.redis_blobs import RedisShelf
+from controller.store.redis_blobs import RedisBlobStore
 from controller.store.redis_client import close, connect
-from controller.store.redis_mirror import HeldEntry, HeldFile
+from controller.store.redis_mirror import MirroredEntry, RedisMirror
 from controller.store.redis_scripts import FETCH, RECORD, REFUSED, SEED, WRITE
 from controller.util import cancellation
 from controller.util.redaction import redact
@@ -85,8 +85,8 @@ class RedisStore:
         self._timeout_seconds = timeout_seconds
         self._reconcile_seconds = reconcile_seconds
         self._replicas = replicas
-        self._file = HeldFile(mirror) if mirror is not None else None
-        self._held: dict[str, HeldEntry] = {}
+        self._file = RedisMirror(mirror) if mirror is not None else None
+        self._held: dict[str, MirroredEntry] = {}
         self._revision = "?"
         self._confirmed_at = time.monotonic()
         self._listening: list[asyncio.Task[None]] = []
@@ -95,12 +95,12 @@ class RedisStore:
         self._wrong_key = ""
         self._since = time.monotonic()
         self.commands = 0
-        self._shelf = RedisShelf(self._client, self._ask, tag)
+        self._blobs = RedisBlobStore(self._client, self._ask, tag)
 
     @property
-    def shelf(self) -> RedisShelf:
+    def blobs(self) -> RedisBlobStore:
         """In the same Redis, under the same namespace."""
-        return self._shelf
+        return self._blobs
 
     async def open(self, changed: Listener) -> None:
         """Takes what the mirror holds; Redis may be away.  Raises StoreBrokenError."""
@@ -128,7 +128,7 @@ class RedisStore:
         return [held.entry(now) for held in self._held.values() if not held.over(now)]
 
     async def write(
-        self, override_id: str, body: str, seconds: float | None, expected: int, who: Who
+        self, override_id: str, body: str, seconds: float | None, expected: int, who: Actor
     ) -> Entry:
         """See the port."""
         ms = -1 if seconds is None else max(1, round(seconds * 1000))
@@ -136,7 +136,7 @@ class RedisStore:
         done, text, left = await self._ask(
             lambda: self._script(WRITE, override_id, body, ms, expected, asked), writes=True
         )
-        held = HeldEntry.of(override_id, text, int(left), time.monotonic()) if text else None
+        held = MirroredEntry.of(override_id, text, int(left), time.monotonic()) if text else None
         if not int(done):
             raise ConflictError(
                 f"override {override_id!r} is not at revision {expected}",
@@ -147,11 +147,11 @@ class RedisStore:
         await self._hold({**self._held, override_id: held})
         return held.entry(time.monotonic())
 
-    async def clear(self, override_id: str, expected: int, who: Who) -> Entry:
+    async def clear(self, override_id: str, expected: int, who: Actor) -> Entry:
         """See the port."""
         return await self.write(override_id, "", TRACE_SECONDS, expected, who)
 
-    async def record(self, action: str, subject: str, who: Who) -> None:
+    async def record(self, action: str, subject: str, who: Actor) -> None:
         """See the port."""
         asked = json.dumps({"author": who.author, "reason": who.reason, "origin": who.origin})
         await self._ask(lambda: self._script(RECORD, action, subject, asked), writes=True)
@@ -193,7 +193,7 @@ class RedisStore:
         fetched = {}
         for name, text, left in zip(flat[::3], flat[1::3], flat[2::3], strict=True):
             try:
-                fetched[name] = HeldEntry.of(name, text, int(left), now)
+                fetched[name] = MirroredEntry.of(name, text, int(left), now)
             except MALFORMED as error:
                 _log.error("override_not_read", override=name, error=str(error))
         lost = self._lost(fetched, now)
@@ -210,7 +210,7 @@ class RedisStore:
         self._revision = str(revision)
         await self._hold(fetched)
 
-    def _lost(self, fetched: Mapping[str, HeldEntry], now: float) -> list[HeldEntry]:
+    def _lost(self, fetched: Mapping[str, MirroredEntry], now: float) -> list[MirroredEntry]:
         if now - self._confirmed_at > TRACE_SECONDS / 2:
             return []
         return [
@@ -220,7 +220,7 @@ class RedisStore:
             and (name not in fetched or fetched[name].revision < held.revision)
         ]
 
-    async def _hold(self, entries: dict[str, HeldEntry]) -> None:
+    async def _hold(self, entries: dict[str, MirroredEntry]) -> None:
         now = time.monotonic()
         entries = {name: held for name, held in entries.items() if not held.over(now)}
         same = {n: h.revision for n, h in entries.items()} == {

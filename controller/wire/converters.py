@@ -351,7 +351,7 @@ def explanation_to_proto(explanation: Explanation) -> service_pb2.ExplainRespons
                 extrapolated=value.extrapolated,
                 cost_drift=value.cost_drift,
                 catch_up_seconds=value.catch_up_seconds,
-                forbidden=not value.legal,
+                forbidden=not value.feasible,
                 lost=any(loss.covers(value.arm) for loss in explanation.lost),
             )
             for value in explanation.arms

@@ -19,10 +19,10 @@ from typing import Final
 
 import structlog
 
-from engine_shim.link.agent_socket import EnginePort
-from engine_shim.link.credentials import Credentials
+from engine_shim.link.agent_socket import AgentSocket
+from engine_shim.link.credentials import EngineCredentials
 from engine_shim.link.errors import PacketError
-from engine_shim.link.rate_limited_log import QuietLog
+from engine_shim.link.rate_limited_log import RateLimitedLog
 from engine_shim.link.report_buffer import ReportBuffer
 from engine_shim.link.sidecar_client import SidecarClient, introduced
 from engine_shim.link.wire import Translator
@@ -50,11 +50,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def _serve(options: argparse.Namespace) -> int:
-    log = QuietLog()
+    log = RateLimitedLog()
     buffer = ReportBuffer(options.report_buffer)
     peer = socket.socket(fileno=options.fd)
     with contextlib.closing(
-        EnginePort(peer, buffer, log, options.report_interval_ms * 1e-3)
+        AgentSocket(peer, buffer, log, options.report_interval_ms * 1e-3)
     ) as port:
         try:
             introduction = await introduced(port)
@@ -63,7 +63,7 @@ async def _serve(options: argparse.Namespace) -> int:
             return EXIT_BAD_INTRODUCTION
         if introduction is None:
             return 0
-        credentials = Credentials(
+        credentials = EngineCredentials(
             options.ca, options.client_certificate, options.client_key, options.token_file
         )
         client = SidecarClient(

@@ -8,7 +8,7 @@ from engine_shim.link import packets
 from engine_shim.link.errors import PacketError
 from engine_shim.link.losses import KnownLosses
 from engine_shim.link.packets import SidecarState
-from engine_shim.link.rate_limited_log import QuietLog
+from engine_shim.link.rate_limited_log import RateLimitedLog
 from engine_shim.link.report_buffer import ReportBuffer
 
 _MOST_BYTES: Final = packets.MAX_HELLO_BYTES + 64
@@ -19,7 +19,7 @@ _VAIN_LOOKS: Final = 8
 _LOST: Final = bytes([packets.LOST])
 
 
-class EnginePort:
+class AgentSocket:
     """Reports come in to `buffer` and losses to `losses`; the newest plan and state go out.
 
     Either sets `arrived`.
@@ -33,7 +33,7 @@ class EnginePort:
     """
 
     def __init__(
-        self, peer: socket.socket, buffer: ReportBuffer, log: QuietLog, rest_seconds: float
+        self, peer: socket.socket, buffer: ReportBuffer, log: RateLimitedLog, rest_seconds: float
     ) -> None:
         peer.settimeout(0)
         self._peer = peer

@@ -20,7 +20,7 @@ _CHANNEL_OPTIONS: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Credentials:
+class EngineCredentials:
     """Paths of PEM files and of a token's file; "" for none.  Without `ca` the line is open."""
 
     ca: str = ""

@@ -18,7 +18,7 @@ from engine_shim.link import packets
 from engine_shim.link.errors import LinkStartError, PacketError
 from engine_shim.link.losses import UntoldLosses
 from engine_shim.link.packets import PlanPacket, SidecarState
-from engine_shim.link.plan_follower import Choice, Source, Steering, safe_choice
+from engine_shim.link.plan_follower import PlanFollower, Source, StepChoice, safe_choice
 from engine_shim.link.secret import new_secret
 from engine_shim.link.settings import LinkSettings
 from engine_shim.link.supervisor import AgentSupervisor, agent_command
@@ -69,7 +69,7 @@ class EngineLink:
     steering: what is chosen from; kept here for the status.
     """
 
-    def __init__(self, supervisor: AgentSupervisor, steering: Steering) -> None:
+    def __init__(self, supervisor: AgentSupervisor, steering: PlanFollower) -> None:
         self._supervisor = supervisor
         self.steering = steering
         self._socket: socket.socket | None = None
@@ -134,8 +134,8 @@ class EngineLink:
     ) -> bool:
         """Sends one step report; units as in proto StepReport, `flags` as in packets.
 
-        `plan_epoch`, `probe_id` and `session` are those of the Choice that the step ran.  False:
-        the report was dropped (and counted).
+        `plan_epoch`, `probe_id` and `session` are those of the StepChoice that the step ran.
+        Returns False if the report was dropped (and counted).
         """
         try:
             packet = packets.encode_report(
@@ -189,7 +189,7 @@ class EngineLink:
             return
         self._tell_losses(self._connected())
 
-    def choose(self, batch_size: int) -> Choice:
+    def choose(self, batch_size: int) -> StepChoice:
         """What the next decode step over `batch_size` sequences shall run; once for each step.
 
         For an engine of one process.  One of several takes `receive` and `steering` apart, so that
@@ -324,7 +324,9 @@ class EngineLink:
         self._sidecar, self._sidecar_detail = SidecarState.UNKNOWN, f"no agent: {why}"
 
 
-def steering_of(hello: EngineSpec, settings: LinkSettings, startup_gamma: int | None) -> Steering:
+def steering_of(
+    hello: EngineSpec, settings: LinkSettings, startup_gamma: int | None
+) -> PlanFollower:
     """What an engine that introduces itself so chooses from.
 
     Arguments and errors as of `EngineLink.start`.
@@ -338,7 +340,7 @@ def steering_of(hello: EngineSpec, settings: LinkSettings, startup_gamma: int | 
             f"the safe draft length {gamma} is not among those of drafter "
             f"{hello.drafters[0].name!r}: {list(hello.drafters[0].gammas)}"
         )
-    return Steering(arms, safe_choice(gamma), settings.grace_seconds)
+    return PlanFollower(arms, safe_choice(gamma), settings.grace_seconds)
 
 
 def _arms(hello: EngineSpec) -> frozenset[tuple[int, int]]:

@@ -15,7 +15,7 @@ from engine_shim.link.report_buffer import ReportBuffer
 from speculation.v1.service_pb2 import Received
 
 
-class SentReports:
+class InFlightReports:
     """The reports sent on the stream of one session, until `settle`.
 
     As many are kept as `buffer` holds, the newest.  acknowledged: what the sidecar said last to

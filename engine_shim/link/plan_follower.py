@@ -29,7 +29,7 @@ class Source(Enum):
     SAFE_DEFAULT = "safe-default"  # no plan, or the grace is over too
 
 
-class Choice(NamedTuple):
+class StepChoice(NamedTuple):
     """What the next step shall run.
 
     Hand `epoch`, `probe_id` and `session` back with the report of the step that ran it; a source
@@ -46,14 +46,14 @@ class Choice(NamedTuple):
     session: int
 
 
-def safe_choice(gamma: int) -> Choice:
+def safe_choice(gamma: int) -> StepChoice:
     """The choice of an engine that flies alone: its first drafter at this draft length."""
-    return Choice(
+    return StepChoice(
         0, gamma, asleep=False, epoch=0, probe_id=0, source=Source.SAFE_DEFAULT, session=0
     )
 
 
-class Steering:
+class PlanFollower:
     """The plan in use.  `choose` is to be called once for every decode step that will run.
 
     `arms`: (drafter index, gamma) pairs that the engine can run.  `lapses` counts how often a
@@ -76,7 +76,7 @@ class Steering:
     )
 
     def __init__(
-        self, arms: Collection[tuple[int, int]], safe: Choice, grace_seconds: float
+        self, arms: Collection[tuple[int, int]], safe: StepChoice, grace_seconds: float
     ) -> None:
         self._arms = frozenset(arms)
         self._safe = safe
@@ -85,7 +85,7 @@ class Steering:
         self._lease_end = _NEVER
         self._bounds: list[int] = []
         # The choice of each row once it has been made; a row with an open probe stays None.
-        self._ready: list[Choice | None] = []
+        self._ready: list[StepChoice | None] = []
         self._steps_left: dict[int, int] = {}
         self._lapsed = False
         self.lapses = self.taken = 0
@@ -164,7 +164,7 @@ class Steering:
             return 0
         return 0 if self.source_at(now) is Source.SAFE_DEFAULT else plan.regime_stride
 
-    def choose(self, batch_size: int, now: float) -> Choice:
+    def choose(self, batch_size: int, now: float) -> StepChoice:
         """The choice for a step over `batch_size` sequences."""
         if now < self._lease_end:
             self.source = Source.PLAN
@@ -173,7 +173,7 @@ class Steering:
             return self._make(index) if choice is None else choice
         return self._unsteered(batch_size, now)
 
-    def _make(self, index: int) -> Choice:
+    def _make(self, index: int) -> StepChoice:
         """A step of the row's probe while it has any left, else the row's own choice, kept."""
         plan = self._plan
         assert plan is not None  # there is no lease without one
@@ -181,7 +181,7 @@ class Steering:
         probe = row.probe
         if probe is not None and (left := self._steps_left[probe.probe_id]):
             self._steps_left[probe.probe_id] = left - 1
-            return Choice(
+            return StepChoice(
                 probe.drafter_index,
                 probe.gamma,
                 asleep=row.asleep and probe.gamma == 0,
@@ -193,7 +193,7 @@ class Steering:
         self._ready[index] = choice = _of_row(plan, index, Source.PLAN)
         return choice
 
-    def _unsteered(self, batch_size: int, now: float) -> Choice:
+    def _unsteered(self, batch_size: int, now: float) -> StepChoice:
         """Grace: the last plan goes on without its probes (nobody would learn from them)."""
         self.source = source = self.source_at(now)
         if self._plan is None:
@@ -218,7 +218,7 @@ class Steering:
             del ledger[next(iter(ledger))]
 
 
-def _of_row(plan: PlanPacket, index: int, source: Source) -> Choice:
+def _of_row(plan: PlanPacket, index: int, source: Source) -> StepChoice:
     _, drafter_index, gamma, asleep, _ = plan.rows[index]
     asleep = asleep and gamma == 0  # the flag may speak of the row's probe only
-    return Choice(drafter_index, gamma, asleep, plan.epoch, 0, source, plan.session)
+    return StepChoice(drafter_index, gamma, asleep, plan.epoch, 0, source, plan.session)

@@ -19,10 +19,10 @@ from typing import NamedTuple
 
 from engine_shim.link.engine_link import EngineLink
 from engine_shim.link.packets import PlanPacket
-from engine_shim.link.plan_follower import Choice, Steering
+from engine_shim.link.plan_follower import PlanFollower, StepChoice
 
 
-class Update(NamedTuple):
+class RankUpdate(NamedTuple):
     """What all ranks adopt together.
 
     number: counts up.  now: rank 0's monotonic clock in seconds; all judge the lease by it.
@@ -37,12 +37,12 @@ class Update(NamedTuple):
 class Ranks:
     """This rank's part.  steering: its copy; link: rank 0's, None on the others."""
 
-    def __init__(self, steering: Steering, link: EngineLink | None) -> None:
+    def __init__(self, steering: PlanFollower, link: EngineLink | None) -> None:
         self._steering = steering
         self._link = link
-        self._adopted = self._sent = Update(0, monotonic(), None)
+        self._adopted = self._sent = RankUpdate(0, monotonic(), None)
 
-    def outgoing(self) -> list[Update]:
+    def outgoing(self) -> list[RankUpdate]:
         """On rank 0, between two steps: what has to reach all ranks."""
         if self._link is None:
             return []
@@ -51,16 +51,16 @@ class Ranks:
         waiting = number > self._adopted.number
         source_at = self._steering.source_at
         if plan is not None:
-            self._sent = Update(number + 1, now, plan)
+            self._sent = RankUpdate(number + 1, now, plan)
         elif waiting:
             self._sent = sent._replace(now=now)
         elif source_at(now) is not source_at(self._adopted.now):
-            self._sent = Update(number + 1, now, None)
+            self._sent = RankUpdate(number + 1, now, None)
         else:
             return []
         return [self._sent]
 
-    def adopt(self, update: Update) -> None:
+    def adopt(self, update: RankUpdate) -> None:
         """On every rank: what rank 0 sent.  What has been adopted is passed over."""
         if update.number <= self._adopted.number:
             return
@@ -81,6 +81,6 @@ class Ranks:
         plan = self._steering.plan
         return None if plan is None else plan.draft_version
 
-    def choose(self, batch_size: int) -> Choice:
+    def choose(self, batch_size: int) -> StepChoice:
         """What the decode step that begins now shall run; once for each step."""
         return self._steering.choose(batch_size, self._adopted.now)

@@ -10,7 +10,7 @@ import structlog
 _EVERY_SECONDS: Final = 10.0
 
 
-class QuietLog:
+class RateLimitedLog:
     """Each event at most once every 10 s; the next line says how many were left out."""
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:

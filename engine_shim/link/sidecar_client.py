@@ -7,12 +7,12 @@ from typing import Final
 import grpc
 from google.protobuf.message import DecodeError
 
-from engine_shim.link.agent_socket import EnginePort
-from engine_shim.link.credentials import Credentials
+from engine_shim.link.agent_socket import AgentSocket
+from engine_shim.link.credentials import EngineCredentials
 from engine_shim.link.errors import PacketError, UnusablePlanError
-from engine_shim.link.in_flight import SentReports
+from engine_shim.link.in_flight import InFlightReports
 from engine_shim.link.packets import ReportPacket, SidecarState
-from engine_shim.link.rate_limited_log import QuietLog
+from engine_shim.link.rate_limited_log import RateLimitedLog
 from engine_shim.link.report_buffer import ReportBuffer
 from engine_shim.link.wire import Translator, session_tag
 from speculation.v1.engine_pb2 import EngineSpec
@@ -57,12 +57,12 @@ class SidecarClient:
     def __init__(
         self,
         target: str,
-        credentials: Credentials,
+        credentials: EngineCredentials,
         engine: EngineSpec,
         translator: Translator,
-        port: EnginePort,
+        port: AgentSocket,
         buffer: ReportBuffer,
-        log: QuietLog,
+        log: RateLimitedLog,
         secret: str = "",
     ) -> None:
         self._target = target
@@ -74,7 +74,7 @@ class SidecarClient:
         self._buffer = buffer
         self._log = log
         # Of the last stream, until it is known which of them arrived.
-        self._unsettled: SentReports | None = None
+        self._unsettled: InFlightReports | None = None
 
     async def run(self) -> None:
         """Runs until it is cancelled."""
@@ -129,7 +129,7 @@ class SidecarClient:
                 return SidecarState.AWAY, grpc.StatusCode.OUT_OF_RANGE, detail
             if self._unsettled is not None:
                 self._unsettled.settle(opened.received if opened.HasField("received") else None)
-            self._unsettled = sent = SentReports(self._buffer, opened.session_id)
+            self._unsettled = sent = InFlightReports(self._buffer, opened.session_id)
             session = _Session(
                 stub.Steer(metadata=metadata),
                 sent,
@@ -155,11 +155,11 @@ class _Session:
     def __init__(
         self,
         call: grpc.aio.StreamStreamCall[SteerRequest, SteerResponse],
-        sent: SentReports,
+        sent: InFlightReports,
         translator: Translator,
-        port: EnginePort,
+        port: AgentSocket,
         buffer: ReportBuffer,
-        log: QuietLog,
+        log: RateLimitedLog,
         told_losses: int = 0,
     ) -> None:
         self._call = call
@@ -303,7 +303,7 @@ class _Session:
             self._port.arrived.set()
 
 
-async def introduced(port: EnginePort) -> IntroduceRequest | None:
+async def introduced(port: AgentSocket) -> IntroduceRequest | None:
     """What the engine at the other end of the socket says; None when it went away first.
 
     Raises PacketError when what came is no introduction.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from engine_shim.link.plan_follower import Choice, Source, safe_choice
+from engine_shim.link.plan_follower import Source, StepChoice, safe_choice
 from engine_shim.sglang import hook_check, sglang_api
 from engine_shim.sglang.settings import load_settings
 
@@ -65,7 +65,7 @@ class SteeredPolicy:
         """From now on what all ranks have adopted decides."""
         self._ranks = ranks
 
-    def decide(self, batch_size: int) -> Choice:
+    def decide(self, batch_size: int) -> StepChoice:
         """The choice for the decode step that begins now; kept until the next one."""
         if self._ranks is None:
             return self.choice

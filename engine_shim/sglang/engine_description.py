@@ -17,7 +17,7 @@ from speculation.v1 import engine_pb2
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from engine_shim.sglang.drafters.dual import SecondDrafter
+    from engine_shim.sglang.drafters.dual import DualDrafter
     from engine_shim.sglang.settings import PluginSettings
 
 
@@ -30,7 +30,7 @@ def introduce(
     can_update_online: bool = False,
     can_collect: bool = False,
     can_take_versions: bool = False,
-    second: SecondDrafter | None = None,
+    second: DualDrafter | None = None,
     lost: Iterable[engine_pb2.LostCapability] = (),
 ) -> engine_pb2.EngineSpec:
     """`scheduler`: after `init_model_worker`."""
@@ -56,7 +56,7 @@ def introduce(
         spec.drafters.append(_block_drafter(second))
         runners.append(second.block.runner)
     set_shapes(spec, scheduler.tp_worker.model_runner, runners)
-    blocks = [sglang_api.lone_block(scheduler.draft_worker.draft_worker)]
+    blocks = [sglang_api.dflash_only(scheduler.draft_worker.draft_worker)]
     blocks += [] if second is None else [second.block]
     for drafter, block in zip(spec.drafters, blocks, strict=True):
         if block is not None and drafter.HasField("shape"):
@@ -103,7 +103,7 @@ def _drafter(scheduler: Any, gammas: tuple[int, ...]) -> engine_pb2.Drafter:
     algorithm: str = scheduler.server_args.speculative_algorithm
     model: str = sglang_api.config_leaf("speculative_draft_model_path") or ""
     revision: str = sglang_api.config_leaf("speculative_draft_model_revision") or ""
-    block = sglang_api.lone_block(scheduler.draft_worker.draft_worker)
+    block = sglang_api.dflash_only(scheduler.draft_worker.draft_worker)
     if block is not None:
         gammas = tuple(gamma for gamma in gammas if gamma < block.block_size)
     return engine_pb2.Drafter(
@@ -124,7 +124,7 @@ def _kind(scheduler: Any, *, has_block: bool) -> engine_pb2.DrafterKind.ValueTyp
     return engine_pb2.DRAFTER_KIND_STANDALONE if steered else engine_pb2.DRAFTER_KIND_MTP
 
 
-def _block_drafter(second: SecondDrafter) -> engine_pb2.Drafter:
+def _block_drafter(second: DualDrafter) -> engine_pb2.Drafter:
     path = second.model_path
     return engine_pb2.Drafter(
         name=BLOCK_DRAFTER,

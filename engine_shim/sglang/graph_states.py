@@ -14,7 +14,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedState:
+class GraphState:
     """seconds: of its capture; device_bytes: 0 on a CPU; largest_batch: None for all."""
 
     seconds: float
@@ -22,11 +22,11 @@ class PreparedState:
     largest_batch: int | None
 
 
-class PreparedStates:
+class GraphStates:
     """One for each draft length but the one that the engine starts with, which is its own."""
 
     def __init__(self) -> None:
-        self._states: dict[int, PreparedState] = {}
+        self._states: dict[int, GraphState] = {}
 
     def around_build(
         self, original: Callable[..., Any], worker: Any, speculative_num_steps: int,
@@ -40,7 +40,7 @@ class PreparedStates:
             speculative_num_draft_tokens=speculative_num_draft_tokens,
             cuda_graph_bs=cuda_graph_bs,
         )
-        self._states[speculative_num_steps] = PreparedState(
+        self._states[speculative_num_steps] = GraphState(
             perf_counter() - started,
             max(0, free - _free_bytes()),
             None if cuda_graph_bs is None else max(cuda_graph_bs, default=0),

@@ -4,7 +4,7 @@ One decode step, in SGLang's order:
 
   own_requests              what came from the sidecar, for all ranks (see link/ranks.py)
   around_forward            decide; catch a drafter up that has slept; launch
-    AdaptiveController      asks the policy, puts that gamma's runtime state into use (QuietSwitch)
+    AdaptiveController      asks the policy, puts gamma's runtime state into use (RuntimeSwitch)
     draft, verify
     around_draft_extend     asleep: keep what the drafter would have read
   around_resolve            the result is on the CPU: report
@@ -34,28 +34,28 @@ from engine_shim.link.ranks import Ranks
 from engine_shim.link.secret import secret_of
 from engine_shim.sglang import hook_check, ranks, sglang_api
 from engine_shim.sglang.adaptive_policy import SteeredPolicy
-from engine_shim.sglang.drafters.idle_kv import SleepingDrafter, cannot_sleep_reason
+from engine_shim.sglang.drafters.idle_kv import IdleDrafter, cannot_sleep_reason
 from engine_shim.sglang.engine_description import introduce, set_batch_limits
 from engine_shim.sglang.errors import HookError, PluginError
-from engine_shim.sglang.graph_states import PreparedStates
+from engine_shim.sglang.graph_states import GraphStates
 from engine_shim.sglang.learning.verified_step import Verification
 from engine_shim.sglang.losses import BLOCK_DRAFTER, Losses
-from engine_shim.sglang.runtime_switch import QuietSwitch
+from engine_shim.sglang.runtime_switch import RuntimeSwitch
 from engine_shim.sglang.step_reports import (
     NO_NEWS,
     Launch,
-    News,
     StepTap,
+    UpdateStatus,
     kv_tokens_at_launch,
     kv_tokens_committed,
 )
 from speculation.v1 import engine_pb2
 
 if TYPE_CHECKING:
-    from engine_shim.sglang.drafters.dual import SecondDrafter
+    from engine_shim.sglang.drafters.dual import DualDrafter
     from engine_shim.sglang.learning.deployment import Deployment
     from engine_shim.sglang.learning.online_updates import OnlineUpdates
-    from engine_shim.sglang.learning.signal_collector import Collector
+    from engine_shim.sglang.learning.signal_collector import SignalCollector
     from engine_shim.sglang.settings import PluginSettings
 
 # The second drafter's place in the introduction.
@@ -64,23 +64,23 @@ SECOND = 1
 _log = logging.getLogger(__name__)
 
 
-class Session:
+class EngineHooks:
     """Everything of one steered engine; made once, in the process of its scheduler."""
 
     def __init__(self, settings: PluginSettings) -> None:
         self._settings = settings
-        self._switch = QuietSwitch()
+        self._switch = RuntimeSwitch()
         self._link: EngineLink | None = None
         self._policy: SteeredPolicy | None = None
         self._ranks: Ranks | None = None
         self._tap: StepTap | None = None
-        self._sleep: SleepingDrafter | None = None
-        self._second: SecondDrafter | None = None
+        self._sleep: IdleDrafter | None = None
+        self._dual: DualDrafter | None = None
         self._online: OnlineUpdates | None = None
-        self._collector: Collector | None = None
+        self._collector: SignalCollector | None = None
         self._deployment: Deployment | None = None
         self._several = False
-        self._prepared = PreparedStates()
+        self._graph_states = GraphStates()
         self._losses = Losses()
         # The step between its launch and the end of its draft-extend; the scheduler launches one
         # at a time.
@@ -88,7 +88,7 @@ class Session:
 
     def around_init_model_worker(self, original: Callable[..., None], scheduler: Any) -> None:
         """Hooks the worker before it exists, and starts the link when it is ready to serve."""
-        if sglang_api.is_block_alone(scheduler.server_args):
+        if sglang_api.is_dflash_only(scheduler.server_args):
             from engine_shim.sglang.drafters import dflash_only
 
             dflash_only.register()
@@ -103,17 +103,19 @@ class Session:
         hook_check.register(
             sglang_api.APPLY_RUNTIME_STATE, self._switch.apply_runtime_state, HookType.REPLACE
         )
-        hook_check.register(sglang_api.BUILD_STATE, self._prepared.around_build, HookType.AROUND)
+        hook_check.register(
+            sglang_api.BUILD_STATE, self._graph_states.around_build, HookType.AROUND
+        )
         if self._settings.dflash_model_path:
-            from engine_shim.sglang.drafters.dual import SecondDrafter
+            from engine_shim.sglang.drafters.dual import DualDrafter
 
-            self._second = SecondDrafter(
+            self._dual = DualDrafter(
                 self._settings.dflash_model_path,
                 self._settings.dflash_revision,
                 self._settings.gammas,
                 partial(self._losses.lose, engine_pb2.CAPABILITY_DRAFTER, drafter=BLOCK_DRAFTER),
             )
-            self._second.register()
+            self._dual.register()
             hook_check.register(sglang_api.DRAFT, self.around_draft, HookType.AROUND)
         hook_check.register(sglang_api.OWN_REQUESTS, self.own_requests, HookType.AFTER)
         hook_check.register(sglang_api.REQUEST_KINDS, self.after_request_kinds, HookType.AFTER)
@@ -149,7 +151,7 @@ class Session:
         if sleep is not None:
             launch.asleep = self._catch_up(sleep, batch, choice.asleep and choice.gamma == 0)
         self._update(lambda online: online.before_step())
-        launch.news = self._news()
+        launch.update_status = self._update_status()
         self._launching = launch
         result = original(worker, batch, *args, **kwargs)
         result.speculation_launch = launch
@@ -160,8 +162,8 @@ class Session:
     ) -> Any:
         """Around `EagleDraftWorker.draft`, with a second drafter."""
         launch = self._launching
-        if launch is not None and launch.choice.drafter_index == SECOND and self._second:
-            verify = self._second.draft(draft, batch)
+        if launch is not None and launch.choice.drafter_index == SECOND and self._dual:
+            verify = self._dual.draft(draft, batch)
             if verify is not None:
                 return verify
             launch.choice = launch.choice._replace(drafter_index=0)
@@ -182,8 +184,8 @@ class Session:
                     raise
                 launch.asleep = False
                 self._stop_sleeping(error)
-        if self._second is not None:
-            self._second.follow(batch, result, kwargs.get("kv_loc_plan"))
+        if self._dual is not None:
+            self._dual.follow(batch, result, kwargs.get("kv_loc_plan"))
         original(draft, batch, result, **kwargs)
 
     def around_resolve(
@@ -219,11 +221,11 @@ class Session:
         status["signals"] = None if self._collector is None else self._collector.status()
         status["draft"] = None if self._deployment is None else self._deployment.status()
         status["reporting"] = self._tap is not None
-        status["prepared"] = self._prepared.status()
+        status["prepared"] = self._graph_states.status()
         status["lost"] = self._losses.status()
         return status
 
-    def _catch_up(self, sleep: SleepingDrafter, batch: Any, asleep: bool) -> bool:
+    def _catch_up(self, sleep: IdleDrafter, batch: Any, asleep: bool) -> bool:
         """True when the drafter may sleep through the step that begins."""
         try:
             sleep.before_step(batch, asleep=asleep)
@@ -247,12 +249,12 @@ class Session:
         if online.over:
             self._losses.lose(engine_pb2.CAPABILITY_UPDATE_ONLINE, online.over)
 
-    def _news(self) -> News:
+    def _update_status(self) -> UpdateStatus:
         """Of the step that begins; puts the plan's version of the drafter into service before."""
-        news = NO_NEWS if self._online is None else self._online.news()
+        update_status = NO_NEWS if self._online is None else self._online.update_status()
         deployment = self._deployment
         if deployment is None or self._ranks is None:
-            return news
+            return update_status
         try:
             other = deployment.before_step(self._ranks.draft_version())
         except Exception as error:  # noqa: BLE001 - out of memory, say: what serves goes on
@@ -260,14 +262,16 @@ class Session:
             deployment.stop(reason_of(error))
             _log.exception("no more versions of the drafter are put into service")
             self._losses.lose(engine_pb2.CAPABILITY_TAKE_VERSIONS, reason_of(error))
-        return news._replace(reset=news.reset or other, version=deployment.counters.version)
+        return update_status._replace(
+            reset=update_status.reset or other, version=deployment.counters.version
+        )
 
     def _learn(self, batch: Any, result: Any, launch: Launch | None) -> None:
         """Has those who learn from it see what a step has verified; the engine's own drafter does.
 
         A second one reads other hidden states, and drafts for itself.
         """
-        steering, second = self._ranks, self._second
+        steering, second = self._ranks, self._dual
         if steering is None or (self._online is None and self._collector is None):
             return
         features = result.logits_output.hidden_states
@@ -320,9 +324,9 @@ class Session:
 
     def _rehearse(self, draft: Any) -> None:
         """Finds a DFlash drafter that cannot draft before there is traffic.  Raises PluginError."""
-        if self._second is not None:
-            self._second.rehearse(required=self._settings.require_drafters)
-        elif sglang_api.lone_block(draft) is not None:
+        if self._dual is not None:
+            self._dual.rehearse(required=self._settings.require_drafters)
+        elif sglang_api.dflash_only(draft) is not None:
             draft.lost = partial(
                 self._losses.lose, engine_pb2.CAPABILITY_DRAFTER, drafter=BLOCK_DRAFTER
             )
@@ -339,9 +343,9 @@ class Session:
                 f"{type(worker).__name__}): the draft length would not be steered"
             )
         gammas = tuple(policy.candidate_steps)
-        prepared = tuple(sorted(controller._states))
-        if prepared != gammas:
-            raise HookError(f"SGLang prepared draft lengths {prepared}, not {gammas}")
+        graph_states = tuple(sorted(controller._states))
+        if graph_states != gammas:
+            raise HookError(f"SGLang prepared draft lengths {graph_states}, not {gammas}")
         widest = sglang_api.widest_step()
         if widest != gammas[-1] + 1:
             raise HookError(
@@ -353,7 +357,7 @@ class Session:
         if gammas[0] > 0 or self._settings.sleep_positions == 0:
             sleepless = "the settings leave no room for it"
         if sleepless is None:
-            self._sleep = SleepingDrafter(worker, self._settings.sleep_positions, self._second)
+            self._sleep = IdleDrafter(worker, self._settings.sleep_positions, self._dual)
         self._start_updates(worker, scheduler)
         self._start_collecting(worker, scheduler)
         spec = introduce(
@@ -364,7 +368,7 @@ class Session:
             can_update_online=self._online is not None,
             can_collect=self._collector is not None,
             can_take_versions=self._deployment is not None,
-            second=self._second,
+            second=self._dual,
             lost=self._losses.all,
         )
         set_batch_limits(spec, policy.batch_limits)
@@ -395,7 +399,7 @@ class Session:
             return
         atexit.register(self._link.close)
         self._tap = StepTap(self._link, tuple(spec.fingerprint.graph_batch_sizes))
-        self._prepared.log()
+        self._graph_states.log()
         _log.info(
             "steered by %s as %s: drafters %s, draft lengths %s, the drafter %s",
             self._settings.sidecar,

@@ -32,7 +32,7 @@ def _register() -> None:
     from engine_shim.sglang import hook_check, sglang_api, versions
     from engine_shim.sglang.adaptive_policy import SteeredPolicy
     from engine_shim.sglang.errors import UnsupportedEngineError
-    from engine_shim.sglang.hooks import Session
+    from engine_shim.sglang.hooks import EngineHooks
     from engine_shim.sglang.server_args import SteeredConfiguration
     from engine_shim.sglang.settings import load_settings
 
@@ -52,7 +52,7 @@ def _register() -> None:
     hook_check.register(sglang_api.POLICY_CLASS, SteeredPolicy, HookType.REPLACE)
     # A process that has not loaded the scheduler's module (the detokenizer) never runs one.
     if sglang_api.SCHEDULER_MODULE in sys.modules:
-        session = Session(settings)
+        session = EngineHooks(settings)
         hook_check.register(
             sglang_api.INIT_MODEL_WORKER, session.around_init_model_worker, HookType.AROUND
         )

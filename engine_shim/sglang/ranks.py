@@ -12,7 +12,7 @@ import torch.distributed
 from sglang.srt.runtime_context import get_parallel
 from sglang.utils import TypeBasedDispatcher
 
-from engine_shim.link.ranks import Update
+from engine_shim.link.ranks import RankUpdate
 from engine_shim.sglang.errors import UnsupportedEngineError
 
 if TYPE_CHECKING:
@@ -48,6 +48,6 @@ def require_agreement(facts: dict[str, Any]) -> None:
                 )
 
 
-def add_handler(scheduler: Any, adopt: Callable[[Update], None]) -> None:
+def add_handler(scheduler: Any, adopt: Callable[[RankUpdate], None]) -> None:
     """Lets a scheduler's dispatcher know updates; after `init_request_dispatcher`."""
-    scheduler._request_dispatcher += TypeBasedDispatcher([(Update, adopt)])
+    scheduler._request_dispatcher += TypeBasedDispatcher([(RankUpdate, adopt)])

@@ -20,7 +20,7 @@ _STEPS: Final = "speculative_num_steps"
 _TOKENS: Final = "speculative_num_draft_tokens"
 
 
-class QuietSwitch:
+class RuntimeSwitch:
     """In place of `EAGLEWorkerV2.apply_runtime_state`; one per worker."""
 
     def __init__(self) -> None:

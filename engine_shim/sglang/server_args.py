@@ -41,7 +41,7 @@ class SteeredConfiguration:
         config: Any = resolving_view(args)
         self._refuse_conflicts(config)
         has_block = bool(self._settings.dflash_model_path)
-        if sglang_api.is_block_alone(config):
+        if sglang_api.is_dflash_only(config):
             has_block = True
             # An engine for chains of any length, in which the block stands where a head would.
             declare_resolution(
@@ -61,7 +61,7 @@ class SteeredConfiguration:
                 f"SPECULATION_GRAPH_LIMITS limits {start}, the draft length that the engine starts "
                 "with: it is needed at every batch size (--speculative-num-steps names another)"
             )
-        reason = sglang_api.no_block_reason(args) if has_block else None
+        reason = sglang_api.no_dflash_reason(args) if has_block else None
         if reason is not None:
             raise UnsupportedEngineError(f"a DFlash drafter is to be steered, but {reason}")
         if not config.speculative_adaptive:
@@ -105,7 +105,7 @@ class SteeredConfiguration:
             raise UnsupportedEngineError(
                 "SPECULATION_GAMMAS lists no draft length above 0: there is nothing to steer"
             )
-        if sglang_api.is_block_alone(config):
+        if sglang_api.is_dflash_only(config):
             self._refuse_for_block_alone(config)
         steps = config.speculative_num_steps
         if steps is not None and steps not in gammas:

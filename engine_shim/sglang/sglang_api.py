@@ -117,7 +117,7 @@ def unsupported_reason(args: ServerArgs) -> str | None:
     return reason
 
 
-def no_block_reason(args: ServerArgs) -> str | None:
+def no_dflash_reason(args: ServerArgs) -> str | None:
     """Why no DFlash drafter can be steered under these arguments; None when one can.
 
     For after the speculation step; `unsupported_reason` was asked before.
@@ -138,12 +138,12 @@ def no_block_reason(args: ServerArgs) -> str | None:
     return next((reason for reason, is_so in obstacles.items() if is_so), None)
 
 
-def is_block_alone(config: Any) -> bool:
+def is_dflash_only(config: Any) -> bool:
     """Whether DFlash is an engine's only drafter, by its arguments as the user wrote them."""
     return (config.speculative_algorithm or "").upper() == "DFLASH"
 
 
-def lone_block(draft: Any) -> Any | None:
+def dflash_only(draft: Any) -> Any | None:
     """The `BlockDrafter` that stands where `EagleDraftWorker` would, if it does."""
     return getattr(draft, "block", None)
 

@@ -24,13 +24,13 @@ from engine_shim.link.packets import (
     UNSTEERED,
     UPDATING,
 )
-from engine_shim.link.plan_follower import Choice, Source
+from engine_shim.link.plan_follower import Source, StepChoice
 
 if TYPE_CHECKING:
     from engine_shim.link.engine_link import EngineLink
 
 
-class News(NamedTuple):
+class UpdateStatus(NamedTuple):
     """What a step has to report of online updates.
 
     updating: one was being computed beside it, or landed before it.  reset: before it the drafter
@@ -44,7 +44,7 @@ class News(NamedTuple):
     version: int = 0
 
 
-NO_NEWS: Final = News(updating=False, reset=False, seconds=0.0)
+NO_NEWS: Final = UpdateStatus(updating=False, reset=False, seconds=0.0)
 
 
 class Launch:
@@ -55,14 +55,14 @@ class Launch:
     `news`: of the drafter's online updates.
     """
 
-    __slots__ = ("asleep", "choice", "forward_iter", "kv_tokens", "news", "started")
+    __slots__ = ("asleep", "choice", "forward_iter", "kv_tokens", "started", "update_status")
 
-    def __init__(self, choice: Choice, forward_iter: int | None, kv_tokens: int | None) -> None:
+    def __init__(self, choice: StepChoice, forward_iter: int | None, kv_tokens: int | None) -> None:
         self.choice = choice
         self.forward_iter = forward_iter
         self.kv_tokens = kv_tokens
         self.asleep = False
-        self.news = NO_NEWS
+        self.update_status = NO_NEWS
         self.started = perf_counter()
 
 
@@ -120,10 +120,10 @@ class StepTap:
             flags |= UNSTEERED
         if self._graph_batch_sizes and not result.can_run_cuda_graph:
             flags |= EAGER_FALLBACK
-        news = launch.news
-        if news.updating:
+        update_status = launch.update_status
+        if update_status.updating:
             flags |= UPDATING
-        if news.reset:
+        if update_status.reset:
             flags |= DRAFTER_RESET
         shape = (*arm, self._padded(batch_size))
         if shape not in self._used:
@@ -143,8 +143,8 @@ class StepTap:
             choice.epoch,
             choice.probe_id,
             choice.session,
-            news.seconds,
-            news.version,
+            update_status.seconds,
+            update_status.version,
         )
 
     def _padded(self, batch_size: int) -> int:

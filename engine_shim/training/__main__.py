@@ -14,11 +14,11 @@ import grpc.aio
 import structlog
 import torch
 
-from engine_shim.link.credentials import Credentials
+from engine_shim.link.credentials import EngineCredentials
 from engine_shim.training.adapt import AdaptSettings
 from engine_shim.training.specforge import ExportError, export_signals, import_draft
-from engine_shim.training.versions import FOLDER, TrainerPresentError, VersionError, Versions
-from engine_shim.training.worker import Attendant, NoEngineError, Where
+from engine_shim.training.versions import FOLDER, FolderTakenError, VersionError, Versions
+from engine_shim.training.worker import NoEngineError, TrainingWorker, WorkerTarget
 
 _log = structlog.get_logger(__name__)
 
@@ -71,12 +71,14 @@ def _parser() -> argparse.ArgumentParser:
 
 def _attend(asked: argparse.Namespace) -> None:
     torch.set_num_threads(asked.threads)
-    credentials = Credentials(
+    credentials = EngineCredentials(
         asked.ca, asked.client_certificate, asked.client_key, asked.token_file
     )
-    where = Where(asked.sidecar, asked.engine, Path(asked.signals), credentials, asked.device)
+    where = WorkerTarget(
+        asked.sidecar, asked.engine, Path(asked.signals), credentials, asked.device
+    )
     settings = AdaptSettings(**{f.name: getattr(asked, f.name) for f in fields(AdaptSettings)})
-    asyncio.run(Attendant(where, settings).run())
+    asyncio.run(TrainingWorker(where, settings).run())
 
 
 def _run(asked: argparse.Namespace) -> None:
@@ -111,7 +113,7 @@ def main() -> int:
     )
     try:
         _run(asked)
-    except TrainerPresentError as error:
+    except FolderTakenError as error:
         _log.error("stopped", error=str(error))
         return _TAKEN
     except (NoEngineError, ExportError, VersionError, ValueError, OSError) as error:

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 
 @dataclass(frozen=True)
-class ModelShape:
+class DecoderShape:
     """Sizes of a decoder; every count is a number of elements, heads, layers or positions."""
 
     hidden: int = 128
@@ -31,7 +31,7 @@ class ModelShape:
     rope_base: float = 10_000.0
     norm_epsilon: float = 1e-6
 
-    def with_layers(self, layers: int) -> ModelShape:
+    def with_layers(self, layers: int) -> DecoderShape:
         """The same sizes at another depth."""
         return dataclasses.replace(self, layers=layers)
 
@@ -67,7 +67,7 @@ class RotaryTable(nn.Module):
     cosines: Tensor
     sines: Tensor
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
         exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
         angles = (
@@ -97,7 +97,7 @@ class AttentionProjections(nn.Module):
     """The weights of grouped-query attention; which rows attend to which is the caller's part."""
 
     def __init__(
-        self, shape: ModelShape, input_width: int, *, norm_heads: bool, bias: bool = False
+        self, shape: DecoderShape, input_width: int, *, norm_heads: bool, bias: bool = False
     ) -> None:
         """bias: on queries, keys and values."""
         super().__init__()
@@ -134,7 +134,7 @@ class AttentionProjections(nn.Module):
 class GatedMlp(nn.Module):
     """SwiGLU: ``down(silu(gate(x)) * up(x))``."""
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
         self.gate_up_proj = nn.Linear(shape.hidden, 2 * shape.mlp, bias=False)
         self.down_proj = nn.Linear(shape.mlp, shape.hidden, bias=False)

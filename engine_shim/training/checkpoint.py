@@ -15,12 +15,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine_shim.training.blocks import ModelShape
+from engine_shim.training.blocks import DecoderShape
 from engine_shim.training.dflash import DFlashShape, DFlashStudent
 from engine_shim.training.eagle3 import Eagle3Shape, Eagle3Student
 from engine_shim.training.mtp import MtpShape
 from engine_shim.training.qwen3 import Qwen3Target
-from engine_shim.training.sd2 import STEERED_ARCHITECTURE, SteeredDraft, SteeredShape
+from engine_shim.training.sd2 import STEERED_ARCHITECTURE, Sd2Draft, Sd2Shape
 
 _CONFIG: Final = "config.json"
 _WEIGHTS: Final = "model.safetensors"
@@ -105,7 +105,7 @@ def _layers(named: Sequence[int] | None, count: int) -> tuple[int, ...]:
     return tuple(named) if named is not None and len(named) == count else tuple(range(count))
 
 
-def _live_shape(config: Mapping[str, Any]) -> ModelShape:
+def _live_shape(config: Mapping[str, Any]) -> DecoderShape:
     rotary = config.get("rope_parameters") or {}
     base = config.get("rope_theta") or rotary.get("rope_theta")
     return _shape({**config, "rope_theta": base})
@@ -148,7 +148,7 @@ def load_dflash(folder: Path, embedding: Tensor, head: Tensor | None = None) -> 
     return student.eval()
 
 
-def save_steered(draft: SteeredDraft, folder: Path) -> None:
+def save_sd2(draft: Sd2Draft, folder: Path) -> None:
     """Writes ``draft`` as a checkpoint that `engine_shim.sglang.drafters.sd2_model` serves."""
     shape = draft.shape
     config = _decoder_config(shape.decoder) | {
@@ -170,12 +170,12 @@ def save_steered(draft: SteeredDraft, folder: Path) -> None:
     _save(folder, config, stored)
 
 
-def load_steered(folder: Path) -> SteeredDraft:
-    """Read back :func:`save_steered`, in float32."""
+def load_sd2(folder: Path) -> Sd2Draft:
+    """Read back :func:`save_sd2`, in float32."""
     config = _read_config(folder)
     layers = tuple(config["eagle_config"]["eagle_aux_hidden_state_layer_ids"])
-    shape = SteeredShape(_shape(config), config["hidden_size"], layers)
-    draft = SteeredDraft(shape)
+    shape = Sd2Shape(_shape(config), config["hidden_size"], layers)
+    draft = Sd2Draft(shape)
     parts = load_file(folder / _WEIGHTS)
     state = {"mix.weight": parts.pop("mix.weight").float()}
     for layer in range(shape.decoder.layers):
@@ -186,7 +186,7 @@ def load_steered(folder: Path) -> SteeredDraft:
     return draft.eval()
 
 
-def _split(state: Mapping[str, Tensor], shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
+def _split(state: Mapping[str, Tensor], shape: DecoderShape) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in state.items():
         if "qkv_proj" in name:
             sizes = [shape.query_width, shape.kv_width, shape.kv_width]
@@ -228,7 +228,7 @@ def _live_name(stored: str) -> str:
     return stored if stored.startswith("lm_head") else f"model.{stored}"
 
 
-def _decoder_config(shape: ModelShape) -> dict[str, Any]:
+def _decoder_config(shape: DecoderShape) -> dict[str, Any]:
     return {
         "vocab_size": shape.vocabulary,
         "hidden_size": shape.hidden,
@@ -249,8 +249,8 @@ def _decoder_config(shape: ModelShape) -> dict[str, Any]:
     }
 
 
-def _shape(config: Mapping[str, Any]) -> ModelShape:
-    return ModelShape(
+def _shape(config: Mapping[str, Any]) -> DecoderShape:
+    return DecoderShape(
         hidden=config["hidden_size"],
         heads=config["num_attention_heads"],
         kv_heads=config["num_key_value_heads"],

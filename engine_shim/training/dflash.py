@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engine_shim.training.blocks import ModelShape, RmsNorm, RotaryTable, initialise
+from engine_shim.training.blocks import DecoderShape, RmsNorm, RotaryTable, initialise
 from engine_shim.training.qwen3 import DecoderLayer
 
 
@@ -35,7 +35,7 @@ class DFlashShape:
     to come.
     """
 
-    decoder: ModelShape
+    decoder: DecoderShape
     feature_layers: tuple[int, ...]
     block: int
     mask_token: int

@@ -25,8 +25,8 @@ from torch.nn import functional
 
 from engine_shim.training.blocks import (
     AttentionProjections,
+    DecoderShape,
     GatedMlp,
-    ModelShape,
     RmsNorm,
     RotaryTable,
     initialise,
@@ -38,7 +38,7 @@ from engine_shim.training.chain import ChainStudent
 class Eagle3Shape:
     """A draft's sizes: one layer of ``decoder``, fed by the target layers ``feature_layers``."""
 
-    decoder: ModelShape
+    decoder: DecoderShape
     feature_layers: tuple[int, ...]
 
     def __post_init__(self) -> None:
@@ -57,7 +57,7 @@ class Eagle3Shape:
 class DraftLayer(nn.Module):
     """The decoder layer whose attention reads embedding and hidden state side by side."""
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
         self.input_layernorm = RmsNorm(shape.hidden, shape.norm_epsilon)
         self.hidden_norm = RmsNorm(shape.hidden, shape.norm_epsilon)

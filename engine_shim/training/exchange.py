@@ -68,7 +68,7 @@ class SharedTensors:
         }
 
 
-class Kind(IntEnum):
+class MessageKind(IntEnum):
     """What a message says."""
 
     # From the engine.
@@ -84,7 +84,7 @@ class Kind(IntEnum):
 class Message:
     """LEARN: requests, positions, gamma of the round.  LEARNT: loss, seconds.  REFUSED: text."""
 
-    kind: Kind
+    kind: MessageKind
     requests: int = 0
     positions: int = 0
     gamma: int = 0
@@ -106,7 +106,7 @@ class Message:
             raise ValueError(f"a message of {len(data)} bytes")
         kind, requests, positions, gamma, loss, seconds = _MESSAGE.unpack_from(data)
         text = data[_MESSAGE.size :].decode(errors="replace")
-        return cls(Kind(kind), requests, positions, gamma, loss, seconds, text)
+        return cls(MessageKind(kind), requests, positions, gamma, loss, seconds, text)
 
 
 class Channel:

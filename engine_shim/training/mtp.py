@@ -18,8 +18,8 @@ from torch.nn import functional
 
 from engine_shim.training.blocks import (
     AttentionProjections,
+    DecoderShape,
     GatedMlp,
-    ModelShape,
     RmsNorm,
     RotaryTable,
     initialise,
@@ -31,7 +31,7 @@ from engine_shim.training.chain import ChainStudent
 class MtpShape:
     """A predictor's sizes: one layer of ``decoder``."""
 
-    decoder: ModelShape
+    decoder: DecoderShape
 
     def __post_init__(self) -> None:
         if self.decoder.layers != 1:
@@ -41,7 +41,7 @@ class MtpShape:
 class PredictorLayer(nn.Module):
     """A Qwen2 layer: biases on queries, keys and values."""
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
         self.input_layernorm = RmsNorm(shape.hidden, shape.norm_epsilon)
         self.self_attn = AttentionProjections(shape, shape.hidden, norm_heads=False, bias=True)
@@ -52,7 +52,7 @@ class PredictorLayer(nn.Module):
 class Predictor(nn.Module):
     """What a live predictor calls ``model``; no embedding."""
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
         self.token_layernorm = RmsNorm(shape.hidden, shape.norm_epsilon)
         self.hidden_layernorm = RmsNorm(shape.hidden, shape.norm_epsilon)

@@ -78,7 +78,7 @@ class Round(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Update:
+class DrafterUpdate:
     """One round learnt from.  loss: before it, in nats; seconds: of the whole."""
 
     loss: float
@@ -107,7 +107,7 @@ class OnlineStudent:
             fused=True,
         )
 
-    def learn(self, found: Round, gamma: int) -> Update:
+    def learn(self, found: Round, gamma: int) -> DrafterUpdate:
         """The round's optimiser steps.  Raises NotFiniteError, and has changed nothing then."""
         began = perf_counter()
         parameters = list(self.student.parameters())
@@ -131,7 +131,7 @@ class OnlineStudent:
         if not all(bool(torch.isfinite(parameter).all()) for parameter in parameters):
             self._undo(parameters, before)
             raise NotFiniteError("a step made weights that are no numbers")
-        return Update(first, perf_counter() - began)
+        return DrafterUpdate(first, perf_counter() - began)
 
     def _undo(self, parameters: list[torch.nn.Parameter], before: list[Tensor]) -> None:
         with torch.no_grad():

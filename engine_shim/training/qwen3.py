@@ -15,8 +15,8 @@ from torch.nn import functional
 
 from engine_shim.training.blocks import (
     AttentionProjections,
+    DecoderShape,
     GatedMlp,
-    ModelShape,
     RmsNorm,
     RotaryTable,
     initialise,
@@ -26,7 +26,7 @@ from engine_shim.training.blocks import (
 class DecoderLayer(nn.Module):
     """Pre-norm attention and MLP, each added to the residual stream."""
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
         self.input_layernorm = RmsNorm(shape.hidden, shape.norm_epsilon)
         self.self_attn = AttentionProjections(shape, shape.hidden, norm_heads=True)
@@ -56,7 +56,7 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """Embedding, layers and final norm: what a checkpoint calls ``model``."""
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(shape.vocabulary, shape.hidden)
         self.layers = nn.ModuleList(DecoderLayer(shape) for _ in range(shape.layers))
@@ -66,7 +66,7 @@ class Decoder(nn.Module):
 class Qwen3Target(nn.Module):
     """The target model with tied input and output embeddings."""
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
         self.shape = shape
         self.model = Decoder(shape)

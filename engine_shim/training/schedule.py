@@ -14,7 +14,7 @@ _FASTER: Final = 10.0
 
 
 @dataclass(frozen=True)
-class Budget:
+class StepBudget:
     """Training ends after ``steps`` updates or ``seconds`` of wall time, whichever comes first."""
 
     steps: int
@@ -47,7 +47,7 @@ class LearningRate:
 def train(
     module: nn.Module,
     loss_of_step: Callable[[int], Tensor],
-    budget: Budget,
+    budget: StepBudget,
     rate: LearningRate,
     *,
     weight_decay: float = 0.05,

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engine_shim.training.blocks import ModelShape
+from engine_shim.training.blocks import DecoderShape
 from engine_shim.training.qwen3 import DecoderLayer, Qwen3Target
 
 # As a checkpoint names it, and the class that SGLang serves it with.
@@ -33,14 +33,14 @@ STEERED_ARCHITECTURE: Final = "SteeredQwen3ForCausalLM"
 
 
 @dataclass(frozen=True)
-class SteeredShape:
+class Sd2Shape:
     """Sizes of a steered drafter.
 
     decoder: of the drafter.  target_hidden: width of the verifier's hidden states.
     feature_layers: those of the verifier that are read.  Raises ValueError.
     """
 
-    decoder: ModelShape
+    decoder: DecoderShape
     target_hidden: int
     feature_layers: tuple[int, ...]
 
@@ -55,10 +55,10 @@ class SteeredShape:
             raise ValueError("a steering vector is made of two hidden states or more")
 
 
-class SteeredDraft(nn.Module):
+class Sd2Draft(nn.Module):
     """A drafter with its steering; `decoder` is a language model of its own."""
 
-    def __init__(self, shape: SteeredShape) -> None:
+    def __init__(self, shape: Sd2Shape) -> None:
         super().__init__()
         self.shape = shape
         width, mlp = shape.target_hidden, shape.decoder.mlp
@@ -115,7 +115,7 @@ def offsets(rows: int, batch: int, drafts: int, generator: torch.Generator) -> T
 
 
 def divergence(
-    draft: SteeredDraft, tokens: Tensor, logits: Tensor, features: Tensor | None, back: Tensor
+    draft: Sd2Draft, tokens: Tensor, logits: Tensor, features: Tensor | None, back: Tensor
 ) -> Tensor:
     """KL(verifier || draft) of each row's next token, mean, in nats.
 
@@ -134,7 +134,7 @@ def divergence(
 
 @torch.no_grad()
 def greedy_chain(
-    draft: SteeredDraft, features: Tensor, tokens: Tensor, drafts: int, *, steered: bool = True
+    draft: Sd2Draft, features: Tensor, tokens: Tensor, drafts: int, *, steered: bool = True
 ) -> Tensor:
     """What a server would propose after `tokens`: ids [batch, drafts].
 
@@ -152,7 +152,7 @@ def greedy_chain(
 
 
 def acceptance_length(
-    draft: SteeredDraft,
+    draft: Sd2Draft,
     verifier: Qwen3Target,
     texts: Sequence[Tensor],
     drafts: int,

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from engine_shim.training.blocks import ModelShape
+from engine_shim.training.blocks import DecoderShape
 from engine_shim.training.dflash import DFlashShape, DFlashStudent
 from engine_shim.training.eagle3 import Eagle3Shape, Eagle3Student
 from engine_shim.training.mtp import MtpShape, MtpStudent
@@ -49,7 +49,7 @@ def decoded(found: Mapping[str, Any]) -> DraftShape:
     """Of what `encoded` gave.  Raises KeyError, TypeError, ValueError."""
     sizes = dict(found)
     made = _KINDS[sizes.pop("kind")]
-    sizes["decoder"] = ModelShape(**sizes["decoder"])
+    sizes["decoder"] = DecoderShape(**sizes["decoder"])
     if "feature_layers" in sizes:
         sizes["feature_layers"] = tuple(sizes["feature_layers"])
     return made(**sizes)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine_shim.training.exchange import Channel, Kind, Layout, Message, SharedTensors
+from engine_shim.training.exchange import Channel, Layout, Message, MessageKind, SharedTensors
 from engine_shim.training.online import NotFiniteError, OnlineSettings, OnlineStudent, Round
 from engine_shim.training.students import DraftShape, decoded, encoded, student_of
 
@@ -65,9 +65,9 @@ class Trainer:
 
     def answer(self, message: Message) -> Message:
         """Does what the engine asks for."""
-        if message.kind is Kind.TAKE_WEIGHTS:
+        if message.kind is MessageKind.TAKE_WEIGHTS:
             self.take_weights()
-            return Message(Kind.READY)
+            return Message(MessageKind.READY)
         found = Round(
             *(
                 self._tensors[name][: message.requests, -message.positions :].clone()
@@ -77,11 +77,11 @@ class Trainer:
         try:
             update = self._online.learn(found, message.gamma)
         except NotFiniteError as error:
-            return Message(Kind.REFUSED, text=str(error))
+            return Message(MessageKind.REFUSED, text=str(error))
         state = self._online.student.state_dict()
         for name, tensor in self._weights.items():
             tensor.copy_(state[name])
-        return Message(Kind.LEARNT, loss=update.loss, seconds=update.seconds)
+        return Message(MessageKind.LEARNT, loss=update.loss, seconds=update.seconds)
 
 
 def main(memory_fd: int, socket_fd: int, text: str) -> None:
@@ -94,7 +94,7 @@ def main(memory_fd: int, socket_fd: int, text: str) -> None:
     }
     channel = Channel(socket.socket(fileno=socket_fd))
     trainer = Trainer(asked, SharedTensors(layouts, memory_fd))
-    channel.send(Message(Kind.READY))
+    channel.send(Message(MessageKind.READY))
     while True:
         try:
             message = channel.receive(wait=True)

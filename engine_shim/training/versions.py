@@ -50,7 +50,7 @@ class VersionError(ValueError):
     """A version that cannot be used; the message names the file and says why."""
 
 
-class TrainerPresentError(RuntimeError):
+class FolderTakenError(RuntimeError):
     """Another trainer works in this folder."""
 
 
@@ -177,13 +177,13 @@ class Versions:
                 self._path(version).unlink(missing_ok=True)
 
     def lock(self) -> IO[bytes]:
-        """Held by one trainer until it is closed.  Raises TrainerPresentError."""
+        """Held by one trainer until it is closed.  Raises FolderTakenError."""
         file = (self.folder / _LOCK).open("ab")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             file.close()
-            raise TrainerPresentError(f"another trainer works in {self.folder}") from error
+            raise FolderTakenError(f"another trainer works in {self.folder}") from error
         return file
 
     def _path(self, version: int) -> Path:

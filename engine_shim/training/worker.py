@@ -25,7 +25,7 @@ import grpc.aio
 import structlog
 import torch
 
-from engine_shim.link.credentials import Credentials
+from engine_shim.link.credentials import EngineCredentials
 from engine_shim.link.secret import secret_in
 from engine_shim.training.adapt import (
     AdaptSettings,
@@ -56,20 +56,20 @@ class NoEngineError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Where:
+class WorkerTarget:
     """sidecar: its gRPC address.  engine_id: "" for the only one it has; folder: of the signals."""
 
     sidecar: str
     engine_id: str
     folder: Path
-    credentials: Credentials
+    credentials: EngineCredentials
     device: str = "cpu"
 
 
-class Attendant:
+class TrainingWorker:
     """One trainer.  Raises OSError for a folder that cannot be made."""
 
-    def __init__(self, where: Where, settings: AdaptSettings) -> None:
+    def __init__(self, where: WorkerTarget, settings: AdaptSettings) -> None:
         self._where = where
         self._settings = settings
         self._versions = Versions(where.folder / FOLDER)

@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 
 from lab.demo import report
-from lab.demo.run import Options, run
+from lab.demo.run import DemoOptions, run
 from lab.demo.stream import FULL, QUICK, SEED, build_stream
-from lab.harness.errors import StageError
-from lab.harness.screen import Screen
+from lab.harness.errors import HarnessError
+from lab.harness.terminal import Terminal
 
 EXIT_FAILED = 1
 EXIT_NOT_EXACT = 3
@@ -35,21 +35,21 @@ def demo(
 ) -> None:
     """Plays one stream off, static, with SGLang's adaptive speculation and steered; compares."""
     signal.signal(signal.SIGTERM, _end)
-    options = Options(
+    options = DemoOptions(
         stream=build_stream(QUICK if quick else FULL, seed),
         repeats=repeats or (1 if quick else 3),
         static_gamma=static_gamma or (_QUICK_STATIC_GAMMA if quick else None),
         profile_seconds=_QUICK_PROFILE_SECONDS if quick else _PROFILE_SECONDS,
         output=output,
     )
-    screen = Screen()
+    terminal = Terminal()
     try:
-        outcome = run(options, screen)
-    except StageError as error:
-        screen.say(f"\nThe demo failed: {error}")
+        outcome = run(options, terminal)
+    except HarnessError as error:
+        terminal.say(f"\nThe demo failed: {error}")
         raise typer.Exit(EXIT_FAILED) from error
-    report.show(outcome, screen)
-    screen.say(f"\n{output / 'result.json'}  {output / 'demo.png'}  {output / 'logs'}/")
+    report.show(outcome, terminal)
+    terminal.say(f"\n{output / 'result.json'}  {output / 'demo.png'}  {output / 'logs'}/")
     if not all(outcome.exact(policy) for policy in outcome.policies):
         raise typer.Exit(EXIT_NOT_EXACT)
 

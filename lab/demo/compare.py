@@ -8,7 +8,7 @@ from statistics import fmean
 from lab.harness.load_generator import Answer, Play, acceptance_length
 from lab.harness.sidecar import GammaSample
 from lab.harness.spread import Spread
-from lab.harness.stream import Phase
+from lab.harness.stream import StreamPhase
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class Selection:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class DemoOutcome:
     """Everything that was measured.
 
     policies: off, static, SGLang's adaptive, steered; the first play of the first one is the
@@ -101,7 +101,7 @@ class Outcome:
     selection: None when the static draft length was given.
     """
 
-    stream: tuple[Phase, ...]
+    stream: tuple[StreamPhase, ...]
     policies: tuple[PolicyPlays, ...]
     watched: tuple[tuple[GammaSample, ...], ...]
     selection: Selection | None

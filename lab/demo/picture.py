@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lab.demo.compare import Outcome, paired_ratio
+from lab.demo.compare import DemoOutcome, paired_ratio
 from lab.harness.sidecar import OWN_DRAFTER
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ _STEERED_COLOUR = _POLICY_COLOURS[-1]
 _BLOCK_COLOUR = "#7a3b9a"
 
 
-def draw(outcome: Outcome, path: Path) -> None:
+def draw(outcome: DemoOutcome, path: Path) -> None:
     """Writes a PNG."""
     import matplotlib as mpl
 
@@ -34,14 +34,14 @@ def draw(outcome: Outcome, path: Path) -> None:
     plt.close(figure)
 
 
-def _typical_repeat(outcome: Outcome) -> int:
+def _typical_repeat(outcome: DemoOutcome) -> int:
     """The steered play whose speed is the median one."""
     plays = outcome.steered.plays
     order = sorted(range(len(plays)), key=lambda i: plays[i].tokens_per_second)
     return order[len(order) // 2]
 
 
-def _over_time(outcome: Outcome, axes: "Axes") -> None:
+def _over_time(outcome: DemoOutcome, axes: "Axes") -> None:
     repeat = _typical_repeat(outcome)
     phases = outcome.steered.plays[repeat].phases
     origin = phases[0].started
@@ -96,7 +96,7 @@ def _over_time(outcome: Outcome, axes: "Axes") -> None:
     )  # fmt: skip
 
 
-def _speed(outcome: Outcome, axes: "Axes") -> None:
+def _speed(outcome: DemoOutcome, axes: "Axes") -> None:
     names = [policy.policy for policy in outcome.policies]
     spreads = [policy.tokens_per_second for policy in outcome.policies]
     places = range(len(names))
@@ -115,7 +115,7 @@ def _speed(outcome: Outcome, axes: "Axes") -> None:
     axes.set_title(f"whole stream: median and range of {repeats}", loc="left", fontsize=11)
 
 
-def _acceptance(outcome: Outcome, axes: "Axes") -> None:
+def _acceptance(outcome: DemoOutcome, axes: "Axes") -> None:
     drafting = outcome.policies[1:]
     domains = list(drafting[0].acceptance_by_domain())
     width = 0.8 / len(drafting)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lab.demo.compare import (
-    Outcome,
+    DemoOutcome,
     PolicyPlays,
     Selection,
     choice_shares,
@@ -13,23 +13,23 @@ from lab.demo.compare import (
 )
 from lab.harness.foreign_load import DOUBTFUL_CORES
 from lab.harness.load_generator import acceptance_length
-from lab.harness.screen import Screen
 from lab.harness.spread import Spread
-from lab.harness.stream import Phase
+from lab.harness.stream import StreamPhase
+from lab.harness.terminal import Terminal
 
 # Choices that ran less are left out of the table.
 _LEAST_SHOWN = 0.05
 
 
-def show(outcome: Outcome, screen: Screen) -> None:
+def show(outcome: DemoOutcome, terminal: Terminal) -> None:
     """Whole stream, then phase by phase, then draft lengths."""
     repeats = len(outcome.steered.plays)
-    screen.table(
+    terminal.table(
         f"Whole stream, {repeats} repeats (median, range)",
         ["policy", "tokens/s", "range", "steered ÷ it", "range", "accept length", "exact"],
         [_stream_row(outcome, policy) for policy in outcome.policies],
     )
-    screen.table(
+    terminal.table(
         "By phase: tokens/s (median), and steered ÷ each, paired",
         [
             "phase",
@@ -38,34 +38,34 @@ def show(outcome: Outcome, screen: Screen) -> None:
         ],
         [_phase_row(outcome, number) for number in range(len(outcome.stream))],
     )
-    screen.table(
+    terminal.table(
         "Steered: drafters and draft lengths by phase (share of samples), and acceptance length",
         ["phase", "γ", *(policy.policy for policy in outcome.policies[1:])],
         [_gamma_row(outcome, number) for number in range(len(outcome.stream))],
     )
     busiest = max(play.foreign_cores for p in outcome.policies for play in p.plays)
     if busiest > DOUBTFUL_CORES:
-        screen.say(
+        terminal.say(
             f"Other programs kept up to {busiest:.1f} cores busy during a play: "
             "the speeds above are doubtful, the tokens are not."
         )
     for policy in outcome.policies:
         for repeat, play in enumerate(policy.plays, start=1):
             for wrong in outcome.mismatches(play)[:3]:
-                screen.say(
+                terminal.say(
                     f"NOT EXACT: {policy.policy}, repeat {repeat}, request {wrong.request}: token "
                     f"{wrong.position} is {wrong.found}, plain decoding gave {wrong.expected}"
                 )
 
 
-def show_profile(profile: Mapping[str, Any], screen: Screen) -> None:
+def show_profile(profile: Mapping[str, Any], terminal: Terminal) -> None:
     """`profile`: the profile file's JSON document."""
     cost = {
         (c["drafter"] if c["gamma"] else "", c["gamma"], c["batch_size"]): c["step_seconds"]
         for c in profile["cells"]
     }
     arms = sorted({(drafter, gamma) for drafter, gamma, _ in cost})
-    screen.table(
+    terminal.table(
         "Milliseconds of a step",
         ["B", *(f"{drafter} γ = {gamma}".strip() for drafter, gamma in arms)],
         [
@@ -75,7 +75,7 @@ def show_profile(profile: Mapping[str, Any], screen: Screen) -> None:
     )
 
 
-def show_selection(selection: Selection, stream: Sequence[Phase], screen: Screen) -> None:
+def show_selection(selection: Selection, stream: Sequence[StreamPhase], terminal: Terminal) -> None:
     """What each draft length gave when it was held throughout."""
     gammas = list(selection.plays)
     rows = [
@@ -83,18 +83,18 @@ def show_selection(selection: Selection, stream: Sequence[Phase], screen: Screen
         for number, phase in enumerate(stream)
     ]
     rows.append(["whole stream", *(f"{selection.rate(gamma):.1f}" for gamma in gammas)])
-    screen.table(
+    terminal.table(
         f"Held to one γ: tokens/s; the best for the whole stream is γ = {selection.gamma}",
         ["phase", *(f"γ = {gamma}" for gamma in gammas)],
         rows,
     )
-    screen.say(
+    terminal.say(
         f"Every phase at its own best γ, in hindsight: {selection.hindsight:.1f} tokens/s, "
         f"{selection.hindsight / selection.rate(selection.gamma):.2f} × the best static."
     )
 
 
-def _stream_row(outcome: Outcome, policy: PolicyPlays) -> list[str]:
+def _stream_row(outcome: DemoOutcome, policy: PolicyPlays) -> list[str]:
     rate = policy.tokens_per_second
     row = [policy.policy, f"{rate.median:.1f}", _range(rate, 1)]
     if policy is outcome.steered:
@@ -106,7 +106,7 @@ def _stream_row(outcome: Outcome, policy: PolicyPlays) -> list[str]:
     return [*row, f"{acceptance_length(policy.answers):.2f}", exact]
 
 
-def _phase_row(outcome: Outcome, number: int) -> list[str]:
+def _phase_row(outcome: DemoOutcome, number: int) -> list[str]:
     return [
         outcome.stream[number].name,
         *(f"{p.phase_tokens_per_second(number).median:.0f}" for p in outcome.policies),
@@ -114,7 +114,7 @@ def _phase_row(outcome: Outcome, number: int) -> list[str]:
     ]
 
 
-def _gamma_row(outcome: Outcome, number: int) -> list[str]:
+def _gamma_row(outcome: DemoOutcome, number: int) -> list[str]:
     samples = [
         sample
         for repeat in range(len(outcome.watched))

@@ -2,11 +2,17 @@
 
 from typing import Any
 
-from lab.demo.compare import Outcome, PolicyPlays, choice_shares, paired_phase_ratio, paired_ratio
+from lab.demo.compare import (
+    DemoOutcome,
+    PolicyPlays,
+    choice_shares,
+    paired_phase_ratio,
+    paired_ratio,
+)
 from lab.harness.load_generator import Play, acceptance_length
 
 
-def as_json(outcome: Outcome) -> dict[str, Any]:
+def as_json(outcome: DemoOutcome) -> dict[str, Any]:
     """Runs, ratios, draft lengths; the caller adds how and where it was run."""
     return {
         "runs": [_run(outcome, policy) for policy in outcome.policies],
@@ -58,7 +64,7 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def _run(outcome: Outcome, policy: PolicyPlays) -> dict[str, Any]:
+def _run(outcome: DemoOutcome, policy: PolicyPlays) -> dict[str, Any]:
     return {
         "policy": policy.policy,
         "tokens_per_second": round(policy.tokens_per_second.median, 2),
@@ -75,7 +81,7 @@ def _run(outcome: Outcome, policy: PolicyPlays) -> dict[str, Any]:
     }
 
 
-def _selection(outcome: Outcome) -> dict[str, Any] | None:
+def _selection(outcome: DemoOutcome) -> dict[str, Any] | None:
     selection = outcome.selection
     if selection is None:
         return None
@@ -96,7 +102,7 @@ def _selection(outcome: Outcome) -> dict[str, Any] | None:
     }
 
 
-def _repeat(outcome: Outcome, play: Play) -> dict[str, Any]:
+def _repeat(outcome: DemoOutcome, play: Play) -> dict[str, Any]:
     wrong = outcome.mismatches(play)
     return {
         "tokens_per_second": round(play.tokens_per_second, 2),

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from lab.demo import engines, picture, report, result
-from lab.demo.compare import Outcome, PolicyPlays, Selection
+from lab.demo.compare import DemoOutcome, PolicyPlays, Selection
 from lab.demo.engines import ADAPTIVE, OFF, STEERED, static
 from lab.demo.stream import halved, warm_up_stream
 from lab.harness import machine
@@ -25,12 +25,12 @@ from lab.harness.engines import (
     wait_ready,
     wait_serving,
 )
-from lab.harness.errors import EngineFailedError, StageError
+from lab.harness.errors import EngineFailedError, HarnessError
 from lab.harness.load_generator import Play, play
 from lab.harness.processes import Child
-from lab.harness.screen import Screen
-from lab.harness.sidecar import GammaSample, GammaWatch, Sidecar
-from lab.harness.stream import Phase
+from lab.harness.sidecar import GammaSample, GammaWatch, SidecarHandle
+from lab.harness.stream import StreamPhase
+from lab.harness.terminal import Terminal
 
 # Beyond its own budget: waiting for load to begin, the fit, a slow machine.
 _PROFILE_SPARE_SECONDS = 90.0
@@ -39,23 +39,23 @@ _FINALISTS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class DemoOptions:
     """What a run is made of; `static_gamma` None: it is searched for."""
 
-    stream: tuple[Phase, ...]
+    stream: tuple[StreamPhase, ...]
     repeats: int
     static_gamma: int | None
     profile_seconds: float
     output: Path
 
 
-def run(options: Options, screen: Screen) -> Outcome:
-    """Plays the whole demo and writes result.json and demo.png.  Raises StageError."""
+def run(options: DemoOptions, terminal: Terminal) -> DemoOutcome:
+    """Plays the whole demo and writes result.json and demo.png.  Raises HarnessError."""
     started = time.monotonic()
     load = machine.machine()
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(TemporaryDirectory(prefix="speculation-demo-")))
-        stage = _Stage(Workplace(options.output, scratch), screen, stack)
+        stage = _Demo(Workplace(options.output, scratch), terminal, stack)
         profile = stage.prepare(options.profile_seconds)
         selection = None
         gamma = options.static_gamma
@@ -65,7 +65,7 @@ def run(options: Options, screen: Screen) -> Outcome:
         stage.start([static(gamma)])
         order = [OFF, static(gamma), ADAPTIVE, STEERED]
         outcome = stage.compare(options.stream, order, options.repeats, selection)
-        with screen.working("stopping"):
+        with terminal.working("stopping"):
             stage.stop()
     document = {
         "command": [Path(sys.executable).name, *sys.orig_argv[1:]],
@@ -80,21 +80,21 @@ def run(options: Options, screen: Screen) -> Outcome:
     return outcome
 
 
-class _Stage:
+class _Demo:
     """The running processes, and what is done with them."""
 
-    def __init__(self, place: Workplace, screen: Screen, stack: ExitStack) -> None:
+    def __init__(self, place: Workplace, terminal: Terminal, stack: ExitStack) -> None:
         self._place = place
-        self._screen = screen
+        self._terminal = terminal
         self._stack = stack
         self._engines: dict[str, Engine] = {}
         self._sidecar_child: Child | None = None
-        self._sidecar = stack.enter_context(Sidecar(place.address, engines.ENGINE_ID))
+        self._sidecar = stack.enter_context(SidecarHandle(place.address, engines.ENGINE_ID))
 
     def prepare(self, profile_seconds: float) -> Mapping[str, Any]:
         """Starts sidecar and engines and measures the steered one's profile."""
-        self._screen.heading("Starting")
-        with self._screen.working("sidecar: controller serve") as work:
+        self._terminal.heading("Starting")
+        with self._terminal.working("sidecar: controller serve") as work:
             child = self._stack.enter_context(launch_sidecar(self._place))
             self._sidecar_child = child
             wait_serving(child, self._sidecar)
@@ -102,13 +102,13 @@ class _Stage:
         self.start([STEERED, OFF, ADAPTIVE])
         steered = self._engines[STEERED]
         wait_introduced(steered, self._sidecar)
-        self._screen.say(f"steered by {self._sidecar.why()}")
+        self._terminal.say(f"steered by {self._sidecar.why()}")
         return self._profile(steered, profile_seconds)
 
     def start(self, policies: Sequence[str]) -> None:
         """Starts engines side by side, waits for them and warms them up."""
         names = ", ".join(policies)
-        with self._screen.working(f"engines: {names}") as work:
+        with self._terminal.working(f"engines: {names}") as work:
             for policy in policies:
                 engine = engines.launch(policy, self._place)
                 self._engines[policy] = engine
@@ -125,12 +125,12 @@ class _Stage:
                 self._play(policy, warm_up_stream())
 
     def _profile(self, steered: Engine, budget_seconds: float) -> Mapping[str, Any]:
-        self._screen.heading("Measuring step costs: controller profile")
+        self._terminal.heading("Measuring step costs: controller profile")
         began = time.monotonic()
         command = profile_command(self._place, steered, engines.ENGINE_ID, budget_seconds)
         with (
             Child("controller profile", command, self._place.log("profile")) as child,
-            self._screen.working("profile of the steered engine") as work,
+            self._terminal.working("profile of the steered engine") as work,
         ):
             child.wait(
                 budget_seconds + _PROFILE_SPARE_SECONDS, lambda: work.update(child.last_line())
@@ -140,39 +140,39 @@ class _Stage:
         (self._place.output / "profile.json").write_text(json.dumps(profile, indent=1) + "\n")
         profile_id = self._sidecar.status().profile_id
         if not profile_id:
-            raise StageError(f"the sidecar did not take the profile up.\n{child.tail()}")
-        report.show_profile(profile, self._screen)
+            raise HarnessError(f"the sidecar did not take the profile up.\n{child.tail()}")
+        report.show_profile(profile, self._terminal)
         return {"seconds": round(seconds, 1), "profile_id": profile_id}
 
-    def select_static(self, stream: Sequence[Phase]) -> Selection:
+    def select_static(self, stream: Sequence[StreamPhase]) -> Selection:
         """The best fixed draft length for this stream, on the steered engine held to each.
 
         Answers are half as long as in the comparison, everything else is the same.
         """
-        self._screen.heading("Finding the best static γ for this stream (answers half as long)")
+        self._terminal.heading("Finding the best static γ for this stream (answers half as long)")
         short = halved(stream)
         plays: dict[int, tuple[Play, ...]] = {gamma: () for gamma in engines.GAMMAS if gamma > 0}
         candidates = tuple(plays)
         for _ in range(2):
             for gamma in candidates:
-                with self._screen.working(f"γ = {gamma}") as work, self._sidecar.pinned(gamma):
+                with self._terminal.working(f"γ = {gamma}") as work, self._sidecar.pinned(gamma):
                     played = self._play(STEERED, short, work.update)
                     work.result = f"{played.tokens_per_second:.1f} tokens/s"
                 plays[gamma] += (played,)
             candidates = Selection(plays).ranked[:_FINALISTS]
         selection = Selection(plays)
-        report.show_selection(selection, short, self._screen)
+        report.show_selection(selection, short, self._terminal)
         return selection
 
     def compare(
         self,
-        stream: tuple[Phase, ...],
+        stream: tuple[StreamPhase, ...],
         order: Sequence[str],
         repeats: int,
         selection: Selection | None,
-    ) -> Outcome:
+    ) -> DemoOutcome:
         """Plays the stream on every engine; every second repeat in reverse: drift cancels."""
-        self._screen.heading(
+        self._terminal.heading(
             f"One stream, {len(order)} policies, {repeats} repeats: "
             f"{sum(len(phase.requests) for phase in stream)} requests, "
             f"{sum(phase.new_tokens for phase in stream)} tokens a play"
@@ -183,14 +183,14 @@ class _Stage:
             for policy in order if repeat % 2 == 0 else reversed(order):
                 text = f"repeat {repeat + 1}/{repeats}: {policy}"
                 watch = GammaWatch(self._sidecar) if policy == STEERED else None
-                with self._screen.working(text) as work, watch or nullcontext():
+                with self._terminal.working(text) as work, watch or nullcontext():
                     played = self._play(policy, stream, work.update)
                     work.result = f"{played.tokens_per_second:.1f} tokens/s"
                 plays[policy].append(played)
                 if watch is not None:
                     watched.append(watch.samples)
         policies = tuple(PolicyPlays(policy, tuple(plays[policy])) for policy in order)
-        return Outcome(stream, policies, tuple(watched), selection)
+        return DemoOutcome(stream, policies, tuple(watched), selection)
 
     def stop(self) -> None:
         """Asks all to end at once; the context waits for each."""
@@ -198,7 +198,10 @@ class _Stage:
             engine.child.terminate()
 
     def _play(
-        self, policy: str, stream: Sequence[Phase], update: Callable[[str], None] = lambda _: None
+        self,
+        policy: str,
+        stream: Sequence[StreamPhase],
+        update: Callable[[str], None] = lambda _: None,
     ) -> Play:
         engine = self._engines[policy]
         try:
@@ -206,7 +209,7 @@ class _Stage:
         except EngineFailedError as error:
             raise EngineFailedError(f"{policy}: {error}\n{engine.child.tail()}") from error
         for text in played.lost:
-            self._screen.say(f"{policy}: {text}")
+            self._terminal.say(f"{policy}: {text}")
         if self._sidecar_child is not None:
             self._sidecar_child.check()
         return played

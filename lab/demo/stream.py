@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lab.cpu_engine.models.prompts import DOMAINS, held_out_prompts
-from lab.harness.stream import Phase, Request, with_new_tokens
+from lab.harness.stream import StreamPhase, StreamRequest, with_new_tokens
 
 # Prompts are 48 to 64 tokens, answers 48 to 160, in steps that keep the sums easy to read.
 _PROMPT_TOKENS = (48, 56, 64)
@@ -47,7 +47,7 @@ QUICK = (
 )
 
 
-def build_stream(plans: Sequence[PhasePlan], seed: int) -> tuple[Phase, ...]:
+def build_stream(plans: Sequence[PhasePlan], seed: int) -> tuple[StreamPhase, ...]:
     """The phases with their prompts; the same arguments give the same stream.
 
     No prompt of a domain comes twice, so that no answer is already in a prefix cache.
@@ -65,25 +65,27 @@ def build_stream(plans: Sequence[PhasePlan], seed: int) -> tuple[Phase, ...]:
         domain: iter(held_out_prompts(domain, count, max(_PROMPT_TOKENS), seed))
         for domain, count in wanted.items()
     }
-    phases: list[Phase] = []
+    phases: list[StreamPhase] = []
     index = 0
     for number, (plan, domains) in enumerate(zip(plans, draws, strict=True), start=1):
-        requests: list[Request] = []
+        requests: list[StreamRequest] = []
         for domain in domains:
             prompt = next(prompts[domain])[: int(rng.choice(_PROMPT_TOKENS))]
-            requests.append(Request(index, domain, tuple(prompt), int(rng.choice(_NEW_TOKENS))))
+            requests.append(
+                StreamRequest(index, domain, tuple(prompt), int(rng.choice(_NEW_TOKENS)))
+            )
             index += 1
         name = f"{number} {plan.domain} ×{plan.concurrency}"
-        phases.append(Phase(name, plan.domain, plan.concurrency, tuple(requests)))
+        phases.append(StreamPhase(name, plan.domain, plan.concurrency, tuple(requests)))
     return tuple(phases)
 
 
-def warm_up_stream() -> tuple[Phase, ...]:
+def warm_up_stream() -> tuple[StreamPhase, ...]:
     """A few short requests at low and at high concurrency, to play before anything is timed."""
     phases = build_stream((PhasePlan(_MIXED, 1, 1), PhasePlan(_MIXED, 16, 16)), seed=977)
     return with_new_tokens(phases, lambda _: 24)
 
 
-def halved(stream: Sequence[Phase]) -> tuple[Phase, ...]:
+def halved(stream: Sequence[StreamPhase]) -> tuple[StreamPhase, ...]:
     """The same phases and prompts with answers half as long."""
     return with_new_tokens(stream, lambda tokens: tokens // 2)

@@ -8,11 +8,11 @@ from typing import Annotated
 import typer
 
 from lab.gpu_check import report
-from lab.gpu_check.run import PARTS, Options, run
+from lab.gpu_check.run import PARTS, GpuCheckOptions, run
 from lab.gpu_check.shapes import QWEN3_8B, SHAPES, SMALL
-from lab.harness.errors import StageError
+from lab.harness.errors import HarnessError
 from lab.harness.machine import gpus
-from lab.harness.screen import Screen
+from lab.harness.terminal import Terminal
 
 EXIT_FAILED = 1
 EXIT_NOT_A_GPU = 2
@@ -39,21 +39,21 @@ def check(
 ) -> None:
     """Runs SGLang with CUDA graphs on a model-shaped target and measures every arm."""
     signal.signal(signal.SIGTERM, _end)
-    screen = Screen()
+    terminal = Terminal()
     if shape not in SHAPES:
-        screen.say(f"there is no shape {shape!r}: choose among {', '.join(SHAPES)}")
+        terminal.say(f"there is no shape {shape!r}: choose among {', '.join(SHAPES)}")
         raise typer.Exit(EXIT_FAILED)
     wanted = [part.strip() for part in parts.split(",") if part.strip()]
     if unknown := sorted(set(wanted) - set(PARTS)):
-        screen.say(f"there is no part {', '.join(unknown)}: choose among {', '.join(PARTS)}")
+        terminal.say(f"there is no part {', '.join(unknown)}: choose among {', '.join(PARTS)}")
         raise typer.Exit(EXIT_FAILED)
     if not cpu and not gpus():
-        screen.say(
+        terminal.say(
             "no GPU was found (nvidia-smi names none); `--cpu --shape "
             f"{SMALL.name}` runs the same check on the processor"
         )
         raise typer.Exit(EXIT_NOT_A_GPU)
-    asked = Options(
+    asked = GpuCheckOptions(
         shape=SHAPES[shape],
         on_cpu=cpu,
         repeats=repeats,
@@ -64,15 +64,15 @@ def check(
         parts=tuple(part for part in PARTS if part in wanted),
     )
     try:
-        found = run(asked, screen)
-    except StageError as error:
-        screen.say(f"\nThe check failed: {error}")
+        found = run(asked, terminal)
+    except HarnessError as error:
+        terminal.say(f"\nThe check failed: {error}")
         raise typer.Exit(EXIT_FAILED) from error
     text = report.markdown(found)
     (output / "findings.md").write_text(text + "\n")
-    screen.say(f"\n{text}\n\n{output / 'result.json'}  {output / 'findings.md'}")
+    terminal.say(f"\n{text}\n\n{output / 'result.json'}  {output / 'findings.md'}")
     if problems := report.problems(found):
-        screen.say("\nNOT AS IT MUST BE:\n" + "\n".join(problems))
+        terminal.say("\nNOT AS IT MUST BE:\n" + "\n".join(problems))
         raise typer.Exit(EXIT_EAGER)
 
 

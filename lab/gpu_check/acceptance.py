@@ -85,7 +85,7 @@ class DrawnAcceptance:
         second = sys.modules.get("engine_shim.sglang.drafters.dual")
         if second is not None and not self._watching:
             self._watching = True
-            self._watch(second.SecondDrafter)
+            self._watch(second.DualDrafter)
         found, self._block_drafted = self._block_drafted, False
         return found
 

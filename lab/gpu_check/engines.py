@@ -22,7 +22,7 @@ _OTHER_MEMORY = 0.75
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class EngineSetting:
     """Where the engines run.  options: further ones for SGLang, for all of them."""
 
     shape: Shape
@@ -31,7 +31,7 @@ class Setting:
     options: tuple[str, ...] = ()
 
 
-def command(policy: str, setting: Setting, port: int) -> list[str]:
+def command(policy: str, setting: EngineSetting, port: int) -> list[str]:
     """How that engine is started."""
     shape = setting.shape
     module = "lab.cpu_engine.serve" if setting.on_cpu else "sglang.launch_server"
@@ -55,7 +55,7 @@ def command(policy: str, setting: Setting, port: int) -> list[str]:
     ]  # fmt: skip
 
 
-def speculation_flags(policy: str, setting: Setting) -> list[str]:
+def speculation_flags(policy: str, setting: EngineSetting) -> list[str]:
     """What distinguishes the command lines; STATIC and PINNED have the same."""
     if policy == OFF:
         return []
@@ -69,7 +69,7 @@ def speculation_flags(policy: str, setting: Setting) -> list[str]:
     ]  # fmt: skip
 
 
-def environment(policy: str, setting: Setting, address: str) -> dict[str, str]:
+def environment(policy: str, setting: EngineSetting, address: str) -> dict[str, str]:
     """Of the plugin; address: the sidecar's."""
     shape = setting.shape
     if policy in (OFF, STATIC):
@@ -85,7 +85,7 @@ def environment(policy: str, setting: Setting, address: str) -> dict[str, str]:
 
 
 def launch(
-    policy: str, setting: Setting, place: Workplace, acceptance: Mapping[str, str]
+    policy: str, setting: EngineSetting, place: Workplace, acceptance: Mapping[str, str]
 ) -> Engine:
     """Starts an engine; acceptance: the variables that have it accept drafts."""
     variables = environment(policy, setting, place.address) | dict(acceptance)

@@ -4,7 +4,7 @@ import random
 from collections.abc import Iterable
 
 from lab.gpu_check.shapes import Load, Shape
-from lab.harness.stream import Phase, Request
+from lab.harness.stream import StreamPhase, StreamRequest
 
 # The first ids of a vocabulary are often special ones.
 _FIRST_ID = 16
@@ -12,23 +12,25 @@ _FIRST_ID = 16
 _SPARE_TOKENS = 64
 
 
-def build_stream(shape: Shape, loads: Iterable[Load], seed: int) -> tuple[Phase, ...]:
+def build_stream(shape: Shape, loads: Iterable[Load], seed: int) -> tuple[StreamPhase, ...]:
     """One phase for each load; the same arguments give the same stream."""
     rng = random.Random(seed)
-    phases: list[Phase] = []
+    phases: list[StreamPhase] = []
     index = 0
     for number, load in enumerate(loads, start=1):
         requests = []
         for _ in range(load.requests):
             prompt = rng.choices(range(_FIRST_ID, shape.vocabulary // 2), k=load.prompt_tokens)
-            requests.append(Request(index, "random", tuple(prompt), load.new_tokens))
+            requests.append(StreamRequest(index, "random", tuple(prompt), load.new_tokens))
             index += 1
         name = f"{number} ×{load.concurrency}, {load.prompt_tokens} tokens"
-        phases.append(Phase(name, "random", load.concurrency, tuple(requests)))
+        phases.append(StreamPhase(name, "random", load.concurrency, tuple(requests)))
     return tuple(phases)
 
 
-def steady_stream(shape: Shape, batch_size: int, seed: int, times: int = 1) -> tuple[Phase, ...]:
+def steady_stream(
+    shape: Shape, batch_size: int, seed: int, times: int = 1
+) -> tuple[StreamPhase, ...]:
     """One full batch that decodes, all alike; answers `times` as long as the moving load's."""
     load = next((x for x in shape.loads if x.concurrency == batch_size), shape.loads[0])
     tokens = min(times * load.new_tokens, shape.context_length - load.prompt_tokens - _SPARE_TOKENS)

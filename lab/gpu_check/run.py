@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from lab.gpu_check import acceptance, engines, switches
-from lab.gpu_check.engines import OFF, PINNED, STATIC, STEERED, Setting
+from lab.gpu_check.engines import OFF, PINNED, STATIC, STEERED, EngineSetting
 from lab.gpu_check.load import build_stream, steady_stream
 from lab.gpu_check.shapes import Shape
 from lab.harness.engines import (
@@ -31,10 +31,10 @@ from lab.harness.errors import EngineFailedError
 from lab.harness.load_generator import Play, play
 from lab.harness.machine import machine, versions
 from lab.harness.processes import Child
-from lab.harness.screen import Screen
-from lab.harness.sidecar import Pin, Sidecar
+from lab.harness.sidecar import Pin, SidecarHandle
 from lab.harness.spread import Spread
-from lab.harness.stream import Phase
+from lab.harness.stream import StreamPhase
+from lab.harness.terminal import Terminal
 from speculation.v1 import engine_pb2
 
 Arm = tuple[str, int]
@@ -56,7 +56,7 @@ _ASLEEP_TIMES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class GpuCheckOptions:
     """What a check is made of.
 
     engine_options: further ones for SGLang.  keep_profile: a folder that gets the profile.
@@ -73,8 +73,8 @@ class Options:
     parts: tuple[str, ...] = PARTS
 
 
-def run(options: Options, screen: Screen) -> dict[str, Any]:
-    """Everything the check finds, which is also in result.json.  Raises StageError."""
+def run(options: GpuCheckOptions, terminal: Terminal) -> dict[str, Any]:
+    """Everything the check finds, which is also in result.json.  Raises HarnessError."""
     started = time.monotonic()
     document: dict[str, Any] = {
         "command": [Path(sys.executable).name, *sys.orig_argv[1:]],
@@ -85,7 +85,7 @@ def run(options: Options, screen: Screen) -> dict[str, Any]:
     }
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(TemporaryDirectory(prefix="speculation-gpu-check-")))
-        check = _Check(options, scratch, screen, stack)
+        check = _Check(options, scratch, terminal, stack)
         # What is found is kept as it is found: a check is long, and engines end.
         for part in (START, *options.parts):
             getattr(check, part)(document)
@@ -98,25 +98,27 @@ def run(options: Options, screen: Screen) -> dict[str, Any]:
 class _Check:
     """The running processes; each public method is one part and adds what it found."""
 
-    def __init__(self, options: Options, scratch: Path, screen: Screen, stack: ExitStack) -> None:
+    def __init__(
+        self, options: GpuCheckOptions, scratch: Path, terminal: Terminal, stack: ExitStack
+    ) -> None:
         self._options, self._shape = options, options.shape
         self._place = Workplace(options.output, scratch)
-        self._screen = screen
+        self._terminal = terminal
         self._stack = stack
-        self._setting = Setting(
+        self._setting = EngineSetting(
             options.shape, options.shape.write(scratch), options.on_cpu, options.engine_options
         )
         self._acceptance = acceptance.environment(scratch)
         self._engines: dict[str, Engine] = {}
         self._sidecars = {
-            policy: stack.enter_context(Sidecar(self._place.address, policy))
+            policy: stack.enter_context(SidecarHandle(self._place.address, policy))
             for policy in (STEERED, PINNED)
         }
         self._stream = build_stream(options.shape, options.shape.loads, _SEED)
 
     def start(self, document: dict[str, Any]) -> None:
         """The sidecar and the steered engine: startup seconds, and what its states take."""
-        self._screen.heading("Starting")
+        self._terminal.heading("Starting")
         child = self._stack.enter_context(launch_sidecar(self._place))
         wait_serving(child, self._sidecars[STEERED])
         seconds = self._start(STEERED)
@@ -125,14 +127,14 @@ class _Check:
 
     def profile(self, document: dict[str, Any]) -> None:
         """C(drafter, B, gamma, kv), by `controller profile`; the sidecar plans from it then."""
-        self._screen.heading("Measuring step costs: controller profile")
+        self._terminal.heading("Measuring step costs: controller profile")
         budget = self._options.profile_seconds
         sizes = ",".join(map(str, self._shape.batch_sizes))
         steered = self._engines[STEERED]
         command = profile_command(self._place, steered, STEERED, budget, "--batch-sizes", sizes)
         with (
             Child("controller profile", command, self._place.log("profile")) as child,
-            self._screen.working(f"B = {sizes}") as work,
+            self._terminal.working(f"B = {sizes}") as work,
         ):
             child.wait(budget + _PROFILE_SPARE_SECONDS, lambda: work.update(child.last_line()))
         text = self._place.profile.read_text()
@@ -143,7 +145,7 @@ class _Check:
 
     def arms(self, document: dict[str, Any]) -> None:
         """Every arm held over the moving load, and the best of them against the steered engine."""
-        self._screen.heading("The moving load, every arm in turn, then steered")
+        self._terminal.heading("The moving load, every arm in turn, then steered")
         rates: dict[Arm, float] = {}
         ran: Counter[Arm] = Counter()
         eager: Counter[Arm] = Counter()
@@ -189,7 +191,7 @@ class _Check:
 
     def switches(self, document: dict[str, Any]) -> None:
         """What a step takes more when it runs another arm than the one before."""
-        self._screen.heading("Changing the arm under a steady load")
+        self._terminal.heading("Changing the arm under a steady load")
         size = sorted(self._shape.batch_sizes)[len(self._shape.batch_sizes) // 2]
         stream = steady_stream(self._shape, size, _SEED + 1, _SWITCHING_TIMES)
         gammas = [gamma for gamma in self._shape.gammas if gamma]
@@ -203,7 +205,7 @@ class _Check:
 
     def asleep(self, document: dict[str, Any]) -> None:
         """The steered engine at gamma 0 against one without speculation configured."""
-        self._screen.heading("Not speculating: against an engine without speculation")
+        self._terminal.heading("Not speculating: against an engine without speculation")
         document["startup"]["seconds"][OFF] = self._start(OFF)
         found = {}
         for size in dict.fromkeys(load.concurrency for load in self._shape.loads):
@@ -214,7 +216,7 @@ class _Check:
 
     def overhead(self, document: dict[str, Any]) -> None:
         """One draft length, with the plugin and the sidecar against SGLang alone."""
-        self._screen.heading("The same draft length with and without the plugin")
+        self._terminal.heading("The same draft length with and without the plugin")
         self._stop(STEERED)
         seconds = document["startup"]["seconds"]
         seconds[STATIC] = self._start(STATIC)
@@ -224,7 +226,7 @@ class _Check:
         document["pinned"] = {"gamma": arm[1], **ratio}
         self._stop(STATIC, PINNED)
 
-    def _ratio(self, ours: Held, theirs: Held, stream: Sequence[Phase]) -> dict[str, Any]:
+    def _ratio(self, ours: Held, theirs: Held, stream: Sequence[StreamPhase]) -> dict[str, Any]:
         """Of tokens/s, in pairs, every second one the other way round, after a warm-up each."""
         plays: dict[Held, list[Play]] = {ours: [], theirs: []}
         for repeat in range(self._options.repeats + 1):
@@ -235,7 +237,7 @@ class _Check:
     def _start(self, policy: str) -> float:
         """Starts an engine and plays a little on it; the seconds until it was ready."""
         began = time.monotonic()
-        with self._screen.working(f"engine: {policy}") as work:
+        with self._terminal.working(f"engine: {policy}") as work:
             engine = engines.launch(policy, self._setting, self._place, self._acceptance)
             self._engines[policy] = engine
             self._stack.enter_context(engine.child)
@@ -267,27 +269,29 @@ class _Check:
             found: Mapping[str, Any] = json.load(answer)
         return found
 
-    def _play_held(self, held: Held, stream: Sequence[Phase]) -> Play:
+    def _play_held(self, held: Held, stream: Sequence[StreamPhase]) -> Play:
         policy, arm = held
         if arm is None:
             return self._play(policy, stream, policy)
         return self._play_pinned(policy, arm, stream)[0]
 
-    def _play_pinned(self, policy: str, arm: Arm, stream: Sequence[Phase]) -> tuple[Play, Pin]:
+    def _play_pinned(
+        self, policy: str, arm: Arm, stream: Sequence[StreamPhase]
+    ) -> tuple[Play, Pin]:
         drafter, gamma = arm
         with self._sidecars[policy].pinned(gamma, drafter) as pin:
             return self._play(policy, stream, f"{policy}: {drafter} γ = {gamma}"), pin
 
-    def _play(self, policy: str, stream: Sequence[Phase], text: str) -> Play:
+    def _play(self, policy: str, stream: Sequence[StreamPhase], text: str) -> Play:
         engine = self._engines[policy]
-        with self._screen.working(text) as work:
+        with self._terminal.working(text) as work:
             try:
                 played = asyncio.run(play(stream, engine.url, lambda p: work.update(p.name)))
             except EngineFailedError as error:
                 raise EngineFailedError(f"{policy}: {error}\n{engine.child.tail()}") from error
             work.result = f"{played.tokens_per_second:.1f} tokens/s"
         for lost in played.lost:
-            self._screen.say(f"{policy}: {lost}")
+            self._terminal.say(f"{policy}: {lost}")
         return played
 
 

@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Self
 
 
-class Beside(ABC):
+class BackgroundThread(ABC):
     """Runs `_run` on a thread while the context is open.
 
     name: of the thread.  join_seconds: how long leaving waits for it; None: until it has ended.

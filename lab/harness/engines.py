@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lab.harness.ports import free_port
 from lab.harness.processes import Child, answers_http
-from lab.harness.sidecar import Sidecar
+from lab.harness.sidecar import SidecarHandle
 
 _SIDECAR_SECONDS = 20.0
 
@@ -88,12 +88,12 @@ def launch_sidecar(
     )
 
 
-def wait_serving(child: Child, sidecar: Sidecar) -> None:
+def wait_serving(child: Child, sidecar: SidecarHandle) -> None:
     """Until the sidecar answers.  Raises EngineFailedError."""
     child.wait_until(sidecar.serving, timeout_seconds=_SIDECAR_SECONDS)
 
 
-def wait_introduced(engine: Engine, sidecar: Sidecar) -> None:
+def wait_introduced(engine: Engine, sidecar: SidecarHandle) -> None:
     """Until the engine has introduced itself to the sidecar.  Raises EngineFailedError."""
     engine.child.wait_until(
         sidecar.introduced,

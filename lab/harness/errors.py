@@ -1,11 +1,11 @@
 """What can go wrong on the stage, said to a person."""
 
 
-class StageError(Exception):
+class HarnessError(Exception):
     """The run cannot go on; the message says why and where to look."""
 
 
-class EngineFailedError(StageError):
+class EngineFailedError(HarnessError):
     """An engine, or the sidecar, did not start, died, or lost a request."""
 
 

@@ -16,14 +16,14 @@ import aiohttp
 from lab.harness.errors import EngineFailedError, LostRequestError
 from lab.harness.foreign_load import ForeignLoad
 from lab.harness.http_client import engine_session
-from lab.harness.stream import Phase, Request
+from lab.harness.stream import StreamPhase, StreamRequest
 
 # Nothing in the stream takes a tenth of this; a request that does is lost.
 _REQUEST_TIMEOUT_SECONDS = 120.0
 # A phase that lost a request is played again so many times before the play fails.
 _REPLAYS_MAX = 2
 
-Progress = Callable[[Phase], None]
+Progress = Callable[[StreamPhase], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Answer:
     accepted: draft tokens accepted in them; seconds: from sending to the whole answer.
     """
 
-    request: Request
+    request: StreamRequest
     tokens: tuple[int, ...]
     verify_steps: int
     accepted: int
@@ -45,7 +45,7 @@ class Answer:
 class PhasePlay:
     """A phase as it was played; `started` is on the monotonic clock."""
 
-    phase: Phase
+    phase: StreamPhase
     answers: tuple[Answer, ...]
     started: float
     seconds: float
@@ -97,7 +97,7 @@ def acceptance_length(answers: Sequence[Answer]) -> float:
     return 1.0 + sum(answer.accepted for answer in answers) / steps if steps else 1.0
 
 
-async def play(stream: Sequence[Phase], url: str, progress: Progress | None = None) -> Play:
+async def play(stream: Sequence[StreamPhase], url: str, progress: Progress | None = None) -> Play:
     """Plays the phases one after the other.
 
     The engine's prefix cache is emptied first, so that every play computes its prompts.  A phase
@@ -118,7 +118,7 @@ async def play(stream: Sequence[Phase], url: str, progress: Progress | None = No
 
 
 async def _play_whole_phase(
-    phase: Phase, session: aiohttp.ClientSession, lost: list[str]
+    phase: StreamPhase, session: aiohttp.ClientSession, lost: list[str]
 ) -> PhasePlay:
     """Plays a phase until every request was answered; appends a sentence to `lost` otherwise."""
     for _ in range(_REPLAYS_MAX):
@@ -152,7 +152,7 @@ async def _post(session: aiohttp.ClientSession, path: str, failure: str, **argum
         raise EngineFailedError(f"the engine does not answer: {error!r}") from error
 
 
-async def _play_phase(phase: Phase, session: aiohttp.ClientSession) -> PhasePlay:
+async def _play_phase(phase: StreamPhase, session: aiohttp.ClientSession) -> PhasePlay:
     waiting = iter(phase.requests)
     answers: list[Answer] = []
 
@@ -174,7 +174,7 @@ async def _play_phase(phase: Phase, session: aiohttp.ClientSession) -> PhasePlay
     return PhasePlay(phase, tuple(answers), started, seconds)
 
 
-async def _generate(request: Request, session: aiohttp.ClientSession) -> Answer:
+async def _generate(request: StreamRequest, session: aiohttp.ClientSession) -> Answer:
     body = {
         "input_ids": list(request.prompt),
         "sampling_params": {

@@ -12,8 +12,8 @@ from typing import Self
 
 import grpc
 
-from lab.harness.beside import Beside
-from lab.harness.errors import StageError
+from lab.harness.beside import BackgroundThread
+from lab.harness.errors import HarnessError
 from speculation.v1 import engine_pb2, plan_pb2, service_pb2, service_pb2_grpc
 
 # The drafter that every engine of a run has; the steered one may have another besides.
@@ -41,7 +41,7 @@ class GammaSample:
         return f"{self.drafter} {self.gamma}" if self.gamma else "0"
 
 
-class Sidecar:
+class SidecarHandle:
     """A connection to a running sidecar.  Leaving the context closes it."""
 
     def __init__(self, address: str, engine_id: str) -> None:
@@ -79,13 +79,13 @@ class Sidecar:
             return False
 
     def status(self) -> service_pb2.EngineStatus:
-        """What the sidecar knows of the engine.  Raises StageError when that is nothing."""
+        """What the sidecar knows of the engine.  Raises HarnessError when that is nothing."""
         try:
             found = self._status()
         except grpc.RpcError as error:
-            raise StageError(f"the sidecar does not answer: {error}") from error
+            raise HarnessError(f"the sidecar does not answer: {error}") from error
         if found is None:
-            raise StageError(f"the sidecar does not know an engine {self.engine_id!r}")
+            raise HarnessError(f"the sidecar does not know an engine {self.engine_id!r}")
         return found
 
     def explain(self, batch_size: int) -> service_pb2.ExplainResponse:
@@ -106,7 +106,7 @@ class Sidecar:
     def pinned(self, gamma: int, drafter: str = OWN_DRAFTER) -> Iterator["Pin"]:
         """The engine runs this arm in every batch, as it does while it is profiled.
 
-        Raises StageError when the sidecar refuses.
+        Raises HarnessError when the sidecar refuses.
         """
         requests: queue.SimpleQueue[service_pb2.MeasureRequest | None] = queue.SimpleQueue()
         pin = Pin(requests, self.engine_id)
@@ -115,7 +115,7 @@ class Sidecar:
         try:
             next(responses)  # the force is in a plan now
         except (grpc.RpcError, StopIteration) as error:
-            raise StageError(
+            raise HarnessError(
                 f"the sidecar does not pin {drafter} gamma {gamma}: {error}"
             ) from error
         drain = threading.Thread(
@@ -162,13 +162,13 @@ class Pin:
         )
 
 
-class GammaWatch(Beside):
+class GammaWatch(BackgroundThread):
     """Asks ten times a second which step ran last, on a thread, while the context is open.
 
     rounds: how often it has asked.
     """
 
-    def __init__(self, sidecar: Sidecar) -> None:
+    def __init__(self, sidecar: SidecarHandle) -> None:
         super().__init__("gamma-watch", _CALL_SECONDS)
         self._sidecar = sidecar
         self._samples: list[GammaSample] = []
@@ -189,7 +189,7 @@ class GammaWatch(Beside):
             self.rounds += 1
             try:
                 status = self._sidecar.status()
-            except StageError:
+            except HarnessError:
                 continue  # a sample is missing; the play's own result tells whether more is
             report = status.last_report
             if report.step == self._last_step:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class StreamRequest:
     """One prompt (token ids) and how many tokens to decode, whatever they are."""
 
     index: int
@@ -20,13 +20,13 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class StreamPhase:
     """Requests played by `concurrency` clients."""
 
     name: str
     domain: str
     concurrency: int
-    requests: tuple[Request, ...]
+    requests: tuple[StreamRequest, ...]
 
     @property
     def new_tokens(self) -> int:
@@ -34,7 +34,9 @@ class Phase:
         return sum(request.new_tokens for request in self.requests)
 
 
-def with_new_tokens(stream: Sequence[Phase], change: Callable[[int], int]) -> tuple[Phase, ...]:
+def with_new_tokens(
+    stream: Sequence[StreamPhase], change: Callable[[int], int]
+) -> tuple[StreamPhase, ...]:
     """The same phases and prompts with answers of other lengths."""
     return tuple(
         replace(

@@ -13,12 +13,12 @@ from typing import Annotated, Any
 import typer
 
 from lab.harness import machine
-from lab.harness.errors import StageError
-from lab.harness.screen import Screen
+from lab.harness.errors import HarnessError
+from lab.harness.terminal import Terminal
 from lab.learning import bars, learning, report, shift, steering
-from lab.learning.engines_at_work import Setting
+from lab.learning.engines_at_work import LabSetting
 
-PARTS: dict[str, Callable[[Setting], dict[str, Any]]] = {
+PARTS: dict[str, Callable[[LabSetting], dict[str, Any]]] = {
     "length": learning.length,
     "strides": learning.strides,
     "regime": learning.regime,
@@ -26,7 +26,7 @@ PARTS: dict[str, Callable[[Setting], dict[str, Any]]] = {
     "steering": steering.steering,
 }
 # Only if it is named: it takes as long as all the others.
-LONG: dict[str, Callable[[Setting], dict[str, Any]]] = {"bars": bars.bars}
+LONG: dict[str, Callable[[LabSetting], dict[str, Any]]] = {"bars": bars.bars}
 EXIT_FAILED = 1
 
 
@@ -49,7 +49,7 @@ def lab(
     chosen = parts or list(PARTS)
     if unknown := sorted(set(chosen) - set(known)):
         raise typer.BadParameter(f"unknown: {', '.join(unknown)}; there are {', '.join(known)}")
-    screen, started = Screen(), time.monotonic()
+    terminal, started = Terminal(), time.monotonic()
     document: dict[str, Any] = {
         "command": [Path(sys.executable).name, *sys.orig_argv[1:]],
         "machine": machine.machine(),
@@ -58,19 +58,19 @@ def lab(
     }
     output.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix="speculation-lab-") as scratch:
-        setting = Setting(output, Path(scratch), quick, 1 if quick else seeds, screen)
+        setting = LabSetting(output, Path(scratch), quick, 1 if quick else seeds, terminal)
         for name in chosen:
             try:
-                with screen.working(name):
+                with terminal.working(name):
                     document[name] = known[name](setting)
-            except StageError as error:
-                screen.say(f"\nThe lab failed in {name}: {error}")
+            except HarnessError as error:
+                terminal.say(f"\nThe lab failed in {name}: {error}")
                 raise typer.Exit(EXIT_FAILED) from error
             document["seconds"] = round(time.monotonic() - started, 1)
             # After every part: what was found is kept whatever comes next.
             (output / "result.json").write_text(json.dumps(document, indent=1) + "\n")
             (output / "report.html").write_text(report.page(document), encoding="utf-8")
-    screen.say(f"\n{output / 'report.html'}  {output / 'result.json'}  {output / 'logs'}/")
+    terminal.say(f"\n{output / 'report.html'}  {output / 'result.json'}  {output / 'logs'}/")
 
 
 def _end(number: int, frame: FrameType | None) -> None:

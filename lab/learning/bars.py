@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from lab.cpu_engine.engine_command import MODELS
 from lab.harness.spread import Spread
-from lab.learning.engines_at_work import Lab, Setting, running
+from lab.learning.engines_at_work import Lab, LabSetting, running
 
 OWN: Final = "chosen"
 _CHOICES: Final = ("off", "online:20", "online:5", OWN)
@@ -38,7 +38,7 @@ STREAMS: Final = {
 }
 
 
-def bars(setting: Setting) -> dict[str, Any]:
+def bars(setting: LabSetting) -> dict[str, Any]:
     """Tokens per second over a whole stream, by choice; ratios of the same seed.
 
     later: over the second half of the stream, when the choice has had time to find out.
@@ -70,7 +70,7 @@ def _ratio(played: list[dict[str, list[float]]], other: str, since: int) -> dict
     return Spread(tuple(pairs)).as_json()
 
 
-def _played(setting: Setting, name: str, seed: int) -> dict[str, list[float]]:
+def _played(setting: LabSetting, name: str, seed: int) -> dict[str, list[float]]:
     """Seconds of each wave, by choice."""
     stream = STREAMS[name]
     tokens = _tokens(setting)
@@ -92,13 +92,13 @@ def _played(setting: Setting, name: str, seed: int) -> dict[str, list[float]]:
     return seconds
 
 
-def _tokens(setting: Setting) -> int:
+def _tokens(setting: LabSetting) -> int:
     """New ones of each request."""
     return 60 if setting.quick else 200
 
 
 @contextmanager
-def _engine(setting: Setting, name: str, choice: str, seed: int) -> Iterator[Lab]:
+def _engine(setting: LabSetting, name: str, choice: str, seed: int) -> Iterator[Lab]:
     """The stream's first engine has its costs measured, the others' sidecars find them."""
     stream = STREAMS[name]
     with running(

@@ -21,12 +21,12 @@ from lab.harness.engines import (
     wait_ready,
     wait_serving,
 )
-from lab.harness.errors import StageError
+from lab.harness.errors import HarnessError
 from lab.harness.load_generator import acceptance_length, play
 from lab.harness.processes import Child
-from lab.harness.screen import Screen
-from lab.harness.sidecar import Pin, Sidecar
-from lab.harness.stream import Phase, Request
+from lab.harness.sidecar import Pin, SidecarHandle
+from lab.harness.stream import StreamPhase, StreamRequest
+from lab.harness.terminal import Terminal
 from speculation.v1 import engine_pb2
 
 ENGINE_ID = "lab"
@@ -50,20 +50,20 @@ class Played:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class LabSetting:
     """output: for logs; quick: small numbers, to see that it runs; seeds: repeats."""
 
     output: Path
     scratch: Path
     quick: bool
     seeds: int
-    screen: Screen
+    terminal: Terminal
 
 
 class Lab:
     """A running engine under a sidecar."""
 
-    def __init__(self, engine: Engine, sidecar: Sidecar, place: Workplace) -> None:
+    def __init__(self, engine: Engine, sidecar: SidecarHandle, place: Workplace) -> None:
         self._engine = engine
         self.sidecar = sidecar
         self._place = place
@@ -73,10 +73,10 @@ class Lab:
         """So many requests at once, greedy."""
         prompts = held_out_prompts(domain, count, _PROMPT_TOKENS, seed)
         requests = tuple(
-            Request(index, domain, tuple(prompt), new_tokens)
+            StreamRequest(index, domain, tuple(prompt), new_tokens)
             for index, prompt in enumerate(prompts)
         )
-        played = asyncio.run(play([Phase(domain, domain, count, requests)], self._engine.url))
+        played = asyncio.run(play([StreamPhase(domain, domain, count, requests)], self._engine.url))
         answers = played.answers
         return Played(
             played.tokens_per_second,
@@ -92,13 +92,13 @@ class Lab:
             yield pin
 
     def profile(self, budget_seconds: float) -> None:
-        """Measures what steps cost.  Raises StageError where the sidecar does not take it up."""
+        """Measures what steps cost.  Raises HarnessError where the sidecar does not take it up."""
         command = profile_command(self._place, self._engine, ENGINE_ID, budget_seconds)
         log = self._place.log("profile")
         with Child("controller profile", command, log) as child:
             child.wait(budget_seconds + _COMMAND_SECONDS, lambda: None)
             if not self.sidecar.status().profile_id:
-                raise StageError(f"the sidecar did not take the profile up.\n{child.tail()}")
+                raise HarnessError(f"the sidecar did not take the profile up.\n{child.tail()}")
 
     @contextmanager
     def regime(self, text: str) -> Iterator[None]:
@@ -124,12 +124,12 @@ class Lab:
             timeout=_COMMAND_SECONDS,
         )
         if done.returncode:
-            raise StageError(f"controller {' '.join(arguments)}: {done.stderr.strip()}")
+            raise HarnessError(f"controller {' '.join(arguments)}: {done.stderr.strip()}")
 
 
 @contextmanager
 def running(
-    setting: Setting,
+    setting: LabSetting,
     name: str,
     draft: Path,
     gammas: Sequence[int],
@@ -137,7 +137,7 @@ def running(
     sidecar: Mapping[str, str] | None = None,
     batch_max: int = _BATCH_MAX,
 ) -> Iterator[Lab]:
-    """name: for logs.  engine, sidecar: variables of theirs.  Raises StageError."""
+    """name: for logs.  engine, sidecar: variables of theirs.  Raises HarnessError."""
     scratch = setting.scratch / name
     scratch.mkdir()
     place = Workplace(setting.output, scratch)
@@ -148,7 +148,7 @@ def running(
         **(engine or {}),
     }
     with ExitStack() as stack:
-        client = stack.enter_context(Sidecar(place.address, ENGINE_ID))
+        client = stack.enter_context(SidecarHandle(place.address, ENGINE_ID))
         child = stack.enter_context(
             launch_sidecar(place, environment=sidecar, log=f"{name}-sidecar")
         )
@@ -164,7 +164,7 @@ def running(
         yield Lab(launched, client, place)
 
 
-def trainer(setting: Setting, name: str, signals: Path) -> Child:
+def trainer(setting: LabSetting, name: str, signals: Path) -> Child:
     """`python -m engine_shim.training attend` beside the engine of that name."""
     address = Workplace(setting.output, setting.scratch / name).address
     command = [

@@ -4,7 +4,7 @@ from typing import Any
 
 from lab.cpu_engine.engine_command import MODELS
 from lab.harness.spread import Spread
-from lab.learning.engines_at_work import Lab, Setting, by_context, running
+from lab.learning.engines_at_work import Lab, LabSetting, by_context, running
 
 _STRIDES = (0, 50, 20, 10, 5, 2, 1)
 _GAMMA = 3
@@ -15,7 +15,7 @@ _PER_REQUEST = {**_ONLINE, "SPECULATION_ONLINE_SCOPE": "request"}
 _BASELINE_TOKENS = 400
 
 
-def length(setting: Setting) -> dict[str, Any]:
+def length(setting: LabSetting) -> dict[str, Any]:
     """Acceptance along one long answer, left alone and learnt from."""
     tokens, width = (200, 100) if setting.quick else (1500, 250)
     with running(setting, "length", MODELS / "draft-mixed", (0, _GAMMA, 7), _PER_REQUEST) as lab:
@@ -42,7 +42,7 @@ def length(setting: Setting) -> dict[str, Any]:
     return found
 
 
-def strides(setting: Setting) -> dict[str, Any]:
+def strides(setting: LabSetting) -> dict[str, Any]:
     """A drafter of code on csv: every stride from the same first weights, for one answer."""
     tokens = 160 if setting.quick else 500
     with running(setting, "strides", MODELS / "draft-code", (0, _GAMMA), _PER_REQUEST) as lab:
@@ -70,7 +70,7 @@ def strides(setting: Setting) -> dict[str, Any]:
     return {"domain": "csv", "gamma": _GAMMA, "gamma 0 tokens/s": round(plain, 1), "by": rows}
 
 
-def regime(setting: Setting) -> dict[str, Any]:
+def regime(setting: LabSetting) -> dict[str, Any]:
     """The same drafter under the sidecar's own decision, batch after batch."""
     waves = 2 if setting.quick else 10
     with running(setting, "regime", MODELS / "draft-code", (0, 1, _GAMMA), _ONLINE) as lab:

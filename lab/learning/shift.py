@@ -3,7 +3,7 @@
 from typing import Any
 
 from lab.cpu_engine.engine_command import MODELS
-from lab.learning.engines_at_work import Lab, Setting, running, trainer
+from lab.learning.engines_at_work import Lab, LabSetting, running, trainer
 
 # So that minutes show what takes hours in service.
 _SMALL = {
@@ -16,12 +16,12 @@ _MOST_BATCHES = 16
 _AFTER = 3
 
 
-def shift(setting: Setting) -> dict[str, Any]:
+def shift(setting: LabSetting) -> dict[str, Any]:
     """Code, then csv, with a drafter of code; once for every seed."""
     return {"runs": [_run(setting, seed) for seed in range(setting.seeds)]}
 
 
-def _run(setting: Setting, seed: int) -> dict[str, Any]:
+def _run(setting: LabSetting, seed: int) -> dict[str, Any]:
     name = f"shift-{seed}"
     signals = setting.scratch / f"{name}-signals"
     variables = {"SPECULATION_SIGNALS_FOLDER": str(signals)}

@@ -6,22 +6,22 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from engine_shim.training.checkpoint import load_target, save_steered
-from engine_shim.training.schedule import Budget
+from engine_shim.training.checkpoint import load_target, save_sd2
+from engine_shim.training.schedule import StepBudget
 from lab.cpu_engine.engine_command import MODELS
 from lab.cpu_engine.models import corpus
 from lab.cpu_engine.models._sd2 import distil, pretrain
 from lab.cpu_engine.models.prompts import DOMAINS
-from lab.cpu_engine.models.recipe import MIXTURE, Recipe, SteeredRecipe
+from lab.cpu_engine.models.recipe import MIXTURE, Recipe, Sd2Recipe
 from lab.harness.spread import Spread
-from lab.learning.engines_at_work import Setting, running, step_seconds
+from lab.learning.engines_at_work import LabSetting, running, step_seconds
 
 _GAMMA = 7
 _BATCH = 4
 _MANY = 100_000
 
 
-def steering(setting: Setting) -> dict[str, Any]:
+def steering(setting: LabSetting) -> dict[str, Any]:
     """Trains the three, then serves each."""
     folders, seconds = _trained(setting)
     if setting.quick:
@@ -40,26 +40,26 @@ def steering(setting: Setting) -> dict[str, Any]:
     return found
 
 
-def _trained(setting: Setting) -> tuple[dict[str, Path], dict[str, float]]:
+def _trained(setting: LabSetting) -> tuple[dict[str, Path], dict[str, float]]:
     torch.set_num_threads(1)
     first, then = (8.0, 6.0) if setting.quick else (100.0, 100.0)
-    recipe = SteeredRecipe(MIXTURE, Budget(_MANY, first), Budget(_MANY, then))
+    recipe = Sd2Recipe(MIXTURE, StepBudget(_MANY, first), StepBudget(_MANY, then))
     target = load_target(MODELS / "target").requires_grad_(requires_grad=False)
     tokenizer = Tokenizer.from_file(str(MODELS / "target/tokenizer.json"))
     splits = corpus.tokenize(corpus.documents(), tokenizer)
     folders = {name: setting.scratch / name for name in ("pretrained", "distilled", "steered")}
-    with setting.screen.working("three drafters are trained"):
-        pretrained = pretrain(recipe, Recipe().steered_shape, splits)
-        save_steered(pretrained, folders["pretrained"])
+    with setting.terminal.working("three drafters are trained"):
+        pretrained = pretrain(recipe, Recipe().sd2_shape, splits)
+        save_sd2(pretrained, folders["pretrained"])
         for name in ("distilled", "steered"):
             made = distil(
                 recipe, pretrained, target, splits, recipe.budget, steered=name == "steered"
             )
-            save_steered(made, folders[name])
+            save_sd2(made, folders[name])
     return folders, {"pretraining": first, "distilled": then, "steered": then}
 
 
-def _served(setting: Setting, name: str, folder: Path) -> dict[str, Any]:
+def _served(setting: LabSetting, name: str, folder: Path) -> dict[str, Any]:
     tokens = 48 if setting.quick else 150
     with running(setting, f"sd2-{name}", folder, (0, 3, _GAMMA)) as lab:
         with lab.pinned(0):

@@ -60,10 +60,10 @@ def tts(
 def pools() -> None:
     """Computes TIDE's mixed GPU pools (arXiv 2602.05145, section 5.5 and appendix A.4)."""
     print("TIDE (arXiv 2602.05145), section 5.5 and appendix A.4: relative inference throughput\n")
-    print(f"{'cards':34}{'speedup':>9}{'here':>8}{'paper':>8}")
+    print(f"{'gpus':34}{'speedup':>9}{'here':>8}{'paper':>8}")
     for one in STATED:
         here = relative_throughput(one)
-        print(f"{one.cards:34}{one.speedup:9.2f}{here:8.3f}{one.relative:8.2f}")
+        print(f"{one.gpus:34}{one.speedup:9.2f}{here:8.3f}{one.relative:8.2f}")
 
 
 if __name__ == "__main__":

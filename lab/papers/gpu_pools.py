@@ -24,7 +24,7 @@ class StatedGain:
     relative: float
 
     @property
-    def cards(self) -> str:
+    def gpus(self) -> str:
         """For people."""
         return f"{self.high_cards} {self.high} serve, {self.low_cards} {self.low} train"
 

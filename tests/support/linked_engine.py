@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from engine_shim.link.engine_link import EngineLink
-from engine_shim.link.plan_follower import Choice, Source
+from engine_shim.link.plan_follower import Source, StepChoice
 from engine_shim.link.settings import LinkSettings
 from tests.support.eventually import eventually
 from tests.support.fake_sidecar import engine_spec
@@ -21,7 +21,7 @@ class LinkedEngine:
     def __init__(self, link: EngineLink) -> None:
         self.link = link
         self.step = 0
-        self.choice: Choice | None = None
+        self.choice: StepChoice | None = None
         self._rng = random.Random(0)
 
     def wait_for_a_plan(self) -> None:

@@ -22,7 +22,7 @@ from controller.core.types import (
     StepFlags,
     StepReport,
 )
-from controller.recording.recorded_controller import TapedController
+from controller.recording.recorded_controller import RecordedController
 from controller.recording.recorder import Recorder
 
 GAMMAS = (0, 1, 2, 3, 5)
@@ -50,7 +50,7 @@ def override(name: str, rule: Rule, reason: str = "because") -> Override:
 class Engine:
     """Runs what the plan says, with classes, confidences, updates and resets now and then."""
 
-    def __init__(self, core: TapedController, clock: VirtualClock, seed: int = 0) -> None:
+    def __init__(self, core: RecordedController, clock: VirtualClock, seed: int = 0) -> None:
         self.core, self.clock = core, clock
         self.rng = random.Random(seed)
         self.step = 0

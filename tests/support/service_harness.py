@@ -19,8 +19,8 @@ from controller.core.types import Fingerprint
 from controller.service.metrics.family import samples
 from controller.service.metrics.server import OF_AN_ENGINE
 from controller.service.server import Sidecar
-from controller.service.sessions.session import Session
-from controller.service.status.engine_snapshot import EngineView
+from controller.service.sessions.session import EngineSession
+from controller.service.status.engine_snapshot import EngineSnapshot
 from controller.settings.settings import Settings
 from speculation.v1 import engine_pb2, plan_pb2, policy_pb2_grpc, service_pb2, service_pb2_grpc
 
@@ -152,9 +152,9 @@ async def serving(
         yield Running(sidecar, channel, by_operators)
 
 
-def measured_of(session: Session) -> dict[tuple[str, ...], float]:
+def measured_of(session: EngineSession) -> dict[tuple[str, ...], float]:
     """Its metrics as a scrape would show them: by name, and value of their own label."""
-    view = EngineView.of(session)
+    view = EngineSnapshot.of(session)
     return {
         (family.sample_name, *labels): number
         for family in OF_AN_ENGINE

@@ -3,7 +3,7 @@
 import torch
 from torch.nn import functional
 
-from engine_shim.training.blocks import ModelShape
+from engine_shim.training.blocks import DecoderShape
 from engine_shim.training.dflash import DFlashShape, DFlashStudent
 from engine_shim.training.eagle3 import Eagle3Shape, Eagle3Student
 from engine_shim.training.mtp import MtpShape, MtpStudent
@@ -11,7 +11,7 @@ from engine_shim.training.online import Round
 from engine_shim.training.qwen3 import Qwen3Target
 from engine_shim.training.signals import Signal
 
-SHAPE = ModelShape(
+SHAPE = DecoderShape(
     hidden=32, heads=2, kv_heads=1, head_dim=16, mlp=48, layers=3, vocabulary=40, max_positions=64
 )
 LAYERS = (0, 1)

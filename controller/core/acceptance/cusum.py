@@ -32,7 +32,7 @@ class Hazard:
     seen: float
 
 
-class ShiftAlarm:
+class Cusum:
     """Both sums of one estimator.  limit: a sum beyond it is a shift."""
 
     def __init__(self, gamma_max: int, settings: PlannerSettings) -> None:

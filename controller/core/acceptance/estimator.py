@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controller.core.acceptance.confidence import ConfidenceCalibration
-from controller.core.acceptance.cusum import ShiftAlarm
+from controller.core.acceptance.cusum import Cusum
 from controller.core.settings import PlannerSettings
 from controller.core.types import MAX_BATCH_SIZE
 
@@ -94,7 +94,7 @@ class AcceptanceEstimator:
         self._steps = 0
         self._seen_at = [0] * gamma_max
         self._confidence = ConfidenceCalibration(gamma_max)
-        self._alarm = ShiftAlarm(gamma_max, settings)
+        self._alarm = Cusum(gamma_max, settings)
         self.shifts = 0
         self.use_settings(settings)
 

@@ -5,7 +5,7 @@ The rate starts at the profile's and follows the seconds that waking steps take 
 
 from collections.abc import Mapping, Sequence
 
-from controller.core.cost.drafter_backlog import MissedTokens
+from controller.core.cost.drafter_backlog import DrafterBacklog
 from controller.core.types import Capabilities, StepReport
 
 # The rate's memory, in wakings, and the missed tokens that its first value weighs.
@@ -22,7 +22,7 @@ class CatchUp:
     def __init__(
         self, drafters: Sequence[str], seconds_per_token: float, able: Capabilities
     ) -> None:
-        self._missed = MissedTokens(drafters, able)
+        self._backlog = DrafterBacklog(drafters, able)
         self.use(seconds_per_token)
 
     def use(self, seconds_per_token: float) -> None:
@@ -32,7 +32,7 @@ class CatchUp:
 
     def use_capabilities(self, able: Capabilities) -> None:
         """Takes over what the engine is able to do from now on."""
-        self._missed.use(able)
+        self._backlog.use(able)
 
     @property
     def seconds_per_token(self) -> float:
@@ -44,7 +44,7 @@ class CatchUp:
 
         expected_seconds: of a plain step of this shape.
         """
-        behind = self._missed.observe(report)
+        behind = self._backlog.observe(report)
         if behind > 0 and not (report.flags.after_gap or report.flags.first_use):
             excess = report.step_seconds - expected_seconds
             # A wild step must not make waking look dear for the next fifty.
@@ -57,4 +57,4 @@ class CatchUp:
     def seconds(self) -> Mapping[str, float]:
         """By drafter, what drafting with it in the next step costs beyond the step."""
         rate = self.seconds_per_token
-        return {name: rate * missed for name, missed in self._missed.now.items()}
+        return {name: rate * backlog for name, backlog in self._backlog.now.items()}

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from controller.core.types import Capabilities, StepReport
 
 
-class MissedTokens:
+class DrafterBacklog:
     """Missed tokens by drafter.  One object per engine.
 
     A drafter misses what the engine generates while it sleeps (gamma = 0) or, in an engine whose
@@ -14,9 +14,9 @@ class MissedTokens:
     """
 
     def __init__(self, drafters: Sequence[str], able: Capabilities) -> None:
-        self._missed = dict.fromkeys(drafters, 0.0)
+        self._backlog = dict.fromkeys(drafters, 0.0)
         self.use(able)
-        self._apart = len(self._missed) > 1 and not able.drafters_follow
+        self._apart = len(self._backlog) > 1 and not able.drafters_follow
         # Where all keep up and have missed nothing there is nothing to do.
         self._asleep = self._apart
         self._slept_steps = 0
@@ -29,7 +29,7 @@ class MissedTokens:
     @property
     def now(self) -> Mapping[str, float]:
         """By drafter."""
-        return self._missed
+        return self._backlog
 
     def observe(self, report: StepReport) -> float:
         """Takes a step; the tokens that its drafter had missed and read first, 0 mostly."""
@@ -42,13 +42,13 @@ class MissedTokens:
             self._slept_steps = 0
         elif self._slept_steps == self._most_steps > 0:
             self._slept_steps = 1
-            self._missed = dict.fromkeys(self._missed, 0.0)
+            self._backlog = dict.fromkeys(self._backlog, 0.0)
         else:
             self._slept_steps += 1
-        behind = self._missed[report.drafter]
-        for name, missed in self._missed.items():
+        behind = self._backlog[report.drafter]
+        for name, backlog in self._backlog.items():
             if not runs or (self._apart and name != report.drafter):
-                self._missed[name] = min(missed + gained, float(report.kv_tokens + gained))
+                self._backlog[name] = min(backlog + gained, float(report.kv_tokens + gained))
             elif report.gamma > 0:
-                self._missed[name] = 0.0
+                self._backlog[name] = 0.0
         return behind if runs and report.gamma > 0 else 0.0

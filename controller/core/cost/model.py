@@ -138,7 +138,7 @@ class CostModel:
         self._flat_features = self._features.reshape(len(self._features), -1)
         drafters = (len(self._features) - 2) // 3
         sigma = np.array([*doubt[0][:2], *(doubt[0][2:] * drafters)])
-        self._wander = np.diag(np.square([*_WANDER[:2], *(_WANDER[2:] * drafters)]))
+        self._process_noise = np.diag(np.square([*_WANDER[:2], *(_WANDER[2:] * drafters)]))
         self._weights = np.zeros(len(sigma))
         self._covariance = np.diag(sigma**2)
         self._covariance_start = float(np.trace(self._covariance))
@@ -271,7 +271,7 @@ class CostModel:
             jump = min(max(error * error - cell_doubt - noise, 0.0), _PACE_MAX**2)
             self._pace += _PACE_RATE * (jump - self._pace)
         self._last_cell = (i, j)
-        self._covariance += steps * self._wander
+        self._covariance += steps * self._process_noise
         self._covariance[0, 0] += self._pace
         spread = self._covariance @ phi
         total = float(phi @ spread) + cell_doubt + noise

@@ -57,8 +57,8 @@ def experts_touched(experts: Experts, tokens: ArrayLike) -> Floats:
     draws = np.asarray(tokens, dtype=np.float64) * experts.experts_per_token
     if experts.experts == 1:
         return np.minimum(draws, 1.0)
-    missed: Floats = np.exp(draws * np.log1p(-1.0 / experts.experts))
-    return experts.experts * (1.0 - missed)
+    backlog: Floats = np.exp(draws * np.log1p(-1.0 / experts.experts))
+    return experts.experts * (1.0 - backlog)
 
 
 def step_seconds(

@@ -38,8 +38,8 @@ _MODULES = (
 )  # fmt: skip
 # Made by the constructor, and the same ever after.
 _PLANNER = frozenset({
-    "arms", "buckets", "_settings", "_off", "_watcher", "_legal", "_possible", "_on_arm",
-    "_off_arm", "_index",
+    "arms", "buckets", "_settings", "_off", "_observation_planner", "_feasible", "_possible",
+    "_on_arm", "_off_arm", "_index",
 })  # fmt: skip
 _CONSTANT: Final[Mapping[type, frozenset[str]]] = {
     engine_controller.EngineController: frozenset({
@@ -52,24 +52,25 @@ _CONSTANT: Final[Mapping[type, frozenset[str]]] = {
     model.CostModel: frozenset({
         "profile_id", "prior", "_buckets", "_bucket_list", "_padded",
         "_extrapolated", "_kv_reference", "_kv_rate", "_grid", "_grid_rows", "_drift_max",
-        "_features", "_flat_features", "_wander", "_covariance_start", "_cell_sigma", "_order",
+        "_features", "_flat_features", "_process_noise", "_covariance_start", "_cell_sigma",
+        "_order",
         "_off",
     }),
     drafter_updates.DrafterUpdates: frozenset({"_able"}),
     exploration.Explorer: frozenset({"_arms", "_settings"}),
-    drafter_backlog.MissedTokens: frozenset({"_can_sleep", "_apart", "_most_steps"}),
+    drafter_backlog.DrafterBacklog: frozenset({"_can_sleep", "_apart", "_most_steps"}),
     planner.Planner: _PLANNER,
     baseline_planners.TidePlanner: _PLANNER,
     baseline_planners.EmaPlanner: _PLANNER,
     baseline_planners._Slot: frozenset({"gammas", "_down"}),  # noqa: SLF001  # a closed list has to name all
     stride_planner.RegimePlanner: frozenset({"_learner", "_learns", "_gammas"}),
     selective_training.SelectiveTraining: frozenset({"drafter", "settings"}),
-    cusum.ShiftAlarm: frozenset({"limit"}),
+    cusum.Cusum: frozenset({"limit"}),
     by_class.TrafficEstimator: frozenset({"_settings"}),
     update_response.UpdateResponse: frozenset({"_eta", "_delta", "_log_prior"}),
 }  # fmt: skip
 # Of an EngineController: what only people look at.
-_LEFT_OUT: Final = _CONSTANT[EngineController] | {"account", "_decision"}
+_LEFT_OUT: Final = _CONSTANT[EngineController] | {"prediction_audit", "_decision"}
 _NOTHING: Final[frozenset[str]] = frozenset()
 _DTYPES = ("<f8", "<i8", "|b1")
 

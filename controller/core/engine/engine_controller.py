@@ -36,7 +36,7 @@ from controller.core.engine.explanation import (
     value_table,
     why,
 )
-from controller.core.engine.prediction_audit import Account
+from controller.core.engine.prediction_audit import PredictionAudit
 from controller.core.errors import StaleReportError, UnknownArmError
 from controller.core.planning.baseline_planners import make_planner
 from controller.core.planning.cautious_start import discounts
@@ -110,10 +110,10 @@ class EngineController:
         self._planner = make_planner(self.arms, self._buckets, settings)
         self._overrides = covering(overrides, spec)
         self._rows_at = at = rows_under(self._overrides, spec, self._buckets, self.arms)
-        self._planner.limit(at.upper, self._sizes[at.bucket], at.legal, at.possible)
+        self._planner.limit(at.upper, self._sizes[at.bucket], at.feasible, at.possible)
         self.explorer = Explorer(self.arms, settings)
         self.updates = DrafterUpdates(spec, self.arms, training or TrainingSettings(), trained)
-        self.account = Account(spec, self.arms)
+        self.prediction_audit = PredictionAudit(spec, self.arms)
         self._forced: Arm | None = None
         self._parting = False
         self._kv_per_sequence = profile.kv_tokens_per_sequence if profile else 0.0
@@ -178,12 +178,14 @@ class EngineController:
             self.cost.observe(
                 arm, report.batch_size, report.kv_tokens, expected, report.step_seconds
             )
-        self.account.observe(arm, report, expected if plain and self._forced is None else None)
+        self.prediction_audit.observe(
+            arm, report, expected if plain and self._forced is None else None
+        )
         if self._forced is None:
             self.updates.observe(report, expected)
-        watch = self._planner.watch
-        if watch is not None and report.gamma == 0:
-            share = float(watch.share[self._rows_at.row_of(report.batch_size)])
+        observation = self._planner.observation
+        if observation is not None and report.gamma == 0:
+            share = float(observation.share[self._rows_at.row_of(report.batch_size)])
         else:
             share = budget(self._settings, self.traffic.hazard)
         seconds = min(report.step_seconds, bearable)
@@ -196,7 +198,7 @@ class EngineController:
             return False
         self._overrides = mine
         at = self._rows_at = rows_under(mine, self.spec, self._buckets, self.arms)
-        self._planner.limit(at.upper, self._sizes[at.bucket], at.legal, at.possible)
+        self._planner.limit(at.upper, self._sizes[at.bucket], at.feasible, at.possible)
         self.explorer.cancel()
         self._evaluated_at = -float("inf")
         return True
@@ -217,7 +219,7 @@ class EngineController:
         self._catch_up.use_capabilities(self.spec.able)
         self.updates.use_capabilities(self.spec.able)
         at = self._rows_at = rows_under(self._overrides, self.spec, self._buckets, self.arms)
-        self._planner.limit(at.upper, self._sizes[at.bucket], at.legal, at.possible)
+        self._planner.limit(at.upper, self._sizes[at.bucket], at.feasible, at.possible)
         self.explorer.cancel()
         # Rows that read the same may sleep no more.
         self._decided = None
@@ -301,7 +303,7 @@ class EngineController:
             part.use_settings(settings)
         at, before = self._rows_at, self._planner
         self._planner = make_planner(self.arms, self._buckets, settings)
-        self._planner.limit(at.upper, self._sizes[at.bucket], at.legal, at.possible)
+        self._planner.limit(at.upper, self._sizes[at.bucket], at.feasible, at.possible)
         self._planner.choice, self._planner.proven = before.choice, before.proven
         self._planner.switches = before.switches
         self._evaluated_at = -float("inf")
@@ -393,18 +395,18 @@ class EngineController:
         hedge = discounts(values, doubt, self.arms, at.bucket, proven)
         choice = self._planner.update(values, hazard, hedge)
         active = at.row_of(self._last_batch)
-        self.account.settle(values, at.row_of)
+        self.prediction_audit.settle(values, at.row_of)
         sees = self.reports and not is_blind(self.spec)
         if sees and self._planner.explores and at.limits[active].explore:
             situation = Situation(
                 values, doubt, active, self._last_batch, choice[active],
-                self._planner.watch, 1 / hazard.expected,
-                int(at.bucket[active]), None if at.legal is None else at.legal[:, active],
+                self._planner.observation, 1 / hazard.expected,
+                int(at.bucket[active]), None if at.feasible is None else at.feasible[:, active],
             )  # fmt: skip
             self.explorer.consider(situation, now)
         if at.regime is None and self.reports:
-            legal = None if at.legal is None else at.legal[:, active]
-            self.updates.update(values, active, self._last_batch, legal)
+            feasible = None if at.feasible is None else at.feasible[:, active]
+            self.updates.update(values, active, self._last_batch, feasible)
         probing = self.explorer.running
         rows = self._rows(choice, probing)
         size, prior = self._last_batch, "" if self.profile_id else self.cost.prior

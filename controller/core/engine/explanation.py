@@ -48,7 +48,7 @@ class ArmValue:
     extrapolated: bool
     cost_drift: float = 1.0
     catch_up_seconds: float = 0.0
-    legal: bool = True
+    feasible: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class ValueTable:
     seconds: tuple[tuple[float, ...], ...]
     tokens_per_second: tuple[tuple[float, ...], ...]
     extrapolated: tuple[tuple[bool, ...], ...]
-    legal: tuple[tuple[bool, ...], ...]
+    feasible: tuple[tuple[bool, ...], ...]
 
 
 NO_TABLE = ValueTable((), (), (), (), ())
@@ -126,13 +126,13 @@ class Explanation:
 def value_table(at: PlanRows, values: Values) -> ValueTable:
     """All rows; at: the rows that the values were made for."""
     costs = values.costs
-    legal = np.ones(costs.seconds.shape, dtype=bool) if at.legal is None else at.legal
+    feasible = np.ones(costs.seconds.shape, dtype=bool) if at.feasible is None else at.feasible
     return ValueTable(
         tuple(at.upper),
         _rows(costs.seconds),
         _rows(values.value),
         _rows(costs.extrapolated),
-        _rows(legal),
+        _rows(feasible),
     )
 
 
@@ -147,7 +147,7 @@ def arms_in(
 
     chosen: index of the planned arm.  confidence_z: standard deviations of optimism.
     """
-    values, legal, bucket = made.values, made.at.legal, int(made.at.bucket[row])
+    values, feasible, bucket = made.values, made.at.feasible, int(made.at.bucket[row])
     variance = relative_variance(values, made.estimates.doubt, arms, bucket, chosen)
     hoped = values.value[:, row] * (1 + confidence_z * np.sqrt(variance))
     drift = made.estimates.drift[:, bucket]
@@ -162,7 +162,7 @@ def arms_in(
             bool(values.costs.extrapolated[i, row]),
             float(drift[i]),
             float(values.catch_up[i]),
-            legal is None or bool(legal[i, row]),
+            feasible is None or bool(feasible[i, row]),
         )
         for i, arm in enumerate(arms)
     )
@@ -188,8 +188,8 @@ def preview_rows(
     plan: Plan, at: PlanRows, value: NDArray[np.float64], arms: Sequence[Arm]
 ) -> tuple[PreviewRow, ...]:
     """What a plan would become with other rows.  value: [arms, rows] tokens per second."""
-    if at.legal is not None:
-        value = np.where(at.legal, value, -1.0)
+    if at.feasible is not None:
+        value = np.where(at.feasible, value, -1.0)
     rows = []
     for j, (upper, emptied) in enumerate(zip(at.upper, at.emptied, strict=True)):
         row = plan.row_for(upper)

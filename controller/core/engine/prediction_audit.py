@@ -21,7 +21,7 @@ from controller.core.planning.planner import Values
 from controller.core.types import Arm, EngineSpec, StepReport
 
 
-class Account:
+class PredictionAudit:
     """One engine's sums, which only ever grow.
 
     plain_seconds, predicted_seconds: of the plain steps, as reported and as predicted.

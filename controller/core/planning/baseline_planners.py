@@ -49,12 +49,14 @@ class TidePlanner(Planner):
     ) -> Sequence[int]:
         """One of the two arms a bucket."""
         del discounts
-        self.watch = self._watcher.watch(
+        self.observation = self._observation_planner.observation(
             values.value, values.costs.seconds, values.catch_up_price, hazard
         )
         cost = values.costs.seconds[self._on_arm] / values.costs.seconds[self._off_arm]
         speedup = (1 + values.expected[self._on_arm]) / cost
-        choice = self.lawful([self._on_arm if s > 1 else self._off_arm for s in speedup], values)
+        choice = self.made_feasible(
+            [self._on_arm if s > 1 else self._off_arm for s in speedup], values
+        )
         if self.choice is not None:
             self.switches += sum(a != b for a, b in zip(choice, self.choice, strict=True))
         self.choice = choice
@@ -137,7 +139,7 @@ class EmaPlanner(Planner):
         """The slots' draft lengths; values matter only where those may not run."""
         del hazard, discounts
         wanted = [self._index[self._slot(size).gamma] for size in self.buckets]
-        choice = self.lawful(wanted, values)
+        choice = self.made_feasible(wanted, values)
         if self.choice is not None:
             self.switches += sum(a != b for a, b in zip(choice, self.choice, strict=True))
         self.choice = choice

@@ -41,7 +41,7 @@ class PlanRows:
     bucket: NDArray[np.int64]
     limits: tuple[Limits, ...]
     possible: NDArray[np.bool_] | None
-    legal: NDArray[np.bool_] | None
+    feasible: NDArray[np.bool_] | None
     emptied: tuple[bool, ...]
     split: bool
     regime: Regime | None
@@ -78,32 +78,32 @@ def rows_under(
     mine = by_strength(o for o in overrides if o.scope.covers(spec))
     limits = tuple(merge_ordered(mine, size) for size in upper)
     possible: NDArray[np.bool_] | None = None
-    legal: NDArray[np.bool_] | None = None
+    feasible: NDArray[np.bool_] | None = None
     if spec.lost or any(drafter.batch_limits for drafter in spec.drafters):
         possible = np.array([[spec.is_prepared(arm, size) for size in upper] for arm in arms])
         possible[[spec.loss_of(arm) is not None for arm in arms]] = False
         if spec.lost:
             # Where everything is lost the engine runs something all the same.
             possible[:, possible.sum(axis=0) == 0] = _shortest(arms, None)[:, None]
-        legal = possible
+        feasible = possible
     emptied: NDArray[np.bool_] = np.zeros(len(upper), dtype=np.bool_)
     if any(limit.overrides for limit in limits):
-        columns = {limit: limit.legal(arms) for limit in set(limits)}
-        legal = np.array([columns[limit] for limit in limits], dtype=np.bool_).T
+        columns = {limit: limit.feasible(arms) for limit in set(limits)}
+        feasible = np.array([columns[limit] for limit in limits], dtype=np.bool_).T
         if possible is not None:
-            legal &= possible
-        emptied = legal.sum(axis=0) == 0
+            feasible &= possible
+        emptied = feasible.sum(axis=0) == 0
         for index, limit in enumerate(limits):
             if _pins_lost(limit, spec):
                 emptied[index] = True
-                legal[:, index] = False
+                feasible[:, index] = False
         for row in emptied.nonzero()[0]:
-            legal[:, row] = _shortest(arms, None if possible is None else possible[:, row])
+            feasible[:, row] = _shortest(arms, None if possible is None else possible[:, row])
     asked, allowed, by = merge_regime(overrides, spec)
     regime = None if asked is None and allowed else _possible(asked, spec)
     named = {*by, *(name for limit in limits for name in limit.overrides)}
     return PlanRows(
-        upper, bucket, limits, possible, legal, tuple(emptied.tolist()),
+        upper, bucket, limits, possible, feasible, tuple(emptied.tolist()),
         len(upper) > len(buckets), regime, None if asked in {None, regime} else asked,
         tuple(sorted(named)), spec.lost,
     )  # fmt: skip

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controller.core.cost.doubt import CostDoubt
-from controller.core.planning.observation_cost import Watch
+from controller.core.planning.observation_cost import ObservationCost
 from controller.core.planning.planner import Values
 from controller.core.settings import PlannerSettings
 from controller.core.types import Arm, Probe, StepReport
@@ -67,10 +67,10 @@ class Situation:
     bucket: int
     batch_size: int
     current: int
-    watch: Watch | None
+    observation: ObservationCost | None
     horizon_steps: float
     cost_bucket: int
-    legal: NDArray[np.bool_] | None = None
+    feasible: NDArray[np.bool_] | None = None
 
 
 class Explorer:
@@ -142,7 +142,7 @@ class Explorer:
         """Starts a probe in the active bucket if one is worth its price and the credit is there."""
         if self._running or self._settings.probe_share == 0 or len(self._arms) < 2:
             return
-        watch, values, bucket, current = at.watch, at.values, at.bucket, at.current
+        observation, values, bucket, current = at.observation, at.values, at.bucket, at.current
         if at.doubt.guessed and not self._is_scaled:
             # Nobody knew how long a step takes when the settings were made.
             self._is_scaled = True
@@ -151,8 +151,8 @@ class Explorer:
         due = self._reports >= self._consider_at
         check = self._check(at)
         interval = math.inf
-        if watch is not None and self._arms[current].gamma == 0:
-            interval = float(watch.interval[bucket])
+        if observation is not None and self._arms[current].gamma == 0:
+            interval = float(observation.interval[bucket])
         if check is None and not due and self._blind_steps < interval:
             return
         here = values.value[:, bucket]
@@ -166,9 +166,9 @@ class Explorer:
             if best is not None and at.doubt.guessed and not at.doubt.ran[best, at.cost_bucket]:
                 # First what it costs, which takes no more; then whether that pays.
                 steps = 2
-        if best is None and watch is not None and self._blind_steps >= interval:
-            look, steps = int(watch.arm[bucket]), int(watch.steps[bucket])
-            if at.legal is not None and not at.legal[look]:
+        if best is None and observation is not None and self._blind_steps >= interval:
+            look, steps = int(observation.arm[bucket]), int(observation.steps[bucket])
+            if at.feasible is not None and not at.feasible[look]:
                 return
             lost = steps * max(-float(relative[look]), 0.0) * values.costs.seconds[look, bucket]
             if lost + values.catch_up[look] <= self._credit:
@@ -188,7 +188,7 @@ class Explorer:
             return None
         seconds = at.values.costs.seconds[:, at.bucket]
         for i, arm in enumerate(self._arms):
-            if arm.gamma == 0 and (at.legal is None or at.legal[i]):
+            if arm.gamma == 0 and (at.feasible is None or at.feasible[i]):
                 return i if self._credit + _CHECK_STEPS * seconds[i] >= 0 else None
         return None
 
@@ -214,8 +214,8 @@ class Explorer:
         ratio = gain * at.horizon_steps / (price + 0.02 * steps)
         ratio[price * seconds > self._credit] = 0.0
         ratio[current] = 0.0
-        if at.legal is not None:
-            ratio[~at.legal] = 0.0
+        if at.feasible is not None:
+            ratio[~at.feasible] = 0.0
         best = int(ratio.argmax())
         return best if ratio[best] > _RETURN_MIN and doubt[best] > 0 else None
 

@@ -33,7 +33,7 @@ _MISSED_STEPS_MAX = 200.0
 
 
 @dataclass(frozen=True, slots=True)
-class Watch:
+class ObservationCost:
     """Per bucket: which arm looks, for how many steps, how often, and what blindness costs.
 
     arm, steps: [buckets] of int.  interval: [buckets] steps; inf where even a good day would not
@@ -67,8 +67,8 @@ def budget(settings: PlannerSettings, hazard: Hazard) -> float:
     )
 
 
-class Watcher:
-    """Works out `Watch` from values.  One object per engine; it holds no state."""
+class ObservationPlanner:
+    """Works out `ObservationCost` from values.  One object per engine; it holds no state."""
 
     def __init__(
         self, arms: Sequence[Arm], sizes: NDArray[np.float64], settings: PlannerSettings
@@ -82,13 +82,13 @@ class Watcher:
         self._sizes = sizes
         self._settings = settings
 
-    def watch(
+    def observation(
         self,
         value: NDArray[np.float64],
         seconds: NDArray[np.float64],
         catch_up: CatchUpPrice,
         hazard: Hazard,
-    ) -> Watch | None:
+    ) -> ObservationCost | None:
         """value, seconds: [arms, buckets].  None: nothing to watch, or nothing to watch with."""
         if self._off is None or not self._drafting.any():
             return None
@@ -106,7 +106,9 @@ class Watcher:
         if share == 0:
             # Nothing ever looks: gamma = 0 is for good, and taken as such.
             nothing = np.zeros(len(arm))
-            return Watch(arm, self._steps[arm, columns], nothing + np.inf, nothing, nothing)
+            return ObservationCost(
+                arm, self._steps[arm, columns], nothing + np.inf, nothing, nothing
+            )
         best = np.maximum(np.sqrt(2 * cost / (gain * hazard.expected)), _INTERVAL_MIN)
         # Catching up takes its share of every step, however often one looks.
         asleep = catch_up.per_token * self._sizes / seconds[off]
@@ -118,7 +120,7 @@ class Watcher:
         apart = np.maximum(best, np.minimum(often, rarely))
         blind = cost / apart + np.minimum(asleep, shares) + gain * hazard.seen * apart / 2
         blind = np.where(hazard.seen > 0, np.minimum(blind, 0.9), 0.0)
-        return Watch(
+        return ObservationCost(
             arm,
             self._steps[arm, columns],
             np.where(worth, due, np.inf),

@@ -50,7 +50,7 @@ def effect_on(
     learns = spec.capabilities.can_update_online or spec.capabilities.can_collect
     regimes = (old.regime, new.regime) if learns else (None, None)
     return Effect(
-        _differ(old, new, _legal),
+        _differ(old, new, _feasible),
         _differ(old, new, lambda rows, row: rows.limits[row].explore),
         *regimes,
         tuple(sorted(set(_shadowing(spec, of, holding, everything)))),
@@ -101,11 +101,11 @@ def _differ(old: PlanRows, new: PlanRows, of: Callable[[PlanRows, int], object])
     return any(of(old, old.row_of(size)) != of(new, new.row_of(size)) for size in sizes)
 
 
-def _legal(rows: PlanRows, row: int) -> list[bool] | None:
+def _feasible(rows: PlanRows, row: int) -> list[bool] | None:
     """None: every arm.  All arms marked legal is the same."""
-    if rows.legal is None:
+    if rows.feasible is None:
         return None
-    column: list[bool] = rows.legal[:, row].tolist()
+    column: list[bool] = rows.feasible[:, row].tolist()
     return None if all(column) else column
 
 

@@ -227,7 +227,7 @@ class Limits:
     gamma_by: tuple[str, ...] = ()
     drafter_by: str = ""
 
-    def legal(self, arms: Sequence[Arm]) -> list[bool]:
+    def feasible(self, arms: Sequence[Arm]) -> list[bool]:
         """Per arm, whether it may run.  None may: the engine falls back to gamma = 0."""
         wanted = [
             arm.drafter not in self.denied_drafters and self.drafter in {None, arm.drafter}

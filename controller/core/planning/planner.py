@@ -18,7 +18,11 @@ from numpy.typing import NDArray
 from controller.core.acceptance.cusum import Hazard
 from controller.core.acceptance.estimator import AcceptanceCurve
 from controller.core.cost.model import Costs
-from controller.core.planning.observation_cost import CatchUpPrice, Watch, Watcher
+from controller.core.planning.observation_cost import (
+    CatchUpPrice,
+    ObservationCost,
+    ObservationPlanner,
+)
 from controller.core.settings import PlannerSettings
 from controller.core.types import Arm, Reason, StepReport
 
@@ -120,10 +124,12 @@ class Planner:
         self.buckets = tuple(buckets)
         self._settings = settings
         self._off = np.array([arm.gamma == 0 for arm in arms])
-        self._watcher = Watcher(arms, np.asarray(buckets, dtype=np.float64), settings)
-        self._legal: NDArray[np.bool_] | None = None
+        self._observation_planner = ObservationPlanner(
+            arms, np.asarray(buckets, dtype=np.float64), settings
+        )
+        self._feasible: NDArray[np.bool_] | None = None
         self._possible: NDArray[np.bool_] | None = None
-        self.watch: Watch | None = None
+        self.observation: ObservationCost | None = None
         self.choice: list[int] | None = None
         # The newest choice of each bucket that has run; None where none has.
         self.proven: list[int | None] = [None] * len(buckets)
@@ -134,7 +140,7 @@ class Planner:
         self,
         buckets: Sequence[int],
         sizes: NDArray[np.float64],
-        legal: NDArray[np.bool_] | None,
+        feasible: NDArray[np.bool_] | None,
         possible: NDArray[np.bool_] | None = None,
     ) -> None:
         """Other rows from now on, and what may run in them.
@@ -150,9 +156,9 @@ class Planner:
             self.proven = [None] * len(buckets)
         self.buckets = tuple(buckets)
         self.reasons = [Reason.EXPLOIT] * len(buckets)
-        self._watcher = Watcher(self.arms, sizes, self._settings)
-        self.watch = None
-        self._legal, self._possible = legal, possible
+        self._observation_planner = ObservationPlanner(self.arms, sizes, self._settings)
+        self.observation = None
+        self._feasible, self._possible = feasible, possible
 
     def observe(self, report: StepReport) -> None:
         """Every report passes by here; this rule works on the estimates alone."""
@@ -178,15 +184,15 @@ class Planner:
         if discounts is not None:
             value = value * discounts
         if self._off[value.argmax(axis=0)].any():
-            self.watch = self._watcher.watch(
+            self.observation = self._observation_planner.observation(
                 value, values.costs.seconds, values.catch_up_price, hazard
             )
-            if self.watch is not None:
-                value = np.where(self._off[:, None], value * (1 - self.watch.loss), value)
+            if self.observation is not None:
+                value = np.where(self._off[:, None], value * (1 - self.observation.loss), value)
         self.reasons = [Reason.EXPLOIT] * len(self.buckets)
-        if self._legal is not None:
+        if self._feasible is not None:
             self._say_overridden(value.argmax(axis=0))
-            value = np.where(self._legal, value, value * _UNTHINKABLE)
+            value = np.where(self._feasible, value, value * _UNTHINKABLE)
         best: list[int] = value.argmax(axis=0).tolist()
         if self.choice is None:
             self.choice = best
@@ -206,20 +212,20 @@ class Planner:
         return self.choice
 
     def _say_overridden(self, wanted: Sequence[int] | NDArray[np.int64]) -> None:
-        assert self._legal is not None
+        assert self._feasible is not None
         for j, arm in enumerate(wanted):
             is_possible = self._possible is None or self._possible[arm, j]
-            if is_possible and not self._legal[arm, j]:
+            if is_possible and not self._feasible[arm, j]:
                 self.reasons[j] = Reason.OVERRIDE
 
-    def lawful(self, choice: list[int], values: Values) -> list[int]:
+    def made_feasible(self, choice: list[int], values: Values) -> list[int]:
         """A rule's choice, with the best legal arm where its own is not."""
         self.reasons = [Reason.EXPLOIT] * len(self.buckets)
-        if self._legal is None:
+        if self._feasible is None:
             return choice
         self._say_overridden(choice)
-        best = np.where(self._legal, values.value, values.value * _UNTHINKABLE).argmax(axis=0)
-        return [arm if self._legal[arm, j] else int(best[j]) for j, arm in enumerate(choice)]
+        best = np.where(self._feasible, values.value, values.value * _UNTHINKABLE).argmax(axis=0)
+        return [arm if self._feasible[arm, j] else int(best[j]) for j, arm in enumerate(choice)]
 
     def eligible(self, values: Values) -> NDArray[np.float64]:
         """[arms, buckets] values; almost none where a time between tokens breaks the ceiling.

@@ -87,11 +87,11 @@ class DrafterUpdates:
             self.training.observe(report)
 
     def update(
-        self, values: Values, row: int, batch_size: int, legal: NDArray[np.bool_] | None
+        self, values: Values, row: int, batch_size: int, feasible: NDArray[np.bool_] | None
     ) -> None:
         """Chooses the stride of online updates anew."""
         if self._learning is not None and not self.attended:
-            self._learning.update(values, row, batch_size, legal)
+            self._learning.update(values, row, batch_size, feasible)
 
     @property
     def _learning(self) -> RegimePlanner | None:

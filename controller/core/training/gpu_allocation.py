@@ -32,13 +32,13 @@ class Pool:
     """
 
     name: str
-    cards: int
+    gpus: int
     inference: float
     training: float
 
     def __post_init__(self) -> None:
-        if not self.name or self.cards < 1:
-            raise InvalidPoolError(f"pool {self.name!r} of {self.cards} cards: 1 is the least")
+        if not self.name or self.gpus < 1:
+            raise InvalidPoolError(f"pool {self.name!r} of {self.gpus} cards: 1 is the least")
         for what, rate in (("inference", self.inference), ("training", self.training)):
             if not (isfinite(rate) and rate > 0):
                 raise InvalidPoolError(f"{self.name}: {what} rate {rate} must be above 0")
@@ -94,13 +94,13 @@ def allocate(pools: Sequence[Pool], demand: Demand) -> Allocation:
         raise InvalidPoolError("there are no cards")
     if len({pool.name for pool in pools}) < len(pools):
         raise InvalidPoolError("a pool is named twice")
-    if prod(pool.cards + 1 for pool in pools) > _MOST_ALLOCATIONS:
+    if prod(pool.gpus + 1 for pool in pools) > _MOST_ALLOCATIONS:
         raise InvalidPoolError(
             f"more than {_MOST_ALLOCATIONS} allocations: count nodes instead of cards"
         )
     able = list(_able(pools, demand))
     if not able:
-        most = sum(pool.cards * pool.training for pool in pools)
+        most = sum(pool.gpus * pool.training for pool in pools)
         raise InvalidPoolError(
             f"a training rate of {demand.training} is needed; all cards together have {most}"
         )
@@ -112,9 +112,9 @@ def allocate(pools: Sequence[Pool], demand: Demand) -> Allocation:
 
 def evaluate(pools: Sequence[Pool], demand: Demand, trains: Sequence[int]) -> Allocation:
     """A given allocation; whether it trains enough is not asked."""
-    everything = sum(pool.cards * pool.inference for pool in pools)
+    everything = sum(pool.gpus * pool.inference for pool in pools)
     left = sum(
-        (pool.cards - count) * pool.inference for pool, count in zip(pools, trains, strict=True)
+        (pool.gpus - count) * pool.inference for pool, count in zip(pools, trains, strict=True)
     )
     serving = (1 - demand.share) * everything + demand.share * left
     without = demand.untrained * everything
@@ -123,7 +123,7 @@ def evaluate(pools: Sequence[Pool], demand: Demand, trains: Sequence[int]) -> Al
 
 
 def _able(pools: Sequence[Pool], demand: Demand) -> Iterator[tuple[int, ...]]:
-    for trains in product(*(range(pool.cards + 1) for pool in pools)):
+    for trains in product(*(range(pool.gpus + 1) for pool in pools)):
         rate = sum(pool.training * count for pool, count in zip(pools, trains, strict=True))
         if any(trains) and rate >= demand.training * (1 - 1e-9):
             yield trains

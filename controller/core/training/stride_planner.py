@@ -113,7 +113,7 @@ class RegimePlanner:
         self._response.fold(report, drafted=report.drafter == self._learner)
 
     def update(
-        self, values: Values, row: int, batch_size: int, legal: NDArray[np.bool_] | None = None
+        self, values: Values, row: int, batch_size: int, feasible: NDArray[np.bool_] | None = None
     ) -> Regime:
         """Decides for the batch as it is, in its row of the plan.
 
@@ -124,8 +124,8 @@ class RegimePlanner:
         seconds = values.costs.seconds[:, row]
         each = self._price.per_update(batch_size, float(seconds[self._learns].min()))
         lost = np.array(rates) * each
-        if legal is not None:
-            seconds = np.where(legal, seconds, np.inf)
+        if feasible is not None:
+            seconds = np.where(feasible, seconds, np.inf)
         taken = seconds[:, None] + lost
         plain = batch_size * self._goodput(values, forecast.mean / forecast.now, taken)
         hopeful = batch_size * self._goodput(values, forecast.hopeful / forecast.now, taken)

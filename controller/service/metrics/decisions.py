@@ -3,14 +3,14 @@
 from typing import Final
 
 from controller.core.types import Reason, RegimeMode
-from controller.service.metrics.family import Family, Kind
-from controller.service.status.engine_snapshot import EngineView
+from controller.service.metrics.family import Family, MetricKind
+from controller.service.status.engine_snapshot import EngineSnapshot
 
-_COUNTER, _GAUGE = Kind.COUNTER, Kind.GAUGE
+_COUNTER, _GAUGE = MetricKind.COUNTER, MetricKind.GAUGE
 # Shown from the start, at zero, so that the first one is an increase.
 _OUTCOMES = ("deployed", "kept", "rejected", "failed")
 
-DECISION: Final[tuple[Family[EngineView], ...]] = (
+DECISION: Final[tuple[Family[EngineSnapshot], ...]] = (
     Family(
         _GAUGE, "speculation_gamma",
         "Draft length planned for the last reported batch size (0: plain decoding), by drafter.",
@@ -31,7 +31,7 @@ DECISION: Final[tuple[Family[EngineView], ...]] = (
     ),
     Family(
         _COUNTER, "speculation_plans", "Plans made, by reason.",
-        lambda e: {reason.value: e.session.tally.plans[reason] for reason in Reason},
+        lambda e: {reason.value: e.session.counters.plans[reason] for reason in Reason},
         label="reason",
     ),
     Family(
@@ -52,7 +52,7 @@ DECISION: Final[tuple[Family[EngineView], ...]] = (
     ),
     Family(
         _COUNTER, "speculation_probe_steps", "Reported steps that belonged to a probe.",
-        lambda e: e.session.tally.probing,
+        lambda e: e.session.counters.probing,
     ),
     Family(
         _GAUGE, "speculation_probe_lost_seconds",
@@ -83,7 +83,7 @@ DECISION: Final[tuple[Family[EngineView], ...]] = (
     ),
 )  # fmt: skip
 
-ESTIMATES: Final[tuple[Family[EngineView], ...]] = (
+ESTIMATES: Final[tuple[Family[EngineSnapshot], ...]] = (
     Family(
         _GAUGE, "speculation_expected_accept_length",
         "Expected tokens that a sequence gains in a step of the planned choice, bonus token "
@@ -95,7 +95,7 @@ ESTIMATES: Final[tuple[Family[EngineView], ...]] = (
         _COUNTER, "speculation_expected_accepted_tokens",
         "Draft tokens expected to be accepted, by the plan before each step. Compare with "
         "speculation_accepted_tokens_total.",
-        lambda e: e.session.core.account.expected_tokens, unit="tokens",
+        lambda e: e.session.core.prediction_audit.expected_tokens, unit="tokens",
     ),
     Family(
         _GAUGE, "speculation_predicted_step_seconds",
@@ -106,17 +106,17 @@ ESTIMATES: Final[tuple[Family[EngineView], ...]] = (
         _COUNTER, "speculation_plain_seconds",
         "Reported time of plain steps. Predictions are made for these only: steps without "
         "prefill, first use of a graph, an update beside them, or a measurement.",
-        lambda e: e.session.core.account.plain_seconds, unit="seconds",
+        lambda e: e.session.core.prediction_audit.plain_seconds, unit="seconds",
     ),
     Family(
         _COUNTER, "speculation_predicted_seconds",
         "Time of the plain steps, as predicted before each.",
-        lambda e: e.session.core.account.predicted_seconds, unit="seconds",
+        lambda e: e.session.core.prediction_audit.predicted_seconds, unit="seconds",
     ),
     Family(
         _COUNTER, "speculation_prediction_error_seconds",
         "Sum over the plain steps of the absolute difference of predicted and reported time.",
-        lambda e: e.session.core.account.error_seconds, unit="seconds",
+        lambda e: e.session.core.prediction_audit.error_seconds, unit="seconds",
     ),
     Family(
         _COUNTER, "speculation_estimated_instead_seconds",
@@ -124,7 +124,7 @@ ESTIMATES: Final[tuple[Family[EngineView], ...]] = (
         "the tokens of the plain steps. instead: off (gamma = 0), static (what the engine would "
         "run without the sidecar, if it reports that). Divide by speculation_plain_seconds_total "
         "for the gain.",
-        lambda e: e.session.core.account.instead_seconds, unit="seconds", label="instead",
+        lambda e: e.session.core.prediction_audit.instead_seconds, unit="seconds", label="instead",
     ),
     Family(
         _GAUGE, "speculation_estimated_gain_ratio",
@@ -149,7 +149,7 @@ ESTIMATES: Final[tuple[Family[EngineView], ...]] = (
     ),
 )  # fmt: skip
 
-LEARNING: Final[tuple[Family[EngineView], ...]] = (
+LEARNING: Final[tuple[Family[EngineSnapshot], ...]] = (
     Family(
         _GAUGE, "speculation_regime", "1 for the planned regime of drafter updates, 0 for others.",
         lambda e: {mode.value: mode is e.session.plan.regime.mode for mode in RegimeMode},
@@ -162,12 +162,12 @@ LEARNING: Final[tuple[Family[EngineView], ...]] = (
     ),
     Family(
         _COUNTER, "speculation_drafter_updates", "Online updates of the drafter that have landed.",
-        lambda e: e.session.tally.updates,
+        lambda e: e.session.counters.updates,
     ),
     Family(
         _COUNTER, "speculation_drafter_resets",
         "Times that the drafter returned to earlier weights or received other ones.",
-        lambda e: e.session.tally.resets,
+        lambda e: e.session.counters.resets,
     ),
     Family(
         _GAUGE, "speculation_draft_version",
@@ -177,11 +177,11 @@ LEARNING: Final[tuple[Family[EngineView], ...]] = (
     Family(
         _COUNTER, "speculation_draft_version_swaps",
         "Changes of speculation_draft_version while the engine served.",
-        lambda e: e.session.tally.swaps,
+        lambda e: e.session.counters.swaps,
     ),
     Family(
         _COUNTER, "speculation_training_rounds",
         "Rounds of training beside the engine that have ended, by outcome.",
-        lambda e: dict.fromkeys(_OUTCOMES, 0) | e.session.tally.rounds, label="outcome",
+        lambda e: dict.fromkeys(_OUTCOMES, 0) | e.session.counters.rounds, label="outcome",
     ),
 )  # fmt: skip

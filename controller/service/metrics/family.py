@@ -12,7 +12,7 @@ Source = TypeVar("Source")
 Reading = float | Mapping[str, float] | None
 
 
-class Kind(Enum):
+class MetricKind(Enum):
     """A counter only grows, and starts again at zero with an engine's next session."""
 
     COUNTER = "counter"
@@ -27,7 +27,7 @@ class Family(Generic[Source]):
     of an engine; "" = none.  like: what vLLM or SGLang call the same.
     """
 
-    kind: Kind
+    kind: MetricKind
     name: str
     text: str
     read: Callable[[Source], Reading]
@@ -38,11 +38,11 @@ class Family(Generic[Source]):
     @property
     def sample_name(self) -> str:
         """As it is queried."""
-        return f"{self.name}_total" if self.kind is Kind.COUNTER else self.name
+        return f"{self.name}_total" if self.kind is MetricKind.COUNTER else self.name
 
     def empty(self, *common: str) -> CounterMetricFamily | GaugeMetricFamily:
         """As prometheus_client writes it out, without samples.  common: labels before its own."""
-        make = CounterMetricFamily if self.kind is Kind.COUNTER else GaugeMetricFamily
+        make = CounterMetricFamily if self.kind is MetricKind.COUNTER else GaugeMetricFamily
         return make(self.name, self.text, labels=[*common, *([self.label] if self.label else [])])
 
 

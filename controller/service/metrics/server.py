@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 
 from controller.service.metrics.decisions import DECISION, ESTIMATES, LEARNING
 from controller.service.metrics.family import Family, samples
-from controller.service.metrics.sidecar import OF_THE_SIDECAR, SidecarView
+from controller.service.metrics.sidecar import OF_THE_SIDECAR, SidecarSnapshot
 from controller.service.metrics.steps import LINK, STEPS
 from controller.service.net.http_server import (
     SILENCE_SECONDS,
@@ -26,16 +26,16 @@ from controller.service.net.http_server import (
     is_loopback,
     names_loopback,
 )
-from controller.service.sessions.override_registry import OverrideBook
+from controller.service.sessions.override_registry import OverrideRegistry
 from controller.service.sessions.registry import SessionRegistry
-from controller.service.status.engine_snapshot import EngineView
+from controller.service.status.engine_snapshot import EngineSnapshot
 
 _log = structlog.get_logger(__name__)
 
 # A scrape that the event loop does not answer in this time fails, and Prometheus says so.
 _SNAPSHOT_SECONDS_MAX = 5.0
 
-OF_AN_ENGINE: Final[tuple[Family[EngineView], ...]] = (
+OF_AN_ENGINE: Final[tuple[Family[EngineSnapshot], ...]] = (
     *DECISION, *ESTIMATES, *STEPS, *LINK, *LEARNING,
 )  # fmt: skip
 
@@ -44,10 +44,13 @@ class SidecarCollector(Collector):
     """Everything, as metric families."""
 
     def __init__(
-        self, registry: SessionRegistry, book: OverrideBook, loop: asyncio.AbstractEventLoop
+        self,
+        registry: SessionRegistry,
+        override_registry: OverrideRegistry,
+        loop: asyncio.AbstractEventLoop,
     ) -> None:
         self._registry = registry
-        self._book = book
+        self._override_registry = override_registry
         self._loop = loop
 
     async def _read(self) -> list[Metric]:
@@ -55,7 +58,7 @@ class SidecarCollector(Collector):
         families = [(family, family.empty("engine")) for family in OF_AN_ENGINE]
         for session in sessions:
             try:
-                view = EngineView.of(session)
+                view = EngineSnapshot.of(session)
                 read = [samples(family, view) for family, _ in families]
             except Exception:  # noqa: BLE001  # whatever is wrong with one, others are scraped
                 _log.exception("engine_not_scraped", engine=session.engine_id)
@@ -65,7 +68,9 @@ class SidecarCollector(Collector):
                 for labels, number in found:
                     written.add_metric([session.engine_id, *labels], number)
             await asyncio.sleep(0)
-        sidecar = SidecarView(sessions, self._book.held(), self._book.health, unreadable)
+        sidecar = SidecarSnapshot(
+            sessions, self._override_registry.held(), self._override_registry.health, unreadable
+        )
         general = [(family, family.empty()) for family in OF_THE_SIDECAR]
         for of_all, written in general:
             for labels, number in samples(of_all, sidecar):
@@ -84,16 +89,16 @@ class MetricsServer:
     def __init__(
         self,
         registry: SessionRegistry,
-        book: OverrideBook,
+        override_registry: OverrideRegistry,
         loop: asyncio.AbstractEventLoop,
         host: str,
         port: int,
     ) -> None:
         metrics = CollectorRegistry()
-        metrics.register(SidecarCollector(registry, book, loop))
+        metrics.register(SidecarCollector(registry, override_registry, loop))
         ProcessCollector(registry=metrics)
         PlatformCollector(registry=metrics)
-        kind = _LocalHandler if is_loopback(host) else _Handler
+        kind = _LocalHandler if is_loopback(host) else _MetricsHandler
         self._server = HttpServer(host, port, kind.factory(metrics), "metrics")
 
     def close(self) -> None:
@@ -101,7 +106,7 @@ class MetricsServer:
         self._server.close()
 
 
-class _Handler(MetricsHandler):
+class _MetricsHandler(MetricsHandler):
     """One scrape."""
 
     timeout = SILENCE_SECONDS
@@ -117,7 +122,7 @@ class _Handler(MetricsHandler):
             self.send_error(HTTPStatus.BAD_REQUEST)
 
 
-class _LocalHandler(_Handler):
+class _LocalHandler(_MetricsHandler):
     """One scrape on the loopback address, which the request has to name."""
 
     def do_GET(self) -> None:

@@ -7,21 +7,21 @@ from typing import Final
 
 import controller
 from controller.core.planning.overrides import ScopeKind
-from controller.service.metrics.family import Family, Kind
-from controller.service.sessions.override_registry import Held
-from controller.service.sessions.session import Session
+from controller.service.metrics.family import Family, MetricKind
+from controller.service.sessions.override_registry import ActiveOverride
+from controller.service.sessions.session import EngineSession
 from controller.store.interface import Health
 from controller.util import logs
 
-_COUNTER, _GAUGE = Kind.COUNTER, Kind.GAUGE
+_COUNTER, _GAUGE = MetricKind.COUNTER, MetricKind.GAUGE
 
 
 @dataclass(frozen=True, slots=True)
-class SidecarView:
+class SidecarSnapshot:
     """All of it, at the time of a scrape."""
 
-    sessions: Sequence[Session]
-    held: Sequence[Held]
+    sessions: Sequence[EngineSession]
+    held: Sequence[ActiveOverride]
     store: Health
     # Sessions whose own metrics could not be read.
     unreadable: int = 0
@@ -50,7 +50,7 @@ class SidecarView:
         return max((time.time() - held.created_at for held in self.held), default=None)
 
 
-OF_THE_SIDECAR: Final[tuple[Family[SidecarView], ...]] = (
+OF_THE_SIDECAR: Final[tuple[Family[SidecarSnapshot], ...]] = (
     Family(
         _GAUGE, "speculation_controller_build_info", "Always 1; the version is its label.",
         lambda _: {controller.__version__: 1}, label="version",

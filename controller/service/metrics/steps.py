@@ -2,66 +2,67 @@
 
 from typing import Final
 
-from controller.service.metrics.family import Family, Kind
-from controller.service.status.engine_snapshot import EngineView
+from controller.service.metrics.family import Family, MetricKind
+from controller.service.status.engine_snapshot import EngineSnapshot
 
-_COUNTER, _GAUGE = Kind.COUNTER, Kind.GAUGE
+_COUNTER, _GAUGE = MetricKind.COUNTER, MetricKind.GAUGE
 # Shown from the start, at zero, so that the first one is an increase.
 _CODES = ("INVALID_ARGUMENT", "OUT_OF_RANGE", "FAILED_PRECONDITION")
 
-STEPS: Final[tuple[Family[EngineView], ...]] = (
+STEPS: Final[tuple[Family[EngineSnapshot], ...]] = (
     Family(
         _COUNTER, "speculation_reports", "Step reports that were accepted.",
-        lambda e: e.session.tally.reports, like="sglang:spec_verify_calls_total (where gamma > 0)",
+        lambda e: e.session.counters.reports,
+        like="sglang:spec_verify_calls_total (where gamma > 0)",
     ),
     Family(
         _COUNTER, "speculation_step_seconds", "Wall-clock seconds of the reported steps.",
-        lambda e: e.session.tally.step_seconds, unit="seconds",
+        lambda e: e.session.counters.step_seconds, unit="seconds",
     ),
     Family(
         _COUNTER, "speculation_drafts", "Drafts verified: one per sequence and step.",
-        lambda e: e.session.tally.drafts, like="vllm:spec_decode_num_drafts_total",
+        lambda e: e.session.counters.drafts, like="vllm:spec_decode_num_drafts_total",
     ),
     Family(
         _COUNTER, "speculation_draft_tokens", "Draft tokens verified.",
-        lambda e: e.session.tally.drafted_tokens,
+        lambda e: e.session.counters.drafted_tokens,
         unit="tokens", like="vllm:spec_decode_num_draft_tokens_total",
     ),
     Family(
         _COUNTER, "speculation_accepted_tokens", "Draft tokens accepted (bonus tokens excluded).",
-        lambda e: e.session.tally.accepted_tokens,
+        lambda e: e.session.counters.accepted_tokens,
         unit="tokens", like="vllm:spec_decode_num_accepted_tokens_total",
     ),
     Family(
         _COUNTER, "speculation_accepted_tokens_per_pos",
         "Draft tokens accepted, by position in the draft (the first is 0).",
-        lambda e: {str(k): n for k, n in enumerate(e.session.tally.accepted_by_position)},
+        lambda e: {str(k): n for k, n in enumerate(e.session.counters.accepted_by_position)},
         unit="tokens", label="position", like="vllm:spec_decode_num_accepted_tokens_per_pos_total",
     ),
     Family(
         _COUNTER, "speculation_generated_tokens",
         "Tokens gained: accepted draft tokens and one bonus token per sequence and step.",
-        lambda e: e.session.tally.generated_tokens,
+        lambda e: e.session.counters.generated_tokens,
         unit="tokens", like="vllm:generation_tokens_total, sglang:generation_tokens_total",
     ),
     Family(
         _COUNTER, "speculation_switched_steps",
         "Reported steps that changed drafter, draft length or sleep state.",
-        lambda e: e.session.tally.switched,
+        lambda e: e.session.counters.switched,
     ),
     Family(
         _COUNTER, "speculation_drafter_changes",
         "Reported steps that ran another drafter than the one before.",
-        lambda e: e.session.tally.drafter_changes,
+        lambda e: e.session.counters.drafter_changes,
     ),
     Family(
         _COUNTER, "speculation_eager_steps",
         "Reported steps that ran without a graph, in an engine that has graphs.",
-        lambda e: e.session.tally.eager,
+        lambda e: e.session.counters.eager,
     ),
 )  # fmt: skip
 
-LINK: Final[tuple[Family[EngineView], ...]] = (
+LINK: Final[tuple[Family[EngineSnapshot], ...]] = (
     Family(
         _GAUGE, "speculation_steering", "1 while the engine's stream is open.",
         lambda e: e.session.stream is not None and e.session.listeners > 0,
@@ -70,26 +71,26 @@ LINK: Final[tuple[Family[EngineView], ...]] = (
         _GAUGE, "speculation_fallback",
         "1 if the last reported step of the engine ran without a valid lease (in the grace period "
         "or with the safe default).",
-        lambda e: bool(e.session.tally.alone),
+        lambda e: bool(e.session.counters.alone),
     ),
     Family(
         _COUNTER, "speculation_unsteered_steps", "Reported steps without a valid lease.",
-        lambda e: e.session.tally.unsteered,
+        lambda e: e.session.counters.unsteered,
     ),
     Family(
         _COUNTER, "speculation_lease_losses",
         "Times that a lease of the engine expired, by its reports.",
-        lambda e: e.session.tally.lease_losses,
+        lambda e: e.session.counters.lease_losses,
     ),
     Family(
         _COUNTER, "speculation_dropped_reports",
         "Step reports that the shim dropped because its socket or buffer was full, or that a "
         "sidecar had not acknowledged when it was killed.",
-        lambda e: e.session.tally.dropped,
+        lambda e: e.session.counters.dropped,
     ),
     Family(
         _COUNTER, "speculation_rejected_reports", "Step reports that were refused, by status code.",
-        lambda e: dict.fromkeys(_CODES, 0) | e.session.tally.rejected, label="code",
+        lambda e: dict.fromkeys(_CODES, 0) | e.session.counters.rejected, label="code",
     ),
     Family(
         _GAUGE, "speculation_report_age_seconds", "Time since the last accepted report.",

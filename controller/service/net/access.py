@@ -32,7 +32,7 @@ import structlog
 from controller.core.errors import SpeculationError
 from controller.service.net.callers import ALL, Caller, Right
 from controller.service.net.errors import UnauthenticatedError
-from controller.service.net.operator_socket import OperatorDoor, Peer
+from controller.service.net.operator_socket import OperatorSocket, Peer
 
 # Finds the caller of a call by its gRPC context.  Raises UnauthenticatedError.
 Identify: TypeAlias = Callable[[Any], Caller]
@@ -159,11 +159,11 @@ def on_engines_socket(_context: Any) -> Caller:
     return Caller(name, Right.READ | Right.STEER, origin=name)
 
 
-def on_operators_socket(door: OperatorDoor, access: AccessList | None) -> Identify:
+def on_operators_socket(operator_socket: OperatorSocket, access: AccessList | None) -> Identify:
     """By the kernel's word on who is connected."""
 
     def identify(context: Any) -> Caller:
-        peer = door.peers.get(context.peer() or "")
+        peer = operator_socket.peers.get(context.peer() or "")
         if peer is None:
             raise UnauthenticatedError("this connection did not come through the operators' socket")
         return _operator(peer, access)

@@ -121,7 +121,7 @@ class CannotTrainError(SpeculationError):
     """The engine keeps no signals, or takes no versions of its drafter."""
 
 
-class TrainerPresentError(SpeculationError):
+class TrainerAttachedError(SpeculationError):
     """Another trainer attends the engine."""
 
 
@@ -175,7 +175,7 @@ _STATUS: tuple[tuple[type[SpeculationError], grpc.StatusCode], ...] = (
     (TooManyCallsError, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (InvalidTrainingError, grpc.StatusCode.INVALID_ARGUMENT),
     (CannotTrainError, grpc.StatusCode.FAILED_PRECONDITION),
-    (TrainerPresentError, grpc.StatusCode.ALREADY_EXISTS),
+    (TrainerAttachedError, grpc.StatusCode.ALREADY_EXISTS),
     (UnknownSequenceError, grpc.StatusCode.INVALID_ARGUMENT),
     (StoreUnavailableError, grpc.StatusCode.UNAVAILABLE),
     (StoreError, grpc.StatusCode.INTERNAL),

@@ -52,7 +52,7 @@ class Peer:
         return f"uid {self.uid}, gid {self.gid}{process}{command}"
 
 
-class OperatorDoor:
+class OperatorSocket:
     """path: of the sidecar's own socket; the operators' one lies beside it.
 
     The operators' gRPC server has to be bound inside `binding` before `open`.

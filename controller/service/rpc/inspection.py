@@ -14,12 +14,12 @@ from controller.service.net.errors import InvalidQuestionError, abort
 from controller.service.net.limits import Turns
 from controller.service.rpc.overrides import held_to_proto
 from controller.service.rpc.store_messages import health_to_proto
-from controller.service.sessions.override_registry import OverrideBook
+from controller.service.sessions.override_registry import OverrideRegistry
 from controller.service.sessions.registry import SessionRegistry
-from controller.service.sessions.session import Session
+from controller.service.sessions.session import EngineSession
 from controller.service.status.paging import page_of
 from controller.service.status.readiness import Readiness, ServiceHealth
-from controller.service.status.status_cache import Viewer
+from controller.service.status.status_cache import StatusCache
 from controller.wire import converters
 from speculation.v1 import engine_pb2, service_pb2, service_pb2_grpc
 
@@ -33,14 +33,14 @@ class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
     def __init__(
         self,
         registry: SessionRegistry,
-        book: OverrideBook,
+        override_registry: OverrideRegistry,
         readiness: Readiness,
-        viewer: Viewer,
+        status_cache: StatusCache,
     ) -> None:
         self._registry = registry
-        self._book = book
+        self._override_registry = override_registry
         self._readiness = readiness
-        self._viewer = viewer
+        self._status_cache = status_cache
         self._explanations = Turns(_EXPLANATIONS_WAITING)
         self._started_at, self._started = time.time(), time.monotonic()
 
@@ -91,10 +91,10 @@ class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
             mine = {override.override_id for override in explanation.overrides}
             answer.overrides.extend(
                 held_to_proto(held)
-                for held in self._book.held()
+                for held in self._override_registry.held()
                 if held.override.override_id in mine
             )
-            answer.store.CopyFrom(health_to_proto(self._book.health))
+            answer.store.CopyFrom(health_to_proto(self._override_registry.health))
             answer.services.extend(map(_health, self._readiness.services()))
             return answer
         except SpeculationError as error:
@@ -115,7 +115,7 @@ class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
         ],
     ) -> service_pb2.OverviewResponse:
         """A page of the engines, each in one line."""
-        lines = {line.engine_id: line for line in await self._viewer.lines()}
+        lines = {line.engine_id: line for line in await self._status_cache.lines()}
         try:
             rows, token = await page_of(
                 lines,
@@ -130,21 +130,21 @@ class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
             engines=rows, version=controller.__version__, next_page_token=token
         )
 
-    def _status(self, session: Session) -> service_pb2.EngineStatus:
-        last, tally, core = session.last_report, session.tally, session.core
+    def _status(self, session: EngineSession) -> service_pb2.EngineStatus:
+        last, counters, core = session.last_report, session.counters, session.core
         return service_pb2.EngineStatus(
             engine=converters.engine_to_proto(session.spec),
             plan=converters.plan_to_proto(session.plan),
             profile_id=core.profile_id,
-            reports=tally.reports,
-            rejected_reports=tally.rejected.total(),
-            dropped_reports=tally.dropped,
+            reports=counters.reports,
+            rejected_reports=counters.rejected.total(),
+            dropped_reports=counters.dropped,
             last_report=None if last is None else converters.report_to_proto(last),
             seconds_since_last_report=session.seconds_since_last_report,
             costs="profile" if core.profile_id else core.cost.prior,
             no_profile="" if core.profile_id else self._readiness.why_no_profile(session.spec),
             steering=session.listeners > 0,
-            unsteered_steps=tally.unsteered,
+            unsteered_steps=counters.unsteered,
         )
 
 

@@ -27,9 +27,13 @@ from controller.service.net.errors import (
     abort,
 )
 from controller.service.rpc.store_messages import audit_to_proto, health_to_proto
-from controller.service.sessions.override_registry import Held, Outcome, OverrideBook
-from controller.service.sessions.session import Session
-from controller.store.interface import AuditRecord, StoreUnavailableError, Who
+from controller.service.sessions.override_registry import (
+    ActiveOverride,
+    OverrideOutcome,
+    OverrideRegistry,
+)
+from controller.service.sessions.session import EngineSession
+from controller.store.interface import Actor, AuditRecord, StoreUnavailableError
 from controller.wire import overrides as messages
 from speculation.v1 import policy_pb2, policy_pb2_grpc
 
@@ -53,8 +57,10 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
     default_seconds, max_seconds: times to live.
     """
 
-    def __init__(self, book: OverrideBook, default_seconds: float, max_seconds: float) -> None:
-        self._book = book
+    def __init__(
+        self, override_registry: OverrideRegistry, default_seconds: float, max_seconds: float
+    ) -> None:
+        self._override_registry = override_registry
         self.default_seconds = default_seconds
         self.max_seconds = max_seconds
         # One page at a time is read and held in memory, however many ask.
@@ -72,12 +78,16 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
             override = replace(messages.override_from_proto(request.override), revision=0)
             _require_scope(override)
             seconds = messages.lifetime_of(request, self.default_seconds, self.max_seconds)
-            outcome = await self._book.try_set(override, seconds, request.etag)
-            before = self._book.active()
-            after = before if outcome is Outcome.REPEATED else self._book.with_(override)
+            outcome = await self._override_registry.try_set(override, seconds, request.etag)
+            before = self._override_registry.active()
+            after = (
+                before
+                if outcome is OverrideOutcome.REPEATED
+                else self._override_registry.with_(override)
+            )
             of = next(o for o in after if o.override_id == override.override_id)
             effects = await self._effects(of, before, after)
-            if request.require_effect and outcome is Outcome.SET:
+            if request.require_effect and outcome is OverrideOutcome.SET:
                 self._require_effect(of, effects)
             if request.dry_run:
                 self._require_store()
@@ -85,14 +95,16 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
                     override=request.override, remaining_seconds=seconds
                 )
             else:
-                who = Who(override.author, override.reason, calling().origin)
-                held, outcome = await self._book.set(override, seconds, request.etag, who)
+                who = Actor(override.author, override.reason, calling().origin)
+                held, outcome = await self._override_registry.set(
+                    override, seconds, request.etag, who
+                )
                 shown = held_to_proto(held)
             return policy_pb2.SetOverrideResponse(
                 held=shown,
                 effects=effects,
-                repeated=outcome is Outcome.REPEATED,
-                end_moved=outcome is Outcome.END_MOVED,
+                repeated=outcome is OverrideOutcome.REPEATED,
+                end_moved=outcome is OverrideOutcome.END_MOVED,
             )
         except SpeculationError as error:
             await abort(context, error)
@@ -108,14 +120,21 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
         try:
             _require("author", request.author, MAX_AUTHOR_CHARACTERS)
             _require("reason", request.reason, MAX_REASON_CHARACTERS)
-            known = [h for h in self._book.held() if h.override.override_id == request.override_id]
+            known = [
+                h
+                for h in self._override_registry.held()
+                if h.override.override_id == request.override_id
+            ]
             if not known:
                 raise NoOverrideError(f"no override {request.override_id[:128]!r} is in force")
             _require_scope(known[0].override)
-            before, after = self._book.active(), self._book.without(request.override_id)
+            before, after = (
+                self._override_registry.active(),
+                self._override_registry.without(request.override_id),
+            )
             effects = await self._effects(known[0].override, before, after)
-            who = Who(request.author, request.reason, calling().origin)
-            await self._book.clear(request.override_id, request.etag, who)
+            who = Actor(request.author, request.reason, calling().origin)
+            await self._override_registry.clear(request.override_id, request.etag, who)
             return policy_pb2.ClearOverrideResponse(effects=effects)
         except SpeculationError as error:
             await abort(context, error)
@@ -129,8 +148,8 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
     ) -> policy_pb2.ListOverridesResponse:
         """Those in force here, and how the store is doing."""
         return policy_pb2.ListOverridesResponse(
-            overrides=map(held_to_proto, self._book.held()),
-            store=health_to_proto(self._book.health),
+            overrides=map(held_to_proto, self._override_registry.held()),
+            store=health_to_proto(self._override_registry.health),
         )
 
     async def WatchOverrides(
@@ -142,7 +161,7 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
     ) -> AsyncIterator[policy_pb2.WatchOverridesResponse]:
         """Until the client or the sidecar goes."""
         try:
-            async with self._book.watching() as changes:
+            async with self._override_registry.watching() as changes:
                 async for change in changes:
                     yield policy_pb2.WatchOverridesResponse(
                         kind=_KINDS[change.kind], held=held_to_proto(change.held)
@@ -166,7 +185,7 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
             if before and not _SEQUENCE.fullmatch(before):
                 raise InvalidQuestionError(f"before_sequence {before[:40]!r} is none")
             async with self._audit_turn:
-                records = await self._book.audit(limit, request.override_id, before)
+                records = await self._override_registry.audit(limit, request.override_id, before)
                 return await _audit_response(records)
         except SpeculationError as error:
             await abort(context, error)
@@ -176,7 +195,7 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
     ) -> list[policy_pb2.OverrideEffect]:
         """On every engine of this sidecar in its scope, by engine id."""
         found = []
-        for session in self._book.sessions_of(of.scope):
+        for session in self._override_registry.sessions_of(of.scope):
             effect = effect_on(session.spec, of, before, after)
             rows = session.core.preview(after) if effect.arms else ()
             found.append(
@@ -203,7 +222,7 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
 
     def _nobody(self, scope: Scope) -> SpeculationError:
         """Says that no engine of this sidecar is in a scope, and which ones there are."""
-        sessions = self._book.known_engines()
+        sessions = self._override_registry.known_engines()
         if not sessions:
             return _kind_of(scope)("no engine has introduced itself to this sidecar")
         if scope.kind is ScopeKind.ENGINE:
@@ -218,7 +237,7 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
 
     def _require_store(self) -> None:
         """Raises StoreUnavailableError where the store would not take a change."""
-        health = self._book.health
+        health = self._override_registry.health
         if not health.ok:
             raise StoreUnavailableError(f"{health.detail}; nothing can be changed now")
 
@@ -243,7 +262,7 @@ def _kind_of(scope: Scope) -> type[SpeculationError]:
     return UnknownEngineError if scope.kind is ScopeKind.ENGINE else NoEffectError
 
 
-def _timing(session: Session) -> messages.Timing:
+def _timing(session: EngineSession) -> messages.Timing:
     """When the engine of a session follows a new plan."""
     if session.measurement is not None:
         return policy_pb2.OverrideEffect.TIMING_AFTER_MEASUREMENT
@@ -252,7 +271,7 @@ def _timing(session: Session) -> messages.Timing:
     return policy_pb2.OverrideEffect.TIMING_NEXT_CONTACT
 
 
-def held_to_proto(held: Held) -> policy_pb2.HeldOverride:
+def held_to_proto(held: ActiveOverride) -> policy_pb2.HeldOverride:
     """With the time that is left now."""
     return policy_pb2.HeldOverride(
         override=messages.override_to_proto(held.override),

@@ -12,15 +12,15 @@ from controller.service.net import callers
 from controller.service.net.errors import InvalidMeasurementError, NoMatchingEngineError, abort
 from controller.service.rpc import streams
 from controller.service.rpc.streams import beside, read
-from controller.service.sessions.audit_log import AuditTrail
-from controller.service.sessions.fleet_profiles import FleetProfiles, Shelved
+from controller.service.sessions.audit_log import AuditLog
+from controller.service.sessions.fleet_profiles import FleetProfiles, SharedProfile
 from controller.service.sessions.profile_registry import (
-    ProfileLibrary,
+    ProfileRegistry,
     mismatch,
     require_past,
 )
 from controller.service.sessions.registry import SessionRegistry
-from controller.service.sessions.session import Measurement, Session
+from controller.service.sessions.session import EngineSession, ForcedMeasurement
 from controller.wire import converters
 from speculation.v1 import service_pb2, service_pb2_grpc
 
@@ -33,9 +33,9 @@ class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
     def __init__(
         self,
         registry: SessionRegistry,
-        profiles: ProfileLibrary,
+        profiles: ProfileRegistry,
         fleet: FleetProfiles,
-        audit: AuditTrail,
+        audit: AuditLog,
     ) -> None:
         self._registry = registry
         self._profiles = profiles
@@ -132,7 +132,7 @@ class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
             await abort(context, error)
         return service_pb2.ListProfilesResponse(profiles=map(self._listed, shelved))
 
-    def _listed(self, shelved: Shelved) -> service_pb2.ShelvedProfile:
+    def _listed(self, shelved: SharedProfile) -> service_pb2.ShelvedProfile:
         profile = shelved.profile
         return service_pb2.ShelvedProfile(
             identity=shelved.identity,
@@ -189,8 +189,8 @@ class _MeasureStream:
 
     def __init__(
         self,
-        session: Session,
-        measurement: Measurement,
+        session: EngineSession,
+        measurement: ForcedMeasurement,
         context: grpc.aio.ServicerContext[service_pb2.MeasureRequest, service_pb2.MeasureResponse],
     ) -> None:
         self._session = session

@@ -35,9 +35,9 @@ from controller.service.net.limits import Turns
 from controller.service.rpc import streams
 from controller.service.rpc.streams import beside, read
 from controller.service.sessions.counters import COUNT_MAX, Received
-from controller.service.sessions.engine_identity import Holder
+from controller.service.sessions.engine_identity import EngineIdentity
 from controller.service.sessions.registry import SessionRegistry
-from controller.service.sessions.session import Session
+from controller.service.sessions.session import EngineSession
 from controller.wire import converters
 from controller.wire.capabilities import all_lost_from_proto
 from speculation.v1 import engine_pb2, service_pb2, service_pb2_grpc
@@ -84,10 +84,10 @@ class SpeculationServicer(service_pb2_grpc.SpeculationServiceServicer):
             received=None if before is None else _received_to_proto(before),
         )
 
-    def _introduced(self, request: service_pb2.IntroduceRequest) -> Session:
+    def _introduced(self, request: service_pb2.IntroduceRequest) -> EngineSession:
         spec = converters.engine_from_proto(request.engine)
         callers.require_engine(spec.engine_id)
-        holder = Holder.of(callers.calling(), request.engine_secret)
+        holder = EngineIdentity.of(callers.calling(), request.engine_secret)
         return self._registry.introduce(spec, holder)
 
     async def Steer(  # type: ignore[override]  # grpc.aio also takes a coroutine that reads and writes through its context
@@ -121,7 +121,7 @@ class SpeculationServicer(service_pb2_grpc.SpeculationServiceServicer):
             await abort(context, error)
 
 
-def _decide(session: Session, message: engine_pb2.StepReport) -> service_pb2.DecideResponse:
+def _decide(session: EngineSession, message: engine_pb2.StepReport) -> service_pb2.DecideResponse:
     try:
         report = session.unary.identify(converters.report_from_proto(message))
         session.observe(report)
@@ -147,7 +147,7 @@ class _SteerStream:
 
     def __init__(
         self,
-        session: Session,
+        session: EngineSession,
         context: grpc.aio.ServicerContext[service_pb2.SteerRequest, service_pb2.SteerResponse],
     ) -> None:
         self._session = session

@@ -13,15 +13,15 @@ from controller.service.net.callers import Right
 from controller.service.net.errors import (
     CannotTrainError,
     ForbiddenError,
-    TrainerPresentError,
+    TrainerAttachedError,
     abort,
 )
 from controller.service.rpc import streams
 from controller.service.rpc.streams import read
-from controller.service.sessions.engine_identity import Holder
+from controller.service.sessions.engine_identity import EngineIdentity
 from controller.service.sessions.registry import SessionRegistry
-from controller.service.sessions.session import Session
-from controller.service.sessions.training_state import TrainingFiles
+from controller.service.sessions.session import EngineSession
+from controller.service.sessions.training_state import TrainingStateFiles
 from controller.wire.training import result_from_proto
 from speculation.v1 import training_pb2, training_pb2_grpc
 
@@ -35,7 +35,7 @@ _log = structlog.get_logger(__name__)
 class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
     """Attend."""
 
-    def __init__(self, registry: SessionRegistry, files: TrainingFiles) -> None:
+    def __init__(self, registry: SessionRegistry, files: TrainingStateFiles) -> None:
         self._registry = registry
         self._files = files
 
@@ -67,7 +67,7 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
 
     async def _serve(
         self,
-        session: Session,
+        session: EngineSession,
         training: SelectiveTraining,
         request: training_pb2.AttendRequest | None,
         context: _Context,
@@ -92,9 +92,9 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
             request = await read(context)
 
 
-def _end_round(session: Session, training: SelectiveTraining, result: TrainingResult) -> None:
+def _end_round(session: EngineSession, training: SelectiveTraining, result: TrainingResult) -> None:
     training.trained(result)
-    session.tally.rounds[training.state.history[-1].outcome] += 1
+    session.counters.rounds[training.state.history[-1].outcome] += 1
     _log.info(
         "training_round",
         engine=session.engine_id,
@@ -108,10 +108,10 @@ def _end_round(session: Session, training: SelectiveTraining, result: TrainingRe
     )
 
 
-def _require_own(session: Session, secret: str) -> None:
+def _require_own(session: EngineSession, secret: str) -> None:
     """Raises ForbiddenError for one who is neither the engine's own trainer nor an operator."""
     caller = callers.calling()
-    if Right.MEASURE in caller.rights or session.holder.is_same(Holder.of(caller, secret)):
+    if Right.MEASURE in caller.rights or session.holder.is_same(EngineIdentity.of(caller, secret)):
         return
     raise ForbiddenError(
         f"this trainer is not that of engine {session.engine_id!r}: start it with the engine's "
@@ -119,7 +119,7 @@ def _require_own(session: Session, secret: str) -> None:
     )
 
 
-def _free(session: Session) -> SelectiveTraining:
+def _free(session: EngineSession) -> SelectiveTraining:
     training = session.core.updates.training
     if training is None:
         raise CannotTrainError(
@@ -127,5 +127,5 @@ def _free(session: Session) -> SelectiveTraining:
             "drafter: start it with SPECULATION_SIGNALS_FOLDER"
         )
     if training.attended:
-        raise TrainerPresentError(f"another trainer attends engine {session.engine_id!r}")
+        raise TrainerAttachedError(f"another trainer attends engine {session.engine_id!r}")
     return training

@@ -20,8 +20,8 @@ import structlog
 
 from controller.service.net import limits
 from controller.service.net.callers import Caller
-from controller.service.sessions.session import Session
-from controller.store.interface import Store, StoreError, Who
+from controller.service.sessions.session import EngineSession
+from controller.store.interface import Actor, Store, StoreError
 from controller.util import cancellation
 
 # Records that are being written when the sidecar stops may take so long.
@@ -35,7 +35,7 @@ _COUNTED_SECONDS: Final = 60.0
 _log = structlog.get_logger(__name__)
 
 
-class AuditTrail:
+class AuditLog:
     """Writes in the background.  counted_seconds: between two records of a count."""
 
     def __init__(self, store: Store, counted_seconds: float = _COUNTED_SECONDS) -> None:
@@ -50,14 +50,14 @@ class AuditTrail:
 
     def record(self, action: str, subject: str, caller: Caller, reason: str) -> None:
         """subject: what it was done to.  reason: what was done, in words."""
-        self._begin(action, subject, Who(caller.name, reason, caller.origin))
+        self._begin(action, subject, Actor(caller.name, reason, caller.origin))
 
-    def replaced(self, session: Session, before: Session) -> None:
+    def replaced(self, session: EngineSession, before: EngineSession) -> None:
         """An engine introduced itself under the id of another one."""
         origin = session.holder.origin
         if self._counting is None and self._replaced.take():
             reason = f"the session before was silent for {before.seconds_since_steered:.0f} s"
-            self._begin("replace_session", session.engine_id, Who(origin, reason, origin))
+            self._begin("replace_session", session.engine_id, Actor(origin, reason, origin))
             return
         self._count += 1
         self._last = session.engine_id, origin
@@ -73,14 +73,14 @@ class AuditTrail:
         engine_id, origin = self._last
         reason = f"{self._count} engine ids changed hands since the record before, this one last"
         self._count = 0
-        self._begin("replace_session", engine_id, Who(origin, reason, origin))
+        self._begin("replace_session", engine_id, Actor(origin, reason, origin))
 
-    def _begin(self, action: str, subject: str, who: Who) -> None:
+    def _begin(self, action: str, subject: str, who: Actor) -> None:
         task = asyncio.get_running_loop().create_task(self._write(action, subject, who))
         self._writing.add(task)
         task.add_done_callback(self._writing.discard)
 
-    async def _write(self, action: str, subject: str, who: Who) -> None:
+    async def _write(self, action: str, subject: str, who: Actor) -> None:
         try:
             await self._store.record(action, subject, who)
         except StoreError as error:

@@ -18,7 +18,7 @@ class Received:
 
 
 @dataclass(slots=True)
-class Tally:
+class StepCounters:
     """What an engine's session has seen; only ever grows (seconds and tokens since its start).
 
     by_length: entry k = sequences that accepted exactly k draft tokens.  unsteered, eager,

@@ -15,7 +15,7 @@ _MAX_SECRET_CHARACTERS = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class EngineIdentity:
     """identity: name of an access entry, "" for none.  digest: of the secret, b"" for none.
 
     origin: where the introduction came from, for the audit.
@@ -26,7 +26,7 @@ class Holder:
     origin: str = ""
 
     @classmethod
-    def of(cls, caller: Caller, secret: str) -> "Holder":
+    def of(cls, caller: Caller, secret: str) -> "EngineIdentity":
         """Raises InvalidEngineError for a secret that is too long."""
         if len(secret) > _MAX_SECRET_CHARACTERS:
             raise InvalidEngineError(
@@ -35,16 +35,16 @@ class Holder:
         digest = hashlib.sha256(secret.encode()).digest() if secret else b""
         return cls(caller.identity, digest, caller.origin)
 
-    def is_same(self, other: "Holder") -> bool:
+    def is_same(self, other: "EngineIdentity") -> bool:
         """Whether both are the same engine."""
         if self.has_same_secret(other):
             return True
         return bool(self.identity) and self.identity == other.identity
 
-    def has_same_secret(self, other: "Holder") -> bool:
+    def has_same_secret(self, other: "EngineIdentity") -> bool:
         """Whether both are the same process, or processes that share a secret."""
         return bool(self.digest) and hmac.compare_digest(self.digest, other.digest)
 
 
 # Who has neither introduced a secret nor been let in by an access entry.
-NOBODY = Holder()
+NOBODY = EngineIdentity()

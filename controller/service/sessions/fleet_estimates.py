@@ -23,8 +23,8 @@ from controller.core.acceptance.warm_start import Belief
 from controller.core.errors import InvalidBeliefError
 from controller.core.types import DrafterSpec, EngineSpec
 from controller.service.sessions.registry import SessionRegistry
-from controller.service.sessions.session import Session
-from controller.store.interface import ACCEPTANCE, Shelf, StoreUnavailableError
+from controller.service.sessions.session import EngineSession
+from controller.store.interface import ACCEPTANCE, BlobStore, StoreUnavailableError
 from controller.util import cancellation
 
 _TELL_SECONDS = 60.0
@@ -42,12 +42,12 @@ class FleetEstimates:
     """Never in the way of an engine.  tell_seconds: between two tellings, about."""
 
     def __init__(
-        self, shelf: Shelf, registry: SessionRegistry, tell_seconds: float = _TELL_SECONDS
+        self, blobs: BlobStore, registry: SessionRegistry, tell_seconds: float = _TELL_SECONDS
     ) -> None:
-        self._shelf = shelf
+        self._blobs = blobs
         self._registry = registry
         self._tell_seconds = tell_seconds
-        self._told: WeakKeyDictionary[Session, int] = WeakKeyDictionary()
+        self._told: WeakKeyDictionary[EngineSession, int] = WeakKeyDictionary()
         self._under_way: set[asyncio.Task[None]] = set()
         # Of these, those that tell: an engine that comes again begins from what it told last.
         self._telling_now: set[asyncio.Task[None]] = set()
@@ -65,11 +65,11 @@ class FleetEstimates:
             await asyncio.wait(self._under_way, timeout=_LAST_WORDS_SECONDS)
         await cancellation.end(self._under_way)
 
-    def look_for(self, session: Session) -> None:
+    def look_for(self, session: EngineSession) -> None:
         """Asks in the background, and warms the session when the answer comes."""
         self._start(self._find(session))
 
-    def tell(self, session: Session) -> None:
+    def tell(self, session: EngineSession) -> None:
         """Tells in the background what the session has learnt, if it is news."""
         reports = session.core.reports
         if reports - self._told.get(session, 0) < _NEWS_REPORTS:
@@ -99,11 +99,11 @@ class FleetEstimates:
                 mine = [b for b in beliefs if b.drafter == drafter.name]
                 if mine:
                     text = warm_start.to_json(mine)
-                    await self._shelf.put(ACCEPTANCE, _name(spec, drafter), source, text)
+                    await self._blobs.put(ACCEPTANCE, _name(spec, drafter), source, text)
         except StoreUnavailableError as error:
             _log.debug("estimates_not_told", engine=spec.engine_id, error=str(error))
 
-    async def _find(self, session: Session) -> None:
+    async def _find(self, session: EngineSession) -> None:
         spec, own, sources, youngest = session.spec, _group(session), set(), float("inf")
         told: dict[str, list[tuple[Belief, float]]] = {}
         began = time.monotonic()
@@ -111,7 +111,7 @@ class FleetEstimates:
             await asyncio.wait(self._telling_now)
         try:
             for drafter in spec.drafters:
-                for item in await self._shelf.items(ACCEPTANCE, _name(spec, drafter)):
+                for item in await self._blobs.items(ACCEPTANCE, _name(spec, drafter)):
                     beliefs = warm_start.from_json(item.text)
                     told.setdefault(item.source[: len(own)], []).extend(
                         (b, item.age_seconds) for b in beliefs if b.drafter == drafter.name
@@ -136,7 +136,7 @@ class FleetEstimates:
         )
 
 
-def _group(session: Session) -> str:
+def _group(session: EngineSession) -> str:
     """Fifteen hexadecimal digits: a source without its place."""
     return _digest(socket.gethostname(), session.holder.identity)[:15]
 

@@ -15,13 +15,13 @@ from controller.core.errors import InvalidProfileError
 from controller.core.types import EngineSpec
 from controller.service.net.errors import NoProfileError
 from controller.service.sessions.profile_registry import (
-    ProfileLibrary,
+    ProfileRegistry,
     identity_of,
     mismatch,
     require_past,
 )
 from controller.service.sessions.registry import SessionRegistry
-from controller.store.interface import PROFILES, Shelf, StoreUnavailableError
+from controller.store.interface import PROFILES, BlobStore, StoreUnavailableError
 from controller.util import cancellation
 
 # Identities that are listed, the newest.
@@ -31,7 +31,7 @@ _log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Shelved:
+class SharedProfile:
     """What is there for one identity.  profile: all `measurements` merged."""
 
     identity: str
@@ -42,9 +42,11 @@ class Shelved:
 class FleetProfiles:
     """Shares profiles through the shelf; never in the way of an engine that introduces itself."""
 
-    def __init__(self, shelf: Shelf, library: ProfileLibrary, registry: SessionRegistry) -> None:
-        self._shelf = shelf
-        self._library = library
+    def __init__(
+        self, blobs: BlobStore, profile_registry: ProfileRegistry, registry: SessionRegistry
+    ) -> None:
+        self._blobs = blobs
+        self._profile_registry = profile_registry
         self._registry = registry
         self._looking: set[asyncio.Task[None]] = set()
 
@@ -52,7 +54,7 @@ class FleetProfiles:
         """Gives a profile to the fleet; its identity.  Raises StoreUnavailableError."""
         identity = identity_of(profile)
         text = await asyncio.to_thread(profile.to_json)
-        await self._shelf.put(PROFILES, identity, profile.profile_id, text)
+        await self._blobs.put(PROFILES, identity, profile.profile_id, text)
         _log.info("profile_shared", profile=profile.profile_id, identity=identity)
         for session in self._registry:
             if not session.core.profile_id and mismatch(profile, session.spec) is None:
@@ -66,14 +68,14 @@ class FleetProfiles:
         except StoreUnavailableError as error:
             _log.warning("profile_not_shared", profile=profile.profile_id, error=str(error))
 
-    async def all(self) -> list[Shelved]:
+    async def all(self) -> list[SharedProfile]:
         """Everything that can be used, the newest identity first.  Raises StoreUnavailableError."""
-        names = (await self._shelf.names(PROFILES))[:_LISTED]
+        names = (await self._blobs.names(PROFILES))[:_LISTED]
         return [found for name in names if (found := await self.of(name)) is not None]
 
-    async def of(self, identity: str) -> Shelved | None:
+    async def of(self, identity: str) -> SharedProfile | None:
         """What is there for an identity; what was put there wrongly is said, and left out."""
-        items = await self._shelf.items(PROFILES, identity)
+        items = await self._blobs.items(PROFILES, identity)
         return await asyncio.to_thread(_merged, identity, [item.text for item in items])
 
     async def by_id(self, profile_id: str) -> Profile:
@@ -132,7 +134,7 @@ class FleetProfiles:
                 _log.warning("profile_refused", engine=spec.engine_id, detail="; ".join(near[:3]))
             return
         profile = shelved.profile
-        self._library.add(profile)
+        self._profile_registry.add(profile)
         for session in self._registry:
             if not session.core.profile_id and mismatch(profile, session.spec) is None:
                 session.use_profile(profile)
@@ -140,7 +142,7 @@ class FleetProfiles:
                 await asyncio.sleep(0)
 
 
-def _merged(identity: str, texts: Sequence[str]) -> Shelved | None:
+def _merged(identity: str, texts: Sequence[str]) -> SharedProfile | None:
     """For a thread: a profile takes milliseconds to read."""
     profiles = []
     for text in texts:
@@ -159,4 +161,4 @@ def _merged(identity: str, texts: Sequence[str]) -> Shelved | None:
     kept = distinct(profiles)
     merged = merge_profiles(kept)
     assert merged.profile_id  # kept by the profile
-    return Shelved(identity, merged, tuple(kept))
+    return SharedProfile(identity, merged, tuple(kept))

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from controller.core.types import Plan, StepReport
-from controller.service.sessions.counters import Tally
+from controller.service.sessions.counters import StepCounters
 
 POINTS = 600
 # The columns of a point.
@@ -29,17 +29,17 @@ class History:
     reported since the point before.
     """
 
-    def __init__(self, drafters: Iterable[str], tally: Tally) -> None:
+    def __init__(self, drafters: Iterable[str], counters: StepCounters) -> None:
         """Begins empty.  drafters: names, in the engine's order.  tally: as it stands now."""
         self._drafters = list(drafters)
         self._points = np.full((POINTS, len(FIELDS)), np.nan)
         self._count = 0
-        self._seen = _counters(tally)
+        self._seen = _counters(counters)
 
-    def add(self, now: float, plan: Plan, last: StepReport | None, tally: Tally) -> None:
+    def add(self, now: float, plan: Plan, last: StepReport | None, counters: StepCounters) -> None:
         """Adds a point at `now` (Unix seconds).  last: the newest report that was used."""
         arm = plan.row_for(last.batch_size if last else 1).arm
-        before, self._seen = self._seen, _counters(tally)
+        before, self._seen = self._seen, _counters(counters)
         steps, sequences, tokens, seconds, unsteered = (
             now_is - was for now_is, was in zip(self._seen, before, strict=True)
         )
@@ -76,10 +76,10 @@ class History:
         return _known(float(self._points[(self._count - 1) % POINTS, FIELDS.index(field)]))
 
 
-def _counters(tally: Tally) -> Sequence[float]:
-    sequences = sum(tally.by_length)
-    tokens = sequences + sum(k * count for k, count in enumerate(tally.by_length))
-    return tally.reports, sequences, tokens, tally.step_seconds, tally.unsteered
+def _counters(counters: StepCounters) -> Sequence[float]:
+    sequences = sum(counters.by_length)
+    tokens = sequences + sum(k * count for k, count in enumerate(counters.by_length))
+    return counters.reports, sequences, tokens, counters.step_seconds, counters.unsteered
 
 
 def _known(value: float) -> float | None:

@@ -27,15 +27,15 @@ from controller.service.net.errors import (
     TooManyOverridesError,
 )
 from controller.service.sessions.registry import SessionRegistry
-from controller.service.sessions.session import Session
+from controller.service.sessions.session import EngineSession
 from controller.store.interface import (
+    Actor,
     AuditRecord,
     ConflictError,
     Entry,
     Health,
     Store,
     StoreUnavailableError,
-    Who,
 )
 from controller.util import cancellation
 from controller.wire.overrides import from_body, to_body
@@ -52,7 +52,7 @@ _log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class ActiveOverride:
     """An override in force.  until: monotonic seconds, inf = for ever."""
 
     override: Override
@@ -66,7 +66,7 @@ class Held:
         return None if math.isinf(self.until) else max(0.0, self.until - time.monotonic())
 
 
-class Outcome(Enum):
+class OverrideOutcome(Enum):
     """What a request to set an override does.
 
     REPEATED: the same request was answered before, and nothing changes.  END_MOVED: the same
@@ -79,24 +79,24 @@ class Outcome(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class OverrideChange:
     """News for those who watch: "present", "set" or "ended"."""
 
     kind: str
-    held: Held
+    held: ActiveOverride
 
 
 # None: the sidecar goes.
-_Queue: TypeAlias = "asyncio.Queue[Change | SpeculationError | None]"
+_Queue: TypeAlias = "asyncio.Queue[OverrideChange | SpeculationError | None]"
 
 
-class OverrideBook:
+class OverrideRegistry:
     """See the module.  One per sidecar."""
 
     def __init__(self, store: Store, registry: SessionRegistry) -> None:
         self._store = store
         self._registry = registry
-        self._held: dict[str, Held] = {}
+        self._held: dict[str, ActiveOverride] = {}
         self._unreadable: set[str] = set()
         self._news = asyncio.Event()
         self._keeping: asyncio.Task[None] | None = None
@@ -133,27 +133,27 @@ class OverrideBook:
         seconds = None if held is None else held.remaining_seconds
         return None if seconds is None else time.time() + seconds
 
-    def held(self) -> list[Held]:
+    def held(self) -> list[ActiveOverride]:
         """All that are in force now, by id."""
         now = time.monotonic()
         found = [held for held in self._held.values() if held.until > now]
         return sorted(found, key=lambda held: held.override.override_id)
 
     async def set(
-        self, override: Override, seconds: float | None, etag: str, who: Who
-    ) -> tuple[Held, Outcome]:
+        self, override: Override, seconds: float | None, etag: str, who: Actor
+    ) -> tuple[ActiveOverride, OverrideOutcome]:
         """The override in force, and what the request did.
 
         Raises OverrideExistsError, OverrideChangedError, NoOverrideError, TooManyOverridesError,
         StoreUnavailableError.
         """
         name, body = override.override_id, to_body(override)
-        outcome = Outcome.SET
+        outcome = OverrideOutcome.SET
         try:
             entry = await self._store.write(name, body, seconds, _revision(etag), who)
         except ConflictError as conflict:
             outcome, found = _judge(conflict.found, override, seconds, etag)
-            if outcome is Outcome.REPEATED:
+            if outcome is OverrideOutcome.REPEATED:
                 return await self._take(found), outcome
             try:
                 entry = await self._store.write(name, body, seconds, found.revision, who)
@@ -166,14 +166,16 @@ class OverrideBook:
         )  # fmt: skip
         return held, outcome
 
-    async def try_set(self, override: Override, seconds: float | None, etag: str) -> Outcome:
+    async def try_set(
+        self, override: Override, seconds: float | None, etag: str
+    ) -> OverrideOutcome:
         """What `set` would do now; nothing changes.  Raises what `set` raises, if it would."""
         self._require_room(override)
         expected = _revision(etag)
         entries = await self._store.entries()
         found = next((e for e in entries if e.override_id == override.override_id), None)
         if expected == (0 if found is None else found.revision):
-            return Outcome.SET
+            return OverrideOutcome.SET
         return _judge(found, override, seconds, etag)[0]
 
     def _require_room(self, override: Override) -> None:
@@ -182,7 +184,7 @@ class OverrideBook:
                 f"{len(self._held)} overrides are in force already, which is the limit: clear some"
             )
 
-    async def clear(self, override_id: str, etag: str, who: Who) -> None:
+    async def clear(self, override_id: str, etag: str, who: Actor) -> None:
         """Ends it.  Raises NoOverrideError, OverrideChangedError, StoreUnavailableError."""
         entry = await self._find(override_id)
         if etag and etag != entry.etag:
@@ -204,12 +206,12 @@ class OverrideBook:
                 return entry
         raise NoOverrideError(f"no override {override_id[:128]!r} is in force")
 
-    def sessions_of(self, scope: Scope) -> list[Session]:
+    def sessions_of(self, scope: Scope) -> list[EngineSession]:
         """The sessions of this sidecar's engines in a scope, by engine id."""
         found = (session for session in self._registry if scope.covers(session.spec))
         return sorted(found, key=lambda session: session.engine_id)
 
-    def known_engines(self) -> list[Session]:
+    def known_engines(self) -> list[EngineSession]:
         """The sessions of all engines of this sidecar, by engine id."""
         return sorted(self._registry, key=lambda session: session.engine_id)
 
@@ -228,14 +230,14 @@ class OverrideBook:
         return list(await self._store.audit(limit, subject, before))
 
     @contextlib.asynccontextmanager
-    async def watching(self) -> AsyncIterator[AsyncIterator[Change]]:
+    async def watching(self) -> AsyncIterator[AsyncIterator[OverrideChange]]:
         """All in force, then every change, until the sidecar goes.
 
         Raises SlowClientError where changes pile up.
         """
         queue: _Queue = asyncio.Queue(_WATCH_MAX)
         for held in self.held():
-            queue.put_nowait(Change("present", held))
+            queue.put_nowait(OverrideChange("present", held))
         self._watchers.add(queue)
         try:
             yield _changes(queue)
@@ -257,7 +259,7 @@ class OverrideBook:
             self._end(override_id)
         await self._apply()
 
-    async def _take(self, entry: Entry) -> Held:
+    async def _take(self, entry: Entry) -> ActiveOverride:
         self._note(entry)
         held = self._held[entry.override_id]
         await self._apply()
@@ -277,9 +279,9 @@ class OverrideBook:
             return
         seconds = entry.remaining_seconds
         until = math.inf if seconds is None else time.monotonic() + seconds
-        held = Held(override, entry.etag, until, entry.created_at)
+        held = ActiveOverride(override, entry.etag, until, entry.created_at)
         self._held[entry.override_id] = held
-        self._tell(Change("set", held))
+        self._tell(OverrideChange("set", held))
         self._news.set()  # an end may be nearer now
 
     def end_over(self) -> None:
@@ -300,9 +302,9 @@ class OverrideBook:
     def _end(self, override_id: str) -> None:
         held = self._held.pop(override_id, None)
         if held is not None:
-            self._tell(Change("ended", held))
+            self._tell(OverrideChange("ended", held))
 
-    def _tell(self, change: Change) -> None:
+    def _tell(self, change: OverrideChange) -> None:
         for queue in list(self._watchers):
             try:
                 queue.put_nowait(change)
@@ -319,7 +321,7 @@ class OverrideBook:
                 self._hand(session, self.active())
             await asyncio.sleep(0)
 
-    def _hand(self, session: Session, overrides: tuple[Override, ...]) -> None:
+    def _hand(self, session: EngineSession, overrides: tuple[Override, ...]) -> None:
         if session.core.set_overrides(overrides):
             _log.info(
                 "overrides_in_force", engine=session.engine_id,
@@ -345,7 +347,7 @@ class OverrideBook:
                 _log.error("overrides_not_refreshed", error=str(error))
 
 
-async def _changes(queue: "_Queue") -> AsyncIterator[Change]:
+async def _changes(queue: "_Queue") -> AsyncIterator[OverrideChange]:
     while (change := await queue.get()) is not None:
         if isinstance(change, SpeculationError):
             raise change
@@ -361,7 +363,7 @@ def _revision(etag: str) -> int:
 
 def _judge(
     found: Entry | None, override: Override, seconds: float | None, etag: str
-) -> tuple[Outcome, Entry]:
+) -> tuple[OverrideOutcome, Entry]:
     """What a request is whose etag is not that of the stored entry, and that entry.
 
     Raises OverrideExistsError, OverrideChangedError, NoOverrideError.
@@ -373,7 +375,7 @@ def _judge(
         same = lasted is seconds
     else:
         same = abs(lasted - seconds) < _SAME_LIFETIME_SECONDS
-    return Outcome.REPEATED if same else Outcome.END_MOVED, found
+    return OverrideOutcome.REPEATED if same else OverrideOutcome.END_MOVED, found
 
 
 def _lifetime(entry: Entry) -> float | None:

@@ -10,7 +10,7 @@ LENGTH = 50
 
 
 @dataclass(frozen=True, slots=True)
-class PlanChange:
+class PlanLogEntry:
     """A plan that told an engine something else.  time: Unix seconds; arms as "DRAFTER GAMMA"."""
 
     time: float
@@ -24,7 +24,7 @@ class PlanChange:
     overrides: tuple[str, ...]
 
     @classmethod
-    def of(cls, time: float, batch_size: int, before: Plan, plan: Plan) -> "PlanChange":
+    def of(cls, time: float, batch_size: int, before: Plan, plan: Plan) -> "PlanLogEntry":
         """At the batch size that was reported last."""
         was, arm = before.row_for(batch_size).arm, plan.row_for(batch_size).arm
         return cls(

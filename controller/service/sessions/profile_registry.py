@@ -30,7 +30,7 @@ class ProfileFileError(SpeculationError):
     """A profile file or directory that cannot be used; the message names it."""
 
 
-class ProfileLibrary:
+class ProfileRegistry:
     """Profiles in the order of preference.  `directory`: where installed ones are kept."""
 
     def __init__(self, directory: Path | None = None) -> None:

@@ -17,9 +17,9 @@ from controller.service.net.errors import (
     UnknownEngineError,
 )
 from controller.service.sessions.counters import Received
-from controller.service.sessions.engine_identity import NOBODY, Holder
-from controller.service.sessions.profile_registry import ProfileLibrary
-from controller.service.sessions.session import Session
+from controller.service.sessions.engine_identity import NOBODY, EngineIdentity
+from controller.service.sessions.profile_registry import ProfileRegistry
+from controller.service.sessions.session import EngineSession
 
 # An engine opens its stream at once; where the registry is full one that did not makes way.
 _UNUSED_SECONDS = 5.0
@@ -46,7 +46,7 @@ class SessionRegistry:
     def __init__(
         self,
         core_factory: CoreFactory,
-        profiles: ProfileLibrary,
+        profiles: ProfileRegistry,
         clock: Clock,
         max_engines: int = 1024,
         idle_seconds: float = 600.0,
@@ -56,22 +56,22 @@ class SessionRegistry:
         self._clock = clock
         self.max_engines = max_engines
         self.idle_seconds = idle_seconds
-        self._by_token: dict[str, Session] = {}
-        self._by_engine: dict[str, Session] = {}
+        self._by_token: dict[str, EngineSession] = {}
+        self._by_engine: dict[str, EngineSession] = {}
         # By token, of sessions that are over; the newest last.
         self._received: dict[str, Received] = {}
         self._closed: SpeculationError | None = None
         # Told of every session that opens (with the one that it follows) and that ends.
-        self.on_open: Callable[[Session, Session | None], None] | None = None
-        self.on_end: Callable[[Session], None] | None = None
+        self.on_open: Callable[[EngineSession, EngineSession | None], None] | None = None
+        self.on_end: Callable[[EngineSession], None] | None = None
 
     def __len__(self) -> int:
         return len(self._by_engine)
 
-    def __iter__(self) -> Iterator[Session]:
+    def __iter__(self) -> Iterator[EngineSession]:
         return iter(list(self._by_engine.values()))
 
-    def introduce(self, spec: EngineSpec, holder: Holder = NOBODY) -> Session:
+    def introduce(self, spec: EngineSpec, holder: EngineIdentity = NOBODY) -> EngineSession:
         """Opens a session; one that the same engine_id had is over.
 
         Raises TooManyEnginesError when the registry is full, EngineTakenError when another engine
@@ -99,7 +99,7 @@ class SessionRegistry:
                     f"engine {spec.engine_id!r} introduced itself again: this session is over"
                 ),
             )
-        session = Session(secrets.token_hex(16), core, self._clock, holder)
+        session = EngineSession(secrets.token_hex(16), core, self._clock, holder)
         self._by_token[session.session_id] = session
         self._by_engine[spec.engine_id] = session
         _log.info(
@@ -116,7 +116,7 @@ class SessionRegistry:
             self.on_open(session, known)
         return session
 
-    def by_token(self, session_id: str) -> Session:
+    def by_token(self, session_id: str) -> EngineSession:
         """Raises NoSessionError."""
         session = self._by_token.get(session_id)
         if session is None:
@@ -130,7 +130,7 @@ class SessionRegistry:
         """What arrived on the stream of a session that is over; None when that is not known."""
         return self._received.get(session_id)
 
-    def by_engine(self, engine_id: str) -> Session:
+    def by_engine(self, engine_id: str) -> EngineSession:
         """Raises UnknownEngineError."""
         session = self._by_engine.get(engine_id)
         if session is None:
@@ -168,7 +168,7 @@ class SessionRegistry:
             session.part(last_lease_seconds)
             self._remove(session, why)
 
-    def _remove(self, session: Session, why: SpeculationError) -> None:
+    def _remove(self, session: EngineSession, why: SpeculationError) -> None:
         del self._by_token[session.session_id]
         del self._by_engine[session.engine_id]
         session.end(why)
@@ -179,7 +179,7 @@ class SessionRegistry:
             self.on_end(session)
 
 
-def _require_free(session: Session, holder: Holder) -> None:
+def _require_free(session: EngineSession, holder: EngineIdentity) -> None:
     """Raises EngineTakenError while the session's engine is there, and is not `holder`."""
     silent = session.seconds_since_steered
     if session.holder.is_same(holder) or silent >= _TAKEN_SECONDS:

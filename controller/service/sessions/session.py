@@ -39,10 +39,10 @@ from controller.service.net.errors import (
     status_of,
 )
 from controller.service.net.limits import Allowance
-from controller.service.sessions.counters import COUNT_MAX, Received, Tally
-from controller.service.sessions.engine_identity import NOBODY, Holder
+from controller.service.sessions.counters import COUNT_MAX, Received, StepCounters
+from controller.service.sessions.engine_identity import NOBODY, EngineIdentity
 from controller.service.sessions.history import History
-from controller.service.sessions.plan_log import LENGTH, PlanChange
+from controller.service.sessions.plan_log import LENGTH, PlanLogEntry
 from controller.service.sessions.unary_probes import UnaryProbes
 
 # Refused reports that a session is answered for without a wait, and how many a second after that:
@@ -55,7 +55,7 @@ _MEASURED_MAX = 10_000
 _log = structlog.get_logger(__name__)
 
 
-class Measurement:
+class ForcedMeasurement:
     """An engine under measurement: the forced choice, and reports on their way to the client."""
 
     def __init__(self) -> None:
@@ -90,19 +90,19 @@ class Measurement:
             self.overflowed = True
 
 
-class Session:
+class EngineSession:
     """One introduced engine.  `core` decides; this counts, and tells streams of news."""
 
     def __init__(
-        self, session_id: str, core: EngineController, clock: Clock, holder: Holder = NOBODY
+        self, session_id: str, core: EngineController, clock: Clock, holder: EngineIdentity = NOBODY
     ) -> None:
         self.session_id = session_id
         self.holder = holder
         self.core = core
-        self.tally = Tally()
-        self.history = History((drafter.name for drafter in core.spec.drafters), self.tally)
+        self.counters = StepCounters()
+        self.history = History((drafter.name for drafter in core.spec.drafters), self.counters)
         # The newest changes of what its batch shall run, the last one last.
-        self.trail: deque[PlanChange] = deque(maxlen=LENGTH)
+        self.plan_log: deque[PlanLogEntry] = deque(maxlen=LENGTH)
         self.plan = core.current_plan()
         self.last_report: StepReport | None = None
         self.last_report_at = 0.0
@@ -113,10 +113,10 @@ class Session:
         self.ended: SpeculationError | None = None
         # Told of every decision that changes what the engine shall do, with the plan before it,
         # and when (Unix nanoseconds) it began to be made.
-        self.on_decision: Callable[[Session, Plan, int], None] | None = None
+        self.on_decision: Callable[[EngineSession, Plan, int], None] | None = None
         # Called before a plan is made: what has run out shall not shape it.
         self.before_plan: Callable[[], None] = lambda: None
-        self.measurement: Measurement | None = None
+        self.measurement: ForcedMeasurement | None = None
         # The plan is the last one: it is sent once more, after the end.
         self.parting = False
         # The Steer stream that serves the session, while one is open; a newer one takes over.
@@ -135,7 +135,7 @@ class Session:
         self._quiet = asyncio.Event()
         self._quiet.set()
         self._drafters = frozenset(drafter.name for drafter in core.spec.drafters)
-        self.tally.plans[self.plan.reason] += 1
+        self.counters.plans[self.plan.reason] += 1
         self._say_lost(core.spec.lost)
 
     @property
@@ -187,13 +187,13 @@ class Session:
 
     def remember(self, now: float) -> None:
         """Adds a point to the history.  now: Unix seconds."""
-        self.history.add(now, self.plan, self.last_report, self.tally)
+        self.history.add(now, self.plan, self.last_report, self.counters)
 
     def contact(self, dropped_reports: int = 0) -> None:
         """A sign of life, with the reports that were lost on the engine's side."""
         self.last_contact_at = self._clock.now()
         if dropped_reports:
-            self.tally.dropped = min(self.tally.dropped + dropped_reports, COUNT_MAX)
+            self.counters.dropped = min(self.counters.dropped + dropped_reports, COUNT_MAX)
             _log.warning("reports_dropped", engine=self.engine_id, dropped=dropped_reports)
             self.note(NoteKind.DROPPED, dropped_reports)
 
@@ -210,9 +210,9 @@ class Session:
                 f"this engine introduced {sorted(self._drafters)}"
             )
         self.core.observe(report)
-        alone = self.tally.alone
-        self.tally.count(report, self.last_report)
-        if self.tally.alone is not alone and alone is not None:
+        alone = self.counters.alone
+        self.counters.count(report, self.last_report)
+        if self.counters.alone is not alone and alone is not None:
             self._say_alone(report)
         self.used = True
         self.last_report = report
@@ -255,8 +255,8 @@ class Session:
     def reject(self, error: InvalidReportError) -> None:
         """Counts a refused report; the first of its kind in a session is logged."""
         code = status_of(error).name
-        self.tally.rejected[code] += 1
-        is_new = self.tally.rejected[code] == 1
+        self.counters.rejected[code] += 1
+        is_new = self.counters.rejected[code] == 1
         self.note(NoteKind.REJECTED, 1, message_of(error) if is_new else code)
         if is_new:
             _log.warning(
@@ -274,13 +274,13 @@ class Session:
 
     def _adopt(self, plan: Plan, began: int) -> None:
         before, self.plan, self._plan_at = self.plan, plan, self._clock.now()
-        self.tally.plans[plan.reason] += 1
+        self.counters.plans[plan.reason] += 1
         if not _differ(before, plan):
             return
         size = self.last_report.batch_size if self.last_report else 1
         arm, was = plan.row_for(size).arm, before.row_for(size).arm
         if arm != was or _differ_everywhere(before, plan):
-            self.trail.append(PlanChange.of(time.time(), size, before, plan))
+            self.plan_log.append(PlanLogEntry.of(time.time(), size, before, plan))
         _log.info(
             "plan_changed",
             engine=self.engine_id,
@@ -327,7 +327,7 @@ class Session:
         self.ring()
 
     @contextmanager
-    def measuring(self) -> Iterator[Measurement]:
+    def measuring(self) -> Iterator[ForcedMeasurement]:
         """Reserves the engine for one measurement; normal planning goes on afterwards.
 
         Raises MeasurementConflictError while another one is under way.
@@ -336,7 +336,7 @@ class Session:
             raise MeasurementConflictError(
                 f"engine {self.engine_id!r} is being measured already: wait for it to end"
             )
-        self.measurement = Measurement()
+        self.measurement = ForcedMeasurement()
         try:
             yield self.measurement
         finally:
@@ -345,7 +345,7 @@ class Session:
             self._adopt(self.core.force(None), time.time_ns())
             self.ring()
 
-    def force(self, measurement: Measurement, arm: Arm) -> None:
+    def force(self, measurement: ForcedMeasurement, arm: Arm) -> None:
         """Makes the engine run `arm` in every batch.  Raises InvalidMeasurementError."""
         self.before_plan()
         began = time.time_ns()

@@ -21,7 +21,7 @@ from controller.core.training.selective_training import (
 )
 from controller.core.types import EngineSpec
 from controller.service.sessions.registry import SessionRegistry
-from controller.service.sessions.session import Session
+from controller.service.sessions.session import EngineSession
 from controller.util import cancellation
 from controller.util.atomic_file import write_whole
 
@@ -30,7 +30,7 @@ _LOOK_SECONDS = 1.0
 _log = structlog.get_logger(__name__)
 
 
-class TrainingFiles:
+class TrainingStateFiles:
     """In a directory of their own, made when the first is written."""
 
     def __init__(self, directory: Path, registry: SessionRegistry) -> None:
@@ -67,7 +67,7 @@ class TrainingFiles:
         self._kept[path.name] = _lasting(state)
         return state
 
-    def tell(self, session: Session) -> None:
+    def tell(self, session: EngineSession) -> None:
         """Writes a session's state whole, as it ends."""
         training, path = session.core.updates.training, self._path(session.spec)
         if training is not None and training.state.measured:
@@ -75,7 +75,7 @@ class TrainingFiles:
         # Only sessions need to know what is on disk: a file is read again for the next one.
         self._kept.pop(path.name, None)
 
-    async def keep(self, session: Session) -> None:
+    async def keep(self, session: EngineSession) -> None:
         """Writes a session's state if it has changed in more than its averages."""
         training = session.core.updates.training
         path = self._path(session.spec)

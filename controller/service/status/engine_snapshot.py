@@ -4,22 +4,22 @@ from dataclasses import dataclass
 
 from controller.core.engine.explanation import ArmValue, Explanation
 from controller.core.engine.prediction_audit import gains
-from controller.service.sessions.session import Session
+from controller.service.sessions.session import EngineSession
 
 
 @dataclass(frozen=True, slots=True)
-class EngineView:
+class EngineSnapshot:
     """A session, with its decision row at the last reported batch size.
 
     chosen: the arm that is planned there.
     """
 
-    session: Session
+    session: EngineSession
     explanation: Explanation
     chosen: ArmValue
 
     @classmethod
-    def of(cls, session: Session) -> "EngineView":
+    def of(cls, session: EngineSession) -> "EngineSnapshot":
         """As it stands now."""
         last = session.last_report
         explanation = session.core.explain(last.batch_size if last else 1)

@@ -7,9 +7,9 @@ from math import exp, sqrt
 from typing import Any
 
 from controller.core.engine.explanation import Explanation, PositionEstimate
-from controller.service.sessions.override_registry import Held
-from controller.service.sessions.session import Session
-from controller.service.status.engine_snapshot import EngineView
+from controller.service.sessions.override_registry import ActiveOverride
+from controller.service.sessions.session import EngineSession
+from controller.service.status.engine_snapshot import EngineSnapshot
 from controller.wire.capabilities import lost_text, lost_to_proto
 from controller.wire.override_text import rule_text, scope_text
 from controller.wire.overrides import override_to_proto
@@ -53,7 +53,7 @@ class EngineLine:
     unavailable: str = ""
 
 
-def no_line(session: Session, why: str) -> EngineLine:
+def no_line(session: EngineSession, why: str) -> EngineLine:
     """In the place of a line that cannot be made; why: for people."""
     return EngineLine(
         session.engine_id, "", 0, "", 0, None, 0.0, None, None, "", "unavailable", why, 0.0, 0.0,
@@ -61,7 +61,7 @@ def no_line(session: Session, why: str) -> EngineLine:
     )  # fmt: skip
 
 
-def line_of(view: EngineView) -> EngineLine:
+def line_of(view: EngineSnapshot) -> EngineLine:
     """The view says what was estimated, the session what is so now."""
     session, history = view.session, view.session.history
     last, plan = session.last_report, session.plan
@@ -88,16 +88,16 @@ def line_of(view: EngineView) -> EngineLine:
     )
 
 
-def _link(view: EngineView) -> str:
+def _link(view: EngineSnapshot) -> str:
     session = view.session
     if not session.listeners:
         return "away"
     if session.last_report is None:
         return "waiting"
-    return "alone" if session.tally.alone else "steered"
+    return "alone" if session.counters.alone else "steered"
 
 
-def engine_detail(view: EngineView) -> dict[str, Any]:
+def engine_detail(view: EngineSnapshot) -> dict[str, Any]:
     """Everything of one engine but its line and its history, ready for JSON."""
     explanation = view.explanation
     return {
@@ -105,7 +105,7 @@ def engine_detail(view: EngineView) -> dict[str, Any]:
         "drafters": [drafter.name for drafter in view.session.spec.drafters],
         "costs": _costs(explanation),
         "survival": survival_curves(explanation.positions),
-        "trail": [change.plain() for change in reversed(view.session.trail)],
+        "trail": [change.plain() for change in reversed(view.session.plan_log)],
         "evidence": {
             "switches": explanation.switches,
             "shifts": explanation.shifts,
@@ -136,9 +136,12 @@ def _costs(explanation: Explanation) -> dict[str, Any]:
             [prior or ("extrapolated" if outside else "measured") for outside in line]
             for line in table.extrapolated
         ],
-        "legal": table.legal,
+        "legal": table.feasible,
         "frontier": [
-            max(range(len(arms)), key=lambda i: (table.legal[i][j], table.tokens_per_second[i][j]))
+            max(
+                range(len(arms)),
+                key=lambda i: (table.feasible[i][j], table.tokens_per_second[i][j]),
+            )
             for j in rows
         ],
         "row": next(fitting, len(table.batch_sizes) - 1),
@@ -175,7 +178,7 @@ def survival_curves(positions: Sequence[PositionEstimate]) -> list[dict[str, Any
     return list(found.values())
 
 
-def override_line(held: Held) -> dict[str, Any]:
+def override_line(held: ActiveOverride) -> dict[str, Any]:
     """An override in force.  ends_at: Unix seconds, None = for ever."""
     override = held.override
     message = override_to_proto(override)

@@ -31,7 +31,7 @@ from controller.service.net.http_server import (
     names_loopback,
 )
 from controller.service.status.engine_status import EngineLine
-from controller.service.status.status_cache import Viewer
+from controller.service.status.status_cache import StatusCache
 
 _FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
@@ -60,10 +60,10 @@ class PageServer:
     """Serves until it is closed.  Raises AddressTakenError."""
 
     def __init__(
-        self, viewer: Viewer, loop: asyncio.AbstractEventLoop, host: str, port: int
+        self, status_cache: StatusCache, loop: asyncio.AbstractEventLoop, host: str, port: int
     ) -> None:
         folder = resources.files("controller") / "page"
-        self.viewer = viewer
+        self.status_cache = status_cache
         self.files = {
             path: ((folder / name).read_bytes(), kind) for path, (name, kind) in _FILES.items()
         }
@@ -94,13 +94,13 @@ class PageServer:
 
 
 def _handler_of(page: PageServer) -> type[BaseHTTPRequestHandler]:
-    class Handler(_Handler):
+    class Handler(_PageHandler):
         of = page
 
     return Handler
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _PageHandler(BaseHTTPRequestHandler):
     """One request."""
 
     of: PageServer
@@ -134,12 +134,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _look(self, path: str, query: dict[str, list[str]]) -> dict[str, Any]:
         if path == "/api/v1/state":
-            return self.of.ask(self.of.viewer.state())
+            return self.of.ask(self.of.status_cache.state())
         if path == "/api/v1/engine":
             since = float(query.get("since", ["0"])[0])
             if not math.isfinite(since):
                 raise ValueError("since: Unix seconds are needed")
-            return self.of.ask(self.of.viewer.engine(query.get("id", [""])[0], since))
+            return self.of.ask(self.of.status_cache.engine(query.get("id", [""])[0], since))
         raise _NoSuchPathError
 
     def _answer(self, status: HTTPStatus, body: bytes, kind: str) -> None:

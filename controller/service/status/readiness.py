@@ -19,11 +19,11 @@ import structlog
 from grpc_health.v1 import health, health_pb2
 
 from controller.core.types import EngineSpec
-from controller.service.net.operator_socket import OperatorDoor
-from controller.service.sessions.override_registry import OverrideBook
-from controller.service.sessions.profile_registry import ProfileLibrary
+from controller.service.net.operator_socket import OperatorSocket
+from controller.service.sessions.override_registry import OverrideRegistry
+from controller.service.sessions.profile_registry import ProfileRegistry
 from controller.service.sessions.registry import SessionRegistry
-from controller.service.sessions.session import Session
+from controller.service.sessions.session import EngineSession
 from speculation.v1 import policy_pb2, service_pb2, training_pb2
 
 SERVICES = tuple(
@@ -60,17 +60,17 @@ class Readiness:
     def __init__(
         self,
         registry: SessionRegistry,
-        profiles: ProfileLibrary,
-        book: OverrideBook,
-        door: OperatorDoor,
+        profiles: ProfileRegistry,
+        override_registry: OverrideRegistry,
+        operator_socket: OperatorSocket,
         ready_with: Least,
     ) -> None:
         self.ready_with = ready_with
         self.servicer = health.aio.HealthServicer()
         self._registry = registry
         self._profiles = profiles
-        self._book = book
-        self._door = door
+        self._override_registry = override_registry
+        self._operator_socket = operator_socket
         self._started = False
 
     def services(self) -> tuple[ServiceHealth, ...]:
@@ -99,7 +99,7 @@ class Readiness:
         known = ""
         while True:
             await self.tell()
-            if (fault := self._door.lost) != known:
+            if (fault := self._operator_socket.lost) != known:
                 known = fault
                 _log.error("sockets_lost", detail=fault)
             await asyncio.sleep(_LOOK_SECONDS)
@@ -110,14 +110,16 @@ class Readiness:
         await self.servicer.enter_graceful_shutdown()
 
     def _services(self) -> Iterator[ServiceHealth]:
-        detail = self._door.lost if self._started else "the sidecar is starting or stopping"
+        detail = (
+            self._operator_socket.lost if self._started else "the sidecar is starting or stopping"
+        )
         up = not detail
         for name in ("", *SERVICES):
             if name != STEERING:
                 yield ServiceHealth(name, up, detail)
         fault = self._steering_fault() if up else detail
         yield ServiceHealth(STEERING, not fault, fault)
-        store = self._book.health
+        store = self._override_registry.health
         yield ServiceHealth(STORE, up and store.ok, store.detail if up else detail)
 
     def _steering_fault(self) -> str:
@@ -137,7 +139,7 @@ class Readiness:
         return ""
 
 
-def _rank(session: Session) -> int:
+def _rank(session: EngineSession) -> int:
     if session.core.profile_id:
         return _LEAST["profile"]
     return _LEAST["roofline" if session.core.cost.prior == "roofline" else "guess"]

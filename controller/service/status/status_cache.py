@@ -17,10 +17,10 @@ import structlog
 import controller
 from controller.core.clock import Clock
 from controller.service.sessions.history import FIELDS
-from controller.service.sessions.override_registry import OverrideBook
+from controller.service.sessions.override_registry import OverrideRegistry
 from controller.service.sessions.registry import SessionRegistry
-from controller.service.sessions.session import Session
-from controller.service.status.engine_snapshot import EngineView
+from controller.service.sessions.session import EngineSession
+from controller.service.status.engine_snapshot import EngineSnapshot
 from controller.service.status.engine_status import (
     EngineLine,
     engine_detail,
@@ -42,23 +42,23 @@ _SHARE_MAX = 0.05
 _CHUNK = 32
 
 
-class Viewer:
+class StatusCache:
     """One per sidecar."""
 
     def __init__(
         self,
         registry: SessionRegistry,
-        book: OverrideBook,
+        override_registry: OverrideRegistry,
         readiness: Readiness,
         clock: Clock,
     ) -> None:
         self._registry = registry
-        self._book = book
+        self._override_registry = override_registry
         self._readiness = readiness
         self._clock = clock
         # Views that are still fresh, each with the time until which it is; `_keep` drops the rest,
         # so that no session is kept in memory for having been looked at.
-        self._views: dict[Session, tuple[float, EngineView]] = {}
+        self._views: dict[EngineSession, tuple[float, EngineSnapshot]] = {}
         self._lines: tuple[EngineLine, ...] = ()
         self._lines_until = -math.inf
         self._looking = asyncio.Lock()
@@ -91,11 +91,11 @@ class Viewer:
     async def state(self) -> dict[str, Any]:
         """The sidecar, its overrides and every engine's line, for JSON."""
         lines = await self.lines()
-        store = self._book.health
+        store = self._override_registry.health
         return {
             "version": controller.__version__,
             "engines": lines,
-            "overrides": list(map(override_line, self._book.held())),
+            "overrides": list(map(override_line, self._override_registry.held())),
             "precedence": PRECEDENCE,
             "store": {"ok": store.ok, "detail": store.detail},
             "troubles": [
@@ -114,18 +114,18 @@ class Viewer:
         points = session.history.since(since)
         return engine_detail(self._view(session)) | {"fields": FIELDS, "points": points}
 
-    def _line(self, session: Session) -> EngineLine:
+    def _line(self, session: EngineSession) -> EngineLine:
         try:
             return line_of(self._view(session))
         except Exception as error:  # noqa: BLE001  # whatever is wrong with one, others are shown
             _log.exception("engine_not_shown", engine=session.engine_id)
             return no_line(session, why_not(error))
 
-    def _view(self, session: Session) -> EngineView:
+    def _view(self, session: EngineSession) -> EngineSnapshot:
         now = self._clock.now()
         until, view = self._views.get(session, (-math.inf, None))
         if view is None or now >= until:
-            view = EngineView.of(session)
+            view = EngineSnapshot.of(session)
             self._views[session] = (now + _SECONDS, view)
         return view
 

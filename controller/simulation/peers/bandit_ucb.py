@@ -23,8 +23,8 @@ from enum import Enum
 
 from controller.core.types import Arm
 from controller.simulation.peers.readings import accepted_tokens, octave
-from controller.simulation.policy import Choice, StepRecord
-from controller.simulation.results import Origin
+from controller.simulation.policy import ArmChoice, StepRecord
+from controller.simulation.results import PolicyOrigin
 
 EXPLORATION = 0.1
 ROUNDS = 2
@@ -53,7 +53,7 @@ class _Bandit:
 class UcbBandit:
     """UCB over all arms, one bandit per octave of the batch size.  discount: in (0, 1]."""
 
-    origin = Origin.RESTATED
+    origin = PolicyOrigin.RESTATED
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class UcbBandit:
         exploration: float = EXPLORATION,
         discount: float = 1.0,
     ) -> None:
-        self._choices = [Choice(i) for i in range(len(arms))]
+        self._choices = [ArmChoice(i) for i in range(len(arms))]
         self._per_second = reward is Reward.TOKENS_PER_SECOND
         self._exploration = exploration
         self._growth = 1.0 / discount
@@ -77,7 +77,7 @@ class UcbBandit:
             found = self._bandits[key] = _Bandit([0.0] * arms, [0.0] * arms)
         return found
 
-    def choose(self, batch_size: int, now: float) -> Choice:
+    def choose(self, batch_size: int, now: float) -> ArmChoice:
         """The arm with the highest bound, once each has been tried."""
         del now
         bandit = self._bandit(batch_size)

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from controller.core.types import Arm
 from controller.simulation.peers.arm_lookup import by_gamma, first_drafter, nearest
 from controller.simulation.peers.readings import accepted_tokens
-from controller.simulation.policy import Choice, StepRecord
-from controller.simulation.results import Origin
+from controller.simulation.policy import ArmChoice, StepRecord
+from controller.simulation.results import PolicyOrigin
 
 WINDOW_STEPS = 24
 MARGIN = 0.03
@@ -40,12 +40,12 @@ class _Bin:
 class GoodputProbe:
     """One window of each of the first drafter's draft lengths, then the best, per batch bin."""
 
-    origin = Origin.RESTATED
+    origin = PolicyOrigin.RESTATED
 
     def __init__(self, arms: Sequence[Arm], *, window_steps: int = WINDOW_STEPS) -> None:
         index = by_gamma(arms, first_drafter(arms))
         self._ascending = list(index.values())
-        self._choices = {arm: Choice(arm) for arm in self._ascending}
+        self._choices = {arm: ArmChoice(arm) for arm in self._ascending}
         self._first = index[nearest(list(index), INITIAL_GAMMA)]
         others = [gamma for gamma in index if index[gamma] != self._first]
         self._queue = [index[gamma] for gamma in sorted(others, key=lambda g: (g == 0, g))]
@@ -59,7 +59,7 @@ class GoodputProbe:
             found = self._bins[key] = _Bin(self._first, self._queue.copy())
         return found
 
-    def choose(self, batch_size: int, now: float) -> Choice:
+    def choose(self, batch_size: int, now: float) -> ArmChoice:
         """What the bin runs."""
         del now
         return self._choices[self._bin(batch_size).running]

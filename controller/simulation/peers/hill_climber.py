@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from controller.core.types import Arm
 from controller.simulation.peers.arm_lookup import by_gamma, first_drafter, nearest
 from controller.simulation.peers.readings import accepted_tokens, octave
-from controller.simulation.policy import Choice, StepRecord
-from controller.simulation.results import Origin
+from controller.simulation.policy import ArmChoice, StepRecord
+from controller.simulation.results import PolicyOrigin
 
 WINDOW_STEPS = 24
 MARGIN = 0.03
@@ -55,7 +55,7 @@ class _Bucket:
 class HillClimber:
     """Climbs over the first drafter's draft lengths, one memory per octave of the batch size."""
 
-    origin = Origin.RESTATED
+    origin = PolicyOrigin.RESTATED
 
     def __init__(
         self,
@@ -68,14 +68,14 @@ class HillClimber:
     ) -> None:
         index = by_gamma(arms, first_drafter(arms))
         self._arms = list(index.values())
-        self._choices = [Choice(arm) for arm in self._arms]
+        self._choices = [ArmChoice(arm) for arm in self._arms]
         self._start = list(index).index(nearest(list(index), initial_gamma))
         self._window_steps = window_steps
         self._margin = margin
         self._hold_windows = hold_windows
         self._buckets: dict[int, _Bucket] = {}
 
-    def choose(self, batch_size: int, now: float) -> Choice:
+    def choose(self, batch_size: int, now: float) -> ArmChoice:
         """The base of this octave, or the neighbour that is on trial."""
         del now
         key = octave(batch_size)

@@ -29,8 +29,8 @@ from typing import Any
 from controller.core.types import Arm
 from controller.simulation.peers.arm_lookup import by_gamma, first_drafter, nearest
 from controller.simulation.peers.errors import PeerUnavailableError
-from controller.simulation.policy import Choice, StepRecord
-from controller.simulation.results import Origin
+from controller.simulation.policy import ArmChoice, StepRecord
+from controller.simulation.results import PolicyOrigin
 
 NAME = "sglang-adaptive"
 INITIAL_STEPS = 3
@@ -43,18 +43,18 @@ class SGLangAdaptive:
     warm: at 0 steps, keep the drafter in step.  Raises PeerUnavailableError without SGLang.
     """
 
-    origin = Origin.IMPORTED
+    origin = PolicyOrigin.IMPORTED
 
     def __init__(
         self, arms: Sequence[Arm], initial_steps: int = INITIAL_STEPS, *, warm: bool = True
     ) -> None:
         index = by_gamma(arms, first_drafter(arms))
-        self._choices = {gamma: Choice(i, asleep=not warm) for gamma, i in index.items()}
+        self._choices = {gamma: ArmChoice(i, asleep=not warm) for gamma, i in index.items()}
         # Any: the package has no types, see the configuration of mypy.
         self.params: Any = _make_params(tuple(index), nearest(list(index), initial_steps))
         self._steps_for_batch = self.params.get_steps_for_batch
 
-    def choose(self, batch_size: int, now: float) -> Choice:
+    def choose(self, batch_size: int, now: float) -> ArmChoice:
         """The arm of the steps that the slot of this batch size stands at."""
         del now
         return self._choices[self._steps_for_batch(batch_size)]

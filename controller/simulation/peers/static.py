@@ -8,14 +8,14 @@ from collections.abc import Sequence
 
 from controller.core.types import Arm
 from controller.simulation.errors import InvalidInputError
-from controller.simulation.policy import Choice, StepRecord
-from controller.simulation.results import Origin
+from controller.simulation.policy import ArmChoice, StepRecord
+from controller.simulation.results import PolicyOrigin
 
 
 class Static:
     """Runs arms[arm_index] in every step.  Raises InvalidInputError for no such arm."""
 
-    origin = Origin.STATIC
+    origin = PolicyOrigin.STATIC
 
     def __init__(self, arms: Sequence[Arm], arm_index: int) -> None:
         if not 0 <= arm_index < len(arms):
@@ -23,9 +23,9 @@ class Static:
                 "static", 0, f"arm {arm_index} does not exist, there are {len(arms)}"
             )
         self.arm = arms[arm_index]
-        self._choice = Choice(arm_index)
+        self._choice = ArmChoice(arm_index)
 
-    def choose(self, batch_size: int, now: float) -> Choice:
+    def choose(self, batch_size: int, now: float) -> ArmChoice:
         """The arm."""
         del batch_size, now
         return self._choice

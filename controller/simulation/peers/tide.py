@@ -32,8 +32,8 @@ from controller.core.types import Arm
 from controller.simulation.errors import InvalidInputError
 from controller.simulation.peers.arm_lookup import first_drafter, off_arm, speculating_arm
 from controller.simulation.peers.readings import accepted_tokens
-from controller.simulation.policy import Choice, StepRecord
-from controller.simulation.results import Origin
+from controller.simulation.policy import ArmChoice, StepRecord
+from controller.simulation.results import PolicyOrigin
 
 
 def expected_length(alpha: float, gamma: int) -> float:
@@ -66,7 +66,7 @@ class TideThreshold:
     Raises InvalidInputError if the profile lacks the two arms.
     """
 
-    origin = Origin.RESTATED
+    origin = PolicyOrigin.RESTATED
 
     def __init__(
         self,
@@ -83,8 +83,8 @@ class TideThreshold:
         on = speculating_arm(arms, drafter, gamma)
         off = off_arm(arms, drafter)
         self.gamma = arms[on].gamma
-        self._on = Choice(on, asleep=not warm)
-        self._off = self._on if off is None else Choice(off, asleep=not warm)
+        self._on = ArmChoice(on, asleep=not warm)
+        self._off = self._on if off is None else ArmChoice(off, asleep=not warm)
         # Plain decoding alone, or none of it: there is nothing to decide.
         self._fixed = self.gamma == 0 or off is None
         self._recheck_steps = recheck_steps
@@ -110,7 +110,7 @@ class TideThreshold:
             self._relative[batch_size] = found
         return found
 
-    def choose(self, batch_size: int, now: float) -> Choice:
+    def choose(self, batch_size: int, now: float) -> ArmChoice:
         """On while the practical speedup at this batch is above 1."""
         del now
         starting = self._fixed or self._seen < self._memory

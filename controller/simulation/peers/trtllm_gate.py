@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from controller.core.types import Arm
 from controller.simulation.peers.arm_lookup import first_drafter, off_arm, speculating_arm
 from controller.simulation.peers.readings import accepted_tokens
-from controller.simulation.policy import Choice, StepRecord
-from controller.simulation.results import Origin
+from controller.simulation.policy import ArmChoice, StepRecord
+from controller.simulation.results import PolicyOrigin
 
 THRESHOLD = 0.6
 WINDOW_REQUESTS = 5
@@ -34,7 +34,7 @@ class SpeculationGate:
     sequence and step.  window: sequence-steps.
     """
 
-    origin = Origin.RESTATED
+    origin = PolicyOrigin.RESTATED
 
     def __init__(
         self,
@@ -50,9 +50,9 @@ class SpeculationGate:
         drafter = first_drafter(arms) if drafter is None else drafter
         on = speculating_arm(arms, drafter, gamma)
         off = off_arm(arms, drafter)
-        self._on = Choice(on, asleep=not warm)
-        self._paused = self._on if off is None else Choice(off, asleep=not warm)
-        self._disabled = self._on if off is None else Choice(off)
+        self._on = ArmChoice(on, asleep=not warm)
+        self._paused = self._on if off is None else ArmChoice(off, asleep=not warm)
+        self._disabled = self._on if off is None else ArmChoice(off)
         self._limit = float("inf") if max_concurrency is None else max_concurrency
         self._threshold = threshold
         self._window = window
@@ -61,7 +61,7 @@ class SpeculationGate:
         self._accepted = 0
         self.closed = False
 
-    def choose(self, batch_size: int, now: float) -> Choice:
+    def choose(self, batch_size: int, now: float) -> ArmChoice:
         """Drafts unless the gate is closed or the batch is past the limit."""
         del now
         if self.closed:

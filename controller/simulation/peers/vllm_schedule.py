@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from controller.core.types import Arm
 from controller.simulation.errors import InvalidInputError
 from controller.simulation.peers.readings import octave_range
-from controller.simulation.policy import Choice, StepRecord
-from controller.simulation.results import Origin
+from controller.simulation.policy import ArmChoice, StepRecord
+from controller.simulation.results import PolicyOrigin
 
 # (first batch size, last batch size, index of an arm)
 Table = tuple[tuple[int, int, int], ...]
@@ -29,7 +29,7 @@ _SOURCE = "batch schedule"
 class BatchSchedule:
     """arms[K] by batch size.  Raises InvalidInputError for a table that contradicts itself."""
 
-    origin = Origin.RESTATED
+    origin = PolicyOrigin.RESTATED
 
     def __init__(
         self,
@@ -41,9 +41,9 @@ class BatchSchedule:
         self.table = _checked(arm_by_batch, len(arms))
         # Up to where each range serves: a gap belongs to the range below it.
         self._ends = [first - 1 for first, _, _ in self.table[1:]]
-        self._choices = [Choice(arm, asleep=not warm) for _, _, arm in self.table]
+        self._choices = [ArmChoice(arm, asleep=not warm) for _, _, arm in self.table]
 
-    def choose(self, batch_size: int, now: float) -> Choice:
+    def choose(self, batch_size: int, now: float) -> ArmChoice:
         """A look-up."""
         del now
         return self._choices[bisect_left(self._ends, batch_size)]

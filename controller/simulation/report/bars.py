@@ -4,10 +4,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from controller.simulation.results import Origin, PolicyReport, ScenarioReport, SimulationReport
+from controller.simulation.results import (
+    PolicyOrigin,
+    PolicyReport,
+    ScenarioReport,
+    SimulationReport,
+)
 
 OURS = "controller"
-_PEERS = {Origin.IMPORTED, Origin.RESTATED}
+_PEERS = {PolicyOrigin.IMPORTED, PolicyOrigin.RESTATED}
 
 Found = tuple[float, str]
 

@@ -50,7 +50,7 @@ class _DraftingHalf(dflash_worker_v2.DFlashWorkerV2):
             )
 
 
-class BlockDrafter:
+class DFlashDrafter:
     """Owns the drafting half, from its construction on.
 
     config: `ModelConfig` of the checkpoint at model_path.

@@ -21,14 +21,14 @@ from sglang.srt.speculative.eagle_utils import default_tree_mask_mode
 
 from engine_shim.link.losses import reason_of
 from engine_shim.sglang import hook_check, ranks, sglang_api
-from engine_shim.sglang.drafters.dflash import BlockDrafter, cannot_draft
+from engine_shim.sglang.drafters.dflash import DFlashDrafter, cannot_draft
 from engine_shim.sglang.drafters.hidden_states import draft_config, emit_for_block
 from engine_shim.sglang.errors import UnsupportedEngineError
 
 _log = logging.getLogger(__name__)
 
 
-class LoneBlockWorker(EagleDraftWorkerBase):
+class DFlashOnlyWorker(EagleDraftWorkerBase):
     """In place of `EagleDraftWorker`.
 
     When it fails it tells the sidecar, which plans plain decoding from then on, and goes on with
@@ -53,7 +53,7 @@ class LoneBlockWorker(EagleDraftWorkerBase):
         self.speculative_num_draft_tokens = spec.speculative_num_draft_tokens
         self._rebuild_topk1_chain_buffers()
         path, revision = spec.speculative_draft_model_path, spec.speculative_draft_model_revision
-        self.block = BlockDrafter(draft_config(server_args, path, revision), path, revision, self)
+        self.block = DFlashDrafter(draft_config(server_args, path, revision), path, revision, self)
         asked = server_args.speculative_num_draft_tokens
         if asked not in (None, self.block.block_size):
             raise UnsupportedEngineError(
@@ -166,7 +166,7 @@ class LoneBlockWorker(EagleDraftWorkerBase):
 def register() -> None:
     """Hooks it in, before the engine's workers are built."""
     hook_check.register(sglang_api.RESOLVE_CAPTURE, around_resolve, HookType.AROUND)
-    hook_check.register(sglang_api.DRAFT_WORKER, LoneBlockWorker, HookType.REPLACE)
+    hook_check.register(sglang_api.DRAFT_WORKER, DFlashOnlyWorker, HookType.REPLACE)
     # The last to read what the scheduler shares is the verification, as in a DFLASH engine.
     eagle_worker_v2.EAGLEWorkerV2.last_shared_read_runner = property(
         lambda worker: worker.target_worker.model_runner

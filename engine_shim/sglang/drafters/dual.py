@@ -18,14 +18,14 @@ from sglang.srt.speculative import eagle_worker_v2
 
 from engine_shim.link.losses import reason_of
 from engine_shim.sglang import hook_check, ranks, sglang_api
-from engine_shim.sglang.drafters.dflash import BlockDrafter, cannot_draft
+from engine_shim.sglang.drafters.dflash import DFlashDrafter, cannot_draft
 from engine_shim.sglang.drafters.hidden_states import SharedCapture
 from engine_shim.sglang.errors import UnsupportedEngineError
 
 _log = logging.getLogger(__name__)
 
 
-class SecondDrafter:
+class DualDrafter:
     """Hooks around one engine's draft worker.
 
     gammas: draft lengths that the engine prepares.  lost: told why, when it drafts no more.
@@ -41,7 +41,7 @@ class SecondDrafter:
         self.model_path, self.revision = model_path, revision
         self._gammas = gammas
         self._capture = SharedCapture(model_path, revision or None)
-        self._block: BlockDrafter | None = None
+        self._block: DFlashDrafter | None = None
         self._lost = lost
         self.usable = True
 
@@ -59,7 +59,7 @@ class SecondDrafter:
         self._extend_properties()
 
     @property
-    def block(self) -> BlockDrafter:
+    def block(self) -> DFlashDrafter:
         """Once the draft worker was built."""
         assert self._block is not None
         return self._block
@@ -75,7 +75,7 @@ class SecondDrafter:
         """Around `EagleDraftWorker.__init__`.  Raises UnsupportedEngineError."""
         original(draft, *arguments, **named)
         config = self._capture.block_config
-        self._block = BlockDrafter(config, self.model_path, self.revision or None, draft)
+        self._block = DFlashDrafter(config, self.model_path, self.revision or None, draft)
 
     def around_memory(
         self, original: Callable[..., None], draft: Any, *arguments: Any, **named: Any

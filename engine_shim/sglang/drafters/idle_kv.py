@@ -24,16 +24,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine_shim.sglang import sglang_api
-from engine_shim.sglang.drafters.idle_kv_buffer import MissedRows, MissedStep, MissedSteps
+from engine_shim.sglang.drafters.idle_kv_buffer import BacklogRows, BacklogStep, BacklogSteps
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from engine_shim.sglang.drafters.dual import SecondDrafter
+    from engine_shim.sglang.drafters.dual import DualDrafter
 
 
 @dataclass(slots=True)
-class SleepCounters:
+class IdleCounters:
     """Counts since the engine started.
 
     `slept`: steps; `passes`: catch-up forwards; `caught_up`: positions they read; `cold`: requests
@@ -71,27 +71,27 @@ def cannot_sleep_reason(worker: Any) -> str | None:
     return next((reason for reason, is_so in obstacles.items() if is_so), None)
 
 
-class SleepingDrafter:
+class IdleDrafter:
     """Keeps what one `EAGLEWorkerV2`'s drafter sleeps through, and catches it up.
 
     `max_steps`: the buffer's length in steps.  `second`: another drafter that sleeps with it.
     """
 
-    def __init__(self, worker: Any, max_steps: int, second: SecondDrafter | None = None) -> None:
+    def __init__(self, worker: Any, max_steps: int, second: DualDrafter | None = None) -> None:
         self._worker = worker
-        self._second = second
-        self._missed = MissedSteps(max_steps)
-        self.counters = SleepCounters()
+        self._dual = second
+        self._backlog = BacklogSteps(max_steps)
+        self.counters = IdleCounters()
 
     def before_step(self, batch: Any, *, asleep: bool) -> None:
         """To be called as a decode step begins, before anything drafts."""
-        missed = self._missed
-        if len(missed) and (not asleep or missed.is_full_for(len(batch.reqs))):
+        backlog = self._backlog
+        if len(backlog) and (not asleep or backlog.is_full_for(len(batch.reqs))):
             self._catch_up(batch)
 
     def forget(self, requests: Sequence[Any]) -> None:
         """To be called with the requests of a prefill, which the drafter reads as well."""
-        self._missed.forget([request.rid for request in requests])
+        self._backlog.forget([request.rid for request in requests])
 
     def sleep_through(self, batch: Any, result: Any) -> None:
         """In place of a step's draft-extend: keeps what it would have read.
@@ -99,7 +99,7 @@ class SleepingDrafter:
         `batch` and `result` as SGLang hands them to `_draft_extend_for_decode` at gamma = 0.
         """
         size = len(batch.reqs)
-        step = MissedStep(
+        step = BacklogStep(
             [request.rid for request in batch.reqs],
             # Copies: with graphs, these live in buffers that the next step overwrites.
             batch.seq_lens.to(torch.int64, copy=True),
@@ -107,37 +107,37 @@ class SleepingDrafter:
             result.logits_output.hidden_states[:size].clone(),
         )
         self._worker._stub_skipped_draft_extend(batch, result)
-        self._missed.add(step)
+        self._backlog.add(step)
         self.counters.slept += 1
 
     def _catch_up(self, batch: Any) -> None:
-        positions, tokens, hidden = self._missed.tensors()
+        positions, tokens, hidden = self._backlog.tensors()
         lengths = batch.seq_lens if batch.seq_lens_cpu is None else batch.seq_lens_cpu
-        missed = self._missed.of_batch(
+        backlog = self._backlog.of_batch(
             [request.rid for request in batch.reqs], lengths.tolist(), positions.tolist()
         )
-        self._missed.clear()
-        self.counters.cold += missed.cold
-        self.counters.unread += missed.unread
-        if not missed.rows:
+        self._backlog.clear()
+        self.counters.cold += backlog.cold
+        self.counters.unread += backlog.unread
+        if not backlog.rows:
             return
-        order = torch.tensor(missed.order, device=tokens.device)
-        rows = torch.tensor(missed.rows, device=tokens.device)
-        extend = _extend_batch(batch, missed, rows, positions[order])
+        order = torch.tensor(backlog.order, device=tokens.device)
+        rows = torch.tensor(backlog.rows, device=tokens.device)
+        extend = _extend_batch(batch, backlog, rows, positions[order])
         hidden, draft = hidden[order], self._worker.draft_worker
-        if sglang_api.lone_block(draft) is not None:
+        if sglang_api.dflash_only(draft) is not None:
             draft.catch_up(hidden, extend.out_cache_loc, positions[order])
         else:
-            if self._second is not None:
-                hidden = self._second.catch_up(hidden, extend.out_cache_loc, positions[order])
+            if self._dual is not None:
+                hidden = self._dual.catch_up(hidden, extend.out_cache_loc, positions[order])
             output = _read(draft, extend, tokens[order], hidden)
             _install(batch.spec_info, rows, output)
         self.counters.passes += 1
-        self.counters.caught_up += len(missed.order)
+        self.counters.caught_up += len(backlog.order)
 
 
 def _extend_batch(
-    batch: Any, missed: MissedRows, rows: torch.Tensor, positions: torch.Tensor
+    batch: Any, backlog: BacklogRows, rows: torch.Tensor, positions: torch.Tensor
 ) -> Any:
     """A `ScheduleBatch` of the requests that are behind, extending by what they missed.
 
@@ -146,28 +146,28 @@ def _extend_batch(
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
     extend = copy.copy(batch)
-    extend.reqs = [batch.reqs[row] for row in missed.rows]
+    extend.reqs = [batch.reqs[row] for row in backlog.rows]
     extend.req_pool_indices = batch.req_pool_indices[rows]
     extend.seq_lens = batch.seq_lens[rows]
     if batch.seq_lens_cpu is not None:
-        extend.seq_lens_cpu = batch.seq_lens_cpu[missed.rows]
-    extend.seq_lens_sum = sum(missed.starts) + sum(missed.lengths)
+        extend.seq_lens_cpu = batch.seq_lens_cpu[backlog.rows]
+    extend.seq_lens_sum = sum(backlog.starts) + sum(backlog.lengths)
     if batch.orig_seq_lens is not None:
         extend.orig_seq_lens = batch.orig_seq_lens[rows]
-    lengths = torch.tensor(missed.lengths, device=rows.device)
+    lengths = torch.tensor(backlog.lengths, device=rows.device)
     slots = batch.req_to_token_pool.req_to_token[
         extend.req_pool_indices.to(torch.int64).repeat_interleave(lengths), positions
     ]
     extend.out_cache_loc = slots.to(torch.int64)
     extend.forward_mode = ForwardMode.EXTEND
-    extend.prefix_lens = missed.starts
-    extend.extend_lens = missed.lengths
-    extend.extend_logprob_start_lens = [0] * len(missed.rows)
-    extend.extend_num_tokens = len(missed.order)
+    extend.prefix_lens = backlog.starts
+    extend.extend_lens = backlog.lengths
+    extend.extend_logprob_start_lens = [0] * len(backlog.rows)
+    extend.extend_num_tokens = len(backlog.order)
     extend.return_logprob = False
     extend.top_logprobs_nums = extend.token_ids_logprobs = None
     if batch.multimodal_inputs is not None:
-        extend.multimodal_inputs = [batch.multimodal_inputs[row] for row in missed.rows]
+        extend.multimodal_inputs = [batch.multimodal_inputs[row] for row in backlog.rows]
     # ForwardBatch.init_new writes into it.
     extend.sampling_info = copy.copy(batch.sampling_info)
     extend.has_grammar = False

@@ -15,7 +15,7 @@ MAX_POSITIONS: Final = 8192
 MAX_BYTES: Final = 256 * 2**20
 
 
-class MissedStep(NamedTuple):
+class BacklogStep(NamedTuple):
     """One step that the drafter slept through; a row for each request.
 
     positions: int64[B], where the target read; tokens: int64[B], what it then chose (for
@@ -28,7 +28,7 @@ class MissedStep(NamedTuple):
     hidden: torch.Tensor
 
 
-class MissedRows(NamedTuple):
+class BacklogRows(NamedTuple):
     """What the requests of one batch have missed, request after request.
 
     rows: their indices in the batch; starts, lengths: the first missed position and how many there
@@ -45,7 +45,7 @@ class MissedRows(NamedTuple):
     unread: int
 
 
-class MissedSteps:
+class BacklogSteps:
     """The buffer is full with `max_steps` steps, `max_positions` rows, or `max_bytes` of them."""
 
     def __init__(
@@ -54,7 +54,7 @@ class MissedSteps:
         self._max_steps = max_steps
         self._max_positions = max_positions
         self._max_bytes = max_bytes
-        self._steps: list[MissedStep] = []
+        self._steps: list[BacklogStep] = []
         self._positions = 0
         # Request -> index of the first step that still counts for it.
         self._valid_from: dict[str, int] = {}
@@ -70,7 +70,7 @@ class MissedSteps:
         fits = min(self._max_positions, self._max_bytes // row_bytes)
         return len(self._steps) >= self._max_steps or self._positions + batch_size > fits
 
-    def add(self, step: MissedStep) -> None:
+    def add(self, step: BacklogStep) -> None:
         """One more missed step."""
         self._steps.append(step)
         self._positions += len(step.request_ids)
@@ -98,26 +98,26 @@ class MissedSteps:
 
     def of_batch(
         self, request_ids: Sequence[str], lengths: Sequence[int], positions: Sequence[int]
-    ) -> MissedRows:
+    ) -> BacklogRows:
         """What each request of a batch has missed.
 
         `lengths`: its context lengths now.  `positions`: those of the whole buffer, as in
         `tensors`.
         """
-        missed: dict[str, list[int]] = {request_id: [] for request_id in request_ids}
+        backlog: dict[str, list[int]] = {request_id: [] for request_id in request_ids}
         cold = unread = base = 0
         for index, step in enumerate(self._steps):
             for row, request_id in enumerate(step.request_ids, base):
                 if self._valid_from.get(request_id, 0) > index:
                     continue
-                if request_id in missed:
-                    missed[request_id].append(row)
+                if request_id in backlog:
+                    backlog[request_id].append(row)
                 else:
                     unread += 1
             base += len(step.request_ids)
-        found = MissedRows([], [], [], [], 0, 0)
+        found = BacklogRows([], [], [], [], 0, 0)
         for row, (request_id, length) in enumerate(zip(request_ids, lengths, strict=True)):
-            order = missed[request_id]
+            order = backlog[request_id]
             if not order:
                 continue
             start = length - len(order)

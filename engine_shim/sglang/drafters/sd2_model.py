@@ -21,7 +21,7 @@ from engine_shim.sglang.errors import UnsupportedEngineError
 from engine_shim.training.sd2 import STEERED_ARCHITECTURE
 
 
-class SteeredMlp(nn.Module):
+class Sd2Mlp(nn.Module):
     """An MLP of SGLang with Eq. 2's bias; steering: g of each row, set before every pass."""
 
     def __init__(self, plain: Any, width: int, inner: int) -> None:
@@ -52,7 +52,7 @@ class SteeredQwen3ForCausalLM(Qwen3ForCausalLM):
         width = config.hidden_size
         self.mix = nn.Linear(len(layers) * width, width, bias=False)
         for layer in self.model.layers:
-            layer.mlp = SteeredMlp(layer.mlp, width, config.intermediate_size)
+            layer.mlp = Sd2Mlp(layer.mlp, width, config.intermediate_size)
         # As SGLang asks of a drafter: its tokens are the target's.
         self.hot_token_id = None
 

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from engine_shim.sglang import sglang_api
 from engine_shim.sglang.errors import UnsupportedEngineError
-from engine_shim.sglang.learning.rollback_guard import Judge, Verdict
+from engine_shim.sglang.learning.rollback_guard import GuardVerdict, RollbackGuard
 from engine_shim.sglang.learning.student import cannot_learn_reason, live_drafter
 from engine_shim.sglang.learning.weights import LiveWeights
 from engine_shim.sglang.learning.windows import Windows
-from engine_shim.sglang.step_reports import News
+from engine_shim.sglang.step_reports import UpdateStatus
 from engine_shim.training import trainer
-from engine_shim.training.exchange import Channel, Kind, Layout, Message, SharedTensors
+from engine_shim.training.exchange import Channel, Layout, Message, MessageKind, SharedTensors
 
 if TYPE_CHECKING:
     from engine_shim.sglang.learning.verified_step import Verification
@@ -89,7 +89,7 @@ class OnlineUpdates:
         shape, parameters, embedding = drafter.shape, drafter.parameters, drafter.embedding
         self._weights = LiveWeights(parameters, drafter.refresh)
         self._windows = Windows(online.window, online.top)
-        self._judge = Judge()
+        self._rollback_guard = RollbackGuard()
         self._since = 0
         self._undrafted = 0
         self._stale = False
@@ -135,7 +135,7 @@ class OnlineUpdates:
             self._reset = True
             if self._weights.changed and not self._were_replaced():
                 self._weights.serve_first()
-                self._judge.restart()
+                self._rollback_guard.restart()
                 self._tell_weights()
                 self.counters.resets += 1
 
@@ -151,11 +151,11 @@ class OnlineUpdates:
         if message is not None:
             self._take(message)
 
-    def news(self) -> News:
+    def update_status(self) -> UpdateStatus:
         """Of the step that begins, after `before_step`."""
         seconds, reset = self._landed_seconds, self._reset
         self._landed_seconds, self._reset = 0.0, False
-        return News(self._learning or seconds > 0, reset, seconds)
+        return UpdateStatus(self._learning or seconds > 0, reset, seconds)
 
     def after_verify(self, found: Verification, stride: int) -> None:
         """Before a step's draft-extend.  stride: rounds between two updates, 0 for none."""
@@ -183,8 +183,8 @@ class OnlineUpdates:
     def _may_learn(self, batch_size: int) -> bool:
         alone = batch_size == 1 or not self._per_request
         # A drafter that nobody uses can only become better.
-        idle = self._undrafted >= _UNUSED_STEPS and self._judge.knows_nothing
-        return self._idle and (self._judge.may_learn or idle) and alone
+        idle = self._undrafted >= _UNUSED_STEPS and self._rollback_guard.knows_nothing
+        return self._idle and (self._rollback_guard.may_learn or idle) and alone
 
     def _hand_over(self, gamma: int) -> None:
         requests, positions = self._windows.write(self._memory.tensors, MOST_REQUESTS, gamma)
@@ -194,7 +194,7 @@ class OnlineUpdates:
         self.counters.rounds += 1
         self._learning = True
         depth = gamma or self._depth
-        self._send(Message(Kind.LEARN, requests=requests, positions=positions, gamma=depth))
+        self._send(Message(MessageKind.LEARN, requests=requests, positions=positions, gamma=depth))
 
     def _take(self, message: Message) -> None:
         self._idle = True
@@ -205,44 +205,45 @@ class OnlineUpdates:
         if self._stale:
             # It has learnt from, or been told, weights that are not served any more.
             self._tell_weights()
-        elif message.kind is Kind.LEARNT:
+        elif message.kind is MessageKind.LEARNT:
             tensors = self._memory.tensors
             self._weights.serve(
                 {name: tensors[trainer.WEIGHT + name] for name in self._weights.parameters}
             )
-            self._judge.updated()
+            self._rollback_guard.updated()
             self.counters.updates += 1
             self.counters.loss, self.counters.seconds = message.loss, message.seconds
             self._landed_seconds = message.seconds
-        elif message.kind is Kind.REFUSED:
+        elif message.kind is MessageKind.REFUSED:
             self.counters.refused += 1
             _log.warning("an update of the drafter came to nothing: %s", message.text)
 
     def _observe(self, request_ids: list[str], accepted: list[int]) -> None:
         rows = zip(request_ids, accepted, strict=True)
         counted = [length > 1 for rid, length in rows if rid not in self._tainted]
-        verdict = self._judge.add(sum(counted), len(counted))
-        if verdict is Verdict.NONE or self._were_replaced():
+        verdict = self._rollback_guard.add(sum(counted), len(counted))
+        if verdict is GuardVerdict.NONE or self._were_replaced():
             return
-        if verdict is Verdict.GOOD:
+        if verdict is GuardVerdict.GOOD:
             self._weights.keep()
             return
         self.counters.restored += 1
         _log.warning(
             "acceptance fell from %.3f to %.3f after updates of the drafter: the last good "
             "weights are back, and it learns no more for %d drafts",
-            self._judge.before.rate, self._judge.found.rate, self._judge.hold,
+            self._rollback_guard.before.rate, self._rollback_guard.found.rate,
+            self._rollback_guard.hold,
         )  # fmt: skip
         self._weights.serve_good()
         self._reset = True
-        self._judge.restart()
+        self._rollback_guard.restart()
         self._tainted = set(request_ids)
         self._tell_weights()
 
     def _were_replaced(self) -> bool:
         if not self._weights.were_replaced():
             return False
-        self._judge.begin_anew()
+        self._rollback_guard.begin_anew()
         self._reset = True
         self.counters.replaced += 1
         _log.info("the drafter was given other weights: it goes on from those")
@@ -254,7 +255,7 @@ class OnlineUpdates:
         self._stale = not self._idle
         if self._idle:
             self._share()
-            self._send(Message(Kind.TAKE_WEIGHTS))
+            self._send(Message(MessageKind.TAKE_WEIGHTS))
 
     def _send(self, message: Message) -> None:
         assert self._channel is not None
@@ -274,7 +275,7 @@ class OnlineUpdates:
         self._process.kill()
         self._process.wait()
         self._windows.clear()
-        if self._judge.unjudged and not self._weights.were_replaced():
+        if self._rollback_guard.unjudged and not self._weights.were_replaced():
             # Nobody would find out any more whether these are worse.
             self._weights.serve_good()
         _log.warning("the drafter is updated no more: %s", why)

@@ -31,7 +31,7 @@ _LIMIT: Final = 3.0
 _EARLY_LIMIT: Final = 5.0
 
 
-class Verdict(Enum):
+class GuardVerdict(Enum):
     """What is to be done."""
 
     NONE = "nothing to say yet"
@@ -64,7 +64,7 @@ class Acceptance:
         return (before.rate - self.rate) / sqrt(variance) if variance else 0.0
 
 
-class Judge:
+class RollbackGuard:
     """before: of the last good weights; found: of those that are served."""
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ class Judge:
         self.restart()
         self.before, self.hold = Acceptance(), _BASELINE
 
-    def add(self, successes: int, trials: int) -> Verdict:
+    def add(self, successes: int, trials: int) -> GuardVerdict:
         """One step's first drafts."""
         found = self.found
         found.add(successes, trials)
@@ -120,34 +120,34 @@ class Judge:
         fall = found.fell_from(self.before) if self._updated else 0.0
         if found.trials < self._due:
             collapsed = fall > _EARLY_LIMIT and found.trials >= _LEAST
-            return self._worse() if collapsed else Verdict.NONE
+            return self._worse() if collapsed else GuardVerdict.NONE
         if fall > _LIMIT:
             return self._worse()
         if fall > _NO_FALL and found.trials < _MOST:
             self._due += _EVERY
-            return Verdict.NONE
+            return GuardVerdict.NONE
         if not self._updated or fall <= 0 or found.trials >= _MOST:
             self.before = found
         self._look_on()
         if not self._updated:
-            return Verdict.NONE
+            return GuardVerdict.NONE
         self._updated, self._falls = False, 0
-        return Verdict.GOOD
+        return GuardVerdict.GOOD
 
-    def _baseline(self, found: Acceptance) -> Verdict:
+    def _baseline(self, found: Acceptance) -> GuardVerdict:
         if found.trials < self.hold:
-            return Verdict.NONE
+            return GuardVerdict.NONE
         # What was learnt without a baseline has become it.
         learnt, self._updated = self._updated, False
         self.before, self.hold = found, 0
         self._look_on()
-        return Verdict.GOOD if learnt else Verdict.NONE
+        return GuardVerdict.GOOD if learnt else GuardVerdict.NONE
 
     def _look_on(self) -> None:
         self.found, self._due = Acceptance(), _EVERY
 
-    def _worse(self) -> Verdict:
+    def _worse(self) -> GuardVerdict:
         """`before` and `found` stay until `restart`, for whoever tells about it."""
         self.hold = _EVERY * 2 ** min(self._falls, _MOST_DOUBLINGS)
         self._falls += 1
-        return Verdict.WORSE
+        return GuardVerdict.WORSE

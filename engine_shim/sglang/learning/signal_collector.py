@@ -21,7 +21,7 @@ import torch
 
 from engine_shim.sglang import sglang_api
 from engine_shim.sglang.errors import UnsupportedEngineError
-from engine_shim.sglang.learning.signal_runs import Canvas, Runs
+from engine_shim.sglang.learning.signal_runs import Canvas, SignalRuns
 from engine_shim.sglang.learning.student import LEARN
 from engine_shim.training.signals import SignalStore, SignalWriter
 
@@ -56,18 +56,18 @@ class _Batch:
     ready: torch.Event | None
 
 
-class Collector:
+class SignalCollector:
     """One engine's.  Raises OSError where the folder cannot be made."""
 
     def __init__(self, settings: PluginSettings, target: Any) -> None:
         """target: the model that verifies."""
         store = SignalStore(Path(settings.signals_folder), settings.signals_megabytes << 20)
         self._writer = SignalWriter(store)
-        self._runs = Runs(settings.signals_top)
+        self._runs = SignalRuns(settings.signals_top)
         self._final = FinalStates(target) if settings.signals_final_states else None
         self._canvases: list[Canvas] = []
         self._held = 0
-        # Runs may go on in the next round.
+        # SignalRuns may go on in the next round.
         self._open = False
         self._unread = 0
         self._why = ""
@@ -182,7 +182,7 @@ class Collector:
             self._writer.put(signal)
 
 
-def collector_for(worker: Any, runner: Any, settings: PluginSettings) -> Collector:
+def collector_for(worker: Any, runner: Any, settings: PluginSettings) -> SignalCollector:
     """Of this `EAGLEWorkerV2`; runner: the target's.
 
     Raises UnsupportedEngineError, OSError for a folder that cannot be made.
@@ -194,7 +194,7 @@ def collector_for(worker: Any, runner: Any, settings: PluginSettings) -> Collect
         reason = no_final_states_reason(runner.model, sglang_api.graph_batch_sizes(runner))
         if reason is not None:
             raise UnsupportedEngineError(f"SPECULATION_SIGNALS_FINAL_STATES is set: {reason}")
-    return Collector(settings, runner.model)
+    return SignalCollector(settings, runner.model)
 
 
 class FinalStates:

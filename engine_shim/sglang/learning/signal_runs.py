@@ -2,8 +2,8 @@
 
 Nothing of SGLang, and no thread.
 
-    Runs.read   every run goes on as far as the canvases do; those of SEGMENT positions are over
-    Runs.end    every run is over
+    SignalRuns.read   extends every run as far as the canvases do; ends those of SEGMENT positions
+    SignalRuns.end    ends every run
 
 A run ends early when its request leaves, is retracted, or went on unseen; one shorter than LEAST is
 no signal.
@@ -58,7 +58,7 @@ class Canvas:
 
 
 @dataclass(slots=True)
-class _Run:
+class _SignalRun:
     """Of one request, from position `start` on: what was read, and what is to be.
 
     places: of its rows in the canvases, one behind the other, until they are read.  accepted,
@@ -85,13 +85,13 @@ class _Run:
         return Signal(**tensors, start=self.start, accepted=self.accepted, tried=self.tried)
 
 
-class Runs:
+class SignalRuns:
     """top: the target's likeliest tokens kept of each position."""
 
     def __init__(self, top: int) -> None:
         self._top = top
-        self._runs: dict[str, _Run] = {}
-        self._over: list[_Run] = []
+        self._runs: dict[str, _SignalRun] = {}
+        self._over: list[_SignalRun] = []
 
     def read(self, canvases: Sequence[Canvas]) -> list[Signal]:
         """One after the other, at least one; the signals that they complete."""
@@ -115,13 +115,13 @@ class Runs:
         self._runs.clear()
         return self._signals()
 
-    def _run(self, rid: str, start: int) -> _Run:
+    def _run(self, rid: str, start: int) -> _SignalRun:
         """The request's; a new one where steps of it were not seen."""
         run = self._runs.get(rid)
         if run is None or run.start + run.length != start:
             if run is not None:
                 self._over.append(run)
-            run = self._runs[rid] = _Run(start)
+            run = self._runs[rid] = _SignalRun(start)
         return run
 
     def _gather(self, canvases: Sequence[Canvas]) -> None:

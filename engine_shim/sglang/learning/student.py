@@ -103,7 +103,7 @@ def _mtp(model: Any) -> LiveDrafter:
 
 
 def _dflash(model: Any, draft: Any) -> LiveDrafter:
-    """draft: the `LoneBlockWorker` around it."""
+    """draft: the `DFlashOnlyWorker` around it."""
     target, block = draft.target_worker.model_runner.model, draft.block
     groups: int = model.num_context_features
     config = model.config.to_dict()

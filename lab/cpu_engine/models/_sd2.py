@@ -16,10 +16,10 @@ from torch.nn import functional
 
 from engine_shim.training.batches import WindowSampler
 from engine_shim.training.qwen3 import Qwen3Target
-from engine_shim.training.schedule import Budget, LearningRate, train
-from engine_shim.training.sd2 import SteeredDraft, SteeredShape, divergence, offsets
+from engine_shim.training.schedule import LearningRate, StepBudget, train
+from engine_shim.training.sd2 import Sd2Draft, Sd2Shape, divergence, offsets
 from lab.cpu_engine.models.corpus import Split
-from lab.cpu_engine.models.recipe import SteeredRecipe
+from lab.cpu_engine.models.recipe import Sd2Recipe
 
 _WINDOWS: Final = 12
 _LENGTH: Final = 128
@@ -29,20 +29,18 @@ _DRAFTS: Final = 8
 _log = logging.getLogger(__name__)
 
 
-def train_steered(
-    recipe: SteeredRecipe, shape: SteeredShape, target: Qwen3Target, splits: Mapping[str, Split]
-) -> SteeredDraft:
+def train_sd2(
+    recipe: Sd2Recipe, shape: Sd2Shape, target: Qwen3Target, splits: Mapping[str, Split]
+) -> Sd2Draft:
     """A steered draft for ``target``, whose weights must be those served."""
     pretrained = pretrain(recipe, shape, splits)
     return distil(recipe, pretrained, target, splits, recipe.budget, steered=True)
 
 
-def pretrain(
-    recipe: SteeredRecipe, shape: SteeredShape, splits: Mapping[str, Split]
-) -> SteeredDraft:
+def pretrain(recipe: Sd2Recipe, shape: Sd2Shape, splits: Mapping[str, Split]) -> Sd2Draft:
     """A language model that has never seen the target; its steering does nothing."""
     torch.manual_seed(2)
-    draft = SteeredDraft(shape)
+    draft = Sd2Draft(shape)
     sampler = _sampler(recipe, splits, seed=5)
 
     def loss_of_step(_: int) -> Tensor:
@@ -57,15 +55,15 @@ def pretrain(
 
 
 def distil(
-    recipe: SteeredRecipe,
-    pretrained: SteeredDraft,
+    recipe: Sd2Recipe,
+    pretrained: Sd2Draft,
     target: Qwen3Target,
     splits: Mapping[str, Split],
-    budget: Budget,
+    budget: StepBudget,
     *,
     steered: bool,
     seed: int = 6,
-) -> SteeredDraft:
+) -> Sd2Draft:
     """A copy that learns the target's distributions, with its steering or without."""
     draft = copy.deepcopy(pretrained)
     sampler = _sampler(recipe, splits, seed)
@@ -88,6 +86,6 @@ def distil(
     return draft
 
 
-def _sampler(recipe: SteeredRecipe, splits: Mapping[str, Split], seed: int) -> WindowSampler:
+def _sampler(recipe: Sd2Recipe, splits: Mapping[str, Split], seed: int) -> WindowSampler:
     streams = {domain: split.train for domain, split in splits.items()}
     return WindowSampler(streams, recipe.mixture, torch.Generator().manual_seed(seed))

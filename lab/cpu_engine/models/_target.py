@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from engine_shim.training.batches import WindowSampler
 from engine_shim.training.qwen3 import DecoderLayer, Qwen3Target, grow
-from engine_shim.training.schedule import Budget, LearningRate, train
+from engine_shim.training.schedule import LearningRate, StepBudget, train
 from lab.cpu_engine.models.corpus import Split
 from lab.cpu_engine.models.prompts import DOMAINS
 from lab.cpu_engine.models.recipe import MIXTURE, Recipe
@@ -94,7 +94,7 @@ def _mixed_windows(splits: Mapping[str, Split]) -> Tensor:
 def _train(
     target: Qwen3Target,
     splits: Mapping[str, Split],
-    budget: Budget,
+    budget: StepBudget,
     rate: LearningRate,
     *,
     seed: int,

@@ -18,18 +18,18 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from engine_shim.training.blocks import ModelShape
+from engine_shim.training.blocks import DecoderShape
 from engine_shim.training.checkpoint import (
     load_target,
     save_dflash,
     save_draft,
-    save_steered,
+    save_sd2,
     save_target,
 )
 from lab.cpu_engine.models import corpus
 from lab.cpu_engine.models._block_draft import block_agreement_by_domain, train_blocks
 from lab.cpu_engine.models._draft import agreement_by_domain, train_draft
-from lab.cpu_engine.models._sd2 import train_steered
+from lab.cpu_engine.models._sd2 import train_sd2
 from lab.cpu_engine.models._target import cross_entropy, train_target
 from lab.cpu_engine.models.prompts import passage_file
 from lab.cpu_engine.models.recipe import Recipe
@@ -72,8 +72,8 @@ def make(
         save_dflash(blocks, output / name)
         _log.info("%s: agreement %s", name, block_agreement_by_domain(blocks, target, splits))
     for name, steered in recipe.steered.items():
-        made = train_steered(steered, recipe.steered_shape, target, splits)
-        save_steered(made, output / name)
+        made = train_sd2(steered, recipe.sd2_shape, target, splits)
+        save_sd2(made, output / name)
 
 
 def mask_token(tokenizer: Tokenizer) -> int:
@@ -92,7 +92,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
         "bos_token": corpus.DOCUMENT_TOKEN,
         "eos_token": corpus.DOCUMENT_TOKEN,
         "pad_token": corpus.DOCUMENT_TOKEN,
-        "model_max_length": ModelShape().max_positions,
+        "model_max_length": DecoderShape().max_positions,
         "clean_up_tokenization_spaces": False,
     }
     text = json.dumps(config, indent=2) + "\n"

@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from engine_shim.training.blocks import ModelShape
+from engine_shim.training.blocks import DecoderShape
 from engine_shim.training.dflash import DFlashShape
 from engine_shim.training.eagle3 import Eagle3Shape
-from engine_shim.training.schedule import Budget
-from engine_shim.training.sd2 import SteeredShape
+from engine_shim.training.schedule import StepBudget
+from engine_shim.training.sd2 import Sd2Shape
 
 MIXTURE: Final[Mapping[str, float]] = {"code": 0.4, "prose": 0.25, "json": 0.2, "csv": 0.15}
 
-_SHALLOW_BUDGET: Final = Budget(steps=1000, seconds=300)
-_FULL_BUDGET: Final = Budget(steps=700, seconds=600)
+_SHALLOW_BUDGET: Final = StepBudget(steps=1000, seconds=300)
+_FULL_BUDGET: Final = StepBudget(steps=700, seconds=600)
 
 
 @dataclass(frozen=True)
@@ -23,23 +23,23 @@ class DraftRecipe:
     """One draft: the domains it learns from, by weight, and how long it trains."""
 
     mixture: Mapping[str, float]
-    budget: Budget
+    budget: StepBudget
 
 
 @dataclass(frozen=True)
-class SteeredRecipe:
+class Sd2Recipe:
     """A steered draft: the domains it learns from, as a language model and from the target."""
 
     mixture: Mapping[str, float]
-    pretraining: Budget
-    budget: Budget
+    pretraining: StepBudget
+    budget: StepBudget
 
 
 def _drafts() -> dict[str, DraftRecipe]:
     return {
-        "draft-mixed": DraftRecipe(MIXTURE, Budget(steps=600, seconds=720)),
+        "draft-mixed": DraftRecipe(MIXTURE, StepBudget(steps=600, seconds=720)),
         # Blind to three domains on purpose: traffic that leaves code is a real shift in acceptance.
-        "draft-code": DraftRecipe({"code": 1.0}, Budget(steps=350, seconds=420)),
+        "draft-code": DraftRecipe({"code": 1.0}, StepBudget(steps=350, seconds=420)),
     }
 
 
@@ -47,13 +47,13 @@ def _blocks() -> dict[str, DraftRecipe]:
     return {
         # Regular text is where a block of seven pays; the rest is there not to be foreign.
         "dflash": DraftRecipe(
-            {"json": 0.4, "csv": 0.3, "code": 0.2, "prose": 0.1}, Budget(steps=700, seconds=600)
+            {"json": 0.4, "csv": 0.3, "code": 0.2, "prose": 0.1}, StepBudget(steps=700, seconds=600)
         ),
     }
 
 
-def _steered() -> dict[str, SteeredRecipe]:
-    return {"sd2": SteeredRecipe(MIXTURE, Budget(900, 240), Budget(500, 400))}
+def _steered() -> dict[str, Sd2Recipe]:
+    return {"sd2": Sd2Recipe(MIXTURE, StepBudget(900, 240), StepBudget(500, 400))}
 
 
 @dataclass(frozen=True)
@@ -64,18 +64,18 @@ class Recipe:
     joins counts as doing nothing, and the target is refused.
     """
 
-    shape: ModelShape = field(default_factory=ModelShape)
+    shape: DecoderShape = field(default_factory=DecoderShape)
     shallow_layers: int = 8
-    shallow_budget: Budget = _SHALLOW_BUDGET
-    full_budget: Budget = _FULL_BUDGET
+    shallow_budget: StepBudget = _SHALLOW_BUDGET
+    full_budget: StepBudget = _FULL_BUDGET
     least_branch_share: float = 0.02
     drafts: Mapping[str, DraftRecipe] = field(default_factory=_drafts)
     blocks: Mapping[str, DraftRecipe] = field(default_factory=_blocks)
-    steered: Mapping[str, SteeredRecipe] = field(default_factory=_steered)
+    steered: Mapping[str, Sd2Recipe] = field(default_factory=_steered)
     block: int = 8
 
     @property
-    def shallow_shape(self) -> ModelShape:
+    def shallow_shape(self) -> DecoderShape:
         """The target before it is grown."""
         return self.shape.with_layers(self.shallow_layers)
 
@@ -90,10 +90,10 @@ class Recipe:
         return Eagle3Shape(self.shape.with_layers(1), (2, layers // 2, layers - 2))
 
     @property
-    def steered_shape(self) -> SteeredShape:
+    def sd2_shape(self) -> Sd2Shape:
         """Two layers as wide as the target's, which are steered by what an EAGLE3 draft reads."""
         decoder = replace(self.shape, layers=2, mlp=2 * self.shape.hidden)
-        return SteeredShape(decoder, self.shape.hidden, self.draft_shape.feature_layers)
+        return Sd2Shape(decoder, self.shape.hidden, self.draft_shape.feature_layers)
 
     def block_shape(self, mask_token: int) -> DFlashShape:
         """Two layers, fed from five target layers spread over its depth."""

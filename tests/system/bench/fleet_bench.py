@@ -25,17 +25,17 @@ from controller.core.engine.engine_controller import EngineController
 from controller.core.planning.overrides import Override, Rule, Scope, ScopeKind
 from controller.core.settings import PlannerSettings
 from controller.core.types import EngineSpec
-from controller.service.sessions.override_registry import OverrideBook
-from controller.service.sessions.profile_registry import ProfileLibrary
+from controller.service.sessions.override_registry import OverrideRegistry
+from controller.service.sessions.profile_registry import ProfileRegistry
 from controller.service.sessions.registry import SessionRegistry
-from controller.store.interface import Who
+from controller.store.interface import Actor
 from controller.store.redis_store import RedisStore
 from tests.support.redis_server import RedisServer
 from tests.support.virtual_engine import engine_spec
 from tests.system.bench.measurement import Measurement, percentiles, run
 
 QUIET_SECONDS = 10.0
-ANN = Who("ann", "bench", "bench")
+ANN = Actor("ann", "bench", "bench")
 
 
 class State:
@@ -47,8 +47,8 @@ class State:
         def core(spec: EngineSpec, profile: Profile | None) -> EngineController:
             return EngineController(spec, PlannerSettings(), profile, clock)
 
-        self.registry = SessionRegistry(core, ProfileLibrary(), clock)
-        self.book = OverrideBook(RedisStore(url), self.registry)
+        self.registry = SessionRegistry(core, ProfileRegistry(), clock)
+        self.override_registry = OverrideRegistry(RedisStore(url), self.registry)
         for engine in range(engines):
             spec = engine_spec()
             self.registry.introduce(
@@ -69,14 +69,14 @@ async def fan_out(states: list[State], changes: int) -> list[float]:
         name = f"change-{number}"
         override = Override(name, Scope(ScopeKind.FLEET), Rule(gamma_max=2), "ann", "bench")
         began = time.monotonic()
-        held, _ = await states[number % len(states)].book.set(override, 60.0, "", ANN)
+        held, _ = await states[number % len(states)].override_registry.set(override, 60.0, "", ANN)
         waiting = list(states)
         while waiting:
             waiting = [state for state in waiting if not state.obeys(name)]
             now = time.monotonic() - began
             delays += [now] * (len(states) - len(waiting) - (len(delays) - number * len(states)))
             await asyncio.sleep(0.001)
-        await states[0].book.clear(name, held.etag, ANN)
+        await states[0].override_registry.clear(name, held.etag, ANN)
     return delays
 
 
@@ -85,7 +85,7 @@ async def _bench(sidecars: int, engines: int, changes: int) -> tuple[list[float]
     with tempfile.TemporaryDirectory() as folder, RedisServer(Path(folder)) as server:
         rss = psutil.Process().memory_info().rss
         states = [State(server.url, number, engines) for number in range(sidecars)]
-        await asyncio.gather(*(state.book.open() for state in states))
+        await asyncio.gather(*(state.override_registry.open() for state in states))
         grown = psutil.Process().memory_info().rss - rss
         await asyncio.sleep(2)
         with server.client() as client:
@@ -94,7 +94,7 @@ async def _bench(sidecars: int, engines: int, changes: int) -> tuple[list[float]
             after: Any = client.info("stats")
         commands = after["total_commands_processed"] - before["total_commands_processed"]
         delays = await fan_out(states, changes)
-        await asyncio.gather(*(state.book.close() for state in states))
+        await asyncio.gather(*(state.override_registry.close() for state in states))
     return delays, commands / (QUIET_SECONDS * sidecars), grown / (sidecars * engines)
 
 

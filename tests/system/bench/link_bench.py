@@ -31,7 +31,7 @@ import psutil
 from engine_shim.link import packets
 from engine_shim.link.engine_link import EngineLink
 from engine_shim.link.packets import PlanPacket, RowEntry
-from engine_shim.link.plan_follower import Choice, Source, Steering, safe_choice
+from engine_shim.link.plan_follower import PlanFollower, Source, StepChoice, safe_choice
 from engine_shim.link.settings import LinkSettings
 from engine_shim.link.supervisor import AgentSupervisor
 from speculation.v1.engine_pb2 import DRAFTER_KIND_MTP, Drafter, EngineSpec
@@ -123,7 +123,7 @@ def _measure(target: str, options: argparse.Namespace) -> Iterator[Measurement]:
         link.close()
 
 
-def _report(link: EngineLink, step: int, choice: Choice, plan_every: int) -> bool:
+def _report(link: EngineLink, step: int, choice: StepChoice, plan_every: int) -> bool:
     # kv_tokens tells the server below after how many reports it shall send a plan.
     return link.report(
         step,
@@ -202,7 +202,7 @@ def _warm(spec: EngineSpec, steps: int = 5000) -> list[float]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.settimeout(0)
     safe = safe_choice(_GAMMA)
-    link = EngineLink(_NoAgent(ours), Steering(arms, safe, 10.0))
+    link = EngineLink(_NoAgent(ours), PlanFollower(arms, safe, 10.0))
     rows = tuple(RowEntry(bound, 0, _GAMMA, asleep=False, probe=None) for bound in _BUCKETS)
     plan = PlanPacket(1, 1, time.monotonic_ns(), 600_000, 1, 0, rows)
     with theirs, contextlib.closing(link):

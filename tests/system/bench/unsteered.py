@@ -16,7 +16,7 @@ def leave_out() -> None:
         del scheduler
         from engine_shim.sglang.drafters import sd2_model
 
-        mlp_class: Any = sd2_model.SteeredMlp
+        mlp_class: Any = sd2_model.Sd2Mlp
         model_class: Any = sd2_model.SteeredQwen3ForCausalLM
 
         def plain_copy(model: Any, features: Any) -> Any:

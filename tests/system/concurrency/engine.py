@@ -10,8 +10,8 @@ from controller.core.clock import VirtualClock
 from engine_shim.link import packets
 from engine_shim.link.engine_link import EngineLink, steering_of
 from engine_shim.link.packets import PlanPacket
-from engine_shim.link.plan_follower import Choice, Source, safe_choice
-from engine_shim.link.ranks import Ranks, Update
+from engine_shim.link.plan_follower import Source, StepChoice, safe_choice
+from engine_shim.link.ranks import Ranks, RankUpdate
 from engine_shim.link.settings import LinkSettings
 from speculation.v1.engine_pb2 import (
     DRAFTER_KIND_DFLASH,
@@ -93,7 +93,7 @@ class Engine:
         self._ranks = [Ranks(steering, None) for steering in steerings]
         self._ranks[0] = Ranks(steerings[0], self.link)
         self._steerings = steerings
-        self._held_back: list[Update] = []
+        self._held_back: list[RankUpdate] = []
         # The newest plans that its steering took.
         self._taken: deque[PlanPacket] = deque(maxlen=4)
         # The newest plan that its agent had as packets were lost.
@@ -102,7 +102,7 @@ class Engine:
         self.agent: AgentProcess | None = None
         self.step = 0
 
-    def choose(self, batch_size: int, lose_broadcast: bool) -> Choice:
+    def choose(self, batch_size: int, lose_broadcast: bool) -> StepChoice:
         """Alike on all ranks, and as the ledger will have it."""
         if len(self._ranks) == 1:
             choice, judged_at = self.link.choose(batch_size), self._clock.now()
@@ -153,7 +153,7 @@ class Engine:
         reached = believed is not None and (believed.session, believed.epoch) == newest
         return reached or self.agent is None or newest in {self._missed, (0, 0)}
 
-    def run(self, batch_size: int, accepted: int, lose_broadcast: bool = False) -> Choice:
+    def run(self, batch_size: int, accepted: int, lose_broadcast: bool = False) -> StepChoice:
         """One step; `accepted` draft tokens by each sequence, if so many were drafted."""
         choice = self.choose(batch_size, lose_broadcast)
         counts = [0] * (choice.gamma + 1)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from controller.core.types import StepReport
 from engine_shim.link.packets import PlanPacket
-from engine_shim.link.plan_follower import Choice, Source
+from engine_shim.link.plan_follower import Source, StepChoice
 from engine_shim.link.wire import session_tag
 from speculation.v1.engine_pb2 import EngineSpec
 from speculation.v1.plan_pb2 import REASON_OVERRIDE, REASON_PROFILING, Plan, PlanRow
@@ -36,7 +36,7 @@ class Issued:
 class Step:
     """A step that the engine ran, and what it reported of it."""
 
-    choice: Choice
+    choice: StepChoice
     batch_size: int
     counts: tuple[int, ...]
 
@@ -70,7 +70,7 @@ class Sent:
 class Ledger:
     """Of one engine.  grace_seconds: of its steering; safe: its safe default."""
 
-    def __init__(self, spec: EngineSpec, grace_seconds: float, safe: Choice) -> None:
+    def __init__(self, spec: EngineSpec, grace_seconds: float, safe: StepChoice) -> None:
         self._spec = spec
         self._grace_seconds = grace_seconds
         self._safe = safe
@@ -204,7 +204,7 @@ class Ledger:
 
     def chosen(
         self,
-        choice: Choice,
+        choice: StepChoice,
         batch_size: int,
         now: float,
         believed: PlanPacket | None,
@@ -236,7 +236,7 @@ class Ledger:
         self._judge_order(choice)
         self._judge_row(choice, issued.plan, batch_size)
 
-    def _judge_order(self, choice: Choice) -> None:
+    def _judge_order(self, choice: StepChoice) -> None:
         sessions = list(self._newest_epoch)
         seen = self._chosen_epoch
         assert all(sessions.index(tag) <= sessions.index(choice.session) for tag in seen), (
@@ -245,7 +245,7 @@ class Ledger:
         assert choice.epoch >= seen.get(choice.session, 0), "back to an earlier plan"
         seen[choice.session] = choice.epoch
 
-    def _judge_row(self, choice: Choice, plan: Plan, batch_size: int) -> None:
+    def _judge_row(self, choice: StepChoice, plan: Plan, batch_size: int) -> None:
         row = next((r for r in plan.rows if batch_size <= r.max_batch_size), plan.rows[-1])
         drafter = self._spec.drafters[choice.drafter_index].name
         has_probe = row.HasField("probe")

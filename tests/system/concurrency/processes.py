@@ -13,7 +13,7 @@ from controller.service.rpc.steering import SpeculationServicer
 from controller.service.server import Sidecar
 from controller.settings.settings import Settings
 from engine_shim.link import agent as agent_module
-from engine_shim.link.agent_socket import EnginePort
+from engine_shim.link.agent_socket import AgentSocket
 from tests.system.concurrency.network import Network, Server
 from tests.system.concurrency.virtual_time import VirtualLoop
 
@@ -33,7 +33,7 @@ class AgentProcess(Process):
 
     def __init__(self, clock: VirtualClock, theirs: socket.socket) -> None:
         super().__init__(clock)
-        self.port: EnginePort | None = None
+        self.port: AgentSocket | None = None
         options = agent_module._parse(
             [
                 f"--fd={theirs.detach()}", "--parent=1", "--target=unix:controller.sock",
@@ -85,7 +85,7 @@ class SidecarProcess(Process):
         self._network = network
         self.parting: asyncio.Task[None] | None = None
         self.sidecar = WatchedSidecar(settings, clock, folded)
-        self.loop.finish(self.sidecar.book.open())
+        self.loop.finish(self.sidecar.override_registry.open())
         self.loop.create_task(self.sidecar._expire())
         self.server = Server(network, self.loop, SpeculationServicer(self.sidecar.registry))
         network.server = self.server

@@ -68,7 +68,7 @@ def test_what_a_killed_sidecar_has_not_acknowledged_is_told_to_the_next_one_as_l
     world.advance(3.0)
     steps(world, engine, 1)
     assert world.sidecar is not None
-    told = world.sidecar.sidecar.registry.by_engine("plain").tally.dropped
+    told = world.sidecar.sidecar.registry.by_engine("plain").counters.dropped
     ledger = engine.ledger
     assert 2 <= told == ledger.told_lost <= 5
     assert ledger.folded + ledger.told_lost == ledger.attempted

@@ -21,13 +21,13 @@ from controller.core.planning.overrides import Override
 from controller.core.types import Arm, StepReport
 from controller.service.net.callers import Caller, Right
 from controller.service.net.errors import NoSessionError
-from controller.service.sessions.engine_identity import Holder
+from controller.service.sessions.engine_identity import EngineIdentity
 from controller.settings.settings import Settings
-from controller.store.interface import Who
+from controller.store.interface import Actor
 from controller.wire.converters import engine_from_proto
 from engine_shim.link import agent as agent_module
 from engine_shim.link import packets
-from engine_shim.link.agent_socket import EnginePort
+from engine_shim.link.agent_socket import AgentSocket
 from speculation.v1.engine_pb2 import EngineSpec
 from speculation.v1.service_pb2 import IntroduceRequest, IntroduceResponse
 from tests.system.concurrency.engine import STEP_SECONDS, Engine, specs
@@ -45,7 +45,7 @@ _IN_BYTES: Final = 6_000
 _MOST_EPOCHS: Final = 2**64 - 1
 # What sending the plan after the last epoch raises: the stream ends, and a new session begins.
 _WORN_OUT: Final = "ValueError('Value out of range: 1844674407370955"
-_OPERATOR: Final = Who("operator", "a test", "unix:")
+_OPERATOR: Final = Actor("operator", "a test", "unix:")
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class World:
         self._stack = contextlib.ExitStack()
         self._dead: list[Process] = []
         self._stack.enter_context(in_virtual_time(self.clock))
-        self._stack.enter_context(patch.object(agent_module, "EnginePort", self._port))
+        self._stack.enter_context(patch.object(agent_module, "AgentSocket", self._port))
         self._stack.enter_context(patch.object(agent_module, "Credentials", self._credentials))
         self.network = Network(self._witness)
         # By id; kept here until long after their end.
@@ -193,10 +193,10 @@ class World:
         self._dead.append(agent)
         engine.agent = None
 
-    def _port(self, *arguments: Any) -> EnginePort:
+    def _port(self, *arguments: Any) -> AgentSocket:
         engine = self._engine_here()
         assert engine.agent is not None
-        engine.agent.port = port = EnginePort(*arguments)
+        engine.agent.port = port = AgentSocket(*arguments)
         return port
 
     def _credentials(self, *_: str) -> Any:
@@ -218,15 +218,17 @@ class World:
         until = self.clock.now() + seconds
         self.overrides[override.override_id] = Commanded(override, until)
         self._changing.add(override.override_id)
-        book = self.sidecar.sidecar.book
-        self.sidecar.loop.finish(book.set(override, seconds, "", _OPERATOR))
+        override_registry = self.sidecar.sidecar.override_registry
+        self.sidecar.loop.finish(override_registry.set(override, seconds, "", _OPERATOR))
         self._changing.discard(override.override_id)
 
     def clear_override(self, override_id: str) -> None:
         """As `set_override`."""
         assert self.sidecar is not None
         self._changing.add(override_id)
-        self.sidecar.loop.finish(self.sidecar.sidecar.book.clear(override_id, "", _OPERATOR))
+        self.sidecar.loop.finish(
+            self.sidecar.sidecar.override_registry.clear(override_id, "", _OPERATOR)
+        )
         self._changing.discard(override_id)
         del self.overrides[override_id]
 
@@ -279,7 +281,7 @@ class World:
         before = [s.session_id for s in registry if s.engine_id == engine_id]
 
         async def introduce() -> None:
-            holder = Holder.of(Caller("a second agent", Right.STEER), engine_id)
+            holder = EngineIdentity.of(Caller("a second agent", Right.STEER), engine_id)
             registry.introduce(engine_from_proto(self.engines[engine_id].spec), holder)
 
         self.sidecar.loop.finish(introduce())

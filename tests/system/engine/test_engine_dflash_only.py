@@ -49,10 +49,10 @@ def test_it_introduces_itself(engine: EngineProcess, sidecar: ScriptedSidecar) -
     assert not spec.capabilities.can_switch_drafter
     limits = [(limit.gamma, limit.max_batch_size) for limit in drafter.batch_limits]
     assert limits == [(7, 8)]
-    prepared = engine.internal_state()["speculation_controller"]["prepared"]
+    graph_states = engine.internal_state()["speculation_controller"]["prepared"]
     # It starts with 3.
-    assert set(prepared) == {str(gamma) for gamma in GAMMAS} - {"3"}
-    assert all(state["seconds"] > 0 for state in prepared.values())
+    assert set(graph_states) == {str(gamma) for gamma in GAMMAS} - {"3"}
+    assert all(state["seconds"] > 0 for state in graph_states.values())
 
 
 @pytest.mark.parametrize("arm", ARMS)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from engine_shim.training.checkpoint import load_steered, load_target
+from engine_shim.training.checkpoint import load_sd2, load_target
 from engine_shim.training.sd2 import greedy_chain
 from lab.cpu_engine.engine_command import MODELS
 from speculation.v1.engine_pb2 import DRAFTER_KIND_STANDALONE
@@ -43,7 +43,7 @@ def test_it_introduces_itself_as_a_model_of_its_own(
     assert (drafter.kind, drafter.model) == (DRAFTER_KIND_STANDALONE, str(STEERED))
     assert tuple(drafter.gammas) == GAMMAS
     # Two layers, its steering, and its own head.
-    expected = sum(part.numel() for part in load_steered(STEERED).parameters())
+    expected = sum(part.numel() for part in load_sd2(STEERED).parameters())
     assert 0.5 * expected < drafter.shape.dense_params <= expected
 
 
@@ -68,7 +68,7 @@ def test_drafts_are_the_students_also_after_a_sleep(
     answers, reports = play(engine, sidecar, script, ALONE, [ALONE_LENGTH])
     assert answers[0].tokens == plain["alone"][0]
     live = accepted_by_context(reports, "eagle3", 5)
-    student, target = load_steered(STEERED), load_target(TARGET)
+    student, target = load_sd2(STEERED), load_target(TARGET)
     row = torch.tensor([tokens])
     with torch.no_grad():
         _, features = target.logits_and_features(row, student.shape.feature_layers)

@@ -11,9 +11,9 @@ from typing import Self, cast
 import grpc
 
 from controller.cli.connection import for_operators
-from engine_shim.link.plan_follower import Choice, Source
+from engine_shim.link.plan_follower import Source, StepChoice
 from engine_shim.link.settings import LinkSettings
-from lab.harness.beside import Beside
+from lab.harness.beside import BackgroundThread
 from speculation.v1 import policy_pb2, policy_pb2_grpc
 from tests.support.eventually import eventually
 from tests.support.linked_engine import LinkedEngine, linked_engine
@@ -44,7 +44,7 @@ class Ran:
     session: int
 
 
-class Drive(Beside):
+class Drive(BackgroundThread):
     """Runs an engine's steps on a thread while the context is open; `ran` has every change."""
 
     def __init__(self, engine: LinkedEngine) -> None:
@@ -105,7 +105,7 @@ class Drive(Beside):
                 self.ran.append(Ran(now, choice.source, choice.gamma, choice.session))
 
 
-def _differs(ran: Ran, choice: Choice) -> bool:
+def _differs(ran: Ran, choice: StepChoice) -> bool:
     return (ran.source, ran.gamma, ran.session) != (choice.source, choice.gamma, choice.session)
 
 

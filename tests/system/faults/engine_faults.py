@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-from lab.harness.beside import Beside
+from lab.harness.beside import BackgroundThread
 from tests.support.engine import EAGLE3, ROOT, EngineProcess, serving
 from tests.support.eventually import eventually
 from tests.support.prompts_in_flight import LENGTHS, PROMPTS
@@ -36,7 +36,7 @@ _TRAINER = (
 Tokens = Sequence[Sequence[int]]
 
 
-class Traffic(Beside):
+class Traffic(BackgroundThread):
     """The prompts again and again on a thread while the context is open."""
 
     def __init__(self, engine: EngineProcess, plain: Tokens) -> None:

@@ -15,7 +15,7 @@ import psutil
 
 from controller.cli.connection import for_operators
 from controller.core.cost.profile import Profile
-from controller.service.sessions.profile_registry import ProfileLibrary
+from controller.service.sessions.profile_registry import ProfileRegistry
 from controller.store.file_store import FileStore
 from controller.store.interface import PROFILES
 from controller.wire import converters
@@ -209,8 +209,8 @@ async def _lost(place: Path, known: Acknowledged) -> list[str]:
     await store.open(lambda: None)
     try:
         entries = {entry.override_id: entry for entry in await store.entries()}
-        names = await store.shelf.names(PROFILES)
-        shelved = {item.source for n in names for item in await store.shelf.items(PROFILES, n)}
+        names = await store.blobs.names(PROFILES)
+        shelved = {item.source for n in names for item in await store.blobs.items(PROFILES, n)}
     finally:
         await store.close()
     lost = []
@@ -225,9 +225,9 @@ async def _lost(place: Path, known: Acknowledged) -> list[str]:
     lost += [f"{name}: never asked" for name in entries.keys() - known.pinned - known.under_way]
     if known.pushed and known.pushed[-1].profile_id not in shelved:
         lost.append(f"profile of {known.pushed[-1].measured_at} is not on the shelf")
-    library = ProfileLibrary(place / "profiles")
-    library.load([])
-    kept = library.find(converters.engine_from_proto(engine_message()))
+    profile_registry = ProfileRegistry(place / "profiles")
+    profile_registry.load([])
+    kept = profile_registry.find(converters.engine_from_proto(engine_message()))
     if known.installed and (kept is None or kept.measured_at < known.installed[-1]):
         lost.append(f"profile of {known.installed[-1]} is not the one in use: {kept}")
     return lost

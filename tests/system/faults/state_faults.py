@@ -87,13 +87,13 @@ def _fill(path: Path) -> None:
 
 def clock_set(place: Path, seen: Seen) -> None:
     """CLOCK_REALTIME of sidecar and agent a day ahead, then two days back, under libfaketime."""
-    library = next(Path("/").glob(_FAKETIME[1:]), None)
-    if library is None:
+    profile_registry = next(Path("/").glob(_FAKETIME[1:]), None)
+    if profile_registry is None:
         raise CannotInjectError("there is no libfaketime (Debian: apt-get install faketime)")
     clock = place / "clock"
     clock.write_text("+0")
     environment = {
-        "LD_PRELOAD": str(library),
+        "LD_PRELOAD": str(profile_registry),
         "FAKETIME_TIMESTAMP_FILE": str(clock),
         "FAKETIME_NO_CACHE": "1",
         "FAKETIME_DONT_FAKE_MONOTONIC": "1",

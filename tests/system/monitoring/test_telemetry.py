@@ -32,14 +32,14 @@ def play(folder: Path, address: str, metadata: Metadata = ()) -> None:
     """An engine that runs, and an operator who pins it in the middle."""
     with (
         grpc.insecure_channel(address) as channel,
-        grpc.insecure_channel(f"unix:{folder}/controller-operators.sock") as door,
+        grpc.insecure_channel(f"unix:{folder}/controller-operators.sock") as operator_socket,
     ):
         engine = service_pb2_grpc.SpeculationServiceStub(channel)
         request = service_pb2.IntroduceRequest(engine=engine_message())
         session_id = engine.Introduce(request, timeout=PATIENCE_SECONDS).session_id
         for step in range(1, STEPS + 1):
             if step == STEPS // 2:
-                override(door, metadata)
+                override(operator_socket, metadata)
             report = report_message(step)
             engine.Decide(
                 service_pb2.DecideRequest(session_id=session_id, report=report),
@@ -50,8 +50,8 @@ def play(folder: Path, address: str, metadata: Metadata = ()) -> None:
             pass
 
 
-def override(door: grpc.Channel, metadata: Metadata) -> None:
-    stub = policy_pb2_grpc.PolicyServiceStub(door)
+def override(operator_socket: grpc.Channel, metadata: Metadata) -> None:
+    stub = policy_pb2_grpc.PolicyServiceStub(operator_socket)
     pin = policy_pb2.Override(
         override_id="pin", scope=policy_pb2.Scope(fleet=True),
         rule=policy_pb2.OverrideRule(gamma=3), author="ann", reason="test",

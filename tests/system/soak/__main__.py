@@ -8,7 +8,7 @@ the end every step that the engine ran is looked up on record.  Exit code 1: som
 import argparse
 from pathlib import Path
 
-from lab.harness.screen import Screen
+from lab.harness.terminal import Terminal
 from tests.system.soak import report
 from tests.system.soak.run import Options, soak
 
@@ -21,9 +21,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the load")
     given = parser.parse_args()
     options = Options(given.minutes, given.output.resolve(), given.seed)
-    screen = Screen()
-    found = soak(options, screen.say)
-    report.show(found, screen)
+    terminal = Terminal()
+    found = soak(options, terminal.say)
+    report.show(found, terminal)
     report.write(found, options)
     return int(any(found.findings.values()))
 

@@ -14,8 +14,8 @@ from controller.recording.events import (
     Parted,
     Reported,
 )
-from controller.recording.recording import Part, find
-from controller.recording.replay import TapeClock, rebuilt
+from controller.recording.recording import RecordingPart, find
+from controller.recording.replay import ReplayClock, rebuilt
 from controller.wire.converters import plan_to_proto
 from speculation.v1 import plan_pb2
 
@@ -53,13 +53,13 @@ def read_record(directory: Path, engine_id: str) -> OnRecord:
     """Everything in a directory of segments.  Raises RecordingError where nothing can be read."""
     found = OnRecord()
     for path in find(directory, engine_id).paths:
-        part = Part(path)
+        part = RecordingPart(path)
         opening = part.opening
         if opening.lost:
             found.gaps.append(f"{opening.lost} records were lost before {path.name}")
         _in_force(found, [term.override.override_id for term in opening.terms])
         # A session's first plan is older than its recording's first event.
-        first = plan_to_proto(rebuilt(opening, TapeClock()).current_plan())
+        first = plan_to_proto(rebuilt(opening, ReplayClock()).current_plan())
         found.plans.setdefault((opening.session, first.epoch), first)
         for moment in part.moments():
             _take(found, opening.session, moment.event)

@@ -10,7 +10,7 @@ import matplotlib as mpl
 from matplotlib import pyplot as plt
 
 from lab.harness.machine import machine, versions
-from lab.harness.screen import Screen
+from lab.harness.terminal import Terminal
 from tests.system.soak.growth import UNITS
 from tests.system.soak.reconcile import served_tokens
 from tests.system.soak.run import Options, Soaked
@@ -25,9 +25,9 @@ _KINDS = {
 _COLUMNS = ["process", "of it", "first", "last", "grown", "an hour", "allowed", ""]
 
 
-def show(found: Soaked, screen: Screen) -> None:
+def show(found: Soaked, terminal: Terminal) -> None:
     """For a person."""
-    screen.table(
+    terminal.table(
         "What each process holds, from its warm-up to its end",
         _COLUMNS,
         [
@@ -44,14 +44,14 @@ def show(found: Soaked, screen: Screen) -> None:
             for growth in found.growths
         ],
     )
-    screen.heading("Ran, and on record")
+    terminal.heading("Ran, and on record")
     for name, value in _counts(found).items():
-        screen.say(f"{name}: {value}")
-    screen.heading("Findings")
+        terminal.say(f"{name}: {value}")
+    terminal.heading("Findings")
     for name, findings in found.findings.items():
-        screen.say(f"{name}: {'none' if not findings else ''}")
+        terminal.say(f"{name}: {'none' if not findings else ''}")
         for finding in findings:
-            screen.say(f"  {finding}")
+            terminal.say(f"  {finding}")
 
 
 def write(found: Soaked, options: Options) -> None:

@@ -22,12 +22,12 @@ from typing import Any, Final
 import grpc
 
 from controller.recording.recording import find
-from controller.recording.replay import Verdict, replay
+from controller.recording.replay import ReplayVerdict, replay
 from lab.harness.engines import Workplace, launch_sidecar, wait_serving
-from lab.harness.errors import StageError
+from lab.harness.errors import HarnessError
 from lab.harness.ports import free_port
 from lab.harness.processes import Child
-from lab.harness.sidecar import Sidecar
+from lab.harness.sidecar import SidecarHandle
 from tests.support.engine import DFLASH, EAGLE3, EngineProcess, install_plugin, serving
 from tests.support.eventually import eventually
 from tests.support.redis_server import RedisServer
@@ -71,7 +71,7 @@ class Soaked:
     samples: list[Sample] = field(default_factory=list)
     ran: list[Step] = field(default_factory=list)
     record: OnRecord = field(default_factory=OnRecord)
-    verdict: Verdict | None = None
+    verdict: ReplayVerdict | None = None
     answers: list[Served] = field(default_factory=list)
     load: dict[str, int] = field(default_factory=dict)
     link: dict[str, Any] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class Soaked:
 
 
 def soak(options: Options, say: Callable[[str], None] = print) -> Soaked:
-    """Runs it all.  Raises StageError and AssertionError where a part does not even work."""
+    """Runs it all.  Raises HarnessError and AssertionError where a part does not even work."""
     for part in ("record", "state", "engine"):
         shutil.rmtree(options.output / part, ignore_errors=True)
     options.output.mkdir(parents=True, exist_ok=True)
@@ -212,7 +212,7 @@ class _Stage:
     def settle(self, found: Soaked) -> None:
         """Until nothing is on its way any more; then the sidecar writes its recording out."""
         path = self._options.output / "engine" / "steps.jsonl"
-        with Sidecar(self.address, ENGINE_ID) as sidecar:
+        with SidecarHandle(self.address, ENGINE_ID) as sidecar:
             end = time.monotonic() + _SETTLE_SECONDS
             last = sum(1 for _ in read_steps(path))
             # A step that never arrives is a finding, not an error here.
@@ -238,7 +238,7 @@ class _Stage:
         return None if self._sidecar is None else self._sidecar.pid
 
     def _introduced(self) -> bool:
-        with Sidecar(self.address, ENGINE_ID) as sidecar:
+        with SidecarHandle(self.address, ENGINE_ID) as sidecar:
             return sidecar.introduced()
 
     def _start_sidecar(self) -> None:
@@ -253,7 +253,7 @@ class _Stage:
         }
         child = launch_sidecar(self._place, self._metrics_port, environment)
         self._sidecar = self._stack.enter_context(child)
-        with Sidecar(self.address, ENGINE_ID) as sidecar:
+        with SidecarHandle(self.address, ENGINE_ID) as sidecar:
             wait_serving(child, sidecar)
 
     def _stop_sidecar(self) -> None:
@@ -286,7 +286,7 @@ class _Stage:
     def _command(self, *words: str) -> None:
         done = controller("override", *words, "--reason", "soak", "--address", self.address)
         if done.returncode:
-            raise StageError(f"controller override {' '.join(words)}: {done.stderr}")
+            raise HarnessError(f"controller override {' '.join(words)}: {done.stderr}")
 
     async def _look(self) -> None:
         """As dashboards and people do."""
@@ -310,7 +310,7 @@ class _Stage:
         self._looks += 1
 
     def _explain(self) -> None:
-        with Sidecar(self.address, ENGINE_ID) as sidecar:
+        with SidecarHandle(self.address, ENGINE_ID) as sidecar:
             sidecar.explain(batch_size=4)
 
 

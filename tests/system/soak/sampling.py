@@ -11,7 +11,7 @@ from typing import Self
 
 import psutil
 
-from lab.harness.beside import Beside
+from lab.harness.beside import BackgroundThread
 
 MEGABYTE = 1e6
 
@@ -38,7 +38,7 @@ class Sample:
     log_bytes: int | None
 
 
-class Sampler(Beside):
+class Sampler(BackgroundThread):
     """Samples on a thread while the context is open.  every: seconds."""
 
     def __init__(self, watched: Mapping[str, Watched], every: float) -> None:

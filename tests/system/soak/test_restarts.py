@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lab.harness.sidecar import Sidecar
+from lab.harness.sidecar import SidecarHandle
 from tests.support.eventually import eventually
 from tests.support.linked_engine import LinkedEngine, linked_engine
 from tests.support.sidecar_process import SidecarProcess, sidecar_process
@@ -51,7 +51,7 @@ def test_no_step_is_lost_uncounted_when_sidecars_stop_and_start(tmp_path: Path) 
     environment = {"CONTROLLER_RECORD_DIRECTORY": str(tmp_path / "record")}
 
     def reported(sidecar: SidecarProcess, steps: int) -> None:
-        with Sidecar(sidecar.address, ENGINE_ID) as client:
+        with SidecarHandle(sidecar.address, ENGINE_ID) as client:
             eventually(
                 lambda: client.introduced() and client.status().reports >= steps,
                 within=60.0,
@@ -70,7 +70,7 @@ def test_no_step_is_lost_uncounted_when_sidecars_stop_and_start(tmp_path: Path) 
                     reported(later, 100)
                     assert later.stop()[0] == 0
         with sidecar_process(tmp_path, environment=environment) as last:
-            with Sidecar(last.address, ENGINE_ID) as client:
+            with SidecarHandle(last.address, ENGINE_ID) as client:
                 eventually(
                     lambda: (
                         client.introduced() and client.status().last_report.step == ran[-1].number

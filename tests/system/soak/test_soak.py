@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lab.harness.screen import Screen
+from lab.harness.terminal import Terminal
 from tests.system.soak import report
 from tests.system.soak.run import Options, soak
 
@@ -26,7 +26,7 @@ pytestmark = [
 def test_nothing_grows_and_what_ran_is_on_record(tmp_path: Path) -> None:
     options = Options(MINUTES, tmp_path)
     found = soak(options)
-    report.show(found, Screen())
+    report.show(found, Terminal())
     report.write(found, options)
     assert {name: lines for name, lines in found.findings.items() if lines} == {}
 

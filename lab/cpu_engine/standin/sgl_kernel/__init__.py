@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from . import _placeholders
 from ._registry import MissingOperatorError as MissingOperatorError
-from ._registry import Placeholder
+from ._registry import OperatorPlaceholder
 from .attention import decode_attention_cpu as decode_attention_cpu
 from .attention import extend_attention_cpu as extend_attention_cpu
 from .dense import convert_weight_packed as convert_weight_packed
@@ -42,8 +42,8 @@ __version__ = "0.4.10"
 _placeholders.install()
 
 
-def __getattr__(name: str) -> Placeholder:
+def __getattr__(name: str) -> OperatorPlaceholder:
     """Let SGLang import any other operator by name; it fails when it is called."""
     if name.startswith("_"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return Placeholder(name)
+    return OperatorPlaceholder(name)

@@ -7,7 +7,7 @@ So each name below is bound.
 
 from __future__ import annotations
 
-from ._registry import NAMESPACE, Placeholder
+from ._registry import NAMESPACE, OperatorPlaceholder
 
 LOOKED_UP_AT_IMPORT = (
     "apply_rotary_pos_emb_cpu",
@@ -31,4 +31,4 @@ MUST_STAY_ABSENT = ("fused_qk_norm_cpu", "fused_qk_norm_rope_cpu")
 def install() -> None:
     """Bind a placeholder to every name in ``LOOKED_UP_AT_IMPORT``."""
     for name in LOOKED_UP_AT_IMPORT:
-        setattr(NAMESPACE, name, Placeholder(name))
+        setattr(NAMESPACE, name, OperatorPlaceholder(name))

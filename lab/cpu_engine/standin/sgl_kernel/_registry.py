@@ -21,7 +21,7 @@ class MissingOperatorError(NotImplementedError):
     """An operator of ``sgl_kernel`` was called that this stand-in does not implement."""
 
 
-class Placeholder:
+class OperatorPlaceholder:
     """Stands for an operator that SGLang imports but dense text models never call."""
 
     def __init__(self, name: str) -> None:

@@ -9,7 +9,7 @@ class MissingTorchvisionError(NotImplementedError):
     """Something of torchvision was used where only the import-time stub is installed."""
 
 
-class Placeholder:
+class TorchvisionPlaceholder:
     """Can be imported and passed around; using it raises ``MissingTorchvisionError``."""
 
     def __init__(self, name: str) -> None:
@@ -31,8 +31,8 @@ class Placeholder:
         self._refuse()
 
 
-def placeholder(module: str, name: str) -> Placeholder:
+def placeholder(module: str, name: str) -> TorchvisionPlaceholder:
     """What ``module.__getattr__(name)`` answers; dunder names stay absent."""
     if name.startswith("__"):
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
-    return Placeholder(f"{module}.{name}")
+    return TorchvisionPlaceholder(f"{module}.{name}")

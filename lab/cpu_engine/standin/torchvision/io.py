@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ._placeholder import Placeholder, placeholder
+from ._placeholder import TorchvisionPlaceholder, placeholder
 
 
-def __getattr__(name: str) -> Placeholder:
+def __getattr__(name: str) -> TorchvisionPlaceholder:
     return placeholder(__name__, name)

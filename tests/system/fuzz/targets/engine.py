@@ -19,13 +19,13 @@ from engine_shim.link.packets import (
     RowEntry,
     SidecarState,
 )
-from engine_shim.link.plan_follower import Steering, safe_choice
+from engine_shim.link.plan_follower import PlanFollower, safe_choice
 from engine_shim.link.settings import LinkSettings
 from engine_shim.link.wire import Translator, session_tag
 from engine_shim.sglang.errors import PluginError
 from engine_shim.sglang.settings import load_settings
 from engine_shim.training import signals
-from engine_shim.training.exchange import Channel, Kind, Message
+from engine_shim.training.exchange import Channel, Message, MessageKind
 from engine_shim.training.versions import Made, VersionError, Versions
 from speculation.v1 import plan_pb2
 from speculation.v1.service_pb2 import IntroduceRequest
@@ -67,7 +67,7 @@ def _read_packet(data: bytes) -> None:
 
 def _steer(plan: PlanPacket) -> None:
     """Used, it gives only what the engine can run."""
-    steering = Steering(_ARMS, safe_choice(1), 10.0)
+    steering = PlanFollower(_ARMS, safe_choice(1), 10.0)
     now = 1.0
     if not steering.accept(plan, now):
         return
@@ -221,9 +221,9 @@ def _version_opened(name: str) -> Callable[[Path], AbstractContextManager[Feed]]
 
 def _messages() -> Sequence[bytes]:
     return [
-        Message(Kind.LEARN, requests=3, positions=12, gamma=4).encode(),
-        Message(Kind.LEARNT, loss=0.5, seconds=0.02).encode(),
-        Message(Kind.REFUSED, text="the loss is no number").encode(),
+        Message(MessageKind.LEARN, requests=3, positions=12, gamma=4).encode(),
+        Message(MessageKind.LEARNT, loss=0.5, seconds=0.02).encode(),
+        Message(MessageKind.REFUSED, text="the loss is no number").encode(),
     ]
 
 

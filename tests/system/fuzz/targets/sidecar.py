@@ -37,7 +37,7 @@ from controller.recording.recording import find
 from controller.recording.replay import replay
 from controller.recording.window import Window
 from controller.service.net.access import AccessList
-from controller.service.sessions.profile_registry import ProfileLibrary
+from controller.service.sessions.profile_registry import ProfileRegistry
 from controller.settings.settings import Settings
 from speculation.v1 import record_pb2
 from tests.support import recorded_events
@@ -63,9 +63,9 @@ def _profile_seeds() -> Sequence[bytes]:
 
 def _read_profile(path: Path) -> None:
     """Read, and used: what is taken for a profile gives costs that are numbers."""
-    library = ProfileLibrary()
-    library.load([path])
-    profile = library.find(_ENGINE)
+    profile_registry = ProfileRegistry()
+    profile_registry.load([path])
+    profile = profile_registry.find(_ENGINE)
     if profile is None:
         return
     core = EngineController(_ENGINE, PlannerSettings(), profile, VirtualClock())

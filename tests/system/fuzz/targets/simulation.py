@@ -8,7 +8,7 @@ import numpy as np
 
 from controller.core.errors import SpeculationError
 from controller.simulation import published_qwen
-from controller.simulation.acceptance_trace import Bank
+from controller.simulation.acceptance_trace import AcceptanceTrace
 from controller.simulation.arrivals import read_arrivals
 from controller.simulation.curves import parse_acceptance
 from controller.simulation.published_grid import read_grid
@@ -64,11 +64,11 @@ def _profile(path: Path) -> None:
 
 
 def _requests(path: Path) -> None:
-    Bank.load([path]).pool(np.random.default_rng(0), 5)
+    AcceptanceTrace.load([path]).pool(np.random.default_rng(0), 5)
 
 
 def _rounds(path: Path) -> None:
-    Bank.load_rounds({"mtp": path}).pool(np.random.default_rng(0), 5)
+    AcceptanceTrace.load_rounds({"mtp": path}).pool(np.random.default_rng(0), 5)
 
 
 def _acceptance(data: bytes) -> None:

@@ -16,14 +16,14 @@ from controller.core.planning.overrides import Rule
 from controller.core.types import EngineSpec
 from controller.service.rpc.overrides import held_to_proto
 from controller.service.rpc.store_messages import audit_to_proto
-from controller.service.sessions.override_registry import OverrideBook
-from controller.service.sessions.profile_registry import ProfileLibrary
+from controller.service.sessions.override_registry import OverrideRegistry
+from controller.service.sessions.profile_registry import ProfileRegistry
 from controller.service.sessions.registry import SessionRegistry
-from controller.store.file_blobs import FileShelf
+from controller.store.file_blobs import FileBlobStore
 from controller.store.file_store import FileStore
-from controller.store.interface import ShelfKind, Who
+from controller.store.interface import Actor, BlobKind
 from controller.store.journal_import import line_checksum
-from controller.store.redis_mirror import HeldFile
+from controller.store.redis_mirror import RedisMirror
 from controller.wire.overrides import to_body
 from tests.support import recorded_events
 from tests.support.journal_files import lines, record
@@ -72,16 +72,16 @@ def _clean(folder: Path) -> None:
 
 async def _ask_store(folder: Path) -> None:
     """Opened, and asked all that one can ask."""
-    registry = SessionRegistry(_no_core, ProfileLibrary(), VirtualClock())
-    book = OverrideBook(FileStore(folder), registry)
-    await book.open()
+    registry = SessionRegistry(_no_core, ProfileRegistry(), VirtualClock())
+    override_registry = OverrideRegistry(FileStore(folder), registry)
+    await override_registry.open()
     try:
-        for held in book.held():
+        for held in override_registry.held():
             held_to_proto(held)
-        for record in await book.audit(1000, "", ""):
+        for record in await override_registry.audit(1000, "", ""):
             audit_to_proto(record)
     finally:
-        await book.close()
+        await override_registry.close()
 
 
 def _no_core(spec: EngineSpec, profile: Profile | None) -> EngineController:
@@ -91,7 +91,7 @@ def _no_core(spec: EngineSpec, profile: Profile | None) -> EngineController:
 async def _written_database(folder: Path) -> bytes:
     store = FileStore(folder)
     await store.open(lambda: None)
-    who = Who("ann", "because", "uid 0")
+    who = Actor("ann", "because", "uid 0")
     body = _body("pin-1")
     first = await store.write("pin-1", body, None, 0, who)
     await store.write("pin-1", body, 3600.0, first.revision, who)
@@ -144,7 +144,7 @@ def _mirror_opened(folder: Path) -> Iterator[Feed]:
 
     def feed(data: bytes) -> None:
         path.write_bytes(hashlib.sha256(data).hexdigest().encode() + b"\n" + data)
-        entries, _ = HeldFile(path).read()
+        entries, _ = RedisMirror(path).read()
         for held in entries.values():
             held.entry(0.0)
             held.seed(0.0)
@@ -154,14 +154,14 @@ def _mirror_opened(folder: Path) -> Iterator[Feed]:
 
 @contextmanager
 def _shelf_opened(folder: Path) -> Iterator[Feed]:
-    kind = ShelfKind("profiles", 8, None)
-    shelf = FileShelf(folder)
+    kind = BlobKind("profiles", 8, None)
+    blobs = FileBlobStore(folder)
     path = folder / "profiles" / "name" / "source.json"
     path.parent.mkdir(parents=True)
 
     def feed(data: bytes) -> None:
         path.write_bytes(data)
-        for item in asyncio.run(shelf.items(kind, "name")):
+        for item in asyncio.run(blobs.items(kind, "name")):
             Profile.from_json(item.text)
 
     yield feed

@@ -21,7 +21,7 @@ from controller.store.redis_client import RedisUrlError
 from controller.util.exit_codes import Exit
 from engine_shim.link.engine_link import EngineLink
 from engine_shim.link.packets import SidecarState
-from engine_shim.link.plan_follower import Choice, Source
+from engine_shim.link.plan_follower import Source, StepChoice
 from engine_shim.link.settings import LinkSettings
 from speculation.v1 import service_pb2, service_pb2_grpc
 from tests.support.eventually import eventually
@@ -135,7 +135,7 @@ def linked(sidecar: SidecarProcess) -> Iterator[EngineLink]:
         link.close()
 
 
-def steered(link: EngineLink) -> Choice | None:
+def steered(link: EngineLink) -> StepChoice | None:
     choice = link.choose(4)
     return choice if choice.source is Source.PLAN else None
 

@@ -29,13 +29,13 @@ def here(tmp_path, monkeypatch):
         for width in (1, 2, 4, 6)
     ]
     Path("costs.csv").write_text("\n".join(["batch_size,num_draft_tokens,step_seconds", *rows]))
-    bank = [
+    acceptance_trace = [
         {"id": str(i), "prompt_token_ids": [1] * 50, "generated_token_ids": [1] * 60,
          "acc_eagle": {"acc_len": [1 + (i + p) % 5 for p in range(60)]},
          "acc_ngram": {"acc_len": [1 + (p % 7 == 0) for p in range(60)]}}
         for i in range(12)
     ]  # fmt: skip
-    Path("bank.jsonl").write_text("\n".join(json.dumps(entry) for entry in bank))
+    Path("bank.jsonl").write_text("\n".join(json.dumps(entry) for entry in acceptance_trace))
     Path("arrivals.csv").write_text(ARRIVALS)
 
 

@@ -185,7 +185,7 @@ def test_an_explanation_names_the_loss_and_its_reason():
     engine.core.next_plan()
     found = engine.core.explain(4)
     assert found.lost == (DFLASH,)
-    assert {value.arm.drafter for value in found.arms if not value.legal} == {"dflash"}
+    assert {value.arm.drafter for value in found.arms if not value.feasible} == {"dflash"}
 
 
 def test_a_pin_to_a_lost_drafter_decodes_plainly_and_says_that_it_is_lost():

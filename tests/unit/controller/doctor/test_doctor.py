@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import controller
-from controller.doctor import Finding, Level, Request, diagnose
+from controller.doctor import DoctorRequest, Finding, Level, diagnose
 from controller.doctor.sidecar import Answers, check_sidecar
 from controller.settings.settings import CLIENT_VARIABLES, variables
 from controller.util.exit_codes import Exit
@@ -83,7 +83,7 @@ def http() -> Iterator[Http]:
 
 async def examined(directory: Path, **request: Any) -> Findings:
     address = f"unix:{directory}/controller.sock"
-    found = [it async for it in diagnose(Request(**{"address": address, **request}))]
+    found = [it async for it in diagnose(DoctorRequest(**{"address": address, **request}))]
     assert all(bool(it.fix) == (it.level is not Level.OK) for it in found), found
     assert all("\n" not in it.found + it.fix for it in found)
     return {it.check: it for it in reversed(found)}
@@ -192,7 +192,7 @@ async def test_nobody_answers(tmp_path: Path):
 
 async def test_the_state_of_the_sidecar_that_is_asked_is_looked_at(tmp_path: Path):
     asked = f"unix:{tmp_path}/elsewhere.sock"
-    findings = [it async for it in diagnose(Request(address=asked))]
+    findings = [it async for it in diagnose(DoctorRequest(address=asked))]
     (state,) = [it for it in findings if it.check == "state directory"]
     assert f"{tmp_path}/elsewhere.sock.state" in state.found
 

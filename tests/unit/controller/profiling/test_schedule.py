@@ -8,9 +8,9 @@ from controller.profiling.engine_http import EngineHttp, EngineLimits
 from controller.profiling.errors import ProfilingUsageError
 from controller.profiling.load import LoadSource, Prompts
 from controller.profiling.schedule import (
-    Budget,
-    Part,
     PartKind,
+    ProfilePart,
+    TimeBudget,
     long_context,
     parts_of,
     sweep_arms,
@@ -70,7 +70,7 @@ def test_every_draft_length_is_an_arm_and_two_of_them_are_swept():
 
 def make_budget(parts):
     settings = ProfilingSettings(budget_seconds=100.0, context_share=0.2, spare_share=0.1)
-    budget = Budget(settings, parts, len(parts))
+    budget = TimeBudget(settings, parts, len(parts))
     budget.begin(1000.0)
     return budget
 
@@ -89,10 +89,10 @@ def test_the_shares_are_the_budget_less_the_spare_and_the_sweep_gets_its_own():
 
 def test_time_that_a_part_leaves_goes_to_those_after_it():
     budget = make_budget(parts_of((1, 2, 4)))
-    first = Part(GRID, 1)
-    before = budget.share(Part(GRID, 2), 1000.0)
+    first = ProfilePart(GRID, 1)
+    before = budget.share(ProfilePart(GRID, 2), 1000.0)
     budget.finish(first)
-    assert budget.share(Part(GRID, 2), 1001.0) > before
+    assert budget.share(ProfilePart(GRID, 2), 1001.0) > before
 
 
 def test_progress_goes_from_nothing_to_all_and_the_time_left_to_zero():
@@ -108,7 +108,7 @@ def test_progress_goes_from_nothing_to_all_and_the_time_left_to_zero():
 def test_a_resumed_measurement_gets_the_part_of_the_budget_that_is_left():
     parts = parts_of((1, 2, 4))
     settings = ProfilingSettings(budget_seconds=100.0)
-    assert Budget(settings, parts[4:], len(parts)).seconds == pytest.approx(50.0)
+    assert TimeBudget(settings, parts[4:], len(parts)).seconds == pytest.approx(50.0)
 
 
 def loads(sequence_tokens=100_000, pool_tokens=1_000_000, new_tokens=512):

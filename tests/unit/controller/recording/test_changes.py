@@ -3,8 +3,8 @@
 from dataclasses import replace
 from pathlib import Path
 
-from controller.recording.counterfactual import Change, WhatIf
-from controller.recording.recording import Part, find
+from controller.recording.counterfactual import Counterfactual, CounterfactualChange
+from controller.recording.recording import RecordingPart, find
 from controller.recording.replay import replay
 from controller.recording.window import Window
 from tests.support.recorded_events import engine, recorder, segments
@@ -22,14 +22,14 @@ def changed_midway(directory: Path) -> None:
             replace(core._settings, switch_margin=0.2), replace(training.settings, margin=0.02)
         )
         running.run(60)
-        core._tape.due = True
+        core._event_log.due = True
         running.run(60)
         core.last_plan(30.0)
 
 
 def test_a_later_segment_begins_with_what_holds_then(tmp_path: Path):
     changed_midway(tmp_path)
-    first, second = (Part(path).opening for path in segments(tmp_path))
+    first, second = (RecordingPart(path).opening for path in segments(tmp_path))
     assert (first.planner.switch_margin, second.planner.switch_margin) == (0.01, 0.2)
     assert (first.training.margin, second.training.margin) == (0.05, 0.02)
     verdict = replay(find(tmp_path))
@@ -40,7 +40,7 @@ def test_a_later_segment_begins_with_what_holds_then(tmp_path: Path):
 
 def test_what_would_have_been_keeps_its_own_constants(tmp_path: Path):
     changed_midway(tmp_path)
-    what_if = WhatIf(Change({"probe_share": 0.0}))
+    what_if = Counterfactual(CounterfactualChange({"probe_share": 0.0}))
     replay(find(tmp_path), [what_if])
     other = what_if._other
     assert other is not None

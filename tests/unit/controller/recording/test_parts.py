@@ -8,7 +8,7 @@ import pytest
 from controller.core.acceptance.estimator import AcceptanceCurve
 from controller.core.types import Arm, Probe, StepReport
 from controller.recording.counterfactual import _as_of, _is_unseen
-from controller.recording.event_log import Queue, Tape
+from controller.recording.event_log import EventLog, Queue
 from controller.recording.events import Moment, Noted, NoteKind
 from controller.recording.incident_plots import plain
 from controller.recording.time_text import time_text
@@ -19,16 +19,16 @@ NOTE = Moment(1.0, Noted(NoteKind.STREAM_OPENED))
 
 def test_a_broken_tape_takes_nothing_before_an_opening_even_where_there_is_room():
     queue: Queue = deque()
-    tape = Tape("engine-0", 1, queue, lambda _: None, lambda: 0.0)
-    tape.open(NOTE)
-    tape.put(NOTE)
-    tape.break_off()
-    tape.put(NOTE)
+    event_log = EventLog("engine-0", 1, queue, lambda _: None, lambda: 0.0)
+    event_log.open(NOTE)
+    event_log.put(NOTE)
+    event_log.break_off()
+    event_log.put(NOTE)
     assert len(queue) == 2
-    assert tape.lost == 2
-    assert tape.can_open
-    tape.open(NOTE)
-    tape.put(NOTE)
+    assert event_log.lost == 2
+    assert event_log.can_open
+    event_log.open(NOTE)
+    event_log.put(NOTE)
     assert len(queue) == 4
 
 

@@ -15,7 +15,7 @@ from controller.recording import ring as ring_module
 from controller.recording.errors import RecordDirectoryError
 from controller.recording.events import Noted, NoteKind, Overridden
 from controller.recording.recorder import Recorder
-from controller.recording.recording import Part, find
+from controller.recording.recording import RecordingPart, find
 from controller.recording.replay import replay
 from tests.support.eventually import eventually
 from tests.support.recorded_events import (
@@ -86,7 +86,7 @@ def test_what_does_not_fit_the_queue_is_a_marked_gap(tmp_path, small, monkeypatc
         running = engine(made)
         written(made)
         running.run(200)
-        lost = running.core._tape.lost
+        lost = running.core._event_log.lost
         assert lost > 100
         written(made)
         running.run(5)
@@ -151,9 +151,9 @@ def test_a_full_disk_is_said_once_leaves_no_half_frame_and_is_tried_again(
     assert verdict.is_same
     assert verdict.lost == logs[1]["lost"] > 0
     assert verdict.reports + verdict.lost >= running.step
-    assert all(not Part(path).damage for path in segments(tmp_path))
+    assert all(not RecordingPart(path).damage for path in segments(tmp_path))
     for path in segments(tmp_path):
-        part = Part(path)
+        part = RecordingPart(path)
         assert list(part.moments())
         assert part.damage == ""
 
@@ -198,7 +198,7 @@ def test_after_its_end_a_session_takes_nothing_more(tmp_path):
         running.core.note(NoteKind.STREAM_CLOSED)
         running.run(1)
     [path] = segments(tmp_path)
-    last = list(Part(path).moments())[-1].event
+    last = list(RecordingPart(path).moments())[-1].event
     assert isinstance(last, Noted)
     assert last.text == "over"
     assert replay(find(tmp_path)).is_same
@@ -214,7 +214,7 @@ def test_overrides_are_kept_with_their_ends(tmp_path):
         ends["a"] = 2e9 + 60
         running.core.set_overrides(rule)
     [path] = segments(tmp_path)
-    kept = [m.event for m in Part(path).moments() if isinstance(m.event, Overridden)]
+    kept = [m.event for m in RecordingPart(path).moments() if isinstance(m.event, Overridden)]
     assert [[(t.override.override_id, t.ends_at) for t in event.terms] for event in kept] == [
         [("a", 2e9), ("b", None)],
         [("a", 2e9 + 60), ("b", None)],

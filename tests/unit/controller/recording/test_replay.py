@@ -15,13 +15,13 @@ from controller.core.training.selective_training import TrainingResult
 from controller.core.types import Arm, Fingerprint
 from controller.recording import recorder as recorder_module
 from controller.recording import ring as ring_module
-from controller.recording.counterfactual import Change, WhatIf
+from controller.recording.counterfactual import Counterfactual, CounterfactualChange
 from controller.recording.errors import RecordingError
-from controller.recording.event_log import Tape
+from controller.recording.event_log import EventLog
 from controller.recording.events import Decided, Moment, Noted, NoteKind, Opening, Reported
 from controller.recording.frames import MAGIC, frame
 from controller.recording.messages import moment_from_proto, moment_to_proto
-from controller.recording.recording import Part, find
+from controller.recording.recording import RecordingPart, find
 from controller.recording.replay import replay
 from tests.support.recorded_events import (
     Engine,
@@ -94,14 +94,14 @@ def test_all_that_happens_to_a_core_is_decided_the_same_again(
 ):
     puts = count(1)
 
-    class Impatient(Tape):
+    class Impatient(EventLog):
         """Asks for an opening wherever it may come."""
 
         def put(self, moment: Moment) -> None:
             super().put(moment)
             self.due = next(puts) % 5 == 0
 
-    monkeypatch.setattr(recorder_module, "Tape", Impatient)
+    monkeypatch.setattr(recorder_module, "EventLog", Impatient)
     with recorder(tmp_path) as made:
         running = engine(made, policy=policy)
         everything(running)
@@ -119,7 +119,7 @@ def test_all_that_happens_to_a_core_is_decided_the_same_again(
 
 def rewritten(path: Path, change) -> None:
     """The segment with its moments changed, its checksums right."""
-    part = Part(path)
+    part = RecordingPart(path)
     moments = [Moment(part.began_at, part.opening), *part.moments()]
     changed = [change(number, moment) for number, moment in enumerate(moments)]
     kept = [moment_to_proto(moment) for moment in changed if moment is not None]
@@ -135,7 +135,7 @@ def recorded(tmp_path: Path) -> Path:
 
 def number_of(path: Path, kind: type, at_least: int) -> int:
     """Of the first moment of this kind (a plan, where it decides) from there on."""
-    for number, moment in enumerate(Part(path).moments(), 1):
+    for number, moment in enumerate(RecordingPart(path).moments(), 1):
         event = moment.event
         plain = not isinstance(event, Decided) or event.plan is not None
         if number >= at_least and isinstance(event, kind) and plain:
@@ -149,7 +149,7 @@ def test_a_lost_drafter_stays_lost_where_the_recording_begins_later(tmp_path: Pa
         running.run(60)
         assert running.core.lose([LOST])
         running.run(60)
-        running.core._tape.due = True
+        running.core._event_log.due = True
         running.run(200)
     first, *later = segments(tmp_path)
     assert later
@@ -157,7 +157,7 @@ def test_a_lost_drafter_stays_lost_where_the_recording_begins_later(tmp_path: Pa
     verdict = replay(find(tmp_path))
     assert verdict.is_same
     assert verdict.reports > 150
-    opening = Part(later[0]).opening
+    opening = RecordingPart(later[0]).opening
     assert opening.spec.lost == (LOST,)
 
 
@@ -263,7 +263,7 @@ def test_events_come_back_as_they_went(tmp_path: Path):
     with recorder(tmp_path) as made:
         everything(engine(made))
     [path] = segments(tmp_path)
-    moments = list(Part(path).moments())
+    moments = list(RecordingPart(path).moments())
     assert len({type(moment.event) for moment in moments}) == 11
     assert [moment_from_proto(moment_to_proto(moment)) for moment in moments] == moments
 
@@ -271,7 +271,7 @@ def test_events_come_back_as_they_went(tmp_path: Path):
 def test_a_change_of_nothing_changes_nothing(tmp_path: Path):
     with recorder(tmp_path) as made:
         everything(engine(made, profile=profile()))
-    what_if = WhatIf(Change({"confidence_z": 1.28}))
+    what_if = Counterfactual(CounterfactualChange({"confidence_z": 1.28}))
     verdict = replay(find(tmp_path), [what_if])
     found = what_if.found
     assert verdict.is_same
@@ -284,7 +284,7 @@ def test_a_change_of_nothing_changes_nothing(tmp_path: Path):
 def test_another_rule_would_have_done_other_things(tmp_path: Path):
     with recorder(tmp_path) as made:
         engine(made, profile=profile()).run(300, acceptance=0.9)
-    what_if = WhatIf(Change({"policy": "tide", "tide_gamma": 2}))
+    what_if = Counterfactual(CounterfactualChange({"policy": "tide", "tide_gamma": 2}))
     assert replay(find(tmp_path), [what_if]).is_same
     found = what_if.found
     assert found.differing_share > 0.5
@@ -301,14 +301,14 @@ def test_what_nobody_saw_is_counted_as_unseen(tmp_path: Path):
         running = engine(made, profile=profile(), probe_share=0)
         running.core.set_overrides([override("low", Rule(gamma=1, drafter="eagle3"))])
         running.run(300, acceptance=0.9)
-    what_if = WhatIf(Change({"policy": "tide", "tide_gamma": 5}))
+    what_if = Counterfactual(CounterfactualChange({"policy": "tide", "tide_gamma": 5}))
     replay(find(tmp_path), [what_if])
     # The first step ran before the override, which holds for the other rule too.
     assert what_if.found.differing <= 1
     with recorder(tmp_path / "free") as made:
         running = engine(made, profile=profile(), policy="tide", tide_gamma=1)
         running.run(200, acceptance=0.9)
-    what_if = WhatIf(Change({"tide_gamma": 5}))
+    what_if = Counterfactual(CounterfactualChange({"tide_gamma": 5}))
     replay(find(tmp_path / "free"), [what_if])
     assert what_if.found.differing > 150
     assert what_if.found.unseen > 0
@@ -317,7 +317,7 @@ def test_what_nobody_saw_is_counted_as_unseen(tmp_path: Path):
 def test_another_profile_makes_another_choice(tmp_path: Path):
     with recorder(tmp_path) as made:
         engine(made, profile=profile()).run(200, acceptance=0.6)
-    what_if = WhatIf(Change(profile=profile(error=9.0)))
+    what_if = Counterfactual(CounterfactualChange(profile=profile(error=9.0)))
     replay(find(tmp_path), [what_if])
     shorter = [s.other.gamma < s.recorded.gamma for s in what_if.found.stretches if s.steps > 20]
     assert shorter
@@ -327,14 +327,19 @@ def test_another_profile_makes_another_choice(tmp_path: Path):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (Change({"policy": "best"}), "policy must be one of"),
-        (Change({"speed": 1}), "speed"),
-        (Change(profile=replace(profile(), fingerprint=Fingerprint("other"))), "target_model"),
+        (CounterfactualChange({"policy": "best"}), "policy must be one of"),
+        (CounterfactualChange({"speed": 1}), "speed"),
+        (
+            CounterfactualChange(profile=replace(profile(), fingerprint=Fingerprint("other"))),
+            "target_model",
+        ),
     ],
 )
-def test_a_change_that_cannot_be_is_refused(recorded: Path, change: Change, text: str):
+def test_a_change_that_cannot_be_is_refused(
+    recorded: Path, change: CounterfactualChange, text: str
+):
     with pytest.raises(RecordingError, match=text):
-        replay(find(recorded), [WhatIf(change)])
+        replay(find(recorded), [Counterfactual(change)])
 
 
 def test_which_engine_has_to_be_said(tmp_path: Path):

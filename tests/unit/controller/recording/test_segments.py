@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from controller.core.errors import SpeculationError
 from controller.recording.errors import RecordingError
 from controller.recording.frames import MAGIC, TornError, blocks, frame
-from controller.recording.recording import Part, find
+from controller.recording.recording import RecordingPart, find
 from controller.recording.replay import replay
 from speculation.v1 import record_pb2
 from tests.support.recorded_events import record, segments
@@ -36,7 +36,7 @@ def ends(data: bytes) -> list[int]:
 
 
 def moments_of(path: Path) -> tuple[list[object], str]:
-    part = Part(path)
+    part = RecordingPart(path)
     return list(part.moments()), part.damage
 
 
@@ -47,7 +47,7 @@ def test_a_torn_tail_is_passed_over_wherever_it_is_torn(whole: bytes, tmp_path: 
     assert damage == ""
     for cut in range(frames[0], len(whole), 7):
         path.write_bytes(whole[:cut])
-        part = Part(path)
+        part = RecordingPart(path)
         read = list(part.moments())
         assert read == everything[: len(read)]
         complete = sum(end <= cut for end in frames) - 1
@@ -60,7 +60,7 @@ def test_a_segment_without_its_opening_is_refused(whole: bytes, tmp_path: Path, 
     path = tmp_path / "x.record"
     path.write_bytes(whole[:cut])
     with pytest.raises(RecordingError, match=f"{path}: nothing in it can be read"):
-        Part(path)
+        RecordingPart(path)
 
 
 @settings(max_examples=60, deadline=None)

@@ -10,7 +10,7 @@ from controller.core.clock import VirtualClock
 from controller.core.engine.engine_controller import EngineController
 from controller.core.settings import PlannerSettings
 from controller.core.types import Arm, Plan, Probe, Reason, Regime, RegimeMode
-from controller.service.sessions.session import Session
+from controller.service.sessions.session import EngineSession
 from controller.wire import converters
 from tests.support.service_harness import engine_message
 
@@ -21,12 +21,12 @@ def clock() -> VirtualClock:
 
 
 @pytest.fixture
-def session(clock: VirtualClock) -> Session:
+def session(clock: VirtualClock) -> EngineSession:
     spec = converters.engine_from_proto(engine_message())
-    return Session("secret", EngineController(spec, PlannerSettings(), None, clock), clock)
+    return EngineSession("secret", EngineController(spec, PlannerSettings(), None, clock), clock)
 
 
-def told(session: Session, plan: Plan) -> list[tuple[Plan, int]]:
+def told(session: EngineSession, plan: Plan) -> list[tuple[Plan, int]]:
     """What is told of this plan, and logged of it."""
     heard: list[tuple[Plan, int]] = []
     session.on_decision = lambda _, before, began: heard.append((before, began))
@@ -44,7 +44,7 @@ OTHER_ARM = Arm("mtp", 1)
 PROBE = Probe(1, OTHER_ARM, 3)
 
 
-def test_another_choice_in_any_row_is_told_with_the_plan_before_it(session: Session):
+def test_another_choice_in_any_row_is_told_with_the_plan_before_it(session: EngineSession):
     before = session.plan
     assert before.rows[0].arm != OTHER_ARM
     assert told(session, with_row(before, arm=OTHER_ARM)) == [(before, 7)]
@@ -58,35 +58,35 @@ def test_another_choice_in_any_row_is_told_with_the_plan_before_it(session: Sess
         {"overrides": ("pin",)},
     ],
 )
-def test_so_is_another_regime_version_or_override(session: Session, change: dict[str, Any]):
+def test_so_is_another_regime_version_or_override(session: EngineSession, change: dict[str, Any]):
     assert len(told(session, replace(session.plan, epoch=2, **change))) == 1
 
 
-def test_so_are_rows_that_end_elsewhere(session: Session):
+def test_so_are_rows_that_end_elsewhere(session: EngineSession):
     plan = session.plan
     assert len(told(session, replace(plan, rows=plan.rows[1:]))) == 1
     assert len(told(session, with_row(session.plan, max_batch_size=1))) == 1
 
 
 @pytest.mark.parametrize("change", [{"reason": Reason.HOLD}, {"probe": PROBE}])
-def test_a_reason_or_a_probe_is_no_decision(session: Session, change: dict[str, Any]):
+def test_a_reason_or_a_probe_is_no_decision(session: EngineSession, change: dict[str, Any]):
     assert told(session, with_row(session.plan, **change)) == []
 
 
-def test_a_renewed_lease_is_no_decision(session: Session):
+def test_a_renewed_lease_is_no_decision(session: EngineSession):
     assert told(session, replace(session.plan, epoch=2, reason=Reason.LEASE)) == []
 
 
-def test_decision_ids_tell_sessions_and_epochs_apart(session: Session, clock: VirtualClock):
+def test_decision_ids_tell_sessions_and_epochs_apart(session: EngineSession, clock: VirtualClock):
     first = session.decision_id
     session._adopt(replace(session.plan, epoch=2), 0)
-    other = Session("secret", session.core, clock)
+    other = EngineSession("secret", session.core, clock)
     assert len({first, session.decision_id, other.decision_id}) == 3
     assert session.decision_id.endswith("-2")
     assert "secret" not in first
 
 
-def test_a_plan_is_as_old_as_it_is(session: Session, clock: VirtualClock):
+def test_a_plan_is_as_old_as_it_is(session: EngineSession, clock: VirtualClock):
     clock.advance(3.0)
     assert session.plan_age_seconds == 3.0
     session._adopt(replace(session.plan, epoch=2), 0)

@@ -85,7 +85,7 @@ async def test_without_redis_engines_are_steered_on_under_what_was_in_force(
     async with fleet(tmp_path, server) as (one, two):
         await one.introduce()
         await set_(one, scope=FLEET, gamma=1)
-        await until(lambda: bool(two.sidecar.book.active()))
+        await until(lambda: bool(two.sidecar.override_registry.active()))
         server.kill()
         await two.introduce("late")
         assert set(gammas((await two.status("late")).plan).values()) == {1}
@@ -93,13 +93,17 @@ async def test_without_redis_engines_are_steered_on_under_what_was_in_force(
         assert code is grpc.StatusCode.UNAVAILABLE
         assert "redis" in text
         assert set(await listed(one)) == {"o1"}
-        await until(lambda: not two.sidecar.book.health.ok)
+        await until(lambda: not two.sidecar.override_registry.health.ok)
         assert "going on with what is held here" in (await one.explain()).store.detail
         server.start()
-        await until(lambda: one.sidecar.book.health.ok and two.sidecar.book.health.ok)
+        await until(
+            lambda: (
+                one.sidecar.override_registry.health.ok and two.sidecar.override_registry.health.ok
+            )
+        )
         # It came back empty, and has everything again.
         async with serving(tmp_path, redis_url=server.url) as new:
-            await until(lambda: bool(new.sidecar.book.active()))
+            await until(lambda: bool(new.sidecar.override_registry.active()))
 
 
 async def test_a_store_in_trouble_is_a_health_status_of_its_own(
@@ -131,9 +135,15 @@ async def test_an_override_ends_everywhere_though_redis_is_gone(
 ):
     async with fleet(tmp_path, server) as (one, two):
         await set_(one, scope=FLEET, off=True, request={"ttl_seconds": 1.0})
-        await until(lambda: bool(two.sidecar.book.active()))
+        await until(lambda: bool(two.sidecar.override_registry.active()))
         server.kill()
-        await until(lambda: not (one.sidecar.book.active() or two.sidecar.book.active()))
+        await until(
+            lambda: (
+                not (
+                    one.sidecar.override_registry.active() or two.sidecar.override_registry.active()
+                )
+            )
+        )
 
 
 async def test_of_two_operators_at_two_sidecars_only_one_replaces(
@@ -177,12 +187,12 @@ async def test_a_profile_under_a_wrong_name_is_refused(tmp_path: Path, server: R
     async with fleet(tmp_path, server, 1) as (one,):
         await one.introduce()
         identity = identity_of(one.sidecar.registry.by_engine("engine-0").spec)
-        shelf = one.sidecar.store.shelf
-        await shelf.put(PROFILES, identity, "01", make_profile("another").to_json())
+        blobs = one.sidecar.store.blobs
+        await blobs.put(PROFILES, identity, "01", make_profile("another").to_json())
         await one.introduce()
         await asyncio.sleep(0.3)
         assert not (await one.status()).profile_id
-        await shelf.put(PROFILES, identity, "02", "no profile")
+        await blobs.put(PROFILES, identity, "02", "no profile")
         await one.introduce()
         await asyncio.sleep(0.3)
         assert not (await one.status()).profile_id

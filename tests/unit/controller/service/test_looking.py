@@ -21,8 +21,8 @@ from controller.core.types import Arm, Plan, StepReport
 from controller.recording.checkpoint_messages import state_to_proto
 from controller.service.metrics.family import samples
 from controller.service.metrics.server import OF_AN_ENGINE
-from controller.service.sessions.session import Session
-from controller.service.status.engine_snapshot import EngineView
+from controller.service.sessions.session import EngineSession
+from controller.service.status.engine_snapshot import EngineSnapshot
 from controller.service.status.engine_status import engine_detail
 from controller.wire import converters
 from tests.support.recorded_events import TRAINING, Engine, full_spec, override
@@ -32,16 +32,16 @@ SPLIT = tuple(replace(pin, max_batch_size=6) for pin in PINS)
 WARM = [Belief("eagle3", label, (0.5, 0.25), (8.0, 4.0)) for label in ("", "new")]
 
 
-def scrape(session: Session) -> object:
-    view = EngineView.of(session)
+def scrape(session: EngineSession) -> object:
+    view = EngineSnapshot.of(session)
     return [samples(family, view) for family in OF_AN_ENGINE]
 
 
-def page(session: Session) -> object:
-    return engine_detail(EngineView.of(session))
+def page(session: EngineSession) -> object:
+    return engine_detail(EngineSnapshot.of(session))
 
 
-READERS: dict[str, Callable[[Session], object]] = {
+READERS: dict[str, Callable[[EngineSession], object]] = {
     "explain": lambda session: session.core.explain(),
     "explain another batch": lambda session: session.core.explain(20),
     "explain as a message": lambda session: converters.explanation_to_proto(session.core.explain()),
@@ -68,7 +68,7 @@ class Watched:
         core = EngineController(
             full_spec(), PlannerSettings(policy=policy), None, self.clock, TRAINING
         )
-        self.session = Session("secret", core, self.clock)
+        self.session = EngineSession("secret", core, self.clock)
         self.plans = [self.session.plan]
         self._rng, self._share = random.Random(seed), share
 
@@ -163,9 +163,9 @@ def busy() -> Driven:
 @pytest.mark.parametrize("name", sorted(READERS))
 def test_a_reader_says_the_same_twice_and_leaves_everything_as_it_was(name, busy):
     session, read = busy.session, READERS[name]
-    before = pickle.dumps((session.core, session.tally, session.trail))
+    before = pickle.dumps((session.core, session.counters, session.plan_log))
     said = read(session)
-    assert pickle.dumps((session.core, session.tally, session.trail)) == before
+    assert pickle.dumps((session.core, session.counters, session.plan_log)) == before
     assert read(session) == said
 
 

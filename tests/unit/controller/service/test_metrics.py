@@ -103,14 +103,14 @@ async def test_every_number_is_shown_under_its_own_name(tmp_path: Path):
             "expected_tokens": "expected_accepted_tokens",
         }  # fmt: skip
         wanted: dict[tuple[str, ...], float] = {}
-        for owner, names in ((session.tally, counted), (session.core.account, summed)):
+        for owner, names in ((session.counters, counted), (session.core.prediction_audit, summed)):
             for name, metric in names.items():
                 wanted[f"speculation_{metric}_total",] = number = next(numbers)
                 setattr(owner, name, number)
-        session.core.account.instead_seconds["off"] = wanted[
+        session.core.prediction_audit.instead_seconds["off"] = wanted[
             "speculation_estimated_instead_seconds_total", "off"
         ] = next(numbers)
-        session.tally.by_length = [1, 20, 300]
+        session.counters.by_length = [1, 20, 300]
         found = measured_of(session)
     assert {name: found[name] for name in wanted} == wanted
     assert found["speculation_accepted_tokens_total",] == 620

@@ -6,7 +6,7 @@ from typing import Any
 import grpc
 import pytest
 
-from controller.service.sessions.override_registry import OverrideBook
+from controller.service.sessions.override_registry import OverrideRegistry
 from controller.store.interface import Health
 from speculation.v1 import plan_pb2, policy_pb2, service_pb2
 from tests.support.override_calls import ENGINE, FLEET, asked, clear, gammas, listed, set_
@@ -289,7 +289,7 @@ async def test_a_dry_run_refuses_where_the_store_cannot_be_written(
     async with serving(tmp_path) as running:
         await running.introduce()
         trouble = Health(False, "No space left on device", 1.0)
-        monkeypatch.setattr(OverrideBook, "health", trouble)
+        monkeypatch.setattr(OverrideRegistry, "health", trouble)
         code, text = await failure(
             running.policy.SetOverride(asked(off=True, request={"dry_run": True}))
         )

@@ -323,7 +323,7 @@ async def test_many_operators_at_once_lose_nothing(tmp_path: Path):
         assert len(await listed(running)) == 40
         await asyncio.gather(*(clear(running, f"o{i}") for i in range(40)))
         assert await listed(running) == {}
-        await until(lambda: not running.sidecar.book.active())
+        await until(lambda: not running.sidecar.override_registry.active())
         query = policy_pb2.QueryAuditRequest(limit=1000)
         records = (await soon(running.policy.QueryAudit(query))).records
         assert len(records) == 80

@@ -186,8 +186,8 @@ async def test_a_client_that_does_not_read_holds_the_end_up_no_longer_than_the_d
         flooding = asyncio.create_task(flood())
         # Every report is refused; the answers pile up until the sidecar reads no more.
         before, unsent = -1, 0
-        while unsent < 256 or session.tally.rejected.total() > before:
-            before = session.tally.rejected.total()
+        while unsent < 256 or session.counters.rejected.total() > before:
+            before = session.counters.rejected.total()
             await asyncio.sleep(0.3)
             unsent = len(session.stream._rejections) if session.stream else 0  # type: ignore[attr-defined]
         with structlog.testing.capture_logs() as lines:

@@ -10,8 +10,8 @@ from urllib.request import urlopen
 import pytest
 
 from controller.service.sessions.history import History
-from controller.service.sessions.session import Session
-from controller.service.status.engine_snapshot import EngineView
+from controller.service.sessions.session import EngineSession
+from controller.service.status.engine_snapshot import EngineSnapshot
 from lab.harness.ports import free_port
 from speculation.v1 import service_pb2
 from tests.support.service_harness import Running, SteerClient, report_message, serving, soon, until
@@ -26,10 +26,10 @@ async def look_at(running: Running, engine_id: str, metrics_port: int, page_port
     await soon(inspection.ListEngines(service_pb2.ListEnginesRequest()))
     await soon(inspection.Explain(service_pb2.ExplainRequest(engine_id=engine_id)))
     await soon(inspection.Overview(service_pb2.OverviewRequest()))
-    viewer = running.sidecar._viewer
-    viewer._lines_until = 0.0
-    await viewer.lines()
-    await viewer.engine(engine_id, 0.0)
+    status_cache = running.sidecar._status_cache
+    status_cache._lines_until = 0.0
+    await status_cache.lines()
+    await status_cache.engine(engine_id, 0.0)
     for url in (
         f"http://127.0.0.1:{metrics_port}/metrics",
         f"http://127.0.0.1:{page_port}/api/v1/state",
@@ -45,12 +45,12 @@ def read_all(url: str) -> None:
 
 async def visited(
     running: Running, engine_id: str, metrics_port: int, page_port: int
-) -> "weakref.ref[Session]":
+) -> "weakref.ref[EngineSession]":
     """The session of an engine that came, reported, was looked at and closed its stream."""
     stream = SteerClient(running, await running.introduce(engine_id))
     session = running.sidecar.registry.by_engine(engine_id)
     await stream.send(report_message(1))
-    await until(lambda: session.tally.reports == 1)
+    await until(lambda: session.counters.reports == 1)
     await look_at(running, engine_id, metrics_port, page_port)
     stream.call.cancel()
     await until(lambda: not session.listeners)
@@ -67,7 +67,7 @@ async def test_a_session_that_was_looked_at_is_gone_once_it_is_over(
     tmp_path: Path, names: Sequence[str]
 ):
     metrics_port, page_port = free_port(), free_port()
-    before = {kind: alive(kind) for kind in (Session, History, EngineView)}
+    before = {kind: alive(kind) for kind in (EngineSession, History, EngineSnapshot)}
     async with serving(tmp_path, metrics_port=metrics_port, page_port=page_port) as running:
         over = [
             await visited(running, names[number % len(names)], metrics_port, page_port)
@@ -80,9 +80,9 @@ async def test_a_session_that_was_looked_at_is_gone_once_it_is_over(
             return sum(ref() is not None for ref in over) == in_use
 
         await until(only_the_last_remain)
-        assert alive(Session) == before[Session] + in_use
+        assert alive(EngineSession) == before[EngineSession] + in_use
         assert alive(History) == before[History] + in_use
-        assert alive(EngineView) <= before[EngineView] + in_use
+        assert alive(EngineSnapshot) <= before[EngineSnapshot] + in_use
 
 
 async def test_a_session_holds_nothing_of_a_stream_that_has_ended(tmp_path: Path):

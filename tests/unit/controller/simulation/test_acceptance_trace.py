@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.core.types import MAX_GAMMA
-from controller.simulation.acceptance_trace import Bank
+from controller.simulation.acceptance_trace import AcceptanceTrace
 from controller.simulation.errors import InvalidInputError
 
 
@@ -24,8 +24,8 @@ def write(tmp_path):
     return write
 
 
-def pool(bank, requests, seed=0, outputs=None, contexts=None):
-    return bank.pool(np.random.default_rng(seed), requests, outputs, contexts)
+def pool(acceptance_trace, requests, seed=0, outputs=None, contexts=None):
+    return acceptance_trace.pool(np.random.default_rng(seed), requests, outputs, contexts)
 
 
 def sequences(made, drafter):
@@ -37,7 +37,7 @@ def sequences(made, drafter):
 
 def test_a_recorded_request_is_replayed_position_by_position(write):
     path = write("chat.jsonl", line(prompt=4, eagle=[3, 2, 1], ngram=[1, 21, 1]))
-    made = pool(Bank.load([path]), 1)
+    made = pool(AcceptanceTrace.load([path]), 1)
     assert sequences(made, "eagle") == [[2, 1, 0]]
     assert sequences(made, "ngram") == [[0, 20, 0]]
     assert made.context_tokens.tolist() == [4]
@@ -45,38 +45,42 @@ def test_a_recorded_request_is_replayed_position_by_position(write):
 
 
 def test_positions_that_one_drafter_lacks_are_left_out(write):
-    bank = Bank.load([write("a.jsonl", line(eagle=[3, 2, 1, 5], ngram=[1, 2]))])
-    assert sequences(pool(bank, 1), "eagle") == [[2, 1]]
+    acceptance_trace = AcceptanceTrace.load(
+        [write("a.jsonl", line(eagle=[3, 2, 1, 5], ngram=[1, 2]))]
+    )
+    assert sequences(pool(acceptance_trace, 1), "eagle") == [[2, 1]]
 
 
 def test_a_record_shorter_than_the_output_starts_again_and_a_longer_one_is_cut(write):
-    bank = Bank.load([write("a.jsonl", line(eagle=[4, 3, 2]))])
+    acceptance_trace = AcceptanceTrace.load([write("a.jsonl", line(eagle=[4, 3, 2]))])
     outputs, contexts = np.array([7, 2], dtype=np.int64), np.array([1, 2], dtype=np.int64)
-    made = pool(bank, 2, 0, outputs, contexts)
+    made = pool(acceptance_trace, 2, 0, outputs, contexts)
     assert sequences(made, "eagle") == [[3, 2, 1, 3, 2, 1, 3], [3, 2]]
     assert made.context_tokens.tolist() == [1, 2]
 
 
 def test_every_request_is_served_once_before_any_is_served_again(write):
     text = "".join(line(eagle=[k, k]) for k in range(1, 8))
-    bank = Bank.load([write("a.jsonl", text)])
-    served = [values[0] for values in sequences(pool(bank, 21), "eagle")]
+    acceptance_trace = AcceptanceTrace.load([write("a.jsonl", text)])
+    served = [values[0] for values in sequences(pool(acceptance_trace, 21), "eagle")]
     assert all(sorted(served[i : i + 7]) == list(range(7)) for i in (0, 7, 14))
-    assert served != [values[0] for values in sequences(pool(bank, 21, seed=1), "eagle")]
-    assert served == [values[0] for values in sequences(pool(bank, 21), "eagle")]
+    assert served != [
+        values[0] for values in sequences(pool(acceptance_trace, 21, seed=1), "eagle")
+    ]
+    assert served == [values[0] for values in sequences(pool(acceptance_trace, 21), "eagle")]
 
 
 def test_several_files_are_mixed_and_labelled_by_their_names(write):
     paths = [write("chat.jsonl", line(e=[1]) * 2), write("code.jsonl", line(e=[9]) * 6)]
-    bank = Bank.load(paths)
-    made = pool(bank, 8)
-    assert bank.name == "chat+code"
+    acceptance_trace = AcceptanceTrace.load(paths)
+    made = pool(acceptance_trace, 8)
+    assert acceptance_trace.name == "chat+code"
     assert made.label_names == ("chat", "code")
     assert [9 * label for label in made.labels] == [
         v[0] + 1 if v[0] else 0 for v in sequences(made, "e")
     ]
     assert np.bincount(made.labels).tolist() == [2, 6]
-    assert pool(Bank.load(paths, labelled=False), 8).label_names == ("",)
+    assert pool(AcceptanceTrace.load(paths, labelled=False), 8).label_names == ("",)
 
 
 @given(
@@ -88,7 +92,7 @@ def test_several_files_are_mixed_and_labelled_by_their_names(write):
 def test_replaying_keeps_every_value(tmp_path_factory, records, requests):
     path = tmp_path_factory.mktemp("bank") / "a.jsonl"
     path.write_text("".join(line(eagle=values) for values in records))
-    made = pool(Bank.load([path]), requests)
+    made = pool(AcceptanceTrace.load([path]), requests)
     known = [[v - 1 for v in values] for values in records]
     assert all(values in known for values in sequences(made, "eagle"))
     assert len(made.accepted["eagle"]) == made.output_tokens.sum()
@@ -119,7 +123,7 @@ def test_replaying_keeps_every_value(tmp_path_factory, records, requests):
 def test_a_bad_request_is_refused_with_its_line(write, second, message):
     path = write("a.jsonl", line(a=[1]) + "\n" + second)
     with pytest.raises(InvalidInputError, match=message) as caught:
-        Bank.load([path])
+        AcceptanceTrace.load([path])
     assert (caught.value.source, caught.value.line) == (str(path), 3)
     assert len(str(caught.value)) < 400
 
@@ -127,20 +131,20 @@ def test_a_bad_request_is_refused_with_its_line(write, second, message):
 def test_files_of_other_drafters_or_no_request_or_no_file_are_refused(write):
     a, b = write("a.jsonl", line(a=[1])), write("b.jsonl", line(b=[1]))
     with pytest.raises(InvalidInputError, match=r"b.jsonl: drafters \['b'\] are recorded"):
-        Bank.load([a, b])
+        AcceptanceTrace.load([a, b])
     with pytest.raises(InvalidInputError, match="no request"):
-        Bank.load([write("blank.jsonl", "\n \n")])
+        AcceptanceTrace.load([write("blank.jsonl", "\n \n")])
     with pytest.raises(InvalidInputError, match="no file"):
-        Bank.load([])
+        AcceptanceTrace.load([])
     with pytest.raises(InvalidInputError, match="no file"):
-        Bank.load_rounds({})
+        AcceptanceTrace.load_rounds({})
     with pytest.raises(InvalidInputError, match="no request in the bank"):
-        Bank("empty", ())
+        AcceptanceTrace("empty", ())
 
 
 def test_commits_of_a_round_are_accepted_drafts_by_category_in_order(write):
     path = write("r.csv", "commits,category,a0,a1\n2,chat,1,1\n0,code,0,0\n1,chat,.9,\n")
-    made = pool(Bank.load_rounds({"mtp": path}), 2)
+    made = pool(AcceptanceTrace.load_rounds({"mtp": path}), 2)
     by_label = dict(zip(made.labels.tolist(), sequences(made, "mtp"), strict=True))
     assert made.label_names == ("chat", "code")
     assert by_label == {0: [2, 1], 1: [0]}
@@ -149,25 +153,28 @@ def test_commits_of_a_round_are_accepted_drafts_by_category_in_order(write):
 def test_long_rounds_become_requests_that_use_every_round_once(write):
     values = [i % 7 for i in range(700)]
     path = write("r.csv", "commits,category\n" + "".join(f"{v},x\n" for v in values))
-    bank = Bank.load_rounds({"mtp": path})
-    assert [r.positions for r in bank.recorded] == [256, 444]
-    assert [v for r in bank.recorded for v in r.accepted["mtp"].tolist()] == values
+    acceptance_trace = AcceptanceTrace.load_rounds({"mtp": path})
+    assert [r.positions for r in acceptance_trace.recorded] == [256, 444]
+    assert [v for r in acceptance_trace.recorded for v in r.accepted["mtp"].tolist()] == values
 
 
 def test_rounds_of_two_drafters_are_paired_by_category(write):
     a = write("a.csv", "commits,category\n1,x\n2,x\n3,y\n")
     b = write("b.csv", "commits,category\n4,y\n5,x\n")
-    bank = Bank.load_rounds({"mtp": a, "dflash": b})
-    assert bank.drafters == ("mtp", "dflash")
-    assert {r.label: r.positions for r in bank.recorded} == {"x": 1, "y": 1}
-    made = pool(Bank.load_rounds({"mtp": a, "dflash": b}, labelled=False), 2)
+    acceptance_trace = AcceptanceTrace.load_rounds({"mtp": a, "dflash": b})
+    assert acceptance_trace.drafters == ("mtp", "dflash")
+    assert {r.label: r.positions for r in acceptance_trace.recorded} == {"x": 1, "y": 1}
+    made = pool(AcceptanceTrace.load_rounds({"mtp": a, "dflash": b}, labelled=False), 2)
     assert made.label_names == ("",)
     assert sorted(
-        zip(*(np.concatenate(sequences(made, d)).tolist() for d in bank.drafters), strict=True)
+        zip(
+            *(np.concatenate(sequences(made, d)).tolist() for d in acceptance_trace.drafters),
+            strict=True,
+        )
     ) == [(1, 5), (3, 4)]
     lacking = write("c.csv", "commits,category\n1,x\n")
     with pytest.raises(InvalidInputError, match=r"c.csv: there is no round of 'y'"):
-        Bank.load_rounds({"mtp": a, "dflash": lacking})
+        AcceptanceTrace.load_rounds({"mtp": a, "dflash": lacking})
 
 
 @pytest.mark.parametrize(
@@ -184,5 +191,5 @@ def test_rounds_of_two_drafters_are_paired_by_category(write):
 def test_a_bad_round_is_refused_with_its_line(write, row, message):
     path = write("r.csv", f"commits,category\n1,x\n{row}\n")
     with pytest.raises(InvalidInputError, match=message) as caught:
-        Bank.load_rounds({"mtp": path})
+        AcceptanceTrace.load_rounds({"mtp": path})
     assert caught.value.line == 3

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.core.types import MAX_GAMMA
-from controller.simulation.acceptance_trace import Bank
+from controller.simulation.acceptance_trace import AcceptanceTrace
 from controller.simulation.curves import Curves, conditional, geometric, parse_acceptance
 from controller.simulation.errors import InvalidInputError
 from controller.simulation.workload import AcceptanceSource
@@ -148,7 +148,7 @@ def files(tmp_path):
 def test_a_file_is_a_bank_and_several_are_mixed_as_classes(files):
     one = parse_acceptance(str(files / "chat.jsonl"))
     both = parse_acceptance(f"{files}/chat.jsonl; {files}/code.jsonl")
-    assert isinstance(one, Bank)
+    assert isinstance(one, AcceptanceTrace)
     assert one.drafters == ("eagle",)
     assert both.name == "chat+code"
     assert drawn(both, 3).label_names == ("chat", "code")

@@ -8,15 +8,15 @@ from hypothesis import strategies as st
 from controller.simulation.engine import EngineOptions, Prefill, simulate
 from controller.simulation.errors import InvalidInputError
 from controller.simulation.peers import Static
-from controller.simulation.policy import Choice
-from controller.simulation.workload import ClosedLoop, OpenLoop, Phase, RequestPool
+from controller.simulation.policy import ArmChoice
+from controller.simulation.workload import ClosedLoop, OpenLoop, RequestPool, WorkloadPhase
 from tests.unit.controller.simulation.small import GAMMAS, pool, surface
 
 STILL = EngineOptions(noise=0.0)
 
 
 def closed(batch=4, tokens=2000, **changes):
-    return ClosedLoop((Phase("only", pool(**changes), batch, tokens),))
+    return ClosedLoop((WorkloadPhase("only", pool(**changes), batch, tokens),))
 
 
 class Recorder:
@@ -29,7 +29,7 @@ class Recorder:
     def choose(self, batch_size, now):
         del batch_size, now
         self.asked += 1
-        return Choice(self.arms[(self.asked - 1) % len(self.arms)], self.asked, self.asleep)
+        return ArmChoice(self.arms[(self.asked - 1) % len(self.arms)], self.asked, self.asleep)
 
     def observe(self, record, now):
         del now
@@ -59,7 +59,9 @@ def test_a_bank_is_replayed_position_by_position():
         np.array([10]), np.array([8]), np.array([0]), np.array([0]), {"mtp": accepted}
     )
     policy = Recorder((2,))
-    simulate(ClosedLoop((Phase("p", one, 1, 8),)), surface(), policy, EngineOptions(0, 0.0), 0)
+    simulate(
+        ClosedLoop((WorkloadPhase("p", one, 1, 8),)), surface(), policy, EngineOptions(0, 0.0), 0
+    )
     found = [record.counts.index(1) for record in policy.records]
     assert found == [2, 0][: len(found)]
     assert policy.asked == 3
@@ -158,7 +160,7 @@ def test_an_open_loop_waits_for_requests_and_serves_every_one():
 
 def test_a_phase_of_smaller_concurrency_lets_requests_finish():
     requests = pool()
-    loop = ClosedLoop((Phase("a", requests, 8, 200), Phase("b", requests, 2, 100)))
+    loop = ClosedLoop((WorkloadPhase("a", requests, 8, 200), WorkloadPhase("b", requests, 2, 100)))
     run = simulate(loop, surface(), Static(surface().arms, 0), STILL, 0)
     sizes = np.array(run.trace.batch_sizes)
     assert sizes.max() == 8

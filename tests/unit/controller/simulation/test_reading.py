@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.simulation.acceptance_trace import Bank
+from controller.simulation.acceptance_trace import AcceptanceTrace
 from controller.simulation.arrivals import read_arrivals
 from controller.simulation.curves import parse_acceptance
 from controller.simulation.errors import InvalidInputError
@@ -18,8 +18,8 @@ from controller.simulation.reading import csv_rows, text_lines
 from controller.simulation.step_costs import read_profile, read_step_costs
 
 READERS: dict[str, Callable[[Any], object]] = {
-    "requests": lambda path: Bank.load([path]),
-    "rounds": lambda path: Bank.load_rounds({"mtp": path}),
+    "requests": lambda path: AcceptanceTrace.load([path]),
+    "rounds": lambda path: AcceptanceTrace.load_rounds({"mtp": path}),
     "arrivals": read_arrivals,
     "step costs": read_step_costs,
     "profile": read_profile,

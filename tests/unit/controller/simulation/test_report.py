@@ -13,7 +13,7 @@ from rich.console import Console
 from controller.simulation.errors import InvalidInputError
 from controller.simulation.report import bars, from_json, render_html, render_text, to_json
 from controller.simulation.results import (
-    Origin,
+    PolicyOrigin,
     PolicyReport,
     ScenarioReport,
     SimulationReport,
@@ -25,16 +25,16 @@ LINE = Timeline(
 )
 
 
-def policy(name="controller", origin=Origin.OURS, oracle=0.995, **changes):
+def policy(name="controller", origin=PolicyOrigin.OURS, oracle=0.995, **changes):
     base = PolicyReport(
         name, origin, 1000.0, oracle, 1.1, 1.5, (0.98, 1.0), None, None, 12.0, 20.0, 0.004, 5.0,
-        40.0, {"tide": 1.05} if origin is Origin.OURS else {},
+        40.0, {"tide": 1.05} if origin is PolicyOrigin.OURS else {},
     )  # fmt: skip
     return dataclasses.replace(base, **changes)
 
 
 def scenario(name="traffic", *policies, shifting=True, group="shifting", timeline=None):
-    shown = policies or (policy(), policy("tide", Origin.RESTATED, 0.94))
+    shown = policies or (policy(), policy("tide", PolicyOrigin.RESTATED, 0.94))
     return ScenarioReport(name, group, "words", shifting, 100, 3, "static-3", shown, timeline)
 
 
@@ -44,7 +44,7 @@ def report(*scenarios):
 
 numbers = st.floats(0.01, 100.0)
 policies = st.builds(
-    PolicyReport, st.text(max_size=20), st.sampled_from(Origin), numbers, numbers, numbers,
+    PolicyReport, st.text(max_size=20), st.sampled_from(PolicyOrigin), numbers, numbers, numbers,
     st.none() | numbers, st.none() | st.tuples(numbers, numbers), st.none(), st.none(), numbers,
     st.none() | numbers, numbers, numbers, numbers, st.dictionaries(st.text(max_size=8), numbers),
 )  # fmt: skip
@@ -164,4 +164,4 @@ def test_the_worst_scenario_is_named():
 
 
 def test_without_the_controller_there_are_no_bars():
-    assert bars(report(scenario("x", policy("tide", Origin.RESTATED)))) == ()
+    assert bars(report(scenario("x", policy("tide", PolicyOrigin.RESTATED)))) == ()

@@ -14,7 +14,7 @@ from controller.simulation.hindsight import (
     true_expected,
 )
 from controller.simulation.peers import Static
-from controller.simulation.results import Origin
+from controller.simulation.results import PolicyOrigin
 from controller.simulation.run import run_all, run_seed, static_names
 from controller.simulation.summary import summarise
 from tests.unit.controller.simulation.small import pool, scenario, surface
@@ -27,7 +27,7 @@ def moving():
 
 def test_the_oracle_is_never_slower_than_any_static_arm(moving):
     oracle = moving.run("oracle")
-    assert all(oracle.rate >= run.rate for run in moving.runs if run.origin is Origin.STATIC)
+    assert all(oracle.rate >= run.rate for run in moving.runs if run.origin is PolicyOrigin.STATIC)
 
 
 def test_the_oracle_changes_its_arm_with_the_traffic():
@@ -56,8 +56,8 @@ def test_truth_is_the_mean_over_positions():
 
 def test_the_controller_beats_every_static_arm_when_traffic_moves(moving):
     ours = moving.run("controller")
-    assert ours.origin is Origin.OURS
-    assert all(ours.rate > run.rate for run in moving.runs if run.origin is Origin.STATIC)
+    assert ours.origin is PolicyOrigin.OURS
+    assert all(ours.rate > run.rate for run in moving.runs if run.origin is PolicyOrigin.STATIC)
 
 
 def test_the_production_core_is_what_is_simulated():

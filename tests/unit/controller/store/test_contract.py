@@ -9,12 +9,12 @@ from typing import TypeAlias
 import pytest
 
 from controller.store.file_store import FileStore
-from controller.store.interface import ConflictError, Entry, ShelfKind, Store, Who
+from controller.store.interface import Actor, BlobKind, ConflictError, Entry, Store
 from controller.store.redis_store import RedisStore
 from tests.support.redis_server import RedisServer
 
-ANN = Who("ann", "the drafter is ill", "uid 1000")
-BOB = Who("bob", "it is well again", "uid 1001")
+ANN = Actor("ann", "the drafter is ill", "uid 1000")
+BOB = Actor("bob", "it is well again", "uid 1001")
 
 Opened: TypeAlias = Callable[[], AbstractAsyncContextManager[Store]]
 
@@ -190,7 +190,7 @@ async def test_revisions_only_grow(opened: Opened):
 
 async def test_text_of_any_kind_comes_back_as_it_was(opened: Opened):
     body = '{"reason":"Überlast — \\u0000 «γ» 夜 \\" \\n"}'
-    who = Who("änn", "günstiger – 夜", "unix")
+    who = Actor("änn", "günstiger – 夜", "unix")
     async with opened() as store:
         await store.write("a", body, 100.0, 0, who)
     async with opened() as store:
@@ -205,27 +205,27 @@ async def test_it_says_how_it_is(opened: Opened):
         assert store.health.detail
 
 
-GOODS = ShelfKind("goods", sources=3, seconds=None)
-BRIEF = ShelfKind("brief", sources=3, seconds=2.0)
+GOODS = BlobKind("goods", sources=3, seconds=None)
+BRIEF = BlobKind("brief", sources=3, seconds=2.0)
 
 
 async def test_a_shelf_keeps_one_text_of_a_source_the_newest_first(opened: Opened):
     async with opened() as store:
-        assert await store.shelf.items(GOODS, "aa") == []
-        assert await store.shelf.names(GOODS) == []
+        assert await store.blobs.items(GOODS, "aa") == []
+        assert await store.blobs.names(GOODS) == []
         for source in ("01", "02", "01"):
-            await store.shelf.put(GOODS, "aa", source, f"{source} says: é\n{{}}")
+            await store.blobs.put(GOODS, "aa", source, f"{source} says: é\n{{}}")
             await asyncio.sleep(0.02)
-        await store.shelf.put(GOODS, "bb", "03", "other")
+        await store.blobs.put(GOODS, "bb", "03", "other")
     async with opened() as store:
-        items = await store.shelf.items(GOODS, "aa")
+        items = await store.blobs.items(GOODS, "aa")
         assert [(item.source, item.text) for item in items] == [
             ("01", "01 says: é\n{}"),
             ("02", "02 says: é\n{}"),
         ]
         assert 0 <= items[0].age_seconds < items[1].age_seconds < 30
-        assert await store.shelf.names(GOODS) == ["bb", "aa"]
-        assert await store.shelf.items(BRIEF, "aa") == []
+        assert await store.blobs.names(GOODS) == ["bb", "aa"]
+        assert await store.blobs.items(BRIEF, "aa") == []
 
 
 async def test_a_shelf_keeps_the_newest_sources_and_names(
@@ -235,22 +235,22 @@ async def test_a_shelf_keeps_the_newest_sources_and_names(
         monkeypatch.setattr(f"controller.store.{module}.SHELF_NAMES", 2)
     async with opened() as store:
         for source in ("01", "02", "03", "04", "05"):
-            await store.shelf.put(GOODS, "aa", source, "x")
+            await store.blobs.put(GOODS, "aa", source, "x")
             await asyncio.sleep(0.02)
-        assert [i.source for i in await store.shelf.items(GOODS, "aa")] == ["05", "04", "03"]
-        await store.shelf.put(GOODS, "bb", "01", "x")
+        assert [i.source for i in await store.blobs.items(GOODS, "aa")] == ["05", "04", "03"]
+        await store.blobs.put(GOODS, "bb", "01", "x")
         await asyncio.sleep(0.02)
-        await store.shelf.put(GOODS, "cc", "01", "x")
-        assert await store.shelf.names(GOODS) == ["cc", "bb"]
-        assert await store.shelf.items(GOODS, "aa") == []
+        await store.blobs.put(GOODS, "cc", "01", "x")
+        assert await store.blobs.names(GOODS) == ["cc", "bb"]
+        assert await store.blobs.items(GOODS, "aa") == []
 
 
 async def test_what_is_too_old_is_not_on_the_shelf(opened: Opened):
     async with opened() as store:
-        await store.shelf.put(BRIEF, "aa", "01", "x")
-        assert len(await store.shelf.items(BRIEF, "aa")) == 1
+        await store.blobs.put(BRIEF, "aa", "01", "x")
+        assert len(await store.blobs.items(BRIEF, "aa")) == 1
 
         async def gone() -> bool:
-            return await store.shelf.items(BRIEF, "aa") == []
+            return await store.blobs.items(BRIEF, "aa") == []
 
         await until(gone)

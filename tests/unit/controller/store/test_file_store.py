@@ -19,28 +19,28 @@ from controller.store.database import Database
 from controller.store.file_store import FileStore
 from controller.store.interface import (
     PROFILES,
+    Actor,
     ConflictError,
     StoreBrokenError,
     StoreTakenError,
     StoreUnavailableError,
-    Who,
 )
 from tests.support.service_harness import ENVIRONMENT
 
-ANN = Who("ann", "because", "uid 1000")
+ANN = Actor("ann", "because", "uid 1000")
 
 WRITER = """
 import asyncio, sys
 from pathlib import Path
 from controller.store.file_store import FileStore
-from controller.store.interface import Who
+from controller.store.interface import Actor
 
 async def main():
     store = FileStore(Path(sys.argv[1]))
     await store.open(lambda: None)
     number = 0
     while True:
-        entry = await store.write(f"o{number}", "x" * 200, None, 0, Who("a", "r", "o"))
+        entry = await store.write(f"o{number}", "x" * 200, None, 0, Actor("a", "r", "o"))
         print(number, entry.revision, flush=True)
         number += 1
 
@@ -276,7 +276,7 @@ async def test_reading_the_audit_does_not_wait_for_a_write_nor_a_write_for_it(
         audits = [asyncio.create_task(store.audit(10)) for _ in range(50)]
         assert await asyncio.to_thread(reading.wait, 10)
         await asyncio.wait_for(store.write("b", "2", None, 0, ANN), 10)
-        await asyncio.wait_for(store.shelf.names(PROFILES), 10)
+        await asyncio.wait_for(store.blobs.names(PROFILES), 10)
     finally:
         go_on.set()
     assert [r.subject for r in await audits[0]] == ["b", "a"]

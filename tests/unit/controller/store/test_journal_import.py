@@ -14,17 +14,17 @@ from controller.store import database as database_module
 from controller.store import journal_import
 from controller.store.file_store import FileStore
 from controller.store.interface import (
+    Actor,
     AuditRecord,
     ConflictError,
     Entry,
     StoreBrokenError,
     StoreUnavailableError,
-    Who,
 )
 from tests.support.journal_files import lines, record, write_journal
 from tests.support.service_harness import ENVIRONMENT
 
-ANN = Who("ann", "because", "uid 1000")
+ANN = Actor("ann", "because", "uid 1000")
 OPENER = """
 import asyncio, sys
 from pathlib import Path

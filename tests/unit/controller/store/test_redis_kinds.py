@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import redis
 
-from controller.store.interface import Entry, StoreUnavailableError, Who
+from controller.store.interface import Actor, Entry, StoreUnavailableError
 from controller.store.redis_client import RedisUrlError, connect
 from controller.store.redis_store import RedisStore
 from lab.harness.ports import free_port
 from tests.support.redis_server import PATIENCE_SECONDS, RedisServer
 
-ANN = Who("ann", "because", "uid 1000")
+ANN = Actor("ann", "because", "uid 1000")
 
 
 @pytest.fixture

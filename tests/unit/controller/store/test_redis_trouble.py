@@ -11,11 +11,11 @@ import pytest
 import redis
 
 from controller.store import redis_mirror as held_module
-from controller.store.interface import ConflictError, Entry, StoreUnavailableError, Who
+from controller.store.interface import Actor, ConflictError, Entry, StoreUnavailableError
 from controller.store.redis_store import RedisStore
 from tests.support.redis_server import PATIENCE_SECONDS, RedisServer
 
-ANN = Who("ann", "because", "uid 1000")
+ANN = Actor("ann", "because", "uid 1000")
 
 
 @pytest.fixture
@@ -235,9 +235,9 @@ async def test_cut_off_for_long_a_sidecar_does_not_bring_back_what_was_cleared(
         client.flushall()
     async with store_of(server, tmp_path / "old") as (old, _):
         pass
-    mirror = held_module.HeldFile(tmp_path / "very-old")
+    mirror = held_module.RedisMirror(tmp_path / "very-old")
     now = time.monotonic()
-    entries = {"c": held_module.HeldEntry("c", 3, "1", float("inf"), 0.0, "")}
+    entries = {"c": held_module.MirroredEntry("c", 3, "1", float("inf"), 0.0, "")}
     mirror.write(entries)
     store = RedisStore(server.url, tmp_path / "very-old")
     await asyncio.to_thread(lambda: None)

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import redis
 
-from controller.store.interface import Entry, ShelfKind, StoreUnavailableError, Who
+from controller.store.interface import Actor, BlobKind, Entry, StoreUnavailableError
 from controller.store.redis_store import RedisStore
 from tests.support.redis_server import RedisServer
 
-ANN = Who("ann", "because", "uid 1000")
+ANN = Actor("ann", "because", "uid 1000")
 TAG = "{speculation:1}"
 REVISION, LIVE, TRACES, AUDIT = (
     f"{TAG}:{name}" for name in ("revision", "live", "traces", "audit")
@@ -168,7 +168,7 @@ async def test_a_connection_that_breaks_before_the_answer_is_not_called_unchange
             await store.write("a", "1", 100.0, 0, ANN)
 
 
-GOODS = ShelfKind("goods", sources=2, seconds=None)
+GOODS = BlobKind("goods", sources=2, seconds=None)
 
 
 async def test_a_shelf_with_a_wrong_key_takes_nothing_and_one_with_junk_goes_on(
@@ -178,13 +178,13 @@ async def test_a_shelf_with_a_wrong_key_takes_nothing_and_one_with_junk_goes_on(
         client.set(f"{TAG}:goods", "junk")
         before = dump(client)
         with pytest.raises(StoreUnavailableError, match=r"goods is a string.*nothing was changed"):
-            await store.shelf.put(GOODS, "aa", "01", "x")
+            await store.blobs.put(GOODS, "aa", "01", "x")
         assert dump(client) == before
         client.delete(f"{TAG}:goods")
         client.hset(f"{TAG}:goods:aa", mapping={"07": "junk", "08": "[]", "09": "{}"})
-        await store.shelf.put(GOODS, "aa", "01", "x")
-        await store.shelf.put(GOODS, "aa", "02", "x")
-        assert {i.source for i in await store.shelf.items(GOODS, "aa")} == {"01", "02"}
+        await store.blobs.put(GOODS, "aa", "01", "x")
+        await store.blobs.put(GOODS, "aa", "02", "x")
+        assert {i.source for i in await store.blobs.items(GOODS, "aa")} == {"01", "02"}
 
 
 def set_clock_back(client: Any, ms: int) -> None:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from engine_shim.link.engine_link import EngineLink
-from engine_shim.link.plan_follower import Steering, safe_choice
+from engine_shim.link.plan_follower import PlanFollower, safe_choice
 
 
 class Agents:
@@ -40,7 +40,7 @@ def linked() -> Iterator[tuple[EngineLink, Agents, socket.socket]]:
     agents = Agents()
     agent = agents.connect()
     safe = safe_choice(1)
-    state = Steering([(0, 0), (0, 1), (0, 3), (0, 5)], safe, 10.0)
+    state = PlanFollower([(0, 0), (0, 1), (0, 3), (0, 5)], safe, 10.0)
     link = EngineLink(agents, state)  # type: ignore[arg-type]
     try:
         yield link, agents, agent

@@ -17,7 +17,7 @@ from engine_shim.link import packets
 from engine_shim.link.agent import EXIT_BAD_INTRODUCTION
 from engine_shim.link.engine_link import EngineLink
 from engine_shim.link.packets import SidecarState
-from engine_shim.link.plan_follower import Choice, Source
+from engine_shim.link.plan_follower import Source, StepChoice
 from engine_shim.link.settings import LinkSettings
 from speculation.v1.plan_pb2 import Probe
 from speculation.v1.service_pb2 import ReportRejection, SteerRequest, SteerResponse
@@ -47,8 +47,8 @@ def start_link(sidecar: FakeSidecar) -> Iterator[StartLink]:
         link.close()
 
 
-def steered(link: EngineLink) -> Choice:
-    def choose() -> Choice | None:
+def steered(link: EngineLink) -> StepChoice:
+    def choose() -> StepChoice | None:
         choice = link.choose(4)
         return choice if choice.source is Source.PLAN else None
 
@@ -57,7 +57,7 @@ def steered(link: EngineLink) -> Choice:
     return choice
 
 
-def report(link: EngineLink, step: int, choice: Choice | None = None) -> bool:
+def report(link: EngineLink, step: int, choice: StepChoice | None = None) -> bool:
     epoch, probe_id, session = (
         (choice.epoch, choice.probe_id, choice.session) if choice else (0,) * 3
     )
@@ -102,7 +102,7 @@ def test_plans_are_used_in_the_order_they_were_issued(sidecar, start_link):
     steered(link)
     for epoch in range(2, 301):
         sidecar.push(plan(epoch, epoch % 2))
-    seen: list[Choice] = []
+    seen: list[StepChoice] = []
 
     def last() -> bool:
         seen.append(link.choose(4))

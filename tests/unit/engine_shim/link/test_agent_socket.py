@@ -8,21 +8,21 @@ from collections.abc import AsyncIterator
 import pytest
 
 from engine_shim.link import packets
-from engine_shim.link.agent_socket import EnginePort
+from engine_shim.link.agent_socket import AgentSocket
 from engine_shim.link.errors import PacketError
 from engine_shim.link.packets import PlanPacket, RowEntry, SidecarState
-from engine_shim.link.rate_limited_log import QuietLog
+from engine_shim.link.rate_limited_log import RateLimitedLog
 from engine_shim.link.report_buffer import ReportBuffer
 
 
 @contextlib.asynccontextmanager
 async def ported(
     rest_seconds: float = 0.0,
-) -> AsyncIterator[tuple[EnginePort, ReportBuffer, socket.socket]]:
+) -> AsyncIterator[tuple[AgentSocket, ReportBuffer, socket.socket]]:
     engine, agent = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     engine.settimeout(0)
     buffer = ReportBuffer(100)
-    port = EnginePort(agent, buffer, QuietLog(), rest_seconds)
+    port = AgentSocket(agent, buffer, RateLimitedLog(), rest_seconds)
     with engine:
         yield port, buffer, engine
         port.close()

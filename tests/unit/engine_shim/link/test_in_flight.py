@@ -1,6 +1,6 @@
 import pytest
 
-from engine_shim.link.in_flight import SentReports
+from engine_shim.link.in_flight import InFlightReports
 from engine_shim.link.report_buffer import ReportBuffer
 from speculation.v1.service_pb2 import Received
 from tests.unit.engine_shim.link.report_packets import report
@@ -8,9 +8,9 @@ from tests.unit.engine_shim.link.report_packets import report
 CAPACITY = 6
 
 
-def sent(buffer: ReportBuffer, *sizes: int, fails: bool = False) -> SentReports:
+def sent(buffer: ReportBuffer, *sizes: int, fails: bool = False) -> InFlightReports:
     """Messages of these sizes, steps counted from 1; the last one may come too late to leave."""
-    stream = SentReports(buffer, "session-1")
+    stream = InFlightReports(buffer, "session-1")
     for size in sizes:
         stream.begin(buffer.take(size), buffer.dropped)
     if fails:
@@ -97,7 +97,7 @@ def test_losses_that_were_told_to_nobody_are_told_again():
 
 def test_what_is_no_longer_kept_is_counted():
     buffer = ReportBuffer(CAPACITY)
-    stream = SentReports(buffer, "session-1")
+    stream = InFlightReports(buffer, "session-1")
     for step in range(1, 11):
         stream.begin([report(step)], 0)
     stream.received = Received(reports=1)

@@ -9,9 +9,9 @@ import grpc
 import pytest
 
 from engine_shim.link import packets
-from engine_shim.link.agent_socket import EnginePort
-from engine_shim.link.in_flight import SentReports
-from engine_shim.link.rate_limited_log import QuietLog
+from engine_shim.link.agent_socket import AgentSocket
+from engine_shim.link.in_flight import InFlightReports
+from engine_shim.link.rate_limited_log import RateLimitedLog
 from engine_shim.link.report_buffer import ReportBuffer
 from engine_shim.link.sidecar_client import _Session
 from engine_shim.link.wire import Translator
@@ -47,10 +47,10 @@ async def test_a_plan_that_came_before_the_end_is_taken_though_a_write_failed_fi
     engine, agent = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with engine, agent:
         engine.settimeout(10)
-        log, buffer = QuietLog(), ReportBuffer(8)
-        port = EnginePort(agent, buffer, log, 0.0)
+        log, buffer = RateLimitedLog(), ReportBuffer(8)
+        port = AgentSocket(agent, buffer, log, 0.0)
         call: Any = EndedCall()
-        sent = SentReports(buffer, "session-1")
+        sent = InFlightReports(buffer, "session-1")
         session = _Session(call, sent, Translator(engine_spec()), port, buffer, log)
         code, detail = await session.run()
         packet = packets.decode_plan(engine.recv(packets.MAX_PLAN_BYTES))
@@ -93,12 +93,12 @@ async def test_what_was_written_goes_out_again_only_if_the_sidecar_says_that_it_
 ):
     engine, agent = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with engine, agent:
-        log, buffer = QuietLog(), ReportBuffer(8)
+        log, buffer = RateLimitedLog(), ReportBuffer(8)
         for step in (1, 2, 3):
             buffer.add(report(step))
-        port = EnginePort(agent, buffer, log, 0.0)
+        port = AgentSocket(agent, buffer, log, 0.0)
         call: Any = TakingCall(last_words)
-        sent = SentReports(buffer, "session-1")
+        sent = InFlightReports(buffer, "session-1")
         session = _Session(call, sent, Translator(engine_spec()), port, buffer, log)
         await session.run()
     sent.settle(received=None)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from engine_shim.link import plan_follower
 from engine_shim.link.packets import PlanPacket, ProbeEntry, RowEntry
-from engine_shim.link.plan_follower import Choice, Source, Steering, safe_choice
+from engine_shim.link.plan_follower import PlanFollower, Source, StepChoice, safe_choice
 from speculation.v1.plan_pb2 import REGIME_MODE_COLLECT, REGIME_MODE_OFF, REGIME_MODE_ONLINE
 
 ARMS = [(0, 0), (0, 1), (0, 3), (0, 5), (1, 0), (1, 7)]
@@ -28,8 +28,8 @@ def row(bound: int, gamma: int, probe: ProbeEntry | None = None) -> RowEntry:
     return RowEntry(bound, 0, gamma, asleep=False, probe=probe)
 
 
-def steered() -> Steering:
-    return Steering(ARMS, SAFE, GRACE_SECONDS)
+def steered() -> PlanFollower:
+    return PlanFollower(ARMS, SAFE, GRACE_SECONDS)
 
 
 def test_without_a_plan_the_safe_default_runs():
@@ -50,12 +50,12 @@ def test_lease_then_grace_then_safe_default_then_steered_again():
     state = steered()
     state.accept(plan(1, row(8, 3)), 0.0)
     assert state.choose(4, 1.999).source is Source.PLAN
-    assert state.choose(4, 2.0) == Choice(0, 3, False, 1, 0, Source.GRACE, 1)
+    assert state.choose(4, 2.0) == StepChoice(0, 3, False, 1, 0, Source.GRACE, 1)
     assert state.choose(4, 11.999).source is Source.GRACE
     assert state.choose(4, 12.0) == SAFE
     assert state.lapses == 1
     state.accept(plan(2, row(8, 5), arrival=20.0), 20.0)
-    assert state.choose(4, 20.0) == Choice(0, 5, False, 2, 0, Source.PLAN, 1)
+    assert state.choose(4, 20.0) == StepChoice(0, 5, False, 2, 0, Source.PLAN, 1)
     assert state.choose(4, 22.5).source is Source.GRACE
     assert state.lapses == 2
 

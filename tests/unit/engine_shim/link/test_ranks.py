@@ -9,8 +9,8 @@ import pytest
 
 from engine_shim.link import ranks
 from engine_shim.link.packets import PlanPacket, ProbeEntry, RowEntry
-from engine_shim.link.plan_follower import Source, Steering, safe_choice
-from engine_shim.link.ranks import Ranks, Update
+from engine_shim.link.plan_follower import PlanFollower, Source, safe_choice
+from engine_shim.link.ranks import Ranks, RankUpdate
 
 ARMS = [(0, gamma) for gamma in (0, 1, 3, 5)]
 LEASE = 10.0
@@ -34,14 +34,14 @@ class Engine:
     def __init__(self) -> None:
         self.link = Link()
         link: Any = self.link
-        self.ranks = [Ranks(Steering(ARMS, safe_choice(1), GRACE), link)]
-        self.ranks += [Ranks(Steering(ARMS, safe_choice(1), GRACE), None) for _ in range(2)]
+        self.ranks = [Ranks(PlanFollower(ARMS, safe_choice(1), GRACE), link)]
+        self.ranks += [Ranks(PlanFollower(ARMS, safe_choice(1), GRACE), None) for _ in range(2)]
 
-    def outgoing(self) -> list[Update]:
+    def outgoing(self) -> list[RankUpdate]:
         assert all(rank.outgoing() == [] for rank in self.ranks[1:])
         return self.ranks[0].outgoing()
 
-    def broadcast(self, updates: list[Update]) -> None:
+    def broadcast(self, updates: list[RankUpdate]) -> None:
         for rank in self.ranks:
             # The sender gets its own list back, as from SGLang's broadcast.
             received = updates if rank is self.ranks[0] else pickle.loads(pickle.dumps(updates))

@@ -1,11 +1,11 @@
 from structlog.testing import capture_logs
 
-from engine_shim.link.rate_limited_log import QuietLog
+from engine_shim.link.rate_limited_log import RateLimitedLog
 
 
 def test_an_event_is_logged_once_in_ten_seconds_and_says_how_many_were_left_out():
     now = 100.0
-    log = QuietLog(clock=lambda: now)
+    log = RateLimitedLog(clock=lambda: now)
     with capture_logs() as lines:
         for step in range(5):
             log.warning("report-rejected", step=step)
@@ -22,7 +22,7 @@ def test_an_event_is_logged_once_in_ten_seconds_and_says_how_many_were_left_out(
 
 
 def test_a_broken_stderr_is_survived(monkeypatch):
-    log = QuietLog()
+    log = RateLimitedLog()
 
     def broken(event: str, **_: object) -> None:
         raise BrokenPipeError(event)

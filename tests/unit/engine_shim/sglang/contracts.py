@@ -93,7 +93,7 @@ USED = {
 SAME_CODE = {
     sglang_api.APPLY_RUNTIME_STATE: (
         "be794e7bda48639a",
-        "switch.QuietSwitch does the same without the log",
+        "switch.RuntimeSwitch does the same without the log",
     ),
     f"{EAGLE}.EAGLEWorkerV2._stub_skipped_draft_extend": (
         "025c1afc9b2f72ef",
@@ -101,7 +101,7 @@ SAME_CODE = {
     ),
     f"{DRAFT_BASE}._rebuild_topk1_chain_buffers": (
         "0e406dcd998a5a2b",
-        "switch.QuietSwitch keeps what it builds",
+        "switch.RuntimeSwitch keeps what it builds",
     ),
     f"{ADAPTIVE}.AdaptiveController": ("d13b6da7c8c51a24", "asks the policy"),
     f"{ADAPTIVE}.AdaptiveSpecPolicy": ("03a153e2b0cd5d73", "policy.SteeredPolicy"),

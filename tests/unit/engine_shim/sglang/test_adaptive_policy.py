@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine_shim.link.plan_follower import Choice, Source
+from engine_shim.link.plan_follower import Source, StepChoice
 from engine_shim.sglang import hook_check
 from engine_shim.sglang.adaptive_policy import SteeredPolicy
 
@@ -19,13 +19,13 @@ def policy(monkeypatch: pytest.MonkeyPatch) -> SteeredPolicy:
     return SteeredPolicy(initial_steps=2)
 
 
-def link_choosing(*choices: Choice) -> Any:
+def link_choosing(*choices: StepChoice) -> Any:
     remaining = iter(choices)
     return SimpleNamespace(choose=lambda _: next(remaining))
 
 
-def choice(gamma: int, source: Source = Source.PLAN) -> Choice:
-    return Choice(0, gamma, False, 1, 0, source, 0)
+def choice(gamma: int, source: Source = Source.PLAN) -> StepChoice:
+    return StepChoice(0, gamma, False, 1, 0, source, 0)
 
 
 def test_candidates_come_from_the_one_setting(policy: SteeredPolicy) -> None:

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from engine_shim.link.plan_follower import Choice, Source
-from engine_shim.sglang.drafters.idle_kv import SleepCounters
-from engine_shim.sglang.hooks import Session
+from engine_shim.link.plan_follower import Source, StepChoice
+from engine_shim.sglang.drafters.idle_kv import IdleCounters
+from engine_shim.sglang.hooks import EngineHooks
 from engine_shim.sglang.learning.online_updates import OnlineCounters
 from engine_shim.sglang.learning.verified_step import Verification
 from engine_shim.sglang.settings import PluginSettings
-from engine_shim.sglang.step_reports import NO_NEWS, News
+from engine_shim.sglang.step_reports import NO_NEWS, UpdateStatus
 from speculation.v1.engine_pb2 import Capability, LostCapability
 
 
@@ -35,7 +35,7 @@ class Sleep:
 
     def __init__(self, failing: str = "") -> None:
         self.failing = failing
-        self.counters = SleepCounters()
+        self.counters = IdleCounters()
         self.calls: list[str] = []
 
     def _note(self, call: str) -> None:
@@ -73,8 +73,8 @@ class Online:
     def before_step(self) -> None:
         self._note("step")
 
-    def news(self) -> News:
-        return News(updating=True, reset=False, seconds=0.5)
+    def update_status(self) -> UpdateStatus:
+        return UpdateStatus(updating=True, reset=False, seconds=0.5)
 
     def after_verify(self, found: Verification, stride: int) -> None:
         self._note(f"verified {stride}")
@@ -85,8 +85,8 @@ class Online:
 
 
 def session(*, asleep: bool, failing: str = "", gamma: int = 0) -> Any:
-    made: Any = Session(PluginSettings())
-    choice = Choice(0, gamma, asleep, 1, 0, Source.PLAN, 0)
+    made: Any = EngineHooks(PluginSettings())
+    choice = StepChoice(0, gamma, asleep, 1, 0, Source.PLAN, 0)
     made._policy = SimpleNamespace(decide=lambda _: choice)
     made._sleep = Sleep(failing)
     return made
@@ -173,10 +173,10 @@ def test_a_drafter_learns_from_every_step_awake_or_asleep() -> None:
     made._online, made._ranks = Online(), SimpleNamespace(stride=lambda: 5, collects=lambda: False)
     result, _ = run_step(made)
     assert made._online.calls == ["step", "verified 5"]
-    assert result.speculation_launch.news == made._online.news() != NO_NEWS
+    assert result.speculation_launch.update_status == made._online.update_status() != NO_NEWS
     run_step(made, "extend")
     assert made._online.calls[2:] == ["prefill"]
-    made._policy.decide = lambda _: Choice(0, 0, True, 1, 0, Source.PLAN, 0)
+    made._policy.decide = lambda _: StepChoice(0, 0, True, 1, 0, Source.PLAN, 0)
     run_step(made)
     assert made._online.calls[3:] == ["step", "verified 5"]
 
@@ -218,7 +218,7 @@ def test_an_idle_forward_and_an_engine_that_starts_up_pass_through() -> None:
     made = session(asleep=True)
     run_step(made, "idle")
     assert made._sleep.calls == []
-    starting: Any = Session(PluginSettings())
+    starting: Any = EngineHooks(PluginSettings())
     result, worked = run_step(starting)
     assert worked
     assert not hasattr(result, "speculation_launch")
@@ -327,8 +327,8 @@ def test_versions_that_cannot_be_served_any_more_are_reported() -> None:
     made._deployment = Deployment()
     made._ranks = SimpleNamespace(draft_version=lambda: 4)
     link = Link(made)
-    assert made._news().version == 3
-    made._news()
+    assert made._update_status().version == 3
+    made._update_status()
     assert link.told == [("CAPABILITY_TAKE_VERSIONS", "RuntimeError: out of memory")]
 
 
@@ -357,8 +357,10 @@ def test_beside_a_second_drafter_the_own_one_learns(
 ) -> None:
     """From the columns it reads itself; and it is told whose drafts were verified."""
     made = session(asleep=False, gamma=3)
-    made._policy = SimpleNamespace(decide=lambda _: Choice(chosen, 3, False, 1, 0, Source.PLAN, 0))
-    made._second, made._collector = Second(drafts=drafts), Signals()
+    made._policy = SimpleNamespace(
+        decide=lambda _: StepChoice(chosen, 3, False, 1, 0, Source.PLAN, 0)
+    )
+    made._dual, made._collector = Second(drafts=drafts), Signals()
     made._ranks = SimpleNamespace(stride=lambda: 0, collects=lambda: True)
 
     def forward(_: Any, found: Any, **__: Any) -> Any:

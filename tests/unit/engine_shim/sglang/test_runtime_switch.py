@@ -9,7 +9,7 @@ import torch
 from sglang.srt import runtime_context
 
 from engine_shim.sglang import sglang_api
-from engine_shim.sglang.runtime_switch import QuietSwitch
+from engine_shim.sglang.runtime_switch import RuntimeSwitch
 from engine_shim.sglang.versions import sglang_version
 from tests.support.installed_wheel import Wheel
 
@@ -113,7 +113,7 @@ def context(monkeypatch: pytest.MonkeyPatch) -> Context:
 
 def test_the_worker_is_as_after_sglangs_own_switch(context: Context) -> None:
     ours, theirs = worker(), worker()
-    switch, own = QuietSwitch(), sglangs_own()
+    switch, own = RuntimeSwitch(), sglangs_own()
     switch.prepare(ours, GAMMAS)
     for gamma in (1, 7, 0, 3, 3, 0, 7, 1):
         switch.apply_runtime_state(ours, state(gamma))
@@ -124,13 +124,13 @@ def test_the_worker_is_as_after_sglangs_own_switch(context: Context) -> None:
 
 
 def test_preparing_leaves_the_worker_as_it_was() -> None:
-    prepared, untouched = worker(), worker()
-    QuietSwitch().prepare(prepared, GAMMAS)
-    assert everything(prepared) == everything(untouched)
+    graph_states, untouched = worker(), worker()
+    RuntimeSwitch().prepare(graph_states, GAMMAS)
+    assert everything(graph_states) == everything(untouched)
 
 
 def test_nothing_is_built_and_no_log_grows(context: Context) -> None:
-    subject, switch = worker(), QuietSwitch()
+    subject, switch = worker(), RuntimeSwitch()
     switch.prepare(subject, GAMMAS)
     switch.apply_runtime_state(subject, state(1))
     builds, entries = subject.draft_worker.builds, len(context._overrides_log)
@@ -146,6 +146,6 @@ def test_nothing_is_built_and_no_log_grows(context: Context) -> None:
 
 
 def test_a_state_that_was_not_prepared_is_built() -> None:
-    subject, switch = worker(), QuietSwitch()
+    subject, switch = worker(), RuntimeSwitch()
     switch.apply_runtime_state(subject, state(2))
     assert subject.draft_worker._topk1_score_indices_prealloc.shape == (4, 2)

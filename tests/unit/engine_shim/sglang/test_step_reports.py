@@ -17,7 +17,7 @@ from engine_shim.link.packets import (
     SWITCHED,
     UNSTEERED,
 )
-from engine_shim.link.plan_follower import Choice, Source
+from engine_shim.link.plan_follower import Source, StepChoice
 from engine_shim.sglang import step_reports
 from engine_shim.sglang.step_reports import (
     Launch,
@@ -53,8 +53,8 @@ class RecordingLink:
 
 def choice(
     gamma: int, *, epoch: int = 1, probe_id: int = 0, source: Source = Source.PLAN
-) -> Choice:
-    return Choice(0, gamma, False, epoch, probe_id, source, 7)
+) -> StepChoice:
+    return StepChoice(0, gamma, False, epoch, probe_id, source, 7)
 
 
 def result(gamma: int, accept_lens: list[int], *, graph: bool = False) -> Any:

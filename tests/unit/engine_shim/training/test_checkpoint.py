@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from engine_shim.training.blocks import ModelShape
+from engine_shim.training.blocks import DecoderShape
 from engine_shim.training.checkpoint import (
     load_dflash,
     load_draft,
@@ -21,7 +21,7 @@ from engine_shim.training.dflash import DFlashShape, DFlashStudent
 from engine_shim.training.eagle3 import Eagle3Shape, Eagle3Student
 from engine_shim.training.qwen3 import Qwen3Target
 
-SHAPE = ModelShape(
+SHAPE = DecoderShape(
     hidden=48, heads=6, kv_heads=2, head_dim=16, mlp=64, layers=2, vocabulary=97, max_positions=128
 )
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine_shim.training.blocks import ModelShape
+from engine_shim.training.blocks import DecoderShape
 from engine_shim.training.dflash import DFlashShape, DFlashStudent, position_weights
 from engine_shim.training.qwen3 import DecoderLayer
 
-DECODER = ModelShape(
+DECODER = DecoderShape(
     hidden=32, heads=4, kv_heads=2, head_dim=8, mlp=48, layers=2, vocabulary=61, max_positions=64
 )
 SHAPE = DFlashShape(DECODER, (0, 2), block=5, mask_token=60)

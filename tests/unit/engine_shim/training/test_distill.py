@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch.nn import functional
 
-from engine_shim.training.blocks import ModelShape
+from engine_shim.training.blocks import DecoderShape
 from engine_shim.training.distill import Lesson, agreement, discounted, step_divergences, teach
 from engine_shim.training.eagle3 import Eagle3Shape, Eagle3Student
 from engine_shim.training.qwen3 import Qwen3Target
-from engine_shim.training.schedule import Budget, LearningRate, train
+from engine_shim.training.schedule import LearningRate, StepBudget, train
 
-SHAPE = ModelShape(
+SHAPE = DecoderShape(
     hidden=32, heads=2, kv_heads=1, head_dim=16, mlp=48, layers=3, vocabulary=40, max_positions=64
 )
 STEPS = 3
@@ -78,7 +78,7 @@ def test_training_brings_the_draft_towards_the_target(
     made = train(
         student,
         lambda _: discounted(step_divergences(student, lesson, STEPS)),
-        Budget(steps=60, seconds=600),
+        StepBudget(steps=60, seconds=600),
         LearningRate(peak=3e-3, warmup_steps=5),
     )
     after = [divergence.item() for divergence in step_divergences(student, lesson, STEPS)]

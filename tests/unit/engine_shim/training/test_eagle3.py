@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine_shim.training.blocks import ModelShape
+from engine_shim.training.blocks import DecoderShape
 from engine_shim.training.eagle3 import Eagle3Shape, Eagle3Student
 
-DECODER = ModelShape(
+DECODER = DecoderShape(
     hidden=32, heads=4, kv_heads=2, head_dim=8, mlp=48, layers=1, vocabulary=61, max_positions=64
 )
 BATCH, LENGTH, STEPS = 3, 12, 4

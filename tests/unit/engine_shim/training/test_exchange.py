@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from engine_shim.training.exchange import Channel, Kind, Layout, Message, SharedTensors
+from engine_shim.training.exchange import Channel, Layout, Message, MessageKind, SharedTensors
 
 LAYOUTS = {
     "flags": Layout((3,), "bool"),
@@ -41,9 +41,9 @@ def channels() -> Iterator[tuple[Channel, Channel]]:
 def test_messages_arrive_whole_and_in_order(channels: tuple[Channel, Channel]) -> None:
     left, right = channels
     sent = [
-        Message(Kind.LEARN, requests=16, positions=55, gamma=7),
-        Message(Kind.REFUSED, text="loss nan"),
-        Message(Kind.LEARNT, loss=0.25, seconds=1.5),
+        Message(MessageKind.LEARN, requests=16, positions=55, gamma=7),
+        Message(MessageKind.REFUSED, text="loss nan"),
+        Message(MessageKind.LEARNT, loss=0.25, seconds=1.5),
     ]
     for message in sent:
         assert left.send(message)
@@ -53,7 +53,7 @@ def test_messages_arrive_whole_and_in_order(channels: tuple[Channel, Channel]) -
 
 def test_a_long_text_is_cut(channels: tuple[Channel, Channel]) -> None:
     left, right = channels
-    assert left.send(Message(Kind.REFUSED, text="x" * 5000))
+    assert left.send(Message(MessageKind.REFUSED, text="x" * 5000))
     found = right.receive(wait=True)
     assert found is not None
     assert found.text == "x" * 400
@@ -62,14 +62,14 @@ def test_a_long_text_is_cut(channels: tuple[Channel, Channel]) -> None:
 def test_an_end_is_noticed_on_both_ways(channels: tuple[Channel, Channel]) -> None:
     left, right = channels
     right.close()
-    assert not left.send(Message(Kind.LEARN))
+    assert not left.send(Message(MessageKind.LEARN))
     with pytest.raises(EOFError):
         left.receive(wait=False)
 
 
 def test_nobody_waits_for_a_side_that_does_not_read(channels: tuple[Channel, Channel]) -> None:
     sent = 0
-    while channels[0].send(Message(Kind.LEARN)):
+    while channels[0].send(Message(MessageKind.LEARN)):
         sent += 1
         assert sent < 100_000
     assert sent > 1
@@ -77,5 +77,5 @@ def test_nobody_waits_for_a_side_that_does_not_read(channels: tuple[Channel, Cha
 
 @pytest.mark.parametrize("data", [b"x", b"\x00" * 64])
 def test_what_is_no_message_is_refused(data: bytes) -> None:
-    with pytest.raises(ValueError, match=r"bytes|Kind"):
+    with pytest.raises(ValueError, match=r"bytes|MessageKind"):
         Message.decode(data)

@@ -5,11 +5,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine_shim.training.blocks import ModelShape
+from engine_shim.training.blocks import DecoderShape
 from engine_shim.training.mtp import MtpShape, MtpStudent
 from engine_shim.training.students import decoded, encoded, student_of
 
-DECODER = ModelShape(
+DECODER = DecoderShape(
     hidden=32, heads=4, kv_heads=2, head_dim=8, mlp=48, layers=1, vocabulary=61, max_positions=64
 )
 LENGTH, STEPS = 9, 3

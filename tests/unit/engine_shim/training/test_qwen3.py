@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
-from engine_shim.training.blocks import ModelShape
+from engine_shim.training.blocks import DecoderShape
 from engine_shim.training.checkpoint import load_target, save_target
 from engine_shim.training.qwen3 import DecoderLayer, Qwen3Target, grow
 
-SHAPE = ModelShape(
+SHAPE = DecoderShape(
     hidden=48, heads=6, kv_heads=2, head_dim=16, mlp=64, layers=3, vocabulary=97, max_positions=128
 )
 

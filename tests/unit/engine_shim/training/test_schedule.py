@@ -8,17 +8,17 @@ import pytest
 import torch
 from torch import nn
 
-from engine_shim.training.schedule import Budget, LearningRate, train
+from engine_shim.training.schedule import LearningRate, StepBudget, train
 
 
 def test_a_budget_ends_by_steps_on_a_fast_machine() -> None:
-    used = list(Budget(steps=4, seconds=100).progress(lambda: 0.0))
+    used = list(StepBudget(steps=4, seconds=100).progress(lambda: 0.0))
     assert used == [(0, 0.0), (1, 0.25), (2, 0.5), (3, 0.75)]
 
 
 def test_a_budget_ends_by_time_on_a_slow_machine() -> None:
     clock = itertools.count(0, 30)
-    used = list(Budget(steps=1000, seconds=100).progress(lambda: float(next(clock))))
+    used = list(StepBudget(steps=1000, seconds=100).progress(lambda: float(next(clock))))
     assert used == [(0, 0.3), (1, 0.6), (2, 0.9)]
 
 
@@ -39,7 +39,7 @@ def test_training_leaves_frozen_parameters_alone() -> None:
     train(
         module,
         lambda _: (module(torch.ones(1, 3)) - 5).square().sum(),
-        Budget(steps=50, seconds=600),
+        StepBudget(steps=50, seconds=600),
         LearningRate(peak=0.1, warmup_steps=1),
         on_step=lambda _, loss: losses.append(loss),
     )

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.nn import functional
 
-from engine_shim.training.checkpoint import load_steered, save_steered
+from engine_shim.training.checkpoint import load_sd2, save_sd2
 from engine_shim.training.sd2 import (
-    SteeredDraft,
-    SteeredShape,
+    Sd2Draft,
+    Sd2Shape,
     acceptance_length,
     divergence,
     greedy_chain,
@@ -23,12 +23,12 @@ DECODER = replace(SHAPE, layers=2, mlp=40)
 
 
 @pytest.fixture
-def draft() -> SteeredDraft:
+def draft() -> Sd2Draft:
     torch.manual_seed(3)
-    return SteeredDraft(SteeredShape(DECODER, SHAPE.hidden, LAYERS))
+    return Sd2Draft(Sd2Shape(DECODER, SHAPE.hidden, LAYERS))
 
 
-def steered_somewhere(draft: SteeredDraft) -> SteeredDraft:
+def steered_somewhere(draft: Sd2Draft) -> Sd2Draft:
     layers: Any = draft.decoder.model.layers
     steer: Any = draft.steer
     with torch.no_grad():
@@ -44,24 +44,24 @@ def tokens(rows: int, batch: int = 1, seed: int = 1) -> torch.Tensor:
     )
 
 
-def test_at_first_it_is_the_plain_drafter(draft: SteeredDraft):
+def test_at_first_it_is_the_plain_drafter(draft: Sd2Draft):
     text = tokens(9)
     g = draft.steering(torch.randn(1, 9, len(LAYERS) * SHAPE.hidden))
     assert torch.equal(draft(text, g), draft(text))
     assert torch.allclose(draft(text), draft.decoder(text), atol=1e-5)
 
 
-def test_at_first_g_is_the_sum_of_the_hidden_states(draft: SteeredDraft):
+def test_at_first_g_is_the_sum_of_the_hidden_states(draft: Sd2Draft):
     features = torch.randn(2, 3, len(LAYERS), SHAPE.hidden)
     expected = functional.layer_norm(features.sum(2), (SHAPE.hidden,))
     assert torch.allclose(draft.steering(features.flatten(2)), expected, atol=1e-5)
 
 
-def test_the_bias_enters_before_the_gate(draft: SteeredDraft):
+def test_the_bias_enters_before_the_gate(draft: Sd2Draft):
     """Eq. 2 by hand, in a drafter of one layer without attention."""
-    shape = SteeredShape(replace(DECODER, layers=1), SHAPE.hidden, LAYERS)
+    shape = Sd2Shape(replace(DECODER, layers=1), SHAPE.hidden, LAYERS)
     torch.manual_seed(1)
-    one = steered_somewhere(SteeredDraft(shape))
+    one = steered_somewhere(Sd2Draft(shape))
     layer: Any = one.decoder.model.layers[0]
     steer: Any = one.steer[0]
     with torch.no_grad():
@@ -85,7 +85,7 @@ def test_each_row_is_steered_by_one_of_the_last_rows():
     assert shares.min() > 0.2
 
 
-def test_the_loss_sees_only_what_a_server_would_hand_over(draft: SteeredDraft):
+def test_the_loss_sees_only_what_a_server_would_hand_over(draft: Sd2Draft):
     """Row p is steered by hidden states at p at the latest: those at p + 1 are not known yet."""
     steered_somewhere(draft)
     text = tokens(8)
@@ -98,7 +98,7 @@ def test_the_loss_sees_only_what_a_server_would_hand_over(draft: SteeredDraft):
     assert moved.tolist() == [True] * 7 + [False]
 
 
-def test_a_row_predicts_the_token_after_the_one_it_takes(draft: SteeredDraft):
+def test_a_row_predicts_the_token_after_the_one_it_takes(draft: Sd2Draft):
     text = tokens(8)
     with torch.no_grad():
         own = torch.cat([torch.randn(1, 1, SHAPE.vocabulary), draft(text[:, 1:])], dim=1)
@@ -108,7 +108,7 @@ def test_a_row_predicts_the_token_after_the_one_it_takes(draft: SteeredDraft):
 def test_training_with_steering_finds_what_only_the_hidden_states_tell():
     """Tokens that follow from the hidden states and from nothing else."""
     torch.manual_seed(5)
-    draft = SteeredDraft(SteeredShape(DECODER, SHAPE.hidden, LAYERS))
+    draft = Sd2Draft(Sd2Shape(DECODER, SHAPE.hidden, LAYERS))
     table = torch.randn(SHAPE.vocabulary, len(LAYERS) * SHAPE.hidden)
     generator = torch.Generator().manual_seed(1)
 
@@ -132,7 +132,7 @@ def test_training_with_steering_finds_what_only_the_hidden_states_tell():
     assert lesson(False).item() > begun / 2
 
 
-def test_a_chain_is_steered_by_the_last_verified_position(draft: SteeredDraft):
+def test_a_chain_is_steered_by_the_last_verified_position(draft: Sd2Draft):
     steered_somewhere(draft)
     text = tokens(10)
     features = torch.randn(1, 9, len(LAYERS) * SHAPE.hidden)
@@ -147,7 +147,7 @@ def test_a_chain_is_steered_by_the_last_verified_position(draft: SteeredDraft):
     assert not torch.equal(chain, greedy_chain(draft, features, text, 3, steered=False))
 
 
-def test_acceptance_length_is_one_where_nothing_fits(draft: SteeredDraft):
+def test_acceptance_length_is_one_where_nothing_fits(draft: Sd2Draft):
     target = make_target()
     with torch.no_grad():
         draft.decoder.model.embed_tokens.weight.zero_()
@@ -155,10 +155,10 @@ def test_acceptance_length_is_one_where_nothing_fits(draft: SteeredDraft):
     assert acceptance_length(draft, target, [text], 3, steered=True) == 1.0
 
 
-def test_it_comes_back_from_its_folder(draft: SteeredDraft, tmp_path: Path):
+def test_it_comes_back_from_its_folder(draft: Sd2Draft, tmp_path: Path):
     steered_somewhere(draft)
-    save_steered(draft, tmp_path / "steered")
-    again = load_steered(tmp_path / "steered")
+    save_sd2(draft, tmp_path / "steered")
+    again = load_sd2(tmp_path / "steered")
     assert again.shape == draft.shape
     for (name, one), (_, other) in zip(
         draft.named_parameters(), again.named_parameters(), strict=True
@@ -169,4 +169,4 @@ def test_it_comes_back_from_its_folder(draft: SteeredDraft, tmp_path: Path):
 @pytest.mark.parametrize(("hidden", "layers"), [(SHAPE.hidden + 8, LAYERS), (SHAPE.hidden, (1,))])
 def test_sizes_that_cannot_be_steered_are_refused(hidden: int, layers: tuple[int, ...]):
     with pytest.raises(ValueError, match="steering vector"):
-        SteeredShape(DECODER, hidden, layers)
+        Sd2Shape(DECODER, hidden, layers)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engine_shim.training import trainer
-from engine_shim.training.exchange import Channel, Kind, Layout, Message, SharedTensors
+from engine_shim.training.exchange import Channel, Layout, Message, MessageKind, SharedTensors
 from engine_shim.training.online import OnlineSettings, Round
 from engine_shim.training.students import DraftStudent
 from tests.support.training_rounds import (
@@ -47,7 +47,7 @@ class Running:
         requests, length = found.tokens.shape
         for name, part in found._asdict().items():
             self.memory.tensors[name][:requests, -length:] = part
-        assert self.channel.send(Message(Kind.LEARN, requests, length, GAMMA))
+        assert self.channel.send(Message(MessageKind.LEARN, requests, length, GAMMA))
         reply = self.channel.receive(wait=True)
         assert reply is not None
         return reply
@@ -91,7 +91,7 @@ def started(student: DraftStudent) -> Iterator[Running]:
 def running(request: pytest.FixtureRequest) -> Iterator[Running]:
     with started(request.param(make_target())) as found:
         ready = found.channel.receive(wait=True)
-        assert ready == Message(Kind.READY)
+        assert ready == Message(MessageKind.READY)
         yield found
 
 
@@ -99,7 +99,7 @@ def test_it_learns_and_leaves_the_weights_in_memory(running: Running) -> None:
     found = make_round(make_target(), LENGTH, seed=1, top=TOP, requests=REQUESTS)
     before = running.weights()
     replies = [running.learn(found) for _ in range(20)]
-    assert {reply.kind for reply in replies} == {Kind.LEARNT}
+    assert {reply.kind for reply in replies} == {MessageKind.LEARNT}
     assert replies[-1].loss < 0.7 * replies[0].loss
     assert all(0 < reply.seconds < 60 for reply in replies)
     after = running.weights()
@@ -114,8 +114,8 @@ def test_it_goes_on_from_weights_that_are_put_back(running: Running) -> None:
         running.learn(found)
     for name, part in before.items():
         running.memory.tensors[name].copy_(part)
-    assert running.channel.send(Message(Kind.TAKE_WEIGHTS))
-    assert running.channel.receive(wait=True) == Message(Kind.READY)
+    assert running.channel.send(Message(MessageKind.TAKE_WEIGHTS))
+    assert running.channel.receive(wait=True) == Message(MessageKind.READY)
     assert running.learn(found).loss == pytest.approx(first, rel=1e-4)
 
 
@@ -123,13 +123,13 @@ def test_a_round_of_no_numbers_is_refused_and_the_weights_stay(running: Running)
     found = make_round(make_target(), LENGTH, seed=3, top=TOP)
     before = running.weights()
     reply = running.learn(found._replace(features=found.features * float("nan")))
-    assert reply.kind is Kind.REFUSED
+    assert reply.kind is MessageKind.REFUSED
     assert "nan" in reply.text
     assert all(torch.equal(part, before[name]) for name, part in running.weights().items())
-    assert running.learn(found).kind is Kind.LEARNT
+    assert running.learn(found).kind is MessageKind.LEARNT
 
 
 def test_it_ends_with_the_engine() -> None:
     with started(make_student(make_target())) as found:
-        assert found.channel.receive(wait=True) == Message(Kind.READY)
+        assert found.channel.receive(wait=True) == Message(MessageKind.READY)
     assert found.process.wait(120) == 0

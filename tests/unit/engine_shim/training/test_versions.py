@@ -11,8 +11,8 @@ from torch import Tensor
 from engine_shim.training.dflash import DFlashStudent
 from engine_shim.training.students import DraftStudent
 from engine_shim.training.versions import (
+    FolderTakenError,
     Made,
-    TrainerPresentError,
     VersionError,
     Versions,
     digest_of,
@@ -196,7 +196,7 @@ def _tries(folder: Path, answer: "multiprocessing.connection.Connection") -> Non
     try:
         with Versions(folder).lock():
             answer.send("held")
-    except TrainerPresentError as error:
+    except FolderTakenError as error:
         answer.send(str(error))
 
 

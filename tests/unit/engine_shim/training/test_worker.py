@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine_shim.link.credentials import Credentials
+from engine_shim.link.credentials import EngineCredentials
 from engine_shim.training.adapt import AdaptSettings
 from engine_shim.training.signals import SignalStore
 from engine_shim.training.students import DraftStudent
 from engine_shim.training.versions import FOLDER, Made, Versions
-from engine_shim.training.worker import Attendant, Where
+from engine_shim.training.worker import TrainingWorker, WorkerTarget
 from speculation.v1.training_pb2 import AttendResponse, TrainingRound
 from tests.support.training_rounds import make_signal, make_student, make_target
 
@@ -31,7 +31,9 @@ class Place:
             self.student.shape, self.parameters(self.student), self.student.embedding
         )
         self.store = SignalStore(folder, 1 << 30)
-        self.attendant = Attendant(Where("unused", "e", folder, Credentials()), SETTINGS)
+        self.attendant = TrainingWorker(
+            WorkerTarget("unused", "e", folder, EngineCredentials()), SETTINGS
+        )
 
     @staticmethod
     def parameters(student: DraftStudent) -> dict[str, torch.Tensor]:

@@ -1,18 +1,23 @@
 """Made-up plays, for tests of what is computed from them."""
 
-from lab.demo.compare import Outcome, PolicyPlays, Selection
+from lab.demo.compare import DemoOutcome, PolicyPlays, Selection
 from lab.harness.load_generator import Answer, PhasePlay, Play
 from lab.harness.sidecar import GammaSample
-from lab.harness.stream import Phase, Request
+from lab.harness.stream import StreamPhase, StreamRequest
 
 STREAM = (
-    Phase(
+    StreamPhase(
         "1 json ×1",
         "json",
         1,
-        (Request(0, "json", (1, 2), 4), Request(1, "json", (3,), 4)),
+        (StreamRequest(0, "json", (1, 2), 4), StreamRequest(1, "json", (3,), 4)),
     ),
-    Phase("2 mixed ×2", "mixed", 2, (Request(2, "code", (4,), 4), Request(3, "csv", (5,), 4))),
+    StreamPhase(
+        "2 mixed ×2",
+        "mixed",
+        2,
+        (StreamRequest(2, "code", (4,), 4), StreamRequest(3, "csv", (5,), 4)),
+    ),
 )
 
 
@@ -35,7 +40,7 @@ def play_of(
     return Play(tuple(phases))
 
 
-def outcome() -> Outcome:
+def outcome() -> DemoOutcome:
     """Two repeats, 16 tokens a play; the second one of `static-3` has one wrong answer."""
     wrong = play_of(1.0, accepted=6, steps=4)
     phase = wrong.phases[1]
@@ -51,7 +56,7 @@ def outcome() -> Outcome:
         play_of(0.8, started=100.0, accepted=8, steps=4),
         play_of(0.5, started=200.0, accepted=8, steps=4),
     )
-    return Outcome(
+    return DemoOutcome(
         STREAM,
         (
             PolicyPlays("off", (play_of(1.6), play_of(1.6))),

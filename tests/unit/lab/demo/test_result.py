@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from lab.demo import picture, report, result
-from lab.harness.screen import Screen
+from lab.harness.terminal import Terminal
 from tests.unit.lab.demo.outcomes import outcome
 
 
@@ -68,7 +68,7 @@ def test_the_picture_is_a_png_of_some_size(tmp_path):
 
 
 def test_the_tables_say_what_was_not_exact(capsys):
-    report.show(outcome(), Screen())
+    report.show(outcome(), Terminal())
     printed = capsys.readouterr().out
     assert "NOT EXACT: static-3, repeat 2, request 2: token 2 is 9" in printed
     assert "2.250" in printed  # steered / sglang-adaptive
@@ -78,12 +78,12 @@ def test_the_tables_say_what_was_not_exact(capsys):
 
 def test_a_busy_neighbour_makes_the_speeds_doubtful(capsys):
     quiet = outcome()
-    report.show(quiet, Screen())
+    report.show(quiet, Terminal())
     assert "doubtful" not in capsys.readouterr().out
     first = quiet.policies[0]
     disturbed = replace(first, plays=(first.plays[0], replace(first.plays[1], foreign_cores=0.8)))
     busy = replace(quiet, policies=(disturbed, *quiet.policies[1:]))
-    report.show(busy, Screen())
+    report.show(busy, Terminal())
     assert "up to 0.8 cores busy" in capsys.readouterr().out
     assert [r["foreign_cores"] for r in result.as_json(busy)["runs"][0]["repeats"]] == [0.0, 0.8]
 
@@ -91,7 +91,7 @@ def test_a_busy_neighbour_makes_the_speeds_doubtful(capsys):
 def test_the_search_is_a_table_with_its_winner(capsys):
     found = outcome()
     assert found.selection is not None
-    report.show_selection(found.selection, found.stream, Screen())
+    report.show_selection(found.selection, found.stream, Terminal())
     printed = capsys.readouterr().out
     assert "the best for the whole stream is γ = 3" in printed
     assert "1 json ×1" in printed
@@ -109,7 +109,7 @@ def test_the_profile_is_a_table_of_milliseconds(capsys):
         for gamma in (0, 3)
         for size in (1, 16)
     ]
-    report.show_profile({"cells": cells}, Screen())
+    report.show_profile({"cells": cells}, Terminal())
     printed = capsys.readouterr().out
     assert "γ = 3" in printed
     assert "19.0" in printed

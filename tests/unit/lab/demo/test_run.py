@@ -7,14 +7,14 @@ import typer
 
 from lab.demo import __main__ as command_line
 from lab.demo import engines
-from lab.demo.run import Options, run
+from lab.demo.run import DemoOptions, run
 from lab.demo.stream import QUICK, SEED, build_stream
 from lab.harness.errors import EngineFailedError
-from lab.harness.screen import Screen
+from lab.harness.terminal import Terminal
 
 
-def options(output: Path) -> Options:
-    return Options(build_stream(QUICK, SEED), 1, 2, 15.0, output)
+def options(output: Path) -> DemoOptions:
+    return DemoOptions(build_stream(QUICK, SEED), 1, 2, 15.0, output)
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def broken_engines(monkeypatch):
 def test_an_engine_that_does_not_come_up_ends_the_demo_with_its_log_and_leaves_nothing(tmp_path):
     before = {p.pid for p in psutil.Process().children(recursive=True)}
     with pytest.raises(EngineFailedError, match=r"engine steered(?s:.*)no such model"):
-        run(options(tmp_path), Screen())
+        run(options(tmp_path), Terminal())
     assert {p.pid for p in psutil.Process().children(recursive=True)} <= before
     assert (tmp_path / "logs" / "steered.log").read_text() == "no such model\n"
     assert (tmp_path / "logs" / "sidecar.log").exists()

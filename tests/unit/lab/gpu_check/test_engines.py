@@ -7,7 +7,7 @@ from lab.gpu_check.engines import (
     PINNED,
     STATIC,
     STEERED,
-    Setting,
+    EngineSetting,
     command,
     environment,
     graphs_expected,
@@ -17,8 +17,10 @@ from lab.gpu_check.shapes import QWEN3_8B
 
 
 @pytest.fixture
-def setting(tmp_path: Path) -> Setting:
-    return Setting(QWEN3_8B, QWEN3_8B.write(tmp_path), on_cpu=False, options=("--log-requests",))
+def setting(tmp_path: Path) -> EngineSetting:
+    return EngineSetting(
+        QWEN3_8B, QWEN3_8B.write(tmp_path), on_cpu=False, options=("--log-requests",)
+    )
 
 
 def test_the_engines_differ_in_speculation_and_in_memory_alone(setting):

@@ -10,7 +10,7 @@ from aiohttp.test_utils import TestServer
 
 from lab.harness.errors import EngineFailedError, LostRequestError
 from lab.harness.load_generator import acceptance_length, play
-from lab.harness.stream import Phase, Request
+from lab.harness.stream import StreamPhase, StreamRequest
 from tests.support.closing_server import ClosingServer
 
 Body = dict[str, Any]
@@ -62,16 +62,16 @@ async def served(echo: Echo) -> AsyncIterator[str]:
         yield str(server.make_url("/"))
 
 
-def phase(name: str, concurrency: int, first: int, count: int) -> Phase:
-    requests = tuple(Request(i, "json", (100 + i, 1), 3) for i in range(first, first + count))
-    return Phase(name, "json", concurrency, requests)
+def phase(name: str, concurrency: int, first: int, count: int) -> StreamPhase:
+    requests = tuple(StreamRequest(i, "json", (100 + i, 1), 3) for i in range(first, first + count))
+    return StreamPhase(name, "json", concurrency, requests)
 
 
 async def test_each_phase_keeps_its_concurrency_and_the_next_waits_for_its_end():
     echo = Echo()
     most: list[int] = []
 
-    def progress(_: Phase) -> None:
+    def progress(_: StreamPhase) -> None:
         most.append(echo.open_most)
         assert echo.open_now == 0
         echo.open_most = 0

@@ -10,8 +10,8 @@ import pytest
 from lab.demo.engines import ENGINE_ID
 from lab.harness import engines
 from lab.harness.engines import Workplace
-from lab.harness.errors import StageError
-from lab.harness.sidecar import GammaWatch, Sidecar
+from lab.harness.errors import HarnessError
+from lab.harness.sidecar import GammaWatch, SidecarHandle
 from speculation.v1 import engine_pb2, plan_pb2, service_pb2, service_pb2_grpc
 from tests.support.eventually import eventually
 
@@ -62,7 +62,10 @@ class Talker:
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
     place = Workplace(tmp_path_factory.mktemp("output"), tmp_path_factory.mktemp("s"))
-    with engines.launch_sidecar(place) as child, Sidecar(place.address, ENGINE_ID) as sidecar:
+    with (
+        engines.launch_sidecar(place) as child,
+        SidecarHandle(place.address, ENGINE_ID) as sidecar,
+    ):
         engines.wait_serving(child, sidecar)
         yield place
 
@@ -76,12 +79,12 @@ def talker(place: Workplace) -> Iterator[Talker]:
 
 
 @pytest.fixture
-def sidecar(place: Workplace) -> Iterator[Sidecar]:
-    with Sidecar(place.address, ENGINE_ID) as sidecar:
+def sidecar(place: Workplace) -> Iterator[SidecarHandle]:
+    with SidecarHandle(place.address, ENGINE_ID) as sidecar:
         yield sidecar
 
 
-def gammas_of(sidecar: Sidecar) -> set[int]:
+def gammas_of(sidecar: SidecarHandle) -> set[int]:
     return {row.gamma for row in sidecar.status().plan.rows}
 
 
@@ -93,18 +96,18 @@ def test_an_introduced_engine_is_known_with_its_draft_lengths(talker, sidecar):
 
 
 def test_a_stranger_is_not_introduced(place):
-    with Sidecar(place.address, "somebody-else") as sidecar:
+    with SidecarHandle(place.address, "somebody-else") as sidecar:
         assert sidecar.serving()
         assert not sidecar.introduced()
-        with pytest.raises(StageError, match="does not know an engine 'somebody-else'"):
+        with pytest.raises(HarnessError, match="does not know an engine 'somebody-else'"):
             sidecar.status()
 
 
 def test_nobody_there_is_told_apart_from_a_stranger(tmp_path: Path):
-    with Sidecar(f"unix:{tmp_path}/nobody.sock", ENGINE_ID) as sidecar:
+    with SidecarHandle(f"unix:{tmp_path}/nobody.sock", ENGINE_ID) as sidecar:
         assert not sidecar.serving()
         assert not sidecar.introduced()
-        with pytest.raises(StageError, match="does not answer"):
+        with pytest.raises(HarnessError, match="does not answer"):
             sidecar.status()
 
 
@@ -128,7 +131,7 @@ def test_a_pin_moves_and_hands_over_what_ran(talker, sidecar):
 
 
 def test_a_draft_length_that_the_engine_lacks_is_refused(talker, sidecar):
-    with pytest.raises(StageError, match="does not pin eagle3 gamma 2"), sidecar.pinned(2):
+    with pytest.raises(HarnessError, match="does not pin eagle3 gamma 2"), sidecar.pinned(2):
         pass
 
 

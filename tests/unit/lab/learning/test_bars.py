@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from lab.harness.screen import Screen
+from lab.harness.terminal import Terminal
 from lab.learning import bars, report
-from lab.learning.engines_at_work import Setting
+from lab.learning.engines_at_work import LabSetting
 
 # Seconds of four waves.
 PLAYED = {
@@ -21,7 +21,7 @@ PLAYED = {
 
 def found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(bars, "_played", lambda *_: PLAYED)
-    return bars.bars(Setting(tmp_path, tmp_path, quick=False, seeds=2, screen=Screen()))
+    return bars.bars(LabSetting(tmp_path, tmp_path, quick=False, seeds=2, terminal=Terminal()))
 
 
 def test_the_choice_is_compared_over_the_whole_stream_and_its_second_half(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from .._placeholder import Placeholder, placeholder
+from .._placeholder import TorchvisionPlaceholder, placeholder
 
 
 class InterpolationMode(Enum):
@@ -19,5 +19,5 @@ class InterpolationMode(Enum):
     LANCZOS = "lanczos"
 
 
-def __getattr__(name: str) -> Placeholder:
+def __getattr__(name: str) -> TorchvisionPlaceholder:
     return placeholder(__name__, name)

@@ -38,7 +38,7 @@ def truth(gamma: int, tokens: int, batch_size: int) -> float:
 def test_the_counterfactuals_are_what_other_choices_would_have_taken():
     engine = make()
     engine.run(300, 4, CURVE)
-    before = dict(engine.controller.account.instead_seconds)
+    before = dict(engine.controller.prediction_audit.instead_seconds)
     wanted = {"off": 0.0, "static": 0.0}
     # Batches of several rows, so that each has to be priced as itself.
     for batch_size in (4, 32, 4, 64, 11):
@@ -50,7 +50,7 @@ def test_the_counterfactuals_are_what_other_choices_would_have_taken():
     engine.clock.advance(10.0)
     engine.controller.next_plan()
     for name, seconds in wanted.items():
-        found = engine.controller.account.instead_seconds[name] - before[name]
+        found = engine.controller.prediction_audit.instead_seconds[name] - before[name]
         assert found == pytest.approx(seconds, rel=0.05), name
 
 
@@ -61,9 +61,11 @@ def test_what_runs_as_the_static_reference_gains_nothing_over_it():
     engine.run(600, 8, CURVE)
     engine.clock.advance(10.0)
     engine.controller.next_plan()
-    account = engine.controller.account
-    assert account.instead_seconds["static"] == pytest.approx(account.plain_seconds, rel=0.05)
-    assert account.instead_seconds["off"] > 1.5 * account.plain_seconds
+    prediction_audit = engine.controller.prediction_audit
+    assert prediction_audit.instead_seconds["static"] == pytest.approx(
+        prediction_audit.plain_seconds, rel=0.05
+    )
+    assert prediction_audit.instead_seconds["off"] > 1.5 * prediction_audit.plain_seconds
 
 
 def test_a_batch_range_splits_rows_and_not_the_account():
@@ -76,19 +78,23 @@ def test_a_batch_range_splits_rows_and_not_the_account():
         engine.run(500, 37, CURVE)
         engine.clock.advance(10.0)
         engine.controller.next_plan()
-    found = [e.controller.account.instead_seconds["off"] / e.tokens for e in (plain, split)]
+    found = [
+        e.controller.prediction_audit.instead_seconds["off"] / e.tokens for e in (plain, split)
+    ]
     assert found[0] == pytest.approx(found[1], rel=0.02)
 
 
 def test_predictions_and_expectations_come_true_with_a_right_profile():
     engine = make()
     engine.run(1000, 8, CURVE)
-    account = engine.controller.account
-    assert account.predicted_seconds == pytest.approx(account.plain_seconds, rel=0.02)
+    prediction_audit = engine.controller.prediction_audit
+    assert prediction_audit.predicted_seconds == pytest.approx(
+        prediction_audit.plain_seconds, rel=0.02
+    )
     accepted = engine.tokens - 8 * 1000
-    assert account.expected_tokens == pytest.approx(accepted, rel=0.05)
+    assert prediction_audit.expected_tokens == pytest.approx(accepted, rel=0.05)
     # Noise of 3 % leaves an error of its size.
-    assert 0.01 < account.error_seconds / account.plain_seconds < 0.05
+    assert 0.01 < prediction_audit.error_seconds / prediction_audit.plain_seconds < 0.05
 
 
 def test_errors_add_up_whichever_way_they_go():
@@ -96,9 +102,13 @@ def test_errors_add_up_whichever_way_they_go():
     for step in range(1, 101):
         seconds = gpu_like(2, 4) * (1.2 if step % 2 else 0.8)
         core.observe(StepReport(step, 4, 2048, "mtp", 2, (1, 1, 2), seconds))
-    account = core.account
-    assert account.predicted_seconds == pytest.approx(account.plain_seconds, rel=0.05)
-    assert account.error_seconds / account.plain_seconds == pytest.approx(0.2, abs=0.03)
+    prediction_audit = core.prediction_audit
+    assert prediction_audit.predicted_seconds == pytest.approx(
+        prediction_audit.plain_seconds, rel=0.05
+    )
+    assert prediction_audit.error_seconds / prediction_audit.plain_seconds == pytest.approx(
+        0.2, abs=0.03
+    )
 
 
 @pytest.mark.parametrize("flags", [StepFlags(after_gap=True), StepFlags(updating=True)])
@@ -106,22 +116,22 @@ def test_steps_that_are_not_plain_are_left_out(flags: StepFlags):
     core = make().controller
     core.current_plan()
     core.observe(StepReport(1, 4, 2048, "mtp", 2, (1, 1, 2), 5.0, flags))
-    assert core.account.plain_seconds == core.account.predicted_seconds == 0
+    assert core.prediction_audit.plain_seconds == core.prediction_audit.predicted_seconds == 0
     # What it accepts is expected all the same.
-    assert core.account.expected_tokens > 0
+    assert core.prediction_audit.expected_tokens > 0
 
 
 def test_a_measurement_is_left_out():
     core = make().controller
     core.force(Arm("mtp", 7))
     core.observe(StepReport(1, 4, 2048, "mtp", 7, (0, 0, 0, 0, 0, 0, 0, 4), 0.01))
-    assert core.account.plain_seconds == 0
+    assert core.prediction_audit.plain_seconds == 0
 
 
 def test_an_engine_that_does_not_say_what_it_would_run_has_no_static_reference():
     engine = make(None)
     engine.run(50, 4, CURVE)
-    assert set(engine.controller.account.instead_seconds) == {"off"}
+    assert set(engine.controller.prediction_audit.instead_seconds) == {"off"}
     values = {Arm("mtp", 0): 100.0, Arm("mtp", 3): 150.0}
     assert gains(values, spec_of(None), Arm("mtp", 3)) == {"off": 1.5}
     assert gains(values, spec_of(3), Arm("mtp", 3)) == {"off": 1.5, "static": 1.0}

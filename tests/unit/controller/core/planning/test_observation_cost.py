@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from controller.core.acceptance.cusum import Hazard
-from controller.core.planning.observation_cost import CatchUpPrice, Watcher, budget
+from controller.core.planning.observation_cost import CatchUpPrice, ObservationPlanner, budget
 from controller.core.settings import PlannerSettings
 from controller.core.types import Arm
 
@@ -15,11 +15,11 @@ SETTINGS = PlannerSettings()
 FREE = CatchUpPrice(0.0, 0.0)
 
 
-def watch(penalty=0.02, hazard=None, catch_up=FREE, settings=SETTINGS, off=0.01):
+def observation(penalty=0.02, hazard=None, catch_up=FREE, settings=SETTINGS, off=0.01):
     """Drafting costs `penalty` of a plain step's value; a better day would gain much."""
     seconds = np.array([[off, off], [off * 1.1, off * 1.1], [off * 1.3, off * 1.3]])
     value = np.array([[1.0], [1 - penalty], [1 - 2 * penalty]]) * SIZES / off
-    found = Watcher(ARMS, SIZES, settings).watch(
+    found = ObservationPlanner(ARMS, SIZES, settings).observation(
         value, seconds, catch_up, hazard or Hazard(1e-3, 1e-3)
     )
     assert found is not None
@@ -29,7 +29,7 @@ def watch(penalty=0.02, hazard=None, catch_up=FREE, settings=SETTINGS, off=0.01)
 def test_the_interval_loses_least_among_all_intervals():
     hazard = Hazard(1e-3, 1e-3)
     generous = PlannerSettings(probe_share=0.9)
-    found = watch(hazard=hazard, settings=generous)
+    found = observation(hazard=hazard, settings=generous)
     hopeful = (1 - 0.8**4) / (1 - 0.8)
     gain = hopeful / 1.3 - 1
     lost = np.array([0.02 * 1.1, 2 * 0.02 * 1.3])
@@ -42,13 +42,13 @@ def test_the_interval_loses_least_among_all_intervals():
 
 
 def test_shifts_that_come_more_often_are_looked_for_more_often():
-    intervals = [watch(hazard=Hazard(h, h)).interval[0] for h in (1e-5, 1e-4, 1e-3, 1e-2)]
+    intervals = [observation(hazard=Hazard(h, h)).interval[0] for h in (1e-5, 1e-4, 1e-3, 1e-2)]
     assert intervals == sorted(intervals, reverse=True)
     assert intervals[0] > 3 * intervals[-1]
 
 
 def test_looking_keeps_to_its_share_of_the_steps():
-    found = watch(penalty=0.5, hazard=Hazard(0.1, 0.1))
+    found = observation(penalty=0.5, hazard=Hazard(0.1, 0.1))
     lost = 0.5 * 1.1 * found.steps
     assert np.all(lost / found.interval <= SETTINGS.probe_share * 1.001)
 
@@ -56,33 +56,35 @@ def test_looking_keeps_to_its_share_of_the_steps():
 def test_where_a_good_day_would_not_pay_nothing_looks():
     seconds = np.array([[0.01], [0.05], [0.09]])
     value = np.array([[100.0], [20.0], [11.0]])
-    found = Watcher(ARMS, SIZES[:1], SETTINGS).watch(value, seconds, FREE, Hazard(1e-3, 1e-3))
+    found = ObservationPlanner(ARMS, SIZES[:1], SETTINGS).observation(
+        value, seconds, FREE, Hazard(1e-3, 1e-3)
+    )
     assert found is not None
     assert np.isinf(found.interval[0])
     assert found.loss[0] == 0
 
 
 def test_blindness_has_a_price_only_where_shifts_were_seen():
-    assert np.all(watch(hazard=Hazard(1e-3, 0.0)).loss == 0)
-    losses = [watch(hazard=Hazard(h, h)).loss[0] for h in (1e-4, 1e-3, 1e-2)]
+    assert np.all(observation(hazard=Hazard(1e-3, 0.0)).loss == 0)
+    losses = [observation(hazard=Hazard(h, h)).loss[0] for h in (1e-4, 1e-3, 1e-2)]
     assert losses == sorted(losses)
     assert 0 < losses[0] < losses[-1] <= 0.9
 
 
 def test_waking_that_costs_is_done_less_often():
     dear = CatchUpPrice(now=0.05, per_token=1e-5)
-    assert watch(catch_up=dear).interval[0] > watch().interval[0]
+    assert observation(catch_up=dear).interval[0] > observation().interval[0]
 
 
 def test_nothing_to_watch_without_an_off_or_without_a_drafter():
     seconds, value = np.array([[0.01]]), np.array([[100.0]])
     for arms in ([Arm("mtp", 3)], [Arm("mtp", 0)]):
-        watcher = Watcher(arms, SIZES[:1], SETTINGS)
-        assert watcher.watch(value, seconds, FREE, Hazard(1e-3, 0.0)) is None
+        observation_planner = ObservationPlanner(arms, SIZES[:1], SETTINGS)
+        assert observation_planner.observation(value, seconds, FREE, Hazard(1e-3, 0.0)) is None
 
 
 def test_with_probing_off_plain_decoding_is_taken_as_final():
-    found = watch(settings=PlannerSettings(probe_share=0.0))
+    found = observation(settings=PlannerSettings(probe_share=0.0))
     assert np.all(np.isinf(found.interval))
     assert np.all(found.loss == 0)
 

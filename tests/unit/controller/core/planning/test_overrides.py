@@ -125,8 +125,8 @@ def test_denials_of_any_scope_beat_everything(overrides, batch):
     limits = merge(overrides, SPEC, batch)
     counting = [o.rule for o in overrides if o.covers(SPEC, batch)]
     denied = {name for rule in counting for name in rule.deny_drafters}
-    for arm, legal in zip(ARMS, limits.legal(ARMS), strict=True):
-        if legal and arm.gamma > 0:
+    for arm, feasible in zip(ARMS, limits.feasible(ARMS), strict=True):
+        if feasible and arm.gamma > 0:
             assert arm.drafter not in denied
             assert not any(rule.off for rule in counting)
     assert limits.explore != any(rule.deny_exploration for rule in counting)
@@ -136,9 +136,9 @@ def test_denials_of_any_scope_beat_everything(overrides, batch):
 @settings(max_examples=200, deadline=None)
 def test_off_beats_every_pin_of_every_scope(overrides, batch, scope):
     limits = merge([*overrides, Override("off", scope, Rule(off=True), "ann", "why")], SPEC, batch)
-    legal = [arm for arm, may in zip(ARMS, limits.legal(ARMS), strict=True) if may]
-    assert legal
-    assert {arm.gamma for arm in legal} == {0}
+    feasible = [arm for arm, may in zip(ARMS, limits.feasible(ARMS), strict=True) if may]
+    assert feasible
+    assert {arm.gamma for arm in feasible} == {0}
 
 
 def rivals(draw, stronger: dict[str, Any], weaker: dict[str, Any]) -> tuple[Override, Override]:
@@ -239,7 +239,7 @@ def legal_arms(*parts):
         Override(f"o{i}", scope, Rule(**rule), "ann", "why", revision=i)
         for i, (scope, rule) in enumerate(parts)
     ]
-    found = merge(overrides, SPEC, 8).legal(ARMS)
+    found = merge(overrides, SPEC, 8).feasible(ARMS)
     return [(a.drafter, a.gamma) for a, ok in zip(ARMS, found, strict=True) if ok]
 
 
@@ -263,7 +263,7 @@ def test_which_arms_are_left():
 
 def test_no_overrides_leave_everything():
     assert merge([], SPEC, 8) is NO_LIMITS
-    assert all(Limits().legal(ARMS))
+    assert all(Limits().feasible(ARMS))
 
 
 def regime_of(*rules_):
@@ -313,8 +313,8 @@ def test_a_plan_never_has_more_rows_than_an_engine_takes():
     assert not rows.split
     few = rows_under(many[:100], spec, buckets, ARMS)
     assert len(few.upper) > 100
-    assert few.legal is not None
-    assert few.legal.any(axis=0).all()
+    assert few.feasible is not None
+    assert few.feasible.any(axis=0).all()
 
 
 @given(rules())

@@ -22,25 +22,25 @@ def pools(draw: st.DrawFn) -> list[Pool]:
 
 
 @given(pools(), st.floats(0.5, 3), st.floats(0.5, 2), st.floats(0.05, 1), st.floats(0, 0.9))
-def test_nothing_that_trains_enough_serves_more(cards, speedup, untrained, share, part):
-    needed = part * sum(pool.cards * pool.training for pool in cards)
+def test_nothing_that_trains_enough_serves_more(gpus, speedup, untrained, share, part):
+    needed = part * sum(pool.gpus * pool.training for pool in gpus)
     demand = Demand(speedup, untrained, needed, share)
-    found = allocate(cards, demand)
-    assert sum(x * p.training for x, p in zip(found.trains, cards, strict=True)) >= needed * 0.999
-    for trains in product(*(range(pool.cards + 1) for pool in cards)):
-        rate = sum(x * p.training for x, p in zip(trains, cards, strict=True))
+    found = allocate(gpus, demand)
+    assert sum(x * p.training for x, p in zip(found.trains, gpus, strict=True)) >= needed * 0.999
+    for trains in product(*(range(pool.gpus + 1) for pool in gpus)):
+        rate = sum(x * p.training for x, p in zip(trains, gpus, strict=True))
         if any(trains) and rate >= needed:
-            assert evaluate(cards, demand, trains).relative <= found.relative * (1 + 1e-9)
+            assert evaluate(gpus, demand, trains).relative <= found.relative * (1 + 1e-9)
 
 
 @given(pools(), st.floats(0.5, 3), st.floats(0.05, 1))
-def test_it_pays_above_the_break_even_and_not_below(cards, speedup, share):
-    found = allocate(cards, Demand(speedup, share=share))
+def test_it_pays_above_the_break_even_and_not_below(gpus, speedup, share):
+    found = allocate(gpus, Demand(speedup, share=share))
     if found.break_even == float("inf"):
         assert found.relative == 0
         return
     again = [
-        evaluate(cards, Demand(found.break_even * factor, share=share), found.trains)
+        evaluate(gpus, Demand(found.break_even * factor, share=share), found.trains)
         for factor in (0.999, 1.001)
     ]
     assert [one.pays for one in again] == [False, True]
@@ -55,15 +55,15 @@ def test_the_card_that_is_old_for_serving_trains():
 
 
 def test_a_drafter_that_is_good_already_raises_the_bar():
-    cards = [Pool("a", 4, 5.0, 2.0), Pool("b", 2, 1.0, 1.0)]
-    assert allocate(cards, Demand(1.3)).pays
-    assert not allocate(cards, Demand(1.3, untrained=1.27)).pays
+    gpus = [Pool("a", 4, 5.0, 2.0), Pool("b", 2, 1.0, 1.0)]
+    assert allocate(gpus, Demand(1.3)).pays
+    assert not allocate(gpus, Demand(1.3, untrained=1.27)).pays
 
 
 def test_training_that_is_rarely_needed_costs_little():
-    cards = [Pool("a", 4, 1.0, 1.0)]
-    always = allocate(cards, Demand(1.2))
-    seldom = allocate(cards, Demand(1.2, share=0.1))
+    gpus = [Pool("a", 4, 1.0, 1.0)]
+    always = allocate(gpus, Demand(1.2))
+    seldom = allocate(gpus, Demand(1.2, share=0.1))
     assert always.relative == pytest.approx(1.2 * 0.75)
     assert seldom.relative == pytest.approx(1.2 * 0.975)
 

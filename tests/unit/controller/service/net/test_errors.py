@@ -39,7 +39,7 @@ EXPECTED = {
     errors.TooManyCallsError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     core.InvalidTrainingError: grpc.StatusCode.INVALID_ARGUMENT,
     errors.CannotTrainError: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.TrainerPresentError: grpc.StatusCode.ALREADY_EXISTS,
+    errors.TrainerAttachedError: grpc.StatusCode.ALREADY_EXISTS,
     errors.TooManyReportsError: grpc.StatusCode.INVALID_ARGUMENT,
     errors.UnreadableRequestError: grpc.StatusCode.INVALID_ARGUMENT,
     errors.SilentClientError: grpc.StatusCode.DEADLINE_EXCEEDED,

@@ -134,13 +134,13 @@ async def test_operators_beyond_the_bound_are_refused_and_places_come_free(
     path = operators_path(tmp_path / "controller.sock")
     async with serving(tmp_path) as running:
         streams = [await asyncio.open_unix_connection(path) for _ in range(2)]
-        await until(lambda: len(running.sidecar.door.peers) == 2)
+        await until(lambda: len(running.sidecar.operator_socket.peers) == 2)
         reader, writer = await asyncio.open_unix_connection(path)
         assert await soon(reader.read()) == b""
         writer.close()
         for _, stream in streams:
             stream.close()
-        await until(lambda: not running.sidecar.door.peers)
+        await until(lambda: not running.sidecar.operator_socket.peers)
         assert await Called(running.operators).override("o1") is OK
 
 
@@ -154,7 +154,7 @@ async def test_one_who_sends_rubbish_or_nothing_disturbs_nobody(tmp_path: Path):
         assert await Called(running.operators).override("o1") is OK
         writer.close()
         silent.close()
-        await until(lambda: len(running.sidecar.door.peers) == 1)
+        await until(lambda: len(running.sidecar.operator_socket.peers) == 1)
 
 
 async def test_watching_and_long_answers_pass_whole(tmp_path: Path):

@@ -232,7 +232,7 @@ async def test_an_engine_that_introduces_itself_again_ends_its_old_session(tmp_p
         # A new session counts its steps from anywhere.
         await new.send(report_message(1))
         await new.plan()
-        await until(lambda: running.sidecar.registry.by_engine("engine-0").tally.reports == 1)
+        await until(lambda: running.sidecar.registry.by_engine("engine-0").counters.reports == 1)
         request = service_pb2.DecideRequest(session_id=old.session_id, report=report_message(101))
         assert (await failure(running.speculation.Decide(request)))[0] is PRECONDITION
 
@@ -269,7 +269,7 @@ async def test_a_sidecar_that_stops_says_what_it_has_received_and_folds_nothing_
         stream = SteerClient(running, session.session_id)
         await stream.send(report_message(1), report_message(2, batch_size=5), dropped=7)
         await stream.send(report_message(3))
-        await until(lambda: session.tally.reports == 2)
+        await until(lambda: session.counters.reports == 2)
         running.sidecar.registry.close(ShuttingDownError("over"))
         with suppress(
             grpc.aio.AioRpcError, asyncio.InvalidStateError
@@ -279,7 +279,7 @@ async def test_a_sidecar_that_stops_says_what_it_has_received_and_folds_nothing_
             pass
         assert (answer.received.reports, answer.received.dropped_reports) == (3, 7)
         assert (await stream.end())[0] is grpc.StatusCode.UNAVAILABLE
-        assert (session.tally.reports, session.tally.dropped) == (2, 7)
+        assert (session.counters.reports, session.counters.dropped) == (2, 7)
 
 
 async def test_every_response_says_what_has_been_received_so_far(tmp_path: Path):
@@ -297,7 +297,7 @@ async def test_an_introduction_learns_what_arrived_in_the_session_before_it(tmp_
         stream = SteerClient(running, session_id)
         await stream.send(report_message(1), report_message(2, batch_size=5), dropped=7)
         session = running.sidecar.registry.by_token(session_id)
-        await until(lambda: session.tally.reports == 1)
+        await until(lambda: session.counters.reports == 1)
         stream.call.cancel()
         arrived = service_pb2.Received(reports=2, dropped_reports=7)
         # The first answer may be lost, too: the second introduction names the same session.
@@ -337,8 +337,8 @@ async def test_the_rest_of_a_long_message_is_not_folded_once_the_sidecar_stops(
         await stream.send(*(report_message(step) for step in range(1, 1001)))
         while not (answer := await stream.read()).HasField("received"):
             pass
-        assert answer.received.reports == session.tally.reports
-        assert 0 < session.tally.reports < 1000
+        assert answer.received.reports == session.counters.reports
+        assert 0 < session.counters.reports < 1000
 
 
 async def test_the_lease_of_an_idle_engine_is_renewed(tmp_path: Path):

@@ -219,7 +219,7 @@ async def test_averages_go_on_when_an_engine_begins_anew(tmp_path: Path):
         client = SteerClient(found, await introduce(found))
         await told(client, 2, 30, 1)
         (session,) = found.sidecar.registry
-        await until(lambda: session.tally.reports == 30)
+        await until(lambda: session.counters.reports == 30)
         await introduce(found)
         assert (await found.explain()).training.measured == 30
 
@@ -245,7 +245,7 @@ async def test_averages_outlive_it_too(tmp_path: Path):
         client = SteerClient(found, await introduce(found))
         await told(client, 2, 30, 1)
         (session,) = found.sidecar.registry
-        await until(lambda: session.tally.reports == 30)
+        await until(lambda: session.counters.reports == 30)
     async with running(tmp_path) as found:
         await introduce(found)
         said = (await found.explain()).training

@@ -5,7 +5,7 @@ from controller.core.engine.engine_controller import EngineController
 from controller.core.settings import PlannerSettings
 from controller.core.types import EngineSpec
 from controller.service.net.callers import Caller, Right
-from controller.service.sessions.profile_registry import ProfileLibrary
+from controller.service.sessions.profile_registry import ProfileRegistry
 from controller.service.sessions.registry import SessionRegistry
 from controller.wire import converters
 from tests.support.service_harness import engine_message
@@ -19,14 +19,14 @@ def spec(engine_id: str = "engine-0") -> EngineSpec:
 
 def registry(
     clock: VirtualClock | None = None,
-    profiles: ProfileLibrary | None = None,
+    profiles: ProfileRegistry | None = None,
     max_engines: int = 3,
     idle_seconds: float = 100.0,
 ) -> SessionRegistry:
     clock = clock or VirtualClock()
     return SessionRegistry(
         lambda spec, profile: EngineController(spec, PlannerSettings(), profile, clock),
-        profiles or ProfileLibrary(),
+        profiles or ProfileRegistry(),
         clock,
         max_engines,
         idle_seconds,

@@ -4,8 +4,8 @@ import asyncio
 from pathlib import Path
 
 from controller.core.clock import VirtualClock
-from controller.service.sessions.audit_log import AuditTrail
-from controller.service.sessions.engine_identity import Holder
+from controller.service.sessions.audit_log import AuditLog
+from controller.service.sessions.engine_identity import EngineIdentity
 from controller.store.file_store import FileStore
 from controller.store.interface import AuditRecord
 from tests.support.service_harness import PATIENCE_SECONDS
@@ -14,15 +14,15 @@ from tests.unit.controller.service.sessions.small_registry import ANYBODY, regis
 REPLACED = 1000
 
 
-def replace(trail: AuditTrail, times: int) -> None:
+def replace(plan_log: AuditLog, times: int) -> None:
     """One engine id changes hands so many times, each time after a silence."""
     clock = VirtualClock()
     sessions = registry(clock)
-    before = sessions.introduce(spec(), Holder.of(ANYBODY, "0"))
+    before = sessions.introduce(spec(), EngineIdentity.of(ANYBODY, "0"))
     for number in range(1, times + 1):
         clock.advance(10.0)
-        session = sessions.introduce(spec(), Holder.of(ANYBODY, str(number)))
-        trail.replaced(session, before)
+        session = sessions.introduce(spec(), EngineIdentity.of(ANYBODY, str(number)))
+        plan_log.replaced(session, before)
         before = session
 
 
@@ -33,9 +33,9 @@ async def records(store: FileStore) -> list[AuditRecord]:
 async def test_few_replaced_sessions_have_a_record_each(tmp_path: Path):
     store = FileStore(tmp_path)
     await store.open(lambda: None)
-    trail = AuditTrail(store)
-    replace(trail, 3)
-    await trail.close()
+    plan_log = AuditLog(store)
+    replace(plan_log, 3)
+    await plan_log.close()
     assert [record.action for record in await records(store)] == ["replace_session"] * 3
     assert {record.reason for record in await records(store)} == {
         "the session before was silent for 10 s"
@@ -46,8 +46,8 @@ async def test_few_replaced_sessions_have_a_record_each(tmp_path: Path):
 async def test_a_flood_of_replaced_sessions_is_counted_in_one_record(tmp_path: Path):
     store = FileStore(tmp_path)
     await store.open(lambda: None)
-    trail = AuditTrail(store, counted_seconds=0.01)
-    replace(trail, REPLACED)
+    plan_log = AuditLog(store, counted_seconds=0.01)
+    replace(plan_log, REPLACED)
 
     async with asyncio.timeout(PATIENCE_SECONDS):
         while not any("changed hands" in record.reason for record in await records(store)):  # noqa: ASYNC110  # a file
@@ -56,7 +56,7 @@ async def test_a_flood_of_replaced_sessions_is_counted_in_one_record(tmp_path: P
     assert len(found) < 100
     count = int(found[0].reason.split()[0])
     assert len(found) - 1 + count == REPLACED
-    await trail.close()
+    await plan_log.close()
     assert len(await records(store)) == len(found)
     await store.close()
 
@@ -64,9 +64,9 @@ async def test_a_flood_of_replaced_sessions_is_counted_in_one_record(tmp_path: P
 async def test_what_was_counted_is_told_at_the_end(tmp_path: Path):
     store = FileStore(tmp_path)
     await store.open(lambda: None)
-    trail = AuditTrail(store)
-    replace(trail, REPLACED)
-    await trail.close()
+    plan_log = AuditLog(store)
+    replace(plan_log, REPLACED)
+    await plan_log.close()
     found = await records(store)
     assert len(found) - 1 + int(found[0].reason.split()[0]) == REPLACED
     await store.close()

@@ -6,7 +6,7 @@ import pytest
 from controller.core.cost.profile import DrafterIdentity, Profile
 from controller.core.types import EngineSpec
 from controller.service.net.errors import ProfileNotSavedError
-from controller.service.sessions.profile_registry import ProfileFileError, ProfileLibrary
+from controller.service.sessions.profile_registry import ProfileFileError, ProfileRegistry
 from controller.wire import converters
 from tests.support.service_harness import engine_message, make_profile
 
@@ -28,11 +28,11 @@ def test_files_and_directories_are_read(tmp_path: Path):
     write(directory, "b.json", make_profile("b"))
     (directory / "README").write_text("no profile, no concern")
     single = write(tmp_path, "c.profile", make_profile("c"))
-    library = ProfileLibrary()
-    library.load([directory, single])
-    assert len(library) == 3
+    profile_registry = ProfileRegistry()
+    profile_registry.load([directory, single])
+    assert len(profile_registry) == 3
     for name in "abc":
-        found = library.find(engine(name))
+        found = profile_registry.find(engine(name))
         assert found is not None
         assert found.fingerprint.target_model == name
 
@@ -42,40 +42,42 @@ def test_of_two_files_for_one_engine_the_later_measured_is_used(
     tmp_path: Path, order: tuple[str, str]
 ):
     measured = {"old": make_profile(measured_at="2029"), "new": make_profile(measured_at="2031")}
-    library = ProfileLibrary()
-    library.load([write(tmp_path, name, measured[name]) for name in order])
-    found = library.find(engine())
+    profile_registry = ProfileRegistry()
+    profile_registry.load([write(tmp_path, name, measured[name]) for name in order])
+    found = profile_registry.find(engine())
     assert found is not None
     assert found.measured_at == "2031"
 
 
 def test_an_installed_profile_goes_before_every_file(tmp_path: Path):
-    library = ProfileLibrary()
-    library.load([write(tmp_path, "a", make_profile(measured_at="2031"))])
-    library.add(make_profile(measured_at="2029"))
-    found = library.find(engine())
+    profile_registry = ProfileRegistry()
+    profile_registry.load([write(tmp_path, "a", make_profile(measured_at="2031"))])
+    profile_registry.add(make_profile(measured_at="2029"))
+    found = profile_registry.find(engine())
     assert found is not None
     assert found.measured_at == "2029"
-    assert len(library) == 1
+    assert len(profile_registry) == 1
 
 
 def test_of_two_that_fit_the_one_added_last_is_used():
     one = make_profile()
     both = replace(one, drafters=(*one.drafters, DrafterIdentity("dflash")))
     for order in ((one, both), (both, one)):
-        library = ProfileLibrary()
+        profile_registry = ProfileRegistry()
         for profile in order:
-            library.add(profile)
-        assert len(library) == 2
-        assert library.find(engine()) == order[-1]
+            profile_registry.add(profile)
+        assert len(profile_registry) == 2
+        assert profile_registry.find(engine()) == order[-1]
 
 
 def test_no_other_engines_profile_is_ever_used():
-    library = ProfileLibrary()
-    library.add(make_profile("another"))
-    assert library.find(engine()) is None
-    assert "target_model is 'another' in the profile and 'target'" in library.why_none(engine())
-    assert "no profile is loaded" in ProfileLibrary().why_none(engine())
+    profile_registry = ProfileRegistry()
+    profile_registry.add(make_profile("another"))
+    assert profile_registry.find(engine()) is None
+    assert "target_model is 'another' in the profile and 'target'" in profile_registry.why_none(
+        engine()
+    )
+    assert "no profile is loaded" in ProfileRegistry().why_none(engine())
 
 
 @pytest.mark.parametrize(
@@ -92,34 +94,34 @@ def test_a_broken_file_is_named_with_its_reason(tmp_path: Path, content: bytes |
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(ProfileFileError, match=rf"broken\.json: .*{text}"):
-        ProfileLibrary().load([path])
+        ProfileRegistry().load([path])
 
 
 def test_a_kept_profile_replaces_the_one_it_supersedes(tmp_path: Path):
-    library = ProfileLibrary(tmp_path / "kept")
-    first = library.save(make_profile(measured_at="2029"))
+    profile_registry = ProfileRegistry(tmp_path / "kept")
+    first = profile_registry.save(make_profile(measured_at="2029"))
     newer = make_profile(measured_at="2031")
     shim = replace(newer, fingerprint=replace(newer.fingerprint, shim_version="2"))
-    assert library.save(shim) == first
-    assert library.save(make_profile("another")) != first
+    assert profile_registry.save(shim) == first
+    assert profile_registry.save(make_profile("another")) != first
     assert len(list((tmp_path / "kept").iterdir())) == 2
-    again = ProfileLibrary(tmp_path / "kept")
+    again = ProfileRegistry(tmp_path / "kept")
     again.load([])
     assert again.find(engine()) == shim
 
 
 def test_nothing_is_kept_without_a_directory():
-    assert ProfileLibrary().save(make_profile()) is None
+    assert ProfileRegistry().save(make_profile()) is None
 
 
 def test_a_failed_write_leaves_the_old_file_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    library = ProfileLibrary(tmp_path)
-    path = library.save(make_profile(measured_at="2029"))
+    profile_registry = ProfileRegistry(tmp_path)
+    path = profile_registry.save(make_profile(measured_at="2029"))
     assert path is not None
     # A file system that fails at the last moment, as a full or lost volume does.
     monkeypatch.setattr("os.fsync", _fail)
     with pytest.raises(ProfileNotSavedError, match="nothing was changed"):
-        library.save(make_profile(measured_at="2031"))
+        profile_registry.save(make_profile(measured_at="2031"))
     assert Profile.from_json(path.read_text()).measured_at == "2029"
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
 

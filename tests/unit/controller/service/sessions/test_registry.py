@@ -18,13 +18,13 @@ from controller.service.net.errors import (
     UnknownDrafterError,
     UnknownEngineError,
 )
-from controller.service.sessions.engine_identity import Holder
-from controller.service.sessions.profile_registry import ProfileLibrary
+from controller.service.sessions.engine_identity import EngineIdentity
+from controller.service.sessions.profile_registry import ProfileRegistry
 from controller.wire import converters
 from tests.support.service_harness import make_profile, report_message
 from tests.unit.controller.service.sessions.small_registry import ANYBODY, registry, spec
 
-OWN, OTHER = Holder.of(ANYBODY, "its secret"), Holder.of(ANYBODY, "another secret")
+OWN, OTHER = EngineIdentity.of(ANYBODY, "its secret"), EngineIdentity.of(ANYBODY, "another secret")
 
 
 def test_sessions_are_found_by_token_and_by_engine():
@@ -59,8 +59,8 @@ def test_a_second_introduction_ends_the_first_session():
     assert len(sessions) == 1
 
 
-@pytest.mark.parametrize("other", [OTHER, Holder.of(ANYBODY, "")])
-def test_an_id_is_not_taken_from_an_engine_that_is_there(other: Holder):
+@pytest.mark.parametrize("other", [OTHER, EngineIdentity.of(ANYBODY, "")])
+def test_an_id_is_not_taken_from_an_engine_that_is_there(other: EngineIdentity):
     clock = VirtualClock()
     sessions = registry(clock)
     session = sessions.introduce(spec(), OWN)
@@ -90,7 +90,7 @@ def test_the_id_of_an_engine_that_is_gone_is_free_within_seconds():
 def test_neither_is_an_id_that_was_introduced_without_a_secret_taken_from_an_engine_that_is_there():
     sessions = registry()
     sessions.introduce(spec())
-    for holder in (Holder.of(ANYBODY, ""), OWN):
+    for holder in (EngineIdentity.of(ANYBODY, ""), OWN):
         with pytest.raises(EngineTakenError):
             sessions.introduce(spec(), holder)
 
@@ -98,10 +98,10 @@ def test_neither_is_an_id_that_was_introduced_without_a_secret_taken_from_an_eng
 def test_an_access_entry_takes_its_engines_id_again_at_once():
     sessions = registry()
     one, other = (Caller(name, Right.STEER, identity=name) for name in ("one", "other"))
-    sessions.introduce(spec(), Holder.of(one, "before the restart"))
+    sessions.introduce(spec(), EngineIdentity.of(one, "before the restart"))
     with pytest.raises(EngineTakenError):
-        sessions.introduce(spec(), Holder.of(other, ""))
-    sessions.introduce(spec(), Holder.of(one, "after it"))
+        sessions.introduce(spec(), EngineIdentity.of(other, ""))
+    sessions.introduce(spec(), EngineIdentity.of(one, "after it"))
 
 
 def test_one_engine_too_many_is_refused_but_an_old_one_may_come_again():
@@ -152,7 +152,7 @@ def test_a_closed_registry_says_why_to_everyone():
 
 
 def test_an_engine_gets_the_profile_that_matches_it():
-    profiles = ProfileLibrary()
+    profiles = ProfileRegistry()
     profiles.add(make_profile())
     profiles.add(make_profile(target_model="another"))
     session = registry(profiles=profiles).introduce(spec())
@@ -167,10 +167,14 @@ def test_the_tally_counts_what_was_used():
             report_message(2, gamma=0, accepted_counts=[4], flags={"unsteered": True})
         )
     )
-    tally = session.tally
-    assert (tally.reports, tally.unsteered) == (2, 1)
-    assert (tally.drafted_tokens, tally.accepted_tokens, tally.generated_tokens) == (8, 5, 13)
-    assert tally.step_seconds == pytest.approx(0.02)
+    counters = session.counters
+    assert (counters.reports, counters.unsteered) == (2, 1)
+    assert (counters.drafted_tokens, counters.accepted_tokens, counters.generated_tokens) == (
+        8,
+        5,
+        13,
+    )
+    assert counters.step_seconds == pytest.approx(0.02)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +190,7 @@ def test_a_refused_report_leaves_no_trace(changes: dict[str, Any], kind: type[Ex
     session.observe(converters.report_from_proto(report_message(1)))
     with pytest.raises(kind):
         session.observe(converters.report_from_proto(report_message(**({"step": 2} | changes))))
-    assert session.tally.reports == 1
+    assert session.counters.reports == 1
     assert session.last_report is not None
     assert session.last_report.step == 1
 

@@ -135,7 +135,7 @@ async def test_counters_that_clients_feed_stop_where_a_message_ends(tmp_path: Pa
             await stream.send(dropped=COUNT_MAX)
         await stream.send(report_message(1), dropped=1)
         session = running.sidecar.registry.by_engine("engine-0")
-        await until(lambda: session.tally.reports == 1)
+        await until(lambda: session.counters.reports == 1)
         assert (await running.status()).dropped_reports == COUNT_MAX
         await stream.call.done_writing()
         assert (await stream.end())[0] is grpc.StatusCode.OK
@@ -147,7 +147,7 @@ async def test_an_engine_that_cannot_be_shown_hides_no_other_one(tmp_path: Path)
         for name in ("a", "broken", "c"):
             await running.introduce(name)
         broken = running.sidecar.registry.by_engine("broken")
-        broken.tally.dropped = COUNT_MAX + 1
+        broken.counters.dropped = COUNT_MAX + 1
 
         def explain(_: int = 0) -> None:
             raise ArithmeticError("1/0\n\x1b[31m")

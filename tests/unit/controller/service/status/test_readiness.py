@@ -212,8 +212,8 @@ async def test_a_socket_that_was_removed_is_a_sidecar_that_is_not_well(tmp_path:
 
 async def test_what_a_killed_sidecar_had_begun_to_write_is_removed(tmp_path: Path):
     profiles = tmp_path / "profiles"
-    shelf = tmp_path / "controller.sock.state" / "shelf" / "profiles" / "0123"
-    begun = [folder / ".name.json.4711.part" for folder in (profiles, shelf)]
+    blobs = tmp_path / "controller.sock.state" / "shelf" / "profiles" / "0123"
+    begun = [folder / ".name.json.4711.part" for folder in (profiles, blobs)]
     for file in begun:
         file.parent.mkdir(parents=True)
         file.write_text("{")

@@ -11,7 +11,7 @@ from controller.core.engine.explanation import PositionEstimate
 from controller.core.types import Plan
 from controller.service.sessions import history, plan_log
 from controller.service.sessions.history import FIELDS, History
-from controller.service.sessions.session import Session
+from controller.service.sessions.session import EngineSession
 from controller.service.status.engine_status import survival_curves
 from speculation.v1 import policy_pb2, service_pb2
 from tests.support.service_harness import Running, SteerClient, report_message, serving, soon, until
@@ -26,7 +26,7 @@ async def decide(running: Running, session_id: str, step: int, **changes: Any) -
     await soon(running.speculation.Decide(request))
 
 
-def count_explanations(session: Session, counted: "Counter[str]") -> None:
+def count_explanations(session: EngineSession, counted: "Counter[str]") -> None:
     explain = session.core.explain
 
     def counting(batch_size: int = 0) -> Any:
@@ -39,20 +39,23 @@ def count_explanations(session: Session, counted: "Counter[str]") -> None:
 async def test_however_many_look_each_engine_explains_itself_once_a_second(tmp_path: Path):
     clock, counted = VirtualClock(), Counter[str]()
     async with serving(tmp_path, clock) as running:
-        viewer = running.sidecar._viewer
+        status_cache = running.sidecar._status_cache
         for name in ("a", "b"):
             await running.introduce(name)
             count_explanations(running.sidecar.registry.by_engine(name), counted)
         for _ in range(3):
             overview = running.inspection.Overview(service_pb2.OverviewRequest())
             await asyncio.gather(
-                soon(overview), viewer.lines(), viewer.state(), viewer.engine("a", 0.0)
+                soon(overview),
+                status_cache.lines(),
+                status_cache.state(),
+                status_cache.engine("a", 0.0),
             )
         assert counted == {"a": 1, "b": 1}
         clock.advance(1.0)
         # As long as the first look took, or a second at least.
-        viewer._lines_until = min(viewer._lines_until, clock.now())
-        await viewer.lines()
+        status_cache._lines_until = min(status_cache._lines_until, clock.now())
+        await status_cache.lines()
         assert counted == {"a": 2, "b": 2}
 
 
@@ -63,16 +66,16 @@ async def test_many_engines_are_looked_at_less_often(
     monkeypatch.setattr("controller.service.status.status_cache._SHARE_MAX", 1e-9)
     async with serving(tmp_path, clock) as running:
         await running.introduce()
-        lines = await running.sidecar._viewer.lines()
+        lines = await running.sidecar._status_cache.lines()
         clock.advance(60.0)
-        assert await running.sidecar._viewer.lines() is lines
+        assert await running.sidecar._status_cache.lines() is lines
 
 
 async def test_a_point_says_what_happened_since_the_one_before(tmp_path: Path):
     async with serving(tmp_path) as running:
         session_id = await running.introduce()
         session = running.sidecar.registry.by_engine("engine-0")
-        seen = session.history = History(["mtp"], session.tally)
+        seen = session.history = History(["mtp"], session.counters)
         session.remember(100.0)
         assert seen.since(0.0)[0][N:] == [None, session.plan.row_for(1).arm.gamma, 0, *[None] * 3]
         await decide(running, session_id, 1, accepted_counts=[1, 1, 2])
@@ -92,7 +95,7 @@ async def test_a_history_keeps_the_newest_points_in_order(tmp_path: Path):
     async with serving(tmp_path) as running:
         await running.introduce()
         session = running.sidecar.registry.by_engine("engine-0")
-        seen = session.history = History(["mtp"], session.tally)
+        seen = session.history = History(["mtp"], session.counters)
         for second in range(history.POINTS + 150):
             session.remember(float(second))
         times = [point[T] for point in seen.since(-1.0)]
@@ -105,17 +108,17 @@ async def test_histories_are_kept_while_nobody_looks(tmp_path: Path):
         await running.introduce()
         session = running.sidecar.registry.by_engine("engine-0")
         await until(lambda: session.history.since(0.0))
-        assert (await running.sidecar._viewer.engine("engine-0", 0.0))["points"]
+        assert (await running.sidecar._status_cache.engine("engine-0", 0.0))["points"]
 
 
 async def test_the_link_is_named(tmp_path: Path):
     async with serving(tmp_path, VirtualClock()) as running:
-        viewer, clock = running.sidecar._viewer, running.sidecar._clock
+        status_cache, clock = running.sidecar._status_cache, running.sidecar._clock
         assert isinstance(clock, VirtualClock)
 
         async def link() -> str:
             clock.advance(1e6)
-            return (await viewer.lines())[0].link
+            return (await status_cache.lines())[0].link
 
         stream = SteerClient(running, await running.introduce())
         assert await link() == "away"
@@ -124,10 +127,10 @@ async def test_the_link_is_named(tmp_path: Path):
         assert await link() == "waiting"
         await stream.send(report_message(1, flags={"unsteered": True}))
         session = running.sidecar.registry.by_engine("engine-0")
-        await until(lambda: session.tally.reports == 1)
+        await until(lambda: session.counters.reports == 1)
         assert await link() == "alone"
         await stream.send(report_message(2))
-        await until(lambda: session.tally.reports == 2)
+        await until(lambda: session.counters.reports == 2)
         assert await link() == "steered"
 
 
@@ -144,10 +147,10 @@ async def test_what_only_other_batches_are_told_is_not_in_the_trail(tmp_path: Pa
             return replace(plan, rows=tuple(rows))
 
         session._adopt(told(-1), 0)
-        assert not session.trail
+        assert not session.plan_log
         session._adopt(plan, 0)
         session._adopt(told(0), 0)
-        assert [change.arm for change in session.trail] == [f"{other.drafter} {other.gamma}"]
+        assert [change.arm for change in session.plan_log] == [f"{other.drafter} {other.gamma}"]
 
 
 async def test_the_trail_has_what_the_running_batch_was_told(tmp_path: Path):
@@ -163,15 +166,15 @@ async def test_the_trail_has_what_the_running_batch_was_told(tmp_path: Path):
         )  # fmt: skip
         await soon(running.policy.SetOverride(policy_pb2.SetOverrideRequest(override=override)))
         await decide(running, session_id, 2)
-        change = session.trail[-1]
+        change = session.plan_log[-1]
         assert (change.was, change.arm) == (f"mtp {gamma}", f"mtp {3 - gamma}")
         assert change.batch_size == 4
         assert change.overrides == session.plan.overrides != ()
-        state = await running.sidecar._viewer.state()
+        state = await running.sidecar._status_cache.state()
         (held,) = state["overrides"]
         assert (held["author"], held["reason"]) == ("somebody", "a look")
         assert held["ends_at"] > held["created_at"]
-        assert session.trail.maxlen == plan_log.LENGTH
+        assert session.plan_log.maxlen == plan_log.LENGTH
 
 
 def test_survival_multiplies_and_its_band_widens_where_evidence_ends():

@@ -10,7 +10,7 @@ import pytest
 from controller.core.types import Arm
 from controller.simulation.peers import PeerUnavailableError, SGLangAdaptive
 from controller.simulation.peers.sglang_adaptive import available_config
-from controller.simulation.results import Origin
+from controller.simulation.results import PolicyOrigin
 from tests.unit.controller.simulation.peers.loop import ARMS, record
 
 DEFAULT: dict[str, dict[str, Any]] = {
@@ -31,7 +31,7 @@ def theirs():
 def test_the_class_is_the_installed_packages_own(theirs):
     policy = SGLangAdaptive(ARMS)
     assert type(policy.params) is theirs.AdaptiveSpeculativeParams
-    assert policy.origin is Origin.IMPORTED
+    assert policy.origin is PolicyOrigin.IMPORTED
 
 
 def test_every_step_is_what_calling_the_class_directly_gives(theirs):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from controller.core.types import Arm
 from controller.simulation.peers import PeerUnavailableError, standard_peers
-from controller.simulation.results import Origin
+from controller.simulation.results import PolicyOrigin
 from tests.unit.controller.simulation.peers.loop import ARMS, Loop, profile_of
 
 NAMES = {
@@ -36,7 +36,7 @@ def test_every_peer_is_there_and_each_call_gives_a_fresh_one(name):
     assert set(peers) == NAMES
     one, other = fresh(peers[name]), fresh(peers[name])
     assert one is not other
-    assert one.origin in {Origin.IMPORTED, Origin.RESTATED}
+    assert one.origin in {PolicyOrigin.IMPORTED, PolicyOrigin.RESTATED}
     loop = Loop(one)
     assert Loop(other).run(50, 4, 0.6) == loop.run(50, 4, 0.6)
 

@@ -4,19 +4,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_shim.sglang.drafters.idle_kv_buffer import MissedStep, MissedSteps
+from engine_shim.sglang.drafters.idle_kv_buffer import BacklogStep, BacklogSteps
 
 
-def step(lengths: dict[str, int]) -> MissedStep:
+def step(lengths: dict[str, int]) -> BacklogStep:
     """A step over these requests at these context lengths; the token at p + 1 is 100 + p."""
     positions = torch.tensor(list(lengths.values()))
-    return MissedStep(list(lengths), positions, positions + 100, positions[:, None].float())
+    return BacklogStep(list(lengths), positions, positions + 100, positions[:, None].float())
 
 
-def of_batch(missed: MissedSteps, lengths: dict[str, int]) -> tuple[dict[str, list[int]], int, int]:
+def of_batch(
+    backlog: BacklogSteps, lengths: dict[str, int]
+) -> tuple[dict[str, list[int]], int, int]:
     """Missed positions by request, and how many are cold and unread."""
-    positions = missed.tensors()[0].tolist()
-    found = missed.of_batch(list(lengths), list(lengths.values()), positions)
+    positions = backlog.tensors()[0].tolist()
+    found = backlog.of_batch(list(lengths), list(lengths.values()), positions)
     names = list(lengths)
     result, at = {}, 0
     for row, start, length in zip(found.rows, found.starts, found.lengths, strict=True):
@@ -28,72 +30,72 @@ def of_batch(missed: MissedSteps, lengths: dict[str, int]) -> tuple[dict[str, li
 
 
 def test_each_request_gets_its_own_positions_in_order() -> None:
-    missed = MissedSteps(8)
-    missed.add(step({"a": 5, "b": 9}))
-    missed.add(step({"b": 10, "c": 2, "a": 6}))
-    found, cold, unread = of_batch(missed, {"a": 7, "b": 11, "c": 3})
+    backlog = BacklogSteps(8)
+    backlog.add(step({"a": 5, "b": 9}))
+    backlog.add(step({"b": 10, "c": 2, "a": 6}))
+    found, cold, unread = of_batch(backlog, {"a": 7, "b": 11, "c": 3})
     assert found == {"a": [5, 6], "b": [9, 10], "c": [2]}
     assert (cold, unread) == (0, 0)
 
 
 def test_requests_that_missed_nothing_are_left_out() -> None:
-    missed = MissedSteps(8)
-    missed.add(step({"a": 5}))
-    assert of_batch(missed, {"new": 40, "a": 6}) == ({"a": [5]}, 0, 0)
+    backlog = BacklogSteps(8)
+    backlog.add(step({"a": 5}))
+    assert of_batch(backlog, {"new": 40, "a": 6}) == ({"a": [5]}, 0, 0)
 
 
 def test_positions_of_requests_that_left_are_counted_as_unread() -> None:
-    missed = MissedSteps(8)
-    missed.add(step({"a": 5, "gone": 7}))
-    missed.add(step({"a": 6, "gone": 8}))
-    assert of_batch(missed, {"a": 7}) == ({"a": [5, 6]}, 0, 2)
+    backlog = BacklogSteps(8)
+    backlog.add(step({"a": 5, "gone": 7}))
+    backlog.add(step({"a": 6, "gone": 8}))
+    assert of_batch(backlog, {"a": 7}) == ({"a": [5, 6]}, 0, 2)
 
 
 def test_a_prefill_wipes_out_what_a_request_had_missed() -> None:
-    missed = MissedSteps(8)
-    missed.add(step({"a": 5, "b": 9}))
-    missed.forget(["a"])  # retracted, and prefilled again up to 7
-    missed.add(step({"a": 7, "b": 10}))
-    assert of_batch(missed, {"a": 8, "b": 11}) == ({"a": [7], "b": [9, 10]}, 0, 0)
+    backlog = BacklogSteps(8)
+    backlog.add(step({"a": 5, "b": 9}))
+    backlog.forget(["a"])  # retracted, and prefilled again up to 7
+    backlog.add(step({"a": 7, "b": 10}))
+    assert of_batch(backlog, {"a": 8, "b": 11}) == ({"a": [7], "b": [9, 10]}, 0, 0)
 
 
 def test_positions_that_do_not_lead_up_to_the_present_leave_the_request_cold() -> None:
-    missed = MissedSteps(8)
-    missed.add(step({"a": 5, "b": 1}))
-    assert of_batch(missed, {"a": 9, "b": 2}) == ({"b": [1]}, 1, 1)
+    backlog = BacklogSteps(8)
+    backlog.add(step({"a": 5, "b": 1}))
+    assert of_batch(backlog, {"a": 9, "b": 2}) == ({"b": [1]}, 1, 1)
 
 
 def test_it_is_full_by_steps_or_by_positions() -> None:
-    by_steps = MissedSteps(2)
+    by_steps = BacklogSteps(2)
     by_steps.add(step({"a": 1}))
     assert not by_steps.is_full_for(100)
     by_steps.add(step({"a": 2}))
     assert by_steps.is_full_for(1)
     # A row's hidden state is one float32.
-    by_bytes = MissedSteps(100, max_bytes=20)
+    by_bytes = BacklogSteps(100, max_bytes=20)
     by_bytes.add(step({"a": 1, "b": 1}))
     assert by_bytes.is_full_for(4)
     assert not by_bytes.is_full_for(3)
-    by_positions = MissedSteps(100, max_positions=5)
+    by_positions = BacklogSteps(100, max_positions=5)
     by_positions.add(step({"a": 1, "b": 1, "c": 1}))
     assert not by_positions.is_full_for(2)
     assert by_positions.is_full_for(3)
 
 
 def test_nothing_is_left_after_clearing() -> None:
-    missed = MissedSteps(1)
-    missed.add(step({"a": 1}))
-    missed.forget(["a"])
-    missed.clear()
-    assert len(missed) == 0
-    assert not missed.is_full_for(1)
-    missed.add(step({"a": 4}))
-    assert of_batch(missed, {"a": 5}) == ({"a": [4]}, 0, 0)
+    backlog = BacklogSteps(1)
+    backlog.add(step({"a": 1}))
+    backlog.forget(["a"])
+    backlog.clear()
+    assert len(backlog) == 0
+    assert not backlog.is_full_for(1)
+    backlog.add(step({"a": 4}))
+    assert of_batch(backlog, {"a": 5}) == ({"a": [4]}, 0, 0)
 
 
 @given(st.lists(st.sampled_from(["join", "leave", "retract", "step"]), max_size=60), st.data())
 def test_what_is_found_is_what_was_missed(events: list[str], data: st.DataObject) -> None:
-    missed = MissedSteps(10_000)
+    backlog = BacklogSteps(10_000)
     lengths: dict[str, int] = {}
     expected: dict[str, list[int]] = {}
     names = (f"r{i}" for i in range(1000))
@@ -102,7 +104,7 @@ def test_what_is_found_is_what_was_missed(events: list[str], data: st.DataObject
             name = next(names)
             lengths[name] = data.draw(st.integers(1, 50))
             expected[name] = []
-            missed.forget([name])
+            backlog.forget([name])
         elif event == "leave" and lengths:
             name = data.draw(st.sampled_from(sorted(lengths)))
             del lengths[name], expected[name]
@@ -110,13 +112,13 @@ def test_what_is_found_is_what_was_missed(events: list[str], data: st.DataObject
             name = data.draw(st.sampled_from(sorted(lengths)))
             lengths[name] += 1  # its last token is part of the new prefill
             expected[name] = []
-            missed.forget([name])
+            backlog.forget([name])
         elif event == "step" and lengths:
-            missed.add(step(lengths))
+            backlog.add(step(lengths))
             for name, length in lengths.items():
                 expected[name].append(length)
                 lengths[name] = length + 1
-    if len(missed) and lengths:
-        found, cold, _ = of_batch(missed, lengths)
+    if len(backlog) and lengths:
+        found, cold, _ = of_batch(backlog, lengths)
         assert found == {name: positions for name, positions in expected.items() if positions}
         assert cold == 0

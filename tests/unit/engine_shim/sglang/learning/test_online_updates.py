@@ -15,7 +15,7 @@ from engine_shim.sglang.learning.online_updates import (
 )
 from engine_shim.sglang.learning.verified_step import Verification
 from engine_shim.sglang.settings import load_settings
-from engine_shim.sglang.step_reports import NO_NEWS, News
+from engine_shim.sglang.step_reports import NO_NEWS, UpdateStatus
 from engine_shim.training.eagle3 import Eagle3Student
 from tests.support.eventually import eventually
 from tests.support.training_rounds import SHAPE, make_round, make_student, make_target
@@ -112,7 +112,7 @@ class Driver:
         assert cannot_update_reason(worker, "cpu", 1) is None
         self.online = OnlineUpdates(worker, load_settings(), GAMMA)
         self._steps = self._length = 0
-        self.news: list[News] = []
+        self.update_status: list[UpdateStatus] = []
 
     @property
     def counters(self) -> OnlineCounters:
@@ -131,7 +131,7 @@ class Driver:
     ) -> None:
         """accepted: tokens gained, 1 for none of the drafts."""
         self.online.before_step()
-        self.news.append(self.online.news())
+        self.update_status.append(self.online.update_status())
         self._steps += 1
         found = self._rounds[self._steps % len(self._rounds)]
         logits = torch.zeros(GAMMA + 1, SHAPE.vocabulary)
@@ -186,15 +186,17 @@ def test_it_learns_once_it_knows_what_it_would_be_compared_with(driver: Driver) 
 def test_steps_are_told_of_the_updates_beside_and_before_them(driver: Driver) -> None:
     driver.until(lambda: driver.counters.state == "ready", stride=0)
     # The trainer was starting, and nobody asked it for anything.
-    assert set(driver.news) == {NO_NEWS}
+    assert set(driver.update_status) == {NO_NEWS}
     driver.until(lambda: driver.counters.updates == 3, stride=60)
-    landed = [number for number, news in enumerate(driver.news) if news.seconds]
+    landed = [
+        number for number, update_status in enumerate(driver.update_status) if update_status.seconds
+    ]
     assert len(landed) == 3
-    assert all(driver.news[number].updating for number in landed)
-    assert driver.news[landed[-1]].seconds == driver.counters.seconds
+    assert all(driver.update_status[number].updating for number in landed)
+    assert driver.update_status[landed[-1]].seconds == driver.counters.seconds
     # The trainer is done long before sixty steps are over.
-    assert not all(news.updating for news in driver.news[landed[0] :])
-    assert not any(news.reset for news in driver.news)
+    assert not all(update_status.updating for update_status in driver.update_status[landed[0] :])
+    assert not any(update_status.reset for update_status in driver.update_status)
 
 
 def test_it_learns_from_rounds_without_drafts_as_well(driver: Driver) -> None:
@@ -242,7 +244,7 @@ def test_a_fall_puts_the_last_good_weights_back(driver: Driver) -> None:
     driver.until(lambda: driver.counters.restored == 1, accepted=1)
     assert torch.equal(driver.weights(), before)
     driver.step(accepted=1)
-    assert [news.reset for news in driver.news].count(True) == 1
+    assert [update_status.reset for update_status in driver.update_status].count(True) == 1
     rounds = driver.counters.rounds
     # Of a request that lived through it nothing can be concluded.
     for _ in range(600):
@@ -285,7 +287,7 @@ def test_each_request_begins_with_the_first_weights(monkeypatch: pytest.MonkeyPa
         driver.request("third")
         driver.step(accepted=2)
         # The first request is one, too.
-        assert [news.reset for news in driver.news].count(True) == 3
+        assert [update_status.reset for update_status in driver.update_status].count(True) == 3
         # Also when the trainer was busy with the first one's last round.
         driver.until(lambda: driver.counters.updates > 3)
     finally:

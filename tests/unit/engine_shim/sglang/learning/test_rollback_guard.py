@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from engine_shim.sglang.learning.rollback_guard import Acceptance, Judge, Verdict
+from engine_shim.sglang.learning.rollback_guard import Acceptance, GuardVerdict, RollbackGuard
 
 
 def acceptance(successes: int, trials: int) -> Acceptance:
@@ -35,144 +35,144 @@ def test_certainty_on_both_sides_is_no_fall() -> None:
 class Drafts:
     """First drafts, accepted at a rate, four a step."""
 
-    def __init__(self, judge: Judge) -> None:
-        self.judge = judge
+    def __init__(self, rollback_guard: RollbackGuard) -> None:
+        self.rollback_guard = rollback_guard
         self.random = random.Random(4)
         self.seen = 0
 
-    def draft(self, rate: float, count: int) -> list[Verdict]:
+    def draft(self, rate: float, count: int) -> list[GuardVerdict]:
         """The verdicts on so many drafts, but for those that say nothing; ends with WORSE."""
-        verdicts: list[Verdict] = []
+        verdicts: list[GuardVerdict] = []
         for _ in range(count // 4):
             self.seen += 4
             accepted = sum(self.random.random() < rate for _ in range(4))
-            verdict = self.judge.add(accepted, 4)
-            if verdict is not Verdict.NONE:
+            verdict = self.rollback_guard.add(accepted, 4)
+            if verdict is not GuardVerdict.NONE:
                 verdicts.append(verdict)
-            if verdict is Verdict.WORSE:
+            if verdict is GuardVerdict.WORSE:
                 return verdicts
         return verdicts
 
 
 def test_nothing_is_learnt_before_there_is_something_to_compare_with() -> None:
-    judge = Judge()
-    assert judge.hold > 0
-    Drafts(judge).draft(0.6, 196)
-    assert judge.hold > 0
-    Drafts(judge).draft(0.6, 4)
-    assert judge.may_learn
-    assert judge.before.trials == 200
+    rollback_guard = RollbackGuard()
+    assert rollback_guard.hold > 0
+    Drafts(rollback_guard).draft(0.6, 196)
+    assert rollback_guard.hold > 0
+    Drafts(rollback_guard).draft(0.6, 4)
+    assert rollback_guard.may_learn
+    assert rollback_guard.before.trials == 200
 
 
 def test_what_was_learnt_before_anything_was_drafted_is_the_baseline() -> None:
-    judge = Judge()
-    assert Judge().knows_nothing
-    drafts = Drafts(judge)
+    rollback_guard = RollbackGuard()
+    assert RollbackGuard().knows_nothing
+    drafts = Drafts(rollback_guard)
     drafts.draft(0.1, 100)
-    judge.updated()
+    rollback_guard.updated()
     # The drafts of the first weights do not count for these.
     assert drafts.draft(0.6, 196) == []
-    assert drafts.draft(0.6, 4) == [Verdict.GOOD]
-    assert judge.may_learn
-    assert not judge.knows_nothing
-    assert not judge.unjudged
-    assert judge.before.rate > 0.5
-    judge.updated()
-    assert drafts.draft(0.2, 900)[-1] is Verdict.WORSE
+    assert drafts.draft(0.6, 4) == [GuardVerdict.GOOD]
+    assert rollback_guard.may_learn
+    assert not rollback_guard.knows_nothing
+    assert not rollback_guard.unjudged
+    assert rollback_guard.before.rate > 0.5
+    rollback_guard.updated()
+    assert drafts.draft(0.2, 900)[-1] is GuardVerdict.WORSE
 
 
 def test_weights_that_do_not_fall_are_good_every_400_drafts() -> None:
-    judge = Judge()
-    drafts = Drafts(judge)
+    rollback_guard = RollbackGuard()
+    drafts = Drafts(rollback_guard)
     drafts.draft(0.6, 400)
     for rate in (0.7, 0.8, 0.9):
-        judge.updated()
-        assert drafts.draft(rate, 400) == [Verdict.GOOD]
-    assert not judge.unjudged
+        rollback_guard.updated()
+        assert drafts.draft(rate, 400) == [GuardVerdict.GOOD]
+    assert not rollback_guard.unjudged
     # Without updates there is nothing to judge: traffic may do as it likes.
     assert drafts.draft(0.1, 2000) == []
 
 
 def test_a_fall_is_found_and_learning_pauses_longer_each_time() -> None:
-    judge = Judge()
-    drafts = Drafts(judge)
+    rollback_guard = RollbackGuard()
+    drafts = Drafts(rollback_guard)
     holds = []
     for _ in range(3):
-        drafts.draft(0.7, judge.hold)
-        judge.updated()
-        assert judge.unjudged
-        assert drafts.draft(0.5, 900)[-1] is Verdict.WORSE
-        assert not judge.may_learn
-        holds.append(judge.hold)
-        judge.restart()
-        assert not judge.unjudged
+        drafts.draft(0.7, rollback_guard.hold)
+        rollback_guard.updated()
+        assert rollback_guard.unjudged
+        assert drafts.draft(0.5, 900)[-1] is GuardVerdict.WORSE
+        assert not rollback_guard.may_learn
+        holds.append(rollback_guard.hold)
+        rollback_guard.restart()
+        assert not rollback_guard.unjudged
     assert holds == [400, 800, 1600]
     # Something good comes of it in the end.
-    drafts.draft(0.7, judge.hold)
-    judge.updated()
-    assert drafts.draft(0.75, 400) == [Verdict.GOOD]
-    judge.updated()
-    assert drafts.draft(0.3, 900)[-1] is Verdict.WORSE
-    assert judge.hold == 400
+    drafts.draft(0.7, rollback_guard.hold)
+    rollback_guard.updated()
+    assert drafts.draft(0.75, 400) == [GuardVerdict.GOOD]
+    rollback_guard.updated()
+    assert drafts.draft(0.3, 900)[-1] is GuardVerdict.WORSE
+    assert rollback_guard.hold == 400
 
 
 def test_a_collapse_is_found_at_once() -> None:
-    judge = Judge()
-    drafts = Drafts(judge)
+    rollback_guard = RollbackGuard()
+    drafts = Drafts(rollback_guard)
     drafts.draft(0.8, 200)
-    judge.updated()
+    rollback_guard.updated()
     before = drafts.seen
-    assert drafts.draft(0.05, 400) == [Verdict.WORSE]
+    assert drafts.draft(0.05, 400) == [GuardVerdict.WORSE]
     assert drafts.seen - before <= 60
 
 
 def test_weights_of_which_nothing_is_known_begin_anew() -> None:
-    judge = Judge()
-    Drafts(judge).draft(0.6, 300)
-    judge.updated()
-    judge.begin_anew()
-    assert not judge.may_learn
-    assert not judge.unjudged
-    assert judge.before.trials == 0
+    rollback_guard = RollbackGuard()
+    Drafts(rollback_guard).draft(0.6, 300)
+    rollback_guard.updated()
+    rollback_guard.begin_anew()
+    assert not rollback_guard.may_learn
+    assert not rollback_guard.unjudged
+    assert rollback_guard.before.trials == 0
 
 
 def test_drafts_from_before_an_update_do_not_speak_for_it() -> None:
-    judge = Judge()
-    drafts = Drafts(judge)
+    rollback_guard = RollbackGuard()
+    drafts = Drafts(rollback_guard)
     drafts.draft(0.6, 200)
     assert drafts.draft(0.6, 396) == []
-    judge.updated()
+    rollback_guard.updated()
     assert drafts.draft(0.6, 396) == []
-    assert drafts.draft(0.6, 4) == [Verdict.GOOD]
+    assert drafts.draft(0.6, 4) == [GuardVerdict.GOOD]
     # One update after the other is judged together.
-    judge.updated()
+    rollback_guard.updated()
     drafts.draft(0.6, 200)
-    judge.updated()
-    assert drafts.draft(0.6, 200) == [Verdict.GOOD]
+    rollback_guard.updated()
+    assert drafts.draft(0.6, 200) == [GuardVerdict.GOOD]
 
 
 def test_a_small_fall_is_looked_at_until_it_is_one_or_none() -> None:
-    judge = Judge()
-    judge.hold = 0
-    judge.before.add(2800, 4000)
+    rollback_guard = RollbackGuard()
+    rollback_guard.hold = 0
+    rollback_guard.before.add(2800, 4000)
     for _ in range(10):  # 0.64 of 400: 2.5 standard errors
-        judge.updated()
-        assert judge.add(256, 400) is not Verdict.GOOD
-        if judge.hold:
+        rollback_guard.updated()
+        assert rollback_guard.add(256, 400) is not GuardVerdict.GOOD
+        if rollback_guard.hold:
             break
-    assert judge.hold > 0
-    assert judge.found.trials == 800
+    assert rollback_guard.hold > 0
+    assert rollback_guard.found.trials == 800
 
 
 def test_many_small_falls_do_not_pass_one_by_one() -> None:
-    judge = Judge()
-    drafts = Drafts(judge)
+    rollback_guard = RollbackGuard()
+    drafts = Drafts(rollback_guard)
     drafts.draft(0.7, 400)
     rate = 0.7
     while rate > 0.45:
         rate -= 0.01
-        judge.updated()
-        if Verdict.WORSE in drafts.draft(rate, 400):
+        rollback_guard.updated()
+        if GuardVerdict.WORSE in drafts.draft(rate, 400):
             break
     assert rate > 0.5
 
@@ -180,14 +180,14 @@ def test_many_small_falls_do_not_pass_one_by_one() -> None:
 @pytest.mark.parametrize("rate", [0.2, 0.5, 0.9])
 def test_false_alarms_are_rare(rate: float) -> None:
     """Weights that are neither better nor worse, judged two hundred times."""
-    judge = Judge()
-    drafts = Drafts(judge)
+    rollback_guard = RollbackGuard()
+    drafts = Drafts(rollback_guard)
     drafts.draft(rate, 400)
     worse = 0
     for _ in range(200):
-        judge.updated()
-        if Verdict.WORSE in drafts.draft(rate, 400):
+        rollback_guard.updated()
+        if GuardVerdict.WORSE in drafts.draft(rate, 400):
             worse += 1
-            judge.begin_anew()
+            rollback_guard.begin_anew()
             drafts.draft(rate, 400)
     assert worse <= 3

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from engine_shim.sglang.learning import signal_collector
-from engine_shim.sglang.learning.signal_collector import ROUNDS, Collector, FinalStates
-from engine_shim.sglang.learning.signal_runs import Canvas, Runs
+from engine_shim.sglang.learning.signal_collector import ROUNDS, FinalStates, SignalCollector
+from engine_shim.sglang.learning.signal_runs import Canvas, SignalRuns
 from engine_shim.sglang.learning.verified_step import Verification
 from engine_shim.sglang.settings import PluginSettings
 from engine_shim.training.signals import Signal, SignalStore
@@ -39,8 +39,8 @@ def settings(tmp_path: Path) -> PluginSettings:
 
 
 @pytest.fixture
-def collector(settings: PluginSettings) -> Iterator[Collector]:
-    made = Collector(settings, None)
+def collector(settings: PluginSettings) -> Iterator[SignalCollector]:
+    made = SignalCollector(settings, None)
     yield made
     made.close()
 
@@ -49,7 +49,7 @@ def kept(folder: Path) -> list[Signal]:
     return list(SignalStore(folder, 1 << 20).read())
 
 
-class SlowRuns(Runs):
+class SlowRuns(SignalRuns):
     """Reads nothing until it may."""
 
     def __init__(self) -> None:
@@ -61,9 +61,9 @@ class SlowRuns(Runs):
         return super().read(canvases)
 
 
-def read_slowly(settings: PluginSettings, rounds: int) -> tuple[Collector, SlowRuns]:
+def read_slowly(settings: PluginSettings, rounds: int) -> tuple[SignalCollector, SlowRuns]:
     """So many rounds, the first batch of which is being read."""
-    collector = Collector(settings, None)
+    collector = SignalCollector(settings, None)
     slow = collector._runs = SlowRuns()
     for step in range(rounds):
         collector.after_verify(verification(step), collecting=True)
@@ -88,7 +88,7 @@ class FailingRuns(SlowRuns):
     [(True, STEPS * (ACCEPTED - 1), STEPS * ACCEPTED), (False, 0, 0)],
 )
 def test_only_the_learners_own_drafts_are_counted(
-    tmp_path: Path, collector: Collector, *, by_learner: bool, accepted: int, tried: int
+    tmp_path: Path, collector: SignalCollector, *, by_learner: bool, accepted: int, tried: int
 ) -> None:
     """Positions are kept whoever drafted them."""
     for step in range(STEPS):
@@ -100,7 +100,7 @@ def test_only_the_learners_own_drafts_are_counted(
 
 
 def test_what_sglang_writes_into_its_buffers_afterwards_is_not_collected(
-    tmp_path: Path, collector: Collector
+    tmp_path: Path, collector: SignalCollector
 ) -> None:
     wanted, likeliest = [], []
     for step in range(STEPS):
@@ -120,7 +120,7 @@ def test_what_sglang_writes_into_its_buffers_afterwards_is_not_collected(
 
 
 def test_the_end_of_the_regime_ends_the_runs_and_they_are_written(
-    tmp_path: Path, collector: Collector
+    tmp_path: Path, collector: SignalCollector
 ) -> None:
     assert not collector.status()["open"]
     for step in range(STEPS):
@@ -134,14 +134,14 @@ def test_the_end_of_the_regime_ends_the_runs_and_they_are_written(
 
 
 def test_rounds_that_are_large_do_not_wait_for_others(
-    collector: Collector, monkeypatch: pytest.MonkeyPatch
+    collector: SignalCollector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[int] = []
     runs = collector._runs
 
     def counting(canvases: list[Canvas]) -> list[Signal]:
         read.append(len(canvases))
-        return Runs.read(runs, canvases)
+        return SignalRuns.read(runs, canvases)
 
     monkeypatch.setattr(runs, "read", counting)
     size = (GAMMA + 1) * (WIDTH + VOCABULARY) * 4
@@ -186,7 +186,7 @@ def test_an_end_that_finds_no_room_is_said_again(tmp_path: Path, settings: Plugi
 def test_when_reading_fails_nothing_more_is_collected_and_the_state_says_why(
     settings: PluginSettings, caplog: pytest.LogCaptureFixture
 ) -> None:
-    collector = Collector(settings, None)
+    collector = SignalCollector(settings, None)
     runs = collector._runs = FailingRuns()
     for step in range(2 * ROUNDS + 3):
         collector.after_verify(verification(step), collecting=True)
@@ -204,7 +204,7 @@ def test_when_reading_fails_nothing_more_is_collected_and_the_state_says_why(
 
 
 def test_after_an_error_of_the_engines_thread_what_was_read_is_written(
-    tmp_path: Path, collector: Collector
+    tmp_path: Path, collector: SignalCollector
 ) -> None:
     for step in range(ROUNDS + 3):
         collector.after_verify(verification(step), collecting=True)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import pytest
 import torch
 
-from engine_shim.sglang.learning.signal_runs import LEAST, SEGMENT, Canvas, Runs
+from engine_shim.sglang.learning.signal_runs import LEAST, SEGMENT, Canvas, SignalRuns
 from engine_shim.training.signals import Signal
 
 GAMMA, TOP, WIDTH, VOCABULARY = 3, 4, 6, 12
@@ -62,7 +62,7 @@ def check(signal: Signal, request: str, given: Sequence[Canvas]) -> None:
 def test_positions_are_kept_one_by_one_however_many_rounds_are_read_at_once(at_once: int) -> None:
     one, two = going_on(40, 2, start=7), going_on(40, 3, start=100)
     given = canvases([{"one": a, "two": b} for a, b in zip(one, two, strict=True)])
-    runs = Runs(TOP)
+    runs = SignalRuns(TOP)
     for first in range(0, len(given), at_once):
         assert runs.read(given[first : first + at_once]) == []
     found = {signal.start: signal for signal in runs.end()}
@@ -74,7 +74,7 @@ def test_positions_are_kept_one_by_one_however_many_rounds_are_read_at_once(at_o
 
 def test_a_run_is_over_at_its_length_and_the_next_begins_behind_it() -> None:
     given = canvases([{"one": step} for step in going_on(180, 3)])
-    runs = Runs(TOP)
+    runs = SignalRuns(TOP)
     found = [*runs.read(given), *runs.end()]
     # 86 rounds of 3 are the first that come to a segment; the 8 after two of those are too few.
     assert [(s.start, len(s.tokens)) for s in found] == [(0, 258), (258, 258)]
@@ -90,7 +90,7 @@ def test_a_request_that_leaves_or_comes_back_elsewhere_ends_its_run() -> None:
     back = [{"one": step} for step in going_on(20, 2, start=40)]
     jumped = [{"one": step} for step in going_on(20, 2, start=84)]
     given = canvases([*steps, *away, *back, *jumped])
-    runs = Runs(TOP)
+    runs = SignalRuns(TOP)
     over = runs.read(given)
     assert [(s.start, len(s.tokens)) for s in over] == [(0, 40), (0, 40), (40, 40)]
     (last,) = runs.end()
@@ -100,7 +100,7 @@ def test_a_request_that_leaves_or_comes_back_elsewhere_ends_its_run() -> None:
 
 
 def test_what_is_too_short_is_no_signal() -> None:
-    runs = Runs(TOP)
+    runs = SignalRuns(TOP)
     runs.read(canvases([{"one": step} for step in going_on(LEAST - 1, 1)]))
     assert runs.end() == []
     runs.read(canvases([{"one": step} for step in going_on(LEAST, 1)]))
@@ -110,14 +110,14 @@ def test_what_is_too_short_is_no_signal() -> None:
 @pytest.mark.parametrize(("drafted", "accepted", "tried"), [(GAMMA, 40, 60), (0, 0, 0)])
 def test_only_the_learners_own_drafts_are_counted(drafted: int, accepted: int, tried: int) -> None:
     """Two of three accepted in twenty rounds; the third's turn came too, and it was refused."""
-    runs = Runs(TOP)
+    runs = SignalRuns(TOP)
     runs.read(canvases([{"one": step} for step in going_on(20, 3)], drafted))
     (signal,) = runs.end()
     assert (signal.accepted, signal.tried) == (accepted, tried)
 
 
 def test_of_whole_drafts_none_was_refused() -> None:
-    runs = Runs(TOP)
+    runs = SignalRuns(TOP)
     runs.read(canvases([{"one": step} for step in going_on(20, GAMMA + 1)]))
     (signal,) = runs.end()
     assert (signal.accepted, signal.tried) == (20 * GAMMA, 20 * GAMMA)

@@ -9,16 +9,16 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from engine_shim.training.blocks import ModelShape
-from engine_shim.training.checkpoint import load_dflash, load_draft, load_steered, load_target
-from engine_shim.training.schedule import Budget
+from engine_shim.training.blocks import DecoderShape
+from engine_shim.training.checkpoint import load_dflash, load_draft, load_sd2, load_target
+from engine_shim.training.schedule import StepBudget
 from lab.cpu_engine.models import corpus
 from lab.cpu_engine.models.make import make
 from lab.cpu_engine.models.prompts import DOMAINS, LONGEST_PROMPT, PASSAGES, passage_file
-from lab.cpu_engine.models.recipe import DraftRecipe, Recipe, SteeredRecipe
+from lab.cpu_engine.models.recipe import DraftRecipe, Recipe, Sd2Recipe
 
-SHAPE = ModelShape(hidden=32, heads=2, kv_heads=1, head_dim=16, mlp=48, layers=6)
-A_FEW = Budget(steps=2, seconds=60)
+SHAPE = DecoderShape(hidden=32, heads=2, kv_heads=1, head_dim=16, mlp=48, layers=6)
+A_FEW = StepBudget(steps=2, seconds=60)
 FEW = {"code": 40, "prose": 250, "json": 40, "csv": 60}
 
 
@@ -31,7 +31,7 @@ def recipe(least_branch_share: float = 0.0) -> Recipe:
         least_branch_share=least_branch_share,
         drafts={"draft-small": DraftRecipe({"json": 1.0}, A_FEW)},
         blocks={"block-small": DraftRecipe({"json": 1.0}, A_FEW)},
-        steered={"steered-small": SteeredRecipe({"json": 1.0}, A_FEW, A_FEW)},
+        steered={"steered-small": Sd2Recipe({"json": 1.0}, A_FEW, A_FEW)},
     )
 
 
@@ -49,8 +49,8 @@ def test_a_recipe_becomes_folders(few_texts: dict[str, list[str]], tmp_path: Pat
     assert draft.shape == recipe().draft_shape
     blocks = load_dflash(tmp_path / "block-small", target.model.embed_tokens.weight)
     assert blocks.shape == recipe().block_shape(blocks.shape.mask_token)
-    steered = load_steered(tmp_path / "steered-small")
-    assert steered.shape == recipe().steered_shape
+    steered = load_sd2(tmp_path / "steered-small")
+    assert steered.shape == recipe().sd2_shape
     assert any(part.abs().max() > 0 for part in steered.steer.parameters())
     tokenizer = Tokenizer.from_file(str(tmp_path / "target/tokenizer.json"))
     for domain in DOMAINS:

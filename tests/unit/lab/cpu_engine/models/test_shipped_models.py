@@ -13,7 +13,7 @@ from torch.nn import functional
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 import lab.cpu_engine.models
-from engine_shim.training.checkpoint import load_draft, load_steered, load_target
+from engine_shim.training.checkpoint import load_draft, load_sd2, load_target
 from engine_shim.training.distill import agreement, teach
 from engine_shim.training.qwen3 import Qwen3Target
 from engine_shim.training.sd2 import divergence
@@ -149,8 +149,8 @@ def test_the_whole_set_stays_small() -> None:
 
 @pytest.mark.parametrize("domain", DOMAINS)
 def test_steering_brings_the_draft_nearer_to_the_target(target: Qwen3Target, domain: str) -> None:
-    draft = load_steered(MODELS / "sd2")
-    assert draft.shape == RECIPE.steered_shape
+    draft = load_sd2(MODELS / "sd2")
+    assert draft.shape == RECIPE.sd2_shape
     tokens = windows(domain, 6, 200)
     with torch.no_grad():
         logits, features = target.logits_and_features(tokens, draft.shape.feature_layers)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ..._placeholder import Placeholder, placeholder
+from ..._placeholder import TorchvisionPlaceholder, placeholder
 from ..functional import InterpolationMode as InterpolationMode
 
 
-def __getattr__(name: str) -> Placeholder:
+def __getattr__(name: str) -> TorchvisionPlaceholder:
     return placeholder(__name__, name)

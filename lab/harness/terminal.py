@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 
-class Screen:
+class Terminal:
     """Prints steps as they begin and end, with their seconds."""
 
     def __init__(self) -> None:
