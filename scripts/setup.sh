@@ -59,18 +59,18 @@ install() {
   if [[ "$(installed torch)" != "$(wanted torch)"* ]]; then
     say "torch $(wanted torch)"
     # shellcheck disable=SC2086  # several arguments in one variable
-    pip install "${constraints[@]}" ${TORCH_PIP_ARGS:-} torch
+    pip install --no-compile "${constraints[@]}" ${TORCH_PIP_ARGS:-} torch
     "$venv/bin/python" -W ignore -c 'import torch, sys; sys.exit(torch.version.cuda is not None)' || say \
       "note: this torch was built for CUDA (several GB); TORCH_PIP_ARGS can name an index with CPU builds"
   fi
   if [ "$(installed sglang)" != "$(wanted sglang)" ]; then
     say "sglang $(wanted sglang), without its CUDA packages"
-    pip install "${constraints[@]}" --no-deps sglang
+    pip install --no-compile "${constraints[@]}" --no-deps sglang
   fi
   say "what SGLang needs on a CPU"
-  pip install "${constraints[@]}" -r requirements/sglang-cpu.txt
+  pip install --no-compile "${constraints[@]}" -r requirements/sglang-cpu.txt
   say "the sidecar and the shim, in place, with their extras"
-  pip install "${constraints[@]}" -e '.[demo,otel,dev]' -e ./engine_shim
+  pip install --no-compile "${constraints[@]}" -e '.[demo,otel,dev]' -e ./engine_shim
 }
 
 python=$(find_python)
@@ -86,6 +86,9 @@ if [ "$(cat "$stamp" 2>/dev/null)" != "$made_from" ]; then
   rm -f "$stamp"
   "$venv/bin/python" -m pip --version >/dev/null 2>&1 || make_venv
   install
+  say "bytecode, on all cores (pip would compile on one)"
+  # Some packages hold files that are no Python of this version, which are never imported.
+  "$venv/bin/python" -m compileall -q -j 0 "$venv"/lib/python3*/site-packages >>"$log" 2>&1 || true
   printf '%s' "$made_from" >"$stamp"
   say "$venv is ready ($((SECONDS - started)) s)"
 fi

@@ -1,9 +1,15 @@
 """What all tests share."""
 
+import os
 import signal
 
 import pytest
 from hypothesis import settings
+
+# Matrices as small as those of tests only wait for each other on more threads.  Read by torch and
+# by numpy while they are imported, here and in every process that a test starts.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MKL_NUM_THREADS", "1")
 
 # Two busy cores make any single example slow at times; the number of examples is the budget.
 settings.register_profile("default", deadline=None)
