@@ -27,6 +27,11 @@ def bill() -> list[Part]:
     return parts(LOCKS / "sidecar.txt")
 
 
+@pytest.fixture(scope="module")
+def text(bill: list[Part]) -> str:
+    return sbom(bill)
+
+
 def part(licence: str) -> Part:
     return Part("some", "1.0", (), licence, ())
 
@@ -103,8 +108,7 @@ def test_another_version_than_the_locked_one_says_nothing_of_it(
         parts(tmp_path / "x.txt")
 
 
-def test_the_bill_of_materials_is_valid_and_holds_the_lock(bill: list[Part]):
-    text = sbom(bill)
+def test_the_bill_of_materials_is_valid_and_holds_the_lock(text: str):
     assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(text) is None
     body = json.loads(text)
     assert body["metadata"]["component"]["name"] == "speculation-controller"
@@ -122,8 +126,8 @@ def test_the_bill_of_materials_is_valid_and_holds_the_lock(bill: list[Part]):
     assert all(component["licenses"] for component in body["components"])
 
 
-def test_every_part_is_there_because_something_needs_it(bill: list[Part]):
-    body = json.loads(sbom(bill))
+def test_every_part_is_there_because_something_needs_it(bill: list[Part], text: str):
+    body = json.loads(text)
     needs = {entry["ref"]: entry.get("dependsOn", []) for entry in body["dependencies"]}
     reached, left = set(), [body["metadata"]["component"]["bom-ref"]]
     while left:
@@ -135,8 +139,7 @@ def test_every_part_is_there_because_something_needs_it(bill: list[Part]):
     assert len(reached) == len(bill) + 1
 
 
-def test_two_bills_of_one_lock_are_the_same_and_name_no_index(bill: list[Part]):
-    text = sbom(bill)
+def test_two_bills_of_one_lock_are_the_same_and_name_no_index(bill: list[Part], text: str):
     assert text == sbom(bill)
     hosts = {line for line in text.splitlines() if "://" in line}
     assert all("cyclonedx.org" in line for line in hosts)

@@ -156,5 +156,5 @@ class TestImages:
             sys.executable, "-m", "uv", "pip", "install", "--no-config", "--dry-run",
             "--require-hashes", "--only-binary", ":all:", "--python", sys.executable,
             "--python-version", "3.11.13", "--python-platform", f"{machine}-manylinux_2_31",
-            "--target", tmp_path, "--requirements", LOCKS / "engine.txt",
+            "--target", tmp_path, *(f"--requirements={LOCKS / name}.txt" for name in ASKED),
         )  # fmt: skip
