@@ -2,7 +2,7 @@
 
     overrides.db   entries and the audit of every change (`database`)
     lock           held by the sidecar that uses the directory
-    shelf/         profiles and estimates (`file_shelf`)
+    shelf/         profiles and estimates (`file_blobs`)
 
 The entries are held in memory as well; the database makes them durable.  Writes and reads of the
 audit have a thread each, so that a long audit delays no override.
