@@ -1,4 +1,4 @@
-"""Which of the addresses that a sidecar is to listen at cannot be bound beside each other."""
+"""Finds addresses of the settings that a sidecar cannot listen at together."""
 
 import contextlib
 import ipaddress
@@ -15,7 +15,10 @@ _IP: TypeAlias = "ipaddress.IPv4Address | ipaddress.IPv6Address"
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """name: of the setting with its port.  host: an address or a name.  port: 0 = any free one."""
+    """A TCP address to listen at.
+
+    name: the setting that has its port.  host: an address or a name.  port: 0 means any free one.
+    """
 
     name: str
     host: str
@@ -23,7 +26,7 @@ class Listener:
 
 
 def listeners_of(settings: "Settings") -> list[Listener]:
-    """All that settings ask for on TCP."""
+    """Returns all TCP listeners that the settings ask for."""
     found = [
         Listener(f"{name}_port", getattr(settings, f"{name}_host"), port)
         for name in ("metrics", "page", "health")
@@ -36,9 +39,9 @@ def listeners_of(settings: "Settings") -> list[Listener]:
 
 
 def clashes(listeners: Sequence[Listener]) -> Iterator[tuple[str, str, str]]:
-    """Of listeners with the same port on overlapping hosts: both names, and what is wrong.
+    """Yields both names of listeners with one port on overlapping hosts, and an error text.
 
-    No name is resolved: one other than localhost may be any address of this machine.
+    No name is resolved: a name other than localhost may be any address of this machine.
     """
     for one, other in itertools.combinations(listeners, 2):
         if one.port == other.port != 0 and _overlap(one.host, other.host):
@@ -57,7 +60,7 @@ def _overlap(one: str, other: str) -> bool:
 
 
 def _addresses(host: str) -> list[_IP]:
-    """Empty for a name that would have to be resolved."""
+    """Returns the host's addresses; none for a name that would have to be resolved."""
     if host == "localhost":
         return [ipaddress.IPv4Address("127.0.0.1"), ipaddress.IPv6Address("::1")]
     with contextlib.suppress(ValueError):
@@ -66,7 +69,7 @@ def _addresses(host: str) -> list[_IP]:
 
 
 def _same(a: _IP, b: _IP) -> bool:
-    """Whether a socket at one of them takes connections to the other."""
+    """Tells whether a socket at one of them accepts connections to the other."""
     # gRPC's sockets at [::] take IPv4 as well.
     if any(x.is_unspecified and isinstance(x, ipaddress.IPv6Address) for x in (a, b)):
         return True

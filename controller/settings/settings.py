@@ -1,8 +1,8 @@
-"""Settings of the sidecar: one file, the environment over it, flags over both.
+"""Settings of the sidecar: one file, overridden by the environment, overridden by flags.
 
 Every field is a key of the YAML file and an environment variable with the prefix CONTROLLER_.  The
 decision's constants are a group, `planner:` in the file and CONTROLLER_PLANNER__ (two underscores)
-in the environment; so are those of training.  What is unknown anywhere is refused.
+in the environment; so are those of training.  Unknown names are refused in every source.
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ RELOADED = frozenset(
 
 
 class SettingsError(SpeculationError):
-    """A setting that is unknown or cannot be; one line for each."""
+    """A setting is unknown or has an unusable value; the message has one line for each."""
 
 
 def _is_unix(address: str) -> str:
@@ -104,7 +104,7 @@ class _Environment(EnvSettingsSource):
 
 
 class Settings(BaseSettings):
-    """What `controller serve` runs with.  `Settings.load` is the way to make one."""
+    """The settings of `controller serve`.  Use `Settings.load` to make them."""
 
     model_config = SettingsConfigDict(
         env_prefix=PREFIX, env_nested_delimiter="__", extra="forbid", frozen=True
@@ -258,7 +258,7 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003 -- pydantic fixes the signature
         file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003 -- pydantic fixes the signature
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """What `load` has put together; no hidden files."""
+        """Takes only what `read` has merged; pydantic-settings reads no file of its own."""
         return (init_settings,)
 
     @property
@@ -268,23 +268,23 @@ class Settings(BaseSettings):
 
     @property
     def state_path(self) -> Path:
-        """Where state is kept."""
+        """The directory that keeps overrides and their audit."""
         return self.state_directory or Path(f"{self.socket_path}.state")
 
     @classmethod
     def load(cls, flags: Mapping[str, Any] | None = None, config: Path | None = None) -> Self:
-        """As `read`, without the sources."""
+        """Returns the settings that `read` returns, without their sources."""
         return cls.read(flags, config)[0]
 
     @classmethod
     def read(
         cls, flags: Mapping[str, Any] | None = None, config: Path | None = None
     ) -> tuple[Self, Sources]:
-        """Flags (None: not given) over the environment over the file over the defaults.
+        """Reads flags, the environment and the file, in this order of precedence.
 
-        config: the file; None: the one that CONTROLLER_CONFIG names, if it does.  Raises
-        SettingsError for unknown names and values that cannot be; the message says where each
-        stands.
+        flags: None as a value means that a flag was not given.  config: the file; None: the one
+        that CONTROLLER_CONFIG names, if any.  Raises SettingsError for unknown names and unusable
+        values; the message names the source of each.
         """
         _refuse_unknown(os.environ)
         if config is None and (named := os.environ.get(CONFIG_VARIABLE)):
@@ -326,7 +326,7 @@ CLIENT_VARIABLES = frozenset(
 
 
 def keys() -> Iterator[str]:
-    """All settings, dotted, in the order they are declared in."""
+    """Yields all settings, dotted, in the order in which they are declared."""
     for name in Settings.model_fields:
         if name in GROUPS:
             yield from (f"{name}.{constant.name}" for constant in dataclasses.fields(GROUPS[name]))
@@ -335,12 +335,12 @@ def keys() -> Iterator[str]:
 
 
 def variables() -> frozenset[str]:
-    """The environment variables that set something."""
+    """Returns all environment variables that set something."""
     return frozenset(map(variable, keys()))
 
 
 def _fault(item: ErrorDetails, sources: Sources) -> str:
-    """One line: which setting, what is wrong with it, what it is unless that is a secret, where."""
+    """Returns a line with a setting, its error, its value unless it is a secret, and its source."""
     path = item["loc"][:2] if item["loc"][0] in GROUPS else item["loc"][:1]
     key = ".".join(map(str, path))
     said = sources.origin(key)
@@ -366,13 +366,13 @@ def _refuse_what_clashes(settings: Settings, sources: Sources) -> None:
 
 
 def _check_file(file: SettingsFile) -> None:
-    """What a file may not say, and YAML would let through."""
+    """Raises SettingsError for unknown keys, and for booleans that pydantic would take as 1."""
     known, faults = [*keys(), *GROUPS], []
     for key, line in file.lines.items():
         if key not in known:
             near = difflib.get_close_matches(key.replace("-", "_"), known, 1)
             hint = f"did you mean {near[0]}?" if near else "see `controller config`"
-            faults.append(f"{file.path}, line {line}: {key} is no setting: {hint}")
+            faults.append(f"{file.path}, line {line}: {key} is not a setting: {hint}")
             continue
         value: Any = file.values
         for name in key.split("."):

@@ -1,6 +1,6 @@
-"""Where settings come from: flags before the environment before the file before defaults.
+"""Merges the sources of settings: flags override the environment, which overrides the file.
 
-Values are nested as the settings are; a key is dotted, `planner.probe_share` say.
+Values are nested as the settings are; a key is dotted, for example `planner.probe_share`.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,10 @@ _FLAGS = {"profiles": "--profile"}
 
 @dataclass(frozen=True, slots=True)
 class SettingOrigin:
-    """kind: "flag", "environment", "file" or "default".  name: of the flag, variable or line."""
+    """The source of one setting's value.
+
+    kind: "flag", "environment", "file" or "default".  name: the flag, variable, or file and line.
+    """
 
     kind: str
     name: str = ""
@@ -27,18 +30,18 @@ class SettingOrigin:
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """What each source says.  environment: by setting, not by variable."""
+    """The values that each source gives.  environment: by setting, not by variable."""
 
     flags: Mapping[str, Any]
     environment: Mapping[str, Any]
     file: SettingsFile | None
 
     def merged(self) -> dict[str, Any]:
-        """One mapping; groups are merged key by key."""
+        """Returns all values in one mapping; groups are merged key by key."""
         return _over(_over(self.file.values if self.file else {}, self.environment), self.flags)
 
     def origin(self, key: str) -> SettingOrigin:
-        """Where a setting's value comes from."""
+        """Returns the source of a setting's value."""
         path = key.split(".")
         if _has(self.flags, path):
             return SettingOrigin("flag", _FLAGS.get(key, f"--{key.replace('_', '-')}"))
@@ -50,7 +53,7 @@ class Sources:
 
 
 def variable(key: str) -> str:
-    """The environment variable of a dotted key."""
+    """Returns the environment variable of a dotted key."""
     return f"{PREFIX}{key.replace('.', '__')}".upper()
 
 

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Writes files that appear whole or not at all."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ _UNFINISHED = ".part"
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Writes so that a crash leaves the old file or the new one.  Raises OSError."""
+    """Writes a file so that a crash leaves the old or the new content.  Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}{_UNFINISHED}")
     try:
@@ -26,9 +26,9 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def remove_unfinished(directory: Path) -> None:
-    """Removes what processes that were killed while they wrote left there, and in folders below.
+    """Removes unfinished files of killed processes from a directory and its subdirectories.
 
-    Only where no other process writes.  Raises OSError.
+    No other process may be writing there.  Raises OSError.
     """
     for part in directory.rglob(f".*{_UNFINISHED}"):
         part.unlink(missing_ok=True)

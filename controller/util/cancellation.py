@@ -1,4 +1,4 @@
-"""Ending background tasks for certain."""
+"""Ends background tasks reliably."""
 
 import asyncio
 from collections.abc import Iterable
@@ -8,10 +8,9 @@ _AGAIN_SECONDS = 0.5
 
 
 async def end(tasks: Iterable["asyncio.Task[Any]"]) -> None:
-    """Returns when all have ended.
+    """Cancels tasks and returns when all have ended.
 
-    They are cancelled more than once if need be: a client library may take a cancellation for a
-    time-out of its own.
+    It cancels repeatedly, because a client library may take a cancellation for its own time-out.
     """
     pending = set(tasks)
     while pending:

@@ -1,4 +1,4 @@
-"""Credentials in URLs: nothing that is shown, logged or raised may hold them."""
+"""Removes the credentials of URLs from texts that are shown, logged or raised."""
 
 import json
 import re
@@ -15,11 +15,10 @@ _DELIMITERS = re.compile(r"[:/@?#&=;,]")
 
 
 def redact(text: str, url: str) -> str:
-    """`text` without the credentials of `url`, as they stand there, decoded, or quoted.
+    """Returns `text` without the credentials of `url`: verbatim, decoded or quoted.
 
-    The URL itself becomes its scheme, hosts and path.  Where it cannot be said with certainty which
-    part of it is a credential, all of it but the scheme is one.  `redact(url, url)` is the URL as
-    it may be shown.
+    The URL itself becomes its scheme, hosts and path.  If it is unclear which part of it is a
+    credential, only the scheme is kept.  `redact(url, url)` is the URL as it may be shown.
     """
     if not url:
         return text
@@ -41,13 +40,13 @@ def _shown(url: str) -> str:
 
 
 def _split(rest: str) -> tuple[str, str]:
-    """(up to the query or fragment, the query with what follows it)."""
+    """Returns the part before the query or fragment, and the query with what follows it."""
     match = re.search(r"[?#]", rest)
     return (rest[: match.start()], rest[match.end() :]) if match else (rest, "")
 
 
 def _place(rest: str) -> str | None:
-    """Hosts and path; None where a credential may stand among them."""
+    """Returns hosts and path, or None if a credential may be among them."""
     before, query = _split(rest)
     place = before.rpartition("@")[2]
     # An @ after a ? may end a password that has a ? in it.

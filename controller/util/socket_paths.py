@@ -1,4 +1,4 @@
-"""Where a sidecar's sockets are, from the one address that people name, and who may open them."""
+"""Finds the sockets of a sidecar from its one address, and explains who may open them."""
 
 import os
 import re
@@ -12,9 +12,9 @@ _OPERATORS = "-operators"
 
 
 def sidecar_address(text: str) -> str:
-    """The address of a sidecar as gRPC takes it; a bare absolute path is a unix socket's.
+    """Returns a sidecar's address as gRPC takes it; a bare absolute path is a unix socket.
 
-    Raises ValueError for what is no address.
+    Raises ValueError for a text that is not an address.
     """
     if text.startswith("/"):
         return f"unix:{text}"
@@ -22,18 +22,18 @@ def sidecar_address(text: str) -> str:
         return text
     if text.startswith(_SCHEMES) or _HOST_PORT.fullmatch(text):
         return text
-    raise ValueError(f"{text!r} is no address: unix:PATH, /PATH or HOST:PORT is needed")
+    raise ValueError(f"{text!r} is not an address: unix:PATH, /PATH or HOST:PORT is needed")
 
 
 def socket_path(address: str) -> Path:
-    """The path of a unix: address."""
+    """Returns the path of a unix: address."""
     return Path(address.removeprefix("unix:").removeprefix("//"))
 
 
 def why_denied(address: str) -> str:
-    """Why this process may not open a sidecar's unix socket, and who may; "" where it may.
+    """Explains why this process may not open a sidecar's unix socket, and who may.
 
-    Also "" for other addresses, and where there is no socket.
+    Returns "" if it may, for other addresses, and if there is no socket.
     """
     if not address.startswith("unix:"):
         return ""
@@ -49,7 +49,7 @@ def why_denied(address: str) -> str:
 
 
 def _denied(path: Path, right: int) -> str:
-    """right: the owner's bit that is needed; the group's is three places below."""
+    """Explains a mode.  right: the owner's bit that is needed; the group's is 3 places below."""
     found = path.stat()
     who = [f"as uid {found.st_uid}"] if found.st_mode & right else []
     if found.st_mode & (right >> 3):
@@ -63,14 +63,14 @@ def _denied(path: Path, right: int) -> str:
 
 
 def operators_path(path: Path) -> Path:
-    """NAME-operators.sock for NAME.sock; the operators' socket itself stays."""
+    """Returns NAME-operators.sock for NAME.sock, and the operators' socket itself unchanged."""
     if path.stem.endswith(_OPERATORS):
         return path
     return path.with_name(f"{path.stem}{_OPERATORS}{path.suffix}")
 
 
 def operators_address(address: str) -> str:
-    """Where operators call the sidecar at `address`: beside a unix socket, or the same on TCP."""
+    """Returns the address for operators: a socket beside the unix socket; on TCP, the same."""
     if not address.startswith("unix:"):
         return address
     return f"unix:{operators_path(socket_path(address))}"

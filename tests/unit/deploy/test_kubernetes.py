@@ -123,7 +123,7 @@ def test_a_setting_that_is_unknown_would_be_noticed(
     settings_of(overlay, tmp_path, monkeypatch)
     file = tmp_path / "controller.yaml"
     file.write_text(file.read_text() + "metric_port: 1\n")
-    with pytest.raises(SettingsError, match="metric_port is no setting"):
+    with pytest.raises(SettingsError, match="metric_port is not a setting"):
         Settings.load()
 
 

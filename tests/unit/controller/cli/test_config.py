@@ -82,7 +82,7 @@ def test_what_serve_would_refuse_is_refused(tmp_path: Path, more: tuple[str, ...
     path.write_text("metrics_prt: 1\nlog_level: loud\n")
     done = run("--config", str(path), *more)
     assert done.exit_code == Exit.USAGE
-    assert f"{path}, line 1: metrics_prt is no setting" in done.output
+    assert f"{path}, line 1: metrics_prt is not a setting" in done.output
 
 
 def test_a_certificate_without_its_key_is_refused_as_serve_refuses_it(tmp_path: Path):

@@ -69,7 +69,7 @@ def test_sighup_reads_the_file_again_and_a_bad_one_changes_nothing(tmp_path: Pat
         config.write_text("planner: {lease_seconds: 1}\nplaner: 1\n")
         sidecar.process.send_signal(signal.SIGHUP)
         refused = logged(sidecar, "settings_not_reloaded")
-        assert f"{config}, line 2: planer is no setting" in refused["error"]
+        assert f"{config}, line 2: planer is not a setting" in refused["error"]
         assert lease_ms(channel, "a") == 2000
         sidecar.process.send_signal(signal.SIGTERM)
         logged(sidecar, "stopped")

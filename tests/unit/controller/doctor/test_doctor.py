@@ -201,7 +201,7 @@ async def test_settings_that_serve_would_refuse(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "c.yaml").write_text("metrics_prt: 1\nlog_levl: x\n")
     found = await examined(tmp_path, config=tmp_path / "c.yaml")
     assert found["settings"].level is Level.FAIL
-    assert "line 1: metrics_prt is no setting" in found["settings"].found
+    assert "line 1: metrics_prt is not a setting" in found["settings"].found
     assert "(and 1 more)" in found["settings"].found
     # The rest is looked at all the same.
     assert found["sidecar"].level is Level.FAIL

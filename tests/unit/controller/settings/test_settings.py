@@ -219,9 +219,9 @@ def test_the_environment_may_name_the_file(config: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        ("metric-port: 1", r"line 1: metric-port is no setting: did you mean metrics_port\?"),
+        ("metric-port: 1", r"line 1: metric-port is not a setting: did you mean metrics_port\?"),
         ("planner: {probe_shar: 1}", r"line 1: planner.probe_shar .*mean planner.probe_share\?"),
-        ("config: /x", "line 1: config is no setting"),
+        ("config: /x", "line 1: config is not a setting"),
         ("metrics_port: true", "line 1: metrics_port cannot be true or false"),
         ("planner:\n  tide_gamma: yes", "line 2: planner.tide_gamma cannot be true or false"),
         ("metrics_port: many", r"metrics_port: .*is 'many', from file .*, line 1\)"),
