@@ -1,5 +1,6 @@
 """What all tests share."""
 
+import gc
 import os
 import signal
 
@@ -28,3 +29,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with slow tests first: workers beside each other then end at about the same time."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+def pytest_collection_finish() -> None:
+    """What test modules have imported stays: no garbage collection looks at it again.
+
+    torch and SGLang alone are a million objects, which every full collection would go through.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """At its end the process collects everything, or libraries would complain of what is left."""
+    gc.unfreeze()
