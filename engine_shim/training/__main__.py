@@ -1,4 +1,4 @@
-"""`python -m engine_shim.training`: the trainer beside an engine, and the hand-off to SpecForge.
+"""Runs `python -m engine_shim.training`: the trainer beside an engine, the hand-off to SpecForge.
 
 It needs the folder that the engine writes its signals to; no target model, and no SGLang.
 """
@@ -24,12 +24,12 @@ _log = structlog.get_logger(__name__)
 
 _DEFAULTS = AdaptSettings()
 _HELP = {
-    "passes": "over the signals of a round",
-    "batch": "signals an optimiser step",
+    "passes": "passes over the signals of a round",
+    "batch": "signals in an optimiser step",
     "depth": "drafts that are unrolled from a position",
-    "learning_rate": "of AdamW",
+    "learning_rate": "learning rate of AdamW",
     "held_out": "every so many-th signal evaluates and is not trained on",
-    "seed": "of the order of the signals",
+    "seed": "seed of the order of the signals",
 }
 _DONE, _CANNOT, _TAKEN = 0, 2, 3
 
@@ -57,7 +57,9 @@ def _parser() -> argparse.ArgumentParser:
     export = commands.add_parser("export", help="signals and drafter for `specforge train`")
     export.add_argument("out", type=Path, help="folder to write")
     export.add_argument("--target", required=True, help="path of the target model")
-    export.add_argument("--version", type=int, default=0, help="drafter to go on from; 0: base")
+    export.add_argument(
+        "--version", type=int, default=0, help="version of the drafter to start from; 0: base"
+    )
     back = commands.add_parser("import", help="an exported drafter as the next version")
     back.add_argument("draft", type=Path, help="folder with config.json and model.safetensors")
     for command in (attend, export, back):
@@ -97,13 +99,13 @@ def _run(asked: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    """Exit codes: 2 for what cannot be, 3 for a trainer that is there already."""
+    """Runs the command; returns 2 for an error, 3 when another trainer uses the folder."""
     parser = _parser()
     asked = parser.parse_args()
     if not asked.signals:
-        parser.error("--signals is needed (or SPECULATION_SIGNALS_FOLDER)")
+        parser.error("--signals or SPECULATION_SIGNALS_FOLDER must name the folder of signals")
     if asked.command == "attend" and not asked.sidecar:
-        parser.error("--sidecar is needed (or SPECULATION_SIDECAR)")
+        parser.error("--sidecar or SPECULATION_SIDECAR must name the sidecar's address")
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,

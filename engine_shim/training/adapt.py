@@ -1,4 +1,4 @@
-"""Fine-tuning a drafter on captured signals, and how much of them it would have accepted.
+"""Fine-tunes a drafter on captured signals, and computes how much of them it would have accepted.
 
 Paper: TIDE, arXiv:2602.05145, sections 3.3 and 4.2; the loss is that of online updates (online.py),
 over whole signals and with the chain of drafts unrolled from every position (training-time test).
@@ -28,7 +28,7 @@ _CONTEXT: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class AdaptSettings:
-    """How a round of training goes.  Raises ValueError.
+    """The settings of a round of training.  Raises ValueError.
 
     passes: over the training split.  batch: signals a step.  depth: drafts that are unrolled, and
     that evaluation drafts at a time (no more than a block has).
@@ -44,34 +44,37 @@ class AdaptSettings:
 
     def __post_init__(self) -> None:
         if min(self.passes, self.batch, self.depth) < 1 or self.held_out < 2:
-            raise ValueError("passes, batch and depth start at 1, held_out at 2")
+            raise ValueError(
+                f"passes {self.passes}, batch {self.batch} and depth {self.depth} must be 1 or "
+                f"more, held_out {self.held_out} must be 2 or more"
+            )
         if not 0 < self.learning_rate < 1:
             raise ValueError(f"learning rate {self.learning_rate} must lie in (0, 1)")
 
 
 def split(signals: Sequence[Signal], every: int) -> tuple[list[Signal], list[Signal]]:
-    """(train, eval): every so many-th signal is held out, one at least.
+    """Splits signals into (train, eval); every so many-th one is held out, at least one.
 
     Raises ValueError for fewer than two signals.
     """
     if len(signals) < 2:
-        raise ValueError(f"{len(signals)} signals cannot be split")
+        raise ValueError(f"{len(signals)} signals cannot be split: two or more are needed")
     held = set(range(min(every, len(signals)) - 1, len(signals), every))
     train = [signal for index, signal in enumerate(signals) if index not in held]
     return train, [signals[index] for index in sorted(held)]
 
 
 def served_acceptance(signals: Sequence[Signal]) -> float | None:
-    """The acceptance rate that the signals had in service; None where nothing was drafted."""
+    """Returns the acceptance rate of the signals in service; None where nothing was drafted."""
     tried = sum(signal.tried for signal in signals)
     return sum(signal.accepted for signal in signals) / tried if tried else None
 
 
 @torch.no_grad()
 def acceptance(student: DraftStudent, signals: Sequence[Signal], depth: int) -> float:
-    """The acceptance rate that the drafter would have had on these tokens; 0 of none.
+    """Computes the acceptance rate that the drafter would have had on these tokens; 0 without any.
 
-    Step by step as an engine goes: `depth` greedy drafts, on from the token behind the accepted
+    It steps as an engine does: `depth` greedy drafts, then on from the token behind the accepted
     ones.  A draft counts as accepted where it is the token that was served.
     """
     depth = min(depth, student.most_drafts or depth)
@@ -88,7 +91,7 @@ def acceptance(student: DraftStudent, signals: Sequence[Signal], depth: int) -> 
 
 
 def _matches(student: DraftStudent, signal: Signal, depth: int) -> list[int]:
-    """For each anchor, how many of its drafts are what was served."""
+    """Counts for each anchor how many of its drafts are what was served."""
     # The chain from row t drafts the tokens t + 2 .. t + 1 + depth.
     rows = len(signal.tokens) - depth - 1
     first = min(_CONTEXT, rows - 1)
@@ -115,7 +118,7 @@ def fine_tuned(
     settings: AdaptSettings,
     progress: Callable[[float, float], None] | None = None,
 ) -> DraftStudent:
-    """A trained copy.  progress: told the share of the work that is done, and the loss in nats.
+    """Trains a copy.  progress: is called with the share of the work done and the loss in nats.
 
     Raises NotFiniteError.
     """
@@ -151,7 +154,7 @@ def _batches(
 
 
 def _round(signals: Sequence[Signal], device: torch.device) -> Round:
-    """Signals as a round: right-aligned, the shorter ones padded."""
+    """Puts signals into a round: right-aligned, the shorter ones padded."""
     longest = max(len(signal.tokens) for signal in signals)
     top = min(signal.top_tokens.shape[1] for signal in signals)
 

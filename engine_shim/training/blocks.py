@@ -1,4 +1,4 @@
-"""What target and draft are built from, under SGLang's run-time parameter names.
+"""The blocks that target and drafts are built from, under SGLang's run-time parameter names.
 
 Query, key and value are one fused matrix (``qkv_proj``) and so are gate and up (``gate_up_proj``):
 a module built from these blocks has a ``state_dict`` whose keys are those of the live model, and
@@ -78,16 +78,16 @@ class RotaryTable(nn.Module):
         self.register_buffer("sines", torch.cat([angles.sin()] * 2, dim=-1), persistent=False)
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """For ``positions`` [...]: cosines and sines [..., 1, head_dim].
+        """Looks up cosines and sines [..., 1, head_dim] of ``positions`` [...].
 
-        Beyond the last position, where nothing can be served, it is the last.
+        Positions beyond the last one, where nothing can be served, count as the last.
         """
         positions = positions.clamp_max(len(self.cosines) - 1)
         return self.cosines[positions].unsqueeze(-2), self.sines[positions].unsqueeze(-2)
 
 
 def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Apply a rotation from :meth:`RotaryTable.at` to heads ``x`` [..., heads, head_dim]."""
+    """Applies a rotation from :meth:`RotaryTable.at` to heads ``x`` [..., heads, head_dim]."""
     cosines, sines = rotation
     first, second = x.chunk(2, dim=-1)
     return x * cosines + torch.cat([-second, first], dim=-1) * sines
@@ -99,20 +99,19 @@ class AttentionProjections(nn.Module):
     def __init__(
         self, shape: DecoderShape, input_width: int, *, norm_heads: bool, bias: bool = False
     ) -> None:
-        """bias: on queries, keys and values."""
+        """Makes the weights; bias: whether queries, keys and values have one."""
         super().__init__()
         self.shape = shape
         self.qkv_proj = nn.Linear(input_width, shape.query_width + 2 * shape.kv_width, bias=bias)
         self.o_proj = nn.Linear(shape.query_width, shape.hidden, bias=False)
-        self.q_norm: nn.Module | None = (
-            RmsNorm(shape.head_dim, shape.norm_epsilon) if norm_heads else None
-        )
-        self.k_norm: nn.Module | None = (
-            RmsNorm(shape.head_dim, shape.norm_epsilon) if norm_heads else None
-        )
+        self.q_norm: nn.Module | None = None
+        self.k_norm: nn.Module | None = None
+        if norm_heads:
+            self.q_norm = RmsNorm(shape.head_dim, shape.norm_epsilon)
+            self.k_norm = RmsNorm(shape.head_dim, shape.norm_epsilon)
 
     def project(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """``x`` [batch, length, input width] to q, k, v [batch, length, heads, head_dim].
+        """Maps ``x`` [batch, length, input width] to q, k, v [batch, length, heads, head_dim].
 
         Keys and values are repeated so that every query head has its own.
         """
@@ -132,22 +131,78 @@ class AttentionProjections(nn.Module):
 
 
 class GatedMlp(nn.Module):
-    """SwiGLU: ``down(silu(gate(x)) * up(x))``."""
+    """A SwiGLU block computes ``down(silu(gate(x)) * up(x))``."""
 
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
         self.gate_up_proj = nn.Linear(shape.hidden, 2 * shape.mlp, bias=False)
         self.down_proj = nn.Linear(shape.mlp, shape.hidden, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Normed residual stream [..., hidden] to what is added to it."""
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Maps the normed residual stream [..., hidden] to what is added to it.
+
+        bias: added to ``up(x)``, [..., mlp].
+        """
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        output: Tensor = self.down_proj(functional.silu(gate) * up)
+        output: Tensor = self.down_proj(functional.silu(gate) * (up if bias is None else up + bias))
         return output
 
 
+class PreNormLayer(nn.Module):
+    """Attention and an MLP behind a norm each, both added to the residual stream.
+
+    input_width: of what attention reads; None for the residual stream's own.  norm_heads: whether
+    queries and keys are normed.  bias: whether queries, keys and values have one.
+    """
+
+    def __init__(
+        self,
+        shape: DecoderShape,
+        input_width: int | None = None,
+        *,
+        norm_heads: bool = False,
+        bias: bool = False,
+    ) -> None:
+        super().__init__()
+        self.input_layernorm = RmsNorm(shape.hidden, shape.norm_epsilon)
+        self.self_attn = AttentionProjections(
+            shape, input_width or shape.hidden, norm_heads=norm_heads, bias=bias
+        )
+        self.post_attention_layernorm = RmsNorm(shape.hidden, shape.norm_epsilon)
+        self.mlp = GatedMlp(shape)
+
+    def finish(self, residual: Tensor, attended: Tensor, mlp_bias: Tensor | None = None) -> Tensor:
+        """Adds attention's output and then the MLP to the residual stream [batch, L, hidden].
+
+        attended: [batch, L, query width].  mlp_bias: see `GatedMlp`.
+        """
+        residual = residual + self.self_attn.o_proj(attended)
+        output: Tensor = residual + self.mlp(self.post_attention_layernorm(residual), mlp_bias)
+        return output
+
+
+class BorrowingStudent(nn.Module):
+    """A trainable drafter that uses the target's embedding and head, which are never trained.
+
+    embedding, head: [vocabulary, hidden]; no head: the embedding serves as head.
+    """
+
+    embedding: Tensor
+    head: Tensor | None
+
+    def __init__(self, embedding: Tensor, head: Tensor | None = None) -> None:
+        super().__init__()
+        self.register_buffer("embedding", embedding.detach().clone(), persistent=False)
+        own = None if head is None else head.detach().clone()
+        self.register_buffer("head", own, persistent=False)
+
+    def target_logits(self, hidden: Tensor) -> Tensor:
+        """Maps normed hidden states [..., hidden] to logits [..., vocabulary]."""
+        return functional.linear(hidden, self.embedding if self.head is None else self.head)
+
+
 def initialise(module: nn.Module, deviation: float = 0.02) -> None:
-    """Draw every matrix under ``module`` from a centred normal; gains of norms stay at one."""
+    """Draws every matrix under ``module`` from a centred normal; gains of norms stay at one."""
     for parameter in module.parameters():
         if parameter.dim() > 1:
             nn.init.normal_(parameter, std=deviation)

@@ -1,4 +1,4 @@
-"""What drafts that go token by token have in common: one layer, run again on its own output.
+"""The base of drafts that go token by token: one layer, run again on its own output.
 
 The row at position ``p`` takes the target's features at ``p`` and the embedding of the token at
 ``p + 1``, is rotated as position ``p``, and predicts the token at ``p + 2``.
@@ -9,17 +9,19 @@ from __future__ import annotations
 from abc import abstractmethod
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from engine_shim.training.blocks import BorrowingStudent
 
 _MASKED_SCORE = -1e9
 
 
-class ChainStudent(nn.Module):
-    """A trainable draft; what it is made of is said by its kind."""
+class ChainStudent(BorrowingStudent):
+    """A trainable draft whose drafts form a chain; subclasses say what the layer is."""
 
     @property
     def most_drafts(self) -> int | None:
-        """None: a chain may be of any length."""
+        """Returns None: a chain may have any length."""
         return None
 
     def unroll(
@@ -95,20 +97,20 @@ class ChainStudent(nn.Module):
 
     @abstractmethod
     def _enter(self, features: Tensor) -> Tensor:
-        """Features [batch, L, width] to hidden states [batch, L, hidden], as later steps make."""
+        """Maps features [batch, L, width] to hidden states [batch, L, hidden]."""
 
     @abstractmethod
     def _project(
         self, hidden: Tensor, consumed: Tensor, positions: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Residual stream [batch, L, hidden], and q, k, v [batch, L, heads, head_dim] of it.
+        """Makes the residual stream [batch, L, hidden] and its q, k, v [batch, L, heads, head_dim].
 
-        hidden: of the step before; consumed: token ids [batch, L].
+        hidden: states of the step before; consumed: token ids [batch, L].
         """
 
     @abstractmethod
     def _finish(self, residual: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
-        """The hidden state that the next step goes on from, and logits."""
+        """Returns the hidden state that the next step starts from, and logits."""
 
 
 def _attend(

@@ -7,6 +7,7 @@ one layer, which published EAGLE3 checkpoints call ``midlayer``.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -27,11 +28,24 @@ _WEIGHTS: Final = "model.safetensors"
 _LIVE_LAYER: Final = "model.layers.0."
 _DRAFT_LAYER: Final = "midlayer."
 _DECODER: Final = "decoder."
+# Fields of DecoderShape, and their names in a config.
+_CONFIG_KEYS: Final = {
+    "vocabulary": "vocab_size",
+    "hidden": "hidden_size",
+    "mlp": "intermediate_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "max_positions": "max_position_embeddings",
+    "norm_epsilon": "rms_norm_eps",
+    "rope_base": "rope_theta",
+}
 _VOCABULARY_MAPS: Final = ("d2t", "t2d")
 
 
 def save_target(target: Qwen3Target, folder: Path) -> None:
-    """Write ``target`` as a ``Qwen3ForCausalLM`` checkpoint."""
+    """Writes ``target`` as a ``Qwen3ForCausalLM`` checkpoint."""
     shape = target.shape
     config = _decoder_config(shape) | {
         "architectures": ["Qwen3ForCausalLM"],
@@ -42,14 +56,14 @@ def save_target(target: Qwen3Target, folder: Path) -> None:
 
 
 def load_target(folder: Path) -> Qwen3Target:
-    """Read back :func:`save_target`, in float32 and ready for inference."""
+    """Reads back :func:`save_target`, in float32 and ready for inference."""
     target = Qwen3Target(_shape(_read_config(folder)))
-    target.load_state_dict(_join(load_file(folder / _WEIGHTS)))
+    target.load_state_dict(_read_weights(folder))
     return target.eval()
 
 
 def save_draft(student: Eagle3Student, folder: Path) -> None:
-    """Write ``student`` as a ``LlamaForCausalLMEagle3`` checkpoint."""
+    """Writes ``student`` as a ``LlamaForCausalLMEagle3`` checkpoint."""
     shape = student.shape
     config = _decoder_config(shape.decoder) | {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -66,21 +80,19 @@ def save_draft(student: Eagle3Student, folder: Path) -> None:
 
 
 def load_draft(folder: Path, embedding: Tensor) -> Eagle3Student:
-    """Read back :func:`save_draft`, in float32, beside the target's ``embedding``."""
+    """Reads back :func:`save_draft`, in float32, beside the target's ``embedding``."""
     config = _read_config(folder)
     feature_layers = tuple(config["eagle_config"]["eagle_aux_hidden_state_layer_ids"])
     student = Eagle3Student(Eagle3Shape(_shape(config), feature_layers), embedding.float())
-    parts = {
-        _live_name(name): part
-        for name, part in load_file(folder / _WEIGHTS).items()
-        if name not in _VOCABULARY_MAPS
-    }
-    student.load_state_dict(_join(parts))
+    parts = _read_weights(folder)
+    student.load_state_dict(
+        {_live_name(name): part for name, part in parts.items() if name not in _VOCABULARY_MAPS}
+    )
     return student.eval()
 
 
 def eagle3_shape(config: Mapping[str, Any], feature_layers: int) -> Eagle3Shape:
-    """A student's sizes from a drafter's config.
+    """Takes a student's sizes from a drafter's config.
 
     feature_layers: how many target layers it reads; a config that does not say which has 0, 1, ...
     """
@@ -91,13 +103,13 @@ def eagle3_shape(config: Mapping[str, Any], feature_layers: int) -> Eagle3Shape:
 def dflash_shape(
     config: Mapping[str, Any], feature_layers: int, block: int, mask_token: int
 ) -> DFlashShape:
-    """A student's sizes from a drafter's config, and what an engine has made of it."""
+    """Takes a student's sizes from a drafter's config and from the engine that serves it."""
     named = (config.get("dflash_config") or {}).get("target_layer_ids")
     return DFlashShape(_live_shape(config), _layers(named, feature_layers), block, mask_token)
 
 
 def mtp_shape(config: Mapping[str, Any]) -> MtpShape:
-    """A predictor's sizes from its target's config."""
+    """Takes a predictor's sizes from its target's config."""
     return MtpShape(_live_shape({**config, "num_hidden_layers": 1}))
 
 
@@ -112,7 +124,7 @@ def _live_shape(config: Mapping[str, Any]) -> DecoderShape:
 
 
 def save_dflash(student: DFlashStudent, folder: Path, target_layers: int | None = None) -> None:
-    """Write ``student`` as a ``DFlashDraftModel`` checkpoint.
+    """Writes ``student`` as a ``DFlashDraftModel`` checkpoint.
 
     target_layers: how many the target has, which SpecForge wants to know.
     """
@@ -134,7 +146,7 @@ def save_dflash(student: DFlashStudent, folder: Path, target_layers: int | None 
 
 
 def load_dflash(folder: Path, embedding: Tensor, head: Tensor | None = None) -> DFlashStudent:
-    """Read back :func:`save_dflash`, in float32, beside the target's ``embedding`` and ``head``."""
+    """Reads back :func:`save_dflash`, in float32, for the target's ``embedding`` and ``head``."""
     config = _read_config(folder)
     draft = config["dflash_config"]
     shape = DFlashShape(
@@ -144,7 +156,7 @@ def load_dflash(folder: Path, embedding: Tensor, head: Tensor | None = None) -> 
         draft["mask_token_id"],
     )
     student = DFlashStudent(shape, embedding.float(), head)
-    student.load_state_dict(_join(load_file(folder / _WEIGHTS)))
+    student.load_state_dict(_read_weights(folder))
     return student.eval()
 
 
@@ -157,33 +169,31 @@ def save_sd2(draft: Sd2Draft, folder: Path) -> None:
         "tie_word_embeddings": True,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(shape.feature_layers)},
     }
-    state = draft.state_dict()
-    parts = {
-        name.removeprefix(_DECODER): part
-        for name, part in state.items()
-        if name.startswith(_DECODER)
-    }
-    stored = dict(_split(parts, shape.decoder))
-    stored["mix.weight"] = state["mix.weight"]
-    for layer in range(shape.decoder.layers):
-        stored[f"model.layers.{layer}.mlp.steer.weight"] = state[f"steer.{layer}.weight"]
-    _save(folder, config, stored)
+    parts = _split(draft.state_dict(), shape.decoder)
+    _save(folder, config, {_sd2_stored_name(name): part for name, part in parts})
 
 
 def load_sd2(folder: Path) -> Sd2Draft:
-    """Read back :func:`save_sd2`, in float32."""
+    """Reads back :func:`save_sd2`, in float32."""
     config = _read_config(folder)
     layers = tuple(config["eagle_config"]["eagle_aux_hidden_state_layer_ids"])
     shape = Sd2Shape(_shape(config), config["hidden_size"], layers)
     draft = Sd2Draft(shape)
-    parts = load_file(folder / _WEIGHTS)
-    state = {"mix.weight": parts.pop("mix.weight").float()}
-    for layer in range(shape.decoder.layers):
-        steer = parts.pop(f"model.layers.{layer}.mlp.steer.weight")
-        state[f"steer.{layer}.weight"] = steer.float()
-    state |= {_DECODER + name: part for name, part in _join(parts).items()}
-    draft.load_state_dict(state)
+    parts = _read_weights(folder)
+    draft.load_state_dict({_sd2_live_name(name): part for name, part in parts.items()})
     return draft.eval()
+
+
+def _sd2_stored_name(live: str) -> str:
+    layer = re.fullmatch(r"steer\.(\d+)\.weight", live)
+    return f"model.layers.{layer[1]}.mlp.steer.weight" if layer else live.removeprefix(_DECODER)
+
+
+def _sd2_live_name(stored: str) -> str:
+    layer = re.fullmatch(r"model\.layers\.(\d+)\.mlp\.steer\.weight", stored)
+    if layer:
+        return f"steer.{layer[1]}.weight"
+    return stored if stored == "mix.weight" else _DECODER + stored
 
 
 def _split(state: Mapping[str, Tensor], shape: DecoderShape) -> Iterator[tuple[str, Tensor]]:
@@ -230,16 +240,7 @@ def _live_name(stored: str) -> str:
 
 def _decoder_config(shape: DecoderShape) -> dict[str, Any]:
     return {
-        "vocab_size": shape.vocabulary,
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.mlp,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "max_position_embeddings": shape.max_positions,
-        "rms_norm_eps": shape.norm_epsilon,
-        "rope_theta": shape.rope_base,
+        **{key: getattr(shape, field) for field, key in _CONFIG_KEYS.items()},
         "hidden_act": "silu",
         "attention_bias": False,
         "torch_dtype": "bfloat16",
@@ -250,18 +251,7 @@ def _decoder_config(shape: DecoderShape) -> dict[str, Any]:
 
 
 def _shape(config: Mapping[str, Any]) -> DecoderShape:
-    return DecoderShape(
-        hidden=config["hidden_size"],
-        heads=config["num_attention_heads"],
-        kv_heads=config["num_key_value_heads"],
-        head_dim=config["head_dim"],
-        mlp=config["intermediate_size"],
-        layers=config["num_hidden_layers"],
-        vocabulary=config["vocab_size"],
-        max_positions=config["max_position_embeddings"],
-        rope_base=config["rope_theta"],
-        norm_epsilon=config["rms_norm_eps"],
-    )
+    return DecoderShape(**{field: config[key] for field, key in _CONFIG_KEYS.items()})
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -269,18 +259,18 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def _read_weights(folder: Path) -> dict[str, Tensor]:
+    return _join(load_file(folder / _WEIGHTS))
+
+
 def _save(folder: Path, config: Mapping[str, Any], parts: Mapping[str, Tensor]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    stored = {
-        name: part.detach()
-        .to(torch.bfloat16 if part.is_floating_point() else part.dtype)
-        .contiguous()
-        .clone()
-        for name, part in parts.items()
-    }
+    stored = {}
+    for name, part in parts.items():
+        dtype = torch.bfloat16 if part.is_floating_point() else part.dtype
+        stored[name] = part.detach().to(dtype, copy=True).contiguous()
     weights = folder / _WEIGHTS
     save_file(stored, weights, metadata={"format": "pt"})
-    weights.chmod(
-        0o644
-    )  # safetensors writes for the owner only; an engine often runs as somebody else
+    # safetensors writes for the owner only; an engine often runs as another user.
+    weights.chmod(0o644)

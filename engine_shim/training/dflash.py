@@ -23,7 +23,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engine_shim.training.blocks import DecoderShape, RmsNorm, RotaryTable, initialise
+from engine_shim.training.blocks import (
+    BorrowingStudent,
+    DecoderShape,
+    RmsNorm,
+    RotaryTable,
+    initialise,
+)
 from engine_shim.training.qwen3 import DecoderLayer
 
 
@@ -42,24 +48,24 @@ class DFlashShape:
 
     def __post_init__(self) -> None:
         if self.block < 2:
-            raise ValueError(f"a block of {self.block} drafts nothing")
+            raise ValueError(f"a block of {self.block} tokens drafts nothing: it needs two or more")
         if not 0 <= self.mask_token < self.decoder.vocabulary:
-            raise ValueError(f"mask token {self.mask_token} is outside the vocabulary")
+            raise ValueError(
+                f"mask token {self.mask_token} is outside the vocabulary of "
+                f"{self.decoder.vocabulary} tokens"
+            )
         if list(self.feature_layers) != sorted(set(self.feature_layers)):
             raise ValueError(f"feature layers {self.feature_layers} are not ascending")
 
 
-class DFlashStudent(nn.Module):
+class DFlashStudent(BorrowingStudent):
     """A trainable draft; ``embedding`` [vocabulary, hidden] is the target's.
 
     ``head``: the target's as well, if it is not the embedding.
     """
 
-    embedding: Tensor
-    head: Tensor | None
-
     def __init__(self, shape: DFlashShape, embedding: Tensor, head: Tensor | None = None) -> None:
-        super().__init__()
+        super().__init__(embedding, head)
         hidden, epsilon = shape.decoder.hidden, shape.decoder.norm_epsilon
         self.shape = shape
         self.fc = nn.Linear(len(shape.feature_layers) * hidden, hidden, bias=False)
@@ -69,14 +75,11 @@ class DFlashStudent(nn.Module):
         )
         self.norm = RmsNorm(hidden, epsilon)
         self.rotary = RotaryTable(shape.decoder)
-        self.register_buffer("embedding", embedding.detach().clone(), persistent=False)
-        own = None if head is None else head.detach().clone()
-        self.register_buffer("head", own, persistent=False)
         initialise(self)
 
     @property
     def most_drafts(self) -> int:
-        """Tokens of a block that are drafted."""
+        """The number of tokens of a block that are drafted."""
         return self.shape.block - 1
 
     def unroll(
@@ -89,13 +92,15 @@ class DFlashStudent(nn.Module):
         positions: Tensor | None = None,
         valid: Tensor | None = None,
     ) -> list[Tensor]:
-        """The first ``steps`` drafts of a block from every anchor.
+        """Computes the first ``steps`` drafts of a block from every anchor.
 
         Arguments and result are those of `Eagle3Student.unroll`.  Raises ValueError for more steps
         than a block has.
         """
         if steps > self.most_drafts:
-            raise ValueError(f"a block of {self.shape.block} has no {steps} drafts")
+            raise ValueError(
+                f"a block of {self.shape.block} has {self.most_drafts} drafts, not {steps}"
+            )
         newest = torch.arange(first_anchor + 1, features.shape[1] + 1, device=features.device)
         drafted = self.blocks(features, tokens, newest, positions=positions, valid=valid)
         return list(drafted[:, :, :steps].unbind(dim=2))
@@ -151,10 +156,8 @@ class DFlashStudent(nn.Module):
                 torch.cat([context_values, values], dim=1).transpose(1, 2),
                 attn_mask=seen,
             )
-            residual = residual + layer.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
-            residual = residual + layer.mlp(layer.post_attention_layernorm(residual))
-        drafted = self.norm(residual).unflatten(1, (count, block))[:, :, 1:]
-        return functional.linear(drafted, self.embedding if self.head is None else self.head)
+            residual = layer.finish(residual, attended.transpose(1, 2).flatten(2))
+        return self.target_logits(self.norm(residual).unflatten(1, (count, block))[:, :, 1:])
 
     @torch.no_grad()
     def greedy_block(self, features: Tensor, tokens: Tensor) -> Tensor:
@@ -167,6 +170,6 @@ class DFlashStudent(nn.Module):
 
 
 def position_weights(block: int) -> Tensor:
-    """[D - 1] how much each drafted position counts: exp(-(k - 1) / g), g = D / 2 (DFlash, 3.3)."""
+    """Weighs each drafted position, [D - 1], by exp(-(k - 1) / g) with g = D / 2 (DFlash, 3.3)."""
     weights = torch.exp(-torch.arange(block - 1) / (block / 2))
     return weights / weights.sum()

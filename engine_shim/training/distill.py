@@ -1,7 +1,8 @@
-"""Distilling a draft: each draft step learns the target's own distribution of its token."""
+"""Distils a draft: each draft step learns the target's own distribution of its token."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,7 @@ STEP_DISCOUNT = 0.8
 
 @dataclass(frozen=True)
 class Lesson:
-    """What a student learns from.
+    """Windows of tokens, and what the target says of them.
 
     ``tokens`` [batch, L + steps]; ``features`` [batch, L, feature layers * hidden];
     ``log_probabilities`` [batch, L + steps, vocabulary]: row ``t`` is the target's distribution of
@@ -31,7 +32,7 @@ class Lesson:
 
 @torch.no_grad()
 def teach(target: Qwen3Target, student: Eagle3Student, tokens: Tensor, steps: int) -> Lesson:
-    """Run the target over ``tokens`` [batch, L + steps]; keep what ``steps`` draft steps need."""
+    """Runs the target over ``tokens`` [batch, L + steps]; keeps what ``steps`` draft steps need."""
     logits, features = target.logits_and_features(tokens, student.shape.feature_layers)
     length = tokens.shape[1] - steps
     return Lesson(
@@ -40,20 +41,19 @@ def teach(target: Qwen3Target, student: Eagle3Student, tokens: Tensor, steps: in
 
 
 def step_divergences(student: Eagle3Student, lesson: Lesson, steps: int) -> list[Tensor]:
-    """KL(target || draft) of each draft step, averaged over rows: ``steps`` scalars in nats."""
-    length = lesson.features.shape[1]
-    divergences = []
-    for step, logits in enumerate(student.unroll(lesson.features, lesson.tokens, steps)):
-        aims = lesson.log_probabilities[:, 1 + step : 1 + step + length]
-        rows = functional.kl_div(
+    """Computes KL(target || draft) of each draft step, in nats, averaged over rows."""
+    return [
+        functional.kl_div(
             functional.log_softmax(logits, dim=-1), aims, log_target=True, reduction="none"
-        ).sum(dim=-1)
-        divergences.append(rows.mean())
-    return divergences
+        )
+        .sum(dim=-1)
+        .mean()
+        for logits, aims in _unrolled(student, lesson, steps)
+    ]
 
 
 def discounted(divergences: list[Tensor]) -> Tensor:
-    """Mean over draft steps under the weights of ``STEP_DISCOUNT``."""
+    """Averages over draft steps under the weights of ``STEP_DISCOUNT``."""
     weights = [STEP_DISCOUNT**step for step in range(len(divergences))]
     return torch.stack([w * d for w, d in zip(weights, divergences, strict=True)]).sum() / sum(
         weights
@@ -62,10 +62,17 @@ def discounted(divergences: list[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def agreement(student: Eagle3Student, lesson: Lesson, steps: int) -> list[float]:
-    """Share of rows where both name the same likeliest token, by step along the true tokens."""
+    """Computes by step the share of rows where both name the same likeliest token."""
+    return [
+        float((logits.argmax(dim=-1) == aims.argmax(dim=-1)).float().mean())
+        for logits, aims in _unrolled(student, lesson, steps)
+    ]
+
+
+def _unrolled(
+    student: Eagle3Student, lesson: Lesson, steps: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields the student's logits of each draft step, and the target's log-probabilities."""
     length = lesson.features.shape[1]
-    shares = []
     for step, logits in enumerate(student.unroll(lesson.features, lesson.tokens, steps)):
-        aims = lesson.log_probabilities[:, 1 + step : 1 + step + length]
-        shares.append(float((logits.argmax(dim=-1) == aims.argmax(dim=-1)).float().mean()))
-    return shares
+        yield logits, lesson.log_probabilities[:, 1 + step : 1 + step + length]

@@ -23,14 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engine_shim.training.blocks import (
-    AttentionProjections,
-    DecoderShape,
-    GatedMlp,
-    RmsNorm,
-    RotaryTable,
-    initialise,
-)
+from engine_shim.training.blocks import DecoderShape, PreNormLayer, RmsNorm, RotaryTable, initialise
 from engine_shim.training.chain import ChainStudent
 
 
@@ -54,20 +47,16 @@ class Eagle3Shape:
             )
 
 
-class DraftLayer(nn.Module):
+class DraftLayer(PreNormLayer):
     """The decoder layer whose attention reads embedding and hidden state side by side."""
 
     def __init__(self, shape: DecoderShape) -> None:
-        super().__init__()
-        self.input_layernorm = RmsNorm(shape.hidden, shape.norm_epsilon)
+        super().__init__(shape, 2 * shape.hidden)
         self.hidden_norm = RmsNorm(shape.hidden, shape.norm_epsilon)
-        self.self_attn = AttentionProjections(shape, 2 * shape.hidden, norm_heads=False)
-        self.post_attention_layernorm = RmsNorm(shape.hidden, shape.norm_epsilon)
-        self.mlp = GatedMlp(shape)
 
 
 class DraftDecoder(nn.Module):
-    """What a live draft calls ``model``: feature projection, layer, norm; no embedding."""
+    """The part that a live draft calls ``model``: feature projection, layer, norm; no embedding."""
 
     def __init__(self, shape: Eagle3Shape) -> None:
         super().__init__()
@@ -80,19 +69,16 @@ class DraftDecoder(nn.Module):
 class Eagle3Student(ChainStudent):
     """A trainable draft; ``embedding`` [vocabulary, hidden] is the target's and stays as is."""
 
-    embedding: Tensor
-
     def __init__(self, shape: Eagle3Shape, embedding: Tensor) -> None:
-        super().__init__()
+        super().__init__(embedding)
         self.shape = shape
         self.model = DraftDecoder(shape)
         self.lm_head = nn.Linear(shape.decoder.hidden, shape.decoder.vocabulary, bias=False)
         self.rotary = RotaryTable(shape.decoder)
-        self.register_buffer("embedding", embedding.detach().clone(), persistent=False)
         initialise(self)
 
     def start_from(self, head: Tensor, final_norm: Tensor) -> None:
-        """Begin where the target ends: its head, its norm, its last feature through ``fc``."""
+        """Starts from the target's head, its final norm, and its last feature through ``fc``."""
         hidden = self.shape.decoder.hidden
         with torch.no_grad():
             self.lm_head.weight.copy_(head)
@@ -118,7 +104,5 @@ class Eagle3Student(ChainStudent):
         return hidden, *layer.self_attn.project(pair, self.rotary.at(positions))
 
     def _finish(self, residual: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
-        layer = self._layer
-        residual = residual + layer.self_attn.o_proj(attended)
-        residual = residual + layer.mlp(layer.post_attention_layernorm(residual))
+        residual = self._layer.finish(residual, attended)
         return residual, self.lm_head(self.model.norm(residual))

@@ -1,4 +1,4 @@
-"""What an engine and its trainer share: tensors in memory, and short messages over a socket pair.
+"""Connects an engine and its trainer: tensors in shared memory, messages over a socket pair.
 
 The memory has no name and no file: it is gone with the two processes.  One side writes at a time:
 
@@ -32,14 +32,14 @@ _MOST_TEXT: Final = 400
 
 
 class Layout(NamedTuple):
-    """A tensor's place: its shape, and the name of its dtype in torch."""
+    """A tensor's shape, and the name of its dtype in torch."""
 
     shape: tuple[int, ...]
     dtype: str
 
     @property
     def bytes(self) -> int:
-        """What it takes."""
+        """The size of the tensor."""
         return prod(self.shape) * torch.empty(0, dtype=getattr(torch, self.dtype)).element_size()
 
 
@@ -69,7 +69,7 @@ class SharedTensors:
 
 
 class MessageKind(IntEnum):
-    """What a message says."""
+    """The kinds of messages."""
 
     # From the engine.
     LEARN = 1
@@ -82,7 +82,11 @@ class MessageKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """LEARN: requests, positions, gamma of the round.  LEARNT: loss, seconds.  REFUSED: text."""
+    """A message of one packet.
+
+    LEARN carries requests, positions and gamma of the round, LEARNT loss and seconds, REFUSED the
+    text.
+    """
 
     kind: MessageKind
     requests: int = 0
@@ -93,7 +97,7 @@ class Message:
     text: str = ""
 
     def encode(self) -> bytes:
-        """To one packet."""
+        """Encodes the message as one packet."""
         head = _MESSAGE.pack(
             self.kind, self.requests, self.positions, self.gamma, self.loss, self.seconds
         )
@@ -101,31 +105,31 @@ class Message:
 
     @classmethod
     def decode(cls, data: bytes) -> Message:
-        """From one packet.  Raises ValueError."""
+        """Decodes one packet.  Raises ValueError."""
         if len(data) < _MESSAGE.size:
-            raise ValueError(f"a message of {len(data)} bytes")
+            raise ValueError(f"a message of {len(data)} bytes, {_MESSAGE.size} or more are needed")
         kind, requests, positions, gamma, loss, seconds = _MESSAGE.unpack_from(data)
         text = data[_MESSAGE.size :].decode(errors="replace")
         return cls(MessageKind(kind), requests, positions, gamma, loss, seconds, text)
 
 
 class Channel:
-    """One end of the socket pair: packets, whole and in order."""
+    """One end of the socket pair, which keeps packets whole and in order."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
 
     @staticmethod
     def pair() -> tuple[socket.socket, socket.socket]:
-        """Both ends."""
+        """Makes both ends."""
         return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
     def close(self) -> None:
-        """Tells the other side, too."""
+        """Closes this end, which the other side notices."""
         self._socket.close()
 
     def send(self, message: Message) -> bool:
-        """False when the other side is gone, or does not read."""
+        """Sends a message; returns False when the other side is gone, or does not read."""
         try:
             self._socket.send(message.encode(), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         except OSError:
@@ -133,9 +137,9 @@ class Channel:
         return True
 
     def receive(self, *, wait: bool) -> Message | None:
-        """The next message; None for none yet.
+        """Returns the next message; None if there is none yet.
 
-        Raises EOFError when the other side is gone, or says what is no message.
+        Raises EOFError when the other side is gone, or sends something else than a message.
         """
         try:
             data = self._socket.recv(_MESSAGE.size + _MOST_TEXT, 0 if wait else socket.MSG_DONTWAIT)
@@ -148,4 +152,4 @@ class Channel:
         try:
             return Message.decode(data)
         except ValueError as error:
-            raise EOFError(f"the other side says what is no message: {error}") from error
+            raise EOFError(f"the other side sent something else than a message: {error}") from error

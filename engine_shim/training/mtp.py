@@ -16,14 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engine_shim.training.blocks import (
-    AttentionProjections,
-    DecoderShape,
-    GatedMlp,
-    RmsNorm,
-    RotaryTable,
-    initialise,
-)
+from engine_shim.training.blocks import DecoderShape, PreNormLayer, RmsNorm, RotaryTable, initialise
 from engine_shim.training.chain import ChainStudent
 
 
@@ -38,44 +31,27 @@ class MtpShape:
             raise ValueError(f"a predictor has one layer, not {self.decoder.layers}")
 
 
-class PredictorLayer(nn.Module):
-    """A Qwen2 layer: biases on queries, keys and values."""
-
-    def __init__(self, shape: DecoderShape) -> None:
-        super().__init__()
-        self.input_layernorm = RmsNorm(shape.hidden, shape.norm_epsilon)
-        self.self_attn = AttentionProjections(shape, shape.hidden, norm_heads=False, bias=True)
-        self.post_attention_layernorm = RmsNorm(shape.hidden, shape.norm_epsilon)
-        self.mlp = GatedMlp(shape)
-
-
 class Predictor(nn.Module):
-    """What a live predictor calls ``model``; no embedding."""
+    """The part that a live predictor calls ``model``; no embedding."""
 
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
         self.token_layernorm = RmsNorm(shape.hidden, shape.norm_epsilon)
         self.hidden_layernorm = RmsNorm(shape.hidden, shape.norm_epsilon)
         self.input_proj = nn.Linear(2 * shape.hidden, shape.hidden, bias=False)
-        self.mtp_block = PredictorLayer(shape)
+        # A Qwen2 layer: biases on queries, keys and values.
+        self.mtp_block = PreNormLayer(shape, bias=True)
         self.final_layernorm = RmsNorm(shape.hidden, shape.norm_epsilon)
 
 
 class MtpStudent(ChainStudent):
     """A trainable predictor; ``embedding``, ``head`` [vocabulary, hidden] are the target's."""
 
-    embedding: Tensor
-    head: Tensor | None
-
     def __init__(self, shape: MtpShape, embedding: Tensor, head: Tensor | None = None) -> None:
-        """head: None where the embedding is it."""
-        super().__init__()
+        super().__init__(embedding, head)
         self.shape = shape
         self.model = Predictor(shape.decoder)
         self.rotary = RotaryTable(shape.decoder)
-        self.register_buffer("embedding", embedding.detach().clone(), persistent=False)
-        own = None if head is None else head.detach().clone()
-        self.register_buffer("head", own, persistent=False)
         initialise(self)
 
     def _enter(self, features: Tensor) -> Tensor:
@@ -94,8 +70,5 @@ class MtpStudent(ChainStudent):
         return residual, *heads
 
     def _finish(self, residual: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
-        layer = self.model.mtp_block
-        residual = residual + layer.self_attn.o_proj(attended)
-        residual = residual + layer.mlp(layer.post_attention_layernorm(residual))
-        hidden = self.model.final_layernorm(residual)
-        return hidden, functional.linear(hidden, self.embedding if self.head is None else self.head)
+        hidden = self.model.final_layernorm(self.model.mtp_block.finish(residual, attended))
+        return hidden, self.target_logits(hidden)

@@ -1,4 +1,4 @@
-"""Test-time speculation: one optimiser step of the draft on what a round has just verified.
+"""Trains a drafter by test-time speculation: an optimiser step on what a round has verified.
 
 Paper: Test-Time Speculation, arXiv:2605.09329, Algorithm 1 and section 4.1.  The target is the
 teacher, the draft the student, and the drafted canvas the sample:
@@ -27,7 +27,7 @@ from engine_shim.training.students import DraftStudent
 
 @dataclass(frozen=True)
 class OnlineSettings:
-    """How a round is learnt from.  Raises ValueError for values that cannot work.
+    """The settings of online learning.  Raises ValueError for values that cannot work.
 
     learning_rate: of AdamW.  proximal: the paper's lambda.  discount: of a draft position beyond
     the first.  steps: optimiser steps a round, K.  anchors: positions a request is drafted from, 1
@@ -53,14 +53,16 @@ class OnlineSettings:
             raise ValueError(f"discount {self.discount} must lie in (0, 1]")
         if not 1 <= self.anchors < self.window:
             raise ValueError(
-                f"{self.anchors} anchors: 1 at the least, and fewer than the window's {self.window}"
+                f"anchors {self.anchors} must be 1 or more, and fewer than window {self.window}"
             )
         if min(self.steps, self.top) < 1 or not self.clip > 0:
-            raise ValueError(f"{self.steps} steps, {self.top} tokens and clip {self.clip}: too few")
+            raise ValueError(
+                f"steps {self.steps} and top {self.top} must be 1 or more, clip {self.clip} above 0"
+            )
 
 
 class Round(NamedTuple):
-    """What a step has verified, right-aligned: B requests, T positions, the last gamma drafted.
+    """The tokens that a step has verified, right-aligned: B requests, T positions, gamma drafted.
 
     tokens: int64 [B, T].  features: [B, T, feature layers * hidden], of the target.
     top_tokens, top_logs: [B, T, top], the target's likeliest successors and their log-probability.
@@ -86,7 +88,7 @@ class DrafterUpdate:
 
 
 class NotFiniteError(ArithmeticError):
-    """Loss, gradient or weights were no numbers; the student is as it was before."""
+    """Loss, gradient or weights were not finite; the student is as it was before."""
 
 
 class OnlineStudent:
@@ -108,7 +110,7 @@ class OnlineStudent:
         )
 
     def learn(self, found: Round, gamma: int) -> DrafterUpdate:
-        """The round's optimiser steps.  Raises NotFiniteError, and has changed nothing then."""
+        """Makes a round's optimiser steps.  Raises NotFiniteError, and has changed nothing then."""
         began = perf_counter()
         parameters = list(self.student.parameters())
         before = [parameter.detach().clone() for parameter in parameters]
@@ -130,7 +132,7 @@ class OnlineStudent:
             self._optimizer.step()
         if not all(bool(torch.isfinite(parameter).all()) for parameter in parameters):
             self._undo(parameters, before)
-            raise NotFiniteError("a step made weights that are no numbers")
+            raise NotFiniteError("an optimiser step made weights that are NaN or infinite")
         return DrafterUpdate(first, perf_counter() - began)
 
     def _undo(self, parameters: list[torch.nn.Parameter], before: list[Tensor]) -> None:
@@ -140,7 +142,7 @@ class OnlineStudent:
         self.restart()
 
     def _logs(self, found: Round, gamma: int) -> list[Tensor]:
-        """The student's log-probabilities of each draft position, [B, anchors, vocabulary]."""
+        """Computes log-probabilities of each draft position, [B, anchors, vocabulary]."""
         rows = self._rows(found, gamma)
         unrolled = self.student.unroll(
             found.features[:, :rows],
@@ -153,7 +155,7 @@ class OnlineStudent:
         return [functional.log_softmax(logits, dim=-1) for logits in unrolled]
 
     def _rows(self, found: Round, gamma: int) -> int:
-        """Positions that a chain can start from: those before the token the canvas begins with."""
+        """Counts the positions before the canvas's first token, which a chain can start from."""
         return found.tokens.shape[1] - gamma - 1
 
     def _loss(self, found: Round, logs: list[Tensor], reference: list[Tensor] | None) -> Tensor:
@@ -176,7 +178,7 @@ class OnlineStudent:
 
 
 def divergence(top_tokens: Tensor, top_logs: Tensor, student: Tensor) -> Tensor:
-    """KL(target || student) [B, A], in nats, all tokens but the target's likeliest as one.
+    """Computes KL(target || student) [B, A] in nats, all but the target's likeliest tokens as one.
 
     top_tokens, top_logs: [B, A, top].  student: log-probabilities [B, A, vocabulary].
     """
@@ -189,6 +191,6 @@ def divergence(top_tokens: Tensor, top_logs: Tensor, student: Tensor) -> Tensor:
 
 
 def _rest(logs: Tensor) -> Tensor:
-    """Log-probability of everything that is not listed."""
+    """Computes the log-probability of everything that is not listed."""
     listed = logs.logsumexp(-1).clamp_max(-1e-6)
     return torch.log(-torch.expm1(listed))

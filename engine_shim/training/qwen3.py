@@ -13,48 +13,28 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engine_shim.training.blocks import (
-    AttentionProjections,
-    DecoderShape,
-    GatedMlp,
-    RmsNorm,
-    RotaryTable,
-    initialise,
-)
+from engine_shim.training.blocks import DecoderShape, PreNormLayer, RmsNorm, RotaryTable, initialise
 
 
-class DecoderLayer(nn.Module):
-    """Pre-norm attention and MLP, each added to the residual stream."""
+class DecoderLayer(PreNormLayer):
+    """A Qwen3 layer, which norms queries and keys."""
 
     def __init__(self, shape: DecoderShape) -> None:
-        super().__init__()
-        self.input_layernorm = RmsNorm(shape.hidden, shape.norm_epsilon)
-        self.self_attn = AttentionProjections(shape, shape.hidden, norm_heads=True)
-        self.post_attention_layernorm = RmsNorm(shape.hidden, shape.norm_epsilon)
-        self.mlp = GatedMlp(shape)
+        super().__init__(shape, norm_heads=True)
 
-    def forward(self, residual: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-        """Residual stream [batch, length, hidden] in and out."""
-        residual = residual + self.attended(residual, rotation)
-        output: Tensor = residual + self.mlp(self.post_attention_layernorm(residual))
-        return output
-
-    def attended(self, residual: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-        """What attention adds to the residual stream."""
+    def forward(
+        self, residual: Tensor, rotation: tuple[Tensor, Tensor], mlp_bias: Tensor | None = None
+    ) -> Tensor:
+        """Maps the residual stream [batch, length, hidden] to the next layer's."""
         heads = self.self_attn.project(self.input_layernorm(residual), rotation)
         # Rotation and norms leave autocast's bfloat16, the values do not: attention wants one type.
         q, k, v = (head.transpose(1, 2).to(heads[2].dtype) for head in heads)
-        attended = (
-            functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-            .transpose(1, 2)
-            .flatten(2)
-        )
-        output: Tensor = self.self_attn.o_proj(attended)
-        return output
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.finish(residual, attended.transpose(1, 2).flatten(2), mlp_bias)
 
 
 class Decoder(nn.Module):
-    """Embedding, layers and final norm: what a checkpoint calls ``model``."""
+    """Embedding, layers and final norm, which a checkpoint calls ``model``."""
 
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
@@ -80,13 +60,13 @@ class Qwen3Target(nn.Module):
                 nn.init.normal_(branch.weight, std=0.02 / math.sqrt(2 * shape.layers))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens [batch, length] to next-token logits [batch, length, vocabulary]."""
+        """Maps tokens [batch, length] to next-token logits [batch, length, vocabulary]."""
         return self.logits_and_features(tokens, ())[0]
 
     def logits_and_features(
         self, tokens: Tensor, feature_layers: Collection[int]
     ) -> tuple[Tensor, list[Tensor]]:
-        """Logits, and the residual stream after each layer in ``feature_layers``.
+        """Returns logits, and the residual stream after each layer in ``feature_layers``.
 
         Features come in ascending order of layer, each [batch, length, hidden].  Layer ``k`` means
         the *output* of layer ``k``, counted from zero, which is how SGLang reads
@@ -105,7 +85,7 @@ class Qwen3Target(nn.Module):
 
 
 def grow(target: Qwen3Target, layers: int) -> Qwen3Target:
-    """A deeper target that computes nearly the same function with every layer at work.
+    """Makes a deeper target that computes nearly the same function with every layer at work.
 
     A layer adds a step to the residual stream; one step of it becomes ``n`` layers that add an
     ``n``-th each, as in integrating an ODE with a finer mesh.  The first layer stays whole: it

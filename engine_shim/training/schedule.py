@@ -1,4 +1,4 @@
-"""How long to train, and the learning rate on the way."""
+"""Trains a module within a budget, with a learning rate that follows what is used of it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class StepBudget:
     seconds: float
 
     def progress(self, clock: Callable[[], float] = time.monotonic) -> Iterator[tuple[int, float]]:
-        """Yield (step, share of the budget used so far, in [0, 1)) until the budget is spent."""
+        """Yields (step, share of the budget used so far, in [0, 1)) until the budget is spent."""
         start = clock()
         for step in range(self.steps):
             used = max(step / self.steps, (clock() - start) / self.seconds)
@@ -39,7 +39,7 @@ class LearningRate:
     final_share: float = 0.03
 
     def at(self, step: int, used: float) -> float:
-        """The rate for ``step`` (from zero) when ``used`` of the budget is gone."""
+        """Returns the rate for ``step`` (from zero) when ``used`` of the budget is gone."""
         warmth = min(1.0, (step + 1) / self.warmup_steps)
         return self.peak * warmth * (1 - used * (1 - self.final_share))
 
@@ -54,7 +54,7 @@ def train(
     faster: Sequence[nn.Parameter] = (),
     on_step: Callable[[int, float], None] | None = None,
 ) -> int:
-    """Minimise ``loss_of_step`` with AdamW over the trainable parameters of ``module``.
+    """Minimises ``loss_of_step`` with AdamW over the trainable parameters of ``module``.
 
     ``faster`` learn at ten times the rate, without decay: what is new in a module that is not.
     ``on_step`` is given (step, loss).  Returns the number of updates made.

@@ -1,4 +1,4 @@
-"""SD2: a small pretrained drafter that the verifier's hidden states steer.
+"""Defines SD2's drafter: small, pretrained, and steered by the verifier's hidden states.
 
 Paper: Steering Pretrained Drafters during Speculative Decoding (SD2).  The drafter is a language
 model of its own.  From the verifier's low, middle and high hidden states at the last verified
@@ -17,7 +17,6 @@ and predicts the token at p + 2.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from engine_shim.training.blocks import DecoderShape
-from engine_shim.training.qwen3 import DecoderLayer, Qwen3Target
+from engine_shim.training.qwen3 import Qwen3Target
 
 # As a checkpoint names it, and the class that SGLang serves it with.
 STEERED_ARCHITECTURE: Final = "SteeredQwen3ForCausalLM"
@@ -34,7 +33,7 @@ STEERED_ARCHITECTURE: Final = "SteeredQwen3ForCausalLM"
 
 @dataclass(frozen=True)
 class Sd2Shape:
-    """Sizes of a steered drafter.
+    """The sizes of an SD2 drafter.
 
     decoder: of the drafter.  target_hidden: width of the verifier's hidden states.
     feature_layers: those of the verifier that are read.  Raises ValueError.
@@ -56,7 +55,7 @@ class Sd2Shape:
 
 
 class Sd2Draft(nn.Module):
-    """A drafter with its steering; `decoder` is a language model of its own."""
+    """An SD2 drafter with its steering; `decoder` is a language model of its own."""
 
     def __init__(self, shape: Sd2Shape) -> None:
         super().__init__()
@@ -74,11 +73,11 @@ class Sd2Draft(nn.Module):
                 part.weight.zero_()
 
     def steering(self, features: Tensor) -> Tensor:
-        """g, normed: [..., feature layers * hidden] to [..., hidden]."""
+        """Computes g, normed: [..., feature layers * hidden] to [..., hidden]."""
         return functional.layer_norm(self.mix(features), (self.shape.target_hidden,))
 
     def forward(self, tokens: Tensor, steering: Tensor | None = None) -> Tensor:
-        """Logits of each next token.
+        """Computes the logits of each next token.
 
         tokens: [batch, L].  steering: g of each row, [batch, L, hidden]; None: plain.
         Returns [batch, L, vocabulary].
@@ -87,28 +86,16 @@ class Sd2Draft(nn.Module):
         rotation = self.decoder.rotary.at(torch.arange(tokens.shape[1], device=tokens.device))
         residual = model.embed_tokens(tokens)
         for layer, steer in zip(model.layers, self.steer, strict=True):
-            assert isinstance(layer, DecoderLayer)
             bias = None if steering is None else steer(steering)
-            residual = _through(layer, residual, rotation, bias)
+            residual = layer(residual, rotation, bias)
         return functional.linear(model.norm(residual), model.embed_tokens.weight)
 
 
-def _through(
-    layer: DecoderLayer, residual: Tensor, rotation: tuple[Tensor, Tensor], bias: Tensor | None
-) -> Tensor:
-    residual = residual + layer.attended(residual, rotation)
-    read = layer.post_attention_layernorm(residual)
-    gate, up = layer.mlp.gate_up_proj(read).chunk(2, dim=-1)
-    steered = up if bias is None else up + bias
-    output: Tensor = residual + layer.mlp.down_proj(functional.silu(gate) * steered)
-    return output
-
-
 def offsets(rows: int, batch: int, drafts: int, generator: torch.Generator) -> Tensor:
-    """For each row, the row whose hidden states steer it, [batch, rows].
+    """Draws for each row the row whose hidden states steer it, [batch, rows].
 
-    Uniformly 0 to drafts - 1 rows back (the paper's delta): as far as the last verified position is
-    behind each of so many drafts.
+    It lies 0 to drafts - 1 rows back, uniformly (the paper's delta): as far as the last verified
+    position is behind each of so many drafts.
     """
     back = torch.randint(drafts, (batch, rows), generator=generator)
     return (torch.arange(rows) - back).clamp_min(0)
@@ -117,7 +104,7 @@ def offsets(rows: int, batch: int, drafts: int, generator: torch.Generator) -> T
 def divergence(
     draft: Sd2Draft, tokens: Tensor, logits: Tensor, features: Tensor | None, back: Tensor
 ) -> Tensor:
-    """KL(verifier || draft) of each row's next token, mean, in nats.
+    """Computes the mean KL(verifier || draft) of each row's next token, in nats.
 
     tokens: [batch, L].  logits: the verifier's, [batch, L, vocabulary].  features: its hidden
     states, [batch, L, feature layers * hidden], None to train without steering.  back: see
@@ -136,7 +123,7 @@ def divergence(
 def greedy_chain(
     draft: Sd2Draft, features: Tensor, tokens: Tensor, drafts: int, *, steered: bool = True
 ) -> Tensor:
-    """What a server would propose after `tokens`: ids [batch, drafts].
+    """Drafts what a server would propose after `tokens`: ids [batch, drafts].
 
     tokens: [batch, L + 1], the newest not yet run by the verifier.  features: of all but that one.
     """
@@ -149,26 +136,3 @@ def greedy_chain(
         newest = draft(tokens[:, 1:], g)[:, -1].argmax(-1, keepdim=True)
         tokens = torch.cat([tokens, newest], dim=1)
     return tokens[:, -drafts:]
-
-
-def acceptance_length(
-    draft: Sd2Draft,
-    verifier: Qwen3Target,
-    texts: Sequence[Tensor],
-    drafts: int,
-    *,
-    steered: bool,
-) -> float:
-    """Tokens a verification, greedy, on texts the verifier has written; [L] each."""
-    gained = steps = 0
-    for text in texts:
-        logits_features = verifier.logits_and_features(text[None], draft.shape.feature_layers)
-        features = torch.cat(logits_features[1], dim=-1)
-        at = 16
-        while at + drafts + 2 < len(text):
-            chain = greedy_chain(
-                draft, features[:, : at + 1], text[None, : at + 2], drafts, steered=steered
-            )[0]
-            run = int((chain == text[at + 2 : at + 2 + drafts]).long().cumprod(0).sum())
-            gained, steps, at = gained + run + 1, steps + 1, at + run + 1
-    return gained / steps if steps else 0.0

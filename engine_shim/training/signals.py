@@ -1,4 +1,4 @@
-"""Training signals on disk: what the target said at positions that an engine has served.
+"""Keeps training signals on disk: the target's outputs at positions that an engine has served.
 
 A signal is a run of consecutive positions of one request.  The store is a folder of safetensors
 files, one signal each, that any process may read while an engine writes: a file appears whole or
@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 
 class SignalError(ValueError):
-    """A file that is no signal; the message names it and says why."""
+    """A file is not a valid signal; the message names it and says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,22 +72,25 @@ class Signal:
     def __post_init__(self) -> None:
         rows = {name: part.shape[0] for name, part in self.tensors.items()}
         if len(set(rows.values())) != 1 or not rows["tokens"]:
-            raise SignalError(f"a signal needs as many rows everywhere, and some: {rows}")
+            raise SignalError(
+                f"a signal needs one or more rows, the same number everywhere: {rows}"
+            )
         if self.top_tokens.shape != self.top_logs.shape:
             raise SignalError("a signal needs a log-probability of every likeliest token")
         if min(self.start, self.accepted, self.tried - self.accepted) < 0:
             raise SignalError(
-                f"start {self.start}, {self.accepted} of {self.tried} drafts: cannot be"
+                f"start {self.start}, {self.accepted} of {self.tried} drafts accepted: the numbers "
+                "must be 0 or more, and no more accepted than tried"
             )
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Those that there are, by name."""
+        """The signal's tensors by name, without absent ones."""
         found = {name: getattr(self, name) for name in (*_TENSORS, _FINAL)}
         return {name: part for name, part in found.items() if part is not None}
 
     def encoded(self) -> bytes:
-        """The file's content."""
+        """Encodes the signal as a safetensors file."""
         tensors = {name: part.contiguous() for name, part in self.tensors.items()}
         numbers = {name: str(getattr(self, name)) for name in ("start", "accepted", "tried")}
         content: bytes = save(tensors, {"format": FORMAT, **numbers})
@@ -95,7 +98,7 @@ class Signal:
 
 
 def load(path: Path) -> Signal:
-    """Raises SignalError, FileNotFoundError for one that has gone meanwhile."""
+    """Reads a signal.  Raises SignalError, or FileNotFoundError for one that was deleted."""
     if not path.exists():
         raise FileNotFoundError(path)
     try:
@@ -130,16 +133,37 @@ def _check(tensors: Mapping[str, Tensor]) -> None:
         else:
             good = part >= 0
         if not bool(good.all()):
-            raise SignalError(f"{name} holds what is no number, or no token")
+            raise SignalError(f"{name} contains NaN, infinite values or negative tokens")
     if not bool(tensors["top_logs"].isfinite().any(dim=-1).all()):
-        raise SignalError("top_logs has a position after which nothing can come")
+        raise SignalError("top_logs has a position where every token has probability 0")
+
+
+def signal_paths(folder: Path) -> list[Path]:
+    """The signals in a folder, the oldest first."""
+    return sorted(folder.glob(f"*{_SUFFIX}"))
+
+
+def readable(
+    paths: Iterable[Path],
+    passed_over: Callable[[SignalError], object] = lambda error: _log.warning(
+        "passed over: %s", error
+    ),
+) -> Iterator[Signal]:
+    """Reads signals in order; reports those that cannot be read, and skips those that have gone."""
+    for path in paths:
+        try:
+            yield load(path)
+        except FileNotFoundError:
+            continue
+        except SignalError as error:
+            passed_over(error)
 
 
 class SignalStore:
     """A folder of at most `most_bytes`; one writer of a name prefix, any number of readers."""
 
     def __init__(self, folder: Path, most_bytes: int) -> None:
-        """Makes the folder if need be.  Raises OSError."""
+        """Makes the folder if it does not exist.  Raises OSError."""
         self.folder = folder
         self._most = most_bytes
         self._written = 0
@@ -149,7 +173,10 @@ class SignalStore:
                 aside.unlink(missing_ok=True)
 
     def add(self, signal: Signal) -> Path:
-        """Writes one; the oldest go until there is room.  Raises OSError, and has kept nothing."""
+        """Writes a signal, after deleting the oldest ones until there is room.
+
+        Raises OSError, and has kept nothing then.
+        """
         content = signal.encoded()
         self._make_room(len(content))
         self._written += 1
@@ -169,21 +196,15 @@ class SignalStore:
 
     def paths(self) -> list[Path]:
         """All signals, the oldest first."""
-        return sorted(self.folder.glob(f"*{_SUFFIX}"))
+        return signal_paths(self.folder)
 
     def read(self) -> Iterator[Signal]:
-        """All that can be read, the oldest first; what cannot be is logged and passed over."""
-        for path in self.paths():
-            try:
-                yield load(path)
-            except FileNotFoundError:
-                continue
-            except SignalError as error:
-                _log.warning("passed over: %s", error)
+        """Reads all signals, the oldest first; logs and skips those that cannot be read."""
+        return readable(self.paths())
 
     def _make_room(self, needed: int) -> None:
         if needed > self._most:
-            raise OSError(f"a signal of {needed} bytes; the store may hold {self._most}")
+            raise OSError(f"a signal takes {needed} bytes, more than the store's {self._most}")
         sizes = deque[tuple[Path, int]]()
         for path in self.paths():
             try:
@@ -199,9 +220,10 @@ class SignalStore:
 
 @dataclass(slots=True)
 class WriterCounters:
-    """signals, positions: written.  dropped: signals that found the queue full or the disk failing.
+    """Counts what a writer has done.
 
-    state: what it does, or why it does nothing.
+    signals, positions: written ones.  dropped: signals that found the queue full or the disk
+    failing.  state: "ready", or why nothing is written.
     """
 
     signals: int = 0
@@ -211,7 +233,7 @@ class WriterCounters:
 
 
 class SignalWriter:
-    """Writes on a thread of its own; `put` never waits."""
+    """Writes signals on a thread of its own; `put` never waits."""
 
     def __init__(self, store: SignalStore, most_waiting: int = 64) -> None:
         self.counters = WriterCounters()
@@ -221,7 +243,7 @@ class SignalWriter:
         self._thread.start()
 
     def put(self, signal: Signal) -> bool:
-        """False, and the signal is lost and counted, while too many wait."""
+        """Queues a signal; returns False, and counts it as dropped, while the queue is full."""
         try:
             self._queue.put_nowait(signal)
         except queue.Full:
@@ -235,7 +257,7 @@ class SignalWriter:
         return self._queue.unfinished_tasks
 
     def close(self) -> None:
-        """Writes what waits, for some seconds at most, and ends."""
+        """Writes the queued signals, for 10 seconds at most, and ends the thread."""
         try:
             self._queue.put(None, timeout=_CLOSE_SECONDS)
         except queue.Full:

@@ -1,4 +1,4 @@
-"""Hand-off to SpecForge, where training outgrows one machine: signals out, drafters in.
+"""Hands signals to SpecForge, for training that outgrows one machine, and takes drafters back.
 
 SpecForge: arXiv:2603.18567, package `specforge` 0.2.0.  Its offline trainer reads a folder of
 `torch.save` dictionaries, one sample each; what it has trained and exported (`specforge export`)
@@ -12,7 +12,6 @@ comes back as a version of the drafter, which serves without a restart.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,9 +21,9 @@ from engine_shim.training.checkpoint import load_dflash, load_draft, save_dflash
 from engine_shim.training.dflash import DFlashStudent
 from engine_shim.training.eagle3 import Eagle3Student
 from engine_shim.training.mtp import MtpStudent
-from engine_shim.training.signals import Signal, SignalError, load
+from engine_shim.training.signals import Signal, readable, signal_paths
 from engine_shim.training.students import DraftStudent
-from engine_shim.training.versions import Made, VersionError, Versions
+from engine_shim.training.versions import Made, VersionError, Versions, check_parameters
 
 _FOLDER_ROWS: Final = 2000
 # Shorter ones teach a chain of drafts nothing.
@@ -32,11 +31,11 @@ _LEAST: Final = 8
 
 
 class ExportError(ValueError):
-    """Signals that SpecForge could not train on; the message says why."""
+    """SpecForge could not train on the signals or the drafter; the message says why."""
 
 
 def eagle3_sample(signal: Signal) -> dict[str, torch.Tensor]:
-    """A signal as SpecForge's offline EAGLE3 reader has it.
+    """Makes a sample for SpecForge's offline EAGLE3 reader.
 
     input_ids, loss_mask: int64 [n].  aux_hidden_state: [1, n, feature layers * hidden].
     hidden_state: [1, n, hidden], what the target's head is applied to.  Raises ExportError.
@@ -53,7 +52,7 @@ def eagle3_sample(signal: Signal) -> dict[str, torch.Tensor]:
 
 
 def dflash_sample(signal: Signal) -> dict[str, torch.Tensor]:
-    """A signal as SpecForge's offline DFlash reader has it.
+    """Makes a sample for SpecForge's offline DFlash reader.
 
     input_ids, loss_mask: int64 [n].  hidden_states: [n, feature layers * hidden].
     """
@@ -70,7 +69,7 @@ def _sample(signal: Signal) -> dict[str, torch.Tensor]:
 def export_signals(
     signals_folder: Path, versions: Versions, version: int, target: str, out: Path
 ) -> int:
-    """Writes what `specforge train` needs; how many samples.
+    """Writes what `specforge train` needs; returns the number of samples.
 
     version: of the drafter to go on from.  target: path of the target model, for its head and
     embedding; a folder where the drafter is a DFlash one.  Raises ExportError, VersionError,
@@ -78,9 +77,10 @@ def export_signals(
     """
     student = _trainable(versions.student(version))
     sample = eagle3_sample if isinstance(student, Eagle3Student) else dflash_sample
-    paths = sorted(signals_folder.glob("*.safetensors"))
     count, longest = 0, 0
-    for signal in _readable(paths):
+    for signal in readable(signal_paths(signals_folder)):
+        if len(signal.tokens) < _LEAST:
+            continue
         folder = count // _FOLDER_ROWS * _FOLDER_ROWS
         place = out / "features" / f"rows_{folder}-{folder + _FOLDER_ROWS}"
         place.mkdir(parents=True, exist_ok=True)
@@ -97,7 +97,7 @@ def export_signals(
 def _trainable(student: DraftStudent) -> Eagle3Student | DFlashStudent:
     """Raises ExportError for a drafter that SpecForge has no recipe for."""
     if isinstance(student, MtpStudent):
-        raise ExportError("SpecForge trains EAGLE3 and DFlash drafters, no multi-token predictors")
+        raise ExportError("SpecForge trains EAGLE3 and DFlash drafters, not multi-token predictors")
     return student
 
 
@@ -110,8 +110,8 @@ def _save(student: Eagle3Student | DFlashStudent, target: str, folder: Path) -> 
         layers = json.loads(config.read_text(encoding="utf-8"))["num_hidden_layers"]
     except (OSError, ValueError, KeyError) as error:
         raise ExportError(
-            f"how many layers the target has is part of a DFlash drafter's config, and {config} "
-            f"does not say: {error}"
+            f"{config} does not give the target's num_hidden_layers, which a DFlash drafter's "
+            f"config needs: {error}"
         ) from error
     save_dflash(student, folder, target_layers=layers)
 
@@ -119,7 +119,7 @@ def _save(student: Eagle3Student | DFlashStudent, target: str, folder: Path) -> 
 def configuration(
     student: Eagle3Student | DFlashStudent, target: str, out: Path, longest: int
 ) -> dict[str, Any]:
-    """A run of SpecForge's trainer, FSDP on the GPUs of one node, from the exported drafter."""
+    """Configures SpecForge's trainer: FSDP on the GPUs of one node, from the exported drafter."""
     if isinstance(student, Eagle3Student):
         strategy: dict[str, Any] = {"strategy": "eagle3", "ttt_length": 7}
     else:
@@ -146,30 +146,22 @@ def configuration(
 
 
 def import_draft(folder: Path, versions: Versions) -> int:
-    """A drafter in SGLang's layout (`specforge export --to sglang`) as the next version, a number.
+    """Stores a drafter in SGLang's layout (`specforge export --to sglang`); returns its version.
 
-    Raises VersionError where it is not the base's kind of drafter, ExportError where that is none
-    of SpecForge's, OSError.
+    Raises VersionError where it is not the base's kind of drafter, ExportError where SpecForge has
+    no such kind, OSError.
     """
     base = _trainable(versions.student(0))
     kind = "EAGLE3" if isinstance(base, Eagle3Student) else "DFlash"
     try:
         made = _load(folder, base)
     except (KeyError, RuntimeError, ValueError) as error:
-        raise VersionError(f"{folder} is no {kind} drafter that can be read: {error}") from error
+        raise VersionError(f"{folder} cannot be read as {kind} drafter: {error}") from error
     _require_whole_vocabulary(folder)
-    ours, theirs = _shapes(base), _shapes(made)
-    if ours != theirs:
-        name = min(ours.items() ^ theirs.items())[0]
-        raise VersionError(
-            f"{folder}: {name} is {theirs.get(name, 'missing')}, the drafter's "
-            f"{ours.get(name, 'missing')}"
-        )
-    bad = [name for name, part in made.named_parameters() if not bool(torch.isfinite(part).all())]
-    if bad:
-        raise VersionError(f"{folder}: {bad[0]} holds what is no number")
+    parameters = dict(made.named_parameters())
+    check_parameters(parameters, dict(base.named_parameters()), folder)
     facts = Made(0, 0.0, 0.0, 0.0, 0, 0.0)
-    return versions.publish(dict(made.named_parameters()), facts)
+    return versions.publish(parameters, facts)
 
 
 def _load(folder: Path, like: Eagle3Student | DFlashStudent) -> Eagle3Student | DFlashStudent:
@@ -185,24 +177,10 @@ def _load(folder: Path, like: Eagle3Student | DFlashStudent) -> Eagle3Student | 
     return made
 
 
-def _shapes(student: torch.nn.Module) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(part.shape) for name, part in student.named_parameters()}
-
-
 def _require_whole_vocabulary(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     size, drafts = config["vocab_size"], config.get("draft_vocab_size") or config["vocab_size"]
     if size != drafts:
         raise VersionError(
-            f"{folder} drafts {drafts} of {size} tokens: versions have the whole vocabulary"
+            f"{folder} drafts {drafts} of {size} tokens: train it with the whole vocabulary"
         )
-
-
-def _readable(paths: Sequence[Path]) -> Iterator[Signal]:
-    for path in paths:
-        try:
-            signal = load(path)
-        except (FileNotFoundError, SignalError):
-            continue
-        if len(signal.tokens) >= _LEAST:
-            yield signal

@@ -1,4 +1,4 @@
-"""A drafter in plain torch, of any kind that can learn here.
+"""Makes drafters in plain torch, of each kind that can learn here.
 
 Whatever the kind, `unroll` gives the logits of each draft step from every row, frozen are the
 target's embedding and head, and ``state_dict`` keys are the live model's parameter names.
@@ -28,7 +28,9 @@ _KINDS: Final[dict[str, type[DraftShape]]] = {
 
 
 def student_of(shape: DraftShape, embedding: Tensor, head: Tensor | None = None) -> DraftStudent:
-    """Untrained.  embedding, head [vocabulary, hidden]: the target's; no head: the embedding is it.
+    """Makes an untrained student.
+
+    embedding, head [vocabulary, hidden]: the target's; no head: the embedding serves as head.
 
     An EAGLE3 draft has a head of its own.
     """
@@ -40,13 +42,13 @@ def student_of(shape: DraftShape, embedding: Tensor, head: Tensor | None = None)
 
 
 def encoded(shape: DraftShape) -> dict[str, Any]:
-    """For JSON."""
+    """Encodes a shape for JSON."""
     (kind,) = (name for name, made in _KINDS.items() if isinstance(shape, made))
     return {"kind": kind, **asdict(shape)}
 
 
 def decoded(found: Mapping[str, Any]) -> DraftShape:
-    """Of what `encoded` gave.  Raises KeyError, TypeError, ValueError."""
+    """Decodes what `encoded` returned.  Raises KeyError, TypeError, ValueError."""
     sizes = dict(found)
     made = _KINDS[sizes.pop("kind")]
     sizes["decoder"] = DecoderShape(**sizes["decoder"])

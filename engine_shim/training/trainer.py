@@ -1,4 +1,4 @@
-"""The trainer of an engine's drafter: a process of its own.
+"""Trains an engine's drafter in a process of its own.
 
 A thread of the engine would do the same work, and delay the engine's steps by as much: they share
 one interpreter.  The engine starts this module, hands over memory and a socket (see exchange.py)
@@ -32,7 +32,7 @@ HEAD = "head"
 def order(
     shape: DraftShape, settings: OnlineSettings, layouts: dict[str, Layout], *, threads: int
 ) -> str:
-    """What `main` is told, as JSON."""
+    """Encodes the arguments of `main` as JSON."""
     return json.dumps(
         {
             "shape": encoded(shape),
@@ -44,7 +44,7 @@ def order(
 
 
 class Trainer:
-    """Learns rounds that lie in shared memory, and leaves weights there."""
+    """Learns from rounds in shared memory, and writes the weights there."""
 
     def __init__(self, asked: dict[str, Any], memory: SharedTensors) -> None:
         self._tensors = memory.tensors
@@ -59,7 +59,7 @@ class Trainer:
         self.take_weights()
 
     def take_weights(self) -> None:
-        """Goes on from what lies in memory."""
+        """Continues from the weights in shared memory."""
         self._online.student.load_state_dict(self._weights)
         self._online.restart()
 
@@ -85,7 +85,7 @@ class Trainer:
 
 
 def main(memory_fd: int, socket_fd: int, text: str) -> None:
-    """Serves until the engine has gone."""
+    """Serves the engine until it has gone."""
     os.nice(_NICE)
     asked = json.loads(text)
     torch.set_num_threads(asked["threads"])

@@ -1,4 +1,4 @@
-"""Versions of a drafter in a folder: as an engine loaded it, and as a trainer has made it since.
+"""Keeps versions of a drafter in a folder: the base that an engine loaded, and trained ones.
 
     base.safetensors        what the engine has left: parameters, what the drafter borrows of the
                             target (embedding, head), sizes
@@ -35,7 +35,7 @@ from engine_shim.training.students import (
 FORMAT: Final = "speculation-draft-1"
 # Beside the signals that they are made of.
 FOLDER: Final = "drafter"
-# What comes of taking stored JSON for what it should be where it is something else.
+# What using stored JSON raises that is not what it should be.
 _MALFORMED: Final = (ArithmeticError, LookupError, RecursionError, TypeError, ValueError)
 _BASE: Final = "base"
 _SUFFIX: Final = ".safetensors"
@@ -47,7 +47,7 @@ _LOCK: Final = ".lock"
 
 
 class VersionError(ValueError):
-    """A version that cannot be used; the message names the file and says why."""
+    """A version cannot be used; the message names the file and says why."""
 
 
 class FolderTakenError(RuntimeError):
@@ -56,9 +56,10 @@ class FolderTakenError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """How a version came to be.  parent: the version it was trained from, 0 for the base.
+    """The origin of a version.
 
-    signals: that it was trained on; 0: it was trained elsewhere.
+    parent: the version it was trained from, 0 for the base.  signals: how many it was trained on; 0
+    for a version that was trained elsewhere.
     """
 
     parent: int
@@ -70,12 +71,12 @@ class Made:
 
     @property
     def imported(self) -> bool:
-        """It was trained elsewhere."""
+        """Whether it was trained elsewhere."""
         return not self.signals
 
 
 class Versions:
-    """One drafter's folder; made if need be.  Raises OSError."""
+    """The versions in one drafter's folder, which is made if it does not exist.  Raises OSError."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -88,7 +89,7 @@ class Versions:
         embedding: Tensor,
         head: Tensor | None = None,
     ) -> str:
-        """What an engine has loaded, as the base; its digest.
+        """Stores what an engine has loaded as the base; returns its digest.
 
         embedding, head: the target's, as `student_of` has them.  Raises VersionError where the
         folder belongs to another drafter.
@@ -100,7 +101,7 @@ class Versions:
             if found != digest:
                 raise VersionError(
                     f"{self.folder} holds signals and versions of another drafter ({found}, this "
-                    f"one is {digest}): name another folder"
+                    f"one is {digest}): set SPECULATION_SIGNALS_FOLDER to another folder"
                 )
             return digest
         tensors = {**parameters, _EMBEDDING: embedding}
@@ -110,14 +111,14 @@ class Versions:
         return digest
 
     def base_digest(self) -> str:
-        """Raises VersionError, FileNotFoundError while there is no base."""
+        """The digest of the base.  Raises VersionError, and FileNotFoundError without a base."""
         found = _facts(self._path(0)).get("digest")
         if not found:
             raise VersionError(f"{self._path(0)} has no digest")
         return found
 
     def student(self, version: int) -> DraftStudent:
-        """The drafter of that version, in float32.  Raises VersionError, FileNotFoundError."""
+        """Loads a version of the drafter in float32.  Raises VersionError, FileNotFoundError."""
         path = self._path(0)
         try:
             shape = decoded(json.loads(_facts(path)["shape"]))
@@ -131,7 +132,7 @@ class Versions:
         return student
 
     def load(self, version: int, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The parameters of a version, checked against those of `like`.
+        """Reads the parameters of a version, checked against those of `like`.
 
         Raises VersionError, FileNotFoundError.
         """
@@ -140,25 +141,18 @@ class Versions:
         if facts.get("base") != self.base_digest():
             raise VersionError(f"{path} was made for another drafter")
         found = _tensors(path)
-        for name in sorted(found.keys() | like.keys()):
-            ours = tuple(found[name].shape) if name in found else "missing"
-            theirs = tuple(like[name].shape) if name in like else "missing"
-            if ours != theirs:
-                raise VersionError(f"{path}: {name} is {ours}, the drafter's {theirs}")
-        for name, part in found.items():
-            if not bool(torch.isfinite(part).all()):
-                raise VersionError(f"{path}: {name} holds what is no number")
+        check_parameters(found, like, path)
         return found
 
     def publish(self, parameters: Mapping[str, Tensor], made: Made) -> int:
-        """Keeps new parameters under the next free number, which is returned."""
+        """Stores new parameters under the next free number, which is returned."""
         version = max([0, *self.numbers()]) + 1
         facts = {"base": self.base_digest(), "made": json.dumps(asdict(made))}
         self._write(self._path(version), parameters, facts)
         return version
 
     def made(self, version: int) -> Made:
-        """How it came to be.  Raises VersionError, FileNotFoundError."""
+        """Reads the origin of a version.  Raises VersionError, FileNotFoundError."""
         path = self._path(version)
         try:
             return Made(**json.loads(_facts(path)["made"]))
@@ -177,7 +171,7 @@ class Versions:
                 self._path(version).unlink(missing_ok=True)
 
     def lock(self) -> IO[bytes]:
-        """Held by one trainer until it is closed.  Raises FolderTakenError."""
+        """Locks the folder for one trainer until the file is closed.  Raises FolderTakenError."""
         file = (self.folder / _LOCK).open("ab")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -196,15 +190,27 @@ class Versions:
             save_file(whole, aside, {"format": FORMAT, **facts})
             with aside.open("rb") as file:
                 os.fsync(file.fileno())
-            # An engine often runs as somebody else.
+            # An engine often runs as another user.
             aside.chmod(0o644)
             aside.rename(path)
         finally:
             aside.unlink(missing_ok=True)
 
 
+def check_parameters(found: Mapping[str, Tensor], like: Mapping[str, Tensor], path: Path) -> None:
+    """Raises VersionError where names or shapes differ from `like`, or values are not finite."""
+    for name in sorted(found.keys() | like.keys()):
+        ours = tuple(found[name].shape) if name in found else "missing"
+        theirs = tuple(like[name].shape) if name in like else "missing"
+        if ours != theirs:
+            raise VersionError(f"{path}: {name} is {ours}, the drafter's {theirs}")
+    for name, part in found.items():
+        if not bool(torch.isfinite(part).all()):
+            raise VersionError(f"{path}: {name} contains NaN or infinite values")
+
+
 def digest_of(parameters: Mapping[str, Tensor]) -> str:
-    """Of names, shapes and values."""
+    """Returns a digest of the names, shapes and values."""
     found = hashlib.sha256()
     for name in sorted(parameters):
         part = parameters[name].detach().cpu().contiguous()
@@ -222,7 +228,7 @@ def _facts(path: Path) -> dict[str, str]:
     except (SafetensorError, OSError) as error:
         raise VersionError(f"{path}: {error}") from error
     if facts.get("format") != FORMAT:
-        raise VersionError(f"{path}: format {facts.get('format')!r}, not {FORMAT}")
+        raise VersionError(f"{path}: its format is {facts.get('format')!r}, {FORMAT!r} is needed")
     return facts
 
 

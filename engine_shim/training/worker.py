@@ -1,4 +1,4 @@
-"""The trainer beside an engine: waits for its sidecar's order, trains, evaluates, hands over.
+"""Trains a drafter beside an engine: waits for the sidecar's order, trains, evaluates, hands over.
 
     every second        tells the sidecar how many signals are stored
     ordered             fine-tunes the serving version on most of them, evaluates it on the rest,
@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -23,7 +23,6 @@ from typing import Final
 import grpc
 import grpc.aio
 import structlog
-import torch
 
 from engine_shim.link.credentials import EngineCredentials
 from engine_shim.link.secret import secret_in
@@ -35,7 +34,7 @@ from engine_shim.training.adapt import (
     split,
 )
 from engine_shim.training.online import NotFiniteError
-from engine_shim.training.signals import Signal, SignalError, load
+from engine_shim.training.signals import Signal, readable, signal_paths
 from engine_shim.training.students import DraftStudent
 from engine_shim.training.versions import FOLDER, Made, VersionError, Versions
 from speculation.v1.service_pb2 import ListEnginesRequest
@@ -52,12 +51,16 @@ _log = structlog.get_logger(__name__)
 
 
 class NoEngineError(RuntimeError):
-    """The sidecar has no engine, or several of which none was named."""
+    """The sidecar has several engines, and none was named."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerTarget:
-    """sidecar: its gRPC address.  engine_id: "" for the only one it has; folder: of the signals."""
+    """The engine to train for.
+
+    sidecar: the gRPC address of its sidecar.  engine_id: "" for the sidecar's only engine.  folder:
+    of the signals.  device: of torch, to train on.
+    """
 
     sidecar: str
     engine_id: str
@@ -67,7 +70,7 @@ class WorkerTarget:
 
 
 class TrainingWorker:
-    """One trainer.  Raises OSError for a folder that cannot be made."""
+    """Trains whenever the sidecar orders it.  Raises OSError for a folder that cannot be made."""
 
     def __init__(self, where: WorkerTarget, settings: AdaptSettings) -> None:
         self._where = where
@@ -75,9 +78,9 @@ class TrainingWorker:
         self._versions = Versions(where.folder / FOLDER)
 
     async def run(self) -> None:
-        """Until it is cancelled.  Raises TrainerPresentError, NoEngineError, grpc.RpcError.
+        """Works until it is cancelled, and waits for a sidecar or engine that is away.
 
-        A sidecar that is away, or an engine that begins anew, is waited for.
+        Raises FolderTakenError, NoEngineError, grpc.RpcError.
         """
         with self._versions.lock():
             pause = _RETRY_SECONDS
@@ -130,10 +133,10 @@ class TrainingWorker:
                 raise status
 
     def _paths(self) -> list[Path]:
-        return sorted(self._where.folder.glob("*.safetensors"))
+        return signal_paths(self._where.folder)
 
     def _round(self, order: AttendResponse) -> tuple[list[Path], TrainingRound]:
-        """(signals that may go, how it ended)."""
+        """Runs a round; returns the signals that may be deleted, and the result."""
         paths = self._paths()
         try:
             return paths, self._trained(order, _readable(paths))
@@ -151,7 +154,7 @@ class TrainingWorker:
         served = served_acceptance(train)
         alpha_train = acceptance(serving, train, settings.depth) if served is None else served
         seeded = replace(settings, seed=settings.seed + order.train_round)
-        made = fine_tuned(serving, train, seeded, _told(order.train_round))
+        made = fine_tuned(serving, train, seeded, _progress_log(order.train_round))
         after = acceptance(made, held, settings.depth)
         facts = Made(
             order.draft_version, alpha_train, after, before, len(train), time.monotonic() - began
@@ -182,7 +185,7 @@ class TrainingWorker:
         )
 
     def _contenders(self, serving: int) -> Iterator[tuple[int, DraftStudent]]:
-        """Versions that somebody has imported since the serving one."""
+        """Yields the versions that were imported since the serving one."""
         for version in self._versions.numbers():
             if version <= serving:
                 continue
@@ -196,7 +199,7 @@ class TrainingWorker:
 async def _talk(
     call: grpc.aio.StreamStreamCall[AttendRequest, AttendResponse], first: AttendRequest
 ) -> AsyncIterator[AttendResponse]:
-    """The answers, one for every request, until the call ends."""
+    """Yields the answers, one for every request, until the call ends."""
     with contextlib.suppress(asyncio.InvalidStateError):
         await call.write(first)
         while isinstance(answer := await call.read(), AttendResponse):
@@ -217,7 +220,9 @@ async def _only_engine(channel: grpc.aio.Channel, metadata: tuple[tuple[str, str
         token = answer.next_page_token
         more = bool(token)
     if len(able) > 1:
-        raise NoEngineError(f"the sidecar has {len(able)} engines that learn, name one: {able[:8]}")
+        raise NoEngineError(
+            f"the sidecar has {len(able)} engines that learn: name one with --engine, {able[:8]}"
+        )
     if not able:
         raise grpc.aio.AioRpcError(
             grpc.StatusCode.NOT_FOUND, grpc.aio.Metadata(), grpc.aio.Metadata(),
@@ -227,44 +232,30 @@ async def _only_engine(channel: grpc.aio.Channel, metadata: tuple[tuple[str, str
 
 
 def _passes(error: grpc.aio.AioRpcError) -> bool:
-    """Whether waiting may help."""
+    """Whether the error may pass without a change by the operator."""
     return error.code() in {
         grpc.StatusCode.UNAVAILABLE,
         grpc.StatusCode.NOT_FOUND,
         grpc.StatusCode.FAILED_PRECONDITION,
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         grpc.StatusCode.CANCELLED,
-        # A trainer that was killed may still be seen as there for a moment.
+        # The sidecar may not have noticed yet that an earlier trainer was killed.
         grpc.StatusCode.ALREADY_EXISTS,
     }
 
 
 def _readable(paths: list[Path]) -> list[Signal]:
-    found = []
-    for path in paths:
-        try:
-            signal = load(path)
-        except FileNotFoundError:
-            continue
-        except SignalError as error:
-            _log.warning("signal_passed_over", error=str(error))
-            continue
-        if not bool(torch.isfinite(signal.features.float()).all()):
-            _log.warning("signal_passed_over", error=f"{path}: features that are no numbers")
-            continue
-        found.append(signal)
-    return found
+    return list(readable(paths, lambda e: _log.warning("signal_passed_over", error=str(e))))
 
 
-class _told:  # noqa: N801 -- a function with memory
-    """Logs progress every few seconds."""
+def _progress_log(number: int) -> Callable[[float, float], None]:
+    """Makes a function that logs the progress of a round every few seconds."""
+    logged = time.monotonic()
 
-    def __init__(self, number: int) -> None:
-        self._number = number
-        self._at = time.monotonic()
+    def report(share: float, loss: float) -> None:
+        nonlocal logged
+        if time.monotonic() - logged >= _PROGRESS_SECONDS:
+            logged = time.monotonic()
+            _log.info("training", round=number, done=round(share, 2), loss=round(loss, 3))
 
-    def __call__(self, share: float, loss: float) -> None:
-        now = time.monotonic()
-        if now - self._at >= _PROGRESS_SECONDS:
-            self._at = now
-            _log.info("training", round=self._number, done=round(share, 2), loss=round(loss, 3))
+    return report

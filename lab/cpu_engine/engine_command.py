@@ -1,4 +1,4 @@
-"""How the shipped target is served on a CPU, by the demo and the lab alike."""
+"""Makes the commands with which the demo and the lab serve the shipped target on a CPU."""
 
 import sys
 from collections.abc import Sequence
@@ -8,10 +8,10 @@ MODELS = Path(__file__).parent / "models"
 
 
 def engine_command(port: int, max_batch_size: int, flags: Sequence[str]) -> list[str]:
-    """flags: of its speculation, and further ones.
+    """Makes the command line; flags: of its speculation, and further ones.
 
-    float32, because in bfloat16 even SGLang's own speculation differs from plain decoding by
-    rounding.
+    It runs in float32, because in bfloat16 even SGLang's own speculation differs from plain
+    decoding by rounding.
     """
     return [
         sys.executable, "-m", "lab.cpu_engine.serve",
@@ -30,7 +30,7 @@ def engine_command(port: int, max_batch_size: int, flags: Sequence[str]) -> list
 
 
 def eagle3_flags(draft: Path, gamma: int) -> list[str]:
-    """A chain of `gamma` drafts of the drafter in that folder."""
+    """Makes the flags for chains of `gamma` drafts by the drafter in that folder."""
     return [
         "--speculative-algorithm", "EAGLE3",
         "--speculative-draft-model-path", str(draft),

@@ -30,7 +30,7 @@ _SETTINGS = {
 
 
 def cpu_engine_env(base: Mapping[str, str] | None = None) -> dict[str, str]:
-    """A copy of ``base``, or of the current environment, with what SGLang needs on a CPU.
+    """Returns a copy of ``base``, or of the current environment, with what SGLang needs on a CPU.
 
     It serves any way of starting SGLang (``python -m sglang.launch_server``, a script that makes a
     ``sglang.Engine``, ``lab.cpu_engine.serve``), since the processes SGLang spawns inherit it.
@@ -48,7 +48,7 @@ def cpu_engine_env(base: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def enter_cpu_environment() -> None:
-    """Turn the running process, and those it will start, into one where SGLang runs on a CPU.
+    """Turns the running process, and those it will start, into one where SGLang runs on a CPU.
 
     Raises:
         RuntimeError: if torch is imported already; it reads its settings while it is imported.

@@ -1,4 +1,4 @@
-"""SGLang's own HTTP server on a CPU.
+"""Runs SGLang's own HTTP server on a CPU.
 
 ``python -m lab.cpu_engine.serve --model-path FOLDER [any SGLang option]`` is
 ``python -m sglang.launch_server`` with other defaults; every option given wins over them.
@@ -29,7 +29,7 @@ _DEFAULTS: dict[str, str | None] = {
 
 
 def with_cpu_defaults(arguments: Sequence[str]) -> list[str]:
-    """The CPU defaults that ``arguments`` do not name themselves, then ``arguments``."""
+    """Returns the CPU defaults that ``arguments`` do not name themselves, then ``arguments``."""
     named = {argument.split("=", 1)[0] for argument in arguments}
     defaults: list[str] = []
     for option, value in _DEFAULTS.items():
@@ -39,7 +39,7 @@ def with_cpu_defaults(arguments: Sequence[str]) -> list[str]:
 
 
 def main() -> None:
-    """Serve until told to stop, then end the processes that SGLang started."""
+    """Serves until it is stopped, then ends the processes that SGLang started."""
     enter_cpu_environment()
     # A plugin may only hook what is imported where it is loaded: the processes' own modules too,
     # for those that are forked.
@@ -62,9 +62,9 @@ def main() -> None:
 
 
 def _fork() -> None:
-    """SGLang's processes begin with what is imported already.
+    """Makes SGLang fork its processes, so that they begin with what is imported already.
 
-    It spawns them for CUDA's sake, and each imports it anew: seconds, thrice.
+    SGLang spawns them for CUDA's sake, and each of the three then imports it again for seconds.
     """
     multiprocessing.set_start_method("fork")
     # SGLang sets its own, by this very name.

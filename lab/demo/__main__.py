@@ -1,8 +1,6 @@
 """The command line of the demo."""
 
-import signal
 from pathlib import Path
-from types import FrameType
 from typing import Annotated
 
 import typer
@@ -11,6 +9,7 @@ from lab.demo import report
 from lab.demo.run import DemoOptions, run
 from lab.demo.stream import FULL, QUICK, SEED, build_stream
 from lab.harness.errors import HarnessError
+from lab.harness.processes import end_on_sigterm
 from lab.harness.terminal import Terminal
 
 EXIT_FAILED = 1
@@ -31,10 +30,10 @@ def demo(
     output: Annotated[Path, typer.Option(help="Where result, picture and logs go.")] = Path(
         "build/demo"
     ),
-    seed: Annotated[int, typer.Option(help="Of prompts and lengths.")] = SEED,
+    seed: Annotated[int, typer.Option(help="Seed of prompts and lengths.")] = SEED,
 ) -> None:
     """Plays one stream off, static, with SGLang's adaptive speculation and steered; compares."""
-    signal.signal(signal.SIGTERM, _end)
+    end_on_sigterm()
     options = DemoOptions(
         stream=build_stream(QUICK if quick else FULL, seed),
         repeats=repeats or (1 if quick else 3),
@@ -52,11 +51,6 @@ def demo(
     terminal.say(f"\n{output / 'result.json'}  {output / 'demo.png'}  {output / 'logs'}/")
     if not all(outcome.exact(policy) for policy in outcome.policies):
         raise typer.Exit(EXIT_NOT_EXACT)
-
-
-def _end(number: int, frame: FrameType | None) -> None:
-    # As an exception, so that every context is left and every child ended.
-    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":

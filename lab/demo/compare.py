@@ -1,11 +1,17 @@
-"""Plays of several policies against each other: exactness, medians, paired ratios."""
+"""Compares plays of several policies: exactness, medians, paired ratios."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from lab.harness.load_generator import Answer, Play, acceptance_length
+from lab.harness.load_generator import (
+    Answer,
+    Play,
+    acceptance_length,
+    paired_ratio,
+    phase_rates,
+)
 from lab.harness.sidecar import GammaSample
 from lab.harness.spread import Spread
 from lab.harness.stream import StreamPhase
@@ -29,18 +35,13 @@ class PolicyPlays:
     plays: tuple[Play, ...]
 
     @property
-    def tokens_per_second(self) -> Spread:
-        """Of the whole stream."""
-        return Spread(tuple(play.tokens_per_second for play in self.plays))
-
-    @property
     def answers(self) -> tuple[Answer, ...]:
-        """Of all repeats."""
+        """The answers of all repeats."""
         return tuple(answer for play in self.plays for answer in play.answers)
 
-    def phase_tokens_per_second(self, number: int) -> Spread:
-        """Of one phase, counted from 0."""
-        return Spread(tuple(play.phases[number].tokens_per_second for play in self.plays))
+    def tokens_per_second(self, phase: int | None = None) -> Spread:
+        """Tokens/s of each repeat, of one phase (counted from 0) or of the whole stream."""
+        return phase_rates(self.plays, phase)
 
     def acceptance_by_domain(self) -> dict[str, float]:
         """Acceptance length of the requests of each domain, whatever their phase."""
@@ -53,7 +54,7 @@ class PolicyPlays:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """How the static draft length was found: the plays held to each, in the order played."""
+    """The plays that the static draft length was chosen from, by the draft length they ran at."""
 
     plays: Mapping[int, tuple[Play, ...]]
 
@@ -66,16 +67,12 @@ class Selection:
 
     @property
     def gamma(self) -> int:
-        """The best one."""
+        """The best draft length."""
         return self.ranked[0]
 
-    def rate(self, gamma: int) -> float:
-        """Tokens/s of the whole stream, mean over its plays."""
-        return fmean(play.tokens_per_second for play in self.plays[gamma])
-
-    def phase_rate(self, gamma: int, number: int) -> float:
-        """Tokens/s of one phase, counted from 0, mean over its plays."""
-        return fmean(play.phases[number].tokens_per_second for play in self.plays[gamma])
+    def rate(self, gamma: int, phase: int | None = None) -> float:
+        """Tokens/s, mean over the plays, of one phase (counted from 0) or of the whole stream."""
+        return fmean(phase_rates(self.plays[gamma], phase).values)
 
     @property
     def hindsight(self) -> float:
@@ -86,7 +83,7 @@ class Selection:
         """
         phases = self.plays[self.gamma][0].phases
         seconds = sum(
-            phase.tokens / max(self.phase_rate(gamma, number) for gamma in self.plays)
+            phase.tokens / max(self.rate(gamma, number) for gamma in self.plays)
             for number, phase in enumerate(phases)
         )
         return sum(phase.tokens for phase in phases) / seconds
@@ -108,17 +105,31 @@ class DemoOutcome:
 
     @property
     def steered(self) -> PolicyPlays:
-        """Ours."""
+        """The steered policy, which the others are compared with."""
         return self.policies[-1]
 
     @property
     def others(self) -> tuple[PolicyPlays, ...]:
-        """What it is compared with."""
+        """All policies but the steered one."""
         return self.policies[:-1]
 
     def mismatches(self, play: Play) -> tuple[Mismatch, ...]:
-        """Where a play differs from the reference."""
-        return mismatches(self.policies[0].plays[0], play)
+        """The first wrong token of each answer that differs from the reference's."""
+        found: list[Mismatch] = []
+        reference = self.policies[0].plays[0]
+        for expected, answer in zip(reference.answers, play.answers, strict=True):
+            for position, (a, b) in enumerate(zip(expected.tokens, answer.tokens, strict=True)):
+                if a != b:
+                    found.append(Mismatch(answer.request.index, position, a, b))
+                    break
+        return tuple(found)
+
+    def ratio(self, other: PolicyPlays, phase: int | None = None) -> Spread:
+        """Tokens/s of the steered engine over another's, repeat by repeat.
+
+        phase: counted from 0; None for the whole stream.
+        """
+        return paired_ratio(self.steered.plays, other.plays, phase)
 
     def exact(self, policy: PolicyPlays) -> bool:
         """Every token of every repeat equals the reference's."""
@@ -129,34 +140,6 @@ class DemoOutcome:
         phase = self.steered.plays[repeat].phases[number]
         end = phase.started + phase.seconds
         return tuple(s for s in self.watched[repeat] if phase.started <= s.at <= end)
-
-
-def mismatches(reference: Play, play: Play) -> tuple[Mismatch, ...]:
-    """Where the answers of `play` differ from the reference's; empty when every token is equal."""
-    found: list[Mismatch] = []
-    for expected, answer in zip(reference.answers, play.answers, strict=True):
-        for position, (a, b) in enumerate(zip(expected.tokens, answer.tokens, strict=True)):
-            if a != b:
-                found.append(Mismatch(answer.request.index, position, a, b))
-                break
-    return tuple(found)
-
-
-def paired_ratio(ours: PolicyPlays, theirs: PolicyPlays) -> Spread:
-    """Tokens/s of ours over theirs, repeat by repeat: what drifts from one to the next cancels."""
-    pairs = zip(ours.plays, theirs.plays, strict=True)
-    return Spread(tuple(a.tokens_per_second / b.tokens_per_second for a, b in pairs))
-
-
-def paired_phase_ratio(ours: PolicyPlays, theirs: PolicyPlays, number: int) -> Spread:
-    """The same of one phase, counted from 0."""
-    pairs = zip(ours.plays, theirs.plays, strict=True)
-    return Spread(
-        tuple(
-            a.phases[number].tokens_per_second / b.phases[number].tokens_per_second
-            for a, b in pairs
-        )
-    )
 
 
 def choice_shares(samples: Sequence[GammaSample]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The demo's engines: ordinary SGLang servers that differ in their speculation flags alone.
+"""Starts the demo's engines: ordinary SGLang servers that differ in their speculation flags alone.
 
 Every one serves the same target in float32 (in bfloat16 even SGLang's own speculation differs from
 plain decoding by rounding) with room for the same batch.  Only `steered` has SPECULATION_* in its
@@ -20,12 +20,12 @@ READY_SECONDS = 150.0
 
 
 def static(gamma: int) -> str:
-    """Name of the policy that always drafts `gamma` tokens."""
+    """Names the policy that always drafts `gamma` tokens."""
     return f"static-{gamma}"
 
 
 def speculation_flags(policy: str) -> list[str]:
-    """What distinguishes the engines' command lines."""
+    """Returns the flags that distinguish the engines' command lines."""
     if policy == OFF:
         return []
     draft = MODELS / "draft-mixed"
@@ -39,12 +39,12 @@ def speculation_flags(policy: str) -> list[str]:
 
 
 def engine_command(policy: str, port: int) -> list[str]:
-    """How that engine is started."""
+    """Makes the command line of an engine."""
     return serve_command(port, MAX_BATCH, speculation_flags(policy))
 
 
 def engine_environment(policy: str, place: Workplace) -> dict[str, str]:
-    """Only the steered engine knows of the sidecar."""
+    """Makes the variables of an engine; only the steered one gets the sidecar's address."""
     if policy != STEERED:
         return {}
     return {

@@ -1,9 +1,9 @@
-"""The demo's picture: what the sidecar did over time, and what came of it."""
+"""Draws the demo's picture: draft lengths over time, speeds and acceptance lengths."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lab.demo.compare import DemoOutcome, paired_ratio
+from lab.demo.compare import DemoOutcome
 from lab.harness.sidecar import OWN_DRAFTER
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def draw(outcome: DemoOutcome, path: Path) -> None:
 
 
 def _typical_repeat(outcome: DemoOutcome) -> int:
-    """The steered play whose speed is the median one."""
+    """The index of the steered play whose speed is the median one."""
     plays = outcome.steered.plays
     order = sorted(range(len(plays)), key=lambda i: plays[i].tokens_per_second)
     return order[len(order) // 2]
@@ -98,7 +98,7 @@ def _over_time(outcome: DemoOutcome, axes: "Axes") -> None:
 
 def _speed(outcome: DemoOutcome, axes: "Axes") -> None:
     names = [policy.policy for policy in outcome.policies]
-    spreads = [policy.tokens_per_second for policy in outcome.policies]
+    spreads = [policy.tokens_per_second() for policy in outcome.policies]
     places = range(len(names))
     axes.bar(places, [s.median for s in spreads], color=_POLICY_COLOURS, width=0.65)
     axes.vlines(places, [s.low for s in spreads], [s.high for s in spreads], color="black")
@@ -106,7 +106,7 @@ def _speed(outcome: DemoOutcome, axes: "Axes") -> None:
         axes.plot([place] * len(spread.values), spread.values, "_", color="black", markersize=9)
         label = f"{spread.median:.0f}"
         if policy is not outcome.steered:
-            label += f"\nsteered ×{paired_ratio(outcome.steered, policy).median:.2f}"
+            label += f"\nsteered ×{outcome.ratio(policy).median:.2f}"
         axes.text(place, spread.high * 1.01, label, ha="center", va="bottom", fontsize=9)
     axes.set_xticks(list(places), names)
     axes.set_ylim(0, max(s.high for s in spreads) * 1.18)

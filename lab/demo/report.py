@@ -1,4 +1,4 @@
-"""The outcome as tables for a person."""
+"""Prints the outcome as tables for a person."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,8 +8,6 @@ from lab.demo.compare import (
     PolicyPlays,
     Selection,
     choice_shares,
-    paired_phase_ratio,
-    paired_ratio,
 )
 from lab.harness.foreign_load import DOUBTFUL_CORES
 from lab.harness.load_generator import acceptance_length
@@ -22,7 +20,7 @@ _LEAST_SHOWN = 0.05
 
 
 def show(outcome: DemoOutcome, terminal: Terminal) -> None:
-    """Whole stream, then phase by phase, then draft lengths."""
+    """Prints the whole stream, then each phase, then the draft lengths."""
     repeats = len(outcome.steered.plays)
     terminal.table(
         f"Whole stream, {repeats} repeats (median, range)",
@@ -47,7 +45,7 @@ def show(outcome: DemoOutcome, terminal: Terminal) -> None:
     if busiest > DOUBTFUL_CORES:
         terminal.say(
             f"Other programs kept up to {busiest:.1f} cores busy during a play: "
-            "the speeds above are doubtful, the tokens are not."
+            "the speeds above are doubtful, the exactness of the tokens is not affected."
         )
     for policy in outcome.policies:
         for repeat, play in enumerate(policy.plays, start=1):
@@ -59,7 +57,7 @@ def show(outcome: DemoOutcome, terminal: Terminal) -> None:
 
 
 def show_profile(profile: Mapping[str, Any], terminal: Terminal) -> None:
-    """`profile`: the profile file's JSON document."""
+    """Prints the step costs of a profile, which is given as its file's JSON document."""
     cost = {
         (c["drafter"] if c["gamma"] else "", c["gamma"], c["batch_size"]): c["step_seconds"]
         for c in profile["cells"]
@@ -76,10 +74,10 @@ def show_profile(profile: Mapping[str, Any], terminal: Terminal) -> None:
 
 
 def show_selection(selection: Selection, stream: Sequence[StreamPhase], terminal: Terminal) -> None:
-    """What each draft length gave when it was held throughout."""
+    """Prints the rate of each draft length that was held throughout a play."""
     gammas = list(selection.plays)
     rows = [
-        [phase.name, *(f"{selection.phase_rate(gamma, number):.0f}" for gamma in gammas)]
+        [phase.name, *(f"{selection.rate(gamma, number):.0f}" for gamma in gammas)]
         for number, phase in enumerate(stream)
     ]
     rows.append(["whole stream", *(f"{selection.rate(gamma):.1f}" for gamma in gammas)])
@@ -95,12 +93,12 @@ def show_selection(selection: Selection, stream: Sequence[StreamPhase], terminal
 
 
 def _stream_row(outcome: DemoOutcome, policy: PolicyPlays) -> list[str]:
-    rate = policy.tokens_per_second
+    rate = policy.tokens_per_second()
     row = [policy.policy, f"{rate.median:.1f}", _range(rate, 1)]
     if policy is outcome.steered:
         row += ["", ""]
     else:
-        ratio = paired_ratio(outcome.steered, policy)
+        ratio = outcome.ratio(policy)
         row += [f"{ratio.median:.3f}", _range(ratio, 3)]
     exact = "yes" if outcome.exact(policy) else "NO"
     return [*row, f"{acceptance_length(policy.answers):.2f}", exact]
@@ -109,8 +107,8 @@ def _stream_row(outcome: DemoOutcome, policy: PolicyPlays) -> list[str]:
 def _phase_row(outcome: DemoOutcome, number: int) -> list[str]:
     return [
         outcome.stream[number].name,
-        *(f"{p.phase_tokens_per_second(number).median:.0f}" for p in outcome.policies),
-        *(f"{paired_phase_ratio(outcome.steered, p, number).median:.2f}" for p in outcome.others),
+        *(f"{p.tokens_per_second(number).median:.0f}" for p in outcome.policies),
+        *(f"{outcome.ratio(p, number).median:.2f}" for p in outcome.others),
     ]
 
 

@@ -1,27 +1,21 @@
-"""build/demo/result.json: the outcome in numbers, for machines."""
+"""Turns the outcome into the numbers of build/demo/result.json."""
 
+from dataclasses import asdict
 from typing import Any
 
-from lab.demo.compare import (
-    DemoOutcome,
-    PolicyPlays,
-    choice_shares,
-    paired_phase_ratio,
-    paired_ratio,
-)
+from lab.demo.compare import DemoOutcome, PolicyPlays, choice_shares
 from lab.harness.load_generator import Play, acceptance_length
 
 
 def as_json(outcome: DemoOutcome) -> dict[str, Any]:
-    """Runs, ratios, draft lengths; the caller adds how and where it was run."""
+    """The runs, ratios and draft lengths; the caller adds how and where it was run."""
     return {
         "runs": [_run(outcome, policy) for policy in outcome.policies],
         "ratios": {
             f"{outcome.steered.policy}/{other.policy}": {
-                **paired_ratio(outcome.steered, other).as_json(),
+                **outcome.ratio(other).as_json(),
                 "phases": [
-                    paired_phase_ratio(outcome.steered, other, number).as_json()
-                    for number in range(len(outcome.stream))
+                    outcome.ratio(other, number).as_json() for number in range(len(outcome.stream))
                 ],
             }
             for other in outcome.others
@@ -67,15 +61,14 @@ def as_json(outcome: DemoOutcome) -> dict[str, Any]:
 def _run(outcome: DemoOutcome, policy: PolicyPlays) -> dict[str, Any]:
     return {
         "policy": policy.policy,
-        "tokens_per_second": round(policy.tokens_per_second.median, 2),
+        "tokens_per_second": round(policy.tokens_per_second().median, 2),
         "exact": outcome.exact(policy),
         "acceptance_length": round(acceptance_length(policy.answers), 3),
         "acceptance_length_by_domain": {
             domain: round(value, 3) for domain, value in policy.acceptance_by_domain().items()
         },
         "phases": [
-            policy.phase_tokens_per_second(number).as_json()
-            for number in range(len(outcome.stream))
+            policy.tokens_per_second(number).as_json() for number in range(len(outcome.stream))
         ],
         "repeats": [_repeat(outcome, play) for play in policy.plays],
     }
@@ -94,8 +87,7 @@ def _selection(outcome: DemoOutcome) -> dict[str, Any] | None:
         "hindsight_tokens_per_second": round(selection.hindsight, 2),
         "phases": {
             str(gamma): [
-                round(selection.phase_rate(gamma, number), 2)
-                for number in range(len(outcome.stream))
+                round(selection.rate(gamma, number), 2) for number in range(len(outcome.stream))
             ]
             for gamma in selection.plays
         },
@@ -110,15 +102,7 @@ def _repeat(outcome: DemoOutcome, play: Play) -> dict[str, Any]:
         "foreign_cores": round(play.foreign_cores, 2),
         "lost_requests": list(play.lost),
         "exact": not wrong,
-        "mismatches": [
-            {
-                "request": m.request,
-                "position": m.position,
-                "expected": m.expected,
-                "found": m.found,
-            }
-            for m in wrong
-        ],
+        "mismatches": [asdict(mismatch) for mismatch in wrong],
         "phases": [
             {
                 "seconds": round(phase.seconds, 3),

@@ -1,4 +1,4 @@
-"""The demo's request stream: which prompts, in which order, at which concurrency.
+"""Builds the demo's request stream: which prompts, in which order, at which concurrency.
 
 The stream was laid out once, from what traffic looks like, before any policy was measured on it:
 single users with structured answers and with free text, a few editors completing code, a batch job
@@ -23,7 +23,7 @@ SEED = 20
 
 @dataclass(frozen=True, slots=True)
 class PhasePlan:
-    """What a phase is made of; `domain` is one of the corpus's domains or "mixed"."""
+    """The plan of a phase; `domain` is one of the corpus's domains or "mixed"."""
 
     domain: str
     concurrency: int
@@ -48,7 +48,7 @@ QUICK = (
 
 
 def build_stream(plans: Sequence[PhasePlan], seed: int) -> tuple[StreamPhase, ...]:
-    """The phases with their prompts; the same arguments give the same stream.
+    """Builds the phases with their prompts; the same arguments give the same stream.
 
     No prompt of a domain comes twice, so that no answer is already in a prefix cache.
     """
@@ -81,11 +81,11 @@ def build_stream(plans: Sequence[PhasePlan], seed: int) -> tuple[StreamPhase, ..
 
 
 def warm_up_stream() -> tuple[StreamPhase, ...]:
-    """A few short requests at low and at high concurrency, to play before anything is timed."""
+    """Builds a few short requests at low and high concurrency, to play before anything is timed."""
     phases = build_stream((PhasePlan(_MIXED, 1, 1), PhasePlan(_MIXED, 16, 16)), seed=977)
     return with_new_tokens(phases, lambda _: 24)
 
 
 def halved(stream: Sequence[StreamPhase]) -> tuple[StreamPhase, ...]:
-    """The same phases and prompts with answers half as long."""
+    """Returns the same phases and prompts with answers half as long."""
     return with_new_tokens(stream, lambda tokens: tokens // 2)

@@ -1,1 +1,1 @@
-"""`make gpu-check`: the real SGLang with CUDA graphs, measured and held against itself."""
+"""Measures the real SGLang with CUDA graphs, steered and unsteered (`make gpu-check`)."""

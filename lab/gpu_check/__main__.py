@@ -1,8 +1,6 @@
 """The command line of the check."""
 
-import signal
 from pathlib import Path
-from types import FrameType
 from typing import Annotated
 
 import typer
@@ -12,6 +10,7 @@ from lab.gpu_check.run import PARTS, GpuCheckOptions, run
 from lab.gpu_check.shapes import QWEN3_8B, SHAPES, SMALL
 from lab.harness.errors import HarnessError
 from lab.harness.machine import gpus
+from lab.harness.processes import end_on_sigterm
 from lab.harness.terminal import Terminal
 
 EXIT_FAILED = 1
@@ -27,29 +26,33 @@ def check(
     cpu: Annotated[
         bool, typer.Option("--cpu", help="On this processor: tries the check itself out.")
     ] = False,
-    repeats: Annotated[int, typer.Option(min=1, help="Pairs of plays.")] = 3,
-    profile_seconds: Annotated[float, typer.Option(min=1, help="For the step costs.")] = 180.0,
+    repeats: Annotated[int, typer.Option(min=1, help="How many pairs of plays are compared.")] = 3,
+    profile_seconds: Annotated[
+        float, typer.Option(min=1, help="Time for measuring the step costs.")
+    ] = 180.0,
     output: Annotated[Path, typer.Option(help="Where the findings and the logs go.")] = Path(
         "build/gpu-check"
     ),
-    parts: Annotated[str, typer.Option(help="Some of them only, in this order.")] = ",".join(PARTS),
+    parts: Annotated[str, typer.Option(help="Parts to run, always in this order.")] = ",".join(
+        PARTS
+    ),
     keep_profile: Annotated[
         Path | None, typer.Option(help="A folder that gets the profile too.")
     ] = None,
 ) -> None:
     """Runs SGLang with CUDA graphs on a model-shaped target and measures every arm."""
-    signal.signal(signal.SIGTERM, _end)
+    end_on_sigterm()
     terminal = Terminal()
     if shape not in SHAPES:
-        terminal.say(f"there is no shape {shape!r}: choose among {', '.join(SHAPES)}")
+        terminal.say(f"--shape {shape!r} is unknown: choose one of {', '.join(SHAPES)}")
         raise typer.Exit(EXIT_FAILED)
     wanted = [part.strip() for part in parts.split(",") if part.strip()]
     if unknown := sorted(set(wanted) - set(PARTS)):
-        terminal.say(f"there is no part {', '.join(unknown)}: choose among {', '.join(PARTS)}")
+        terminal.say(f"--parts {', '.join(unknown)} is unknown: choose from {', '.join(PARTS)}")
         raise typer.Exit(EXIT_FAILED)
     if not cpu and not gpus():
         terminal.say(
-            "no GPU was found (nvidia-smi names none); `--cpu --shape "
+            "no GPU was found (nvidia-smi lists none); `--cpu --shape "
             f"{SMALL.name}` runs the same check on the processor"
         )
         raise typer.Exit(EXIT_NOT_A_GPU)
@@ -72,13 +75,8 @@ def check(
     (output / "findings.md").write_text(text + "\n")
     terminal.say(f"\n{text}\n\n{output / 'result.json'}  {output / 'findings.md'}")
     if problems := report.problems(found):
-        terminal.say("\nNOT AS IT MUST BE:\n" + "\n".join(problems))
+        terminal.say("\nProblems:\n" + "\n".join(problems))
         raise typer.Exit(EXIT_EAGER)
-
-
-def _end(number: int, _frame: FrameType | None) -> None:
-    # As an exception, so that every context is left and every child ended.
-    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How many drafts an engine without weights accepts: drawn, for each sequence, from a curve.
+"""Draws how many drafts an engine without weights accepts, for each sequence, from a curve.
 
 SGLang can pretend acceptance (SGLANG_SIMULATE_ACC_LEN), with one number for a whole batch whoever
 drafted.  As an SGLang plugin of the check's own engines this puts a curve for each drafter in its
@@ -19,7 +19,7 @@ _TOKEN = 100
 
 
 def environment(scratch: Path, probabilities: Mapping[str, float] = ASSUMED) -> dict[str, str]:
-    """Variables of an engine that accepts so; puts the plugin's description into `scratch`."""
+    """Makes the variables of an engine that accepts so; registers the plugin in `scratch`."""
     info = scratch / "gpu_check_acceptance-0.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     lines = ("Metadata-Version: 2.1", "Name: gpu-check-acceptance", "Version: 0")
@@ -27,7 +27,9 @@ def environment(scratch: Path, probabilities: Mapping[str, float] = ASSUMED) -> 
     (info / "entry_points.txt").write_text(
         f"[sglang.srt.plugins]\ngpu_check_acceptance = {__name__}:register\n"
     )
-    paths = [str(scratch), os.environ.get("PYTHONPATH", "")]
+    # The engine imports this module, which is in no wheel, from the clone.
+    clone = str(Path(__file__).parents[2])
+    paths = [str(scratch), os.environ.get("PYTHONPATH", ""), clone]
     return {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         # Any length above 0 has SGLang ask; the answer comes from here.
@@ -37,7 +39,7 @@ def environment(scratch: Path, probabilities: Mapping[str, float] = ASSUMED) -> 
 
 
 def register() -> None:
-    """SGLang's entry point; does nothing in an engine that is not the check's."""
+    """Installs the curve in an engine of the check; SGLang calls this as an entry point."""
     given = os.environ.get(VARIABLE)
     if not given:
         return
@@ -49,7 +51,7 @@ def register() -> None:
 
 
 class DrawnAcceptance:
-    """In place of `spec_utils.generate_simulated_accept_index`."""
+    """Replaces `spec_utils.generate_simulated_accept_index`."""
 
     def __init__(self, probabilities: Mapping[str, float]) -> None:
         self._probabilities = probabilities

@@ -23,7 +23,7 @@ _OTHER_MEMORY = 0.75
 
 @dataclass(frozen=True, slots=True)
 class EngineSetting:
-    """Where the engines run.  options: further ones for SGLang, for all of them."""
+    """The shape and the place of all engines.  options: further options for SGLang."""
 
     shape: Shape
     models: ModelFolders
@@ -32,7 +32,7 @@ class EngineSetting:
 
 
 def command(policy: str, setting: EngineSetting, port: int) -> list[str]:
-    """How that engine is started."""
+    """Makes the command line of an engine."""
     shape = setting.shape
     module = "lab.cpu_engine.serve" if setting.on_cpu else "sglang.launch_server"
     memory = _STEERED_MEMORY if policy == STEERED else _OTHER_MEMORY
@@ -56,7 +56,7 @@ def command(policy: str, setting: EngineSetting, port: int) -> list[str]:
 
 
 def speculation_flags(policy: str, setting: EngineSetting) -> list[str]:
-    """What distinguishes the command lines; STATIC and PINNED have the same."""
+    """Returns the flags that distinguish the command lines; STATIC and PINNED have the same."""
     if policy == OFF:
         return []
     gamma = setting.shape.static_gamma
@@ -70,7 +70,7 @@ def speculation_flags(policy: str, setting: EngineSetting) -> list[str]:
 
 
 def environment(policy: str, setting: EngineSetting, address: str) -> dict[str, str]:
-    """Of the plugin; address: the sidecar's."""
+    """Makes the variables of the plugin; address: the sidecar's."""
     shape = setting.shape
     if policy in (OFF, STATIC):
         return {}

@@ -1,4 +1,4 @@
-"""The moving load as a stream of requests: random prompts, so that no cache holds any of them."""
+"""Builds the moving load as a stream of random prompts, so that no cache holds any of them."""
 
 import random
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ _SPARE_TOKENS = 64
 
 
 def build_stream(shape: Shape, loads: Iterable[Load], seed: int) -> tuple[StreamPhase, ...]:
-    """One phase for each load; the same arguments give the same stream."""
+    """Builds one phase for each load; the same arguments give the same stream."""
     rng = random.Random(seed)
     phases: list[StreamPhase] = []
     index = 0
@@ -31,7 +31,7 @@ def build_stream(shape: Shape, loads: Iterable[Load], seed: int) -> tuple[Stream
 def steady_stream(
     shape: Shape, batch_size: int, seed: int, times: int = 1
 ) -> tuple[StreamPhase, ...]:
-    """One full batch that decodes, all alike; answers `times` as long as the moving load's."""
+    """Builds one full batch of like requests; answers are `times` as long as the moving load's."""
     load = next((x for x in shape.loads if x.concurrency == batch_size), shape.loads[0])
     tokens = min(times * load.new_tokens, shape.context_length - load.prompt_tokens - _SPARE_TOKENS)
     return build_stream(shape, [Load(batch_size, batch_size, load.prompt_tokens, tokens)], seed)

@@ -1,11 +1,11 @@
-"""The check's findings as Markdown: what the README can show, and a person reads."""
+"""Writes the check's findings as Markdown."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 
 def markdown(found: Mapping[str, Any]) -> str:
-    """Tables of one result.json."""
+    """Makes the tables of one result.json."""
     sections = [
         f"# {found['shape']}: {_where(found)}",
         "Weights are dummies, and drafts are accepted by chance: "
@@ -23,7 +23,7 @@ def markdown(found: Mapping[str, Any]) -> str:
 
 
 def problems(found: Mapping[str, Any]) -> list[str]:
-    """What must not be, in sentences; empty for a check that passed."""
+    """Returns the problems found, in sentences; empty for a check that passed."""
     if not found.get("graphs_expected"):
         return []
     return [
@@ -128,7 +128,7 @@ def _spread(spread: Mapping[str, Any]) -> str:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table; the first column is text, the others are numbers."""
+    """Makes a Markdown table; the first column is text, the others are numbers."""
     lines = [
         "| " + " | ".join(columns) + " |",
         "|" + "|".join(["---", *["---:"] * (len(columns) - 1)]) + "|",

@@ -1,9 +1,7 @@
-"""The check from end to end, with one sidecar and at most two engines at a time."""
+"""Runs the check from end to end, with one sidecar and at most two engines at a time."""
 
-import asyncio
 import json
 import re
-import sys
 import time
 import urllib.request
 from collections import Counter
@@ -18,21 +16,10 @@ from lab.gpu_check import acceptance, engines, switches
 from lab.gpu_check.engines import OFF, PINNED, STATIC, STEERED, EngineSetting
 from lab.gpu_check.load import build_stream, steady_stream
 from lab.gpu_check.shapes import Shape
-from lab.harness.engines import (
-    Engine,
-    Workplace,
-    launch_sidecar,
-    profile_command,
-    wait_introduced,
-    wait_ready,
-    wait_serving,
-)
-from lab.harness.errors import EngineFailedError
-from lab.harness.load_generator import Play, play
-from lab.harness.machine import machine, versions
-from lab.harness.processes import Child
+from lab.harness.engines import Harness, Workplace
+from lab.harness.load_generator import Play, paired_ratio, phase_rates
+from lab.harness.machine import run_facts, write_result
 from lab.harness.sidecar import Pin, SidecarHandle
-from lab.harness.spread import Spread
 from lab.harness.stream import StreamPhase
 from lab.harness.terminal import Terminal
 from speculation.v1 import engine_pb2
@@ -41,8 +28,6 @@ Arm = tuple[str, int]
 # An engine and the arm that it is held to, None for what it does by itself.
 Held = tuple[str, Arm | None]
 
-# Beyond its own budget: waiting for load to begin, the fit.
-_PROFILE_SPARE_SECONDS = 120.0
 # So many of the best static arms are played against the steered engine.
 _FINALISTS = 2
 _SEED = 7
@@ -57,9 +42,9 @@ _ASLEEP_TIMES = 4
 
 @dataclass(frozen=True, slots=True)
 class GpuCheckOptions:
-    """What a check is made of.
+    """The options of a check.
 
-    engine_options: further ones for SGLang.  keep_profile: a folder that gets the profile.
+    engine_options: further options for SGLang.  keep_profile: a folder that gets the profile.
     parts: of PARTS, in their order.
     """
 
@@ -74,14 +59,12 @@ class GpuCheckOptions:
 
 
 def run(options: GpuCheckOptions, terminal: Terminal) -> dict[str, Any]:
-    """Everything the check finds, which is also in result.json.  Raises HarnessError."""
+    """Runs the check; returns what it found, which is in result.json too.  Raises HarnessError."""
     started = time.monotonic()
     document: dict[str, Any] = {
-        "command": [Path(sys.executable).name, *sys.orig_argv[1:]],
+        **run_facts(),
         "shape": options.shape.name,
         "acceptance": dict(acceptance.ASSUMED),
-        "machine": machine(),
-        "versions": versions(),
     }
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(TemporaryDirectory(prefix="speculation-gpu-check-")))
@@ -90,26 +73,22 @@ def run(options: GpuCheckOptions, terminal: Terminal) -> dict[str, Any]:
         for part in (START, *options.parts):
             getattr(check, part)(document)
             document["seconds"] = round(time.monotonic() - started, 1)
-            text = json.dumps(document, indent=1) + "\n"
-            (options.output / "result.json").write_text(text)
+            write_result(document, options.output)
     return document
 
 
-class _Check:
+class _Check(Harness):
     """The running processes; each public method is one part and adds what it found."""
 
     def __init__(
         self, options: GpuCheckOptions, scratch: Path, terminal: Terminal, stack: ExitStack
     ) -> None:
         self._options, self._shape = options, options.shape
-        self._place = Workplace(options.output, scratch)
-        self._terminal = terminal
-        self._stack = stack
+        super().__init__(Workplace(options.output, scratch), terminal, stack)
         self._setting = EngineSetting(
             options.shape, options.shape.write(scratch), options.on_cpu, options.engine_options
         )
         self._acceptance = acceptance.environment(scratch)
-        self._engines: dict[str, Engine] = {}
         self._sidecars = {
             policy: stack.enter_context(SidecarHandle(self._place.address, policy))
             for policy in (STEERED, PINNED)
@@ -117,34 +96,26 @@ class _Check:
         self._stream = build_stream(options.shape, options.shape.loads, _SEED)
 
     def start(self, document: dict[str, Any]) -> None:
-        """The sidecar and the steered engine: startup seconds, and what its states take."""
+        """Starts the sidecar and the steered engine; adds startup seconds and the graphs' cost."""
         self._terminal.heading("Starting")
-        child = self._stack.enter_context(launch_sidecar(self._place))
-        wait_serving(child, self._sidecars[STEERED])
+        self._start_sidecar(self._sidecars[STEERED])
         seconds = self._start(STEERED)
         said = self._server_info(STEERED)["internal_states"][0]["speculation_controller"]
         document["startup"] = {"seconds": {STEERED: seconds}, "prepared": said["prepared"]}
 
     def profile(self, document: dict[str, Any]) -> None:
-        """C(drafter, B, gamma, kv), by `controller profile`; the sidecar plans from it then."""
-        self._terminal.heading("Measuring step costs: controller profile")
-        budget = self._options.profile_seconds
+        """Measures C(drafter, B, gamma, kv); from then on the sidecar plans with it."""
         sizes = ",".join(map(str, self._shape.batch_sizes))
-        steered = self._engines[STEERED]
-        command = profile_command(self._place, steered, STEERED, budget, "--batch-sizes", sizes)
-        with (
-            Child("controller profile", command, self._place.log("profile")) as child,
-            self._terminal.working(f"B = {sizes}") as work,
-        ):
-            child.wait(budget + _PROFILE_SPARE_SECONDS, lambda: work.update(child.last_line()))
-        text = self._place.profile.read_text()
+        text = self._measure_profile(
+            STEERED, self._sidecars[STEERED], self._options.profile_seconds, "--batch-sizes", sizes
+        )
         for folder in filter(None, (self._options.output, self._options.keep_profile)):
             folder.mkdir(parents=True, exist_ok=True)
             (folder / self._profile_name(document)).write_text(text)
         document["profile"] = json.loads(text)
 
     def arms(self, document: dict[str, Any]) -> None:
-        """Every arm held over the moving load, and the best of them against the steered engine."""
+        """Plays the moving load held to each arm, then the best arms against the steered engine."""
         self._terminal.heading("The moving load, every arm in turn, then steered")
         rates: dict[Arm, float] = {}
         ran: Counter[Arm] = Counter()
@@ -181,16 +152,20 @@ class _Check:
             self._options.engine_options, on_cpu=self._options.on_cpu
         )
         document["steered"] = {
-            "tokens_per_second": _rates(plays[None]).as_json(),
+            "tokens_per_second": phase_rates(plays[None]).as_json(),
             "over": [
-                {"drafter": arm[0], "gamma": arm[1], **_ratio(plays[None], plays[arm])}
+                {
+                    "drafter": arm[0],
+                    "gamma": arm[1],
+                    **paired_ratio(plays[None], plays[arm]).as_json(),
+                }
                 for arm in finalists
             ],
             "phases": _phase_rates(plays),
         }
 
     def switches(self, document: dict[str, Any]) -> None:
-        """What a step takes more when it runs another arm than the one before."""
+        """Measures how much longer a step takes that runs another arm than the step before it."""
         self._terminal.heading("Changing the arm under a steady load")
         size = sorted(self._shape.batch_sizes)[len(self._shape.batch_sizes) // 2]
         stream = steady_stream(self._shape, size, _SEED + 1, _SWITCHING_TIMES)
@@ -198,13 +173,13 @@ class _Check:
         corners = (("eagle3", gammas[0]), ("dflash", gammas[-1]), ("eagle3", gammas[-1]))
         arms = [arm for arm in corners if arm in self._shape.arms()]
         with self._sidecars[STEERED].pinned(arms[0][1], arms[0][0]) as pin:
-            with switches.taking_turns(pin, arms):
+            with switches.ArmRotation(pin, arms):
                 for _ in range(self._options.repeats):
                     self._play(STEERED, stream, f"×{size}, {len(arms)} arms in turn")
             document["switch"] = {"batch_size": size, **switches.cost(pin.reports, size)}
 
     def asleep(self, document: dict[str, Any]) -> None:
-        """The steered engine at gamma 0 against one without speculation configured."""
+        """Compares the steered engine at gamma 0 with one that has no speculation configured."""
         self._terminal.heading("Not speculating: against an engine without speculation")
         document["startup"]["seconds"][OFF] = self._start(OFF)
         found = {}
@@ -215,7 +190,7 @@ class _Check:
         self._stop(OFF)
 
     def overhead(self, document: dict[str, Any]) -> None:
-        """One draft length, with the plugin and the sidecar against SGLang alone."""
+        """Compares one draft length with the plugin and the sidecar, and in SGLang alone."""
         self._terminal.heading("The same draft length with and without the plugin")
         self._stop(STEERED)
         seconds = document["startup"]["seconds"]
@@ -227,37 +202,35 @@ class _Check:
         self._stop(STATIC, PINNED)
 
     def _ratio(self, ours: Held, theirs: Held, stream: Sequence[StreamPhase]) -> dict[str, Any]:
-        """Of tokens/s, in pairs, every second one the other way round, after a warm-up each."""
+        """Compares tokens/s in pairs, in reverse order every second time, after a warm-up pair."""
         plays: dict[Held, list[Play]] = {ours: [], theirs: []}
         for repeat in range(self._options.repeats + 1):
             for held in (ours, theirs) if repeat % 2 == 0 else (theirs, ours):
                 plays[held].append(self._play_held(held, stream))
-        return _ratio(plays[ours][1:], plays[theirs][1:])
+        return paired_ratio(plays[ours][1:], plays[theirs][1:]).as_json()
 
     def _start(self, policy: str) -> float:
-        """Starts an engine and plays a little on it; the seconds until it was ready."""
+        """Starts an engine and warms it up; returns the seconds until it was ready."""
         began = time.monotonic()
         with self._terminal.working(f"engine: {policy}") as work:
-            engine = engines.launch(policy, self._setting, self._place, self._acceptance)
-            self._engines[policy] = engine
-            self._stack.enter_context(engine.child)
-            wait_ready(
-                engine,
+            engine = self._keep(
+                engines.launch(policy, self._setting, self._place, self._acceptance)
+            )
+            engine.wait_ready(
                 engines.READY_SECONDS,
                 lambda: work.update(f"{time.monotonic() - began:.0f} s"),
+                self._sidecars.get(policy),
             )
             seconds = round(time.monotonic() - began, 1)
-            if policy in self._sidecars:
-                wait_introduced(engine, self._sidecars[policy])
             work.result = f"ready after {seconds} s"
         for size in dict.fromkeys(load.concurrency for load in self._shape.loads):
             self._play(policy, steady_stream(self._shape, size, _SEED + 3), f"{policy}: warm-up")
         return seconds
 
     def _profile_name(self, document: Mapping[str, Any]) -> str:
-        cards = document["machine"]["gpus"] or ["cpu"]
-        card = re.sub(r"[^a-z0-9]+", "-", cards[0].split(",")[0].lower()).strip("-")
-        return f"{self._shape.name}-{card}.json"
+        gpus = document["machine"]["gpus"] or ["cpu"]
+        gpu = re.sub(r"[^a-z0-9]+", "-", gpus[0].split(",")[0].lower()).strip("-")
+        return f"{self._shape.name}-{gpu}.json"
 
     def _stop(self, *policies: str) -> None:
         for policy in policies:
@@ -282,45 +255,20 @@ class _Check:
         with self._sidecars[policy].pinned(gamma, drafter) as pin:
             return self._play(policy, stream, f"{policy}: {drafter} γ = {gamma}"), pin
 
-    def _play(self, policy: str, stream: Sequence[StreamPhase], text: str) -> Play:
-        engine = self._engines[policy]
-        with self._terminal.working(text) as work:
-            try:
-                played = asyncio.run(play(stream, engine.url, lambda p: work.update(p.name)))
-            except EngineFailedError as error:
-                raise EngineFailedError(f"{policy}: {error}\n{engine.child.tail()}") from error
-            work.result = f"{played.tokens_per_second:.1f} tokens/s"
-        for lost in played.lost:
-            self._terminal.say(f"{policy}: {lost}")
-        return played
-
 
 def _arms_of(reports: Iterable[engine_pb2.StepReport]) -> list[Arm]:
     return [(report.drafter if report.gamma else "eagle3", report.gamma) for report in reports]
 
 
-def _rates(plays: Sequence[Play]) -> Spread:
-    return Spread(tuple(play.tokens_per_second for play in plays))
-
-
-def _ratio(ours: Sequence[Play], theirs: Sequence[Play]) -> dict[str, Any]:
-    """Of tokens/s, pair by pair: what drifts from one to the next cancels."""
-    pairs = zip(ours, theirs, strict=True)
-    return Spread(tuple(a.tokens_per_second / b.tokens_per_second for a, b in pairs)).as_json()
-
-
 def _phase_rates(plays: Mapping[Arm | None, Sequence[Play]]) -> list[dict[str, Any]]:
-    """Tokens/s of each phase, steered and the finalists."""
-    phases = next(iter(plays.values()))[0].phases
+    """Tokens/s of each phase on the steered engine, and on it when held to each finalist."""
     return [
         {
             "phase": phase.phase.name,
             **{
-                f"{arm[0]} {arm[1]}" if arm else "steered": Spread(
-                    tuple(one.phases[number].tokens_per_second for one in found)
-                ).as_json()
+                f"{arm[0]} {arm[1]}" if arm else "steered": phase_rates(found, number).as_json()
                 for arm, found in plays.items()
             },
         }
-        for number, phase in enumerate(phases)
+        for number, phase in enumerate(plays[None][0].phases)
     ]

@@ -1,4 +1,4 @@
-"""Models as far as their cost goes: the shapes of published checkpoints, without their weights.
+"""Defines models as far as their cost goes: shapes of published checkpoints without weights.
 
 SGLang fills them in itself (`--load-format dummy`).  What such models say is noise, so how many
 drafts are accepted is drawn from a curve instead; see acceptance.py.
@@ -52,7 +52,7 @@ class Shape:
         return int(self.target["vocab_size"])
 
     def arms(self) -> tuple[tuple[str, int], ...]:
-        """Drafter and draft length of everything that can run; gamma 0 once."""
+        """Lists drafter and draft length of everything that can run; gamma 0 once."""
         block = int(self.dflash["block_size"])
         return (
             *(("eagle3", gamma) for gamma in self.gammas),
@@ -74,7 +74,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class ModelFolders:
-    """Where SGLang finds them."""
+    """The folders of the models' configs."""
 
     target: Path
     eagle3: Path

@@ -1,41 +1,35 @@
-"""What changing the arm costs: steps that did it, against the same arm's other steps."""
+"""Measures what changing the arm costs, against other steps of the same arm."""
 
-import threading
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
+from lab.harness.background_thread import BackgroundThread
 from lab.harness.sidecar import Pin
 from speculation.v1 import engine_pb2
 
 _TURN_SECONDS = 0.1
 
 
-@contextmanager
-def taking_turns(pin: Pin, arms: Sequence[tuple[str, int]]) -> Iterator[None]:
-    """Inside the block the pin goes from arm to arm, a tenth of a second each."""
-    over = threading.Event()
+class ArmRotation(BackgroundThread):
+    """Moves a pin from arm to arm, a tenth of a second each, while the context is open."""
 
-    def move() -> None:
+    def __init__(self, pin: Pin, arms: Sequence[tuple[str, int]]) -> None:
+        super().__init__("arm-rotation")
+        self._pin = pin
+        self._arms = arms
+
+    def _run(self) -> None:
         turn = 0
-        while not over.wait(_TURN_SECONDS):
+        while not self._stop.wait(_TURN_SECONDS):
             turn += 1
-            drafter, gamma = arms[turn % len(arms)]
-            pin.move(gamma, drafter)
-
-    thread = threading.Thread(target=move, name="turns", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
+            drafter, gamma = self._arms[turn % len(self._arms)]
+            self._pin.move(gamma, drafter)
 
 
 def cost(reports: Sequence[engine_pb2.StepReport], batch_size: int) -> dict[str, Any]:
-    """Microseconds that a step takes more when it changed the arm: median over all of them.
+    """Computes how many microseconds longer a step takes when it changed the arm (median).
 
     switches: how many steps that was.  share: of a plain step.  All 0 without any.
     """

@@ -1,1 +1,1 @@
-"""What plays a stream of requests on real engines: child processes, a sidecar, a player."""
+"""Plays streams of requests on real engines: child processes, a sidecar, a load generator."""

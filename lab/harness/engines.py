@@ -1,28 +1,36 @@
-"""Starting engines, the sidecar and `controller profile` for a run, and waiting for them."""
+"""Starts engines, the sidecar and `controller profile` for a run, and plays streams on them."""
 
+import asyncio
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from lab.harness.errors import EngineFailedError, HarnessError
+from lab.harness.load_generator import Play, play
 from lab.harness.ports import free_port
 from lab.harness.processes import Child, answers_http
 from lab.harness.sidecar import SidecarHandle
+from lab.harness.stream import StreamPhase
+from lab.harness.terminal import Terminal
 
 _SIDECAR_SECONDS = 20.0
+# Beyond the profile's own budget: waiting for load to begin, the fit, a slow machine.
+_PROFILE_SPARE_SECONDS = 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class Workplace:
-    """Where a run keeps things: logs for people, sockets and the profile for itself."""
+    """The folders of a run: `output` keeps logs for people, `scratch` sockets and the profile."""
 
     output: Path
     scratch: Path
 
     @property
     def address(self) -> str:
-        """Of the sidecar."""
+        """The sidecar's address."""
         return f"unix:{self.scratch / 'controller.sock'}"
 
     @property
@@ -31,7 +39,7 @@ class Workplace:
         return self.scratch / "profile.json"
 
     def log(self, name: str) -> Path:
-        """Of one child process."""
+        """The log file of the child process of that name."""
         return self.output / "logs" / f"{name}.log"
 
 
@@ -43,6 +51,33 @@ class Engine:
     url: str
     child: Child
 
+    def wait_ready(
+        self,
+        seconds: float,
+        tick: Callable[[], None] = lambda: None,
+        sidecar: SidecarHandle | None = None,
+    ) -> None:
+        """Waits until the engine has generated a token and is known to its sidecar, if it has one.
+
+        Raises EngineFailedError.
+        """
+        self.child.wait_until(lambda: answers_http(f"{self.url}/health"), seconds, tick)
+        if sidecar is not None:
+            self.child.wait_until(
+                sidecar.introduced,
+                _SIDECAR_SECONDS,
+                complaint="did not introduce itself to the sidecar (is the plugin installed?)",
+            )
+
+    def play(
+        self, stream: Sequence[StreamPhase], progress: Callable[[StreamPhase], None] | None = None
+    ) -> Play:
+        """Plays a stream on the engine; an error ends with the last lines of the engine's log."""
+        try:
+            return asyncio.run(play(stream, self.url, progress))
+        except EngineFailedError as error:
+            raise EngineFailedError(f"{self.policy}: {error}\n{self.child.tail()}") from error
+
 
 def launch_engine(
     policy: str,
@@ -50,9 +85,10 @@ def launch_engine(
     environment: Mapping[str, str],
     place: Workplace,
 ) -> Engine:
-    """Starts an engine; `wait_ready` waits for it.
+    """Starts an engine and does not wait for it.
 
-    command: from the port to serve on.  environment: what it knows of SPECULATION_*, and more.
+    command: makes the command line from the port to serve on.  environment: its variables; it
+    inherits no other SPECULATION_*.
     """
     port = free_port()
     inherited = {name: None for name in os.environ if name.startswith("SPECULATION_")}
@@ -60,11 +96,6 @@ def launch_engine(
         f"engine {policy}", command(port), place.log(policy), {**inherited, **environment}
     )
     return Engine(policy, f"http://127.0.0.1:{port}", child)
-
-
-def wait_ready(engine: Engine, seconds: float, tick: Callable[[], None]) -> None:
-    """Until the engine has generated a token.  Raises EngineFailedError."""
-    engine.child.wait_until(lambda: answers_http(f"{engine.url}/health"), seconds, tick)
 
 
 def launch_sidecar(
@@ -89,29 +120,74 @@ def launch_sidecar(
 
 
 def wait_serving(child: Child, sidecar: SidecarHandle) -> None:
-    """Until the sidecar answers.  Raises EngineFailedError."""
-    child.wait_until(sidecar.serving, timeout_seconds=_SIDECAR_SECONDS)
+    """Waits until the sidecar answers.  Raises EngineFailedError."""
+    child.wait_until(sidecar.serving, _SIDECAR_SECONDS)
 
 
-def wait_introduced(engine: Engine, sidecar: SidecarHandle) -> None:
-    """Until the engine has introduced itself to the sidecar.  Raises EngineFailedError."""
-    engine.child.wait_until(
-        sidecar.introduced,
-        timeout_seconds=_SIDECAR_SECONDS,
-        complaint="did not introduce itself to the sidecar (is the project installed?)",
-    )
+def measure_profile(
+    place: Workplace,
+    engine: Engine,
+    sidecar: SidecarHandle,
+    budget_seconds: float,
+    *options: str,
+    update: Callable[[str], None] = lambda _: None,
+) -> str:
+    """Measures the engine's step costs with `controller profile`; returns the profile as JSON.
 
-
-def profile_command(
-    place: Workplace, engine: Engine, engine_id: str, budget_seconds: float, *options: str
-) -> list[str]:
-    """How the steered engine's step costs are measured."""
-    return [
+    Raises EngineFailedError when the command fails, HarnessError when the sidecar does not use the
+    profile.
+    """
+    command = [
         sys.executable, "-m", "controller.cli", "profile",
         "--sidecar", place.address,
-        "--engine-id", engine_id,
+        "--engine-id", sidecar.engine_id,
         "--engine-url", engine.url,
         "--output", str(place.profile),
         "--budget", str(budget_seconds),
         *options,
     ]  # fmt: skip
+    with Child("controller profile", command, place.log("profile")) as child:
+        child.wait(budget_seconds + _PROFILE_SPARE_SECONDS, lambda: update(child.last_line()))
+        if not sidecar.status().profile_id:
+            raise HarnessError(f"the sidecar did not load the measured profile.\n{child.tail()}")
+    return place.profile.read_text()
+
+
+class Harness:
+    """A sidecar and engines, which end when `stack` is closed, and the streams played on them."""
+
+    def __init__(self, place: Workplace, terminal: Terminal, stack: ExitStack) -> None:
+        self._place = place
+        self._terminal = terminal
+        self._stack = stack
+        self._engines: dict[str, Engine] = {}
+        self._sidecar_child: Child | None = None
+
+    def _start_sidecar(self, sidecar: SidecarHandle) -> None:
+        self._sidecar_child = self._stack.enter_context(launch_sidecar(self._place))
+        wait_serving(self._sidecar_child, sidecar)
+
+    def _keep(self, engine: Engine) -> Engine:
+        self._engines[engine.policy] = engine
+        self._stack.enter_context(engine.child)
+        return engine
+
+    def _measure_profile(
+        self, policy: str, sidecar: SidecarHandle, budget_seconds: float, *options: str
+    ) -> str:
+        self._terminal.heading("Measuring step costs: controller profile")
+        with self._terminal.working(f"profile of the {policy} engine") as work:
+            return measure_profile(
+                self._place, self._engines[policy], sidecar, budget_seconds, *options,
+                update=work.update,
+            )  # fmt: skip
+
+    def _play(self, policy: str, stream: Sequence[StreamPhase], text: str) -> Play:
+        with self._terminal.working(text) as work:
+            played = self._engines[policy].play(stream, lambda phase: work.update(phase.name))
+            work.result = f"{played.tokens_per_second:.1f} tokens/s"
+        for lost in played.lost:
+            self._terminal.say(f"{policy}: {lost}")
+        if self._sidecar_child is not None:
+            self._sidecar_child.check()
+        return played

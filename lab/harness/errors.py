@@ -1,4 +1,4 @@
-"""What can go wrong on the stage, said to a person."""
+"""The errors of a run; their texts are meant for the person who started it."""
 
 
 class HarnessError(Exception):

@@ -1,4 +1,4 @@
-"""How much of the machine others used meanwhile: a measurement beside a busy neighbour is none."""
+"""Measures how many cores other programs keep busy, which makes a measurement doubtful."""
 
 from types import TracebackType
 from typing import Self

@@ -1,4 +1,4 @@
-"""The HTTP client with which the stage talks to an engine."""
+"""The HTTP client with which the load generator talks to an engine."""
 
 import aiohttp
 

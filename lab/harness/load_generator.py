@@ -1,4 +1,4 @@
-"""Plays a stream against one engine's HTTP API and keeps what came back.
+"""Plays a stream against one engine's HTTP API and keeps what it answered.
 
 Token ids go in and come out, greedy and with `ignore_eos`, so that plays can be compared token by
 token.  Steps and accepted drafts are taken from SGLang's per-request counters; its
@@ -16,6 +16,7 @@ import aiohttp
 from lab.harness.errors import EngineFailedError, LostRequestError
 from lab.harness.foreign_load import ForeignLoad
 from lab.harness.http_client import engine_session
+from lab.harness.spread import Spread
 from lab.harness.stream import StreamPhase, StreamRequest
 
 # Nothing in the stream takes a tenth of this; a request that does is lost.
@@ -28,7 +29,7 @@ Progress = Callable[[StreamPhase], None]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one request got.
+    """The answer to one request.
 
     verify_steps: decode steps that verified drafts of this sequence, 0 without speculation;
     accepted: draft tokens accepted in them; seconds: from sending to the whole answer.
@@ -52,12 +53,12 @@ class PhasePlay:
 
     @property
     def tokens(self) -> int:
-        """Tokens decoded."""
+        """The number of tokens that were decoded."""
         return sum(len(answer.tokens) for answer in self.answers)
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all its clients together."""
+        """The rate of all its clients together."""
         return self.tokens / self.seconds
 
 
@@ -76,19 +77,34 @@ class Play:
 
     @property
     def answers(self) -> tuple[Answer, ...]:
-        """All of them, in the stream's order."""
+        """All answers, in the order of the stream."""
         found = [answer for phase in self.phases for answer in phase.answers]
         return tuple(sorted(found, key=lambda answer: answer.request.index))
 
     @property
     def seconds(self) -> float:
-        """Time spent in phases; what the player does between them is not the engine's."""
+        """The time spent in phases; the load generator's own work between them is left out."""
         return sum(phase.seconds for phase in self.phases)
 
     @property
     def tokens_per_second(self) -> float:
-        """All tokens over all time."""
+        """All tokens divided by all time."""
         return sum(phase.tokens for phase in self.phases) / self.seconds
+
+
+def paired_ratio(ours: Sequence[Play], theirs: Sequence[Play], phase: int | None = None) -> Spread:
+    """Tokens/s of ours over theirs, play by play, so that slow drift of the machine cancels.
+
+    phase: counted from 0; None for the whole stream.
+    """
+    rates = zip(phase_rates(ours, phase).values, phase_rates(theirs, phase).values, strict=True)
+    return Spread(tuple(a / b for a, b in rates))
+
+
+def phase_rates(plays: Sequence[Play], phase: int | None = None) -> Spread:
+    """Tokens/s of each play, of one phase (counted from 0) or of the whole stream."""
+    parts = plays if phase is None else [play.phases[phase] for play in plays]
+    return Spread(tuple(part.tokens_per_second for part in parts))
 
 
 def acceptance_length(answers: Sequence[Answer]) -> float:

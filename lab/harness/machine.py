@@ -1,18 +1,40 @@
-"""Where something was measured, and with what."""
+"""Describes where something was measured, and with what."""
 
+import json
 import os
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-_PACKAGES = ("speculation-controller", "sglang", "torch", "grpcio", "protobuf", "numpy")
+_PACKAGES = (
+    "speculation-controller",
+    "speculation-controller-shim",
+    "sglang",
+    "torch",
+    "grpcio",
+    "protobuf",
+    "numpy",
+)
+
+
+def run_facts() -> dict[str, Any]:
+    """The command line, the machine and the versions, as every result file has them."""
+    command = [Path(sys.executable).name, *sys.orig_argv[1:]]
+    return {"command": command, "machine": machine(), "versions": versions()}
+
+
+def write_result(document: Mapping[str, Any], folder: Path) -> None:
+    """Writes `result.json`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "result.json").write_text(json.dumps(document, indent=1) + "\n")
 
 
 def machine() -> dict[str, Any]:
-    """Where it was run, and what else ran there."""
+    """The processor, memory and GPUs, the system, and how busy it is."""
     return {
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
@@ -24,7 +46,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of what it was run with."""
+    """The versions of Python and of the packages that matter."""
     found = {"python": sys.version.split()[0]}
     for package in _PACKAGES:
         try:
@@ -35,7 +57,7 @@ def versions() -> dict[str, str]:
 
 
 def gpus() -> list[str]:
-    """Name, memory and driver of each card that nvidia-smi knows; none without it."""
+    """Name, memory and driver of each GPU that nvidia-smi lists; empty without nvidia-smi."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)

@@ -1,9 +1,10 @@
-"""Child processes with a log file, a readiness check, and an end.
+"""Runs child processes, each with a log file, a readiness check, and an end.
 
 Every child leads its own process group, so that what it started itself (an engine's scheduler,
 the shim's agent) goes with it.
 """
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Self
 
 from lab.harness.errors import EngineFailedError
@@ -55,7 +56,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Of the process, and of its group."""
+        """The id of the process, which is also that of its group."""
         return self._process.pid
 
     def __enter__(self) -> Self:
@@ -77,9 +78,8 @@ class Child:
         """Asks the whole group to end, then makes it."""
         self.terminate()
         try:
-            self._process.wait(_TERM_SECONDS)
-        except subprocess.TimeoutExpired:
-            pass
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_TERM_SECONDS)
         finally:
             # Also what the process left behind; its group lives as long as any member does.
             self._signal(signal.SIGKILL)
@@ -92,17 +92,8 @@ class Child:
             raise EngineFailedError(f"{self.name} ended with status {code}.\n{self.tail()}")
 
     def wait(self, timeout_seconds: float, tick: Callable[[], None] = lambda: None) -> None:
-        """Waits for a command that ends by itself; raises EngineFailedError unless it ends well."""
-        deadline = time.monotonic() + timeout_seconds
-        while (code := self._process.poll()) is None:
-            if time.monotonic() > deadline:
-                raise EngineFailedError(
-                    f"{self.name} was not done after {timeout_seconds:.0f} s.\n{self.tail()}"
-                )
-            tick()
-            time.sleep(0.2)
-        if code != 0:
-            raise EngineFailedError(f"{self.name} ended with status {code}.\n{self.tail()}")
+        """Waits for a command that ends by itself; raises EngineFailedError unless it succeeds."""
+        self.wait_until(lambda: self._process.poll() == 0, timeout_seconds, tick, "was not done")
 
     def wait_until(
         self,
@@ -113,8 +104,12 @@ class Child:
     ) -> None:
         """Waits until `ready()`; raises EngineFailedError when the child dies or takes too long."""
         deadline = time.monotonic() + timeout_seconds
-        while not ready():
-            self.check()
+        while True:
+            ended = self._process.poll() is not None
+            if ready():
+                return
+            if ended:
+                self.check()
             if time.monotonic() > deadline:
                 raise EngineFailedError(
                     f"{self.name} {complaint} after {timeout_seconds:.0f} s.\n{self.tail()}"
@@ -133,10 +128,17 @@ class Child:
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
     def _signal(self, number: signal.Signals) -> None:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
-        except ProcessLookupError:
-            return
+
+
+def end_on_sigterm() -> None:
+    """Makes SIGTERM raise SystemExit, so that every context is left and every child ended."""
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
 
 
 def answers_http(url: str) -> bool:

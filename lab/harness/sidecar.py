@@ -1,4 +1,4 @@
-"""A client of the sidecar: watching what it decides, and pinning it for a while."""
+"""Connects to the sidecar, to watch what it decides and to pin an engine for a while."""
 
 import queue
 import threading
@@ -12,7 +12,7 @@ from typing import Self
 
 import grpc
 
-from lab.harness.beside import BackgroundThread
+from lab.harness.background_thread import BackgroundThread
 from lab.harness.errors import HarnessError
 from speculation.v1 import engine_pb2, plan_pb2, service_pb2, service_pb2_grpc
 
@@ -37,7 +37,7 @@ class GammaSample:
 
     @property
     def choice(self) -> str:
-        """What ran, for people: "0", or the drafter and its draft length."""
+        """Names what ran: "0", or the drafter and its draft length."""
         return f"{self.drafter} {self.gamma}" if self.gamma else "0"
 
 
@@ -64,7 +64,7 @@ class SidecarHandle:
         self._operators.close()
 
     def serving(self) -> bool:
-        """True when it answers."""
+        """Whether the sidecar answers."""
         try:
             self._list()
         except grpc.RpcError:
@@ -72,14 +72,14 @@ class SidecarHandle:
         return True
 
     def introduced(self) -> bool:
-        """True when the engine has introduced itself."""
+        """Whether the engine has introduced itself."""
         try:
             return self._status() is not None
         except grpc.RpcError:
             return False
 
     def status(self) -> service_pb2.EngineStatus:
-        """What the sidecar knows of the engine.  Raises HarnessError when that is nothing."""
+        """Returns the engine's status.  Raises HarnessError when the sidecar does not know it."""
         try:
             found = self._status()
         except grpc.RpcError as error:
@@ -89,7 +89,7 @@ class SidecarHandle:
         return found
 
     def explain(self, batch_size: int) -> service_pb2.ExplainResponse:
-        """The decision row at a batch size."""
+        """Returns the decision row at a batch size."""
         request = service_pb2.ExplainRequest(engine_id=self.engine_id, batch_size=batch_size)
         return self._inspection.Explain(request, timeout=_CALL_SECONDS)
 
@@ -104,7 +104,7 @@ class SidecarHandle:
 
     @contextmanager
     def pinned(self, gamma: int, drafter: str = OWN_DRAFTER) -> Iterator["Pin"]:
-        """The engine runs this arm in every batch, as it does while it is profiled.
+        """Holds the engine to this arm in every batch, as it is while it is profiled.
 
         Raises HarnessError when the sidecar refuses.
         """
@@ -146,7 +146,7 @@ class SidecarHandle:
 
 
 class Pin:
-    """What holds an engine to one arm.  reports: its steps since, in order; of other arms too."""
+    """Holds an engine to one arm.  reports: its steps since, in order; of other arms too."""
 
     def __init__(
         self, requests: queue.SimpleQueue[service_pb2.MeasureRequest | None], engine_id: str
@@ -156,7 +156,7 @@ class Pin:
         self._engine_id = engine_id
 
     def move(self, gamma: int, drafter: str = OWN_DRAFTER) -> None:
-        """To another arm, within a few steps."""
+        """Moves the engine to another arm, within a few steps."""
         self._requests.put(
             service_pb2.MeasureRequest(engine_id=self._engine_id, drafter=drafter, gamma=gamma)
         )
@@ -177,7 +177,7 @@ class GammaWatch(BackgroundThread):
 
     @property
     def samples(self) -> tuple[GammaSample, ...]:
-        """Steps seen so far, none of them twice."""
+        """The steps seen so far, none of them twice."""
         return tuple(self._samples)
 
     def __enter__(self) -> Self:
@@ -209,7 +209,7 @@ class GammaWatch(BackgroundThread):
 
 
 def _operators_address(address: str) -> str:
-    """Of the socket beside the sidecar's own on which engines may be measured."""
+    """Returns the address beside the sidecar's own at which engines may be measured."""
     if not address.startswith("unix:"):
         return address
     path = Path(address.removeprefix("unix:"))

@@ -1,4 +1,4 @@
-"""Values of repeats."""
+"""The spread of a figure over repeats."""
 
 from dataclasses import dataclass
 from statistics import median
@@ -7,27 +7,27 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Values of the repeats, in order."""
+    """The values of one figure, one for each repeat, in order."""
 
     values: tuple[float, ...]
 
     @property
     def median(self) -> float:
-        """Middle one."""
+        """The middle value."""
         return median(self.values)
 
     @property
     def low(self) -> float:
-        """Smallest one."""
+        """The smallest value."""
         return min(self.values)
 
     @property
     def high(self) -> float:
-        """Largest one."""
+        """The largest value."""
         return max(self.values)
 
     def as_json(self) -> dict[str, Any]:
-        """For a result file."""
+        """The spread as it stands in a result file."""
         return {
             "median": round(self.median, 4),
             "low": round(self.low, 4),

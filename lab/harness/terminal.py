@@ -1,4 +1,4 @@
-"""What a run shows: a live line on a terminal, plain lines anywhere else."""
+"""Shows what a run does: a live line on a terminal, plain lines anywhere else."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -17,16 +17,16 @@ class Terminal:
         self._console = Console(highlight=False, width=None if probe.is_terminal else 110)
 
     def say(self, text: str) -> None:
-        """One line."""
+        """Prints one line."""
         self._console.print(text, markup=False)
 
     def heading(self, text: str) -> None:
-        """A line that begins a part."""
+        """Prints a line that begins a part."""
         self._console.print()
         self._console.print(text, style="bold", markup=False)
 
     def table(self, title: str, columns: list[str], rows: list[list[str]]) -> None:
-        """The first column is left-aligned, the others are numbers."""
+        """Prints a table; the first column is left-aligned, the others are numbers."""
         table = Table()
         for index, column in enumerate(columns):
             table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)

@@ -1,21 +1,18 @@
 """The command line of the lab."""
 
-import json
-import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import FrameType
 from typing import Annotated, Any
 
 import typer
 
-from lab.harness import machine
 from lab.harness.errors import HarnessError
+from lab.harness.machine import run_facts, write_result
+from lab.harness.processes import end_on_sigterm
 from lab.harness.terminal import Terminal
-from lab.learning import bars, learning, report, shift, steering
+from lab.learning import bars, learning, report, sd2, shift
 from lab.learning.engines_at_work import LabSetting
 
 PARTS: dict[str, Callable[[LabSetting], dict[str, Any]]] = {
@@ -23,7 +20,7 @@ PARTS: dict[str, Callable[[LabSetting], dict[str, Any]]] = {
     "strides": learning.strides,
     "regime": learning.regime,
     "shift": shift.shift,
-    "steering": steering.steering,
+    "sd2": sd2.sd2,
 }
 # Only if it is named: it takes as long as all the others.
 LONG: dict[str, Callable[[LabSetting], dict[str, Any]]] = {"bars": bars.bars}
@@ -44,19 +41,13 @@ def lab(
     ),
 ) -> None:
     """Shows what the papers say of drafters that learn, on the real SGLang and small models."""
-    signal.signal(signal.SIGTERM, _end)
+    end_on_sigterm()
     known = PARTS | LONG
     chosen = parts or list(PARTS)
     if unknown := sorted(set(chosen) - set(known)):
         raise typer.BadParameter(f"unknown: {', '.join(unknown)}; there are {', '.join(known)}")
     terminal, started = Terminal(), time.monotonic()
-    document: dict[str, Any] = {
-        "command": [Path(sys.executable).name, *sys.orig_argv[1:]],
-        "machine": machine.machine(),
-        "versions": machine.versions(),
-        "quick": quick,
-    }
-    output.mkdir(parents=True, exist_ok=True)
+    document: dict[str, Any] = {**run_facts(), "quick": quick}
     with TemporaryDirectory(prefix="speculation-lab-") as scratch:
         setting = LabSetting(output, Path(scratch), quick, 1 if quick else seeds, terminal)
         for name in chosen:
@@ -68,14 +59,9 @@ def lab(
                 raise typer.Exit(EXIT_FAILED) from error
             document["seconds"] = round(time.monotonic() - started, 1)
             # After every part: what was found is kept whatever comes next.
-            (output / "result.json").write_text(json.dumps(document, indent=1) + "\n")
+            write_result(document, output)
             (output / "report.html").write_text(report.page(document), encoding="utf-8")
     terminal.say(f"\n{output / 'report.html'}  {output / 'result.json'}  {output / 'logs'}/")
-
-
-def _end(number: int, frame: FrameType | None) -> None:
-    # As an exception, so that every context is left and every child ended.
-    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The sidecar's own choice of updates against fixed strides, on streams of the small models.
+"""Compares the sidecar's own choice of updates with fixed strides, on streams of the small models.
 
 One engine a choice, each with its sidecar and trainer, all with the same cost profile; every batch
 of requests goes to all of them, one after the other, so that what the machine does over minutes
@@ -39,7 +39,7 @@ STREAMS: Final = {
 
 
 def bars(setting: LabSetting) -> dict[str, Any]:
-    """Tokens per second over a whole stream, by choice; ratios of the same seed.
+    """Measures tokens per second over a whole stream, by choice; ratios of the same seed.
 
     later: over the second half of the stream, when the choice has had time to find out.
     """
@@ -65,13 +65,13 @@ def bars(setting: LabSetting) -> dict[str, Any]:
 
 
 def _ratio(played: list[dict[str, list[float]]], other: str, since: int) -> dict[str, Any]:
-    """The sidecar's choice over another, from a wave on."""
+    """Computes the ratio of the sidecar's choice to another, from wave `since` on."""
     pairs = (sum(waves[other][since:]) / sum(waves[OWN][since:]) for waves in played)
     return Spread(tuple(pairs)).as_json()
 
 
 def _played(setting: LabSetting, name: str, seed: int) -> dict[str, list[float]]:
-    """Seconds of each wave, by choice."""
+    """Plays a stream; returns the seconds of each wave, by choice."""
     stream = STREAMS[name]
     tokens = _tokens(setting)
     seconds: dict[str, list[float]] = {choice: [] for choice in _CHOICES}
@@ -93,13 +93,13 @@ def _played(setting: LabSetting, name: str, seed: int) -> dict[str, list[float]]
 
 
 def _tokens(setting: LabSetting) -> int:
-    """New ones of each request."""
+    """Returns the number of new tokens of each request."""
     return 60 if setting.quick else 200
 
 
 @contextmanager
 def _engine(setting: LabSetting, name: str, choice: str, seed: int) -> Iterator[Lab]:
-    """The stream's first engine has its costs measured, the others' sidecars find them."""
+    """Starts an engine; the costs of a stream's first one are measured, the others share them."""
     stream = STREAMS[name]
     with running(
         setting,

@@ -1,6 +1,5 @@
-"""A sidecar and one engine at a time, as the parts of the lab need them."""
+"""Runs a sidecar and one engine at a time, as the parts of the lab need them."""
 
-import asyncio
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,13 +15,11 @@ from lab.harness.engines import (
     Workplace,
     launch_engine,
     launch_sidecar,
-    profile_command,
-    wait_introduced,
-    wait_ready,
+    measure_profile,
     wait_serving,
 )
 from lab.harness.errors import HarnessError
-from lab.harness.load_generator import acceptance_length, play
+from lab.harness.load_generator import acceptance_length
 from lab.harness.processes import Child
 from lab.harness.sidecar import Pin, SidecarHandle
 from lab.harness.stream import StreamPhase, StreamRequest
@@ -39,9 +36,9 @@ _COMMAND_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """What some requests got.
+    """The result of some requests.
 
-    acceptance_length: tokens a verification; tokens: of each answer.
+    acceptance_length: tokens a verification.  tokens: of each answer.
     """
 
     tokens_per_second: float
@@ -51,7 +48,10 @@ class Played:
 
 @dataclass(frozen=True, slots=True)
 class LabSetting:
-    """output: for logs; quick: small numbers, to see that it runs; seeds: repeats."""
+    """The options of a run.
+
+    output: for logs.  quick: small numbers, to see that it runs.  seeds: repeats.
+    """
 
     output: Path
     scratch: Path
@@ -70,13 +70,13 @@ class Lab:
         self._overrides = 0
 
     def generate(self, domain: str, count: int, new_tokens: int, seed: int) -> Played:
-        """So many requests at once, greedy."""
+        """Sends `count` requests at once and decodes them greedily."""
         prompts = held_out_prompts(domain, count, _PROMPT_TOKENS, seed)
         requests = tuple(
             StreamRequest(index, domain, tuple(prompt), new_tokens)
             for index, prompt in enumerate(prompts)
         )
-        played = asyncio.run(play([StreamPhase(domain, domain, count, requests)], self._engine.url))
+        played = self._engine.play([StreamPhase(domain, domain, count, requests)])
         answers = played.answers
         return Played(
             played.tokens_per_second,
@@ -86,23 +86,18 @@ class Lab:
 
     @contextmanager
     def pinned(self, gamma: int) -> Iterator[Pin]:
-        """This draft length in every step; the pin keeps the reports."""
+        """Holds the engine to a draft length; the pin keeps the reports."""
         drafter = self.sidecar.status().engine.drafters[0].name
         with self.sidecar.pinned(gamma, drafter) as pin:
             yield pin
 
     def profile(self, budget_seconds: float) -> None:
-        """Measures what steps cost.  Raises HarnessError where the sidecar does not take it up."""
-        command = profile_command(self._place, self._engine, ENGINE_ID, budget_seconds)
-        log = self._place.log("profile")
-        with Child("controller profile", command, log) as child:
-            child.wait(budget_seconds + _COMMAND_SECONDS, lambda: None)
-            if not self.sidecar.status().profile_id:
-                raise HarnessError(f"the sidecar did not take the profile up.\n{child.tail()}")
+        """Measures what steps cost.  Raises HarnessError."""
+        measure_profile(self._place, self._engine, self.sidecar, budget_seconds)
 
     @contextmanager
     def regime(self, text: str) -> Iterator[None]:
-        """Online updates as an operator sets them: "off", "online:5"."""
+        """Sets online updates as an operator does: "off", "online:5"."""
         # A name is not taken twice.
         name = f"lab-{self._overrides}"
         self._overrides += 1
@@ -137,7 +132,10 @@ def running(
     sidecar: Mapping[str, str] | None = None,
     batch_max: int = _BATCH_MAX,
 ) -> Iterator[Lab]:
-    """name: for logs.  engine, sidecar: variables of theirs.  Raises HarnessError."""
+    """Starts a sidecar and an engine, and ends them with the context.  Raises HarnessError.
+
+    name: for logs.  engine, sidecar: their environment variables.
+    """
     scratch = setting.scratch / name
     scratch.mkdir()
     place = Workplace(setting.output, scratch)
@@ -159,13 +157,12 @@ def running(
 
         launched = launch_engine(name, command, variables, place)
         stack.enter_context(launched.child)
-        wait_ready(launched, _READY_SECONDS, lambda: None)
-        wait_introduced(launched, client)
+        launched.wait_ready(_READY_SECONDS, sidecar=client)
         yield Lab(launched, client, place)
 
 
 def trainer(setting: LabSetting, name: str, signals: Path) -> Child:
-    """`python -m engine_shim.training attend` beside the engine of that name."""
+    """Starts `python -m engine_shim.training attend` beside the engine of that name."""
     address = Workplace(setting.output, setting.scratch / name).address
     command = [
         sys.executable, "-m", "engine_shim.training", "attend",
@@ -177,7 +174,7 @@ def trainer(setting: LabSetting, name: str, signals: Path) -> Child:
 def by_context(
     reports: Sequence[engine_pb2.StepReport], gamma: int, width: int
 ) -> dict[int, float]:
-    """Acceptance length of a single sequence by how long its context was, in bins of `width`."""
+    """Computes a single sequence's acceptance length by its context length, in bins of `width`."""
     found: dict[int, list[int]] = {}
     for report in reports:
         if report.gamma == gamma and report.batch_size == 1:
@@ -187,7 +184,7 @@ def by_context(
 
 
 def step_seconds(reports: Sequence[engine_pb2.StepReport], gamma: int, batch_size: int) -> float:
-    """The median of plain steps of that shape; 0 where there are none."""
+    """Computes the median seconds of plain steps of that shape; 0 without any."""
     seconds = [
         report.step_seconds
         for report in reports

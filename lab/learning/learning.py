@@ -1,4 +1,4 @@
-"""Test-time speculation: by output length, by stride, and as the sidecar has it by itself."""
+"""Measures test-time speculation: by output length, by stride, and as the sidecar decides."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ _BASELINE_TOKENS = 400
 
 
 def length(setting: LabSetting) -> dict[str, Any]:
-    """Acceptance along one long answer, left alone and learnt from."""
+    """Measures acceptance along one long answer, without updates and with them."""
     tokens, width = (200, 100) if setting.quick else (1500, 250)
     with running(setting, "length", MODELS / "draft-mixed", (0, _GAMMA, 7), _PER_REQUEST) as lab:
         _baseline(lab, "json", 7)
@@ -43,7 +43,7 @@ def length(setting: LabSetting) -> dict[str, Any]:
 
 
 def strides(setting: LabSetting) -> dict[str, Any]:
-    """A drafter of code on csv: every stride from the same first weights, for one answer."""
+    """Measures a drafter of code on csv at every stride, each from the same first weights."""
     tokens = 160 if setting.quick else 500
     with running(setting, "strides", MODELS / "draft-code", (0, _GAMMA), _PER_REQUEST) as lab:
         _baseline(lab, "csv", _GAMMA)
@@ -71,7 +71,7 @@ def strides(setting: LabSetting) -> dict[str, Any]:
 
 
 def regime(setting: LabSetting) -> dict[str, Any]:
-    """The same drafter under the sidecar's own decision, batch after batch."""
+    """Measures the same drafter under the sidecar's own decision, batch after batch."""
     waves = 2 if setting.quick else 10
     with running(setting, "regime", MODELS / "draft-code", (0, 1, _GAMMA), _ONLINE) as lab:
         rows = []
@@ -93,7 +93,7 @@ def regime(setting: LabSetting) -> dict[str, Any]:
 
 
 def _baseline(lab: Lab, domain: str, gamma: int) -> None:
-    """What updates are judged against is measured before any."""
+    """Measures the baseline for updates before any is made."""
     with lab.regime("off"), lab.pinned(gamma):
         lab.generate(domain, 1, _BASELINE_TOKENS, 7)
         while lab.sidecar.status().reports < _BASELINE_TOKENS // 2:

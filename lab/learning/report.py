@@ -1,4 +1,4 @@
-"""What the lab found: plots, and a page that says in words what shows and what does not."""
+"""Writes what the lab found: plots, and in words which effects show and which do not."""
 
 import base64
 import html
@@ -24,7 +24,7 @@ td:first-child, th:first-child { text-align: left; } code { font-size: .9em; }
 
 
 def page(result: Mapping[str, Any]) -> str:
-    """One self-contained HTML file."""
+    """Makes one self-contained HTML file."""
     sections = [
         f"<h2>{html.escape(title)}</h2>{make(result[part])}"
         for part, (title, make) in _PARTS.items()
@@ -161,10 +161,10 @@ def _shift(found: Mapping[str, Any]) -> str:
     return _figure(draw) + "".join(map(_paragraph, words))
 
 
-def _steering(found: Mapping[str, Any]) -> str:
+def _sd2(found: Mapping[str, Any]) -> str:
     # As they should come out, the least first; the quick lab leaves the first one out.
-    names = [name for name in ("pretrained", "distilled", "steered") if name in found]
-    domains = list(found["steered"]["acceptance length"])
+    names = [name for name in ("pretrained", "distilled", "sd2") if name in found]
+    domains = list(found["sd2"]["acceptance length"])
 
     def draw(axes: Axes) -> None:
         for offset, name in zip((-0.25, 0.0, 0.25), names, strict=False):
@@ -181,9 +181,9 @@ def _steering(found: Mapping[str, Any]) -> str:
     words = (
         f"Mean over domains: {', '.join(f'{name} {mean[name]:.2f}' for name in names)}. "
         f"{_shows(order, ' below '.join(names).capitalize())} A step with steering takes "
-        f"{found['step of steered over distilled']:.3f} of one without. gamma = 0 decodes "
-        f"{found['steered']['gamma 0 tokens/s (json)']:.0f} tokens/s of json, the steered drafter "
-        f"{found['steered']['tokens/s']['json']['median']:.0f}. Tokens are "
+        f"{found['step of sd2 over distilled']:.3f} of one without. gamma = 0 decodes "
+        f"{found['sd2']['gamma 0 tokens/s (json)']:.0f} tokens/s of json, the SD² drafter "
+        f"{found['sd2']['tokens/s']['json']['median']:.0f}. Tokens are "
         f"{'those of gamma = 0' if exact else 'NOT those of gamma = 0'}."
     )
     return _figure(draw) + _paragraph(words)
@@ -223,7 +223,7 @@ _PARTS: dict[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {
     "strides": ("TTS: how often to update", _strides),
     "regime": ("The sidecar's own choice of a stride", _regime),
     "shift": ("TIDE: training beside the engine when traffic shifts", _shift),
-    "steering": ("SD²: steering a pretrained drafter", _steering),
+    "sd2": ("SD²: steering a pretrained drafter", _sd2),
     "bars": ("The sidecar's choice against fixed strides", _choices),
 }
 

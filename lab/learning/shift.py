@@ -1,4 +1,4 @@
-"""TIDE: traffic shifts, signals are collected, a trainer makes versions, the best ones serve."""
+"""Runs TIDE: traffic shifts, signals are collected, a trainer makes versions, the best serve."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ _AFTER = 3
 
 
 def shift(setting: LabSetting) -> dict[str, Any]:
-    """Code, then csv, with a drafter of code; once for every seed."""
+    """Sends code, then csv, with a drafter of code; once for every seed."""
     return {"runs": [_run(setting, seed) for seed in range(setting.seeds)]}
 
 

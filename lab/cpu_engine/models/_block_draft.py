@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Mapping
 from typing import Final
 
@@ -11,11 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine_shim.training.batches import WindowSampler
 from engine_shim.training.dflash import DFlashShape, DFlashStudent, position_weights
 from engine_shim.training.qwen3 import Qwen3Target
-from engine_shim.training.schedule import LearningRate, train
-from lab.cpu_engine.models._target import held_out_sampler
+from engine_shim.training.schedule import LearningRate
+from lab.cpu_engine.models._training import fit, held_out_sampler, training_sampler
 from lab.cpu_engine.models.corpus import Split
 from lab.cpu_engine.models.prompts import DOMAINS
 from lab.cpu_engine.models.recipe import DraftRecipe
@@ -24,45 +21,31 @@ _WINDOWS: Final = 6
 _LENGTH: Final = 192
 # Many blocks a window: the context is shared, and a block costs little beside it.
 _ANCHORS: Final = 40
-_REPORT_STEPS: Final = 50
-
-_log = logging.getLogger(__name__)
 
 
 def train_blocks(
     recipe: DraftRecipe, shape: DFlashShape, target: Qwen3Target, splits: Mapping[str, Split]
 ) -> DFlashStudent:
-    """A draft for ``target``, whose weights must be those served (rounded to bfloat16)."""
+    """Trains a draft for ``target``, whose weights must be those served (rounded to bfloat16)."""
     torch.manual_seed(1)
     student = DFlashStudent(shape, target.model.embed_tokens.weight)
-    streams = {domain: split.train for domain, split in splits.items()}
-    generator = torch.Generator().manual_seed(7)
-    sampler = WindowSampler(streams, recipe.mixture, generator)
+    sampler = training_sampler(splits, recipe.mixture, seed=7)
     weights = position_weights(shape.block)
 
-    def loss_of_step(_: int) -> Tensor:
+    def loss_of_step() -> Tensor:
         tokens = sampler.draw(_WINDOWS, _LENGTH + shape.block)
-        anchors = 1 + torch.randperm(_LENGTH - 1, generator=generator)[:_ANCHORS]
+        anchors = 1 + torch.randperm(_LENGTH - 1, generator=sampler.generator)[:_ANCHORS]
         return (_divergences(student, target, tokens, anchors) * weights).sum()
 
-    start = time.monotonic()
-
-    def report(step: int, loss: float) -> None:
-        if (step + 1) % _REPORT_STEPS == 0:
-            _log.info("step %d, %.0f s, divergence %.3f", step + 1, time.monotonic() - start, loss)
-
     rate = LearningRate(peak=3e-3, warmup_steps=30)
-    steps = train(student, loss_of_step, recipe.budget, rate, on_step=report)
-    _log.info(
-        "blocks on %s: %d steps, %.0f s", dict(recipe.mixture), steps, time.monotonic() - start
-    )
+    fit(f"blocks on {dict(recipe.mixture)}", student, loss_of_step, recipe.budget, rate)
     return student
 
 
 def _divergences(
     student: DFlashStudent, target: Qwen3Target, tokens: Tensor, anchors: Tensor
 ) -> Tensor:
-    """KL(target || draft) of each drafted position, averaged over blocks: [D - 1] nats."""
+    """Computes KL(target || draft) of each drafted position, averaged over blocks: [D - 1] nats."""
     features, aims = _taught(student, target, tokens, anchors)
     drafted = functional.log_softmax(student.blocks(features, tokens, anchors), dim=-1)
     rows = functional.kl_div(drafted, aims, log_target=True, reduction="none").sum(dim=-1)
@@ -73,7 +56,7 @@ def _divergences(
 def _taught(
     student: DFlashStudent, target: Qwen3Target, tokens: Tensor, anchors: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Features of all but the last block; the target's own [batch, A, D - 1, vocabulary]."""
+    """Returns features of all but the last block, and aims [batch, A, D - 1, vocabulary]."""
     block = student.shape.block
     logits, features = target.logits_and_features(tokens, student.shape.feature_layers)
     rows = anchors[:, None] + torch.arange(block - 1)
@@ -85,7 +68,7 @@ def _taught(
 def block_agreement_by_domain(
     student: DFlashStudent, target: Qwen3Target, splits: Mapping[str, Split]
 ) -> dict[str, list[float]]:
-    """Held-out share of rows where both name the same token, by domain and drafted position."""
+    """Computes the held-out share of rows with the same token, by domain and drafted position."""
     shares = {}
     anchors = torch.arange(8, _LENGTH, 5)
     for domain in DOMAINS:

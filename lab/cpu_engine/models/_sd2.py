@@ -1,4 +1,4 @@
-"""Training of the steered draft (SD2): first a language model, then its steering with it.
+"""Trains the SD2 draft: first a language model, then its steering with it.
 
 `distil` without steering is the paper's other baseline: the same loss, drafter and time.
 """
@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Mapping
 from typing import Final
 
@@ -14,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine_shim.training.batches import WindowSampler
 from engine_shim.training.qwen3 import Qwen3Target
-from engine_shim.training.schedule import LearningRate, StepBudget, train
+from engine_shim.training.schedule import LearningRate, StepBudget
 from engine_shim.training.sd2 import Sd2Draft, Sd2Shape, divergence, offsets
+from lab.cpu_engine.models._training import fit, training_sampler
 from lab.cpu_engine.models.corpus import Split
 from lab.cpu_engine.models.recipe import Sd2Recipe
 
@@ -26,31 +25,29 @@ _LENGTH: Final = 128
 # Drafts a round that steering is made for, the paper's k.
 _DRAFTS: Final = 8
 
-_log = logging.getLogger(__name__)
-
 
 def train_sd2(
     recipe: Sd2Recipe, shape: Sd2Shape, target: Qwen3Target, splits: Mapping[str, Split]
 ) -> Sd2Draft:
-    """A steered draft for ``target``, whose weights must be those served."""
+    """Trains an SD2 draft for ``target``, whose weights must be those served."""
     pretrained = pretrain(recipe, shape, splits)
     return distil(recipe, pretrained, target, splits, recipe.budget, steered=True)
 
 
 def pretrain(recipe: Sd2Recipe, shape: Sd2Shape, splits: Mapping[str, Split]) -> Sd2Draft:
-    """A language model that has never seen the target; its steering does nothing."""
+    """Trains a language model that has never seen the target; its steering does nothing."""
     torch.manual_seed(2)
     draft = Sd2Draft(shape)
-    sampler = _sampler(recipe, splits, seed=5)
+    sampler = training_sampler(splits, recipe.mixture, seed=5)
 
-    def loss_of_step(_: int) -> Tensor:
+    def loss_of_step() -> Tensor:
         tokens = sampler.draw(_WINDOWS, _LENGTH + 1)
         logits = draft.decoder(tokens[:, :-1])
         return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
     rate = LearningRate(peak=3e-3, warmup_steps=30)
-    steps = train(draft.decoder, loss_of_step, recipe.pretraining, rate)
-    _log.info("pretrained on %s: %d steps", dict(recipe.mixture), steps)
+    name = f"pretrained on {dict(recipe.mixture)}"
+    fit(name, draft.decoder, loss_of_step, recipe.pretraining, rate)
     return draft
 
 
@@ -64,13 +61,13 @@ def distil(
     steered: bool,
     seed: int = 6,
 ) -> Sd2Draft:
-    """A copy that learns the target's distributions, with its steering or without."""
+    """Trains a copy on the target's distributions, with its steering or without."""
     draft = copy.deepcopy(pretrained)
-    sampler = _sampler(recipe, splits, seed)
+    sampler = training_sampler(splits, recipe.mixture, seed)
     generator = torch.Generator().manual_seed(seed)
     layers = draft.shape.feature_layers
 
-    def loss_of_step(_: int) -> Tensor:
+    def loss_of_step() -> Tensor:
         tokens = sampler.draw(_WINDOWS, _LENGTH)
         with torch.no_grad():
             logits, features = target.logits_and_features(tokens, layers)
@@ -81,11 +78,6 @@ def distil(
     rate = LearningRate(peak=1e-3, warmup_steps=30)
     new = list(draft.steer.parameters()) if steered else []
     module = draft if steered else draft.decoder
-    steps = train(module, loss_of_step, budget, rate, weight_decay=0.01, faster=new)
-    _log.info("%s: %d steps", "steered" if steered else "distilled", steps)
+    name = "steered" if steered else "distilled"
+    fit(name, module, loss_of_step, budget, rate, weight_decay=0.01, faster=new)
     return draft
-
-
-def _sampler(recipe: Sd2Recipe, splits: Mapping[str, Split], seed: int) -> WindowSampler:
-    streams = {domain: split.train for domain, split in splits.items()}
-    return WindowSampler(streams, recipe.mixture, torch.Generator().manual_seed(seed))

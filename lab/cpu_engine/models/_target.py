@@ -7,30 +7,28 @@ the shallow start buys most of the quality for a third of the time.
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Final
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine_shim.training.batches import WindowSampler
 from engine_shim.training.qwen3 import DecoderLayer, Qwen3Target, grow
-from engine_shim.training.schedule import LearningRate, StepBudget, train
+from engine_shim.training.schedule import LearningRate, StepBudget
+from lab.cpu_engine.models._training import fit, held_out_sampler, training_sampler
 from lab.cpu_engine.models.corpus import Split
 from lab.cpu_engine.models.prompts import DOMAINS
 from lab.cpu_engine.models.recipe import MIXTURE, Recipe
 
 _WINDOWS: Final = 10
 _LENGTH: Final = 192
-_REPORT_STEPS: Final = 100
 
 _log = logging.getLogger(__name__)
 
 
 def train_target(recipe: Recipe, splits: Mapping[str, Split]) -> Qwen3Target:
-    """Both stages.
+    """Trains the shallow target, grows it, and trains it on.
 
     Raises:
         RuntimeError: some layer of the result does next to nothing (see
@@ -55,7 +53,7 @@ def train_target(recipe: Recipe, splits: Mapping[str, Split]) -> Qwen3Target:
 
 
 def cross_entropy(target: Qwen3Target, splits: Mapping[str, Split]) -> dict[str, float]:
-    """Held-out loss by domain, nats a token, over 16 windows of 256 tokens."""
+    """Computes the held-out loss by domain, nats a token, over 16 windows of 256 tokens."""
     losses = {}
     for domain in DOMAINS:
         tokens = held_out_sampler(splits, domain).draw(16, 257)
@@ -66,7 +64,7 @@ def cross_entropy(target: Qwen3Target, splits: Mapping[str, Split]) -> dict[str,
 
 @torch.inference_mode()
 def branch_shares(target: Qwen3Target, tokens: Tensor) -> list[float]:
-    """What each layer adds on ``tokens`` [batch, length], relative to the norm of its input.
+    """Measures what each layer adds on ``tokens`` [batch, length], relative to its input's norm.
 
     Norms are averaged over rows before the division.
     """
@@ -81,12 +79,6 @@ def branch_shares(target: Qwen3Target, tokens: Tensor) -> list[float]:
     return shares
 
 
-def held_out_sampler(splits: Mapping[str, Split], domain: str) -> WindowSampler:
-    """Validation windows of one domain, the same ones for every model."""
-    streams = {domain: splits[domain].validation}
-    return WindowSampler(streams, {domain: 1.0}, torch.Generator().manual_seed(1))
-
-
 def _mixed_windows(splits: Mapping[str, Split]) -> Tensor:
     return torch.cat([held_out_sampler(splits, domain).draw(4, 128) for domain in DOMAINS])
 
@@ -99,49 +91,19 @@ def _train(
     *,
     seed: int,
 ) -> None:
-    streams = {domain: split.train for domain, split in splits.items()}
-    sampler = WindowSampler(streams, MIXTURE, torch.Generator().manual_seed(seed))
+    sampler = training_sampler(splits, MIXTURE, seed)
 
-    def loss_of_step(_: int) -> Tensor:
+    def loss_of_step() -> Tensor:
         tokens = sampler.draw(_WINDOWS, _LENGTH + 1)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return _loss(target, tokens)
 
-    _log.info(
-        "%d layers: cross entropy %s before training",
-        target.shape.layers,
-        cross_entropy(target, splits),
-    )
-    start = time.monotonic()
-    steps = train(target, loss_of_step, budget, rate, on_step=_reporter(target, splits))
-    elapsed = time.monotonic() - start
-    losses = cross_entropy(target, splits)
-    _log.info(
-        "%d layers: cross entropy %s after %d steps, %.0f s",
-        target.shape.layers,
-        losses,
-        steps,
-        elapsed,
-    )
+    layers = target.shape.layers
+    _log.info("%d layers: cross entropy %s before training", layers, cross_entropy(target, splits))
+    fit(f"{layers} layers", target, loss_of_step, budget, rate)
+    _log.info("%d layers: cross entropy %s", layers, cross_entropy(target, splits))
 
 
 def _loss(target: Qwen3Target, tokens: Tensor) -> Tensor:
     logits = target(tokens[:, :-1])
     return functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
-
-
-def _reporter(target: Qwen3Target, splits: Mapping[str, Split]) -> Callable[[int, float], None]:
-    start = time.monotonic()
-
-    def report(step: int, loss: float) -> None:
-        if (step + 1) % _REPORT_STEPS == 0:
-            elapsed = time.monotonic() - start
-            _log.info(
-                "step %d, %.0f s, loss %.3f, held out %s",
-                step + 1,
-                elapsed,
-                loss,
-                cross_entropy(target, splits),
-            )
-
-    return report

@@ -1,4 +1,4 @@
-"""The text the shipped models learn from: four domains any CPython can produce offline.
+"""Makes the text that the shipped models learn from: four domains any CPython can produce offline.
 
 ``code`` and ``prose`` come from the standard library (source without docstrings; docstrings and the
 language reference in ``pydoc_data``).  ``json`` and ``csv`` are seeded synthetic documents.  The
@@ -63,7 +63,7 @@ class Split:
 
 
 def documents(seed: int = 0) -> dict[str, list[str]]:
-    """All documents by domain, shuffled within the domain by ``seed``."""
+    """Makes all documents by domain, shuffled within the domain by ``seed``."""
     code: list[str] = []
     prose: list[str] = []
     for path in _standard_library_files():
@@ -88,7 +88,7 @@ def documents(seed: int = 0) -> dict[str, list[str]]:
 
 
 def train_tokenizer(texts: Mapping[str, list[str]]) -> Tokenizer:
-    """A byte-level BPE of exactly ``VOCABULARY_SIZE`` entries.
+    """Trains a byte-level BPE of exactly ``VOCABULARY_SIZE`` entries.
 
     Digits stay single tokens, so that counting up is a matter of carrying and not of remembering
     merged numbers.
@@ -118,12 +118,12 @@ def train_tokenizer(texts: Mapping[str, list[str]]) -> Tokenizer:
 
 
 def tokenize(texts: Mapping[str, list[str]], tokenizer: Tokenizer) -> dict[str, Split]:
-    """Token streams by domain; the last ``VALIDATION_FRACTION`` of the documents is held out."""
+    """Makes token streams by domain; the last ``VALIDATION_FRACTION`` of documents is held out."""
     return {domain: _split(texts[domain], tokenizer) for domain in DOMAINS}
 
 
 def passages(validation: TokenIds) -> TokenIds:
-    """Evenly spaced stretches of a held-out stream, [PASSAGES, LONGEST_PROMPT]."""
+    """Cuts evenly spaced stretches of a held-out stream, [PASSAGES, LONGEST_PROMPT]."""
     starts = np.linspace(0, len(validation) - LONGEST_PROMPT, PASSAGES).astype(int)
     return np.stack([validation[start : start + LONGEST_PROMPT] for start in starts])
 
@@ -151,7 +151,7 @@ def _standard_library_files() -> list[Path]:
 
 
 def _split_docstrings(source: str) -> tuple[str, list[str]]:
-    """The source without docstring lines, and the docstrings worth reading."""
+    """Returns the source without docstring lines, and the docstrings worth reading."""
     docstring_lines: set[int] = set()
     docstrings: list[str] = []
     for node in ast.walk(ast.parse(source)):
@@ -175,7 +175,7 @@ def _language_reference() -> list[str]:
 
 
 def _json_documents(rng: random.Random, count: int) -> Iterator[str]:
-    """Each document: eight account records, ids counting up, event times evenly spaced."""
+    """Yields documents of eight account records: ids count up, event times are evenly spaced."""
     for _ in range(count):
         indent = rng.choice((None, 2))
         first_id = rng.randrange(10_000, 90_000)
@@ -204,7 +204,7 @@ def _json_documents(rng: random.Random, count: int) -> Iterator[str]:
 
 
 def _csv_documents(rng: random.Random, count: int) -> Iterator[str]:
-    """Each document: a table whose index counts up while the value takes random steps."""
+    """Yields documents of one table whose index counts up while the value takes random steps."""
     for _ in range(count):
         index, value, step = rng.randrange(100, 900), rng.randrange(200, 800), rng.randrange(2, 30)
         minute, offset = rng.randrange(60), rng.randrange(len(_STATIONS))

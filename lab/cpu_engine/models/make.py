@@ -1,4 +1,4 @@
-"""Make the shipped models again: ``python -m lab.cpu_engine.models.make``.
+"""Makes the shipped models again: ``python -m lab.cpu_engine.models.make``.
 
 Everything is made from the running Python's standard library and fixed seeds, offline, on one
 core.  Budgets end by steps or by wall time, whichever comes first, so a busy machine gives a
@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 def make(
     recipe: Recipe, output: Path, texts: Mapping[str, list[str]], *, keep_target: bool = False
 ) -> None:
-    """Train every model of ``recipe`` on ``texts`` and write the folders under ``output``.
+    """Trains every model of ``recipe`` on ``texts`` and writes the folders under ``output``.
 
     With ``keep_target`` the target and its tokenizer already in ``output`` stay, and only the
     drafts are made.
@@ -71,20 +71,20 @@ def make(
         blocks = train_blocks(draft, shape, target, splits)
         save_dflash(blocks, output / name)
         _log.info("%s: agreement %s", name, block_agreement_by_domain(blocks, target, splits))
-    for name, steered in recipe.steered.items():
-        made = train_sd2(steered, recipe.sd2_shape, target, splits)
+    for name, sd2 in recipe.sd2.items():
+        made = train_sd2(sd2, recipe.sd2_shape, target, splits)
         save_sd2(made, output / name)
 
 
 def mask_token(tokenizer: Tokenizer) -> int:
-    """The token of a byte that no UTF-8 text holds: it never occurs, so it may stand for a mask."""
+    """Returns the token of a byte that no UTF-8 text holds, so that it may stand for a mask."""
     found = tokenizer.token_to_id("ÿ")
     assert isinstance(found, int)
     return found
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write the tokenizer files that ``AutoTokenizer`` and SGLang look for."""
+    """Writes the tokenizer files that ``AutoTokenizer`` and SGLang look for."""
     tokenizer.save(str(folder / TOKENIZER))
     # Written by hand: transformers 5 would name a class that transformers 4 does not know.
     config = {
@@ -100,14 +100,14 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def save_held_out(splits: Mapping[str, corpus.Split], folder: Path) -> None:
-    """Write the token ids that prompts are cut from (:mod:`lab.cpu_engine.models.prompts`)."""
+    """Writes the token ids that prompts are cut from (:mod:`lab.cpu_engine.models.prompts`)."""
     folder.mkdir(parents=True, exist_ok=True)
     for domain, split in splits.items():
         np.save(passage_file(folder, domain), corpus.passages(split.validation))
 
 
 def main() -> None:
-    """The command line."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m lab.cpu_engine.models.make", description=__doc__
     )
@@ -127,7 +127,7 @@ def main() -> None:
     torch.set_num_threads(1)  # more threads wait for each other on matrices this small
     recipe = Recipe()
     if arguments.only:
-        groups = ("drafts", "blocks", "steered")
+        groups = ("drafts", "blocks", "sd2")
         chosen = {
             group: {n: r for n, r in getattr(recipe, group).items() if n in arguments.only}
             for group in groups

@@ -1,4 +1,4 @@
-"""Held-out prompts for the shipped models, from a small file of token ids and nothing else.
+"""Cuts held-out prompts for the shipped models from a small file of token ids and nothing else.
 
 Every token comes from documents no training step saw, so acceptance measured on these prompts is
 acceptance on unseen text.  Made by :mod:`lab.cpu_engine.models.make`; read with numpy alone.
@@ -24,7 +24,7 @@ FOLDER: Final = Path(__file__).parent / "held_out"
 
 
 def held_out_prompts(domain: str, count: int, length_tokens: int, seed: int) -> list[list[int]]:
-    """``count`` prompts of ``length_tokens`` token ids each, the same for the same arguments.
+    """Cuts ``count`` prompts of ``length_tokens`` token ids each, the same for the same arguments.
 
     No two prompts of one call start at the same token, so that a prefix cache cannot answer for the
     model.
@@ -52,7 +52,7 @@ def held_out_prompts(domain: str, count: int, length_tokens: int, seed: int) -> 
 
 
 def passage_file(folder: Path, domain: str) -> Path:
-    """Where the passages of ``domain`` are kept: uint16, [PASSAGES, LONGEST_PROMPT]."""
+    """Names the file of the passages of ``domain``: uint16, [PASSAGES, LONGEST_PROMPT]."""
     return folder / f"{domain}.npy"
 
 

@@ -1,4 +1,4 @@
-"""What the shipped models are made of: sizes, mixtures and training budgets."""
+"""Defines the shipped models: sizes, mixtures and training budgets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FULL_BUDGET: Final = StepBudget(steps=700, seconds=600)
 
 @dataclass(frozen=True)
 class DraftRecipe:
-    """One draft: the domains it learns from, by weight, and how long it trains."""
+    """The domains that one draft learns from, by weight, and how long it trains."""
 
     mixture: Mapping[str, float]
     budget: StepBudget
@@ -28,7 +28,7 @@ class DraftRecipe:
 
 @dataclass(frozen=True)
 class Sd2Recipe:
-    """A steered draft: the domains it learns from, as a language model and from the target."""
+    """The domains that an SD2 draft learns from, and how long it pretrains and is distilled."""
 
     mixture: Mapping[str, float]
     pretraining: StepBudget
@@ -52,7 +52,7 @@ def _blocks() -> dict[str, DraftRecipe]:
     }
 
 
-def _steered() -> dict[str, Sd2Recipe]:
+def _sd2() -> dict[str, Sd2Recipe]:
     return {"sd2": Sd2Recipe(MIXTURE, StepBudget(900, 240), StepBudget(500, 400))}
 
 
@@ -71,7 +71,7 @@ class Recipe:
     least_branch_share: float = 0.02
     drafts: Mapping[str, DraftRecipe] = field(default_factory=_drafts)
     blocks: Mapping[str, DraftRecipe] = field(default_factory=_blocks)
-    steered: Mapping[str, Sd2Recipe] = field(default_factory=_steered)
+    sd2: Mapping[str, Sd2Recipe] = field(default_factory=_sd2)
     block: int = 8
 
     @property

@@ -1,4 +1,4 @@
-"""What SGLang and torch have to be told on a CPU, each through the entry point it offers for that.
+"""Prepares SGLang and torch for a CPU, each through the entry point that it offers for that.
 
 The entry points are declared in the ``dist-info`` folder beside this file. So they act in every
 process, spawned ones included, that has this folder on its path, and in no other.
@@ -92,7 +92,7 @@ def verify_one_as_decoding() -> None:
     """Send the verification of one token (gamma = 0) to the decode kernel.
 
     It is the same attention, one new token of each sequence over all of its tokens, and on GPUs it
-    takes the same time; here the kernel for many new tokens is dearer by a twentieth of a step.
+    takes the same time; here the kernel for many new tokens takes longer, by a twentieth of a step.
     """
     from sglang.srt.layers.attention.intel_amx_backend import IntelAMXAttnBackend as Backend
 

@@ -29,18 +29,18 @@ def lab(folder: Path, *parts: str) -> dict[str, object]:
     return found
 
 
-def test_strides_and_steering_are_measured_and_shown(tmp_path: Path):
-    found = lab(tmp_path, "strides", "steering")
-    strides, steering = found["strides"], found["steering"]
+def test_strides_and_sd2_are_measured_and_shown(tmp_path: Path):
+    found = lab(tmp_path, "strides", "sd2")
+    strides, sd2 = found["strides"], found["sd2"]
     assert isinstance(strides, dict)
-    assert isinstance(steering, dict)
+    assert isinstance(sd2, dict)
     assert set(strides["by"]) == {"off", "online:5"}
     for row in strides["by"].values():
         assert row["same tokens as without updates"]
         assert row["tokens/s"]["median"] > 0
-    for name in ("distilled", "steered"):
-        assert steering[name]["same tokens as gamma 0"]
-        assert all(row["median"] >= 1 for row in steering[name]["acceptance length"].values())
+    for name in ("distilled", "sd2"):
+        assert sd2[name]["same tokens as gamma 0"]
+        assert all(row["median"] >= 1 for row in sd2[name]["acceptance length"].values())
 
 
 def test_an_unknown_part_is_refused():

@@ -13,7 +13,7 @@ import grpc
 from controller.cli.connection import for_operators
 from engine_shim.link.plan_follower import Source, StepChoice
 from engine_shim.link.settings import LinkSettings
-from lab.harness.beside import BackgroundThread
+from lab.harness.background_thread import BackgroundThread
 from speculation.v1 import policy_pb2, policy_pb2_grpc
 from tests.support.eventually import eventually
 from tests.support.linked_engine import LinkedEngine, linked_engine

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-from lab.harness.beside import BackgroundThread
+from lab.harness.background_thread import BackgroundThread
 from tests.support.engine import EAGLE3, ROOT, EngineProcess, serving
 from tests.support.eventually import eventually
 from tests.support.prompts_in_flight import LENGTHS, PROMPTS

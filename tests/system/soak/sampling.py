@@ -11,7 +11,7 @@ from typing import Self
 
 import psutil
 
-from lab.harness.beside import BackgroundThread
+from lab.harness.background_thread import BackgroundThread
 
 MEGABYTE = 1e6
 

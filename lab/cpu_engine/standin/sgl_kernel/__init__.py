@@ -7,9 +7,10 @@ page size 1.
 
 from __future__ import annotations
 
-from . import _placeholders
+import sys
+
 from ._registry import MissingOperatorError as MissingOperatorError
-from ._registry import OperatorPlaceholder
+from ._registry import OperatorPlaceholder, bind_placeholders
 from .attention import decode_attention_cpu as decode_attention_cpu
 from .attention import extend_attention_cpu as extend_attention_cpu
 from .dense import convert_weight_packed as convert_weight_packed
@@ -39,11 +40,14 @@ from .speculative import verify_tree_greedy_cpu as verify_tree_greedy_cpu
 
 __version__ = "0.4.10"
 
-_placeholders.install()
+bind_placeholders()
+# SGLang also imports operators from these modules.
+for _name in ("kvcacheio", "mamba"):
+    sys.modules[f"{__name__}.{_name}"] = sys.modules[__name__]
 
 
 def __getattr__(name: str) -> OperatorPlaceholder:
-    """Let SGLang import any other operator by name; it fails when it is called."""
+    """Lets SGLang import any other operator by name; it fails when it is called."""
     if name.startswith("_"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return OperatorPlaceholder(name)

@@ -1,24 +1,14 @@
-"""What every layer of a forward pass would work out again, worked out once."""
+"""Keeps what every layer of a forward pass would work out again."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 Derived = TypeVar("Derived")
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry(Generic[Derived]):
-    table: Tensor
-    version: int
-    options: tuple[int, ...]
-    inputs: tuple[Tensor | None, ...]
-    derived: Derived
 
 
 class Memo(Generic[Derived]):
@@ -33,7 +23,10 @@ class Memo(Generic[Derived]):
     """
 
     def __init__(self) -> None:
-        self._entry: _Entry[Derived] | None = None
+        self._table: Tensor | None = None
+        self._key: tuple[int, tuple[int, ...]] = (0, ())
+        self._inputs: tuple[Tensor | None, ...] = ()
+        self._derived: Derived
 
     def get(
         self,
@@ -42,26 +35,19 @@ class Memo(Generic[Derived]):
         options: tuple[int, ...],
         make: Callable[[], Derived],
     ) -> Derived:
-        """The kept value, or that of ``make()`` if any of the first three arguments changed."""
+        """Returns the kept value, or that of ``make()`` if another argument changed."""
         if table.is_inference():
             return make()
-        version = table._version
-        entry = self._entry
+        key = (table._version, options)
         if (
-            entry is not None
-            and table is entry.table
-            and version == entry.version
-            and options == entry.options
+            table is not self._table
+            or key != self._key
+            or not all(map(_same, inputs, self._inputs))
         ):
-            for one, other in zip(inputs, entry.inputs, strict=True):
-                if not _same(one, other):
-                    break
-            else:
-                return entry.derived
-        copies = tuple(None if tensor is None else tensor.clone() for tensor in inputs)
-        derived = make()
-        self._entry = _Entry(table, version, options, copies, derived)
-        return derived
+            copies = tuple(None if tensor is None else tensor.clone() for tensor in inputs)
+            self._derived = make()
+            self._table, self._key, self._inputs = table, key, copies
+        return self._derived
 
 
 def _same(one: Tensor | None, other: Tensor | None) -> bool:

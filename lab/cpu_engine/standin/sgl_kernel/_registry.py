@@ -1,4 +1,4 @@
-"""Where the operators of the stand-in are made visible to SGLang.
+"""Makes the operators of the stand-in visible to SGLang.
 
 SGLang reaches a CPU operator in two ways: as ``torch.ops.sgl_kernel.<name>`` and as ``from
 sgl_kernel import <name>``.  The compiled package registers schemas for the first; a plain Python
@@ -15,6 +15,27 @@ import torch
 Operator = TypeVar("Operator", bound=Callable[..., object])
 
 NAMESPACE = torch.ops.sgl_kernel
+
+# A model file that fails to import is skipped with a warning, and SGLang then serves the model
+# through its generic Transformers implementation: correct, several times slower, and easy to miss.
+# So each of these names is bound to a placeholder.
+LOOKED_UP_AT_IMPORT = (
+    "apply_rotary_pos_emb_cpu",
+    "conv3d_embed_cpu",
+    "flash_attn_varlen_func",
+    "fused_dual_residual_rmsnorm_cpu",
+    "fused_gdn_gating_cpu",
+    "fused_moe_router_cpu",
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+    "fused_sigmoid_gating_delta_rule_update_cpu",
+    "fused_sigmoid_mul_cpu",
+)
+
+# SGLang asks for these with `hasattr` and calls them when they are there (models/utils.py,
+# models/qwen3_moe.py); even a placeholder would be taken for the real thing.
+MUST_STAY_ABSENT = ("fused_qk_norm_cpu", "fused_qk_norm_rope_cpu")
 
 
 class MissingOperatorError(NotImplementedError):
@@ -37,7 +58,13 @@ class OperatorPlaceholder:
         return f"<placeholder for sgl_kernel.{self.__name__}>"
 
 
+def bind_placeholders() -> None:
+    """Binds a placeholder to every name in ``LOOKED_UP_AT_IMPORT``."""
+    for name in LOOKED_UP_AT_IMPORT:
+        setattr(NAMESPACE, name, OperatorPlaceholder(name))
+
+
 def operator(function: Operator) -> Operator:
-    """Make ``function`` reachable as ``torch.ops.sgl_kernel.<its name>``."""
+    """Makes ``function`` reachable as ``torch.ops.sgl_kernel.<its name>``."""
     setattr(NAMESPACE, function.__name__, function)
     return function

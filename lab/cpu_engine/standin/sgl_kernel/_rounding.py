@@ -1,4 +1,4 @@
-"""How this machine's matrix products round, found out by trying.
+"""Finds out by trying how this machine's matrix products round.
 
 Speculative decoding is exact only if a token's logits do not depend on how many tokens are computed
 beside it.  In float32 they do: a BLAS picks its kernel, and with it the order of its additions, by
@@ -11,6 +11,7 @@ not taken for granted.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -32,21 +33,32 @@ def _draw(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=generator, dtype=torch.float32)
 
 
-@cache
-def least_linear_rows(outputs: int, inputs: int) -> int:
-    """From how many rows on ``F.linear`` with a weight ``[outputs, inputs]`` rounds a row alike."""
+def _least_rows(product: Callable[[int], Tensor]) -> int:
+    """Returns from how many rows on ``product(rows)`` rounds a row alike."""
     with torch.inference_mode():
-        weight, x = _draw(min(outputs, _PROBE_OUTPUTS), inputs), _draw(_PROBE_ROWS, inputs)
-        reference = F.linear(x, weight)
+        reference = product(_PROBE_ROWS)
         for least in _ROW_COUNTS:
             counts = (least, least + 1, least + 3, 2 * least, 3 * least)
-            if all(torch.equal(F.linear(x[:n].clone(), weight), reference[:n]) for n in counts):
+            if all(torch.equal(product(n), reference[:n]) for n in counts):
                 return least
     return _ROW_COUNTS[-1]
 
 
+@cache
+def least_linear_rows(outputs: int, inputs: int) -> int:
+    """Returns the least rows for ``F.linear`` with a weight ``[outputs, inputs]``."""
+    weight, x = _draw(min(outputs, _PROBE_OUTPUTS), inputs), _draw(_PROBE_ROWS, inputs)
+    return _least_rows(lambda rows: F.linear(x[:rows].clone(), weight))
+
+
+@cache
+def least_attention_rows(head_size: int) -> int:
+    """Returns the least query rows for attention over a full key block."""
+    return _least_rows(lambda rows: _probe_attention(rows, KEY_BLOCK, head_size))
+
+
 def _probe_attention(rows: int, keys: int, head_size: int) -> Tensor:
-    """Attention of probe rows over ``keys`` key slots: ``[rows, head_size]``.
+    """Computes attention of probe rows over ``keys`` key slots: ``[rows, head_size]``.
 
     Row i sees the first ``7 i + 1`` slots.  Rows that would see more than ``keys`` are left out, so
     that a row is the same sum at every ``keys``.
@@ -64,23 +76,8 @@ def _probe_attention(rows: int, keys: int, head_size: int) -> Tensor:
 
 
 @cache
-def least_attention_rows(head_size: int) -> int:
-    """From how many query rows on attention over a full key block rounds a row alike."""
-    with torch.inference_mode():
-        reference = _probe_attention(_PROBE_ROWS, KEY_BLOCK, head_size)
-        for least in _ROW_COUNTS:
-            counts = (least, least + 1, least + 3, 2 * least, 3 * least)
-            if all(
-                torch.equal(_probe_attention(n, KEY_BLOCK, head_size), reference[:n])
-                for n in counts
-            ):
-                return least
-    return _ROW_COUNTS[-1]
-
-
-@cache
 def safe_key_counts(head_size: int) -> tuple[int, ...]:
-    """Numbers of key slots, ascending up to the full block, that have the full block's bits."""
+    """Returns the numbers of key slots, ascending, that have the full block's bits."""
     with torch.inference_mode():
         reference = _probe_attention(_PROBE_ROWS, KEY_BLOCK, head_size)
         safe = []
@@ -93,7 +90,7 @@ def safe_key_counts(head_size: int) -> tuple[int, ...]:
 
 @cache
 def padded_key_count(longest: int, head_size: int) -> int:
-    """To how many key slots a batch is padded whose longest sequence has ``longest`` tokens."""
+    """Returns how many key slots a batch is padded to; longest: tokens of its longest sequence."""
     blocks, rest = divmod(longest, KEY_BLOCK)
     if rest == 0 and blocks:
         return longest

@@ -1,4 +1,4 @@
-"""Ragged attention as rectangles: which cache rows, which mask.
+"""Cuts ragged attention into rectangles: which cache rows, which mask.
 
 Every layer of a forward pass asks for attention over the same sequences.  The index into the
 key/value cache and the mask are therefore made for the first layer and kept for the others (see
@@ -39,7 +39,7 @@ class Spans:
     trees: Tensor | None = None
 
     def pick(self, chosen: Tensor) -> Spans:
-        """The spans of the chosen sequences alone."""
+        """Picks the spans of the chosen sequences."""
         return Spans(
             self.requests[chosen],
             self.lengths[chosen],
@@ -51,7 +51,7 @@ class Spans:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where the rows of a ragged tile come from and go to; all are int64 row numbers.
+    """The rows that a ragged tile takes and gives; all are int64 row numbers.
 
     Attributes:
         queries: ``[batch * width]`` rows of the query; a shorter sequence repeats its last one.
@@ -90,32 +90,17 @@ class Tile:
     placement: Placement | None = None
 
 
-def decode_tiles(
-    table: Tensor, requests: Tensor, lengths: Tensor, group: int, head_size: int
-) -> list[Tile]:
-    """One query per sequence, the last of its ``lengths[i]`` tokens: a single tile.
-
-    Args:
-        table: ``[requests, positions]`` cache row of every token.
-        requests: ``[sequences]`` rows of ``table``.
-        lengths: ``[sequences]`` tokens.
-        group: query heads per key head.
-        head_size: numbers per head.
-    """
-    lengths = lengths.long()
-    keys = padded_key_count(int(lengths.max()), head_size)
-    visible = torch.arange(keys) < lengths[:, None, None].clamp(min=1)
-    bias, spare = _bias(visible, group, head_size)
-    rows = _cache_rows(table, requests.long(), lengths, keys)
-    return [Tile(len(lengths), 1, keys, rows, bias, spare)]
-
-
 def extend_tiles(
     table: Tensor, spans: Spans, group: int, head_size: int, *, causal: bool
 ) -> list[Tile]:
-    """The new tokens of ``spans`` are the queries; see ``decode_tiles`` for the other arguments.
+    """Makes the tiles in which the new tokens of ``spans`` are the queries.
 
-    Not ``causal``: every new token sees the whole sequence.
+    Args:
+        table: ``[requests, positions]`` cache row of every token.
+        spans: the new tokens.
+        group: query heads per key head.
+        head_size: numbers per head.
+        causal: False lets every new token see the whole sequence.
     """
     live = spans.widths.nonzero().flatten()
     if live.numel() == 0:
@@ -149,18 +134,18 @@ def _split(spans: Spans) -> Iterator[tuple[Spans, Tensor]]:
 
 
 def _offsets(spans: Spans, keys: int) -> Tensor:
-    """First gathered row of every sequence, ``[sequences, 1]``."""
+    """Returns the first gathered row of every sequence, ``[sequences, 1]``."""
     return (torch.arange(len(spans.widths)) * keys)[:, None]
 
 
 def _cache_rows(table: Tensor, requests: Tensor, lengths: Tensor, keys: int) -> Tensor:
-    """``[sequences * keys]``: each request's slots, its last one repeated up to ``keys``."""
+    """Returns each request's slots ``[sequences * keys]``, the last one repeated up to ``keys``."""
     positions = torch.minimum(torch.arange(keys), (lengths[:, None] - 1).clamp_(min=0))
     return table[requests[:, None], positions].long().flatten()
 
 
 def _visible(spans: Spans, steps: Tensor, keys: int, *, causal: bool) -> Tensor:
-    """Bool ``[sequences, len(steps), keys]``: which key slot new token ``steps[j]`` may see."""
+    """Returns which key slot new token ``steps[j]`` may see: ``[sequences, len(steps), keys]``."""
     shape = (len(spans.widths), len(steps), keys)
     slots = torch.arange(keys)
     lengths, prefixes = spans.lengths[:, None, None], (spans.lengths - spans.widths)[:, None, None]
@@ -175,7 +160,7 @@ def _visible(spans: Spans, steps: Tensor, keys: int, *, causal: bool) -> Tensor:
 
 
 def _bias(visible: Tensor, group: int, head_size: int) -> tuple[Tensor, int]:
-    """The float mask of a tile from bool ``[batch, width, keys]``, and its number of spare rows.
+    """Makes a tile's float mask from bool ``[batch, width, keys]``, and its number of spare rows.
 
     Attention cuts its queries into runs of a power of two; with a number of rows that is a multiple
     of the least one, the last run has that many too.
@@ -186,7 +171,7 @@ def _bias(visible: Tensor, group: int, head_size: int) -> tuple[Tensor, int]:
 
 
 def _place(spans: Spans, steps: Tensor, keys: int) -> tuple[Tensor, Placement]:
-    """Fresh slots and placement of new tokens ``steps`` of sequences with various widths."""
+    """Returns fresh slots and placement of new tokens ``steps``, where widths differ."""
     widths, starts = spans.widths[:, None], spans.starts[:, None]
     queries = (starts + torch.minimum(steps, widths - 1)).flatten()
     real = (steps < widths).flatten().nonzero().flatten()

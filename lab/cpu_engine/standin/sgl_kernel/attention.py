@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ._memo import Memo
 from ._registry import operator
-from ._tiles import Spans, Tile, decode_tiles, extend_tiles
+from ._tiles import Spans, Tile, extend_tiles
 from .kv_cache import store_cache_cpu
 
 _decode_memo: Memo[list[Tile]] = Memo()
@@ -23,7 +23,7 @@ _extend_memo: Memo[list[Tile]] = Memo()
 def _reject(
     logit_cap: float, is_cross: bool, window: int, encoder_lens: Tensor | None, sinks: Tensor | None
 ) -> None:
-    """Raise NotImplementedError, with its name, for what dense Qwen3/Llama models do not use."""
+    """Raises NotImplementedError, with its name, for what dense Qwen3/Llama models do not use."""
     if logit_cap > 0:
         feature = "logit soft-capping"
     elif is_cross or encoder_lens is not None:
@@ -40,7 +40,7 @@ def _reject(
 
 
 def _gather(cache: Tensor, tile: Tile, fresh: Tensor | None) -> Tensor:
-    """Float32 ``[batch, heads, keys, size]`` from ``cache [slots, heads, size]``.
+    """Gathers float32 ``[batch, heads, keys, size]`` from ``cache [slots, heads, size]``.
 
     ``fresh``, the pass's own rows, takes the place of what the cache holds for them.
     """
@@ -56,7 +56,7 @@ def _gather(cache: Tensor, tile: Tile, fresh: Tensor | None) -> Tensor:
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, tile: Tile, scale: float, output: Tensor
 ) -> None:
-    """Write attention over gathered keys and values into ``output [batch * width, heads, size]``.
+    """Writes attention over gathered keys and values into ``output [batch * width, heads, size]``.
 
     Heads that share a key head are folded into the rows of one product, ``group * width`` of them.
     """
@@ -72,6 +72,29 @@ def _attend(
         mixed = mixed[:, :, :rows]
     mixed = mixed.view(batch, shared, group, width, -1).permute(0, 3, 1, 2, 4)
     output.view(batch, width, shared, group, -1).copy_(mixed)
+
+
+def _attend_all(
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    tiles: list[Tile],
+    scale: float,
+    output: Tensor,
+) -> None:
+    """Writes the attention of every tile into ``output``; see ``extend_attention_cpu``."""
+    for tile in tiles:
+        keys, values = _gather(k_cache, tile, key), _gather(v_cache, tile, value)
+        place = tile.placement
+        if place is None:
+            _attend(query.float(), keys, values, tile, scale, output)
+            continue
+        padded = output.new_empty(tile.batch * tile.width, *output.shape[1:])
+        rows = query.index_select(0, place.queries).float()
+        _attend(rows, keys, values, tile, scale, padded)
+        output.index_copy_(0, place.outputs, padded.index_select(0, place.real))
 
 
 @operator
@@ -96,7 +119,7 @@ def decode_attention_cpu(
     encoder_lens: Tensor | None,
     sinks: Tensor | None,
 ) -> None:
-    """Store one new token per sequence, then attend over each sequence; writes ``output`` in place.
+    """Stores one new token per sequence, then attends over each sequence; writes ``output``.
 
     Args:
         query: ``[sequences, heads, size]``; ``output`` likewise with the value size.
@@ -115,20 +138,22 @@ def decode_attention_cpu(
     if key is not None and value is not None:
         store_cache_cpu(key, value, k_cache, v_cache, loc, k_cache.shape[1] * k_cache.shape[2])
     group, size = query.shape[1] // k_cache.shape[1], query.shape[2]
-    (tile,) = _decode_memo.get(
-        req_to_token,
-        (req_pool_indices, seq_lens),
-        (group, size),
-        lambda: decode_tiles(req_to_token, req_pool_indices, seq_lens, group, size),
-    )
-    keys, values = _gather(k_cache, tile, None), _gather(v_cache, tile, None)
-    _attend(query.float(), keys, values, tile, sm_scale, output)
+    count = len(seq_lens)
+
+    def make() -> list[Tile]:
+        # A sequence without a token, in a padded batch, reads one row of the cache.
+        lengths, widths = seq_lens.long().clamp(min=1), torch.ones(count, dtype=torch.int64)
+        spans = Spans(req_pool_indices.long(), lengths, widths, torch.arange(count))
+        return extend_tiles(req_to_token, spans, group, size, causal=True)
+
+    tiles = _decode_memo.get(req_to_token, (req_pool_indices, seq_lens), (group, size), make)
+    _attend_all(query, k_cache, v_cache, None, None, tiles, sm_scale, output)
 
 
 def _spans(
     requests: Tensor, lengths: Tensor, widths: Tensor, starts: Tensor, tree_mask: Tensor | None
 ) -> Spans:
-    """The arguments of ``extend_attention_cpu`` as spans.
+    """Turns the arguments of ``extend_attention_cpu`` into spans.
 
     Raises:
         ValueError: for a tree mask over sequences with different numbers of new tokens.
@@ -167,7 +192,7 @@ def extend_attention_cpu(
     tree_mask: Tensor | None,
     is_causal: bool,
 ) -> None:
-    """Attend from the new tokens of every sequence; writes ``output`` in place.
+    """Attends from the new tokens of every sequence; writes ``output`` in place.
 
     Args:
         query: ``[tokens, heads, size]``; sequence i's ``extend_seq_lens[i]`` new tokens are rows
@@ -200,13 +225,4 @@ def extend_attention_cpu(
             causal=is_causal,
         ),
     )
-    for tile in tiles:
-        keys, values = _gather(k_buffer, tile, key), _gather(v_buffer, tile, value)
-        place = tile.placement
-        if place is None:
-            _attend(query.float(), keys, values, tile, sm_scale, output)
-            continue
-        padded = output.new_empty(tile.batch * tile.width, *output.shape[1:])
-        rows = query.index_select(0, place.queries).float()
-        _attend(rows, keys, values, tile, sm_scale, padded)
-        output.index_copy_(0, place.outputs, padded.index_select(0, place.real))
+    _attend_all(query, k_buffer, v_buffer, key, value, tiles, sm_scale, output)

@@ -1,4 +1,4 @@
-"""Linear layers, norms, activation and rotary embedding."""
+"""Computes linear layers, norms, activation and rotary embedding."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ._rounding import least_linear_rows
 
 @operator
 def convert_weight_packed(weight: Tensor) -> Tensor:
-    """Return ``weight`` itself: an update of the parameter is an update of what is multiplied."""
+    """Returns ``weight`` itself: an update of the parameter is an update of what is multiplied."""
     return weight
 
 
 @operator
 def weight_packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, is_vnni: bool) -> Tensor:
-    """``x @ weight.T + bias`` for ``x [rows, in]``, ``weight [out, in]`` and ``bias [out]``.
+    """Computes ``x @ weight.T + bias``: ``x [rows, in]``, ``weight [out, in]``, ``bias [out]``.
 
     In float32 a row has the same bits whatever other rows share the call (see ``_rounding``).
     """
@@ -41,7 +41,7 @@ _ZERO = torch.zeros((), dtype=torch.float32)
 
 
 def _rms(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
-    """RMS norm of a float32 tensor over its last dimension.
+    """Computes the RMS norm of a float32 tensor over its last dimension.
 
     ``x * weight / sqrt(mean(x^2) + eps)`` is written with the vector's length as ``sqrt(size) * x *
     weight / sqrt(|x|^2 + size * eps)``, which takes two thirds of the time of ``F.rms_norm``.  Each
@@ -55,7 +55,7 @@ def _rms(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Te
 
 @operator
 def rmsnorm_cpu(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``x [..., d]`` over its root mean square times ``weight [d]``; float32 inside."""
+    """Divides ``x [..., d]`` by its root mean square, times ``weight [d]``; float32 inside."""
     if x.dtype == torch.float32:
         return _rms(x, weight, eps)
     return _rms(x.float(), weight.float(), eps).to(x.dtype)
@@ -63,7 +63,7 @@ def rmsnorm_cpu(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @operator
 def fused_add_rmsnorm_cpu(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
-    """In place: ``residual += x`` and ``x = rms_norm(residual) * weight``; both ``[rows, d]``.
+    """Sets ``residual += x`` and ``x = rms_norm(residual) * weight`` in place; both ``[rows, d]``.
 
     In bfloat16 the norm is taken of the float32 sum, before it is rounded into ``residual``.
     """
@@ -77,7 +77,7 @@ def fused_add_rmsnorm_cpu(x: Tensor, residual: Tensor, weight: Tensor, eps: floa
 
 @operator
 def silu_and_mul_cpu(x: Tensor) -> Tensor:
-    """``silu(x[..., :d]) * x[..., d:]`` for ``x [..., 2 d]``; float32 inside."""
+    """Computes ``silu(x[..., :d]) * x[..., d:]`` for ``x [..., 2 d]``; float32 inside."""
     gate, up = x.chunk(2, dim=-1)
     if x.dtype == torch.float32:
         return F.silu(gate).mul_(up)
@@ -85,7 +85,7 @@ def silu_and_mul_cpu(x: Tensor) -> Tensor:
 
 
 def _turns(positions: Tensor, cos_sin_cache: Tensor, neox: bool) -> tuple[Tensor, Tensor]:
-    """Factors of a number itself and of its partner, both ``[tokens, 1, rotary_dim]`` float32."""
+    """Returns factors of a number and of its partner, both float32 ``[tokens, 1, rotary_dim]``."""
     factors = cos_sin_cache.index_select(0, positions.flatten()).float()
     cos, sin = factors.unsqueeze(1).chunk(2, dim=-1)
     if neox:
@@ -105,7 +105,7 @@ def rotary_embedding_cpu(
     cos_sin_cache: Tensor,
     is_neox: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys by their positions; the inputs stay as they are.
+    """Rotates queries and keys by their positions; the inputs stay as they are.
 
     Args:
         positions: token positions ``[tokens]``, integer.

@@ -1,4 +1,4 @@
-"""The tree of drafted tokens: who is whose parent, and which draft token may see which.
+"""Builds trees of drafted tokens: each node's parent, and which draft token may see which.
 
 Node 0 is the root, the last token already verified; nodes 1 .. n-1 are draft tokens, a parent
 always before its children.  ``next_token[i]`` is the first child of node i and ``next_sibling[i]``
@@ -25,7 +25,7 @@ class _Tree:
     ancestors: list[list[int]]
 
     def links(self) -> tuple[list[int], list[int]]:
-        """First child and next sibling of every node, siblings in ascending order."""
+        """Returns first child and next sibling of every node, siblings in ascending order."""
         child, sibling = [-1] * len(self.parents), [-1] * len(self.parents)
         for node in range(len(self.parents) - 1, 0, -1):
             parent = self.parents[node]
@@ -34,14 +34,14 @@ class _Tree:
         return child, sibling
 
     def visible(self) -> list[list[bool]]:
-        """For every node which nodes it sees: its ancestors and itself."""
+        """Returns for every node which nodes it sees: its ancestors and itself."""
         nodes = range(len(self.parents))
         seen = [{*above, node} for node, above in enumerate(self.ancestors)]
         return [[other in sees for other in nodes] for sees in seen]
 
 
 def _from_scores(selected: list[int], parent_list: list[int], topk: int) -> _Tree:
-    """The tree of the chosen candidates, see ``build_tree_kernel_efficient_cpu``.
+    """Builds the tree of the chosen candidates, see ``build_tree_kernel_efficient_cpu``.
 
     A node whose parent was not chosen hangs from nothing and is never reached; it sees the root.
     """
@@ -57,7 +57,7 @@ def _from_scores(selected: list[int], parent_list: list[int], topk: int) -> _Tre
 
 
 def _from_mask(rows: list[list[bool]]) -> _Tree:
-    """The tree of a mask whose row i is true at i's ancestors, the last of which is its parent."""
+    """Builds the tree of a mask whose row i is true at i's ancestors, its parent being the last."""
     ancestors = [[j for j in range(i) if row[j]] for i, row in enumerate(rows)]
     return _Tree([above[-1] if above else None for above in ancestors], ancestors)
 
@@ -65,7 +65,7 @@ def _from_mask(rows: list[list[bool]]) -> _Tree:
 def _write_links(
     trees: list[_Tree], lengths: list[int], positions: Tensor, index: Tensor, links: list[Tensor]
 ) -> None:
-    """Fill positions, flat node numbers and the two kinds of link, ``[requests * nodes]`` each."""
+    """Fills positions, flat node numbers and the two kinds of link, ``[requests * nodes]`` each."""
     children, siblings, depths = [], [], []
     for tree, length in zip(trees, lengths, strict=True):
         child, sibling = tree.links()
@@ -92,7 +92,7 @@ def build_tree_kernel_efficient_cpu(
     num_nodes: int,
     tree_mask_mode: int,
 ) -> None:
-    """Fill mask, positions and links of every request's draft tree, in place.
+    """Fills mask, positions and links of every request's draft tree, in place.
 
     Args:
         parent_list: ``[requests, groups]``; entry g is the score index of the parent that the
@@ -132,7 +132,7 @@ def reconstruct_indices_from_tree_mask(
     batch_size: int,
     draft_token_num: int,
 ) -> None:
-    """Fill positions and links from the masks alone, in place (the n-gram drafter proposes masks).
+    """Fills positions and links from the masks alone, in place (the n-gram drafter proposes masks).
 
     ``tree_mask`` is bool ``[batch_size, n, n]``, flat or not, row i true at i's ancestors; the
     other arguments are as in ``build_tree_kernel_efficient_cpu``.

@@ -1,4 +1,4 @@
-"""Set-up calls that SGLang makes once per process, and the collectives between its ranks."""
+"""Answers SGLang's set-up calls, once per process, and the collectives between its ranks."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ._registry import operator
 
 @operator
 def init_cpu_threads_env(cpu_ids: str) -> str:
-    """Leave threads to the environment (``OMP_NUM_THREADS``); the report is empty."""
+    """Leaves threads to the environment (``OMP_NUM_THREADS``); the report is empty."""
     return ""
 
 
 @operator
 def initialize(size: int, rank: int) -> None:
-    """Accept a tensor-parallel group of one or two.
+    """Accepts a tensor-parallel group of one or two.
 
     Raises:
         ValueError: for any other size: a sum of three rounds differently from batch to batch, and
@@ -29,13 +29,13 @@ def initialize(size: int, rank: int) -> None:
 
 @operator
 def shm_allreduce(tensor: Tensor, reduce_op: int) -> None:
-    """In place: the sum over all ranks.  The compiled operator goes through shared memory."""
+    """Sums ``tensor`` over all ranks in place; the compiled operator goes through shared memory."""
     torch.distributed.all_reduce(tensor)
 
 
 @operator
 def shm_allgather(tensor: Tensor, dim: int) -> Tensor:
-    """All ranks' tensors, side by side along ``dim``."""
+    """Concatenates all ranks' tensors along ``dim``."""
     parts = [torch.empty_like(tensor) for _ in range(torch.distributed.get_world_size())]
     torch.distributed.all_gather(parts, tensor.contiguous())
     return torch.cat(parts, dim)

@@ -12,12 +12,11 @@ from engine_shim.training.checkpoint import load_sd2, save_sd2
 from engine_shim.training.sd2 import (
     Sd2Draft,
     Sd2Shape,
-    acceptance_length,
     divergence,
     greedy_chain,
     offsets,
 )
-from tests.support.training_rounds import LAYERS, SHAPE, make_target
+from tests.support.training_rounds import LAYERS, SHAPE
 
 DECODER = replace(SHAPE, layers=2, mlp=40)
 
@@ -145,14 +144,6 @@ def test_a_chain_is_steered_by_the_last_verified_position(draft: Sd2Draft):
         grown = torch.cat([grown, draft(grown[:, 1:], steering)[:, -1:].argmax(-1)], dim=1)
     assert torch.equal(chain, grown[:, 10:])
     assert not torch.equal(chain, greedy_chain(draft, features, text, 3, steered=False))
-
-
-def test_acceptance_length_is_one_where_nothing_fits(draft: Sd2Draft):
-    target = make_target()
-    with torch.no_grad():
-        draft.decoder.model.embed_tokens.weight.zero_()
-    text = tokens(40)[0] % (SHAPE.vocabulary - 1) + 1
-    assert acceptance_length(draft, target, [text], 3, steered=True) == 1.0
 
 
 def test_it_comes_back_from_its_folder(draft: Sd2Draft, tmp_path: Path):

@@ -128,7 +128,7 @@ def test_a_block_drafter_goes_out_and_comes_back(tmp_path: Path):
     folder, out = tmp_path / "signals", tmp_path / "out"
     versions = base_of(student, folder)
     SignalStore(folder, 1 << 30).add(signal(30, 1, final=False))
-    with pytest.raises(ExportError, match="how many layers the target has"):
+    with pytest.raises(ExportError, match="does not give the target's num_hidden_layers"):
         export_signals(folder, versions, 0, "some/hub-name", out)
     assert export_signals(folder, versions, 0, str(TARGET), out) == 1
     # Where the features came from is part of the drafter.

@@ -122,7 +122,7 @@ def with_nan(found: dict[str, Tensor]) -> dict[str, Tensor]:
         (without_one, "weight is missing"),
         (with_a_shape, "weight is \\("),
         (with_another, "model.extra is"),
-        (with_nan, "no number"),
+        (with_nan, "NaN or infinite"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(

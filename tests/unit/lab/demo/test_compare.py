@@ -1,6 +1,6 @@
 import pytest
 
-from lab.demo.compare import Mismatch, Selection, choice_shares, paired_phase_ratio, paired_ratio
+from lab.demo.compare import Mismatch, Selection, choice_shares
 from lab.harness.load_generator import Play
 from lab.harness.spread import Spread
 from tests.unit.lab.demo.outcomes import outcome, play_of
@@ -24,7 +24,7 @@ def test_every_wrong_answer_is_found_at_its_first_wrong_token():
 
 def test_ratios_are_of_the_same_repeat():
     found = outcome()
-    ratio = paired_ratio(found.steered, found.policies[2])
+    ratio = found.ratio(found.policies[2])
     # 16 tokens: 1.6 s against 4 s, then 1 s against 2 s.
     assert ratio.values == pytest.approx((2.5, 2.0))
     assert (ratio.median, ratio.low, ratio.high) == pytest.approx((2.25, 2.0, 2.5))
@@ -32,9 +32,7 @@ def test_ratios_are_of_the_same_repeat():
 
 def test_phase_ratios_are_of_the_same_phase_and_repeat():
     found = outcome()
-    assert paired_phase_ratio(found.steered, found.policies[0], 1).values == pytest.approx(
-        (2.0, 3.2)
-    )
+    assert found.ratio(found.policies[0], 1).values == pytest.approx((2.0, 3.2))
 
 
 def test_ours_is_the_last_policy_and_the_others_come_before():

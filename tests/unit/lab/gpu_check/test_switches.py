@@ -44,6 +44,6 @@ def test_steps_of_another_batch_and_after_a_prefill_say_nothing():
 
 def test_the_pin_goes_round():
     moves: queue.SimpleQueue[service_pb2.MeasureRequest | None] = queue.SimpleQueue()
-    with switches.taking_turns(Pin(moves, "engine"), [("eagle3", 1), ("dflash", 7)]):
+    with switches.ArmRotation(Pin(moves, "engine"), [("eagle3", 1), ("dflash", 7)]):
         moved = [moves.get(timeout=120) for _ in range(4)]
     assert [(m.drafter, m.gamma) for m in moved if m] == [("dflash", 7), ("eagle3", 1)] * 2

@@ -31,7 +31,7 @@ def recipe(least_branch_share: float = 0.0) -> Recipe:
         least_branch_share=least_branch_share,
         drafts={"draft-small": DraftRecipe({"json": 1.0}, A_FEW)},
         blocks={"block-small": DraftRecipe({"json": 1.0}, A_FEW)},
-        steered={"steered-small": Sd2Recipe({"json": 1.0}, A_FEW, A_FEW)},
+        sd2={"steered-small": Sd2Recipe({"json": 1.0}, A_FEW, A_FEW)},
     )
 
 

@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 import sgl_kernel
 import torch
-from sgl_kernel import _placeholders
+from sgl_kernel import _registry
 
 from lab.cpu_engine.environment import STANDIN_FOLDER
 
@@ -21,10 +21,10 @@ def test_operators_are_reachable_both_ways() -> None:
 @pytest.mark.parametrize("name", ["fused_qk_norm_cpu", "fused_qk_norm_rope_cpu"])
 def test_names_that_sglang_probes_stay_absent(name: str) -> None:
     assert not hasattr(torch.ops.sgl_kernel, name)
-    assert name not in _placeholders.LOOKED_UP_AT_IMPORT
+    assert name not in _registry.LOOKED_UP_AT_IMPORT
 
 
-@pytest.mark.parametrize("name", _placeholders.LOOKED_UP_AT_IMPORT)
+@pytest.mark.parametrize("name", _registry.LOOKED_UP_AT_IMPORT)
 def test_a_placeholder_can_be_looked_up_but_not_called(name: str) -> None:
     placeholder = getattr(torch.ops.sgl_kernel, name)
     assert name in repr(placeholder)

@@ -1,4 +1,4 @@
-"""Work on a thread while a `with` block runs: load, an engine's steps, somebody who watches."""
+"""Runs work on a thread during a `with` block: load, an engine's steps, a watch."""
 
 import threading
 from abc import ABC, abstractmethod

@@ -1,4 +1,4 @@
-"""SD2: one pretrained drafter, distilled, and distilled with steering, for as long."""
+"""Compares a pretrained drafter with two that were distilled: without and with SD2's steering."""
 
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,8 @@ _BATCH = 4
 _MANY = 100_000
 
 
-def steering(setting: LabSetting) -> dict[str, Any]:
-    """Trains the three, then serves each."""
+def sd2(setting: LabSetting) -> dict[str, Any]:
+    """Trains the three drafters, then serves each."""
     folders, seconds = _trained(setting)
     if setting.quick:
         # The pretrained one is served as the others are.
@@ -34,9 +34,8 @@ def steering(setting: LabSetting) -> dict[str, Any]:
     }
     for name, folder in folders.items():
         found[name] = _served(setting, name, folder)
-    steered, distilled = found["steered"], found["distilled"]
-    ratio = steered["step ms"] / distilled["step ms"]
-    found["step of steered over distilled"] = round(ratio, 4)
+    ratio = found["sd2"]["step ms"] / found["distilled"]["step ms"]
+    found["step of sd2 over distilled"] = round(ratio, 4)
     return found
 
 
@@ -47,16 +46,14 @@ def _trained(setting: LabSetting) -> tuple[dict[str, Path], dict[str, float]]:
     target = load_target(MODELS / "target").requires_grad_(requires_grad=False)
     tokenizer = Tokenizer.from_file(str(MODELS / "target/tokenizer.json"))
     splits = corpus.tokenize(corpus.documents(), tokenizer)
-    folders = {name: setting.scratch / name for name in ("pretrained", "distilled", "steered")}
+    folders = {name: setting.scratch / name for name in ("pretrained", "distilled", "sd2")}
     with setting.terminal.working("three drafters are trained"):
         pretrained = pretrain(recipe, Recipe().sd2_shape, splits)
         save_sd2(pretrained, folders["pretrained"])
-        for name in ("distilled", "steered"):
-            made = distil(
-                recipe, pretrained, target, splits, recipe.budget, steered=name == "steered"
-            )
+        for name in ("distilled", "sd2"):
+            made = distil(recipe, pretrained, target, splits, recipe.budget, steered=name == "sd2")
             save_sd2(made, folders[name])
-    return folders, {"pretraining": first, "distilled": then, "steered": then}
+    return folders, {"pretraining": first, "distilled": then, "sd2": then}
 
 
 def _served(setting: LabSetting, name: str, folder: Path) -> dict[str, Any]:
