@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 from lab.cpu_engine.environment import enter_cpu_environment
 
@@ -40,6 +41,11 @@ def with_cpu_defaults(arguments: Sequence[str]) -> list[str]:
 
 def main() -> None:
     """Serves until it is stopped, then ends the processes that SGLang started."""
+    if find_spec("sglang") is None:
+        raise SystemExit(
+            "lab.cpu_engine.serve needs SGLang, which cannot be imported. Run it with the "
+            "environment that `make setup` makes in the clone."
+        )
     enter_cpu_environment()
     # A plugin may only hook what is imported where it is loaded: the processes' own modules too,
     # for those that are forked.

@@ -5,6 +5,7 @@ core.  Budgets end by steps or by wall time, whichever comes first, so a busy ma
 somewhat worse set rather than a later one.
 """
 
+# ruff: noqa: E402 -- what is missing is reported before it is imported.
 from __future__ import annotations
 
 import argparse
@@ -13,6 +14,10 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+
+from lab.harness.requirements import require
+
+require("lab.cpu_engine.models.make", "engine_shim", "numpy", "safetensors", "tokenizers", "torch")
 
 import numpy as np
 import torch
