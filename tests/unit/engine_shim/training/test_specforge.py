@@ -166,9 +166,9 @@ def test_a_predictor_is_none_of_its_drafters(tmp_path: Path):
         MtpShape(SQUARE.with_layers(1)), torch.randn(SHAPE.vocabulary, SHAPE.hidden)
     )
     versions = base_of(predictor, tmp_path / "signals")
-    with pytest.raises(ExportError, match="no multi-token predictors"):
+    with pytest.raises(ExportError, match="not multi-token predictors"):
         export_signals(tmp_path / "signals", versions, 0, str(TARGET), tmp_path / "out")
-    with pytest.raises(ExportError, match="no multi-token predictors"):
+    with pytest.raises(ExportError, match="not multi-token predictors"):
         import_draft(tmp_path, versions)
 
 
