@@ -24,7 +24,8 @@ from controller.profiling.errors import (
     SidecarUnreachableError,
 )
 from controller.util.socket_paths import operators_address, why_denied
-from controller.wire import converters
+from controller.wire.engines import engine_from_proto
+from controller.wire.reports import report_from_proto
 from speculation.v1 import service_pb2, service_pb2_grpc
 
 _ANSWER_SECONDS = 10.0
@@ -81,7 +82,7 @@ class MeasureStream:
         for response in responses:
             if self.first_epoch is None:
                 self.first_epoch = response.forced_epoch
-            found += map(converters.report_from_proto, response.reports)
+            found += map(report_from_proto, response.reports)
         return [report for report in found if report.plan_epoch >= (self.first_epoch or 0)]
 
     async def close(self) -> None:
@@ -145,9 +146,7 @@ class ProfilingClient:
         except grpc.aio.AioRpcError as error:
             raise self._away(error) from error
         return [
-            converters.engine_from_proto(status.engine)
-            for status in answer.engines
-            if not status.unavailable
+            engine_from_proto(status.engine) for status in answer.engines if not status.unavailable
         ]
 
     async def install(self, profile: Profile) -> Sequence[str]:

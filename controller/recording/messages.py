@@ -38,9 +38,11 @@ from controller.recording.events import (
     Trained,
     Warmed,
 )
-from controller.wire import converters
 from controller.wire.capabilities import all_lost_from_proto, lost_to_proto
+from controller.wire.engines import engine_from_proto, engine_to_proto
 from controller.wire.overrides import override_from_proto, override_to_proto
+from controller.wire.plans import plan_to_proto
+from controller.wire.reports import report_from_proto, report_to_proto
 from speculation.v1 import record_pb2
 
 _Settings = TypeVar("_Settings", PlannerSettings, TrainingSettings)
@@ -70,7 +72,7 @@ def moment_to_proto(moment: Moment) -> record_pb2.Record:
 
 
 def _issued_to_proto(event: Issued) -> record_pb2.RecordDecision:
-    plan = None if event.plan is None else converters.plan_to_proto(event.plan)
+    plan = None if event.plan is None else plan_to_proto(event.plan)
     return record_pb2.RecordDecision(plan=plan)
 
 
@@ -105,7 +107,7 @@ def _note_to_proto(event: Noted) -> record_pb2.RecordNote:
 
 def _opening_to_proto(opening: Opening) -> record_pb2.RecordOpening:
     return record_pb2.RecordOpening(
-        engine=converters.engine_to_proto(opening.spec),
+        engine=engine_to_proto(opening.spec),
         planner_json=json.dumps(asdict(opening.planner)),
         training_json=json.dumps(asdict(opening.training)),
         profile_json="" if opening.profile is None else opening.profile.to_json(),
@@ -185,7 +187,7 @@ def _opening(message: record_pb2.RecordOpening) -> Opening:
     _check_time(message.wall_seconds)
     text = message.profile_json
     return Opening(
-        spec=converters.engine_from_proto(message.engine),
+        spec=engine_from_proto(message.engine),
         planner=_settings(PlannerSettings, message.planner_json),
         training=_settings(TrainingSettings, message.training_json),
         profile=Profile.from_json(text) if text else None,
@@ -220,7 +222,7 @@ def _terms(message: record_pb2.RecordOverrides) -> tuple[Term, ...]:
 # By event, the field that it travels in.
 _WRITERS: Final[Mapping[type, tuple[str, Callable[[Any], Message]]]] = {
     Opening: ("opening", _opening_to_proto),
-    Reported: ("report", lambda event: converters.report_to_proto(event.report)),
+    Reported: ("report", lambda event: report_to_proto(event.report)),
     Decided: ("decision", lambda event: record_pb2.RecordDecision(plan=event.plan)),
     Issued: ("decision", _issued_to_proto),
     Forced: ("force", _force_to_proto),
@@ -241,7 +243,7 @@ _WRITERS: Final[Mapping[type, tuple[str, Callable[[Any], Message]]]] = {
 }
 _READERS: Final[Mapping[str, Callable[[Any], Event | None]]] = {
     "opening": _opening,
-    "report": lambda message: Reported(converters.report_from_proto(message)),
+    "report": lambda message: Reported(report_from_proto(message)),
     "decision": lambda message: Decided(message.plan if message.HasField("plan") else None),
     "force": _force,
     "settings": _configured,

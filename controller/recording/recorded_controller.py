@@ -43,7 +43,7 @@ from controller.recording.events import (
     Trained,
     Warmed,
 )
-from controller.wire.converters import plan_to_proto
+from controller.wire.plans import plan_to_proto
 
 # An override whose end moves by less was not renewed.
 _SAME_END_SECONDS = 1.0

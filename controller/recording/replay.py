@@ -36,7 +36,7 @@ from controller.recording.events import (
 )
 from controller.recording.recorded_controller import versions
 from controller.recording.recording import Recording, RecordingPart
-from controller.wire.converters import plan_to_proto
+from controller.wire.plans import plan_to_proto
 from speculation.v1 import plan_pb2
 
 # What a core may run into where its variables cannot be its own.

@@ -20,7 +20,10 @@ from controller.service.sessions.session import EngineSession
 from controller.service.status.paging import page_of
 from controller.service.status.readiness import Readiness, ServiceHealth
 from controller.service.status.status_cache import StatusCache
-from controller.wire import converters
+from controller.wire.engines import engine_to_proto
+from controller.wire.explanations import explanation_to_proto
+from controller.wire.plans import plan_to_proto
+from controller.wire.reports import report_to_proto
 from speculation.v1 import engine_pb2, service_pb2, service_pb2_grpc
 
 # Explanations that may wait; the guard lets no more in at once.
@@ -105,7 +108,7 @@ class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
     ) -> tuple[Explanation, service_pb2.ExplainResponse]:
         session = self._registry.by_engine(request.engine_id)
         explanation = session.core.explain(request.batch_size)
-        return explanation, converters.explanation_to_proto(explanation)
+        return explanation, explanation_to_proto(explanation)
 
     async def Overview(
         self,
@@ -133,13 +136,13 @@ class InspectionServicer(service_pb2_grpc.InspectionServiceServicer):
     def _status(self, session: EngineSession) -> service_pb2.EngineStatus:
         last, counters, core = session.last_report, session.counters, session.core
         return service_pb2.EngineStatus(
-            engine=converters.engine_to_proto(session.spec),
-            plan=converters.plan_to_proto(session.plan),
+            engine=engine_to_proto(session.spec),
+            plan=plan_to_proto(session.plan),
             profile_id=core.profile_id,
             reports=counters.reports,
             rejected_reports=counters.rejected.total(),
             dropped_reports=counters.dropped,
-            last_report=None if last is None else converters.report_to_proto(last),
+            last_report=None if last is None else report_to_proto(last),
             seconds_since_last_report=session.seconds_since_last_report,
             costs="profile" if core.profile_id else core.cost.prior,
             no_profile="" if core.profile_id else self._readiness.why_no_profile(session.spec),

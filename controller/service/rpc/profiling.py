@@ -21,7 +21,9 @@ from controller.service.sessions.profile_registry import (
 )
 from controller.service.sessions.registry import SessionRegistry
 from controller.service.sessions.session import EngineSession, ForcedMeasurement
-from controller.wire import converters
+from controller.wire.engines import fingerprint_to_proto
+from controller.wire.plans import arm_from_proto
+from controller.wire.reports import report_to_proto
 from speculation.v1 import service_pb2, service_pb2_grpc
 
 _log = structlog.get_logger(__name__)
@@ -138,7 +140,7 @@ class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
             identity=shelved.identity,
             profile_id=profile.profile_id,
             measurements=[m.profile_id for m in shelved.measurements],
-            fingerprint=converters.fingerprint_to_proto(profile.fingerprint),
+            fingerprint=fingerprint_to_proto(profile.fingerprint),
             drafters=[drafter.name for drafter in profile.drafters],
             cells=len(profile.cells),
             steps=sum(cell.steps for cell in profile.cells),
@@ -217,7 +219,7 @@ class _MeasureStream:
                         await self._context.write(
                             service_pb2.MeasureResponse(
                                 forced_epoch=told_epoch,
-                                reports=map(converters.report_to_proto, reports),
+                                reports=map(report_to_proto, reports),
                             )
                         )
                     if done:
@@ -237,4 +239,4 @@ class _MeasureStream:
             self._bell.set()
 
     def _force(self, request: service_pb2.MeasureRequest) -> None:
-        self._session.force(self._measurement, converters.arm_from_proto(request))
+        self._session.force(self._measurement, arm_from_proto(request))

@@ -38,8 +38,10 @@ from controller.service.sessions.counters import COUNT_MAX, Received
 from controller.service.sessions.engine_identity import EngineIdentity
 from controller.service.sessions.registry import SessionRegistry
 from controller.service.sessions.session import EngineSession
-from controller.wire import converters
 from controller.wire.capabilities import all_lost_from_proto
+from controller.wire.engines import engine_from_proto
+from controller.wire.plans import plan_to_proto, reason_to_proto
+from controller.wire.reports import report_from_proto
 from speculation.v1 import engine_pb2, service_pb2, service_pb2_grpc
 
 # Introductions that may wait: as many as there may be engines.
@@ -80,12 +82,12 @@ class SpeculationServicer(service_pb2_grpc.SpeculationServiceServicer):
         before = self._registry.received_in(request.previous_session_id)
         return service_pb2.IntroduceResponse(
             session_id=session.session_id,
-            plan=converters.plan_to_proto(session.plan),
+            plan=plan_to_proto(session.plan),
             received=None if before is None else _received_to_proto(before),
         )
 
     def _introduced(self, request: service_pb2.IntroduceRequest) -> EngineSession:
-        spec = converters.engine_from_proto(request.engine)
+        spec = engine_from_proto(request.engine)
         callers.require_engine(spec.engine_id)
         holder = EngineIdentity.of(callers.calling(), request.engine_secret)
         return self._registry.introduce(spec, holder)
@@ -123,7 +125,7 @@ class SpeculationServicer(service_pb2_grpc.SpeculationServiceServicer):
 
 def _decide(session: EngineSession, message: engine_pb2.StepReport) -> service_pb2.DecideResponse:
     try:
-        report = session.unary.identify(converters.report_from_proto(message))
+        report = session.unary.identify(report_from_proto(message))
         session.observe(report)
     except InvalidReportError as error:
         session.reject(error)
@@ -135,7 +137,7 @@ def _decide(session: EngineSession, message: engine_pb2.StepReport) -> service_p
     return service_pb2.DecideResponse(
         drafter=row.arm.drafter,
         gamma=row.arm.gamma,
-        reason=converters.reason_to_proto(row.reason),
+        reason=reason_to_proto(row.reason),
         reason_detail=plan.reason_detail,
         epoch=plan.epoch,
         drafter_asleep=row.drafter_asleep,
@@ -213,7 +215,7 @@ class _SteerStream:
             self._sent_epoch = plan.epoch
             await self._context.write(
                 service_pb2.SteerResponse(
-                    plan=converters.plan_to_proto(plan) if news else None,
+                    plan=plan_to_proto(plan) if news else None,
                     rejections=rejections,
                     received=received if last else None,
                     received_so_far=received,
@@ -281,7 +283,7 @@ class _SteerStream:
         self._received.reports += 1
         try:
             self._session.require_next(message.step)
-            self._session.observe(converters.report_from_proto(message))
+            self._session.observe(report_from_proto(message))
         except InvalidReportError as error:
             self._refused += 1
             self._session.reject(error)

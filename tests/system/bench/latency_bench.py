@@ -22,7 +22,8 @@ from pathlib import Path
 from controller.core.clock import VirtualClock
 from controller.core.engine.engine_controller import EngineController
 from controller.core.settings import PlannerSettings
-from controller.wire.converters import engine_from_proto, report_from_proto
+from controller.wire.engines import engine_from_proto
+from controller.wire.reports import report_from_proto
 from engine_shim.link.engine_link import EngineLink
 from engine_shim.link.plan_follower import Source
 from engine_shim.link.settings import LinkSettings

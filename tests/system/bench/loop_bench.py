@@ -22,7 +22,7 @@ import structlog
 
 from controller.core.cost.profile import DrafterIdentity, Profile, ProfileCell
 from controller.core.types import MAX_ARMS, MAX_BATCH_SIZE, MAX_DRAFTERS, MAX_REPORT_CLASSES
-from controller.wire import converters
+from controller.wire.engines import engine_from_proto
 from lab.harness.ports import free_port
 from speculation.v1 import engine_pb2, policy_pb2, service_pb2
 from tests.support.service_harness import Running, SteerClient, report_message, serving
@@ -115,7 +115,7 @@ def largest_report(step: int) -> engine_pb2.StepReport:
 
 def largest_profile(engine: engine_pb2.EngineSpec) -> Profile:
     """Of that engine, about as many cells as a message with a profile holds."""
-    spec = converters.engine_from_proto(engine)
+    spec = engine_from_proto(engine)
     sizes = spec.fingerprint.graph_batch_sizes
     cells = [
         ProfileCell(arm.drafter, arm.gamma, size, 0.01 * (1 + size / 100 + arm.gamma / 10), 0.0, 9)

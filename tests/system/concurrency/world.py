@@ -24,7 +24,7 @@ from controller.service.net.errors import NoSessionError
 from controller.service.sessions.engine_identity import EngineIdentity
 from controller.settings.settings import Settings
 from controller.store.interface import Actor
-from controller.wire.converters import engine_from_proto
+from controller.wire.engines import engine_from_proto
 from engine_shim.link import agent as agent_module
 from engine_shim.link import packets
 from engine_shim.link.agent_socket import AgentSocket

@@ -18,7 +18,7 @@ from controller.core.cost.profile import Profile
 from controller.service.sessions.profile_registry import ProfileRegistry
 from controller.store.file_store import FileStore
 from controller.store.interface import PROFILES
-from controller.wire import converters
+from controller.wire.engines import engine_from_proto
 from controller.wire.overrides import from_body
 from speculation.v1 import policy_pb2, policy_pb2_grpc, service_pb2, service_pb2_grpc
 from tests.support.service_harness import ENVIRONMENT, engine_message, make_profile
@@ -227,7 +227,7 @@ async def _lost(place: Path, known: Acknowledged) -> list[str]:
         lost.append(f"profile of {known.pushed[-1].measured_at} is not on the shelf")
     profile_registry = ProfileRegistry(place / "profiles")
     profile_registry.load([])
-    kept = profile_registry.find(converters.engine_from_proto(engine_message()))
+    kept = profile_registry.find(engine_from_proto(engine_message()))
     if known.installed and (kept is None or kept.measured_at < known.installed[-1]):
         lost.append(f"profile of {known.installed[-1]} is not the one in use: {kept}")
     return lost

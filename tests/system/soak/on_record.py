@@ -16,7 +16,7 @@ from controller.recording.events import (
 )
 from controller.recording.recording import RecordingPart, find
 from controller.recording.replay import ReplayClock, rebuilt
-from controller.wire.converters import plan_to_proto
+from controller.wire.plans import plan_to_proto
 from speculation.v1 import plan_pb2
 
 

@@ -12,7 +12,7 @@ from controller.core.kinds import DrafterKind
 from controller.core.planning.overrides import Override, Rule, Scope, ScopeKind
 from controller.core.settings import POLICIES, PlannerSettings
 from controller.core.types import Arm, DrafterSpec, Reason
-from controller.wire.converters import engine_from_proto, engine_to_proto
+from controller.wire.engines import engine_from_proto, engine_to_proto
 from tests.support.virtual_engine import GAMMAS, VirtualEngine, engine_spec, gpu_like, profile_of
 
 # 12 lies inside a bucket.

@@ -11,7 +11,7 @@ from controller.core.engine.engine_controller import EngineController
 from controller.core.settings import PlannerSettings
 from controller.core.types import Arm, Plan, Probe, Reason, Regime, RegimeMode
 from controller.service.sessions.session import EngineSession
-from controller.wire import converters
+from controller.wire.engines import engine_from_proto
 from tests.support.service_harness import engine_message
 
 
@@ -22,7 +22,7 @@ def clock() -> VirtualClock:
 
 @pytest.fixture
 def session(clock: VirtualClock) -> EngineSession:
-    spec = converters.engine_from_proto(engine_message())
+    spec = engine_from_proto(engine_message())
     return EngineSession("secret", EngineController(spec, PlannerSettings(), None, clock), clock)
 
 

@@ -24,7 +24,7 @@ from controller.service.metrics.server import OF_AN_ENGINE
 from controller.service.sessions.session import EngineSession
 from controller.service.status.engine_snapshot import EngineSnapshot
 from controller.service.status.engine_status import engine_detail
-from controller.wire import converters
+from controller.wire.explanations import explanation_to_proto
 from tests.support.recorded_events import TRAINING, Engine, full_spec, override
 
 PINS = (override("pin", Rule(gamma=2)), override("no", Rule(off=True)))
@@ -44,7 +44,7 @@ def page(session: EngineSession) -> object:
 READERS: dict[str, Callable[[EngineSession], object]] = {
     "explain": lambda session: session.core.explain(),
     "explain another batch": lambda session: session.core.explain(20),
-    "explain as a message": lambda session: converters.explanation_to_proto(session.core.explain()),
+    "explain as a message": lambda session: explanation_to_proto(session.core.explain()),
     "preview": lambda session: session.core.preview(PINS),
     "preview of other rows": lambda session: session.core.preview(SPLIT),
     "preview without overrides": lambda session: session.core.preview([]),

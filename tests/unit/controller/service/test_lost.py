@@ -9,7 +9,7 @@ from controller.cli.connection import print_wide
 from controller.cli.explain import _print_explanation
 from controller.cli.top import _screen
 from controller.doctor.sidecar import ask, check_engines
-from controller.wire.converters import engine_from_proto, engine_to_proto
+from controller.wire.engines import engine_from_proto, engine_to_proto
 from speculation.v1 import engine_pb2, plan_pb2, policy_pb2, service_pb2
 from tests.support.service_harness import (
     Running,

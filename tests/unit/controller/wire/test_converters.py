@@ -32,7 +32,10 @@ from controller.core.types import (
     StepFlags,
     StepReport,
 )
-from controller.wire import converters
+from controller.wire.engines import engine_from_proto, engine_to_proto
+from controller.wire.explanations import explanation_to_proto
+from controller.wire.plans import plan_to_proto, reason_to_proto
+from controller.wire.reports import report_from_proto, report_to_proto
 from speculation.v1 import engine_pb2, plan_pb2, service_pb2
 
 names = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20)
@@ -129,14 +132,14 @@ def reports(draw: st.DrawFn) -> StepReport:
 
 @given(engines)
 def test_an_engine_survives_the_wire(spec: EngineSpec):
-    wire = converters.engine_to_proto(spec).SerializeToString()
-    assert converters.engine_from_proto(engine_pb2.EngineSpec.FromString(wire)) == spec
+    wire = engine_to_proto(spec).SerializeToString()
+    assert engine_from_proto(engine_pb2.EngineSpec.FromString(wire)) == spec
 
 
 @given(reports())
 def test_a_report_survives_the_wire(report: StepReport):
-    wire = converters.report_to_proto(report).SerializeToString()
-    assert converters.report_from_proto(engine_pb2.StepReport.FromString(wire)) == report
+    wire = report_to_proto(report).SerializeToString()
+    assert report_from_proto(engine_pb2.StepReport.FromString(wire)) == report
 
 
 def test_parallel_sizes_that_are_not_said_are_one():
@@ -145,7 +148,7 @@ def test_parallel_sizes_that_are_not_said_are_one():
         drafters=[engine_pb2.Drafter(name="d", kind=engine_pb2.DRAFTER_KIND_MTP, gammas=[0])],
         max_batch_size=1,
     )
-    fingerprint = converters.engine_from_proto(message).fingerprint
+    fingerprint = engine_from_proto(message).fingerprint
     assert (fingerprint.tensor_parallel_size, fingerprint.data_parallel_size) == (1, 1)
 
 
@@ -157,18 +160,18 @@ def test_a_drafter_of_a_kind_that_is_not_known_is_refused(kind: int):
         max_batch_size=1,
     )
     with pytest.raises(InvalidEngineError, match=rf"drafter 'd': kind {kind} is unspecified or"):
-        converters.engine_from_proto(message)
+        engine_from_proto(message)
 
 
 @pytest.mark.parametrize("reason", Reason)
 def test_every_reason_has_the_value_of_its_name(reason: Reason):
-    assert plan_pb2.Reason.Name(converters.reason_to_proto(reason)) == f"REASON_{reason.name}"
+    assert plan_pb2.Reason.Name(reason_to_proto(reason)) == f"REASON_{reason.name}"
 
 
 @pytest.mark.parametrize("mode", RegimeMode)
 def test_every_regime_has_the_value_of_its_name(mode: RegimeMode):
     plan = Plan(1, (), Regime(mode, 7), 1.0, Reason.EXPLOIT, "")
-    regime = converters.plan_to_proto(plan).regime
+    regime = plan_to_proto(plan).regime
     assert (plan_pb2.RegimeMode.Name(regime.mode), regime.stride) == (
         f"REGIME_MODE_{mode.name}",
         7,
@@ -189,7 +192,7 @@ PLAN = Plan(
 
 
 def test_a_plan_goes_out_whole():
-    message = converters.plan_to_proto(PLAN)
+    message = plan_to_proto(PLAN)
     assert (message.epoch, message.lease_ms, message.reason_detail) == (3, 2500, "because")
     assert message.reason == plan_pb2.REASON_PROBE
     first, second = message.rows
@@ -203,7 +206,7 @@ def test_a_plan_goes_out_whole():
 
 def test_a_lease_is_never_rounded_to_nothing():
     plan = Plan(1, PLAN.rows, Regime(), 1e-5, Reason.LEASE, "")
-    assert converters.plan_to_proto(plan).lease_ms == 1
+    assert plan_to_proto(plan).lease_ms == 1
 
 
 def test_an_explanation_goes_out_whole():
@@ -239,11 +242,11 @@ def test_an_explanation_goes_out_whole():
         2,
         "roofline",
     )
-    message = converters.explanation_to_proto(explanation)
+    message = explanation_to_proto(explanation)
     assert message == service_pb2.ExplainResponse(
         engine_id="e",
         batch_size=4,
-        plan=converters.plan_to_proto(PLAN),
+        plan=plan_to_proto(PLAN),
         arms=[
             service_pb2.ArmExplanation(
                 drafter="mtp",

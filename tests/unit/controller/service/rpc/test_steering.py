@@ -10,7 +10,7 @@ import pytest
 from controller.core.clock import VirtualClock
 from controller.core.types import StepReport
 from controller.service.net.errors import ShuttingDownError
-from controller.wire.converters import engine_from_proto
+from controller.wire.engines import engine_from_proto
 from speculation.v1 import engine_pb2, plan_pb2, service_pb2
 from tests.support.service_harness import (
     SteerClient,

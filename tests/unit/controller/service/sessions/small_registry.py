@@ -7,14 +7,14 @@ from controller.core.types import EngineSpec
 from controller.service.net.callers import Caller, Right
 from controller.service.sessions.profile_registry import ProfileRegistry
 from controller.service.sessions.registry import SessionRegistry
-from controller.wire import converters
+from controller.wire.engines import engine_from_proto
 from tests.support.service_harness import engine_message
 
 ANYBODY = Caller("a client of the socket", Right.STEER)
 
 
 def spec(engine_id: str = "engine-0") -> EngineSpec:
-    return converters.engine_from_proto(engine_message(engine_id))
+    return engine_from_proto(engine_message(engine_id))
 
 
 def registry(

@@ -7,12 +7,12 @@ from controller.core.cost.profile import DrafterIdentity, Profile
 from controller.core.types import EngineSpec
 from controller.service.net.errors import ProfileNotSavedError
 from controller.service.sessions.profile_registry import ProfileFileError, ProfileRegistry
-from controller.wire import converters
+from controller.wire.engines import engine_from_proto
 from tests.support.service_harness import engine_message, make_profile
 
 
 def engine(target_model: str = "target") -> EngineSpec:
-    return converters.engine_from_proto(engine_message(target_model=target_model))
+    return engine_from_proto(engine_message(target_model=target_model))
 
 
 def write(directory: Path, name: str, profile: Profile) -> Path:

@@ -20,7 +20,7 @@ from controller.service.net.errors import (
 )
 from controller.service.sessions.engine_identity import EngineIdentity
 from controller.service.sessions.profile_registry import ProfileRegistry
-from controller.wire import converters
+from controller.wire.reports import report_from_proto
 from tests.support.service_harness import make_profile, report_message
 from tests.unit.controller.service.sessions.small_registry import ANYBODY, registry, spec
 
@@ -161,9 +161,9 @@ def test_an_engine_gets_the_profile_that_matches_it():
 
 def test_the_tally_counts_what_was_used():
     session = registry().introduce(spec())
-    session.observe(converters.report_from_proto(report_message(1)))
+    session.observe(report_from_proto(report_message(1)))
     session.observe(
-        converters.report_from_proto(
+        report_from_proto(
             report_message(2, gamma=0, accepted_counts=[4], flags={"unsteered": True})
         )
     )
@@ -187,9 +187,9 @@ def test_the_tally_counts_what_was_used():
 )
 def test_a_refused_report_leaves_no_trace(changes: dict[str, Any], kind: type[Exception]):
     session = registry().introduce(spec())
-    session.observe(converters.report_from_proto(report_message(1)))
+    session.observe(report_from_proto(report_message(1)))
     with pytest.raises(kind):
-        session.observe(converters.report_from_proto(report_message(**({"step": 2} | changes))))
+        session.observe(report_from_proto(report_message(**({"step": 2} | changes))))
     assert session.counters.reports == 1
     assert session.last_report is not None
     assert session.last_report.step == 1
@@ -214,7 +214,7 @@ def test_a_measurement_forces_and_lets_go():
             session.measuring().__enter__()
         with pytest.raises(InvalidMeasurementError, match="gamma 9 is out of range"):
             session.force(measurement, Arm("mtp", 9))
-        report = converters.report_from_proto(report_message(1))
+        report = report_from_proto(report_message(1))
         session.observe(report)
         assert measurement.take() == [report]
         assert measurement.take() == []
@@ -228,6 +228,6 @@ def test_a_measurement_with_gaps_is_not_handed_out():
     session = registry().introduce(spec())
     with session.measuring() as measurement:
         for step in range(1, 10_002):
-            measurement.put(converters.report_from_proto(report_message(step)))
+            measurement.put(report_from_proto(report_message(step)))
         with pytest.raises(SlowClientError, match="read faster"):
             measurement.take()

@@ -1,6 +1,6 @@
 from controller.core.types import Arm, Probe
 from controller.service.sessions.unary_probes import UnaryProbes
-from controller.wire import converters
+from controller.wire.reports import report_from_proto
 from tests.support.service_harness import report_message
 
 PROBE = Probe(7, Arm("mtp", 2), 2)
@@ -14,7 +14,7 @@ def test_a_probe_is_run_for_its_steps_and_never_again():
 
 def test_the_report_after_a_probe_carries_its_id_once():
     probes = UnaryProbes()
-    report = converters.report_from_proto(report_message(1))
+    report = report_from_proto(report_message(1))
     assert probes.identify(report).probe_id == 0
     probes.take(PROBE)
     assert probes.identify(report).probe_id == 7
@@ -25,7 +25,7 @@ def test_a_client_that_ran_something_else_or_knows_its_probe_is_believed():
     probes = UnaryProbes()
     probes.take(PROBE)
     other = report_message(1, gamma=0, accepted_counts=[4])
-    assert probes.identify(converters.report_from_proto(other)).probe_id == 0
+    assert probes.identify(report_from_proto(other)).probe_id == 0
     probes.take(PROBE)
-    told = converters.report_from_proto(report_message(1, probe_id=3))
+    told = report_from_proto(report_message(1, probe_id=3))
     assert probes.identify(told).probe_id == 3

@@ -1,0 +1,68 @@
+"""Converts the core's plans, with their rows, probes and regimes, to protobuf."""
+
+from controller.core.types import Arm, Plan, PlanRow, Probe, Reason, Regime, RegimeMode
+from speculation.v1 import plan_pb2, service_pb2
+
+_REASON_TO_PROTO = {
+    Reason.EXPLOIT: plan_pb2.REASON_EXPLOIT,
+    Reason.PROBE: plan_pb2.REASON_PROBE,
+    Reason.HOLD: plan_pb2.REASON_HOLD,
+    Reason.PROFILE_MISSING: plan_pb2.REASON_PROFILE_MISSING,
+    Reason.PROFILING: plan_pb2.REASON_PROFILING,
+    Reason.LEASE: plan_pb2.REASON_LEASE,
+    Reason.OVERRIDE: plan_pb2.REASON_OVERRIDE,
+}
+
+_REGIME_TO_PROTO = {
+    RegimeMode.OFF: plan_pb2.REGIME_MODE_OFF,
+    RegimeMode.ONLINE: plan_pb2.REGIME_MODE_ONLINE,
+    RegimeMode.COLLECT: plan_pb2.REGIME_MODE_COLLECT,
+}
+
+
+def reason_to_proto(reason: Reason) -> plan_pb2.Reason.ValueType:
+    """The enum value of the same name."""
+    return _REASON_TO_PROTO[reason]
+
+
+def plan_to_proto(plan: Plan) -> plan_pb2.Plan:
+    """Lease in whole milliseconds, 1 at least."""
+    return plan_pb2.Plan(
+        epoch=plan.epoch,
+        rows=[_row_to_proto(row) for row in plan.rows],
+        regime=_regime_to_proto(plan.regime),
+        lease_ms=max(1, round(plan.lease_seconds * 1000)),
+        reason=_REASON_TO_PROTO[plan.reason],
+        reason_detail=plan.reason_detail,
+        overrides=plan.overrides,
+        draft_version=plan.draft_version,
+    )
+
+
+def _row_to_proto(row: PlanRow) -> plan_pb2.PlanRow:
+    return plan_pb2.PlanRow(
+        max_batch_size=row.max_batch_size,
+        drafter=row.arm.drafter,
+        gamma=row.arm.gamma,
+        probe=None if row.probe is None else _probe_to_proto(row.probe),
+        reason=_REASON_TO_PROTO[row.reason],
+        drafter_asleep=row.drafter_asleep,
+    )
+
+
+def _probe_to_proto(probe: Probe) -> plan_pb2.Probe:
+    return plan_pb2.Probe(
+        probe_id=probe.probe_id,
+        drafter=probe.arm.drafter,
+        gamma=probe.arm.gamma,
+        steps=probe.steps,
+    )
+
+
+def _regime_to_proto(regime: Regime) -> plan_pb2.Regime:
+    return plan_pb2.Regime(mode=_REGIME_TO_PROTO[regime.mode], stride=regime.stride)
+
+
+def arm_from_proto(message: service_pb2.MeasureRequest) -> Arm:
+    """What a measurement asks for."""
+    return Arm(message.drafter, message.gamma)
