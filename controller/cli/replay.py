@@ -115,7 +115,7 @@ def _profile(path: Path) -> "Profile":
 
 
 def _print(verdict: "ReplayVerdict") -> None:
-    from controller.recording.time_text import time_text
+    from controller.report.page import time_text
 
     seconds = verdict.ended_at - verdict.began_at
     print(
@@ -159,7 +159,7 @@ def _print_comparison(found: "Comparison") -> None:
 def _stretches(found: "Comparison") -> "Table":
     from rich.table import Table
 
-    from controller.recording.time_text import time_text
+    from controller.report.page import time_text
 
     longest = sorted(found.stretches, key=lambda s: s.seconds, reverse=True)[:_SHOWN]
     rest = len(found.stretches) + found.more_stretches - len(longest)

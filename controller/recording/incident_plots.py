@@ -1,4 +1,4 @@
-"""A ticket's plots: what ran over time, against the batch, the acceptance and the prices."""
+"""Draws the incident report's plots: what ran, the batch, the acceptance and the prices."""
 
 import numpy as np
 from numpy.typing import NDArray

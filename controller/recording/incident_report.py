@@ -1,4 +1,4 @@
-"""A recorded window as one page for a ticket: self-contained, nothing to fetch, nothing secret."""
+"""Writes the incident report: one self-contained page about a recorded window, without secrets."""
 
 from collections.abc import Iterator
 from html import escape
@@ -10,9 +10,8 @@ from controller.core.types import Arm
 from controller.recording.events import NoteKind
 from controller.recording.incident_plots import timeline
 from controller.recording.replay import ReplayVerdict
-from controller.recording.time_text import time_text
 from controller.recording.window import Began, Window, changed_constants
-from controller.report.page import Cell, Marked, page, table
+from controller.report.page import Cell, Marked, page, table, time_text
 from controller.wire.override_text import rule_text, scope_text
 from controller.wire.overrides import override_to_proto
 

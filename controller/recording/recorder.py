@@ -1,4 +1,4 @@
-"""Writes what tapes bring, on a thread of its own: steering never waits for a disk.
+"""Writes what event logs bring, on a thread of its own: steering never waits for a disk.
 
 A round every half second takes what has come, a frame for each session.  When a segment is full the
 session's core is asked for an opening, and the next segment begins with it.  A disk that refuses is
@@ -62,7 +62,7 @@ class Recorder:
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._segments: dict[EventLog, Segment] = {}
-        # Moments that were dropped since trouble began, by tape.
+        # Moments that were dropped since trouble began, by event log.
         self._dropped: dict[EventLog, int] = defaultdict(int)
         self._again_at = 0.0
         self._failing = False
@@ -92,7 +92,7 @@ class Recorder:
         overrides: Iterable[Override] = (),
         trained: TrainingState | None = None,
     ) -> RecordedController:
-        """A core for a new session, on a tape of its own."""
+        """Creates the core of a new session, with an event log of its own."""
         self._session = max(self._session + 1, int(self._wall() * 1000))
         event_log = EventLog(spec.engine_id, self._session, self._queue, self._end_of, self._wall)
         event_log.fitting = self._ring.segment_bytes_alone // _MOMENT_BYTES

@@ -1,4 +1,4 @@
-"""A recorded window as numbers for a ticket: a visitor of `replay` that takes notes."""
+"""A recorded window as numbers for an incident report: a visitor of `replay` that takes notes."""
 
 from array import array
 from collections import Counter
@@ -105,7 +105,7 @@ class ClassTally:
 
 
 class Window:
-    """Everything that a ticket shows."""
+    """Holds everything that an incident report shows."""
 
     def __init__(self) -> None:
         self.steps = Steps()

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from html import escape
 from typing import Literal, TypeAlias
 
@@ -73,3 +74,12 @@ def _cell(cell: Cell) -> str:
     if isinstance(cell, Marked):
         return f"<td class={cell.kind}>{escape(cell.word)}</td>"
     return f"<td>{escape(cell)}</td>"
+
+
+def time_text(wall_seconds: float) -> str:
+    """Formats Unix seconds as UTC to the millisecond, and a value that is no time as "-"."""
+    try:
+        moment = datetime.fromtimestamp(wall_seconds, UTC)
+    except (ValueError, OverflowError, OSError):
+        return "-"
+    return moment.isoformat(sep=" ", timespec="milliseconds").replace("+00:00", "Z")

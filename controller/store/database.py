@@ -104,7 +104,7 @@ class StoredEntry:
         return self.until is not None and self.until <= now
 
     def entry(self, now: float) -> Entry:
-        """As the port has it."""
+        """Returns this entry as the store interface defines it."""
         left = None if self.until is None else max(0.0, self.until - now)
         return Entry(
             self.override_id, self.revision, self.body, left, self.created_at, self.ended
@@ -207,7 +207,7 @@ class Database:
             return max(int(sequence or 0), int(revision or 0))
 
     def entries(self) -> list[StoredEntry]:
-        """All entries, traces and what has run out included."""
+        """Returns all entries, tombstones and expired ones included."""
         with self._typed():
             rows = self._writer.execute(
                 "SELECT override_id, revision, body, until, created_at, ended, checksum "
@@ -291,7 +291,7 @@ def refuse_links(*paths: Path) -> None:
 
 @contextlib.contextmanager
 def typed_errors(path: Path) -> Iterator[None]:
-    """Turns errors of SQLite, and of rows that cannot be, into those of the port."""
+    """Turns errors of SQLite and invalid rows into the errors of the store interface."""
     try:
         yield
     except sqlite3.Error as error:
@@ -328,7 +328,7 @@ def _append(connection: sqlite3.Connection, record: AuditRecord) -> None:
 
 
 def prune(connection: sqlite3.Connection, now: float) -> None:
-    """Removes all but the newest audit records, and the traces whose time is over."""
+    """Removes all but the newest audit records, and the tombstones whose time is over."""
     connection.execute(
         "DELETE FROM audit WHERE sequence <= (SELECT max(sequence) FROM audit) - ?", (AUDIT_KEPT,)
     )

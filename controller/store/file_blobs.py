@@ -1,4 +1,4 @@
-"""The shelf of one machine: a file for every source, `<kind>/<name>/<source>.json`."""
+"""The blob store of one machine: a file for every source, `<kind>/<name>/<source>.json`."""
 
 import asyncio
 import json
@@ -28,16 +28,16 @@ class FileBlobStore:
         self._one_at_a_time = asyncio.Lock()
 
     async def put(self, kind: BlobKind, name: str, source: str, text: str) -> None:
-        """See the port."""
+        """Implements the method of the store interface."""
         async with self._one_at_a_time:
             await self._run(lambda: self._put(kind, name, source, text))
 
     async def items(self, kind: BlobKind, name: str) -> Sequence[Blob]:
-        """See the port; a file that cannot be read is said, and left out."""
+        """Implements the store interface; logs and omits a file that cannot be read."""
         return await self._run(lambda: [item for item, _ in self._items(kind, name)])
 
     async def names(self, kind: BlobKind) -> Sequence[str]:
-        """See the port."""
+        """Implements the method of the store interface."""
         return await self._run(lambda: [path.name for path in self._names(kind)])
 
     async def _run(self, work: Callable[[], _T]) -> _T:

@@ -28,7 +28,7 @@ import structlog
 from controller.store.database import Database, StoredEntry, refuse_links
 from controller.store.file_blobs import FileBlobStore
 from controller.store.interface import (
-    TRACE_SECONDS,
+    TOMBSTONE_SECONDS,
     Actor,
     AuditRecord,
     ConflictError,
@@ -163,7 +163,7 @@ class FileStore:
         if held.ended:
             del self._held[held.override_id]
             return
-        after = self._next(held.override_id, "", TRACE_SECONDS, now, "expired")
+        after = self._next(held.override_id, "", TOMBSTONE_SECONDS, now, "expired")
         try:
             await self._commit("expire", after, held, _SIDECAR)
         except StoreError:
@@ -173,15 +173,15 @@ class FileStore:
     async def write(
         self, override_id: str, body: str, seconds: float | None, expected: int, who: Actor
     ) -> Entry:
-        """See the port."""
+        """Implements the method of the store interface."""
         return await self._finished(self._change(override_id, body, seconds, expected, who))
 
     async def clear(self, override_id: str, expected: int, who: Actor) -> Entry:
-        """See the port."""
-        return await self._finished(self._change(override_id, "", TRACE_SECONDS, expected, who))
+        """Implements the method of the store interface."""
+        return await self._finished(self._change(override_id, "", TOMBSTONE_SECONDS, expected, who))
 
     async def record(self, action: str, subject: str, who: Actor) -> None:
-        """See the port."""
+        """Implements the method of the store interface."""
         await self._finished(self._note(action, subject, who))
 
     async def _note(self, action: str, subject: str, who: Actor) -> None:
@@ -257,7 +257,7 @@ class FileStore:
         return self._database
 
     async def audit(self, limit: int, subject: str = "", before: str = "") -> Sequence[AuditRecord]:
-        """See the port; sequences are numbers."""
+        """Implements the method of the store interface; sequences are numbers."""
         if before and not before.isdecimal():
             raise UnknownSequenceError(f"sequence {before[:40]!r} is none of this store")
         older_than = int(before) if before else None

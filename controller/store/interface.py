@@ -1,10 +1,10 @@
-"""The port: what the sidecar asks of a store, and what a store promises.
+"""The store interface: what the sidecar asks of a store, and what a store promises.
 
 A store keeps one entry per override id.  A write names the revision that it replaces, so that
 nobody overwrites what he has not seen; it is acknowledged only once it is durable.  An entry that
-ended leaves a trace for a while: its id is not taken again, so a repeated request cannot bring it
-back.  Times go in and out as seconds from now, by the store's own clock: a sidecar whose clock is
-wrong neither shortens nor lengthens an override.
+ended leaves a tombstone for a while: its id is not taken again, so a repeated request cannot
+bring it back.  Times go in and out as seconds from now, by the store's own clock: a sidecar whose
+clock is wrong neither shortens nor lengthens an override.
 """
 
 import hashlib
@@ -14,8 +14,8 @@ from typing import Protocol
 
 from controller.core.errors import SpeculationError
 
-# How long the trace of an ended override is kept.
-TRACE_SECONDS = 7 * 24 * 3600.0
+# How long the tombstone of an ended override is kept.
+TOMBSTONE_SECONDS = 7 * 24 * 3600.0
 # Records of the audit that a store keeps; the oldest go first.
 AUDIT_KEPT = 100_000
 
@@ -56,7 +56,7 @@ class Entry:
     """An override as a store holds it.
 
     revision: grows with every write of any entry.  body: JSON of the override, "" once it ended.
-    remaining_seconds: None = for ever; of an ended one, for how long its trace is kept.
+    remaining_seconds: None = for ever; of an ended one, for how long its tombstone is kept.
     created_at: Unix seconds, for people.  ended: "", "cleared" or "expired".
     """
 
@@ -124,7 +124,7 @@ class Store(Protocol):
         ...
 
     async def entries(self) -> Sequence[Entry]:
-        """All entries, traces too; what has run out by now is ended, and recorded, by this."""
+        """All entries, tombstones too; what has run out by now is ended, and recorded, by this."""
         ...
 
     async def write(
@@ -142,7 +142,7 @@ class Store(Protocol):
         ...
 
     async def clear(self, override_id: str, expected: int, who: Actor) -> Entry:
-        """Ends an entry; its trace is returned.  Raises ConflictError."""
+        """Ends an entry; its tombstone is returned.  Raises ConflictError."""
         ...
 
     async def record(self, action: str, subject: str, who: Actor) -> None:
@@ -166,7 +166,7 @@ class Store(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """What one source has put on a shelf.  age_seconds: since then, by the store's clock."""
+    """What one source has put into a blob store.  age_seconds: since then, by the store's clock."""
 
     source: str
     text: str

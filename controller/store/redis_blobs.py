@@ -1,4 +1,4 @@
-"""The fleet's shelf: one hash a name, its fields the sources; an index of names by last time."""
+"""The fleet's blob store: a hash for each name, a field for each source, and an index by time."""
 
 import json
 from collections.abc import Awaitable, Callable, Sequence
@@ -78,7 +78,7 @@ class RedisBlobStore:
         self._tag = tag
 
     async def put(self, kind: BlobKind, name: str, source: str, text: str) -> None:
-        """See the port."""
+        """Implements the method of the store interface."""
         milliseconds = -1 if kind.seconds is None else round(1000 * kind.seconds)
         values = (source, text, name, kind.sources, milliseconds, BLOB_NAMES, self._key(kind, ""))
         await self._ask(
@@ -89,7 +89,7 @@ class RedisBlobStore:
         )
 
     async def items(self, kind: BlobKind, name: str) -> Sequence[Blob]:
-        """See the port; an item that cannot be read is said, and left out."""
+        """Implements the store interface; logs and omits an item that cannot be read."""
         *flat, now = await self._ask(lambda: self._client.eval(_ITEMS, 1, self._key(kind, name)))
         found = []
         for source, body in zip(flat[::2], flat[1::2], strict=True):
@@ -105,7 +105,7 @@ class RedisBlobStore:
         return sorted(found, key=lambda item: item.age_seconds)
 
     async def names(self, kind: BlobKind) -> Sequence[str]:
-        """See the port."""
+        """Implements the method of the store interface."""
         found: Sequence[str] = await self._ask(
             lambda: self._client.zrange(self._index(kind), 0, -1, desc=True)
         )

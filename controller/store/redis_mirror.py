@@ -56,7 +56,7 @@ class MirroredEntry:
         return self.until <= now
 
     def entry(self, now: float) -> Entry:
-        """As the port has it."""
+        """Returns this entry as the store interface defines it."""
         left = None if math.isinf(self.until) else max(0.0, self.left(now))
         return Entry(
             self.override_id, self.revision, self.body, left, self.created_at, self.ended

@@ -12,7 +12,7 @@ else wrote, and that is none, counts as absent: it can be written again, and sto
 that was created later than now shows that Redis's clock went back (or that another server with
 another clock took over): it gets the time to live that it was granted, from now on.
 
-KEYS  1 revision (counter)   2 live (sorted set: id by end)   3 traces (sorted set: id by end)
+KEYS  1 revision (counter)   2 live (sorted set: id by end)   3 tombstones (sorted set "traces")
       4 audit (stream)       ARGV 1 is the prefix of entry keys, ARGV 2 the channel for news
 """
 
@@ -23,7 +23,7 @@ _COMMON = """
 local prefix, channel = ARGV[1], ARGV[2]
 local t = redis.call('TIME')
 local now = t[1] * 1000 + math.floor(t[2] / 1000)
-local GRACE, TRACE, AUDIT_MAX = 60000, 604800000, 100000
+local GRACE, TOMBSTONE, AUDIT_MAX = 60000, 604800000, 100000
 
 local KINDS = {'string', 'zset', 'zset', 'stream'}
 -- When the newest audit record was made, by the clock of then.
@@ -136,7 +136,7 @@ local function run_out()
     local after = {revision = redis.call('INCR', KEYS[1]), body = '', created = now / 1000,
       ended = 'expired'}
     record('expire', id, {author = '', reason = 'its time was up', origin = 'redis'}, before, '')
-    keep(id, after, now + TRACE)
+    keep(id, after, now + TOMBSTONE)
     changed = true
   end
   redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', string.format('%.0f', now))
@@ -163,7 +163,7 @@ if (before and before.revision or 0) ~= expected then
 end
 local after = {revision = redis.call('INCR', KEYS[1]), body = body, created = now / 1000,
   ended = body == '' and 'cleared' or ''}
-if body == '' then ms = TRACE end
+if body == '' then ms = TOMBSTONE end
 local action = body == '' and 'clear' or (before and 'replace' or 'set')
 record(action, id, who, before and before.body or '', body)
 keep(id, after, ms < 0 and -1 or now + ms)

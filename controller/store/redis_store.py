@@ -6,7 +6,7 @@
 
 What Redis has lost (restarted empty, failed over) and a sidecar still holds, the sidecar puts back:
 the higher revision of an id stays, so that all sidecars doing it at once agree.  Entries that Redis
-has not confirmed for as long as traces are kept are not put back: they may have been cleared.
+has not confirmed for as long as tombstones are kept are not put back: they may have been cleared.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ import structlog
 
 from controller.core.errors import MALFORMED
 from controller.store.interface import (
-    TRACE_SECONDS,
+    TOMBSTONE_SECONDS,
     Actor,
     AuditRecord,
     ConflictError,
@@ -115,7 +115,7 @@ class RedisStore:
         ]
 
     async def close(self) -> None:
-        """See the port."""
+        """Implements the method of the store interface."""
         await cancellation.end(self._listening)
         with contextlib.suppress(redis.exceptions.RedisError, OSError):
             await close(self._client)
@@ -130,7 +130,7 @@ class RedisStore:
     async def write(
         self, override_id: str, body: str, seconds: float | None, expected: int, who: Actor
     ) -> Entry:
-        """See the port."""
+        """Implements the method of the store interface."""
         ms = -1 if seconds is None else max(1, round(seconds * 1000))
         asked = json.dumps({"author": who.author, "reason": who.reason, "origin": who.origin})
         done, text, left = await self._ask(
@@ -148,17 +148,17 @@ class RedisStore:
         return held.entry(time.monotonic())
 
     async def clear(self, override_id: str, expected: int, who: Actor) -> Entry:
-        """See the port."""
-        return await self.write(override_id, "", TRACE_SECONDS, expected, who)
+        """Implements the method of the store interface."""
+        return await self.write(override_id, "", TOMBSTONE_SECONDS, expected, who)
 
     async def record(self, action: str, subject: str, who: Actor) -> None:
-        """See the port."""
+        """Implements the method of the store interface."""
         asked = json.dumps({"author": who.author, "reason": who.reason, "origin": who.origin})
         await self._ask(lambda: self._script(RECORD, action, subject, asked), writes=True)
         await self._replicated()
 
     async def audit(self, limit: int, subject: str = "", before: str = "") -> Sequence[AuditRecord]:
-        """See the port; sequences are stream ids.  Looks through the newest 10,000 at most."""
+        """Reads audit records; sequences are stream ids.  It searches the newest 10,000 at most."""
         end = f"({before}" if before else "+"
         found: list[AuditRecord] = []
         looked = 0
@@ -211,7 +211,7 @@ class RedisStore:
         await self._hold(fetched)
 
     def _lost(self, fetched: Mapping[str, MirroredEntry], now: float) -> list[MirroredEntry]:
-        if now - self._confirmed_at > TRACE_SECONDS / 2:
+        if now - self._confirmed_at > TOMBSTONE_SECONDS / 2:
             return []
         return [
             held

@@ -11,8 +11,8 @@ from controller.recording.counterfactual import _as_of, _is_unseen
 from controller.recording.event_log import EventLog, Queue
 from controller.recording.events import Moment, Noted, NoteKind
 from controller.recording.incident_plots import plain
-from controller.recording.time_text import time_text
 from controller.report.figures import new_figure, svg
+from controller.report.page import time_text
 
 NOTE = Moment(1.0, Noted(NoteKind.STREAM_OPENED))
 

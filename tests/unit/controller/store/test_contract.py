@@ -116,8 +116,8 @@ async def test_nobody_overwrites_what_he_has_not_seen(opened: Opened):
 async def test_a_cleared_id_is_not_taken_again(opened: Opened):
     async with opened() as store:
         entry = await store.write("a", "1", None, 0, ANN)
-        trace = await store.clear("a", entry.revision, BOB)
-        assert (trace.ended, trace.body) == ("cleared", "")
+        tombstone = await store.clear("a", entry.revision, BOB)
+        assert (tombstone.ended, tombstone.body) == ("cleared", "")
     async with opened() as store:
         found = (await by_id(store))["a"]
         assert found.ended == "cleared"
