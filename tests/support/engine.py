@@ -131,6 +131,8 @@ def forked(
 ) -> ForkedProcess:
     """A program that finds SGLang imported; its output goes to `log`."""
     assert not any(name.startswith("SGLANG_") for name in variables), "read while it is imported"
+    paths = variables.get("PYTHONPATH", "").split(os.pathsep)
+    assert not any(Path(path, "sglang").exists() for path in filter(None, paths)), "another SGLang"
     with log.open("wb") as output:
         return _fork_server().start(
             module, arguments, environment(folder, variables), folder, output.fileno()
