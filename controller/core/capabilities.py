@@ -1,6 +1,6 @@
-"""What an engine has lost since it introduced itself, and what that leaves it able to do.
+"""Tracks the capabilities that an engine has lost since it introduced itself.
 
-A drafter that ran out of memory, say, drafts no more until the engine starts again.  The engine
+A drafter that ran out of memory, for example, cannot draft until the engine restarts.  The engine
 reports each loss with its reason; the planner then neither chooses nor probes what was lost.
 """
 
@@ -19,7 +19,7 @@ MAX_REASON_CHARACTERS = 512
 
 
 class Capability(Enum):
-    """What can be lost, as people read it."""
+    """Names everything that can be lost, as people read it."""
 
     DRAFTER = "drafter"
     SLEEP = "sleep"
@@ -31,7 +31,7 @@ class Capability(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LostCapability:
-    """One loss.  Raises InvalidLossError if it contradicts itself.
+    """Describes one loss.  Raises InvalidLossError if it contradicts itself.
 
     drafter, gammas: for DRAFTER, which one and which of its draft lengths; () = all above 0, since
     a step at gamma = 0 needs no drafter.  lost_at: Unix seconds by the engine's clock.
@@ -50,9 +50,11 @@ class LostCapability:
                 f"was lost, not {self.drafter[:64]!r}"
             )
         if self.gammas and not self.drafter:
-            raise InvalidLossError(f"{self.capability.value} lost: it has no draft lengths")
+            raise InvalidLossError(
+                f"{self.capability.value} lost: only a drafter has draft lengths, not this"
+            )
         if not (math.isfinite(self.lost_at) and self.lost_at >= 0):
-            raise InvalidLossError(f"lost_at {self.lost_at} is not a time")
+            raise InvalidLossError(f"lost_at {self.lost_at} must be finite and not negative")
         if len(self.reason) > MAX_REASON_CHARACTERS or not self.reason.isprintable():
             raise InvalidLossError(
                 f"the reason of a loss must have at most {MAX_REASON_CHARACTERS} printable "
@@ -60,14 +62,14 @@ class LostCapability:
             )
 
     def covers(self, arm: "Arm") -> bool:
-        """True when the arm cannot run any more."""
+        """Returns whether the loss takes this arm away."""
         if arm.drafter != self.drafter:
             return False
         return arm.gamma in self.gammas if self.gammas else arm.gamma > 0
 
     @property
     def what(self) -> str:
-        """What was lost, in a few words."""
+        """Names the lost capability in a few words."""
         if not self.drafter:
             return self.capability.value
         lengths = f" at gamma {', '.join(map(str, self.gammas))}" if self.gammas else ""
@@ -93,7 +95,7 @@ def require_known(losses: Iterable[LostCapability], spec: "EngineSpec") -> None:
 
 
 def added(spec: "EngineSpec", losses: Iterable[LostCapability]) -> tuple[LostCapability, ...]:
-    """Those of the losses that take something more away, in order; for losses that are known.
+    """Returns the losses that take away something more, in order; all must be known.
 
     An engine repeats its losses; the first report of each counts, with its reason and its time.
     """
@@ -121,18 +123,18 @@ def _take(loss: LostCapability, left: dict[str, set[int]]) -> bool:
 
 
 def loss_of_all(spec: "EngineSpec", arms: Iterable["Arm"]) -> LostCapability | None:
-    """The first one's loss where all of these arms are lost; None also where there are none."""
+    """Returns the first arm's loss if all of these arms are lost; None if one is left or given."""
     losses = [spec.loss_of(arm) for arm in arms]
     return losses[0] if losses and all(losses) else None
 
 
 def is_blind(spec: "EngineSpec") -> bool:
-    """True when no step will be reported any more, so that nothing can be learnt from a probe."""
+    """Returns whether the engine has stopped reporting steps, so that probes show nothing."""
     return any(loss.capability is Capability.REPORT for loss in spec.lost)
 
 
 def able(capabilities: "Capabilities", lost: Iterable[LostCapability]) -> "Capabilities":
-    """What is left of an engine's capabilities."""
+    """Returns the capabilities that the losses leave."""
     kinds = {loss.capability for loss in lost}
     return replace(
         capabilities,

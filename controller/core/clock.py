@@ -1,4 +1,4 @@
-"""Time as a value that is passed in: wall time in production, virtual time in tests."""
+"""Passes time in as a value: wall time in production, virtual time in tests."""
 
 import time
 from typing import Protocol
@@ -8,30 +8,30 @@ class Clock(Protocol):
     """A monotonic clock."""
 
     def now(self) -> float:
-        """Seconds since an arbitrary fixed point; never goes backwards."""
+        """Returns seconds since an arbitrary fixed point; they never decrease."""
         ...
 
 
 class WallClock:
-    """The machine's monotonic clock."""
+    """Reads the machine's monotonic clock."""
 
     def now(self) -> float:
-        """Seconds, as `time.monotonic`."""
+        """Returns the seconds of `time.monotonic`."""
         return time.monotonic()
 
 
 class VirtualClock:
-    """A clock that only moves when told to."""
+    """Moves only when `advance` is called."""
 
     def __init__(self, start: float = 0.0) -> None:
         self._now = start
 
     def now(self) -> float:
-        """Virtual seconds."""
+        """Returns the virtual seconds."""
         return self._now
 
     def advance(self, seconds: float) -> None:
-        """Moves forward.  Raises ValueError for a negative step."""
+        """Moves the clock forward.  Raises ValueError for a negative step."""
         if seconds < 0:
             raise ValueError(f"a clock cannot go back by {-seconds} s")
         self._now += seconds

@@ -1,48 +1,48 @@
-"""Errors of the decision core.  Each says what was wrong and, where it helps, what to do."""
+"""Defines the errors of the decision core.  Each says what is wrong and, if it helps, the remedy."""
 
 from typing import Final
 
-# What comes of taking stored JSON for what it should be where it is something else: no JSON, other
-# kinds of values, missing keys, nesting without an end, numbers that fit nowhere.
+# What decoding stored JSON raises if it is not what it should be: no JSON, other kinds of values,
+# missing keys, too deep nesting, too large numbers.
 MALFORMED: Final = (
     ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError,
 )  # fmt: skip
 
 
 class SpeculationError(Exception):
-    """Base of every error that this project raises on purpose."""
+    """Is the base of every error that this project raises on purpose."""
 
 
 class InvalidEngineError(SpeculationError):
-    """An engine's introduction contradicts itself."""
+    """An engine's description contradicts itself."""
 
 
 class InvalidReportError(SpeculationError):
-    """A step report that cannot be true: it is refused, nothing of it is used."""
+    """A step report contains impossible values; it is refused and nothing of it is used."""
 
 
 class UnknownArmError(InvalidReportError):
-    """A drafter or draft length that the engine did not introduce."""
+    """A report or a command names a drafter or draft length that the engine did not introduce."""
 
 
 class StaleReportError(InvalidReportError):
-    """A step counter that does not go forward."""
+    """A report's step counter does not increase."""
 
 
 class InvalidLossError(SpeculationError):
-    """A lost capability that cannot be: it is refused, and everything else is used."""
+    """A lost capability contradicts itself; it is refused, and everything else is used."""
 
 
 class InvalidProfileError(SpeculationError):
-    """A profile file that is not one, or that holds impossible numbers."""
+    """A file is not a profile, or it holds impossible numbers."""
 
 
 class InvalidBeliefError(SpeculationError):
-    """Kept estimates that are none."""
+    """Stored acceptance estimates cannot be read."""
 
 
 class InvalidTrainingError(SpeculationError):
-    """A trainer's result, or a kept state of training, that cannot be."""
+    """A trainer's result, or a stored state of training, is invalid."""
 
 
 class InvalidStateError(SpeculationError):
@@ -50,11 +50,11 @@ class InvalidStateError(SpeculationError):
 
 
 class ProfileMergeError(SpeculationError):
-    """Profiles that cannot be made into one."""
+    """Profiles cannot be merged into one."""
 
 
 class ProfileMismatchError(SpeculationError):
-    """A profile of another fingerprint.  `field` names the first field that differs."""
+    """A profile belongs to another engine.  `field` names the first field that differs."""
 
     def __init__(self, field: str, profile_value: object, engine_value: object) -> None:
         self.field = field

@@ -1,4 +1,4 @@
-"""What a model and a drafter weigh: the sizes that the roofline prices.
+"""Describes the sizes of a model and a drafter, from which the roofline estimates costs.
 
 Parameters are counts, not bytes; `bytes_per_weight` and `bytes_per_kv` say what one is stored in.
 Multiply and add are two FLOPs.
@@ -6,25 +6,34 @@ Multiply and add are two FLOPs.
 
 import math
 from dataclasses import dataclass
+from enum import Enum
 
 from controller.core.errors import SpeculationError
-from controller.core.kinds import DrafterKind
 
 
 class InvalidShapeError(SpeculationError):
-    """A model, drafter or device whose numbers cannot be."""
+    """The numbers of a model, a drafter or a device are out of range."""
+
+
+class DrafterKind(Enum):
+    """Names how drafting scales with the draft length."""
+
+    MTP = "mtp"  # gamma serial passes of a small head (MTP, EAGLE, EAGLE3)
+    DFLASH = "dflash"  # one pass for a fixed block
+    STANDALONE = "standalone"  # gamma serial passes of a small model
+    NGRAM = "ngram"  # prompt lookup
 
 
 @dataclass(frozen=True, slots=True)
 class GroupedQueryAttention:
-    """Full softmax attention with shared key/value heads (MHA and MQA are its ends)."""
+    """Describes softmax attention with shared key/value heads (MHA and MQA are special cases)."""
 
     query_heads: int
     kv_heads: int
     head_dim: int
 
     def __post_init__(self) -> None:
-        _require_positive(self, "query_heads", "kv_heads", "head_dim")
+        require_positive(self, "query_heads", "kv_heads", "head_dim")
         if self.query_heads % self.kv_heads:
             raise InvalidShapeError(
                 f"GroupedQueryAttention: {self.query_heads} query heads do not share "
@@ -49,15 +58,15 @@ class GroupedQueryAttention:
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """MLA in its absorbed decode form: every head reads one shared latent per context token."""
+    """Describes MLA in its absorbed decode form: all heads share one latent per context token."""
 
     query_heads: int
     latent_dim: int
     rope_dim: int
 
     def __post_init__(self) -> None:
-        _require_positive(self, "query_heads", "latent_dim")
-        _require_not_negative(self, "rope_dim")
+        require_positive(self, "query_heads", "latent_dim")
+        require_not_negative(self, "rope_dim")
 
     @property
     def pair_flops(self) -> float:
@@ -77,18 +86,17 @@ class LatentAttention:
 
 @dataclass(frozen=True, slots=True)
 class LinearAttention:
-    """A recurrent state of fixed size per sequence (GatedDeltaNet, Mamba), whatever the context.
+    """Describes one layer with a recurrent state of fixed size (GatedDeltaNet, Mamba).
 
-    One layer.  state_bytes: read per sequence and step.  token_flops: of one token's update and
-    read-out.
+    state_bytes: read per sequence and step.  token_flops: of one token's update and read-out.
     """
 
     state_bytes: float
     token_flops: float
 
     def __post_init__(self) -> None:
-        _require_positive(self, "state_bytes")
-        _require_not_negative(self, "token_flops")
+        require_positive(self, "state_bytes")
+        require_not_negative(self, "token_flops")
 
 
 SoftmaxAttention = GroupedQueryAttention | LatentAttention
@@ -97,7 +105,7 @@ Attention = SoftmaxAttention | LinearAttention
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The routed and shared experts of `layers` MoE layers; router weights count as dense."""
+    """Describes the experts of `layers` MoE layers; router weights count as dense."""
 
     layers: int
     experts: int
@@ -106,8 +114,8 @@ class Experts:
     params_per_expert: int
 
     def __post_init__(self) -> None:
-        _require_positive(self, "layers", "experts", "experts_per_token", "params_per_expert")
-        _require_not_negative(self, "shared")
+        require_positive(self, "layers", "experts", "experts_per_token", "params_per_expert")
+        require_not_negative(self, "shared")
         if self.experts_per_token > self.experts:
             raise InvalidShapeError(
                 f"Experts: a token cannot use {self.experts_per_token} of {self.experts} experts"
@@ -121,10 +129,10 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The target model.
+    """Describes the target model.
 
-    attention: (kind, number of layers of that kind).  dense_params: read whole at every step, all
-    layers: attention projections, dense MLPs, routers; embedding and LM head are not in it.
+    attention: (kind, number of layers of that kind).  dense_params: parameters of all layers that
+    every step reads: attention projections, dense MLPs, routers, but no embedding or LM head.
     """
 
     hidden_size: int
@@ -136,20 +144,14 @@ class ModelShape:
     bytes_per_kv: float = 2.0
 
     def __post_init__(self) -> None:
-        _require_positive(
-            self,
-            "hidden_size",
-            "vocabulary_size",
-            "dense_params",
-            "bytes_per_weight",
-            "bytes_per_kv",
-        )
+        sizes = ("hidden_size", "vocabulary_size", "dense_params")
+        require_positive(self, *sizes, "bytes_per_weight", "bytes_per_kv")
         if not self.attention or any(layers < 1 for _, layers in self.attention):
             raise InvalidShapeError("ModelShape: every kind of attention needs at least one layer")
 
     @property
     def head_params(self) -> int:
-        """The LM head's."""
+        """Parameters of the LM head."""
         return self.hidden_size * self.vocabulary_size
 
     @property
@@ -162,15 +164,6 @@ class ModelShape:
         )
 
     @property
-    def state_bytes_per_sequence(self) -> float:
-        """Recurrent state of a sequence, all layers."""
-        return sum(
-            layers * kind.state_bytes
-            for kind, layers in self.attention
-            if isinstance(kind, LinearAttention)
-        )
-
-    @property
     def active_params(self) -> int:
         """Parameters that one token meets, LM head included."""
         routed = self.experts.active_params if self.experts else 0
@@ -179,12 +172,12 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class DrafterShape:
-    """A drafter.
+    """Describes a drafter.
 
-    dense_params: read in every pass, an LM head included (a borrowed one is still read).
-    experts: of an MTP layer that is MoE.  block_size: positions of DFLASH's one pass; it is what is
-    computed, however few of them are verified.  kv_bytes_per_token: what a pass reads of the
-    drafter's own cache per context token (0: so little that it is left out).
+    dense_params: read in every pass, an LM head included (a shared one is still read).  experts: of
+    an MTP layer that is MoE.  block_size: positions that DFLASH's one pass computes, however few of
+    them are verified.  kv_bytes_per_token: bytes of the drafter's own cache that a pass reads per
+    context token (0: negligible).
     """
 
     kind: DrafterKind
@@ -195,8 +188,8 @@ class DrafterShape:
     kv_bytes_per_token: float = 0.0
 
     def __post_init__(self) -> None:
-        _require_not_negative(self, "dense_params", "block_size", "kv_bytes_per_token")
-        _require_positive(self, "bytes_per_weight")
+        require_not_negative(self, "dense_params", "block_size", "kv_bytes_per_token")
+        require_positive(self, "bytes_per_weight")
         name = self.kind.name
         if self.kind is DrafterKind.NGRAM:
             if self.dense_params or self.experts:
@@ -205,8 +198,8 @@ class DrafterShape:
             raise InvalidShapeError(f"DrafterShape: {name} needs dense_params above 0")
         if (self.kind is DrafterKind.DFLASH) != (self.block_size > 0):
             raise InvalidShapeError(
-                f"DrafterShape: block_size {self.block_size} does not go with {name}; "
-                "DFLASH has one above 0, nothing else has"
+                f"DrafterShape: block_size {self.block_size} does not fit {name}: it is above 0 for "
+                "DFLASH and 0 for every other kind"
             )
 
     @property
@@ -215,7 +208,7 @@ class DrafterShape:
         return self.dense_params + (self.experts.active_params if self.experts else 0)
 
     def passes(self, gamma: int) -> int:
-        """Serial forward passes for a draft of gamma.  Raises InvalidShapeError past the block."""
+        """Counts the serial passes for a draft of gamma.  Raises InvalidShapeError past the block."""
         if gamma == 0 or self.kind is DrafterKind.NGRAM:
             return 0
         if self.kind is DrafterKind.DFLASH:
@@ -227,14 +220,14 @@ class DrafterShape:
         return gamma
 
 
-def _require_positive(shape: object, *names: str) -> None:
+def require_positive(shape: object, *names: str) -> None:
     for name in names:
         value = getattr(shape, name)
         if not (math.isfinite(value) and value > 0):
             raise InvalidShapeError(f"{type(shape).__name__}: {name} {value} must be above 0")
 
 
-def _require_not_negative(shape: object, *names: str) -> None:
+def require_not_negative(shape: object, *names: str) -> None:
     for name in names:
         value = getattr(shape, name)
         if not (math.isfinite(value) and value >= 0):

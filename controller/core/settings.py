@@ -1,4 +1,4 @@
-"""The constants of the decision core, each with its unit and what it trades."""
+"""Defines the settings of the decision core, each with its unit and what it trades."""
 
 import math
 from dataclasses import dataclass, fields
@@ -15,12 +15,12 @@ _NOT_NEGATIVE = ("probe_credit_start_seconds", "probe_credit_max_seconds", "tpot
 
 @dataclass(frozen=True, slots=True)
 class PlannerSettings:
-    """Defaults that need no tuning; see the README before changing one.
+    """Holds defaults that need no tuning; read docs/decisions.md before changing one.
 
-    Raises ValueError for values that cannot work.
+    Raises ValueError for values out of range.
     """
 
-    # Which rule decides: ours ("goodput"), TIDE's threshold or SGLang's moving average.
+    # Which rule decides: expected throughput ("goodput"), TIDE's threshold or SGLang's average.
     policy: str = "goodput"
     # The draft length that TIDE's threshold turns on and off.
     tide_gamma: int = 3

@@ -14,8 +14,7 @@ from controller.core.errors import (
     InvalidReportError,
     UnknownArmError,
 )
-from controller.core.kinds import DrafterKind
-from controller.core.model_shapes import DrafterShape, ModelShape
+from controller.core.model_shapes import DrafterKind, DrafterShape, ModelShape
 
 MAX_GAMMA = 64
 MAX_BATCH_SIZE = 65_536
@@ -29,7 +28,7 @@ MAX_LABEL_CHARACTERS = 64
 
 
 class Reason(Enum):
-    """Why a plan or a row is what it is (one short field; the numbers are in `explain`)."""
+    """Names why a plan or a row is what it is; `explain` gives the numbers."""
 
     EXPLOIT = "exploit"
     PROBE = "probe"
@@ -41,7 +40,7 @@ class Reason(Enum):
 
 
 class RegimeMode(Enum):
-    """Online-update regime of the drafter."""
+    """Names the online-update regimes of the drafter."""
 
     OFF = "off"
     ONLINE = "online"
@@ -50,7 +49,7 @@ class RegimeMode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Regime:
-    """`stride`: rounds between gradient steps, for ONLINE only (0 otherwise)."""
+    """Pairs a mode with its stride: rounds between gradient steps, 0 unless ONLINE."""
 
     mode: RegimeMode = RegimeMode.OFF
     stride: int = 0
@@ -61,7 +60,7 @@ class Regime:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One possible choice: a drafter and a draft length.  gamma = 0 is plain decoding."""
+    """Is one possible choice: a drafter and a draft length.  gamma = 0 is plain decoding."""
 
     drafter: str
     gamma: int
@@ -69,7 +68,7 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What a cost profile belongs to; field by field as in proto `Fingerprint`."""
+    """Identifies the engine that a cost profile belongs to, as proto `Fingerprint` does."""
 
     target_model: str
     target_revision: str = ""
@@ -87,10 +86,10 @@ class Fingerprint:
 
 @dataclass(frozen=True, slots=True)
 class DrafterSpec:
-    """A drafter and the draft lengths the engine has prepared for it, ascending.
+    """Describes a drafter and the draft lengths, ascending, that the engine has prepared for it.
 
-    shape: what a pass of it weighs, when known.  batch_limits: (gamma, largest batch) of draft
-    lengths that are prepared for small batches only.
+    shape: its sizes, when known.  batch_limits: (gamma, largest batch) of draft lengths that are
+    prepared for small batches only.
     """
 
     name: str
@@ -115,23 +114,24 @@ class DrafterSpec:
             )
         if self.gammas[0] < 0 or self.gammas[-1] > MAX_GAMMA:
             raise InvalidEngineError(
-                f"drafter {self.name!r}: draft lengths {list(self.gammas)} leave 0..{MAX_GAMMA}"
+                f"drafter {self.name!r}: draft lengths {list(self.gammas)} are not all in "
+                f"0..{MAX_GAMMA}"
             )
         limited = [gamma for gamma, _ in self.batch_limits]
         if len(set(limited)) < len(limited) or not set(limited) <= set(self.gammas):
             raise InvalidEngineError(
-                f"drafter {self.name!r}: batches are limited for {limited[:16]}, "
-                f"not once each among {list(self.gammas)}"
+                f"drafter {self.name!r}: batches are limited for draft lengths {limited[:16]}; each "
+                f"must be one of {list(self.gammas)} and appear once"
             )
 
     def largest_batch(self, gamma: int) -> int:
-        """The largest batch that this draft length is prepared for."""
+        """Returns the largest batch that this draft length is prepared for."""
         return dict(self.batch_limits).get(gamma, MAX_BATCH_SIZE)
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What the engine side is able to do; as in proto `Capabilities`."""
+    """Lists what the engine side is able to do, as proto `Capabilities` does."""
 
     can_sleep: bool = False
     can_switch_drafter: bool = False
@@ -145,10 +145,10 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """An engine as it introduces itself.  Raises InvalidEngineError if it contradicts itself.
+    """Describes an engine as it introduces itself.  Raises InvalidEngineError for contradictions.
 
-    shape: what the target model weighs, when known: see `prior`.  safe_gamma: what it runs of its
-    first drafter without a plan, None where it does not say.  lost: what it can no longer do;
+    shape: the target model's sizes, when known, for the prior.  safe_gamma: the draft length of its
+    first drafter that it runs without a plan, None if unknown.  lost: what it can no longer do;
     `drafters` and `capabilities` stay as introduced.
     """
 
@@ -168,7 +168,7 @@ class EngineSpec:
                 f"engine_id {self.engine_id[:140]!r}: 1 to 128 of A-Z a-z 0-9 . _ : - are needed"
             )
         if not self.drafters:
-            raise InvalidEngineError("no drafter is listed: there is nothing to steer")
+            raise InvalidEngineError("no drafter is listed: at least one is needed")
         names = [d.name for d in self.drafters]
         if len(set(names)) != len(names):
             raise InvalidEngineError(f"drafter names {names} are not unique")
@@ -183,7 +183,7 @@ class EngineSpec:
             )
         if not 1 <= self.max_batch_size <= MAX_BATCH_SIZE:
             raise InvalidEngineError(
-                f"max_batch_size {self.max_batch_size} leaves 1..{MAX_BATCH_SIZE}"
+                f"max_batch_size {self.max_batch_size} is outside 1..{MAX_BATCH_SIZE}"
             )
         if not any(self.is_prepared(arm, self.max_batch_size) for arm in self.arms):
             raise InvalidEngineError(
@@ -196,28 +196,28 @@ class EngineSpec:
 
     @property
     def arms(self) -> tuple[Arm, ...]:
-        """Everything the engine can be told to run, gamma = 0 included."""
+        """All drafters and draft lengths that the engine introduced, gamma = 0 included."""
         return tuple(Arm(d.name, gamma) for d in self.drafters for gamma in d.gammas)
 
     def can_run(self, arm: Arm, batch_size: int) -> bool:
-        """Whether it is prepared for a batch of this size, and not lost."""
+        """Returns whether the arm is prepared for a batch of this size, and not lost."""
         return self.is_prepared(arm, batch_size) and self.loss_of(arm) is None
 
     def loss_of(self, arm: Arm) -> LostCapability | None:
-        """The loss that the arm fell to; None while the engine has it."""
+        """Returns the loss that takes this arm away; None while the engine has it."""
         return next((loss for loss in self.lost if loss.covers(arm)), None)
 
     @property
     def able(self) -> Capabilities:
-        """What the losses leave of its capabilities."""
+        """The capabilities that are left after all losses."""
         return able(self.capabilities, self.lost)
 
     def is_prepared(self, arm: Arm, batch_size: int) -> bool:
-        """Whether the arm, one of `arms`, is prepared for a batch of this size."""
+        """Returns whether the arm, one of `arms`, is prepared for a batch of this size."""
         return batch_size <= self.drafter(arm.drafter).largest_batch(arm.gamma)
 
     def drafter(self, name: str) -> DrafterSpec:
-        """The drafter of that name.  Raises UnknownArmError."""
+        """Returns the drafter of that name.  Raises UnknownArmError."""
         for drafter in self.drafters:
             if drafter.name == name:
                 return drafter
@@ -237,7 +237,7 @@ class EngineSpec:
 
 @dataclass(frozen=True, slots=True)
 class StepFlags:
-    """Circumstances of a step; as in proto `StepFlags`."""
+    """Describes the circumstances of a step, as proto `StepFlags` does."""
 
     after_gap: bool = False
     eager_fallback: bool = False
@@ -249,12 +249,12 @@ class StepFlags:
 
     @property
     def distorts_shape(self) -> bool:
-        """True when the step's seconds say nothing about a step of its shape."""
+        """Whether the step's seconds differ from those of any other step of its shape."""
         return self.after_gap or self.eager_fallback or self.first_use
 
     @property
     def distorts_cost(self) -> bool:
-        """True when they say nothing about a plain one, beside which nothing else runs."""
+        """Whether the step's seconds differ from those of a plain step, run by itself."""
         return self.distorts_shape or self.updating
 
 
@@ -263,7 +263,7 @@ NO_FLAGS = StepFlags()
 
 @dataclass(frozen=True, slots=True)
 class ClassCounts:
-    """One request class's share of a step: gamma + 1 counts, as `StepReport.accepted_counts`."""
+    """Holds a request class's part of a step: gamma + 1 counts, as in `StepReport`."""
 
     label: str
     accepted_counts: tuple[int, ...]
@@ -271,15 +271,15 @@ class ClassCounts:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """One decode iteration.  Raises InvalidReportError for what cannot be true.
+    """Holds the telemetry of one decode step.  Raises InvalidReportError for values out of range.
 
     accepted_counts: gamma + 1 counts, entry k = sequences that accepted exactly k draft tokens;
     they sum to batch_size.  step_seconds: wall clock, end of previous step to end of this one.
     kv_tokens: sum of context lengths before the step.  classes: the same counts by request class,
-    for engines that know one.  confidences: gamma means over the batch of the drafter's own
-    probability of what it drafted, or none.  update_seconds: what the drafter's update took that
-    landed before this step, 0 where none did.  draft_version: of the drafter that served it, 0 = as
-    loaded.
+    for engines that know one.  confidences: the drafter's own mean probability of each of the gamma
+    drafted positions, or empty; they are checked and recorded, and no decision uses them yet.
+    update_seconds: duration of the drafter's update that landed before this step, 0 without one.
+    draft_version: of the drafter that served the step, 0 = as loaded.
     """
 
     step: int
@@ -300,7 +300,7 @@ class StepReport:
     def __post_init__(self) -> None:
         if self.batch_size < 1 or self.batch_size > MAX_BATCH_SIZE:
             raise InvalidReportError(
-                f"step {self.step}: batch_size {self.batch_size} leaves 1..{MAX_BATCH_SIZE}"
+                f"step {self.step}: batch_size {self.batch_size} is outside 1..{MAX_BATCH_SIZE}"
             )
         if not 0 <= self.gamma <= MAX_GAMMA:
             raise InvalidReportError(
@@ -326,7 +326,8 @@ class StepReport:
         updated = self.update_seconds
         if updated and not MIN_STEP_SECONDS <= updated <= MAX_STEP_SECONDS:
             raise InvalidReportError(
-                f"step {self.step}: update_seconds {updated} is neither 0 nor a time as of a step"
+                f"step {self.step}: update_seconds {updated} is neither 0 nor a time of "
+                f"{MIN_STEP_SECONDS:g} s to {MAX_STEP_SECONDS:.0f} s"
             )
         if self.classes:
             self._check_classes()
@@ -369,13 +370,13 @@ class StepReport:
 
     @property
     def arm(self) -> Arm:
-        """What really ran."""
+        """The drafter and the draft length that really ran."""
         return Arm(self.drafter, self.gamma)
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Another arm for `steps` steps in its row's bucket.  `probe_id` is never reused."""
+    """Tries another arm for `steps` steps in its row's bucket.  `probe_id` is never reused."""
 
     probe_id: int
     arm: Arm
@@ -384,9 +385,9 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class PlanRow:
-    """The choice for batch sizes up to `max_batch_size` (and above the previous row's).
+    """Holds the choice for batch sizes up to `max_batch_size` (and above the previous row's).
 
-    drafter_asleep: in its steps at gamma = 0 (its probe's included) nothing of the drafter runs.
+    drafter_asleep: in its steps at gamma = 0 (its probe's included) the drafter does not run.
     """
 
     max_batch_size: int
@@ -398,9 +399,9 @@ class PlanRow:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A table over batch sizes.  `rows` ascend; the last one also serves every larger batch.
+    """Maps batch sizes to choices.  `rows` ascend; the last one also serves every larger batch.
 
-    overrides: ids of those that count anywhere in it.  draft_version: of the drafter that shall
+    overrides: ids of those that count anywhere in it.  draft_version: of the drafter that is to
     serve, 0 = as loaded.
     """
 
@@ -414,7 +415,7 @@ class Plan:
     draft_version: int = 0
 
     def row_for(self, batch_size: int) -> PlanRow:
-        """The row that serves this batch size."""
+        """Returns the row that serves this batch size."""
         for row in self.rows:
             if batch_size <= row.max_batch_size:
                 return row

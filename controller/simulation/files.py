@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from controller.core.cost.profile import Profile
-from controller.core.kinds import DrafterKind
+from controller.core.model_shapes import DrafterKind
 from controller.simulation import published
 from controller.simulation.arrivals import read_arrivals
 from controller.simulation.curves import parse_acceptance

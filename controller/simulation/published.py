@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from controller.core.cost.devices import device
 from controller.core.cost.roofline import Overlap, step_seconds
 from controller.core.errors import InvalidEngineError
-from controller.core.kinds import DrafterKind
+from controller.core.model_shapes import DrafterKind
 from controller.core.types import Arm, DrafterSpec
 from controller.simulation import published_qwen
 from controller.simulation.errors import InvalidInputError

@@ -6,8 +6,8 @@ configuration.
 
 from collections.abc import Mapping
 
-from controller.core.kinds import DrafterKind
 from controller.core.model_shapes import (
+    DrafterKind,
     DrafterShape,
     Experts,
     GroupedQueryAttention,

@@ -7,7 +7,7 @@ from google.protobuf.message import Message
 
 from controller.core.capabilities import added, require_known
 from controller.core.errors import InvalidEngineError
-from controller.core.kinds import DrafterKind
+from controller.core.model_shapes import DrafterKind
 from controller.core.types import Capabilities, DrafterSpec, EngineSpec, Fingerprint
 from controller.wire.capabilities import all_lost_from_proto, lost_to_proto
 from controller.wire.model_shapes import (

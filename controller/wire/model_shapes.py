@@ -1,9 +1,9 @@
 """Model and drafter shapes between proto and core."""
 
 from controller.core.errors import InvalidEngineError
-from controller.core.kinds import DrafterKind
 from controller.core.model_shapes import (
     Attention,
+    DrafterKind,
     DrafterShape,
     Experts,
     GroupedQueryAttention,

@@ -19,7 +19,7 @@ import numpy as np
 
 from controller.core.cost.profile import DrafterIdentity, Profile, ProfileCell
 from controller.core.engine.engine_controller import EngineController
-from controller.core.kinds import DrafterKind
+from controller.core.model_shapes import DrafterKind
 from controller.core.settings import PlannerSettings
 from controller.core.training.stride_planner import STRIDES
 from controller.core.types import (

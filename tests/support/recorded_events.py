@@ -8,7 +8,7 @@ from typing import Any
 
 from controller.core.clock import VirtualClock
 from controller.core.cost.profile import Profile
-from controller.core.kinds import DrafterKind
+from controller.core.model_shapes import DrafterKind
 from controller.core.planning.overrides import Override, Rule, Scope, ScopeKind
 from controller.core.settings import PlannerSettings
 from controller.core.training.selective_training import TrainingSettings

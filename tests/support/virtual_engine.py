@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from controller.core.clock import VirtualClock
 from controller.core.cost.profile import DrafterIdentity, Profile, ProfileCell
 from controller.core.engine.engine_controller import EngineController
-from controller.core.kinds import DrafterKind
+from controller.core.model_shapes import DrafterKind
 from controller.core.settings import PlannerSettings
 from controller.core.types import Arm, DrafterSpec, EngineSpec, Fingerprint, StepReport
 

@@ -1,8 +1,8 @@
-"""Acceptance of everything an engine serves: by drafter, and by request class where it says so.
+"""Estimates acceptance by drafter, and by request class for engines that report classes.
 
-A batch is priced as the mix that it really is: E[accepted | gamma] is the mean over its classes,
-weighted by how many sequences of each ran in the last step.  Without classes it is the drafter's
-estimate over all traffic.
+A batch is valued as a mix of its classes: E[accepted | gamma] is their mean, weighted by how many
+sequences of each class ran in the last step.  Without classes it is the drafter's estimate over all
+traffic.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ MAX_CLASSES = 8
 
 @dataclass(frozen=True, slots=True)
 class TrafficCurves:
-    """The acceptance of an engine's traffic at one moment.
+    """Holds the acceptance of an engine's traffic at one moment.
 
     drafters: of all traffic, by drafter.  classes: of each request class, by label and drafter.
     batch: of the batch that ran last (its classes mixed), by drafter.
@@ -36,7 +36,7 @@ class TrafficCurves:
 
 
 class TrafficEstimator:
-    """All acceptance estimators of one engine.
+    """Owns all acceptance estimators of one engine.
 
     `fold`, `begin_from` and `believe` change it; `curves` and `beliefs` read it.
     """
@@ -47,14 +47,14 @@ class TrafficEstimator:
             d.name: AcceptanceEstimator(max(d.gammas[-1], 1), settings) for d in drafters
         }
         self.classes: dict[str, dict[str, AcceptanceEstimator]] = {}
-        # What is known of classes that have not come yet: by label and drafter.
+        # Warm-start estimates of classes that have not been reported yet: by label and drafter.
         self._awaited: dict[str, dict[str, Belief]] = {}
         self._mix: dict[str, float] = {}
         self._hazard_steps = _HAZARD_PRIOR_STEPS
         self._hazard_shifts = 0.0
 
     def use_settings(self, settings: PlannerSettings) -> None:
-        """Estimates by these from now on; the evidence stays."""
+        """Uses these settings from now on and keeps the evidence."""
         self._settings = settings
         for estimators in (self.drafters, *self.classes.values()):
             for estimator in estimators.values():
@@ -62,21 +62,21 @@ class TrafficEstimator:
 
     @property
     def hazard(self) -> Hazard:
-        """How likely a shift is in one step."""
+        """Returns the probability that the traffic shifts in one step."""
         expected = (1 + self._hazard_shifts) / self._hazard_steps
         return Hazard(expected, self._hazard_shifts / self._hazard_steps)
 
     @property
     def shifts(self) -> int:
-        """Shifts of traffic noticed so far."""
+        """Counts the shifts of traffic that were detected so far."""
         return sum(estimator.shifts for estimator in self.drafters.values())
 
     def fold(self, report: StepReport) -> bool:
-        """One report's accepted counts, and those of its classes; True on a shift of traffic."""
+        """Takes a report's accepted counts, and those of its classes; True on a shift of traffic."""
         for name, estimator in self.drafters.items():
             if name != report.drafter:
                 estimator.pass_by()
-        shifted = self.drafters[report.drafter].fold(report.accepted_counts, report.confidences)
+        shifted = self.drafters[report.drafter].fold(report.accepted_counts)
         self._hazard_steps += 1
         if self._hazard_steps > _HAZARD_MEMORY_STEPS:
             keep = _HAZARD_MEMORY_STEPS / self._hazard_steps
@@ -110,7 +110,7 @@ class TrafficEstimator:
             self._mix[part.label] = sum(part.accepted_counts) / report.batch_size
 
     def admit(self, label: str) -> dict[str, AcceptanceEstimator]:
-        """Estimates a request class apart from now on; its estimators by drafter."""
+        """Estimates a request class by itself from now on; returns its estimators by drafter."""
         self.classes[label] = {
             name: AcceptanceEstimator(main.gamma_max, self._settings)
             for name, main in self.drafters.items()
@@ -118,7 +118,7 @@ class TrafficEstimator:
         return self.classes[label]
 
     def beliefs(self) -> list[Belief]:
-        """What is known, for another session to begin from."""
+        """Returns the estimates from which another session can begin."""
         curves = self.curves()
         found = []
         for label, by_drafter in {"": curves.drafters, **curves.classes}.items():
@@ -130,7 +130,7 @@ class TrafficEstimator:
         return found
 
     def begin_from(self, beliefs: Iterable[Belief]) -> None:
-        """Adds what was known elsewhere; beliefs of drafters that are not here are left."""
+        """Adds estimates of other sessions; leaves out those of drafters that this engine lacks."""
         for belief in beliefs:
             if belief.drafter not in self.drafters:
                 continue
@@ -141,11 +141,11 @@ class TrafficEstimator:
             estimators[belief.drafter].begin_from(belief.conditional, belief.exposures)
 
     def curves(self) -> TrafficCurves:
-        """The estimates as they stand."""
+        """Returns the present estimates."""
         return self._curves(AcceptanceEstimator.curve)
 
     def believe(self) -> TrafficCurves:
-        """As `curves`, for a decision: from now on steps are tested against these estimates."""
+        """Returns the present estimates and tests later steps against them; for a decision."""
         return self._curves(AcceptanceEstimator.believe)
 
     def _curves(

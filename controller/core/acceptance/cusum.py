@@ -1,4 +1,4 @@
-"""A sequential test for large changes of acceptance, over all positions together.
+"""Tests sequentially for large changes of acceptance, over all positions together.
 
 Page's cumulative sum (Biometrika 1954), one for better and one for worse:
 
@@ -18,22 +18,22 @@ from controller.core.settings import PlannerSettings
 
 _LOGITS = 1.5
 _FACTOR = math.exp(_LOGITS)
-# Exposures with which a belief counts by half.
+# Exposures with which an estimate counts by half.
 _HALF_TRUST = 8.0
-# What a position that was never reached is trusted to be like the one before it.
+# The exposures that a position counts as having before it was ever reached.
 _PRIOR_TRUST = 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class Hazard:
-    """Probability of a shift in one step: expected (with the prior), and as seen so far."""
+    """Holds the probability of a shift in one step: with the prior, and as observed."""
 
     expected: float
     seen: float
 
 
 class Cusum:
-    """Both sums of one estimator.  limit: a sum beyond it is a shift."""
+    """Keeps both sums of one estimator.  limit: a sum above it is a shift."""
 
     def __init__(self, gamma_max: int, settings: PlannerSettings) -> None:
         self.limit = settings.shift_alarm
@@ -55,7 +55,7 @@ class Cusum:
             self._down.append((worse - trust * _LOGITS, worse))
 
     def fold(self, accepted_counts: Sequence[int]) -> bool:
-        """One step's counts; True when a sum has passed its limit (both start again then)."""
+        """Takes a step's counts; True when a sum has passed the limit (both restart then)."""
         reached = sum(accepted_counts)
         up = down = 0.0
         for k in range(min(len(accepted_counts) - 1, len(self._up))):

@@ -1,4 +1,4 @@
-"""Censored acceptance, position by position.
+"""Estimates acceptance position by position from censored observations.
 
 A step at draft length gamma shows, for every sequence that accepted j drafts, successes at
 positions 1..j and a failure at j + 1, but only if j < gamma: what lies beyond is censored, not
@@ -8,14 +8,13 @@ of accepted / gamma would move whenever gamma does.
 
 Forgetting is by evidence: m new exposures fade the old ones by exp(-m / memory), so that B = 1
 and B = 256 track alike; a large batch never forgets more than a fixed share of it in one step.  A
-position that a step did not reach keeps its mean and loses confidence, step by step.  Two windows
-stand side by side; when the fast one leaves the slow one by `shift_z` standard errors, or all
-positions together speak for a large change (`shift_alarm`), the slow one is replaced by it, and the
-memory starts short again.
+position that a step did not reach keeps its mean and loses confidence, step by step.  There is a
+fast and a slow window.  When the fast one leaves the slow one by `shift_z` standard errors, or all
+positions together indicate a large change (`shift_alarm`, see `cusum`), the fast one replaces the
+slow one, and the memory starts short again.
 
-Positions with little evidence lean on a parent: the drafter's own calibrated confidence where the
-engine reports it, else the position before them (the geometric tail, a_k = a_{k-1}), the first one
-a prior.
+A position with little evidence is drawn towards the position before it (a geometric tail, a_k =
+a_{k-1}), the first one towards a prior, and those of a request class towards all traffic.
 """
 
 import math
@@ -26,7 +25,6 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.core.acceptance.confidence import ConfidenceCalibration
 from controller.core.acceptance.cusum import Cusum
 from controller.core.settings import PlannerSettings
 from controller.core.types import MAX_BATCH_SIZE
@@ -35,20 +33,18 @@ from controller.core.types import MAX_BATCH_SIZE
 _SHIFT_MIN_EXPOSURES = 8.0
 # How much of the fast window is kept when it does.
 _SHIFT_KEEP = 0.1
-# What an idle drafter's evidence is worth after the traffic has shifted: next to nothing.  Drafters
-# differ most in what traffic they are good at; with more the other one is never tried again.
+# Exposures that an idle drafter keeps after the traffic has shifted: hardly any.  Drafters differ
+# most in the traffic that they are good at; with more the other one would never be tried again.
 _DOUBTED_EXPOSURES = 0.1
-# A calibrated confidence is worth so many exposures.
-_CONFIDENCE_WEIGHT = 12.0
 
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceCurve:
-    """What is known of one drafter at one moment.
+    """Holds the estimates of one drafter at one moment.
 
     conditional, exposures: a_k and the sequences behind it, for k = 1..gamma_max.
     expected: E[accepted | gamma] = s_1 + ... + s_gamma, s_k = a_1 ... a_k, gamma = 0..gamma_max.
-    prior_exposures: what a position is worth before it was ever seen.
+    prior_exposures: the weight of the prior of a position that was never observed.
     """
 
     conditional: list[float]
@@ -57,14 +53,14 @@ class AcceptanceCurve:
     prior_exposures: float
 
     def variance(self) -> NDArray[np.float64]:
-        """[gamma_max] variance of the estimate of a_k."""
+        """Returns [gamma_max], the variance of the estimate of a_k."""
         means = np.array(self.conditional)
         evidence = np.array(self.exposures) + self.prior_exposures
         variance: NDArray[np.float64] = means * (1 - means) / evidence
         return variance
 
     def sensitivity(self) -> NDArray[np.float64]:
-        """[gamma_max + 1, gamma_max] of dE[accepted | gamma] / da_k.
+        """Returns [gamma_max + 1, gamma_max], dE[accepted | gamma] / da_k.
 
         It is (s_k + ... + s_gamma) / a_k for k <= gamma, and 0 behind.
         """
@@ -75,16 +71,12 @@ class AcceptanceCurve:
 
 
 class AcceptanceEstimator:
-    """Conditional acceptance of one drafter, positions 1..gamma_max.
+    """Estimates the conditional acceptance of one drafter, positions 1..gamma_max.
 
     One object per engine, drafter and request class.  `curve` reads and changes nothing.
     """
 
-    def __init__(
-        self,
-        gamma_max: int,
-        settings: PlannerSettings,
-    ) -> None:
+    def __init__(self, gamma_max: int, settings: PlannerSettings) -> None:
         self.gamma_max = gamma_max
         self._fast_n = [0.0] * gamma_max
         self._fast_s = [0.0] * gamma_max
@@ -93,23 +85,19 @@ class AcceptanceEstimator:
         # Steps seen, and the step of each position's last exposure: idle evidence fades on reading.
         self._steps = 0
         self._seen_at = [0] * gamma_max
-        self._confidence = ConfidenceCalibration(gamma_max)
         self._alarm = Cusum(gamma_max, settings)
         self.shifts = 0
         self.use_settings(settings)
 
     def use_settings(self, settings: PlannerSettings) -> None:
-        """Forgets and doubts by these from now on; the evidence stays."""
+        """Uses these settings from now on and keeps the evidence."""
         self._settings = settings
         self._fast_keeps = _keeps(settings.fast_exposures, settings.fast_steps)
         self._slow_keeps = _keeps(settings.slow_exposures, settings.slow_steps)
         self._alarm.limit = settings.shift_alarm
 
-    def fold(self, accepted_counts: Sequence[int], confidences: Sequence[float] = ()) -> bool:
-        """Takes one step's histogram (gamma + 1 counts); True when the traffic has shifted.
-
-        confidences: gamma floats, the drafter's own mean probability of what it drafted.
-        """
+    def fold(self, accepted_counts: Sequence[int]) -> bool:
+        """Takes one step's histogram (gamma + 1 counts); True when the traffic has shifted."""
         self._steps += 1
         z = self._settings.shift_z
         gamma = min(len(accepted_counts) - 1, self.gamma_max)
@@ -135,8 +123,6 @@ class AcceptanceEstimator:
                 variance = max(slow_mean * (1 - slow_mean), 0.01) * (1 / fast + 1 / slow)
                 shifted = shifted or apart * apart > z * z * variance
             reached = successes
-        if confidences:
-            self._confidence.fold(confidences, accepted_counts)
         if not shifted:
             return False
         self.forget()
@@ -144,9 +130,9 @@ class AcceptanceEstimator:
         return True
 
     def begin_from(self, conditional: Sequence[float], exposures: Sequence[float]) -> None:
-        """Adds what was known elsewhere; a_k and exposures of positions 1.., as far as they go.
+        """Adds estimates of another session: a_k and exposures of positions 1.., as far as they go.
 
-        Only to the slow window: where live traffic differs, the fast one tells as always.
+        They enter the slow window only, so that the fast one shows if live traffic differs.
         """
         for k, (a, n) in enumerate(zip(conditional, exposures, strict=True)):
             if k < self.gamma_max:
@@ -155,11 +141,11 @@ class AcceptanceEstimator:
                 self._seen_at[k] = self._steps
 
     def pass_by(self) -> None:
-        """A step that ran without this drafter."""
+        """Counts a step that ran without this drafter."""
         self._steps += 1
 
     def _wake(self, k: int) -> None:
-        """Fades what a position knew by the steps in which it was not seen."""
+        """Fades a position's evidence by the steps in which it was not observed."""
         idle = self._steps - self._seen_at[k] - 1
         self._seen_at[k] = self._steps
         if idle > 0:
@@ -179,36 +165,32 @@ class AcceptanceEstimator:
         self._slow_s = self._fast_s.copy()
 
     def doubt(self) -> None:
-        """The traffic has changed while this drafter stood by: its means stay, weakly."""
+        """Weakens the evidence because the traffic has changed while this drafter was idle."""
         for k in range(self.gamma_max):
             keep = min(1.0, _DOUBTED_EXPOSURES / max(self._slow_n[k], 1e-9))
             self._slow_n[k] *= keep
             self._slow_s[k] *= keep
 
     def curve(self, parent: AcceptanceCurve | None = None) -> AcceptanceCurve:
-        """The estimates as they stand.
+        """Returns the present estimates.
 
-        parent: the curve of all traffic, on which a request class's estimates lean.
+        parent: the curve of all traffic, towards which a request class's estimates are drawn.
         """
         return self._estimates(parent)[0]
 
     def believe(self, parent: AcceptanceCurve | None = None) -> AcceptanceCurve:
-        """As `curve`, for a decision: from now on steps are tested against these estimates."""
+        """Returns the present estimates and tests later steps against them; for a decision."""
         curve, own = self._estimates(parent)
         # A class that differs from all traffic has not shifted: it is tested against itself.
         self._alarm.believe(own, curve.exposures)
         return curve
 
     def _estimates(self, parent: AcceptanceCurve | None) -> tuple[AcceptanceCurve, list[float]]:
-        """The curve, and a_k with the weight of the prior only, for k = 1..gamma_max."""
+        """Returns the curve, and a_k drawn with the weight of the prior only, k = 1..gamma_max."""
         settings = self._settings
         above = None if parent is None else parent.conditional
-        trusted = self._confidence.calibrated()
-        mean, weight = settings.prior_acceptance, settings.prior_exposures
-        if above is not None:
-            weight = settings.class_exposures
-        elif trusted is not None:
-            above, weight = trusted, _CONFIDENCE_WEIGHT
+        mean, prior = settings.prior_acceptance, settings.prior_exposures
+        weight = prior if above is None else settings.class_exposures
         conditional, exposures, expected, own = [], [], [0.0], []
         survival, total = 1.0, 0.0
         for k in range(self.gamma_max):
@@ -217,19 +199,18 @@ class AcceptanceEstimator:
             seen = self._slow_n[k] * keep
             leaning = mean if above is None else above[k]
             mean = (self._slow_s[k] * keep + weight * leaning) / (seen + weight)
-            prior = settings.prior_exposures
             own.append((self._slow_s[k] * keep + prior * leaning) / (seen + prior))
             survival *= mean
             total += survival
             conditional.append(mean)
             exposures.append(seen)
             expected.append(total)
-        curve = AcceptanceCurve(conditional, exposures, expected, settings.prior_exposures)
+        curve = AcceptanceCurve(conditional, exposures, expected, prior)
         return curve, own
 
 
 @lru_cache(maxsize=8)
 def _keeps(exposures: float, steps: float) -> tuple[float, ...]:
-    """What is kept of a window after so many new exposures; the last entry is for all beyond."""
+    """Returns the share of a window that is kept, by new exposures; the last is for all beyond."""
     most = min(math.ceil(exposures / steps), MAX_BATCH_SIZE)
     return tuple(math.exp(-min(n / exposures, 1 / steps)) for n in range(most + 1))

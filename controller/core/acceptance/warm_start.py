@@ -1,9 +1,9 @@
-"""Acceptance estimates that outlive a session: what a fresh one begins from.
+"""Carries acceptance estimates from one session to the next, so that a new one starts warm.
 
-A belief is what one engine knew of one drafter (and one request class).  Beliefs of several engines
-are pooled position by position, weighted by their exposures; every one counts half as much after
-`HALF_LIFE_SECONDS`, and all of them together never more than `WARM_EXPOSURES`: enough to begin in
-the right place, little enough that the live traffic soon speaks louder.
+A belief is one engine's estimate for one drafter (and one request class).  Beliefs of several
+engines are pooled position by position, weighted by their exposures.  The weight of a belief halves
+every `HALF_LIFE_SECONDS`, and all together count at most `WARM_EXPOSURES`: enough to begin in the
+right place, little enough that live traffic soon outweighs them.
 """
 
 import json
@@ -16,16 +16,16 @@ from controller.core.types import MAX_GAMMA, MAX_LABEL_CHARACTERS
 
 HALF_LIFE_SECONDS = 6 * 3600.0
 WARM_EXPOSURES = 64.0
-# A class or position with less behind it is not worth telling.
+# A class or position with fewer exposures is left out.
 _LEAST_EXPOSURES = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Belief:
-    """Of one drafter; label: the request class, "" for all traffic.
+    """The acceptance of one drafter is estimated by this curve.
 
-    conditional, exposures: a_k and the sequences behind it, k = 1..gamma_max.
-    Raises InvalidBeliefError for numbers that cannot be.
+    label: the request class, "" for all traffic.  conditional, exposures: a_k and the sequences
+    behind it, k = 1..gamma_max.  Raises InvalidBeliefError for values out of range.
     """
 
     drafter: str
@@ -36,23 +36,26 @@ class Belief:
     def __post_init__(self) -> None:
         if len(self.conditional) != len(self.exposures) or len(self.conditional) > MAX_GAMMA:
             raise InvalidBeliefError(
-                f"{len(self.conditional)} means and {len(self.exposures)} exposures are no curve"
+                f"{len(self.conditional)} means and {len(self.exposures)} exposures: equally many, at "
+                f"most {MAX_GAMMA}, are needed"
             )
         if len(self.label) > MAX_LABEL_CHARACTERS:
-            raise InvalidBeliefError("the label is too long")
+            raise InvalidBeliefError(
+                f"a label of {len(self.label)} characters is longer than {MAX_LABEL_CHARACTERS}"
+            )
         if not all(0 <= a <= 1 for a in self.conditional):
-            raise InvalidBeliefError(f"means {self.conditional} are no probabilities")
+            raise InvalidBeliefError(f"means {self.conditional} must lie in [0, 1]")
         if not all(0 <= n < math.inf for n in self.exposures):
-            raise InvalidBeliefError(f"exposures {self.exposures} are no counts")
+            raise InvalidBeliefError(f"exposures {self.exposures} must be finite and not negative")
 
 
 def to_json(beliefs: Sequence[Belief]) -> str:
-    """For a store."""
+    """Returns the beliefs as text for a store."""
     return json.dumps([asdict(belief) for belief in beliefs])
 
 
 def from_json(text: str) -> list[Belief]:
-    """Raises InvalidBeliefError for anything but beliefs."""
+    """Reads what `to_json` wrote.  Raises InvalidBeliefError for anything else."""
     try:
         body = json.loads(text)
         return [
@@ -65,11 +68,13 @@ def from_json(text: str) -> list[Belief]:
             for item in body
         ]
     except MALFORMED as error:
-        raise InvalidBeliefError(f"not beliefs: {error!r}") from error
+        raise InvalidBeliefError(
+            f"the text does not hold acceptance estimates: {error!r}"
+        ) from error
 
 
 def pool_groups(groups: Iterable[Iterable[tuple[Belief, float]]]) -> list[Belief]:
-    """As `pool`, of groups that count the same, however much each of them has told."""
+    """Pools groups of beliefs so that every group counts the same, however many it holds."""
     told = []
     for group in map(list, groups):
         youngest = min((age for _, age in group), default=0.0)
@@ -78,7 +83,7 @@ def pool_groups(groups: Iterable[Iterable[tuple[Belief, float]]]) -> list[Belief
 
 
 def pool(told: Iterable[tuple[Belief, float]]) -> list[Belief]:
-    """One belief for every drafter and label, from beliefs and their ages in seconds."""
+    """Makes one belief per drafter and label from beliefs and their ages in seconds."""
     sums: dict[tuple[str, str], list[list[float]]] = {}
     for belief, age in told:
         weight = 0.5 ** (max(0.0, age) / HALF_LIFE_SECONDS)

@@ -1,4 +1,4 @@
-"""The order that step costs keep, whatever was measured: more work never costs less.
+"""Keeps step costs in order: more work never costs less, whatever was measured.
 
     C(d, B, gamma) <= C(d, B', gamma')   for gamma <= gamma' and B <= B'
     C(d, B, 0)     <= C(d', B', gamma')  for gamma' > 0 and B <= B', whichever drafters d and d' are
@@ -16,7 +16,7 @@ from controller.core.types import Arm
 
 
 class CostOrder:
-    """The order between `arms`, for tables of [arms, buckets] with ascending buckets."""
+    """Orders `arms` by work, for tables of [arms, buckets] with ascending buckets."""
 
     def __init__(self, arms: Sequence[Arm]) -> None:
         drafters = dict.fromkeys(arm.drafter for arm in arms)
@@ -47,7 +47,7 @@ class CostOrder:
         )
 
     def lowered(self, table: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The largest table in order that is nowhere above this one; the same object if it is."""
+        """Returns the largest ordered table nowhere above this one; itself if it is in order."""
         found = table
         for chain in self._chains:
             if np.any(table[chain[1:]] < table[chain[:-1]]):
@@ -64,10 +64,10 @@ class CostOrder:
         return found
 
     def settled(self, table: NDArray[np.float64], seen: NDArray[np.int64]) -> NDArray[np.float64]:
-        """A table in order, in which the cells that were seen last moved least.
+        """Returns a table in order, in which the cells that were seen last moved least.
 
-        seen: [arms, buckets] when each cell was seen last, 0: never.  The newest cell stays as it
-        is, and every older one is moved between those that are newer and lie above and below it.
+        seen: [arms, buckets] when each cell was seen last, 0: never.  The newest cell stays, and
+        every older one moves between the newer cells that lie above and below it.
         """
         least = np.zeros_like(table)
         most = np.full_like(table, np.inf)
@@ -78,11 +78,11 @@ class CostOrder:
             above, below = self._below[i], self._below[:, i]
             least[above, j:] = np.maximum(least[above, j:], value)
             most[below, : j + 1] = np.minimum(most[below, : j + 1], value)
-        # A table in order stays so when it is cut to bounds that are in order.
+        # A table in order stays in order when it is cut to bounds that are in order.
         return np.clip(self.lowered(table), least, most)
 
     def next_to(self, seen: NDArray[np.bool_], sure: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """[arms] of every drafter up to the longest that was seen, and one more if that is sure."""
+        """Marks [arms] of every drafter up to the longest seen, and one more if that is sure."""
         found = np.zeros_like(seen)
         for chain in self._chains:
             ran = np.flatnonzero(seen[chain])

@@ -1,4 +1,4 @@
-"""What waking a drafter costs: the tokens it missed times what one of them takes.
+"""Estimates what waking a drafter costs: its backlog times the seconds of one token.
 
 The rate starts at the profile's and follows the seconds that waking steps take beyond a plain one.
 """
@@ -14,7 +14,7 @@ _PRIOR_TOKENS = 1000.0
 
 
 class CatchUp:
-    """Missed tokens by drafter, and the price of one.  One object per engine.
+    """Tracks each drafter's backlog and the price of a token.  One object per engine.
 
     The price is a least-squares line through the origin: excess seconds over missed tokens.
     """
@@ -26,28 +26,28 @@ class CatchUp:
         self.use(seconds_per_token)
 
     def use(self, seconds_per_token: float) -> None:
-        """Starts from a measured price."""
+        """Restarts from a measured price."""
         self._weight = _PRIOR_TOKENS**2
         self._product = self._weight * seconds_per_token
 
     def use_capabilities(self, able: Capabilities) -> None:
-        """Takes over what the engine is able to do from now on."""
+        """Sets what the engine is able to do from now on."""
         self._backlog.use(able)
 
     @property
     def seconds_per_token(self) -> float:
-        """The price of a missed token, as known now."""
+        """The present estimate of the price of a missed token."""
         return max(0.0, self._product / self._weight)
 
     def observe(self, report: StepReport, expected_seconds: float) -> bool:
-        """Takes a step; True when it woke a drafter, so that its seconds are no plain step's.
+        """Takes a step; True if it woke a drafter, so that it was not a plain step.
 
         expected_seconds: of a plain step of this shape.
         """
         behind = self._backlog.observe(report)
         if behind > 0 and not (report.flags.after_gap or report.flags.first_use):
             excess = report.step_seconds - expected_seconds
-            # A wild step must not make waking look dear for the next fifty.
+            # One outlier must not make waking look expensive for the next fifty.
             excess = min(excess, 4 * expected_seconds)
             keep = 1 - 1 / _WAKINGS
             self._product = keep * self._product + excess * behind
@@ -55,6 +55,6 @@ class CatchUp:
         return behind > 0
 
     def seconds(self) -> Mapping[str, float]:
-        """By drafter, what drafting with it in the next step costs beyond the step."""
+        """Returns by drafter what using it in the next step costs beyond the step."""
         rate = self.seconds_per_token
         return {name: rate * backlog for name, backlog in self._backlog.now.items()}

@@ -1,12 +1,15 @@
-"""GPUs by the two numbers that bound a step, as their makers publish them."""
+"""Lists GPUs by the two numbers that bound a step, as their makers publish them."""
 
-import math
 import re
 from dataclasses import dataclass, replace
 
-from controller.core.model_shapes import InvalidShapeError
+from controller.core.model_shapes import (
+    InvalidShapeError,
+    require_not_negative,
+    require_positive,
+)
 
-# What an engine adds where nothing is known of it.  A step: the overhead fitted for vLLM with
+# What an engine of unknown speed adds.  A step: the overhead fitted for vLLM with
 # Llama-3.1-8B on an H100 (SpecDecode-Bench, arXiv 2601.11580).  A pass: the median of the four D_0
 # in TIDE, Table 5, where kernel launches and not the drafter's weights take the time.
 TYPICAL_STEP_OVERHEAD_SECONDS = 1.2e-3
@@ -15,7 +18,7 @@ TYPICAL_PASS_OVERHEAD_SECONDS = 0.36e-3
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What a step runs on: one GPU, or several under tensor parallelism seen as one.
+    """Describes one GPU, or several under tensor parallelism as if they were one.
 
     peak_flops: dense bf16 FLOP/s.  bandwidth: memory bytes/s.  step_overhead_seconds: what
     scheduling and launching take once a step; pass_overhead_seconds: once a pass of the drafter.
@@ -28,22 +31,16 @@ class Device:
     pass_overhead_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("peak_flops", "bandwidth"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise InvalidShapeError(f"Device {self.name!r}: {name} {value} must be above 0")
-        for name in ("step_overhead_seconds", "pass_overhead_seconds"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise InvalidShapeError(f"Device {self.name!r}: {name} {value} is not a time")
+        require_positive(self, "peak_flops", "bandwidth")
+        require_not_negative(self, "step_overhead_seconds", "pass_overhead_seconds")
 
     @property
     def ridge(self) -> float:
-        """FLOPs per byte above which compute is the bound."""
+        """FLOPs per byte above which compute is the bound (the roofline's ridge point)."""
         return self.peak_flops / self.bandwidth
 
     def with_typical_overheads(self) -> "Device":
-        """The same with what a serving engine adds to every step and pass."""
+        """Returns the same GPU with what a serving engine adds to every step and pass."""
         return replace(
             self,
             step_overhead_seconds=TYPICAL_STEP_OVERHEAD_SECONDS,
@@ -51,14 +48,14 @@ class Device:
         )
 
     def tensor_parallel(self, gpus: int) -> "Device":
-        """`gpus` of them as one, without their communication.  Raises InvalidShapeError."""
+        """Returns `gpus` of them as one, without their communication.  Raises InvalidShapeError."""
         if gpus < 1:
-            raise InvalidShapeError(f"tensor parallelism over {gpus} GPUs cannot be")
+            raise InvalidShapeError(f"tensor parallelism over {gpus} GPUs: 1 is the least")
         return replace(self, peak_flops=gpus * self.peak_flops, bandwidth=gpus * self.bandwidth)
 
 
 # Words of the driver's name -> (dense bf16 FLOP/s, bytes/s), from the makers' data sheets.
-_DATA_SHEETS: dict[str, tuple[float, float]] = {
+DATA_SHEETS: dict[str, tuple[float, float]] = {
     "GB300": (2.5e15, 8.0e12),
     "B300": (2.25e15, 8.0e12),
     "GB200": (2.5e15, 8.0e12),
@@ -88,24 +85,19 @@ _DATA_SHEETS: dict[str, tuple[float, float]] = {
 }
 
 
-def known_devices() -> tuple[str, ...]:
-    """The words by which `device` knows a GPU."""
-    return tuple(_DATA_SHEETS)
-
-
 def device(driver_name: str) -> Device:
-    """The GPU that a driver calls so ("NVIDIA H100 80GB HBM3"), by its data sheet, no overheads.
+    """Returns the GPU of this driver name ("NVIDIA H100 80GB HBM3"), without overheads.
 
-    The entry wins of which the most words are in the name.  Raises InvalidShapeError for a GPU that
-    is not in the table.
+    Of the entries whose words are all in the name, the longest is taken.  Raises InvalidShapeError
+    for a GPU that is not in the table.
     """
     words = set(re.split(r"[^A-Z0-9]+", driver_name.upper()))
-    known = [key for key in _DATA_SHEETS if set(key.split()) <= words]
+    known = [key for key in DATA_SHEETS if set(key.split()) <= words]
     if not known:
         raise InvalidShapeError(
             f"no data sheet is known for the device {driver_name!r}; known are: "
-            + ", ".join(_DATA_SHEETS)
+            + ", ".join(DATA_SHEETS)
         )
     key = max(known, key=lambda k: len(k.split()))
-    peak, bandwidth = _DATA_SHEETS[key]
+    peak, bandwidth = DATA_SHEETS[key]
     return Device(driver_name, peak, bandwidth)

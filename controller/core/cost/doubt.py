@@ -10,7 +10,7 @@ from controller.core.cost.arm_order import CostOrder
 
 # Without a profile, steps of a draft length before a longer one is tried.
 _STEPS_RUNG = 8
-# What beliefs may have been found wrong by (log seconds) before gamma = 0 has to be asked.
+# Error of the estimates (log seconds) above which gamma = 0 has to be measured again.
 DISAGREEMENT_MAX = 0.05
 
 _Number = TypeVar("_Number", float, NDArray[np.float64])
@@ -18,13 +18,13 @@ _Number = TypeVar("_Number", float, NDArray[np.float64])
 
 @dataclass(frozen=True, slots=True)
 class CostDoubt:
-    """How uncertain costs were at one moment.
+    """Holds how uncertain the costs were at one moment.
 
     features: [coefficients, arms, buckets].  covariance: [coefficients, coefficients].  steps:
     [arms, buckets], evidence in each cell, what it lost since included.  ran: [arms, buckets].
     cell: variance of what a single cell adds before any step; noise: variance of one step.
-    disagreed: [buckets] by how much (log seconds) beliefs were found wrong since gamma = 0 ran.
-    guessed: costs come from no profile.
+    disagreed: [buckets] error of the estimates (log seconds) that was found since gamma = 0 ran.
+    guessed: there is no profile.
     """
 
     features: NDArray[np.float64]
@@ -38,11 +38,11 @@ class CostDoubt:
     guessed: bool
 
     def relative(self, bucket: int, current: int) -> NDArray[np.float64]:
-        """[arms] variance of log(C_arm / C_current) at a bucket."""
+        """Returns [arms], the variance of log(C_arm / C_current) at a bucket."""
         return self._relative(slice(bucket, bucket + 1), current)[:, 0]
 
     def relatives(self, current: int) -> NDArray[np.float64]:
-        """[arms, buckets] variance of log(C_arm / C_current)."""
+        """Returns [arms, buckets], the variance of log(C_arm / C_current)."""
         return self._relative(slice(None), current)
 
     def _relative(self, buckets: slice, current: int) -> NDArray[np.float64]:
@@ -55,21 +55,21 @@ class CostDoubt:
         return doubt
 
     def off_is_due(self, bucket: int) -> bool:
-        """Whether a step at gamma = 0 there would settle what is known to be doubtful."""
+        """Returns whether the estimates disagree so much that gamma = 0 has to run there."""
         return bool(self.disagreed[bucket] > DISAGREEMENT_MAX)
 
     def within_reach(self, bucket: int) -> NDArray[np.bool_]:
-        """[arms] of each drafter up to the longest that has run at a bucket, and one more.
+        """Marks [arms] of each drafter up to the longest that has run at a bucket, and one more.
 
-        That one only if the longest has run for some steps.
+        The one more is marked only if the longest has run for some steps.
         """
         return self.order.next_to(self.ran[:, bucket], self.steps[:, bucket] >= _STEPS_RUNG)
 
 
 def cell_variance(prior: float, noise: float, steps: _Number) -> _Number:
-    """Variance of what a single cell adds, after so many steps in it.
+    """Returns the variance of what a single cell adds, after so many steps in it.
 
-    prior: before any; noise: of one step.
+    prior: the variance before any step.  noise: the variance of one step.
     """
     doubt: _Number = prior / (1 + steps * (prior / noise))
     return doubt

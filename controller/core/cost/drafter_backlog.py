@@ -1,4 +1,4 @@
-"""What the drafters have not read of what was generated."""
+"""Counts the generated tokens that each drafter has not read yet."""
 
 from collections.abc import Mapping, Sequence
 
@@ -17,22 +17,22 @@ class DrafterBacklog:
         self._backlog = dict.fromkeys(drafters, 0.0)
         self.use(able)
         self._apart = len(self._backlog) > 1 and not able.drafters_follow
-        # Where all keep up and have missed nothing there is nothing to do.
+        # While all drafters follow and have missed nothing there is nothing to do.
         self._asleep = self._apart
         self._slept_steps = 0
 
     def use(self, able: Capabilities) -> None:
-        """Takes over what the engine is able to do from now on."""
+        """Sets what the engine is able to do from now on."""
         self._can_sleep = able.can_sleep
         self._most_steps = able.catch_up_steps
 
     @property
     def now(self) -> Mapping[str, float]:
-        """By drafter."""
+        """The missed tokens by drafter."""
         return self._backlog
 
     def observe(self, report: StepReport) -> float:
-        """Takes a step; the tokens that its drafter had missed and read first, 0 mostly."""
+        """Takes a step and returns the tokens that its drafter had to read first, mostly 0."""
         if report.gamma > 0 and not self._asleep:
             return 0.0
         gained = report.batch_size + sum(k * n for k, n in enumerate(report.accepted_counts))

@@ -1,4 +1,4 @@
-"""What costs are explained by: the reasons that arms share, and the bucket of a batch size."""
+"""Defines the features of the cost model: the causes of cost that arms share."""
 
 import math
 from collections.abc import Sequence
@@ -10,7 +10,10 @@ from controller.core.types import Arm
 
 
 def features(arms: Sequence[Arm], buckets: NDArray[np.float64]) -> NDArray[np.float64]:
-    """[2 + 3 * drafters, arms, buckets]: 1, log B; per drafter drafts, passes, width * log B."""
+    """Returns the features, [2 + 3 * drafters, arms, buckets].
+
+    They are 1 and log B, and for each drafter: whether it drafts, passes, and width * log B.
+    """
     drafters = list(dict.fromkeys(arm.drafter for arm in arms))
     log_batch = np.log2(buckets) / max(1.0, math.log2(buckets[-1]))
     found = np.zeros((2 + 3 * len(drafters), len(arms), len(buckets)))

@@ -1,4 +1,4 @@
-"""The batch sizes at which a draft length can win at all.
+"""Finds the batch sizes at which a draft length can win at all.
 
 Where no position is accepted with a probability above a, a longer draft is never worth more than
 when all are accepted with a: for g < gamma the ratio E[tokens | gamma] / E[tokens | g] rises with
@@ -9,16 +9,16 @@ graphs for it would be captured for nothing.
 
 from controller.core.cost.profile import Profile
 
-# A cell may have been measured so much too dear.
+# A cell may have been measured as too expensive by this share.
 _SLACK = 0.02
 
 
 def batch_limits(profile: Profile, acceptance: float = 0.9) -> dict[int, int]:
-    """Draft lengths that can win in small batches only: gamma -> the largest such batch.
+    """Returns the draft lengths that win in small batches only: gamma -> the largest such batch.
 
-    acceptance: in (0, 1], the highest of a position that is reckoned with.  Between two measured
-    sizes the doubt is in favour of the longer draft.  A draft length with which any drafter could
-    win at the largest measured size is not in it.
+    acceptance: in (0, 1], the highest expected of any position.  Between two measured sizes the
+    longer draft gets the benefit of the doubt.  A draft length with which any drafter could win at
+    the largest measured size is left out.
     """
     sizes = sorted({cell.batch_size for cell in profile.cells})
     gammas = sorted({cell.gamma for cell in profile.cells if cell.gamma > 0})
@@ -44,5 +44,5 @@ def _can_win(profile: Profile, gamma: int, size: int, acceptance: float) -> bool
         shorter = [r for (d, g), r in rate.items() if g < gamma and (g == 0 or d == drafter)]
         if all(value * (1 + _SLACK) >= r for r in shorter):
             return True
-    # What was not measured here is not known to lose.
+    # A draft length that was not measured here may win.
     return not mine

@@ -1,4 +1,4 @@
-"""A profile's cells as a grid over arms and batch buckets: smoothed, interpolated, marked."""
+"""Turns a profile's cells into a smoothed grid over arms and batch buckets."""
 
 from collections.abc import Sequence
 
@@ -12,9 +12,9 @@ from controller.core.types import Arm
 def profiled_grid(
     arms: Sequence[Arm], buckets: NDArray[np.float64], profile: Profile
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """[arms, buckets] seconds from the profile's cells, and where they left the measured grid.
+    """Returns [arms, buckets]: the profile's seconds, and where they are extrapolated.
 
-    Never falling with B or gamma; interpolated in log B and linearly in gamma.
+    Seconds never fall with B or gamma; they are interpolated in log B and linearly in gamma.
     """
     sizes = np.array(sorted({c.batch_size for c in profile.cells}), dtype=np.float64)
     grid = np.empty((len(arms), len(buckets)))
@@ -23,7 +23,7 @@ def profiled_grid(
         rows = [i for i, arm in enumerate(arms) if arm.drafter == drafter]
         cells = [c for c in profile.cells if c.drafter == drafter]
         if not cells:
-            # An arm without a measurement is never silently cheap: it costs what the dearest does.
+            # An arm without a measurement must not look cheap: it costs what the most expensive does.
             grid[rows] = max(c.step_seconds for c in profile.cells)
             outside[rows] = True
             continue
@@ -46,7 +46,7 @@ def profiled_grid(
 def _over_batch(
     cells: Sequence[tuple[int, float]], sizes: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """cells: (batch size, step seconds), of one draft length."""
+    """Interpolates one draft length's cells (batch size, step seconds) at other batch sizes."""
     mine = sorted(cells)
     x = np.log(np.array([b for b, _ in mine], dtype=np.float64))
     return _interpolate(np.log(sizes), x, np.array([s for _, s in mine]))
@@ -55,7 +55,7 @@ def _over_batch(
 def _interpolate(
     at: NDArray[np.float64], x: NDArray[np.float64], y: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Linear inside, continued with the last slope (never downwards past the end) outside."""
+    """Interpolates linearly; outside it keeps the last slope, never downwards past the end."""
     inside = np.interp(at, x, y)
     if len(x) < 2:
         return inside
@@ -67,7 +67,7 @@ def _interpolate(
 
 
 def _monotone(table: NDArray[np.float64], axis: int) -> NDArray[np.float64]:
-    """Never falling along the axis: the mean of the running maximum and the reversed minimum."""
+    """Makes a table that never falls along the axis: mean of running maximum and minimum."""
     rising = np.maximum.accumulate(table, axis=axis)
     flipped = np.flip(np.minimum.accumulate(np.flip(table, axis), axis=axis), axis)
     return (rising + flipped) / 2

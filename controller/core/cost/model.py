@@ -1,16 +1,16 @@
-"""What a step costs: C(d, B, gamma, kv), measured once and refined by live steps.
+"""Estimates what a step costs: C(d, B, gamma, kv), measured once and refined by live steps.
 
     log C = log(grid[arm, B] + k_kv * (kv - B * kv_ref)) + phi(arm, B) . w + cell[arm, B]
 
-`grid` comes from a profile or, without one, from a prior, which is marked as such and only serves
-until live steps have corrected it.
+`grid` comes from a profile or, without one, from a prior, which `explain` shows and live steps
+correct.
 
 Live steps move w, a handful of coefficients with a Kalman filter: how slow the machine is right
 now (quick: it moves every arm alike, so a slow minute is no reason to switch), how that grows with
 B, and per drafter what drafting at all, each further pass, and the verified width add.  So one arm
-that turns out dearer than its table moves all arms that share the reason.  What is left over goes
-to the single cell and half of it to its neighbours in B.  A table that surprises is trusted less:
-the doubt about cells never run grows with the errors found on first visits.
+that turns out more expensive than its table moves all arms that share the cause.  The rest of the
+error goes to the single cell and half of it to its neighbours in B.  A table that surprises is
+trusted less: the doubt about cells never run grows with the errors found on first visits.
 
 Two rules keep a slow minute from being charged to the arms that ran in it.  When a cell runs on and
 its time changes, only the machine can have changed, and when the time of a known cell leaps, that
@@ -45,12 +45,12 @@ _ROOFLINE_DOUBT = ((1.0, 0.3, 0.25, 0.25, 0.2), 0.08)
 _PRIOR_DOUBT = ((3.0, 0.6, 0.3, 0.5, 0.4), 0.1)
 # How far they may wander in one step.
 _WANDER = (0.005, 0.001, 0.0003, 0.0003, 0.0003)
-# How quickly the machine's restlessness is learnt, an update; and the most of it (log seconds).
+# How quickly the variation of the machine's pace is learnt, an update; and its maximum (log seconds).
 _PACE_RATE = 0.1
 _PACE_MAX = 0.3
 _KV_RATE = 0.05
 _NEIGHBOUR_SHARE = 0.5
-# An error of so many standard deviations, and of so much (log seconds), is a change and no noise.
+# An error of so many standard deviations, and of so much (log seconds), is a change and not noise.
 _DEVIATIONS = 3.0
 _CHANGE_MIN = 0.1
 # After a change of cell only so much is taken for pace, and only if the cell was known by so many
@@ -58,7 +58,7 @@ _CHANGE_MIN = 0.1
 _LEAP_MIN = 0.3
 _LEAP_SHARE = 0.2
 _STEPS_SURE = 4
-# Steps of other cells after which what a cell knew by itself has lost two thirds of its weight.
+# Steps of other cells after which a cell's own evidence has lost two thirds of its weight.
 _IDLE_STEPS = 2000.0
 _STEPS_AN_UPDATE = 8
 _STEPS_KNOWN = 32
@@ -79,7 +79,7 @@ _DOUBT_GROWTH_MAX = 9.0
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """seconds: [arms, buckets] of a step; extrapolated: [arms, buckets], outside of the profile."""
+    """Holds the seconds of a step, and which lie outside of the profile; both [arms, buckets]."""
 
     seconds: NDArray[np.float64]
     extrapolated: NDArray[np.bool_]
@@ -87,14 +87,14 @@ class Costs:
 
 @dataclass(slots=True)
 class _Pending:
-    """Errors of one cell since the last update."""
+    """Sums the errors of one cell since the last update."""
 
     total: float = 0.0
     steps: int = 0
 
 
 class CostModel:
-    """Costs of `arms` at the batch sizes `buckets` (ascending).  One object per engine.
+    """Estimates the costs of `arms` at the batch sizes `buckets` (ascending), for one engine.
 
     padded: a batch runs as large as its bucket (captured graphs); else at its own size.
     prior: for an engine without a profile; by default the generic one.
@@ -112,7 +112,7 @@ class CostModel:
     ) -> None:
         # A digest of the whole file: made once, read at every plan.
         self.profile_id = profile.profile_id if profile else ""
-        # Where the costs come from without a profile.
+        # The source of the costs without a profile.
         self.prior = ""
         self._buckets = np.asarray(buckets, dtype=np.float64)
         self._bucket_list = [float(b) for b in buckets]
@@ -147,7 +147,7 @@ class CostModel:
         self._cell_steps = np.zeros(shape)
         # The step after which a cell was learnt last; 0: never.
         self._cell_seen = np.zeros(shape, dtype=np.int64)
-        # [buckets] by how much (log seconds) beliefs were found wrong since gamma = 0 ran there.
+        # [buckets] error of the estimates (log seconds) that was found since gamma = 0 ran there.
         self._disagreed = np.zeros(len(buckets))
         self._kv_per_sequence = self._kv_reference
         self._surprise = 1.0
@@ -163,16 +163,16 @@ class CostModel:
         self._refresh()
 
     def use_settings(self, settings: PlannerSettings) -> None:
-        """Live steps may move costs as far as these say from now on."""
+        """Sets how far live steps may move the costs from now on."""
         profiled, prior = settings.cost_drift_max_profiled, settings.cost_drift_max_prior
         self._drift_max = math.log(profiled if self.profile_id else prior)
 
     def bucket_of(self, batch_size: int) -> int:
-        """Index of the bucket that serves a batch size."""
+        """Returns the index of the bucket that serves a batch size."""
         return min(bisect_left(self._bucket_list, batch_size), len(self._bucket_list) - 1)
 
     def predict(self, arm: int, batch_size: int, kv_tokens: int) -> float:
-        """Seconds of a plain step of this arm (by index) at this very batch and context."""
+        """Predicts the seconds of a plain step of this arm (by index) at this batch and context."""
         j = self.bucket_of(batch_size)
         base = self._base(arm, j, batch_size, kv_tokens)
         return base * math.exp(float(self._correction[arm, j]))
@@ -196,7 +196,7 @@ class CostModel:
             return
         self.steps += 1
         if self.steps > 1:
-            # From step to step: what both share is the machine's pace and no scatter.
+            # From step to step: what both share is the machine's pace and not scatter.
             apart = min(abs(error - self._last_error) / math.sqrt(2), 0.5)
             excess = apart - self._scatter
             self._scatter = max(_SCATTER_MIN, self._scatter + _SCATTER_RATE * excess)
@@ -205,7 +205,7 @@ class CostModel:
         pending = self._pending.get(cell)
         if pending is None:
             pending = self._pending[cell] = _Pending()
-        # Against the table itself: what is believed may have moved before this is learnt.
+        # Relative to the table: the correction may have moved before this is learnt.
         pending.total += error + float(self._correction[cell])
         pending.steps += 1
 
@@ -216,15 +216,12 @@ class CostModel:
             if j > 0 and batch_size < size:
                 share = (batch_size - sizes[j - 1]) / (size - sizes[j - 1])
                 grid = row[j - 1] + share * (grid - row[j - 1])
-            size = batch_size
-        else:
-            size = batch_size
-        return max(grid + self._kv_rate * (kv_tokens - size * self._kv_reference), 0.1 * grid)
+        return max(grid + self._kv_rate * (kv_tokens - batch_size * self._kv_reference), 0.1 * grid)
 
     def _is_outlier(self, arm: int, bucket: int, error: float) -> bool:
-        """Whether a step took so long that something else must have run beside it.
+        """Returns whether a step took so long that something else must have run beside it.
 
-        Nothing makes a step faster than it is, so that a short one is always news.
+        Nothing makes a step faster than it is, so a short one always counts.
         """
         limit = max(_OUTLIER_FLOOR, _OUTLIER_SCALES * self._scatter)
         if error > limit:
@@ -242,7 +239,7 @@ class CostModel:
         return True
 
     def learn(self) -> None:
-        """Takes what has been observed since the last call into the coefficients and cells."""
+        """Moves the coefficients and cells by what was observed since the last call."""
         # One update takes as long for many steps, so a well-known cell waits for more of them, but
         # only while it runs on: mixed with later ones they would belong to another pace.
         ready = [
@@ -267,7 +264,7 @@ class CostModel:
         noise /= steps
         runs_on = (i, j) == self._last_cell
         if runs_on:
-            # Nothing changed but the time: what is more than scatter is the machine's pace.
+            # Nothing changed but the time: what exceeds scatter is the machine's pace.
             jump = min(max(error * error - cell_doubt - noise, 0.0), _PACE_MAX**2)
             self._pace += _PACE_RATE * (jump - self._pace)
         self._last_cell = (i, j)
@@ -280,7 +277,7 @@ class CostModel:
         if known and abs(error) > max(_DEVIATIONS * math.sqrt(total), least):
             self._covariance[0, 0] += error * error
             if not runs_on:
-                # Should it keep happening whenever this arm runs, then it is the arm's after all.
+                # If it keeps happening whenever this arm runs, the arm is the cause.
                 cell_doubt += (_LEAP_SHARE * error) ** 2
                 self._cell_steps[i, j] /= 2
             spread = self._covariance @ phi
@@ -288,13 +285,13 @@ class CostModel:
         if self._off[i]:
             self._disagreed[j] = 0.0
         elif abs(error) > max(_DEVIATIONS * math.sqrt(cell_doubt + noise), _CHANGE_MIN):
-            # Either the machine has changed, or what is believed of the arms: gamma = 0 tells.
+            # Either the machine has changed or the estimates are wrong: gamma = 0 shows which.
             self._disagreed[j] += abs(error)
         if self._cell_steps[i, j] == 0 and self.steps > steps:
             found = min(max(error * error / total, 0.0), _SURPRISE_MAX)
             self._surprise += _SURPRISE_RATE * (found - self._surprise)
             if found > 4:
-                # The table is wrong by more than was thought possible: believe it less.
+                # The table is wrong by more than its doubt allows: trust it less.
                 room = _DOUBT_GROWTH_MAX * self._covariance_start / np.trace(self._covariance)
                 self._covariance *= max(1.0, min(found / 2, float(room)))
                 spread = self._covariance @ phi
@@ -312,16 +309,16 @@ class CostModel:
                 self._cell[i, k] = min(self._drift_max, max(-self._drift_max, moved))
 
     def _variances(self) -> tuple[float, float]:
-        """Of what a single cell adds before any step, and of one step."""
+        """Returns the variance of what a single cell adds before any step, and of one step."""
         return self._cell_sigma**2 * max(1.0, self._surprise), (1.25 * self._scatter) ** 2
 
     def _fade(self, i: int, j: int) -> None:
-        """Takes from a cell's evidence what it has lost while others ran."""
+        """Reduces a cell's evidence by what it has lost while others ran."""
         idle = self.steps - self._cell_seen[i, j]
         self._cell_steps[i, j] *= math.exp(-idle / _IDLE_STEPS)
 
     def _keep_order(self) -> None:
-        """Moves cells to where more work costs no less, at the context that runs now."""
+        """Moves cells so that more work costs no less, at the present context."""
         base = self._bases(self._kv_per_sequence)
         seconds = base * self._factors
         if self._order.lowered(seconds) is seconds:
@@ -335,19 +332,19 @@ class CostModel:
 
     def _refresh(self) -> None:
         shared = (self._weights @ self._flat_features).reshape(self._cell.shape)
-        # The drift that matters to a choice is that between arms: it is bounded, the machine's not.
+        # Only the drift between arms matters to a choice: it is bounded, the machine's is not.
         machine = shared.min(axis=0)
         bounded = np.minimum(shared - machine, 2 * self._drift_max) + machine
         self._correction = bounded + self._cell
         self._factors: NDArray[np.float64] = np.exp(self._correction)
 
     def drift(self) -> NDArray[np.float64]:
-        """Factors by which live steps have moved the table: [arms, buckets], 1 = unmoved."""
+        """Returns the factors by which live steps moved the table: [arms, buckets], 1 = unmoved."""
         return self._factors
 
     def costs(self, kv_tokens_per_sequence: float) -> Costs:
-        """Costs at the buckets' batch sizes and this mean context length."""
-        # In order at this context too, not only at the one at which it was learnt.
+        """Returns the costs at the buckets' batch sizes and this mean context length."""
+        # They must be in order at this context, not only at the one at which they were learnt.
         seconds = self._order.lowered(self._bases(kv_tokens_per_sequence) * self._factors)
         return Costs(seconds, self._extrapolated)
 
@@ -356,7 +353,7 @@ class CostModel:
         return np.maximum(self._grid + kv_seconds, 0.1 * self._grid)
 
     def doubt(self) -> CostDoubt:
-        """How uncertain the costs are now; a copy, which does not change as the model learns."""
+        """Returns how uncertain the costs are now, as a copy that later steps do not change."""
         idle = self.steps - self._cell_seen
         return CostDoubt(
             self._features,

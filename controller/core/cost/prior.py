@@ -1,7 +1,7 @@
-"""Costs before anything was measured: a roofline where the shapes are known, else a guess.
+"""Estimates costs before anything was measured: by a roofline if the shapes are known, else a guess.
 
-Both are marked as such (`prior` in `explain`, `profile-missing` on every plan), and live steps
-correct both; the roofline has less to be corrected.
+Both are marked (`prior` in `explain`, `profile-missing` on every plan), and live steps correct
+both; the roofline needs less correction.
 """
 
 from collections.abc import Sequence
@@ -24,9 +24,10 @@ _STEP_SECONDS = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Prior:
-    """grid: [arms, buckets] seconds at kv = 0.  kv_rate: seconds a KV token.
+    """Holds the costs of an engine without a profile.
 
-    name: "roofline", or "generic" when a shape or the GPU's numbers are not known.
+    name: "roofline", or "generic" when a shape or the GPU's numbers are not known.  grid: [arms,
+    buckets] seconds at kv = 0.  kv_rate: seconds per KV token.
     """
 
     name: str
@@ -35,7 +36,7 @@ class Prior:
 
 
 def prior_for(spec: EngineSpec, arms: Sequence[Arm], buckets: Sequence[int]) -> Prior:
-    """The best that can be said of an engine that nobody has profiled."""
+    """Returns the best prior for an engine that was not profiled."""
     shapes = {d.name: d.shape for d in spec.drafters if d.shape is not None}
     if spec.shape is None or len(shapes) < len(spec.drafters):
         return generic_prior(arms, buckets)
@@ -44,16 +45,16 @@ def prior_for(spec: EngineSpec, arms: Sequence[Arm], buckets: Sequence[int]) -> 
         gpu = device(spec.fingerprint.device).with_typical_overheads().tensor_parallel(gpus)
         grid, rate = prior_grid(arms, shapes, buckets, spec.shape, gpu)
     except InvalidShapeError:
-        # Not a GPU of the table, or a draft longer than its block: nothing is lost by a guess.
+        # Not a GPU of the table, or a draft longer than its block.
         return generic_prior(arms, buckets)
-    if not (grid.max() <= MAX_STEP_SECONDS and rate <= MAX_STEP_SECONDS):
-        # Numbers that each can be and together cannot.
-        return generic_prior(arms, buckets)
-    return Prior("roofline", grid, rate)
+    if grid.max() <= MAX_STEP_SECONDS and rate <= MAX_STEP_SECONDS:
+        return Prior("roofline", grid, rate)
+    # Each number is possible, and their combination is not.
+    return generic_prior(arms, buckets)
 
 
 def generic_prior(arms: Sequence[Arm], buckets: Sequence[int]) -> Prior:
-    """t0 * (1 + B (gamma + 1) / B_sat + gamma * d)."""
+    """Guesses t0 * (1 + B (gamma + 1) / B_sat + gamma * d)."""
     gammas = np.array([[float(arm.gamma)] for arm in arms])
     tokens = np.asarray(buckets, dtype=np.float64) * (gammas + 1)
     relative: NDArray[np.float64] = 1 + tokens / _SATURATION_TOKENS + _DRAFT_SHARE * gammas

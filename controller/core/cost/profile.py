@@ -1,9 +1,8 @@
-"""The measured cost profile: a file that outlives a boot and belongs to one fingerprint."""
+"""Reads, checks and writes cost profiles: files of measured step times of one fingerprint."""
 
 import dataclasses
 import hashlib
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +12,7 @@ from controller.core.errors import InvalidProfileError, ProfileMismatchError
 from controller.core.types import Arm, DrafterSpec, Fingerprint
 
 FORMAT = "speculation-profile/1"
-# Of whole numbers: what any reader of a profile can hold.
+# The largest whole number that any reader of a profile can hold.
 _MOST: Final = 2**31 - 1
 
 _T = TypeVar("_T")
@@ -21,7 +20,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class ProfileCell:
-    """Seconds of one step at (drafter, gamma, batch_size) and the reference context.
+    """Holds the seconds of one step at (drafter, gamma, batch_size) and the reference context.
 
     step_seconds: median over `steps` steps; spread_seconds: their interquartile range.
     """
@@ -35,13 +34,13 @@ class ProfileCell:
 
     @property
     def arm(self) -> Arm:
-        """What ran."""
+        """The drafter and the draft length that ran."""
         return Arm(self.drafter, self.gamma)
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterIdentity:
-    """Which drafter weights were measured."""
+    """Identifies the drafter weights that were measured."""
 
     name: str
     model: str = ""
@@ -50,13 +49,13 @@ class DrafterIdentity:
 
 @dataclass(frozen=True)  # without slots, for `profile_id`, which takes milliseconds to make
 class Profile:
-    """C(d, B, gamma, kv) = cell + seconds_per_kv_token * (kv - B * kv_tokens_per_sequence).
+    """Holds C(d, B, gamma, kv) = cell + seconds_per_kv_token * (kv - B * kv_tokens_per_sequence).
 
-    catch_up_seconds_per_token: what a drafter pays for every token that it missed while it slept
+    catch_up_seconds_per_token: what a drafter needs for every token that it missed while it slept
     or another one drafted (0: unknown; live steps measure it).  merged_from: ids of the single
     measurements that it was made from (`profile_merge`), empty for one measurement.
 
-    Raises InvalidProfileError for numbers that cannot be.
+    Raises InvalidProfileError for numbers out of range.
     """
 
     fingerprint: Fingerprint
@@ -73,25 +72,24 @@ class Profile:
     def __post_init__(self) -> None:
         if not self.cells:
             raise InvalidProfileError("the profile holds no measurement")
-        if not (math.isfinite(self.kv_tokens_per_sequence) and self.kv_tokens_per_sequence >= 0):
-            raise InvalidProfileError(
-                f"kv_tokens_per_sequence {self.kv_tokens_per_sequence} is no context length"
-            )
-        if not (math.isfinite(self.seconds_per_kv_token) and self.seconds_per_kv_token >= 0):
-            raise InvalidProfileError(
-                f"seconds_per_kv_token {self.seconds_per_kv_token} is not a time"
-            )
-        rate = self.catch_up_seconds_per_token
-        if not (math.isfinite(rate) and rate >= 0):
-            raise InvalidProfileError(f"catch_up_seconds_per_token {rate} is not a time")
+        rates = ("kv_tokens_per_sequence", "seconds_per_kv_token", "catch_up_seconds_per_token")
+        for name in rates:
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise InvalidProfileError(
+                    f"{name} {getattr(self, name)} must be finite and not negative"
+                )
         names = {d.name for d in self.drafters}
         seen: set[tuple[str, int, int]] = set()
         for cell in self.cells:
             where = f"cell ({cell.drafter}, gamma {cell.gamma}, batch {cell.batch_size})"
-            if not (math.isfinite(cell.step_seconds) and cell.step_seconds > 0):
-                raise InvalidProfileError(f"{where}: step_seconds {cell.step_seconds} is no time")
-            if not (math.isfinite(cell.spread_seconds) and cell.spread_seconds >= 0):
-                raise InvalidProfileError(f"{where}: spread_seconds {cell.spread_seconds}")
+            if not 0 < cell.step_seconds < float("inf"):
+                raise InvalidProfileError(
+                    f"{where}: step_seconds {cell.step_seconds} must be finite and above 0"
+                )
+            if not 0 <= cell.spread_seconds < float("inf"):
+                raise InvalidProfileError(
+                    f"{where}: spread_seconds {cell.spread_seconds} must be finite, not negative"
+                )
             least = min(cell.gamma + 1, cell.batch_size, cell.steps)
             if least < 1 or max(cell.gamma, cell.batch_size, cell.steps) > _MOST:
                 raise InvalidProfileError(f"{where}: gamma, batch_size or steps is out of range")
@@ -104,7 +102,7 @@ class Profile:
 
     @cached_property
     def profile_id(self) -> str:
-        """Digest of the content: 16 hexadecimal digits."""
+        """The digest of the content: 16 hexadecimal digits."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
     def require_match(self, fingerprint: Fingerprint, drafters: tuple[DrafterSpec, ...]) -> None:
@@ -116,7 +114,7 @@ class Profile:
     def differences(
         self, fingerprint: Fingerprint, drafters: tuple[DrafterIdentity, ...]
     ) -> Iterator[tuple[str, object, object]]:
-        """(field, here, there) of what an engine lacks here; more drafters here are no difference.
+        """Yields (field, here, there) for what does not fit an engine; further drafters do no harm.
 
         The shim's version is recorded but not compared: it does not change what a step costs.
         """
@@ -137,7 +135,7 @@ class Profile:
                 )
 
     def to_json(self) -> str:
-        """The file's text, stable: equal profiles give equal text."""
+        """Returns the file's text; equal profiles give equal text."""
         body = {"format": FORMAT, **dataclasses.asdict(self)}
         if not self.merged_from:
             del body["merged_from"]
@@ -145,7 +143,7 @@ class Profile:
 
     @classmethod
     def from_json(cls, text: str) -> "Profile":
-        """Raises InvalidProfileError for anything but a profile."""
+        """Reads a profile.  Raises InvalidProfileError for anything else."""
         try:
             body = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -171,7 +169,7 @@ def _build_all(kind: type[_T], values: object, where: str) -> tuple[_T, ...]:
 
 
 def _build(kind: type[_T], values: object, where: str) -> _T:
-    """A frozen dataclass from a JSON object: unknown, missing and ill-typed fields are refused."""
+    """Builds a frozen dataclass from a JSON object; refuses unknown, missing, ill-typed fields."""
     if not isinstance(values, dict):
         raise InvalidProfileError(f"{where}: an object is needed, not {type(values).__name__}")
     fields = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
@@ -180,9 +178,8 @@ def _build(kind: type[_T], values: object, where: str) -> _T:
         raise InvalidProfileError(f"{where}: unknown field {unknown[0]!r}")
     built: dict[str, Any] = {}
     for name, item in fields.items():
-        required = item.default is dataclasses.MISSING
         if name not in values:
-            if required:
+            if item.default is dataclasses.MISSING:
                 raise InvalidProfileError(f"{where}: field {name!r} is missing")
             continue
         built[name] = _coerce(item.type, values[name], f"{where}.{name}")
@@ -190,7 +187,7 @@ def _build(kind: type[_T], values: object, where: str) -> _T:
 
 
 def _coerce(annotation: object, value: object, where: str) -> object:
-    """Checks one value against the annotation of its field (the few kinds that profiles use)."""
+    """Checks one value against the annotation of its field (the few types that profiles use)."""
     if annotation is float and isinstance(value, int | float) and not isinstance(value, bool):
         try:
             return float(value)
@@ -207,5 +204,5 @@ def _coerce(annotation: object, value: object, where: str) -> object:
         if isinstance(value, list) and all(type(v) is str for v in value):
             return tuple(value)
     elif annotation not in (float, int, str):
-        return value  # built already
+        return value  # it was built before
     raise InvalidProfileError(f"{where}: {value!r} is not of type {annotation}")

@@ -1,4 +1,4 @@
-"""One profile out of several pods' measurements of the same engine.
+"""Merges several pods' measurements of the same engine into one profile.
 
 Every cell keeps all its steps: its time is the mean of the measured medians, weighted by their
 steps, and its spread holds both what each pod saw within itself and how far the pods lie apart
@@ -18,10 +18,10 @@ _IQR = 1.349
 
 
 def merge_profiles(profiles: Sequence[Profile]) -> Profile:
-    """One of them is returned as it is.
+    """Merges profiles into one; a single profile is returned unchanged.
 
-    Raises ProfileMergeError for none, for measurements that would count twice, and for profiles of
-    different engines; it names the field that differs.
+    Raises ProfileMergeError if the list is empty, if a measurement would count twice, and for
+    profiles of different engines (it names the field that differs).
     """
     if not profiles:
         raise ProfileMergeError("there is no profile to merge")
@@ -59,7 +59,7 @@ def merge_profiles(profiles: Sequence[Profile]) -> Profile:
 
 
 def distinct(profiles: Iterable[Profile]) -> list[Profile]:
-    """Those that can be merged: of two with a measurement in common the larger (then former)."""
+    """Returns profiles that can be merged: of two that share a measurement, the larger or first."""
     kept: list[Profile] = []
     seen: set[str] = set()
     for profile in sorted(profiles, key=lambda p: -len(measurements_of(p))):
@@ -70,12 +70,12 @@ def distinct(profiles: Iterable[Profile]) -> list[Profile]:
 
 
 def measurements_of(profile: Profile) -> tuple[str, ...]:
-    """Ids of the single measurements behind a profile."""
+    """Returns the ids of the single measurements that a profile was made from."""
     return profile.merged_from or (profile.profile_id,)
 
 
 def differences(one: Profile, other: Profile) -> list[tuple[str, object, object]]:
-    """(field, here, there) of the engine's identity in which two profiles differ."""
+    """Returns (field, here, there) for each difference between two profiles' engines."""
     found = list(one.differences(other.fingerprint, other.drafters))
     named = {field for field, *_ in found}
     for field, there, here in other.differences(one.fingerprint, one.drafters):
@@ -93,7 +93,7 @@ def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
 
 
 def _at(profile: Profile, reference: float) -> list[ProfileCell]:
-    """The cells at another context; a time stays one, however far the context is."""
+    """Returns the cells at another context; their times stay positive, however far it is."""
     further = reference - profile.kv_tokens_per_sequence
     return [
         replace(

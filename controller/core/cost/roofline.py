@@ -1,4 +1,4 @@
-"""The cost of a step that nobody measured: from the model's shape and two numbers of the GPU.
+"""Estimates the cost of a step from the model's shape and two numbers of the GPU.
 
     C(B, gamma, kv) = overhead + verify(B, gamma + 1, kv) + passes(gamma) * draft(B, kv)
 
@@ -14,8 +14,8 @@ With n = B (gamma + 1) tokens to verify, and kv context tokens over all sequence
 After the appendices of "Adaptive speculative decoding" (F. Finn, Doubleword).  As there, the state
 of linear layers is read once and not written, and experts are drawn independently.  Where they are
 silent: activations, sampling and the communication of parallel GPUs are left out, tokens under
-verification do not attend to each other, a drafter's pass reads its own cache only where its shape
-says so, and parts of a pass do not overlap (see Overlap).
+verification do not attend to each other, a drafter's pass reads its own cache only if its shape
+has one, and parts of a pass do not overlap (see Overlap).
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,8 +25,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from controller.core.cost.devices import Device
-from controller.core.kinds import DrafterKind
 from controller.core.model_shapes import (
+    DrafterKind,
     DrafterShape,
     Experts,
     InvalidShapeError,
@@ -39,10 +39,10 @@ Floats = NDArray[np.float64]
 
 
 class Overlap(Enum):
-    """How much of a verify pass computes while memory is read.
+    """Selects what overlaps in a verify pass: computing and reading memory.
 
-    KERNELS: each part by itself; parts run one after the other, as an engine's kernels do.
-    STEP: the whole pass; the bound that no engine beats.
+    KERNELS: within each part; parts run one after the other, as an engine's kernels do.
+    STEP: in the whole pass; no engine is faster.
     """
 
     KERNELS = "kernels"
@@ -50,7 +50,7 @@ class Overlap(Enum):
 
 
 def experts_touched(experts: Experts, tokens: ArrayLike) -> Floats:
-    """Mean number of routed experts of one layer that `tokens` tokens need, k draws each.
+    """Returns the mean number of routed experts of one layer that `tokens` tokens need, k each.
 
     Draws are independent (a coupon collector), so that one token needs a little less than k.
     """
@@ -70,16 +70,16 @@ def step_seconds(
     kv_tokens: ArrayLike = 0.0,
     overlap: Overlap = Overlap.KERNELS,
 ) -> Floats:
-    """[gammas, batch_sizes] seconds of a step.
+    """Returns [gammas, batch_sizes], the seconds of a step.
 
     kv_tokens: sum of context lengths, one for all or [batch_sizes].  Raises InvalidShapeError for
-    batch sizes, draft lengths or contexts that cannot be.
+    batch sizes, draft lengths or contexts out of range.
     """
     batch = _batch(batch_sizes)
     kv = _kv(kv_tokens, batch)
     for gamma in gammas:
         if gamma < 0:
-            raise InvalidShapeError(f"a draft of {gamma} tokens cannot be")
+            raise InvalidShapeError(f"a draft of {gamma} tokens: 0 is the least")
     passes = np.array([drafter.passes(gamma) for gamma in gammas], dtype=np.float64)[:, np.newaxis]
     width = np.array(gammas, dtype=np.float64)[:, np.newaxis] + 1.0
     pass_seconds = _pass_seconds(drafter, device, batch, kv) + device.pass_overhead_seconds
@@ -96,7 +96,7 @@ def verify_seconds(
     kv: Floats,
     overlap: Overlap = Overlap.KERNELS,
 ) -> Floats:
-    """Seconds of the target's pass over `width` tokens of each sequence; arguments broadcast."""
+    """Returns the seconds of the target's pass over `width` tokens a sequence; broadcasts."""
     tokens = batch * width
     parts = [
         _weights(shape.dense_params, shape.bytes_per_weight, tokens),
@@ -118,24 +118,8 @@ def verify_seconds(
     return sum((_bound(flops, read, device) for flops, read in parts), np.zeros(1))
 
 
-def draft_seconds(
-    drafter: DrafterShape,
-    device: Device,
-    batch_sizes: ArrayLike,
-    gammas: Sequence[int],
-    kv_tokens: ArrayLike = 0.0,
-) -> Floats:
-    """[gammas, batch_sizes] seconds of drafting alone, without overheads.
-
-    Raises InvalidShapeError as `step_seconds` does.
-    """
-    batch = _batch(batch_sizes)
-    passes = np.array([drafter.passes(gamma) for gamma in gammas], dtype=np.float64)[:, np.newaxis]
-    return passes * _pass_seconds(drafter, device, batch, _kv(kv_tokens, batch))
-
-
 def kv_token_seconds(shape: ModelShape, drafter: DrafterShape, device: Device, gamma: int) -> float:
-    """What one more context token of one sequence adds to a step at gamma, part by part."""
+    """Returns the seconds that one more context token of one sequence adds to a step at gamma."""
     seconds = 0.0
     for kind, layers in shape.attention:
         if not isinstance(kind, LinearAttention):
@@ -152,13 +136,13 @@ def prior_grid(
     shape: ModelShape,
     device: Device,
 ) -> tuple[Floats, float]:
-    """([arms, buckets] seconds at kv = 0, seconds per KV token): the prior of a CostModel.
+    """Returns [arms, buckets] seconds at kv = 0, and the seconds per KV token.
 
-    The one context rate is the median of the arms'.  Raises InvalidShapeError for an arm whose
+    The latter is the median over the arms.  Raises InvalidShapeError for an arm whose
     drafter has no shape.
     """
     if not arms:
-        raise InvalidShapeError("a prior without arms cannot be")
+        raise InvalidShapeError("a prior needs at least one arm")
     grid = np.empty((len(arms), len(buckets)))
     rates = []
     for i, arm in enumerate(arms):
@@ -173,7 +157,7 @@ def prior_grid(
 
 
 def _pass_seconds(drafter: DrafterShape, device: Device, batch: Floats, kv: Floats) -> Floats:
-    """[batch_sizes] seconds of one pass of the drafter."""
+    """Returns [batch_sizes], the seconds of one pass of the drafter."""
     if drafter.kind is DrafterKind.NGRAM:
         return np.zeros_like(batch)
     tokens = batch * max(1, drafter.block_size)

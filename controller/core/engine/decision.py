@@ -1,9 +1,9 @@
-"""What a decision was made from, as it was then.
+"""Keeps the estimates and values that a decision was made from.
 
     reports -> estimators -> Estimates, of one moment -> Values, in the plan's rows -> choice
 
-A decision keeps its estimates and values, and everybody who looks at a controller reads them
-there.  Looking therefore neither changes the estimators nor sees what no decision has used.
+Whoever inspects a controller reads them here.  Inspecting therefore neither changes the estimators
+nor shows numbers that no decision has used.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ from controller.core.types import Arm
 
 @dataclass(frozen=True, slots=True)
 class Estimates:
-    """All estimates at one moment, before overrides say which rows a plan has.
+    """Holds all estimates of one moment, before overrides determine a plan's rows.
 
     costs, drift: [arms, buckets] of the cost table, and the factors by which live steps have moved
     it.  catch_up: seconds by drafter; catch_up_per_token: seconds.  profile_id, prior: where costs
@@ -45,7 +45,7 @@ class Estimates:
     def of(
         cls, traffic: TrafficCurves, cost: CostModel, catch_up: CatchUp, kv_per_sequence: float
     ) -> "Estimates":
-        """Those of an engine's estimators as they stand; copies, where they would change."""
+        """Takes the present estimates of an engine, as copies where they would change."""
         return cls(
             traffic,
             cost.costs(kv_per_sequence),
@@ -59,7 +59,7 @@ class Estimates:
         )
 
     def values(self, arms: Sequence[Arm], sizes: NDArray[np.float64], at: PlanRows) -> Values:
-        """Values of all arms in all rows.  sizes: [buckets], the batches that costs are of."""
+        """Returns the values of all arms in all rows.  sizes: [buckets], the costs' batches."""
         costs = self.costs
         if at.split:
             costs = Costs(costs.seconds[:, at.bucket], costs.extrapolated[:, at.bucket])
@@ -71,9 +71,9 @@ class Estimates:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The numbers that a decision was made from, and the overrides and rows it was made under.
+    """Holds what a decision was made from, and the overrides and rows that it was made under.
 
-    reports: that were folded before it.
+    reports: how many were folded before it.
     """
 
     estimates: Estimates

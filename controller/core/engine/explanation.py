@@ -1,4 +1,4 @@
-"""The last decision in words and numbers, for people: see `explain` of the engine controller."""
+"""Puts the last decision into words and numbers for people (`EngineController.explain`)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from controller.core.types import Arm, Plan, Probe, Reason
 
 @dataclass(frozen=True, slots=True)
 class PreviewRow:
-    """How a row would change.  stuck: nothing would be left there that the engine can run."""
+    """Tells how a row would change.  stuck: the engine could run nothing of what is left there."""
 
     max_batch_size: int
     before: Arm
@@ -32,11 +32,10 @@ class PreviewRow:
 
 @dataclass(frozen=True, slots=True)
 class ArmValue:
-    """One arm at one batch size, with the numbers it was judged by (units as in proto).
+    """Holds the numbers by which an arm was judged at one batch size (units as in proto).
 
     cost_drift: factor by which live steps have moved its profiled cost.  catch_up_seconds: what
-    changing to it now would cost first.  legal: overrides let it
-    run, and the engine has prepared it.
+    changing to it now would cost first.  legal: overrides let it run, and the engine can.
     """
 
     arm: Arm
@@ -53,10 +52,9 @@ class ArmValue:
 
 @dataclass(frozen=True, slots=True)
 class PositionEstimate:
-    """P(position k accepted | k-1 were) of one drafter, and the evidence behind it.
+    """Holds P(position k accepted | k-1 were) of one drafter, and the evidence behind it.
 
-    label: the request class that it is of; "" = all traffic.  deviation: standard deviation of the
-    estimate.
+    label: the request class, "" = all traffic.  deviation: the estimate's standard deviation.
     """
 
     drafter: str
@@ -69,9 +67,9 @@ class PositionEstimate:
 
 @dataclass(frozen=True, slots=True)
 class ValueTable:
-    """Every arm in every row of a plan, as it was priced.
+    """Holds the numbers of every arm in every row of a plan.
 
-    batch_sizes: of the rows, ascending; a row is priced at its size.  seconds (of a step),
+    batch_sizes: of the rows, ascending; a row is valued at its size.  seconds (of a step),
     tokens_per_second, extrapolated and legal: [arms][rows], arms as in `Explanation.arms`.
     """
 
@@ -87,13 +85,13 @@ NO_TABLE = ValueTable((), (), (), (), ())
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The whole decision row at one batch size.
+    """Explains the decision at one batch size.
 
     limits: what overrides leave there.  overrides: all that are for this engine.  warm_start:
     whose acceptance estimates it began from, "" = nobody's.  updates: what the stride of online
-    updates was chosen from, None where it was not.  training: of the drafter beside the engine,
-    None where the engine cannot.  table: the same numbers in all rows.  lost: what the engine can
-    no longer do.
+    updates was chosen from, None if it was not chosen.  training: the state of the drafter's
+    training, None if the engine cannot train it.  table: the same numbers in all rows.  lost: what
+    the engine can no longer do.
     """
 
     engine_id: str
@@ -124,7 +122,7 @@ class Explanation:
 
 
 def value_table(at: PlanRows, values: Values) -> ValueTable:
-    """All rows; at: the rows that the values were made for."""
+    """Makes the table of all rows.  at: the rows that the values were made for."""
     costs = values.costs
     feasible = np.ones(costs.seconds.shape, dtype=bool) if at.feasible is None else at.feasible
     return ValueTable(
@@ -143,7 +141,7 @@ def _rows(matrix: NDArray[Any]) -> tuple[tuple[Any, ...], ...]:
 def arms_in(
     made: Decision, arms: Sequence[Arm], row: int, chosen: int, confidence_z: float
 ) -> tuple[ArmValue, ...]:
-    """Every arm in one row of a decision.
+    """Returns the numbers of every arm in one row of a decision.
 
     chosen: index of the planned arm.  confidence_z: standard deviations of optimism.
     """
@@ -169,14 +167,14 @@ def arms_in(
 
 
 def behind(values: NDArray[np.float64]) -> tuple[int, float]:
-    """Index of the second best arm, and by which share the best one is better.  values: [arms]."""
+    """Finds the second best arm's index, and by which share the best is better.  values: [arms]."""
     order = np.argsort(-values, kind="stable")
     best, runner_up = int(order[0]), int(order[min(1, len(order) - 1)])
     return runner_up, float(values[best] / values[runner_up] - 1)
 
 
 def positions_of(traffic: TrafficCurves) -> tuple[PositionEstimate, ...]:
-    """Of every drafter, over all traffic and for each request class."""
+    """Returns the estimates of every drafter, over all traffic and for each request class."""
     found: list[PositionEstimate] = []
     for label, curves in {"": traffic.drafters, **traffic.classes}.items():
         for name, curve in curves.items():
@@ -187,7 +185,7 @@ def positions_of(traffic: TrafficCurves) -> tuple[PositionEstimate, ...]:
 def preview_rows(
     plan: Plan, at: PlanRows, value: NDArray[np.float64], arms: Sequence[Arm]
 ) -> tuple[PreviewRow, ...]:
-    """What a plan would become with other rows.  value: [arms, rows] tokens per second."""
+    """Returns how a plan would change with other rows.  value: [arms, rows] tokens per second."""
     if at.feasible is not None:
         value = np.where(at.feasible, value, -1.0)
     rows = []
@@ -210,17 +208,16 @@ def _estimates(drafter: str, curve: AcceptanceCurve, label: str) -> list[Positio
 
 
 def arm_text(arm: Arm, tokens_per_second: float) -> str:
-    """An arm and what is expected of it, for people."""
+    """Names an arm and what is expected of it, for people."""
     return f"{arm.drafter} gamma {arm.gamma}, {tokens_per_second:.0f} tok/s expected"
 
 
 def why(
     choice: str, at: PlanRows, active: int, prior: str, probe: Probe | None, reason: Reason
 ) -> tuple[Reason, str]:
-    """Why a plan is what it is: its reason, and one line for people.
+    """Returns why a plan is what it is: its reason, and one line for people.
 
-    choice: the active row's, in words.  prior: where costs come from without a profile, else "".
-    reason: the active row's.
+    choice, reason: of the active row.  prior: where costs come from without a profile, else "".
     """
     detail, limits = choice, at.limits[active]
     if limits.overrides:

@@ -1,10 +1,10 @@
-"""What was predicted against what came, and what other choices would have taken: sums for people.
+"""Compares predictions with outcomes, and with what other choices would have cost; for people.
 
     predicted   of every plain step, the seconds that the cost model gave for it beforehand
     expected    of every drafted sequence, the draft tokens that the last plan was made with
     instead     of every plain step, the seconds in which another choice would have made its tokens
 
-The last is an estimate and no measurement, for what did not run cannot be timed: the step's
+The last is an estimate and not a measurement, since what did not run cannot be timed: the step's
 seconds, times C_other / C_ran of the cost model, times (1 + accepted) / (1 + E_other) steps.  A
 slow machine would have been slow for the other choice too; and as C_off never exceeds C_ran, the
 gain over off never exceeds the acceptance length.  The others are no speculation ("off": the
@@ -22,7 +22,7 @@ from controller.core.types import Arm, EngineSpec, StepReport
 
 
 class PredictionAudit:
-    """One engine's sums, which only ever grow.
+    """Keeps one engine's sums, which never decrease.
 
     plain_seconds, predicted_seconds: of the plain steps, as reported and as predicted.
     error_seconds: how far the two lay apart, step by step, either way.  expected_tokens: what
@@ -43,7 +43,7 @@ class PredictionAudit:
         self._pending: dict[tuple[int, int], float] = {}
 
     def observe(self, arm: int, report: StepReport, predicted: float | None) -> None:
-        """Counts a step.  arm: by index; predicted: seconds, None where it was not a plain one."""
+        """Counts a step.  arm: by index; predicted: seconds, None if it was not a plain one."""
         size = report.batch_size
         self.expected_tokens += size * self._expected[arm]
         if predicted is None:
@@ -73,12 +73,12 @@ class PredictionAudit:
 
 
 def static_arm(spec: EngineSpec) -> Arm | None:
-    """What the engine would run by itself; None where it does not say."""
+    """Returns what the engine runs without a plan; None if it is unknown."""
     return None if spec.safe_gamma is None else Arm(spec.drafters[0].name, spec.safe_gamma)
 
 
 def gains(values: Mapping[Arm, float], spec: EngineSpec, chosen: Arm) -> dict[str, float]:
-    """Estimated tokens per second of the chosen arm over "off" and "static", where there are such.
+    """Estimates the tokens per second of the chosen arm over "off" and "static", if they exist.
 
     Over "off" it is (1 + E) C_off / C_chosen, and so at most the expected acceptance length.
 

@@ -1,4 +1,4 @@
-"""Other rules than ours, for comparison and for cautious operators (`policy` in the settings).
+"""Implements two published rules, for comparison and for cautious operators (setting `policy`).
 
 `tide` turns one fixed draft length on and off where TIDE's practical speedup (its Eq. 5, on the
 measured costs) crosses 1.  `sglang-ema` moves between a few draft lengths per batch slot by a
@@ -29,7 +29,7 @@ _UPDATE_EVERY = 5
 
 
 class TidePlanner(Planner):
-    """On where (1 - alpha^(gamma+1)) / ((1 - alpha) (c(b) gamma + beta(b))) > 1, else off.
+    """Drafts where (1 - alpha^(gamma+1)) / ((1 - alpha) (c(b) gamma + beta(b))) > 1.
 
     c(b) gamma + beta(b) is the cost of a drafting step over that of a plain one, which the table
     holds as such; the numerator is 1 + E[accepted | gamma].
@@ -47,24 +47,18 @@ class TidePlanner(Planner):
     def update(
         self, values: Values, hazard: Hazard, discounts: NDArray[np.float64] | None = None
     ) -> Sequence[int]:
-        """One of the two arms a bucket."""
+        """Chooses one of the two arms for each bucket."""
         del discounts
         self.observation = self._observation_planner.observation(
             values.value, values.costs.seconds, values.catch_up_price, hazard
         )
         cost = values.costs.seconds[self._on_arm] / values.costs.seconds[self._off_arm]
         speedup = (1 + values.expected[self._on_arm]) / cost
-        choice = self.made_feasible(
-            [self._on_arm if s > 1 else self._off_arm for s in speedup], values
-        )
-        if self.choice is not None:
-            self.switches += sum(a != b for a, b in zip(choice, self.choice, strict=True))
-        self.choice = choice
-        return choice
+        return self._take([self._on_arm if s > 1 else self._off_arm for s in speedup], values)
 
 
 class _Slot:
-    """One batch slot: its draft lengths, ascending, and the moving average that picks one."""
+    """Holds a batch slot: its ascending draft lengths and the moving average that picks one."""
 
     def __init__(self, gammas: Sequence[int], down: float) -> None:
         self.gammas = tuple(gammas)
@@ -75,11 +69,11 @@ class _Slot:
 
     @property
     def gamma(self) -> int:
-        """The draft length in force."""
+        """The draft length in use."""
         return self.gammas[self._index]
 
     def observe(self, mean_accepted: float, drafted: int) -> None:
-        """One step's mean accepted drafts; every few steps the draft length may move."""
+        """Takes a step's mean accepted drafts; every few steps the draft length may move."""
         if drafted:
             self._average += _EMA_RATE * (mean_accepted - self._average)
         self._steps += 1
@@ -88,11 +82,11 @@ class _Slot:
 
     def _move(self) -> None:
         if self.gamma == 0:
-            # Off shows nothing: the next length is tried after every interval.
+            # At gamma = 0 nothing is observed: the next length is tried after every interval.
             if len(self.gammas) > 1:
                 self._index = 1
                 if self._average < 0:
-                    # It started off and has seen nothing yet.
+                    # It started at gamma = 0 and has observed nothing yet.
                     self._average = self.gamma - 1.0
             return
         start = self._index
@@ -108,7 +102,7 @@ class _Slot:
 
 
 class EmaPlanner(Planner):
-    """SGLang's rule, restated: the moving average of accepted drafts picks the draft length."""
+    """Follows SGLang's rule: the moving average of accepted drafts picks the draft length."""
 
     explores = False
 
@@ -122,7 +116,7 @@ class EmaPlanner(Planner):
         ]
 
     def _nearest(self, wanted: Sequence[int]) -> list[int]:
-        """The engine's draft lengths that come closest to the table's."""
+        """Returns the engine's draft lengths that come closest to the table's."""
         return sorted({min(self._index, key=lambda g: (abs(g - w), g)) for w in wanted})
 
     def _slot(self, batch_size: int) -> _Slot:
@@ -136,17 +130,13 @@ class EmaPlanner(Planner):
     def update(
         self, values: Values, hazard: Hazard, discounts: NDArray[np.float64] | None = None
     ) -> Sequence[int]:
-        """The slots' draft lengths; values matter only where those may not run."""
+        """Takes the slots' draft lengths; values matter only where those may not run."""
         del hazard, discounts
         wanted = [self._index[self._slot(size).gamma] for size in self.buckets]
-        choice = self.made_feasible(wanted, values)
-        if self.choice is not None:
-            self.switches += sum(a != b for a, b in zip(choice, self.choice, strict=True))
-        self.choice = choice
-        return choice
+        return self._take(wanted, values)
 
 
 def make_planner(arms: Sequence[Arm], buckets: Sequence[int], settings: PlannerSettings) -> Planner:
-    """The planner that `settings.policy` names."""
+    """Makes the planner that `settings.policy` names."""
     kinds = {"goodput": Planner, "tide": TidePlanner, "sglang-ema": EmaPlanner}
     return kinds[settings.policy](arms, buckets, settings)

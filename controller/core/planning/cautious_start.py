@@ -1,9 +1,9 @@
-"""Caution where costs were not measured: a longer draft has to pay even if it turns out badly.
+"""Is cautious about costs that were not measured: a longer draft must pay even in a bad case.
 
     V'(arm, B) = V(arm, B) exp(-z sd(log V(arm, B) / V(now, B)))   for arms that draft more than now
 
-`now` is the newest choice for the batch that has run in any batch, and gamma = 0 while there is
-none (at first, or when an override chose an arm and was cleared before a step ran).  A choice that
+`now` is the newest choice for the batch that has run in any batch.  Before any has run (at first, or
+when an override chose an arm and was cleared before a step ran) it is gamma = 0.  A choice that
 has not run yet does not take its place: measured from there the last choice would look doubtful,
 and the two would alternate until a step runs.  The doubt is that about costs and acceptance
 together.  It is large before the first steps and shrinks with what is seen, so that speculation is
@@ -33,10 +33,10 @@ def discounts(
     buckets: NDArray[np.int64],
     proven: Sequence[int | None],
 ) -> NDArray[np.float64] | None:
-    """[arms, rows] factors in (0, 1] on the values; None where costs were measured.
+    """Returns [arms, rows] factors in (0, 1] on the values; None if costs were measured.
 
-    buckets: [rows], the cost table's.  proven: [rows] newest choice that has run, by arm index;
-    None where none has.
+    buckets: [rows], the cost table's.  proven: [rows] newest choice that has run, by arm index,
+    or None.
     """
     if not doubts.guessed:
         return None

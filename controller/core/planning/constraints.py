@@ -1,4 +1,4 @@
-"""A plan's rows: where they end, and what may run in each, by overrides and by the engine."""
+"""Determines a plan's rows: where they end, and what overrides and the engine let run in each."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
@@ -19,22 +19,22 @@ from controller.core.planning.overrides import (
 )
 from controller.core.types import MAX_GAMMA, MAX_PLAN_ROWS, Arm, EngineSpec, Regime, RegimeMode
 
-# Arms times rows: what a plan takes to make grows with it.
+# Most cells (arms times rows) of a plan: the work to make one grows with them.
 _CELLS_MAX = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class PlanRows:
-    """The rows of an engine's plans.
+    """Holds the rows of an engine's plans.
 
     upper: largest batch of each row, ascending.  bucket: [rows] the cost bucket that each is in.
     limits: of each row.  possible: [arms, rows] what the engine has prepared; legal: what the
     overrides leave of that, at least one arm in each row; None when that is everything.
     emptied: rows in which overrides left nothing that the engine can run, or pin a drafter that it
-    has lost, so that the shortest draft runs.  lost: what the engine can no longer do.
-    split: a bucket has more than one row.  regime: of online updates, where overrides say it, else
-    None; refused: the one that was asked for where the engine cannot run it.  named: all overrides
-    that count anywhere.
+    has lost, so that the shortest draft runs.  split: a bucket has more than one row.  regime: the
+    regime of online updates that overrides set, else None; refused: the one that they asked for if
+    the engine cannot run it.  named: all overrides that count anywhere.  lost: what the engine can
+    no longer do.
     """
 
     upper: tuple[int, ...]
@@ -50,12 +50,12 @@ class PlanRows:
     lost: tuple[LostCapability, ...] = ()
 
     def row_of(self, batch_size: int) -> int:
-        """Index of the row that serves a batch size."""
+        """Returns the index of the row that serves a batch size."""
         return min(bisect_left(self.upper, batch_size), len(self.upper) - 1)
 
 
 def covering(overrides: Iterable[Override], spec: EngineSpec) -> tuple[Override, ...]:
-    """Those that are for this engine, whatever its batch; by id."""
+    """Returns the overrides that are for this engine, whatever its batch, ordered by id."""
     mine = (override for override in set(overrides) if override.scope.covers(spec))
     return tuple(sorted(mine, key=attrgetter("override_id")))
 
@@ -63,10 +63,10 @@ def covering(overrides: Iterable[Override], spec: EngineSpec) -> tuple[Override,
 def rows_under(
     overrides: Iterable[Override], spec: EngineSpec, buckets: Sequence[int], arms: Sequence[Arm]
 ) -> PlanRows:
-    """The rows: one a bucket, and a bucket is split where something else begins to count.
+    """Makes one row per bucket, and splits a bucket where other overrides or limits begin.
 
-    Where that would be more rows than an engine takes, what counts at a bucket's largest batch
-    counts in all of it.
+    If that gives more rows than an engine takes, buckets are not split: what counts at a bucket's
+    largest batch then counts in all of it.
     """
     overrides = tuple(overrides)
     ends = {largest for drafter in spec.drafters for _, largest in drafter.batch_limits}
@@ -83,7 +83,7 @@ def rows_under(
         possible = np.array([[spec.is_prepared(arm, size) for size in upper] for arm in arms])
         possible[[spec.loss_of(arm) is not None for arm in arms]] = False
         if spec.lost:
-            # Where everything is lost the engine runs something all the same.
+            # If everything is lost the engine still has to run something.
             possible[:, possible.sum(axis=0) == 0] = _shortest(arms, None)[:, None]
         feasible = possible
     emptied: NDArray[np.bool_] = np.zeros(len(upper), dtype=np.bool_)
@@ -110,7 +110,7 @@ def rows_under(
 
 
 def _pins_lost(limit: Limits, spec: EngineSpec) -> bool:
-    """Whether every draft length of the pinned drafter is lost: gamma = 0 is nobody's choice."""
+    """Returns whether every draft length above 0 of the pinned drafter is lost."""
     if limit.off or limit.gamma_max == 0:
         return False
     drafts = (arm for arm in spec.arms if arm.drafter == limit.drafter and arm.gamma > 0)
@@ -118,7 +118,7 @@ def _pins_lost(limit: Limits, spec: EngineSpec) -> bool:
 
 
 def _shortest(arms: Sequence[Arm], possible: NDArray[np.bool_] | None) -> NDArray[np.bool_]:
-    """The arms with the shortest draft, gamma = 0 if there is."""
+    """Marks the arms with the shortest draft, gamma = 0 if there is one."""
     gammas = np.array([arm.gamma for arm in arms])
     if possible is not None:
         gammas = np.where(possible, gammas, MAX_GAMMA + 1)
@@ -127,7 +127,7 @@ def _shortest(arms: Sequence[Arm], possible: NDArray[np.bool_] | None) -> NDArra
 
 
 def _possible(regime: Regime | None, spec: EngineSpec) -> Regime:
-    """The pinned regime where the engine can run it, else OFF."""
+    """Returns the pinned regime if the engine can run it, else OFF."""
     able = {
         RegimeMode.OFF: True,
         RegimeMode.ONLINE: spec.able.can_update_online,

@@ -1,8 +1,8 @@
-"""Bounded exploration: what does not run shows nothing, so something must look.
+"""Explores within a budget: an arm that does not run shows nothing, so probes have to run it.
 
-Three reasons to look, one account.  Every step of the engine earns a share of its seconds as credit
-(`watch.budget`, at most `probe_share`).  What a probe really lost, against what the current arm
-would have made of the same seconds, is charged.
+There are three reasons to probe and one budget.  Every step of the engine earns a share of its
+seconds as credit (`observation_cost.budget`, at most `probe_share`).  A probe is charged with what
+it really lost, compared with what the current arm would have made of the same seconds.
 
 *Doubt.*  The value of an arm relative to the current one is uncertain by what its acceptance and
 its cost are uncertain by, where the two arms differ.  Its expected improvement (Jones, Schonlau and
@@ -32,7 +32,7 @@ from controller.core.types import Arm, Probe, StepReport
 
 # A probe whose steps never come (the batch left its bucket) is given up after this time.
 _PROBE_PATIENCE_SECONDS = 2.0
-# Doubts are weighed anew after so many reports.
+# Doubts are weighed again after so many reports.
 _CONSIDER_EVERY = 12
 # Steps of gamma = 0 that settle a disagreement: the first one may pay for the switch.
 _CHECK_STEPS = 3
@@ -55,7 +55,7 @@ class _Running:
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """Where the engine stands: the active bucket, its batch, the arm (by index) in force there.
+    """Describes the active bucket, its batch, and the arm (by index) that is chosen there.
 
     bucket: of the plan's row, by which `values` and `watch` go; cost_bucket: of the cost table.
     horizon_steps: steps for which what a probe finds is expected to hold.  legal: [arms] that may
@@ -74,7 +74,7 @@ class Situation:
 
 
 class Explorer:
-    """Decides when to probe what, and keeps the account.  One object per engine."""
+    """Decides when to probe what, and keeps the credit.  One object per engine."""
 
     def __init__(self, arms: Sequence[Arm], settings: PlannerSettings) -> None:
         self._arms = tuple(arms)
@@ -91,7 +91,7 @@ class Explorer:
         self.total_seconds = 0.0
 
     def use_settings(self, settings: PlannerSettings) -> None:
-        """Probes by these from now on; the account stays."""
+        """Uses these settings from now on and keeps the credit."""
         self._settings = settings
         self._credit = min(self._credit, settings.probe_credit_max_seconds)
 
@@ -102,7 +102,7 @@ class Explorer:
 
     @property
     def credit_seconds(self) -> float:
-        """What probing may still lose now."""
+        """The seconds that probing may lose now."""
         return self._credit
 
     @property
@@ -130,7 +130,7 @@ class Explorer:
             self.lost_seconds += lost
             before, running.lost_seconds = running.lost_seconds, running.lost_seconds + lost
             if running.guessed:
-                # Where all is unknown the probe counts as a whole: what pays is looked at again.
+                # If costs are unknown a probe counts as a whole: gains of one step offset losses.
                 earned -= max(running.lost_seconds, 0.0) - max(before, 0.0)
             else:
                 earned -= max(lost, 0.0)
@@ -144,7 +144,7 @@ class Explorer:
             return
         observation, values, bucket, current = at.observation, at.values, at.bucket, at.current
         if at.doubt.guessed and not self._is_scaled:
-            # Nobody knew how long a step takes when the settings were made.
+            # The settings cannot know how long a step takes on this engine.
             self._is_scaled = True
             some = _COLD_STEPS * float(values.costs.seconds[current, bucket])
             self._credit = min(some, self._settings.probe_credit_max_seconds)
@@ -164,7 +164,7 @@ class Explorer:
             steps = max(2, self._steps(at.batch_size))
             best = self._by_doubt(at, steps, relative)
             if best is not None and at.doubt.guessed and not at.doubt.ran[best, at.cost_bucket]:
-                # First what it costs, which takes no more; then whether that pays.
+                # The first probe only shows what it costs, for which 2 steps are enough.
                 steps = 2
         if best is None and observation is not None and self._blind_steps >= interval:
             look, steps = int(observation.arm[bucket]), int(observation.steps[bucket])
@@ -205,12 +205,12 @@ class Explorer:
         )
         gain = expected_improvement(relative, doubt * (1 + relative))
         if at.doubt.guessed:
-            # Nobody has measured what it costs: its price is that of a bad surprise.
+            # Its cost was not measured: its price is that of a bad case.
             worse = (1 + relative) * np.exp(-doubt) - 1
             loss = np.maximum(-worse, 0.0) + values.catch_up / (steps * seconds)
             gain[~at.doubt.within_reach(at.cost_bucket)] = 0.0
         price = steps * loss
-        # A free look still takes the trouble of a switch.
+        # A probe that loses nothing still needs a switch.
         ratio = gain * at.horizon_steps / (price + 0.02 * steps)
         ratio[price * seconds > self._credit] = 0.0
         ratio[current] = 0.0
@@ -220,7 +220,7 @@ class Explorer:
         return best if ratio[best] > _RETURN_MIN and doubt[best] > 0 else None
 
     def cancel(self) -> None:
-        """Forgets the probe under way (the choice is forced from outside)."""
+        """Cancels the probe under way, because other arms may or must run."""
         self._running = None
 
 
@@ -233,7 +233,7 @@ def relative_variance(
     *,
     unseen: bool = False,
 ) -> NDArray[np.float64]:
-    """[arms] variance of log(V_arm / V_current): where two arms share an estimate it cancels.
+    """Returns [arms], the variance of log(V_arm / V_current); shared estimates cancel.
 
     unseen: only what running the current arm does not show anyway: positions behind its draft
     length, other drafters, and costs.
@@ -245,7 +245,10 @@ def relative_variance(
 def acceptance_variance(
     values: Values, arms: Sequence[Arm], current: int, *, unseen: bool = False
 ) -> NDArray[np.float64]:
-    """[arms] variance of log((1 + E_arm) / (1 + E_current)); unseen: as of `relative_variance`."""
+    """Returns [arms], the variance of log((1 + E_arm) / (1 + E_current)).
+
+    unseen: as in `relative_variance`.
+    """
     total = np.zeros(len(arms))
     running = arms[current]
     for name, curve in values.curves.items():
@@ -261,7 +264,7 @@ def acceptance_variance(
 
 
 def expected_improvement(mean: NDArray[np.float64], sd: NDArray[np.float64]) -> NDArray[np.float64]:
-    """E[max(0, x)] of x ~ N(mean, sd^2), elementwise."""
+    """Computes E[max(0, x)] of x ~ N(mean, sd^2), elementwise."""
     safe = np.maximum(sd, 1e-9)
     u = mean / safe
     density = np.exp(-u * u / 2) / math.sqrt(2 * math.pi)
@@ -270,5 +273,5 @@ def expected_improvement(mean: NDArray[np.float64], sd: NDArray[np.float64]) -> 
 
 
 def _erf(x: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The error function (numpy has none)."""
+    """Computes the error function, which numpy lacks."""
     return np.array([math.erf(value) for value in x])

@@ -1,11 +1,10 @@
-"""What it costs to be blind: at gamma = 0 a better day goes unnoticed until something looks.
+"""Prices gamma = 0, where acceptance is not observed and better traffic goes unnoticed.
 
-If the traffic shifts with probability h in a step, a better day would gain g, and a look costs c
-steps, then looking every I steps loses c / I + g h I / 2 of every step.  That is least at
-I = sqrt(2 c / (g h)), and never more often than the exploration budget allows.  Where shifts have
-been seen, the loss is the price of choosing gamma = 0 at all: with traffic that changes every
-hundred steps, a draft length of 1 that always sees is worth more than an off that is a little
-faster.
+If the traffic shifts with probability h in a step, better traffic would gain g, and a probe costs c
+steps, then probing every I steps loses c / I + g h I / 2 of every step.  That is least at
+I = sqrt(2 c / (g h)); the exploration budget may allow fewer probes.  Once shifts have been
+observed, the loss is a price on choosing gamma = 0: with traffic that changes every hundred steps,
+a draft length of 1, which always observes, is worth more than a gamma = 0 that is a little faster.
 """
 
 import math
@@ -19,9 +18,9 @@ from controller.core.acceptance.cusum import Hazard
 from controller.core.settings import PlannerSettings
 from controller.core.types import Arm
 
-# What a better day is taken to be: the conditional acceptance of a drafter that fits its traffic.
+# The conditional acceptance of better traffic: that of a drafter that fits its traffic.
 _HOPEFUL_ACCEPTANCE = 0.8
-# Drafts that one look should find accepted if it is a better day.
+# Drafts that one probe should find accepted if the traffic is better.
 _LOOK_ACCEPTED = 4.0
 _INTERVAL_MIN = 8.0
 _COST_MIN = 0.01
@@ -50,17 +49,17 @@ class ObservationCost:
 
 @dataclass(frozen=True, slots=True)
 class CatchUpPrice:
-    """now: seconds that the cheapest waking would take; per_token: seconds a missed token."""
+    """Holds the seconds of the cheapest waking now, and the seconds per missed token."""
 
     now: float
     per_token: float
 
 
 def budget(settings: PlannerSettings, hazard: Hazard) -> float:
-    """Share of step time that probing may cost: all of `probe_share` where traffic shifts often.
+    """Returns the share of step time for probing: all of `probe_share` if traffic shifts often.
 
-    Where it has not shifted for long, looking finds less, and gets less: by the square root, as the
-    best interval goes.
+    If it has not shifted for long, probes find less and get less: by the square root, like the
+    best interval.
     """
     return settings.probe_share * min(
         1.0, max(_CALM_SHARE, math.sqrt(_BUSY_STEPS * hazard.expected))
@@ -104,13 +103,13 @@ class ObservationPlanner:
         gain = np.where(worth, gain, 1.0)
         share = budget(settings, hazard)
         if share == 0:
-            # Nothing ever looks: gamma = 0 is for good, and taken as such.
+            # There are no probes, so gamma = 0 is final and has no price.
             nothing = np.zeros(len(arm))
             return ObservationCost(
                 arm, self._steps[arm, columns], nothing + np.inf, nothing, nothing
             )
         best = np.maximum(np.sqrt(2 * cost / (gain * hazard.expected)), _INTERVAL_MIN)
-        # Catching up takes its share of every step, however often one looks.
+        # Catching up takes its share of every step, however often probes run.
         asleep = catch_up.per_token * self._sizes / seconds[off]
         shares = np.minimum(share + asleep, settings.probe_share)
         due = np.maximum(best, (cost + catch_up.now / seconds[off]) / shares)

@@ -1,4 +1,4 @@
-"""What an override does to one engine beside the others: what changes, and what shadows it."""
+"""Finds what an override changes for one engine, and which other overrides shadow it."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from controller.core.planning.overrides import Limits, Override, Rule, by_streng
 from controller.core.planning.planner import batch_buckets
 from controller.core.types import MAX_GAMMA, EngineSpec, Regime, RegimeMode
 
-# What a regime cannot run without.
+# The capability that a regime needs.
 _NEEDS = {
     RegimeMode.ONLINE: Capability.UPDATE_ONLINE,
     RegimeMode.COLLECT: Capability.COLLECT,
@@ -18,7 +18,7 @@ _NEEDS = {
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """The effect of setting or clearing one override on one engine.
+    """Describes the effect of setting or clearing one override on one engine.
 
     arms: which arms may run changes at some batch size.  probing: whether it may explore does.
     regime_before, regime_after: what overrides demand of online updates; None: nothing.
@@ -35,14 +35,14 @@ class Effect:
 
     @property
     def constrains(self) -> bool:
-        """Whether anything changes that the engine may run, learn or probe."""
+        """Tells whether anything changes that the engine may run, learn or probe."""
         return self.arms or self.probing or self.regime_before != self.regime_after
 
 
 def effect_on(
     spec: EngineSpec, of: Override, before: Sequence[Override], after: Sequence[Override]
 ) -> Effect:
-    """The effect of `of`, which is in one of the two sets in force, or in both."""
+    """Returns the effect of the override `of`, which is in one of the two sets or in both."""
     graphs = spec.fingerprint.graph_batch_sizes
     buckets = batch_buckets(spec.max_batch_size, graphs, len(spec.arms))
     old, new = (rows_under(overrides, spec, buckets, spec.arms) for overrides in (before, after))
@@ -59,7 +59,7 @@ def effect_on(
 
 
 def why_unable(spec: EngineSpec, of: Override) -> str:
-    """Why the engine cannot do what an override demands of it; "" if it can."""
+    """Returns why the engine cannot do what an override demands; "" if it can."""
     rule, names = of.rule, sorted(drafter.name for drafter in spec.drafters)
     named = {*rule.deny_drafters, *([] if rule.drafter is None else [rule.drafter])}
     if unknown := sorted(named - set(names)):
@@ -81,7 +81,7 @@ def why_unable(spec: EngineSpec, of: Override) -> str:
 
 
 def _loss(spec: EngineSpec, rule: Rule) -> LostCapability | None:
-    """What the engine has lost of everything that a rule pins; None where something is left."""
+    """Returns the loss that takes away all that a rule pins; None if something is left."""
     needed = None if rule.regime is None else _NEEDS.get(rule.regime.mode)
     for loss in spec.lost:
         if loss.capability is needed:
@@ -96,13 +96,13 @@ def _loss(spec: EngineSpec, rule: Rule) -> LostCapability | None:
 
 
 def _differ(old: PlanRows, new: PlanRows, of: Callable[[PlanRows, int], object]) -> bool:
-    """Whether something about a row differs at some batch size."""
+    """Returns whether something about a row differs at some batch size."""
     sizes = {*old.upper, *new.upper}
     return any(of(old, old.row_of(size)) != of(new, new.row_of(size)) for size in sizes)
 
 
 def _feasible(rows: PlanRows, row: int) -> list[bool] | None:
-    """None: every arm.  All arms marked legal is the same."""
+    """Returns which arms may run in a row; None for all of them."""
     if rows.feasible is None:
         return None
     column: list[bool] = rows.feasible[:, row].tolist()
@@ -112,7 +112,7 @@ def _feasible(rows: PlanRows, row: int) -> list[bool] | None:
 def _shadowing(
     spec: EngineSpec, of: Override, rows: PlanRows, everything: Sequence[Override]
 ) -> Iterator[str]:
-    """Ids of what decides in place of `of` somewhere.  rows: those under `everything`."""
+    """Yields the ids of overrides that win over `of` somewhere.  rows: under `everything`."""
     others = [o for o in everything if o != of and o.scope.covers(spec)]
     for size, limits in zip(rows.upper, rows.limits, strict=True):
         if of.covers(spec, size):
@@ -125,7 +125,7 @@ def _shadowing(
 
 
 def _deciding(of: Override, limits: Limits, others: Sequence[Override]) -> Iterator[str]:
-    """Ids of those of the others that decide in place of `of` at one batch size."""
+    """Yields the ids of the others that win over `of` at one batch size."""
     rule = of.rule
     if rule.deny_exploration:
         yield from (o.override_id for o in others if o.rule.deny_exploration)

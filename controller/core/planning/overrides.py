@@ -1,4 +1,4 @@
-"""What operators command, and what is left to decide under it: one pure merge.
+"""Merges the commands of operators into limits on what is decided; the merge is pure.
 
 An override counts where its scope covers the engine and its range covers the batch size.
 
@@ -12,7 +12,7 @@ file-based policy is weakest.  Overrides that can hold together all hold.  In de
     range of one draft length.
 3.  Drafter and regime: the strongest pin.  A denied drafter does not run, pinned or not.
 4.  If that leaves nothing that the engine can run, it decodes without speculation, and the plan
-    and `explain` say so.
+    and `explain` report it.
 
 The result depends on the set of overrides alone, not on their order or number of copies.
 """
@@ -40,11 +40,11 @@ _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 
 
 class InvalidOverrideError(SpeculationError):
-    """An override that cannot be; the message says why."""
+    """An override contradicts itself or is out of range; the message says how."""
 
 
 class ScopeKind(Enum):
-    """Whom an override is for, from narrow to wide."""
+    """Names the kinds of scope, from narrow to wide."""
 
     ENGINE = "engine"
     MODEL = "model"
@@ -56,7 +56,7 @@ _WIDTH = {kind: width for width, kind in enumerate(ScopeKind)}
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """ENGINE: by engine id.  MODEL: by the fingerprint's target model.  FLEET: everyone."""
+    """Selects engines: by id (ENGINE), by the fingerprint's target model (MODEL), or all (FLEET)."""
 
     kind: ScopeKind
     name: str = ""
@@ -64,14 +64,14 @@ class Scope:
     def __post_init__(self) -> None:
         if (self.kind is ScopeKind.FLEET) != (not self.name):
             raise InvalidOverrideError(
-                "scope: the fleet has no name"
+                f"scope: the fleet has no name, so leave out {self.name[:80]!r}"
                 if self.name
-                else f"scope: which {self.kind.value}? a name is needed"
+                else f"scope: name the {self.kind.value} that is meant"
             )
         _require_text("scope", self.name, 0, MAX_SCOPE_CHARACTERS)
 
     def covers(self, spec: EngineSpec) -> bool:
-        """True when the engine is meant."""
+        """Returns whether the engine is meant."""
         if self.kind is ScopeKind.FLEET:
             return True
         engine = self.kind is ScopeKind.ENGINE
@@ -83,7 +83,7 @@ class Scope:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What an override demands; at least one part of it.
+    """States what an override demands; at least one part must be given.
 
     gamma: pinned draft length.  gamma_min, gamma_max: bounds.  off: no speculation at all.
     """
@@ -149,7 +149,7 @@ class Rule:
 
     @property
     def gamma_range(self) -> tuple[int, int] | None:
-        """Least and greatest draft length that it asks for; None: it says nothing about them."""
+        """The least and the greatest draft length that the rule allows; None if it sets none."""
         if self.gamma is not None:
             return self.gamma, self.gamma
         if self.gamma_min is None and self.gamma_max is None:
@@ -158,17 +158,17 @@ class Rule:
 
     @property
     def for_batches(self) -> bool:
-        """True when a part of it can be limited to a range of batch sizes."""
+        """Tells whether the rule can be limited to a range of batch sizes."""
         return self.regime is None and not self.deny_updates
 
 
 @dataclass(frozen=True, slots=True)
 class Override:
-    """One command.  Raises InvalidOverrideError.
+    """Describes one command.  Raises InvalidOverrideError.
 
-    min_batch_size, max_batch_size: batches that it is for, both included; 0 = no end.
-    revision: the store's, at which it was written; of two overrides the newer one has the larger.
-    from_file: it is file-based policy, not the command of an operator.
+    min_batch_size, max_batch_size: batches that it is for, both included; 0 = no bound.  revision:
+    of the store when it was written; the newer override has the larger one.  from_file: it is
+    file-based policy, not the command of an operator.
     """
 
     override_id: str
@@ -201,17 +201,17 @@ class Override:
             )
 
     def covers(self, spec: EngineSpec, batch_size: int) -> bool:
-        """True when it counts for this batch of this engine."""
+        """Returns whether it counts for this batch of this engine."""
         return self.scope.covers(spec) and self.covers_batch(batch_size)
 
     def covers_batch(self, batch_size: int) -> bool:
-        """True when it counts for this batch of an engine in its scope."""
+        """Returns whether it counts for this batch of an engine in its scope."""
         return self.min_batch_size <= batch_size <= (self.max_batch_size or MAX_BATCH_SIZE)
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What is left to decide for one batch size of one engine.
+    """Holds what is left to decide for one batch size of one engine.
 
     drafter: the pinned one.  overrides: ids of those that count here, in order.  gamma_by,
     drafter_by: ids of the overrides that set the bounds of the draft length, and the drafter.
@@ -228,12 +228,12 @@ class Limits:
     drafter_by: str = ""
 
     def feasible(self, arms: Sequence[Arm]) -> list[bool]:
-        """Per arm, whether it may run.  None may: the engine falls back to gamma = 0."""
+        """Returns for each arm whether it may run.  If none may, the engine falls back to gamma = 0."""
         wanted = [
             arm.drafter not in self.denied_drafters and self.drafter in {None, arm.drafter}
             for arm in arms
         ]
-        # At gamma = 0 nothing drafts, so any drafter's will do if the wanted ones have none.
+        # At gamma = 0 nothing drafts, so any drafter's gamma = 0 may replace that of the wanted ones.
         some = any(w and arm.gamma == 0 for w, arm in zip(wanted, arms, strict=True))
         floor = 0 if self.off else self.gamma_min
         return [
@@ -248,12 +248,12 @@ NO_LIMITS = Limits()
 
 
 def merge(overrides: Iterable[Override], spec: EngineSpec, batch_size: int) -> Limits:
-    """What all overrides together leave at this batch size.  See the module for the precedence."""
+    """Merges all overrides into limits at this batch size, with the module's precedence."""
     return merge_ordered(by_strength(o for o in overrides if o.scope.covers(spec)), batch_size)
 
 
 def merge_ordered(overrides: Iterable[Override], batch_size: int) -> Limits:
-    """As `merge`, of the overrides that are for the engine, in the order of `by_strength`."""
+    """Merges the overrides for one engine, given in the order of `by_strength`."""
     counting = [o for o in overrides if o.covers_batch(batch_size)]
     if not counting:
         return NO_LIMITS
@@ -285,7 +285,7 @@ def merge_ordered(overrides: Iterable[Override], batch_size: int) -> Limits:
 def merge_regime(
     overrides: Iterable[Override], spec: EngineSpec
 ) -> tuple[Regime | None, bool, tuple[str, ...]]:
-    """(the pinned regime or None, whether online updates may run, ids of what says so)."""
+    """Returns the pinned regime or None, whether online updates may run, and the deciding ids."""
     counting = by_strength(
         o
         for o in overrides
@@ -299,18 +299,18 @@ def merge_regime(
 
 
 def by_strength(overrides: Iterable[Override]) -> list[Override]:
-    """Each override once, the strongest first."""
+    """Returns each override once, the strongest first."""
     return sorted(set(overrides), key=_strength)
 
 
 def _strength(override: Override) -> tuple[bool, int, int, str]:
-    """Smaller is stronger.  No store gives a revision twice: the id is there for what has none."""
+    """Returns a sort key, smaller for stronger.  The id decides between equal revisions."""
     scope = _WIDTH[override.scope.kind]
     return override.from_file, scope, -override.revision, override.override_id
 
 
 def batch_edges(overrides: Iterable[Override], spec: EngineSpec) -> tuple[int, ...]:
-    """Batch sizes after which other overrides may count: where a plan's rows have to end."""
+    """Returns the batch sizes after which other overrides count: a plan's rows must end there."""
     edges: set[int] = set()
     for override in overrides:
         if override.scope.covers(spec):

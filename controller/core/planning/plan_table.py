@@ -1,4 +1,4 @@
-"""The rows of a plan, made from what was chosen for each batch bucket."""
+"""Makes the rows of a plan from what was chosen for each batch bucket."""
 
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
@@ -7,7 +7,7 @@ from controller.core.types import Arm, EngineSpec, PlanRow, Probe, Reason
 
 
 def row_of(spec: EngineSpec, size: int, arm: Arm, reason: Reason, probe: Probe | None) -> PlanRow:
-    """One row; its drafter sleeps where that arm, or the probe's, lets it."""
+    """Makes one row; its drafter sleeps if that arm, or the probe's, lets it."""
     asleep = _sleeps(spec, arm) or (probe is not None and _sleeps(spec, probe.arm))
     return PlanRow(size, arm, reason, probe, asleep)
 
@@ -20,9 +20,9 @@ def rows_of(
     probing: tuple[int, Probe] | None,
     kept: Sequence[PlanRow],
 ) -> tuple[PlanRow, ...]:
-    """upper: largest batch of each bucket.  probing: (bucket, probe).
+    """Makes all rows, and reuses those of `kept` (the plan before) that have not changed.
 
-    kept: rows of the plan before, which are used again where nothing has changed.
+    upper: largest batch of each bucket.  probing: (bucket, probe).
     """
     rows = []
     for j, (size, arm, reason) in enumerate(zip(upper, chosen, reasons, strict=True)):
@@ -42,7 +42,7 @@ def rows_of(
 def forced_rows(
     spec: EngineSpec, upper: Iterable[int], arms: Sequence[Arm], forced: Arm
 ) -> tuple[PlanRow, ...]:
-    """The forced arm everywhere, or the shortest where it cannot run."""
+    """Makes rows with the forced arm, or the shortest draft where it cannot run."""
     rows = []
     for size in upper:
         able = [arm for arm in arms if spec.can_run(arm, size)] or arms
@@ -52,7 +52,7 @@ def forced_rows(
 
 
 def without_probes(spec: EngineSpec, rows: Iterable[PlanRow]) -> tuple[PlanRow, ...]:
-    """The same choices with nothing tried beside them."""
+    """Returns the same rows without probes."""
     return tuple(
         row if row.probe is None else row_of(spec, row.max_batch_size, row.arm, row.reason, None)
         for row in rows

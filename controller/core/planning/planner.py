@@ -1,8 +1,8 @@
-"""Which arm for which batch size: argmax of tokens per second, with hysteresis.
+"""Chooses an arm for each batch size: argmax of tokens per second, with hysteresis.
 
     V(d, gamma, B) = B * (1 + E_d[accepted | gamma]) / C(d, B, gamma, kv)
 
-gamma = 0 is an arm like any other (E = 0), and has to earn what blindness costs (`watch`).  The
+gamma = 0 is an arm like any other (E = 0), and pays the `observation_cost` of seeing nothing.  The
 chosen arm changes only when another one's value exceeds it by `switch_margin`, so that noise at a
 pivot does not turn into switching, and when it pays back what the change costs (a drafter that
 slept or stood by has to catch up) within `payback_seconds`.
@@ -26,13 +26,13 @@ from controller.core.planning.observation_cost import (
 from controller.core.settings import PlannerSettings
 from controller.core.types import Arm, Reason, StepReport
 
-# What an arm's value shrinks by where it may not run.
+# Factor on the value of an arm that may not run.
 _UNTHINKABLE = 1e-12
 # Every batch size up to here has its own row; beyond, rows are about an eighth apart.
 _EXACT_BUCKETS = 8
 
 
-# What an engine costs in memory and time grows with arms times buckets.
+# Memory and time per engine grow with arms times buckets.
 _BUCKETS_MAX = 128
 _CELLS_MAX = 4096
 
@@ -40,7 +40,7 @@ _CELLS_MAX = 4096
 def batch_buckets(
     max_batch_size: int, graph_batch_sizes: Sequence[int] = (), arms: int = 1
 ) -> tuple[int, ...]:
-    """Upper ends of the plan's batch buckets, ascending; the last one is `max_batch_size`.
+    """Returns the ascending upper ends of the plan's batch buckets, up to `max_batch_size`.
 
     An engine with captured graphs pads a batch to the next captured size: then those sizes are the
     buckets.  There are at most 128, or as many as make 4096 with so many arms; where an engine has
@@ -59,7 +59,7 @@ def batch_buckets(
 
 
 def _coarse(sizes: Sequence[int], most: int) -> tuple[int, ...]:
-    """At most so many of the ascending sizes, the last among them, about evenly apart in log B."""
+    """Keeps at most so many of the ascending sizes, evenly apart in log B, the last included."""
     if len(sizes) <= most:
         return tuple(sizes)
     *captured, last = sizes
@@ -68,7 +68,7 @@ def _coarse(sizes: Sequence[int], most: int) -> tuple[int, ...]:
     while left > 0 and at < len(captured):
         kept.append(captured[at])
         left -= 1
-        # What is left of the range, in as many equal ratios as there are buckets left.
+        # The rest of the range is divided into equal ratios, one for each bucket that is left.
         ratio = (captured[-1] / captured[at]) ** (1 / left) if left else 1.0
         at = max(at + 1, bisect_left(captured, captured[at] * ratio * (1 - 1e-9)))
     return (*kept, last)
@@ -76,7 +76,7 @@ def _coarse(sizes: Sequence[int], most: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """Everything the choice is made from.
+    """Holds everything that the choice is made from.
 
     curves: by drafter, of the batch as it is (its request classes mixed).  expected: [arms] draft
     tokens.  catch_up: [arms] seconds that changing to the arm costs first.  costs, value:
@@ -99,7 +99,7 @@ def evaluate(
     catch_up: Mapping[str, float],
     catch_up_per_token: float,
 ) -> Values:
-    """Values of all arms at all buckets.  catch_up: seconds by drafter."""
+    """Computes the values of all arms at all buckets.  catch_up: seconds by drafter."""
     expected = np.array([curves[arm.drafter].expected[arm.gamma] for arm in arms])
     price = np.array([catch_up[arm.drafter] if arm.gamma else 0.0 for arm in arms])
     return Values(
@@ -113,7 +113,7 @@ def evaluate(
 
 
 class Planner:
-    """The current choice per bucket.  `update` is the only thing that changes it."""
+    """Holds the present choice per bucket, which only `update` changes."""
 
     explores = True
 
@@ -143,10 +143,10 @@ class Planner:
         feasible: NDArray[np.bool_] | None,
         possible: NDArray[np.bool_] | None = None,
     ) -> None:
-        """Other rows from now on, and what may run in them.
+        """Sets other rows from now on, and what may run in them.
 
-        buckets: upper ends, ascending.  sizes: the batch that each is priced at.  possible, legal:
-        as of `PlanRows`.
+        buckets: upper ends, ascending.  sizes: the batch at which each is valued.  possible, legal:
+        as in `PlanRows`.
         """
         if self.choice is not None:
             old = [min(bisect_left(self.buckets, b), len(self.buckets) - 1) for b in buckets]
@@ -161,10 +161,10 @@ class Planner:
         self._feasible, self._possible = feasible, possible
 
     def observe(self, report: StepReport) -> None:
-        """Every report passes by here; this rule works on the estimates alone."""
+        """Takes a report; this rule needs only the estimates and ignores it."""
 
     def prove(self, ran: NDArray[np.bool_]) -> Sequence[int | None]:
-        """Returns the newest choice of each bucket that has run, by arm index; None for none.
+        """Returns the newest choice of each bucket that has run, by arm index, or None.
 
         ran: [arms], whether a step has run with the arm in any batch.
         """
@@ -176,9 +176,9 @@ class Planner:
     def update(
         self, values: Values, hazard: Hazard, discounts: NDArray[np.float64] | None = None
     ) -> Sequence[int]:
-        """Moves the choice where the gain beats margin and price; one arm index a bucket.
+        """Moves the choice where the gain beats margin and price; returns an arm per bucket.
 
-        discounts: [arms, buckets] factors on the values, see `caution`.
+        discounts: [arms, buckets] factors on the values, see `cautious_start`.
         """
         value = self.eligible(values)
         if discounts is not None:
@@ -218,21 +218,24 @@ class Planner:
             if is_possible and not self._feasible[arm, j]:
                 self.reasons[j] = Reason.OVERRIDE
 
-    def made_feasible(self, choice: list[int], values: Values) -> list[int]:
-        """A rule's choice, with the best legal arm where its own is not."""
+    def _take(self, choice: list[int], values: Values) -> list[int]:
+        """Chooses what a rule wants, or the best feasible arm where that may not run."""
         self.reasons = [Reason.EXPLOIT] * len(self.buckets)
-        if self._feasible is None:
-            return choice
-        self._say_overridden(choice)
-        best = np.where(self._feasible, values.value, values.value * _UNTHINKABLE).argmax(axis=0)
-        return [arm if self._feasible[arm, j] else int(best[j]) for j, arm in enumerate(choice)]
+        if self._feasible is not None:
+            self._say_overridden(choice)
+            best = np.where(self._feasible, values.value, values.value * _UNTHINKABLE).argmax(axis=0)
+            choice = [arm if self._feasible[arm, j] else int(best[j]) for j, arm in enumerate(choice)]
+        if self.choice is not None:
+            self.switches += sum(a != b for a, b in zip(choice, self.choice, strict=True))
+        self.choice = choice
+        return choice
 
     def eligible(self, values: Values) -> NDArray[np.float64]:
-        """[arms, buckets] values; almost none where a time between tokens breaks the ceiling.
+        """Returns [arms, buckets], values that are almost 0 where an arm is not eligible.
 
-        Less still where the engine has not prepared the arm.
-        The mean time between a sequence's tokens is C / (1 + E).  Where no arm keeps the ceiling
-        all stay eligible.
+        An arm is not eligible if the engine has not prepared it, or if its mean time between a
+        sequence's tokens, C / (1 + E), breaks the ceiling.  If no arm keeps the ceiling, it does
+        not count.
         """
         ceiling, value = self._settings.tpot_ceiling_seconds, values.value
         if self._possible is not None:

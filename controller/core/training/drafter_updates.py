@@ -1,7 +1,7 @@
-"""What becomes of a drafter while it serves: updated online, or trained beside the engine.
+"""Decides how a drafter learns while it serves: by online updates, or by a trainer.
 
-The two never run together, since both write the same weights: while a trainer attends the engine,
-its algorithm says the regime (COLLECT or OFF), and online updates rest.
+The two never run together, since both write the same weights: while a trainer is connected, its
+algorithm determines the regime (COLLECT or OFF), and there are no online updates.
 """
 
 from collections.abc import Sequence
@@ -21,9 +21,10 @@ from controller.core.types import Arm, Capabilities, EngineSpec, Regime, RegimeM
 
 
 class DrafterUpdates:
-    """One engine's.  training: None for an engine that cannot keep signals and take versions.
+    """Owns the learning of one engine's drafter.
 
-    trained: where the training stood before, None where it begins.
+    trained: the state of earlier training, None to begin.  training: None for an engine that cannot
+    keep signals and take versions.
     """
 
     def __init__(
@@ -36,34 +37,33 @@ class DrafterUpdates:
         introduced = spec.capabilities
         self._able = spec.able
         self._online = RegimePlanner(arms) if introduced.can_update_online else None
-        trains = introduced.can_collect and introduced.can_take_versions
         self.training: SelectiveTraining | None = None
-        if trains:
+        if introduced.can_collect and introduced.can_take_versions:
             state = trained or TrainingState()
             self.training = SelectiveTraining(spec.drafters[0].name, settings, state)
 
     def use_settings(self, settings: TrainingSettings) -> None:
-        """Trains by these from now on; averages and rounds stay."""
+        """Uses these settings from now on and keeps averages and rounds."""
         if self.training is not None:
             self.training.settings = settings
 
     def use_capabilities(self, able: Capabilities) -> None:
-        """What the engine is able to do from now on; averages, rounds and versions stay."""
+        """Sets what the engine can do from now on; averages, rounds and versions stay."""
         self._able = able
 
     @property
     def attended(self) -> bool:
-        """A trainer is there."""
+        """Whether a trainer is connected."""
         return self.training is not None and self.training.attended
 
     @property
     def version(self) -> int:
-        """Of the drafter that shall serve; 0: as loaded."""
+        """The version of the drafter that is to serve; 0: as loaded."""
         return 0 if self.training is None else self.training.state.version
 
     @property
     def regime(self) -> Regime:
-        """What was decided."""
+        """The regime that was decided."""
         if self.attended and self.training is not None:
             trains = self._able.can_collect and self._able.can_take_versions
             return Regime(RegimeMode.COLLECT) if trains and self.training.collects else Regime()
@@ -71,16 +71,16 @@ class DrafterUpdates:
 
     @property
     def strides(self) -> RegimeState | None:
-        """What the stride of online updates was last chosen from."""
+        """The numbers from which the stride of online updates was last chosen."""
         return None if self._learning is None or self.attended else self._learning.state
 
     @property
     def view(self) -> TrainingView | None:
-        """Of the training, for people."""
+        """The state of the training, for people."""
         return None if self.training is None else self.training.view
 
     def observe(self, report: StepReport, expected_seconds: float) -> None:
-        """Folds a step that was not a measurement's."""
+        """Takes a step that was not a measurement's."""
         if self._online is not None:
             self._online.observe(report, expected_seconds)
         if self.training is not None:
@@ -89,11 +89,11 @@ class DrafterUpdates:
     def update(
         self, values: Values, row: int, batch_size: int, feasible: NDArray[np.bool_] | None
     ) -> None:
-        """Chooses the stride of online updates anew."""
+        """Chooses the stride of online updates again."""
         if self._learning is not None and not self.attended:
             self._learning.update(values, row, batch_size, feasible)
 
     @property
     def _learning(self) -> RegimePlanner | None:
-        """Chooses the stride, while the engine can update its drafter."""
+        """The planner of the stride, while the engine can update its drafter."""
         return self._online if self._able.can_update_online else None

@@ -1,4 +1,4 @@
-"""Which GPUs of a mixed pool should train the drafter, and which serve (TIDE, section 5.5).
+"""Advises which GPUs of a mixed pool train the drafter and which serve (TIDE, section 5.5).
 
 Cards differ more in serving than in training: an old one that trains gives up little.  With
 inference rates r and training rates t of a card, n cards of each kind of which x train:
@@ -46,7 +46,7 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What training brings and needs.  Raises InvalidPoolError.
+    """States what training gains and needs.  Raises InvalidPoolError.
 
     speedup: of speculation with the trained drafter; untrained: with the drafter as it is, 1 for
     no speculation.  training: rate that is needed, 0 for one card of any kind.  share: of the time.
@@ -81,7 +81,7 @@ class Allocation:
 
     @property
     def pays(self) -> bool:
-        """Whether it is better than not training."""
+        """Whether training is better than not training."""
         return self.relative > 1
 
 
@@ -111,7 +111,7 @@ def allocate(pools: Sequence[Pool], demand: Demand) -> Allocation:
 
 
 def evaluate(pools: Sequence[Pool], demand: Demand, trains: Sequence[int]) -> Allocation:
-    """A given allocation; whether it trains enough is not asked."""
+    """Evaluates an allocation, without checking that it trains enough."""
     everything = sum(pool.gpus * pool.inference for pool in pools)
     left = sum(
         (pool.gpus - count) * pool.inference for pool, count in zip(pools, trains, strict=True)

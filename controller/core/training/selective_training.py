@@ -1,4 +1,4 @@
-"""When a drafter is trained beside its engine, and which of its versions serves.
+"""Decides when a drafter is trained beside its engine, and which of its versions serves.
 
 Paper: TIDE, arXiv:2602.05145, Algorithm 1.  Two moving averages of the acceptance rate; where the
 short one falls below the long one by a margin, training signals are collected; once enough are
@@ -15,8 +15,7 @@ whose acceptance in service falls by more than the margin is taken back.
 
 import json
 import math
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 
 from controller.core.errors import MALFORMED, InvalidTrainingError
 from controller.core.types import StepReport
@@ -60,11 +59,11 @@ class TrainingSettings:
 
 @dataclass(frozen=True, slots=True)
 class TrainingResult:
-    """What the trainer hands back of a round.  Raises InvalidTrainingError.
+    """Holds what the trainer returns for a round.  Raises InvalidTrainingError.
 
-    version: of the new weights, 0 where there are none (error: why).  alpha_train: acceptance rate
-    in service of the signals it was trained on.  alpha_eval: of the new version on the held-out
-    ones; alpha_before: of the version that serves, on the same.
+    version: of the new weights, 0 if it has failed (error: why).  alpha_train: acceptance rate in
+    service of the signals it was trained on.  alpha_eval: of the new version on the held-out ones;
+    alpha_before: of the version that serves, on the same.
     """
 
     round: int
@@ -76,22 +75,25 @@ class TrainingResult:
 
     def __post_init__(self) -> None:
         if not 0 <= self.version <= MAX_VERSION or self.round < 1:
-            raise InvalidTrainingError(f"round {self.round}, version {self.version}: cannot be")
+            raise InvalidTrainingError(
+                f"round {self.round}, version {self.version}: a round is 1 or more, a version in "
+                f"0..{MAX_VERSION}"
+            )
         rates = (self.alpha_train, self.alpha_eval, self.alpha_before)
         if not all(0 <= rate <= 1 for rate in rates):
-            raise InvalidTrainingError(f"acceptance rates {rates} leave 0..1")
+            raise InvalidTrainingError(f"acceptance rates {rates} must lie in 0..1")
         if bool(self.version) == bool(self.error):
             raise InvalidTrainingError("a round ends with a version or with an error, one of them")
 
     @property
     def is_better(self) -> bool:
-        """The paper's condition, and ours."""
+        """Whether the new version meets the paper's condition and beats the one that serves."""
         return bool(self.version) and self.alpha_eval > max(self.alpha_train, self.alpha_before)
 
 
 @dataclass(frozen=True, slots=True)
 class RoundRecord:
-    """How a round ended.  outcome: deployed, kept, rejected, failed or rolled-back."""
+    """Records how a round ended: deployed, kept, rejected, failed or rolled-back."""
 
     result: TrainingResult
     outcome: str
@@ -99,10 +101,9 @@ class RoundRecord:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A version in service that is being judged.
+    """Judges a version that is in service.
 
-    before: acceptance rate of its predecessor; units, total: rates of its own so far, and their
-    sum.
+    before: acceptance rate of its predecessor.  units, total: number and sum of its own rates.
     """
 
     before: float
@@ -112,10 +113,10 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class TrainingState:
-    """All there is to keep.  short, long: moving averages; measured: rates so far.
+    """Holds everything that is stored.  short, long: moving averages; measured: rates so far.
 
-    round: of training, the last one that was ordered; training: it is under way.  version: that
-    shall serve, 0 = as loaded; parent: the one before it.
+    round: the last round of training that was ordered; training: it is under way.  version: the one
+    that is to serve, 0 = as loaded; parent: the one before it.
     """
 
     measured: int = 0
@@ -132,7 +133,7 @@ class TrainingState:
 
 @dataclass(frozen=True, slots=True)
 class TrainingView:
-    """A state for people.  stored: signals waiting; served: the version that last reported."""
+    """Shows a state to people.  stored: signals waiting; served: the version that last reported."""
 
     state: TrainingState
     attended: bool
@@ -142,7 +143,7 @@ class TrainingView:
 
     @property
     def phase(self) -> str:
-        """What it waits for."""
+        """Names what the training waits for."""
         state = self.state
         if not self.attended:
             return "no trainer"
@@ -169,10 +170,10 @@ class _Unit:
 
 @dataclass(slots=True)
 class SelectiveTraining:
-    """One engine's.  drafter: the one that is trained, by name.
+    """Runs the algorithm for one engine.  drafter: the one that is trained, by name.
 
-    attended: a trainer is there; without one nothing is collected or ordered, the deployed version
-    goes on serving and is judged.
+    attended: a trainer is connected.  Without one nothing is collected or ordered; the deployed
+    version keeps serving and is judged.
     """
 
     drafter: str
@@ -186,18 +187,18 @@ class SelectiveTraining:
 
     @property
     def collects(self) -> bool:
-        """Whether signals are to be kept now."""
+        """Whether the engine is to collect training signals now."""
         return self.attended and self.state.collecting
 
     @property
     def view(self) -> TrainingView:
-        """For people."""
+        """The present state, for people."""
         return TrainingView(
             self.state, self.attended, self.stored, self.settings.threshold, self.served
         )
 
     def observe(self, report: StepReport) -> None:
-        """Folds a step."""
+        """Takes a step."""
         if report.drafter != self.drafter:
             return
         if report.draft_version != self.served:
@@ -211,7 +212,7 @@ class SelectiveTraining:
             self.measure(unit.accepted / unit.tried)
 
     def measure(self, alpha: float) -> None:
-        """One acceptance rate: the averages, and what follows from them."""
+        """Takes one acceptance rate and moves the averages and all that depends on them."""
         state, settings = self.state, self.settings
         count = state.measured + 1
         if count <= settings.initial:
@@ -226,9 +227,9 @@ class SelectiveTraining:
             self._judge(state.trial, alpha)
 
     def keep(self, stored: int) -> int:
-        """So many signals are stored.  The number of the round to train now, 0 for none.
+        """Takes the number of stored signals and returns the round to train now, 0 for none.
 
-        A round under way is told again: its trainer may have begun anew.
+        A round under way is returned again: its trainer may have restarted.
         """
         self.stored = stored
         state = self.state
@@ -240,7 +241,7 @@ class SelectiveTraining:
         return self.state.round
 
     def trained(self, result: TrainingResult) -> None:
-        """A round has ended.  Raises InvalidTrainingError for one that is not under way."""
+        """Ends a round.  Raises InvalidTrainingError for one that is not under way."""
         state = self.state
         if not state.training or result.round != state.round:
             raise InvalidTrainingError(
@@ -264,7 +265,7 @@ class SelectiveTraining:
 
     def _deploy(self, result: TrainingResult) -> None:
         state, trial = self.state, self.state.trial
-        # A version that was still being judged is nothing to go back to.
+        # A version that is still being judged is not one to go back to.
         self.state = replace(
             state,
             training=False,
@@ -306,12 +307,12 @@ def _and(state: TrainingState, record: RoundRecord) -> tuple[RoundRecord, ...]:
 
 
 def to_json(state: TrainingState) -> str:
-    """For a file."""
+    """Returns the state as text for a file."""
     return json.dumps(asdict(state))
 
 
 def from_json(text: str) -> TrainingState:
-    """Raises InvalidTrainingError for anything but a state."""
+    """Reads what `to_json` wrote.  Raises InvalidTrainingError for anything else."""
     try:
         body = json.loads(text)
         trial = body.pop("trial")
@@ -324,21 +325,18 @@ def from_json(text: str) -> TrainingState:
         )
         _check(state)
     except MALFORMED as error:
-        raise InvalidTrainingError(f"no state of training: {error}") from error
+        raise InvalidTrainingError(
+            f"the text does not hold a state of training: {error}"
+        ) from error
     return state
 
 
 def _check(state: TrainingState) -> None:
     counts = (state.measured, state.round, state.version, state.parent)
     if not all(type(count) is int and 0 <= count <= MAX_VERSION for count in counts):
-        raise ValueError(f"counts {counts}")
+        raise ValueError(f"counts {counts} must be whole numbers in 0..{MAX_VERSION}")
     if not all(type(flag) is bool for flag in (state.collecting, state.training)):
-        raise ValueError("collecting and training are yes or no")
-    if not all(map(math.isfinite, _numbers(state))):
-        raise ValueError("rates that are no numbers")
-
-
-def _numbers(state: TrainingState) -> Iterator[float]:
-    yield from (state.short, state.long)
-    if state.trial is not None:
-        yield from (state.trial.before, state.trial.units, state.trial.total)
+        raise ValueError("collecting and training must be true or false")
+    trial = state.trial or Trial(0.0)
+    if not all(map(math.isfinite, (state.short, state.long, *astuple(trial)))):
+        raise ValueError("acceptance rates must be finite")

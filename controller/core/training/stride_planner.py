@@ -1,14 +1,14 @@
-"""How often a drafter is updated while it serves: the stride S, or off.
+"""Chooses how often a drafter is updated while it serves: the stride S, or off.
 
 For each S the batch's tokens per second over the time ahead,
 
     V(S) = mean over the horizon of  max over arms  B (1 + E[accepted | a_1(t, S)]) / (C + price(S))
 
-with acceptance as `update_response` forecasts it, the price as `update_price` has measured it, and
-gamma = 0 among the arms.  The best S is taken once it beats the present one by a margin; off costs
-nothing, so on has to promise more than off.  Where another one might be better still (the gain is
-uncertain) it is tried, on a small budget of what trying is expected to lose: an aligned drafter or
-a compute-bound batch pays no more than that.
+with acceptance as `update_response` forecasts it, the price as `update_cost` has measured it, and
+gamma = 0 among the arms.  The best S is taken once it beats the present one by a margin; off is
+free, so updates have to promise more than off.  If another S might be better (the gain is
+uncertain) it is tried, within a small budget for expected losses; an aligned drafter or a
+compute-bound batch never loses more than that.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ _SWITCH_MARGIN = 0.005
 _START_MARGIN = 0.004
 # Of what is hoped for, the share that has to be certain.
 _CAUTION = 0.33
-# Rounds between two changes: acceptance answers slowly.
+# Rounds between two changes: acceptance responds slowly.
 _DWELL_ROUNDS = 64
 # What trying may lose: of all time, and at the start and at most, in steps.
 _TRIAL_SHARE = 0.005
@@ -43,13 +43,13 @@ _TRIAL_LEAST_STEPS = 8.0
 _TRIAL_ROUNDS = 320
 # From off, the stride that is tried: its settled gain is about half of what there is.
 _FIRST_TRIAL = STRIDES.index(10)
-# Where a drafted position counts as good as certain.
+# The most that the acceptance of a position is forecast to be.
 _MOST_CONDITIONAL = 0.995
 
 
 @dataclass(frozen=True, slots=True)
 class StrideValue:
-    """One stride (0: off) with the numbers it was judged by.
+    """Holds the numbers by which one stride (0: off) was judged.
 
     first_acceptance: of the first draft position, mean over the time ahead.  lost_seconds: of a
     step.  tokens_per_second, optimistic_tokens_per_second: of the batch.
@@ -65,11 +65,11 @@ class StrideValue:
 
 @dataclass(frozen=True, slots=True)
 class RegimeState:
-    """Where the regime decision stands, for people.
+    """Shows the numbers behind the regime to people.
 
-    updates: landed so far.  gain, gain_deviation: of first-position acceptance, by all that they
-    can do.  update_seconds, lost_seconds: of the last one, and what one takes from the steps beside
-    it.  trying: the stride is on trial.  trial_steps: what trying may still lose.
+    updates: landed so far.  gain, gain_deviation: of first-position acceptance, by the best that
+    updates can do.  update_seconds: of the last one.  lost_seconds: what one takes from the steps
+    beside it.  trying: the stride is on trial.  trial_steps: what trials may still lose.
     """
 
     strides: tuple[StrideValue, ...]
@@ -83,7 +83,7 @@ class RegimeState:
 
 
 class RegimePlanner:
-    """The stride for one engine, whose first drafter can learn."""
+    """Chooses the stride for one engine, whose first drafter can learn."""
 
     def __init__(self, arms: Sequence[Arm]) -> None:
         self._learner = arms[0].drafter
@@ -101,11 +101,11 @@ class RegimePlanner:
 
     @property
     def regime(self) -> Regime:
-        """What was decided last."""
+        """The regime that was decided last."""
         return Regime(RegimeMode.ONLINE, STRIDES[self._at]) if self._at else Regime()
 
     def observe(self, report: StepReport, expected_seconds: float) -> None:
-        """One report, and what its step should have taken without an update beside it."""
+        """Takes a report, and the seconds of its step if no update had run beside it."""
         self._rounds += 1
         earned = self._trial_steps + _TRIAL_SHARE - self._trial_loss
         self._trial_steps = min(earned, _TRIAL_MOST_STEPS)
@@ -115,7 +115,7 @@ class RegimePlanner:
     def update(
         self, values: Values, row: int, batch_size: int, feasible: NDArray[np.bool_] | None = None
     ) -> Regime:
-        """Decides for the batch as it is, in its row of the plan.
+        """Decides for the present batch, in its row of the plan.
 
         legal: [arms], what may run there; None for all.
         """
@@ -142,7 +142,7 @@ class RegimePlanner:
         runs = at > 0 and not self._trying
         off = plain[0] * (1 - _START_MARGIN if runs else 1 + _START_MARGIN)
         if not self._response.begins_anew:
-            # By how much off may be better than it seems: only being off would show.
+            # By how much off may be better than it seems: only being off would show it.
             unsure = hopeful[0] - plain[0] if at else hopeful[best] - plain[best]
             off += _CAUTION * unsure
         if plain[best] <= off:
@@ -163,7 +163,7 @@ class RegimePlanner:
         if wanted != at and since >= _DWELL_ROUNDS:
             self._at, self._moved_at = wanted, self._rounds
         self._trying = self._at != best
-        # At the worst the dearer updates gain nothing.
+        # In the worst case the more frequent updates gain nothing.
         self._trial_loss = max(0.0, 1 - float(plain[self._at] / plain[best]))
         if self._trying:
             self._trial_loss = max(self._trial_loss, float(lost[self._at] - lost[best]))
@@ -171,7 +171,7 @@ class RegimePlanner:
     def _goodput(
         self, values: Values, factor: NDArray[np.float64], seconds: NDArray[np.float64]
     ) -> NDArray[np.float64]:
-        """[strides] tokens per second of one sequence, with the best arm at each point of time.
+        """Returns [strides] tokens per second of one sequence, with the best arm at each time.
 
         factor: [strides, points], on each conditional acceptance.  seconds: [arms, strides].
         """

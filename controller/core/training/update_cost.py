@@ -1,25 +1,25 @@
-"""What an online update costs the steps beside it.
+"""Measures what an online update costs the steps beside it.
 
 An update runs beside decode steps (another process, another stream) and slows them down: they
-contend for processors, memory bandwidth or the GPU.  What counts is how many seconds all of them
-together took longer than they should have, from the hand-over to the landing.
+contend for processors, memory bandwidth or the GPU.  Its cost is the number of seconds by which all
+of these steps together took longer than expected, from the hand-over to the landing.
 """
 
 from dataclasses import dataclass
 
 from controller.core.types import StepReport
 
-# Before any update was seen: of a step's seconds, and for how many steps it runs.
+# Before any update was observed: the share of a step's seconds lost, and the steps beside it.
 _GUESSED_STEPS_LOST = 0.5
 _GUESSED_STEPS_BESIDE = 2.0
-# A step that seems slower than so many expected ones was not made slow by an update alone.
+# A step that took longer than so many expected ones was not slowed down by an update alone.
 _MOST_STEPS_LOST = 3.0
 _RATE_FLOOR = 0.05
 
 
 @dataclass(slots=True)
 class _Paid:
-    """Means over the updates of batches about this large."""
+    """Holds means over the updates of batches of about this size."""
 
     updates: int = 0
     lost: float = 0.0
@@ -27,7 +27,7 @@ class _Paid:
 
 
 class UpdatePrice:
-    """Seconds lost by an update, and how many steps it runs beside; by batch size."""
+    """Estimates the seconds lost by an update, and the steps beside it; by batch size."""
 
     def __init__(self) -> None:
         self._paid: dict[int, _Paid] = {}
@@ -36,7 +36,7 @@ class UpdatePrice:
         self.seconds = 0.0
 
     def fold(self, report: StepReport, expected_seconds: float) -> float:
-        """One step; gives the seconds that it lost by an update."""
+        """Takes a step and returns the seconds that it lost by an update."""
         flags = report.flags
         lost = 0.0
         if flags.updating:
@@ -57,16 +57,16 @@ class UpdatePrice:
 
     @property
     def known(self) -> bool:
-        """Whether any update was seen."""
+        """Whether any update was observed."""
         return bool(self._paid)
 
     def per_update(self, batch_size: int, step_seconds: float) -> float:
-        """Seconds that an update takes from the steps beside it, 0 or more."""
+        """Returns the seconds that an update takes from the steps beside it, 0 or more."""
         paid = self._nearest(batch_size)
         return _GUESSED_STEPS_LOST * step_seconds if paid is None else max(0.0, paid.lost)
 
     def updates_per_round(self, batch_size: int, stride: int) -> float:
-        """As many as the stride asks for, or as many as get done one after the other."""
+        """Returns the updates a round: what the stride asks for, limited by how long one takes."""
         paid = self._nearest(batch_size)
         beside = _GUESSED_STEPS_BESIDE if paid is None else paid.beside
         return 1 / max(stride, beside, 1.0)

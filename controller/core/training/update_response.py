@@ -1,4 +1,4 @@
-"""What online updates do to a drafter's acceptance: learning against drift.
+"""Estimates how online updates change a drafter's acceptance: learning against drift.
 
 The state z in [0, 1] says how far the drafter has come from its first weights (0) to the best that
 updates can make of it (1).  An update that lands closes a share `eta` of what is missing, and in
@@ -8,7 +8,7 @@ every round (a decode step) a share `delta` of what was won is lost, because the
     a_1 = base + gain * z
 
 a_1 is the acceptance of the first draft position, which every draft shows, whatever its length.
-Later positions speak for it too, through what they usually are beside it: a_k = shape_k a_1.
+Later positions count as evidence of it through their usual ratio to it: a_k = shape_k a_1.
 At a fixed stride S the state settles at 1 / (1 + S delta / eta): the shape of the acceptance
 lengths that the paper of test-time speculation reports over strides (arXiv:2605.09329, Table 7).
 
@@ -27,10 +27,10 @@ from controller.core.types import MAX_GAMMA, StepReport
 
 _ETA = (0.003, 0.01, 0.03, 0.1)
 _DELTA = (0.0, 0.0003, 0.001, 0.004, 0.016)
-# What strides settle at in the paper is near 1 / (1 + S / 10): the logarithm of eta / delta then,
-# and by how much it may differ.
+# In the paper strides settle near 1 / (1 + S / 10): the logarithm of eta / delta that this gives,
+# and its standard deviation.
 _SETTLES = (2.3, 0.8)
-# That nothing drifts away at all is another matter: as likely as one deviation off.
+# The log prior of no drift at all: as likely as one deviation off.
 _LOG_NO_DRIFT = -0.5
 # Prior of (base, gain): means and standard deviations, and how far either wanders in a round.
 _PRIOR_MEAN = (0.7, 0.08)
@@ -38,40 +38,40 @@ _PRIOR_DEVIATION = (0.3, 0.1)
 _WANDERS = (3e-4, 2e-4)
 # Rounds that are taken together as one observation.
 _BLOCK_ROUNDS = 16
-# After so many rounds what has spoken for an eta and a delta has faded to a third.
+# After so many rounds the evidence for an eta and a delta has faded to a third.
 _GRID_MEMORY_ROUNDS = 50_000.0
-# By how much the base may differ from one request to the next, where each begins anew.
+# By how much the base may differ between requests, if each resets the drafter.
 _REQUEST_DEVIATION = 0.03
 # How quickly the mean distance of resets is forgotten, a round.
 _RESET_RATE = 1e-4
-# Resets a round from which on they come now and then.
+# Resets a round from which on they count as repeated.
 _ANEW = 5e-5
 # What sets two blocks of the same state apart beyond chance.
 _BLOCK_DEVIATION = 0.02
-# Standard deviations of hope.
+# Standard deviations of optimism.
 _HOPE = 1.5
-# The traffic has become another one when predictions keep failing: standardised errors, summed with
-# this memory, beyond this bound.  How far the base may have moved then.
+# The traffic has shifted when predictions keep failing: standardised errors, summed with this
+# memory, exceed this bound.  How far the base may have moved then.
 _ERROR_KEEPS = 0.75
 _ERROR_BOUND = 6.5
 _SHIFT_DEVIATION = 0.15
-# Drafts after which the shape has forgotten two thirds; how many speak for a position as likely
-# as the first.
+# Drafts after which the shape has forgotten two thirds; the weight of the prior that a position is
+# as likely as the first.
 _SHAPE_MEMORY = 30_000.0
 _SHAPE_PRIOR = 50.0
-# Where acceptance is never forecast beyond.
+# The bounds of every forecast of acceptance.
 _BOUNDS = (1e-3, 0.999)
-# Points of the horizon that a forecast is made for.
+# Points of the horizon for which a forecast is made.
 POINTS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """First-position acceptance ahead.
+    """Forecasts first-position acceptance.
 
-    now: as it is.  mean: [strides, POINTS] over the horizon.  hopeful: the same if each were better
-    than the present one by `_HOPE` standard deviations more.  gain, deviation: of all that updates
-    can do.
+    now: its present value.  mean: [strides, POINTS] over the horizon.  hopeful: the same if each
+    stride were better than the present one by `_HOPE` standard deviations more.  gain, deviation:
+    of the most that updates can achieve.
     """
 
     now: float
@@ -82,7 +82,7 @@ class Forecast:
 
 
 class UpdateResponse:
-    """The estimate for one drafter; `fold` changes it."""
+    """Holds the estimate for one drafter; `fold` changes it."""
 
     def __init__(self) -> None:
         eta, delta = np.meshgrid(_ETA, _DELTA, indexing="ij")
@@ -94,7 +94,7 @@ class UpdateResponse:
         ratio = np.log(self._eta / np.where(drifts, self._delta, 1.0))
         likely = -0.5 * np.square((ratio - _SETTLES[0]) / _SETTLES[1])
         self._log_prior = np.where(drifts, likely, _LOG_NO_DRIFT)
-        # What has spoken for each grid point since.
+        # The log-likelihood of each grid point since.
         self._log_evidence = np.zeros(count)
         # Of (base, gain): means [2], and covariances bb, bg, gg [3], on every grid point.
         self._mean = np.tile(np.array(_PRIOR_MEAN)[:, None], count)
@@ -111,11 +111,11 @@ class UpdateResponse:
 
     @property
     def begins_anew(self) -> bool:
-        """Whether the drafter goes back now and then, which shows what it is without updates."""
+        """Whether the drafter is reset repeatedly, which shows it without updates."""
         return self._resets_per_round > _ANEW
 
     def fold(self, report: StepReport, *, drafted: bool) -> None:
-        """One report; drafted: its counts are of the drafter that learns."""
+        """Takes a report; drafted: its counts are of the drafter that learns."""
         self._all_rounds += 1
         if report.flags.drafter_reset:
             self._close()
@@ -136,18 +136,18 @@ class UpdateResponse:
     def forecast(
         self, updates_per_round: Sequence[float], horizon_rounds: float, present: int
     ) -> Forecast:
-        """What comes of so many updates a round, for each of them; present: index of today's."""
+        """Forecasts for each number of updates a round; present: index of the present one."""
         weight = self._weights()
         base, gain = self._base_and_gain()
         ahead = horizon_rounds * (np.arange(POINTS) + 0.5) / POINTS
         learning = np.asarray(updates_per_round)[:, None] * self._eta
-        # A reset takes all, so that on average it is a loss like any other.
+        # A reset loses everything, so that on average it adds to the drift.
         rate = learning + self._delta + self._resets_per_round
         settled = np.divide(learning, rate, out=np.zeros_like(rate), where=rate > 0)
         left = np.exp(-rate[:, None, :] * ahead[None, :, None])
         state = settled[:, None, :] + (self._state - settled)[:, None, :] * left
         plain = (base + gain * state) @ weight
-        # Of what sets each of them apart from the present one.
+        # The variance of the difference between each of them and the present one.
         apart = state - state[present]
         variance = (
             np.square(gain * apart) + self._covariance[2] * np.square(apart)
@@ -166,12 +166,12 @@ class UpdateResponse:
         return weight
 
     def _base_and_gain(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """The means; an update that harms is taken back, so that no gain is below 0."""
+        """Returns the means; an update that lowers acceptance is reverted, so no gain is below 0."""
         (base, gain), (_, bg, gg) = self._mean, self._covariance
         return base - np.minimum(gain, 0.0) * bg / gg, np.maximum(gain, 0.0)
 
     def _close(self) -> None:
-        """Takes the open block as one observation, and moves the states on."""
+        """Takes the open block as one observation, and advances the states."""
         rounds = self._rounds
         if not rounds:
             return
@@ -201,7 +201,7 @@ class UpdateResponse:
 
     def _observe(self, state: NDArray[np.float64]) -> None:
         found = self._accepted / self._seen
-        # The chance in a count, with a prior so that none is certain.
+        # The binomial noise of a count, with a prior so that it is never 0.
         likely = (self._accepted + 1) / (self._reached + 2)
         noise = likely * (1 - likely) * self._reached / self._seen**2 + _BLOCK_DEVIATION**2
         bb, bg, gg = self._covariance
@@ -225,7 +225,7 @@ class UpdateResponse:
             self._shift()
 
     def _shift(self) -> None:
-        """Another traffic: the base is unknown again, and where it is harder, z has to be won."""
+        """Handles other traffic: the base is unknown again, and z is 0 again if it is harder."""
         if self._error < 0:
             self._state = np.zeros_like(self._state)
         self._covariance[0] += _SHIFT_DEVIATION**2

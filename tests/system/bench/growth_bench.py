@@ -23,7 +23,7 @@ import psutil
 
 from controller.core.clock import VirtualClock
 from controller.core.engine.engine_controller import EngineController
-from controller.core.kinds import DrafterKind
+from controller.core.model_shapes import DrafterKind
 from controller.core.settings import PlannerSettings
 from controller.core.types import ClassCounts, DrafterSpec, EngineSpec, Fingerprint, StepReport
 from speculation.v1 import service_pb2, service_pb2_grpc

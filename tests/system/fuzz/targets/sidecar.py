@@ -19,7 +19,7 @@ from controller.core.clock import VirtualClock
 from controller.core.cost.profile import Profile
 from controller.core.engine.engine_controller import EngineController
 from controller.core.errors import SpeculationError
-from controller.core.kinds import DrafterKind
+from controller.core.model_shapes import DrafterKind
 from controller.core.settings import PlannerSettings
 from controller.core.training import selective_training
 from controller.core.training.selective_training import (

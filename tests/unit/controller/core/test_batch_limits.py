@@ -8,7 +8,7 @@ import pytest
 from controller.core.clock import VirtualClock
 from controller.core.engine.engine_controller import EngineController
 from controller.core.errors import InvalidEngineError
-from controller.core.kinds import DrafterKind
+from controller.core.model_shapes import DrafterKind
 from controller.core.planning.overrides import Override, Rule, Scope, ScopeKind
 from controller.core.settings import POLICIES, PlannerSettings
 from controller.core.types import Arm, DrafterSpec, Reason

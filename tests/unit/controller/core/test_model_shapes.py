@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from controller.core.kinds import DrafterKind
 from controller.core.model_shapes import (
+    DrafterKind,
     DrafterShape,
     Experts,
     GroupedQueryAttention,

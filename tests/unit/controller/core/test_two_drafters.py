@@ -9,7 +9,7 @@ import pytest
 from controller.core.clock import VirtualClock
 from controller.core.cost.profile import DrafterIdentity, Profile, ProfileCell
 from controller.core.engine.engine_controller import EngineController
-from controller.core.kinds import DrafterKind
+from controller.core.model_shapes import DrafterKind
 from controller.core.settings import PlannerSettings
 from controller.core.types import (
     Capabilities,

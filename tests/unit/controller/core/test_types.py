@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.core.errors import InvalidEngineError, InvalidReportError, UnknownArmError
-from controller.core.kinds import DrafterKind
+from controller.core.model_shapes import DrafterKind
 from controller.core.types import (
     Arm,
     ClassCounts,

@@ -5,7 +5,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from controller.core.kinds import DrafterKind
+from controller.core.model_shapes import DrafterKind
 from controller.core.types import DrafterSpec, EngineSpec, Fingerprint
 from controller.profiling.errors import InvalidPartialError
 from controller.profiling.partial import (

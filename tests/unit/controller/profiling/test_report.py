@@ -6,7 +6,7 @@ from rich.console import Console
 
 from controller.core.clock import VirtualClock
 from controller.core.cost.profile import DrafterIdentity, Profile, ProfileCell
-from controller.core.kinds import DrafterKind
+from controller.core.model_shapes import DrafterKind
 from controller.core.types import DrafterSpec, EngineSpec, Fingerprint
 from controller.profiling.profile_file import default_path, uncovered
 from controller.profiling.progress import BarReporter, LineReporter

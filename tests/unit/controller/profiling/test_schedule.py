@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from controller.core.kinds import DrafterKind
+from controller.core.model_shapes import DrafterKind
 from controller.core.types import Arm, DrafterSpec, EngineSpec, Fingerprint
 from controller.profiling.engine_http import EngineHttp, EngineLimits
 from controller.profiling.errors import ProfilingUsageError

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from controller.core.kinds import DrafterKind
+from controller.core.model_shapes import DrafterKind
 from controller.core.types import DrafterSpec
 from controller.simulation.controller_policy import FINGERPRINT
 from controller.simulation.curves import Curves

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.core.cost.profile import DrafterIdentity, Profile, ProfileCell
-from controller.core.kinds import DrafterKind
+from controller.core.model_shapes import DrafterKind
 from controller.core.types import Arm, Fingerprint
 from controller.simulation.errors import InvalidInputError
 from controller.simulation.step_costs import CostTable

@@ -4,8 +4,8 @@ from hypothesis import strategies as st
 
 from controller.core.engine.explanation import ArmValue, Explanation, PositionEstimate
 from controller.core.errors import InvalidEngineError
-from controller.core.kinds import DrafterKind
 from controller.core.model_shapes import (
+    DrafterKind,
     DrafterShape,
     Experts,
     GroupedQueryAttention,

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from controller.core.acceptance.by_class import MAX_CLASSES, TrafficEstimator
-from controller.core.kinds import DrafterKind
+from controller.core.model_shapes import DrafterKind
 from controller.core.settings import PlannerSettings
 from controller.core.types import ClassCounts, DrafterSpec, StepReport
 

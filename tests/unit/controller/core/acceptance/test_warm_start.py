@@ -21,7 +21,7 @@ from controller.core.acceptance.warm_start import (
 from controller.core.clock import VirtualClock
 from controller.core.engine.engine_controller import EngineController
 from controller.core.errors import InvalidBeliefError
-from controller.core.kinds import DrafterKind
+from controller.core.model_shapes import DrafterKind
 from controller.core.settings import PlannerSettings
 from controller.core.types import ClassCounts, DrafterSpec, StepReport
 from tests.support.virtual_engine import VirtualEngine, engine_spec, gpu_like, profile_of

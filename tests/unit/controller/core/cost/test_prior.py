@@ -8,8 +8,12 @@ import pytest
 from controller.core.clock import VirtualClock
 from controller.core.cost.prior import prior_for
 from controller.core.engine.engine_controller import EngineController
-from controller.core.kinds import DrafterKind
-from controller.core.model_shapes import DrafterShape, GroupedQueryAttention, ModelShape
+from controller.core.model_shapes import (
+    DrafterKind,
+    DrafterShape,
+    GroupedQueryAttention,
+    ModelShape,
+)
 from controller.core.settings import PlannerSettings
 from controller.core.types import Arm, DrafterSpec, EngineSpec, Fingerprint, Reason
 

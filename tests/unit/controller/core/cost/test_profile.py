@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from controller.core.cost.profile import Profile, ProfileCell
 from controller.core.errors import InvalidProfileError, ProfileMismatchError
-from controller.core.kinds import DrafterKind
+from controller.core.model_shapes import DrafterKind
 from controller.core.types import DrafterSpec, Fingerprint
 from tests.unit.controller.core.cost.small_profile import FINGERPRINT, PROFILE
 

@@ -14,8 +14,8 @@ from controller.core.cost.roofline import (
     prior_grid,
     step_seconds,
 )
-from controller.core.kinds import DrafterKind
 from controller.core.model_shapes import (
+    DrafterKind,
     DrafterShape,
     Experts,
     GroupedQueryAttention,
