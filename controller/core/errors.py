@@ -1,4 +1,4 @@
-"""Defines the errors of the decision core.  Each says what is wrong and, if it helps, the remedy."""
+"""Defines the errors of the decision core.  Each says what is wrong and often the remedy."""
 
 from typing import Final
 

@@ -198,8 +198,8 @@ class DrafterShape:
             raise InvalidShapeError(f"DrafterShape: {name} needs dense_params above 0")
         if (self.kind is DrafterKind.DFLASH) != (self.block_size > 0):
             raise InvalidShapeError(
-                f"DrafterShape: block_size {self.block_size} does not fit {name}: it is above 0 for "
-                "DFLASH and 0 for every other kind"
+                f"DrafterShape: block_size {self.block_size} does not fit {name}: it is above 0 "
+                "for DFLASH and 0 for every other kind"
             )
 
     @property
@@ -208,7 +208,7 @@ class DrafterShape:
         return self.dense_params + (self.experts.active_params if self.experts else 0)
 
     def passes(self, gamma: int) -> int:
-        """Counts the serial passes for a draft of gamma.  Raises InvalidShapeError past the block."""
+        """Counts the serial passes for gamma tokens.  Raises InvalidShapeError past the block."""
         if gamma == 0 or self.kind is DrafterKind.NGRAM:
             return 0
         if self.kind is DrafterKind.DFLASH:
@@ -221,6 +221,7 @@ class DrafterShape:
 
 
 def require_positive(shape: object, *names: str) -> None:
+    """Raises InvalidShapeError unless these fields are finite and above 0."""
     for name in names:
         value = getattr(shape, name)
         if not (math.isfinite(value) and value > 0):
@@ -228,6 +229,7 @@ def require_positive(shape: object, *names: str) -> None:
 
 
 def require_not_negative(shape: object, *names: str) -> None:
+    """Raises InvalidShapeError unless these fields are finite and 0 or more."""
     for name in names:
         value = getattr(shape, name)
         if not (math.isfinite(value) and value >= 0):

@@ -120,8 +120,8 @@ class DrafterSpec:
         limited = [gamma for gamma, _ in self.batch_limits]
         if len(set(limited)) < len(limited) or not set(limited) <= set(self.gammas):
             raise InvalidEngineError(
-                f"drafter {self.name!r}: batches are limited for draft lengths {limited[:16]}; each "
-                f"must be one of {list(self.gammas)} and appear once"
+                f"drafter {self.name!r}: batches are limited for draft lengths {limited[:16]}; "
+                f"each must be one of {list(self.gammas)} and appear once"
             )
 
     def largest_batch(self, gamma: int) -> int:

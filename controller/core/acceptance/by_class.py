@@ -72,7 +72,7 @@ class TrafficEstimator:
         return sum(estimator.shifts for estimator in self.drafters.values())
 
     def fold(self, report: StepReport) -> bool:
-        """Takes a report's accepted counts, and those of its classes; True on a shift of traffic."""
+        """Takes a report's accepted counts and those of its classes; True on a shift of traffic."""
         for name, estimator in self.drafters.items():
             if name != report.drafter:
                 estimator.pass_by()

@@ -36,8 +36,8 @@ class Belief:
     def __post_init__(self) -> None:
         if len(self.conditional) != len(self.exposures) or len(self.conditional) > MAX_GAMMA:
             raise InvalidBeliefError(
-                f"{len(self.conditional)} means and {len(self.exposures)} exposures: equally many, at "
-                f"most {MAX_GAMMA}, are needed"
+                f"{len(self.conditional)} means and {len(self.exposures)} exposures: equally many, "
+                f"at most {MAX_GAMMA}, are needed"
             )
         if len(self.label) > MAX_LABEL_CHARACTERS:
             raise InvalidBeliefError(

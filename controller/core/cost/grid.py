@@ -23,7 +23,7 @@ def profiled_grid(
         rows = [i for i, arm in enumerate(arms) if arm.drafter == drafter]
         cells = [c for c in profile.cells if c.drafter == drafter]
         if not cells:
-            # An arm without a measurement must not look cheap: it costs what the most expensive does.
+            # An arm without a measurement must not look cheap: it costs what the slowest cell does.
             grid[rows] = max(c.step_seconds for c in profile.cells)
             outside[rows] = True
             continue

@@ -43,9 +43,9 @@ from controller.core.types import Arm
 _PROFILED_DOUBT = ((0.1, 0.08, 0.12, 0.12, 0.12), 0.03)
 _ROOFLINE_DOUBT = ((1.0, 0.3, 0.25, 0.25, 0.2), 0.08)
 _PRIOR_DOUBT = ((3.0, 0.6, 0.3, 0.5, 0.4), 0.1)
-# How far they may wander in one step.
-_WANDER = (0.005, 0.001, 0.0003, 0.0003, 0.0003)
-# How quickly the variation of the machine's pace is learnt, an update; and its maximum (log seconds).
+# Process noise: standard deviations by which they may move in one step.
+_PROCESS_NOISE = (0.005, 0.001, 0.0003, 0.0003, 0.0003)
+# How quickly the variation of the machine's pace is learnt, an update; its maximum (log seconds).
 _PACE_RATE = 0.1
 _PACE_MAX = 0.3
 _KV_RATE = 0.05
@@ -138,7 +138,9 @@ class CostModel:
         self._flat_features = self._features.reshape(len(self._features), -1)
         drafters = (len(self._features) - 2) // 3
         sigma = np.array([*doubt[0][:2], *(doubt[0][2:] * drafters)])
-        self._process_noise = np.diag(np.square([*_WANDER[:2], *(_WANDER[2:] * drafters)]))
+        self._process_noise = np.diag(
+            np.square([*_PROCESS_NOISE[:2], *(_PROCESS_NOISE[2:] * drafters)])
+        )
         self._weights = np.zeros(len(sigma))
         self._covariance = np.diag(sigma**2)
         self._covariance_start = float(np.trace(self._covariance))
@@ -212,10 +214,9 @@ class CostModel:
     def _base(self, i: int, j: int, batch_size: int, kv_tokens: int) -> float:
         row, sizes = self._grid_rows[i], self._bucket_list
         grid, size = row[j], sizes[j]
-        if batch_size != size and not self._padded:
-            if j > 0 and batch_size < size:
-                share = (batch_size - sizes[j - 1]) / (size - sizes[j - 1])
-                grid = row[j - 1] + share * (grid - row[j - 1])
+        if not self._padded and j > 0 and batch_size < size:
+            share = (batch_size - sizes[j - 1]) / (size - sizes[j - 1])
+            grid = row[j - 1] + share * (grid - row[j - 1])
         return max(grid + self._kv_rate * (kv_tokens - batch_size * self._kv_reference), 0.1 * grid)
 
     def _is_outlier(self, arm: int, bucket: int, error: float) -> bool:

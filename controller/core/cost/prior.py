@@ -1,4 +1,4 @@
-"""Estimates costs before anything was measured: by a roofline if the shapes are known, else a guess.
+"""Estimates costs before anything was measured: by a roofline for known shapes, else by a guess.
 
 Both are marked (`prior` in `explain`, `profile-missing` on every plan), and live steps correct
 both; the roofline needs less correction.

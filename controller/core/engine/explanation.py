@@ -35,7 +35,7 @@ class ArmValue:
     """Holds the numbers by which an arm was judged at one batch size (units as in proto).
 
     cost_drift: factor by which live steps have moved its profiled cost.  catch_up_seconds: what
-    changing to it now would cost first.  legal: overrides let it run, and the engine can.
+    changing to it now would cost first.  feasible: overrides let it run, and the engine can.
     """
 
     arm: Arm
@@ -70,7 +70,7 @@ class ValueTable:
     """Holds the numbers of every arm in every row of a plan.
 
     batch_sizes: of the rows, ascending; a row is valued at its size.  seconds (of a step),
-    tokens_per_second, extrapolated and legal: [arms][rows], arms as in `Explanation.arms`.
+    tokens_per_second, extrapolated and feasible: [arms][rows], arms as in `Explanation.arms`.
     """
 
     batch_sizes: tuple[int, ...]

@@ -2,8 +2,8 @@
 
     V'(arm, B) = V(arm, B) exp(-z sd(log V(arm, B) / V(now, B)))   for arms that draft more than now
 
-`now` is the newest choice for the batch that has run in any batch.  Before any has run (at first, or
-when an override chose an arm and was cleared before a step ran) it is gamma = 0.  A choice that
+`now` is the newest choice for the batch that has run in any batch.  Before any has run (at first,
+or when an override chose an arm and was cleared before a step ran) it is gamma = 0.  A choice that
 has not run yet does not take its place: measured from there the last choice would look doubtful,
 and the two would alternate until a step runs.  The doubt is that about costs and acceptance
 together.  It is large before the first steps and shrinks with what is seen, so that speculation is

@@ -28,7 +28,7 @@ class PlanRows:
     """Holds the rows of an engine's plans.
 
     upper: largest batch of each row, ascending.  bucket: [rows] the cost bucket that each is in.
-    limits: of each row.  possible: [arms, rows] what the engine has prepared; legal: what the
+    limits: of each row.  possible: [arms, rows] what the engine has prepared; feasible: what the
     overrides leave of that, at least one arm in each row; None when that is everything.
     emptied: rows in which overrides left nothing that the engine can run, or pin a drafter that it
     has lost, so that the shortest draft runs.  split: a bucket has more than one row.  regime: the

@@ -58,8 +58,8 @@ class Situation:
     """Describes the active bucket, its batch, and the arm (by index) that is chosen there.
 
     bucket: of the plan's row, by which `values` and `watch` go; cost_bucket: of the cost table.
-    horizon_steps: steps for which what a probe finds is expected to hold.  legal: [arms] that may
-    be probed, or None: all.
+    horizon_steps: steps for which what a probe finds is expected to hold.  feasible: [arms] that
+    may be probed, or None: all.
     """
 
     values: Values

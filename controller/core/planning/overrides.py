@@ -56,7 +56,7 @@ _WIDTH = {kind: width for width, kind in enumerate(ScopeKind)}
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Selects engines: by id (ENGINE), by the fingerprint's target model (MODEL), or all (FLEET)."""
+    """Selects engines by id (ENGINE), by the fingerprint's target model (MODEL), or all (FLEET)."""
 
     kind: ScopeKind
     name: str = ""
@@ -228,12 +228,12 @@ class Limits:
     drafter_by: str = ""
 
     def feasible(self, arms: Sequence[Arm]) -> list[bool]:
-        """Returns for each arm whether it may run.  If none may, the engine falls back to gamma = 0."""
+        """Returns for each arm whether it may run.  If none may, gamma = 0 runs."""
         wanted = [
             arm.drafter not in self.denied_drafters and self.drafter in {None, arm.drafter}
             for arm in arms
         ]
-        # At gamma = 0 nothing drafts, so any drafter's gamma = 0 may replace that of the wanted ones.
+        # At gamma = 0 nothing drafts, so any drafter's may replace that of the wanted ones.
         some = any(w and arm.gamma == 0 for w, arm in zip(wanted, arms, strict=True))
         floor = 0 if self.off else self.gamma_min
         return [

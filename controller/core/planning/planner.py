@@ -145,8 +145,8 @@ class Planner:
     ) -> None:
         """Sets other rows from now on, and what may run in them.
 
-        buckets: upper ends, ascending.  sizes: the batch at which each is valued.  possible, legal:
-        as in `PlanRows`.
+        buckets: upper ends, ascending.  sizes: the batch at which each is valued.  possible,
+        feasible: as in `PlanRows`.
         """
         if self.choice is not None:
             old = [min(bisect_left(self.buckets, b), len(self.buckets) - 1) for b in buckets]
@@ -223,8 +223,12 @@ class Planner:
         self.reasons = [Reason.EXPLOIT] * len(self.buckets)
         if self._feasible is not None:
             self._say_overridden(choice)
-            best = np.where(self._feasible, values.value, values.value * _UNTHINKABLE).argmax(axis=0)
-            choice = [arm if self._feasible[arm, j] else int(best[j]) for j, arm in enumerate(choice)]
+            best = np.where(self._feasible, values.value, values.value * _UNTHINKABLE).argmax(
+                axis=0
+            )
+            choice = [
+                arm if self._feasible[arm, j] else int(best[j]) for j, arm in enumerate(choice)
+            ]
         if self.choice is not None:
             self.switches += sum(a != b for a, b in zip(choice, self.choice, strict=True))
         self.choice = choice

@@ -1,12 +1,12 @@
 """Advises which GPUs of a mixed pool train the drafter and which serve (TIDE, section 5.5).
 
 Cards differ more in serving than in training: an old one that trains gives up little.  With
-inference rates r and training rates t of a card, n cards of each kind of which x train:
+inference rates r and training rates t of a GPU, and n GPUs of each kind of which x train:
 
     all serve, no speculation     sum n r
     x train                       sum (n - x) r * speedup        while sum x t >= training
 
-Training is needed for a share of the time only; for the rest all cards serve.
+Training is needed for a share of the time only; for the rest all GPUs serve.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,7 +38,7 @@ class Pool:
 
     def __post_init__(self) -> None:
         if not self.name or self.gpus < 1:
-            raise InvalidPoolError(f"pool {self.name!r} of {self.gpus} cards: 1 is the least")
+            raise InvalidPoolError(f"pool {self.name!r} of {self.gpus} GPUs: 1 is the least")
         for what, rate in (("inference", self.inference), ("training", self.training)):
             if not (isfinite(rate) and rate > 0):
                 raise InvalidPoolError(f"{self.name}: {what} rate {rate} must be above 0")
@@ -69,9 +69,9 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """trains: cards of each pool, in the pools' order.
+    """Holds how many GPUs of each pool train, in the pools' order, and what that gains.
 
-    relative: throughput over all cards serving with `untrained`.  break_even: the speedup at which
+    relative: throughput over all GPUs serving with `untrained`.  break_even: the speedup at which
     training pays, inf when no card is left to serve.
     """
 
@@ -86,23 +86,23 @@ class Allocation:
 
 
 def allocate(pools: Sequence[Pool], demand: Demand) -> Allocation:
-    """The best cards to train on; those that lose least among equals.  Raises InvalidPoolError.
+    """Finds the best GPUs to train on, of equals those that lose least.  Raises InvalidPoolError.
 
     One is always found, whether it pays or not.
     """
     if not pools:
-        raise InvalidPoolError("there are no cards")
+        raise InvalidPoolError("no pool of GPUs is given")
     if len({pool.name for pool in pools}) < len(pools):
         raise InvalidPoolError("a pool is named twice")
     if prod(pool.gpus + 1 for pool in pools) > _MOST_ALLOCATIONS:
         raise InvalidPoolError(
-            f"more than {_MOST_ALLOCATIONS} allocations: count nodes instead of cards"
+            f"more than {_MOST_ALLOCATIONS} allocations: count nodes instead of GPUs"
         )
     able = list(_able(pools, demand))
     if not able:
         most = sum(pool.gpus * pool.training for pool in pools)
         raise InvalidPoolError(
-            f"a training rate of {demand.training} is needed; all cards together have {most}"
+            f"a training rate of {demand.training} is needed; all GPUs together have {most}"
         )
     return max(
         (evaluate(pools, demand, trains) for trains in able),

@@ -117,7 +117,7 @@ class RegimePlanner:
     ) -> Regime:
         """Decides for the present batch, in its row of the plan.
 
-        legal: [arms], what may run there; None for all.
+        feasible: [arms], what may run there; None for all.
         """
         rates = [self._price.updates_per_round(batch_size, s) if s else 0.0 for s in STRIDES]
         forecast = self._response.forecast(rates, _HORIZON_ROUNDS, self._at)

@@ -13,7 +13,7 @@ At a fixed stride S the state settles at 1 / (1 + S delta / eta): the shape of t
 lengths that the paper of test-time speculation reports over strides (arXiv:2605.09329, Table 7).
 
 eta and delta are not known: a grid of them runs side by side, each with its own z, its own Kalman
-filter for base and gain, and a weight that says how well it has predicted.  The base wanders
+filter for base and gain, and a weight that says how well it has predicted.  The base moves
 faster than the gain, as requests differ: what counts as gain is what moves with z.
 """
 
@@ -32,10 +32,10 @@ _DELTA = (0.0, 0.0003, 0.001, 0.004, 0.016)
 _SETTLES = (2.3, 0.8)
 # The log prior of no drift at all: as likely as one deviation off.
 _LOG_NO_DRIFT = -0.5
-# Prior of (base, gain): means and standard deviations, and how far either wanders in a round.
+# Prior of (base, gain): means and standard deviations, and the process noise of a round.
 _PRIOR_MEAN = (0.7, 0.08)
 _PRIOR_DEVIATION = (0.3, 0.1)
-_WANDERS = (3e-4, 2e-4)
+_PROCESS_NOISE = (3e-4, 2e-4)
 # Rounds that are taken together as one observation.
 _BLOCK_ROUNDS = 16
 # After so many rounds the evidence for an eta and a delta has faded to a third.
@@ -166,7 +166,7 @@ class UpdateResponse:
         return weight
 
     def _base_and_gain(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Returns the means; an update that lowers acceptance is reverted, so no gain is below 0."""
+        """Returns the means; an update that lowers acceptance is reverted: no gain is below 0."""
         (base, gain), (_, bg, gg) = self._mean, self._covariance
         return base - np.minimum(gain, 0.0) * bg / gg, np.maximum(gain, 0.0)
 
@@ -205,8 +205,8 @@ class UpdateResponse:
         likely = (self._accepted + 1) / (self._reached + 2)
         noise = likely * (1 - likely) * self._reached / self._seen**2 + _BLOCK_DEVIATION**2
         bb, bg, gg = self._covariance
-        bb = bb + self._rounds * _WANDERS[0] ** 2
-        gg = gg + self._rounds * _WANDERS[1] ** 2
+        bb = bb + self._rounds * _PROCESS_NOISE[0] ** 2
+        gg = gg + self._rounds * _PROCESS_NOISE[1] ** 2
         base, gain = self._mean
         off = found - (base + gain * state)
         with_base, with_gain = bb + bg * state, bg + gg * state

@@ -14,6 +14,7 @@ from controller.core.model_shapes import (
     LinearAttention,
     ModelShape,
 )
+from tests.support.drafting import state_bytes
 
 GQA = GroupedQueryAttention(query_heads=32, kv_heads=8, head_dim=128)
 
@@ -46,7 +47,7 @@ def test_a_shape_that_cannot_be_is_refused_with_its_fault(build, fault):
 def test_layers_of_each_kind_add_up():
     shape = ModelShape(64, 100, ((GQA, 4), (LinearAttention(1000.0, 10.0), 12)), 5000)
     assert shape.kv_bytes_per_token == 4 * (2 * 8 * 128) * 2
-    assert shape.state_bytes_per_sequence == 12_000
+    assert state_bytes(shape) == 12_000
     assert shape.active_params == 5000 + 64 * 100
 
 

@@ -45,7 +45,7 @@ def classes(*parts):
         ({"accepted_counts": (-1, 3, 2)}, "do not sum"),
         ({"gamma": 65, "accepted_counts": (4,) + (0,) * 65}, "gamma 65 is outside"),
         ({"gamma": -1, "accepted_counts": ()}, "gamma -1 is outside"),
-        ({"batch_size": 0, "accepted_counts": (0, 0, 0)}, "batch_size 0 leaves"),
+        ({"batch_size": 0, "accepted_counts": (0, 0, 0)}, "batch_size 0 is outside"),
         ({"step_seconds": math.nan}, "not a positive time"),
         ({"step_seconds": -0.01}, "not a positive time"),
         ({"step_seconds": 0.0}, "not a positive time"),
@@ -100,7 +100,7 @@ def test_a_drafters_name_is_short_and_printable(name):
 
 def test_drafters_are_needed_and_unique():
     drafter = DrafterSpec("mtp", DrafterKind.MTP, (0, 1))
-    with pytest.raises(InvalidEngineError, match="nothing to steer"):
+    with pytest.raises(InvalidEngineError, match="at least one is needed"):
         EngineSpec("e", Fingerprint("t"), (), 8)
     with pytest.raises(InvalidEngineError, match="not unique"):
         EngineSpec("e", Fingerprint("t"), (drafter, drafter), 8)

@@ -202,7 +202,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "nothing demanded": ({}, "must demand something"),
     "no scope": ({"scope": {}, "off": True}, "scope: an engine, a model or the fleet"),
     "fleet not meant": ({"scope": {"fleet": False}, "off": True}, "scope: an engine, a model"),
-    "empty engine": ({"scope": {"engine_id": ""}, "off": True}, "which engine"),
+    "empty engine": ({"scope": {"engine_id": ""}, "off": True}, "name the engine"),
     "gamma too large": ({"gamma": 65}, "gamma 65 is outside 0..64"),
     "pinned and bounded": ({"gamma": 3, "gamma_max": 5}, "bounds beside it"),
     "off and drafting": ({"off": True, "gamma_min": 1}, "off and drafting"),

@@ -3,19 +3,17 @@
 import pytest
 
 from controller.core.cost.devices import device
-from controller.core.cost.roofline import draft_seconds
 from controller.core.model_shapes import LinearAttention
 from controller.simulation.published_qwen import DRAFTERS, SURVIVAL, TARGET, expected_accepted
+from tests.support.drafting import draft_seconds, state_bytes
 
 B200 = device("B200")
 
 
 def test_the_state_of_a_sequence_weighs_33_megabytes_and_a_context_token_20480_bytes():
     assert TARGET.kv_bytes_per_token == 20_480
-    assert TARGET.state_bytes_per_sequence == pytest.approx(33.4e6, rel=1e-3)
-    assert TARGET.state_bytes_per_sequence / TARGET.kv_bytes_per_token == pytest.approx(
-        1600, rel=0.03
-    )
+    assert state_bytes(TARGET) == pytest.approx(33.4e6, rel=1e-3)
+    assert state_bytes(TARGET) / TARGET.kv_bytes_per_token == pytest.approx(1600, rel=0.03)
 
 
 def test_linear_layers_have_an_intensity_of_about_4_a_token():

@@ -55,8 +55,8 @@ def broken(**changes):
         (broken(kv_tokens_per_sequence=True), "kv_tokens_per_sequence"),
         (broken(fingerprint={"target_model": 3}), "fingerprint.target_model"),
         (broken(drafters=[]), "no such drafter"),
-        (PROFILE.to_json().replace("0.01", "NaN"), "is no time"),
-        (PROFILE.to_json().replace("0.01", "-0.01"), "is no time"),
+        (PROFILE.to_json().replace("0.01", "NaN"), "must be finite and above 0"),
+        (PROFILE.to_json().replace("0.01", "-0.01"), "must be finite and above 0"),
         (PROFILE.to_json().replace('"gamma": 2', '"gamma": 0'), "appears twice"),
     ],
 )

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from controller.core.cost.devices import Device, device
 from controller.core.cost.roofline import (
     Overlap,
-    draft_seconds,
     experts_touched,
     kv_token_seconds,
     prior_grid,
@@ -25,6 +24,7 @@ from controller.core.model_shapes import (
     ModelShape,
 )
 from controller.core.types import Arm
+from tests.support.drafting import draft_seconds
 
 H100 = device("H100")
 MTP = DrafterShape(DrafterKind.MTP, dense_params=300_000_000)
@@ -237,9 +237,9 @@ def test_the_prior_is_the_step_at_no_context_for_every_arm_and_bucket():
         (lambda: step_seconds(LLAMA, DFLASH, H100, [1], [17]), "cannot draft 17"),
         (lambda: step_seconds(LLAMA, MTP, H100, [1, 2], [1], [5.0]), "kv_tokens of shape"),
         (lambda: step_seconds(LLAMA, MTP, H100, [1], [1], -5.0), "not negative"),
-        (lambda: draft_seconds(MTP, H100, [1], [1], float("nan")), "finite"),
+        (lambda: step_seconds(LLAMA, MTP, H100, [1], [1], float("nan")), "finite"),
         (lambda: prior_grid([Arm("x", 1)], {"mtp": MTP}, (1,), LLAMA, H100), "drafter 'x'"),
-        (lambda: prior_grid([], {}, (1,), LLAMA, H100), "without arms"),
+        (lambda: prior_grid([], {}, (1,), LLAMA, H100), "at least one arm"),
     ],
 )
 def test_what_cannot_be_priced_is_refused_with_its_fault(call, fault):

@@ -379,7 +379,7 @@ def test_a_rule_that_contradicts_itself_is_refused(rule, message):
     ("kind", "name", "message"),
     [
         (ScopeKind.FLEET, "x", "the fleet has no name"),
-        (ScopeKind.MODEL, "", "which model"),
+        (ScopeKind.MODEL, "", "name the model"),
         (ScopeKind.ENGINE, "x" * 257, "257 characters"),
     ],
 )

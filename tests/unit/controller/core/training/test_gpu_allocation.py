@@ -50,7 +50,7 @@ def test_the_card_that_is_old_for_serving_trains():
     old = Pool("MI250", 4, 1.0, 1.0)
     found = allocate([Pool("H100", 8, 6.76, 2.44), old], Demand(1.3, training=4.0))
     assert found.trains == (0, 4)
-    # As many cards alike: nothing speaks for one kind, and training on them costs more.
+    # As many equal GPUs: nothing favours one kind, and training on them costs more.
     assert not allocate([Pool("H100", 2, 1.0, 1.0)], Demand(1.3)).pays
 
 
@@ -72,19 +72,19 @@ def test_training_that_is_rarely_needed_costs_little():
     ("make", "message"),
     [
         (lambda: Pool("", 1, 1, 1), "pool ''"),
-        (lambda: Pool("a", 0, 1, 1), "of 0 cards"),
+        (lambda: Pool("a", 0, 1, 1), "of 0 GPUs"),
         (lambda: Pool("a", 1, 0, 1), "inference rate 0"),
         (lambda: Pool("a", 1, 1, float("nan")), "training rate nan"),
         (lambda: Demand(0), "speedup 0"),
         (lambda: Demand(1, untrained=float("inf")), "untrained inf"),
         (lambda: Demand(1, training=-1), "training rate -1"),
         (lambda: Demand(1, share=0), "share 0"),
-        (lambda: allocate([], Demand(1)), "there are no cards"),
+        (lambda: allocate([], Demand(1)), "no pool of GPUs"),
         (lambda: allocate([Pool("a", 1, 1, 1)] * 2, Demand(1)), "named twice"),
-        (lambda: allocate([Pool("a", 2, 1, 1)], Demand(1, training=3)), "all cards together"),
+        (lambda: allocate([Pool("a", 2, 1, 1)], Demand(1, training=3)), "all GPUs together"),
         (
             lambda: allocate([Pool(n, 999, 1, 1) for n in "ab"], Demand(1)),
-            "count nodes instead of cards",
+            "count nodes instead of GPUs",
         ),
     ],
 )

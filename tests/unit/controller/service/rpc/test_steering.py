@@ -121,7 +121,7 @@ MTP = engine_pb2.DRAFTER_KIND_MTP
         ),
         (
             contradiction(drafters=[engine_pb2.Drafter(name="mtp", kind=MTP, gammas=[0, 65])]),
-            "leave 0..64",
+            "are not all in 0..64",
         ),
         (
             contradiction(
