@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from controller.core.cost.profile import Profile
-    from controller.core.types import Arm
+    from controller.core.engine_spec import Arm
     from controller.recording.counterfactual import Comparison, CounterfactualChange
     from controller.recording.replay import ReplayVerdict
 

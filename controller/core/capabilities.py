@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from controller.core.errors import InvalidLossError
 
 if TYPE_CHECKING:
-    from controller.core.types import Arm, Capabilities, EngineSpec
+    from controller.core.engine_spec import Arm, Capabilities, EngineSpec
 
 MAX_REASON_CHARACTERS = 512
 

@@ -11,7 +11,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from controller.core.clock import Clock
-from controller.core.types import Arm, StepReport
+from controller.core.engine_spec import Arm
+from controller.core.step_report import StepReport
 from controller.profiling.engine_http import Generation
 from controller.profiling.errors import MeasurementStalledError
 from controller.profiling.load import LoadSource

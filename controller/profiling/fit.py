@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from controller.core.cost.profile import ProfileCell
-from controller.core.types import Arm
+from controller.core.engine_spec import Arm
 from controller.profiling.drift import without_drift
 from controller.profiling.errors import MeasurementError
 from controller.profiling.samples import CellKey, Context, Samples, Summary, summarise

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from datetime import datetime
 
 from controller.core.clock import Clock
-from controller.core.types import Arm, EngineSpec
+from controller.core.engine_spec import Arm, EngineSpec
 from controller.profiling.bench import Bench
 from controller.profiling.errors import (
     EngineRefusedError,

@@ -12,8 +12,8 @@ from typing import Literal
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 
 from controller.core.cost.profile import DrafterIdentity, Profile, ProfileCell
+from controller.core.engine_spec import EngineSpec, Fingerprint
 from controller.core.errors import ProfileMismatchError
-from controller.core.types import EngineSpec, Fingerprint
 from controller.profiling.errors import InvalidPartialError
 from controller.profiling.samples import CellKey, Cells, Context, Samples
 from controller.util.atomic_file import write_whole

@@ -6,8 +6,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from controller.core.cost.profile import Profile
+from controller.core.engine_spec import EngineSpec
 from controller.core.errors import InvalidProfileError, ProfileMismatchError
-from controller.core.types import EngineSpec
 from controller.profiling.errors import ProfileRefusedError
 from controller.profiling.partial import identities
 from controller.util.atomic_file import write_whole

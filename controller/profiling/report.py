@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from controller.core.cost.profile import Profile, ProfileCell
-from controller.core.types import Arm
+from controller.core.engine_spec import Arm
 
 
 class ProfileTable:

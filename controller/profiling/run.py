@@ -5,7 +5,7 @@ from pathlib import Path
 
 from controller.core.clock import Clock, WallClock
 from controller.core.cost.profile import Profile
-from controller.core.types import EngineSpec
+from controller.core.engine_spec import EngineSpec
 from controller.profiling.engine_http import EngineHttp
 from controller.profiling.errors import InvalidPartialError, MeasurementError, ProfilingError
 from controller.profiling.fit import fit_costs, why_doubtful

@@ -8,7 +8,7 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.core.types import Arm
+from controller.core.engine_spec import Arm
 
 # Steps further from the median than so many (normal-consistent) deviations are left out; nothing
 # nearer than the floor, a share of the median, is.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from controller.core.types import Arm, EngineSpec
+from controller.core.engine_spec import Arm, EngineSpec
 from controller.profiling.load import LoadSource
 from controller.profiling.samples import CellKey, Cells
 from controller.profiling.settings import ProfilingSettings

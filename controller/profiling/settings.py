@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from controller.core.types import EngineSpec
+from controller.core.engine_spec import EngineSpec
 from controller.profiling.errors import ProfilingUsageError
 
 # Beyond this the default grid stops: larger batches cost time and rarely speculate.

@@ -11,12 +11,13 @@ import grpc.aio
 from controller.client.credentials import Credentials, CredentialsError, why_silent
 from controller.client.paging import every_engine_aio
 from controller.core.cost.profile import Profile
+from controller.core.engine_spec import Arm, EngineSpec
 from controller.core.errors import (
     InvalidProfileError,
     ProfileMismatchError,
     SpeculationError,
 )
-from controller.core.types import Arm, EngineSpec, StepReport
+from controller.core.step_report import StepReport
 from controller.profiling.errors import (
     MeasurementError,
     ProfilingError,

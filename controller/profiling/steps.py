@@ -2,7 +2,8 @@
 
 from collections import Counter
 
-from controller.core.types import Arm, StepReport
+from controller.core.engine_spec import Arm
+from controller.core.step_report import StepReport
 
 
 class StepFilter:

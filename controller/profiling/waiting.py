@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from controller.core.clock import Clock
-from controller.core.types import EngineSpec
+from controller.core.engine_spec import EngineSpec
 from controller.profiling.engine_http import EngineHttp
 from controller.profiling.errors import (
     EngineNotIntroducedError,

@@ -12,7 +12,8 @@ import numpy as np
 
 from controller.core.cost.drafter_backlog import DrafterBacklog
 from controller.core.cost.profile import ProfileCell
-from controller.core.types import Arm, EngineSpec, StepReport
+from controller.core.engine_spec import Arm, EngineSpec
+from controller.core.step_report import StepReport
 
 # Fewer say nothing.
 _LEAST_WAKINGS = 5

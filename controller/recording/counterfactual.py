@@ -17,9 +17,11 @@ from dataclasses import dataclass, field, replace
 from controller.core.acceptance.estimator import AcceptanceCurve
 from controller.core.cost.profile import Profile
 from controller.core.engine.engine_controller import EngineController
+from controller.core.engine_spec import Arm
 from controller.core.errors import SpeculationError
+from controller.core.plan import Plan, Reason
 from controller.core.settings import PlannerSettings
-from controller.core.types import Arm, Plan, Reason, StepReport
+from controller.core.step_report import StepReport
 from controller.recording.errors import RecordingError
 from controller.recording.events import (
     Configured,

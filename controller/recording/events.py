@@ -12,10 +12,12 @@ from controller.core.acceptance.warm_start import Belief
 from controller.core.capabilities import LostCapability
 from controller.core.cost.profile import Profile
 from controller.core.engine.checkpoint import Tree
+from controller.core.engine_spec import Arm, EngineSpec
+from controller.core.plan import Plan
 from controller.core.planning.overrides import Override
 from controller.core.settings import PlannerSettings
+from controller.core.step_report import StepReport
 from controller.core.training.selective_training import TrainingSettings, TrainingState
-from controller.core.types import Arm, EngineSpec, Plan, StepReport
 from speculation.v1 import plan_pb2
 
 

@@ -6,7 +6,7 @@ from html import escape
 import numpy as np
 
 import controller
-from controller.core.types import Arm
+from controller.core.engine_spec import Arm
 from controller.recording.events import NoteKind
 from controller.recording.incident_plots import timeline
 from controller.recording.replay import ReplayVerdict

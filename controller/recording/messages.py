@@ -12,11 +12,11 @@ from google.protobuf.message import Message
 
 from controller.core.acceptance import warm_start
 from controller.core.cost.profile import Profile
+from controller.core.engine_spec import Arm
 from controller.core.errors import MALFORMED, SpeculationError
 from controller.core.settings import PlannerSettings
 from controller.core.training import selective_training
 from controller.core.training.selective_training import TrainingSettings
-from controller.core.types import Arm
 from controller.recording.checkpoint_messages import state_from_proto, state_to_proto
 from controller.recording.errors import RecordingError
 from controller.recording.events import (

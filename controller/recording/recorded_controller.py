@@ -19,11 +19,13 @@ from controller.core.clock import Clock
 from controller.core.cost.profile import Profile
 from controller.core.engine.checkpoint import capture
 from controller.core.engine.engine_controller import EngineController
+from controller.core.engine_spec import Arm, EngineSpec
 from controller.core.errors import InvalidReportError
+from controller.core.plan import Plan
 from controller.core.planning.overrides import Override
 from controller.core.settings import PlannerSettings
+from controller.core.step_report import StepReport
 from controller.core.training.selective_training import TrainingSettings, TrainingState
-from controller.core.types import Arm, EngineSpec, Plan, StepReport
 from controller.recording.event_log import EventLog
 from controller.recording.events import (
     Configured,

@@ -17,10 +17,10 @@ import structlog
 
 from controller.core.clock import Clock
 from controller.core.cost.profile import Profile
+from controller.core.engine_spec import EngineSpec
 from controller.core.planning.overrides import Override
 from controller.core.settings import PlannerSettings
 from controller.core.training.selective_training import TrainingSettings, TrainingState
-from controller.core.types import EngineSpec
 from controller.recording.event_log import EndOf, EventLog, Queue
 from controller.recording.events import Moment, Opening
 from controller.recording.frames import frame

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 
 from controller.core.engine.engine_controller import EngineController
+from controller.core.engine_spec import Arm, EngineSpec
 from controller.core.settings import PlannerSettings
-from controller.core.types import Arm, EngineSpec, StepReport
+from controller.core.step_report import StepReport
 from controller.recording.events import (
     Configured,
     Decided,

@@ -4,7 +4,7 @@ from typing import Protocol
 
 import grpc.aio
 
-from controller.core.types import Plan
+from controller.core.plan import Plan
 from controller.service.net.errors import StartRefusedError
 from controller.service.sessions.session import EngineSession
 from controller.settings.settings import Settings

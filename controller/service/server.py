@@ -19,8 +19,8 @@ from controller.core.acceptance import warm_start
 from controller.core.clock import Clock, WallClock
 from controller.core.cost.profile import Profile
 from controller.core.engine.engine_controller import EngineController
+from controller.core.engine_spec import EngineSpec
 from controller.core.errors import SpeculationError
-from controller.core.types import EngineSpec
 from controller.recording.recorded_controller import RecordedController
 from controller.recording.recorder import Recorder
 from controller.service.metrics import MetricsServer

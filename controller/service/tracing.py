@@ -26,7 +26,7 @@ from opentelemetry.trace import SpanKind, StatusCode, Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 import controller
-from controller.core.types import Plan
+from controller.core.plan import Plan
 from controller.service.sessions.session import EngineSession
 from controller.util import logs
 from speculation.v1 import policy_pb2, service_pb2

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.core.types import MAX_GAMMA
+from controller.core.engine_spec import MAX_GAMMA
 from controller.simulation.errors import InvalidInputError
 from controller.simulation.reading import csv_rows, shown, text_lines
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.core.types import StepFlags
+from controller.core.step_report import StepFlags
 from controller.simulation import published
 from controller.simulation.controller_policy import ControllerPolicy
 from controller.simulation.curves import Curves

@@ -4,15 +4,10 @@ from bisect import bisect_left
 
 from controller.core.cost.profile import Profile
 from controller.core.engine.engine_controller import EngineController
+from controller.core.engine_spec import Capabilities, EngineSpec, Fingerprint
+from controller.core.plan import Plan
 from controller.core.settings import PlannerSettings
-from controller.core.types import (
-    Capabilities,
-    ClassCounts,
-    EngineSpec,
-    Fingerprint,
-    Plan,
-    StepReport,
-)
+from controller.core.step_report import ClassCounts, StepReport
 from controller.simulation.policy import ArmChoice, StepRecord
 from controller.simulation.results import PolicyOrigin
 from controller.simulation.surface import CostSurface

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.core.types import MAX_GAMMA
+from controller.core.engine_spec import MAX_GAMMA
 from controller.simulation.acceptance_trace import AcceptanceTrace
 from controller.simulation.errors import InvalidInputError
 from controller.simulation.reading import finite, shown

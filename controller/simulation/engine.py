@@ -15,7 +15,7 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.core.types import StepFlags
+from controller.core.step_report import StepFlags
 from controller.simulation.batch import Batch
 from controller.simulation.errors import InvalidInputError
 from controller.simulation.policy import ArmChoice, Clairvoyant, Policy, StepRecord

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from controller.core.types import StepFlags
+from controller.core.step_report import StepFlags
 
 
 @dataclass(slots=True)

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 from controller.core.cost.devices import device
 from controller.core.cost.roofline import Overlap, step_seconds
+from controller.core.engine_spec import Arm, DrafterSpec
 from controller.core.errors import InvalidEngineError
 from controller.core.model_shapes import DrafterKind
-from controller.core.types import Arm, DrafterSpec
 from controller.simulation import published_qwen
 from controller.simulation.errors import InvalidInputError
 from controller.simulation.published_tide import TIDE_MODELS, TideModel

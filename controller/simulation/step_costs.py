@@ -16,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controller.core.cost.profile import Profile, ProfileCell
+from controller.core.engine_spec import MAX_BATCH_SIZE, MAX_GAMMA
 from controller.core.errors import InvalidProfileError
-from controller.core.types import MAX_BATCH_SIZE, MAX_GAMMA, MAX_STEP_SECONDS
+from controller.core.step_report import MAX_STEP_SECONDS
 from controller.simulation.errors import InvalidInputError
 from controller.simulation.reading import csv_rows, text_lines
 

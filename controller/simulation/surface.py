@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controller.core.cost.profile import DrafterIdentity, Profile, ProfileCell
-from controller.core.types import Arm, DrafterSpec, Fingerprint
+from controller.core.engine_spec import Arm, DrafterSpec, Fingerprint
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controller.core.cost.profile import Profile
+from controller.core.engine_spec import MAX_BATCH_SIZE, DrafterSpec
 from controller.core.errors import InvalidEngineError
 from controller.core.model_shapes import DrafterKind
-from controller.core.types import MAX_BATCH_SIZE, DrafterSpec
 from controller.simulation.errors import InvalidInputError
 from controller.simulation.step_costs import CostTable, profile_table, read_step_costs
 from controller.simulation.surface import CostSurface

@@ -4,8 +4,8 @@ import time
 from collections.abc import Sequence
 
 from controller.core.capabilities import MAX_REASON_CHARACTERS, Capability, LostCapability
+from controller.core.engine_spec import MAX_ARMS
 from controller.core.errors import InvalidLossError
-from controller.core.types import MAX_ARMS
 from speculation.v1 import engine_pb2
 
 # Every draft length and every capability, each for itself.

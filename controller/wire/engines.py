@@ -6,9 +6,9 @@ from dataclasses import replace
 from google.protobuf.message import Message
 
 from controller.core.capabilities import added, require_known
+from controller.core.engine_spec import Capabilities, DrafterSpec, EngineSpec, Fingerprint
 from controller.core.errors import InvalidEngineError
 from controller.core.model_shapes import DrafterKind
-from controller.core.types import Capabilities, DrafterSpec, EngineSpec, Fingerprint
 from controller.wire.capabilities import all_lost_from_proto, lost_to_proto
 from controller.wire.model_shapes import (
     drafter_shape_from_proto,

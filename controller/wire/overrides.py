@@ -9,6 +9,7 @@ from typing import TypeAlias
 from google.protobuf import json_format
 
 from controller.core.engine.explanation import PreviewRow
+from controller.core.plan import Regime, RegimeMode
 from controller.core.planning.override_effects import Effect
 from controller.core.planning.overrides import (
     InvalidOverrideError,
@@ -18,7 +19,6 @@ from controller.core.planning.overrides import (
     Scope,
     ScopeKind,
 )
-from controller.core.types import Regime, RegimeMode
 from speculation.v1 import plan_pb2, policy_pb2, service_pb2
 
 Timing: TypeAlias = "policy_pb2.OverrideEffect.Timing.ValueType"

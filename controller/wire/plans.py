@@ -1,6 +1,7 @@
 """Converts the core's plans, with their rows, probes and regimes, to protobuf."""
 
-from controller.core.types import Arm, Plan, PlanRow, Probe, Reason, Regime, RegimeMode
+from controller.core.engine_spec import Arm
+from controller.core.plan import Plan, PlanRow, Probe, Reason, Regime, RegimeMode
 from speculation.v1 import plan_pb2, service_pb2
 
 _REASON_TO_PROTO = {

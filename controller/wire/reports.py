@@ -1,8 +1,8 @@
 """Converts reports of decode steps between protobuf and the core's types, both ways."""
 
+from controller.core.engine_spec import MAX_GAMMA
 from controller.core.errors import InvalidReportError
-from controller.core.types import (
-    MAX_GAMMA,
+from controller.core.step_report import (
     MAX_REPORT_CLASSES,
     NO_FLAGS,
     ClassCounts,

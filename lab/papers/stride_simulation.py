@@ -19,16 +19,11 @@ import numpy as np
 
 from controller.core.cost.profile import DrafterIdentity, Profile, ProfileCell
 from controller.core.engine.engine_controller import EngineController
+from controller.core.engine_spec import Capabilities, DrafterSpec, EngineSpec
 from controller.core.model_shapes import DrafterKind
 from controller.core.settings import PlannerSettings
+from controller.core.step_report import StepFlags, StepReport
 from controller.core.training.stride_planner import STRIDES
-from controller.core.types import (
-    Capabilities,
-    DrafterSpec,
-    EngineSpec,
-    StepFlags,
-    StepReport,
-)
 from controller.simulation.controller_policy import FINGERPRINT, VirtualTime
 from lab.papers.tts_tables import TABLE_3, TABLE_7, TABLE_8
 

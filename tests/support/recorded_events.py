@@ -8,20 +8,13 @@ from typing import Any
 
 from controller.core.clock import VirtualClock
 from controller.core.cost.profile import Profile
+from controller.core.engine_spec import Capabilities, DrafterSpec, EngineSpec, Fingerprint
 from controller.core.model_shapes import DrafterKind
+from controller.core.plan import Plan
 from controller.core.planning.overrides import Override, Rule, Scope, ScopeKind
 from controller.core.settings import PlannerSettings
+from controller.core.step_report import ClassCounts, StepFlags, StepReport
 from controller.core.training.selective_training import TrainingSettings
-from controller.core.types import (
-    Capabilities,
-    ClassCounts,
-    DrafterSpec,
-    EngineSpec,
-    Fingerprint,
-    Plan,
-    StepFlags,
-    StepReport,
-)
 from controller.recording.recorded_controller import RecordedController
 from controller.recording.recorder import Recorder
 

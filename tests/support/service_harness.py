@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2_grpc
 
 from controller.core.clock import Clock
 from controller.core.cost.profile import DrafterIdentity, Profile, ProfileCell
-from controller.core.types import Fingerprint
+from controller.core.engine_spec import Fingerprint
 from controller.service.metrics.family import samples
 from controller.service.metrics.server import OF_AN_ENGINE
 from controller.service.server import Sidecar

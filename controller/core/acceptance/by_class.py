@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from controller.core.acceptance.cusum import Hazard
 from controller.core.acceptance.estimator import AcceptanceCurve, AcceptanceEstimator
 from controller.core.acceptance.warm_start import Belief
+from controller.core.engine_spec import DrafterSpec
 from controller.core.settings import PlannerSettings
-from controller.core.types import DrafterSpec, StepReport
+from controller.core.step_report import StepReport
 
 # Shifts are expected once in so many steps before any was seen; how long their rate is remembered.
 _HAZARD_PRIOR_STEPS = 2000.0

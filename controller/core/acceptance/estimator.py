@@ -26,8 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controller.core.acceptance.cusum import Cusum
+from controller.core.engine_spec import MAX_BATCH_SIZE
 from controller.core.settings import PlannerSettings
-from controller.core.types import MAX_BATCH_SIZE
 
 # A window needs this many exposures before it can call a shift.
 _SHIFT_MIN_EXPOSURES = 8.0

@@ -11,8 +11,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
+from controller.core.engine_spec import MAX_GAMMA
 from controller.core.errors import MALFORMED, InvalidBeliefError
-from controller.core.types import MAX_GAMMA, MAX_LABEL_CHARACTERS
+from controller.core.step_report import MAX_LABEL_CHARACTERS
 
 HALF_LIFE_SECONDS = 6 * 3600.0
 WARM_EXPOSURES = 64.0

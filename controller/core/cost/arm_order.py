@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.core.types import Arm
+from controller.core.engine_spec import Arm
 
 
 class CostOrder:

@@ -6,7 +6,8 @@ The rate starts at the profile's and follows the seconds that waking steps take 
 from collections.abc import Mapping, Sequence
 
 from controller.core.cost.drafter_backlog import DrafterBacklog
-from controller.core.types import Capabilities, StepReport
+from controller.core.engine_spec import Capabilities
+from controller.core.step_report import StepReport
 
 # The rate's memory, in wakings, and the missed tokens that its first value weighs.
 _WAKINGS = 50.0

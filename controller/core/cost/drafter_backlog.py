@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from controller.core.types import Capabilities, StepReport
+from controller.core.engine_spec import Capabilities
+from controller.core.step_report import StepReport
 
 
 class DrafterBacklog:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.core.types import Arm
+from controller.core.engine_spec import Arm
 
 
 def features(arms: Sequence[Arm], buckets: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controller.core.cost.profile import Profile
-from controller.core.types import Arm
+from controller.core.engine_spec import Arm
 
 
 def profiled_grid(

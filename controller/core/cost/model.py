@@ -35,8 +35,8 @@ from controller.core.cost.features import features
 from controller.core.cost.grid import profiled_grid
 from controller.core.cost.prior import Prior, generic_prior
 from controller.core.cost.profile import Profile
+from controller.core.engine_spec import Arm
 from controller.core.settings import PlannerSettings
-from controller.core.types import Arm
 
 # Standard deviations of the log-coefficients before any live step: the machine, its growth with
 # log B; per drafter: drafting at all, passes, width times log B.  Then that of a single cell.

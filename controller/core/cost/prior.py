@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from controller.core.cost.devices import device
 from controller.core.cost.roofline import prior_grid
+from controller.core.engine_spec import Arm, EngineSpec
 from controller.core.model_shapes import InvalidShapeError
-from controller.core.types import MAX_STEP_SECONDS, Arm, EngineSpec
+from controller.core.step_report import MAX_STEP_SECONDS
 
 # Shape of the guess: tokens per step at which compute starts to show, cost of one draft pass
 # relative to a target pass, and the seconds that the first live steps correct.

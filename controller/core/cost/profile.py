@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, TypeVar
 
+from controller.core.engine_spec import Arm, DrafterSpec, Fingerprint
 from controller.core.errors import InvalidProfileError, ProfileMismatchError
-from controller.core.types import Arm, DrafterSpec, Fingerprint
 
 FORMAT = "speculation-profile/1"
 # The largest whole number that any reader of a profile can hold.

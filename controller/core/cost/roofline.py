@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from controller.core.cost.devices import Device
+from controller.core.engine_spec import Arm
 from controller.core.model_shapes import (
     DrafterKind,
     DrafterShape,
@@ -33,7 +34,6 @@ from controller.core.model_shapes import (
     LinearAttention,
     ModelShape,
 )
-from controller.core.types import Arm
 
 Floats = NDArray[np.float64]
 

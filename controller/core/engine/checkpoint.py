@@ -16,7 +16,7 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from controller.core import types
+from controller.core import engine_spec, plan
 from controller.core.acceptance import by_class, cusum, estimator, warm_start
 from controller.core.cost import catch_up, drafter_backlog, model
 from controller.core.engine import engine_controller
@@ -34,7 +34,7 @@ from controller.core.training import (
 _MODULES = (
     estimator, catch_up, model, drafter_updates, engine_controller, exploration,
     drafter_backlog, planner, baseline_planners, stride_planner, selective_training, cusum,
-    by_class, types, update_cost, update_response, warm_start, observation_cost,
+    by_class, engine_spec, plan, update_cost, update_response, warm_start, observation_cost,
 )  # fmt: skip
 # Made by the constructor, and the same ever after.
 _PLANNER = frozenset({

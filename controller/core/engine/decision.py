@@ -16,10 +16,10 @@ from controller.core.acceptance.by_class import TrafficCurves
 from controller.core.cost.catch_up import CatchUp
 from controller.core.cost.doubt import CostDoubt
 from controller.core.cost.model import CostModel, Costs
+from controller.core.engine_spec import Arm
 from controller.core.planning.constraints import PlanRows
 from controller.core.planning.overrides import Override
 from controller.core.planning.planner import Values, evaluate
-from controller.core.types import Arm
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,9 @@ from controller.core.engine.explanation import (
     why,
 )
 from controller.core.engine.prediction_audit import PredictionAudit
+from controller.core.engine_spec import Arm, EngineSpec
 from controller.core.errors import StaleReportError, UnknownArmError
+from controller.core.plan import Plan, PlanRow, Probe, Reason, Regime
 from controller.core.planning.baseline_planners import make_planner
 from controller.core.planning.cautious_start import discounts
 from controller.core.planning.constraints import covering, rows_under
@@ -47,18 +49,9 @@ from controller.core.planning.overrides import Override
 from controller.core.planning.plan_table import forced_rows, row_of, rows_of, without_probes
 from controller.core.planning.planner import batch_buckets
 from controller.core.settings import PlannerSettings
+from controller.core.step_report import StepReport
 from controller.core.training.drafter_updates import DrafterUpdates
 from controller.core.training.selective_training import TrainingSettings, TrainingState
-from controller.core.types import (
-    Arm,
-    EngineSpec,
-    Plan,
-    PlanRow,
-    Probe,
-    Reason,
-    Regime,
-    StepReport,
-)
 
 _KV_RATE = 0.05
 # A step that takes longer than so many expected ones was not made slow by its arm.

@@ -11,13 +11,14 @@ from controller.core.acceptance.by_class import TrafficCurves
 from controller.core.acceptance.estimator import AcceptanceCurve
 from controller.core.capabilities import LostCapability
 from controller.core.engine.decision import Decision
+from controller.core.engine_spec import Arm
+from controller.core.plan import Plan, Probe, Reason
 from controller.core.planning.constraints import PlanRows
 from controller.core.planning.exploration import relative_variance
 from controller.core.planning.overrides import Limits, Override
 from controller.core.planning.planner import Values
 from controller.core.training.selective_training import TrainingView
 from controller.core.training.stride_planner import RegimeState
-from controller.core.types import Arm, Plan, Probe, Reason
 
 
 @dataclass(frozen=True, slots=True)

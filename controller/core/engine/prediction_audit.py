@@ -17,8 +17,9 @@ reads anything here.
 
 from collections.abc import Callable, Mapping, Sequence
 
+from controller.core.engine_spec import Arm, EngineSpec
 from controller.core.planning.planner import Values
-from controller.core.types import Arm, EngineSpec, StepReport
+from controller.core.step_report import StepReport
 
 
 class PredictionAudit:

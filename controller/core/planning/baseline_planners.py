@@ -12,9 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controller.core.acceptance.cusum import Hazard
+from controller.core.engine_spec import Arm
 from controller.core.planning.planner import Planner, Values
 from controller.core.settings import PlannerSettings
-from controller.core.types import Arm, StepReport
+from controller.core.step_report import StepReport
 
 # SGLang's default table: smallest batch size of a slot, its draft lengths, margin on the way down.
 _SLOTS = (

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controller.core.cost.doubt import CostDoubt
+from controller.core.engine_spec import Arm
 from controller.core.planning.exploration import acceptance_variance
 from controller.core.planning.planner import Values
-from controller.core.types import Arm
 
 # Standard deviations by which things may turn out worse than expected: to begin with speculation,
 # and to draft more than has paid already.

@@ -9,6 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controller.core.capabilities import LostCapability, loss_of_all
+from controller.core.engine_spec import MAX_GAMMA, Arm, EngineSpec
+from controller.core.plan import MAX_PLAN_ROWS, Regime, RegimeMode
 from controller.core.planning.overrides import (
     Limits,
     Override,
@@ -17,7 +19,6 @@ from controller.core.planning.overrides import (
     merge_ordered,
     merge_regime,
 )
-from controller.core.types import MAX_GAMMA, MAX_PLAN_ROWS, Arm, EngineSpec, Regime, RegimeMode
 
 # Most cells (arms times rows) of a plan: the work to make one grows with them.
 _CELLS_MAX = 8192

@@ -25,10 +25,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controller.core.cost.doubt import CostDoubt
+from controller.core.engine_spec import Arm
+from controller.core.plan import Probe
 from controller.core.planning.observation_cost import ObservationCost
 from controller.core.planning.planner import Values
 from controller.core.settings import PlannerSettings
-from controller.core.types import Arm, Probe, StepReport
+from controller.core.step_report import StepReport
 
 # A probe whose steps never come (the batch left its bucket) is given up after this time.
 _PROBE_PATIENCE_SECONDS = 2.0

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controller.core.acceptance.cusum import Hazard
+from controller.core.engine_spec import Arm
 from controller.core.settings import PlannerSettings
-from controller.core.types import Arm
 
 # The conditional acceptance of better traffic: that of a drafter that fits its traffic.
 _HOPEFUL_ACCEPTANCE = 0.8

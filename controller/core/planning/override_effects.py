@@ -4,10 +4,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from controller.core.capabilities import Capability, LostCapability, loss_of_all
+from controller.core.engine_spec import MAX_GAMMA, EngineSpec
+from controller.core.plan import Regime, RegimeMode
 from controller.core.planning.constraints import PlanRows, rows_under
 from controller.core.planning.overrides import Limits, Override, Rule, by_strength
 from controller.core.planning.planner import batch_buckets
-from controller.core.types import MAX_GAMMA, EngineSpec, Regime, RegimeMode
 
 # The capability that a regime needs.
 _NEEDS = {

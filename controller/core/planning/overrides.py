@@ -22,15 +22,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from controller.core.engine_spec import MAX_BATCH_SIZE, MAX_GAMMA, Arm, EngineSpec
 from controller.core.errors import SpeculationError
-from controller.core.types import (
-    MAX_BATCH_SIZE,
-    MAX_GAMMA,
-    Arm,
-    EngineSpec,
-    Regime,
-    RegimeMode,
-)
+from controller.core.plan import Regime, RegimeMode
 
 MAX_AUTHOR_CHARACTERS = 128
 MAX_REASON_CHARACTERS = 512

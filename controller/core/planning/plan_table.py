@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
 
-from controller.core.types import Arm, EngineSpec, PlanRow, Probe, Reason
+from controller.core.engine_spec import Arm, EngineSpec
+from controller.core.plan import PlanRow, Probe, Reason
 
 
 def row_of(spec: EngineSpec, size: int, arm: Arm, reason: Reason, probe: Probe | None) -> PlanRow:

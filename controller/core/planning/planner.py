@@ -18,13 +18,15 @@ from numpy.typing import NDArray
 from controller.core.acceptance.cusum import Hazard
 from controller.core.acceptance.estimator import AcceptanceCurve
 from controller.core.cost.model import Costs
+from controller.core.engine_spec import Arm
+from controller.core.plan import Reason
 from controller.core.planning.observation_cost import (
     CatchUpPrice,
     ObservationCost,
     ObservationPlanner,
 )
 from controller.core.settings import PlannerSettings
-from controller.core.types import Arm, Reason, StepReport
+from controller.core.step_report import StepReport
 
 # Factor on the value of an arm that may not run.
 _UNTHINKABLE = 1e-12

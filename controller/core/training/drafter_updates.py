@@ -9,7 +9,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from controller.core.engine_spec import Arm, Capabilities, EngineSpec
+from controller.core.plan import Regime, RegimeMode
 from controller.core.planning.planner import Values
+from controller.core.step_report import StepReport
 from controller.core.training.selective_training import (
     SelectiveTraining,
     TrainingSettings,
@@ -17,7 +20,6 @@ from controller.core.training.selective_training import (
     TrainingView,
 )
 from controller.core.training.stride_planner import RegimePlanner, RegimeState
-from controller.core.types import Arm, Capabilities, EngineSpec, Regime, RegimeMode, StepReport
 
 
 class DrafterUpdates:

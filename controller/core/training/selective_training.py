@@ -18,7 +18,7 @@ import math
 from dataclasses import asdict, astuple, dataclass, field, replace
 
 from controller.core.errors import MALFORMED, InvalidTrainingError
-from controller.core.types import StepReport
+from controller.core.step_report import StepReport
 
 # Rounds that are remembered, for people.
 _REMEMBERED = 16

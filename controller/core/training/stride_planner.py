@@ -18,10 +18,12 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from controller.core.engine_spec import Arm
+from controller.core.plan import Regime, RegimeMode
 from controller.core.planning.planner import Values
+from controller.core.step_report import StepReport
 from controller.core.training.update_cost import UpdatePrice
 from controller.core.training.update_response import Forecast, UpdateResponse
-from controller.core.types import Arm, Regime, RegimeMode, StepReport
 
 # Rounds between two updates; 0 is off.  The paper's, arXiv:2605.09329, Tables 3 and 7.
 STRIDES: Final = (0, 50, 20, 10, 5, 2, 1)

@@ -7,7 +7,7 @@ of these steps together took longer than expected, from the hand-over to the lan
 
 from dataclasses import dataclass
 
-from controller.core.types import StepReport
+from controller.core.step_report import StepReport
 
 # Before any update was observed: the share of a step's seconds lost, and the steps beside it.
 _GUESSED_STEPS_LOST = 0.5

@@ -23,7 +23,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.core.types import MAX_GAMMA, StepReport
+from controller.core.engine_spec import MAX_GAMMA
+from controller.core.step_report import StepReport
 
 _ETA = (0.003, 0.01, 0.03, 0.1)
 _DELTA = (0.0, 0.0003, 0.001, 0.004, 0.016)

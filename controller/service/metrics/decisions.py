@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from controller.core.types import Reason, RegimeMode
+from controller.core.plan import Reason, RegimeMode
 from controller.service.metrics.family import Family, MetricKind
 from controller.service.status.engine_snapshot import EngineSnapshot
 

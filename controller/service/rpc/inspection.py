@@ -8,8 +8,8 @@ import grpc.aio
 
 import controller
 from controller.core.engine.explanation import Explanation
+from controller.core.engine_spec import MAX_BATCH_SIZE
 from controller.core.errors import SpeculationError
-from controller.core.types import MAX_BATCH_SIZE
 from controller.service.net.errors import InvalidQuestionError, abort
 from controller.service.net.limits import Turns
 from controller.service.rpc.overrides import held_to_proto

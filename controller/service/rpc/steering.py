@@ -21,7 +21,7 @@ import grpc.aio
 import structlog
 
 from controller.core.errors import InvalidLossError, InvalidReportError, SpeculationError
-from controller.core.types import Plan
+from controller.core.plan import Plan
 from controller.recording.events import NoteKind
 from controller.service.net import callers
 from controller.service.net.errors import (

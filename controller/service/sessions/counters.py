@@ -3,7 +3,8 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
-from controller.core.types import NO_FLAGS, Reason, StepReport
+from controller.core.plan import Reason
+from controller.core.step_report import NO_FLAGS, StepReport
 
 # What a uint64 holds: counters that clients feed stop there.
 COUNT_MAX = 2**64 - 1

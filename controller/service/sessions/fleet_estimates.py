@@ -20,8 +20,8 @@ import structlog
 
 from controller.core.acceptance import warm_start
 from controller.core.acceptance.warm_start import Belief
+from controller.core.engine_spec import DrafterSpec, EngineSpec
 from controller.core.errors import InvalidBeliefError
-from controller.core.types import DrafterSpec, EngineSpec
 from controller.service.sessions.registry import SessionRegistry
 from controller.service.sessions.session import EngineSession
 from controller.store.interface import ACCEPTANCE, BlobStore, StoreUnavailableError

@@ -11,8 +11,8 @@ import structlog
 
 from controller.core.cost.profile import Profile
 from controller.core.cost.profile_merge import distinct, merge_profiles
+from controller.core.engine_spec import EngineSpec
 from controller.core.errors import InvalidProfileError
-from controller.core.types import EngineSpec
 from controller.service.net.errors import NoProfileError
 from controller.service.sessions.profile_registry import (
     ProfileRegistry,

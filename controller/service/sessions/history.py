@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from controller.core.types import Plan, StepReport
+from controller.core.plan import Plan
+from controller.core.step_report import StepReport
 from controller.service.sessions.counters import StepCounters
 
 POINTS = 600

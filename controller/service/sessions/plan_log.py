@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from controller.core.types import Plan
+from controller.core.plan import Plan
 
 # Changes that a session remembers.
 LENGTH = 50

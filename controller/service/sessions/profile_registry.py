@@ -15,8 +15,8 @@ from pathlib import Path
 import structlog
 
 from controller.core.cost.profile import Profile
+from controller.core.engine_spec import EngineSpec
 from controller.core.errors import InvalidProfileError, ProfileMismatchError, SpeculationError
-from controller.core.types import EngineSpec
 from controller.service.net.errors import ProfileNotSavedError
 from controller.util.atomic_file import remove_unfinished, write_whole
 

@@ -8,8 +8,8 @@ import structlog
 from controller.core.clock import Clock
 from controller.core.cost.profile import Profile
 from controller.core.engine.engine_controller import EngineController
+from controller.core.engine_spec import EngineSpec
 from controller.core.errors import SpeculationError
-from controller.core.types import EngineSpec
 from controller.service.net.errors import (
     EngineTakenError,
     NoSessionError,

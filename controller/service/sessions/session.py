@@ -20,15 +20,17 @@ from controller.core.capabilities import LostCapability
 from controller.core.clock import Clock
 from controller.core.cost.profile import Profile
 from controller.core.engine.engine_controller import EngineController
+from controller.core.engine_spec import Arm, EngineSpec
 from controller.core.errors import (
     InvalidReportError,
     SpeculationError,
     StaleReportError,
     UnknownArmError,
 )
+from controller.core.plan import Plan
 from controller.core.settings import PlannerSettings
+from controller.core.step_report import StepReport
 from controller.core.training.selective_training import TrainingSettings
-from controller.core.types import Arm, EngineSpec, Plan, StepReport
 from controller.recording.events import NoteKind
 from controller.service.net.errors import (
     InvalidMeasurementError,

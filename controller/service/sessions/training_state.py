@@ -12,6 +12,7 @@ from pathlib import Path
 
 import structlog
 
+from controller.core.engine_spec import EngineSpec
 from controller.core.errors import InvalidTrainingError
 from controller.core.training.selective_training import (
     SelectiveTraining,
@@ -19,7 +20,6 @@ from controller.core.training.selective_training import (
     from_json,
     to_json,
 )
-from controller.core.types import EngineSpec
 from controller.service.sessions.registry import SessionRegistry
 from controller.service.sessions.session import EngineSession
 from controller.util import cancellation

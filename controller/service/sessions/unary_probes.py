@@ -7,7 +7,8 @@ is seen to here.
 
 from dataclasses import replace
 
-from controller.core.types import Probe, StepReport
+from controller.core.plan import Probe
+from controller.core.step_report import StepReport
 
 
 class UnaryProbes:

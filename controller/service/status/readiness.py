@@ -18,7 +18,7 @@ from typing import Literal
 import structlog
 from grpc_health.v1 import health, health_pb2
 
-from controller.core.types import EngineSpec
+from controller.core.engine_spec import EngineSpec
 from controller.service.net.operator_socket import OperatorSocket
 from controller.service.sessions.override_registry import OverrideRegistry
 from controller.service.sessions.profile_registry import ProfileRegistry

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from controller.core.cost.profile import Profile
-from controller.core.types import Arm
+from controller.core.engine_spec import Arm
 from controller.simulation.peers.arm_lookup import first_drafter, speculating_arm
 from controller.simulation.peers.bandit_ucb import Reward, UcbBandit
 from controller.simulation.peers.errors import PeerUnavailableError

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from controller.core.types import Arm
+from controller.core.engine_spec import Arm
 
 
 def first_drafter(arms: Sequence[Arm]) -> str:

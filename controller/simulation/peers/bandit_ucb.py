@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from controller.core.types import Arm
+from controller.core.engine_spec import Arm
 from controller.simulation.peers.readings import accepted_tokens, octave
 from controller.simulation.policy import ArmChoice, StepRecord
 from controller.simulation.results import PolicyOrigin

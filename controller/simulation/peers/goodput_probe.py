@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from controller.core.types import Arm
+from controller.core.engine_spec import Arm
 from controller.simulation.peers.arm_lookup import by_gamma, first_drafter, nearest
 from controller.simulation.peers.readings import accepted_tokens
 from controller.simulation.policy import ArmChoice, StepRecord

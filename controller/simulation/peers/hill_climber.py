@@ -20,7 +20,7 @@ stands (ours, generous).  It knows no costs, no acceptance, and the first drafte
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from controller.core.types import Arm
+from controller.core.engine_spec import Arm
 from controller.simulation.peers.arm_lookup import by_gamma, first_drafter, nearest
 from controller.simulation.peers.readings import accepted_tokens, octave
 from controller.simulation.policy import ArmChoice, StepRecord

@@ -26,7 +26,7 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any
 
-from controller.core.types import Arm
+from controller.core.engine_spec import Arm
 from controller.simulation.peers.arm_lookup import by_gamma, first_drafter, nearest
 from controller.simulation.peers.errors import PeerUnavailableError
 from controller.simulation.policy import ArmChoice, StepRecord

@@ -6,7 +6,7 @@ Every serving engine takes a fixed draft length at start (SGLang `--speculative-
 
 from collections.abc import Sequence
 
-from controller.core.types import Arm
+from controller.core.engine_spec import Arm
 from controller.simulation.errors import InvalidInputError
 from controller.simulation.policy import ArmChoice, StepRecord
 from controller.simulation.results import PolicyOrigin

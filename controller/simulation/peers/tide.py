@@ -28,7 +28,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from controller.core.cost.profile import Profile
-from controller.core.types import Arm
+from controller.core.engine_spec import Arm
 from controller.simulation.errors import InvalidInputError
 from controller.simulation.peers.arm_lookup import first_drafter, off_arm, speculating_arm
 from controller.simulation.peers.readings import accepted_tokens

@@ -15,7 +15,7 @@ requests.  Left out: `draft_len_schedule`, which is what `vllm_schedule` compare
 from collections import deque
 from collections.abc import Sequence
 
-from controller.core.types import Arm
+from controller.core.engine_spec import Arm
 from controller.simulation.peers.arm_lookup import first_drafter, off_arm, speculating_arm
 from controller.simulation.peers.readings import accepted_tokens
 from controller.simulation.policy import ArmChoice, StepRecord

@@ -14,7 +14,7 @@ sleeps; vLLM still runs it there and was measured to pay 5 to 8 % of a step for 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
-from controller.core.types import Arm
+from controller.core.engine_spec import Arm
 from controller.simulation.errors import InvalidInputError
 from controller.simulation.peers.readings import octave_range
 from controller.simulation.policy import ArmChoice, StepRecord

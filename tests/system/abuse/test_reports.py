@@ -6,7 +6,8 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
-from controller.core.types import MAX_GAMMA, MIN_STEP_SECONDS
+from controller.core.engine_spec import MAX_GAMMA
+from controller.core.step_report import MIN_STEP_SECONDS
 from controller.service.net.limits import MESSAGE_BYTES
 from controller.service.rpc.steering import MESSAGE_REPORTS
 from speculation.v1 import engine_pb2, service_pb2, service_pb2_grpc

@@ -22,9 +22,9 @@ import structlog
 from controller.core.clock import WallClock
 from controller.core.cost.profile import Profile
 from controller.core.engine.engine_controller import EngineController
+from controller.core.engine_spec import EngineSpec
 from controller.core.planning.overrides import Override, Rule, Scope, ScopeKind
 from controller.core.settings import PlannerSettings
-from controller.core.types import EngineSpec
 from controller.service.sessions.override_registry import OverrideRegistry
 from controller.service.sessions.profile_registry import ProfileRegistry
 from controller.service.sessions.registry import SessionRegistry

@@ -23,9 +23,10 @@ import psutil
 
 from controller.core.clock import VirtualClock
 from controller.core.engine.engine_controller import EngineController
+from controller.core.engine_spec import DrafterSpec, EngineSpec, Fingerprint
 from controller.core.model_shapes import DrafterKind
 from controller.core.settings import PlannerSettings
-from controller.core.types import ClassCounts, DrafterSpec, EngineSpec, Fingerprint, StepReport
+from controller.core.step_report import ClassCounts, StepReport
 from speculation.v1 import service_pb2, service_pb2_grpc
 from tests.support.service_harness import engine_message, report_message
 from tests.support.sidecar_process import sidecar_process

@@ -21,7 +21,8 @@ from urllib.request import urlopen
 import structlog
 
 from controller.core.cost.profile import DrafterIdentity, Profile, ProfileCell
-from controller.core.types import MAX_ARMS, MAX_BATCH_SIZE, MAX_DRAFTERS, MAX_REPORT_CLASSES
+from controller.core.engine_spec import MAX_ARMS, MAX_BATCH_SIZE, MAX_DRAFTERS
+from controller.core.step_report import MAX_REPORT_CLASSES
 from controller.wire.engines import engine_from_proto
 from lab.harness.ports import free_port
 from speculation.v1 import engine_pb2, policy_pb2, service_pb2

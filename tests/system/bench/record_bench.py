@@ -16,8 +16,8 @@ from controller.core.clock import VirtualClock
 from controller.core.engine.checkpoint import capture
 from controller.core.engine.engine_controller import EngineController
 from controller.core.settings import PlannerSettings
+from controller.core.step_report import StepReport
 from controller.core.training.selective_training import TrainingSettings
-from controller.core.types import StepReport
 from controller.recording.event_log import QUEUE_MAX
 from controller.recording.recorder import Recorder
 from tests.support.virtual_engine import engine_spec, gpu_like, make, profile_of

@@ -7,7 +7,7 @@ takes them up, choices as the engine makes them, reports as the core folds them.
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
-from controller.core.types import StepReport
+from controller.core.step_report import StepReport
 from engine_shim.link.packets import PlanPacket
 from engine_shim.link.plan_follower import Source, StepChoice
 from engine_shim.link.wire import session_tag

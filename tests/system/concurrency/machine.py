@@ -18,8 +18,8 @@ from hypothesis.stateful import (
     rule,
 )
 
+from controller.core.plan import Regime, RegimeMode
 from controller.core.planning.overrides import Override, Rule, Scope, ScopeKind
-from controller.core.types import Regime, RegimeMode
 from controller.settings.settings import Settings
 from engine_shim.link.wire import session_tag
 from tests.system.concurrency.engine import STEP_SECONDS, Engine

@@ -8,7 +8,8 @@ from typing import Any, Final
 from controller.core.clock import VirtualClock
 from controller.core.cost.profile import Profile
 from controller.core.engine.engine_controller import EngineController
-from controller.core.types import EngineSpec, StepReport
+from controller.core.engine_spec import EngineSpec
+from controller.core.step_report import StepReport
 from controller.service.rpc.steering import SpeculationServicer
 from controller.service.server import Sidecar
 from controller.settings.settings import Settings

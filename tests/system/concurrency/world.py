@@ -16,9 +16,10 @@ from unittest.mock import patch
 import pytest
 
 from controller.core.clock import VirtualClock
+from controller.core.engine_spec import Arm
 from controller.core.errors import SpeculationError
 from controller.core.planning.overrides import Override
-from controller.core.types import Arm, StepReport
+from controller.core.step_report import StepReport
 from controller.service.net.callers import Caller, Right
 from controller.service.net.errors import NoSessionError
 from controller.service.sessions.engine_identity import EngineIdentity

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from controller.core.types import StepReport
+from controller.core.step_report import StepReport
 from controller.recording.events import (
     Decided,
     Event,

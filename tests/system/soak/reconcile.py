@@ -6,7 +6,7 @@ Every function gives findings, one line each; none means that nothing is wrong.
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
-from controller.core.types import StepReport
+from controller.core.step_report import StepReport
 from speculation.v1 import plan_pb2
 from tests.system.soak.engine_log import Ended, Step
 from tests.system.soak.load import Served

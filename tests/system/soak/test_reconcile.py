@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from controller.core.types import StepReport
+from controller.core.step_report import StepReport
 from speculation.v1 import plan_pb2
 from tests.system.soak import reconcile
 from tests.system.soak.engine_log import Ended, Row, Step

@@ -18,6 +18,7 @@ from controller.core.acceptance.warm_start import Belief
 from controller.core.clock import VirtualClock
 from controller.core.cost.profile import Profile
 from controller.core.engine.engine_controller import EngineController
+from controller.core.engine_spec import DrafterSpec, EngineSpec
 from controller.core.errors import SpeculationError
 from controller.core.model_shapes import DrafterKind
 from controller.core.settings import PlannerSettings
@@ -30,7 +31,6 @@ from controller.core.training.selective_training import (
     TrainingState,
     Trial,
 )
-from controller.core.types import DrafterSpec, EngineSpec
 from controller.profiling.partial import Partial, PartialCell, load_partial
 from controller.recording.frames import MAGIC, blocks, frame
 from controller.recording.recording import find

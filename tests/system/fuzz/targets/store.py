@@ -11,9 +11,9 @@ from pathlib import Path
 from controller.core.clock import VirtualClock
 from controller.core.cost.profile import Profile
 from controller.core.engine.engine_controller import EngineController
+from controller.core.engine_spec import EngineSpec
 from controller.core.errors import SpeculationError
 from controller.core.planning.overrides import Rule
-from controller.core.types import EngineSpec
 from controller.service.rpc.overrides import held_to_proto
 from controller.service.rpc.store_messages import audit_to_proto
 from controller.service.sessions.override_registry import OverrideRegistry

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from controller.cli.convert import convert
 from controller.core.cost.profile import DrafterIdentity, Profile, ProfileCell
-from controller.core.types import Fingerprint
+from controller.core.engine_spec import Fingerprint
 
 DRAFTERS = (DrafterIdentity("mtp", "models/mtp", "r1"), DrafterIdentity("dflash"))
 CELLS = tuple(

@@ -7,11 +7,12 @@ import pytest
 
 from controller.core.clock import VirtualClock
 from controller.core.engine.engine_controller import EngineController
+from controller.core.engine_spec import Arm, DrafterSpec
 from controller.core.errors import InvalidEngineError
 from controller.core.model_shapes import DrafterKind
+from controller.core.plan import Reason
 from controller.core.planning.overrides import Override, Rule, Scope, ScopeKind
 from controller.core.settings import POLICIES, PlannerSettings
-from controller.core.types import Arm, DrafterSpec, Reason
 from controller.wire.engines import engine_from_proto, engine_to_proto
 from tests.support.virtual_engine import GAMMAS, VirtualEngine, engine_spec, gpu_like, profile_of
 

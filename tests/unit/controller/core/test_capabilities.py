@@ -8,20 +8,13 @@ import pytest
 from controller.core.capabilities import Capability, LostCapability
 from controller.core.clock import VirtualClock
 from controller.core.engine.engine_controller import EngineController
+from controller.core.engine_spec import Arm, Capabilities, DrafterSpec, EngineSpec, Fingerprint
 from controller.core.errors import InvalidLossError, UnknownArmError
 from controller.core.model_shapes import DrafterKind
+from controller.core.plan import Reason, RegimeMode
 from controller.core.planning.overrides import Override, Rule, Scope, ScopeKind
 from controller.core.settings import POLICIES, PlannerSettings
-from controller.core.types import (
-    Arm,
-    Capabilities,
-    DrafterSpec,
-    EngineSpec,
-    Fingerprint,
-    Reason,
-    RegimeMode,
-    StepReport,
-)
+from controller.core.step_report import StepReport
 
 GAMMAS = (0, 1, 3, 7)
 ABLE = Capabilities(
@@ -249,7 +242,7 @@ def test_an_engine_that_cannot_sleep_any_more_is_not_told_to():
     [(Capability.UPDATE_ONLINE, RegimeMode.ONLINE), (Capability.COLLECT, RegimeMode.COLLECT)],
 )
 def test_a_regime_that_is_lost_is_not_asked_for(capability, regime):
-    from controller.core.types import Regime
+    from controller.core.plan import Regime
 
     engine = Engine()
     stride = 5 if regime is RegimeMode.ONLINE else 0

@@ -6,10 +6,11 @@ import pytest
 
 from controller.core.clock import VirtualClock
 from controller.core.engine.engine_controller import EngineController
+from controller.core.engine_spec import Arm, Capabilities
+from controller.core.plan import Reason, Regime, RegimeMode
 from controller.core.planning.overrides import Override, Rule, Scope, ScopeKind
 from controller.core.settings import PlannerSettings
 from controller.core.training.selective_training import TrainingSettings, TrainingState
-from controller.core.types import Arm, Capabilities, Reason, Regime, RegimeMode
 from tests.support.virtual_engine import VirtualEngine, engine_spec, make
 
 GOOD = [0.8] * 7

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from controller.core.cost.arm_order import CostOrder
 from controller.core.cost.model import CostModel
 from controller.core.engine.prediction_audit import gains
+from controller.core.engine_spec import Arm
 from controller.core.settings import PlannerSettings
-from controller.core.types import Arm, StepReport
+from controller.core.step_report import StepReport
 from tests.support.virtual_engine import (
     GAMMAS,
     VirtualEngine,

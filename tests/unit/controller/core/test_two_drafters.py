@@ -9,15 +9,10 @@ import pytest
 from controller.core.clock import VirtualClock
 from controller.core.cost.profile import DrafterIdentity, Profile, ProfileCell
 from controller.core.engine.engine_controller import EngineController
+from controller.core.engine_spec import Capabilities, DrafterSpec, EngineSpec, Fingerprint
 from controller.core.model_shapes import DrafterKind
 from controller.core.settings import PlannerSettings
-from controller.core.types import (
-    Capabilities,
-    DrafterSpec,
-    EngineSpec,
-    Fingerprint,
-    StepReport,
-)
+from controller.core.step_report import StepReport
 
 GAMMAS = (0, 1, 2, 3, 5, 7)
 # Acceptance by position of a chain and of a block, as the small models show it.

@@ -5,8 +5,8 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from controller.core.engine_spec import DrafterSpec, EngineSpec, Fingerprint
 from controller.core.model_shapes import DrafterKind
-from controller.core.types import DrafterSpec, EngineSpec, Fingerprint
 from controller.profiling.errors import InvalidPartialError
 from controller.profiling.partial import (
     Partial,

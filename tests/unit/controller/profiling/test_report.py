@@ -6,8 +6,8 @@ from rich.console import Console
 
 from controller.core.clock import VirtualClock
 from controller.core.cost.profile import DrafterIdentity, Profile, ProfileCell
+from controller.core.engine_spec import DrafterSpec, EngineSpec, Fingerprint
 from controller.core.model_shapes import DrafterKind
-from controller.core.types import DrafterSpec, EngineSpec, Fingerprint
 from controller.profiling.profile_file import default_path, uncovered
 from controller.profiling.progress import BarReporter, LineReporter
 from controller.profiling.report import ProfileTable, hardware_note

@@ -2,8 +2,8 @@ import dataclasses
 
 import pytest
 
+from controller.core.engine_spec import Arm, DrafterSpec, EngineSpec, Fingerprint
 from controller.core.model_shapes import DrafterKind
-from controller.core.types import Arm, DrafterSpec, EngineSpec, Fingerprint
 from controller.profiling.engine_http import EngineHttp, EngineLimits
 from controller.profiling.errors import ProfilingUsageError
 from controller.profiling.load import LoadSource, Prompts

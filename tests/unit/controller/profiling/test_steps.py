@@ -1,6 +1,6 @@
 import pytest
 
-from controller.core.types import StepFlags, StepReport
+from controller.core.step_report import StepFlags, StepReport
 from controller.profiling.steps import StepFilter
 
 

@@ -6,7 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 from controller.core.acceptance.estimator import AcceptanceCurve
-from controller.core.types import Arm, Probe, StepReport
+from controller.core.engine_spec import Arm
+from controller.core.plan import Probe
+from controller.core.step_report import StepReport
 from controller.recording.counterfactual import _as_of, _is_unseen
 from controller.recording.event_log import EventLog, Queue
 from controller.recording.events import Moment, Noted, NoteKind

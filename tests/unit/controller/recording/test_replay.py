@@ -9,10 +9,10 @@ import pytest
 from controller.core.acceptance.warm_start import Belief
 from controller.core.capabilities import Capability, LostCapability
 from controller.core.cost.profile import DrafterIdentity, Profile, ProfileCell
+from controller.core.engine_spec import Arm, Fingerprint
 from controller.core.planning.overrides import Rule
 from controller.core.settings import POLICIES
 from controller.core.training.selective_training import TrainingResult
-from controller.core.types import Arm, Fingerprint
 from controller.recording import recorder as recorder_module
 from controller.recording import ring as ring_module
 from controller.recording.counterfactual import Counterfactual, CounterfactualChange

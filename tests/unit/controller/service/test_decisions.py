@@ -8,8 +8,9 @@ from structlog.testing import capture_logs
 
 from controller.core.clock import VirtualClock
 from controller.core.engine.engine_controller import EngineController
+from controller.core.engine_spec import Arm
+from controller.core.plan import Plan, Probe, Reason, Regime, RegimeMode
 from controller.core.settings import PlannerSettings
-from controller.core.types import Arm, Plan, Probe, Reason, Regime, RegimeMode
 from controller.service.sessions.session import EngineSession
 from controller.wire.engines import engine_from_proto
 from tests.support.service_harness import engine_message

@@ -15,9 +15,11 @@ from controller.core.acceptance.warm_start import Belief
 from controller.core.clock import VirtualClock
 from controller.core.engine.checkpoint import capture
 from controller.core.engine.engine_controller import EngineController
+from controller.core.engine_spec import Arm
+from controller.core.plan import Plan
 from controller.core.planning.overrides import Rule
 from controller.core.settings import POLICIES, PlannerSettings
-from controller.core.types import Arm, Plan, StepReport
+from controller.core.step_report import StepReport
 from controller.recording.checkpoint_messages import state_to_proto
 from controller.service.metrics.family import samples
 from controller.service.metrics.server import OF_AN_ENGINE

@@ -134,7 +134,10 @@ async def test_a_restarted_engine_has_its_drafter_again(tmp_path):
         ({"capability": 1, "drafter": "ngram"}, "'ngram' is reported as lost"),
         ({"capability": 1, "drafter": "mtp", "gammas": [7]}, "draft lengths [7] of drafter 'mtp'"),
         ({"capability": 1}, "a drafter must be named"),
-        ({"capability": 2, "lost_at_unix_seconds": float("nan")}, "must be finite and not negative"),
+        (
+            {"capability": 2, "lost_at_unix_seconds": float("nan")},
+            "must be finite and not negative",
+        ),
     ],
 )
 async def test_a_loss_that_cannot_be_is_refused_and_the_stream_goes_on(tmp_path, loss, words):

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from controller.core.engine_spec import DrafterSpec
 from controller.core.model_shapes import DrafterKind
-from controller.core.types import DrafterSpec
 from controller.simulation.controller_policy import FINGERPRINT
 from controller.simulation.curves import Curves
 from controller.simulation.scenario import Scenario

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.core.types import MAX_GAMMA
+from controller.core.engine_spec import MAX_GAMMA
 from controller.simulation.acceptance_trace import AcceptanceTrace
 from controller.simulation.curves import Curves, conditional, geometric, parse_acceptance
 from controller.simulation.errors import InvalidInputError

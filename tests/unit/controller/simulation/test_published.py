@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from controller.core.types import Arm
+from controller.core.engine_spec import Arm
 from controller.simulation import published
 from controller.simulation.errors import InvalidInputError
 from controller.simulation.published_tide import TIDE_MODELS

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.core.cost.profile import DrafterIdentity, Profile, ProfileCell
-from controller.core.types import Fingerprint
+from controller.core.engine_spec import Fingerprint
 from controller.simulation.errors import InvalidInputError
 from controller.simulation.step_costs import (
     profile_table,

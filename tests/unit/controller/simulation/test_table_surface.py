@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.core.cost.profile import DrafterIdentity, Profile, ProfileCell
+from controller.core.engine_spec import Arm, Fingerprint
 from controller.core.model_shapes import DrafterKind
-from controller.core.types import Arm, Fingerprint
 from controller.simulation.errors import InvalidInputError
 from controller.simulation.step_costs import CostTable
 from controller.simulation.table_surface import csv_surface, profile_surface, table_surface

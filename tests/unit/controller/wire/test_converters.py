@@ -3,6 +3,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.core.engine.explanation import ArmValue, Explanation, PositionEstimate
+from controller.core.engine_spec import (
+    MAX_BATCH_SIZE,
+    MAX_GAMMA,
+    Arm,
+    Capabilities,
+    DrafterSpec,
+    EngineSpec,
+    Fingerprint,
+)
 from controller.core.errors import InvalidEngineError
 from controller.core.model_shapes import (
     DrafterKind,
@@ -13,25 +22,8 @@ from controller.core.model_shapes import (
     LinearAttention,
     ModelShape,
 )
-from controller.core.types import (
-    MAX_BATCH_SIZE,
-    MAX_GAMMA,
-    MIN_STEP_SECONDS,
-    Arm,
-    Capabilities,
-    ClassCounts,
-    DrafterSpec,
-    EngineSpec,
-    Fingerprint,
-    Plan,
-    PlanRow,
-    Probe,
-    Reason,
-    Regime,
-    RegimeMode,
-    StepFlags,
-    StepReport,
-)
+from controller.core.plan import Plan, PlanRow, Probe, Reason, Regime, RegimeMode
+from controller.core.step_report import MIN_STEP_SECONDS, ClassCounts, StepFlags, StepReport
 from controller.wire.engines import engine_from_proto, engine_to_proto
 from controller.wire.explanations import explanation_to_proto
 from controller.wire.plans import plan_to_proto, reason_to_proto

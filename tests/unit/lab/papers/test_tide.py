@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.core.types import Arm
+from controller.core.engine_spec import Arm
 from controller.simulation import published
 from controller.simulation.published_tide import TIDE_MODELS
 from lab.papers.tide import (

@@ -5,9 +5,10 @@ import random
 import pytest
 
 from controller.core.acceptance.by_class import MAX_CLASSES, TrafficEstimator
+from controller.core.engine_spec import DrafterSpec
 from controller.core.model_shapes import DrafterKind
 from controller.core.settings import PlannerSettings
-from controller.core.types import ClassCounts, DrafterSpec, StepReport
+from controller.core.step_report import ClassCounts, StepReport
 
 SPECS = (
     DrafterSpec("mtp", DrafterKind.MTP, (0, 1, 3)),

@@ -20,10 +20,11 @@ from controller.core.acceptance.warm_start import (
 )
 from controller.core.clock import VirtualClock
 from controller.core.engine.engine_controller import EngineController
+from controller.core.engine_spec import DrafterSpec
 from controller.core.errors import InvalidBeliefError
 from controller.core.model_shapes import DrafterKind
 from controller.core.settings import PlannerSettings
-from controller.core.types import ClassCounts, DrafterSpec, StepReport
+from controller.core.step_report import ClassCounts, StepReport
 from tests.support.virtual_engine import VirtualEngine, engine_spec, gpu_like, profile_of
 
 GOOD = Belief("mtp", "", (0.9, 0.8), (1000.0, 800.0))

@@ -1,7 +1,7 @@
 """A profile of two cells."""
 
 from controller.core.cost.profile import DrafterIdentity, Profile, ProfileCell
-from controller.core.types import Fingerprint
+from controller.core.engine_spec import Fingerprint
 
 FINGERPRINT = Fingerprint("qwen3", engine="sglang", device="cpu", graph_batch_sizes=(1, 2))
 

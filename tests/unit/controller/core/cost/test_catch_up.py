@@ -5,7 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controller.core.cost.catch_up import CatchUp
-from controller.core.types import Capabilities, StepFlags, StepReport
+from controller.core.engine_spec import Capabilities
+from controller.core.step_report import StepFlags, StepReport
 
 
 def report(step, gamma, seconds=0.01, batch=4, drafter="mtp", kv=100_000, flags=None):

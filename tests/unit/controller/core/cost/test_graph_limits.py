@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from controller.core.cost.graph_limits import batch_limits
 from controller.core.cost.profile import DrafterIdentity, Profile, ProfileCell
-from controller.core.types import Fingerprint
+from controller.core.engine_spec import Fingerprint
 from tests.support.virtual_engine import engine_spec, gpu_like, profile_of
 
 GAMMAS = (0, 1, 2, 3, 5, 7)

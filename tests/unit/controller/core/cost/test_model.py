@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from controller.core.cost.model import CostModel
 from controller.core.cost.prior import Prior
 from controller.core.cost.profile import DrafterIdentity, Profile, ProfileCell
+from controller.core.engine_spec import Arm, Fingerprint
 from controller.core.settings import PlannerSettings
-from controller.core.types import Arm, Fingerprint
 
 SETTINGS = PlannerSettings()
 GAMMAS = (0, 1, 3, 7)

@@ -8,14 +8,15 @@ import pytest
 from controller.core.clock import VirtualClock
 from controller.core.cost.prior import prior_for
 from controller.core.engine.engine_controller import EngineController
+from controller.core.engine_spec import Arm, DrafterSpec, EngineSpec, Fingerprint
 from controller.core.model_shapes import (
     DrafterKind,
     DrafterShape,
     GroupedQueryAttention,
     ModelShape,
 )
+from controller.core.plan import Reason
 from controller.core.settings import PlannerSettings
-from controller.core.types import Arm, DrafterSpec, EngineSpec, Fingerprint, Reason
 
 GAMMAS = (0, 1, 3, 7)
 ARMS = [Arm("mtp", g) for g in GAMMAS]

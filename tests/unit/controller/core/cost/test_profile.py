@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controller.core.cost.profile import Profile, ProfileCell
+from controller.core.engine_spec import DrafterSpec, Fingerprint
 from controller.core.errors import InvalidProfileError, ProfileMismatchError
 from controller.core.model_shapes import DrafterKind
-from controller.core.types import DrafterSpec, Fingerprint
 from tests.unit.controller.core.cost.small_profile import FINGERPRINT, PROFILE
 
 DRAFTER = DrafterSpec("mtp", DrafterKind.MTP, (0, 2), "models/draft", "r1")

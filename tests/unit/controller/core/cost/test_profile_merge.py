@@ -14,8 +14,8 @@ from controller.core.cost.profile_merge import (
     measurements_of,
     merge_profiles,
 )
+from controller.core.engine_spec import Fingerprint
 from controller.core.errors import ProfileMergeError
-from controller.core.types import Fingerprint
 from tests.unit.controller.core.cost.small_profile import PROFILE
 
 KEYS = [(gamma, batch) for gamma in (0, 1, 3) for batch in (1, 8)]

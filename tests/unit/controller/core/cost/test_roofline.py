@@ -13,6 +13,7 @@ from controller.core.cost.roofline import (
     prior_grid,
     step_seconds,
 )
+from controller.core.engine_spec import Arm
 from controller.core.model_shapes import (
     DrafterKind,
     DrafterShape,
@@ -23,7 +24,6 @@ from controller.core.model_shapes import (
     LinearAttention,
     ModelShape,
 )
-from controller.core.types import Arm
 from tests.support.drafting import draft_seconds
 
 H100 = device("H100")

@@ -11,10 +11,11 @@ from controller.core.clock import VirtualClock
 from controller.core.engine import checkpoint
 from controller.core.engine.checkpoint import Chosen, Typed, capture, restore
 from controller.core.engine.engine_controller import EngineController
+from controller.core.engine_spec import Arm
 from controller.core.errors import InvalidStateError
 from controller.core.planning.overrides import Rule
 from controller.core.settings import POLICIES, PlannerSettings
-from controller.core.types import Arm, StepReport
+from controller.core.step_report import StepReport
 from controller.recording.checkpoint_messages import state_from_proto, state_to_proto
 from speculation.v1 import record_pb2
 from tests.support.recorded_events import TRAINING, Engine, full_spec, override

@@ -9,17 +9,12 @@ import pytest
 
 from controller.core.clock import VirtualClock
 from controller.core.engine.engine_controller import EngineController
+from controller.core.engine_spec import Arm, Capabilities
 from controller.core.errors import ProfileMismatchError, StaleReportError, UnknownArmError
+from controller.core.plan import Reason, Regime, RegimeMode
 from controller.core.planning.overrides import Override, Rule, Scope, ScopeKind
 from controller.core.settings import PlannerSettings
-from controller.core.types import (
-    Arm,
-    Capabilities,
-    Reason,
-    Regime,
-    RegimeMode,
-    StepReport,
-)
+from controller.core.step_report import StepReport
 from tests.support.virtual_engine import (
     GAMMAS,
     best_arm_rate,

@@ -8,10 +8,11 @@ import pytest
 from controller.core.clock import VirtualClock
 from controller.core.engine.engine_controller import EngineController
 from controller.core.engine.prediction_audit import gains
+from controller.core.engine_spec import Arm, EngineSpec
 from controller.core.errors import InvalidEngineError
 from controller.core.planning.overrides import Override, Rule, Scope, ScopeKind
 from controller.core.settings import PlannerSettings
-from controller.core.types import Arm, EngineSpec, StepFlags, StepReport
+from controller.core.step_report import StepFlags, StepReport
 from tests.support.virtual_engine import VirtualEngine, engine_spec, gpu_like, profile_of
 
 CURVE = [0.8] * 7

@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 
 from controller.core.acceptance.cusum import Hazard
 from controller.core.cost.model import Costs
+from controller.core.engine_spec import Arm
 from controller.core.planning.baseline_planners import EmaPlanner, TidePlanner, make_planner
 from controller.core.planning.observation_cost import CatchUpPrice
 from controller.core.planning.planner import Planner, Values
 from controller.core.settings import POLICIES, PlannerSettings
-from controller.core.types import NO_FLAGS, Arm, StepReport
+from controller.core.step_report import NO_FLAGS, StepReport
 from controller.settings.settings import Settings
 from controller.simulation.peers.sglang_adaptive import SGLangAdaptive
 from controller.simulation.policy import StepRecord

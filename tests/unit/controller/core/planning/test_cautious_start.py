@@ -8,8 +8,8 @@ from controller.core.clock import VirtualClock
 from controller.core.engine.engine_controller import EngineController
 from controller.core.planning.overrides import Override, Rule, Scope, ScopeKind
 from controller.core.settings import PlannerSettings
+from controller.core.step_report import StepReport
 from controller.core.training.selective_training import TrainingSettings
-from controller.core.types import StepReport
 from tests.support.virtual_engine import engine_spec, gpu_like
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from controller.core.acceptance.estimator import AcceptanceEstimator
 from controller.core.cost.model import CostModel
+from controller.core.engine_spec import Arm
 from controller.core.planning.exploration import (
     Explorer,
     Situation,
@@ -17,7 +18,7 @@ from controller.core.planning.exploration import (
 )
 from controller.core.planning.planner import evaluate
 from controller.core.settings import PlannerSettings
-from controller.core.types import Arm, StepReport
+from controller.core.step_report import StepReport
 from tests.support.virtual_engine import engine_spec, gpu_like, make, profile_of
 
 GAMMAS = (0, 1, 2, 3, 5, 7)

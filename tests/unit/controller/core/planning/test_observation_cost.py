@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from controller.core.acceptance.cusum import Hazard
+from controller.core.engine_spec import Arm
 from controller.core.planning.observation_cost import CatchUpPrice, ObservationPlanner, budget
 from controller.core.settings import PlannerSettings
-from controller.core.types import Arm
 
 GAMMAS = (0, 1, 3)
 ARMS = [Arm("mtp", g) for g in GAMMAS]

@@ -8,7 +8,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from controller.core.engine_spec import MAX_GAMMA, Arm, DrafterSpec, EngineSpec, Fingerprint
 from controller.core.model_shapes import DrafterKind
+from controller.core.plan import Regime, RegimeMode
 from controller.core.planning.constraints import rows_under
 from controller.core.planning.overrides import (
     NO_LIMITS,
@@ -21,15 +23,6 @@ from controller.core.planning.overrides import (
     batch_edges,
     merge,
     merge_regime,
-)
-from controller.core.types import (
-    MAX_GAMMA,
-    Arm,
-    DrafterSpec,
-    EngineSpec,
-    Fingerprint,
-    Regime,
-    RegimeMode,
 )
 from controller.wire.override_text import PRECEDENCE
 

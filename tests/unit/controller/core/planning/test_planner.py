@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from controller.core.acceptance.cusum import Hazard
 from controller.core.cost.model import Costs
+from controller.core.engine_spec import Arm
+from controller.core.plan import Reason
 from controller.core.planning.observation_cost import CatchUpPrice
 from controller.core.planning.planner import Planner, Values, batch_buckets
 from controller.core.settings import PlannerSettings
-from controller.core.types import Arm, Reason
 
 ARMS = [Arm("mtp", g) for g in (0, 1, 2, 3)]
 

@@ -4,19 +4,13 @@ import pytest
 
 from controller.core.clock import VirtualClock
 from controller.core.engine.engine_controller import EngineController
+from controller.core.engine_spec import Capabilities, DrafterSpec, EngineSpec, Fingerprint
 from controller.core.model_shapes import DrafterKind
+from controller.core.plan import Regime, RegimeMode
 from controller.core.planning.overrides import Override, Rule, Scope, ScopeKind
 from controller.core.settings import PlannerSettings
+from controller.core.step_report import StepReport
 from controller.core.training.selective_training import TrainingResult, TrainingSettings
-from controller.core.types import (
-    Capabilities,
-    DrafterSpec,
-    EngineSpec,
-    Fingerprint,
-    Regime,
-    RegimeMode,
-    StepReport,
-)
 
 COLLECT = Regime(RegimeMode.COLLECT)
 TRAINING = TrainingSettings(initial=2, unit_drafts=4, threshold=3)

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.core.errors import InvalidTrainingError
+from controller.core.step_report import StepReport
 from controller.core.training.selective_training import (
     SelectiveTraining,
     TrainingResult,
@@ -17,7 +18,6 @@ from controller.core.training.selective_training import (
     from_json,
     to_json,
 )
-from controller.core.types import StepReport
 
 SETTINGS = TrainingSettings(
     short_decay=0.5, long_decay=0.9, margin=0.1, initial=4, threshold=10, unit_drafts=8

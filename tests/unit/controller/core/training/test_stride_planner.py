@@ -7,20 +7,12 @@ import pytest
 
 from controller.core.cost.profile import DrafterIdentity, Profile, ProfileCell
 from controller.core.engine.engine_controller import EngineController
+from controller.core.engine_spec import Arm, Capabilities, DrafterSpec, EngineSpec, Fingerprint
 from controller.core.model_shapes import DrafterKind
+from controller.core.plan import Regime, RegimeMode
 from controller.core.planning.overrides import Override, Rule, Scope, ScopeKind
 from controller.core.settings import PlannerSettings
-from controller.core.types import (
-    Arm,
-    Capabilities,
-    DrafterSpec,
-    EngineSpec,
-    Fingerprint,
-    Regime,
-    RegimeMode,
-    StepFlags,
-    StepReport,
-)
+from controller.core.step_report import StepFlags, StepReport
 from controller.simulation.controller_policy import VirtualTime
 
 GAMMAS = (0, 3)

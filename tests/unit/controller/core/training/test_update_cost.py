@@ -2,8 +2,8 @@
 
 import pytest
 
+from controller.core.step_report import StepFlags, StepReport
 from controller.core.training.update_cost import UpdatePrice
-from controller.core.types import StepFlags, StepReport
 
 
 def step(

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from controller.core.step_report import StepFlags, StepReport
 from controller.core.training.update_response import Forecast, UpdateResponse
-from controller.core.types import StepFlags, StepReport
 
 RATES = (0.0, 0.02, 0.2)
 GAMMA = 3

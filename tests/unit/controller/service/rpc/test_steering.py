@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from controller.core.clock import VirtualClock
-from controller.core.types import StepReport
+from controller.core.step_report import StepReport
 from controller.service.net.errors import ShuttingDownError
 from controller.wire.engines import engine_from_proto
 from speculation.v1 import engine_pb2, plan_pb2, service_pb2

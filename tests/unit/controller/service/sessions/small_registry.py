@@ -2,8 +2,8 @@
 
 from controller.core.clock import VirtualClock
 from controller.core.engine.engine_controller import EngineController
+from controller.core.engine_spec import EngineSpec
 from controller.core.settings import PlannerSettings
-from controller.core.types import EngineSpec
 from controller.service.net.callers import Caller, Right
 from controller.service.sessions.profile_registry import ProfileRegistry
 from controller.service.sessions.registry import SessionRegistry

@@ -1,6 +1,6 @@
 from dataclasses import replace
 
-from controller.core.types import StepFlags, StepReport
+from controller.core.step_report import StepFlags, StepReport
 from controller.service.sessions.counters import StepCounters
 
 PLAIN = StepReport(1, 4, 100, "mtp", 2, (1, 1, 2), 0.5)

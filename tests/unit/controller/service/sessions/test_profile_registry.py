@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from controller.core.cost.profile import DrafterIdentity, Profile
-from controller.core.types import EngineSpec
+from controller.core.engine_spec import EngineSpec
 from controller.service.net.errors import ProfileNotSavedError
 from controller.service.sessions.profile_registry import ProfileFileError, ProfileRegistry
 from controller.wire.engines import engine_from_proto

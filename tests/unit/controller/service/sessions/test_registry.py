@@ -4,8 +4,9 @@ from typing import Any
 import pytest
 
 from controller.core.clock import VirtualClock
+from controller.core.engine_spec import Arm
 from controller.core.errors import StaleReportError, UnknownArmError
-from controller.core.types import Arm, Reason
+from controller.core.plan import Reason
 from controller.service.net.callers import Caller, Right
 from controller.service.net.errors import (
     EngineTakenError,

@@ -1,4 +1,5 @@
-from controller.core.types import Arm, Probe
+from controller.core.engine_spec import Arm
+from controller.core.plan import Probe
 from controller.service.sessions.unary_probes import UnaryProbes
 from controller.wire.reports import report_from_proto
 from tests.support.service_harness import report_message

@@ -8,7 +8,7 @@ import pytest
 
 from controller.core.clock import VirtualClock
 from controller.core.engine.explanation import PositionEstimate
-from controller.core.types import Plan
+from controller.core.plan import Plan
 from controller.service.sessions import history, plan_log
 from controller.service.sessions.history import FIELDS, History
 from controller.service.sessions.session import EngineSession

@@ -5,7 +5,8 @@ from collections import deque
 from dataclasses import dataclass
 
 from controller.core.cost.profile import DrafterIdentity, Profile, ProfileCell
-from controller.core.types import NO_FLAGS, Arm, Fingerprint
+from controller.core.engine_spec import Arm, Fingerprint
+from controller.core.step_report import NO_FLAGS
 from controller.simulation.policy import Policy, StepRecord
 
 GAMMAS = (0, 1, 2, 3, 5, 7)

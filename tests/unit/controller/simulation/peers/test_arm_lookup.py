@@ -2,7 +2,7 @@
 
 import pytest
 
-from controller.core.types import Arm
+from controller.core.engine_spec import Arm
 from controller.simulation.peers.arm_lookup import by_gamma, nearest, off_arm, speculating_arm
 
 TWO = (Arm("mtp", 0), Arm("mtp", 3), Arm("dflash", 0), Arm("dflash", 8), Arm("dflash", 4))

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.core.types import Arm
+from controller.core.engine_spec import Arm
 from controller.simulation.peers import Reward, UcbBandit
 from tests.unit.controller.simulation.peers.loop import ARMS, GAMMAS, Loop, best_arm, constant
 

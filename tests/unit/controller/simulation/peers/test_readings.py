@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.core.types import MAX_BATCH_SIZE
+from controller.core.engine_spec import MAX_BATCH_SIZE
 from controller.simulation.peers.readings import accepted_tokens, octave, octave_range
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from controller.core.types import Arm
+from controller.core.engine_spec import Arm
 from controller.simulation.peers import PeerUnavailableError, SGLangAdaptive
 from controller.simulation.peers.sglang_adaptive import available_config
 from controller.simulation.results import PolicyOrigin
@@ -110,7 +110,7 @@ def test_without_the_package_it_says_what_to_install(monkeypatch):
 def test_the_peers_can_be_listed_without_importing_sglang():
     program = (
         "import sys, controller.simulation.peers as peers\n"
-        "from controller.core.types import Arm\n"
+        "from controller.core.engine_spec import Arm\n"
         "peers.standard_peers((Arm('mtp', 0),), None, ((1, 1, 0),))\n"
         "assert not {'sglang', 'torch'} & set(sys.modules)\n"
     )

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.core.types import Arm
+from controller.core.engine_spec import Arm
 from controller.simulation.peers import PeerUnavailableError, standard_peers
 from controller.simulation.results import PolicyOrigin
 from tests.unit.controller.simulation.peers.loop import ARMS, Loop, profile_of

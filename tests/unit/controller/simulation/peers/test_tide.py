@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.core.types import Arm
+from controller.core.engine_spec import Arm
 from controller.simulation.errors import InvalidInputError
 from controller.simulation.peers import TideThreshold
 from controller.simulation.peers.tide import acceptance_rate, expected_length, practical_speedup

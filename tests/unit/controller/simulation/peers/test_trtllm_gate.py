@@ -2,7 +2,7 @@
 
 import pytest
 
-from controller.core.types import Arm
+from controller.core.engine_spec import Arm
 from controller.simulation.peers import SpeculationGate
 from tests.unit.controller.simulation.peers.loop import ARMS, Loop, record
 

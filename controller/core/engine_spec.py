@@ -1,0 +1,189 @@
+"""Describes an engine as it introduces itself: its drafters, capabilities and identity."""
+
+from dataclasses import dataclass, field
+
+from controller.core.capabilities import LostCapability, able, require_known
+from controller.core.errors import InvalidEngineError, UnknownArmError
+from controller.core.model_shapes import DrafterKind, DrafterShape, ModelShape
+
+MAX_GAMMA = 64
+MAX_BATCH_SIZE = 65_536
+MAX_DRAFTERS = 8
+MAX_ARMS = 130  # drafters times draft lengths: two with every one of 0..64
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """Is one possible choice: a drafter and a draft length.  gamma = 0 is plain decoding."""
+
+    drafter: str
+    gamma: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """Identifies the engine that a cost profile belongs to, as proto `Fingerprint` does."""
+
+    target_model: str
+    target_revision: str = ""
+    engine: str = ""
+    engine_version: str = ""
+    device: str = ""
+    dtype: str = ""
+    quantization: str = ""
+    tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
+    attention_backend: str = ""
+    graph_batch_sizes: tuple[int, ...] = ()
+    shim_version: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterSpec:
+    """Describes a drafter and the draft lengths, ascending, that the engine has prepared for it.
+
+    shape: its sizes, when known.  batch_limits: (gamma, largest batch) of draft lengths that are
+    prepared for small batches only.
+    """
+
+    name: str
+    kind: DrafterKind
+    gammas: tuple[int, ...]
+    model: str = ""
+    revision: str = ""
+    shape: DrafterShape | None = None
+    batch_limits: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not (1 <= len(self.name) <= 64 and self.name.isprintable()):
+            raise InvalidEngineError(
+                f"drafter name {self.name[:64]!r}: 1 to 64 printable characters are needed"
+            )
+        if not self.gammas:
+            raise InvalidEngineError(f"drafter {self.name!r}: no draft length is listed")
+        if list(self.gammas) != sorted(set(self.gammas)):
+            raise InvalidEngineError(
+                f"drafter {self.name!r}: draft lengths {list(self.gammas)} "
+                "are not ascending and unique"
+            )
+        if self.gammas[0] < 0 or self.gammas[-1] > MAX_GAMMA:
+            raise InvalidEngineError(
+                f"drafter {self.name!r}: draft lengths {list(self.gammas)} are not all in "
+                f"0..{MAX_GAMMA}"
+            )
+        limited = [gamma for gamma, _ in self.batch_limits]
+        if len(set(limited)) < len(limited) or not set(limited) <= set(self.gammas):
+            raise InvalidEngineError(
+                f"drafter {self.name!r}: batches are limited for draft lengths {limited[:16]}; "
+                f"each must be one of {list(self.gammas)} and appear once"
+            )
+
+    def largest_batch(self, gamma: int) -> int:
+        """Returns the largest batch that this draft length is prepared for."""
+        return dict(self.batch_limits).get(gamma, MAX_BATCH_SIZE)
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """Lists what the engine side is able to do, as proto `Capabilities` does."""
+
+    can_sleep: bool = False
+    can_switch_drafter: bool = False
+    can_update_online: bool = False
+    can_collect: bool = False
+    can_take_versions: bool = False
+    overlap_steps: int = 0
+    drafters_follow: bool = False
+    catch_up_steps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """Describes an engine as it introduces itself.  Raises InvalidEngineError for contradictions.
+
+    shape: the target model's sizes, when known, for the prior.  safe_gamma: the draft length of its
+    first drafter that it runs without a plan, None if unknown.  lost: what it can no longer do;
+    `drafters` and `capabilities` stay as introduced.
+    """
+
+    engine_id: str
+    fingerprint: Fingerprint
+    drafters: tuple[DrafterSpec, ...]
+    max_batch_size: int
+    capabilities: Capabilities = field(default_factory=Capabilities)
+    shape: ModelShape | None = None
+    safe_gamma: int | None = None
+    lost: tuple[LostCapability, ...] = ()
+
+    def __post_init__(self) -> None:
+        allowed = set("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._:-")
+        if not 1 <= len(self.engine_id) <= 128 or not set(self.engine_id) <= allowed:
+            raise InvalidEngineError(
+                f"engine_id {self.engine_id[:140]!r}: 1 to 128 of A-Z a-z 0-9 . _ : - are needed"
+            )
+        if not self.drafters:
+            raise InvalidEngineError("no drafter is listed: at least one is needed")
+        names = [d.name for d in self.drafters]
+        if len(set(names)) != len(names):
+            raise InvalidEngineError(f"drafter names {names} are not unique")
+        if len(names) > MAX_DRAFTERS:
+            raise InvalidEngineError(f"{len(names)} drafters are listed, {MAX_DRAFTERS} at most")
+        if (arms := len(self.arms)) > MAX_ARMS:
+            raise InvalidEngineError(f"{arms} draft lengths are listed, {MAX_ARMS} at most")
+        graphs = self.fingerprint.graph_batch_sizes
+        if list(graphs) != sorted(set(graphs)) or (graphs and graphs[0] < 1):
+            raise InvalidEngineError(
+                f"graph_batch_sizes {list(graphs)[:16]} are not ascending, unique and above 0"
+            )
+        if not 1 <= self.max_batch_size <= MAX_BATCH_SIZE:
+            raise InvalidEngineError(
+                f"max_batch_size {self.max_batch_size} is outside 1..{MAX_BATCH_SIZE}"
+            )
+        if not any(self.is_prepared(arm, self.max_batch_size) for arm in self.arms):
+            raise InvalidEngineError(
+                f"every draft length is limited to batches below {self.max_batch_size}: "
+                "nothing could run in the largest one"
+            )
+        if self.safe_gamma not in {None, *self.drafters[0].gammas}:
+            raise InvalidEngineError(f"{names[0]!r} has not prepared safe_gamma {self.safe_gamma}")
+        require_known(self.lost, self)
+
+    @property
+    def arms(self) -> tuple[Arm, ...]:
+        """All drafters and draft lengths that the engine introduced, gamma = 0 included."""
+        return tuple(Arm(d.name, gamma) for d in self.drafters for gamma in d.gammas)
+
+    def can_run(self, arm: Arm, batch_size: int) -> bool:
+        """Returns whether the arm is prepared for a batch of this size, and not lost."""
+        return self.is_prepared(arm, batch_size) and self.loss_of(arm) is None
+
+    def loss_of(self, arm: Arm) -> LostCapability | None:
+        """Returns the loss that takes this arm away; None while the engine has it."""
+        return next((loss for loss in self.lost if loss.covers(arm)), None)
+
+    @property
+    def able(self) -> Capabilities:
+        """The capabilities that are left after all losses."""
+        return able(self.capabilities, self.lost)
+
+    def is_prepared(self, arm: Arm, batch_size: int) -> bool:
+        """Returns whether the arm, one of `arms`, is prepared for a batch of this size."""
+        return batch_size <= self.drafter(arm.drafter).largest_batch(arm.gamma)
+
+    def drafter(self, name: str) -> DrafterSpec:
+        """Returns the drafter of that name.  Raises UnknownArmError."""
+        for drafter in self.drafters:
+            if drafter.name == name:
+                return drafter
+        raise UnknownArmError(
+            f"unknown drafter {name!r}: this engine introduced {[d.name for d in self.drafters]}"
+        )
+
+    def require(self, arm: Arm) -> None:
+        """Raises UnknownArmError unless the engine introduced this drafter with this gamma."""
+        gammas = self.drafter(arm.drafter).gammas
+        if arm.gamma not in gammas:
+            raise UnknownArmError(
+                f"gamma {arm.gamma} is out of range for drafter {arm.drafter!r}: "
+                f"this engine introduced {list(gammas)}"
+            )

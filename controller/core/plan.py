@@ -1,0 +1,87 @@
+"""Defines plans: tables over batch sizes of what an engine is to run, and the regime of updates."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from controller.core.engine_spec import Arm
+
+MAX_PLAN_ROWS = 512  # what an engine's link takes
+
+
+class Reason(Enum):
+    """Names why a plan or a row is what it is; `explain` gives the numbers."""
+
+    EXPLOIT = "exploit"
+    PROBE = "probe"
+    HOLD = "hold"
+    PROFILE_MISSING = "profile-missing"
+    PROFILING = "profiling"
+    LEASE = "lease"
+    OVERRIDE = "override"
+
+
+class RegimeMode(Enum):
+    """Names the online-update regimes of the drafter."""
+
+    OFF = "off"
+    ONLINE = "online"
+    COLLECT = "collect"
+
+
+@dataclass(frozen=True, slots=True)
+class Regime:
+    """Pairs a mode with its stride: rounds between gradient steps, 0 unless ONLINE."""
+
+    mode: RegimeMode = RegimeMode.OFF
+    stride: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.mode.value}:{self.stride}" if self.stride else self.mode.value
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Tries another arm for `steps` steps in its row's bucket.  `probe_id` is never reused."""
+
+    probe_id: int
+    arm: Arm
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRow:
+    """Holds the choice for batch sizes up to `max_batch_size` (and above the previous row's).
+
+    drafter_asleep: in its steps at gamma = 0 (its probe's included) the drafter does not run.
+    """
+
+    max_batch_size: int
+    arm: Arm
+    reason: Reason
+    probe: Probe | None = None
+    drafter_asleep: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Maps batch sizes to choices.  `rows` ascend; the last one also serves every larger batch.
+
+    overrides: ids of those that count anywhere in it.  draft_version: of the drafter that is to
+    serve, 0 = as loaded.
+    """
+
+    epoch: int
+    rows: tuple[PlanRow, ...]
+    regime: Regime
+    lease_seconds: float
+    reason: Reason
+    reason_detail: str
+    overrides: tuple[str, ...] = ()
+    draft_version: int = 0
+
+    def row_for(self, batch_size: int) -> PlanRow:
+        """Returns the row that serves this batch size."""
+        for row in self.rows:
+            if batch_size <= row.max_batch_size:
+                return row
+        return self.rows[-1]

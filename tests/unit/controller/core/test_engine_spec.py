@@ -1,0 +1,63 @@
+"""Descriptions of engines that contradict themselves are refused where they are made."""
+
+import pytest
+
+from controller.core.engine_spec import Arm, DrafterSpec, EngineSpec, Fingerprint
+from controller.core.errors import InvalidEngineError, UnknownArmError
+from controller.core.model_shapes import DrafterKind
+
+
+@pytest.mark.parametrize("gammas", [(), (1, 0), (0, 0), (-1, 2), (0, 65)])
+def test_draft_lengths_out_of_order_or_range_are_refused(gammas):
+    with pytest.raises(InvalidEngineError):
+        DrafterSpec("mtp", DrafterKind.MTP, gammas)
+
+
+@pytest.mark.parametrize("engine_id", ["", "a" * 129, "a b", "a/b", "ä", "x\n"])
+def test_an_engine_id_is_a_plain_name(engine_id):
+    drafter = DrafterSpec("mtp", DrafterKind.MTP, (0, 1))
+    with pytest.raises(InvalidEngineError, match="engine_id"):
+        EngineSpec(engine_id, Fingerprint("t"), (drafter,), 8)
+
+
+@pytest.mark.parametrize("name", ["", "a" * 65, "a\nb", "\x1b[31mred", "\u202eabc"])
+def test_a_drafters_name_is_short_and_printable(name):
+    with pytest.raises(InvalidEngineError, match="printable"):
+        DrafterSpec(name, DrafterKind.MTP, (0, 1))
+
+
+def test_drafters_are_needed_and_unique():
+    drafter = DrafterSpec("mtp", DrafterKind.MTP, (0, 1))
+    with pytest.raises(InvalidEngineError, match="at least one is needed"):
+        EngineSpec("e", Fingerprint("t"), (), 8)
+    with pytest.raises(InvalidEngineError, match="not unique"):
+        EngineSpec("e", Fingerprint("t"), (drafter, drafter), 8)
+
+
+@pytest.mark.parametrize("sizes", [(0, 1), (2, 1), (1, 1)])
+def test_captured_batch_sizes_ascend_from_one(sizes):
+    drafter = DrafterSpec("mtp", DrafterKind.MTP, (0, 1))
+    with pytest.raises(InvalidEngineError, match="graph_batch_sizes"):
+        EngineSpec("e", Fingerprint("t", graph_batch_sizes=sizes), (drafter,), 8)
+
+
+def test_the_number_of_drafters_is_bounded():
+    drafters = tuple(DrafterSpec(f"d{i}", DrafterKind.MTP, (0, 1)) for i in range(17))
+    with pytest.raises(InvalidEngineError, match="17 drafters"):
+        EngineSpec("e", Fingerprint("t"), drafters, 8)
+
+
+def test_the_number_of_draft_lengths_over_all_drafters_is_bounded():
+    drafters = tuple(DrafterSpec(f"d{i}", DrafterKind.MTP, tuple(range(65))) for i in range(4))
+    with pytest.raises(InvalidEngineError, match="260 draft lengths are listed"):
+        EngineSpec("e", Fingerprint("m"), drafters, 8)
+
+
+def test_an_arm_must_have_been_introduced():
+    drafter = DrafterSpec("mtp", DrafterKind.MTP, (0, 1, 3))
+    spec = EngineSpec("e", Fingerprint("t"), (drafter,), 8)
+    spec.require(Arm("mtp", 3))
+    with pytest.raises(UnknownArmError, match="gamma 2 is out of range"):
+        spec.require(Arm("mtp", 2))
+    with pytest.raises(UnknownArmError, match="unknown drafter 'dflash'"):
+        spec.require(Arm("dflash", 1))

@@ -1,0 +1,66 @@
+"""Reports with impossible values are refused where they are made."""
+
+import math
+from typing import Any
+
+import pytest
+
+from controller.core.engine_spec import Arm
+from controller.core.errors import InvalidReportError
+from controller.core.step_report import ClassCounts, StepReport
+
+GOOD: dict[str, Any] = {
+    "step": 1,
+    "batch_size": 4,
+    "kv_tokens": 100,
+    "drafter": "mtp",
+    "gamma": 2,
+    "accepted_counts": (1, 1, 2),
+    "step_seconds": 0.01,
+}
+
+
+def classes(*parts):
+    return tuple(ClassCounts(label, counts) for label, counts in parts)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"accepted_counts": (1, 1, 1)}, "do not sum to batch_size 4"),
+        ({"accepted_counts": (1, 3)}, "gamma 2 needs 3"),
+        ({"accepted_counts": (-1, 3, 2)}, "do not sum"),
+        ({"gamma": 65, "accepted_counts": (4,) + (0,) * 65}, "gamma 65 is outside"),
+        ({"gamma": -1, "accepted_counts": ()}, "gamma -1 is outside"),
+        ({"batch_size": 0, "accepted_counts": (0, 0, 0)}, "batch_size 0 is outside"),
+        ({"step_seconds": math.nan}, "not a positive time"),
+        ({"step_seconds": -0.01}, "not a positive time"),
+        ({"step_seconds": 0.0}, "not a positive time"),
+        ({"step_seconds": math.inf}, "not a positive time"),
+        ({"kv_tokens": -1}, "is negative"),
+        ({"classes": classes(("a", (1, 0, 0)), ("a", (0, 1, 0)))}, "2 classes, unique ones"),
+        ({"classes": classes(*((f"c{i}", (1, 0, 0)) for i in range(65)))}, "65 classes"),
+        ({"classes": classes(("", (1, 0, 0)))}, "printable characters"),
+        ({"classes": classes(("x" * 65, (1, 0, 0)))}, "printable characters"),
+        ({"classes": classes(("a\nb", (1, 0, 0)))}, "printable characters"),
+        ({"classes": classes(("a", (1, 0)))}, "are not 3 counts"),
+        ({"classes": classes(("a", (0, 0, 0)))}, "at least one sequence"),
+        ({"classes": classes(("a", (-1, 1, 0)))}, "are not 3 counts"),
+        ({"classes": classes(("a", (1, 0, 2)), ("b", (1, 0, 0)))}, "more sequences than"),
+        ({"confidences": (0.5,)}, "are not 2 probabilities"),
+        ({"confidences": (0.5, 1.1)}, "are not 2 probabilities"),
+        ({"confidences": (0.5, math.nan)}, "are not 2 probabilities"),
+    ],
+)
+def test_a_report_that_cannot_be_true_is_refused_and_says_why(change, message):
+    with pytest.raises(InvalidReportError, match=message):
+        StepReport(**(GOOD | change))
+
+
+def test_a_good_report_is_taken():
+    assert StepReport(**GOOD).arm == Arm("mtp", 2)
+
+
+def test_classes_may_leave_sequences_out():
+    parts = classes(("code", (0, 0, 2)), ("chat", (1, 0, 0)))
+    assert StepReport(**GOOD, classes=parts, confidences=(0.9, 0.0)).classes == parts
