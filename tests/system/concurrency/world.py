@@ -69,7 +69,9 @@ class World:
         self._dead: list[Process] = []
         self._stack.enter_context(in_virtual_time(self.clock))
         self._stack.enter_context(patch.object(agent_module, "AgentSocket", self._port))
-        self._stack.enter_context(patch.object(agent_module, "Credentials", self._credentials))
+        self._stack.enter_context(
+            patch.object(agent_module, "EngineCredentials", self._credentials)
+        )
         self.network = Network(self._witness)
         # By id; kept here until long after their end.
         self.overrides: dict[str, Commanded] = {}
