@@ -6,7 +6,7 @@ PYTHON ?= python3
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check format test bench faults soak fuzz demo lab gpu-check models proto lock licences sbom audit clean
+.PHONY: help setup check format test bench faults soak fuzz golden demo lab gpu-check models proto lock licences sbom audit clean
 
 help: ## What there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,6 +45,9 @@ soak: setup ## Half an hour of load: nothing may grow, nothing may differ from w
 
 fuzz: setup ## Bad input for everything that reads, for as long as you like (ARGS="--minutes 240")
 	@$(PYTHON_IN) -m tests.system.fuzz $(ARGS)
+
+golden: setup ## Compares the standard suite's numbers with the golden ones, exactly (six minutes)
+	@$(PYTHON_IN) -m tests.support.golden $(ARGS)
 
 demo: setup ## One stream of prompts, four policies, on the real SGLang
 	@$(PYTHON_IN) -m lab.demo $(ARGS)

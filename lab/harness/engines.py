@@ -16,7 +16,7 @@ from lab.harness.sidecar import SidecarHandle
 from lab.harness.stream import StreamPhase
 from lab.harness.terminal import Terminal
 
-_SIDECAR_SECONDS = 20.0
+_SIDECAR_SECONDS = 60.0
 # Beyond the profile's own budget: waiting for load to begin, the fit, a slow machine.
 _PROFILE_SPARE_SECONDS = 120.0
 
