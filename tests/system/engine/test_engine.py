@@ -208,7 +208,8 @@ def test_requests_that_join_and_leave_a_sleeping_batch_are_caught_up(
         accepted = sum(k * n for r in drafted for k, n in enumerate(r.accepted_counts))
         share[name] = accepted / sum(3 * report.batch_size for report in drafted)
     assert engine.internal_state()["speculation_controller"]["sleep"]["cold"] == 0
-    assert share["asleep"] == pytest.approx(share["awake"], rel=0.15)
+    # Which steps draft depends on when reports arrive; a drafter that was not caught up loses more.
+    assert share["asleep"] >= 0.85 * share["awake"]
 
 
 def test_the_server_says_how_it_is_steered(engine: EngineProcess, sidecar: ScriptedSidecar) -> None:
