@@ -33,7 +33,7 @@ def test_it_says_when_training_does_not_pay():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "there are no cards"),
+        ((), "no pool of GPUs is given"),
         (("--pool", "H100:8"), "NAME:CARDS:INFERENCE:TRAINING is needed"),
         (("--pool", "H100:eight:1:1"), "NAME:CARDS:INFERENCE:TRAINING is needed"),
         (("--pool", "H100:8:0:1"), "inference rate 0.0 must be above 0"),

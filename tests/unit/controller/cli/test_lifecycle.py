@@ -81,7 +81,7 @@ def test_a_bad_file_and_a_store_in_use_have_their_exit_codes(tmp_path: Path):
     state = f"{tmp_path}/controller.sock.state"
     with sidecar_process(tmp_path) as sidecar:
         for flags, code, text in (
-            (("--config", f"{tmp_path}/bad.yaml"), Exit.USAGE, "line 2: tcp stands twice"),
+            (("--config", f"{tmp_path}/bad.yaml"), Exit.USAGE, "line 2: tcp is set twice"),
             (("--state-directory", state), Exit.NO_STORE, "in use by another sidecar"),
         ):
             here = ("--address", f"unix:{tmp_path}/other.sock", "--metrics-port", "0")

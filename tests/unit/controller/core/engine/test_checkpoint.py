@@ -150,7 +150,7 @@ def test_another_profile_is_part_of_the_new_core():
         (lambda tree: tree["cost"].fields.pop("steps"), "model.CostModel.steps"),
         (lambda tree: tree.update(explorer=Typed("os.system", {})), "os.system"),
         (lambda tree: tree.update(explorer=Typed("cost.CostModel", {})), "cost.CostModel"),
-        (lambda tree: tree.update(_plan=Chosen("types.Reason", "NONE")), "NONE"),
+        (lambda tree: tree.update(_plan=Chosen("plan.Reason", "NONE")), "NONE"),
         (lambda tree: tree.update(_plan=Chosen("types.Plan", "EXPLOIT")), "types.Plan"),
     ],
 )
