@@ -264,17 +264,21 @@ class _Stage:
 
     async def _operate(self, seconds: float) -> None:
         """Overrides and the restart, at their times."""
+        ttl = max(_EXPIRING_SECONDS_MIN, round(0.1 * seconds))
         began = time.monotonic()
 
         async def at(share: float, what: Callable[[], object]) -> None:
             await asyncio.sleep(max(0.0, began + share * seconds - time.monotonic()))
             await asyncio.to_thread(what)
 
-        ttl = f"{max(_EXPIRING_SECONDS_MIN, round(0.1 * seconds))}s"
-        await at(0.15, lambda: self._override(_EXPIRING, "--gamma", "1", "--ttl", ttl))
-        await at(0.3, lambda: self._override(_CLEARED, "--at-most", "2", "--ttl", "2h"))
-        await at(0.4, self._restart)
-        await at(0.6, lambda: self._command("clear", _CLEARED))
+        # The second override is refused while the first one, which is stronger, is in force.
+        await at(0.05, lambda: self._override(_EXPIRING, "--gamma", "1", "--ttl", f"{ttl}s"))
+        await at(
+            max(0.3, 0.05 + (ttl + 2) / seconds),
+            lambda: self._override(_CLEARED, "--at-most", "2", "--ttl", "2h"),
+        )
+        await at(0.45, self._restart)
+        await at(0.7, lambda: self._command("clear", _CLEARED))
 
     def _restart(self) -> None:
         self._stop_sidecar()

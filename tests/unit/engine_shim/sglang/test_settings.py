@@ -44,12 +44,12 @@ def test_online_updates_are_off_unless_asked_for() -> None:
 @pytest.mark.parametrize(
     ("variable", "value", "message"),
     [
-        ("ANCHORS", "90", "90 anchors: 1 at the least, and fewer than the window's 48"),
+        ("ANCHORS", "90", "anchors 90 must be 1 or more, and fewer than window 48"),
         ("LEARNING_RATE", "0", "learning rate 0.0 must lie in"),
         ("LEARNING_RATE", "fast", "SPECULATION_ONLINE_LEARNING_RATE"),
         ("DISCOUNT", "2", "discount 2.0 must lie in"),
         ("PROXIMAL", "-1", "proximal weight -1.0 must be 0 or more"),
-        ("STEPS", "0", "0 steps"),
+        ("STEPS", "0", "steps 0 and top 64 must be 1 or more"),
         ("SCOPE", "user", "SPECULATION_ONLINE_SCOPE"),
     ],
 )
