@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from controller.core.capabilities import LostCapability, able, require_known
 from controller.core.errors import InvalidEngineError, UnknownArmError
 from controller.core.model_shapes import DrafterKind, DrafterShape, ModelShape
+from controller.core.recorded_state import recorded
 
 MAX_GAMMA = 64
 MAX_BATCH_SIZE = 65_536
@@ -12,6 +13,7 @@ MAX_DRAFTERS = 8
 MAX_ARMS = 130  # drafters times draft lengths: two with every one of 0..64
 
 
+@recorded("arm")
 @dataclass(frozen=True, slots=True)
 class Arm:
     """Is one possible choice: a drafter and a draft length.  gamma = 0 is plain decoding."""

@@ -4,10 +4,12 @@ from dataclasses import dataclass
 from enum import Enum
 
 from controller.core.engine_spec import Arm
+from controller.core.recorded_state import recorded
 
 MAX_PLAN_ROWS = 512  # what an engine's link takes
 
 
+@recorded("reason")
 class Reason(Enum):
     """Names why a plan or a row is what it is; `explain` gives the numbers."""
 
@@ -20,6 +22,7 @@ class Reason(Enum):
     OVERRIDE = "override"
 
 
+@recorded("regime_mode")
 class RegimeMode(Enum):
     """Names the online-update regimes of the drafter."""
 
@@ -28,6 +31,7 @@ class RegimeMode(Enum):
     COLLECT = "collect"
 
 
+@recorded("regime")
 @dataclass(frozen=True, slots=True)
 class Regime:
     """Pairs a mode with its stride: rounds between gradient steps, 0 unless ONLINE."""
@@ -39,6 +43,7 @@ class Regime:
         return f"{self.mode.value}:{self.stride}" if self.stride else self.mode.value
 
 
+@recorded("probe")
 @dataclass(frozen=True, slots=True)
 class Probe:
     """Tries another arm for `steps` steps in its row's bucket.  `probe_id` is never reused."""
@@ -48,6 +53,7 @@ class Probe:
     steps: int
 
 
+@recorded("plan_row")
 @dataclass(frozen=True, slots=True)
 class PlanRow:
     """Holds the choice for batch sizes up to `max_batch_size` (and above the previous row's).
@@ -62,6 +68,7 @@ class PlanRow:
     drafter_asleep: bool = False
 
 
+@recorded("plan")
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Maps batch sizes to choices.  `rows` ascend; the last one also serves every larger batch.

@@ -13,6 +13,7 @@ from controller.core.acceptance.cusum import Hazard
 from controller.core.acceptance.estimator import AcceptanceCurve, AcceptanceEstimator
 from controller.core.acceptance.warm_start import Belief
 from controller.core.engine_spec import DrafterSpec
+from controller.core.recorded_state import recorded
 from controller.core.settings import PlannerSettings
 from controller.core.step_report import StepReport
 
@@ -36,6 +37,7 @@ class TrafficCurves:
     batch: Mapping[str, AcceptanceCurve]
 
 
+@recorded("traffic_estimator", "drafters classes _awaited _hazard_shifts _hazard_steps _mix")
 class TrafficEstimator:
     """Owns all acceptance estimators of one engine.
 

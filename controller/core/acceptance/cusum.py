@@ -14,6 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from controller.core.recorded_state import recorded
 from controller.core.settings import PlannerSettings
 
 _LOGITS = 1.5
@@ -32,6 +33,7 @@ class Hazard:
     seen: float
 
 
+@recorded("cusum", "_up _down _better _worse")
 class Cusum:
     """Keeps both sums of one estimator.  limit: a sum above it is a shift."""
 

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from controller.core.acceptance.cusum import Cusum
 from controller.core.engine_spec import MAX_BATCH_SIZE
+from controller.core.recorded_state import recorded
 from controller.core.settings import PlannerSettings
 
 # A window needs this many exposures before it can call a shift.
@@ -70,6 +71,15 @@ class AcceptanceCurve:
         return slopes
 
 
+@recorded(
+    "acceptance_estimator",
+    "shifts _steps _seen_at",
+    fast_exposures="_fast_n",
+    fast_successes="_fast_s",
+    slow_exposures="_slow_n",
+    slow_successes="_slow_s",
+    cusum="_alarm",
+)
 class AcceptanceEstimator:
     """Estimates the conditional acceptance of one drafter, positions 1..gamma_max.
 

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 
 from controller.core.engine_spec import MAX_GAMMA
 from controller.core.errors import MALFORMED, InvalidBeliefError
+from controller.core.recorded_state import recorded
 from controller.core.step_report import MAX_LABEL_CHARACTERS
 
 HALF_LIFE_SECONDS = 6 * 3600.0
@@ -21,6 +22,7 @@ WARM_EXPOSURES = 64.0
 _LEAST_EXPOSURES = 1.0
 
 
+@recorded("belief")
 @dataclass(frozen=True, slots=True)
 class Belief:
     """The acceptance of one drafter is estimated by this curve.

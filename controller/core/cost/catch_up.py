@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from controller.core.cost.drafter_backlog import DrafterBacklog
 from controller.core.engine_spec import Capabilities
+from controller.core.recorded_state import recorded
 from controller.core.step_report import StepReport
 
 # The rate's memory, in wakings, and the missed tokens that its first value weighs.
@@ -14,6 +15,7 @@ _WAKINGS = 50.0
 _PRIOR_TOKENS = 1000.0
 
 
+@recorded("catch_up", "_backlog _product _weight")
 class CatchUp:
     """Tracks each drafter's backlog and the price of a token.  One object per engine.
 

@@ -3,9 +3,11 @@
 from collections.abc import Mapping, Sequence
 
 from controller.core.engine_spec import Capabilities
+from controller.core.recorded_state import recorded
 from controller.core.step_report import StepReport
 
 
+@recorded("drafter_backlog", "_backlog _asleep _slept_steps")
 class DrafterBacklog:
     """Missed tokens by drafter.  One object per engine.
 

@@ -36,6 +36,7 @@ from controller.core.cost.grid import profiled_grid
 from controller.core.cost.prior import Prior, generic_prior
 from controller.core.cost.profile import Profile
 from controller.core.engine_spec import Arm
+from controller.core.recorded_state import recorded
 from controller.core.settings import PlannerSettings
 
 # Standard deviations of the log-coefficients before any live step: the machine, its growth with
@@ -85,6 +86,7 @@ class Costs:
     extrapolated: NDArray[np.bool_]
 
 
+@recorded("pending_errors")
 @dataclass(slots=True)
 class _Pending:
     """Sums the errors of one cell since the last update."""
@@ -93,6 +95,12 @@ class _Pending:
     steps: int = 0
 
 
+@recorded(
+    "cost_model",
+    "rejected steps _cell _cell_seen _cell_steps _correction _covariance _disagreed _factors "
+    "_kv_per_sequence _last_cell _last_error _now_cell _outliers_in_a_row _pace _pending "
+    "_scatter _surprise _weights",
+)
 class CostModel:
     """Estimates the costs of `arms` at the batch sizes `buckets` (ascending), for one engine.
 

@@ -3,12 +3,10 @@
     capture(core) -> tree of numbers, texts, lists, arrays and `Typed` objects, all of them copies
     restore(core, tree)  into a core that was made from the same engine, settings and profile
 
-What the constructor makes and nothing changes is left out (`_CONSTANT`), and so is what no decision
-reads (the account, the diagnostics of the last decision); settings and overrides are given to the
-new core before.  Only classes of the core are ever built, by name, from a closed list.
+Each class of the core declares what is captured of it (`core.recorded_state`).  Settings and
+overrides are given to the new core before.  Only declared classes are ever built, by their names.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -16,62 +14,11 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from controller.core import engine_spec, plan
-from controller.core.acceptance import by_class, cusum, estimator, warm_start
-from controller.core.cost import catch_up, drafter_backlog, model
-from controller.core.engine import engine_controller
 from controller.core.engine.engine_controller import EngineController
 from controller.core.errors import InvalidStateError
-from controller.core.planning import baseline_planners, exploration, observation_cost, planner
-from controller.core.training import (
-    drafter_updates,
-    selective_training,
-    stride_planner,
-    update_cost,
-    update_response,
-)
+from controller.core.recorded_state import RECORDED, RECORDED_OF
 
-_MODULES = (
-    estimator, catch_up, model, drafter_updates, engine_controller, exploration,
-    drafter_backlog, planner, baseline_planners, stride_planner, selective_training, cusum,
-    by_class, engine_spec, plan, update_cost, update_response, warm_start, observation_cost,
-)  # fmt: skip
-# Made by the constructor, and the same ever after.
-_PLANNER = frozenset({
-    "arms", "buckets", "_settings", "_off", "_observation_planner", "_feasible", "_possible",
-    "_on_arm", "_off_arm", "_index",
-})  # fmt: skip
-_CONSTANT: Final[Mapping[type, frozenset[str]]] = {
-    engine_controller.EngineController: frozenset({
-        "spec", "_settings", "_clock", "arms", "_arm_index", "_buckets", "_sizes", "_overrides",
-        "_rows_at",
-    }),
-    estimator.AcceptanceEstimator: frozenset({
-        "gamma_max", "_settings", "_fast_keeps", "_slow_keeps",
-    }),
-    model.CostModel: frozenset({
-        "profile_id", "prior", "_buckets", "_bucket_list", "_padded",
-        "_extrapolated", "_kv_reference", "_kv_rate", "_grid", "_grid_rows", "_drift_max",
-        "_features", "_flat_features", "_process_noise", "_covariance_start", "_cell_sigma",
-        "_order",
-        "_off",
-    }),
-    drafter_updates.DrafterUpdates: frozenset({"_able"}),
-    exploration.Explorer: frozenset({"_arms", "_settings"}),
-    drafter_backlog.DrafterBacklog: frozenset({"_can_sleep", "_apart", "_most_steps"}),
-    planner.Planner: _PLANNER,
-    baseline_planners.TidePlanner: _PLANNER,
-    baseline_planners.EmaPlanner: _PLANNER,
-    baseline_planners._Slot: frozenset({"gammas", "_down"}),  # noqa: SLF001  # a closed list has to name all
-    stride_planner.RegimePlanner: frozenset({"_learner", "_learns", "_gammas"}),
-    selective_training.SelectiveTraining: frozenset({"drafter", "settings"}),
-    cusum.Cusum: frozenset({"limit"}),
-    by_class.TrafficEstimator: frozenset({"_settings"}),
-    update_response.UpdateResponse: frozenset({"_eta", "_delta", "_log_prior"}),
-}  # fmt: skip
-# Of an EngineController: what only people look at.
-_LEFT_OUT: Final = _CONSTANT[EngineController] | {"prediction_audit", "_decision"}
-_NOTHING: Final[frozenset[str]] = frozenset()
+_CONTROLLER: Final = RECORDED_OF[EngineController]
 _DTYPES = ("<f8", "<i8", "|b1")
 
 
@@ -95,50 +42,24 @@ Tree: TypeAlias = Any
 """None, bool, int, float, str, numpy number or array, list, tuple, dict, Typed or Chosen."""
 
 
-def _classes() -> dict[str, type]:
-    return {
-        f"{module.__name__.rpartition('.')[2]}.{name}": kind
-        for module in _MODULES
-        for name, kind in vars(module).items()
-        if isinstance(kind, type) and kind.__module__ == module.__name__
-    }
-
-
-_BY_NAME = _classes()
-_NAME_OF = {kind: name for name, kind in _BY_NAME.items()}
-
-
 def capture(core: EngineController) -> dict[str, Tree]:
-    """The variables of a core.  Nothing in it moves when the core goes on."""
-    return {name: _tree(value) for name, value in vars(core).items() if name not in _LEFT_OUT}
+    """Copies the variables of a core; the copy does not change when the core continues."""
+    return {name: _tree(getattr(core, held)) for name, held in _CONTROLLER.fields.items()}
 
 
 def restore(core: EngineController, state: Mapping[str, Tree]) -> None:
     """Puts variables into a fresh core, which holds the same overrides already.
 
-    Raises InvalidStateError for what does not fit.
+    Raises InvalidStateError for a name that is missing or unknown, and for a value that does not
+    fit the engine's core.
     """
     try:
         for label in state["traffic"].fields["classes"]:
             core.traffic.admit(str(label))
-        expected = set(vars(core)) - _LEFT_OUT
-        if set(state) != expected:
-            odd = min(set(state) ^ expected)
-            raise InvalidStateError(f"variable {odd!r} is there on one side only")
-        for name in expected:
-            setattr(core, name, _value(state[name], getattr(core, name)))
+        _fill(core, _CONTROLLER.name, _CONTROLLER.fields, state, core)
         core.take_estimates()
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise InvalidStateError(f"no state of this engine's core: {error!r}") from error
-
-
-def _names(found: object) -> list[str]:
-    if dataclasses.is_dataclass(found):
-        names = [item.name for item in dataclasses.fields(found)]
-    else:
-        names = list(vars(found))
-    left_out = _CONSTANT.get(type(found), _NOTHING)
-    return [name for name in names if name not in left_out]
+        raise InvalidStateError(f"the state is not of this engine's core: {error!r}") from error
 
 
 def _tree(value: Any) -> Tree:
@@ -156,10 +77,11 @@ def _tree(value: Any) -> Tree:
 
 
 def _named(value: Any) -> Chosen | Typed:
-    name = _NAME_OF[type(value)]
+    declared = RECORDED_OF[type(value)]
     if isinstance(value, Enum):
-        return Chosen(name, value.name)
-    return Typed(name, {field: _tree(getattr(value, field)) for field in _names(value)})
+        return Chosen(declared.name, value.name)
+    fields = {name: _tree(getattr(value, held)) for name, held in declared.fields.items()}
+    return Typed(declared.name, fields)
 
 
 def _value(tree: Tree, current: Any) -> Any:
@@ -185,31 +107,30 @@ def _value(tree: Tree, current: Any) -> Any:
 
 
 def _enumeration(name: str) -> type[Enum]:
-    kind = _BY_NAME[name]
+    kind = RECORDED[name].kind
     if not issubclass(kind, Enum):
-        raise InvalidStateError(f"{name} is no enumeration")
+        raise InvalidStateError(f"{name} is not an enumeration")
     return kind
 
 
 def _object(tree: Typed, current: Any) -> Any:
-    kind = _BY_NAME[tree.type]
-    if type(current) is kind and not _is_frozen(kind):
-        built = current
-        names = set(_names(built))
-    elif dataclasses.is_dataclass(kind) and kind not in _CONSTANT:
-        built = object.__new__(kind)
-        names = {item.name for item in dataclasses.fields(kind)}
-    else:
-        raise InvalidStateError(f"a {tree.type} where the engine's core has none")
-    if set(tree.fields) != names:
-        odd = min(set(tree.fields) ^ names)
-        raise InvalidStateError(f"{tree.type}.{odd} is there on one side only")
-    for name, item in tree.fields.items():
-        value = _value(item, getattr(current, name, None) if built is current else None)
-        object.__setattr__(built, name, value)
+    declared = RECORDED[tree.type]
+    built: Any = current
+    if declared.is_whole:
+        built, current = object.__new__(declared.kind), None
+    elif type(current) is not declared.kind:
+        raise InvalidStateError(f"{tree.type} is recorded where the engine's core has none")
+    _fill(built, tree.type, declared.fields, tree.fields, current)
     return built
 
 
-def _is_frozen(kind: type) -> bool:
-    parameters = getattr(kind, "__dataclass_params__", None)
-    return parameters is not None and bool(parameters.frozen)
+def _fill(
+    built: object, of: str, fields: Mapping[str, str], state: Mapping[str, Tree], current: object
+) -> None:
+    if state.keys() != fields.keys():
+        odd = min(state.keys() ^ fields.keys())
+        where = "recorded but not known here" if odd in state else "missing in the recording"
+        raise InvalidStateError(f"variable {of}.{odd} is {where}")
+    for name, held in fields.items():
+        value = _value(state[name], getattr(current, held, None))
+        object.__setattr__(built, held, value)

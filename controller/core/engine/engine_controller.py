@@ -48,6 +48,7 @@ from controller.core.planning.observation_cost import budget
 from controller.core.planning.overrides import Override
 from controller.core.planning.plan_table import forced_rows, row_of, rows_of, without_probes
 from controller.core.planning.planner import batch_buckets
+from controller.core.recorded_state import recorded
 from controller.core.settings import PlannerSettings
 from controller.core.step_report import StepReport
 from controller.core.training.drafter_updates import DrafterUpdates
@@ -64,6 +65,12 @@ _UNSETTLED_REPORTS_COLD = 500
 _UNSETTLED_PAUSE = 0.2
 
 
+@recorded(
+    "controller",
+    "reports traffic cost explorer updates _catch_up _decided _epoch _evaluated_at _forced "
+    "_kv_per_sequence _last_batch _last_step _parting _plan _plan_time _planner "
+    "_unsettled_until _warm_start",
+)
 class EngineController:
     """Estimates and plans for one introduced engine.  The first plan is made at once.
 

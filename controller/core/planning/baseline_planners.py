@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from controller.core.acceptance.cusum import Hazard
 from controller.core.engine_spec import Arm
 from controller.core.planning.planner import Planner, Values
+from controller.core.recorded_state import recorded
 from controller.core.settings import PlannerSettings
 from controller.core.step_report import StepReport
 
@@ -29,6 +30,7 @@ _WARM_UP_STEPS = 10
 _UPDATE_EVERY = 5
 
 
+@recorded("tide_planner")
 class TidePlanner(Planner):
     """Drafts where (1 - alpha^(gamma+1)) / ((1 - alpha) (c(b) gamma + beta(b))) > 1.
 
@@ -58,6 +60,7 @@ class TidePlanner(Planner):
         return self._take([self._on_arm if s > 1 else self._off_arm for s in speedup], values)
 
 
+@recorded("ema_slot", "_index _average _steps")
 class _Slot:
     """Holds a batch slot: its ascending draft lengths and the moving average that picks one."""
 
@@ -102,6 +105,7 @@ class _Slot:
             self._index += 1
 
 
+@recorded("ema_planner", "_slots")
 class EmaPlanner(Planner):
     """Follows SGLang's rule: the moving average of accepted drafts picks the draft length."""
 

@@ -29,6 +29,7 @@ from controller.core.engine_spec import Arm
 from controller.core.plan import Probe
 from controller.core.planning.observation_cost import ObservationCost
 from controller.core.planning.planner import Values
+from controller.core.recorded_state import recorded
 from controller.core.settings import PlannerSettings
 from controller.core.step_report import StepReport
 
@@ -44,6 +45,7 @@ _COLD_STEPS = 0.75
 _RETURN_MIN = 2.0
 
 
+@recorded("running_probe")
 @dataclass(slots=True)
 class _Running:
     probe: Probe
@@ -75,6 +77,11 @@ class Situation:
     feasible: NDArray[np.bool_] | None = None
 
 
+@recorded(
+    "explorer",
+    "probes lost_seconds total_seconds _credit _running _next_id _reports _blind_steps "
+    "_is_scaled _consider_at",
+)
 class Explorer:
     """Decides when to probe what, and keeps the credit.  One object per engine."""
 

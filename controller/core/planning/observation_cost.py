@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from controller.core.acceptance.cusum import Hazard
 from controller.core.engine_spec import Arm
+from controller.core.recorded_state import recorded
 from controller.core.settings import PlannerSettings
 
 # The conditional acceptance of better traffic: that of a drafter that fits its traffic.
@@ -31,6 +32,7 @@ _CALM_SHARE = 0.35
 _MISSED_STEPS_MAX = 200.0
 
 
+@recorded("observation_cost")
 @dataclass(frozen=True, slots=True)
 class ObservationCost:
     """Per bucket: which arm looks, for how many steps, how often, and what blindness costs.

@@ -25,6 +25,7 @@ from controller.core.planning.observation_cost import (
     ObservationCost,
     ObservationPlanner,
 )
+from controller.core.recorded_state import recorded
 from controller.core.settings import PlannerSettings
 from controller.core.step_report import StepReport
 
@@ -114,6 +115,7 @@ def evaluate(
     )
 
 
+@recorded("planner", "choice observation proven reasons switches")
 class Planner:
     """Holds the present choice per bucket, which only `update` changes."""
 

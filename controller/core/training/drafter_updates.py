@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from controller.core.engine_spec import Arm, Capabilities, EngineSpec
 from controller.core.plan import Regime, RegimeMode
 from controller.core.planning.planner import Values
+from controller.core.recorded_state import recorded
 from controller.core.step_report import StepReport
 from controller.core.training.selective_training import (
     SelectiveTraining,
@@ -22,6 +23,7 @@ from controller.core.training.selective_training import (
 from controller.core.training.stride_planner import RegimePlanner, RegimeState
 
 
+@recorded("drafter_updates", "training _online")
 class DrafterUpdates:
     """Owns the learning of one engine's drafter.
 

@@ -18,6 +18,7 @@ import math
 from dataclasses import asdict, astuple, dataclass, field, replace
 
 from controller.core.errors import MALFORMED, InvalidTrainingError
+from controller.core.recorded_state import recorded
 from controller.core.step_report import StepReport
 
 # Rounds that are remembered, for people.
@@ -57,6 +58,7 @@ class TrainingSettings:
             raise ValueError("initial and unit_drafts start at 1, threshold at 2: one held out")
 
 
+@recorded("training_result")
 @dataclass(frozen=True, slots=True)
 class TrainingResult:
     """Holds what the trainer returns for a round.  Raises InvalidTrainingError.
@@ -91,6 +93,7 @@ class TrainingResult:
         return bool(self.version) and self.alpha_eval > max(self.alpha_train, self.alpha_before)
 
 
+@recorded("training_round")
 @dataclass(frozen=True, slots=True)
 class RoundRecord:
     """Records how a round ended: deployed, kept, rejected, failed or rolled-back."""
@@ -99,6 +102,7 @@ class RoundRecord:
     outcome: str
 
 
+@recorded("training_trial")
 @dataclass(frozen=True, slots=True)
 class Trial:
     """Judges a version that is in service.
@@ -111,6 +115,7 @@ class Trial:
     total: float = 0.0
 
 
+@recorded("training_state")
 @dataclass(frozen=True, slots=True)
 class TrainingState:
     """Holds everything that is stored.  short, long: moving averages; measured: rates so far.
@@ -154,6 +159,7 @@ class TrainingView:
         return "watching"
 
 
+@recorded("training_unit")
 @dataclass(slots=True)
 class _Unit:
     accepted: int = 0
@@ -168,6 +174,7 @@ class _Unit:
         self.drafts += report.batch_size
 
 
+@recorded("selective_training", "state attended stored served _unit _skip")
 @dataclass(slots=True)
 class SelectiveTraining:
     """Runs the algorithm for one engine.  drafter: the one that is trained, by name.

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from controller.core.engine_spec import Arm
 from controller.core.plan import Regime, RegimeMode
 from controller.core.planning.planner import Values
+from controller.core.recorded_state import recorded
 from controller.core.step_report import StepReport
 from controller.core.training.update_cost import UpdatePrice
 from controller.core.training.update_response import Forecast, UpdateResponse
@@ -49,6 +50,7 @@ _FIRST_TRIAL = STRIDES.index(10)
 _MOST_CONDITIONAL = 0.995
 
 
+@recorded("stride_value")
 @dataclass(frozen=True, slots=True)
 class StrideValue:
     """Holds the numbers by which one stride (0: off) was judged.
@@ -65,6 +67,7 @@ class StrideValue:
     chosen: bool
 
 
+@recorded("regime_state")
 @dataclass(frozen=True, slots=True)
 class RegimeState:
     """Shows the numbers behind the regime to people.
@@ -84,6 +87,10 @@ class RegimeState:
     trial_steps: float
 
 
+@recorded(
+    "regime_planner",
+    "state _at _moved_at _price _response _rounds _trial_loss _trial_steps _trying",
+)
 class RegimePlanner:
     """Chooses the stride for one engine, whose first drafter can learn."""
 

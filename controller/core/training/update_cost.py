@@ -7,6 +7,7 @@ of these steps together took longer than expected, from the hand-over to the lan
 
 from dataclasses import dataclass
 
+from controller.core.recorded_state import recorded
 from controller.core.step_report import StepReport
 
 # Before any update was observed: the share of a step's seconds lost, and the steps beside it.
@@ -17,6 +18,7 @@ _MOST_STEPS_LOST = 3.0
 _RATE_FLOOR = 0.05
 
 
+@recorded("update_costs")
 @dataclass(slots=True)
 class _Paid:
     """Holds means over the updates of batches of about this size."""
@@ -26,6 +28,7 @@ class _Paid:
     beside: float = 0.0
 
 
+@recorded("update_price", "seconds _paid _open_lost _open_steps")
 class UpdatePrice:
     """Estimates the seconds lost by an update, and the steps beside it; by batch size."""
 

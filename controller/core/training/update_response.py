@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controller.core.engine_spec import MAX_GAMMA
+from controller.core.recorded_state import recorded
 from controller.core.step_report import StepReport
 
 _ETA = (0.003, 0.01, 0.03, 0.1)
@@ -82,6 +83,11 @@ class Forecast:
     deviation: float
 
 
+@recorded(
+    "update_response",
+    "updates shifts _accepted _all_rounds _covariance _error _landed _log_evidence _mean "
+    "_reached _resets_per_round _rounds _seen _shape _state",
+)
 class UpdateResponse:
     """Holds the estimate for one drafter; `fold` changes it."""
 

@@ -687,7 +687,7 @@ Global___StateArray: _TypeAlias = StateArray  # noqa: Y015
 
 @_typing.final
 class StateObject(_message.Message):
-    """An object by its class and attributes, in the same order."""
+    """An object by the recorded names of its class and variables, in the same order."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -1,0 +1,58 @@
+"""Declares which variables of the core's classes a recording holds, and under which names.
+
+    @recorded("acceptance_estimator", "shifts _steps", cusum="_alarm")
+
+A recording knows a class and its variables by these names (without leading underscores), so classes
+and attributes may be renamed without a new format.  What a class does not declare is made by its
+constructor from the engine, the settings and the profile, or is never read by a decision.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+_Class = TypeVar("_Class", bound=type)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedClass:
+    """Describes a class in recordings.
+
+    fields: by recorded name, the attribute.  is_whole: the fields are all that an object holds, so
+    that one can be built from a recording alone.
+    """
+
+    name: str
+    kind: type
+    fields: Mapping[str, str]
+    is_whole: bool
+
+
+RECORDED: Final[dict[str, RecordedClass]] = {}
+"""Every declared class by its recorded name."""
+RECORDED_OF: Final[dict[type, RecordedClass]] = {}
+"""Every declared class by the class itself."""
+
+
+def recorded(name: str, same: str = "", **renamed: str) -> Callable[[_Class], _Class]:
+    """Declares a class under a recorded name.
+
+    same: attributes that a recording calls as the class does, separated by spaces.  renamed: by
+    recorded name, attributes that the class calls otherwise.  Without any, a dataclass is recorded
+    with all its fields, and an enumeration by its members' names.  A subclass adds to its parent's.
+    """
+
+    def declare(kind: _Class) -> _Class:
+        held = [f.name for f in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
+        fields = {name.lstrip("_"): name for name in same.split()} | renamed
+        if not fields:
+            fields = {field.lstrip("_"): field for field in held}
+        inherited = RECORDED_OF.get(kind.__mro__[1])
+        if inherited is not None:
+            fields = {**inherited.fields, **fields}
+        is_whole = bool(held) and set(held) == set(fields.values())
+        RECORDED[name] = RECORDED_OF[kind] = RecordedClass(name, kind, fields, is_whole)
+        return kind
+
+    return declare
