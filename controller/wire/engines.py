@@ -16,6 +16,7 @@ from controller.wire.model_shapes import (
     model_shape_from_proto,
     model_shape_to_proto,
 )
+from controller.wire.same_fields import message_of, value_of
 from speculation.v1 import engine_pb2
 
 # Characters, or entries.
@@ -38,38 +39,21 @@ def engine_from_proto(message: engine_pb2.EngineSpec) -> EngineSpec:
             f"the introduction has {size} bytes: {_INTRODUCTION_BYTES} at most"
         )
     _bound(message)
-    fingerprint, able = message.fingerprint, message.capabilities
-    spec = EngineSpec(
-        engine_id=message.engine_id,
-        fingerprint=Fingerprint(
-            target_model=fingerprint.target_model,
-            target_revision=fingerprint.target_revision,
-            engine=fingerprint.engine,
-            engine_version=fingerprint.engine_version,
-            device=fingerprint.device,
-            dtype=fingerprint.dtype,
-            quantization=fingerprint.quantization,
-            # 0 is "not said" on the wire, and an engine that does not say runs on one.
+    fingerprint = message.fingerprint
+    spec = value_of(
+        EngineSpec,
+        message,
+        # 0 is "not said" on the wire, and an engine that does not say runs on one.
+        fingerprint=value_of(
+            Fingerprint,
+            fingerprint,
             tensor_parallel_size=fingerprint.tensor_parallel_size or 1,
             data_parallel_size=fingerprint.data_parallel_size or 1,
-            attention_backend=fingerprint.attention_backend,
-            graph_batch_sizes=tuple(fingerprint.graph_batch_sizes),
-            shim_version=fingerprint.shim_version,
         ),
         drafters=tuple(_drafter_from_proto(drafter) for drafter in message.drafters),
-        max_batch_size=message.max_batch_size,
-        capabilities=Capabilities(
-            can_sleep=able.can_sleep,
-            can_switch_drafter=able.can_switch_drafter,
-            can_update_online=able.can_update_online,
-            can_collect=able.can_collect,
-            overlap_steps=able.overlap_steps,
-            drafters_follow=able.drafters_follow,
-            catch_up_steps=able.catch_up_steps,
-            can_take_versions=able.can_take_versions,
-        ),
+        capabilities=value_of(Capabilities, message.capabilities),
         shape=model_shape_from_proto(message.shape) if message.HasField("shape") else None,
-        safe_gamma=message.safe_gamma if message.HasField("safe_gamma") else None,
+        lost=(),
     )
     lost = all_lost_from_proto(message.lost)
     require_known(lost, spec)
@@ -94,68 +78,41 @@ def _drafter_from_proto(message: engine_pb2.Drafter) -> DrafterSpec:
             f"drafter {message.name!r}: kind {message.kind} is unspecified or not known here; "
             f"known are {', '.join(k.value for k in DrafterKind)}"
         )
-    return DrafterSpec(
-        message.name,
-        kind,
-        tuple(message.gammas),
-        message.model,
-        message.revision,
-        drafter_shape_from_proto(message.shape, kind) if message.HasField("shape") else None,
-        tuple((limit.gamma, limit.max_batch_size) for limit in message.batch_limits),
+    return value_of(
+        DrafterSpec,
+        message,
+        kind=kind,
+        shape=drafter_shape_from_proto(message.shape, kind) if message.HasField("shape") else None,
+        batch_limits=tuple((limit.gamma, limit.max_batch_size) for limit in message.batch_limits),
     )
 
 
 def fingerprint_to_proto(fingerprint: Fingerprint) -> engine_pb2.Fingerprint:
     """What profiles belong to."""
-    return engine_pb2.Fingerprint(
-        target_model=fingerprint.target_model,
-        target_revision=fingerprint.target_revision,
-        engine=fingerprint.engine,
-        engine_version=fingerprint.engine_version,
-        device=fingerprint.device,
-        dtype=fingerprint.dtype,
-        quantization=fingerprint.quantization,
-        tensor_parallel_size=fingerprint.tensor_parallel_size,
-        data_parallel_size=fingerprint.data_parallel_size,
-        attention_backend=fingerprint.attention_backend,
-        graph_batch_sizes=fingerprint.graph_batch_sizes,
-        shim_version=fingerprint.shim_version,
-    )
+    return message_of(engine_pb2.Fingerprint, fingerprint)
 
 
 def engine_to_proto(spec: EngineSpec) -> engine_pb2.EngineSpec:
     """The introduction as it came."""
-    able = spec.capabilities
-    return engine_pb2.EngineSpec(
-        engine_id=spec.engine_id,
+    return message_of(
+        engine_pb2.EngineSpec,
+        spec,
         fingerprint=fingerprint_to_proto(spec.fingerprint),
-        drafters=[
-            engine_pb2.Drafter(
-                name=drafter.name,
-                kind=_KIND_TO_PROTO[drafter.kind],
-                gammas=drafter.gammas,
-                model=drafter.model,
-                revision=drafter.revision,
-                shape=None if drafter.shape is None else drafter_shape_to_proto(drafter.shape),
-                batch_limits=[
-                    engine_pb2.BatchLimit(gamma=gamma, max_batch_size=largest)
-                    for gamma, largest in drafter.batch_limits
-                ],
-            )
-            for drafter in spec.drafters
-        ],
-        max_batch_size=spec.max_batch_size,
-        capabilities=engine_pb2.Capabilities(
-            can_sleep=able.can_sleep,
-            can_switch_drafter=able.can_switch_drafter,
-            can_update_online=able.can_update_online,
-            can_collect=able.can_collect,
-            overlap_steps=able.overlap_steps,
-            drafters_follow=able.drafters_follow,
-            catch_up_steps=able.catch_up_steps,
-            can_take_versions=able.can_take_versions,
-        ),
+        drafters=map(_drafter_to_proto, spec.drafters),
+        capabilities=message_of(engine_pb2.Capabilities, spec.capabilities),
         shape=None if spec.shape is None else model_shape_to_proto(spec.shape),
-        safe_gamma=spec.safe_gamma,
         lost=map(lost_to_proto, spec.lost),
+    )
+
+
+def _drafter_to_proto(drafter: DrafterSpec) -> engine_pb2.Drafter:
+    return message_of(
+        engine_pb2.Drafter,
+        drafter,
+        kind=_KIND_TO_PROTO[drafter.kind],
+        shape=None if drafter.shape is None else drafter_shape_to_proto(drafter.shape),
+        batch_limits=[
+            engine_pb2.BatchLimit(gamma=gamma, max_batch_size=largest)
+            for gamma, largest in drafter.batch_limits
+        ],
     )

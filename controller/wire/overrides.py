@@ -19,6 +19,7 @@ from controller.core.planning.overrides import (
     Scope,
     ScopeKind,
 )
+from controller.wire.same_fields import message_of, value_of
 from speculation.v1 import plan_pb2, policy_pb2, service_pb2
 
 Timing: TypeAlias = "policy_pb2.OverrideEffect.Timing.ValueType"
@@ -33,16 +34,8 @@ _MODE_TO_PROTO = {mode: number for number, mode in _MODE_FROM_PROTO.items()}
 
 def override_from_proto(message: policy_pb2.Override) -> Override:
     """Raises InvalidOverrideError."""
-    return Override(
-        message.override_id,
-        _scope_from_proto(message.scope),
-        _rule_from_proto(message.rule),
-        message.author,
-        message.reason,
-        message.min_batch_size,
-        message.max_batch_size,
-        message.revision,
-    )
+    scope, rule = _scope_from_proto(message.scope), _rule_from_proto(message.rule)
+    return value_of(Override, message, scope=scope, rule=rule)
 
 
 def _scope_from_proto(message: policy_pb2.Scope) -> Scope:
@@ -65,17 +58,7 @@ def _rule_from_proto(message: policy_pb2.OverrideRule) -> Rule:
                 f"regime {message.regime.mode} is unspecified or not known here"
             )
         regime = Regime(mode, message.regime.stride)
-    return Rule(
-        off=message.off,
-        gamma=message.gamma if message.HasField("gamma") else None,
-        gamma_min=message.gamma_min if message.HasField("gamma_min") else None,
-        gamma_max=message.gamma_max if message.HasField("gamma_max") else None,
-        drafter=message.drafter if message.HasField("drafter") else None,
-        regime=regime,
-        deny_drafters=tuple(message.deny_drafters),
-        deny_updates=message.deny_updates,
-        deny_exploration=message.deny_exploration,
-    )
+    return value_of(Rule, message, regime=regime)
 
 
 def override_to_proto(override: Override) -> policy_pb2.Override:
@@ -87,28 +70,9 @@ def override_to_proto(override: Override) -> policy_pb2.Override:
         scope.target_model = override.scope.name
     else:
         scope.fleet = True
-    message = policy_pb2.OverrideRule(
-        off=rule.off,
-        gamma=rule.gamma,
-        gamma_min=rule.gamma_min,
-        gamma_max=rule.gamma_max,
-        drafter=rule.drafter,
-        deny_drafters=rule.deny_drafters,
-        deny_updates=rule.deny_updates,
-        deny_exploration=rule.deny_exploration,
-    )
-    if rule.regime is not None:
-        message.regime.CopyFrom(_regime_to_proto(rule.regime))
-    return policy_pb2.Override(
-        override_id=override.override_id,
-        scope=scope,
-        rule=message,
-        min_batch_size=override.min_batch_size,
-        max_batch_size=override.max_batch_size,
-        author=override.author,
-        reason=override.reason,
-        revision=override.revision,
-    )
+    regime = None if rule.regime is None else _regime_to_proto(rule.regime)
+    made = message_of(policy_pb2.OverrideRule, rule, regime=regime)
+    return message_of(policy_pb2.Override, override, scope=scope, rule=made)
 
 
 def _regime_to_proto(regime: Regime) -> plan_pb2.Regime:
@@ -204,14 +168,9 @@ def _add_change(
 
 def limits_to_proto(limits: Limits) -> service_pb2.OverrideLimits:
     """What overrides leave at one batch size."""
-    return service_pb2.OverrideLimits(
-        gamma_min=limits.gamma_min,
-        gamma_max=limits.gamma_max,
-        drafter=limits.drafter or "",
+    return message_of(
+        service_pb2.OverrideLimits,
+        limits,
         denied_drafters=sorted(limits.denied_drafters),
-        off=limits.off,
         exploration_denied=not limits.explore,
-        overrides=limits.overrides,
-        gamma_by=limits.gamma_by,
-        drafter_by=limits.drafter_by,
     )

@@ -1,6 +1,7 @@
 """Training of the drafter, between proto and core."""
 
 from controller.core.training.selective_training import TrainingResult, TrainingView
+from controller.wire.same_fields import message_of, value_of
 from speculation.v1 import service_pb2, training_pb2
 
 _ERROR_CHARACTERS = 500
@@ -8,14 +9,7 @@ _ERROR_CHARACTERS = 500
 
 def result_from_proto(message: training_pb2.TrainingRound) -> TrainingResult:
     """Raises InvalidTrainingError."""
-    return TrainingResult(
-        message.round,
-        message.version,
-        message.alpha_train,
-        message.alpha_eval,
-        message.alpha_before,
-        message.error[:_ERROR_CHARACTERS],
-    )
+    return value_of(TrainingResult, message, error=message.error[:_ERROR_CHARACTERS])
 
 
 def training_to_proto(view: TrainingView) -> service_pb2.TrainingExplanation:
@@ -35,14 +29,7 @@ def training_to_proto(view: TrainingView) -> service_pb2.TrainingExplanation:
         on_trial=state.trial is not None,
         past=[
             service_pb2.PastRound(
-                round=training_pb2.TrainingRound(
-                    round=record.result.round,
-                    version=record.result.version,
-                    alpha_train=record.result.alpha_train,
-                    alpha_eval=record.result.alpha_eval,
-                    alpha_before=record.result.alpha_before,
-                    error=record.result.error,
-                ),
+                round=message_of(training_pb2.TrainingRound, record.result),
                 outcome=record.outcome,
             )
             for record in state.history
