@@ -55,21 +55,13 @@ class CounterfactualChange:
 
 
 @dataclass(slots=True)
-class Stretch:
-    """Steps in a row for which another arm would have been chosen.
+class Totals:
+    """Sums over some steps: what was planned, and what would have been, both as estimated.
 
-    wall_seconds: Unix time of the first; seconds: of all.  reason: of the other plan's row.
-    unseen: steps of it in which the other arm drafts positions that nobody saw lately.
+    unseen: steps in which the other arm drafts positions that nobody saw lately.
     """
 
-    wall_seconds: float
-    recorded: Arm
-    other: Arm
-    reason: str
     steps: int = 0
-    seconds: float = 0.0
-    batch_min: int = 0
-    batch_max: int = 0
     unseen: int = 0
     recorded_tokens: float = 0.0
     recorded_seconds: float = 0.0
@@ -77,26 +69,53 @@ class Stretch:
     other_seconds: float = 0.0
 
     @property
+    def recorded_rate(self) -> float:
+        """Tokens per second of what was planned; 0 before any step."""
+        return self.recorded_tokens / self.recorded_seconds if self.recorded_seconds else 0.0
+
+    @property
+    def other_rate(self) -> float:
+        """Tokens per second of what would have been planned; 0 before any step."""
+        return self.other_tokens / self.other_seconds if self.other_seconds else 0.0
+
+    @property
     def gain(self) -> float:
-        """Estimated tokens per second of the other arm over the recorded one's, less 1."""
-        mine = self.recorded_tokens / self.recorded_seconds
-        return self.other_tokens / self.other_seconds / mine - 1
+        """The other rate over the recorded one, less 1; 0 before any step."""
+        return self.other_rate / self.recorded_rate - 1 if self.recorded_rate else 0.0
+
+    def add(self, recorded: tuple[float, float], other: tuple[float, float]) -> None:
+        """Adds a step: (tokens, seconds) of both."""
+        self.steps += 1
+        self.recorded_tokens += recorded[0]
+        self.recorded_seconds += recorded[1]
+        self.other_tokens += other[0]
+        self.other_seconds += other[1]
+
+
+@dataclass(slots=True, kw_only=True)
+class Stretch(Totals):
+    """Steps in a row for which another arm would have been chosen.
+
+    wall_seconds: Unix time of the first; seconds: of all.  reason: of the other plan's row.
+    """
+
+    wall_seconds: float
+    recorded: Arm
+    other: Arm
+    reason: str
+    seconds: float = 0.0
+    batch_min: int
+    batch_max: int = 0
 
 
 @dataclass(slots=True)
-class Comparison:
+class Comparison(Totals):
     """All steps together.  measured: those of a measurement, which are left out everywhere."""
 
-    steps: int = 0
     measured: int = 0
     differing: int = 0
-    unseen: int = 0
     observed_tokens: int = 0
     observed_seconds: float = 0.0
-    recorded_tokens: float = 0.0
-    recorded_seconds: float = 0.0
-    other_tokens: float = 0.0
-    other_seconds: float = 0.0
     stretches: list[Stretch] = field(default_factory=list)
     more_stretches: int = 0
 
@@ -106,24 +125,9 @@ class Comparison:
         return self.differing / self.steps if self.steps else 0.0
 
     @property
-    def recorded_rate(self) -> float:
-        """Tokens per second of what was planned, estimated."""
-        return self.recorded_tokens / self.recorded_seconds if self.recorded_seconds else 0.0
-
-    @property
-    def other_rate(self) -> float:
-        """Tokens per second of what would have been planned, estimated."""
-        return self.other_tokens / self.other_seconds if self.other_seconds else 0.0
-
-    @property
     def observed_rate(self) -> float:
         """Tokens per second of what ran, probes and everything included, as reported."""
         return self.observed_tokens / self.observed_seconds if self.observed_seconds else 0.0
-
-    @property
-    def gain(self) -> float:
-        """The estimates' ratio, less 1; 0 before any step."""
-        return self.other_rate / self.recorded_rate - 1 if self.recorded_rate else 0.0
 
 
 class Counterfactual:
@@ -182,15 +186,10 @@ class Counterfactual:
             return
         batch = report.batch_size
         mine, theirs = _row(core.current_plan(), batch), _row(other.current_plan(), batch)
-        tokens, seconds = self._priced(mine, report, core)
-        other_tokens, other_seconds = self._priced(theirs, report, core)
-        found.steps += 1
+        planned = self._priced(mine, report, core), self._priced(theirs, report, core)
+        found.add(*planned)
         found.observed_tokens += batch + sum(k * n for k, n in enumerate(report.accepted_counts))
         found.observed_seconds += report.step_seconds
-        found.recorded_tokens += tokens
-        found.recorded_seconds += seconds
-        found.other_tokens += other_tokens
-        found.other_seconds += other_seconds
         if mine == theirs:
             self._at = None
             return
@@ -198,14 +197,10 @@ class Counterfactual:
         unseen = _is_unseen(theirs, core)
         found.differing += 1
         found.unseen += unseen
-        at.steps += 1
+        at.add(*planned)
         at.unseen += unseen
         at.seconds += report.step_seconds
         at.batch_min, at.batch_max = min(at.batch_min, batch), max(at.batch_max, batch)
-        at.recorded_tokens += tokens
-        at.recorded_seconds += seconds
-        at.other_tokens += other_tokens
-        at.other_seconds += other_seconds
 
     def _priced(self, arm: Arm, report: StepReport, core: EngineController) -> tuple[float, float]:
         """(tokens, seconds) of the step with this arm, as they were believed then."""
@@ -218,7 +213,9 @@ class Counterfactual:
         if at is not None and (at.recorded, at.other) == (mine, theirs):
             return at
         reason = plan.row_for(batch).reason.value
-        self._at = at = Stretch(wall, mine, theirs, reason, batch_min=batch, batch_max=batch)
+        self._at = at = Stretch(
+            wall_seconds=wall, recorded=mine, other=theirs, reason=reason, batch_min=batch
+        )
         if len(found.stretches) < _STRETCHES_MAX:
             found.stretches.append(at)
         else:

@@ -43,6 +43,7 @@ from controller.wire.engines import engine_from_proto, engine_to_proto
 from controller.wire.overrides import override_from_proto, override_to_proto
 from controller.wire.plans import plan_to_proto
 from controller.wire.reports import report_from_proto, report_to_proto
+from controller.wire.same_fields import message_of, value_of
 from speculation.v1 import record_pb2
 
 _Settings = TypeVar("_Settings", PlannerSettings, TrainingSettings)
@@ -83,42 +84,22 @@ def _force_to_proto(event: Forced) -> record_pb2.RecordForce:
     return record_pb2.RecordForce(arm=arm, plan=event.plan)
 
 
-def _settings_to_proto(event: Configured) -> record_pb2.RecordSettings:
-    return record_pb2.RecordSettings(
-        planner_json=json.dumps(asdict(event.planner)),
-        training_json=json.dumps(asdict(event.training)),
-    )
-
-
-def _warm_start_to_proto(event: Warmed) -> record_pb2.RecordWarmStart:
-    text = warm_start.to_json(event.beliefs)
-    return record_pb2.RecordWarmStart(beliefs_json=text, where=event.where)
-
-
-def _training_to_proto(event: Trained) -> record_pb2.RecordTraining:
-    text = selective_training.to_json(event.state)
-    return record_pb2.RecordTraining(state_json=text, attended=event.attended, stored=event.stored)
-
-
-def _note_to_proto(event: Noted) -> record_pb2.RecordNote:
-    kind = _KIND_TO_PROTO[event.kind]
-    return record_pb2.RecordNote(kind=kind, count=event.count, text=event.text)
+def _constants(event: Configured | Opening) -> dict[str, str]:
+    return {
+        "planner_json": json.dumps(asdict(event.planner)),
+        "training_json": json.dumps(asdict(event.training)),
+    }
 
 
 def _opening_to_proto(opening: Opening) -> record_pb2.RecordOpening:
-    return record_pb2.RecordOpening(
+    return message_of(
+        record_pb2.RecordOpening,
+        opening,
         engine=engine_to_proto(opening.spec),
-        planner_json=json.dumps(asdict(opening.planner)),
-        training_json=json.dumps(asdict(opening.training)),
+        **_constants(opening),
         profile_json="" if opening.profile is None else opening.profile.to_json(),
         overrides=_terms_to_proto(opening.terms),
         state=state_to_proto(opening.state),
-        wall_seconds=opening.wall_seconds,
-        session=opening.session,
-        part=opening.part,
-        lost=opening.lost,
-        versions=opening.versions,
-        cost_source=opening.cost_source,
     )
 
 
@@ -173,11 +154,6 @@ def _parted(message: record_pb2.RecordParting) -> Parted:
     return Parted(message.lease_seconds, message.plan)
 
 
-def _training(message: record_pb2.RecordTraining) -> Trained:
-    state = selective_training.from_json(message.state_json)
-    return Trained(state, message.attended, message.stored)
-
-
 def _note(message: record_pb2.RecordNote) -> Noted | None:
     kind = _KIND_FROM_PROTO.get(message.kind)
     return None if kind is None else Noted(kind, message.count, message.text)
@@ -186,19 +162,16 @@ def _note(message: record_pb2.RecordNote) -> Noted | None:
 def _opening(message: record_pb2.RecordOpening) -> Opening:
     _check_time(message.wall_seconds)
     text = message.profile_json
-    return Opening(
+    return value_of(
+        Opening,
+        message,
         spec=engine_from_proto(message.engine),
         planner=_settings(PlannerSettings, message.planner_json),
         training=_settings(TrainingSettings, message.training_json),
         profile=Profile.from_json(text) if text else None,
         terms=_terms(message.overrides),
         state=state_from_proto(message.state),
-        wall_seconds=message.wall_seconds,
-        session=message.session,
-        part=message.part,
-        lost=message.lost,
         versions=dict(message.versions),
-        cost_source=message.cost_source,
     )
 
 
@@ -226,7 +199,7 @@ _WRITERS: Final[Mapping[type, tuple[str, Callable[[Any], Message]]]] = {
     Decided: ("decision", lambda event: record_pb2.RecordDecision(plan=event.plan)),
     Issued: ("decision", _issued_to_proto),
     Forced: ("force", _force_to_proto),
-    Configured: ("settings", _settings_to_proto),
+    Configured: ("settings", lambda event: record_pb2.RecordSettings(**_constants(event))),
     Parted: (
         "parting",
         lambda event: record_pb2.RecordParting(lease_seconds=event.lease_seconds, plan=event.plan),
@@ -237,9 +210,22 @@ _WRITERS: Final[Mapping[type, tuple[str, Callable[[Any], Message]]]] = {
         "profile",
         lambda event: record_pb2.RecordProfile(profile_json=event.profile.to_json()),
     ),
-    Warmed: ("warm_start", _warm_start_to_proto),
-    Trained: ("training", _training_to_proto),
-    Noted: ("note", _note_to_proto),
+    Warmed: (
+        "warm_start",
+        lambda event: record_pb2.RecordWarmStart(
+            beliefs_json=warm_start.to_json(event.beliefs), where=event.where
+        ),
+    ),
+    Trained: (
+        "training",
+        lambda event: message_of(
+            record_pb2.RecordTraining, event, state_json=selective_training.to_json(event.state)
+        ),
+    ),
+    Noted: (
+        "note",
+        lambda event: message_of(record_pb2.RecordNote, event, kind=_KIND_TO_PROTO[event.kind]),
+    ),
 }
 _READERS: Final[Mapping[str, Callable[[Any], Event | None]]] = {
     "opening": _opening,
@@ -254,6 +240,8 @@ _READERS: Final[Mapping[str, Callable[[Any], Event | None]]] = {
     "warm_start": lambda message: Warmed(
         tuple(warm_start.from_json(message.beliefs_json)), message.where
     ),
-    "training": _training,
+    "training": lambda message: value_of(
+        Trained, message, state=selective_training.from_json(message.state_json)
+    ),
     "note": _note,
 }
