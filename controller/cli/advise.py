@@ -1,4 +1,4 @@
-"""`controller advise`: which GPUs of a mixed pool should train the drafter."""
+"""Implements `controller advise`: which GPUs of a mixed pool should train the drafter."""
 
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -29,7 +29,7 @@ def advise(
     ] = 0.0,
     share: Annotated[float, typer.Option(help="Of the time that training takes.")] = 1.0,
 ) -> None:
-    """Which cards should train, what that gains, and from which speedup on it pays.
+    """Tells which GPUs should train, what that gains, and from which speedup on it pays.
 
     By TIDE, section 5.5: cards that are old for serving are often good enough for training.
 

@@ -1,4 +1,4 @@
-"""`controller config`: what a sidecar would run with, and where each value comes from."""
+"""Implements `controller config`: the settings of a sidecar, and where each value comes from."""
 
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -57,7 +57,10 @@ def _require_a_redis(settings: "Settings") -> None:
 
 
 def _serve_params(arguments: list[str]) -> dict[str, Any]:
-    """What `controller serve` makes of a command line.  Ends with its usage error if it does."""
+    """Reads the settings that `controller serve` takes from a command line.
+
+    Ends with its usage error if it does.
+    """
     app = typer.Typer()
     app.command()(serve)
     command = typer.main.get_command(app)
@@ -106,7 +109,7 @@ def _reloads(key: str) -> bool:
 
 
 def _value(settings: "Settings", key: str) -> Any:
-    """As JSON has it; secrets masked, which is how pydantic writes them."""
+    """Returns a value as JSON has it; secrets masked, which is how pydantic writes them."""
     value: Any = settings
     for name in key.split("."):
         value = getattr(value, name)

@@ -1,4 +1,4 @@
-"""What all commands share that ask a running sidecar."""
+"""Opens the connection to a running sidecar for every command that needs one."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -38,7 +38,7 @@ DEFAULT_ADDRESS = "unix:/run/speculation/controller.sock"
 
 
 def for_operators(address: str) -> str:
-    """Where overrides are set: a unix socket beside the sidecar's, or the same TCP address."""
+    """Returns where overrides are set: beside the sidecar's unix socket, or at its TCP address."""
     from controller.util.socket_paths import operators_address
 
     return operators_address(address)
@@ -46,7 +46,7 @@ def for_operators(address: str) -> str:
 
 @contextmanager
 def connected(address: str, hints: Mapping[Exit, str] | None = None) -> "Iterator[grpc.Channel]":
-    """A channel; an error of a call ends the command with one line, and an exit code for it.
+    """Opens a channel; an error of a call ends the command with one line, and an exit code for it.
 
     hints: what to say after the error, by exit code.
     """
@@ -66,7 +66,7 @@ def connected(address: str, hints: Mapping[Exit, str] | None = None) -> "Iterato
 
 
 def _failure(address: str, error: "grpc.RpcError") -> tuple[str, Exit]:
-    """What a failed call is to the caller: one line, and the exit code."""
+    """Turns a failed call into what its caller gets: one line, and the exit code."""
     from controller.client.credentials import why_silent
     from controller.util.socket_paths import why_denied
 
@@ -100,7 +100,10 @@ def is_away(error: "grpc.RpcError") -> bool:
 
 
 def open_channel(address: str) -> "grpc.Channel":
-    """With what the environment names for it.  Ends the command when that cannot be used."""
+    """Opens a channel with the credentials that the environment names.
+
+    Ends the command when that cannot be used.
+    """
     from controller.client.credentials import Credentials, CredentialsError
 
     try:
@@ -133,7 +136,7 @@ def _with_metadata(channel: "grpc.Channel", more: tuple[tuple[str, str], ...]) -
 
 
 def print_wide(what: object) -> None:
-    """To a terminal as wide as it is; to a pipe or a file as wide as it needs to be.
+    """Prints to a terminal as wide as it is; to a pipe or a file as wide as it needs to be.
 
     Brackets stand for themselves: names and reasons are the words of engines and operators.
     """

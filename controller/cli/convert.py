@@ -1,4 +1,4 @@
-"""`controller convert`: our profiles as step-cost tables, which other tools read, and back."""
+"""Implements `controller convert`: profiles as step-cost tables that other tools read, and back."""
 
 from pathlib import Path
 from typing import Annotated, NoReturn

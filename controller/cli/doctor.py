@@ -1,4 +1,4 @@
-"""`controller doctor`: checks a pod from inside, and says what to fix."""
+"""Implements `controller doctor`: checks a pod from inside and names what to fix."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated

@@ -310,7 +310,7 @@ def _row_for(plan: "plan_pb2.Plan", batch_size: int) -> "plan_pb2.PlanRow":
 
 
 def probing_text(lost_seconds: float) -> str:
-    """What probes have lost in all, or gained where they found something better."""
+    """Tells what probes have lost in all, or gained where they found something better."""
     if lost_seconds < 0:
         return f"{-lost_seconds:.2f} s gained"
     return f"{lost_seconds:.2f} s lost"

@@ -1,4 +1,4 @@
-"""`controller report`: a recorded window as one page for a ticket."""
+"""Implements `controller report`: a recorded window as one page for an incident."""
 
 from pathlib import Path
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""`controller override`: what operators command, and the record of it."""
+"""Implements `controller override`: sets, clears and lists overrides, and shows their audit."""
 
 import datetime as dt
 import getpass
@@ -260,7 +260,10 @@ def _print_overrides(overrides: "Iterable[policy_pb2.HeldOverride]") -> None:
 def _print_effects(
     effects: "Iterable[policy_pb2.OverrideEffect]", *, would: bool, renewed: bool
 ) -> None:
-    """renewed: the override was in force before, so that nothing changes on the engines."""
+    """Prints the effects by engine.
+
+    renewed: the override was in force before, so nothing changes.
+    """
     effects = list(effects)
     if not effects:
         print("no engine of this sidecar is in its scope")

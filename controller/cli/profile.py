@@ -1,4 +1,4 @@
-"""`controller profile`: measures what steps cost on a running engine, through its shim."""
+"""Implements `controller profile`: measures step costs on a running engine, through its shim."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated

@@ -69,7 +69,7 @@ def pull(
 
 
 def list_(address: Address = DEFAULT_ADDRESS) -> None:
-    """What is on the sidecar's shelf, the newest first."""
+    """Lists the profiles that the sidecar keeps, the newest first."""
     from rich.table import Table
 
     from speculation.v1 import service_pb2

@@ -1,4 +1,4 @@
-"""`controller replay`: decides a recording again, as it was or otherwise."""
+"""Implements `controller replay`: decides a recording again, unchanged or with other constants."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any

@@ -1,4 +1,4 @@
-"""`controller serve`: runs the sidecar."""
+"""Implements `controller serve`: runs the sidecar."""
 
 from collections.abc import Mapping
 from pathlib import Path

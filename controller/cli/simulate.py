@@ -1,4 +1,4 @@
-"""`controller simulate`: the production core, and every peer, on a simulated engine."""
+"""Implements `controller simulate`: the production core, and every peer, on a simulated engine."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated

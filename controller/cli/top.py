@@ -1,4 +1,4 @@
-"""`controller top`: the engines of a running sidecar, live."""
+"""Implements `controller top`: the engines of a running sidecar, live."""
 
 import contextlib
 import time

@@ -1,1 +1,1 @@
-"""How a command calls a running sidecar."""
+"""Connects commands to a running sidecar."""

@@ -1,4 +1,4 @@
-"""How a command calls a sidecar: open on its unix socket; over TCP by TLS, and with a token.
+"""Connects a command to a sidecar: open on its unix socket; over TCP by TLS, and with a token.
 
 CONTROLLER_CA names the authority of the sidecar's certificate, and switches TLS on;
 CONTROLLER_CLIENT_CERTIFICATE and CONTROLLER_CLIENT_KEY a certificate of the caller's own;
@@ -20,19 +20,22 @@ _OPTIONS = (("grpc.enable_http_proxy", 0),)
 
 
 class CredentialsError(SpeculationError):
-    """What the environment names for calling a sidecar cannot be used."""
+    """The environment names credentials that cannot be used."""
 
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """tls: None for an open line.  token: "" for none."""
+    """Holds the credentials of a caller.  tls: None for a plaintext line.  token: "" for none."""
 
     tls: grpc.ChannelCredentials | None = None
     token: str = ""
 
     @classmethod
     def for_address(cls, address: str) -> Self:
-        """Those of the environment; none for a unix socket.  Raises CredentialsError."""
+        """Returns the credentials of the environment; none for a unix socket.
+
+        Raises CredentialsError.
+        """
         if address.startswith("unix:"):
             return cls()
         authority, token = _read("CA"), (_read("TOKEN_FILE") or b"").decode("ascii", "replace")
@@ -54,24 +57,24 @@ class Credentials:
         return cls(tls, token.strip())
 
     def channel(self, address: str) -> grpc.Channel:
-        """Not connected yet; its calls carry no metadata of themselves."""
+        """Makes a channel that is not connected yet; its calls carry no metadata of themselves."""
         if self.tls is None:
             return grpc.insecure_channel(address, options=_OPTIONS)
         return grpc.secure_channel(address, self.tls, options=_OPTIONS)
 
     def aio_channel(self, address: str, *options: tuple[str, int]) -> grpc.aio.Channel:
-        """As `channel`, for asyncio."""
+        """Does the same as `channel`, for asyncio."""
         if self.tls is None:
             return grpc.aio.insecure_channel(address, options=_OPTIONS + options)
         return grpc.aio.secure_channel(address, self.tls, options=_OPTIONS + options)
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What every call carries."""
+        """Returns the metadata that every call carries."""
         return (("authorization", f"Bearer {self.token}"),) if self.token else ()
 
 
 def why_silent(address: str, details: str | None) -> str:
-    """What to look at where no sidecar answers.  details: gRPC's words."""
+    """Names what to check where no sidecar answers.  details: gRPC's words."""
     if "handshake failed" in (details or "").lower():
         return "its certificate is none of CONTROLLER_CA's authority for this name"
     running = "is `controller serve` running there?"

@@ -26,7 +26,7 @@ def every_engine(call: Callable[[str], Answer]) -> Answer:
 
 
 async def every_engine_aio(call: Callable[[str], Awaitable[Answer]]) -> Answer:
-    """As `every_engine`."""
+    """Does the same as `every_engine`, for asyncio."""
     answer = await call("")
     token = answer.next_page_token
     for _ in range(_PAGES_MAX):

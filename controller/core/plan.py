@@ -1,4 +1,4 @@
-"""Defines plans: tables over batch sizes of what an engine is to run, and the regime of updates."""
+"""Defines plans: tables by batch size of what an engine runs, and the regime of updates."""
 
 from dataclasses import dataclass
 from enum import Enum

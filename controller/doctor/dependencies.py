@@ -1,4 +1,4 @@
-"""What else the sidecar needs: the engine's HTTP API and its plugin, Redis, the health port."""
+"""Checks the dependencies: the engine's HTTP API and plugin, Redis, the health port."""
 
 import asyncio
 import time

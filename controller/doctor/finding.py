@@ -1,11 +1,11 @@
-"""What a check found."""
+"""Defines the result of a check."""
 
 from dataclasses import dataclass
 from enum import Enum
 
 
 class Level(Enum):
-    """WARN: it works, but not as well as it could, or not for long."""
+    """Names how serious a finding is.  WARN: it works, but worse than it could, or not for long."""
 
     OK = "ok"
     WARN = "warn"
@@ -14,7 +14,10 @@ class Level(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """check: a short name.  found: what there is.  fix: one line of what to do, "" when OK."""
+    """Holds the result of one check.
+
+    found: the state.  fix: what to do, in one line; "" when OK.
+    """
 
     check: str
     level: Level

@@ -1,4 +1,4 @@
-"""What can be seen without asking anybody: the socket, the state directory, its disk."""
+"""Checks what is visible without a call: the socket, the state directory, its disk."""
 
 import errno
 import os

@@ -15,7 +15,10 @@ from controller.util.socket_paths import socket_path
 
 @dataclass(frozen=True, slots=True)
 class DoctorRequest:
-    """config: the settings' file.  address: of the sidecar; "": as the settings say.
+    """Names what is checked.
+
+    config: the settings' file.  address: of the sidecar; "": as in the settings.  engine_url: of
+    the engine's HTTP API; "": it is not asked.
 
     engine_url: of the engine's HTTP API; "": it is not asked.
     """

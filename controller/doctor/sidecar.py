@@ -1,4 +1,4 @@
-"""What the sidecar says when it is asked: is it SERVING, whom does it steer, by what."""
+"""Checks the answers of the sidecar: is it SERVING, whom does it steer, by what."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ _STORE = "speculation.store"
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What was asked.  asked_at, answered_at: Unix seconds here."""
+    """Holds a sidecar's answers.  asked_at, answered_at: Unix seconds here."""
 
     engines: service_pb2.ListEnginesResponse
     overrides: policy_pb2.ListOverridesResponse
@@ -32,7 +32,7 @@ class Answers:
 
 
 async def ask(channel: grpc.aio.Channel, metadata: Sequence[tuple[str, str]]) -> Answers:
-    """Raises grpc.aio.AioRpcError."""
+    """Asks a sidecar for its health, engines and settings.  Raises grpc.aio.AioRpcError."""
     asked_at = time.time()
     inspection = service_pb2_grpc.InspectionServiceStub(channel)
     answered_at = 0.0
@@ -56,7 +56,7 @@ async def ask(channel: grpc.aio.Channel, metadata: Sequence[tuple[str, str]]) ->
 
 
 def check_silence(address: str, error: grpc.aio.AioRpcError) -> Finding:
-    """Why there is no answer."""
+    """Explains why there is no answer."""
     if error.code() in {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED}:
         return fail(
             "sidecar",
@@ -89,7 +89,7 @@ def check_sidecar(answers: Answers) -> Iterator[Finding]:
 
 
 def check_engines(answers: Answers, address: str) -> Iterator[Finding]:
-    """Each engine: introduced, steered, reporting, by which version, priced by what."""
+    """Checks each engine: introduced, steered, reporting, by which version, priced by what."""
     if not answers.engines.engines:
         yield fail(
             "engine",

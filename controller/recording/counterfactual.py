@@ -1,4 +1,4 @@
-"""What another rule, profile or constant would have done with what was recorded.
+"""Estimates what another rule, profile or constant would have done with recorded reports.
 
 The other core starts with the recorded one's estimates, is told the same reports at the same times,
 and decides when the recorded one decided.  It learns only from what ran: draft positions behind the
@@ -41,7 +41,10 @@ _STRETCHES_MAX = 10_000
 
 @dataclass(frozen=True, slots=True)
 class CounterfactualChange:
-    """What is to be another one; at least one part.  constants: of the planner, by name."""
+    """Names what differs from the recorded run, at least one part.
+
+    constants: of the planner, by name.
+    """
 
     constants: Mapping[str, object] = field(default_factory=dict)
     profile: Profile | None = None
@@ -224,7 +227,7 @@ class Counterfactual:
 
 
 def _curve(arm: Arm, core: EngineController) -> AcceptanceCurve:
-    """Of the arm's drafter, as the core's last decision had it."""
+    """Returns the curve of the arm's drafter that the core's last decision used."""
     return core.decision.values.curves[arm.drafter]
 
 

@@ -1,4 +1,4 @@
-"""What differs, in a line for people: between two plans, and between two states of a core."""
+"""Describes differences in one line: between two plans, and between two states of a core."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""What can be wrong with a recording."""
+"""Defines the errors of recordings."""
 
 from controller.core.errors import SpeculationError
 

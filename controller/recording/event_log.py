@@ -22,7 +22,9 @@ EndOf = Callable[[str], float | None]
 
 @dataclass(slots=True, eq=False)
 class EventLog:
-    """Of one session.  session: its number.  due: an opening is asked for, nothing is lost yet.
+    """Carries the events of one session.
+
+    session: its number.  due: an opening is asked for, nothing is lost yet.
 
     broken: nothing is taken before an opening.  lost: moments that were dropped since the last one.
     over: nothing more is taken.  parts: openings so far; taken: moments since the last one, and

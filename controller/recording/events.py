@@ -1,4 +1,6 @@
-"""What happens to a session's core, as values: inputs in their order, and the plans that came out.
+"""Defines the events of a session's core as values: inputs in their order.
+
+The plans that came out.
 
 All frozen.  The core's clock stands still while it works on one of them.
 """
@@ -68,7 +70,7 @@ class Decided:
 
 @dataclass(frozen=True, slots=True)
 class Issued:
-    """What becomes a `Decided` on disk: as the core gave it, for the recorder's thread to turn."""
+    """A plan as the core made it; the recorder's thread converts it into a `Decided`."""
 
     plan: Plan | None
 
@@ -136,7 +138,7 @@ class Trained:
 
 
 class NoteKind(Enum):
-    """What a note is about."""
+    """Names what a note is about."""
 
     DROPPED = "dropped"
     REJECTED = "rejected"
@@ -147,7 +149,7 @@ class NoteKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """For people: the core is not told.  count: of reports that were lost on their way."""
+    """Informs people; the core does not see it.  count: of reports that were lost on their way."""
 
     kind: NoteKind
     count: int = 0

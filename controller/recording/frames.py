@@ -28,7 +28,7 @@ _LEVEL = 1
 
 
 def frame(records: Sequence[record_pb2.Record]) -> bytes:
-    """One frame."""
+    """Packs records into one frame."""
     packed = zlib.compress(record_pb2.Block(records=records).SerializeToString(), _LEVEL)
     return _HEAD.pack(len(packed), zlib.crc32(packed)) + packed
 
@@ -59,7 +59,7 @@ def blocks(data: bytes) -> Iterator[tuple[int, record_pb2.Block]]:
 
 
 def _not_read(data: bytes) -> RecordingError:
-    """Why a segment that begins otherwise is refused."""
+    """Explains why a segment with another first line is refused."""
     known = _FIRST_LINE.match(data)
     if known is None:
         return RecordingError("this is no recording of a sidecar (its first line is another one)")

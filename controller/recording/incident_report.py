@@ -20,7 +20,7 @@ _ROWS_MAX = 300
 
 
 def render_ticket(window: Window, verdict: ReplayVerdict) -> str:
-    """The page.  Raises MissingPlotsError when matplotlib is not installed."""
+    """Renders the page.  Raises MissingPlotsError when matplotlib is not installed."""
     return page(f"{verdict.engine_id}: decisions on record", "\n".join(_body(window, verdict)))
 
 

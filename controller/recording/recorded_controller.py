@@ -52,7 +52,7 @@ _SAME_END_SECONDS = 1.0
 
 
 def versions() -> dict[str, str]:
-    """What the last bits of a decision depend on."""
+    """Returns the versions on which the last bits of a decision depend."""
     return {
         "controller": controller.__version__,
         "python": platform.python_version(),
@@ -73,13 +73,16 @@ class _HeldClock:
         return self._now
 
     def read(self) -> float:
-        """Seconds now."""
+        """Reads the clock and returns its seconds."""
         self._now = self._clock.now()
         return self._now
 
 
 class RecordedController(EngineController):
-    """As EngineController.  Its own variables are slots: the core's are all in its `__dict__`."""
+    """Extends EngineController by a record of every input and plan.
+
+    Its own variables are slots: the core's are all in its `__dict__`.
+    """
 
     __slots__ = (
         "_event_log",
@@ -114,7 +117,7 @@ class RecordedController(EngineController):
         self._begin()
 
     def observe(self, report: StepReport) -> None:
-        """As the core's."""
+        """Records the report after the core has folded it."""
         self._begin()
         try:
             super().observe(report)
@@ -127,7 +130,7 @@ class RecordedController(EngineController):
         self._put(Reported(report))
 
     def set_overrides(self, overrides: Iterable[Override]) -> bool:
-        """As the core's; a later end of the same override is written down too."""
+        """Records the overrides if they changed, or if one of them ends later."""
         self._begin()
         changed = super().set_overrides(overrides)
         terms = self._terms_now()
@@ -137,7 +140,7 @@ class RecordedController(EngineController):
         return changed
 
     def lose(self, losses: Iterable[LostCapability]) -> tuple[LostCapability, ...]:
-        """As the core's."""
+        """Records the losses that take something more away."""
         self._begin()
         news = super().lose(losses)
         if news:
@@ -145,7 +148,7 @@ class RecordedController(EngineController):
         return news
 
     def next_plan(self) -> Plan | None:
-        """As the core's."""
+        """Records the plan, or that the old one was confirmed."""
         self._begin()
         before = self._evaluated_at
         plan = super().next_plan()
@@ -154,35 +157,35 @@ class RecordedController(EngineController):
         return plan
 
     def force(self, arm: Arm | None) -> Plan:
-        """As the core's."""
+        """Records the forced arm and its plan."""
         self._begin()
         plan = super().force(arm)
         self._put(Forced(arm, plan_to_proto(plan)))
         return plan
 
     def last_plan(self, lease_seconds: float) -> Plan:
-        """As the core's."""
+        """Records the last plan."""
         self._begin()
         plan = super().last_plan(lease_seconds)
         self._put(Parted(lease_seconds, plan_to_proto(plan)))
         return plan
 
     def use_settings(self, settings: PlannerSettings, training: TrainingSettings) -> None:
-        """As the core's."""
+        """Records the new constants."""
         self._begin()
         super().use_settings(settings, training)
         self._training_settings = training
         self._put(Configured(settings, training))
 
     def use_profile(self, profile: Profile) -> None:
-        """As the core's."""
+        """Records the new profile."""
         self._begin()
         super().use_profile(profile)
         self._profile = profile
         self._put(Profiled(profile))
 
     def begin_from(self, beliefs: Iterable[Belief], where: str) -> None:
-        """As the core's."""
+        """Records the estimates that were taken over."""
         self._begin()
         known = tuple(beliefs)
         super().begin_from(known, where)
@@ -200,7 +203,7 @@ class RecordedController(EngineController):
         self._told_training = self._training_now()
 
     def _begin(self) -> None:
-        """Before anything happens: the time, what others have changed, a due opening."""
+        """Prepares for the next event: the time, what others have changed, a due opening."""
         now, event_log = self._time.read(), self._event_log
         training = self._training_now()
         if training is not None and training != self._told_training and not event_log.broken:

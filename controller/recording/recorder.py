@@ -174,7 +174,7 @@ class Recorder:
                 self._measure(event_log, segment, len(moments))
 
     def _measure(self, event_log: EventLog, segment: Segment, moments: int) -> None:
-        """How many moments fit a segment is told ahead: much may come between two rounds."""
+        """Estimates how many moments fit a segment, since many may come between two rounds."""
         room = self._ring.segment_bytes
         segment.moments += moments
         if segment.moments >= _MEASURED_MOMENTS:

@@ -15,7 +15,7 @@ from controller.recording.ring import found_in
 
 
 class RecordingPart:
-    """One segment.  Raises RecordingError where not even its opening can be read.
+    """Reads one segment.  Raises RecordingError where not even its opening can be read.
 
     damage: why its end is missing, known once all moments were taken; "" for a whole one.  torn: it
     ends as a kill leaves it, nothing is wrong with what is there.

@@ -1,4 +1,6 @@
-"""Deciding again: the core is given what it was given, and must come to the same plans, bit by bit.
+"""Decides a recording again: the core is given what it was given.
+
+Must come to the same plans, bit by bit.
 
 At every segment's opening its variables must be the recorded ones, too.  After a gap (records that
 were lost, or a damaged end) it goes on from the opening.
@@ -53,7 +55,7 @@ class ReplayClock(VirtualClock):
 
 @dataclass(frozen=True, slots=True)
 class DecisionDifference:
-    """Where deciding again came to something else.
+    """Describes where deciding again gave another result.
 
     record: number in its segment, 0 = the opening.  wall_seconds: Unix time.
     """
@@ -66,7 +68,7 @@ class DecisionDifference:
 
 @dataclass(slots=True)
 class ReplayVerdict:
-    """What became of it.  gaps: (segment, why) of those after which it began anew.
+    """Holds the result of a replay.  gaps: (segment, why) of those after which it began anew.
 
     lost: records that the sidecar dropped.  first: the first difference.  strange: what made the
     recording and is another one here, as (name, there, here).
@@ -155,7 +157,7 @@ def apply(core: EngineController, event: Event) -> plan_pb2.Plan | None:
 
 
 def guarded(core: EngineController, event: Event, where: str) -> plan_pb2.Plan | None:
-    """As `apply`.  Raises RecordingError also for what no core can work on."""
+    """Applies an event.  Raises RecordingError also for values that no core can use."""
     with _nonsense_refused(where):
         return apply(core, event)
 
@@ -178,7 +180,7 @@ def replay(recording: Recording, visitors: Iterable[Visitor] = ()) -> ReplayVerd
 
 
 class _Replay:
-    """One pass."""
+    """Replays one recording once."""
 
     def __init__(self, recording: Recording, visitors: tuple[Visitor, ...]) -> None:
         self._paths = recording.paths
@@ -191,7 +193,7 @@ class _Replay:
         self._offset = 0.0
 
     def run(self) -> ReplayVerdict:
-        """Over all segments."""
+        """Replays all segments."""
         verdict = self._verdict
         for part in self._parts():
             goes_on = self._goes_on(part)
@@ -226,7 +228,7 @@ class _Replay:
                 self._gap(path, str(error))
 
     def _gap(self, path: Path, why: str) -> None:
-        """What follows cannot be decided from what was before."""
+        """Notes a gap: what follows cannot be decided from what was before."""
         self._verdict.gaps.append((path.name, why))
         self._core = None
 

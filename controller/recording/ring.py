@@ -120,7 +120,7 @@ class Ring:
 
     @property
     def segment_bytes(self) -> int:
-        """From which on a segment should be followed by another one."""
+        """Returns the size from which on another segment should follow."""
         writing = sum(s.descriptor >= 0 for found in self._segments.values() for s in found)
         room = min(self._limit // _SEGMENTS, self._limit // (_SEGMENTS_AN_ENGINE * writing or 1))
         return max(SEGMENT_BYTES_MIN, room)

@@ -99,7 +99,7 @@ class Began:
 
 @dataclass(slots=True)
 class ClassTally:
-    """Of one request class; accepted: draft tokens."""
+    """Counts the sequences and accepted draft tokens of one request class."""
 
     sequences: int = 0
     accepted: int = 0
@@ -232,6 +232,6 @@ class Window:
 
 
 def changed_constants(planner: dict[str, object]) -> dict[str, object]:
-    """Those of a recorded planner that are not the defaults."""
+    """Returns the constants of a recorded planner that differ from the defaults."""
     default = asdict(PlannerSettings())
     return {name: value for name, value in planner.items() if value != default.get(name)}

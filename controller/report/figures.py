@@ -21,7 +21,7 @@ class MissingPlotsError(SpeculationError):
 
 
 def new_figure(width: float, height: float) -> "Figure":
-    """Inches.  Raises MissingPlotsError."""
+    """Makes a figure of so many inches.  Raises MissingPlotsError."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -30,7 +30,7 @@ def new_figure(width: float, height: float) -> "Figure":
 
 
 def svg(figure: "Figure", title: str) -> str:
-    """As inline SVG; title: for who cannot see it."""
+    """Renders a figure as inline SVG; title: the text for screen readers."""
     import matplotlib as mpl
 
     buffer = io.StringIO()

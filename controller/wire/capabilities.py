@@ -54,7 +54,7 @@ def lost_from_proto(message: engine_pb2.LostCapability) -> LostCapability | None
 def all_lost_from_proto(
     messages: Sequence[engine_pb2.LostCapability],
 ) -> tuple[LostCapability, ...]:
-    """Those that are known here.  Raises InvalidLossError, also for too many."""
+    """Returns the losses that are known here.  Raises InvalidLossError, also for too many."""
     if len(messages) > _LOSSES_MAX:
         raise InvalidLossError(f"{len(messages)} losses are reported, {_LOSSES_MAX} at most")
     found = map(lost_from_proto, messages)

@@ -88,7 +88,7 @@ def _drafter_from_proto(message: engine_pb2.Drafter) -> DrafterSpec:
 
 
 def fingerprint_to_proto(fingerprint: Fingerprint) -> engine_pb2.Fingerprint:
-    """What profiles belong to."""
+    """Converts the identity to which profiles belong."""
     return message_of(engine_pb2.Fingerprint, fingerprint)
 
 

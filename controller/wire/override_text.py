@@ -15,7 +15,7 @@ PRECEDENCE = (
 
 
 def rule_text(override: "policy_pb2.Override") -> str:
-    """What it demands, in words."""
+    """Describes in words what an override demands."""
     rule, parts = override.rule, []
     if rule.off:
         parts.append("no speculation")
@@ -35,7 +35,7 @@ def rule_text(override: "policy_pb2.Override") -> str:
 
 
 def scope_text(override: "policy_pb2.Override") -> str:
-    """Whom it is for, in words."""
+    """Describes in words to whom an override applies."""
     which = override.scope.WhichOneof("kind")
     whom = {
         "engine_id": f"engine {override.scope.engine_id}",
@@ -48,13 +48,13 @@ def scope_text(override: "policy_pb2.Override") -> str:
 
 
 def regime_text(regime: "plan_pb2.Regime") -> str:
-    """As it is typed: off, collect, online:STRIDE."""
+    """Writes a regime as it is typed: off, collect, online:STRIDE."""
     name = _word(regime, "mode", "REGIME_MODE_")
     return f"{name}:{regime.stride}" if regime.stride else name
 
 
 def reason_text(plan: "plan_pb2.Plan") -> str:
-    """Why it is what it is, as logs say it."""
+    """Names a plan's reason as logs do."""
     return _word(plan, "reason", "REASON_")
 
 

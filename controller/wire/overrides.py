@@ -33,7 +33,7 @@ _MODE_TO_PROTO = {mode: number for number, mode in _MODE_FROM_PROTO.items()}
 
 
 def override_from_proto(message: policy_pb2.Override) -> Override:
-    """Raises InvalidOverrideError."""
+    """Converts an override.  Raises InvalidOverrideError."""
     scope, rule = _scope_from_proto(message.scope), _rule_from_proto(message.rule)
     return value_of(Override, message, scope=scope, rule=rule)
 
@@ -80,7 +80,10 @@ def _regime_to_proto(regime: Regime) -> plan_pb2.Regime:
 
 
 def to_body(override: Override) -> str:
-    """JSON: the same text for the same override.  Its revision is the store's to say."""
+    """Writes an override as JSON, the same text for the same override.
+
+    The store adds its revision.
+    """
     found = json_format.MessageToDict(override_to_proto(replace(override, revision=0)))
     return json.dumps(found, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
@@ -167,7 +170,7 @@ def _add_change(
 
 
 def limits_to_proto(limits: Limits) -> service_pb2.OverrideLimits:
-    """What overrides leave at one batch size."""
+    """Converts what overrides leave at one batch size."""
     return message_of(
         service_pb2.OverrideLimits,
         limits,

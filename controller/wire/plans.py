@@ -65,5 +65,5 @@ def _regime_to_proto(regime: Regime) -> plan_pb2.Regime:
 
 
 def arm_from_proto(message: service_pb2.MeasureRequest) -> Arm:
-    """What a measurement asks for."""
+    """Returns the arm that a measurement asks for."""
     return Arm(message.drafter, message.gamma)

@@ -8,7 +8,7 @@ _ERROR_CHARACTERS = 500
 
 
 def result_from_proto(message: training_pb2.TrainingRound) -> TrainingResult:
-    """Raises InvalidTrainingError."""
+    """Converts the result of a training round.  Raises InvalidTrainingError."""
     return value_of(TrainingResult, message, error=message.error[:_ERROR_CHARACTERS])
 
 

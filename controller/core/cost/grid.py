@@ -55,7 +55,7 @@ def _over_batch(
 def _interpolate(
     at: NDArray[np.float64], x: NDArray[np.float64], y: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Interpolates linearly; outside it keeps the last slope, never downwards past the end."""
+    """Interpolates y(x) linearly; outside it keeps the last slope, never downwards past the end."""
     inside = np.interp(at, x, y)
     if len(x) < 2:
         return inside

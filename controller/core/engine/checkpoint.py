@@ -24,7 +24,7 @@ _DTYPES = ("<f8", "<i8", "|b1")
 
 @dataclass(frozen=True, slots=True)
 class Typed:
-    """An object: its class by name, its variables by theirs."""
+    """Holds an object's values by their recorded names, with the recorded name of its class."""
 
     type: str
     fields: "Mapping[str, Tree]"
@@ -85,7 +85,7 @@ def _named(value: Any) -> Chosen | Typed:
 
 
 def _value(tree: Tree, current: Any) -> Any:
-    """What a tree says.  current: what stands in its place now, and lends what is constant."""
+    """Makes the value of a tree.  current: the present value, which lends what is not recorded."""
     if isinstance(tree, Typed):
         return _object(tree, current)
     if isinstance(tree, Chosen):

@@ -227,14 +227,14 @@ class EngineController:
         return news
 
     def preview(self, overrides: Iterable[Override]) -> tuple[PreviewRow, ...]:
-        """What the last decision would have become if these were the overrides."""
+        """Returns the rows that the last decision would have made under these overrides."""
         at = rows_under(overrides, self.spec, self._buckets, self.arms)
         values = self._decision.estimates.values(self.arms, self._sizes, at)
         return preview_rows(self._plan, at, values.value, self.arms)
 
     @property
     def overrides(self) -> tuple[Override, ...]:
-        """Those that are for this engine, whatever its batch."""
+        """Returns the overrides for this engine, whatever its batch."""
         return self._overrides
 
     def next_plan(self) -> Plan | None:
@@ -323,7 +323,7 @@ class EngineController:
         self._evaluated_at = -float("inf")
 
     def beliefs(self) -> list[Belief]:
-        """What is known of acceptance now, for another session to begin from."""
+        """Returns the present acceptance estimates, with which another session can start."""
         return self.traffic.beliefs()
 
     @property
@@ -419,7 +419,7 @@ class EngineController:
     def _rows(
         self, choice: Sequence[int], probing: tuple[int, Probe] | None
     ) -> tuple[PlanRow, ...]:
-        """The table; the rows of the last plan where nothing has changed."""
+        """Returns the table; the rows of the last plan where nothing has changed."""
         kept = self._plan.rows if self._decided is not None else ()
         decided = (self._rows_at.upper, [*choice], self._planner.reasons, probing)
         if decided == self._decided:
@@ -429,7 +429,7 @@ class EngineController:
         return rows_of(self.spec, self._rows_at.upper, chosen, self._planner.reasons, probing, kept)
 
     def _regime_now(self) -> Regime:
-        """What overrides say, else what was decided; none beside a measurement."""
+        """Returns the regime of overrides, else the decided one; off beside a measurement."""
         if self._rows_at.regime is not None:
             return self._rows_at.regime
         return Regime() if self._forced or self._parting else self.updates.regime

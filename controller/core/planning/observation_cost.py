@@ -35,7 +35,7 @@ _MISSED_STEPS_MAX = 200.0
 @recorded("observation_cost")
 @dataclass(frozen=True, slots=True)
 class ObservationCost:
-    """Per bucket: which arm looks, for how many steps, how often, and what blindness costs.
+    """Tells for each bucket which arm observes, for how many steps, how often, and at what cost.
 
     arm, steps: [buckets] of int.  interval: [buckets] steps; inf where even a good day would not
     pay.  loss: [buckets], share of every step, looking included.  share: [buckets], what looking
@@ -90,7 +90,10 @@ class ObservationPlanner:
         catch_up: CatchUpPrice,
         hazard: Hazard,
     ) -> ObservationCost | None:
-        """value, seconds: [arms, buckets].  None: nothing to watch, or nothing to watch with."""
+        """Prices observation.
+
+        value, seconds: [arms, buckets].  Returns None if there is nothing to observe.
+        """
         if self._off is None or not self._drafting.any():
             return None
         off, settings = self._off, self._settings
