@@ -1,4 +1,4 @@
-"""Who may do what.
+"""Decides who may do what.
 
 Reading, steering, measuring, installing profiles and overriding are different rights.  Whoever may
 open the engines' unix socket (its mode decides) may read and steer.  Operators have a socket of
@@ -77,7 +77,7 @@ class AccessList:
         return any(key.startswith(("uid:", "gid:")) for key in self._entries)
 
     def find(self, key: str) -> Caller | None:
-        """By "token-sha256:HEX" or "cert:NAME"."""
+        """Finds the entry of a key "token-sha256:HEX" or "cert:NAME"."""
         self.look()
         return self._entries.get(key)
 
@@ -160,7 +160,7 @@ def on_engines_socket(_context: Any) -> Caller:
 
 
 def on_operators_socket(operator_socket: OperatorSocket, access: AccessList | None) -> Identify:
-    """By the kernel's word on who is connected."""
+    """Identifies callers by what the kernel tells about the connected process."""
 
     def identify(context: Any) -> Caller:
         peer = operator_socket.peers.get(context.peer() or "")
@@ -182,7 +182,7 @@ def _operator(peer: Peer, access: AccessList | None) -> Caller:
 
 
 def on_tcp(access: AccessList | None) -> Identify:
-    """By the token or the client certificate of the call."""
+    """Identifies callers by their token or client certificate."""
 
     def identify(context: Any) -> Caller:
         name: str = context.peer() or "unknown"

@@ -1,4 +1,4 @@
-"""Who makes a call, and what that caller may do.
+"""Describes who makes a call, and what that caller may do.
 
 A guard (`guard.Guard`) finds the caller of every call before anything of the call is read, and
 keeps both as the current `Call`.  Servicers ask `calling()` for it.
@@ -16,7 +16,7 @@ from controller.service.net.errors import ForbiddenError
 
 
 class Right(Flag):
-    """What a caller may do."""
+    """Names what a caller may do."""
 
     NONE = 0
     READ = auto()
@@ -31,7 +31,11 @@ ALL = Right.READ | Right.STEER | Right.MEASURE | Right.INSTALL | Right.OVERRIDE
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """identity: name of the access entry that the caller proved to be, "" for an anonymous one.
+    """Describes a caller.
+
+    identity: name of the access entry that the caller proved to be, "" for an anonymous one.
+    engines: globs of the engine ids that the caller may act on.  origin: where the call came from,
+    for the audit.
 
     engines: globs of the engine ids that the caller may act on.  origin: where the call came from,
     for the audit.

@@ -1,4 +1,4 @@
-"""What the service refuses, and the one place where errors become gRPC status codes."""
+"""Defines what the service refuses, and turns errors into gRPC status codes in one place."""
 
 from typing import Any, Never
 

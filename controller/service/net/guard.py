@@ -1,4 +1,4 @@
-"""What stands before every call: who calls, may they do this, and are there not too many.
+"""Stands before every call: who calls, may they do this, and are there not too many.
 
 Every server has a guard of its own, with its own way to identify callers and its own limits.  The
 engines' server therefore cannot take anybody for an operator, and nobody on TCP takes the places
@@ -44,7 +44,7 @@ _log = structlog.get_logger(__name__)
 
 
 def right_of(method: str) -> Right:
-    """What a call of /package.Service/Method needs."""
+    """Returns the right that a call of /package.Service/Method needs."""
     kind = method.strip("/").partition("/")[0].rpartition(".")[2]
     name = method.rpartition("/")[2]
     if kind == "Health":
@@ -57,7 +57,10 @@ def right_of(method: str) -> Right:
 
 
 class Guard(grpc.aio.ServerInterceptor):
-    """identify: finds the caller of a call.  operators: path of their socket, for messages.
+    """Checks the calls of one server.
+
+    identify: finds the caller of a call.  operators: path of their socket, for messages.  waiting:
+    calls that may wait for their first message at the same time.
 
     waiting: calls that may wait for their first message at the same time.
     """

@@ -71,7 +71,7 @@ class HttpServer(ThreadingHTTPServer):
         self._thread.start()
 
     def server_bind(self) -> None:
-        """Without the look-up of the machine's own name."""
+        """Binds the socket without a look-up of the machine's own name."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
 
@@ -87,7 +87,7 @@ class HttpServer(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """One request."""
+        """Serves one request."""
         try:
             super().process_request_thread(request, client_address)
         finally:

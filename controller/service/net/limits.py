@@ -1,4 +1,4 @@
-"""What one client, or many, may take of a sidecar: connections, calls, time, bytes.
+"""Limits what one client, or many, may take of a sidecar: connections, calls, time, bytes.
 
 How often who may call is the guard's business (`guard`); what a message may hold, that of the
 types it becomes.
@@ -37,7 +37,7 @@ _log = structlog.get_logger(__name__)
 
 
 class Allowance:
-    """So many a second, and so many at once; whoever takes more has to wait."""
+    """Allows so many a second, and so many at once; whoever takes more has to wait."""
 
     def __init__(self, a_second: float, at_once: float) -> None:
         self._rate, self._burst = a_second, at_once
@@ -52,7 +52,7 @@ class Allowance:
 
 
 class Bucket:
-    """So many a second, and so many at once; whoever wants more is turned away."""
+    """Allows so many a second, and so many at once; whoever wants more is refused."""
 
     def __init__(self, a_second: float, at_once: float) -> None:
         self._rate, self._burst = a_second, at_once
@@ -70,7 +70,7 @@ class Bucket:
 
 
 class Turns:
-    """For work that takes the event loop for long: one piece at a time.
+    """Takes turns at work that occupies the event loop for long: one piece at a time.
 
     After each piece the loop is left free for as long as the piece took, so that whoever asks for
     many at once does not keep steering waiting for all of them.
@@ -82,7 +82,7 @@ class Turns:
         self._lock = asyncio.Lock()
 
     async def take(self, work: Callable[[], T]) -> T:
-        """What `work` returns.  Raises TooManyCallsError when too many wait."""
+        """Returns the result of `work`.  Raises TooManyCallsError when too many wait."""
         if self._waiting >= self._most:
             raise TooManyCallsError(f"{self._most} such calls wait already: try again in a moment")
         self._waiting += 1

@@ -46,14 +46,16 @@ class Peer:
     command: str
 
     def __str__(self) -> str:
-        """For the audit."""
+        """Names the peer for the audit."""
         process = f", pid {self.pid}" if self.pid else ""
         command = f" ({self.command})" if self.command else ""
         return f"uid {self.uid}, gid {self.gid}{process}{command}"
 
 
 class OperatorSocket:
-    """path: of the sidecar's own socket; the operators' one lies beside it.
+    """Serves operators on a socket of their own.
+
+    path: of the sidecar's own socket; this one lies beside it.
 
     The operators' gRPC server has to be bound inside `binding` before `open`.
     """
@@ -70,7 +72,7 @@ class OperatorSocket:
 
     @property
     def peers(self) -> Mapping[str, Peer]:
-        """Who is connected now, by gRPC's name of the connection."""
+        """Returns who is connected now, by gRPC's name of the connection."""
         return MappingProxyType(self._peers)
 
     @contextmanager

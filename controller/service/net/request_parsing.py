@@ -34,7 +34,7 @@ class Unreadable:
     why: str
 
     def error(self) -> UnreadableRequestError:
-        """To be raised."""
+        """Returns the error to raise."""
         return UnreadableRequestError(f"the request cannot be read: {self.why}")
 
 
@@ -50,7 +50,7 @@ class WaitingRoom:
         self._waiting: dict[asyncio.Timeout, None] = {}
 
     async def first(self, message: Awaitable[T]) -> T:
-        """The message.  Raises SilentClientError."""
+        """Returns the first message.  Raises SilentClientError."""
         try:
             async with asyncio.timeout(FIRST_SECONDS) as limit:
                 self._waiting[limit] = None
@@ -78,7 +78,7 @@ async def first(message: Awaitable[T]) -> T:
 
 
 class Reading(grpc.aio.ServerInterceptor):
-    """For servers whose callers need not be checked.  waiting: as of `Guard`."""
+    """Parses the requests of servers whose callers need no check.  waiting: as of `Guard`."""
 
     def __init__(self, waiting: int) -> None:
         self._room = WaitingRoom(waiting)
@@ -137,7 +137,7 @@ def read_after(
 
 
 async def _each(messages: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-    """For those who iterate in the place of reading through the context."""
+    """Yields the messages to servicers that iterate instead of reading through the context."""
     async for message in messages:
         if isinstance(message, Unreadable):
             await abort(context, message.error())

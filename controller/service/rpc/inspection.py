@@ -1,4 +1,4 @@
-"""What people ask: which engines are steered, and why this plan."""
+"""Answers what people ask: which engines are steered, and why this plan."""
 
 import time
 from dataclasses import asdict

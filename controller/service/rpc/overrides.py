@@ -146,7 +146,7 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
             policy_pb2.ListOverridesRequest, policy_pb2.ListOverridesResponse
         ],
     ) -> policy_pb2.ListOverridesResponse:
-        """Those in force here, and how the store is doing."""
+        """Lists the overrides in force here, and the state of the store."""
         return policy_pb2.ListOverridesResponse(
             overrides=map(held_to_proto, self._override_registry.held()),
             store=health_to_proto(self._override_registry.health),
@@ -159,7 +159,7 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
             policy_pb2.WatchOverridesRequest, policy_pb2.WatchOverridesResponse
         ],
     ) -> AsyncIterator[policy_pb2.WatchOverridesResponse]:
-        """Until the client or the sidecar goes."""
+        """Streams changes until the client or the sidecar ends."""
         try:
             async with self._override_registry.watching() as changes:
                 async for change in changes:
@@ -176,7 +176,7 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
             policy_pb2.QueryAuditRequest, policy_pb2.QueryAuditResponse
         ],
     ) -> policy_pb2.QueryAuditResponse:
-        """Newest first."""
+        """Returns records of the audit, the newest first."""
         try:
             limit = request.limit or _AUDIT_DEFAULT
             if limit > _AUDIT_MAX:
@@ -243,7 +243,7 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
 
 
 def why_nothing(effect: policy_pb2.OverrideEffect) -> str:
-    """Why an override that changes nothing on an engine does not."""
+    """Explains why an override changes nothing on an engine."""
     if effect.unable:
         return str(effect.unable)
     if effect.shadowed_by:
@@ -252,7 +252,7 @@ def why_nothing(effect: policy_pb2.OverrideEffect) -> str:
 
 
 def _by_engine(found: Iterable[tuple[str, str]]) -> str:
-    """What holds of each engine: the first few of them."""
+    """Tells what holds of each engine, for the first few of them."""
     pairs = list(found)
     more = f"; and {len(pairs) - _NAMED_MAX} more engines" if len(pairs) > _NAMED_MAX else ""
     return "; ".join(f"engine {name}: {text}" for name, text in pairs[:_NAMED_MAX]) + more
@@ -263,7 +263,7 @@ def _kind_of(scope: Scope) -> type[SpeculationError]:
 
 
 def _timing(session: EngineSession) -> messages.Timing:
-    """When the engine of a session follows a new plan."""
+    """Tells when the engine of a session follows a new plan."""
     if session.measurement is not None:
         return policy_pb2.OverrideEffect.TIMING_AFTER_MEASUREMENT
     if session.listeners:
@@ -272,7 +272,7 @@ def _timing(session: EngineSession) -> messages.Timing:
 
 
 def held_to_proto(held: ActiveOverride) -> policy_pb2.HeldOverride:
-    """With the time that is left now."""
+    """Converts an override in force, with the time that is left now."""
     return policy_pb2.HeldOverride(
         override=messages.override_to_proto(held.override),
         etag=held.etag,

@@ -30,7 +30,7 @@ _log = structlog.get_logger(__name__)
 
 
 class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
-    """Measure, InstallProfile."""
+    """Serves measurements, and installs and shares profiles."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
             service_pb2.PushProfileRequest, service_pb2.PushProfileResponse
         ],
     ) -> service_pb2.PushProfileResponse:
-        """For pods that boot, and for engines here that have none."""
+        """Keeps a profile for pods that boot, and for engines here that have none."""
         try:
             profile = await asyncio.to_thread(_profile_of, request.profile_json)
             identity = await self._fleet.push(profile)
@@ -155,7 +155,7 @@ class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
             service_pb2.GetProfileRequest, service_pb2.GetProfileResponse
         ],
     ) -> service_pb2.GetProfileResponse:
-        """By id, or what fits an engine of this sidecar."""
+        """Returns a profile by its id, or the one that fits an engine of this sidecar."""
         try:
             if request.engine_id:
                 spec = self._registry.by_engine(request.engine_id).spec
@@ -179,7 +179,10 @@ class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
 
 
 def _profile_of(text: str) -> Profile:
-    """For a thread: both take milliseconds.  Raises InvalidProfileError."""
+    """Reads and checks a profile, which takes milliseconds: for a thread.
+
+    Raises InvalidProfileError.
+    """
     profile = Profile.from_json(text)
     require_past(profile)
     assert profile.profile_id  # kept by the profile

@@ -1,4 +1,4 @@
-"""Steering: engines report, the sidecar plans.
+"""Steers: engines report, the sidecar plans.
 
 A Steer stream has one reader, which folds reports as they come, and one writer, which sends the
 newest plan whenever there is one that the engine does not have yet.  The writer wakes on news, and
@@ -206,7 +206,7 @@ class _SteerStream:
             self._bell.clear()
 
     async def _send(self, plan: Plan, last: bool = False) -> None:
-        """What the client has not been told yet.  last: nothing more is received after this."""
+        """Sends what the client does not have yet.  last: nothing more is received after this."""
         news = plan.epoch > self._sent_epoch
         if news or self._rejections or last:
             received = _received_to_proto(self._received)
@@ -240,7 +240,7 @@ class _SteerStream:
             request = await read(self._context)
 
     def _lose(self, lost: Sequence[engine_pb2.LostCapability]) -> None:
-        """What the engine can no longer do; losses that cannot be are refused together."""
+        """Takes what the engine can no longer do; impossible losses are refused together."""
         try:
             self._session.lose(all_lost_from_proto(lost))
         except InvalidLossError as error:
@@ -303,5 +303,5 @@ class _SteerStream:
 
 
 def _received_to_proto(received: Received) -> service_pb2.Received:
-    """What has arrived on a stream."""
+    """Converts what has arrived on a stream."""
     return service_pb2.Received(reports=received.reports, dropped_reports=received.dropped)

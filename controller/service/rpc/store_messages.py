@@ -1,4 +1,4 @@
-"""What the store of overrides says, as messages of the contract."""
+"""Converts the answers of the store of overrides into messages of the contract."""
 
 import functools
 
@@ -9,14 +9,14 @@ from speculation.v1 import policy_pb2
 
 
 def health_to_proto(health: Health) -> policy_pb2.StoreStatus:
-    """How the store is doing."""
+    """Converts the state of the store."""
     return policy_pb2.StoreStatus(
         ok=health.ok, detail=health.detail, since_seconds=health.since_seconds
     )
 
 
 def audit_to_proto(record: AuditRecord) -> policy_pb2.AuditRecord:
-    """One record; a body that cannot be read any more is left out."""
+    """Converts one record; a body that can no longer be read is left out."""
     message = policy_pb2.AuditRecord(
         sequence=record.sequence,
         at=record.at,

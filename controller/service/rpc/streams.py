@@ -1,4 +1,4 @@
-"""What the bidirectional calls share: reading with an end, and a child task that ends with them."""
+"""Shared by the bidirectional calls: reads that end, and a child task that ends with the call."""
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
@@ -25,7 +25,9 @@ async def read(context: grpc.aio.ServicerContext[Request, Any]) -> Request | Non
 
 
 async def first(context: grpc.aio.ServicerContext[Request, Any]) -> Request | None:
-    """As `read`, for a stream's first message, which says whose it is and has to come soon.
+    """Reads a stream's first message, which must name its engine soon.
+
+    Raises what `read` raises, and SilentClientError.
 
     Raises SilentClientError as well.
     """

@@ -1,4 +1,4 @@
-"""Trainers: who attends an engine, what he hears, and what follows from what he says."""
+"""Serves trainers: which one attends an engine, what it receives, and what its results change."""
 
 from collections.abc import AsyncIterator
 from typing import TypeAlias
@@ -33,7 +33,7 @@ _log = structlog.get_logger(__name__)
 
 
 class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
-    """Attend."""
+    """Serves the calls of trainers."""
 
     def __init__(self, registry: SessionRegistry, files: TrainingStateFiles) -> None:
         self._registry = registry
@@ -44,7 +44,7 @@ class TrainingServicer(training_pb2_grpc.TrainingServiceServicer):
         request_iterator: AsyncIterator[training_pb2.AttendRequest],
         context: _Context,
     ) -> None:
-        """Until either side ends it."""
+        """Serves one trainer until either side ends the call."""
         try:
             first = await streams.first(context)
             if first is None:

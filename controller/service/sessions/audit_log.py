@@ -1,4 +1,4 @@
-"""What is done to engines beside overrides, for the same audit.
+"""Audits what is done to engines beside overrides.
 
     measure          an engine was forced to run what a client asked for
     install_profile  costs of the engines named were replaced
@@ -49,7 +49,7 @@ class AuditLog:
         self._counting: asyncio.Task[None] | None = None
 
     def record(self, action: str, subject: str, caller: Caller, reason: str) -> None:
-        """subject: what it was done to.  reason: what was done, in words."""
+        """Adds a record.  subject: what it was done to.  reason: what was done, in words."""
         self._begin(action, subject, Actor(caller.name, reason, caller.origin))
 
     def replaced(self, session: EngineSession, before: EngineSession) -> None:

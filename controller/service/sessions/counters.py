@@ -1,4 +1,4 @@
-"""What an engine's reports add up to, for metrics and people."""
+"""Adds up an engine's reports, for metrics and people."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ COUNT_MAX = 2**64 - 1
 
 @dataclass(slots=True)
 class Received:
-    """What has arrived on a stream.  reports: used or refused; dropped: told to be lost."""
+    """Counts what has arrived on a stream.  reports: used or refused; dropped: reported as lost."""
 
     reports: int = 0
     dropped: int = 0
@@ -20,7 +20,7 @@ class Received:
 
 @dataclass(slots=True)
 class StepCounters:
-    """What an engine's session has seen; only ever grows (seconds and tokens since its start).
+    """Counts what an engine's session has seen since its start; no counter ever decreases.
 
     by_length: entry k = sequences that accepted exactly k draft tokens.  unsteered, eager,
     switched, probing: steps.  lease_losses: times that steered steps were followed by one that was

@@ -1,4 +1,4 @@
-"""Who holds an engine id: the engine that introduced itself under it.
+"""Identifies the holder of an engine id: the engine that introduced itself under it.
 
 The id itself is public.  An engine proves that it is the one that holds the id by the secret that
 it has chosen at its start, or by the access entry under which it was let in.
@@ -16,7 +16,10 @@ _MAX_SECRET_CHARACTERS = 128
 
 @dataclass(frozen=True, slots=True)
 class EngineIdentity:
-    """identity: name of an access entry, "" for none.  digest: of the secret, b"" for none.
+    """Identifies an engine.
+
+    identity: name of an access entry, "" for none.  digest: of the secret, b"" for none.  origin:
+    where the introduction came from, for the audit.
 
     origin: where the introduction came from, for the audit.
     """

@@ -58,7 +58,7 @@ class FleetEstimates:
         self._telling = asyncio.get_running_loop().create_task(self._tell_all())
 
     async def close(self) -> None:
-        """Ends; what is being told is waited for, briefly."""
+        """Ends, and waits briefly for what is being published."""
         if self._telling is not None:
             await cancellation.end({self._telling})
         if self._under_way:

@@ -32,7 +32,7 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SharedProfile:
-    """What is there for one identity.  profile: all `measurements` merged."""
+    """Holds what there is for one identity.  profile: all `measurements` merged."""
 
     identity: str
     profile: Profile
@@ -62,7 +62,7 @@ class FleetProfiles:
         return identity
 
     async def publish(self, profile: Profile) -> None:
-        """As `push`; when the store is away that is only said: the profile is used here anyway."""
+        """Pushes a profile; an unavailable store is only logged, as the profile serves here."""
         try:
             await self.push(profile)
         except StoreUnavailableError as error:
@@ -74,7 +74,7 @@ class FleetProfiles:
         return [found for name in names if (found := await self.of(name)) is not None]
 
     async def of(self, identity: str) -> SharedProfile | None:
-        """What is there for an identity; what was put there wrongly is said, and left out."""
+        """Returns what there is for an identity; unusable entries are logged and left out."""
         items = await self._blobs.items(PROFILES, identity)
         return await asyncio.to_thread(_merged, identity, [item.text for item in items])
 
@@ -105,7 +105,7 @@ class FleetProfiles:
         )
 
     async def _near(self, spec: EngineSpec) -> list[str]:
-        """Why profiles of the same target model do not belong to an engine."""
+        """Explains why profiles of the same target model do not belong to an engine."""
         return [
             f"{found.profile.profile_id}: {mismatch(found.profile, spec)}"
             for found in await self.all()
@@ -119,7 +119,7 @@ class FleetProfiles:
         task.add_done_callback(self._looking.discard)
 
     async def close(self) -> None:
-        """Ends looking."""
+        """Stops looking."""
         await cancellation.end(self._looking)
 
     async def _find(self, spec: EngineSpec) -> None:
@@ -143,7 +143,7 @@ class FleetProfiles:
 
 
 def _merged(identity: str, texts: Sequence[str]) -> SharedProfile | None:
-    """For a thread: a profile takes milliseconds to read."""
+    """Merges profiles, each of which takes milliseconds to read: for a thread."""
     profiles = []
     for text in texts:
         try:

@@ -31,7 +31,7 @@ class History:
     """
 
     def __init__(self, drafters: Iterable[str], counters: StepCounters) -> None:
-        """Begins empty.  drafters: names, in the engine's order.  tally: as it stands now."""
+        """Begins empty.  drafters: names, in the engine's order.  counters: as they stand now."""
         self._drafters = list(drafters)
         self._points = np.full((POINTS, len(FIELDS)), np.nan)
         self._count = 0
@@ -63,12 +63,12 @@ class History:
 
     @property
     def accept_length(self) -> float | None:
-        """Of the newest point."""
+        """Returns the acceptance length of the newest point."""
         return self._newest("accept_length")
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of the newest point."""
+        """Returns the tokens per second of the newest point."""
         return self._newest("tokens_per_second")
 
     def _newest(self, field: str) -> float | None:

@@ -67,7 +67,7 @@ class ActiveOverride:
 
 
 class OverrideOutcome(Enum):
-    """What a request to set an override does.
+    """Names the effect of a request to set an override.
 
     REPEATED: the same request was answered before, and nothing changes.  END_MOVED: the same
     override is in force, and lasts as long as this request says from now on.
@@ -119,7 +119,7 @@ class OverrideRegistry:
 
     @property
     def health(self) -> Health:
-        """Of the store."""
+        """Returns the state of the store."""
         return self._store.health
 
     def active(self) -> tuple[Override, ...]:
@@ -128,7 +128,7 @@ class OverrideRegistry:
         return tuple(held.override for held in self._held.values() if held.until > now)
 
     def ends_at(self, override_id: str) -> float | None:
-        """Unix seconds; None for ever, or where none is in force."""
+        """Returns Unix seconds; None if it never ends, or if none is in force."""
         held = self._held.get(override_id)
         seconds = None if held is None else held.remaining_seconds
         return None if seconds is None else time.time() + seconds
@@ -169,7 +169,7 @@ class OverrideRegistry:
     async def try_set(
         self, override: Override, seconds: float | None, etag: str
     ) -> OverrideOutcome:
-        """What `set` would do now; nothing changes.  Raises what `set` raises, if it would."""
+        """Returns what `set` would do now and changes nothing.  Raises what `set` would raise."""
         self._require_room(override)
         expected = _revision(etag)
         entries = await self._store.entries()
@@ -185,7 +185,10 @@ class OverrideRegistry:
             )
 
     async def clear(self, override_id: str, etag: str, who: Actor) -> None:
-        """Ends it.  Raises NoOverrideError, OverrideChangedError, StoreUnavailableError."""
+        """Ends an override.
+
+        Raises NoOverrideError, OverrideChangedError, StoreUnavailableError.
+        """
         entry = await self._find(override_id)
         if etag and etag != entry.etag:
             raise _conflict(override_id, etag, entry)
@@ -216,17 +219,17 @@ class OverrideRegistry:
         return sorted(self._registry, key=lambda session: session.engine_id)
 
     def with_(self, override: Override) -> tuple[Override, ...]:
-        """What would be in force with it, as the newest."""
+        """Returns what would be in force with an override, as the newest."""
         newest = max((o.revision for o in self.active()), default=0)
         newer = replace(override, revision=newest + 1)
         return (*self.without(override.override_id), newer)
 
     def without(self, override_id: str) -> tuple[Override, ...]:
-        """What would be in force without it."""
+        """Returns what would be in force without an override."""
         return tuple(o for o in self.active() if o.override_id != override_id)
 
     async def audit(self, limit: int, subject: str, before: str) -> list[AuditRecord]:
-        """Newest first.  Raises StoreUnavailableError."""
+        """Returns records, the newest first.  Raises StoreUnavailableError."""
         return list(await self._store.audit(limit, subject, before))
 
     @contextlib.asynccontextmanager
@@ -364,7 +367,9 @@ def _revision(etag: str) -> int:
 def _judge(
     found: Entry | None, override: Override, seconds: float | None, etag: str
 ) -> tuple[OverrideOutcome, Entry]:
-    """What a request is whose etag is not that of the stored entry, and that entry.
+    """Returns the outcome of a request whose etag is not the stored entry's, and that entry.
+
+    Raises OverrideExistsError, OverrideChangedError, NoOverrideError.
 
     Raises OverrideExistsError, OverrideChangedError, NoOverrideError.
     """

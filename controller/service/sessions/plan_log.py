@@ -1,4 +1,4 @@
-"""What an engine was told to do differently, lately: when, from what to what, and why."""
+"""Keeps an engine's latest plan changes: when, from what to what, and why."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -25,7 +25,7 @@ class PlanLogEntry:
 
     @classmethod
     def of(cls, time: float, batch_size: int, before: Plan, plan: Plan) -> "PlanLogEntry":
-        """At the batch size that was reported last."""
+        """Makes an entry at the batch size that was reported last."""
         was, arm = before.row_for(batch_size).arm, plan.row_for(batch_size).arm
         return cls(
             time,
@@ -40,5 +40,5 @@ class PlanLogEntry:
         )
 
     def plain(self) -> dict[str, Any]:
-        """As a dictionary."""
+        """Returns the entry as a dictionary."""
         return asdict(self)

@@ -41,7 +41,7 @@ class ProfileRegistry:
         return len(self._profiles)
 
     def load(self, paths: Iterable[Path]) -> None:
-        """As `read` and `take`; the library's own directory too."""
+        """Reads and takes profiles, those of the registry's own directory included."""
         own = self._directory
         if own is not None and own.is_dir():
             with contextlib.suppress(OSError):  # read-only, perhaps, where they do no harm
@@ -91,7 +91,7 @@ class ProfileRegistry:
         return None
 
     def why_none(self, spec: EngineSpec) -> str:
-        """Why no profile matches this engine, for people."""
+        """Explains to people why no profile matches this engine."""
         if not self._profiles:
             return "no profile is loaded: measure one with `controller profile`"
         return "; ".join(

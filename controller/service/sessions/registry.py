@@ -1,4 +1,4 @@
-"""Who has introduced itself: one session per engine id, found by token or by engine."""
+"""Keeps one session per engine id, found by its token or by its engine."""
 
 import secrets
 from collections.abc import Callable, Iterator
@@ -117,7 +117,7 @@ class SessionRegistry:
         return session
 
     def by_token(self, session_id: str) -> EngineSession:
-        """Raises NoSessionError."""
+        """Finds a session.  Raises NoSessionError."""
         session = self._by_token.get(session_id)
         if session is None:
             raise self._closed or NoSessionError(
@@ -127,11 +127,11 @@ class SessionRegistry:
         return session
 
     def received_in(self, session_id: str) -> Received | None:
-        """What arrived on the stream of a session that is over; None when that is not known."""
+        """Returns what arrived on the stream of an ended session; None if that is unknown."""
         return self._received.get(session_id)
 
     def by_engine(self, engine_id: str) -> EngineSession:
-        """Raises UnknownEngineError."""
+        """Finds a session.  Raises UnknownEngineError."""
         session = self._by_engine.get(engine_id)
         if session is None:
             known = sorted(self._by_engine)

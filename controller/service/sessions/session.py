@@ -162,12 +162,12 @@ class EngineSession:
 
     @property
     def decision_id(self) -> str:
-        """Of the newest plan, for logs and traces; its epoch stands behind the dash."""
+        """Names the newest plan for logs and traces; its epoch follows the dash."""
         return f"{self._label}-{self.plan.epoch}"
 
     @property
     def plan_age_seconds(self) -> float:
-        """Since the newest plan was made."""
+        """Returns the seconds since the newest plan was made."""
         return self._clock.now() - self._plan_at
 
     @property
@@ -177,7 +177,7 @@ class EngineSession:
 
     @property
     def seconds_since_steered(self) -> float:
-        """As `seconds_since_contact`, but only a stream of the engine itself counts."""
+        """Counts as `seconds_since_contact` does, but only by a stream of the engine itself."""
         if self.stream is not None:
             return 0.0
         return self._clock.now() - self.last_contact_at
@@ -200,7 +200,7 @@ class EngineSession:
             self.note(NoteKind.DROPPED, dropped_reports)
 
     def note(self, kind: NoteKind, count: int = 0, text: str = "") -> None:
-        """For the recording, if there is one."""
+        """Adds a note to the recording, if there is one."""
         if self.on_note is not None:
             self.on_note(kind, count, text)
 

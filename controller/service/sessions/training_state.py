@@ -47,12 +47,12 @@ class TrainingStateFiles:
         self._looking = asyncio.get_running_loop().create_task(self._look())
 
     async def close(self) -> None:
-        """Ends; sessions have told by then."""
+        """Ends; by then all sessions have published."""
         if self._looking is not None:
             await cancellation.end({self._looking})
 
     def known(self, spec: EngineSpec) -> TrainingState | None:
-        """Where the training for an engine stood; None where nothing is known of one."""
+        """Returns the state of an engine's training; None if it is unknown."""
         path = self._path(spec)
         before = self._before(path)
         if before is not None:
@@ -111,7 +111,7 @@ class TrainingStateFiles:
             )
 
     def _before(self, path: Path) -> TrainingState | None:
-        """Of the session that the same engine has still."""
+        """Returns the state of an older session of the same engine."""
         for session in self._registry:
             training = session.core.updates.training
             if training is not None and self._path(session.spec) == path:

@@ -12,7 +12,7 @@ from controller.core.step_report import StepReport
 
 
 class UnaryProbes:
-    """Which probe the last answer asked for, and how many of its steps are left."""
+    """Remembers which probe the last answer asked for, and how many of its steps are left."""
 
     def __init__(self) -> None:
         self._probe_id = 0
