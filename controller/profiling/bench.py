@@ -1,4 +1,4 @@
-"""The bench: one engine under a load of our own, running what we say, and the steps that count.
+"""Drives one engine under a load, forces its arms, and sorts the steps that count into cells.
 
     hold(batch size, prompt length)     a load that keeps that batch decoding
     visit(arm, seconds)                 forces the arm for a while; its steps go to the cell
@@ -135,7 +135,7 @@ class Bench:
             pass
 
     def _contexts(self) -> range:
-        """What the load's sequences hold, with room for how engines count."""
+        """Returns the context lengths of the load's sequences, with room for how engines count."""
         grown = self._prompt_tokens + self._loads.new_tokens_for(
             self._batch_size, self._prompt_tokens
         )

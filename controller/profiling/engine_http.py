@@ -36,7 +36,7 @@ class EngineLimits:
 
 
 class EngineHttp:
-    """One engine.  Raises ProfilingUsageError for a URL that is none."""
+    """Calls one engine's HTTP API.  Raises ProfilingUsageError for an impossible URL."""
 
     def __init__(self, url: str, api_key: str = "") -> None:
         parts = urlsplit(url)
@@ -57,7 +57,7 @@ class EngineHttp:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     async def why_not_ready(self) -> str:
-        """What keeps the engine from generating; "" when nothing does."""
+        """Names what keeps the engine from generating; "" when nothing does."""
         try:
             status, _ = await self.call("GET", "/health_generate", seconds=_HEALTH_SECONDS)
         except EngineUnreachableError as error:
@@ -65,7 +65,7 @@ class EngineHttp:
         return "" if status == 200 else f"{self.url}/health_generate answers {status}"
 
     async def limits(self) -> EngineLimits:
-        """From the engine's description of itself; cautious where it does not say.
+        """Reads the limits from the engine's description of itself; cautious where it does not say.
 
         Raises EngineUnreachableError when it does not answer, or refuses to.
         """
@@ -115,7 +115,7 @@ class EngineHttp:
         return await asyncio.to_thread(self.ask, method, path, body, seconds)
 
     def ask(self, method: str, path: str, body: object, seconds: float) -> tuple[int, Any]:
-        """As `call`, blocking.
+        """Calls as `call` does, but blocks.
 
         Every request has a connection of its own: one that was kept may be closed by the server in
         the moment in which it is used again, and the request would be lost.
@@ -127,7 +127,7 @@ class EngineHttp:
             connection.close()
 
     def connection(self, seconds: float) -> http.client.HTTPConnection:
-        """Not connected yet."""
+        """Makes a connection that is not open yet."""
         if self._secure:
             return http.client.HTTPSConnection(
                 self._host, self._port, timeout=seconds, context=ssl.create_default_context()

@@ -1,4 +1,4 @@
-"""Why a profile cannot be measured or used; each kind has an exit code for the command."""
+"""Defines why a profile cannot be measured or used; each kind has an exit code."""
 
 from typing import ClassVar
 
@@ -7,7 +7,7 @@ from controller.util.exit_codes import Exit
 
 
 class ProfilingError(SpeculationError):
-    """Base; `exit_code` is what the command ends with."""
+    """The base of these errors; `exit_code` is what the command ends with."""
 
     exit_code: ClassVar[Exit] = Exit.FAILED
 

@@ -1,4 +1,4 @@
-"""From step times to a profile: the context term by least squares, then each cell's median.
+"""Fits a profile to step times: the context term by least squares, then each cell's median.
 
     seconds = c[d, gamma, B] + k_kv * (kv - B * kv_ref)
 
@@ -44,7 +44,7 @@ class ContextTerm:
 
 @dataclass(frozen=True, slots=True)
 class CostFit:
-    """What the measurement says: see Profile for the meaning and the units."""
+    """Holds the result of a measurement: see Profile for the meaning and the units."""
 
     kv_tokens_per_sequence: float
     context: ContextTerm
@@ -111,7 +111,7 @@ def fit_context(cells: Mapping[CellKey, Samples]) -> ContextTerm:
 
 
 def why_doubtful(cells: Sequence[ProfileCell]) -> str:
-    """What casts doubt on a measurement, for people; "" when nothing does."""
+    """Names what casts doubt on a measurement; "" when nothing does."""
     spread = float(np.median([cell.spread_seconds / cell.step_seconds for cell in cells]))
     if spread > _DOUBTFUL_SPREAD:
         return f"steps of one cell spread by {spread:.0%} (interquartile range)"
@@ -121,7 +121,7 @@ def why_doubtful(cells: Sequence[ProfileCell]) -> str:
 
 
 def disorder(cells: Sequence[ProfileCell]) -> float:
-    """How far the cells are from what costs must be: rising with gamma and with B.
+    """Measures how far the cells are from what costs must be: rising with gamma and with B.
 
     The largest share by which a cell costs more than one with more of either; 0 when none does.
     What a busy machine does to a measurement shows here first.

@@ -82,7 +82,7 @@ class LoadSource:
         self._started = 0
 
     def new_tokens_for(self, batch_size: int, prompt_tokens: int) -> int:
-        """How far sequences of such a load can grow; 0 when the engine has no room for it."""
+        """Returns how far sequences of a load can grow; 0 when the engine has no room for it."""
         each = min(
             self._limits.sequence_tokens - _RESERVED_TOKENS,
             int(_POOL_SHARE * self._limits.pool_tokens / batch_size),

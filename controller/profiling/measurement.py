@@ -39,7 +39,7 @@ _SAVE_SECONDS = 5.0
 
 
 class ProfileMeasurement:
-    """One measurement.  `save` is called now and then with all that is measured so far."""
+    """Measures one engine.  `save` is called repeatedly with all that is measured so far."""
 
     def __init__(
         self,
@@ -81,6 +81,9 @@ class ProfileMeasurement:
     async def run(self, stream: MeasureStream, loads: LoadSource) -> None:
         """Fills `cells`.
 
+        Raises MeasurementError when no cell of the grid was measured, or the engine or the sidecar
+        is gone.
+
         Raises MeasurementError when nothing of the grid came out, or the engine or the sidecar
         went away.
         """
@@ -119,7 +122,7 @@ class ProfileMeasurement:
         return is_measured(part, arms, self.cells, self._settings.visit_steps)
 
     def _arms_of(self, part: ProfilePart) -> list[Arm]:
-        """What the engine has prepared for the part's batch."""
+        """Returns the arms that the engine has prepared for the part's batch."""
         return [arm for arm in self._spec.arms if self._spec.can_run(arm, part.batch_size)]
 
     async def _grid(self, part: ProfilePart, bench: Bench, loads: LoadSource) -> None:

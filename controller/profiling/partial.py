@@ -39,7 +39,10 @@ class PartialCell:
 @with_config(_STRICT)
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """`finished`: names of the plan's parts that need no more steps.  `started_at`: ISO 8601."""
+    """Holds an interrupted measurement.
+
+    finished: names of the plan's parts that need no more steps.  started_at: ISO 8601.
+    """
 
     format: Literal["speculation-profile-partial/1"]
     started_at: datetime
@@ -52,7 +55,7 @@ class Partial:
     def of(
         cls, spec: EngineSpec, started_at: datetime, finished: tuple[str, ...], cells: Cells
     ) -> "Partial":
-        """What is measured so far."""
+        """Makes one of what is measured so far."""
         return cls(
             "speculation-profile-partial/1",
             started_at,
@@ -83,7 +86,7 @@ class Partial:
         }
 
     def why_unusable(self, spec: EngineSpec, now: datetime) -> str:
-        """Why it cannot be gone on with; "" when it can."""
+        """Explains why a measurement cannot be continued; "" when it can."""
         age = now - self.started_at
         if not timedelta(0) <= age <= OLDEST:
             return f"it was begun {self.started_at:%Y-%m-%d %H:%M}, more than a day ago"
@@ -104,7 +107,7 @@ _ADAPTER = TypeAdapter(Partial)
 
 
 def partial_path(output: Path) -> Path:
-    """Beside the output."""
+    """Returns the path beside the output."""
     return output.with_name(f"{output.stem}.partial.json")
 
 

@@ -52,7 +52,7 @@ def reusable_profile(path: Path, spec: EngineSpec) -> Profile | None:
 
 
 def uncovered(profile: Profile, spec: EngineSpec) -> list[str]:
-    """What the engine can run and the profile did not measure, for people."""
+    """Names what the engine can run and the profile did not measure."""
     cells = profile.cells
     largest = max(cell.batch_size for cell in cells)
     missing = [

@@ -1,4 +1,4 @@
-"""What a person sees while it measures, on standard error: a bar, or lines if it is no terminal."""
+"""Shows the progress of a measurement: a bar, or lines if it is no terminal."""
 
 import sys
 from types import TracebackType
@@ -41,15 +41,15 @@ class LineReporter:
         pass
 
     def note(self, text: str) -> None:
-        """As in Reporter."""
+        """Implements Reporter."""
         print(text, file=self._out, flush=True)
 
     def waiting(self, text: str) -> None:
-        """As in Reporter; said once, and again every few seconds."""
+        """Implements Reporter; the text is printed at once, and again every few seconds."""
         self._now_and_then(text, text)
 
     def progress(self, share: float, doing: str, left_seconds: float) -> None:
-        """As in Reporter."""
+        """Implements Reporter."""
         line = f"{share:4.0%}  {doing}  about {left_seconds:.0f} s left"
         self._now_and_then("progress", line)
 
@@ -88,15 +88,15 @@ class BarReporter:
         self._progress.stop()
 
     def note(self, text: str) -> None:
-        """As in Reporter."""
+        """Implements Reporter."""
         self._progress.console.print(text, markup=False, soft_wrap=True)
 
     def waiting(self, text: str) -> None:
-        """As in Reporter."""
+        """Implements Reporter."""
         self._show(None, text, "")
 
     def progress(self, share: float, doing: str, left_seconds: float) -> None:
-        """As in Reporter."""
+        """Implements Reporter."""
         self._show(share, doing, f"about {left_seconds:.0f} s left")
 
     def _show(self, share: float | None, doing: str, left: str) -> None:

@@ -19,7 +19,7 @@ class ProfileTable:
         self._profile = profile
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """For `rich`."""
+        """Implements `rich`'s protocol."""
         profile = self._profile
         sizes = sorted({cell.batch_size for cell in profile.cells})
         cells = {(cell.arm, cell.batch_size): cell for cell in profile.cells}
@@ -71,7 +71,7 @@ class DifferenceTable:
         self._other = {(cell.arm, cell.batch_size): cell for cell in other.cells}
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """For `rich`."""
+        """Implements `rich`'s protocol."""
         keys = self._one.keys() | self._other.keys()
         sizes = sorted({size for _, size in keys})
         for drafter in sorted({arm.drafter for arm, _ in keys}):

@@ -34,7 +34,7 @@ from controller.profiling.waiting import Waiter
 
 @dataclass(frozen=True, slots=True)
 class ProfileRequest:
-    """What to profile, and where the profile goes.
+    """Names what to profile, and where the profile goes.
 
     output: None for a name made from the engine's identity.  engine_id: "" for the only one.
     force: measure although a file is there.  prompt_text: what prompts are cut from, "" for
@@ -55,7 +55,10 @@ class ProfileRequest:
 
 @dataclass(frozen=True, slots=True)
 class ProfileOutcome:
-    """`reused`: it was there already.  `seconds`: of the measurement, 0 without one."""
+    """Holds the outcome.
+
+    reused: the profile existed already.  seconds: of the measurement, else 0.
+    """
 
     profile: Profile
     path: Path
@@ -125,7 +128,7 @@ class _ProfileRun:
         )
 
     async def measure(self, engine: EngineHttp, sidecar: ProfilingClient) -> Profile:
-        """Raises ProfilingError; what is measured by then is kept."""
+        """Measures.  Raises ProfilingError; what is measured by then is kept."""
         self._resume()
         loads = LoadSource(
             engine,
@@ -213,7 +216,7 @@ class _ProfileRun:
 async def _shelved_profile(
     sidecar: ProfilingClient, spec: EngineSpec, path: Path, reporter: Reporter
 ) -> Profile | None:
-    """What another pod, or this one before, has measured; written down here too."""
+    """Takes what another pod, or this one before, has measured, and writes it down here too."""
     profile = await sidecar.shelved(spec)
     if profile is not None:
         _tell_reuse("the sidecar's shelf has this engine's profile", profile, spec, reporter)

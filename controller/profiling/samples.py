@@ -19,7 +19,7 @@ _Z95 = 1.96
 
 
 class Context(Enum):
-    """What a load was for: the grid, or one end of the context sweep."""
+    """Names what a load was for: the grid, or one end of the context sweep."""
 
     GRID = "grid"
     SHORT = "short"
@@ -28,7 +28,7 @@ class Context(Enum):
 
 @dataclass(frozen=True, slots=True)
 class CellKey:
-    """What a step ran, and under which kind of load."""
+    """Identifies what a step ran, and under which kind of load."""
 
     drafter: str
     gamma: int
@@ -37,7 +37,7 @@ class CellKey:
 
     @property
     def arm(self) -> Arm:
-        """What ran."""
+        """Returns the arm that ran."""
         return Arm(self.drafter, self.gamma)
 
 
@@ -87,7 +87,7 @@ def without_outliers(seconds: Sequence[float] | NDArray[np.float64]) -> NDArray[
 
 
 def summarise(seconds: Sequence[float] | NDArray[np.float64]) -> Summary:
-    """Of at least one step; outliers are left out first."""
+    """Summarises at least one step; outliers are left out first."""
     kept = without_outliers(seconds)
     n = len(kept)
     median = float(np.median(kept))

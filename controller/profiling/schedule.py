@@ -1,4 +1,4 @@
-"""What is measured in which order, and how much time each part gets.
+"""Orders the parts of a measurement, and divides the time among them.
 
 A part is one batch size of the grid, or one batch size of the context sweep.  The grid is gone
 through twice, up and down again with the sweep between, so that a machine that is slower for a
@@ -26,7 +26,7 @@ _PREFILL_SHARE = 0.4
 
 
 class PartKind(Enum):
-    """What a part measures."""
+    """Names what a part measures."""
 
     GRID = "grid"
     CONTEXT = "context"
@@ -42,7 +42,7 @@ class ProfilePart:
 
     @property
     def name(self) -> str:
-        """As a partial file names it."""
+        """Returns the part's name in a partial file."""
         return f"{self.kind.value}:{self.batch_size}{':again' if self.again else ''}"
 
 

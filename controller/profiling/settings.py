@@ -1,4 +1,4 @@
-"""What is measured, for how long, and how well."""
+"""Defines what is measured, for how long, and how well."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -66,7 +66,9 @@ class MeasureStream:
             raise await self._why_over() from error
 
     async def reports(self, wait_seconds: float) -> list[StepReport]:
-        """What came since the last call; [] when nothing does for so long.
+        """Returns the reports since the last call; [] when none comes for so long.
+
+        Only steps under a forced plan count.  Raises MeasurementError when the measurement is over.
 
         Only steps under a forced plan.  Raises MeasurementError when the measurement is over.
         """
@@ -170,7 +172,7 @@ class ProfilingClient:
         return list(answer.engine_ids)
 
     async def shelved(self, spec: EngineSpec) -> Profile | None:
-        """What the fleet has measured of this engine, None for nothing that can be had now.
+        """Returns what the fleet has measured of this engine, None if nothing is available now.
 
         Raises SidecarUnreachableError, and ProfilingError for a profile of another engine.
         """
@@ -192,7 +194,7 @@ class ProfilingClient:
 
     @asynccontextmanager
     async def measuring(self, engine_id: str) -> AsyncIterator[MeasureStream]:
-        """Inside the block the engine runs what is forced; afterwards planning goes on."""
+        """Runs in the engine what is forced inside the block; afterwards planning continues."""
         stream = MeasureStream(self._profiling.Measure(metadata=self._metadata), engine_id)
         try:
             yield stream

@@ -1,4 +1,4 @@
-"""Which reports are plain steps of the wanted batch, and why the others are not."""
+"""Selects the plain steps of the wanted batch, and explains why others are not."""
 
 from collections import Counter
 
@@ -19,7 +19,7 @@ class StepFilter:
         self.left_out: Counter[str] = Counter()
 
     def expect(self, batch_size: int, context_tokens: range) -> None:
-        """From now on, steps of this batch size and of such contexts (their mean) count."""
+        """Counts steps of this batch size and of such contexts (their mean) from now on."""
         self._batch_size = batch_size
         self._context_tokens = context_tokens
         self._last = None

@@ -33,13 +33,13 @@ class Waiter:
         self._deadline = self._begun_at + seconds
 
     async def for_sidecar(self, sidecar: ProfilingClient) -> None:
-        """Raises SidecarUnreachableError."""
+        """Waits for the sidecar.  Raises SidecarUnreachableError."""
         await self._until(
             f"the sidecar at {sidecar.address}", sidecar.engines, SidecarUnreachableError
         )
 
     async def for_engine(self, engine: EngineHttp) -> None:
-        """Until it can generate.  Raises EngineUnreachableError."""
+        """Waits until the engine can generate.  Raises EngineUnreachableError."""
 
         async def ready() -> None:
             if why := await engine.why_not_ready():

@@ -1,4 +1,4 @@
-"""What waking a drafter takes, from the steps that did it.
+"""Finds what waking a drafter costs.
 
 The grid visits gamma = 0, with the drafter asleep, between the other draft lengths, so every round
 wakes it: the first step of the next arm reads what was missed before it drafts.  Those steps are in

@@ -1,1 +1,1 @@
-"""The sidecar: gRPC services, sessions, metrics and lifecycle around the decision core."""
+"""Runs the sidecar: gRPC services, sessions, metrics and lifecycle around the decision core."""

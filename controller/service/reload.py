@@ -1,4 +1,4 @@
-"""SIGHUP: the settings are read again, and what can change while the sidecar serves does.
+"""Reads the settings again on SIGHUP, and changes what can change while the sidecar serves.
 
 All or nothing: settings or profile files that cannot be used leave everything as it was, and a log
 line.  What needs a restart is named, and stays as it was.
@@ -24,7 +24,7 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SettingsChange:
-    """settings: to be used from now on.  changed, waiting: dotted keys; waiting: for a restart."""
+    """Holds new settings.  changed, waiting: dotted keys; waiting: for a restart."""
 
     settings: Settings
     changed: tuple[str, ...]
@@ -32,7 +32,7 @@ class SettingsChange:
 
 
 def difference(now: Settings, new: Settings) -> SettingsChange:
-    """What new settings change while the sidecar serves, and what they cannot."""
+    """Finds what new settings change while the sidecar serves, and what they cannot."""
     differing = [key for key in keys() if _value(now, key) != _value(new, key)]
     changed = tuple(key for key in differing if key.partition(".")[0] in RELOADED)
     kept = {name: getattr(now, name) for name in Settings.model_fields if name not in RELOADED}

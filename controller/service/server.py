@@ -68,7 +68,7 @@ _log = structlog.get_logger(__name__)
 
 
 class Sidecar:
-    """One sidecar.  `async with Sidecar(settings)` serves inside the block.
+    """Runs one sidecar: `async with Sidecar(settings)` serves inside the block.
 
     clock and core_factory: for tests and simulations; wall time and EngineController by default.
     """
@@ -140,7 +140,7 @@ class Sidecar:
         return Recorder(directory, limit, self.override_registry.ends_at)
 
     def _opened(self, session: EngineSession, before: EngineSession | None) -> None:
-        """What is known elsewhere comes to a new session in the background."""
+        """Brings to a new session what is known elsewhere, in the background."""
         session.before_plan = self.override_registry.end_over
         if self._telemetry is not None:
             session.on_decision = self._telemetry.decision
@@ -160,7 +160,7 @@ class Sidecar:
             self._estimates.look_for(session)
 
     def _ended(self, session: EngineSession) -> None:
-        """What it has learnt outlives it."""
+        """Publishes what a session has learnt."""
         self._estimates.tell(session)
         self._training.tell(session)
 

@@ -41,7 +41,7 @@ class Prefill(Enum):
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """How the engine behaves.  Raises InvalidInputError for what cannot be.
+    """Describes how the engine behaves.  Raises InvalidInputError for impossible values.
 
     lag: steps between a step's end and the policy's knowing of it, beyond the next step's start.
     noise: standard deviation of the log of a step's seconds.  outlier_share of the steps take
@@ -86,7 +86,7 @@ class EngineOptions:
 
 @dataclass(slots=True)
 class Trace:
-    """What ran, step by step (Python lists, one entry a step)."""
+    """Records what ran, step by step (Python lists, one entry a step)."""
 
     arms: list[int] = field(default_factory=list)
     batch_sizes: list[int] = field(default_factory=list)
@@ -107,7 +107,9 @@ class Trace:
 
 @dataclass(slots=True)
 class RunResult:
-    """One run.  seconds: with requests in flight.  segment_*: by the oracle's segments.
+    """Holds the results of one run.
+
+    seconds: with requests in flight. segment_*: by the oracle's segments.
 
     octaves: batch sizes 2^(o-1)+1 .. 2^o -> [tokens, seconds].  sequence_seconds: sum over steps of
     batch size * seconds.
@@ -265,7 +267,7 @@ class _EngineRun:
         return seconds
 
     def _keep_up(self, arm: int, asleep: bool, tokens: float) -> None:
-        """What every drafter missed in this step, and whether the one that ran is stale."""
+        """Adds what every drafter missed in this step; marks the one that ran if it is stale."""
         gamma = self._arms[arm].gamma
         for d in range(len(self._backlog)):
             if d != self._drafter_of[arm] or (gamma == 0 and asleep):

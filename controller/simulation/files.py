@@ -27,7 +27,7 @@ _WINDOWS = 40
 
 @dataclass(frozen=True, slots=True)
 class SimulationRequest:
-    """What a user asks for.
+    """Holds what a user asks for.
 
     acceptance: see `parse_acceptance`.  cost: PATH.csv, DRAFTER=PATH.csv (several), PATH.json (our
     profile) or the name of a published surface.  drafter: what a nameless cost table drafts with.

@@ -39,7 +39,7 @@ class SegmentSchedule:
 
 
 def best_by_segment(static_runs: Sequence[RunResult]) -> list[int]:
-    """Per segment, the arm with the most tokens per second in its own static run."""
+    """Returns per segment the arm with the most tokens per second in its own static run."""
     segments = max(len(run.segment_tokens) for run in static_runs)
     best = []
     for segment in range(segments):

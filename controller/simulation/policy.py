@@ -1,4 +1,4 @@
-"""What a policy is to the simulated engine: it is asked before a step and told after it."""
+"""Defines a policy: the simulated engine asks it before a step and informs it afterwards."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from controller.core.step_report import StepFlags
 
 @dataclass(slots=True)
 class ArmChoice:
-    """What the next step runs: an arm by its index in `CostSurface.arms`.
+    """Names what the next step runs: an arm by its index in `CostSurface.arms`.
 
     probe_id: passed back in the step's record.  asleep: at gamma = 0, no drafter is kept in step.
     """
@@ -39,10 +39,10 @@ class StepRecord:
 
 
 class Policy(Protocol):
-    """Chooses arms.  It sees what an engine can see, never the truth (unless it is an oracle)."""
+    """Chooses arms from what an engine can see, never from the truth (unless it is an oracle)."""
 
     def choose(self, batch_size: int, now: float) -> ArmChoice:
-        """Before a step: the batch that will run, and the virtual time in seconds."""
+        """Chooses before a step: the batch that will run, and the virtual time in seconds."""
         ...
 
     def observe(self, record: StepRecord, now: float) -> None:

@@ -43,7 +43,10 @@ _STEP_OVERHEAD = 1.20683946e-3
 
 @dataclass(frozen=True, slots=True)
 class _Drafter:
-    """gammas_shown: its draft lengths end here unless asked for; gamma_max: here at the latest."""
+    """Describes a drafter.
+
+    gammas_shown: its draft lengths end here unless asked for; gamma_max: here at the latest.
+    """
 
     kind: DrafterKind
     gammas_shown: int
@@ -52,7 +55,7 @@ class _Drafter:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """One publication.
+    """Describes one publication.
 
     arm_seconds(arm, B): [batch sizes] at KV_REFERENCE.  kv_seconds(arm): of a context token.
     measured(gamma_max): batch sizes, ascending; empty if there is none.

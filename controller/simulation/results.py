@@ -1,11 +1,11 @@
-"""What a simulation reports.  The JSON output is these values, field by field."""
+"""Defines what a simulation reports; the JSON output is these values, field by field."""
 
 from dataclasses import dataclass, field
 from enum import Enum
 
 
 class PolicyOrigin(Enum):
-    """Where a policy's code comes from: what is compared is always said."""
+    """Names where a policy's code comes from."""
 
     OURS = "ours"  # the production core
     IMPORTED = "imported"  # the peer's own class from its installed package, unmodified
@@ -62,7 +62,7 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class ScenarioReport:
-    """One scenario.  shifting: its load or its traffic moves while it runs."""
+    """Reports one scenario.  shifting: its load or its traffic moves while it runs."""
 
     name: str
     group: str

@@ -1,4 +1,4 @@
-"""A scenario: one workload on one engine, and what the controller was told about its costs."""
+"""Describes a scenario: a workload, an engine, and the costs that the controller was given."""
 
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -13,13 +13,13 @@ class WorkloadSource(Protocol):
     """Makes the workload of a seed; equal seeds make equal workloads."""
 
     def __call__(self, seed: int) -> Workload:
-        """The workload."""
+        """Makes the workload."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """What is run, with all policies, `seeds` times.
+    """Describes what is run, with all policies, `seeds` times.
 
     profile: what the controller (and every peer that needs costs) was told; None = nothing.
     max_batch_size: the engine's limit, which the plan's table reaches.

@@ -1,4 +1,4 @@
-"""How scenarios make their workloads: phases, mixtures and arrivals from acceptance sources."""
+"""Makes the workloads of scenarios: phases, mixtures and arrivals from acceptance sources."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

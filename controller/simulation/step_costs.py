@@ -40,7 +40,10 @@ class CostTable:
     seconds: NDArray[np.float64]
 
     def cells(self, drafter: str) -> tuple[ProfileCell, ...]:
-        """As a profile has them.  A table tells neither spread nor steps: they are 0 and 1."""
+        """Returns the cells of a profile.
+
+        A table has neither spread nor steps: they are 0 and 1.
+        """
         return tuple(
             ProfileCell(drafter, gamma, size, float(self.seconds[i, j]), 0.0, 1)
             for i, gamma in enumerate(self.gammas)
@@ -132,7 +135,7 @@ def _grid(
     seconds: Mapping[tuple[int, int], float],
     lines: Mapping[tuple[int, int], int],
 ) -> CostTable:
-    """From (batch size, gamma) -> seconds, if it is full; lines: where each cell stands."""
+    """Makes a full table from (batch size, gamma) -> seconds.  lines: where each cell stands."""
     sizes = sorted({size for size, _ in seconds})
     gammas = sorted({gamma for _, gamma in seconds} | {0})
     for size in sizes:

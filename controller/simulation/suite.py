@@ -40,7 +40,7 @@ def standard() -> list[Scenario]:
 def measured_profile(
     surface: CostSurface, max_batch_size: int, factors: float | np.random.Generator | None = None
 ) -> Profile:
-    """What `controller profile` would write: powers of two, gamma = 0 included.
+    """Makes what `controller profile` would write: powers of two, gamma = 0 included.
 
     factors: every drafting cell is off by this factor; a generator draws +-30 % cell by cell.
     """

@@ -1,4 +1,4 @@
-"""From runs to a report: ratios over paired seeds, with their spread."""
+"""Makes a report from runs: ratios over paired seeds, with their spread."""
 
 import math
 from collections.abc import Collection, Sequence

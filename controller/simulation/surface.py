@@ -49,7 +49,7 @@ class CostSurface:
         kv_tokens_per_sequence: float | None = None,
         with_context: bool = True,
     ) -> Profile:
-        """What `controller profile` would have measured; `factors` [arms, sizes] make it wrong.
+        """Makes the profile that a measurement would give; `factors` [arms, sizes] make it wrong.
 
         with_context: False leaves the context term out, as a profile at one context does.
         """

@@ -11,7 +11,7 @@ _POINTS = 200
 
 
 def timeline(surface: CostSurface, ours: RunResult, oracle: RunResult) -> Timeline:
-    """Both runs in about `_POINTS` stretches of equal numbers of steps."""
+    """Divides both runs into about `_POINTS` stretches of equal numbers of steps."""
     batch, gamma, rate, ends = _coarse(surface, ours)
     _, oracle_gamma, oracle_rate, oracle_ends = _coarse(surface, oracle)
     return Timeline(

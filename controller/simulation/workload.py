@@ -1,4 +1,4 @@
-"""What the simulated engine is asked to do: requests, and when they come.
+"""Defines what the simulated engine is asked to do: requests, and when they come.
 
 Every request carries, for every drafter and every position of its output, the number of drafts
 that would be accepted if drafting started there.  A step at position p with draft length gamma
@@ -32,12 +32,12 @@ class RequestPool:
 
     @property
     def requests(self) -> int:
-        """How many requests there are."""
+        """Counts the requests."""
         return len(self.output_tokens)
 
 
 class AcceptanceSource(Protocol):
-    """Where acceptance comes from: a curve, or a recorded bank."""
+    """Gives acceptance: from a curve, or from a recorded trace."""
 
     @property
     def name(self) -> str:
@@ -56,7 +56,10 @@ class AcceptanceSource(Protocol):
         output_tokens: NDArray[np.int64] | None = None,
         context_tokens: NDArray[np.int64] | None = None,
     ) -> RequestPool:
-        """`requests` requests.  Lengths ([requests] of int64) are the source's own if not given.
+        """Draws requests.
+
+        Lengths ([requests] of int64) are the source's own if not given.  A recorded sequence
+        shorter than the asked output starts again from its beginning.
 
         A recorded sequence shorter than the asked output starts again from its beginning.
         """

@@ -275,6 +275,6 @@ class FileStore:
 
 
 def _moved_back(entry: StoredEntry, now: float) -> StoredEntry:
-    """As if it had been accepted now."""
+    """Dates an entry as if it had been accepted now."""
     until = None if entry.until is None else now + (entry.until - entry.created_at)
     return dataclasses.replace(entry, until=until, created_at=now)

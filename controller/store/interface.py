@@ -32,7 +32,7 @@ class StoreUnavailableError(StoreError):
 
 
 class StoreBrokenError(StoreError):
-    """What the store holds cannot be read; the message names the place."""
+    """The store's contents cannot be read; the message names the place."""
 
 
 class StoreTakenError(StoreError):
@@ -84,7 +84,10 @@ class Actor:
 
 @dataclass(frozen=True, slots=True)
 class AuditRecord:
-    """One change.  before, after: JSON of the override, "" for none.  sequence: store's order."""
+    """Holds one change.
+
+    before, after: JSON of the override, "" for none.  sequence: store's order.
+    """
 
     sequence: str
     at: float
@@ -99,7 +102,7 @@ class AuditRecord:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """How a store is doing.  detail: for people; since: seconds it has been so."""
+    """Holds the state of a store.  detail: for people; since: seconds it has been so."""
 
     ok: bool
     detail: str
@@ -114,6 +117,8 @@ class Store(Protocol):
 
     async def open(self, changed: Listener) -> None:
         """Begins; `changed` is called (on the event loop) when `entries` may have changed.
+
+        Raises StoreBrokenError, StoreTakenError.
 
         Raises StoreBrokenError, StoreTakenError.
         """
@@ -155,7 +160,7 @@ class Store(Protocol):
 
     @property
     def health(self) -> Health:
-        """How it is doing now."""
+        """Returns the present state."""
         ...
 
     @property
@@ -166,7 +171,10 @@ class Store(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """What one source has put into a blob store.  age_seconds: since then, by the store's clock."""
+    """Holds what one source put into a blob store.
+
+    age_seconds: since then, by the store's clock.
+    """
 
     source: str
     text: str
@@ -189,7 +197,7 @@ BLOB_NAMES = 1000
 
 
 class BlobStore(Protocol):
-    """What pods leave for each other: profiles, estimates.  By name, and under it by source.
+    """Keeps what pods leave for each other: profiles, estimates.  By name, and under it by source.
 
     Names and sources are hexadecimal digits.  Every method may raise StoreUnavailableError.
     """
@@ -199,7 +207,7 @@ class BlobStore(Protocol):
         ...
 
     async def items(self, kind: BlobKind, name: str) -> Sequence[Blob]:
-        """What is there under a name, the newest first."""
+        """Returns what is stored under a name, the newest first."""
         ...
 
     async def names(self, kind: BlobKind) -> Sequence[str]:

@@ -56,7 +56,7 @@ def import_journal(journal: Path, database: Database, now: float) -> None:
 
 
 def _take(journal: Path, connection: sqlite3.Connection, last: int) -> int:
-    """How many records were new."""
+    """Takes the records of a journal and returns how many were new."""
     row = connection.execute("SELECT line_checksum FROM imported").fetchone()
     known = row[0] if row else ""
     lines = list(_checksums(journal)) if known else []
@@ -108,7 +108,7 @@ def _lines(journal: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def line_checksum(text: bytes) -> bytes:
-    """What stands before the JSON of a line."""
+    """Computes what precedes the JSON of a line."""
     return hashlib.sha256(text).hexdigest()[:_CHECK].encode()
 
 

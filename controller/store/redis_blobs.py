@@ -62,15 +62,15 @@ return flat
 
 
 class Ask(Protocol):
-    """How the store talks to Redis: raises StoreUnavailableError."""
+    """Calls Redis for the store; raises StoreUnavailableError."""
 
     async def __call__(self, command: Callable[[], Awaitable[Any]], *, writes: bool = False) -> Any:
-        """Its answer."""
+        """Returns the answer of Redis."""
         ...
 
 
 class RedisBlobStore:
-    """tag: what all keys begin with."""
+    """Keeps blobs in Redis.  tag: the prefix of all keys."""
 
     def __init__(self, client: Any, ask: Ask, tag: str) -> None:
         self._client = client

@@ -33,16 +33,16 @@ class PasswordFile(CredentialProvider):
         self._path = path
 
     def get_credentials(self) -> tuple[str] | tuple[str, str]:
-        """Raises OSError."""
+        """Reads the password.  Raises OSError."""
         return (self._path.read_text(encoding="utf-8").strip(),)
 
     async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
-        """The same: a file of a few bytes."""
+        """Reads the same small file."""
         return self.get_credentials()
 
 
 def connect(url: str, timeout_seconds: float, password_file: Path | None = None) -> Any:
-    """A client; nothing is sent yet.  Raises RedisUrlError."""
+    """Makes a client that has sent nothing yet.  Raises RedisUrlError."""
     try:
         return _client(url, timeout_seconds, password_file)
     except (ValueError, TypeError) as error:

@@ -23,7 +23,7 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class MirroredEntry:
-    """An entry; until: monotonic seconds, inf = for ever."""
+    """Mirrors an entry; until: monotonic seconds, inf without an end."""
 
     override_id: str
     revision: int
@@ -34,7 +34,9 @@ class MirroredEntry:
 
     @classmethod
     def of(cls, override_id: str, text: str, ms: int, now: float) -> Self:
-        """From Redis's JSON and the milliseconds left there (below 0: for ever).
+        """Reads Redis's JSON and the milliseconds left there (below 0: no end).
+
+        Raises one of MALFORMED for an impossible entry.
 
         Raises one of MALFORMED for what is no entry.
         """
@@ -63,7 +65,7 @@ class MirroredEntry:
         )  # fmt: skip
 
     def seed(self, now: float) -> dict[str, Any]:
-        """For Redis, which has lost it."""
+        """Returns what restores the entry in a Redis that has lost it."""
         return {
             "id": self.override_id,
             "revision": self.revision,
@@ -75,13 +77,13 @@ class MirroredEntry:
 
 
 class RedisMirror:
-    """The mirror: what was held when, in wall time of this machine."""
+    """Mirrors what was held when, in wall time of this machine."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def write(self, entries: dict[str, MirroredEntry]) -> None:
-        """Replaces it.  A mirror that cannot be written is said, and gone without."""
+        """Replaces the mirror.  A mirror that cannot be written is logged, and done without."""
         now, wall = time.monotonic(), time.time()
         body = json.dumps(
             {"at": wall, "entries": [held.seed(now) for held in entries.values()]}

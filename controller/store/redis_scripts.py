@@ -1,4 +1,4 @@
-"""What must happen in one step inside Redis, as Lua.
+"""Defines in Lua what must happen in one step inside Redis.
 
 A script that fails half-way leaves what it has written.  So each one first checks everything that
 could stop it: the type and value of every key, and (from Redis 7 on) the right to every command.

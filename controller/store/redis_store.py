@@ -121,7 +121,7 @@ class RedisStore:
             await close(self._client)
 
     async def entries(self) -> Sequence[Entry]:
-        """What Redis has; what is held here while it is away."""
+        """Returns what Redis has; while it is away, what is held here."""
         with contextlib.suppress(StoreUnavailableError):
             await self._refresh()
         now = time.monotonic()

@@ -1,4 +1,4 @@
-"""What was decided for an engine, how sure it is, and what came of it."""
+"""Exports what was decided for an engine, how sure that is, and how it turned out."""
 
 from typing import Final
 

@@ -1,4 +1,4 @@
-"""What a metric is: one description for the scrape, the reference and the tests."""
+"""Describes a metric once for the scrape, the reference and the tests."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class MetricKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Family(Generic[Source]):
-    """One metric.
+    """Describes one metric.
 
     name: a counter's samples have `_total` behind it.  label: its own, beside `engine` where it is
     of an engine; "" = none.  like: what vLLM or SGLang call the same.
@@ -37,11 +37,11 @@ class Family(Generic[Source]):
 
     @property
     def sample_name(self) -> str:
-        """As it is queried."""
+        """Returns the name that queries use."""
         return f"{self.name}_total" if self.kind is MetricKind.COUNTER else self.name
 
     def empty(self, *common: str) -> CounterMetricFamily | GaugeMetricFamily:
-        """As prometheus_client writes it out, without samples.  common: labels before its own."""
+        """Makes prometheus_client's family without samples.  common: labels before its own."""
         make = CounterMetricFamily if self.kind is MetricKind.COUNTER else GaugeMetricFamily
         return make(self.name, self.text, labels=[*common, *([self.label] if self.label else [])])
 

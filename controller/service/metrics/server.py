@@ -1,4 +1,4 @@
-"""`/metrics`: read off the sessions when somebody asks.
+"""Serves `/metrics`: read off the sessions when somebody asks.
 
 A scrape arrives on the HTTP server's thread, reads on the event loop (engine by engine, so that
 steering goes on in between), and is written out by the thread.  An engine's series end with its
@@ -102,12 +102,12 @@ class MetricsServer:
         self._server = HttpServer(host, port, kind.factory(metrics), "metrics")
 
     def close(self) -> None:
-        """Stops serving.  Not to be called on the event loop."""
+        """Stops serving.  It must not be called on the event loop."""
         self._server.close()
 
 
 class _MetricsHandler(MetricsHandler):
-    """One scrape."""
+    """Answers one scrape."""
 
     timeout = SILENCE_SECONDS
     server_version, sys_version = "controller", ""

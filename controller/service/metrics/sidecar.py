@@ -40,7 +40,7 @@ class SidecarSnapshot:
 
     @property
     def soonest_end_seconds(self) -> float | None:
-        """Of the override that ends first; None where none ends."""
+        """Returns the time left of the override that ends first; None if none ends."""
         left = [held.remaining_seconds for held in self.held]
         return min((seconds for seconds in left if seconds is not None), default=None)
 

@@ -1,4 +1,4 @@
-"""What an engine reports of its steps, and how the link to it is doing."""
+"""Exports what an engine reports of its steps, and the state of the link to it."""
 
 from typing import Final
 

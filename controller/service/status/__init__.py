@@ -1,1 +1,1 @@
-"""What people and probes read about the sidecar and its engines."""
+"""Shows people and probes the sidecar and its engines."""

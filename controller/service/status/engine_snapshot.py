@@ -20,7 +20,7 @@ class EngineSnapshot:
 
     @classmethod
     def of(cls, session: EngineSession) -> "EngineSnapshot":
-        """As it stands now."""
+        """Takes the present state of a session."""
         last = session.last_report
         explanation = session.core.explain(last.batch_size if last else 1)
         return cls(session, explanation, next(arm for arm in explanation.arms if arm.chosen))

@@ -1,4 +1,4 @@
-"""What people look at, as plain values: the page and `controller top` have no other source."""
+"""Describes the engines as plain values: the page and `controller top` have no other source."""
 
 import time
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ class EngineLine:
 
 
 def no_line(session: EngineSession, why: str) -> EngineLine:
-    """In the place of a line that cannot be made; why: for people."""
+    """Stands in for a line that cannot be made; why: for people."""
     return EngineLine(
         session.engine_id, "", 0, "", 0, None, 0.0, None, None, "", "unavailable", why, 0.0, 0.0,
         "", "", (), (), why,

@@ -89,7 +89,7 @@ class PageServer:
             raise
 
     def close(self) -> None:
-        """Stops serving.  Not to be called on the event loop."""
+        """Stops serving.  It must not be called on the event loop."""
         self._server.close()
 
 
@@ -101,14 +101,14 @@ def _handler_of(page: PageServer) -> type[BaseHTTPRequestHandler]:
 
 
 class _PageHandler(BaseHTTPRequestHandler):
-    """One request."""
+    """Answers one request."""
 
     of: PageServer
     timeout = SILENCE_SECONDS
     server_version, sys_version = "controller", ""
 
     def do_GET(self) -> None:
-        """Answers."""
+        """Answers a GET request."""
         if self.of.loopback and not names_loopback(self.headers.get("Host", "")):
             self._answer(HTTPStatus.MISDIRECTED_REQUEST, b"this host is not served here\n", _TEXT)
             return

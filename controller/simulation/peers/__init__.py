@@ -1,4 +1,4 @@
-"""The peers: every other way of choosing a draft length that the simulation compares with."""
+"""Implements every other way of choosing a draft length that the simulation compares with."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -1,4 +1,4 @@
-"""Which arm stands for a draft length, when a peer knows draft lengths only."""
+"""Finds the arm for a draft length, for peers that know draft lengths only."""
 
 from collections.abc import Sequence
 

@@ -33,7 +33,7 @@ _WEIGHT_MAX = 1e100
 
 
 class Reward(Enum):
-    """What a step is worth."""
+    """Computes what a step is worth."""
 
     TOKENS_PER_SECOND = "tokens-per-second"
     TOKENS_PER_STEP = "tokens-per-step"  # per sequence
@@ -41,7 +41,7 @@ class Reward(Enum):
 
 @dataclass(slots=True)
 class _Bandit:
-    """One octave.  weights, rewards: [arms], sums over steps.  weight: of the newest step."""
+    """Keeps one octave.  weights, rewards: [arms], sums over steps.  weight: of the newest step."""
 
     weights: list[float]
     rewards: list[float]

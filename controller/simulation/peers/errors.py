@@ -1,4 +1,4 @@
-"""What can keep a peer out of a comparison."""
+"""Defines what can keep a peer out of a comparison."""
 
 from controller.core.errors import SpeculationError
 

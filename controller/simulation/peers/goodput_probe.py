@@ -29,7 +29,10 @@ _BIN_ENDS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 
 @dataclass(slots=True)
 class _Bin:
-    """running: the arm.  to_probe: arms left to try.  rates: arm -> averaged tokens/second."""
+    """Keeps one bin.
+
+    running: the arm.  to_probe: arms left to try.  rates: arm -> averaged tokens/second.
+    """
 
     running: int
     to_probe: list[int]
@@ -60,7 +63,7 @@ class GoodputProbe:
         return found
 
     def choose(self, batch_size: int, now: float) -> ArmChoice:
-        """What the bin runs."""
+        """Returns what the bin runs."""
         del now
         return self._choices[self._bin(batch_size).running]
 

@@ -35,7 +35,7 @@ HOLD_WINDOWS = 8
 
 @dataclass(slots=True)
 class _Bucket:
-    """What one octave of the batch size remembers.  Positions index the ascending gammas.
+    """Remembers one octave of the batch size.  Positions index the ascending gammas.
 
     rate: tokens/second of the base, 0 = not measured.  held: windows at the base since the last
     probe.  refused: probes in a row that were not better.

@@ -1,4 +1,4 @@
-"""What peers read off a step."""
+"""Reads off a step what peers learn from."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""SGLang's `--speculative-adaptive`: its own class, imported unmodified.
+"""Runs SGLang's `--speculative-adaptive`: its own class, imported unmodified.
 
 `AdaptiveSpeculativeParams` (sglang.srt.speculative.adaptive_spec_params) holds, per batch-size
 slot, an average of accepted drafts and a list of candidate steps through which thresholds on that

@@ -26,7 +26,7 @@ class Static:
         self._choice = ArmChoice(arm_index)
 
     def choose(self, batch_size: int, now: float) -> ArmChoice:
-        """The arm."""
+        """Returns the arm."""
         del batch_size, now
         return self._choice
 

@@ -37,12 +37,12 @@ from controller.simulation.results import PolicyOrigin
 
 
 def expected_length(alpha: float, gamma: int) -> float:
-    """Eq. 2: tokens a sequence gains in a step, 1..gamma + 1, at acceptance rate alpha."""
+    """Computes Eq. 2: tokens a sequence gains in a step, 1..gamma + 1, at acceptance rate alpha."""
     return float(sum(alpha**k for k in range(gamma + 1)))
 
 
 def acceptance_rate(length: float, gamma: int) -> float:
-    """Eq. 2 inverted: the alpha in [0, 1] that gives this acceptance length (bisection)."""
+    """Inverts Eq. 2: the alpha in [0, 1] that gives this acceptance length (bisection)."""
     low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2
@@ -54,7 +54,7 @@ def acceptance_rate(length: float, gamma: int) -> float:
 
 
 def practical_speedup(alpha: float, gamma: int, relative_cost: float) -> float:
-    """Eq. 5; relative_cost = c(b) gamma + beta(b) = seconds at gamma over seconds at 0."""
+    """Computes Eq. 5; relative_cost = c(b) gamma + beta(b) = seconds at gamma over seconds at 0."""
     return expected_length(alpha, gamma) / relative_cost
 
 
@@ -111,7 +111,7 @@ class TideThreshold:
         return found
 
     def choose(self, batch_size: int, now: float) -> ArmChoice:
-        """On while the practical speedup at this batch is above 1."""
+        """Drafts while the practical speedup at this batch is above 1."""
         del now
         starting = self._fixed or self._seen < self._memory
         if starting or self._length > self.relative_cost(batch_size):

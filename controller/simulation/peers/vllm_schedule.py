@@ -44,7 +44,7 @@ class BatchSchedule:
         self._choices = [ArmChoice(arm, asleep=not warm) for _, _, arm in self.table]
 
     def choose(self, batch_size: int, now: float) -> ArmChoice:
-        """A look-up."""
+        """Looks the arm up."""
         del now
         return self._choices[bisect_left(self._ends, batch_size)]
 

@@ -1,4 +1,4 @@
-"""How a simulation is shown: JSON for programs, tables for a terminal, one page with plots."""
+"""Shows a simulation: JSON for programs, tables for a terminal, one page with plots."""
 
 from controller.simulation.report.bars import Bar, bars
 from controller.simulation.report.html import render_html

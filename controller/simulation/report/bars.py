@@ -1,4 +1,4 @@
-"""What the controller has to reach, and whether it does."""
+"""Defines what the controller has to reach, and checks whether it does."""
 
 import math
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ Found = tuple[float, str]
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One demand.  found: the worst value, or the mean; where: the scenario of the worst."""
+    """States one demand.  found: the worst value, or the mean; where: the scenario of the worst."""
 
     name: str
     wanted: float

@@ -11,7 +11,7 @@ from controller.simulation.results import PolicyReport, ScenarioReport, Simulati
 
 
 def render_html(report: SimulationReport) -> str:
-    """The page.  Raises MissingPlotsError when matplotlib is not installed."""
+    """Renders the page.  Raises MissingPlotsError when matplotlib is not installed."""
     return page("controller simulate", "\n".join(_body(report)))
 
 
