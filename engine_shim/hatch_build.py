@@ -9,7 +9,10 @@ class ShimLayout(BuildHookInterface):  # type: ignore[misc]
     """Puts this folder below `engine_shim`, with the generated contract beside it."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """version: "standard" for a wheel, "editable" for `pip install -e`."""
+        """Adds the shim's packages.
+
+        version: "standard" for a wheel, "editable" for `pip install -e`.
+        """
         if version == "standard":
             parts = ("__init__.py", "py.typed", "link", "sglang", "training")
             build_data["force_include"] |= {part: f"engine_shim/{part}" for part in parts} | {

@@ -1,4 +1,4 @@
-"""Defines plans: tables by batch size of what an engine runs, and the regime of updates."""
+"""Defines what a plan is: a table by batch size, and the regime of drafter updates."""
 
 from dataclasses import dataclass
 from enum import Enum

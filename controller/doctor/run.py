@@ -19,8 +19,6 @@ class DoctorRequest:
 
     config: the settings' file.  address: of the sidecar; "": as in the settings.  engine_url: of
     the engine's HTTP API; "": it is not asked.
-
-    engine_url: of the engine's HTTP API; "": it is not asked.
     """
 
     config: Path | None = None

@@ -79,13 +79,10 @@ class ProfileMeasurement:
         return len(names)
 
     async def run(self, stream: MeasureStream, loads: LoadSource) -> None:
-        """Fills `cells`.
+        """Fills `cells` by visiting all parts.
 
-        Raises MeasurementError when no cell of the grid was measured, or the engine or the sidecar
-        is gone.
-
-        Raises MeasurementError when nothing of the grid came out, or the engine or the sidecar
-        went away.
+        Raises MeasurementError when no cell of the grid was measured, or when the engine or the
+        sidecar went away.
         """
         bench = Bench(stream, loads, self._settings, self._clock, self.cells, self.wakings)
         self._budget.begin(self._clock.now())

@@ -41,15 +41,15 @@ class LineReporter:
         pass
 
     def note(self, text: str) -> None:
-        """Implements Reporter."""
+        """Prints a line, as Reporter asks."""
         print(text, file=self._out, flush=True)
 
     def waiting(self, text: str) -> None:
-        """Implements Reporter; the text is printed at once, and again every few seconds."""
+        """Prints the text at once, and again every few seconds, as Reporter asks."""
         self._now_and_then(text, text)
 
     def progress(self, share: float, doing: str, left_seconds: float) -> None:
-        """Implements Reporter."""
+        """Prints the progress, as Reporter asks."""
         line = f"{share:4.0%}  {doing}  about {left_seconds:.0f} s left"
         self._now_and_then("progress", line)
 
@@ -88,15 +88,15 @@ class BarReporter:
         self._progress.stop()
 
     def note(self, text: str) -> None:
-        """Implements Reporter."""
+        """Prints above the bar, as Reporter asks."""
         self._progress.console.print(text, markup=False, soft_wrap=True)
 
     def waiting(self, text: str) -> None:
-        """Implements Reporter."""
+        """Shows the text beside the bar, as Reporter asks."""
         self._show(None, text, "")
 
     def progress(self, share: float, doing: str, left_seconds: float) -> None:
-        """Implements Reporter."""
+        """Moves the bar, as Reporter asks."""
         self._show(share, doing, f"about {left_seconds:.0f} s left")
 
     def _show(self, share: float | None, doing: str, left: str) -> None:

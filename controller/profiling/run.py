@@ -128,7 +128,7 @@ class _ProfileRun:
         )
 
     async def measure(self, engine: EngineHttp, sidecar: ProfilingClient) -> Profile:
-        """Measures.  Raises ProfilingError; what is measured by then is kept."""
+        """Measures the engine.  Raises ProfilingError; what is measured by then is kept."""
         self._resume()
         loads = LoadSource(
             engine,

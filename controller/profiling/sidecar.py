@@ -69,8 +69,6 @@ class MeasureStream:
         """Returns the reports since the last call; [] when none comes for so long.
 
         Only steps under a forced plan count.  Raises MeasurementError when the measurement is over.
-
-        Only steps under a forced plan.  Raises MeasurementError when the measurement is over.
         """
         try:
             async with asyncio.timeout(wait_seconds):

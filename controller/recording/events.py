@@ -149,7 +149,10 @@ class NoteKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """Informs people; the core does not see it.  count: of reports that were lost on their way."""
+    """Informs people only; the core does not see it.
+
+    count: of reports that were lost on their way.
+    """
 
     kind: NoteKind
     count: int = 0

@@ -44,9 +44,10 @@ _SEVERITY = {
 
 
 class Tracing:
-    """Where it goes.  endpoint: of an OTLP/gRPC collector, http[s]://HOST:PORT.
+    """Exports traces.
 
-    ratio: share of traces that are kept; a caller's own sampled trace always is.
+    endpoint: of an OTLP/gRPC collector, http[s]://HOST:PORT.  ratio: share of traces that are kept;
+    a caller's own sampled trace always is.
     """
 
     def __init__(self, endpoint: str, ratio: float) -> None:

@@ -1,1 +1,1 @@
-"""The proof: a decode engine in virtual time that drives the production core, and every peer."""
+"""Proves decisions: a decode engine in virtual time drives the production core, and every peer."""

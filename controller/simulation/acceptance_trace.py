@@ -19,7 +19,7 @@ _CONTEXT_OF_ROUNDS = 384
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceTrace:
-    """An AcceptanceSource: recorded requests, each replayed from its first position on.
+    """Provides acceptance: recorded requests, each replayed from its first position on.
 
     The order of the requests is drawn; every one is served once before any is served again.
     Labels of the requests become the classes of the pool.  Raises InvalidInputError for no request.
@@ -98,7 +98,7 @@ class AcceptanceTrace:
         output_tokens: NDArray[np.int64] | None = None,
         context_tokens: NDArray[np.int64] | None = None,
     ) -> RequestPool:
-        """See `AcceptanceSource.pool`.  Own lengths are the recorded ones."""
+        """Draws a pool, as `AcceptanceSource.pool` does.  Own lengths are the recorded ones."""
         chosen = [self.recorded[i] for i in itertools.islice(_orders(rng, self.recorded), requests)]
         if output_tokens is None:
             output_tokens = np.array([r.positions for r in chosen], dtype=np.int64)

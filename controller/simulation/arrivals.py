@@ -1,4 +1,4 @@
-"""When requests come and how long they are: recorded traffic, or a Poisson process."""
+"""Makes arrivals and lengths of requests: recorded traffic, or a Poisson process."""
 
 import itertools
 import math

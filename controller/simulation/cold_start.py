@@ -45,13 +45,13 @@ class ColdStart:
 
     @property
     def name(self) -> str:
-        """For tables and tests."""
+        """Names the case in tables and tests."""
         return f"{self.surface.name}/{self.traffic}/B={self.batch_size}"
 
 
 @dataclass(frozen=True, slots=True)
 class ColdRun:
-    """What one seed came to.
+    """Holds the result of one seed.
 
     off: rate over that of gamma = 0, in the first CAUTIOUS_STEPS steps.  settled: rate over that of
     the best arm, in the SETTLED_STEPS steps from SETTLED_FROM on.  gain: the best arm's rate over

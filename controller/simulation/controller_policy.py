@@ -21,7 +21,7 @@ class VirtualTime:
     seconds = 0.0
 
     def now(self) -> float:
-        """Virtual seconds."""
+        """Returns the virtual time in seconds."""
         return self.seconds
 
 

@@ -26,7 +26,7 @@ _KIND = re.compile(r"\s*(geometric|positions|survival)\s*:(.*)", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Curves:
-    """An AcceptanceSource.  curves: drafter -> conditional acceptance a_1, a_2, ...
+    """Draws acceptance from curves.  curves: drafter -> conditional acceptance a_1, a_2, ...
 
     At every output position of a request a chain of drafts is drawn that ends at its first
     rejection; positions deeper than the curve reject.  Requests that are given no lengths have
@@ -62,7 +62,7 @@ class Curves:
         output_tokens: NDArray[np.int64] | None = None,
         context_tokens: NDArray[np.int64] | None = None,
     ) -> RequestPool:
-        """See `AcceptanceSource.pool`.  Drafters draw apart from each other."""
+        """Draws a pool, as `AcceptanceSource.pool` does.  Drafters draw independently."""
         if output_tokens is None:
             output_tokens = lengths(rng, requests, self.output_tokens_mean)
         if context_tokens is None:

@@ -33,7 +33,7 @@ _FLAGS = {
 
 
 class Prefill(Enum):
-    """Where prompts are read: not here (disaggregated), or between decode steps in chunks."""
+    """Names where prompts are read: not here (disaggregated), or between decode steps in chunks."""
 
     NONE = "none"
     CHUNKED = "chunked"

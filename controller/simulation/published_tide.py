@@ -31,14 +31,14 @@ class TideModel:
         return float((self.target_ms[-1] - self.target_ms[-2]) / 1e3 / (n[-1] - n[-2]))
 
     def target_seconds(self, tokens: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Computes T(n): linear between the table's points, with the last slope behind them."""
+        """Interpolates T(n) linearly; beyond the table it keeps the last slope."""
         n = self.tokens
         inside: NDArray[np.float64] = np.interp(tokens, n, np.array(self.target_ms) / 1e3)
         beyond: NDArray[np.float64] = np.maximum(tokens - n[-1], 0.0) * self.last_slope
         return inside + beyond
 
     def step_seconds(self, batch_sizes: NDArray[np.float64], gamma: int) -> NDArray[np.float64]:
-        """Computes Eq. 3's numerator, gamma D_0 + T(B (gamma + 1)), in the shape of batch_sizes."""
+        """Computes gamma D_0 + T(B (gamma + 1)), as Eq. 3 has it, in the shape of batch_sizes."""
         return gamma * self.draft_ms / 1e3 + self.target_seconds(batch_sizes * (gamma + 1))
 
     def max_batch_size(self, gamma_max: int) -> int:

@@ -1,4 +1,4 @@
-"""Runs scenarios: every static arm, the oracle, every peer and the controller, seed by seed.
+"""Runs all scenarios: every static arm, the oracle, every peer and the controller, seed by seed.
 
 The oracle is made from the static runs: per segment of the workload the arm that was best there,
 run as one schedule; where that is slower than the best single arm, that arm is the oracle.

@@ -37,7 +37,7 @@ class RequestPool:
 
 
 class AcceptanceSource(Protocol):
-    """Gives acceptance: from a curve, or from a recorded trace."""
+    """Provides acceptance from a curve, or from a recorded trace."""
 
     @property
     def name(self) -> str:
@@ -56,12 +56,10 @@ class AcceptanceSource(Protocol):
         output_tokens: NDArray[np.int64] | None = None,
         context_tokens: NDArray[np.int64] | None = None,
     ) -> RequestPool:
-        """Draws requests.
+        """Draws so many requests.
 
         Lengths ([requests] of int64) are the source's own if not given.  A recorded sequence
         shorter than the asked output starts again from its beginning.
-
-        A recorded sequence shorter than the asked output starts again from its beginning.
         """
         ...
 

@@ -116,16 +116,14 @@ class Store(Protocol):
     """See the module.  Every method but `close` may raise StoreUnavailableError."""
 
     async def open(self, changed: Listener) -> None:
-        """Begins; `changed` is called (on the event loop) when `entries` may have changed.
-
-        Raises StoreBrokenError, StoreTakenError.
+        """Opens the store; `changed` is called (on the event loop) when `entries` may have changed.
 
         Raises StoreBrokenError, StoreTakenError.
         """
         ...
 
     async def close(self) -> None:
-        """Ends; what was acknowledged is durable."""
+        """Closes the store; what was acknowledged is durable."""
         ...
 
     async def entries(self) -> Sequence[Entry]:

@@ -1,4 +1,4 @@
-"""The agent: a small process between one engine and the sidecar.
+"""Runs the agent: a small process between one engine and the sidecar.
 
     python -m engine_shim.link.agent --fd 5 --parent 4711 --target unix:/run/.../controller.sock
 

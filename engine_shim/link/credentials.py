@@ -1,4 +1,4 @@
-"""How the agent calls a sidecar over TCP: TLS, and a token or a certificate of its own.
+"""Connects the agent to a sidecar over TCP: TLS, and a token or a certificate of its own.
 
 The files are read for every session, so that what rotates is taken up when the next one opens.
 """
@@ -37,7 +37,7 @@ class EngineCredentials:
         return grpc.aio.secure_channel(target, tls, options=_CHANNEL_OPTIONS)
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What every call carries.  Raises OSError."""
+        """Returns the metadata that every call carries.  Raises OSError."""
         token = _read(self.token_file)
         if token is None:
             return ()

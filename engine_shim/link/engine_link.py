@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LinkStatus:
-    """How the link stands; counts are since the start of the engine.
+    """Describes the state of the link; counts are since the start of the engine.
 
     `source`: where the last choice came from.  `lease_seconds_left`: negative after the lease ran
     out, -inf before the first plan.  `reports_dropped`: the socket was full or gone.
@@ -190,7 +190,7 @@ class EngineLink:
         self._tell_losses(self._connected())
 
     def choose(self, batch_size: int) -> StepChoice:
-        """What the next decode step over `batch_size` sequences shall run; once for each step.
+        """Chooses what the next decode step over `batch_size` sequences runs; once for each step.
 
         For an engine of one process.  One of several takes `receive` and `steering` apart, so that
         all its processes adopt a plan before the same step.
@@ -236,7 +236,7 @@ class EngineLink:
         return repeated
 
     def status(self) -> LinkStatus:
-        """A snapshot; may be called from any thread."""
+        """Takes a snapshot; it may be called from any thread."""
         plan = self.steering.plan
         return LinkStatus(
             agent_connected=self._socket is not None,
@@ -327,7 +327,7 @@ class EngineLink:
 def steering_of(
     hello: EngineSpec, settings: LinkSettings, startup_gamma: int | None
 ) -> PlanFollower:
-    """What an engine that introduces itself so chooses from.
+    """Makes the follower for an engine with this introduction.
 
     Arguments and errors as of `EngineLink.start`.
     """

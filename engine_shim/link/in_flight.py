@@ -1,4 +1,4 @@
-"""What has gone out on one stream, so that every report arrives once or is counted as dropped.
+"""Tracks what one stream has sent: every report arrives once or is counted as dropped.
 
 When a stream ends, some of its messages may not have arrived.  A sidecar that stops says how much
 it has received, and one that goes on says so when the engine introduces itself again.  The reports

@@ -1,4 +1,4 @@
-"""What an engine can no longer do, on its way to the sidecar.
+"""Carries to the sidecar what an engine can no longer do.
 
 The engine keeps every loss for as long as it runs and sends each one again until the socket takes
 it, and all of them to every new agent.  The agent keeps them as well: it names them in every
@@ -79,7 +79,7 @@ class KnownLosses:
 
     @property
     def all(self) -> list[LostCapability]:
-        """In the order in which they came."""
+        """Returns the losses in the order in which they came."""
         return list(self._known.values())
 
     def take(self, data: bytes) -> None:

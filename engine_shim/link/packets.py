@@ -62,7 +62,7 @@ MAX_PLAN_BYTES: Final = _PLAN_HEAD.size + MAX_ROWS * _ROW.size
 
 
 class SidecarState(IntEnum):
-    """How the agent's conversation with the sidecar stands."""
+    """Names the state of the agent's conversation with the sidecar."""
 
     UNKNOWN = 0  # no word from the agent yet
     STEERING = 1  # a session is open
@@ -159,7 +159,7 @@ def _require(data: Buffer, kind: int, at_least: int) -> None:
 
 
 def encode_hello(introduction: bytes) -> bytes:
-    """The introduction.  Raises PacketError when it is too large for one packet."""
+    """Packs the introduction.  Raises PacketError when it is too large for one packet."""
     if len(introduction) > MAX_HELLO_BYTES:
         raise PacketError(f"introduction of {len(introduction)} bytes, limit {MAX_HELLO_BYTES}")
     return _HEAD.pack(VERSION, HELLO) + introduction
@@ -209,7 +209,7 @@ def encode_report(  # noqa: PLR0913, PLR0917 -- no object is made for a step
 
 
 def decode_report(data: Buffer) -> ReportPacket:
-    """Raises PacketError."""
+    """Unpacks a report.  Raises PacketError."""
     _require(data, REPORT, _REPORT_FIXED.size)
     gamma = data[3]
     if gamma > MAX_GAMMA:
@@ -256,7 +256,7 @@ def _encode_row(row: RowEntry) -> bytes:
 
 
 def decode_plan(data: Buffer) -> PlanPacket:
-    """Raises PacketError: besides broken bytes also for a table that is none."""
+    """Unpacks a plan.  Raises PacketError, also for an impossible table."""
     _require(data, PLAN, _PLAN_HEAD.size)
     head = _PLAN_HEAD.unpack_from(data)
     _, _, count, session, epoch, arrival_ns, lease_ms, mode, stride, version = head
@@ -295,7 +295,7 @@ def _probe(drafter_index: int, gamma: int, steps: int, probe_id: int) -> ProbeEn
 
 
 def encode_lost(lost_capability: bytes) -> bytes:
-    """A loss.  Raises PacketError when it is too large."""
+    """Packs a loss.  Raises PacketError when it is too large."""
     if len(lost_capability) > MAX_LOST_BYTES:
         raise PacketError(f"a loss of {len(lost_capability)} bytes, limit {MAX_LOST_BYTES}")
     return _HEAD.pack(VERSION, LOST) + lost_capability
@@ -316,7 +316,7 @@ def encode_event(state: SidecarState, code: int, text: str) -> bytes:
 
 
 def decode_event(data: Buffer) -> EventPacket:
-    """Raises PacketError.  A character that was cut in two is left out."""
+    """Unpacks an event.  Raises PacketError.  A character that was cut in two is left out."""
     _require(data, EVENT, _EVENT_HEAD.size)
     _, _, state, code = _EVENT_HEAD.unpack_from(data)
     if len(data) > _EVENT_HEAD.size + MAX_EVENT_TEXT_BYTES:

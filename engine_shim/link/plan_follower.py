@@ -1,4 +1,4 @@
-"""Which draft length the engine runs now: the newest plan, its lease, its probes, and what then.
+"""Determines which draft length the engine runs now, from the newest plan and its lease.
 
     no plan yet ---------------------------------------------> SAFE_DEFAULT
     plan arrives --> PLAN --(lease over)--> GRACE --(grace over)--> SAFE_DEFAULT
@@ -22,7 +22,7 @@ _NEVER: Final = float("-inf")
 
 
 class Source(Enum):
-    """Where a choice comes from."""
+    """Names where a choice comes from."""
 
     PLAN = "plan"  # a plan with a valid lease
     GRACE = "grace"  # the last plan; its lease is over
@@ -30,7 +30,7 @@ class Source(Enum):
 
 
 class StepChoice(NamedTuple):
-    """What the next step shall run.
+    """Names what the next step runs.
 
     Hand `epoch`, `probe_id` and `session` back with the report of the step that ran it; a source
     other than PLAN is to be reported with the flag UNSTEERED.
@@ -143,7 +143,7 @@ class PlanFollower:
         return True
 
     def source_at(self, now: float) -> Source:
-        """Where a choice would come from; as `choose`, without choosing."""
+        """Returns where `choose` would take a choice from, without choosing."""
         if now < self._lease_end:
             return Source.PLAN
         if self._plan is None or now >= self._lease_end + self._grace_seconds:
@@ -194,7 +194,7 @@ class PlanFollower:
         return choice
 
     def _unsteered(self, batch_size: int, now: float) -> StepChoice:
-        """Grace: the last plan goes on without its probes (nobody would learn from them)."""
+        """Chooses without a lease: the last plan continues without its probes."""
         self.source = source = self.source_at(now)
         if self._plan is None:
             return self._safe

@@ -23,7 +23,7 @@ from engine_shim.link.plan_follower import PlanFollower, StepChoice
 
 
 class RankUpdate(NamedTuple):
-    """What all ranks adopt together.
+    """Carries what all ranks adopt together.
 
     number: counts up.  now: rank 0's monotonic clock in seconds; all judge the lease by it.
     plan: None when only time has passed.
@@ -61,7 +61,10 @@ class Ranks:
         return [self._sent]
 
     def adopt(self, update: RankUpdate) -> None:
-        """On every rank: what rank 0 sent.  What has been adopted is passed over."""
+        """Adopts, on every rank, what rank 0 sent.
+
+        An update that was adopted before is ignored.
+        """
         if update.number <= self._adopted.number:
             return
         self._adopted = update
@@ -77,10 +80,10 @@ class Ranks:
         return self._steering.collects_at(self._adopted.now)
 
     def draft_version(self) -> int | None:
-        """Of the drafter that shall serve; None before the first plan."""
+        """Returns the version of the drafter that is to serve; None before the first plan."""
         plan = self._steering.plan
         return None if plan is None else plan.draft_version
 
     def choose(self, batch_size: int) -> StepChoice:
-        """What the decode step that begins now shall run; once for each step."""
+        """Chooses what the decode step that begins now runs; called once for each step."""
         return self._steering.choose(batch_size, self._adopted.now)

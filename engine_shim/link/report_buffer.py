@@ -1,4 +1,4 @@
-"""What the agent holds between the engine's socket and the sidecar: bounded, the newest stay."""
+"""Buffers reports between the socket and the sidecar: bounded, the newest stay."""
 
 from collections import deque
 from collections.abc import Sequence

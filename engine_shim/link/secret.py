@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 def new_secret() -> str:
-    """For an engine that keeps it in memory only."""
+    """Makes a secret for an engine that keeps it in memory only."""
     return secrets.token_hex(_BYTES)
 
 
@@ -57,7 +57,7 @@ def kept_secret(folder: Path) -> str:
 
 
 def secret_in(folder: Path) -> str:
-    """What the engine keeps there, "" for nothing.  Raises OSError where it cannot be read."""
+    """Returns the secret in the folder, "" without one.  Raises OSError where it cannot be read."""
     try:
         return (folder / _NAME).read_text(encoding="ascii").strip()
     except FileNotFoundError:

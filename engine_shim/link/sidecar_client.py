@@ -304,7 +304,7 @@ class _Session:
 
 
 async def introduced(port: AgentSocket) -> IntroduceRequest | None:
-    """What the engine at the other end of the socket says; None when it went away first.
+    """Reads the introduction from the engine's socket; None when the engine went away first.
 
     Raises PacketError when what came is no introduction.
     """

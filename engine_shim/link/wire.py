@@ -1,4 +1,4 @@
-"""Between the packets of the socket pair and the messages of the contract; no I/O."""
+"""Converts between the packets of the socket pair and the messages of the contract; no I/O."""
 
 import hashlib
 
@@ -24,7 +24,7 @@ def session_tag(session_id: str) -> int:
 
 
 class Translator:
-    """Between drafter names and their indices in one engine's introduction.
+    """Translates between drafter names and their indices in one engine's introduction.
 
     lease_max_seconds: a longer lease is cut to it, whatever the sidecar says, so that an engine
     whose sidecar is gone falls back in bounded time.

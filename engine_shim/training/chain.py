@@ -21,7 +21,7 @@ class ChainStudent(BorrowingStudent):
 
     @property
     def most_drafts(self) -> int | None:
-        """Returns None: a chain may have any length."""
+        """Returns None because a chain may have any length."""
         return None
 
     def unroll(

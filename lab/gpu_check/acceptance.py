@@ -51,7 +51,7 @@ def register() -> None:
 
 
 class DrawnAcceptance:
-    """Replaces `spec_utils.generate_simulated_accept_index`."""
+    """Replaces SGLang's `spec_utils.generate_simulated_accept_index`."""
 
     def __init__(self, probabilities: Mapping[str, float]) -> None:
         self._probabilities = probabilities

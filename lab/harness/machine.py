@@ -28,7 +28,7 @@ def run_facts() -> dict[str, Any]:
 
 
 def write_result(document: Mapping[str, Any], folder: Path) -> None:
-    """Writes `result.json`."""
+    """Writes `result.json` into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "result.json").write_text(json.dumps(document, indent=1) + "\n")
 

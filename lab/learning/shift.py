@@ -1,4 +1,4 @@
-"""Runs TIDE: traffic shifts, signals are collected, a trainer makes versions, the best serve."""
+"""Runs TIDE: traffic shifts, signals are collected, a trainer makes versions, the best serves."""
 
 from typing import Any
 

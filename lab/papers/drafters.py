@@ -32,7 +32,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class EnvelopePoint:
-    """One concurrency.
+    """Holds one concurrency.
 
     best_gamma: drafter -> its best draft length.  goodput: tokens/s of the winner.  published_*: of
     the same drafter and draft length, and of the best that there was; None without the grid.
@@ -47,7 +47,7 @@ class EnvelopePoint:
 
     @property
     def gamma(self) -> int:
-        """The winner's."""
+        """Returns the winner's draft length."""
         return self.best_gamma[self.drafter]
 
     @property
@@ -99,7 +99,7 @@ class Envelope:
 
 @dataclass(frozen=True, slots=True)
 class DrafterReport:
-    """`envelopes`: their way first, then what a real engine changes."""
+    """Holds the envelopes: their way first, then what a real engine changes."""
 
     envelopes: tuple[Envelope, ...]
 

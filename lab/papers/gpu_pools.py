@@ -25,7 +25,7 @@ class StatedGain:
 
     @property
     def gpus(self) -> str:
-        """For people."""
+        """Describes the pool for people."""
         return f"{self.high_cards} {self.high} serve, {self.low_cards} {self.low} train"
 
 
@@ -38,7 +38,7 @@ STATED = (
 
 
 def relative_throughput(stated: StatedGain) -> float:
-    """Over all cards serving without speculation."""
+    """Computes the throughput over that of all GPUs serving without speculation."""
     pools = [
         Pool(stated.high, stated.high_cards, *RATES[stated.high]),
         Pool(stated.low, stated.low_cards, *RATES[stated.low]),

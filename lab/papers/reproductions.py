@@ -31,7 +31,7 @@ it was, and its acceptance nears what its stride settles at over a sixth or so o
 
 
 def tables(report: TideReport | DrafterReport | StrideReport) -> Group:
-    """What was found, for a `rich` console."""
+    """Makes the tables for a `rich` console."""
     if isinstance(report, StrideReport):
         return Group(*_strides(report))
     if isinstance(report, TideReport):

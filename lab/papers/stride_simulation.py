@@ -138,7 +138,7 @@ def interpolated(table: Mapping[int, float], stride: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Earned:
-    """What a stream has earned.  rounds: by stride in force."""
+    """Adds up what a stream has earned.  rounds: by stride in force."""
 
     tokens: float
     seconds: float
@@ -146,13 +146,16 @@ class Earned:
 
     @property
     def tokens_per_second(self) -> float:
-        """Over all of it."""
+        """Returns the mean over the whole stream."""
         return self.tokens / self.seconds
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One step.  alpha: each draft's chance.  update_seconds: of the update that landed, or 0."""
+    """Describes one step.
+
+    alpha: each draft's chance.  update_seconds: of the update that landed, or 0.
+    """
 
     alpha: float
     expected_tokens: float

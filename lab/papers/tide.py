@@ -29,7 +29,7 @@ STATED_SPEEDUPS = (1.27, 1.47)
 
 @dataclass(frozen=True, slots=True)
 class SpeedupPoint:
-    """Eq. 5 at one batch size.
+    """Holds the result of Eq. 5 at one batch size.
 
     speedups: at each of ALPHAS.  threshold_length: E[l] at which the speedup is 1; threshold_alpha:
     the acceptance rate that gives it, None if even accepting everything does not pay.
@@ -59,7 +59,7 @@ class MeasuredSpeedup:
 
 @dataclass(frozen=True, slots=True)
 class TideReport:
-    """`points`: by model, then by batch size."""
+    """Holds the points, by model, then by batch size."""
 
     points: tuple[SpeedupPoint, ...]
     measured: tuple[MeasuredSpeedup, ...]
@@ -81,7 +81,7 @@ def reproduce_tide() -> TideReport:
 
 
 def speedup_point(name: str, model: TideModel, batch_size: int, gamma: int) -> SpeedupPoint:
-    """Eq. 5 and its threshold at one batch size."""
+    """Computes Eq. 5 and its threshold at one batch size."""
     plain = float(model.target_seconds(np.array([float(batch_size)]))[0])
     verify = float(model.target_seconds(np.array([float(batch_size * (gamma + 1))]))[0])
     needed = cost_ratio(model, batch_size, gamma)
@@ -103,7 +103,7 @@ def cost_ratio(model: TideModel, batch_size: int, gamma: int) -> float:
 
 
 def acceptance_length(alpha: float, gamma: int) -> float:
-    """E[l], Eq. 2, as a sum: good at alpha = 1, too."""
+    """Computes E[l] (Eq. 2) as a sum, which also holds at alpha = 1."""
     return sum(alpha**k for k in range(gamma + 1))
 
 

@@ -47,7 +47,7 @@ class StrideRun:
 
 @dataclass(frozen=True, slots=True)
 class StrideReport:
-    """single: one stream each; mixes: several, one after the other."""
+    """Reports the strides.  single: one stream each; mixes: several, one after the other."""
 
     single: tuple[StrideRun, ...]
     mixes: tuple[StrideRun, ...]

@@ -90,9 +90,9 @@ class ObservationPlanner:
         catch_up: CatchUpPrice,
         hazard: Hazard,
     ) -> ObservationCost | None:
-        """Prices observation.
+        """Prices the observation of gamma = 0; None if there is nothing to observe.
 
-        value, seconds: [arms, buckets].  Returns None if there is nothing to observe.
+        value, seconds: [arms, buckets].
         """
         if self._off is None or not self._drafting.any():
             return None

@@ -1,4 +1,4 @@
-"""Serves `/metrics`: read off the sessions when somebody asks.
+"""Serves `/metrics` to scrapers: read off the sessions when somebody asks.
 
 A scrape arrives on the HTTP server's thread, reads on the event loop (engine by engine, so that
 steering goes on in between), and is written out by the thread.  An engine's series end with its
@@ -102,7 +102,7 @@ class MetricsServer:
         self._server = HttpServer(host, port, kind.factory(metrics), "metrics")
 
     def close(self) -> None:
-        """Stops serving.  It must not be called on the event loop."""
+        """Stops the server.  It must not be called on the event loop."""
         self._server.close()
 
 

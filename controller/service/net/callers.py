@@ -36,9 +36,6 @@ class Caller:
     identity: name of the access entry that the caller proved to be, "" for an anonymous one.
     engines: globs of the engine ids that the caller may act on.  origin: where the call came from,
     for the audit.
-
-    engines: globs of the engine ids that the caller may act on.  origin: where the call came from,
-    for the audit.
     """
 
     name: str

@@ -61,8 +61,6 @@ class Guard(grpc.aio.ServerInterceptor):
 
     identify: finds the caller of a call.  operators: path of their socket, for messages.  waiting:
     calls that may wait for their first message at the same time.
-
-    waiting: calls that may wait for their first message at the same time.
     """
 
     def __init__(self, identify: Identify, operators: str, waiting: int) -> None:

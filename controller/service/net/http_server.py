@@ -107,7 +107,7 @@ class HttpServer(ThreadingHTTPServer):
         _log.debug("request_broke", exc_info=True)
 
     def close(self) -> None:
-        """Stops serving; waits for its thread.  Not to be called on the event loop."""
+        """Stops the server and waits for its thread.  It must not be called on the event loop."""
         self.shutdown()
         self.server_close()
         self._thread.join()

@@ -1,4 +1,4 @@
-"""Steers: engines report, the sidecar plans.
+"""Steers the engines: engines report, the sidecar plans.
 
 A Steer stream has one reader, which folds reports as they come, and one writer, which sends the
 newest plan whenever there is one that the engine does not have yet.  The writer wakes on news, and

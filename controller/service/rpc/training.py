@@ -1,4 +1,4 @@
-"""Serves trainers: which one attends an engine, what it receives, and what its results change."""
+"""Serves the trainers: which one attends an engine, and what its results change."""
 
 from collections.abc import AsyncIterator
 from typing import TypeAlias

@@ -20,8 +20,6 @@ class EngineIdentity:
 
     identity: name of an access entry, "" for none.  digest: of the secret, b"" for none.  origin:
     where the introduction came from, for the audit.
-
-    origin: where the introduction came from, for the audit.
     """
 
     identity: str = ""

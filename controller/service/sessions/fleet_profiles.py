@@ -119,7 +119,7 @@ class FleetProfiles:
         task.add_done_callback(self._looking.discard)
 
     async def close(self) -> None:
-        """Stops looking."""
+        """Stops looking for profiles."""
         await cancellation.end(self._looking)
 
     async def _find(self, spec: EngineSpec) -> None:

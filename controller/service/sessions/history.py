@@ -31,7 +31,10 @@ class History:
     """
 
     def __init__(self, drafters: Iterable[str], counters: StepCounters) -> None:
-        """Begins empty.  drafters: names, in the engine's order.  counters: as they stand now."""
+        """Starts without points.
+
+        drafters: names, in the engine's order.  counters: as they stand now.
+        """
         self._drafters = list(drafters)
         self._points = np.full((POINTS, len(FIELDS)), np.nan)
         self._count = 0

@@ -370,8 +370,6 @@ def _judge(
     """Returns the outcome of a request whose etag is not the stored entry's, and that entry.
 
     Raises OverrideExistsError, OverrideChangedError, NoOverrideError.
-
-    Raises OverrideExistsError, OverrideChangedError, NoOverrideError.
     """
     if etag or found is None or found.ended or found.body != to_body(override):
         raise _conflict(override.override_id, etag, found)

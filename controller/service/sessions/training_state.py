@@ -47,7 +47,7 @@ class TrainingStateFiles:
         self._looking = asyncio.get_running_loop().create_task(self._look())
 
     async def close(self) -> None:
-        """Ends; by then all sessions have published."""
+        """Stops the task; by then all sessions have published."""
         if self._looking is not None:
             await cancellation.end({self._looking})
 

@@ -89,7 +89,7 @@ class PageServer:
             raise
 
     def close(self) -> None:
-        """Stops serving.  It must not be called on the event loop."""
+        """Stops the server.  It must not be called on the event loop."""
         self._server.close()
 
 
@@ -161,13 +161,13 @@ class _PageHandler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """As every other answer, in the place of the base class's page."""
+        """Sends an error like every other answer, instead of the base class's page."""
         unknown = code == HTTPStatus.NOT_IMPLEMENTED
         status = HTTPStatus.METHOD_NOT_ALLOWED if unknown else HTTPStatus(code)
         self._answer(status, f"{status.phrase}\n".encode(), _TEXT)
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  # the base class names it
-        """Nothing: a request a second and viewer is no news."""
+        """Logs nothing: there is a request a second for each person who looks."""
 
 
 class _NoSuchPathError(Exception):

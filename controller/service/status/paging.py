@@ -23,7 +23,7 @@ _log = structlog.get_logger(__name__)
 
 
 def why_not(error: Exception) -> str:
-    """Why an engine is not shown, for people; what a client sent is quoted with escapes."""
+    """Explains why an engine is not shown; what a client sent is quoted with escapes."""
     return f"this engine cannot be shown: {error!r}"[:_WHY_MAX]
 
 

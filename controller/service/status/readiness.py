@@ -1,4 +1,4 @@
-"""Which services are SERVING, and why one is not: grpc.health.v1, and the same in words.
+"""Decides which services are SERVING (grpc.health.v1), and explains why one is not.
 
     ""                        the process; SERVING from the end of its start to the drain, while
                               its sockets are where they were bound
@@ -47,7 +47,7 @@ Least = Literal["profile", "roofline", "guess"]
 
 @dataclass(frozen=True, slots=True)
 class ServiceHealth:
-    """One service; detail: why it is so, for people."""
+    """Holds the state of one service; detail: the reason, for people."""
 
     service: str
     serving: bool
@@ -55,7 +55,10 @@ class ServiceHealth:
 
 
 class Readiness:
-    """ready_with: the least that costs may come from.  servicer: what answers health checks."""
+    """Decides on readiness.
+
+    ready_with: the least that costs may come from.  servicer: what answers health checks.
+    """
 
     def __init__(
         self,
@@ -78,7 +81,7 @@ class Readiness:
         return tuple(self._services())
 
     def why_no_profile(self, spec: EngineSpec) -> str:
-        """Why no profile matches an engine, for people."""
+        """Explains why no profile matches an engine."""
         return self._profiles.why_none(spec)
 
     async def started(self) -> None:
@@ -123,7 +126,7 @@ class Readiness:
         yield ServiceHealth(STORE, up and store.ok, store.detail if up else detail)
 
     def _steering_fault(self) -> str:
-        """Why the least that is asked for is not there; "" when it is."""
+        """Explains why the required source of costs is missing; "" when it is there."""
         least = _LEAST[self.ready_with]
         short = [session for session in self._registry if _rank(session) < least]
         if short:

@@ -69,7 +69,7 @@ class StatusCache:
         self._keeping = asyncio.get_running_loop().create_task(self._keep())
 
     async def close(self) -> None:
-        """Ends."""
+        """Stops refreshing the status."""
         if self._keeping is not None:
             await cancellation.end([self._keeping])
 

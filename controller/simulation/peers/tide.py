@@ -37,12 +37,12 @@ from controller.simulation.results import PolicyOrigin
 
 
 def expected_length(alpha: float, gamma: int) -> float:
-    """Computes Eq. 2: tokens a sequence gains in a step, 1..gamma + 1, at acceptance rate alpha."""
+    """Computes the tokens a sequence gains in a step at acceptance rate alpha (Eq. 2)."""
     return float(sum(alpha**k for k in range(gamma + 1)))
 
 
 def acceptance_rate(length: float, gamma: int) -> float:
-    """Inverts Eq. 2: the alpha in [0, 1] that gives this acceptance length (bisection)."""
+    """Finds the alpha in [0, 1] of this acceptance length (Eq. 2 inverted, by bisection)."""
     low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2
@@ -54,7 +54,10 @@ def acceptance_rate(length: float, gamma: int) -> float:
 
 
 def practical_speedup(alpha: float, gamma: int, relative_cost: float) -> float:
-    """Computes Eq. 5; relative_cost = c(b) gamma + beta(b) = seconds at gamma over seconds at 0."""
+    """Computes the practical speedup (Eq. 5).
+
+    relative_cost: c(b) gamma + beta(b), the seconds at gamma over the seconds at 0.
+    """
     return expected_length(alpha, gamma) / relative_cost
 
 

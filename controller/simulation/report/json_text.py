@@ -13,7 +13,7 @@ _ADAPTER: TypeAdapter[SimulationReport] = TypeAdapter(SimulationReport)
 
 
 def to_json(report: SimulationReport) -> str:
-    """Writes {"scenarios": [{"name", ..., "policies": [{"name", "tokens_per_second", ...}]}], ...}."""
+    """Writes a report as JSON, with its fields as they are named in `results`."""
     return json.dumps(_finite(_ADAPTER.dump_python(report, mode="json")), indent=1) + "\n"
 
 

@@ -22,7 +22,7 @@ class TorchvisionPlaceholder:
         self.__name__ = name
 
     def __call__(self, *args: object, **kwargs: object) -> NoReturn:
-        """Raises MissingTorchvisionError."""
+        """Always raises MissingTorchvisionError."""
         raise MissingTorchvisionError(
             f"{self.__name__} is a stub: images are not supported here; install torchvision"
         )
