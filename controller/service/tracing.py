@@ -44,7 +44,7 @@ _SEVERITY = {
 
 
 class Tracing:
-    """Exports traces.
+    """Exports the traces.
 
     endpoint: of an OTLP/gRPC collector, http[s]://HOST:PORT.  ratio: share of traces that are kept;
     a caller's own sampled trace always is.

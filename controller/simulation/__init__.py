@@ -1,1 +1,1 @@
-"""Proves decisions: a decode engine in virtual time drives the production core, and every peer."""
+"""Simulates a decode engine in virtual time, which drives the production core and every peer."""

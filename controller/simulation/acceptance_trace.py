@@ -19,7 +19,7 @@ _CONTEXT_OF_ROUNDS = 384
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceTrace:
-    """Provides acceptance: recorded requests, each replayed from its first position on.
+    """Provides recorded acceptance: recorded requests, each replayed from its first position on.
 
     The order of the requests is drawn; every one is served once before any is served again.
     Labels of the requests become the classes of the pool.  Raises InvalidInputError for no request.

@@ -24,7 +24,7 @@ class SteeredPolicy:
     """SGLang's `AdaptiveSpecPolicy` protocol, answered by the sidecar's plan."""
 
     def __init__(self, initial_steps: int, cfg_path: str | None = None) -> None:
-        """`initial_steps`: the draft length the engine starts with.  Raises PluginError."""
+        """Starts with the draft length `initial_steps`.  Raises PluginError."""
         hook_check.require_hooks(sglang_api.CANDIDATE_STEPS, sglang_api.INIT_MODEL_WORKER)
         settings = load_settings()
         self._gammas = settings.gammas
@@ -44,7 +44,7 @@ class SteeredPolicy:
         self._graph_batch_sizes = cuda_graph_bs
 
     def cuda_graph_bs_for_step(self, step: int) -> list[int] | None:
-        """Those to capture for a draft length; None: all of them."""
+        """Returns the batch sizes to capture for a draft length; None: all of them."""
         if step not in self._limits or self._graph_batch_sizes is None:
             return None
         return [size for size in self._graph_batch_sizes if size <= self._limits[step]]
@@ -62,7 +62,7 @@ class SteeredPolicy:
         }
 
     def steer_by(self, ranks: Ranks) -> None:
-        """From now on what all ranks have adopted decides."""
+        """Decides from now on by what all ranks have adopted."""
         self._ranks = ranks
 
     def decide(self, batch_size: int) -> StepChoice:
@@ -82,7 +82,7 @@ class SteeredPolicy:
     def on_verify_complete(
         self, num_correct_drafts_per_req: list[int], batch_size: int
     ) -> int | None:
-        """None, always: what was accepted is reported, and gamma changes only as a step begins."""
+        """Returns None always: acceptance is reported, and gamma changes only as a step begins."""
         return None
 
 

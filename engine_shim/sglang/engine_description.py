@@ -1,4 +1,4 @@
-"""How the engine introduces itself: proto EngineSpec from a scheduler that is ready to serve."""
+"""Describes an engine to the sidecar: the EngineSpec of a scheduler that is ready to serve."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def introduce(
     second: DualDrafter | None = None,
     lost: Iterable[engine_pb2.LostCapability] = (),
 ) -> engine_pb2.EngineSpec:
-    """`scheduler`: after `init_model_worker`."""
+    """Describes the engine of a scheduler after its `init_model_worker`."""
     spec = engine_pb2.EngineSpec(
         engine_id=settings.engine_id or default_engine_id(scheduler.server_args.port),
         fingerprint=_fingerprint(scheduler),
@@ -75,7 +75,7 @@ def set_batch_limits(spec: engine_pb2.EngineSpec, limits: Mapping[int, int]) -> 
 
 
 def default_engine_id(port: int) -> str:
-    """`<host name>:<port>`: stable across restarts, and apart for two servers of one host."""
+    """Returns `<host name>:<port>`: stable across restarts, and different for each server."""
     host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())
     return f"{host[:120]}:{port}"
 
@@ -136,7 +136,7 @@ def _block_drafter(second: DualDrafter) -> engine_pb2.Drafter:
 
 
 def _device_name(device: str) -> str:
-    """As the driver reports it; of a CPU, as the kernel does."""
+    """Names the device as the driver reports it, and a CPU as the kernel does."""
     if device == "cpu":
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

@@ -1,4 +1,4 @@
-"""What preparing the draft lengths takes: a runtime state for each, with graphs for its batches."""
+"""Records what preparing the draft lengths takes: a state for each, with graphs for its batches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class GraphState:
-    """seconds: of its capture; device_bytes: 0 on a CPU; largest_batch: None for all."""
+    """Describes one state.
+
+    seconds: of its capture; device_bytes: 0 on a CPU; largest_batch: None for all.
+    """
 
     seconds: float
     device_bytes: int
@@ -32,7 +35,7 @@ class GraphStates:
         self, original: Callable[..., Any], worker: Any, speculative_num_steps: int,
         speculative_num_draft_tokens: int, cuda_graph_bs: list[int] | None = None,
     ) -> Any:  # fmt: skip
-        """Around `EAGLEWorkerV2.build_adaptive_runtime_state`."""
+        """Wraps the method `EAGLEWorkerV2.build_adaptive_runtime_state`."""
         free, started = _free_bytes(), perf_counter()
         state = original(
             worker,
@@ -58,7 +61,7 @@ class GraphStates:
         )
 
     def status(self) -> dict[str, dict[str, Any]]:
-        """By draft length, in plain values."""
+        """Returns the states by draft length, in plain values."""
         return {str(gamma): asdict(state) for gamma, state in sorted(self._states.items())}
 
 

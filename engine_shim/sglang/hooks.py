@@ -129,14 +129,14 @@ class EngineHooks:
         return aborts if self._ranks is None else [*aborts, *self._ranks.outgoing()]
 
     def after_request_kinds(self, _: None, scheduler: Any) -> None:
-        """After `Scheduler.init_request_dispatcher`."""
+        """Runs after `Scheduler.init_request_dispatcher`."""
         assert self._ranks is not None, "SGLang builds its workers first"
         ranks.add_handler(scheduler, self._ranks.adopt)
 
     def around_forward(
         self, original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Around `EAGLEWorkerV2.forward_batch_generation`, prefills included."""
+        """Wraps `EAGLEWorkerV2.forward_batch_generation`, prefills included."""
         policy = self._policy
         if policy is None or batch.forward_mode.is_idle():
             return original(worker, batch, *args, **kwargs)
@@ -160,7 +160,7 @@ class EngineHooks:
     def around_draft(
         self, original: Callable[..., Any], draft: Any, batch: Any, **kwargs: Any
     ) -> Any:
-        """Around `EagleDraftWorker.draft`, with a second drafter."""
+        """Wraps `EagleDraftWorker.draft`, with a second drafter."""
         launch = self._launching
         if launch is not None and launch.choice.drafter_index == SECOND and self._dual:
             verify = self._dual.draft(draft, batch)
@@ -172,7 +172,7 @@ class EngineHooks:
     def around_draft_extend(
         self, original: Callable[..., None], draft: Any, batch: Any, result: Any, **kwargs: Any
     ) -> None:
-        """Around `EagleDraftWorker._draft_extend_for_decode`."""
+        """Wraps the method `EagleDraftWorker._draft_extend_for_decode`."""
         launch, sleep = self._launching, self._sleep
         self._learn(batch, result, launch)
         if launch is not None and launch.asleep and sleep is not None:
@@ -191,7 +191,7 @@ class EngineHooks:
     def around_resolve(
         self, original: Callable[..., Any], processor: Any, result: Any, batch: Any
     ) -> Any:
-        """Around `SchedulerBatchResultProcessor._resolve_spec_v2_tokens`."""
+        """Wraps the method `SchedulerBatchResultProcessor._resolve_spec_v2_tokens`."""
         launch: Launch | None = getattr(result, "speculation_launch", None)
         if launch is None or self._tap is None:
             return original(processor, result, batch)
@@ -207,7 +207,7 @@ class EngineHooks:
         return tokens
 
     def after_internal_state(self, result: Any, *arguments: Any) -> None:
-        """After SGLang has filled in the `internal_states` of `/server_info`."""
+        """Runs after SGLang has filled in the `internal_states` of `/server_info`."""
         if self._link is not None:
             state = sglang_api.internal_state(result, arguments)
             state["speculation_controller"] = self.status()
@@ -250,7 +250,7 @@ class EngineHooks:
             self._losses.lose(engine_pb2.CAPABILITY_UPDATE_ONLINE, online.over)
 
     def _update_status(self) -> UpdateStatus:
-        """Of the step that begins; puts the plan's version of the drafter into service before."""
+        """Returns the update status of the step that begins, once the plan's version serves."""
         update_status = NO_NEWS if self._online is None else self._online.update_status()
         deployment = self._deployment
         if deployment is None or self._ranks is None:

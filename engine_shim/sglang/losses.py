@@ -1,4 +1,4 @@
-"""What this engine can no longer do: said once in its log, kept, and reported to the sidecar."""
+"""Keeps what this engine can no longer do, logs it once, and reports it to the sidecar."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 class Losses:
-    """One engine's.  From the scheduler's thread only."""
+    """Keeps one engine's losses, on the scheduler's thread only."""
 
     def __init__(self) -> None:
         self._lost: dict[tuple[Capability.ValueType, str], LostCapability] = {}
@@ -27,11 +27,11 @@ class Losses:
 
     @property
     def all(self) -> list[LostCapability]:
-        """In the order in which they came."""
+        """Returns the losses in the order in which they came."""
         return list(self._lost.values())
 
     def report_by(self, link: EngineLink) -> None:
-        """From now on; what was lost before is in the introduction."""
+        """Reports by this link from now on; what was lost before is in the introduction."""
         self._link = link
 
     def lose(self, capability: Capability.ValueType, reason: str, drafter: str = "") -> None:

@@ -1,4 +1,4 @@
-"""What the loaded models weigh, counted from their modules: the sidecar's costs until a profile.
+"""Counts what the loaded models weigh from their modules: the sidecar's costs until a profile.
 
 Only what is certain is told.  A model with layers that are no plain or latent attention, with
 weights packed by quantization, or of several modalities has no shape here, and the sidecar says
@@ -108,7 +108,7 @@ class _Weights:
 
 
 def _experts(layers: Sequence[Any], ranks: int) -> engine_pb2.ExpertShape | None:
-    """Of MoE layers that are all alike; None when they are not."""
+    """Describes MoE layers that are all alike; None when they are not."""
     kinds = {
         (
             moe.num_experts - moe.num_fused_shared_experts,

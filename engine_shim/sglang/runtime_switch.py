@@ -21,7 +21,7 @@ _TOKENS: Final = "speculative_num_draft_tokens"
 
 
 class RuntimeSwitch:
-    """In place of `EAGLEWorkerV2.apply_runtime_state`; one per worker."""
+    """Switches draft lengths instead of `EAGLEWorkerV2.apply_runtime_state`; one per worker."""
 
     def __init__(self) -> None:
         self._chain_buffers: dict[int, ChainBuffers] = {}

@@ -27,11 +27,11 @@ class SteeredConfiguration:
         self._settings = settings
 
     def candidate_steps(self, cfg_path: str | None = None) -> list[int]:
-        """In place of SGLang's `resolve_candidate_steps_from_config`: the one setting."""
+        """Replaces SGLang's `resolve_candidate_steps_from_config` by the one setting."""
         return list(self._settings.gammas)
 
     def resolve(self, args: ServerArgs, previous: Callable[[ServerArgs], None]) -> None:
-        """Around the configuration step that settles speculation.
+        """Wraps the configuration step that settles speculation.
 
         Raises UnsupportedEngineError or HookError; the server then does not start.
         """
@@ -73,7 +73,7 @@ class SteeredConfiguration:
     def reserve_for_graphs(
         self, original: Callable[[ServerArgs], float], args: ServerArgs
     ) -> float:
-        """Around SGLang's `reserve_for_graph_mb`: every further draft length has graphs of its own.
+        """Wraps SGLang's `reserve_for_graph_mb`: every further draft length has graphs of its own.
 
         In MiB, by SGLang's rule for one set.  It asks only where it chooses --mem-fraction-static.
         """
@@ -83,7 +83,7 @@ class SteeredConfiguration:
         return original(args) + sglang_api.MIB_PER_SEQUENCE * (sum(batches) - batch)
 
     def _refuse_conflicts(self, config: Any) -> None:
-        """What the user asked for that cannot go together with a steered draft length."""
+        """Refuses what a user asked for that conflicts with a steered draft length."""
         gammas = self._settings.gammas
         algorithm = config.speculative_algorithm
         if algorithm is None or algorithm.upper() not in sglang_api.ALGORITHMS:

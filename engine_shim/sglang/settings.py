@@ -98,7 +98,7 @@ class PluginSettings(LinkSettings):
 
     @property
     def online(self) -> OnlineSettings:
-        """What the trainer is told.  Raises ValueError."""
+        """Returns the trainer's settings.  Raises ValueError."""
         from engine_shim.training.online import OnlineSettings
 
         return OnlineSettings(

@@ -1,4 +1,4 @@
-"""What is specific to SGLang: the names the plugin hooks, and the facts it reads.
+"""Collects what is specific to SGLang: the names the plugin hooks, and the facts it reads.
 
 Every other module of this package speaks of SGLang's objects through what is written here or
 through attributes that the contract tests pin down, for each version of `versions.TESTED`.  A new
@@ -72,19 +72,19 @@ SKIP_VARIABLE: Final = "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"
 
 
 def internal_state(result: Any, arguments: tuple[Any, ...]) -> dict[str, Any]:
-    """What a call of INTERNAL_STATE has filled in."""
+    """Returns what a call of INTERNAL_STATE has filled in."""
     state: dict[str, Any] = _differs.internal_state(result, arguments)
     return state
 
 
 def draft_scope(draft: Any) -> AbstractContextManager[Any]:
-    """How an `EagleDraftWorker` lies on the ranks; for passes of its model."""
+    """Returns the ranks' scope of an `EagleDraftWorker`, for passes of its model."""
     scope: AbstractContextManager[Any] = _differs.draft_scope(draft)
     return scope
 
 
 def with_draft_config(target_runner: Any, config: Any) -> AbstractContextManager[None]:
-    """Inside it a target's drafter is the one with this `ModelConfig`."""
+    """Gives a target this `ModelConfig` as its drafter's, inside the block."""
     scope: AbstractContextManager[None] = _differs.with_draft_config(target_runner, config)
     return scope
 
@@ -95,7 +95,7 @@ def lie_like(draft: Any, block_worker: Any) -> None:
 
 
 def unsupported_reason(args: ServerArgs) -> str | None:
-    """Why speculation under these arguments cannot be steered; None when it can.
+    """Explains why speculation under these arguments cannot be steered; None when it can.
 
     Reads what resolution has decided so far; meant for after the speculation step.
     """
@@ -118,7 +118,7 @@ def unsupported_reason(args: ServerArgs) -> str | None:
 
 
 def no_dflash_reason(args: ServerArgs) -> str | None:
-    """Why no DFlash drafter can be steered under these arguments; None when one can.
+    """Explains why no DFlash drafter can be steered under these arguments; None when one can.
 
     For after the speculation step; `unsupported_reason` was asked before.
     """

@@ -1,4 +1,4 @@
-"""What is reported of each decode step.
+"""Reports each decode step.
 
 A step is known from its launch (what was decided, how large the batch was) and from its result
 (what really ran, what was accepted, when it ended).  With SGLang's overlap schedule the next step
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class UpdateStatus(NamedTuple):
-    """What a step has to report of online updates.
+    """Holds what a step has to report of online updates.
 
     updating: one was being computed beside it, or landed before it.  reset: before it the drafter
     went back to earlier weights, or was given others.  seconds: of the one that landed, or 0.

@@ -1,4 +1,4 @@
-"""Runs TIDE: traffic shifts, signals are collected, a trainer makes versions, the best serves."""
+"""Runs the loop of TIDE: traffic shifts, signals are collected, a trained version serves."""
 
 from typing import Any
 

@@ -81,7 +81,7 @@ def reproduce_tide() -> TideReport:
 
 
 def speedup_point(name: str, model: TideModel, batch_size: int, gamma: int) -> SpeedupPoint:
-    """Computes Eq. 5 and its threshold at one batch size."""
+    """Computes the speedup (Eq. 5) and its threshold at one batch size."""
     plain = float(model.target_seconds(np.array([float(batch_size)]))[0])
     verify = float(model.target_seconds(np.array([float(batch_size * (gamma + 1))]))[0])
     needed = cost_ratio(model, batch_size, gamma)

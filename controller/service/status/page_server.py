@@ -167,7 +167,7 @@ class _PageHandler(BaseHTTPRequestHandler):
         self._answer(status, f"{status.phrase}\n".encode(), _TEXT)
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  # the base class names it
-        """Logs nothing: there is a request a second for each person who looks."""
+        """Logs nothing, since there is a request a second for each person who looks."""
 
 
 class _NoSuchPathError(Exception):

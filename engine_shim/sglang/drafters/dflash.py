@@ -33,7 +33,7 @@ def _stop(*_: object, **__: object) -> Never:
 
 
 class _DraftingHalf(dflash_worker_v2.DFlashWorkerV2):
-    """Without what would change the target."""
+    """Omits what would change the target."""
 
     def _defer_target_verify_gather(self) -> None:
         return None
@@ -57,7 +57,10 @@ class DFlashDrafter:
     """
 
     def __init__(self, config: Any, model_path: str, revision: str | None, outer: Any) -> None:
-        """outer: the `EagleDraftWorker` it lives in, or stands for.  Raises PluginError."""
+        """Builds the drafter.
+
+        outer: the `EagleDraftWorker` it lives in, or stands for.  Raises PluginError.
+        """
         self._model_path, self._revision = model_path, revision
         target = outer.target_worker.model_runner
         if target.model_config.model_is_mrope or hasattr(target.req_to_token_pool, "mamba_pool"):
@@ -90,7 +93,7 @@ class DFlashDrafter:
         self._device = outer.device
 
     def scope(self) -> AbstractContextManager[Any]:
-        """Inside it SGLang's configuration is that of an engine with this drafter alone."""
+        """Gives SGLang the configuration of an engine with this drafter alone, inside the block."""
         found: AbstractContextManager[Any] = get_spec().override(
             speculative_algorithm="DFLASH",
             speculative_draft_model_path=self._model_path,
@@ -113,7 +116,7 @@ class DFlashDrafter:
         return found
 
     def refresh(self) -> None:
-        """After its weights were written: SGLang keeps key and value matrices side by side."""
+        """Rebuilds what SGLang derives from the weights: keys and values side by side."""
         if self._worker._fused_kv_helper is not None:
             self._worker._init_fused_kv_helper()
 
@@ -122,17 +125,17 @@ class DFlashDrafter:
         sglang_api.lie_like(draft, self._worker)
 
     def alloc_memory_pool(self, *arguments: Any, **named: Any) -> None:
-        """As SGLang asks its draft worker."""
+        """Does what SGLang asks of its draft worker."""
         with self.scope():
             self._worker.alloc_memory_pool(*arguments, **named)
 
     def init_attention_backends(self) -> None:
-        """As SGLang asks its draft worker."""
+        """Does what SGLang asks of its draft worker."""
         with self.scope():
             self._worker.init_attention_backends()
 
     def init_cuda_graphs(self) -> None:
-        """As SGLang asks its draft worker."""
+        """Does what SGLang asks of its draft worker."""
         with self.scope():
             self._worker.init_cuda_graphs()
 
@@ -235,7 +238,7 @@ class DFlashDrafter:
 
 
 def cannot_draft(model_path: str, error: Exception) -> str:
-    """Why an engine does not start whose drafter failed in its rehearsal."""
+    """Explains why an engine does not start whose drafter failed in its rehearsal."""
     return (
         f"the DFlash drafter {model_path} cannot draft: {reason_of(error)}; repair it, or start "
         "the engine without it"

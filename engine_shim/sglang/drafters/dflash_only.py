@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 
 class DFlashOnlyWorker(EagleDraftWorkerBase):
-    """In place of `EagleDraftWorker`.
+    """Takes the place of `EagleDraftWorker`.
 
     When it fails it tells the sidecar, which plans plain decoding from then on, and goes on with
     blocks of nothing until that plan has come: every token is verified, none is accepted.
@@ -43,7 +43,7 @@ class DFlashOnlyWorker(EagleDraftWorkerBase):
     speculative_num_draft_tokens: int
 
     def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
-        """Raises UnsupportedEngineError."""
+        """Builds the worker.  Raises UnsupportedEngineError."""
         super().__init__()
         self.server_args, self.gpu_id, self.nccl_port = server_args, gpu_id, nccl_port
         self.target_worker = target_worker
@@ -72,25 +72,25 @@ class DFlashOnlyWorker(EagleDraftWorkerBase):
         return self.block.runner
 
     def alloc_memory_pool(self, **arguments: Any) -> None:
-        """As SGLang asks its draft worker."""
+        """Does what SGLang asks of its draft worker."""
         self.block.alloc_memory_pool(**arguments)
 
     def init_attention_backends(self) -> None:
-        """As SGLang asks its draft worker."""
+        """Does what SGLang asks of its draft worker."""
         self.block.init_attention_backends()
         self.init_attention_backend()
 
     def init_attention_backend(self) -> None:
-        """For each draft length: the block's own, of one width, serves them all."""
+        """Uses the block's own backend, of one width, for every draft length."""
         self.draft_attn_backend = self.draft_runner.attn_backend
         self.draft_runner.draft_attn_backend = self.draft_attn_backend
 
     def init_cuda_graphs(self) -> None:
-        """As SGLang asks its draft worker."""
+        """Does what SGLang asks of its draft worker."""
         self.block.init_cuda_graphs()
 
     def _capture_cuda_graphs(self) -> None:
-        """For each draft length: nothing, as with the attention."""
+        """Captures nothing for a draft length, since the block has graphs of its own."""
 
     def rehearse(self) -> None:
         """Drafts a block before there is traffic.  Raises UnsupportedEngineError if it cannot."""
@@ -134,7 +134,7 @@ class DFlashOnlyWorker(EagleDraftWorkerBase):
         self._try(lambda: self.block.read(hidden, slots, positions))
 
     def _fill(self, draft_input: Any, size: int) -> None:
-        """What an EAGLE head would leave for its next step; a block begins from the cache alone."""
+        """Fills in what an EAGLE head would leave; a block begins from the cache alone."""
         config, device = self.draft_runner.model_config, self.device
         draft_input.topk_p = torch.zeros((size, 1), device=device)
         draft_input.topk_index = torch.zeros((size, 1), dtype=torch.int64, device=device)
@@ -174,7 +174,7 @@ def register() -> None:
 
 
 def around_resolve(original: Callable[..., Any], **arguments: Any) -> Any:
-    """Around `resolve_spec_aux_hidden_state_config`: what the block reads, and nothing else."""
+    """Wraps `resolve_spec_aux_hidden_state_config`, to capture only what the block reads."""
     found = original(**arguments)
     if not arguments["is_draft_worker"] and arguments["spec_algorithm"].is_eagle():
         spec = get_spec()

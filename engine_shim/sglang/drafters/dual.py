@@ -60,7 +60,7 @@ class DualDrafter:
 
     @property
     def block(self) -> DFlashDrafter:
-        """Once the draft worker was built."""
+        """Returns the DFlash drafter, once the draft worker was built."""
         assert self._block is not None
         return self._block
 
@@ -72,7 +72,7 @@ class DualDrafter:
     def around_construct(
         self, original: Callable[..., None], draft: Any, *arguments: Any, **named: Any
     ) -> None:
-        """Around `EagleDraftWorker.__init__`.  Raises UnsupportedEngineError."""
+        """Wraps the constructor of `EagleDraftWorker`.  Raises UnsupportedEngineError."""
         original(draft, *arguments, **named)
         config = self._capture.block_config
         self._block = DFlashDrafter(config, self.model_path, self.revision or None, draft)
@@ -80,17 +80,17 @@ class DualDrafter:
     def around_memory(
         self, original: Callable[..., None], draft: Any, *arguments: Any, **named: Any
     ) -> None:
-        """Around `EagleDraftWorker.alloc_memory_pool`."""
+        """Wraps the method `EagleDraftWorker.alloc_memory_pool`."""
         original(draft, *arguments, **named)
         self.block.alloc_memory_pool(*arguments, **named)
 
     def around_backends(self, original: Callable[..., None], draft: Any) -> None:
-        """Around `EagleDraftWorker.init_attention_backends`."""
+        """Wraps the method `EagleDraftWorker.init_attention_backends`."""
         original(draft)
         self.block.init_attention_backends()
 
     def around_graphs(self, original: Callable[..., None], draft: Any) -> None:
-        """Around `EagleDraftWorker.init_cuda_graphs`."""
+        """Wraps the method `EagleDraftWorker.init_cuda_graphs`."""
         original(draft)
         self.block.init_cuda_graphs()
 
@@ -98,7 +98,7 @@ class DualDrafter:
         self, original: Callable[..., Any], draft: Any, batch: Any, hidden: torch.Tensor,
         *arguments: Any, **named: Any,
     ) -> Any:  # fmt: skip
-        """Around `EagleDraftWorker._draft_extend_for_prefill`: both drafters read the prompt."""
+        """Reads the prompt with both drafters, around `EagleDraftWorker._draft_extend_for_prefill`."""
         own, others = self._capture.split(hidden)
         if self.usable and not batch.forward_mode.is_idle():
             try:
@@ -120,7 +120,7 @@ class DualDrafter:
             self.give_up(error)
 
     def draft(self, draft: Any, batch: Any) -> Any | None:
-        """In place of `EagleDraftWorker.draft`; None when it cannot, and the other one must."""
+        """Drafts instead of `EagleDraftWorker.draft`; None when the other drafter must."""
         size = batch.seq_lens.shape[0]
         if not self.usable or size > draft._topk1_parents_prealloc.shape[0]:
             return None
@@ -169,7 +169,7 @@ class DualDrafter:
         self._lost(reason_of(error))
 
     def _extend_properties(self) -> None:
-        """What SGLang asks its workers for, with this drafter's part added."""
+        """Adds this drafter's part to what SGLang asks its workers for."""
         draft_class, worker_class = eagle_worker_v2.EagleDraftWorker, eagle_worker_v2.EAGLEWorkerV2
         runners = draft_class.draft_runners.fget
         backends = worker_class.spec_v2_attn_backends.fget

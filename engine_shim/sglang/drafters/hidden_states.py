@@ -18,7 +18,7 @@ from engine_shim.sglang.errors import UnsupportedEngineError
 
 
 class SharedCapture:
-    """Which columns of what the target emits belong to whom.
+    """Divides the columns of what the target emits between the drafters.
 
     model_path, revision: of the DFlash checkpoint.
     """
@@ -34,12 +34,12 @@ class SharedCapture:
 
     @property
     def block_config(self) -> ModelConfig:
-        """Of the DFlash checkpoint, once the target was built."""
+        """Returns the configuration of the DFlash checkpoint, once the target was built."""
         assert self._config is not None
         return self._config
 
     def around_resolve(self, original: Callable[..., Any], **arguments: Any) -> Any:
-        """Around `resolve_spec_aux_hidden_state_config`: the DFlash layers as well."""
+        """Wraps `resolve_spec_aux_hidden_state_config`, to add the DFlash layers."""
         found = original(**arguments)
         if arguments["is_draft_worker"] or not arguments["spec_algorithm"].is_eagle():
             return found
@@ -54,7 +54,7 @@ class SharedCapture:
     def around_configure(
         self, original: Callable[..., None], *, model: Any, **arguments: Any
     ) -> None:
-        """Around `configure_aux_hidden_state_capture`: asks for each, and sets the union.
+        """Wraps `configure_aux_hidden_state_capture`, to set the union of both drafters.
 
         Raises UnsupportedEngineError for a target that keeps its list elsewhere.
         """
@@ -87,7 +87,7 @@ class SharedCapture:
         self, original: Callable[..., Any], processor: Any, hidden: Any, before_norm: Any,
         aux: Any, *rest: Any,
     ) -> Any:  # fmt: skip
-        """Around `LogitsProcessor._get_hidden_states_to_store`: the last hidden state as well."""
+        """Wraps `LogitsProcessor._get_hidden_states_to_store`, to add the last hidden state."""
         stored = original(processor, hidden, before_norm, aux, *rest)
         mode = rest[-1].capture_hidden_mode
         if self._appends_last and aux is not None and mode.is_full():
@@ -101,7 +101,7 @@ class SharedCapture:
 
 
 def draft_config(server_args: Any, model_path: str, revision: str | None) -> ModelConfig:
-    """Of a drafter's checkpoint."""
+    """Reads the configuration of a drafter's checkpoint."""
     return ModelConfig.from_server_args(
         server_args, model_path=model_path, model_revision=revision, is_draft_model=True
     )

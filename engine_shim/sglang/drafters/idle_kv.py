@@ -48,7 +48,7 @@ class IdleCounters:
 
 
 def cannot_sleep_reason(worker: Any) -> str | None:
-    """Why the drafter of this `EAGLEWorkerV2` cannot be put to sleep; None when it can."""
+    """Explains why the drafter of this `EAGLEWorkerV2` cannot be put to sleep; None when it can."""
     from sglang.srt.utils.common import is_cpu, is_cuda
 
     draft = worker.draft_worker
@@ -94,7 +94,7 @@ class IdleDrafter:
         self._backlog.forget([request.rid for request in requests])
 
     def sleep_through(self, batch: Any, result: Any) -> None:
-        """In place of a step's draft-extend: keeps what it would have read.
+        """Replaces a step's draft-extend: keeps what it would have read.
 
         `batch` and `result` as SGLang hands them to `_draft_extend_for_decode` at gamma = 0.
         """

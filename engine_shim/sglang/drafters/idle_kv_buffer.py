@@ -29,7 +29,7 @@ class BacklogStep(NamedTuple):
 
 
 class BacklogRows(NamedTuple):
-    """What the requests of one batch have missed, request after request.
+    """Describes what the requests of one batch have missed, request after request.
 
     rows: their indices in the batch; starts, lengths: the first missed position and how many there
     are; order: rows of the concatenated buffer, in the order of the catch-up.
@@ -82,7 +82,7 @@ class BacklogSteps:
                 self._valid_from[request_id] = len(self._steps)
 
     def clear(self) -> None:
-        """Forgets everything."""
+        """Forgets all steps."""
         self._steps.clear()
         self._valid_from.clear()
         self._positions = 0
@@ -99,7 +99,7 @@ class BacklogSteps:
     def of_batch(
         self, request_ids: Sequence[str], lengths: Sequence[int], positions: Sequence[int]
     ) -> BacklogRows:
-        """What each request of a batch has missed.
+        """Describes what each request of a batch has missed.
 
         `lengths`: its context lengths now.  `positions`: those of the whole buffer, as in
         `tensors`.

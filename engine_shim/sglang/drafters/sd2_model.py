@@ -68,7 +68,7 @@ class SteeredQwen3ForCausalLM(Qwen3ForCausalLM):
         input_embeds: torch.Tensor | None = None,
         **_: Any,
     ) -> Any:
-        """As SGLang calls it; hands the steering vectors on as its hidden states."""
+        """Runs the model as SGLang calls it; returns the steering vectors as its hidden states."""
         given = forward_batch.spec_info.hidden_states
         width = self.config.hidden_size
         steering = given if given.shape[-1] == width else self._steering(given)

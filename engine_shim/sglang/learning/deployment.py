@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 
 def deployment_for(worker: Any, settings: PluginSettings) -> Deployment | None:
-    """Of this `EAGLEWorkerV2`; None, and a log line that says why, where it takes no versions.
+    """Makes the deployment of this `EAGLEWorkerV2`; None, and a log line, where it has none.
 
     Raises OSError, VersionError for a folder that cannot be used.
     """
@@ -51,7 +51,10 @@ def deployment_for(worker: Any, settings: PluginSettings) -> Deployment | None:
 
 @dataclass(slots=True)
 class DeploymentCounters:
-    """version: that serves, 0 as loaded.  deployed: changes so far.  state: what it does."""
+    """Counts the deployments.  version: that serves, 0 as loaded.
+
+    version: that serves, 0 as loaded.  deployed: changes so far.  state: what it does.
+    """
 
     version: int = 0
     deployed: int = 0
@@ -59,7 +62,7 @@ class DeploymentCounters:
 
 
 class Deployment:
-    """One engine's."""
+    """Deploys a trainer's versions in one engine."""
 
     def __init__(self, folder: Path, drafter: LiveDrafter) -> None:
         """Leaves the drafter in the folder.  Raises OSError, VersionError."""
@@ -74,7 +77,7 @@ class Deployment:
         self._stopped = False
 
     def before_step(self, wanted: int | None) -> bool:
-        """As a decode step begins; True when other weights serve it than the one before.
+        """Runs as a decode step begins; True when other weights serve it than the one before.
 
         wanted: the plan's version, None without a plan.
         """
@@ -107,7 +110,7 @@ class Deployment:
         return self._changed(wanted)
 
     def stop(self, why: str) -> None:
-        """What serves now goes on serving, and is reported as what it is."""
+        """Ends the deployments; the present weights keep serving, and are reported as what they are."""
         self._stopped = True
         self.counters.state = why
 

@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class OnlineCounters:
-    """Since the engine started.
+    """Counts since the engine started.
 
     rounds: handed to the trainer; updates: weights that were copied in; refused: rounds without a
     usable result; restored: returns to the last good weights; resets: returns to the first ones;
@@ -63,14 +63,17 @@ class OnlineCounters:
 
 
 def cannot_update_reason(worker: Any, device: str, ranks: int) -> str | None:
-    """Why the drafter of this `EAGLEWorkerV2` cannot learn while it serves; None when it can."""
+    """Explains why the drafter of this `EAGLEWorkerV2` cannot learn; None when it can."""
     if device != "cpu":
         return f"on {device} it is untested: the CPU only"
     return cannot_learn_reason(worker, ranks)
 
 
 def updates_for(worker: Any, runner: Any, settings: PluginSettings) -> OnlineUpdates:
-    """Of this `EAGLEWorkerV2`; runner: the target's.  Raises UnsupportedEngineError."""
+    """Makes the updates of this `EAGLEWorkerV2`; runner: the target's.
+
+    Raises UnsupportedEngineError.
+    """
     reason = cannot_update_reason(worker, runner.device, sglang_api.config_leaf("tp_size"))
     if reason is not None:
         raise UnsupportedEngineError(f"SPECULATION_ONLINE_UPDATES is set, but {reason}")
@@ -78,7 +81,10 @@ def updates_for(worker: Any, runner: Any, settings: PluginSettings) -> OnlineUpd
 
 
 class OnlineUpdates:
-    """One engine's.  worker: its `EAGLEWorkerV2`, for which `cannot_update_reason` is None."""
+    """Updates the drafter of one engine.
+
+    worker: its `EAGLEWorkerV2`, for which `cannot_update_reason` is None.
+    """
 
     def __init__(self, worker: Any, settings: PluginSettings, largest_gamma: int) -> None:
         """Raises UnsupportedEngineError where a student would not be this drafter."""
@@ -124,11 +130,11 @@ class OnlineUpdates:
 
     @property
     def over(self) -> str:
-        """Why nothing is learnt any more; "" while something is."""
+        """Explains why nothing is learnt any longer; "" while something is."""
         return self.counters.state if self._channel is None else ""
 
     def before_prefill(self, request_ids: list[str]) -> None:
-        """As a prefill begins, before the drafter reads it."""
+        """Runs as a prefill begins, before the drafter reads it."""
         if self._per_request and self._channel is not None and request_ids != self._requests:
             self._requests = request_ids
             # Said even where nothing was learnt: that requests begin anew is a fact by itself.
@@ -140,7 +146,7 @@ class OnlineUpdates:
                 self.counters.resets += 1
 
     def before_step(self) -> None:
-        """As a decode step begins, before anything drafts."""
+        """Runs as a decode step begins, before anything drafts."""
         if self._channel is None:
             return
         try:
@@ -152,13 +158,13 @@ class OnlineUpdates:
             self._take(message)
 
     def update_status(self) -> UpdateStatus:
-        """Of the step that begins, after `before_step`."""
+        """Returns the status of the step that begins, after `before_step`."""
         seconds, reset = self._landed_seconds, self._reset
         self._landed_seconds, self._reset = 0.0, False
         return UpdateStatus(self._learning or seconds > 0, reset, seconds)
 
     def after_verify(self, found: Verification, stride: int) -> None:
-        """Before a step's draft-extend.  stride: rounds between two updates, 0 for none."""
+        """Runs before a step's draft-extend.  stride: rounds between two updates, 0 for none."""
         if self._channel is None:
             return
         gamma = found.gamma

@@ -32,7 +32,7 @@ _EARLY_LIMIT: Final = 5.0
 
 
 class GuardVerdict(Enum):
-    """What is to be done."""
+    """Names what is to be done."""
 
     NONE = "nothing to say yet"
     GOOD = "keep these weights"
@@ -40,13 +40,13 @@ class GuardVerdict(Enum):
 
 
 class Acceptance:
-    """Of first draft positions."""
+    """Counts the acceptance of first draft positions."""
 
     def __init__(self) -> None:
         self.successes = self.trials = 0
 
     def add(self, successes: int, trials: int) -> None:
-        """Of one step."""
+        """Adds one step."""
         self.successes += successes
         self.trials += trials
 
@@ -56,7 +56,7 @@ class Acceptance:
         return self.successes / self.trials if self.trials else 0.0
 
     def fell_from(self, before: Acceptance) -> float:
-        """By how many standard errors the rate has fallen; 0 without any trial."""
+        """Returns by how many standard errors the rate has fallen; 0 without any trial."""
         if not self.trials or not before.trials:
             return 0.0
         both = (self.successes + before.successes) / (self.trials + before.trials)
@@ -65,7 +65,10 @@ class Acceptance:
 
 
 class RollbackGuard:
-    """before: of the last good weights; found: of those that are served."""
+    """Judges new weights.
+
+    before: acceptance of the last good weights; found: of those that are served.
+    """
 
     def __init__(self) -> None:
         self.before = Acceptance()

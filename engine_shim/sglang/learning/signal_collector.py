@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 
 def cannot_collect_reason(worker: Any) -> str | None:
-    """Why the rounds of this `EAGLEWorkerV2` cannot be collected; None when they can."""
+    """Explains why the rounds of this `EAGLEWorkerV2` cannot be collected; None when they can."""
     kind = type(worker.draft_worker.draft_runner.model).__name__
     if kind not in LEARN:
         return f"{kind} has no trainer: drafters of {', '.join(LEARN)} only"
@@ -49,7 +49,10 @@ def cannot_collect_reason(worker: Any) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """canvases: in order.  ends: every run is over then.  ready: once they have been copied."""
+    """Holds canvases in order.
+
+    ends: every run is over then.  ready: once they have been copied.
+    """
 
     canvases: list[Canvas]
     ends: bool
@@ -57,10 +60,10 @@ class _Batch:
 
 
 class SignalCollector:
-    """One engine's.  Raises OSError where the folder cannot be made."""
+    """Collects the signals of one engine.  Raises OSError where the folder cannot be made."""
 
     def __init__(self, settings: PluginSettings, target: Any) -> None:
-        """target: the model that verifies."""
+        """Opens the store.  target: the model that verifies."""
         store = SignalStore(Path(settings.signals_folder), settings.signals_megabytes << 20)
         self._writer = SignalWriter(store)
         self._runs = SignalRuns(settings.signals_top)
@@ -108,11 +111,11 @@ class SignalCollector:
 
     @property
     def over(self) -> str:
-        """Why nothing is collected any more; "" while something is."""
+        """Explains why nothing is collected any longer; "" while something is."""
         return self._why
 
     def give_up(self, why: str) -> None:
-        """After an error: what has not been read yet is left, and nothing more is collected."""
+        """Ends the collection after an error; what has not been read yet is left."""
         self._why = why
         self._forget()
         self._put(ends=True)
@@ -183,7 +186,7 @@ class SignalCollector:
 
 
 def collector_for(worker: Any, runner: Any, settings: PluginSettings) -> SignalCollector:
-    """Of this `EAGLEWorkerV2`; runner: the target's.
+    """Makes the collector of this `EAGLEWorkerV2`; runner: the target's.
 
     Raises UnsupportedEngineError, OSError for a folder that cannot be made.
     """
@@ -208,7 +211,10 @@ class FinalStates:
         target.logits_processor.register_forward_pre_hook(self._take)
 
     def of(self, rows: int) -> torch.Tensor:
-        """[rows, hidden].  Raises RuntimeError where that pass had another number of them."""
+        """Returns [rows, hidden].
+
+        Raises RuntimeError where that pass had another number of them.
+        """
         if self._newest is None or self._newest.shape[0] != rows:
             raise RuntimeError("the target's last hidden states are not those of this round")
         return self._newest
@@ -218,7 +224,7 @@ class FinalStates:
 
 
 def no_final_states_reason(target: Any, graph_batch_sizes: tuple[int, ...]) -> str | None:
-    """Why a target's last hidden states cannot be kept; None when they can."""
+    """Explains why a target's last hidden states cannot be kept; None when they can."""
     if graph_batch_sizes:
         return "a graph's replay does not hand them out (--disable-cuda-graph)"
     if not isinstance(getattr(target, "logits_processor", None), torch.nn.Module):

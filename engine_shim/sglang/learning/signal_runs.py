@@ -1,4 +1,4 @@
-"""From the canvases of many rounds to training signals: each request's positions, one by one.
+"""Makes training signals of the canvases of many rounds: each request's positions, one by one.
 
 Nothing of SGLang, and no thread.
 
@@ -30,7 +30,7 @@ LEAST: Final = 32
 
 @dataclass(frozen=True, slots=True)
 class Canvas:
-    """What a step has verified, of B requests with gamma + 1 rows each, one behind the other.
+    """Holds what a step has verified, of B requests with gamma + 1 rows each, one behind the other.
 
     drafted: the learning drafter's own drafts of each request.  accepted, starts: int [B], as
     `Verification` has them.  tokens: int [rows].  features: [rows, width].  logits: [rows,
@@ -48,18 +48,18 @@ class Canvas:
 
     @property
     def rows(self) -> int:
-        """Of each request."""
+        """Returns the rows of each request."""
         return len(self.tokens) // len(self.request_ids)
 
     @property
     def nbytes(self) -> int:
-        """Of what is large."""
+        """Returns the bytes of the large tensors."""
         return self.logits.nbytes + self.features.nbytes
 
 
 @dataclass(slots=True)
 class _SignalRun:
-    """Of one request, from position `start` on: what was read, and what is to be.
+    """Follows one request, from position `start` on: what was read, and what is to be.
 
     places: of its rows in the canvases, one behind the other, until they are read.  accepted,
     tried: as a signal has them.
@@ -86,7 +86,7 @@ class _SignalRun:
 
 
 class SignalRuns:
-    """top: the target's likeliest tokens kept of each position."""
+    """Follows all requests.  top: the target's likeliest tokens kept of each position."""
 
     def __init__(self, top: int) -> None:
         self._top = top
@@ -116,7 +116,7 @@ class SignalRuns:
         return self._signals()
 
     def _run(self, rid: str, start: int) -> _SignalRun:
-        """The request's; a new one where steps of it were not seen."""
+        """Returns the request's run; a new one where steps of it were not seen."""
         run = self._runs.get(rid)
         if run is None or run.start + run.length != start:
             if run is not None:

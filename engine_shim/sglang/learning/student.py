@@ -26,10 +26,11 @@ _HEAD: Final = "lm_head.weight"
 
 @dataclass(frozen=True, slots=True)
 class LiveDrafter:
-    """parameters: of the serving model, by name.  embedding, head: the target's, as `student_of`.
+    """Describes the serving drafter.
 
-    groups: target layers whose hidden states it reads.  refresh: to be called once parameters were
-    written, for what the engine has made of them.
+    parameters: by name.  embedding, head: the target's, as `student_of`.  groups: target layers
+    whose hidden states it reads.  refresh: to be called once parameters were written, for what the
+    engine has made of them.
     """
 
     shape: DraftShape
@@ -41,7 +42,7 @@ class LiveDrafter:
 
 
 def cannot_learn_reason(worker: Any, ranks: int) -> str | None:
-    """Why the drafter of this `EAGLEWorkerV2` cannot be given other weights; None when it can."""
+    """Explains why the drafter of this `EAGLEWorkerV2` takes no other weights; None if it does."""
     model = worker.draft_worker.draft_runner.model
     kind = type(model).__name__
     if kind not in LEARN:
@@ -69,7 +70,7 @@ def cannot_learn_reason(worker: Any, ranks: int) -> str | None:
 
 
 def live_drafter(worker: Any) -> LiveDrafter:
-    """Of a worker for which `cannot_learn_reason` is None.
+    """Describes the drafter of a worker for which `cannot_learn_reason` is None.
 
     Raises UnsupportedEngineError where a student would not be this drafter.
     """
@@ -103,7 +104,7 @@ def _mtp(model: Any) -> LiveDrafter:
 
 
 def _dflash(model: Any, draft: Any) -> LiveDrafter:
-    """draft: the `DFlashOnlyWorker` around it."""
+    """Describes a DFlash drafter.  draft: the `DFlashOnlyWorker` around it."""
     target, block = draft.target_worker.model_runner.model, draft.block
     groups: int = model.num_context_features
     config = model.config.to_dict()

@@ -1,4 +1,4 @@
-"""What one decode step has verified, as those who learn from it read it."""
+"""Holds what one decode step has verified, for those who learn from it."""
 
 from __future__ import annotations
 

@@ -14,10 +14,10 @@ _SAMPLED: Final = 64
 
 
 class LiveWeights:
-    """parameters: by name, of the serving model; good: a copy that acceptance spoke for.
+    """Writes the weights of the serving model.
 
-    first: as the drafter was loaded, or as somebody else has set it since.  refresh: called after
-    each writing.
+    parameters: by name; good: a copy whose acceptance was good.  first: as the drafter was loaded,
+    or as somebody else has set it since.  refresh: called after each writing.
     """
 
     first: dict[str, torch.Tensor]
@@ -33,7 +33,7 @@ class LiveWeights:
         self._adopt()
 
     def copy(self) -> dict[str, torch.Tensor]:
-        """What is served now."""
+        """Returns what is served now."""
         return {name: live.detach().clone() for name, live in self.parameters.items()}
 
     def serve(self, weights: Mapping[str, torch.Tensor]) -> None:
@@ -47,7 +47,7 @@ class LiveWeights:
         self.changed = True
 
     def serve_first(self) -> None:
-        """As if nothing had been learnt."""
+        """Restores the weights as if nothing had been learnt."""
         self.serve(self.first)
         self.good, self.changed = self.first, False
 
@@ -57,7 +57,7 @@ class LiveWeights:
         self.changed = self.good is not self.first
 
     def keep(self) -> None:
-        """What is served now is good."""
+        """Marks what is served now as good."""
         self.good = self.copy()
 
     def were_replaced(self) -> bool:

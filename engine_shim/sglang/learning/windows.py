@@ -36,7 +36,7 @@ class Rows:
         return len(self.tokens)
 
     def cut(self, first: int, last: int) -> Rows:
-        """Those from `first` to before `last`."""
+        """Returns the rows from `first` to before `last`."""
         at = slice(first, last)
         return Rows(self.tokens[at], self.features[at], self.top_tokens[at], self.top_logs[at])
 
@@ -52,7 +52,7 @@ class Rows:
 
 @dataclass(slots=True)
 class _Window:
-    """Of one request: `rows` from position `start` on, and behind them the step's `canvas`.
+    """Holds one request: `rows` from position `start` on, and behind them the step's `canvas`.
 
     accepted: how many of the canvas's rows the request has gained, the first one included.
     """
@@ -69,7 +69,7 @@ class _Window:
 
 
 def verified(found: Verification, top: int) -> list[Rows]:
-    """What a step has verified, by request: the canvas's gamma + 1 positions.
+    """Returns by request what a step has verified: the canvas's gamma + 1 positions.
 
     The tensors are copies: SGLang writes into its own again.
     """
@@ -87,7 +87,10 @@ def verified(found: Verification, top: int) -> list[Rows]:
 
 
 class Windows:
-    """length: positions kept of a request; top: the target's likeliest tokens kept of each."""
+    """Keeps all requests' windows.
+
+    length: positions kept of a request; top: the target's likeliest tokens kept of each.
+    """
 
     def __init__(self, length: int, top: int) -> None:
         self._length = length
@@ -96,7 +99,7 @@ class Windows:
         self._newest: list[str] = []
 
     def layouts(self, size: tuple[int, int], width: int, vocabulary: int) -> dict[str, Layout]:
-        """Of what `write` fills.  size: requests and positions; width: of the features."""
+        """Describes what `write` fills.  size: requests and positions; width: of the features."""
         top = min(self._top, vocabulary)
         return {
             "tokens": Layout(size, "int64"),
@@ -109,12 +112,12 @@ class Windows:
         }
 
     def clear(self) -> None:
-        """Forgets everything."""
+        """Forgets all requests."""
         self._windows.clear()
         self._newest = []
 
     def add(self, found: Verification) -> bool:
-        """What a step has verified; True when there is a round to learn from."""
+        """Adds what a step has verified; True when there is a round to learn from."""
         canvases = verified(found, self._top)
         with torch.inference_mode(False), torch.no_grad():
             self._newest = []

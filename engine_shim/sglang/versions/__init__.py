@@ -1,4 +1,4 @@
-"""What differs between the SGLang versions that the plugin is tested with: one module for each.
+"""Describes the differences of the tested SGLang versions, in one module for each.
 
 All modules have the same names; the newest one documents them.
 """

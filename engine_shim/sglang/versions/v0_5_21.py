@@ -1,4 +1,4 @@
-"""SGLang 0.5.21."""
+"""Describes where SGLang 0.5.21 differs."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ INTERNAL_STATE: Final = "sglang.srt.managers.scheduler.Scheduler.get_internal_st
 
 
 def internal_state(output: Any, _: tuple[Any, ...]) -> dict[str, Any]:
-    """As in 0.5.23."""
+    """Does what 0.5.23's does."""
     state: dict[str, Any] = output.internal_state
     return state
 
 
 def has_attention_dp(view: Any) -> bool:
-    """As in 0.5.23."""
+    """Does what 0.5.23's does."""
     return bool(view.enable_dp_attention)
 
 
 def draft_scope(draft: Any) -> AbstractContextManager[Any]:
-    """As in 0.5.23."""
+    """Does what 0.5.23's does."""
     scope: AbstractContextManager[Any] = draft.draft_tp_context(
         draft.draft_runner.tp_group, owns_attention=draft.draft_owns_attention
     )
@@ -28,11 +28,11 @@ def draft_scope(draft: Any) -> AbstractContextManager[Any]:
 
 
 def lie_like(draft: Any, block_worker: Any) -> None:
-    """As in 0.5.23."""
+    """Does what 0.5.23's does."""
     draft.draft_tp_context = block_worker.draft_tp_context
     draft.draft_owns_attention = block_worker.draft_owns_attention
 
 
 def with_draft_config(_: Any, __: Any) -> AbstractContextManager[None]:
-    """As in 0.5.23; here a target knows nothing of its drafter's."""
+    """Changes nothing: here a target does not know its drafter's configuration."""
     return nullcontext()

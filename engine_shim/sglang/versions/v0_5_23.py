@@ -27,7 +27,7 @@ def has_attention_dp(view: Any) -> bool:
 
 
 def draft_scope(draft: Any) -> AbstractContextManager[Any]:
-    """How an `EagleDraftWorker` lies on the ranks; for passes of its model."""
+    """Returns the ranks' scope of an `EagleDraftWorker`, for passes of its model."""
     from sglang.srt.speculative.spec_utils import draft_tp_context
 
     scope: AbstractContextManager[Any] = draft_tp_context(draft.parallel_layout)
@@ -41,7 +41,7 @@ def lie_like(draft: Any, block_worker: Any) -> None:
 
 @contextmanager
 def with_draft_config(target_runner: Any, config: Any) -> Iterator[None]:
-    """Inside it a target's drafter is the one with this `ModelConfig`."""
+    """Gives a target this `ModelConfig` as its drafter's, inside the block."""
     aux = target_runner.spec_aux_config
     saved, aux.draft_model_config = aux.draft_model_config, config
     try:
