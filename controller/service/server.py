@@ -7,12 +7,12 @@ Stop: NOT_SERVING -> sessions end, their streams close (bounded) -> socket file 
 import asyncio
 import signal
 from collections.abc import Callable
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import grpc
 import grpc.aio
 import structlog
-from grpc_health.v1 import health, health_pb2_grpc
+from grpc_health.v1 import health_pb2_grpc
 
 import controller
 from controller.core.acceptance import warm_start
@@ -21,22 +21,13 @@ from controller.core.cost.profile import Profile
 from controller.core.engine.engine_controller import EngineController
 from controller.core.engine_spec import EngineSpec
 from controller.core.errors import SpeculationError
-from controller.recording.recorded_controller import RecordedController
+from controller.core.plan import Plan
 from controller.recording.recorder import Recorder
+from controller.service.grpc_servers import GrpcServers
 from controller.service.metrics import MetricsServer
-from controller.service.net import limits, tcp, unix_socket
-from controller.service.net.access import (
-    AccessList,
-    Identify,
-    on_engines_socket,
-    on_operators_socket,
-    on_tcp,
-)
-from controller.service.net.errors import AddressTakenError, ShuttingDownError
-from controller.service.net.guard import Guard
+from controller.service.net.errors import AddressTakenError, ShuttingDownError, StartRefusedError
 from controller.service.net.health_port import HealthPort
 from controller.service.net.operator_socket import OperatorSocket
-from controller.service.optional import Tracing, add_channelz, make_store, make_telemetry
 from controller.service.reload import Reloader
 from controller.service.rpc.inspection import InspectionServicer
 from controller.service.rpc.overrides import PolicyServicer
@@ -49,25 +40,26 @@ from controller.service.sessions.fleet_profiles import FleetProfiles
 from controller.service.sessions.override_registry import OverrideRegistry
 from controller.service.sessions.profile_registry import ProfileRegistry
 from controller.service.sessions.registry import CoreFactory, SessionRegistry
-from controller.service.sessions.session import EngineSession
+from controller.service.sessions.session import EngineSession, SessionObserver
 from controller.service.sessions.training_state import TrainingStateFiles
 from controller.service.status.page_server import PageServer
-from controller.service.status.readiness import SERVICES, Readiness
+from controller.service.status.readiness import Readiness
 from controller.service.status.status_cache import StatusCache
 from controller.settings.settings import Settings
+from controller.store.file_store import FileStore
+from controller.store.interface import Store
 from controller.util import cancellation
 from speculation.v1 import policy_pb2_grpc, service_pb2_grpc, training_pb2_grpc
 
+if TYPE_CHECKING:
+    from controller.service.tracing import Tracing
+
 _EXPIRE_SECONDS = 15.0
-# How often the access list is looked at for the sake of streams that are open.
-_ACCESS_SECONDS = 1.0
-# For unary calls and last words, once the streams are closed; health watches are cut after it.
-_LAST_GRACE_SECONDS = 0.2
 
 _log = structlog.get_logger(__name__)
 
 
-class Sidecar:
+class Sidecar(SessionObserver):
     """Runs one sidecar: `async with Sidecar(settings)` serves inside the block.
 
     clock and core_factory: for tests and simulations; wall time and EngineController by default.
@@ -88,14 +80,13 @@ class Sidecar:
             self._clock,
             settings.max_engines,
             settings.session_idle_seconds,
+            self,
         )
-        self.store = store = make_store(settings)
+        self.store = store = _make_store(settings)
         self.override_registry = OverrideRegistry(store, self.registry)
         self._audit = AuditLog(store)
         self._fleet = FleetProfiles(store.blobs, self.profiles, self.registry)
         self._estimates = FleetEstimates(store.blobs, self.registry)
-        self.registry.on_open = self._opened
-        self.registry.on_end = self._ended
         self._training = TrainingStateFiles(settings.state_path / "training", self.registry)
         self._recorder = self._make_recorder()
         self._path = settings.socket_path
@@ -115,10 +106,7 @@ class Sidecar:
         )
         self._reloader = Reloader(self.registry, self.profiles, self._readiness, self._policy)
         self._health_port: HealthPort | None = None
-        # For the engines' socket, for operators and for TCP: each knows its own callers only, and
-        # nobody waits for a place among the calls of another one.
-        self._servers: list[grpc.aio.Server] = []
-        self._guards: list[Guard] = []
+        self._servers = GrpcServers(settings, self.operator_socket, self._add_services)
         self._metrics: MetricsServer | None = None
         self._page: PageServer | None = None
         self._telemetry: Tracing | None = None
@@ -139,27 +127,31 @@ class Sidecar:
         limit = self._settings.record_megabytes * 1_000_000
         return Recorder(directory, limit, self.override_registry.ends_at)
 
-    def _opened(self, session: EngineSession, before: EngineSession | None) -> None:
+    def opened(self, session: EngineSession, before: EngineSession | None) -> None:
         """Brings to a new session what is known elsewhere, in the background."""
-        session.before_plan = self.override_registry.end_over
-        if self._telemetry is not None:
-            session.on_decision = self._telemetry.decision
-        if isinstance(session.core, RecordedController):
-            session.on_note = session.core.note
         if not session.core.profile_id:
             self._fleet.look_for(session.spec)
-        if before is not None and not session.holder.has_same_secret(before.holder):
+        if before is not None and not session.identity.has_same_secret(before.identity):
             self._audit.replaced(session, before)
         if not self._settings.warm_start:
             return
-        own = before is not None and session.holder.is_same(before.holder)
+        own = before is not None and session.identity.is_same(before.identity)
         if before is not None and before.core.reports and own:
             beliefs = warm_start.pool((b, 0.0) for b in before.core.beliefs())
             session.begin_from(beliefs, "this engine's session before")
         else:
             self._estimates.look_for(session)
 
-    def _ended(self, session: EngineSession) -> None:
+    def planning(self) -> None:
+        """Ends the overrides whose time is over."""
+        self.override_registry.end_over()
+
+    def decided(self, session: EngineSession, before: Plan, began: int) -> None:
+        """Traces the decision."""
+        if self._telemetry is not None:
+            self._telemetry.decision(session, before, began)
+
+    def ended(self, session: EngineSession) -> None:
         """Publishes what a session has learnt."""
         self._estimates.tell(session)
         self._training.tell(session)
@@ -180,10 +172,9 @@ class Sidecar:
         settings = self._settings
         self.profiles.load(settings.profiles)
         await self._readiness.tell()
-        access = AccessList(settings.access) if settings.access else None
-        self._telemetry = make_telemetry(settings)
+        self._telemetry = _make_tracing(settings)
         try:
-            self._bind(access)
+            self._servers.bind([self._telemetry.interceptor] if self._telemetry else [])
             self._bind_health()
             await self.override_registry.open()
             if self._recorder is not None:
@@ -200,12 +191,10 @@ class Sidecar:
         except SpeculationError:
             await self.stop()
             raise
-        for server in self._servers:
-            await server.start()
-        if self._health_port is not None:
-            await self._health_port.open()
         try:
-            await self.operator_socket.open()
+            await self._servers.start()
+            if self._health_port is not None:
+                await self._health_port.open()
         except SpeculationError:
             await self.stop()
             raise
@@ -215,9 +204,8 @@ class Sidecar:
         self._background = [
             asyncio.create_task(self._expire()),
             asyncio.create_task(self._readiness.watch()),
+            asyncio.create_task(self._servers.watch_access()),
         ]
-        if access is not None:
-            self._background.append(asyncio.create_task(self._recheck(access)))
         await self._readiness.started()
         _log.info(
             "serving",
@@ -245,9 +233,7 @@ class Sidecar:
         self.registry.close(
             ShuttingDownError("the sidecar is shutting down"), self._settings.last_lease_seconds
         )
-        if self._servers:
-            await self._drain(self._servers, sessions)
-            await self.operator_socket.close()
+        await self._servers.stop(sessions)
         if self._page is not None:
             await asyncio.to_thread(self._page.close)
         await self._status_cache.close()
@@ -264,19 +250,7 @@ class Sidecar:
             await self._health_port.close()
         if self._telemetry is not None:
             await asyncio.to_thread(self._telemetry.close)
-        self._servers, self._guards = [], []
         self._metrics = self._page = self._health_port = self._telemetry = None
-
-    async def _drain(self, servers: list[grpc.aio.Server], sessions: list[EngineSession]) -> None:
-        drain_seconds = self._settings.drain_seconds
-        try:
-            async with asyncio.timeout(drain_seconds):
-                await asyncio.gather(*(session.quiet() for session in sessions))
-        except TimeoutError:
-            streams = sum(session.listeners for session in sessions)
-            _log.warning("drain_ran_out", streams=streams, drain_seconds=drain_seconds)
-        grace = min(_LAST_GRACE_SECONDS, drain_seconds)
-        await asyncio.gather(*(server.stop(grace) for server in servers))
 
     async def run(self, read: Callable[[], Settings] | None = None) -> None:
         """Serves until SIGTERM or SIGINT; SIGHUP puts into use what `read` then gives.
@@ -307,19 +281,7 @@ class Sidecar:
             again.clear()
             self._settings = await self._reloader.reload(self._settings, read)
 
-    def _make_server(self, identify: Identify) -> grpc.aio.Server:
-        most = self._settings.max_open_calls
-        guard = Guard(identify, str(self.operator_socket.path), most // 4)
-        server = grpc.aio.server(
-            interceptors=[
-                guard,
-                *([self._telemetry.interceptor] if self._telemetry else []),
-            ],
-            options=limits.server_options(self._settings),
-            maximum_concurrent_rpcs=most,
-        )
-        self._servers.append(server)
-        self._guards.append(guard)
+    def _add_services(self, server: grpc.aio.Server) -> None:
         service_pb2_grpc.add_SpeculationServiceServicer_to_server(
             SpeculationServicer(self.registry), server
         )
@@ -337,28 +299,6 @@ class Sidecar:
             TrainingServicer(self.registry, self._training), server
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._readiness.servicer, server)
-        if self._settings.reflection:
-            from grpc_reflection.v1alpha import reflection  # noqa: PLC0415  # only when asked for
-
-            names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
-            reflection.enable_server_reflection(names, server)
-        return server
-
-    def _bind(self, access: AccessList | None) -> None:
-        engines = self._make_server(on_engines_socket)
-        operators = self._make_server(on_operators_socket(self.operator_socket, access))
-        if self._settings.channelz:
-            # It shows every connection: for callers on this machine only.
-            add_channelz(engines)
-            add_channelz(operators)
-        try:
-            with unix_socket.claimed(self._path), self.operator_socket.binding() as inner:
-                engines.add_insecure_port(f"unix:{self._path}")
-                operators.add_insecure_port(f"unix:{inner}")
-        except (RuntimeError, OSError) as error:
-            raise AddressTakenError(f"{self._path} cannot be bound: {error}") from error
-        if self._settings.tcp is not None:
-            tcp.bind(self._make_server(on_tcp(access)), self._settings.tcp, self._settings, access)
 
     def _bind_health(self) -> None:
         host, port = self._settings.health_host, self._settings.health_port
@@ -384,17 +324,6 @@ class Sidecar:
                 "with --metrics-port, or 0 for none"
             ) from error
 
-    async def _recheck(self, access: AccessList) -> None:
-        """Ends the streams of those whom the access list does not allow them any more."""
-        version = access.version
-        while True:
-            await asyncio.sleep(_ACCESS_SECONDS)
-            access.look()
-            if access.version != version:
-                version = access.version
-                for guard in self._guards:
-                    guard.recheck()
-
     async def _expire(self) -> None:
         while True:
             await asyncio.sleep(_EXPIRE_SECONDS)
@@ -409,3 +338,36 @@ def _listen(number: signal.Signals, tell: Callable[[], None]) -> None:
     """
     loop = asyncio.get_running_loop()
     signal.signal(number, lambda *_: loop.call_soon_threadsafe(tell))
+
+
+def _make_store(settings: Settings) -> Store:
+    """Makes the store: in Redis if one is named, else in files.  Raises RedisUrlError."""
+    directory = settings.state_path
+    if settings.redis_url is None:
+        return FileStore(directory)
+    from controller.store.redis_store import RedisStore  # noqa: PLC0415  # only when asked for
+
+    return RedisStore(
+        settings.redis_url.get_secret_value(),
+        directory / "fleet.json",
+        namespace=settings.redis_namespace,
+        password_file=settings.redis_password_file,
+        replicas=settings.redis_replicas,
+    )
+
+
+def _make_tracing(settings: Settings) -> "Tracing | None":
+    """Makes the export if a collector is named.  Raises StartRefusedError without the packages."""
+    if settings.otlp_endpoint is None:
+        return None
+    try:
+        from controller.service.tracing import Tracing  # noqa: PLC0415  # only when asked for
+    except ImportError as error:
+        raise StartRefusedError(
+            f"a collector is named ({settings.otlp_endpoint}), but {error.name} is not installed: "
+            "pip install 'speculation-controller[otel]'"
+        ) from error
+    made = Tracing(settings.otlp_endpoint, settings.otlp_trace_ratio)
+    if settings.otlp_logs:
+        made.send_logs()
+    return made

@@ -14,13 +14,14 @@ from controller.service.rpc import streams
 from controller.service.rpc.streams import beside, read
 from controller.service.sessions.audit_log import AuditLog
 from controller.service.sessions.fleet_profiles import FleetProfiles, SharedProfile
+from controller.service.sessions.measurement import ForcedMeasurement
 from controller.service.sessions.profile_registry import (
     ProfileRegistry,
     mismatch,
     require_past,
 )
 from controller.service.sessions.registry import SessionRegistry
-from controller.service.sessions.session import EngineSession, ForcedMeasurement
+from controller.service.sessions.session import EngineSession
 from controller.wire.engines import fingerprint_to_proto
 from controller.wire.plans import arm_from_proto
 from controller.wire.reports import report_to_proto

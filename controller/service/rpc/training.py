@@ -111,7 +111,9 @@ def _end_round(session: EngineSession, training: SelectiveTraining, result: Trai
 def _require_own(session: EngineSession, secret: str) -> None:
     """Raises ForbiddenError for one who is neither the engine's own trainer nor an operator."""
     caller = callers.calling()
-    if Right.MEASURE in caller.rights or session.holder.is_same(EngineIdentity.of(caller, secret)):
+    if Right.MEASURE in caller.rights or session.identity.is_same(
+        EngineIdentity.of(caller, secret)
+    ):
         return
     raise ForbiddenError(
         f"this trainer is not that of engine {session.engine_id!r}: start it with the engine's "

@@ -54,7 +54,7 @@ class AuditLog:
 
     def replaced(self, session: EngineSession, before: EngineSession) -> None:
         """An engine introduced itself under the id of another one."""
-        origin = session.holder.origin
+        origin = session.identity.origin
         if self._counting is None and self._replaced.take():
             reason = f"the session before was silent for {before.seconds_since_steered:.0f} s"
             self._begin("replace_session", session.engine_id, Actor(origin, reason, origin))

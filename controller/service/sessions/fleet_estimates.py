@@ -138,7 +138,7 @@ class FleetEstimates:
 
 def _group(session: EngineSession) -> str:
     """Fifteen hexadecimal digits: a source without its place."""
-    return _digest(socket.gethostname(), session.holder.identity)[:15]
+    return _digest(socket.gethostname(), session.identity.identity)[:15]
 
 
 def _name(spec: EngineSpec, drafter: DrafterSpec) -> str:

@@ -19,7 +19,7 @@ from controller.service.net.errors import (
 from controller.service.sessions.counters import Received
 from controller.service.sessions.engine_identity import NOBODY, EngineIdentity
 from controller.service.sessions.profile_registry import ProfileRegistry
-from controller.service.sessions.session import EngineSession
+from controller.service.sessions.session import EngineSession, SessionObserver
 
 # An engine opens its stream at once; where the registry is full one that did not makes way.
 _UNUSED_SECONDS = 5.0
@@ -50,6 +50,7 @@ class SessionRegistry:
         clock: Clock,
         max_engines: int = 1024,
         idle_seconds: float = 600.0,
+        observer: SessionObserver | None = None,
     ) -> None:
         self._core_factory = core_factory
         self._profiles = profiles
@@ -61,9 +62,7 @@ class SessionRegistry:
         # By token, of sessions that are over; the newest last.
         self._received: dict[str, Received] = {}
         self._closed: SpeculationError | None = None
-        # Told of every session that opens (with the one that it follows) and that ends.
-        self.on_open: Callable[[EngineSession, EngineSession | None], None] | None = None
-        self.on_end: Callable[[EngineSession], None] | None = None
+        self._observer = observer or SessionObserver()
 
     def __len__(self) -> int:
         return len(self._by_engine)
@@ -71,7 +70,7 @@ class SessionRegistry:
     def __iter__(self) -> Iterator[EngineSession]:
         return iter(list(self._by_engine.values()))
 
-    def introduce(self, spec: EngineSpec, holder: EngineIdentity = NOBODY) -> EngineSession:
+    def introduce(self, spec: EngineSpec, identity: EngineIdentity = NOBODY) -> EngineSession:
         """Opens a session; one that the same engine_id had is over.
 
         Raises TooManyEnginesError when the registry is full, EngineTakenError when another engine
@@ -81,7 +80,7 @@ class SessionRegistry:
             raise self._closed
         known = self._by_engine.get(spec.engine_id)
         if known is not None:
-            _require_free(known, holder)
+            _require_free(known, identity)
         if known is None and len(self) >= self.max_engines:
             self.expire()
             self._make_room()
@@ -99,7 +98,7 @@ class SessionRegistry:
                     f"engine {spec.engine_id!r} introduced itself again: this session is over"
                 ),
             )
-        session = EngineSession(secrets.token_hex(16), core, self._clock, holder)
+        session = EngineSession(secrets.token_hex(16), core, self._clock, identity, self._observer)
         self._by_token[session.session_id] = session
         self._by_engine[spec.engine_id] = session
         _log.info(
@@ -112,8 +111,7 @@ class SessionRegistry:
             costs="measured" if core.profile_id else "prior",
             **({} if profile else {"no_profile": self._profiles.why_none(spec)}),
         )
-        if self.on_open is not None:
-            self.on_open(session, known)
+        self._observer.opened(session, known)
         return session
 
     def by_token(self, session_id: str) -> EngineSession:
@@ -175,14 +173,13 @@ class SessionRegistry:
         self._received[session.session_id] = session.received
         if len(self._received) > _REMEMBERED:
             del self._received[next(iter(self._received))]
-        if self.on_end is not None:
-            self.on_end(session)
+        self._observer.ended(session)
 
 
-def _require_free(session: EngineSession, holder: EngineIdentity) -> None:
-    """Raises EngineTakenError while the session's engine is there, and is not `holder`."""
+def _require_free(session: EngineSession, identity: EngineIdentity) -> None:
+    """Raises EngineTakenError while the session's engine is there, and has not this identity."""
     silent = session.seconds_since_steered
-    if session.holder.is_same(holder) or silent >= _TAKEN_SECONDS:
+    if session.identity.is_same(identity) or silent >= _TAKEN_SECONDS:
         return
     raise EngineTakenError(
         f"another engine steers under the id {session.engine_id!r}: give this one an id of its "

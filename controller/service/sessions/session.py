@@ -1,4 +1,4 @@
-"""One engine's session: its decision loop, its tally, and the streams that wait for its news.
+"""Runs one engine's session: its decision loop, its counters, and the streams that wait for news.
 
     observe(report)   folds and counts      advance()   a new plan if one is due
     ring()            wakes the streams     end(error)  closes them
@@ -10,7 +10,7 @@ import asyncio
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import structlog
@@ -32,10 +32,10 @@ from controller.core.settings import PlannerSettings
 from controller.core.step_report import StepReport
 from controller.core.training.selective_training import TrainingSettings
 from controller.recording.events import NoteKind
+from controller.recording.recorded_controller import RecordedController
 from controller.service.net.errors import (
     InvalidMeasurementError,
     MeasurementConflictError,
-    SlowClientError,
     UnknownDrafterError,
     message_of,
     status_of,
@@ -44,6 +44,7 @@ from controller.service.net.limits import Allowance
 from controller.service.sessions.counters import COUNT_MAX, Received, StepCounters
 from controller.service.sessions.engine_identity import NOBODY, EngineIdentity
 from controller.service.sessions.history import History
+from controller.service.sessions.measurement import ForcedMeasurement
 from controller.service.sessions.plan_log import LENGTH, PlanLogEntry
 from controller.service.sessions.unary_probes import UnaryProbes
 
@@ -51,55 +52,43 @@ from controller.service.sessions.unary_probes import UnaryProbes
 # no engine has so many, and each one costs the others time.
 _REFUSALS_AT_ONCE = 1000
 _REFUSALS_A_SECOND = 500
-# Reports that may wait for the client of a measurement: half a minute of a fast engine.
-_MEASURED_MAX = 10_000
 
 _log = structlog.get_logger(__name__)
 
 
-class ForcedMeasurement:
-    """An engine under measurement: the forced choice, and reports on their way to the client."""
+class SessionObserver:
+    """Receives what happens to sessions; by default it does nothing."""
 
-    def __init__(self) -> None:
-        self.forced_epoch = 0
-        self.arm: Arm | None = None
-        self.failed: SpeculationError | None = None
-        self.reports: deque[StepReport] = deque()
-        self.overflowed = False
+    def opened(self, session: "EngineSession", before: "EngineSession | None") -> None:
+        """Runs when a session opens.  before: the session of the same engine id that it follows."""
 
-    def take(self) -> list[StepReport]:
-        """The reports since the last call.
+    def planning(self) -> None:
+        """Runs before a plan is made: overrides that have ended must not shape it."""
 
-        Raises SlowClientError once some had to be dropped, and InvalidMeasurementError once the
-        engine has lost what is being measured.
+    def decided(self, session: "EngineSession", before: Plan, began: int) -> None:
+        """Runs after a plan that changes what the engine does.
+
+        before: the plan before it.  began: when it began to be made, Unix nanoseconds.
         """
-        if self.failed is not None:
-            raise self.failed
-        if self.overflowed:
-            raise SlowClientError(
-                f"more than {_MEASURED_MAX} reports wait for this client: a measurement with "
-                "gaps is none, start again and read faster"
-            )
-        taken = list(self.reports)
-        self.reports.clear()
-        return taken
 
-    def put(self, report: StepReport) -> None:
-        """Keeps one report for the client, up to a bound."""
-        if len(self.reports) < _MEASURED_MAX:
-            self.reports.append(report)
-        else:
-            self.overflowed = True
+    def ended(self, session: "EngineSession") -> None:
+        """Runs when a session has ended."""
 
 
 class EngineSession:
-    """One introduced engine.  `core` decides; this counts, and tells streams of news."""
+    """Serves one introduced engine: `core` decides; this counts, and wakes the streams."""
 
     def __init__(
-        self, session_id: str, core: EngineController, clock: Clock, holder: EngineIdentity = NOBODY
+        self,
+        session_id: str,
+        core: EngineController,
+        clock: Clock,
+        identity: EngineIdentity = NOBODY,
+        observer: SessionObserver | None = None,
     ) -> None:
         self.session_id = session_id
-        self.holder = holder
+        self.identity = identity
+        self._observer = observer or SessionObserver()
         self.core = core
         self.counters = StepCounters()
         self.history = History((drafter.name for drafter in core.spec.drafters), self.counters)
@@ -113,11 +102,6 @@ class EngineSession:
         self.used = False
         # Why the session is over, None while it is not.
         self.ended: SpeculationError | None = None
-        # Told of every decision that changes what the engine shall do, with the plan before it,
-        # and when (Unix nanoseconds) it began to be made.
-        self.on_decision: Callable[[EngineSession, Plan, int], None] | None = None
-        # Called before a plan is made: what has run out shall not shape it.
-        self.before_plan: Callable[[], None] = lambda: None
         self.measurement: ForcedMeasurement | None = None
         # The plan is the last one: it is sent once more, after the end.
         self.parting = False
@@ -127,8 +111,6 @@ class EngineSession:
         self.received = Received()
         self.unary = UnaryProbes()
         self.refusals = Allowance(_REFUSALS_A_SECOND, _REFUSALS_AT_ONCE)
-        # Told what the core is not, where decisions are recorded.
-        self.on_note: Callable[[NoteKind, int, str], None] | None = None
         self._clock = clock
         self._plan_at = clock.now()
         # Names its decisions in logs and traces; the session's id is a secret of its engine.
@@ -201,8 +183,8 @@ class EngineSession:
 
     def note(self, kind: NoteKind, count: int = 0, text: str = "") -> None:
         """Adds a note to the recording, if there is one."""
-        if self.on_note is not None:
-            self.on_note(kind, count, text)
+        if isinstance(self.core, RecordedController):
+            self.core.note(kind, count, text)
 
     def observe(self, report: StepReport) -> None:
         """Folds one report.  Raises InvalidReportError; nothing of the report is used then."""
@@ -267,7 +249,7 @@ class EngineSession:
 
     def advance(self) -> Plan:
         """The newest plan, after making one if one is due."""
-        self.before_plan()
+        self._observer.planning()
         began = time.time_ns()
         plan = self.core.next_plan()
         if plan is not None:
@@ -296,8 +278,7 @@ class EngineSession:
             detail=plan.reason_detail,
             overrides=list(plan.overrides),
         )
-        if self.on_decision is not None:
-            self.on_decision(self, before, began)
+        self._observer.decided(self, before, began)
 
     def _say_alone(self, report: StepReport) -> None:
         where = {"engine": self.engine_id, "step": report.step, "epoch": report.plan_epoch}
@@ -309,7 +290,7 @@ class EngineSession:
     def part(self, lease_seconds: float) -> None:
         """The sidecar goes: the engine shall hold its plan for so long (0: for its lease)."""
         if lease_seconds:
-            self.before_plan()
+            self._observer.planning()
             self._adopt(self.core.last_plan(lease_seconds), time.time_ns())
         self.parting = True
 
@@ -343,13 +324,13 @@ class EngineSession:
             yield self.measurement
         finally:
             self.measurement = None
-            self.before_plan()
+            self._observer.planning()
             self._adopt(self.core.force(None), time.time_ns())
             self.ring()
 
     def force(self, measurement: ForcedMeasurement, arm: Arm) -> None:
         """Makes the engine run `arm` in every batch.  Raises InvalidMeasurementError."""
-        self.before_plan()
+        self._observer.planning()
         began = time.time_ns()
         try:
             plan = self.core.force(arm)

@@ -98,7 +98,7 @@ class DualDrafter:
         self, original: Callable[..., Any], draft: Any, batch: Any, hidden: torch.Tensor,
         *arguments: Any, **named: Any,
     ) -> Any:  # fmt: skip
-        """Reads the prompt with both drafters, around `EagleDraftWorker._draft_extend_for_prefill`."""
+        """Reads the prompt with both drafters (wraps `_draft_extend_for_prefill`)."""
         own, others = self._capture.split(hidden)
         if self.usable and not batch.forward_mode.is_idle():
             try:

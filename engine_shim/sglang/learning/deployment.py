@@ -51,7 +51,7 @@ def deployment_for(worker: Any, settings: PluginSettings) -> Deployment | None:
 
 @dataclass(slots=True)
 class DeploymentCounters:
-    """Counts the deployments.  version: that serves, 0 as loaded.
+    """Counts the deployments.
 
     version: that serves, 0 as loaded.  deployed: changes so far.  state: what it does.
     """
@@ -110,7 +110,7 @@ class Deployment:
         return self._changed(wanted)
 
     def stop(self, why: str) -> None:
-        """Ends the deployments; the present weights keep serving, and are reported as what they are."""
+        """Ends the deployments; the present weights keep serving, and are reported."""
         self._stopped = True
         self.counters.state = why
 

@@ -106,5 +106,5 @@ class SidecarProcess(Process):
 
     def part(self) -> None:
         """SIGTERM; it ends when that is done."""
-        self.sidecar._servers = [self.server]  # type: ignore[list-item]
+        self.sidecar._servers._servers = [self.server]  # type: ignore[list-item]
         self.parting = self.loop.create_task(self.sidecar.stop())

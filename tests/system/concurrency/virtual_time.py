@@ -125,7 +125,7 @@ def in_virtual_time(clock: VirtualClock) -> Iterator[None]:
             (secrets, "token_hex", lambda length: seeded.randbytes(length).hex()),
             (random, "uniform", seeded.uniform),
             (file_store, "ThreadPoolExecutor", _AtOnce),
-            (server, "make_store", lambda settings: FileStore(settings.state_path, wall)),
+            (server, "_make_store", lambda settings: FileStore(settings.state_path, wall)),
         ):
             stack.enter_context(patch.object(owner, attribute, instead))
         yield

@@ -198,10 +198,9 @@ def python(program: str) -> "subprocess.CompletedProcess[str]":
 def test_nothing_of_it_is_loaded_unless_it_is_asked_for():
     program = """
 import sys
-from controller.service import optional
-from controller.service.server import Sidecar
+from controller.service import server
 from controller.settings.settings import Settings
-assert optional.make_telemetry(Settings()) is None
+assert server._make_tracing(Settings()) is None
 print([name for name in sys.modules if name.startswith("opentelemetry")])
 """
     done = python(program)

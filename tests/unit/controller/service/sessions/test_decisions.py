@@ -11,9 +11,19 @@ from controller.core.engine.engine_controller import EngineController
 from controller.core.engine_spec import Arm
 from controller.core.plan import Plan, Probe, Reason, Regime, RegimeMode
 from controller.core.settings import PlannerSettings
-from controller.service.sessions.session import EngineSession
+from controller.service.sessions.session import EngineSession, SessionObserver
 from controller.wire.engines import engine_from_proto
 from tests.support.service_harness import engine_message
+
+
+class Heard(SessionObserver):
+    """Keeps the decisions that it was informed of."""
+
+    def __init__(self) -> None:
+        self.decisions: list[tuple[Plan, int]] = []
+
+    def decided(self, session: EngineSession, before: Plan, began: int) -> None:
+        self.decisions.append((before, began))
 
 
 @pytest.fixture
@@ -24,13 +34,15 @@ def clock() -> VirtualClock:
 @pytest.fixture
 def session(clock: VirtualClock) -> EngineSession:
     spec = engine_from_proto(engine_message())
-    return EngineSession("secret", EngineController(spec, PlannerSettings(), None, clock), clock)
+    core = EngineController(spec, PlannerSettings(), None, clock)
+    return EngineSession("secret", core, clock, observer=Heard())
 
 
 def told(session: EngineSession, plan: Plan) -> list[tuple[Plan, int]]:
     """What is told of this plan, and logged of it."""
-    heard: list[tuple[Plan, int]] = []
-    session.on_decision = lambda _, before, began: heard.append((before, began))
+    observer = session._observer
+    assert isinstance(observer, Heard)
+    heard = observer.decisions = []
     with capture_logs() as lines:
         session._adopt(plan, 7)
     assert [line["event"] for line in lines] == ["plan_changed"] * len(heard)

@@ -1,0 +1,138 @@
+"""Serves gRPC to engines, to operators and on TCP, each by a server with a guard of its own.
+
+A server knows its own callers only, and nobody waits for a place among the calls of another one.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+
+import grpc.aio
+import structlog
+from grpc_health.v1 import health
+
+from controller.service.net import limits, tcp, unix_socket
+from controller.service.net.access import (
+    AccessList,
+    Identify,
+    on_engines_socket,
+    on_operators_socket,
+    on_tcp,
+)
+from controller.service.net.errors import AddressTakenError, StartRefusedError
+from controller.service.net.guard import Guard
+from controller.service.net.operator_socket import OperatorSocket
+from controller.service.sessions.session import EngineSession
+from controller.service.status.readiness import SERVICES
+from controller.settings.settings import Settings
+
+# How often the access list is looked at for the sake of streams that are open.
+_ACCESS_SECONDS = 1.0
+# For unary calls and last words, once the streams are closed; health watches are cut after it.
+_LAST_GRACE_SECONDS = 0.2
+
+_log = structlog.get_logger(__name__)
+
+
+class GrpcServers:
+    """Binds, starts and stops the servers.  add_services: adds all servicers to a server."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        operator_socket: OperatorSocket,
+        add_services: Callable[[grpc.aio.Server], None],
+    ) -> None:
+        self._settings = settings
+        self._operator_socket = operator_socket
+        self._add_services = add_services
+        self._access: AccessList | None = None
+        self._interceptors: Sequence[grpc.aio.ServerInterceptor] = ()
+        self._servers: list[grpc.aio.Server] = []
+        self._guards: list[Guard] = []
+
+    def bind(self, interceptors: Sequence[grpc.aio.ServerInterceptor]) -> None:
+        """Takes all addresses.  interceptors: they run behind the guard.
+
+        Raises StartRefusedError, AddressTakenError and what the access list raises.
+        """
+        settings, path = self._settings, self._settings.socket_path
+        self._access = access = AccessList(settings.access) if settings.access else None
+        self._interceptors = interceptors
+        engines = self._make(on_engines_socket)
+        operators = self._make(on_operators_socket(self._operator_socket, access))
+        if settings.channelz:
+            # It shows every connection: for callers on this machine only.
+            _add_channelz(engines, operators)
+        try:
+            with unix_socket.claimed(path), self._operator_socket.binding() as inner:
+                engines.add_insecure_port(f"unix:{path}")
+                operators.add_insecure_port(f"unix:{inner}")
+        except (RuntimeError, OSError) as error:
+            raise AddressTakenError(f"{path} cannot be bound: {error}") from error
+        if settings.tcp is not None:
+            tcp.bind(self._make(on_tcp(access)), settings.tcp, settings, access)
+
+    def _make(self, identify: Identify) -> grpc.aio.Server:
+        most = self._settings.max_open_calls
+        guard = Guard(identify, str(self._operator_socket.path), most // 4)
+        server = grpc.aio.server(
+            interceptors=[guard, *self._interceptors],
+            options=limits.server_options(self._settings),
+            maximum_concurrent_rpcs=most,
+        )
+        self._servers.append(server)
+        self._guards.append(guard)
+        self._add_services(server)
+        if self._settings.reflection:
+            from grpc_reflection.v1alpha import reflection  # noqa: PLC0415  # only when asked for
+
+            names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
+            reflection.enable_server_reflection(names, server)
+        return server
+
+    async def start(self) -> None:
+        """Begins to serve.  Raises what the operators' socket raises."""
+        for server in self._servers:
+            await server.start()
+        await self._operator_socket.open()
+
+    async def stop(self, sessions: Iterable[EngineSession]) -> None:
+        """Stops once the streams of these sessions are closed, or when the drain time is over."""
+        if not self._servers:
+            return
+        drain_seconds = self._settings.drain_seconds
+        try:
+            async with asyncio.timeout(drain_seconds):
+                await asyncio.gather(*(session.quiet() for session in sessions))
+        except TimeoutError:
+            streams = sum(session.listeners for session in sessions)
+            _log.warning("drain_ran_out", streams=streams, drain_seconds=drain_seconds)
+        grace = min(_LAST_GRACE_SECONDS, drain_seconds)
+        await asyncio.gather(*(server.stop(grace) for server in self._servers))
+        await self._operator_socket.close()
+        self._servers, self._guards = [], []
+
+    async def watch_access(self) -> None:
+        """Ends the streams of callers whom the access list no longer allows."""
+        if self._access is None:
+            return
+        version = self._access.version
+        while True:
+            await asyncio.sleep(_ACCESS_SECONDS)
+            self._access.look()
+            if self._access.version != version:
+                version = self._access.version
+                for guard in self._guards:
+                    guard.recheck()
+
+
+def _add_channelz(*servers: grpc.aio.Server) -> None:
+    """Adds channelz.  Raises StartRefusedError without its package."""
+    try:
+        from grpc_channelz.v1 import channelz  # noqa: PLC0415  # only when asked for
+    except ImportError as error:
+        raise StartRefusedError(
+            "channelz needs a package: pip install 'speculation-controller[channelz]'"
+        ) from error
+    for server in servers:
+        channelz.add_channelz_servicer(server)
