@@ -127,7 +127,7 @@ class GrpcServers:
 
 
 def _add_channelz(*servers: grpc.aio.Server) -> None:
-    """Adds channelz.  Raises StartRefusedError without its package."""
+    """Adds the channelz service.  Raises StartRefusedError without its package."""
     try:
         from grpc_channelz.v1 import channelz  # noqa: PLC0415  # only when asked for
     except ImportError as error:

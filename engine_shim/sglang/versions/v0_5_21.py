@@ -34,5 +34,5 @@ def lie_like(draft: Any, block_worker: Any) -> None:
 
 
 def with_draft_config(_: Any, __: Any) -> AbstractContextManager[None]:
-    """Changes nothing: here a target does not know its drafter's configuration."""
+    """Needs no change, because here a target does not know its drafter's configuration."""
     return nullcontext()
