@@ -168,8 +168,8 @@ def _run(
 
     import controller
     from controller.simulation.results import SimulationReport
-    from controller.simulation.run import run_all
-    from controller.simulation.summary import summarise
+    from controller.simulation.comparison.run import run_all
+    from controller.simulation.comparison.summary import summarise
 
     began = time.monotonic()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),

@@ -126,6 +126,11 @@ class RunResult:
     decision_seconds: float
     trace: Trace
 
+    @property
+    def rate(self) -> float:
+        """Returns tokens per second."""
+        return self.tokens / self.seconds
+
 
 def simulate(
     workload: Workload,

@@ -16,7 +16,7 @@ class PolicyOrigin(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PolicyReport:
-    """One policy in one scenario, over all seeds.
+    """Reports one policy in one scenario, over all seeds.
 
     tokens_per_second: output tokens over the seconds in which requests were in flight, pooled over
     seeds.  Ratios are geometric means over paired seeds, `_ci` their 95 % intervals (None with one
@@ -75,16 +75,13 @@ class ScenarioReport:
     timeline: Timeline | None = None
 
     def policy(self, name: str) -> PolicyReport:
-        """The report of that name.  Raises KeyError."""
-        for report in self.policies:
-            if report.name == name:
-                return report
-        raise KeyError(name)
+        """Returns the report of that name.  Raises KeyError."""
+        return {report.name: report for report in self.policies}[name]
 
 
 @dataclass(frozen=True, slots=True)
 class SimulationReport:
-    """Everything that one `controller simulate` found."""
+    """Holds everything that one `controller simulate` found."""
 
     command: str
     version: str

@@ -5,34 +5,15 @@ from functools import partial
 
 from controller.core.cost.profile import Profile
 from controller.core.engine_spec import Arm
-from controller.simulation.peers.arm_lookup import first_drafter, speculating_arm
-from controller.simulation.peers.bandit_ucb import Reward, UcbBandit
-from controller.simulation.peers.errors import PeerUnavailableError
+from controller.simulation.peers.bandit_ucb import UcbBandit
+from controller.simulation.peers.common import first_drafter, speculating_arm
 from controller.simulation.peers.goodput_probe import GoodputProbe
 from controller.simulation.peers.hill_climber import HillClimber
 from controller.simulation.peers.sglang_adaptive import SGLangAdaptive
-from controller.simulation.peers.static import Static
 from controller.simulation.peers.tide import TideThreshold
 from controller.simulation.peers.trtllm_gate import SpeculationGate
-from controller.simulation.peers.vllm_schedule import BatchSchedule, Table, best_table
+from controller.simulation.peers.vllm_schedule import BatchSchedule, Table
 from controller.simulation.policy import Policy
-
-__all__ = [
-    "BatchSchedule",
-    "GoodputProbe",
-    "HillClimber",
-    "PeerFactory",
-    "PeerUnavailableError",
-    "Reward",
-    "SGLangAdaptive",
-    "SpeculationGate",
-    "Static",
-    "Table",
-    "TideThreshold",
-    "UcbBandit",
-    "best_table",
-    "standard_peers",
-]
 
 PeerFactory = Callable[[], Policy]
 
@@ -53,17 +34,18 @@ def standard_peers(
     `sglang-adaptive` raises PeerUnavailableError where SGLang is not installed.
     """
     arms = tuple(arms)
-    fixed = arms[_usual_arm(arms, table)]
+    speculating = [(last, arm) for _, last, arm in table if arms[arm].gamma > 0]
+    usual = [arm for _, arm in speculating] or [
+        speculating_arm(arms, first_drafter(arms), _USUAL_GAMMA)
+    ]
+    fixed = arms[max(sorted(set(usual)), key=usual.count)]
+    # None when the table never switches speculation off above some batch size.
+    largest = max((last for last, _ in speculating), default=0)
+    limit = None if arms[table[-1][2]].gamma > 0 else largest
     peers: dict[str, PeerFactory] = {
         "sglang-adaptive": partial(SGLangAdaptive, arms),
         "vllm-schedule": partial(BatchSchedule, arms, table),
-        "trtllm-gate": partial(
-            SpeculationGate,
-            arms,
-            fixed.gamma,
-            _largest_speculating_batch(arms, table),
-            drafter=fixed.drafter,
-        ),
+        "trtllm-gate": partial(SpeculationGate, arms, fixed.gamma, limit, drafter=fixed.drafter),
         "hill-climber": partial(HillClimber, arms),
         "goodput-probe": partial(GoodputProbe, arms),
         "bandit-ucb": partial(UcbBandit, arms, discount=_BANDIT_DISCOUNT),
@@ -71,17 +53,3 @@ def standard_peers(
     if profile is not None:
         peers["tide"] = partial(TideThreshold, arms, profile, fixed.gamma, drafter=fixed.drafter)
     return peers
-
-
-def _usual_arm(arms: Sequence[Arm], table: Table) -> int:
-    speculating = [arm for _, _, arm in table if arms[arm].gamma > 0]
-    if not speculating:
-        return speculating_arm(arms, first_drafter(arms), _USUAL_GAMMA)
-    return max(sorted(set(speculating)), key=speculating.count)
-
-
-def _largest_speculating_batch(arms: Sequence[Arm], table: Table) -> int | None:
-    """None when the table never switches speculation off above some batch size."""
-    if arms[table[-1][2]].gamma > 0:
-        return None
-    return max((last for _, last, arm in table if arms[arm].gamma > 0), default=0)

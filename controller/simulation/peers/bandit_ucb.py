@@ -17,12 +17,13 @@ octave's steps), so that shifting traffic is followed.  It is given no costs and
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from controller.core.engine_spec import Arm
-from controller.simulation.peers.readings import accepted_tokens, octave
+from controller.simulation.peers.common import accepted_tokens, octave
 from controller.simulation.policy import ArmChoice, StepRecord
 from controller.simulation.results import PolicyOrigin
 
@@ -63,24 +64,17 @@ class UcbBandit:
         exploration: float = EXPLORATION,
         discount: float = 1.0,
     ) -> None:
-        self._choices = [ArmChoice(i) for i in range(len(arms))]
+        number = len(arms)
+        self._choices = [ArmChoice(i) for i in range(number)]
         self._per_second = reward is Reward.TOKENS_PER_SECOND
         self._exploration = exploration
         self._growth = 1.0 / discount
-        self._bandits: dict[int, _Bandit] = {}
-
-    def _bandit(self, batch_size: int) -> _Bandit:
-        key = octave(batch_size)
-        found = self._bandits.get(key)
-        if found is None:
-            arms = len(self._choices)
-            found = self._bandits[key] = _Bandit([0.0] * arms, [0.0] * arms)
-        return found
+        self._by_octave = defaultdict[int, _Bandit](lambda: _Bandit([0.0] * number, [0.0] * number))
 
     def choose(self, batch_size: int, now: float) -> ArmChoice:
-        """The arm with the highest bound, once each has been tried."""
+        """Returns the arm with the highest bound, once each has been tried."""
         del now
-        bandit = self._bandit(batch_size)
+        bandit = self._by_octave[octave(batch_size)]
         arms = len(self._choices)
         if bandit.asked < ROUNDS * arms:
             bandit.asked += 1
@@ -92,17 +86,13 @@ class UcbBandit:
         samples = bandit.total / bandit.weight
         bonus = self._exploration * math.sqrt(math.log(max(samples, 1.0)) * bandit.weight)
         bonus *= max(means)
-        best, best_score = 0, -1.0
-        for i, weight in enumerate(bandit.weights):
-            score = means[i] + bonus / math.sqrt(weight)
-            if score > best_score:
-                best, best_score = i, score
-        return self._choices[best]
+        scores = [m + bonus / math.sqrt(w) for m, w in zip(means, bandit.weights, strict=True)]
+        return self._choices[scores.index(max(scores))]
 
     def observe(self, record: StepRecord, now: float) -> None:
         """Rewards the arm that ran."""
         del now
-        bandit = self._bandit(record.batch_size)
+        bandit = self._by_octave[octave(record.batch_size)]
         tokens = record.batch_size + accepted_tokens(record.counts)
         divisor = record.step_seconds if self._per_second else record.batch_size
         bandit.weight *= self._growth

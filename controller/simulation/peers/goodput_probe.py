@@ -11,12 +11,12 @@ and the first drafter only.  Left out: the variant that decides per request.
 """
 
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from controller.core.engine_spec import Arm
-from controller.simulation.peers.arm_lookup import by_gamma, first_drafter, nearest
-from controller.simulation.peers.readings import accepted_tokens
+from controller.simulation.peers.common import accepted_tokens, by_gamma, first_drafter, nearest
 from controller.simulation.policy import ArmChoice, StepRecord
 from controller.simulation.results import PolicyOrigin
 
@@ -49,36 +49,30 @@ class GoodputProbe:
         index = by_gamma(arms, first_drafter(arms))
         self._ascending = list(index.values())
         self._choices = {arm: ArmChoice(arm) for arm in self._ascending}
-        self._first = index[nearest(list(index), INITIAL_GAMMA)]
-        others = [gamma for gamma in index if index[gamma] != self._first]
-        self._queue = [index[gamma] for gamma in sorted(others, key=lambda g: (g == 0, g))]
+        first = nearest(list(index), INITIAL_GAMMA)
+        others = sorted(index.keys() - {first}, key=lambda gamma: (gamma == 0, gamma))
         self._window_steps = window_steps
-        self._bins: dict[int, _Bin] = {}
-
-    def _bin(self, batch_size: int) -> _Bin:
-        key = bisect_left(_BIN_ENDS, batch_size)
-        found = self._bins.get(key)
-        if found is None:
-            found = self._bins[key] = _Bin(self._first, self._queue.copy())
-        return found
+        self._bins = defaultdict[int, _Bin](
+            lambda: _Bin(index[first], [index[gamma] for gamma in others])
+        )
 
     def choose(self, batch_size: int, now: float) -> ArmChoice:
         """Returns what the bin runs."""
         del now
-        return self._choices[self._bin(batch_size).running]
+        return self._choices[self._bins[bisect_left(_BIN_ENDS, batch_size)].running]
 
     def observe(self, record: StepRecord, now: float) -> None:
         """Averages the step's tokens/second; every window ends in a decision."""
         del now
-        found = self._bin(record.batch_size)
+        found = self._bins[bisect_left(_BIN_ENDS, record.batch_size)]
         rate = (record.batch_size + accepted_tokens(record.counts)) / record.step_seconds
         before = found.rates.get(record.arm)
         found.rates[record.arm] = rate if before is None else before + EWMA_WEIGHT * (rate - before)
         found.steps += 1
         if found.steps >= self._window_steps:
             found.steps = 0
-            found.running = found.to_probe.pop(0) if found.to_probe else self._best(found.rates)
-
-    def _best(self, rates: dict[int, float]) -> int:
-        enough = max(rates.values()) / (1 + MARGIN)
-        return next(arm for arm in self._ascending if rates.get(arm, 0.0) >= enough)
+            if found.to_probe:
+                found.running = found.to_probe.pop(0)
+                return
+            enough = max(found.rates.values()) / (1 + MARGIN)
+            found.running = next(a for a in self._ascending if found.rates.get(a, 0.0) >= enough)

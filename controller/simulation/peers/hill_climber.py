@@ -21,8 +21,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from controller.core.engine_spec import Arm
-from controller.simulation.peers.arm_lookup import by_gamma, first_drafter, nearest
-from controller.simulation.peers.readings import accepted_tokens, octave
+from controller.simulation.peers.common import (
+    accepted_tokens,
+    by_gamma,
+    first_drafter,
+    nearest,
+    octave,
+)
 from controller.simulation.policy import ArmChoice, StepRecord
 from controller.simulation.results import PolicyOrigin
 
@@ -61,27 +66,22 @@ class HillClimber:
         self,
         arms: Sequence[Arm],
         *,
-        initial_gamma: int = INITIAL_GAMMA,
         window_steps: int = WINDOW_STEPS,
-        margin: float = MARGIN,
         hold_windows: int = HOLD_WINDOWS,
     ) -> None:
         index = by_gamma(arms, first_drafter(arms))
         self._arms = list(index.values())
         self._choices = [ArmChoice(arm) for arm in self._arms]
-        self._start = list(index).index(nearest(list(index), initial_gamma))
+        self._start = list(index).index(nearest(list(index), INITIAL_GAMMA))
         self._window_steps = window_steps
-        self._margin = margin
         self._hold_windows = hold_windows
         self._buckets: dict[int, _Bucket] = {}
 
     def choose(self, batch_size: int, now: float) -> ArmChoice:
-        """The base of this octave, or the neighbour that is on trial."""
+        """Returns the base of this octave, or the neighbour that is on trial."""
         del now
-        key = octave(batch_size)
-        bucket = self._buckets.get(key)
-        if bucket is None:
-            bucket = self._buckets[key] = _Bucket(self._start, self._start)
+        start = _Bucket(self._start, self._start)
+        bucket = self._buckets.setdefault(octave(batch_size), start)
         self._start = bucket.base
         return self._choices[bucket.running]
 
@@ -111,7 +111,7 @@ class HillClimber:
             self._probe(bucket)
 
     def _end_of_probe(self, bucket: _Bucket, rate: float) -> None:
-        if rate > bucket.rate * (1 + self._margin):
+        if rate > bucket.rate * (1 + MARGIN):
             bucket.base, bucket.rate, bucket.refused = bucket.running, rate, 0
             self._probe(bucket)
             return

@@ -27,14 +27,22 @@ from pathlib import Path
 from typing import Any
 
 from controller.core.engine_spec import Arm
-from controller.simulation.peers.arm_lookup import by_gamma, first_drafter, nearest
-from controller.simulation.peers.errors import PeerUnavailableError
+from controller.core.errors import SpeculationError
+from controller.simulation.peers.common import by_gamma, first_drafter, nearest
 from controller.simulation.policy import ArmChoice, StepRecord
 from controller.simulation.results import PolicyOrigin
 
 NAME = "sglang-adaptive"
 INITIAL_STEPS = 3
 _MODULE = "sglang.srt.speculative.adaptive_spec_params"
+
+
+class PeerUnavailableError(SpeculationError):
+    """The package of a peer, which `peer` names, cannot be imported."""
+
+    def __init__(self, peer: str, fault: str, remedy: str) -> None:
+        self.peer = peer
+        super().__init__(f"peer {peer!r} is not available: {fault}; {remedy}")
 
 
 class SGLangAdaptive:
@@ -55,12 +63,12 @@ class SGLangAdaptive:
         self._steps_for_batch = self.params.get_steps_for_batch
 
     def choose(self, batch_size: int, now: float) -> ArmChoice:
-        """The arm of the steps that the slot of this batch size stands at."""
+        """Returns the arm of the steps that the slot of this batch size stands at."""
         del now
         return self._choices[self._steps_for_batch(batch_size)]
 
     def observe(self, record: StepRecord, now: float) -> None:
-        """One verify result, as the worker hands it over."""
+        """Passes on one verify result, as the worker hands it over."""
         del now
         accepted: list[int] = []
         for length, sequences in enumerate(record.counts):

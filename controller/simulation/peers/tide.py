@@ -30,35 +30,9 @@ import numpy as np
 from controller.core.cost.profile import Profile
 from controller.core.engine_spec import Arm
 from controller.simulation.errors import InvalidInputError
-from controller.simulation.peers.arm_lookup import first_drafter, off_arm, speculating_arm
-from controller.simulation.peers.readings import accepted_tokens
+from controller.simulation.peers.common import accepted_tokens, on_and_off
 from controller.simulation.policy import ArmChoice, StepRecord
 from controller.simulation.results import PolicyOrigin
-
-
-def expected_length(alpha: float, gamma: int) -> float:
-    """Computes the tokens a sequence gains in a step at acceptance rate alpha (Eq. 2)."""
-    return float(sum(alpha**k for k in range(gamma + 1)))
-
-
-def acceptance_rate(length: float, gamma: int) -> float:
-    """Finds the alpha in [0, 1] of this acceptance length (Eq. 2 inverted, by bisection)."""
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        if expected_length(middle, gamma) < length:
-            low = middle
-        else:
-            high = middle
-    return (low + high) / 2
-
-
-def practical_speedup(alpha: float, gamma: int, relative_cost: float) -> float:
-    """Computes the practical speedup (Eq. 5).
-
-    relative_cost: c(b) gamma + beta(b), the seconds at gamma over the seconds at 0.
-    """
-    return expected_length(alpha, gamma) / relative_cost
 
 
 class TideThreshold:
@@ -80,44 +54,31 @@ class TideThreshold:
         drafter: str | None = None,
         recheck_steps: int = 100,
         memory_sequences: float = 50.0,
-        warm: bool = False,
     ) -> None:
-        drafter = first_drafter(arms) if drafter is None else drafter
-        on = speculating_arm(arms, drafter, gamma)
-        off = off_arm(arms, drafter)
-        self.gamma = arms[on].gamma
-        self._on = ArmChoice(on, asleep=not warm)
-        self._off = self._on if off is None else ArmChoice(off, asleep=not warm)
-        # Plain decoding alone, or none of it: there is nothing to decide.
-        self._fixed = self.gamma == 0 or off is None
+        self._on, off = on_and_off(arms, gamma, drafter)
+        self._off = off or self._on
+        # With plain decoding alone, or without it, there is nothing to decide.
+        self._fixed = arms[self._on.arm].gamma == 0 or off is None
         self._recheck_steps = recheck_steps
         self._memory = memory_sequences
-        self._length = 0.0
+        # The average, tokens a sequence and step; 0 before anything was seen.
+        self.acceptance_length = 0.0
         self._seen = 0
         self._off_steps = 0
-        self._relative: dict[int, float] = {}
         if not self._fixed:
-            assert off is not None
-            self._log_sizes, self._ratios = _relative_costs(profile, arms[on], arms[off])
-
-    @property
-    def acceptance_length(self) -> float:
-        """The average, tokens a sequence and step; 0 before anything was seen."""
-        return self._length
+            self._log_sizes, self._ratios = _relative_costs(
+                profile, arms[self._on.arm], arms[self._off.arm]
+            )
 
     def relative_cost(self, batch_size: int) -> float:
         """c(b) gamma + beta(b): the acceptance length at which speculation breaks even."""
-        found = self._relative.get(batch_size)
-        if found is None:
-            found = float(np.interp(math.log(batch_size), self._log_sizes, self._ratios))
-            self._relative[batch_size] = found
-        return found
+        return float(np.interp(math.log(batch_size), self._log_sizes, self._ratios))
 
     def choose(self, batch_size: int, now: float) -> ArmChoice:
         """Drafts while the practical speedup at this batch is above 1."""
         del now
         starting = self._fixed or self._seen < self._memory
-        if starting or self._length > self.relative_cost(batch_size):
+        if starting or self.acceptance_length > self.relative_cost(batch_size):
             self._off_steps = 0
             return self._on
         self._off_steps += 1
@@ -137,7 +98,7 @@ class TideThreshold:
             weight = record.batch_size / self._seen
         else:
             weight = 1.0 - math.exp(-record.batch_size / self._memory)
-        self._length += weight * (length - self._length)
+        self.acceptance_length += weight * (length - self.acceptance_length)
 
 
 def _relative_costs(profile: Profile, on: Arm, off: Arm) -> tuple[list[float], list[float]]:

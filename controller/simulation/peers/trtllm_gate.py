@@ -16,8 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from controller.core.engine_spec import Arm
-from controller.simulation.peers.arm_lookup import first_drafter, off_arm, speculating_arm
-from controller.simulation.peers.readings import accepted_tokens
+from controller.simulation.peers.common import accepted_tokens, on_and_off
 from controller.simulation.policy import ArmChoice, StepRecord
 from controller.simulation.results import PolicyOrigin
 
@@ -45,14 +44,9 @@ class SpeculationGate:
         drafter: str | None = None,
         threshold: float = THRESHOLD,
         window: int = WINDOW_REQUESTS * STEPS_PER_REQUEST,
-        warm: bool = False,
     ) -> None:
-        drafter = first_drafter(arms) if drafter is None else drafter
-        on = speculating_arm(arms, drafter, gamma)
-        off = off_arm(arms, drafter)
-        self._on = ArmChoice(on, asleep=not warm)
-        self._paused = self._on if off is None else ArmChoice(off, asleep=not warm)
-        self._disabled = self._on if off is None else ArmChoice(off)
+        self._on, off = on_and_off(arms, gamma, drafter)
+        self._off = off or self._on
         self._limit = float("inf") if max_concurrency is None else max_concurrency
         self._threshold = threshold
         self._window = window
@@ -64,9 +58,7 @@ class SpeculationGate:
     def choose(self, batch_size: int, now: float) -> ArmChoice:
         """Drafts unless the gate is closed or the batch is past the limit."""
         del now
-        if self.closed:
-            return self._disabled
-        return self._on if batch_size <= self._limit else self._paused
+        return self._off if self.closed or batch_size > self._limit else self._on
 
     def observe(self, record: StepRecord, now: float) -> None:
         """Moves the window by a drafted step, and closes the gate if its mean is too low."""

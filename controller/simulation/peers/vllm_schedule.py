@@ -8,7 +8,7 @@ at 1 and not overlap.  It knows neither acceptance nor cost.
 Made as strong as a table can be: `best_table` fills it in hindsight from every arm's own run
 through the same workload, and its entries are arms, so that it may also switch drafters, which
 vLLM cannot.  Left out: vLLM counts requests in prefill as part of the batch.  At K = 0 the drafter
-sleeps; vLLM still runs it there and was measured to pay 5 to 8 % of a step for that (warm=True).
+sleeps; vLLM still runs it there and was measured to pay 5 to 8 % of a step for that.
 """
 
 from bisect import bisect_left
@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 
 from controller.core.engine_spec import Arm
 from controller.simulation.errors import InvalidInputError
-from controller.simulation.peers.readings import octave_range
+from controller.simulation.peers.common import octave_range
 from controller.simulation.policy import ArmChoice, StepRecord
 from controller.simulation.results import PolicyOrigin
 
@@ -31,17 +31,11 @@ class BatchSchedule:
 
     origin = PolicyOrigin.RESTATED
 
-    def __init__(
-        self,
-        arms: Sequence[Arm],
-        arm_by_batch: Sequence[tuple[int, int, int]],
-        *,
-        warm: bool = False,
-    ) -> None:
+    def __init__(self, arms: Sequence[Arm], arm_by_batch: Sequence[tuple[int, int, int]]) -> None:
         self.table = _checked(arm_by_batch, len(arms))
         # Up to where each range serves: a gap belongs to the range below it.
         self._ends = [first - 1 for first, _, _ in self.table[1:]]
-        self._choices = [ArmChoice(arm, asleep=not warm) for _, _, arm in self.table]
+        self._choices = [ArmChoice(arm) for _, _, arm in self.table]
 
     def choose(self, batch_size: int, now: float) -> ArmChoice:
         """Looks the arm up."""
@@ -49,28 +43,25 @@ class BatchSchedule:
         return self._choices[bisect_left(self._ends, batch_size)]
 
     def observe(self, record: StepRecord, now: float) -> None:
-        """Nothing is learnt."""
+        """Learns nothing."""
 
 
 def _checked(entries: Sequence[tuple[int, int, int]], arms: int) -> Table:
     table = tuple(sorted(entries))
-    if not table:
-        raise InvalidInputError(_SOURCE, 0, "no range is listed")
-    if table[0][0] != 1:
-        raise InvalidInputError(
-            _SOURCE, 0, f"the first range starts at {table[0][0]}, batch size 1 has no entry"
-        )
+    fault = "" if table else "no range is listed"
+    if table and table[0][0] != 1:
+        fault = f"the first range starts at {table[0][0]}, batch size 1 has no entry"
     below = 0
     for first, last, arm in table:
         if first > last:
-            raise InvalidInputError(_SOURCE, 0, f"range {first}..{last} ends before it starts")
+            fault = fault or f"range {first}..{last} ends before it starts"
         if first <= below:
-            raise InvalidInputError(_SOURCE, 0, f"range {first}..{last} overlaps the one below it")
+            fault = fault or f"range {first}..{last} overlaps the one below it"
         if not 0 <= arm < arms:
-            raise InvalidInputError(
-                _SOURCE, 0, f"range {first}..{last}: arm {arm} does not exist, there are {arms}"
-            )
+            fault = fault or f"range {first}..{last}: arm {arm} does not exist, there are {arms}"
         below = last
+    if fault:
+        raise InvalidInputError(_SOURCE, 0, fault)
     return table
 
 

@@ -29,9 +29,8 @@ class Bar:
 
 
 def bars(report: SimulationReport) -> tuple[Bar, ...]:
-    """Every bar that the report has something to say about."""
-    with_ours = [(s, _ours(s)) for s in report.scenarios]
-    pairs = [(s, ours) for s, ours in with_ours if ours is not None]
+    """Judges every bar that the report has something to say about."""
+    pairs = [(s, mine) for s in report.scenarios if (mine := ours(s))]
     still = [(s, p) for s, p in pairs if not s.shifting]
     moving = [(s, p) for s, p in pairs if s.shifting]
     wrong = [(s, p) for s, p in pairs if s.group == "wrong-profile"]
@@ -46,8 +45,11 @@ def bars(report: SimulationReport) -> tuple[Bar, ...]:
                 if (peer := best_peer(s)) and (value := p.ratio_to_peers[peer])], above=True),
         _least("anywhere: against gamma = 0", 0.99,
                [(p.ratio_to_off, s.name) for s, p in pairs if p.ratio_to_off is not None]),
-        _recovery([(p.recovery_steps, s.name) for s, p in moving if p.recovery_steps is not None]),
     ]  # fmt: skip
+    recovery = [(p.recovery_steps, s.name) for s, p in moving if p.recovery_steps is not None]
+    if recovery:
+        steps, where = max(recovery)
+        found.append(Bar("shifting: median steps to recover", 100.0, steps, steps <= 100.0, where))
     if still:
         logs = [math.log(p.ratio_to_oracle) for _, p in still]
         mean = math.exp(sum(logs) / len(logs))
@@ -57,11 +59,11 @@ def bars(report: SimulationReport) -> tuple[Bar, ...]:
 
 
 def best_peer(scenario: ScenarioReport) -> str | None:
-    """The peer that comes closest to the controller, or leads."""
-    ours = _ours(scenario)
-    if ours is None or not ours.ratio_to_peers:
+    """Names the peer that comes closest to the controller, or leads."""
+    mine = ours(scenario)
+    if mine is None or not mine.ratio_to_peers:
         return None
-    return min(ours.ratio_to_peers, key=lambda name: ours.ratio_to_peers[name])
+    return min(mine.ratio_to_peers, key=mine.ratio_to_peers.__getitem__)
 
 
 def is_peer(policy: PolicyReport) -> bool:
@@ -69,7 +71,8 @@ def is_peer(policy: PolicyReport) -> bool:
     return policy.origin in _PEERS
 
 
-def _ours(scenario: ScenarioReport) -> PolicyReport | None:
+def ours(scenario: ScenarioReport) -> PolicyReport | None:
+    """Returns the controller's own report; None when it did not run."""
     return next((p for p in scenario.policies if p.name == OURS), None)
 
 
@@ -82,10 +85,3 @@ def _least(name: str, wanted: float, values: Sequence[Found], *, above: bool = F
         return None
     found, where = min(values)
     return Bar(name, wanted, found, found > wanted if above else found >= wanted, where)
-
-
-def _recovery(values: Sequence[Found]) -> Bar | None:
-    if not values:
-        return None
-    found, where = max(values)
-    return Bar("shifting: median steps to recover", 100.0, found, found <= 100.0, where)

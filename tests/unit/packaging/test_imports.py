@@ -48,6 +48,7 @@ def test_the_layers_hold(tree: Path):
         ("controller/recording/frames.py", "import controller.service.server", "sidecar"),
         ("controller/profiling/fit.py", "import controller.service.server", "sidecar"),
         ("controller/service/net/limits.py", "import controller.service.rpc.streams", "service"),
+        ("controller/simulation/engine.py", "import controller.simulation.peers.static", "simulat"),
         ("controller/core/cost/grid.py", "import controller.core.planning.planner", "core"),
         ("controller/cli/doctor.py", "import lab.papers.tide", "lab"),
         ("engine_shim/link/errors.py", "import controller.core.errors", "shim"),

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from controller.simulation.engine import EngineOptions, Prefill, simulate
 from controller.simulation.errors import InvalidInputError
-from controller.simulation.peers import Static
+from controller.simulation.peers.static import Static
 from controller.simulation.policy import ArmChoice
 from controller.simulation.workload import ClosedLoop, OpenLoop, RequestPool, WorkloadPhase
 from tests.unit.controller.simulation.small import GAMMAS, pool, surface

@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from controller.simulation.run import run_seed
+from controller.simulation.comparison.run import run_seed
+from controller.simulation.comparison.summary import summarise
 from controller.simulation.suite import measured_profile, standard
-from controller.simulation.summary import summarise
 from controller.simulation.workload import ClosedLoop
 
 SUITE = {scenario.name: scenario for scenario in standard()}

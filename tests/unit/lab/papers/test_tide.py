@@ -44,6 +44,12 @@ def test_eq_5_is_the_direct_ratio_of_tokens_per_second(name, batch, gamma):
     )
 
 
+@given(st.floats(0, 0.999), st.integers(1, 12))
+def test_the_acceptance_length_is_the_closed_form_of_equation_2(alpha, gamma):
+    closed = (1 - alpha ** (gamma + 1)) / (1 - alpha)
+    assert acceptance_length(alpha, gamma) == pytest.approx(closed)
+
+
 @given(st.floats(0.0, 1.0), st.integers(1, 16))
 def test_the_rate_of_a_length_is_the_one_that_gives_it(alpha, gamma):
     length = acceptance_length(alpha, gamma)

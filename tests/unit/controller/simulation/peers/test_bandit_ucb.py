@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.core.engine_spec import Arm
-from controller.simulation.peers import Reward, UcbBandit
+from controller.simulation.peers.bandit_ucb import Reward, UcbBandit
 from tests.unit.controller.simulation.peers.loop import ARMS, GAMMAS, Loop, best_arm, constant
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from controller.core.engine_spec import Arm
-from controller.simulation.peers import GoodputProbe
+from controller.simulation.peers.goodput_probe import GoodputProbe
 from tests.unit.controller.simulation.peers.loop import ARMS, Loop, best_arm, constant
 
 

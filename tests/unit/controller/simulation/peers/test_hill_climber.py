@@ -3,7 +3,7 @@
 import pytest
 
 from controller.core.engine_spec import Arm
-from controller.simulation.peers import HillClimber
+from controller.simulation.peers.hill_climber import HillClimber
 from tests.unit.controller.simulation.peers.loop import (
     ARMS,
     GAMMAS,

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 
 from controller.core.engine_spec import Arm
-from controller.simulation.peers import PeerUnavailableError, SGLangAdaptive
-from controller.simulation.peers.sglang_adaptive import available_config
+from controller.simulation.peers.sglang_adaptive import (
+    PeerUnavailableError,
+    SGLangAdaptive,
+    available_config,
+)
 from controller.simulation.results import PolicyOrigin
 from tests.unit.controller.simulation.peers.loop import ARMS, record
 

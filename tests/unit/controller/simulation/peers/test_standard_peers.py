@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controller.core.engine_spec import Arm
-from controller.simulation.peers import PeerUnavailableError, standard_peers
+from controller.simulation.peers import standard_peers
+from controller.simulation.peers.sglang_adaptive import PeerUnavailableError
 from controller.simulation.results import PolicyOrigin
 from tests.unit.controller.simulation.peers.loop import ARMS, Loop, profile_of
 

@@ -3,7 +3,7 @@
 import pytest
 
 from controller.simulation.errors import InvalidInputError
-from controller.simulation.peers import Static
+from controller.simulation.peers.static import Static
 from tests.unit.controller.simulation.peers.loop import ARMS, Loop
 
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from controller.core.engine_spec import Arm
 from controller.simulation.errors import InvalidInputError
-from controller.simulation.peers import TideThreshold
-from controller.simulation.peers.tide import acceptance_rate, expected_length, practical_speedup
+from controller.simulation.peers.tide import TideThreshold
+from lab.papers.tide import acceptance_length, acceptance_rate
 from tests.unit.controller.simulation.peers.loop import ARMS, Loop, profile_of, record, step_seconds
 
 ON, OFF = 3, 0  # gamma 3, gamma 0
@@ -23,23 +23,12 @@ def fed(policy, length, sequences=1000):
     return policy
 
 
-@given(st.floats(0, 0.999), st.integers(1, 12))
-def test_the_acceptance_length_is_the_closed_form_of_equation_2(alpha, gamma):
-    closed = (1 - alpha ** (gamma + 1)) / (1 - alpha)
-    assert expected_length(alpha, gamma) == pytest.approx(closed)
-
-
-@given(st.floats(0, 1), st.integers(1, 12))
-def test_the_acceptance_rate_inverts_equation_2(alpha, gamma):
-    found = acceptance_rate(expected_length(alpha, gamma), gamma)
-    assert found == pytest.approx(alpha, abs=1e-6)
-
-
 @given(st.floats(1.0, 4.0), st.integers(1, 512))
 def test_it_is_on_exactly_where_equation_5_gives_a_speedup_above_one(length, batch_size):
     policy = fed(TideThreshold(ARMS, profile_of(), 3), length)
     alpha = acceptance_rate(policy.acceptance_length, 3)
-    speedup = practical_speedup(alpha, 3, policy.relative_cost(batch_size))
+    assert alpha is not None
+    speedup = acceptance_length(alpha, 3) / policy.relative_cost(batch_size)
     if math.isclose(speedup, 1.0, abs_tol=1e-9):
         return
     assert policy.choose(batch_size, 0.0).arm == (ON if speedup > 1 else OFF)

@@ -3,7 +3,7 @@
 import pytest
 
 from controller.core.engine_spec import Arm
-from controller.simulation.peers import SpeculationGate
+from controller.simulation.peers.trtllm_gate import SpeculationGate
 from tests.unit.controller.simulation.peers.loop import ARMS, Loop, record
 
 ON, OFF = 3, 0

@@ -5,8 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.simulation.errors import InvalidInputError
-from controller.simulation.peers import BatchSchedule, Static, best_table
-from controller.simulation.peers.readings import octave
+from controller.simulation.peers.common import octave
+from controller.simulation.peers.static import Static
+from controller.simulation.peers.vllm_schedule import BatchSchedule, best_table
 from tests.unit.controller.simulation.peers.loop import ARMS, Loop
 
 TABLE = ((1, 4, 4), (5, 16, 2), (33, 64, 0))

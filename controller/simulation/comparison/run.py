@@ -7,24 +7,33 @@ run as one schedule; where that is slower than the best single arm, that arm is 
 import os
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from controller.core.settings import PlannerSettings
+from controller.simulation.comparison.hindsight import (
+    SegmentSchedule,
+    best_by_segment,
+    recovery_steps,
+)
 from controller.simulation.controller_policy import ControllerPolicy
 from controller.simulation.engine import RunResult, simulate
 from controller.simulation.errors import InvalidInputError
-from controller.simulation.hindsight import SegmentSchedule, best_by_segment, recovery_steps
-from controller.simulation.peers import PeerUnavailableError, Static, best_table, standard_peers
+from controller.simulation.peers import standard_peers
+from controller.simulation.peers.sglang_adaptive import PeerUnavailableError
+from controller.simulation.peers.static import Static
+from controller.simulation.peers.vllm_schedule import best_table
 from controller.simulation.policy import Policy
 from controller.simulation.results import PolicyOrigin, Timeline
 from controller.simulation.scenario import Scenario
 from controller.simulation.surface import CostSurface
-from controller.simulation.timeline import timeline
 from controller.simulation.workload import ClosedLoop, Workload
 
 OURS = "controller"
 ORACLE = "oracle"
 OFF = "off"
+_POINTS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +68,8 @@ class SeedRun:
     timeline: Timeline | None = None
 
     def run(self, name: str) -> PolicyRun:
-        """The run of that name.  Raises KeyError."""
-        for run in self.runs:
-            if run.name == name:
-                return run
-        raise KeyError(name)
+        """Returns the run of that name.  Raises KeyError."""
+        return {run.name: run for run in self.runs}[name]
 
 
 def static_names(surface: CostSurface) -> dict[str, int]:
@@ -79,7 +85,7 @@ def static_names(surface: CostSurface) -> dict[str, int]:
 
 
 def policy_names(scenario: Scenario) -> list[str]:
-    """Everything that `wanted` may name."""
+    """Lists everything that `wanted` may name."""
     peers = standard_peers(scenario.surface.arms, scenario.profile, ((1, 1, 0),))
     return [OURS, ORACLE, *static_names(scenario.surface), *peers]
 
@@ -90,7 +96,7 @@ def run_seed(
     wanted: Collection[str] | None = None,
     settings: PlannerSettings | None = None,
 ) -> SeedRun:
-    """All policies (or the wanted ones; static arms and the oracle are always run)."""
+    """Runs all policies (or the wanted ones; static arms and the oracle are always run)."""
     surface, options = scenario.surface, scenario.options
     workload = scenario.workload(seed)
     runs: list[PolicyRun] = []
@@ -102,9 +108,21 @@ def run_seed(
 
     statics = static_names(surface)
     static_runs = {name: run(name, Static(surface.arms, arm)) for name, arm in statics.items()}
-    best = max(static_runs, key=lambda name: static_runs[name].tokens / static_runs[name].seconds)
-    oracle = _run_oracle(statics, static_runs, best, run, runs)
-    by_arm = [static_runs[_name_of(statics, surface, i)] for i in range(len(surface.arms))]
+    best = max(static_runs, key=lambda name: static_runs[name].rate)
+    schedule = [list(statics.values())[i] for i in best_by_segment(list(static_runs.values()))]
+    oracle = static_runs[best]
+    if (
+        len(set(schedule)) > 1
+        and (found := run(ORACLE, SegmentSchedule(schedule))).rate >= oracle.rate
+    ):
+        oracle = found
+    else:
+        runs = [one for one in runs if one.name != ORACLE]
+        as_oracle = next(one for one in runs if one.name == best)
+        runs.append(replace(as_oracle, name=ORACLE, origin=PolicyOrigin.HINDSIGHT))
+    # Every arm at gamma = 0 is the one static arm OFF.
+    name_of = {arm: name for name, arm in statics.items()}
+    by_arm = [static_runs[name_of.get(i, OFF)] for i in range(len(surface.arms))]
     table = best_table([result.octaves for result in by_arm])
     missing: dict[str, str] = {}
     for name, factory in standard_peers(surface.arms, scenario.profile, table).items():
@@ -118,40 +136,8 @@ def run_seed(
         ours = ControllerPolicy(surface, scenario.profile, scenario.max_batch_size, settings)
         result = run(OURS, ours)
         if scenario.shifting:
-            picture = timeline(surface, result, oracle)
+            picture = _timeline(surface, result, oracle)
     return SeedRun(seed, tuple(runs), best, missing, picture)
-
-
-def _run_oracle(
-    statics: dict[str, int],
-    static_runs: dict[str, RunResult],
-    best: str,
-    run: Callable[[str, Policy], RunResult],
-    runs: list[PolicyRun],
-) -> RunResult:
-    arms, results = list(statics.values()), list(static_runs.values())
-    best_run = static_runs[best]
-    schedule = [arms[i] for i in best_by_segment(results)]
-    if len(set(schedule)) > 1:
-        oracle = run(ORACLE, SegmentSchedule(schedule))
-        if oracle.tokens / oracle.seconds >= best_run.tokens / best_run.seconds:
-            return oracle
-        runs.pop()
-    as_oracle = next(found for found in runs if found.name == best)
-    runs.append(
-        PolicyRun(
-            ORACLE, PolicyOrigin.HINDSIGHT, as_oracle.tokens, as_oracle.seconds, as_oracle.steps,
-            as_oracle.switches, as_oracle.recovery, 0.0, as_oracle.sequence_seconds,
-            as_oracle.decision_seconds,
-        )
-    )  # fmt: skip
-    return best_run
-
-
-def _name_of(statics: dict[str, int], surface: CostSurface, arm: int) -> str:
-    if surface.arms[arm].gamma == 0:
-        return OFF
-    return next(name for name, index in statics.items() if index == arm)
 
 
 def _summary(
@@ -180,7 +166,7 @@ def run_all(
     processes: int | None = None,
     on_done: Callable[[Scenario], None] | None = None,
 ) -> list[list[SeedRun]]:
-    """Every scenario on its seeds (seed, seed + 1, ...), side by side on all processors.
+    """Runs every scenario on its seeds (seed, seed + 1, ...), side by side on all processors.
 
     Raises InvalidInputError if a wanted policy exists in no scenario.
     """
@@ -193,12 +179,16 @@ def run_all(
                 )
     found: list[list[SeedRun]] = [[] for _ in scenarios]
     tasks = [(i, seed + k) for i, s in enumerate(scenarios) for k in range(s.seeds)]
+
+    def keep(i: int, run: SeedRun) -> None:
+        found[i].append(run)
+        if on_done is not None:
+            on_done(scenarios[i])
+
     workers = processes or len(os.sched_getaffinity(0))
     if workers == 1 or len(tasks) == 1:
         for i, task_seed in tasks:
-            found[i].append(run_seed(scenarios[i], task_seed, wanted, settings))
-            if on_done is not None:
-                on_done(scenarios[i])
+            keep(i, run_seed(scenarios[i], task_seed, wanted, settings))
         return found
     with ProcessPoolExecutor(workers) as pool:
         waiting = {
@@ -206,10 +196,30 @@ def run_all(
             for i, task_seed in tasks
         }
         for future in as_completed(waiting):
-            i = waiting[future]
-            found[i].append(future.result())
-            if on_done is not None:
-                on_done(scenarios[i])
+            keep(waiting[future], future.result())
     for seeds in found:
         seeds.sort(key=lambda run: run.seed)
     return found
+
+
+def _timeline(surface: CostSurface, ours: RunResult, oracle: RunResult) -> Timeline:
+    """Divides both runs into about `_POINTS` stretches of equal numbers of steps."""
+    seconds, gamma, rate, batch_size = _coarse(surface, ours)
+    return Timeline(seconds, batch_size, gamma, rate, *_coarse(surface, oracle)[:3])
+
+
+def _coarse(surface: CostSurface, run: RunResult) -> tuple[tuple[float, ...], ...]:
+    """Returns per stretch its end in seconds, and the means of gamma, tokens/s and batch size."""
+    trace = run.trace
+    gammas = np.array([arm.gamma for arm in surface.arms], dtype=np.float64)[np.array(trace.arms)]
+    ends, tokens = np.array(trace.ends), np.array(trace.tokens, dtype=np.float64)
+    begins, batch_sizes = np.concatenate(([0.0], ends[:-1])), np.array(trace.batch_sizes)
+    parts = np.array_split(np.arange(len(ends)), min(_POINTS, len(ends)))
+    return (
+        tuple(float(ends[p[-1]]) for p in parts),
+        tuple(round(float(gammas[p].mean()), 3) for p in parts),
+        tuple(
+            round(float(tokens[p].sum() / max(ends[p[-1]] - begins[p[0]], 1e-12)), 1) for p in parts
+        ),
+        tuple(round(float(batch_sizes[p].mean()), 3) for p in parts),
+    )

@@ -1,10 +1,11 @@
 """Makes a report from runs: ratios over paired seeds, with their spread."""
 
 import math
+import statistics
 from collections.abc import Collection, Sequence
 
+from controller.simulation.comparison.run import OFF, ORACLE, OURS, SeedRun
 from controller.simulation.results import PolicyOrigin, PolicyReport, ScenarioReport
-from controller.simulation.run import OFF, ORACLE, OURS, PolicyRun, SeedRun
 from controller.simulation.scenario import Scenario
 
 # Student's t, 97.5 %, by degrees of freedom (1, 2, ...); beyond, the normal value is close.
@@ -17,9 +18,13 @@ Interval = tuple[float, float] | None
 def summarise(
     scenario: Scenario, seeds: Sequence[SeedRun], wanted: Collection[str] | None = None
 ) -> ScenarioReport:
-    """The scenario's report over all its seeds; of the wanted policies only, if any are named."""
+    """Makes the report over all seeds, of the wanted policies only if any are named."""
     names = [run.name for run in seeds[0].runs if wanted is None or run.name in wanted]
-    best_static = _best_static(seeds)
+    # The single arm that was best over all seeds together.
+    best_static = max(
+        (run.name for run in seeds[0].runs if run.origin is PolicyOrigin.STATIC),
+        key=lambda name: sum(math.log(seed.run(name).rate) for seed in seeds),
+    )
     peers = [
         run.name
         for run in seeds[0].runs
@@ -42,12 +47,6 @@ def summarise(
     )
 
 
-def _best_static(seeds: Sequence[SeedRun]) -> str:
-    """The single arm that was best over all seeds together."""
-    names = [run.name for run in seeds[0].runs if run.origin is PolicyOrigin.STATIC]
-    return max(names, key=lambda name: sum(math.log(seed.run(name).rate) for seed in seeds))
-
-
 def _policy(
     name: str, seeds: Sequence[SeedRun], best_static: str, peers: Sequence[str]
 ) -> PolicyReport:
@@ -56,11 +55,13 @@ def _policy(
     static, static_ci = _ratio(name, best_static, seeds)
     has_off = any(run.name == OFF for run in seeds[0].runs)
     off, off_ci = _ratio(name, OFF, seeds) if has_off else (None, None)
-    steps = sum(run.steps for run in runs)
+    steps, tokens = sum(run.steps for run in runs), sum(run.tokens for run in runs)
+    seconds = sum(run.seconds for run in runs)
+    recovery = [value for run in runs for value in run.recovery]
     return PolicyReport(
         name=name,
         origin=runs[0].origin,
-        tokens_per_second=sum(r.tokens for r in runs) / sum(r.seconds for r in runs),
+        tokens_per_second=tokens / seconds,
         ratio_to_oracle=oracle,
         ratio_to_best_static=static,
         ratio_to_off=off,
@@ -68,21 +69,16 @@ def _policy(
         ratio_to_best_static_ci=static_ci,
         ratio_to_off_ci=off_ci,
         switches_per_1000_steps=1000 * sum(run.switches for run in runs) / steps,
-        recovery_steps=_median([value for run in runs for value in run.recovery]),
-        probe_share=sum(run.probe_share * run.seconds for run in runs)
-        / sum(run.seconds for run in runs),
-        tpot_ms=1e3 * _tpot(runs),
+        recovery_steps=statistics.median(recovery) if recovery else None,
+        probe_share=sum(run.probe_share * run.seconds for run in runs) / seconds,
+        tpot_ms=1e3 * (sum(run.sequence_seconds for run in runs) / tokens),
         decision_microseconds=1e6 * sum(run.decision_seconds for run in runs) / steps,
         ratio_to_peers={peer: _ratio(name, peer, seeds)[0] for peer in peers if name == OURS},
     )
 
 
-def _tpot(runs: Sequence[PolicyRun]) -> float:
-    return sum(run.sequence_seconds for run in runs) / sum(run.tokens for run in runs)
-
-
 def _ratio(name: str, other: str, seeds: Sequence[SeedRun]) -> tuple[float, Interval]:
-    """Geometric mean over seeds of rate / rate, and its 95 % interval (Student, on logs)."""
+    """Returns the geometric mean of rate over rate, and its 95 % interval (Student, on logs)."""
     logs = [math.log(seed.run(name).rate / seed.run(other).rate) for seed in seeds]
     mean = sum(logs) / len(logs)
     if len(logs) < 2:
@@ -92,11 +88,3 @@ def _ratio(name: str, other: str, seeds: Sequence[SeedRun]) -> tuple[float, Inte
     t = _T[degrees - 1] if degrees <= len(_T) else _T_LARGE
     half = t * math.sqrt(variance / len(logs))
     return math.exp(mean), (math.exp(mean - half), math.exp(mean + half))
-
-
-def _median(values: Sequence[float]) -> float | None:
-    if not values:
-        return None
-    ordered = sorted(values)
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2

@@ -4,19 +4,19 @@ import numpy as np
 import pytest
 
 from controller.core.engine.engine_controller import EngineController
-from controller.simulation.controller_policy import ControllerPolicy
-from controller.simulation.engine import simulate
-from controller.simulation.errors import InvalidInputError
-from controller.simulation.hindsight import (
+from controller.simulation.comparison.hindsight import (
     SegmentSchedule,
     best_by_segment,
     recovery_steps,
     true_expected,
 )
-from controller.simulation.peers import Static
+from controller.simulation.comparison.run import run_all, run_seed, static_names
+from controller.simulation.comparison.summary import summarise
+from controller.simulation.controller_policy import ControllerPolicy
+from controller.simulation.engine import simulate
+from controller.simulation.errors import InvalidInputError
+from controller.simulation.peers.static import Static
 from controller.simulation.results import PolicyOrigin
-from controller.simulation.run import run_all, run_seed, static_names
-from controller.simulation.summary import summarise
 from tests.unit.controller.simulation.small import pool, scenario, surface
 
 

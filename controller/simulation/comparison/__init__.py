@@ -1,0 +1,1 @@
+"""Runs every policy on every scenario and compares them, seed by seed."""
