@@ -167,9 +167,9 @@ def _run(
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     import controller
-    from controller.simulation.results import SimulationReport
     from controller.simulation.comparison.run import run_all
     from controller.simulation.comparison.summary import summarise
+    from controller.simulation.results import SimulationReport
 
     began = time.monotonic()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
