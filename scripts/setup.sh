@@ -42,6 +42,7 @@ make_venv() {
   "$python" -m venv --clear "$venv"
 }
 
+# Python compiles what is imported when it is imported first: a tenth of all the files.
 # pip's output goes to a file: it lists every CUDA package of SGLang that is left out on purpose.
 pip() {
   "$venv/bin/python" -m pip --disable-pip-version-check "$@" >>"$log" 2>&1 || {
@@ -86,9 +87,6 @@ if [ "$(cat "$stamp" 2>/dev/null)" != "$made_from" ]; then
   rm -f "$stamp"
   "$venv/bin/python" -m pip --version >/dev/null 2>&1 || make_venv
   install
-  say "bytecode, on all cores (pip would compile on one)"
-  # Some packages hold files that are no Python of this version, which are never imported.
-  "$venv/bin/python" -m compileall -q -j 0 "$venv"/lib/python3*/site-packages >>"$log" 2>&1 || true
   printf '%s' "$made_from" >"$stamp"
   say "$venv is ready ($((SECONDS - started)) s)"
 fi

@@ -7,7 +7,7 @@ import typer
 
 from lab.demo import report
 from lab.demo.run import DemoOptions, run
-from lab.demo.stream import FULL, QUICK, SEED, build_stream
+from lab.demo.stream import FULL, QUICK, SEED, build_stream, halved
 from lab.harness.errors import HarnessError
 from lab.harness.processes import end_on_sigterm
 from lab.harness.terminal import Terminal
@@ -16,7 +16,7 @@ EXIT_FAILED = 1
 EXIT_NOT_EXACT = 3
 _QUICK_STATIC_GAMMA = 2
 _PROFILE_SECONDS = 80.0
-_QUICK_PROFILE_SECONDS = 25.0
+_QUICK_PROFILE_SECONDS = 14.0
 
 
 def demo(
@@ -35,7 +35,7 @@ def demo(
     """Plays one stream off, static, with SGLang's adaptive speculation and steered; compares."""
     end_on_sigterm()
     options = DemoOptions(
-        stream=build_stream(QUICK if quick else FULL, seed),
+        stream=halved(build_stream(QUICK, seed)) if quick else build_stream(FULL, seed),
         repeats=repeats or (1 if quick else 3),
         static_gamma=static_gamma or (_QUICK_STATIC_GAMMA if quick else None),
         profile_seconds=_QUICK_PROFILE_SECONDS if quick else _PROFILE_SECONDS,

@@ -19,7 +19,7 @@ from typing import Self
 from lab.harness.errors import EngineFailedError
 
 _TAIL_LINES = 25
-_TERM_SECONDS = 8.0
+_TERM_SECONDS = 2.0
 
 
 class Child:

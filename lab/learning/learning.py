@@ -44,7 +44,7 @@ def length(setting: LabSetting) -> dict[str, Any]:
 
 def strides(setting: LabSetting) -> dict[str, Any]:
     """Measures a drafter of code on csv at every stride, each from the same first weights."""
-    tokens = 160 if setting.quick else 500
+    tokens = 96 if setting.quick else 500
     with running(setting, "strides", MODELS / "draft-code", (0, _GAMMA), _PER_REQUEST) as lab:
         _baseline(lab, "csv", _GAMMA)
         plain = _without(lab, "csv", tokens, 0).tokens_per_second

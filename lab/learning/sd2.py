@@ -41,7 +41,7 @@ def sd2(setting: LabSetting) -> dict[str, Any]:
 
 def _trained(setting: LabSetting) -> tuple[dict[str, Path], dict[str, float]]:
     torch.set_num_threads(1)
-    first, then = (8.0, 6.0) if setting.quick else (100.0, 100.0)
+    first, then = (4.0, 3.0) if setting.quick else (100.0, 100.0)
     recipe = Sd2Recipe(MIXTURE, StepBudget(_MANY, first), StepBudget(_MANY, then))
     target = load_target(MODELS / "target").requires_grad_(requires_grad=False)
     tokenizer = Tokenizer.from_file(str(MODELS / "target/tokenizer.json"))
@@ -57,7 +57,7 @@ def _trained(setting: LabSetting) -> tuple[dict[str, Path], dict[str, float]]:
 
 
 def _served(setting: LabSetting, name: str, folder: Path) -> dict[str, Any]:
-    tokens = 48 if setting.quick else 150
+    tokens, domains = (32, ("code", "json")) if setting.quick else (150, DOMAINS)
     with running(setting, f"sd2-{name}", folder, (0, 3, _GAMMA)) as lab:
         with lab.pinned(0):
             lab.generate("json", _BATCH, 16, 3)
@@ -66,7 +66,7 @@ def _served(setting: LabSetting, name: str, folder: Path) -> dict[str, Any]:
         speeds: dict[str, Any] = {}
         with lab.pinned(_GAMMA) as pin:
             lab.generate("json", _BATCH, 16, 3)
-            for domain in DOMAINS:
+            for domain in domains:
                 played = [
                     lab.generate(domain, _BATCH, tokens, 10 + seed) for seed in range(setting.seeds)
                 ]

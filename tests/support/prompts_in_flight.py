@@ -15,7 +15,7 @@ PROMPTS = [
     for domain in DOMAINS
     for prompt in held_out_prompts(domain, count=2, length_tokens=48, seed=3)
 ]
-LENGTHS = [40, 120, 64, 96, 33, 80, 110, 57]
+LENGTHS = [24, 72, 40, 60, 21, 50, 66, 35]
 ALONE = held_out_prompts("json", count=1, length_tokens=60, seed=5)
 ALONE_LENGTH = 250
 CROWD = [
@@ -23,7 +23,7 @@ CROWD = [
     for domain in DOMAINS
     for prompt in held_out_prompts(domain, count=4, length_tokens=40, seed=11)
 ]
-CROWD_LENGTH = 90
+CROWD_LENGTH = 64
 # One batch after the other, of one domain.
 WAVES = [held_out_prompts("csv", count=4, length_tokens=60, seed=seed) for seed in range(5)]
 WAVE_LENGTH = 150

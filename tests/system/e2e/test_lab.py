@@ -13,7 +13,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def lab(folder: Path, *parts: str) -> dict[str, object]:
-    command = [sys.executable, "-m", "lab.learning", *parts, "--quick"]
+    forking = [sys.executable, "-m", "tests.support.forking_lab"]
+    command = [*forking, "lab.learning", *parts, "--quick"]
     done = subprocess.run(
         [*command, "--output", str(folder)],
         env=cpu_engine_env(),

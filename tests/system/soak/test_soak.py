@@ -1,4 +1,4 @@
-"""The soak, in short: SOAK_MINUTES of load, 1 unless it says otherwise.
+"""The soak, in short: SOAK_MINUTES of load, 0.7 unless it says otherwise.
 
 So short a run finds what leaks by the second and what drifts at all; `make soak` takes half an hour
 and finds what leaks by the minute.
@@ -14,7 +14,7 @@ from lab.harness.terminal import Terminal
 from tests.system.soak import report
 from tests.system.soak.run import Options, soak
 
-MINUTES = float(os.environ.get("SOAK_MINUTES", "1"))
+MINUTES = float(os.environ.get("SOAK_MINUTES", "0.7"))
 
 pytestmark = [
     pytest.mark.engine,

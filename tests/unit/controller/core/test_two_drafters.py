@@ -92,7 +92,12 @@ def of_the_best(steps: int, batch_size: int, seed: int) -> float:
     return best_seconds / clock.now()
 
 
-@pytest.mark.parametrize(("steps", "least"), [(100, 0.87), (400, 0.92), (1500, 0.95)])
+@pytest.mark.parametrize(
+    ("steps", "least", "seeds"), [(100, 0.87, 4), (400, 0.92, 3), (1500, 0.95, 1)]
+)
 @pytest.mark.parametrize("batch_size", [1, 8])
-def test_each_is_found_again_where_it_is_good(steps: int, least: float, batch_size: int):
-    assert statistics.mean(of_the_best(steps, batch_size, seed) for seed in range(4)) > least
+def test_each_is_found_again_where_it_is_good(
+    steps: int, least: float, seeds: int, batch_size: int
+):
+    found = [of_the_best(steps, batch_size, seed) for seed in range(seeds)]
+    assert statistics.mean(found) > least
