@@ -101,7 +101,7 @@ def serve(
 
     Every option, and more, can be set in a YAML file (--config) and by environment variables with
     the prefix CONTROLLER_ (CONTROLLER_METRICS_PORT, …).  An option goes before its variable, that
-    before the file.  `controller config` shows what comes of it.
+    before the file.  `controller config` shows the resulting settings.
 
     Exit codes: 0 stopped by SIGTERM or SIGINT, 2 options or settings, 8 a socket or port is taken,
     9 a file that a setting names (profile, access list, certificate) cannot be used, 10 the state

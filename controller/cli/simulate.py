@@ -62,7 +62,7 @@ def simulate(
         float, typer.Option(help="Factor by which the controller's drafting costs are wrong.")
     ] = 1.0,
     no_profile: Annotated[
-        bool, typer.Option("--no-profile", help="The controller is told no costs at all.")
+        bool, typer.Option("--no-profile", help="The controller starts without any costs.")
     ] = False,
     kv_seconds: Annotated[
         float, typer.Option(help="Price of a token of context, seconds; a .csv does not tell.")

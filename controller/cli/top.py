@@ -64,7 +64,7 @@ def _watch(address: str, interval: float, answer: "service_pb2.OverviewResponse"
 def _looks(
     address: str, interval: float, answer: "service_pb2.OverviewResponse"
 ) -> "Iterator[tuple[service_pb2.OverviewResponse, str]]":
-    """The newest answer, and what is wrong with it ("": nothing), for ever.
+    """Yields the newest answer, and what is wrong with it ("": nothing), without an end.
 
     A channel that lost its sidecar is given up: it would wait ever longer before it tries again.
     """

@@ -76,7 +76,7 @@ class Credentials:
 def why_silent(address: str, details: str | None) -> str:
     """Names what to check where no sidecar answers.  details: gRPC's words."""
     if "handshake failed" in (details or "").lower():
-        return "its certificate is none of CONTROLLER_CA's authority for this name"
+        return "CONTROLLER_CA's authority has issued no such certificate for this name"
     running = "is `controller serve` running there?"
     if address.startswith("unix:"):
         return f"{running} If it listens elsewhere, CONTROLLER_ADDRESS names the place"

@@ -46,7 +46,7 @@ class InvalidTrainingError(SpeculationError):
 
 
 class InvalidStateError(SpeculationError):
-    """Kept variables of a core that are none, or another engine's."""
+    """Recorded variables are damaged, or belong to another engine's core."""
 
 
 class ProfileMergeError(SpeculationError):

@@ -57,7 +57,7 @@ def _plugin(said: dict[str, Any]) -> Finding:
         return fail(
             "plugin",
             f"its agent is gone ({status.get('sidecar_detail')})",
-            "see the engine's log; the agent is started anew by itself",
+            "see the engine's log; the agent is started again by itself",
         )
     state = status.get("sidecar")
     if state != "STEERING":

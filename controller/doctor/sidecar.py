@@ -159,7 +159,7 @@ def _engine(engine: service_pb2.EngineStatus) -> Finding:
     if not engine.steering:
         return fail(
             name,
-            "introduced, but its stream is closed: it flies alone",
+            "introduced, but its stream is closed: it runs without a valid plan",
             "see whether the engine still runs, and its agent's lines in its log",
         )
     if not engine.reports:

@@ -32,7 +32,7 @@ def _slug(text: str) -> str:
 def reusable_profile(path: Path, spec: EngineSpec) -> Profile | None:
     """The profile there, if it is this engine's; None when there is no file.
 
-    Raises ProfileRefusedError for another engine's profile, and for what is none.
+    Raises ProfileRefusedError for another engine's profile, and for a file that is not a profile.
     """
     again = "measure again with --force, or name another file with --output"
     try:

@@ -192,17 +192,17 @@ class _ProfileRun:
         try:
             partial = load_partial(path)
         except InvalidPartialError as error:
-            self._reporter.note(f"begins anew: the interrupted measurement is unreadable: {error}")
+            self._reporter.note(f"starts again: the interrupted measurement is unreadable: {error}")
             return
         if partial is None:
             return
         if why := partial.why_unusable(self._spec, utc_now()):
-            self._reporter.note(f"begins anew: {path} is an interrupted measurement, but {why}")
+            self._reporter.note(f"starts again: {path} is an interrupted measurement, but {why}")
             return
         done = self._measurement.resume(partial)
         steps = sum(len(cell.seconds) for cell in partial.cells)
         self._reporter.note(
-            f"goes on with the measurement begun {partial.started_at:%Y-%m-%d %H:%M} UTC "
+            f"continues the measurement begun {partial.started_at:%Y-%m-%d %H:%M} UTC "
             f"({path}): {done} parts are done, {steps} steps are kept"
         )
 

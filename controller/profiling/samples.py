@@ -67,7 +67,7 @@ class Summary:
     """Median and interquartile range in seconds over `steps` steps.
 
     half_width: of the median's distribution-free 95 % confidence interval, relative to the median;
-    infinite for fewer than 6 steps, for which there is none.
+    infinite for fewer than 6 steps, for which it is undefined.
     """
 
     median: float

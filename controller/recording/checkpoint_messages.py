@@ -21,7 +21,7 @@ def state_to_proto(state: Mapping[str, Tree]) -> record_pb2.StateObject:
 
 
 def state_from_proto(message: record_pb2.StateObject) -> dict[str, Tree]:
-    """Raises RecordingError for what is none."""
+    """Converts the variables back.  Raises RecordingError for impossible values."""
     return dict(_fields(message))
 
 
@@ -113,7 +113,7 @@ def _numbers(message: record_pb2.StateArray) -> np.generic | np.ndarray:
         array = flat.reshape(message.shape, order="F" if message.columns_first else "C").copy("K")
         found: np.generic | np.ndarray = array[()] if message.scalar else array
     except (ValueError, IndexError) as error:
-        raise RecordingError(f"an array that is none: {error}") from error
+        raise RecordingError(f"an impossible array: {error}") from error
     return found
 
 

@@ -1,6 +1,6 @@
 """Estimates what another rule, profile or constant would have done with recorded reports.
 
-The other core starts with the recorded one's estimates, is told the same reports at the same times,
+The other core starts with the recorded one's estimates, gets the same reports at the same times,
 and decides when the recorded one decided.  It learns only from what ran: draft positions behind the
 recorded draft length, and the seconds of arms that did not run, stay unseen.  So what it would have
 gained is an estimate:
@@ -144,10 +144,10 @@ class Counterfactual:
         self._arms: dict[Arm, int] = {}
         self._at: Stretch | None = None
 
-    def opened(self, opening: Opening, seconds: float, wall_seconds: float, anew: bool) -> None:
+    def opened(self, opening: Opening, seconds: float, wall_seconds: float, restarts: bool) -> None:
         """It begins from the recorded estimates, and goes on through segments that follow."""
         del wall_seconds
-        if not anew:
+        if not restarts:
             return
         self._clock.set(seconds)
         settings = self._change.settings(opening.planner)

@@ -4,7 +4,7 @@ from controller.core.errors import SpeculationError
 
 
 class RecordingError(SpeculationError):
-    """A recording that is none, is damaged where it must not be, or is not there."""
+    """A recording is missing, damaged, or not a recording at all."""
 
 
 class RecordDirectoryError(SpeculationError):

@@ -16,7 +16,7 @@ from controller.recording.events import Moment
 # Moments of all sessions between two rounds of the recorder's thread: seconds of a busy fleet.
 QUEUE_MAX: Final = 20_000
 Queue = deque[tuple["EventLog", Moment]]
-# Of an override by id: Unix seconds, None = for ever or not known.
+# Of an override by id: Unix seconds, None without an end or if unknown.
 EndOf = Callable[[str], float | None]
 
 

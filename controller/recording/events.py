@@ -25,7 +25,7 @@ from speculation.v1 import plan_pb2
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """An override and its end: Unix seconds, None = for ever, or not known."""
+    """Pairs an override with its end: Unix seconds, None without an end or if unknown."""
 
     override: Override
     ends_at: float | None
@@ -63,7 +63,7 @@ class Reported:
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """The plan was considered anew; None: the old one went on."""
+    """The plan was considered again; None: the old one stays."""
 
     plan: plan_pb2.Plan | None
 

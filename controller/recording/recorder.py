@@ -134,7 +134,7 @@ class Recorder:
                 event_log.due = True
 
     def _write(self, event_log: EventLog, moments: Sequence[Moment]) -> None:
-        """An opening begins a segment; everything else goes on with the one there is."""
+        """An opening begins a segment; everything else is added to the present one."""
         first = 0
         for i, moment in enumerate(moments):
             if isinstance(moment.event, Opening):

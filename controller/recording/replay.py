@@ -3,7 +3,7 @@
 Must come to the same plans, bit by bit.
 
 At every segment's opening its variables must be the recorded ones, too.  After a gap (records that
-were lost, or a damaged end) it goes on from the opening.
+were lost, or a damaged end) it continues from the opening.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -68,7 +68,7 @@ class DecisionDifference:
 
 @dataclass(slots=True)
 class ReplayVerdict:
-    """Holds the result of a replay.  gaps: (segment, why) of those after which it began anew.
+    """Holds the result of a replay.  gaps: (segment, why) of those after which it restarted.
 
     lost: records that the sidecar dropped.  first: the first difference.  strange: what made the
     recording and is another one here, as (name, there, here).
@@ -98,8 +98,8 @@ class ReplayVerdict:
 class Visitor(Protocol):
     """Watches while a recording is decided again."""
 
-    def opened(self, opening: Opening, seconds: float, wall_seconds: float, anew: bool) -> None:
-        """A segment begins; anew: not where the one before has ended."""
+    def opened(self, opening: Opening, seconds: float, wall_seconds: float, restarts: bool) -> None:
+        """A segment begins; restarts: not where the one before has ended."""
 
     def before(self, moment: Moment, wall_seconds: float, core: EngineController) -> None:
         """This is about to happen to the core, which must not be changed."""
@@ -233,7 +233,7 @@ class _Replay:
         self._core = None
 
     def _goes_on(self, part: RecordingPart) -> bool:
-        """Whether the core so far is where the opening says it was; anything else is said."""
+        """Returns whether the core's state is the opening's; notes every other case."""
         verdict, opening = self._verdict, part.opening
         if opening.session != self._session:
             self._offset = opening.wall_seconds - part.began_at

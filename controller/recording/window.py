@@ -126,7 +126,7 @@ class Window:
         self._is_alone = False
         self._last_batch = 1
 
-    def opened(self, opening: Opening, seconds: float, wall_seconds: float, anew: bool) -> None:
+    def opened(self, opening: Opening, seconds: float, wall_seconds: float, restarts: bool) -> None:
         """A segment begins."""
         del seconds
         self._core_arms = {arm: i for i, arm in enumerate(opening.spec.arms)}
@@ -139,7 +139,7 @@ class Window:
                 )
             )  # fmt: skip
             self._is_alone = False
-        if anew:
+        if restarts:
             first = not self.steps and not self.spells
             self._override(opening.terms, wall_seconds, first=first)
 

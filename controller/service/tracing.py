@@ -3,7 +3,7 @@
 A span for every decision that changes what an engine shall do, and for every call that a person
 makes; none for a step, a report, a renewed lease or an open stream.  A call that changes plans is
 the parent of those decisions.  What is sampled goes to the collector from threads of their own, in
-batches; while it is away, they are dropped and the log says so.
+batches; while it is away, they are dropped, which the log reports.
 
 Only imported where it is asked for: the packages are an extra.
 """

@@ -84,7 +84,7 @@ _REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class StoredEntry:
-    """An entry whose end is a point in wall-clock time, Unix seconds; until None = for ever."""
+    """Holds an entry whose end is a wall-clock time, Unix seconds; until None: without an end."""
 
     override_id: str
     revision: int

@@ -259,7 +259,7 @@ class FileStore:
     async def audit(self, limit: int, subject: str = "", before: str = "") -> Sequence[AuditRecord]:
         """Implements the method of the store interface; sequences are numbers."""
         if before and not before.isdecimal():
-            raise UnknownSequenceError(f"sequence {before[:40]!r} is none of this store")
+            raise UnknownSequenceError(f"sequence {before[:40]!r} is not of this store")
         older_than = int(before) if before else None
         alone = self._opened().alone
         return await self._in(

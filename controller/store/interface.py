@@ -56,7 +56,7 @@ class Entry:
     """An override as a store holds it.
 
     revision: grows with every write of any entry.  body: JSON of the override, "" once it ended.
-    remaining_seconds: None = for ever; of an ended one, for how long its tombstone is kept.
+    remaining_seconds: None without an end; of an ended one, for how long its tombstone is kept.
     created_at: Unix seconds, for people.  ended: "", "cleared" or "expired".
     """
 

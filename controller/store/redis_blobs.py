@@ -17,7 +17,7 @@ local now = t[1] * 1000 + math.floor(t[2] / 1000)
 """
 
 # KEYS 1 the name's hash, 2 the index.  ARGV 1 source, 2 text, 3 name, 4 sources kept, 5 their
-# milliseconds (-1: for ever), 6 names kept, 7 prefix of hashes.
+# milliseconds (-1: without an end), 6 names kept, 7 prefix of hashes.
 _PUT = (
     _NOW
     + """

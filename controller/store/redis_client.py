@@ -1,4 +1,4 @@
-"""A Redis client from a URL: one server, Sentinel or Cluster, with TLS where the URL says so.
+"""Makes a Redis client from a URL: one server, Sentinel or Cluster, with TLS for rediss://.
 
 redis://[:PASSWORD@]HOST:PORT/DB          rediss://...                 TLS
 redis+sentinel://HOST:PORT,HOST:PORT/SERVICE/DB     rediss+sentinel://...
@@ -77,7 +77,7 @@ def _client(url: str, timeout_seconds: float, password_file: Path | None) -> Any
     plain = url.replace(f"{parts.scheme}://", f"{scheme}://", 1)
     if kind == "cluster":
         return RedisCluster.from_url(plain, **options)
-    # A write is never sent twice on its own: what became of the first one is not known.
+    # A write is never sent twice on its own: the first one's effect is unknown.
     client: Any = redis.asyncio.Redis.from_url(plain, retry=Retry(NoBackoff(), 0), **options)
     # Nothing is sent: only here the options in the URL's query meet the client that takes them.
     try:

@@ -43,7 +43,7 @@ class MirroredEntry:
         found = json.loads(text)
         body, ended = found["body"], found["ended"]
         if not (isinstance(body, str) and isinstance(ended, str)):
-            raise TypeError("body and ended are no texts")
+            raise TypeError("body and ended must be texts")
         until = math.inf if ms < 0 else now + ms / 1000
         return cls(
             override_id, int(found["revision"]), body, until, _finite(found["created"]), ended

@@ -144,7 +144,7 @@ local function run_out()
 end
 """
 
-# ARGV 3 id, 4 body ('' ends it), 5 milliseconds (-1: for ever), 6 expected revision, 7 who (JSON).
+# ARGV 3 id, 4 body ('' ends it), 5 milliseconds (-1: no end), 6 expected revision, 7 who (JSON).
 # -> {1, entry JSON, remaining ms} or, on a conflict, {0, entry JSON or '', remaining ms}.
 WRITE = (
     _COMMON

@@ -301,7 +301,7 @@ class RedisStore:
         self._trouble = trouble
 
     async def _listen(self, changed: Listener) -> None:
-        """Turns published messages into news; connects again for ever, with pauses."""
+        """Turns published messages into news; reconnects without an end, with pauses."""
         pause = _BACKOFF_SECONDS[0]
         while True:
             try:
@@ -313,13 +313,13 @@ class RedisStore:
                         if message["type"] == "message":
                             changed()
             except (redis.exceptions.RedisError, OSError, TimeoutError):
-                # Silence is told by `_reconcile`; here it only means to try again.
+                # `_reconcile` reports silence; here it only means to try again.
                 pass
             await asyncio.sleep(pause * random.uniform(0.5, 1.5))
             pause = min(2 * pause, _BACKOFF_SECONDS[1])
 
     async def _reconcile(self, changed: Listener) -> None:
-        """Looks at the counter now and then: a message that was missed does not matter."""
+        """Polls the counter, so that a message that was missed does not matter."""
         while True:
             jitter = random.uniform(0.8, 1.2)
             await asyncio.sleep(self._reconcile_seconds * jitter)

@@ -89,17 +89,17 @@ def to_body(override: Override) -> str:
 
 
 def from_body(body: str) -> Override:
-    """Raises InvalidOverrideError for what is none (written by hand, or by a newer sidecar)."""
+    """Reads an override.  Raises InvalidOverrideError (written by hand, or by a newer sidecar)."""
     try:
         return override_from_proto(json_format.Parse(body, policy_pb2.Override()))
     except json_format.ParseError as error:
-        raise InvalidOverrideError(f"the stored override is none: {error}") from error
+        raise InvalidOverrideError(f"the stored override cannot be read: {error}") from error
 
 
 def lifetime_of(
     request: policy_pb2.SetOverrideRequest, default_seconds: float, max_seconds: float
 ) -> float | None:
-    """Seconds, None for ever.  Raises InvalidOverrideError."""
+    """Returns seconds, None without an end.  Raises InvalidOverrideError."""
     which = request.WhichOneof("lifetime")
     if which is None:
         return default_seconds

@@ -45,7 +45,7 @@ class _Subprocess:
 
 def main() -> None:
     """Runs the module that the first argument names with the arguments after it."""
-    processes.subprocess = _Subprocess()  # type: ignore[assignment]
+    vars(processes)["subprocess"] = _Subprocess()
     del sys.argv[0]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 

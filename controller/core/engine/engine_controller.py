@@ -6,7 +6,7 @@
 The only state is in this object; the only clock is the one passed in.  Feed a second one the same
 reports at the same times and it makes the same plans.
 
-Two things change it: what it is told (`observe`, `set_overrides`, `force`, ...) and decisions
+Two things change it: its inputs (`observe`, `set_overrides`, `force`, ...) and decisions
 (`next_plan`, `force`, `last_plan`).  `current_plan`, `decide`, `explain`, `preview` and `beliefs`
 read it; they may be called at any time, by anybody, as often as they like.
 """
@@ -57,7 +57,7 @@ from controller.core.training.selective_training import TrainingSettings, Traini
 _KV_RATE = 0.05
 # A step that takes longer than so many expected ones was not made slow by its arm.
 _WILD_STEP = 3.0
-# At the start and after a shift estimates move quickly: for so many reports plans are made anew
+# At the start and after a shift estimates move quickly: for so many reports plans are made again
 # after this share of the usual pause.
 _UNSETTLED_REPORTS = 30
 # Without a profile everything has to be found out first.
@@ -221,7 +221,7 @@ class EngineController:
         at = self._rows_at = rows_under(self._overrides, self.spec, self._buckets, self.arms)
         self._planner.limit(at.upper, self._sizes[at.bucket], at.feasible, at.possible)
         self.explorer.cancel()
-        # Rows that read the same may sleep no more.
+        # Rows that read the same may no longer sleep.
         self._decided = None
         self._evaluated_at = -float("inf")
         return news

@@ -150,7 +150,7 @@ class RegimePlanner:
         best = int(plain[1:].argmax()) + 1
         runs = at > 0 and not self._trying
         off = plain[0] * (1 - _START_MARGIN if runs else 1 + _START_MARGIN)
-        if not self._response.begins_anew:
+        if not self._response.is_reset_repeatedly:
             # By how much off may be better than it seems: only being off would show it.
             unsure = hopeful[0] - plain[0] if at else hopeful[best] - plain[best]
             off += _CAUTION * unsure
@@ -165,7 +165,7 @@ class RegimePlanner:
                 wanted = at
             else:
                 beside = [i for i in (best - 1, best + 1) if 0 < i < len(STRIDES)]
-                if not self._response.begins_anew:
+                if not self._response.is_reset_repeatedly:
                     beside.append(0)
                 most = max(beside if best else [_FIRST_TRIAL], key=lambda i: float(hopeful[i]))
                 wanted = most if hopeful[most] > hope else best

@@ -117,7 +117,7 @@ class UpdateResponse:
         self.updates = self.shifts = 0
 
     @property
-    def begins_anew(self) -> bool:
+    def is_reset_repeatedly(self) -> bool:
         """Whether the drafter is reset repeatedly, which shows it without updates."""
         return self._resets_per_round > _ANEW
 

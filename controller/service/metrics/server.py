@@ -32,7 +32,7 @@ from controller.service.status.engine_snapshot import EngineSnapshot
 
 _log = structlog.get_logger(__name__)
 
-# A scrape that the event loop does not answer in this time fails, and Prometheus says so.
+# A scrape that the event loop does not answer in this time fails, which Prometheus reports.
 _SNAPSHOT_SECONDS_MAX = 5.0
 
 OF_AN_ENGINE: Final[tuple[Family[EngineSnapshot], ...]] = (

@@ -1,4 +1,4 @@
-"""The health port: grpc.health.v1 on TCP, in the clear, and nothing else.
+"""Serves grpc.health.v1 on a TCP port of its own, unencrypted, and nothing else.
 
 A kubelet's `grpc` probe calls at the pod's address, without TLS; the sidecar's sockets are files.
 Only Check is served: a Watch stays open, and whoever opens many would be in the probes' way.

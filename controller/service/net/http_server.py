@@ -1,6 +1,6 @@
 """HTTP on threads: a bounded number of requests at a time, each for a bounded time.
 
-What says nothing is cut off soon, and what says a byte now and then a little later: a request, its
+A silent client is disconnected soon, and one that sends single bytes a little later: a request, its
 answer included, has so many seconds, whatever it does with them.
 """
 
@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import structlog
 
-# Requests at a time; more are told to come again.
+# Requests at a time; more are asked to try again.
 REQUESTS_MAX: Final = 8
 # A client that says nothing, or reads nothing, for this time is cut off.
 SILENCE_SECONDS: Final = 5.0
@@ -53,7 +53,7 @@ class HttpServer(ThreadingHTTPServer):
     """Serves until it is closed, on a thread of that name.  Raises OSError when it cannot."""
 
     daemon_threads = True
-    # Who is too many is told so at once, and not left waiting for the network's second try.
+    # A client too many is refused at once, and not left waiting for the network's second try.
     request_queue_size = 128
 
     def __init__(

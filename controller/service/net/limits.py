@@ -128,7 +128,7 @@ def connection_options(most: int) -> list[tuple[str, int]]:
 
 
 def raise_descriptors(settings: Settings) -> None:
-    """Lets this process hold all connections that it takes; says so where it may not."""
+    """Lets this process hold all connections that it takes; logs a warning where it may not."""
     wanted = _OTHER_DESCRIPTORS + settings.max_connections * (1 if settings.tcp is None else 2)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:

@@ -4,7 +4,7 @@ gRPC does not tell who is behind a unix socket.  Operators therefore connect to 
 own, which asks the kernel (SO_PEERCRED) and passes the bytes on to a gRPC server for operators
 only, from an address that stands for this very connection; by that address a call finds its peer.
 
-Nobody else can connect to that server, so there is no address that an impostor could use: the name
+Nobody else can connect to that server, so an impostor has no address to use: the name
 of its socket is removed as soon as it is bound, and the only way to it that is left is a descriptor
 of this process.  Engines and readers have another server, which knows no operators.
 """
@@ -92,7 +92,7 @@ class OperatorSocket:
 
     @property
     def lost(self) -> str:
-        """The socket files that are not where they were bound, and what comes of it; else ""."""
+        """Names the socket files that have gone, and the consequence; "" if there are none."""
         bound = {self._main: self._main_inode, self.path: self._inode}
         gone = [str(path) for path, inode in bound.items() if not unix_socket.is_own(path, inode)]
         if not gone:

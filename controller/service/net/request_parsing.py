@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """Stands for a message of a stream that is none."""
+    """Stands for a message of a stream that cannot be parsed."""
 
     why: str
 

@@ -1,4 +1,4 @@
-"""TCP, where it is asked for: with TLS or in the clear, but no tokens over an open line."""
+"""Binds TCP on request: with TLS or unencrypted, but without tokens on an unencrypted line."""
 
 import grpc
 import grpc.aio

@@ -183,7 +183,9 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
                 raise InvalidQuestionError(f"limit {limit}: at most {_AUDIT_MAX}, ask in pages")
             before = request.before_sequence
             if before and not _SEQUENCE.fullmatch(before):
-                raise InvalidQuestionError(f"before_sequence {before[:40]!r} is none")
+                raise InvalidQuestionError(
+                    f"before_sequence {before[:40]!r} is not a sequence number"
+                )
             async with self._audit_turn:
                 records = await self._override_registry.audit(limit, request.override_id, before)
                 return await _audit_response(records)

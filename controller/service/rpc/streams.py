@@ -16,7 +16,7 @@ Request = TypeVar("Request")
 async def read(context: grpc.aio.ServicerContext[Request, Any]) -> Request | None:
     """The client's next message, None once it has sent its last.
 
-    Raises UnreadableRequestError for one that is none.
+    Raises UnreadableRequestError for one that cannot be parsed.
     """
     message: object = await context.read()
     if isinstance(message, Unreadable):

@@ -4,9 +4,9 @@ Kept under (target model, drafter), a text for every engine that told; request c
 engine tells every minute or so, when it has learnt something since, and when its session ends.
 
 Engines of one sidecar that were let in by the same access entry (or by none) are a group.  A group
-takes at most _PLACES places on the shelf.  A fresh session begins from what its own group has told.
-If that is nothing, it begins from the other groups, each of which counts the same, whatever number
-of engines or reports it has told of.
+takes at most _PLACES places in the blob store.  A fresh session starts from its own group's
+estimates.  Without any, it starts from the other groups, each of which counts the same, whatever
+number of engines or reports it has published.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ _TELL_SECONDS = 60.0
 _PLACES = 4
 # Reports since it last told that make an engine worth hearing again.
 _NEWS_REPORTS = 100
-# What is told at the end of a sidecar may take so long.
+# Publishing at the end of a sidecar may take so long.
 _LAST_WORDS_SECONDS = 1.0
 
 _log = structlog.get_logger(__name__)
@@ -49,7 +49,7 @@ class FleetEstimates:
         self._tell_seconds = tell_seconds
         self._told: WeakKeyDictionary[EngineSession, int] = WeakKeyDictionary()
         self._under_way: set[asyncio.Task[None]] = set()
-        # Of these, those that tell: an engine that comes again begins from what it told last.
+        # Of these, those that publish: an engine that returns starts from its last estimates.
         self._telling_now: set[asyncio.Task[None]] = set()
         self._telling: asyncio.Task[None] | None = None
 

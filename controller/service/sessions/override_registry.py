@@ -53,7 +53,7 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ActiveOverride:
-    """An override in force.  until: monotonic seconds, inf = for ever."""
+    """Holds an override in force.  until: monotonic seconds, inf without an end."""
 
     override: Override
     etag: str
@@ -62,7 +62,7 @@ class ActiveOverride:
 
     @property
     def remaining_seconds(self) -> float | None:
-        """None = for ever."""
+        """Returns the time left; None without an end."""
         return None if math.isinf(self.until) else max(0.0, self.until - time.monotonic())
 
 
@@ -360,7 +360,7 @@ async def _changes(queue: "_Queue") -> AsyncIterator[OverrideChange]:
 def _revision(etag: str) -> int:
     number = etag.partition("-")[0]
     if etag and not number.isdecimal():
-        raise OverrideChangedError(f"etag {etag[:40]!r} is none: send it as it was given")
+        raise OverrideChangedError(f"etag {etag[:40]!r} is not an etag: send it as it was given")
     return int(number[:18]) if etag else 0
 
 
@@ -382,7 +382,7 @@ def _judge(
 
 
 def _lifetime(entry: Entry) -> float | None:
-    """Seconds that it was given when it was written; None: for ever."""
+    """Returns the seconds that it was given when it was written; None without an end."""
     left = entry.remaining_seconds
     return None if left is None else left + time.time() - entry.created_at
 

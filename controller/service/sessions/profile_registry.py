@@ -1,4 +1,4 @@
-"""The profiles at hand, and which of them belongs to an engine.
+"""Keeps the available profiles, and finds the one that belongs to an engine.
 
 Profiles come from files named at the start, and from `InstallProfile` while the sidecar runs; the
 latter are kept as files too when a directory for them is configured.  Several may fit one engine:
@@ -57,7 +57,7 @@ class ProfileRegistry:
         return [(file, _read(file)) for path in paths for file in _files(path)]
 
     def take(self, found: Iterable[tuple[Path, Profile]]) -> list[Profile]:
-        """Adds what is newer than what is at hand of its identity; those that were added."""
+        """Adds profiles that are newer than the known ones of their identity; returns those."""
         taken = []
         for file, profile in sorted(found, key=lambda item: item[1].measured_at):
             if self._has(profile):

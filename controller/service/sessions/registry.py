@@ -21,7 +21,7 @@ from controller.service.sessions.engine_identity import NOBODY, EngineIdentity
 from controller.service.sessions.profile_registry import ProfileRegistry
 from controller.service.sessions.session import EngineSession, SessionObserver
 
-# An engine opens its stream at once; where the registry is full one that did not makes way.
+# An engine opens its stream at once; where the registry is full, one that did not is removed.
 _UNUSED_SECONDS = 5.0
 # Sessions that are over, and of which it is known what arrived: an agent whose stream broke asks as
 # soon as it is back.

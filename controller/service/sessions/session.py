@@ -229,7 +229,7 @@ class EngineSession:
             )
 
     def require_next(self, step: int) -> None:
-        """Raises StaleReportError for a step that was reported before: a look, and no more."""
+        """Raises StaleReportError for a step that was reported before; changes nothing."""
         last = self.last_report
         if last is not None and step <= last.step:
             raise StaleReportError(
@@ -371,7 +371,7 @@ class EngineSession:
 
 
 def _differ(before: Plan, plan: Plan) -> bool:
-    """Whether the engine shall do something else; a probe, a renewed lease or a reason is none."""
+    """Returns whether the engine must do something else; probes and leases do not count."""
     if _differ_everywhere(before, plan):
         return True
     rows = zip(before.rows, plan.rows, strict=False)

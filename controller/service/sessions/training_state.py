@@ -1,7 +1,7 @@
 """States of training on disk, one file for each engine and drafter.
 
 A state is written when it has changed in more than its averages, before a trainer hears of what
-follows from it, and when its session ends.  One that cannot be read is said, and begun anew.
+follows from it, and when its session ends.  One that cannot be read is logged and replaced.
 """
 
 import asyncio

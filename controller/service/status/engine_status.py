@@ -179,7 +179,7 @@ def survival_curves(positions: Sequence[PositionEstimate]) -> list[dict[str, Any
 
 
 def override_line(held: ActiveOverride) -> dict[str, Any]:
-    """An override in force.  ends_at: Unix seconds, None = for ever."""
+    """Describes an override in force.  ends_at: Unix seconds, None without an end."""
     override = held.override
     message = override_to_proto(override)
     left = held.remaining_seconds

@@ -40,10 +40,10 @@ async def page_of(
     row_of: makes the row of an engine id; where it fails, `unavailable(engine_id, why)` does.
     size, token: as in the request.  most_bytes: of all rows together.
 
-    Raises InvalidQuestionError for a token that is none.
+    Raises InvalidQuestionError for a token that this sidecar did not give.
     """
     if len(token) > _TOKEN_MAX:
-        raise InvalidQuestionError("page_token is none that this sidecar gave: begin without one")
+        raise InvalidQuestionError("this sidecar did not give this page_token: begin without one")
     most_rows = min(size or ROWS_MAX, ROWS_MAX)
     ahead = sorted(engine_id for engine_id in engine_ids if engine_id > token)
     rows: list[Row] = []

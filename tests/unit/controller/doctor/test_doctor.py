@@ -146,7 +146,7 @@ async def test_an_engine_whose_stream_is_closed_and_whose_profile_is_another_one
         await running.introduce()
         found = await examined(tmp_path)
     assert found["engine engine-0"].level is Level.FAIL
-    assert "flies alone" in found["engine engine-0"].found
+    assert "runs without a valid plan" in found["engine engine-0"].found
     assert found["profile of engine-0"].level is Level.WARN
     assert "target_model is 'another' in the profile" in found["profile of engine-0"].found
     assert "controller profile" in found["profile of engine-0"].fix

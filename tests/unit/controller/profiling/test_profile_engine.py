@@ -179,7 +179,7 @@ async def test_a_cancelled_measurement_is_kept_releases_the_engine_and_is_gone_o
         }
         again = Notes()
         outcome = await profile(tmp_path, engine, again)
-    assert "goes on with the measurement" in again.text
+    assert "continues the measurement" in again.text
     # What was finished is not measured again, and counts.
     sizes = [cell.split()[0] for cell in again.cells]
     assert len(list(itertools.groupby(sizes))) <= 6 - len(kept["finished"])
@@ -206,7 +206,7 @@ async def test_an_unreadable_partial_is_named_and_measured_anew(tmp_path, conten
     async with beside(tmp_path, engine):
         settings = dataclasses.replace(QUICK, batch_sizes=(1,), budget_seconds=1.0)
         outcome = await profile(tmp_path, engine, notes, settings=settings)
-    assert "begins anew" in notes.text
+    assert "starts again" in notes.text
     assert complaint in notes.text
     assert len(outcome.profile.cells) == len(GAMMAS)
 
