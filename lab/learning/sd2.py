@@ -7,12 +7,12 @@ import torch
 from tokenizers import Tokenizer
 
 from engine_shim.training.checkpoint import load_target, save_sd2
-from engine_shim.training.schedule import StepBudget
 from lab.cpu_engine.engine_command import MODELS
 from lab.cpu_engine.models import corpus
 from lab.cpu_engine.models._sd2 import distil, pretrain
 from lab.cpu_engine.models.prompts import DOMAINS
 from lab.cpu_engine.models.recipe import MIXTURE, Recipe, Sd2Recipe
+from lab.cpu_engine.models.schedule import StepBudget
 from lab.harness.spread import Spread
 from lab.learning.engines_at_work import LabSetting, running, step_seconds
 

@@ -11,11 +11,11 @@ from torch.nn import functional
 
 from engine_shim.training.dflash import DFlashShape, DFlashStudent, position_weights
 from engine_shim.training.qwen3 import Qwen3Target
-from engine_shim.training.schedule import LearningRate
 from lab.cpu_engine.models._training import fit, held_out_sampler, training_sampler
 from lab.cpu_engine.models.corpus import Split
 from lab.cpu_engine.models.prompts import DOMAINS
 from lab.cpu_engine.models.recipe import DraftRecipe
+from lab.cpu_engine.models.schedule import LearningRate
 
 _WINDOWS: Final = 6
 _LENGTH: Final = 192

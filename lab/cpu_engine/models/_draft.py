@@ -8,14 +8,14 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from engine_shim.training.distill import agreement, discounted, step_divergences, teach
 from engine_shim.training.eagle3 import Eagle3Shape, Eagle3Student
 from engine_shim.training.qwen3 import Qwen3Target
-from engine_shim.training.schedule import LearningRate
 from lab.cpu_engine.models._training import fit, held_out_sampler, training_sampler
 from lab.cpu_engine.models.corpus import Split
+from lab.cpu_engine.models.distill import agreement, discounted, step_divergences, teach
 from lab.cpu_engine.models.prompts import DOMAINS
 from lab.cpu_engine.models.recipe import DraftRecipe
+from lab.cpu_engine.models.schedule import LearningRate
 
 _UNROLL: Final = 6
 _WINDOWS: Final = 8

@@ -10,9 +10,9 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from engine_shim.training.batches import WindowSampler
-from engine_shim.training.schedule import LearningRate, StepBudget, train
+from lab.cpu_engine.models.batches import WindowSampler
 from lab.cpu_engine.models.corpus import Split
+from lab.cpu_engine.models.schedule import LearningRate, StepBudget, train
 
 _REPORT_STEPS: Final = 50
 

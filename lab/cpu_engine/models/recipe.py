@@ -9,8 +9,8 @@ from typing import Final
 from engine_shim.training.blocks import DecoderShape
 from engine_shim.training.dflash import DFlashShape
 from engine_shim.training.eagle3 import Eagle3Shape
-from engine_shim.training.schedule import StepBudget
 from engine_shim.training.sd2 import Sd2Shape
+from lab.cpu_engine.models.schedule import StepBudget
 
 MIXTURE: Final[Mapping[str, float]] = {"code": 0.4, "prose": 0.25, "json": 0.2, "csv": 0.15}
 

@@ -11,11 +11,11 @@ from tokenizers import Tokenizer
 
 from engine_shim.training.blocks import DecoderShape
 from engine_shim.training.checkpoint import load_dflash, load_draft, load_sd2, load_target
-from engine_shim.training.schedule import StepBudget
 from lab.cpu_engine.models import corpus
 from lab.cpu_engine.models.make import make
 from lab.cpu_engine.models.prompts import DOMAINS, LONGEST_PROMPT, PASSAGES, passage_file
 from lab.cpu_engine.models.recipe import DraftRecipe, Recipe, Sd2Recipe
+from lab.cpu_engine.models.schedule import StepBudget
 
 SHAPE = DecoderShape(hidden=32, heads=2, kv_heads=1, head_dim=16, mlp=48, layers=6)
 A_FEW = StepBudget(steps=2, seconds=60)

@@ -14,10 +14,10 @@ from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 import lab.cpu_engine.models
 from engine_shim.training.checkpoint import load_draft, load_sd2, load_target
-from engine_shim.training.distill import agreement, teach
 from engine_shim.training.qwen3 import Qwen3Target
 from engine_shim.training.sd2 import divergence
 from lab.cpu_engine.models._target import branch_shares
+from lab.cpu_engine.models.distill import agreement, teach
 from lab.cpu_engine.models.prompts import DOMAINS, held_out_prompts
 from lab.cpu_engine.models.recipe import Recipe
 

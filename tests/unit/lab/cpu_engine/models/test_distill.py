@@ -7,10 +7,10 @@ import torch
 from torch.nn import functional
 
 from engine_shim.training.blocks import DecoderShape
-from engine_shim.training.distill import Lesson, agreement, discounted, step_divergences, teach
 from engine_shim.training.eagle3 import Eagle3Shape, Eagle3Student
 from engine_shim.training.qwen3 import Qwen3Target
-from engine_shim.training.schedule import LearningRate, StepBudget, train
+from lab.cpu_engine.models.distill import Lesson, agreement, discounted, step_divergences, teach
+from lab.cpu_engine.models.schedule import LearningRate, StepBudget, train
 
 SHAPE = DecoderShape(
     hidden=32, heads=2, kv_heads=1, head_dim=16, mlp=48, layers=3, vocabulary=40, max_positions=64

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine_shim.training.schedule import LearningRate, StepBudget, train
+from lab.cpu_engine.models.schedule import LearningRate, StepBudget, train
 
 
 def test_a_budget_ends_by_steps_on_a_fast_machine() -> None:
