@@ -7,17 +7,17 @@ as soon as its successor runs.
 
 import errno
 import logging
+import select
 import socket
 import struct
-from collections.abc import Sequence
+from collections import deque
 from dataclasses import dataclass
 from time import monotonic
 from typing import Final, Self
 
 from engine_shim.link import packets
 from engine_shim.link.errors import LinkStartError, PacketError
-from engine_shim.link.losses import UntoldLosses
-from engine_shim.link.packets import PlanPacket, SidecarState
+from engine_shim.link.packets import PlanPacket, ReportPacket, SidecarState
 from engine_shim.link.plan_follower import PlanFollower, Source, StepChoice, safe_choice
 from engine_shim.link.secret import new_secret
 from engine_shim.link.settings import LinkSettings
@@ -73,6 +73,7 @@ class EngineLink:
         self._supervisor = supervisor
         self.steering = steering
         self._socket: socket.socket | None = None
+        self._arrivals = select.poll()
         self._closed = False
         # One byte more than a packet may have: one that is cut here has no valid length.
         self._buffer = bytearray(packets.MAX_PLAN_BYTES + 1)
@@ -81,7 +82,9 @@ class EngineLink:
         self._sent = self._dropped = self._invalid = self._refused = 0
         self._sidecar = SidecarState.UNKNOWN
         self._sidecar_detail = ""
-        self._losses = UntoldLosses()
+        # Packets of all losses, and of those that the present agent has not been sent.
+        self._lost: list[bytes] = []
+        self._untold: deque[bytes] = deque()
 
     @classmethod
     def start(
@@ -116,51 +119,22 @@ class EngineLink:
         link._connected()
         return link
 
-    def report(  # noqa: PLR0913, PLR0917 -- no object is made for a step
-        self,
-        step: int,
-        batch_size: int,
-        kv_tokens: int,
-        drafter_index: int,
-        gamma: int,
-        accepted_counts: Sequence[int],
-        step_seconds: float,
-        flags: int,
-        plan_epoch: int,
-        probe_id: int,
-        session: int = 0,
-        update_seconds: float = 0.0,
-        draft_version: int = 0,
-    ) -> bool:
-        """Sends one step report; units as in proto StepReport, `flags` as in packets.
+    def report(self, report: ReportPacket) -> bool:
+        """Sends one step report; its `dropped_before` is the link's to fill in.
 
-        `plan_epoch`, `probe_id` and `session` are those of the StepChoice that the step ran.
         Returns False if the report was dropped (and counted).
         """
         try:
-            packet = packets.encode_report(
-                step,
-                batch_size,
-                kv_tokens,
-                drafter_index,
-                gamma,
-                accepted_counts,
-                step_seconds,
-                flags,
-                plan_epoch,
-                probe_id,
-                session,
-                self._unreported_drops,
-                update_seconds,
-                draft_version,
-            )
+            if self._unreported_drops:
+                report = report._replace(dropped_before=self._unreported_drops)
+            packet = packets.encode_report(report)
         except _UNENCODABLE as error:
             self._invalid += 1
             if self._invalid == 1:
-                _log.error("step %r cannot be reported: %s", step, error)
+                _log.error("step %r cannot be reported: %s", report.step, error)
             return False
-        peer = self._connected()
-        if self._losses.next is not None:
+        peer = self._socket or self._connected()
+        if self._untold:
             peer = self._tell_losses(peer)
         if peer is not None:
             try:
@@ -183,10 +157,12 @@ class EngineLink:
         From the thread that reports.  A plan that was made before may still ask for it.
         """
         try:
-            self._losses.add(loss)
+            packet = packets.encode_lost(loss.SerializeToString())
         except PacketError as error:
             _log.error("a loss cannot be reported: %s", error)
             return
+        self._lost.append(packet)
+        self._untold.append(packet)
         self._tell_losses(self._connected())
 
     def choose(self, batch_size: int) -> StepChoice:
@@ -210,10 +186,11 @@ class EngineLink:
 
     def receive(self) -> PlanPacket | None:
         """Takes in what the agent sent: the newest plan that `steering` can accept, if any."""
-        peer = self._connected()
-        if self._losses.next is not None:
+        peer = self._socket or self._connected()
+        if self._untold:
             peer = self._tell_losses(peer)
-        if peer is None:
+        # Asked first: a receive that finds nothing raises, which costs three times as much.
+        if peer is None or not self._arrivals.poll(0):
             return None
         plans: list[bytes] = []
         try:
@@ -267,7 +244,8 @@ class EngineLink:
         if self._socket is None and not self._closed:
             self._socket = self._supervisor.take()
             if self._socket is not None:
-                self._losses.begin_anew()
+                self._arrivals.register(self._socket, select.POLLIN)
+                self._untold = deque(self._lost)
         return self._socket
 
     def _tell_losses(self, peer: socket.socket | None) -> socket.socket | None:
@@ -275,9 +253,9 @@ class EngineLink:
         if peer is None:
             return None
         try:
-            while (packet := self._losses.next) is not None:
-                peer.send(packet, _SEND_FLAGS)
-                self._losses.sent()
+            while self._untold:
+                peer.send(self._untold[0], _SEND_FLAGS)
+                self._untold.popleft()
         except BlockingIOError:
             pass
         except OSError as error:
@@ -320,6 +298,7 @@ class EngineLink:
     def _disconnect(self, why: str) -> None:
         gone, self._socket = self._socket, None
         if gone is not None:
+            self._arrivals = select.poll()
             gone.close()
         self._sidecar, self._sidecar_detail = SidecarState.UNKNOWN, f"no agent: {why}"
 

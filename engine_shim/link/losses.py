@@ -43,31 +43,6 @@ def reason_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-class UntoldLosses:
-    """The engine's end: packets that the present agent has not been sent yet."""
-
-    def __init__(self) -> None:
-        self._packets: list[bytes] = []
-        self._told = 0
-
-    def add(self, loss: LostCapability) -> None:
-        """Raises PacketError for one that fits no packet."""
-        self._packets.append(packets.encode_lost(loss.SerializeToString()))
-
-    @property
-    def next(self) -> bytes | None:
-        """The packet to send; None when the agent has been sent all of them."""
-        return self._packets[self._told] if self._told < len(self._packets) else None
-
-    def sent(self) -> None:
-        """The socket has taken that packet."""
-        self._told += 1
-
-    def begin_anew(self) -> None:
-        """Another agent, which knows nothing."""
-        self._told = 0
-
-
 class KnownLosses:
     """The agent's end: everything that the engine has told of, each once."""
 

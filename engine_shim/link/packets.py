@@ -71,25 +71,27 @@ class SidecarState(IntEnum):
 
 
 class ReportPacket(NamedTuple):
-    """One decode step.  `dropped_before`: reports lost at the socket since the last one sent.
+    """One decode step; units as in proto StepReport.
 
-    `session`: tag of the session whose plan the step ran under, 0 when the engine did not say.
+    `plan_epoch`, `probe_id` and `session` are those of the StepChoice that the step ran; `session`
+    is 0 when the engine did not say.  `dropped_before`: reports lost at the socket since the last
+    one sent, counted by the link.
     """
 
+    step: int
+    batch_size: int
+    kv_tokens: int
     drafter_index: int
     gamma: int
-    flags: int
-    session: int
-    dropped_before: int
-    batch_size: int
-    step: int
-    kv_tokens: int
+    accepted_counts: Sequence[int]
     step_seconds: float
+    flags: int
     plan_epoch: int
     probe_id: int
-    update_seconds: float
-    draft_version: int
-    accepted_counts: tuple[int, ...]
+    session: int = 0
+    update_seconds: float = 0.0
+    draft_version: int = 0
+    dropped_before: int = 0
 
 
 class ProbeEntry(NamedTuple):
@@ -171,41 +173,17 @@ def decode_hello(data: Buffer) -> bytes:
     return bytes(data[_HEAD.size :])
 
 
-def encode_report(  # noqa: PLR0913, PLR0917 -- no object is made for a step
-    step: int,
-    batch_size: int,
-    kv_tokens: int,
-    drafter_index: int,
-    gamma: int,
-    accepted_counts: Sequence[int],
-    step_seconds: float,
-    flags: int,
-    plan_epoch: int,
-    probe_id: int,
-    session: int,
-    dropped_before: int,
-    update_seconds: float = 0.0,
-    draft_version: int = 0,
-) -> bytes:
+def encode_report(report: ReportPacket) -> bytes:
     """Raises struct.error or IndexError for what fits no packet (all other checks: the sidecar)."""
+    # Unpacked at once: a look-up of each field by name would cost the engine more.
+    (
+        step, batch_size, kv_tokens, drafter, gamma, accepted_counts, seconds, flags, epoch, probe,
+        session, update_seconds, draft_version, dropped,
+    ) = report  # fmt: skip
     return _REPORTS[gamma].pack(
-        VERSION,
-        REPORT,
-        drafter_index,
-        gamma,
-        flags,
-        session,
-        dropped_before,
-        batch_size,
-        step,
-        kv_tokens,
-        step_seconds,
-        plan_epoch,
-        probe_id,
-        update_seconds,
-        draft_version,
-        *accepted_counts,
-    )
+        VERSION, REPORT, drafter, gamma, flags, session, dropped, batch_size, step, kv_tokens,
+        seconds, epoch, probe, update_seconds, draft_version, *accepted_counts,
+    )  # fmt: skip
 
 
 def decode_report(data: Buffer) -> ReportPacket:
@@ -217,8 +195,14 @@ def decode_report(data: Buffer) -> ReportPacket:
     layout = _REPORTS[gamma]
     if len(data) != layout.size:
         raise PacketError(f"report: {len(data)} bytes, gamma {gamma} needs {layout.size}")
-    fields = layout.unpack(data)
-    return ReportPacket._make((*fields[2:15], fields[15:]))
+    (
+        _, _, drafter, gamma, flags, session, dropped, batch_size, step, kv_tokens,
+        seconds, epoch, probe, update_seconds, draft_version, *accepted_counts,
+    ) = layout.unpack(data)  # fmt: skip
+    return ReportPacket(
+        step, batch_size, kv_tokens, drafter, gamma, tuple(accepted_counts), seconds, flags, epoch,
+        probe, session, update_seconds, draft_version, dropped,
+    )  # fmt: skip
 
 
 def encode_plan(plan: PlanPacket) -> bytes:

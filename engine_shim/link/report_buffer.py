@@ -1,9 +1,18 @@
-"""Buffers reports between the socket and the sidecar: bounded, the newest stay."""
+"""Keeps the reports that the sidecar has not got: every one arrives once or counts as dropped.
+
+Between the socket and the sidecar the newest reports wait in a bounded buffer.  When a stream ends,
+some of its messages may not have arrived.  A sidecar that stops says how much it has received, and
+one that goes on says so when the engine introduces itself again.  The reports that were not
+received go back to the buffer.  A sidecar that was killed says nothing: the reports that it had not
+acknowledged count as dropped, because none may be used twice.  Only a message that certainly never
+left goes back then.
+"""
 
 from collections import deque
 from collections.abc import Sequence
 
 from engine_shim.link.packets import ReportPacket
+from speculation.v1.service_pb2 import Received
 
 
 class ReportBuffer:
@@ -47,3 +56,63 @@ class ReportBuffer:
     def forgive(self, count: int) -> None:
         """`count` losses have been told to the sidecar."""
         self.dropped -= count
+
+
+class InFlightReports:
+    """The reports sent on the stream of one session, until `settle`.
+
+    As many are kept as `buffer` holds, the newest.  acknowledged: what the sidecar said last to
+    have received so far; None when its version does not say it.  received: what it said as it
+    stopped, None while it has not.
+    """
+
+    def __init__(self, buffer: ReportBuffer, session_id: str) -> None:
+        self.session_id = session_id
+        self.acknowledged: Received | None = Received()
+        self.received: Received | None = None
+        self._buffer = buffer
+        self._newest: deque[ReportPacket] = deque(maxlen=buffer.capacity)
+        self._sent = Received()
+        self._last = Received()
+        self._unsent = Received()
+
+    def begin(self, reports: Sequence[ReportPacket], dropped: int) -> None:
+        """A message with these reports, which tells of so many dropped ones, is to be written."""
+        self._buffer.forgive(dropped)
+        self._newest.extend(reports)
+        self._sent.reports += len(reports)
+        self._sent.dropped_reports += dropped
+        self._last = Received(reports=len(reports), dropped_reports=dropped)
+
+    def did_not_go_out(self) -> None:
+        """The stream had ended before that message."""
+        self._unsent = self._last
+
+    def settle(self, received: Received | None) -> None:
+        """The stream is over.  Gives back to the buffer what did not arrive; to be called once.
+
+        received: what the next sidecar says to have received on it; None when it does not know.
+        """
+        received = self.received or received
+        if received is not None:
+            unsent, lost = _difference(self._sent, received), 0
+        else:
+            unsent, lost = self._unsent, self._in_doubt()
+        kept = list(self._newest)[-unsent.reports :] if unsent.reports else []
+        self._buffer.lose(unsent.reports - len(kept) + unsent.dropped_reports + lost)
+        self._buffer.give_back(kept)
+
+    def _in_doubt(self) -> int:
+        """Reports, and losses told, that left and were not acknowledged."""
+        if self.acknowledged is None:
+            return 0
+        doubtful = _difference(_difference(self._sent, self._unsent), self.acknowledged)
+        return doubtful.reports + doubtful.dropped_reports
+
+
+def _difference(more: Received, less: Received) -> Received:
+    """Never below zero: the numbers come from outside."""
+    return Received(
+        reports=max(0, more.reports - less.reports),
+        dropped_reports=max(0, more.dropped_reports - less.dropped_reports),
+    )

@@ -1,6 +1,7 @@
 """The agent's conversation with the sidecar: introduce, steer, start over when it breaks off."""
 
 import asyncio
+from dataclasses import dataclass, field
 from time import monotonic, monotonic_ns
 from typing import Final
 
@@ -10,10 +11,9 @@ from google.protobuf.message import DecodeError
 from engine_shim.link.agent_socket import AgentSocket
 from engine_shim.link.credentials import EngineCredentials
 from engine_shim.link.errors import PacketError, UnusablePlanError
-from engine_shim.link.in_flight import InFlightReports
 from engine_shim.link.packets import ReportPacket, SidecarState
 from engine_shim.link.rate_limited_log import RateLimitedLog
-from engine_shim.link.report_buffer import ReportBuffer
+from engine_shim.link.report_buffer import InFlightReports, ReportBuffer
 from engine_shim.link.wire import Translator, session_tag
 from speculation.v1.engine_pb2 import EngineSpec
 from speculation.v1.plan_pb2 import Plan
@@ -51,30 +51,23 @@ _REFUSALS: Final = frozenset(
 )
 
 
+@dataclass
 class SidecarClient:
-    """Holds a session with the sidecar whenever there is one to be had."""
+    """Holds a session with the sidecar whenever there is one to be had.
 
-    def __init__(
-        self,
-        target: str,
-        credentials: EngineCredentials,
-        engine: EngineSpec,
-        translator: Translator,
-        port: AgentSocket,
-        buffer: ReportBuffer,
-        log: RateLimitedLog,
-        secret: str = "",
-    ) -> None:
-        self._target = target
-        self._credentials = credentials
-        self._engine = engine
-        self._secret = secret
-        self._translator = translator
-        self._port = port
-        self._buffer = buffer
-        self._log = log
-        # Of the last stream, until it is known which of them arrived.
-        self._unsettled: InFlightReports | None = None
+    secret: by which the sidecar knows the engine again.
+    """
+
+    target: str
+    credentials: EngineCredentials
+    engine: EngineSpec
+    translator: Translator
+    port: AgentSocket
+    buffer: ReportBuffer
+    log: RateLimitedLog
+    secret: str = ""
+    # The reports of the last stream, until it is known which of them arrived.
+    _unsettled: InFlightReports | None = field(default=None, init=False)
 
     async def run(self) -> None:
         """Runs until it is cancelled."""
@@ -82,13 +75,14 @@ class SidecarClient:
         while True:
             begun = monotonic()
             state, code, detail = await self._session()
-            self._port.send_state(state, code.value[0], detail)
-            self._log.warning(
-                f"sidecar-{state.name.lower()}",
-                target=self._target,
+            self.port.send_state(state, code.value[0], detail)
+            event = f"sidecar-{state.name.lower()}"
+            self.log.warning(
+                event,
+                target=self.target,
                 code=code.name,
                 detail=detail,
-                buffered_reports=len(self._buffer),
+                buffered_reports=len(self.buffer),
             )
             if monotonic() - begun >= _GOOD_SESSION_SECONDS:
                 wait = _FIRST_WAIT_SECONDS
@@ -98,24 +92,22 @@ class SidecarClient:
     async def _session(self) -> tuple[SidecarState, grpc.StatusCode, str]:
         """One session from introduction to end; returns how it ended."""
         try:
-            channel, metadata = (
-                self._credentials.channel(self._target),
-                self._credentials.metadata(),
-            )
+            channel = self.credentials.channel(self.target)
+            metadata = self.credentials.metadata()
         except OSError as error:
             detail = f"{error.filename}: {error.strerror}"
             return SidecarState.REFUSED, grpc.StatusCode.UNAUTHENTICATED, detail
         async with channel:
             stub = SpeculationServiceStub(channel)
-            engine, losses = EngineSpec(lost=self._port.losses.all), len(self._port.losses)
-            engine.MergeFrom(self._engine)
+            engine, losses = EngineSpec(lost=self.port.losses.all), len(self.port.losses)
+            engine.MergeFrom(self.engine)
             try:
                 before = "" if self._unsettled is None else self._unsettled.session_id
                 opened = await stub.Introduce(
                     IntroduceRequest(
                         engine=engine,
                         previous_session_id=before,
-                        engine_secret=self._secret,
+                        engine_secret=self.secret,
                     ),
                     timeout=_INTRODUCE_SECONDS,
                     metadata=metadata,
@@ -129,20 +121,12 @@ class SidecarClient:
                 return SidecarState.AWAY, grpc.StatusCode.OUT_OF_RANGE, detail
             if self._unsettled is not None:
                 self._unsettled.settle(opened.received if opened.HasField("received") else None)
-            self._unsettled = sent = InFlightReports(self._buffer, opened.session_id)
-            session = _Session(
-                stub.Steer(metadata=metadata),
-                sent,
-                self._translator,
-                self._port,
-                self._buffer,
-                self._log,
-                losses,
-            )
+            self._unsettled = sent = InFlightReports(self.buffer, opened.session_id)
+            session = _Session(self, stub.Steer(metadata=metadata), sent, losses)
             # Of the session's id only the tag is shown: the id itself is a secret.
             tag = f"session {session_tag(opened.session_id):08x}"
-            self._port.send_state(SidecarState.STEERING, 0, tag)
-            self._log.info("sidecar-steering", target=self._target, session=tag)
+            self.port.send_state(SidecarState.STEERING, 0, tag)
+            self.log.info("sidecar-steering", target=self.target, session=tag)
             if opened.HasField("plan"):
                 session.take_plan(opened.plan)
             code, detail = await session.run()
@@ -150,27 +134,26 @@ class SidecarClient:
 
 
 class _Session:
-    """One Steer stream.  `run` ends when the stream does, or when the sidecar fell silent."""
+    """One Steer stream.  `run` ends when the stream does, or when the sidecar fell silent.
+
+    told_losses: so many of the losses does this session know.
+    """
 
     def __init__(
         self,
+        client: SidecarClient,
         call: grpc.aio.StreamStreamCall[SteerRequest, SteerResponse],
         sent: InFlightReports,
-        translator: Translator,
-        port: AgentSocket,
-        buffer: ReportBuffer,
-        log: RateLimitedLog,
-        told_losses: int = 0,
+        told_losses: int,
     ) -> None:
         self._call = call
         self._id = sent.session_id
         self._tag = session_tag(self._id)
-        self._translator = translator
-        self._port = port
-        self._buffer = buffer
+        self._translator = client.translator
+        self._port = client.port
+        self._buffer = client.buffer
         self._sent = sent
-        self._log = log
-        # So many of the losses does this session know.
+        self._log = client.log
         self._told_losses = told_losses
         self._epoch = 0
         self._lease_seconds = 1.0

@@ -1,21 +1,17 @@
 """The policy object that SGLang's AdaptiveController asks for a draft length.
 
 SGLang constructs it (in place of its own `AdaptiveSpeculativeParams`) before anything else of the
-plugin exists in the scheduler's process; the session then says whom to ask.  One decision is made
-at the start of each decode step and asked for once inside it.
+plugin exists in the scheduler's process.  `EngineHooks` decides at the start of each decode step;
+SGLang asks for the decision once inside it.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
 from engine_shim.link.plan_follower import Source, StepChoice, safe_choice
-from engine_shim.sglang import hook_check, sglang_api
-from engine_shim.sglang.settings import load_settings
-
-if TYPE_CHECKING:
-    from engine_shim.link.ranks import Ranks
+from engine_shim.sglang.api import hook_check, sglang_api
+from engine_shim.sglang.api.settings import load_settings
 
 _log = logging.getLogger(__name__)
 
@@ -30,7 +26,6 @@ class SteeredPolicy:
         self._gammas = settings.gammas
         self._limits = settings.graph_limits
         self._graph_batch_sizes: list[int] | None = None
-        self._ranks: Ranks | None = None
         self.startup_gamma = initial_steps
         self.choice = safe_choice(initial_steps)
 
@@ -61,19 +56,15 @@ class SteeredPolicy:
             if limit < max(graphs)
         }
 
-    def steer_by(self, ranks: Ranks) -> None:
-        """Decides from now on by what all ranks have adopted."""
-        self._ranks = ranks
-
-    def decide(self, batch_size: int) -> StepChoice:
-        """The choice for the decode step that begins now; kept until the next one."""
-        if self._ranks is None:
-            return self.choice
-        choice = self._ranks.choose(batch_size)
-        if choice.source is not self.choice.source:
-            _note_source(self.choice.source, choice.source)
+    def run(self, choice: StepChoice) -> None:
+        """Keeps the choice for the decode step that begins now; logs a change of its source."""
+        old, new = self.choice.source, choice.source
+        if new is not old:
+            if new is Source.PLAN:
+                _log.info("the sidecar steers (before: %s)", old.value)
+            else:
+                _log.warning("the sidecar does not steer: %s (before: %s)", new.value, old.value)
         self.choice = choice
-        return choice
 
     def get_steps_for_batch(self, batch_size: int) -> int:
         """Draft length of the step that was decided last."""
@@ -84,10 +75,3 @@ class SteeredPolicy:
     ) -> int | None:
         """Returns None always: acceptance is reported, and gamma changes only as a step begins."""
         return None
-
-
-def _note_source(old: Source, new: Source) -> None:
-    if new is Source.PLAN:
-        _log.info("the sidecar steers (before: %s)", old.value)
-    else:
-        _log.warning("the sidecar does not steer: %s (before: %s)", new.value, old.value)

@@ -5,20 +5,22 @@ from __future__ import annotations
 import re
 import socket
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import engine_shim
-from engine_shim.sglang import sglang_api, versions
-from engine_shim.sglang.losses import BLOCK_DRAFTER
+from engine_shim.sglang.api import sglang_api, versions
 from engine_shim.sglang.model_shape import set_shapes
-from engine_shim.training.sd2 import STEERED_ARCHITECTURE
+from engine_shim.training.sd2 import SD2_ARCHITECTURE
 from speculation.v1 import engine_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from engine_shim.sglang.api.settings import PluginSettings
     from engine_shim.sglang.drafters.dual import DualDrafter
-    from engine_shim.sglang.settings import PluginSettings
+
+# The name of a DFlash drafter beside the engine's own.
+DFLASH_NAME: Final = "dflash"
 
 
 def introduce(
@@ -120,14 +122,15 @@ def _kind(scheduler: Any, *, has_block: bool) -> engine_pb2.DrafterKind.ValueTyp
     if has_block:
         return engine_pb2.DRAFTER_KIND_DFLASH
     model = getattr(scheduler.draft_worker.draft_worker.draft_runner, "model", None)
-    steered = type(model).__name__ == STEERED_ARCHITECTURE
-    return engine_pb2.DRAFTER_KIND_STANDALONE if steered else engine_pb2.DRAFTER_KIND_MTP
+    architectures = getattr(getattr(model, "config", None), "architectures", None) or ()
+    is_sd2 = SD2_ARCHITECTURE in architectures
+    return engine_pb2.DRAFTER_KIND_STANDALONE if is_sd2 else engine_pb2.DRAFTER_KIND_MTP
 
 
 def _block_drafter(second: DualDrafter) -> engine_pb2.Drafter:
     path = second.model_path
     return engine_pb2.Drafter(
-        name=BLOCK_DRAFTER,
+        name=DFLASH_NAME,
         kind=engine_pb2.DRAFTER_KIND_DFLASH,
         gammas=second.gammas,
         model=path,

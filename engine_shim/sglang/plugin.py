@@ -29,12 +29,12 @@ def _register() -> None:
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     from sglang.srt.plugins.hook_registry import HookType
 
-    from engine_shim.sglang import hook_check, sglang_api, versions
     from engine_shim.sglang.adaptive_policy import SteeredPolicy
-    from engine_shim.sglang.errors import UnsupportedEngineError
-    from engine_shim.sglang.hooks import EngineHooks
+    from engine_shim.sglang.api import hook_check, sglang_api, versions
+    from engine_shim.sglang.api.errors import UnsupportedEngineError
+    from engine_shim.sglang.api.settings import load_settings
     from engine_shim.sglang.server_args import SteeredConfiguration
-    from engine_shim.sglang.settings import load_settings
+    from engine_shim.sglang.startup import EngineStartup
 
     settings = load_settings()
     found = versions.sglang_version()
@@ -52,7 +52,7 @@ def _register() -> None:
     hook_check.register(sglang_api.POLICY_CLASS, SteeredPolicy, HookType.REPLACE)
     # A process that has not loaded the scheduler's module (the detokenizer) never runs one.
     if sglang_api.SCHEDULER_MODULE in sys.modules:
-        session = EngineHooks(settings)
+        startup = EngineStartup(settings)
         hook_check.register(
-            sglang_api.INIT_MODEL_WORKER, session.around_init_model_worker, HookType.AROUND
+            sglang_api.INIT_MODEL_WORKER, startup.around_init_model_worker, HookType.AROUND
         )

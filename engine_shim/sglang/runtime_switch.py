@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from engine_shim.sglang import sglang_api
+from engine_shim.sglang.api import sglang_api
 
 if TYPE_CHECKING:
     import torch

@@ -11,13 +11,13 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from engine_shim.sglang import hook_check, sglang_api
-from engine_shim.sglang.errors import UnsupportedEngineError
+from engine_shim.sglang.api import hook_check, sglang_api
+from engine_shim.sglang.api.errors import UnsupportedEngineError
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
-    from engine_shim.sglang.settings import PluginSettings
+    from engine_shim.sglang.api.settings import PluginSettings
 
 
 class SteeredConfiguration:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from engine_shim.link.packets import (
     AFTER_GAP,
@@ -23,28 +23,13 @@ from engine_shim.link.packets import (
     SWITCHED,
     UNSTEERED,
     UPDATING,
+    ReportPacket,
 )
 from engine_shim.link.plan_follower import Source, StepChoice
+from engine_shim.sglang.learning.verified_step import NO_UPDATE
 
 if TYPE_CHECKING:
     from engine_shim.link.engine_link import EngineLink
-
-
-class UpdateStatus(NamedTuple):
-    """Holds what a step has to report of online updates.
-
-    updating: one was being computed beside it, or landed before it.  reset: before it the drafter
-    went back to earlier weights, or was given others.  seconds: of the one that landed, or 0.
-    version: of the drafter that serves, 0 as loaded.
-    """
-
-    updating: bool
-    reset: bool
-    seconds: float
-    version: int = 0
-
-
-NO_NEWS: Final = UpdateStatus(updating=False, reset=False, seconds=0.0)
 
 
 class Launch:
@@ -52,7 +37,7 @@ class Launch:
 
     `forward_iter`: SGLang's counter of forwards, prefills included.  `kv_tokens`: sum of context
     lengths before the step; None while only the requests know it.  `started`: perf_counter seconds.
-    `news`: of the drafter's online updates.
+    `update_status`: of the drafter's online updates.
     """
 
     __slots__ = ("asleep", "choice", "forward_iter", "kv_tokens", "started", "update_status")
@@ -62,7 +47,7 @@ class Launch:
         self.forward_iter = forward_iter
         self.kv_tokens = kv_tokens
         self.asleep = False
-        self.update_status = NO_NEWS
+        self.update_status = NO_UPDATE
         self.started = perf_counter()
 
 
@@ -131,7 +116,7 @@ class StepTap:
             flags |= FIRST_USE
         self._last_iter, self._last_end, self._last_arm = iteration, now, arm
         self._step += 1
-        self._link.report(
+        report = ReportPacket(
             self._step,
             batch_size,
             launch.kv_tokens or 0,
@@ -146,6 +131,7 @@ class StepTap:
             update_status.seconds,
             update_status.version,
         )
+        self._link.report(report)
 
     def _padded(self, batch_size: int) -> int:
         sizes = self._graph_batch_sizes

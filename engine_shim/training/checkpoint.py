@@ -21,7 +21,7 @@ from engine_shim.training.dflash import DFlashShape, DFlashStudent
 from engine_shim.training.eagle3 import Eagle3Shape, Eagle3Student
 from engine_shim.training.mtp import MtpShape
 from engine_shim.training.qwen3 import Qwen3Target
-from engine_shim.training.sd2 import STEERED_ARCHITECTURE, Sd2Draft, Sd2Shape
+from engine_shim.training.sd2 import SD2_ARCHITECTURE, Sd2Draft, Sd2Shape
 
 _CONFIG: Final = "config.json"
 _WEIGHTS: Final = "model.safetensors"
@@ -164,7 +164,7 @@ def save_sd2(draft: Sd2Draft, folder: Path) -> None:
     """Writes ``draft`` as a checkpoint that `engine_shim.sglang.drafters.sd2_model` serves."""
     shape = draft.shape
     config = _decoder_config(shape.decoder) | {
-        "architectures": [STEERED_ARCHITECTURE],
+        "architectures": [SD2_ARCHITECTURE],
         "model_type": "qwen3",
         "tie_word_embeddings": True,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(shape.feature_layers)},

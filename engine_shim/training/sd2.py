@@ -27,8 +27,8 @@ from torch.nn import functional
 from engine_shim.training.blocks import DecoderShape
 from engine_shim.training.qwen3 import Qwen3Target
 
-# As a checkpoint names it, and the class that SGLang serves it with.
-STEERED_ARCHITECTURE: Final = "SteeredQwen3ForCausalLM"
+# As checkpoints name it.
+SD2_ARCHITECTURE: Final = "SteeredQwen3ForCausalLM"
 
 
 @dataclass(frozen=True)

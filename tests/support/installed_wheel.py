@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from engine_shim.sglang.versions import sglang_version
+from engine_shim.sglang.api.versions import sglang_version
 from tests.support.engine import ROOT
 
 Definition = ast.FunctionDef | ast.ClassDef

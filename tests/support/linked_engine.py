@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from engine_shim.link.engine_link import EngineLink
+from engine_shim.link.packets import ReportPacket
 from engine_shim.link.plan_follower import Source, StepChoice
 from engine_shim.link.settings import LinkSettings
 from tests.support.eventually import eventually
@@ -44,10 +45,10 @@ class LinkedEngine:
                 counts[accepted] += 1
             self.step += 1
             seconds = 0.01 * (1 + 0.08 * choice.gamma) * self._rng.lognormvariate(0, 0.05)
-            self.link.report(
+            self.link.report(ReportPacket(
                 self.step, batch_size, batch_size * 512, 0, choice.gamma, counts, seconds, 0,
                 choice.epoch, choice.probe_id, choice.session,
-            )  # fmt: skip
+            ))  # fmt: skip
             time.sleep(_STEP_SECONDS)
 
 

@@ -6,8 +6,10 @@ is; where it would build the verification, it is stopped, and its block lies in 
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Never
+from typing import Any, Never, TypeVar
 
 import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -20,8 +22,12 @@ from sglang.srt.speculative.eagle_worker_common import build_eagle_verify_input
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from engine_shim.link.losses import reason_of
-from engine_shim.sglang import sglang_api
-from engine_shim.sglang.errors import HookError, UnsupportedEngineError
+from engine_shim.sglang.api import ranks, sglang_api
+from engine_shim.sglang.api.errors import HookError, UnsupportedEngineError
+
+Found = TypeVar("Found")
+
+_log = logging.getLogger(__name__)
 
 
 class _DraftedError(Exception):
@@ -53,14 +59,19 @@ class _DraftingHalf(dflash_worker_v2.DFlashWorkerV2):
 class DFlashDrafter:
     """Owns the drafting half, from its construction on.
 
-    config: `ModelConfig` of the checkpoint at model_path.
+    over: why it drafts no more; "" while it does.  It has then missed something of the stream.
     """
 
-    def __init__(self, config: Any, model_path: str, revision: str | None, outer: Any) -> None:
+    def __init__(
+        self, config: Any, model_path: str, revision: str | None, outer: Any, fallback: str
+    ) -> None:
         """Builds the drafter.
 
-        outer: the `EagleDraftWorker` it lives in, or stands for.  Raises PluginError.
+        config: `ModelConfig` of the checkpoint at model_path.  outer: the `EagleDraftWorker` it
+        lives in, or stands for.  fallback: tells the log what happens without it.  Raises
+        PluginError.
         """
+        self.over, self._fallback = "", fallback
         self._model_path, self._revision = model_path, revision
         target = outer.target_worker.model_runner
         if target.model_config.model_is_mrope or hasattr(target.req_to_token_pool, "mamba_pool"):
@@ -157,8 +168,40 @@ class DFlashDrafter:
             batch.spec_info = keep
         raise HookError("DFlash verified its block itself: SGLang's order of calls has changed")
 
-    def rehearse(self) -> None:
-        """Reads one position and drafts one block; raises whatever that raises.
+    def attempt(self, part: Callable[[], Found]) -> Found | None:
+        """Runs a part of this drafter's work; returns None once it has failed.
+
+        After the first error nothing of it runs any more.  Raises the error where other ranks would
+        go on drafting.
+        """
+        if not self.over:
+            try:
+                return part()
+            except Exception as error:
+                if ranks.are_several():
+                    raise
+                self.over = reason_of(error)
+                _log.exception("DFlash drafts no more; %s", self._fallback)
+        return None
+
+    def rehearse(self, *, required: bool) -> None:
+        """Drafts a block before there is traffic.
+
+        One that cannot draft is given up, or raises UnsupportedEngineError where it is required.
+        """
+        if not required:
+            self.attempt(self._rehearse)
+            return
+        try:
+            self._rehearse()
+        except Exception as error:
+            raise UnsupportedEngineError(
+                f"the DFlash drafter {self._model_path} cannot draft: {reason_of(error)}; repair "
+                "it, or start the engine without it"
+            ) from error
+
+    def _rehearse(self) -> None:
+        """Reads one position and drafts one block.
 
         It reads and writes where the padding of a batch does (row 0 of the requests, slot 0 of the
         KV cache), which no request ever owns, so it leaves no trace.
@@ -235,11 +278,3 @@ class DFlashDrafter:
         self._worker._append_target_hidden_to_draft_kv_by_loc(
             target_hidden=hidden, cache_loc=slots, positions=positions, **shape
         )
-
-
-def cannot_draft(model_path: str, error: Exception) -> str:
-    """Explains why an engine does not start whose drafter failed in its rehearsal."""
-    return (
-        f"the DFlash drafter {model_path} cannot draft: {reason_of(error)}; repair it, or start "
-        "the engine without it"
-    )

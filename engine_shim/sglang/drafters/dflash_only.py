@@ -7,7 +7,6 @@ would: it drafts its whole block (a shorter block is a worse one) and hands on t
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -19,20 +18,17 @@ from sglang.srt.speculative.base_spec_worker import EagleDraftWorkerBase
 from sglang.srt.speculative.eagle_info import EagleDraftInput
 from sglang.srt.speculative.eagle_utils import default_tree_mask_mode
 
-from engine_shim.link.losses import reason_of
-from engine_shim.sglang import hook_check, ranks, sglang_api
-from engine_shim.sglang.drafters.dflash import DFlashDrafter, cannot_draft
+from engine_shim.sglang.api import hook_check, sglang_api
+from engine_shim.sglang.api.errors import UnsupportedEngineError
+from engine_shim.sglang.drafters.dflash import DFlashDrafter
 from engine_shim.sglang.drafters.hidden_states import draft_config, emit_for_block
-from engine_shim.sglang.errors import UnsupportedEngineError
-
-_log = logging.getLogger(__name__)
 
 
 class DFlashOnlyWorker(EagleDraftWorkerBase):
     """Takes the place of `EagleDraftWorker`.
 
-    When it fails it tells the sidecar, which plans plain decoding from then on, and goes on with
-    blocks of nothing until that plan has come: every token is verified, none is accepted.
+    When its drafter fails, the sidecar plans plain decoding.  Until that plan has come, blocks of
+    nothing are drafted: every token is verified, none is accepted.
     """
 
     # What the EAGLE parts around it ask for, and a block has not.
@@ -53,7 +49,9 @@ class DFlashOnlyWorker(EagleDraftWorkerBase):
         self.speculative_num_draft_tokens = spec.speculative_num_draft_tokens
         self._rebuild_topk1_chain_buffers()
         path, revision = spec.speculative_draft_model_path, spec.speculative_draft_model_revision
-        self.block = DFlashDrafter(draft_config(server_args, path, revision), path, revision, self)
+        config = draft_config(server_args, path, revision)
+        fallback = "from now on nothing that is drafted is accepted"
+        self.block = DFlashDrafter(config, path, revision, self, fallback)
         asked = server_args.speculative_num_draft_tokens
         if asked not in (None, self.block.block_size):
             raise UnsupportedEngineError(
@@ -62,9 +60,6 @@ class DFlashOnlyWorker(EagleDraftWorkerBase):
             )
         self.block.lend_layout(self)
         self.tree_mask_mode = default_tree_mask_mode()
-        self._usable = True
-        # Told why, when it drafts no more.
-        self.lost: Callable[[str], None] = lambda _: None
 
     @property
     def draft_runner(self) -> Any:
@@ -92,21 +87,12 @@ class DFlashOnlyWorker(EagleDraftWorkerBase):
     def _capture_cuda_graphs(self) -> None:
         """Captures nothing for a draft length, since the block has graphs of its own."""
 
-    def rehearse(self) -> None:
-        """Drafts a block before there is traffic.  Raises UnsupportedEngineError if it cannot."""
-        try:
-            self.block.rehearse()
-        except Exception as error:
-            path = get_spec().speculative_draft_model_path
-            raise UnsupportedEngineError(cannot_draft(path, error)) from error
-
     def draft(self, batch: Any, **_: Any) -> Any:
         """Inputs of a verification of gamma + 1 tokens for each request."""
-        try:
-            block = self.block.draft(batch) if self._usable else self._nothing(batch)
-        except Exception as error:  # noqa: BLE001 - out of memory, say
-            self._give_up(error)
-            block = self._nothing(batch)
+        block = self.block.attempt(lambda: self.block.draft(batch))
+        if block is None:
+            size = batch.seq_lens.shape[0], self.block.block_size
+            block = torch.zeros(size, dtype=torch.int64, device=self.device)
         return self.block.chain(self, batch, block)
 
     def draft_extend(self) -> None:
@@ -117,7 +103,7 @@ class DFlashOnlyWorker(EagleDraftWorkerBase):
         mm_input_embeds: Any = None, kv_loc_plan: Any = None,
     ) -> Any:  # fmt: skip
         if not batch.forward_mode.is_idle():
-            self._try(lambda: self.block.read_prompt(batch, hidden, kv_loc_plan))
+            self.block.attempt(lambda: self.block.read_prompt(batch, hidden, kv_loc_plan))
         draft_input = EagleDraftInput(
             bonus_tokens=next_token_ids, num_tokens_per_req=1, num_tokens_for_logprob_per_req=1
         )
@@ -126,12 +112,12 @@ class DFlashOnlyWorker(EagleDraftWorkerBase):
 
     def _draft_extend_for_decode(self, batch: Any, result: Any, *, kv_loc_plan: Any = None) -> None:
         hidden = result.logits_output.hidden_states
-        self._try(lambda: self.block.read_step(batch, result, hidden, kv_loc_plan))
+        self.block.attempt(lambda: self.block.read_step(batch, result, hidden, kv_loc_plan))
         self._fill(result.next_draft_input, batch.seq_lens.shape[0])
 
     def catch_up(self, hidden: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> None:
         """Reads positions that were slept through."""
-        self._try(lambda: self.block.read(hidden, slots, positions))
+        self.block.attempt(lambda: self.block.read(hidden, slots, positions))
 
     def _fill(self, draft_input: Any, size: int) -> None:
         """Fills in what an EAGLE head would leave; a block begins from the cache alone."""
@@ -140,27 +126,6 @@ class DFlashOnlyWorker(EagleDraftWorkerBase):
         draft_input.topk_index = torch.zeros((size, 1), dtype=torch.int64, device=device)
         width = config.spec_hidden_size
         draft_input.hidden_states = torch.zeros((size, width), dtype=config.dtype, device=device)
-
-    def _nothing(self, batch: Any) -> torch.Tensor:
-        size = batch.seq_lens.shape[0], self.block.block_size
-        return torch.zeros(size, dtype=torch.int64, device=self.device)
-
-    def _try(self, read: Callable[[], None]) -> None:
-        if self._usable:
-            try:
-                read()
-            except Exception as error:  # noqa: BLE001 - out of memory, say
-                self._give_up(error)
-
-    def _give_up(self, error: Exception) -> None:
-        """Raises the error where other ranks would go on drafting."""
-        if ranks.are_several():
-            raise error
-        self._usable = False
-        _log.error(
-            "DFlash drafts no more: from now on nothing that is drafted is accepted", exc_info=error
-        )
-        self.lost(reason_of(error))
 
 
 def register() -> None:

@@ -8,7 +8,6 @@ drafts its whole block, of which the first gamma tokens are used.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -16,34 +15,22 @@ import torch
 from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.speculative import eagle_worker_v2
 
-from engine_shim.link.losses import reason_of
-from engine_shim.sglang import hook_check, ranks, sglang_api
-from engine_shim.sglang.drafters.dflash import DFlashDrafter, cannot_draft
+from engine_shim.sglang.api import hook_check, sglang_api
+from engine_shim.sglang.drafters.dflash import DFlashDrafter
 from engine_shim.sglang.drafters.hidden_states import SharedCapture
-from engine_shim.sglang.errors import UnsupportedEngineError
-
-_log = logging.getLogger(__name__)
 
 
 class DualDrafter:
     """Hooks around one engine's draft worker.
 
-    gammas: draft lengths that the engine prepares.  lost: told why, when it drafts no more.
+    gammas: draft lengths that the engine prepares.
     """
 
-    def __init__(
-        self,
-        model_path: str,
-        revision: str,
-        gammas: tuple[int, ...],
-        lost: Callable[[str], None] = lambda _: None,
-    ) -> None:
+    def __init__(self, model_path: str, revision: str, gammas: tuple[int, ...]) -> None:
         self.model_path, self.revision = model_path, revision
         self._gammas = gammas
         self._capture = SharedCapture(model_path, revision or None)
         self._block: DFlashDrafter | None = None
-        self._lost = lost
-        self.usable = True
 
     def register(self) -> None:
         """Registers everything with SGLang, before the engine's workers are built."""
@@ -74,8 +61,13 @@ class DualDrafter:
     ) -> None:
         """Wraps the constructor of `EagleDraftWorker`.  Raises UnsupportedEngineError."""
         original(draft, *arguments, **named)
-        config = self._capture.block_config
-        self._block = DFlashDrafter(config, self.model_path, self.revision or None, draft)
+        self._block = DFlashDrafter(
+            self._capture.block_config,
+            self.model_path,
+            self.revision or None,
+            draft,
+            "the engine goes on with its own drafter",
+        )
 
     def around_memory(
         self, original: Callable[..., None], draft: Any, *arguments: Any, **named: Any
@@ -100,35 +92,16 @@ class DualDrafter:
     ) -> Any:  # fmt: skip
         """Reads the prompt with both drafters (wraps `_draft_extend_for_prefill`)."""
         own, others = self._capture.split(hidden)
-        if self.usable and not batch.forward_mode.is_idle():
-            try:
-                self.block.read_prompt(batch, others, named.get("kv_loc_plan"))
-            except Exception as error:  # noqa: BLE001 - out of memory, say
-                self.give_up(error)
+        if not batch.forward_mode.is_idle():
+            slots = named.get("kv_loc_plan")
+            self.block.attempt(lambda: self.block.read_prompt(batch, others, slots))
         return original(draft, batch, own, *arguments, **named)
-
-    def rehearse(self, *, required: bool) -> None:
-        """Drafts a block before there is traffic; one that cannot draft is given up.
-
-        Raises UnsupportedEngineError where it is required.
-        """
-        try:
-            self.block.rehearse()
-        except Exception as error:
-            if required:
-                raise UnsupportedEngineError(cannot_draft(self.model_path, error)) from error
-            self.give_up(error)
 
     def draft(self, draft: Any, batch: Any) -> Any | None:
         """Drafts instead of `EagleDraftWorker.draft`; None when the other drafter must."""
-        size = batch.seq_lens.shape[0]
-        if not self.usable or size > draft._topk1_parents_prealloc.shape[0]:
+        if batch.seq_lens.shape[0] > draft._topk1_parents_prealloc.shape[0]:
             return None
-        try:
-            return self.block.chain(draft, batch, self.block.draft(batch))
-        except Exception as error:  # noqa: BLE001 - out of memory, say
-            self.give_up(error)
-            return None
+        return self.block.attempt(lambda: self.block.chain(draft, batch, self.block.draft(batch)))
 
     def split(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The columns of `hidden` that the other drafter reads, and this one's."""
@@ -138,35 +111,15 @@ class DualDrafter:
         """Reads what a step accepted, and leaves in `result` what the other drafter reads."""
         output = result.logits_output
         output.hidden_states, others = self._capture.split(output.hidden_states)
-        if not self.usable:
-            return
-        try:
-            self.block.read_step(batch, result, others, kv_loc_plan)
-        except Exception as error:  # noqa: BLE001 - out of memory, say
-            self.give_up(error)
+        self.block.attempt(lambda: self.block.read_step(batch, result, others, kv_loc_plan))
 
     def catch_up(
         self, hidden: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
         """Reads positions that were slept through; the other drafter's columns of `hidden`."""
         own, others = self._capture.split(hidden)
-        if self.usable:
-            try:
-                self.block.read(others, slots, positions)
-            except Exception as error:  # noqa: BLE001 - out of memory, say
-                self.give_up(error)
+        self.block.attempt(lambda: self.block.read(others, slots, positions))
         return own
-
-    def give_up(self, error: Exception) -> None:
-        """It has missed something, or cannot draft: from now on the other one drafts alone.
-
-        Raises the error where other ranks would go on with both.
-        """
-        if ranks.are_several():
-            raise error
-        self.usable = False
-        _log.error("DFlash drafts no more; the engine goes on with its own drafter", exc_info=error)
-        self._lost(reason_of(error))
 
     def _extend_properties(self) -> None:
         """Adds this drafter's part to what SGLang asks its workers for."""

@@ -14,7 +14,7 @@ import torch
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
 
-from engine_shim.sglang.errors import UnsupportedEngineError
+from engine_shim.sglang.api.errors import UnsupportedEngineError
 
 
 class SharedCapture:

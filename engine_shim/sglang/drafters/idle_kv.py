@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine_shim.sglang import sglang_api
+from engine_shim.sglang.api import sglang_api
 from engine_shim.sglang.drafters.idle_kv_buffer import BacklogRows, BacklogStep, BacklogSteps
 
 if TYPE_CHECKING:

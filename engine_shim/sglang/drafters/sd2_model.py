@@ -1,4 +1,4 @@
-"""The steered drafter (SD2) as a model that SGLang serves, beside SGLang's own.
+"""The SD2 drafter as a model that SGLang serves, beside SGLang's own.
 
 An independent language model that travels the road of an EAGLE3 drafter: SGLang hands that the
 verifier's hidden states, and carries what it returns from one draft step to the next.  What this
@@ -17,8 +17,8 @@ from sglang.srt.runtime_context import get_parallel
 from torch import nn
 from torch.nn import functional
 
-from engine_shim.sglang.errors import UnsupportedEngineError
-from engine_shim.training.sd2 import STEERED_ARCHITECTURE
+from engine_shim.sglang.api.errors import UnsupportedEngineError
+from engine_shim.training.sd2 import SD2_ARCHITECTURE
 
 
 class Sd2Mlp(nn.Module):
@@ -41,13 +41,13 @@ class Sd2Mlp(nn.Module):
         return output
 
 
-class SteeredQwen3ForCausalLM(Qwen3ForCausalLM):
+class Sd2ForCausalLM(Qwen3ForCausalLM):
     """Qwen3 with steering; its embedding and head are its own."""
 
     def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
         super().__init__(config, quant_config, prefix)
         if get_parallel().tp_size > 1:
-            raise UnsupportedEngineError("a steered drafter runs on one rank only")
+            raise UnsupportedEngineError("an SD2 drafter runs on one rank only")
         layers = config.eagle_config["eagle_aux_hidden_state_layer_ids"]
         width = config.hidden_size
         self.mix = nn.Linear(len(layers) * width, width, bias=False)
@@ -84,4 +84,4 @@ class SteeredQwen3ForCausalLM(Qwen3ForCausalLM):
 
 def register() -> None:
     """Lets SGLang of this process find the class by its checkpoint's architecture."""
-    ModelRegistry.models[STEERED_ARCHITECTURE] = SteeredQwen3ForCausalLM
+    ModelRegistry.models[SD2_ARCHITECTURE] = Sd2ForCausalLM

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from sglang.srt.runtime_context import get_parallel
 
 from engine_shim.sglang.learning.student import cannot_learn_reason, live_drafter
-from engine_shim.sglang.learning.weights import LiveWeights
+from engine_shim.sglang.learning.weights import DrafterWeights
 from engine_shim.training.versions import FOLDER as VERSIONS_FOLDER
 from engine_shim.training.versions import VersionError, Versions
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from engine_shim.sglang.api.settings import PluginSettings
     from engine_shim.sglang.learning.student import LiveDrafter
-    from engine_shim.sglang.settings import PluginSettings
 
 _RETRY_SECONDS: Final = 10.0
 
@@ -71,7 +71,7 @@ class Deployment:
         self._versions.adopt_base(
             drafter.shape, drafter.parameters, drafter.embedding, drafter.head
         )
-        self._weights = LiveWeights(drafter.parameters, drafter.refresh)
+        self._weights = DrafterWeights(drafter.parameters, drafter.refresh)
         self._reading: _Reading | None = None
         self._retry_at = 0.0
         self._stopped = False
@@ -113,10 +113,6 @@ class Deployment:
         """Ends the deployments; the present weights keep serving, and are reported."""
         self._stopped = True
         self.counters.state = why
-
-    def status(self) -> dict[str, Any]:
-        """The counters, in plain values."""
-        return asdict(self.counters)
 
     def _failed_another(self, wanted: int) -> bool:
         return not self.counters.state.startswith(f"version {wanted} ")

@@ -17,19 +17,19 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from engine_shim.sglang import sglang_api
-from engine_shim.sglang.errors import UnsupportedEngineError
+from engine_shim.sglang.api import sglang_api
+from engine_shim.sglang.api.errors import UnsupportedEngineError
 from engine_shim.sglang.learning.rollback_guard import GuardVerdict, RollbackGuard
 from engine_shim.sglang.learning.student import cannot_learn_reason, live_drafter
-from engine_shim.sglang.learning.weights import LiveWeights
+from engine_shim.sglang.learning.verified_step import UpdateStatus
+from engine_shim.sglang.learning.weights import DrafterWeights
 from engine_shim.sglang.learning.windows import Windows
-from engine_shim.sglang.step_reports import UpdateStatus
 from engine_shim.training import trainer
 from engine_shim.training.exchange import Channel, Layout, Message, MessageKind, SharedTensors
 
 if TYPE_CHECKING:
+    from engine_shim.sglang.api.settings import PluginSettings
     from engine_shim.sglang.learning.verified_step import Verification
-    from engine_shim.sglang.settings import PluginSettings
 
 # Requests of a batch that a round is learnt from, at most.
 MOST_REQUESTS: Final = 16
@@ -93,7 +93,7 @@ class OnlineUpdates:
         online = settings.online
         drafter = live_drafter(worker)
         shape, parameters, embedding = drafter.shape, drafter.parameters, drafter.embedding
-        self._weights = LiveWeights(parameters, drafter.refresh)
+        self._weights = DrafterWeights(parameters, drafter.refresh)
         self._windows = Windows(online.window, online.top)
         self._rollback_guard = RollbackGuard()
         self._since = 0

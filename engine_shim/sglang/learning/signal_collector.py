@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from engine_shim.sglang import sglang_api
-from engine_shim.sglang.errors import UnsupportedEngineError
+from engine_shim.sglang.api import sglang_api
+from engine_shim.sglang.api.errors import UnsupportedEngineError
 from engine_shim.sglang.learning.signal_runs import Canvas, SignalRuns
 from engine_shim.sglang.learning.student import LEARN
 from engine_shim.training.signals import SignalStore, SignalWriter
 
 if TYPE_CHECKING:
+    from engine_shim.sglang.api.settings import PluginSettings
     from engine_shim.sglang.learning.verified_step import Verification
-    from engine_shim.sglang.settings import PluginSettings
 
 # Canvases that are read together, what they may hold of the device's memory, and how many such
 # batches may wait.
@@ -60,7 +60,10 @@ class _Batch:
 
 
 class SignalCollector:
-    """Collects the signals of one engine.  Raises OSError where the folder cannot be made."""
+    """Collects the signals of one engine.  Raises OSError where the folder cannot be made.
+
+    over: why nothing is collected any longer; "" while something is.
+    """
 
     def __init__(self, settings: PluginSettings, target: Any) -> None:
         """Opens the store.  target: the model that verifies."""
@@ -73,14 +76,14 @@ class SignalCollector:
         # SignalRuns may go on in the next round.
         self._open = False
         self._unread = 0
-        self._why = ""
+        self.over = ""
         self._queue: queue.Queue[_Batch | None] = queue.Queue(_BATCHES)
         self._thread = threading.Thread(target=self._run, name="speculation-canvases", daemon=True)
         self._thread.start()
 
     def after_verify(self, found: Verification, *, collecting: bool) -> None:
         """Before a step's draft-extend, as SGLang calls that."""
-        if self._why:
+        if self.over:
             self._forget()
             return
         if not collecting:
@@ -102,21 +105,16 @@ class SignalCollector:
         that were dropped since too many waited to be read.
         """
         found = asdict(self._writer.counters)
-        if self._why:
-            found["state"] = self._why
-        is_open = (self._open and not self._why) or self._queue.unfinished_tasks > 0
+        if self.over:
+            found["state"] = self.over
+        is_open = (self._open and not self.over) or self._queue.unfinished_tasks > 0
         return {
             **found, "waiting": self._writer.waiting, "open": is_open, "unread": self._unread,
         }  # fmt: skip
 
-    @property
-    def over(self) -> str:
-        """Explains why nothing is collected any longer; "" while something is."""
-        return self._why
-
     def give_up(self, why: str) -> None:
         """Ends the collection after an error; what has not been read yet is left."""
-        self._why = why
+        self.over = why
         self._forget()
         self._put(ends=True)
 
@@ -127,7 +125,7 @@ class SignalCollector:
                 self._queue.put(self._batch(ends=True), timeout=_CLOSE_SECONDS)
             self._queue.put(None, timeout=_CLOSE_SECONDS)
             self._thread.join(_CLOSE_SECONDS)
-        self._why = self._why or "closed"
+        self.over = self.over or "closed"
         self._writer.close()
 
     def _copied(self, found: Verification) -> Canvas:
@@ -171,7 +169,7 @@ class SignalCollector:
                     self._read(batch)
             except Exception as error:  # noqa: BLE001 - out of memory, say
                 _log.exception("training signals are kept no more")
-                self._why = f"{type(error).__name__}: {error}"
+                self.over = f"{type(error).__name__}: {error}"
                 reads = False
             self._queue.task_done()
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from engine_shim.sglang.errors import UnsupportedEngineError
+from engine_shim.sglang.api.errors import UnsupportedEngineError
 from engine_shim.training.checkpoint import dflash_shape, eagle3_shape, mtp_shape
 from engine_shim.training.students import student_of
 

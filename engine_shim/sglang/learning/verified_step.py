@@ -1,13 +1,31 @@
-"""Holds what one decode step has verified, for those who learn from it."""
+"""Holds what one decode step has verified, and what it reports of online updates."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 if TYPE_CHECKING:
     import torch
+
+
+class UpdateStatus(NamedTuple):
+    """Holds what a step has to report of online updates.
+
+    updating: one was being computed beside it, or landed before it.  reset: before it the drafter
+    went back to earlier weights, or was given others.  seconds: of the one that landed, or 0.
+    version: of the drafter that serves, 0 as loaded.
+    """
+
+    updating: bool = False
+    reset: bool = False
+    seconds: float = 0.0
+    version: int = 0
+
+
+# Of a step without any.
+NO_UPDATE: Final = UpdateStatus()
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 _SAMPLED: Final = 64
 
 
-class LiveWeights:
+class DrafterWeights:
     """Writes the weights of the serving model.
 
     parameters: by name; good: a copy whose acceptance was good.  first: as the drafter was loaded,

@@ -25,6 +25,7 @@ from controller.core.settings import PlannerSettings
 from controller.wire.engines import engine_from_proto
 from controller.wire.reports import report_from_proto
 from engine_shim.link.engine_link import EngineLink
+from engine_shim.link.packets import ReportPacket
 from engine_shim.link.plan_follower import Source
 from engine_shim.link.settings import LinkSettings
 from speculation.v1.engine_pb2 import DRAFTER_KIND_MTP, Drafter, EngineSpec, StepReport
@@ -67,10 +68,10 @@ class _Engine:
         counts = [0] * (self.gamma + 1)
         counts[0 if self.step // _PHASE_STEPS % 2 else self.gamma] = 1
         self.sent.append(time.perf_counter())
-        self.link.report(
+        self.link.report(ReportPacket(
             self.step, 1, 512, 0, self.gamma, tuple(counts), _STEP_SECONDS, 0,
             choice.epoch, choice.probe_id, choice.session,
-        )  # fmt: skip
+        ))  # fmt: skip
         report = StepReport(
             step=self.step, batch_size=1, kv_tokens=512, drafter="eagle3", gamma=self.gamma,
             accepted_counts=counts, step_seconds=_STEP_SECONDS,

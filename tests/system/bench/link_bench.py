@@ -30,7 +30,7 @@ import psutil
 
 from engine_shim.link import packets
 from engine_shim.link.engine_link import EngineLink
-from engine_shim.link.packets import PlanPacket, RowEntry
+from engine_shim.link.packets import PlanPacket, ReportPacket, RowEntry
 from engine_shim.link.plan_follower import PlanFollower, Source, StepChoice, safe_choice
 from engine_shim.link.settings import LinkSettings
 from engine_shim.link.supervisor import AgentSupervisor
@@ -126,17 +126,19 @@ def _measure(target: str, options: argparse.Namespace) -> Iterator[Measurement]:
 def _report(link: EngineLink, step: int, choice: StepChoice, plan_every: int) -> bool:
     # kv_tokens tells the server below after how many reports it shall send a plan.
     return link.report(
-        step,
-        8,
-        plan_every,
-        0,
-        _GAMMA,
-        (2, 2, 2, 2),
-        0.002,
-        0,
-        choice.epoch,
-        choice.probe_id,
-        choice.session,
+        ReportPacket(
+            step,
+            8,
+            plan_every,
+            0,
+            _GAMMA,
+            (2, 2, 2, 2),
+            0.002,
+            0,
+            choice.epoch,
+            choice.probe_id,
+            choice.session,
+        )
     )
 
 

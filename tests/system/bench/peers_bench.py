@@ -32,6 +32,7 @@ from pathlib import Path
 import grpc
 
 from engine_shim.link.engine_link import EngineLink
+from engine_shim.link.packets import ReportPacket
 from engine_shim.link.plan_follower import Source
 from engine_shim.link.settings import LinkSettings
 from speculation.v1 import service_pb2, service_pb2_grpc
@@ -73,10 +74,10 @@ def _linked(address: str) -> Iterator[Step]:
         def step(number: int) -> None:
             choice = link.choose(_BATCH)
             counts = (_BATCH,) + (0,) * choice.gamma
-            link.report(
+            link.report(ReportPacket(
                 number, _BATCH, 2048, 0, choice.gamma, counts, _STEP_SECONDS, 0,
                 choice.epoch, choice.probe_id, choice.session,
-            )  # fmt: skip
+            ))  # fmt: skip
 
         yield step
     finally:

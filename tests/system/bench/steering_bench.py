@@ -2,7 +2,7 @@
 
     python -m tests.system.bench.steering_bench
 
-Two real CPU engines serve the shipped steered drafter at one draft length, one of them with the
+Two real CPU engines serve the shipped SD2 drafter at one draft length, one of them with the
 steering left out (unsteered.py); everything else is the same.  They answer the same prompts in
 turn; a ratio is that of seconds a step, steered over unsteered, of two answers one after the other.
 """

@@ -1,9 +1,9 @@
-"""An SGLang plugin for steering_bench: the steered drafter, with its steering left out."""
+"""An SGLang plugin for steering_bench: the SD2 drafter, with its steering left out."""
 
 import sys
 from typing import Any
 
-from engine_shim.sglang import sglang_api
+from engine_shim.sglang.api import sglang_api
 
 
 def leave_out() -> None:
@@ -17,7 +17,7 @@ def leave_out() -> None:
         from engine_shim.sglang.drafters import sd2_model
 
         mlp_class: Any = sd2_model.Sd2Mlp
-        model_class: Any = sd2_model.SteeredQwen3ForCausalLM
+        model_class: Any = sd2_model.Sd2ForCausalLM
 
         def plain_copy(model: Any, features: Any) -> Any:
             return features[..., : model.config.hidden_size].clone()

@@ -9,7 +9,7 @@ from typing import Final
 from controller.core.clock import VirtualClock
 from engine_shim.link import packets
 from engine_shim.link.engine_link import EngineLink, steering_of
-from engine_shim.link.packets import PlanPacket
+from engine_shim.link.packets import PlanPacket, ReportPacket
 from engine_shim.link.plan_follower import Source, StepChoice, safe_choice
 from engine_shim.link.ranks import Ranks, RankUpdate
 from engine_shim.link.settings import LinkSettings
@@ -160,11 +160,11 @@ class Engine:
         counts[min(accepted, choice.gamma)] = batch_size
         self.step += 1
         self.ledger.stepped(self.step, Step(choice, batch_size, tuple(counts)))
-        sent = self.link.report(
+        sent = self.link.report(ReportPacket(
             self.step, batch_size, batch_size * 512, choice.drafter_index, choice.gamma, counts,
             STEP_SECONDS * (1 + 0.1 * choice.gamma),
             0 if choice.source is Source.PLAN else packets.UNSTEERED,
             choice.epoch, choice.probe_id, choice.session,
-        )  # fmt: skip
+        ))  # fmt: skip
         self._note("reported", self.spec.engine_id, self.step, counts, sent)
         return choice

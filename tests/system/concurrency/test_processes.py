@@ -21,6 +21,7 @@ import pytest
 
 from engine_shim.link import packets
 from engine_shim.link.engine_link import EngineLink
+from engine_shim.link.packets import ReportPacket
 from engine_shim.link.plan_follower import Source, safe_choice
 from engine_shim.link.settings import LinkSettings
 from speculation.v1 import policy_pb2, policy_pb2_grpc
@@ -72,11 +73,11 @@ class Walk:
             counts[min(self._rng.randrange(4), choice.gamma)] = size
             self._step += 1
             self._ledger.stepped(self._step, Step(choice, size, tuple(counts)))
-            self._link.report(
+            self._link.report(ReportPacket(
                 self._step, size, size * 512, 0, choice.gamma, counts, 0.01 + 0.001 * choice.gamma,
                 0 if choice.source is Source.PLAN else packets.UNSTEERED,
                 choice.epoch, choice.probe_id, choice.session,
-            )  # fmt: skip
+            ))  # fmt: skip
             if self._relay.faults:
                 raise self._relay.faults[0]
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from engine_shim.sglang import sglang_api
+from engine_shim.sglang.api import sglang_api
 
 
 def break_telemetry_hook() -> None:

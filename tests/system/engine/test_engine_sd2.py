@@ -1,4 +1,4 @@
-"""The steered drafter (SD2) on the real SGLang: the student's drafts, and no other token."""
+"""The SD2 drafter on the real SGLang: the student's drafts, and no other token."""
 
 import random
 from collections.abc import Iterator

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine_shim.sglang.versions import TESTED, sglang_version
+from engine_shim.sglang.api.versions import TESTED, sglang_version
 from tests.support.engine import DFLASH, EAGLE3, LONE, serving
 from tests.support.eventually import eventually
 from tests.support.installed_wheel import unpacked

@@ -11,6 +11,7 @@ import sys
 import time
 
 from engine_shim.link.engine_link import EngineLink
+from engine_shim.link.packets import ReportPacket
 from engine_shim.link.settings import LinkSettings
 from speculation.v1.engine_pb2 import DRAFTER_KIND_MTP, Drafter, EngineSpec
 
@@ -28,10 +29,10 @@ def main() -> None:
                 choice = link.choose(4)
                 counts = [0] * choice.gamma + [4]
                 seconds = 0.01 * (1 + 0.08 * choice.gamma)
-                link.report(
+                link.report(ReportPacket(
                     step, 4, 2048, 0, choice.gamma, counts, seconds, 0,
                     choice.epoch, choice.probe_id, choice.session,
-                )  # fmt: skip
+                ))  # fmt: skip
                 time.sleep(0.002)
             print(json.dumps({"source": choice.source.value, "gamma": choice.gamma}), flush=True)
     finally:

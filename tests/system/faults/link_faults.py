@@ -8,6 +8,7 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2
 
+from engine_shim.link.packets import ReportPacket
 from engine_shim.link.plan_follower import Source
 from lab.harness.ports import free_port
 from speculation.v1 import service_pb2, service_pb2_grpc
@@ -122,7 +123,7 @@ def buffers_full(place: Path, seen: Seen) -> None:
         made, longest = 0, 0.0
         while link.status().reports_dropped < _DROPPED:
             began = time.perf_counter()
-            link.report(made + 1, 4, 2048, 0, 1, (1, 3), 0.01, 0, 0, 0)
+            link.report(ReportPacket(made + 1, 4, 2048, 0, 1, (1, 3), 0.01, 0, 0, 0))
             link.choose(4)
             longest = max(longest, time.perf_counter() - began)
             made += 1
@@ -133,7 +134,7 @@ def buffers_full(place: Path, seen: Seen) -> None:
         def taken() -> bool:
             nonlocal made
             made += 1
-            return link.report(made, 4, 2048, 0, 1, (1, 3), 0.01, 0, 0, 0)
+            return link.report(ReportPacket(made, 4, 2048, 0, 1, (1, 3), 0.01, 0, 0, 0))
 
         def counted() -> bool:
             link.poll()

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 from engine_shim.link import packets
 from engine_shim.link.engine_link import EngineLink
+from engine_shim.link.packets import ReportPacket
 from engine_shim.link.plan_follower import Source
 from engine_shim.link.settings import LinkSettings
 from tests.support.eventually import eventually
@@ -62,10 +63,10 @@ class SteeredEngine:
         step, seconds = self.steps + 1, step_seconds(gamma)
 
         def sent() -> bool:
-            taken = self.link.report(
+            taken = self.link.report(ReportPacket(
                 step, BATCH_SIZE, 4096, 0, gamma, counts, seconds, flags,
                 choice.epoch, choice.probe_id, choice.session,
-            )  # fmt: skip
+            ))  # fmt: skip
             self.refused += not taken
             return taken
 

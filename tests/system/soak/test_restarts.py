@@ -4,10 +4,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from engine_shim.link.packets import ReportPacket
 from lab.harness.sidecar import SidecarHandle
 from tests.support.eventually import eventually
 from tests.support.linked_engine import LinkedEngine, linked_engine
@@ -26,18 +26,19 @@ ENGINE_ID = "engine-1"
 def running(engine: LinkedEngine) -> Iterator[list[Step]]:
     """Steps on a thread while the context is open; what has run."""
     ran: list[Step] = []
-    report, stop = engine.link.report, threading.Event()
+    send, stop = engine.link.report, threading.Event()
 
-    def noted(step: int, batch: int, kv: int, drafter: int, gamma: int, counts: Any, *rest: Any):
-        rows = [Row("", k) for k, count in enumerate(counts) for _ in range(count)]
-        ran.append(Step(step, gamma, tuple(rows)))
-        return report(step, batch, kv, drafter, gamma, counts, *rest)
+    def noted(report: ReportPacket) -> bool:
+        counts = enumerate(report.accepted_counts)
+        rows = [Row("", k) for k, count in counts for _ in range(count)]
+        ran.append(Step(report.step, report.gamma, tuple(rows)))
+        return send(report)
 
     def run() -> None:
         while not stop.is_set():
             engine.run(1)
 
-    engine.link.report = noted  # type: ignore[method-assign, assignment]
+    engine.link.report = noted  # type: ignore[method-assign]
     thread = threading.Thread(target=run)
     thread.start()
     try:

@@ -10,7 +10,7 @@ import pytest
 from dockerfile_parse import DockerfileParser
 
 from controller.settings.settings import DEFAULT_ADDRESS
-from engine_shim.sglang.versions import TESTED
+from engine_shim.sglang.api.versions import TESTED
 from tests.unit.deploy.manifests import ROOT, containers, pod
 
 DOCKER = ROOT / "deploy" / "docker"

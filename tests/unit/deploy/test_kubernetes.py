@@ -11,8 +11,8 @@ import pytest
 import controller
 from controller.settings.listeners import listeners_of
 from controller.settings.settings import Settings, SettingsError
-from engine_shim.sglang.settings import PluginSettings
-from engine_shim.sglang.versions import TESTED
+from engine_shim.sglang.api.settings import PluginSettings
+from engine_shim.sglang.api.versions import TESTED
 from tests.unit.deploy.command_lines import parsed
 from tests.unit.deploy.manifests import (
     OVERLAYS,

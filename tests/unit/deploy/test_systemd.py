@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from controller.settings.settings import Settings
-from engine_shim.sglang.settings import PluginSettings
+from engine_shim.sglang.api.settings import PluginSettings
 from tests.unit.deploy.command_lines import parsed
 from tests.unit.deploy.manifests import ROOT
 from tests.unit.deploy.units import ENGINE, SIDECAR, SYSTEMD, environment, read_unit

@@ -14,7 +14,7 @@ from controller.cli import app
 from controller.core.settings import PlannerSettings
 from controller.settings.settings import CLIENT_VARIABLES, Settings, variables
 from controller.wire.override_text import PRECEDENCE
-from engine_shim.sglang.settings import PluginSettings
+from engine_shim.sglang.api.settings import PluginSettings
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = [

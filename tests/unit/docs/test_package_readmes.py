@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 # Their contents are described one level up.
-INSIDE = {"simulation/peers", "simulation/report", "sglang/versions", "cpu_engine/standin"}
+INSIDE = {"simulation/peers", "simulation/report", "api/versions", "cpu_engine/standin"}
 
 
 def packages() -> list[Path]:

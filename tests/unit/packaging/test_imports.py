@@ -52,6 +52,8 @@ def test_the_layers_hold(tree: Path):
         ("controller/core/cost/grid.py", "import controller.core.planning.planner", "core"),
         ("controller/cli/doctor.py", "import lab.papers.tide", "lab"),
         ("engine_shim/link/errors.py", "import controller.core.errors", "shim"),
+        ("engine_shim/sglang/api/losses.py", "import engine_shim.sglang.hooks", "plugin"),
+        ("engine_shim/sglang/drafters/dual.py", "import engine_shim.sglang.learning", "plugin"),
         ("lab/harness/ports.py", "import lab.demo.run", "lab"),
     ],
 )

@@ -22,8 +22,8 @@ from engine_shim.link.packets import (
 from engine_shim.link.plan_follower import PlanFollower, safe_choice
 from engine_shim.link.settings import LinkSettings
 from engine_shim.link.wire import Translator, session_tag
-from engine_shim.sglang.errors import PluginError
-from engine_shim.sglang.settings import load_settings
+from engine_shim.sglang.api.errors import PluginError
+from engine_shim.sglang.api.settings import load_settings
 from engine_shim.training import signals
 from engine_shim.training.exchange import Channel, Message, MessageKind
 from engine_shim.training.versions import Made, VersionError, Versions
@@ -42,7 +42,9 @@ _PROBED = ProbeEntry(7, 0, 5, 3)
 def _packets() -> Sequence[bytes]:
     rows = (RowEntry(4, 0, 3, False, _PROBED), RowEntry(64, 0, 0, True, None))
     return [
-        packets.encode_report(5, 4, 2048, 0, 3, [1, 1, 1, 1], 0.01, 5, 9, 7, 77, 2, 0.5, 3),
+        packets.encode_report(
+            packets.ReportPacket(5, 4, 2048, 0, 3, [1, 1, 1, 1], 0.01, 5, 9, 7, 77, 0.5, 3, 2)
+        ),
         packets.encode_plan(PlanPacket(77, 9, 5, 4000, 2, 10, rows, 3)),
         packets.encode_event(SidecarState.REFUSED, 3, "the drafter ist unbekannt: γ"),
         packets.encode_hello(IntroduceRequest(engine=engine_spec()).SerializeToString()),

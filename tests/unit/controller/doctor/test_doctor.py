@@ -17,6 +17,7 @@ from controller.doctor.sidecar import Answers, check_sidecar
 from controller.settings.settings import CLIENT_VARIABLES, variables
 from controller.util.exit_codes import Exit
 from engine_shim.link.engine_link import EngineLink
+from engine_shim.link.packets import ReportPacket
 from engine_shim.link.plan_follower import Source
 from engine_shim.link.settings import LinkSettings
 from lab.harness.ports import free_port
@@ -339,10 +340,10 @@ def linked(address: str) -> Iterator[EngineLink]:
 
         def step(number: int) -> bool:
             choice = link.choose(4)
-            link.report(
+            link.report(ReportPacket(
                 number, 4, 400, 0, choice.gamma, (4, *(0,) * choice.gamma), 0.01, 0,
                 choice.epoch, choice.probe_id, choice.session,
-            )  # fmt: skip
+            ))  # fmt: skip
             return choice.source is Source.PLAN
 
         eventually(lambda: link.choose(4).source is Source.PLAN, within=60)

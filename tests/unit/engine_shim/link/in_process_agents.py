@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from engine_shim.link.engine_link import EngineLink
+from engine_shim.link.packets import ReportPacket
 from engine_shim.link.plan_follower import PlanFollower, safe_choice
 
 
@@ -50,4 +51,4 @@ def linked() -> Iterator[tuple[EngineLink, Agents, socket.socket]]:
 
 
 def report(link: EngineLink, step: int) -> bool:
-    return link.report(step, 4, 400, 0, 3, (1, 1, 1, 1), 0.01, 0, 1, 0)
+    return link.report(ReportPacket(step, 4, 400, 0, 3, (1, 1, 1, 1), 0.01, 0, 1, 0))

@@ -4,4 +4,4 @@ from engine_shim.link.packets import ReportPacket
 
 
 def report(step: int, dropped_before: int = 0) -> ReportPacket:
-    return ReportPacket(0, 0, 0, 0, dropped_before, 1, step, 1, 0.1, 0, 0, 0.0, 0, (1,))
+    return ReportPacket(step, 1, 1, 0, 0, (1,), 0.1, 0, 0, 0, dropped_before=dropped_before)

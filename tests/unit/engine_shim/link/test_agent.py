@@ -16,7 +16,7 @@ import pytest
 from engine_shim.link import packets
 from engine_shim.link.agent import EXIT_BAD_INTRODUCTION
 from engine_shim.link.engine_link import EngineLink
-from engine_shim.link.packets import SidecarState
+from engine_shim.link.packets import ReportPacket, SidecarState
 from engine_shim.link.plan_follower import Source, StepChoice
 from engine_shim.link.settings import LinkSettings
 from speculation.v1.plan_pb2 import Probe
@@ -61,7 +61,9 @@ def report(link: EngineLink, step: int, choice: StepChoice | None = None) -> boo
     epoch, probe_id, session = (
         (choice.epoch, choice.probe_id, choice.session) if choice else (0,) * 3
     )
-    return link.report(step, 4, 400, 0, 3, (1, 1, 1, 1), 0.01, 0, epoch, probe_id, session)
+    return link.report(
+        ReportPacket(step, 4, 400, 0, 3, (1, 1, 1, 1), 0.01, 0, epoch, probe_id, session)
+    )
 
 
 def renewing(sidecar: FakeSidecar, gamma: int, lease_ms: int) -> None:

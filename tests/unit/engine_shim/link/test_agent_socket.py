@@ -33,7 +33,7 @@ def plan(epoch: int) -> PlanPacket:
 
 
 def report(step: int) -> bytes:
-    return packets.encode_report(step, 1, 1, 0, 0, (1,), 0.1, 0, 0, 0, 0, 0)
+    return packets.encode_report(packets.ReportPacket(step, 1, 1, 0, 0, (1,), 0.1, 0, 0, 0))
 
 
 async def read(engine: socket.socket) -> bytes:

@@ -74,11 +74,11 @@ def test_an_older_plan_and_one_for_another_engine_are_refused_and_counted():
 
 def test_a_report_arrives_whole_with_what_it_was_given():
     with linked() as (link, _, agent):
-        assert link.report(7, 4, 900, 0, 3, [0, 1, 1, 2], 0.02, packets.FIRST_USE, 5, 6, 99)
+        assert link.report(
+            ReportPacket(7, 4, 900, 0, 3, [0, 1, 1, 2], 0.02, packets.FIRST_USE, 5, 6, 99)
+        )
         assert received(agent) == [
-            ReportPacket(
-                0, 3, packets.FIRST_USE, 99, 0, 4, 7, 900, 0.02, 5, 6, 0.0, 0, (0, 1, 1, 2)
-            )
+            ReportPacket(7, 4, 900, 0, 3, (0, 1, 1, 2), 0.02, packets.FIRST_USE, 5, 6, 99)
         ]
 
 
@@ -157,7 +157,7 @@ def test_the_sidecars_state_is_passed_on():
 )
 def test_a_report_that_fits_no_packet_is_counted_never_raised(arguments):
     with linked() as (link, _, agent):
-        assert not link.report(*arguments)
+        assert not link.report(ReportPacket(*arguments))
         assert link.status().reports_invalid == 1
         assert received(agent) == []
         assert report(link, 2)
@@ -213,14 +213,16 @@ def test_an_error_of_the_moment_drops_the_report_and_keeps_the_agent(number):
         def close(self) -> None:
             pass
 
-    with linked() as (link, _, _agent):
+    with linked() as (link, _, agent):
         link.poll()
+        agent.send(plan(1, 3))
         real, link._socket = link._socket, Failing()  # type: ignore[assignment]
         assert not report(link, 1)
         assert link.choose(4).source is Source.SAFE_DEFAULT
         assert link.status().agent_connected
         link._socket = real
         assert report(link, 2)
+        assert link.choose(4).source is Source.PLAN
 
 
 def test_after_close_reports_are_dropped_and_choices_go_on():

@@ -1,7 +1,6 @@
 import pytest
 
-from engine_shim.link.in_flight import InFlightReports
-from engine_shim.link.report_buffer import ReportBuffer
+from engine_shim.link.report_buffer import InFlightReports, ReportBuffer
 from speculation.v1.service_pb2 import Received
 from tests.unit.engine_shim.link.report_packets import report
 

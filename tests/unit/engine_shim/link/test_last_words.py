@@ -10,14 +10,20 @@ import pytest
 
 from engine_shim.link import packets
 from engine_shim.link.agent_socket import AgentSocket
-from engine_shim.link.in_flight import InFlightReports
+from engine_shim.link.credentials import EngineCredentials
 from engine_shim.link.rate_limited_log import RateLimitedLog
-from engine_shim.link.report_buffer import ReportBuffer
-from engine_shim.link.sidecar_client import _Session
+from engine_shim.link.report_buffer import InFlightReports, ReportBuffer
+from engine_shim.link.sidecar_client import SidecarClient, _Session
 from engine_shim.link.wire import Translator
 from speculation.v1.service_pb2 import Received, SteerRequest, SteerResponse
 from tests.support.fake_sidecar import engine_spec, plan
 from tests.unit.engine_shim.link.report_packets import report
+
+
+def client(port: AgentSocket, buffer: ReportBuffer, log: RateLimitedLog) -> SidecarClient:
+    spec = engine_spec()
+    credentials = EngineCredentials()
+    return SidecarClient("", credentials, spec, Translator(spec), port, buffer, log)
 
 
 class EndedCall:
@@ -51,7 +57,7 @@ async def test_a_plan_that_came_before_the_end_is_taken_though_a_write_failed_fi
         port = AgentSocket(agent, buffer, log, 0.0)
         call: Any = EndedCall()
         sent = InFlightReports(buffer, "session-1")
-        session = _Session(call, sent, Translator(engine_spec()), port, buffer, log)
+        session = _Session(client(port, buffer, log), call, sent, 0)
         code, detail = await session.run()
         packet = packets.decode_plan(engine.recv(packets.MAX_PLAN_BYTES))
     assert (code, detail) == (grpc.StatusCode.UNAVAILABLE, "the sidecar is shutting down")
@@ -99,7 +105,7 @@ async def test_what_was_written_goes_out_again_only_if_the_sidecar_says_that_it_
         port = AgentSocket(agent, buffer, log, 0.0)
         call: Any = TakingCall(last_words)
         sent = InFlightReports(buffer, "session-1")
-        session = _Session(call, sent, Translator(engine_spec()), port, buffer, log)
+        session = _Session(client(port, buffer, log), call, sent, 0)
         await session.run()
     sent.settle(received=None)
     assert [packet.step for packet in buffer.take(8)] == again

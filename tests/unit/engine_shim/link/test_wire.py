@@ -12,7 +12,7 @@ ENGINE = EngineSpec(
     drafters=[Drafter(name="eagle3", gammas=[0, 1, 3]), Drafter(name="dflash", gammas=[0, 7])],
 )
 TRANSLATOR = Translator(ENGINE)
-REPORT = ReportPacket(1, 1, 0, 5, 0, 3, 10, 900, 0.02, 4, 8, 0.25, 3, (2, 1))
+REPORT = ReportPacket(10, 3, 900, 1, 1, (2, 1), 0.02, 0, 4, 8, 5, 0.25, 3)
 
 
 def test_a_report_names_its_drafter_and_keeps_every_number():

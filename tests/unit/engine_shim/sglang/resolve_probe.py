@@ -16,7 +16,7 @@ from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs
 
-from engine_shim.sglang import sglang_api
+from engine_shim.sglang.api import sglang_api
 
 SHOWN = (
     "speculative_adaptive",

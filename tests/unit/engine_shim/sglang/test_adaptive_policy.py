@@ -1,14 +1,12 @@
 """The policy object that SGLang asks for a draft length."""
 
 import logging
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from engine_shim.link.plan_follower import Source, StepChoice
-from engine_shim.sglang import hook_check
 from engine_shim.sglang.adaptive_policy import SteeredPolicy
+from engine_shim.sglang.api import hook_check
 
 
 @pytest.fixture
@@ -19,11 +17,6 @@ def policy(monkeypatch: pytest.MonkeyPatch) -> SteeredPolicy:
     return SteeredPolicy(initial_steps=2)
 
 
-def link_choosing(*choices: StepChoice) -> Any:
-    remaining = iter(choices)
-    return SimpleNamespace(choose=lambda _: next(remaining))
-
-
 def choice(gamma: int, source: Source = Source.PLAN) -> StepChoice:
     return StepChoice(0, gamma, False, 1, 0, source, 0)
 
@@ -32,14 +25,13 @@ def test_candidates_come_from_the_one_setting(policy: SteeredPolicy) -> None:
     assert policy.candidate_steps == [0, 2, 4]
 
 
-def test_without_a_link_it_stays_at_the_startup_gamma(policy: SteeredPolicy) -> None:
-    assert policy.decide(8).gamma == policy.get_steps_for_batch(8) == 2
+def test_without_a_decision_it_stays_at_the_startup_gamma(policy: SteeredPolicy) -> None:
+    assert policy.choice.gamma == policy.get_steps_for_batch(8) == 2
 
 
 def test_sglang_is_told_the_gamma_that_was_decided(policy: SteeredPolicy) -> None:
-    policy.steer_by(link_choosing(choice(4), choice(0)))
     for expected in (4, 0):
-        assert policy.decide(1).gamma == expected
+        policy.run(choice(expected))
         assert policy.get_steps_for_batch(1) == policy.get_steps_for_batch(1) == expected
 
 
@@ -75,10 +67,9 @@ def test_flying_alone_and_being_steered_again_are_logged_once_each(
     policy: SteeredPolicy, caplog: pytest.LogCaptureFixture
 ) -> None:
     sources = [Source.PLAN, Source.PLAN, Source.GRACE, Source.GRACE, Source.SAFE_DEFAULT]
-    policy.steer_by(link_choosing(*(choice(2, source) for source in (*sources, Source.PLAN))))
     with caplog.at_level(logging.INFO):
-        for _ in range(6):
-            policy.decide(1)
+        for source in (*sources, Source.PLAN):
+            policy.run(choice(2, source))
     levels = [record.levelno for record in caplog.records]
     assert levels == [logging.INFO, logging.WARNING, logging.WARNING, logging.INFO]
     assert "grace" in caplog.records[1].message

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine_shim.sglang import sglang_api, versions
+from engine_shim.sglang.api import sglang_api, versions
+from engine_shim.sglang.api.settings import PluginSettings
 from engine_shim.sglang.engine_description import default_engine_id, introduce
-from engine_shim.sglang.settings import PluginSettings
 from speculation.v1.engine_pb2 import DRAFTER_KIND_MTP
 
 

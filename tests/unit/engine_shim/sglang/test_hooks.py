@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from engine_shim.link.plan_follower import Source, StepChoice
+from engine_shim.sglang.api.losses import Losses
 from engine_shim.sglang.drafters.idle_kv import IdleCounters
+from engine_shim.sglang.graph_states import GraphStates
 from engine_shim.sglang.hooks import EngineHooks
 from engine_shim.sglang.learning.online_updates import OnlineCounters
-from engine_shim.sglang.learning.verified_step import Verification
-from engine_shim.sglang.settings import PluginSettings
-from engine_shim.sglang.step_reports import NO_NEWS, UpdateStatus
+from engine_shim.sglang.learning.verified_step import NO_UPDATE, UpdateStatus, Verification
 from speculation.v1.engine_pb2 import Capability, LostCapability
 
 
@@ -84,12 +84,29 @@ class Online:
         self.counters.state = self.over = why
 
 
+def adopted(
+    choice: StepChoice, stride: int = 1, collects: bool = False, version: int | None = None
+) -> Any:
+    """What all ranks have adopted."""
+    return SimpleNamespace(
+        choose=lambda _: choice,
+        stride=lambda: stride,
+        collects=lambda: collects,
+        draft_version=lambda: version,
+    )
+
+
+def chosen(gamma: int, *, asleep: bool = False, drafter: int = 0) -> StepChoice:
+    return StepChoice(drafter, gamma, asleep, 1, 0, Source.PLAN, 0)
+
+
 def session(*, asleep: bool, failing: str = "", gamma: int = 0) -> Any:
-    made: Any = EngineHooks(PluginSettings())
-    choice = StepChoice(0, gamma, asleep, 1, 0, Source.PLAN, 0)
-    made._policy = SimpleNamespace(decide=lambda _: choice)
-    made._sleep = Sleep(failing)
-    return made
+    parts: dict[str, Any] = {
+        "policy": SimpleNamespace(run=lambda _: None),
+        "ranks": adopted(chosen(gamma, asleep=asleep)),
+        "sleep": Sleep(failing),
+    }
+    return EngineHooks(losses=Losses(), graph_states=GraphStates(), **parts)
 
 
 def batch(mode: str = "decode") -> Any:
@@ -108,7 +125,7 @@ class Link:
 
     def __init__(self, made: Any) -> None:
         self.told: list[tuple[str, str]] = []
-        made._losses.report_by(self)
+        made.losses = Losses(self)  # type: ignore[arg-type]
 
     def lose(self, loss: LostCapability) -> None:
         self.told.append((Capability.Name(loss.capability), loss.reason))
@@ -132,7 +149,7 @@ def test_a_step_that_sleeps_skips_the_draft_extend() -> None:
     result, worked = run_step(made)
     assert not worked
     assert result.speculation_launch.asleep
-    assert made._sleep.calls == ["before asleep", "through"]
+    assert made.sleep.calls == ["before asleep", "through"]
 
 
 @pytest.mark.parametrize(("asleep", "gamma"), [(False, 0), (False, 3), (True, 3)])
@@ -141,7 +158,7 @@ def test_a_step_that_drafts_or_stays_awake_does_not_sleep(asleep: bool, gamma: i
     result, worked = run_step(made)
     assert worked
     assert not result.speculation_launch.asleep
-    assert made._sleep.calls == ["before awake"]
+    assert made.sleep.calls == ["before awake"]
 
 
 @pytest.mark.parametrize("failing", ["before", "through"])
@@ -164,21 +181,21 @@ def test_a_failure_to_sleep_keeps_the_drafter_awake_for_good(
 def test_a_prefill_is_no_step_but_wakes_its_requests() -> None:
     made = session(asleep=True)
     result, _ = run_step(made, "extend")
-    assert made._sleep.calls == ["forget"]
+    assert made.sleep.calls == ["forget"]
     assert not hasattr(result, "speculation_launch")
 
 
 def test_a_drafter_learns_from_every_step_awake_or_asleep() -> None:
     made = session(asleep=False, gamma=3)
-    made._online, made._ranks = Online(), SimpleNamespace(stride=lambda: 5, collects=lambda: False)
+    made.online, made.ranks = Online(), adopted(chosen(3), stride=5)
     result, _ = run_step(made)
-    assert made._online.calls == ["step", "verified 5"]
-    assert result.speculation_launch.update_status == made._online.update_status() != NO_NEWS
+    assert made.online.calls == ["step", "verified 5"]
+    assert result.speculation_launch.update_status == made.online.update_status() != NO_UPDATE
     run_step(made, "extend")
-    assert made._online.calls[2:] == ["prefill"]
-    made._policy.decide = lambda _: StepChoice(0, 0, True, 1, 0, Source.PLAN, 0)
+    assert made.online.calls[2:] == ["prefill"]
+    made.ranks = adopted(chosen(0, asleep=True), stride=5)
     run_step(made)
-    assert made._online.calls[3:] == ["step", "verified 5"]
+    assert made.online.calls[3:] == ["step", "verified 5"]
 
 
 @pytest.mark.parametrize("failing", ["prefill", "step", "verified"])
@@ -186,9 +203,8 @@ def test_a_failure_to_learn_ends_the_learning_and_nothing_else(
     failing: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     made = session(asleep=False, gamma=3)
-    made._online = Online(failing)
+    made.online = Online(failing)
     link = Link(made)
-    made._ranks = SimpleNamespace(stride=lambda: 1, collects=lambda: False)
     run_step(made, "extend")
     _, worked = run_step(made)
     assert worked
@@ -201,12 +217,11 @@ def test_a_failure_to_learn_ends_the_learning_and_nothing_else(
 
 def test_a_trainer_that_ends_by_itself_is_reported() -> None:
     made = session(asleep=False, gamma=3)
-    made._online = Online()
-    made._ranks = SimpleNamespace(stride=lambda: 1, collects=lambda: False)
+    made.online = Online()
     link = Link(made)
     run_step(made)
     assert link.told == []
-    made._online.over = "the trainer has ended with status -9"
+    made.online.over = "the trainer has ended with status -9"
     run_step(made)
     run_step(made)
     assert link.told == [("CAPABILITY_UPDATE_ONLINE", "the trainer has ended with status -9")]
@@ -214,14 +229,10 @@ def test_a_trainer_that_ends_by_itself_is_reported() -> None:
     assert (status["capability"], status["reason"]) == link.told[0]
 
 
-def test_an_idle_forward_and_an_engine_that_starts_up_pass_through() -> None:
+def test_an_idle_forward_passes_through() -> None:
     made = session(asleep=True)
     run_step(made, "idle")
-    assert made._sleep.calls == []
-    starting: Any = EngineHooks(PluginSettings())
-    result, worked = run_step(starting)
-    assert worked
-    assert not hasattr(result, "speculation_launch")
+    assert made.sleep.calls == []
 
 
 def test_a_failure_to_report_stops_reports_and_nothing_else(
@@ -231,7 +242,7 @@ def test_a_failure_to_report_stops_reports_and_nothing_else(
         raise ValueError("nobody thought of this")
 
     made = session(asleep=False, gamma=3)
-    made._tap = SimpleNamespace(settle=fail)
+    made.tap = SimpleNamespace(settle=fail)
     link = Link(made)
     result, _ = run_step(made)
     assert made.status()["reporting"]
@@ -244,16 +255,28 @@ def test_a_failure_to_report_stops_reports_and_nothing_else(
     assert made.around_resolve(lambda *_: [[3]], None, result, batch()) == [[3]]
 
 
+def test_a_dflash_drafter_that_has_failed_is_reported_once() -> None:
+    made = session(asleep=False, gamma=3)
+    made.block = SimpleNamespace(over="")
+    link = Link(made)
+    run_step(made)
+    assert link.told == []
+    made.block.over = "MemoryError: no room"
+    for mode in ("extend", "decode"):
+        run_step(made, mode)
+    assert link.told == [("CAPABILITY_DRAFTER", "MemoryError: no room")]
+
+
 def test_results_of_other_forwards_are_not_reported() -> None:
     made = session(asleep=False)
-    made._tap = SimpleNamespace(settle=pytest.fail)
+    made.tap = SimpleNamespace(settle=pytest.fail)
     assert made.around_resolve(lambda *_: [[1]], None, SimpleNamespace(), batch()) == [[1]]
 
 
 def test_context_lengths_that_only_the_requests_know_are_read_before_they_change() -> None:
     made = session(asleep=False, gamma=3)
     seen: list[int] = []
-    made._tap = SimpleNamespace(settle=lambda launch, _: seen.append(launch.kv_tokens))
+    made.tap = SimpleNamespace(settle=lambda launch, _: seen.append(launch.kv_tokens))
     result, _ = run_step(made)
     result.speculation_launch.kv_tokens = None
     request = SimpleNamespace(kv=SimpleNamespace(kv_committed_len=7))
@@ -292,20 +315,20 @@ class Signals:
 @pytest.mark.parametrize("asleep", [True, False])
 def test_what_every_step_has_verified_is_offered_for_collection(asleep: bool) -> None:
     made = session(asleep=asleep, gamma=0)
-    made._collector = Signals()
+    made.collector = Signals()
     for collects in (True, False):
-        made._ranks = SimpleNamespace(stride=lambda: 0, collects=lambda: collects)  # noqa: B023
+        made.ranks = adopted(chosen(0, asleep=asleep), 0, collects)
         run_step(made)
-    assert made._collector.collecting == [True, False]
+    assert made.collector.collecting == [True, False]
 
 
 def test_a_failure_to_collect_ends_the_collecting_and_nothing_else(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     made = session(asleep=False, gamma=3)
-    made._collector = Signals(failing=True)
+    made.collector = Signals(failing=True)
     link = Link(made)
-    made._ranks = SimpleNamespace(stride=lambda: 0, collects=lambda: True)
+    made.ranks = adopted(chosen(3), 0, True)
     _, worked = run_step(made)
     assert worked
     assert made.status()["signals"] == {"state": "RuntimeError: out of memory"}
@@ -324,8 +347,8 @@ def test_versions_that_cannot_be_served_any_more_are_reported() -> None:
             assert why == "RuntimeError: out of memory"
 
     made = session(asleep=False, gamma=3)
-    made._deployment = Deployment()
-    made._ranks = SimpleNamespace(draft_version=lambda: 4)
+    made.deployment = Deployment()
+    made.ranks = adopted(chosen(3), version=4)
     link = Link(made)
     assert made._update_status().version == 3
     made._update_status()
@@ -350,18 +373,15 @@ class Second:
 
 
 @pytest.mark.parametrize(
-    ("chosen", "drafts", "by_learner"), [(0, True, True), (1, True, False), (1, False, True)]
+    ("drafter", "drafts", "by_learner"), [(0, True, True), (1, True, False), (1, False, True)]
 )
 def test_beside_a_second_drafter_the_own_one_learns(
-    chosen: int, drafts: bool, by_learner: bool
+    drafter: int, drafts: bool, by_learner: bool
 ) -> None:
     """From the columns it reads itself; and it is told whose drafts were verified."""
     made = session(asleep=False, gamma=3)
-    made._policy = SimpleNamespace(
-        decide=lambda _: StepChoice(chosen, 3, False, 1, 0, Source.PLAN, 0)
-    )
-    made._dual, made._collector = Second(drafts=drafts), Signals()
-    made._ranks = SimpleNamespace(stride=lambda: 0, collects=lambda: True)
+    made.dual, made.collector = Second(drafts=drafts), Signals()
+    made.ranks = adopted(chosen(3, drafter=drafter), 0, True)
 
     def forward(_: Any, found: Any, **__: Any) -> Any:
         output = SimpleNamespace(hidden_states=torch.arange(24.0).view(4, 6))
@@ -371,6 +391,6 @@ def test_beside_a_second_drafter_the_own_one_learns(
         return result
 
     made.around_forward(forward, None, batch())
-    (found,) = made._collector.found
+    (found,) = made.collector.found
     assert found.by_learner is by_learner
     assert torch.equal(found.features, torch.arange(24.0).view(4, 6)[:, :4])

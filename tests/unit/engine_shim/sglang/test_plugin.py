@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from engine_shim.sglang import plugin, versions
+from engine_shim.sglang import plugin
+from engine_shim.sglang.api import versions
 
 
 def test_nothing_is_imported_or_hooked_without_a_sidecar(monkeypatch: pytest.MonkeyPatch) -> None:

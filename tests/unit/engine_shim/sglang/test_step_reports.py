@@ -16,6 +16,7 @@ from engine_shim.link.packets import (
     FIRST_USE,
     SWITCHED,
     UNSTEERED,
+    ReportPacket,
 )
 from engine_shim.link.plan_follower import Source, StepChoice
 from engine_shim.sglang import step_reports
@@ -29,25 +30,10 @@ from engine_shim.sglang.step_reports import (
 
 @dataclass
 class RecordingLink:
-    reports: list[Any] = field(default_factory=list)
+    reports: list[ReportPacket] = field(default_factory=list)
 
-    def report(
-        self,
-        step: int,
-        batch_size: int,
-        kv_tokens: int,
-        drafter_index: int,
-        gamma: int,
-        accepted_counts: list[int],
-        step_seconds: float,
-        flags: int,
-        plan_epoch: int,
-        probe_id: int,
-        session: int = 0,
-        update_seconds: float = 0.0,
-        draft_version: int = 0,
-    ) -> bool:
-        self.reports.append(SimpleNamespace(**{k: v for k, v in locals().items() if k != "self"}))
+    def report(self, report: ReportPacket) -> bool:
+        self.reports.append(report)
         return True
 
 

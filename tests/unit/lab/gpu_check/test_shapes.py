@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from engine_shim.sglang.settings import load_settings
+from engine_shim.sglang.api.settings import load_settings
 from lab.gpu_check.shapes import QWEN3_8B, SHAPES, Shape
 
 

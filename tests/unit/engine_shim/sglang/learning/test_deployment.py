@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine_shim.sglang.learning import deployment
-from engine_shim.sglang.learning.deployment import Deployment
+from engine_shim.sglang.learning.deployment import Deployment, DeploymentCounters
 from engine_shim.sglang.learning.student import LiveDrafter
 from engine_shim.training.versions import Made, VersionError, Versions
 from tests.support.training_rounds import make_student, make_target
@@ -67,7 +67,7 @@ def test_a_version_is_served_once_it_is_read_and_the_first_again(engine: Engine)
     assert engine.serves(0)
     # A graph goes on reading the same memory.
     assert places == {name: part.data_ptr() for name, part in engine.live.parameters.items()}
-    assert engine.deployment.status() == {"version": 0, "deployed": 3, "state": "ready"}
+    assert engine.deployment.counters == DeploymentCounters(0, 3, "ready")
 
 
 def test_what_the_engine_has_made_of_the_weights_is_made_anew(engine: Engine):
@@ -110,12 +110,12 @@ def test_what_cannot_be_used_is_said_and_what_serves_goes_on(engine: Engine, spo
     engine.steps(1)
     assert engine.steps(2) == 0
     assert engine.serves(1)
-    state = engine.deployment.status()["state"]
+    state = engine.deployment.counters.state
     assert state.startswith("version 2 cannot be used")
     assert said in state
     # And the next plan is followed again.
     assert engine.steps(0) == 1
-    assert engine.deployment.status()["state"] == "ready"
+    assert engine.deployment.counters.state == "ready"
 
 
 def test_once_stopped_what_serves_goes_on_and_is_named(engine: Engine):
@@ -125,7 +125,7 @@ def test_once_stopped_what_serves_goes_on_and_is_named(engine: Engine):
     engine.deployment.stop("out of memory")
     assert engine.steps(2) == engine.steps(0) == 0
     assert engine.serves(1)
-    assert engine.deployment.status() == {"version": 1, "deployed": 1, "state": "out of memory"}
+    assert engine.deployment.counters == DeploymentCounters(1, 1, "out of memory")
 
 
 def test_an_error_that_nobody_thought_of_is_said(engine: Engine, monkeypatch: pytest.MonkeyPatch):
@@ -134,16 +134,16 @@ def test_an_error_that_nobody_thought_of_is_said(engine: Engine, monkeypatch: py
 
     monkeypatch.setattr(Versions, "load", fails)
     assert engine.steps(1) == 0
-    assert "MemoryError: no room" in engine.deployment.status()["state"]
+    assert "MemoryError: no room" in engine.deployment.counters.state
     # And a plan that goes back to what serves ends the matter.
     assert engine.steps(0) == 0
-    assert engine.deployment.status()["state"] == "ready"
+    assert engine.deployment.counters.state == "ready"
 
 
 def test_a_version_that_comes_late_is_taken_up(engine: Engine, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(deployment, "_RETRY_SECONDS", 0.05)
     assert engine.steps(1) == 0
-    assert "is not there" in engine.deployment.status()["state"]
+    assert "is not there" in engine.deployment.counters.state
     engine.versions.publish(engine.moved(1), MADE)
     assert engine.steps(1, count=100) == 1
     assert engine.serves(1)

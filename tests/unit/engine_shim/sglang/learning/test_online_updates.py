@@ -7,15 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from engine_shim.sglang.errors import UnsupportedEngineError
+from engine_shim.sglang.api.errors import UnsupportedEngineError
+from engine_shim.sglang.api.settings import load_settings
 from engine_shim.sglang.learning.online_updates import (
     OnlineCounters,
     OnlineUpdates,
     cannot_update_reason,
 )
-from engine_shim.sglang.learning.verified_step import Verification
-from engine_shim.sglang.settings import load_settings
-from engine_shim.sglang.step_reports import NO_NEWS, UpdateStatus
+from engine_shim.sglang.learning.verified_step import NO_UPDATE, UpdateStatus, Verification
 from engine_shim.training.eagle3 import Eagle3Student
 from tests.support.eventually import eventually
 from tests.support.training_rounds import SHAPE, make_round, make_student, make_target
@@ -186,7 +185,7 @@ def test_it_learns_once_it_knows_what_it_would_be_compared_with(driver: Driver) 
 def test_steps_are_told_of_the_updates_beside_and_before_them(driver: Driver) -> None:
     driver.until(lambda: driver.counters.state == "ready", stride=0)
     # The trainer was starting, and nobody asked it for anything.
-    assert set(driver.update_status) == {NO_NEWS}
+    assert set(driver.update_status) == {NO_UPDATE}
     driver.until(lambda: driver.counters.updates == 3, stride=60)
     landed = [
         number for number, update_status in enumerate(driver.update_status) if update_status.seconds

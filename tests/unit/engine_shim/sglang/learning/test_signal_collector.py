@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from engine_shim.sglang.api.settings import PluginSettings
 from engine_shim.sglang.learning import signal_collector
 from engine_shim.sglang.learning.signal_collector import ROUNDS, FinalStates, SignalCollector
 from engine_shim.sglang.learning.signal_runs import Canvas, SignalRuns
 from engine_shim.sglang.learning.verified_step import Verification
-from engine_shim.sglang.settings import PluginSettings
 from engine_shim.training.signals import Signal, SignalStore
 from tests.support.eventually import eventually
 

@@ -7,10 +7,11 @@ SGLang version means: run those tests on it, and write what differs into a modul
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final
 
-from engine_shim.sglang import versions
+from engine_shim.sglang.api import versions
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -62,6 +63,10 @@ RESOLVE_TOKENS: Final = (
     ".SchedulerBatchResultProcessor._resolve_spec_v2_tokens"
 )
 INTERNAL_STATE: Final[str] = _differs.INTERNAL_STATE
+# The hooks around a step of an engine that is ready to serve.
+STEP_TARGETS: Final = (
+    FORWARD, DRAFT, DRAFT_EXTEND, RESOLVE_TOKENS, INTERNAL_STATE, OWN_REQUESTS, REQUEST_KINDS,
+)  # fmt: skip
 # The step of SGLang's configuration pipeline that settles speculation.
 RESOLUTION_STEP: Final = "handle_speculative_decoding"
 
@@ -71,27 +76,16 @@ SWITCH_SOURCE: Final = "adaptive_spec.restore"
 SKIP_VARIABLE: Final = "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"
 
 
-def internal_state(result: Any, arguments: tuple[Any, ...]) -> dict[str, Any]:
-    """Returns what a call of INTERNAL_STATE has filled in."""
-    state: dict[str, Any] = _differs.internal_state(result, arguments)
-    return state
-
-
-def draft_scope(draft: Any) -> AbstractContextManager[Any]:
-    """Returns the ranks' scope of an `EagleDraftWorker`, for passes of its model."""
-    scope: AbstractContextManager[Any] = _differs.draft_scope(draft)
-    return scope
-
-
-def with_draft_config(target_runner: Any, config: Any) -> AbstractContextManager[None]:
-    """Gives a target this `ModelConfig` as its drafter's, inside the block."""
-    scope: AbstractContextManager[None] = _differs.with_draft_config(target_runner, config)
-    return scope
-
-
-def lie_like(draft: Any, block_worker: Any) -> None:
-    """Has a draft worker lie on the ranks as a `DFlashWorkerV2` does."""
-    _differs.lie_like(draft, block_worker)
+# What a call of INTERNAL_STATE has filled in.
+internal_state: Final[Callable[[Any, tuple[Any, ...]], dict[str, Any]]] = _differs.internal_state
+# The ranks' scope of an `EagleDraftWorker`, for passes of its model.
+draft_scope: Final[Callable[[Any], AbstractContextManager[Any]]] = _differs.draft_scope
+# Gives a target this `ModelConfig` as its drafter's, inside the block.
+with_draft_config: Final[Callable[[Any, Any], AbstractContextManager[None]]] = (
+    _differs.with_draft_config
+)
+# Has a draft worker lie on the ranks as a `DFlashWorkerV2` does.
+lie_like: Final[Callable[[Any, Any], None]] = _differs.lie_like
 
 
 def unsupported_reason(args: ServerArgs) -> str | None:
@@ -144,7 +138,7 @@ def is_dflash_only(config: Any) -> bool:
 
 
 def dflash_only(draft: Any) -> Any | None:
-    """The `BlockDrafter` that stands where `EagleDraftWorker` would, if it does."""
+    """Returns the `DFlashDrafter` of a draft worker that has no other drafter, else None."""
     return getattr(draft, "block", None)
 
 

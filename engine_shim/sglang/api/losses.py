@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from engine_shim.link.losses import lost
@@ -12,27 +13,26 @@ if TYPE_CHECKING:
     from engine_shim.link.engine_link import EngineLink
     from speculation.v1.engine_pb2 import LostCapability
 
-# The name of a DFlash drafter in the introduction, alone or beside another.
-BLOCK_DRAFTER = "dflash"
-
 _log = logging.getLogger(__name__)
 
 
 class Losses:
-    """Keeps one engine's losses, on the scheduler's thread only."""
+    """Keeps one engine's losses, on the scheduler's thread only.
 
-    def __init__(self) -> None:
-        self._lost: dict[tuple[Capability.ValueType, str], LostCapability] = {}
-        self._link: EngineLink | None = None
+    link: reports them; None on ranks without one and before the introduction, which has its own
+    list of losses.  known: losses that the sidecar is told of in the introduction.
+    """
+
+    def __init__(
+        self, link: EngineLink | None = None, known: Iterable[LostCapability] = ()
+    ) -> None:
+        self._lost = {(loss.capability, loss.drafter): loss for loss in known}
+        self._link = link
 
     @property
     def all(self) -> list[LostCapability]:
         """Returns the losses in the order in which they came."""
         return list(self._lost.values())
-
-    def report_by(self, link: EngineLink) -> None:
-        """Reports by this link from now on; what was lost before is in the introduction."""
-        self._link = link
 
     def lose(self, capability: Capability.ValueType, reason: str, drafter: str = "") -> None:
         """The engine cannot do this until it starts again; only the first time counts."""

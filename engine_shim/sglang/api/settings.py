@@ -9,7 +9,7 @@ from pydantic_settings import NoDecode
 
 from engine_shim.link.errors import LinkSettingsError
 from engine_shim.link.settings import LinkSettings
-from engine_shim.sglang.errors import PluginError
+from engine_shim.sglang.api.errors import PluginError
 
 if TYPE_CHECKING:
     from engine_shim.training.online import OnlineSettings

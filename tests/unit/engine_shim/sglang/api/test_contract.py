@@ -11,10 +11,10 @@ from typing import TypeVar
 
 import pytest
 
-from engine_shim.sglang import sglang_api
-from engine_shim.sglang.versions import TESTED, module_for, sglang_version
+from engine_shim.sglang.api import sglang_api
+from engine_shim.sglang.api.versions import TESTED, module_for, sglang_version
 from tests.support.installed_wheel import Wheel
-from tests.unit.engine_shim.sglang.contracts import (
+from tests.unit.engine_shim.sglang.api.contracts import (
     ATTRIBUTES,
     EAGLE,
     HOOKS,

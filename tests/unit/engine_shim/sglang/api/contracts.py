@@ -1,6 +1,6 @@
 """What the plugin relies on in SGLang: see test_contract.py."""
 
-from engine_shim.sglang import sglang_api
+from engine_shim.sglang.api import sglang_api
 
 EAGLE = "sglang.srt.speculative.eagle_worker_v2"
 DRAFT_BASE = "sglang.srt.speculative.base_spec_worker.EagleDraftWorkerBase"

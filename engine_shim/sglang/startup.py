@@ -1,0 +1,224 @@
+"""Builds everything of one steered engine as its scheduler starts, and checks it.
+
+Nothing is half on: where a part is missing, or SGLang prepared something else than was asked for,
+the engine does not start.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import pkgutil
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from engine_shim.link.engine_link import EngineLink, steering_of
+from engine_shim.link.errors import LinkStartError
+from engine_shim.link.ranks import Ranks
+from engine_shim.link.secret import secret_of
+from engine_shim.sglang.adaptive_policy import SteeredPolicy
+from engine_shim.sglang.api import hook_check, ranks, sglang_api
+from engine_shim.sglang.api.errors import HookError, PluginError
+from engine_shim.sglang.api.losses import Losses
+from engine_shim.sglang.drafters.idle_kv import IdleDrafter, cannot_sleep_reason
+from engine_shim.sglang.engine_description import DFLASH_NAME, introduce, set_batch_limits
+from engine_shim.sglang.graph_states import GraphStates
+from engine_shim.sglang.hooks import EngineHooks
+from engine_shim.sglang.runtime_switch import RuntimeSwitch
+from engine_shim.sglang.step_reports import StepTap
+from speculation.v1 import engine_pb2
+
+if TYPE_CHECKING:
+    from engine_shim.sglang.api.settings import PluginSettings
+    from engine_shim.sglang.drafters.dual import DualDrafter
+    from engine_shim.sglang.learning.deployment import Deployment
+    from engine_shim.sglang.learning.online_updates import OnlineUpdates
+    from engine_shim.sglang.learning.signal_collector import SignalCollector
+
+_log = logging.getLogger(__name__)
+
+
+class EngineStartup:
+    """Hooks the start of one engine, in the process of its scheduler."""
+
+    def __init__(self, settings: PluginSettings) -> None:
+        self._settings = settings
+        self._switch = RuntimeSwitch()
+        self._graph_states = GraphStates()
+
+    def around_init_model_worker(self, original: Callable[..., None], scheduler: Any) -> None:
+        """Hooks the worker before it exists, and its steps when it is ready to serve."""
+        # Only here: SGLang's models want a machine that can run them.
+        from engine_shim.sglang.drafters import sd2_model
+
+        if sglang_api.is_dflash_only(scheduler.server_args):
+            from engine_shim.sglang.drafters import dflash_only
+
+            dflash_only.register()
+        sd2_model.register()
+        hook_check.register(
+            sglang_api.APPLY_RUNTIME_STATE, self._switch.apply_runtime_state, HookType.REPLACE
+        )
+        hook_check.register(
+            sglang_api.BUILD_STATE, self._graph_states.around_build, HookType.AROUND
+        )
+        dual = None
+        if self._settings.dflash_model_path:
+            from engine_shim.sglang.drafters.dual import DualDrafter
+
+            dual = DualDrafter(
+                self._settings.dflash_model_path,
+                self._settings.dflash_revision,
+                self._settings.gammas,
+            )
+            dual.register()
+        _apply_hooks()
+        for target in sglang_api.STEP_TARGETS:
+            # What SGLang has moved is missed before the weights are read, not after.
+            pkgutil.resolve_name(target)
+        original(scheduler)
+        self._start(scheduler, dual).register()
+        _apply_hooks()
+
+    def _start(self, scheduler: Any, dual: DualDrafter | None) -> EngineHooks:
+        """Checks what was built, introduces the engine, starts the link.  Raises PluginError."""
+        worker, settings = scheduler.draft_worker, self._settings
+        policy = _policy_of(worker)
+        gammas = tuple(policy.candidate_steps)
+        self._switch.prepare(worker, gammas)
+        # A DFlash drafter that cannot draft is found before there is traffic.
+        block = sglang_api.dflash_only(worker.draft_worker) if dual is None else dual.block
+        found = Losses()
+        if block is not None:
+            block.rehearse(required=dual is None or settings.require_drafters)
+            if block.over:
+                found.lose(engine_pb2.CAPABILITY_DRAFTER, block.over, DFLASH_NAME)
+        sleepless = cannot_sleep_reason(worker)
+        if gammas[0] > 0 or settings.sleep_positions == 0:
+            sleepless = "the settings leave no room for it"
+        sleep = None
+        if sleepless is None:
+            sleep = IdleDrafter(worker, settings.sleep_positions, dual)
+        online = self._online_updates(worker, scheduler)
+        collector, deployment = self._collection(worker, scheduler)
+        spec = introduce(
+            scheduler,
+            settings,
+            gammas,
+            can_sleep=sleep is not None,
+            can_update_online=online is not None,
+            can_collect=collector is not None,
+            can_take_versions=deployment is not None,
+            second=dual,
+            lost=found.all,
+        )
+        set_batch_limits(spec, policy.batch_limits)
+        link = None
+        try:
+            steering = steering_of(spec, settings, policy.startup_gamma)
+            ranks.require_agreement(
+                {"the installed plugin": spec.fingerprint.shim_version}
+                | {
+                    f"SPECULATION_{name.upper()}": getattr(settings, name)
+                    for name in (
+                        "gammas",
+                        "graph_limits",
+                        "safe_gamma",
+                        "grace_seconds",
+                        "sleep_positions",
+                        "dflash_model_path",
+                    )
+                }
+            )
+            if ranks.is_first():
+                secret = secret_of(settings.signals_folder)
+                link = EngineLink.start(spec, settings, policy.startup_gamma, secret)
+                steering = link.steering
+        except LinkStartError as error:
+            raise PluginError(str(error)) from error
+        tap = None
+        if link is not None:
+            atexit.register(link.close)
+            tap = StepTap(link, tuple(spec.fingerprint.graph_batch_sizes))
+            self._graph_states.log()
+            _log.info(
+                "steered by %s as %s: drafters %s, draft lengths %s, the drafter %s",
+                settings.sidecar,
+                spec.engine_id,
+                ", ".join(drafter.name for drafter in spec.drafters),
+                list(gammas),
+                "may sleep" if sleepless is None else f"never sleeps ({sleepless})",
+            )
+        return EngineHooks(
+            policy=policy,
+            ranks=Ranks(steering, link),
+            losses=Losses(link, found.all),
+            graph_states=self._graph_states,
+            several=ranks.are_several(),
+            link=link,
+            tap=tap,
+            sleep=sleep,
+            dual=dual,
+            block=block,
+            online=online,
+            collector=collector,
+            deployment=deployment,
+        )
+
+    def _online_updates(self, worker: Any, scheduler: Any) -> OnlineUpdates | None:
+        if not self._settings.online_updates:
+            return None
+        from engine_shim.sglang.learning.online_updates import updates_for
+
+        online = updates_for(worker, scheduler.tp_worker.model_runner, self._settings)
+        atexit.register(online.close)
+        return online
+
+    def _collection(
+        self, worker: Any, scheduler: Any
+    ) -> tuple[SignalCollector | None, Deployment | None]:
+        if not self._settings.signals_folder or not ranks.is_first():
+            return None, None
+        from engine_shim.sglang.learning.deployment import deployment_for
+        from engine_shim.sglang.learning.signal_collector import collector_for
+        from engine_shim.training.versions import VersionError
+
+        runner = scheduler.tp_worker.model_runner
+        try:
+            collector = collector_for(worker, runner, self._settings)
+            deployment = deployment_for(worker, self._settings)
+        except (OSError, VersionError) as error:
+            raise PluginError(f"SPECULATION_SIGNALS_FOLDER: {error}") from error
+        atexit.register(collector.close)
+        return collector, deployment
+
+
+def _apply_hooks() -> None:
+    HookRegistry.apply_hooks()
+    hook_check.require_hooks(*hook_check.registered_targets())
+
+
+def _policy_of(worker: Any) -> SteeredPolicy:
+    """Returns the policy that SGLang constructed.
+
+    Raises HookError where that is not the plugin's, or SGLang prepared other draft lengths.
+    """
+    controller: Any = getattr(worker, "adaptive_controller", None)
+    policy = getattr(controller, "params", None)
+    if not isinstance(policy, SteeredPolicy):
+        raise HookError(
+            f"SGLang never constructed the plugin's policy (found {type(policy).__name__} in "
+            f"{type(worker).__name__}): the draft length would not be steered"
+        )
+    gammas = tuple(policy.candidate_steps)
+    graph_states = tuple(sorted(controller._states))
+    if graph_states != gammas:
+        raise HookError(f"SGLang prepared draft lengths {graph_states}, not {gammas}")
+    widest = sglang_api.widest_step()
+    if widest != gammas[-1] + 1:
+        raise HookError(
+            f"SGLang sized its buffers for {widest} draft tokens, {gammas[-1] + 1} are needed"
+        )
+    return policy
