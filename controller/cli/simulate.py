@@ -214,8 +214,7 @@ def _show(report: "SimulationReport", json_file: Path | None, html: Path | None)
 def _cold_start(sizes: tuple[int, ...], seeds: range, processes: int | None) -> None:
     from rich.console import Console
 
-    from controller.simulation.cold_start import cold_starts, run_cold_starts
-    from controller.simulation.cold_start_table import table
+    from controller.simulation.cold_start import cold_starts, run_cold_starts, table
 
     cells = cold_starts(sizes) if sizes else cold_starts()
     console = Console()

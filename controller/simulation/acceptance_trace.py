@@ -1,20 +1,47 @@
 """Recorded acceptance, replayed sequentially: position by position of what was really generated."""
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.simulation.acceptance_trace_files import RecordedRequest, read_requests, read_rounds
+from controller.core.engine_spec import MAX_GAMMA
 from controller.simulation.errors import InvalidInputError
+from controller.simulation.reading import csv_rows, shown, text_lines
 from controller.simulation.workload import RequestPool
 
 # Rounds tell nothing of requests: so many of one category, in a row, are made into one.
 _ROUNDS_A_REQUEST = 256
 _CONTEXT_OF_ROUNDS = 384
+
+
+# A line holds a request.  About 20 bytes a token: this is room for 800,000 of them.
+_JSON_LINE_BYTES_MAX = 16 << 20
+_PREFIX = "acc_"
+_LENGTHS = "acc_len"
+_PROMPT = "prompt_token_ids"
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRequest:
+    """One recorded request.
+
+    accepted: drafter -> [positions or more] of uint8, drafts accepted if drafting started there.
+    context_tokens: of its prompt.
+    """
+
+    label: str
+    context_tokens: int
+    accepted: Mapping[str, NDArray[np.uint8]]
+
+    @property
+    def positions(self) -> int:
+        """Output tokens that were recorded of every drafter."""
+        return min(len(values) for values in self.accepted.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +61,7 @@ class AcceptanceTrace:
 
     @classmethod
     def load(cls, paths: Sequence[str | Path], *, labelled: bool = True) -> "AcceptanceTrace":
-        """SpecDecode-Bench JSONL files, mixed as they are; see `bank_files.read_requests`.
+        """SpecDecode-Bench JSONL files, mixed as they are; see `read_requests`.
 
         labelled: requests are labelled by the stem of their file; else all alike.
 
@@ -60,7 +87,7 @@ class AcceptanceTrace:
     def load_rounds(
         cls, paths: Mapping[str, str | Path], *, labelled: bool = True
     ) -> "AcceptanceTrace":
-        """Drafter -> CSV of rounds; see `bank_files.read_rounds`.
+        """Drafter -> CSV of rounds; see `read_rounds`.
 
         Rounds of a category, in the order of the file, are cut into requests of 256 positions (the
         last one takes what is left over).  A step at any position meets the round of that position,
@@ -84,7 +111,7 @@ class AcceptanceTrace:
                     raise InvalidInputError(files[drafter], 0, f"there is no round of {category!r}")
             together = {drafter: mine[category] for drafter, mine in rounds.items()}
             recorded += _cut(category if labelled else "", together)
-        return cls(_name(list(files.values())), tuple(recorded))
+        return cls(_name(files.values()), tuple(recorded))
 
     @property
     def drafters(self) -> tuple[str, ...]:
@@ -99,7 +126,9 @@ class AcceptanceTrace:
         context_tokens: NDArray[np.int64] | None = None,
     ) -> RequestPool:
         """Draws a pool, as `AcceptanceSource.pool` does.  Own lengths are the recorded ones."""
-        chosen = [self.recorded[i] for i in itertools.islice(_orders(rng, self.recorded), requests)]
+        orders = (rng.permutation(len(self.recorded)).tolist() for _ in itertools.count())
+        order = itertools.islice(itertools.chain.from_iterable(orders), requests)
+        chosen = [self.recorded[i] for i in order]
         if output_tokens is None:
             output_tokens = np.array([r.positions for r in chosen], dtype=np.int64)
         if context_tokens is None:
@@ -122,11 +151,6 @@ class AcceptanceTrace:
         )
 
 
-def _orders(rng: np.random.Generator, recorded: Sequence[RecordedRequest]) -> Iterator[int]:
-    while True:
-        yield from rng.permutation(len(recorded)).tolist()
-
-
 def _cut(label: str, rounds: Mapping[str, NDArray[np.uint8]]) -> Iterator[RecordedRequest]:
     whole = RecordedRequest(label, _CONTEXT_OF_ROUNDS, rounds)
     pieces = max(1, whole.positions // _ROUNDS_A_REQUEST)
@@ -136,5 +160,83 @@ def _cut(label: str, rounds: Mapping[str, NDArray[np.uint8]]) -> Iterator[Record
         yield replace(whole, accepted={d: values[start:end] for d, values in rounds.items()})
 
 
-def _name(files: Sequence[Path]) -> str:
+def _name(files: Iterable[Path]) -> str:
     return "+".join(dict.fromkeys(file.stem for file in files))
+
+
+def read_requests(path: Path, label: str) -> list[RecordedRequest]:
+    """SpecDecode-Bench JSONL (arXiv 2601.11580): one request a line.
+
+    Every key `acc_NAME` is a drafter; its `acc_len` lists, for every output position, the tokens
+    that a step there gains: the accepted drafts and the bonus token, so that 1 is nothing accepted.
+    Where the lists of a request differ in length, the positions that all drafters have count.
+    `prompt_token_ids` is the context.
+
+    Raises InvalidInputError with the line: not JSON, a key that is missing, a list that is empty,
+    a length that is no whole number or leaves 1..MAX_GAMMA + 1, drafters other than the first
+    line's; and for a file without a request.
+    """
+    found: list[RecordedRequest] = []
+    for line, text in text_lines(path, _JSON_LINE_BYTES_MAX):
+        if text.strip():
+            recorded = _request(path, line, text, label)
+            if found and recorded.accepted.keys() != found[0].accepted.keys():
+                drafters, first = sorted(recorded.accepted), sorted(found[0].accepted)
+                fault = f"drafters {drafters} are recorded, {first} in the first line"
+                raise InvalidInputError(path, line, fault)
+            found.append(recorded)
+    if not found:
+        raise InvalidInputError(path, 0, "there is no request in the file")
+    return found
+
+
+def _request(path: Path, line: int, text: str, label: str) -> RecordedRequest:
+    try:
+        body = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidInputError(path, line, f"not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise InvalidInputError(path, line, f"an object is needed, not {type(body).__name__}")
+    prompt = body.get(_PROMPT)
+    if not isinstance(prompt, list):
+        raise InvalidInputError(path, line, f"a list {_PROMPT!r} is needed, not {shown(prompt)}")
+    names = [key for key in body if key.startswith(_PREFIX) and key != _PREFIX]
+    if not names:
+        raise InvalidInputError(path, line, f"no key {_PREFIX}NAME names a drafter")
+    accepted = {
+        name.removeprefix(_PREFIX): _accepted(path, line, name, body[name]) for name in names
+    }
+    return RecordedRequest(label, len(prompt), accepted)
+
+
+def _accepted(path: Path, line: int, name: str, value: object) -> NDArray[np.uint8]:
+    lengths = value.get(_LENGTHS) if isinstance(value, dict) else None
+    where = f"{name}.{_LENGTHS}"
+    if not isinstance(lengths, list):
+        raise InvalidInputError(path, line, f"a list {where} is needed, not {shown(lengths)}")
+    if not lengths:
+        raise InvalidInputError(path, line, f"{where} is empty")
+    for position, length in enumerate(lengths):
+        if type(length) is not int:
+            fault = f"{where}[{position}] is {shown(length)}, no whole number"
+            raise InvalidInputError(path, line, fault)
+        if not 1 <= length <= MAX_GAMMA + 1:
+            fault = f"{where}[{position}] is {shown(length)}, which leaves 1..{MAX_GAMMA + 1}"
+            raise InvalidInputError(path, line, fault)
+    return (np.array(lengths, dtype=np.int64) - 1).astype(np.uint8)
+
+
+def read_rounds(path: Path) -> dict[str, NDArray[np.uint8]]:
+    """Category -> [rounds] of uint8, accepted drafts: a CSV with header `commits,category,...`.
+
+    As inference-lab writes and reads it, `commits` counts the drafts that were accepted when the
+    full depth was drafted, the bonus token excluded: a draft cut to gamma accepts
+    min(commits, gamma).  The further columns (a0, a1, ...: confidences) are left out.
+
+    Raises InvalidInputError with the line: no such columns, a field count that does not fit,
+    commits that is no whole number or leaves 0..MAX_GAMMA; and for a file without a round.
+    """
+    rounds: dict[str, list[int]] = {}
+    for row in csv_rows(path, ("commits", "category"), others=True):
+        rounds.setdefault(row.fields["category"], []).append(row.whole("commits", 0, MAX_GAMMA))
+    return {category: np.array(values, dtype=np.uint8) for category, values in rounds.items()}

@@ -1,4 +1,4 @@
-"""Makes arrivals and lengths of requests: recorded traffic, or a Poisson process."""
+"""Reads arrivals and lengths of requests from recorded traffic."""
 
 import itertools
 import math
@@ -11,12 +11,10 @@ from numpy.typing import NDArray
 
 from controller.simulation.errors import InvalidInputError
 from controller.simulation.reading import Row, csv_rows, finite, shown
-from controller.simulation.sources import lengths
 
 _TIME, _CONTEXT, _OUTPUT = "timestamp", "contexttokens", "generatedtokens"
 _TOKENS_MAX = 10_000_000
 _SECONDS_MAX = 1e12
-_POISSON = "poisson arrivals"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +31,7 @@ class Arrivals:
 
 
 def read_arrivals(path: str | Path, limit: int | None = None, speed: float = 1.0) -> Arrivals:
-    """A CSV with TIMESTAMP, ContextTokens, GeneratedTokens, as the Azure LLM inference traces have.
+    """Reads a CSV with TIMESTAMP, ContextTokens, GeneratedTokens, as Azure's LLM traces have.
 
     Column names in any case and order, further columns are left out.  TIMESTAMP: ISO 8601 (a blank
     for the T, more than six decimals and a time zone are all right) or seconds as a number, the
@@ -66,44 +64,17 @@ def read_arrivals(path: str | Path, limit: int | None = None, speed: float = 1.0
     )
 
 
-def poisson_arrivals(
-    seed: int,
-    requests_per_second: float,
-    requests: int,
-    output_tokens_mean: float = 256.0,
-    context_tokens_mean: float = 384.0,
-) -> Arrivals:
-    """Exponential gaps, the first request at 0, lognormal lengths (sigma 0.5, at least 8 tokens).
-
-    Raises InvalidInputError: a rate that is not above 0, no request, a mean below 1.
-    """
-    if not (math.isfinite(requests_per_second) and requests_per_second > 0):
-        raise InvalidInputError(_POISSON, 0, f"a rate of {requests_per_second} is out of range")
-    if requests < 1:
-        raise InvalidInputError(_POISSON, 0, f"{requests} requests are asked for, 1 at least")
-    for mean in (output_tokens_mean, context_tokens_mean):
-        if not 1 <= mean <= _TOKENS_MAX:
-            raise InvalidInputError(_POISSON, 0, f"{mean} is no mean number of tokens")
-    rng = np.random.default_rng(seed)
-    gaps = rng.exponential(1 / requests_per_second, requests - 1)
-    return Arrivals(
-        np.concatenate(([0.0], np.cumsum(gaps))),
-        lengths(rng, requests, context_tokens_mean),
-        lengths(rng, requests, output_tokens_mean),
-    )
-
-
 def _time(row: Row) -> float | datetime:
     text = row.text(_TIME)
     seconds = finite(text)
-    if seconds is not None:
-        if abs(seconds) > _SECONDS_MAX:
-            raise row.fault(f"{_TIME} {shown(text)} is no number of seconds")
-        return seconds
-    try:
-        return datetime.fromisoformat(text)
-    except ValueError as error:
-        raise row.fault(f"{_TIME} {shown(text)} is no time and no number of seconds") from error
+    if seconds is None:
+        try:
+            return datetime.fromisoformat(text)
+        except ValueError as error:
+            raise row.fault(f"{_TIME} {shown(text)} is no time and no number of seconds") from error
+    if abs(seconds) > _SECONDS_MAX:
+        raise row.fault(f"{_TIME} {shown(text)} is no number of seconds")
+    return seconds
 
 
 def _since(row: Row, first: float | datetime, now: float | datetime) -> float:

@@ -38,11 +38,8 @@ class Batch:
                 f"a batch of {capacity} is asked for, costs reach {surface.max_batch_size}",
             )  # fmt: skip
         self._join(pools)
-        self._base = np.zeros(capacity, dtype=np.int64)
-        self._position = np.zeros(capacity, dtype=np.int64)
-        self._output = np.zeros(capacity, dtype=np.int64)
-        self._context = np.zeros(capacity, dtype=np.int64)
-        self._label = np.zeros(capacity, dtype=np.int64)
+        self._rows = np.zeros((5, capacity), dtype=np.int64)
+        self._base, self._position, self._output, self._context, self._label = self._rows
         self.size = 0
         self.kv_tokens = 0
         self.phase = 0
@@ -51,6 +48,7 @@ class Batch:
         self._next_request = 0
         self._phase_tokens = 0.0
         self._steps_to_check = 0
+        # Of each request: context tokens left to read, base, output, label, context.
         self._prefilling: deque[list[int]] = deque()
         self.done = False
 
@@ -81,43 +79,34 @@ class Batch:
 
     @property
     def waiting_prefill(self) -> bool:
-        """True while an admitted request's prompt is not read yet."""
+        """Is true while an admitted request's prompt is not read yet."""
         return bool(self._prefilling)
 
     def next_arrival(self) -> float | None:
-        """Virtual seconds of the next request to come; None when none will."""
-        if self._next_request < len(self._arrivals):
-            return self._arrivals[self._next_request]
-        return None
+        """Returns the virtual seconds of the next request to come; None after the last one."""
+        return next(iter(self._arrivals[self._next_request : self._next_request + 1]), None)
 
     def segment(self, now: float) -> int:
-        """The oracle's segment that a step starting now belongs to."""
+        """Returns the oracle's segment that a step starting now belongs to."""
         return self.phase if self._closed is not None else int(now / self._window)
 
     def admit(self, now: float) -> None:
         """Takes in what has come, up to the limit."""
         if self._closed is not None:
-            room = self._closed.phases[self.phase].concurrency - self.size - len(self._prefilling)
-            if room > 0:
-                self._take_next(room, cycle=True)
-            return
-        room = self._capacity - self.size - len(self._prefilling)
-        if room > 0:
-            arrived = bisect.bisect_right(self._arrivals, now) - self._next_request
-            if arrived > 0:
-                self._take_next(min(room, arrived), cycle=False)
-
-    def _take_next(self, count: int, *, cycle: bool) -> None:
-        pool, offsets, labels = self._pools[self.phase if self._closed is not None else 0]
-        for _ in range(count):
-            i = self._next_request % pool.requests if cycle else self._next_request
+            limit = self._closed.phases[self.phase].concurrency
+            come = limit
+        else:
+            limit = self._capacity
+            come = bisect.bisect_right(self._arrivals, now) - self._next_request
+        pool, offsets, labels = self._pools[self.phase]
+        for _ in range(min(limit - self.size - len(self._prefilling), come)):
+            # A closed loop serves its pool again and again; an open one never passes its end.
+            i = self._next_request % pool.requests
             self._next_request += 1
+            context = int(pool.context_tokens[i])
             self._prefilling.append(
-                [
-                    int(pool.context_tokens[i]), int(offsets[i]), int(pool.output_tokens[i]),
-                    int(labels[i]), int(pool.context_tokens[i]),
-                ]
-            )  # fmt: skip
+                [context, int(offsets[i]), int(pool.output_tokens[i]), int(labels[i]), context]
+            )
 
     def start_all(self) -> None:
         """Prompts cost nothing: every admitted request decodes from the next step on."""
@@ -138,20 +127,15 @@ class Batch:
 
     def _start(self, request: list[int]) -> None:
         _, base, output, label, context = request
-        n = self.size
-        self._base[n] = base
-        self._position[n] = 0
-        self._output[n] = output
-        self._context[n] = context
-        self._label[n] = label
-        self.size = n + 1
+        self._rows[:, self.size] = base, 0, output, context, label
+        self.size += 1
         self.kv_tokens += context
         self._steps_to_check = 0
 
     def step(
         self, drafter: int, gamma: int, thinning: NDArray[np.float64] | None
     ) -> tuple[list[int], list[tuple[str, list[int]]], float]:
-        """One decode step: (accepted_counts, counts by class, tokens gained)."""
+        """Runs one decode step: (accepted_counts, counts by class, tokens gained)."""
         n = self.size
         position = self._position[:n]
         if gamma > 0:
@@ -178,9 +162,8 @@ class Batch:
     ) -> list[tuple[str, list[int]]]:
         if len(self.label_names) < 2:
             return []
-        labels = self._label[:n]
         width = gamma + 1
-        joint = labels * width if accepted is None else labels * width + accepted
+        joint = self._label[:n] * width + (0 if accepted is None else accepted)
         counts = np.bincount(joint, minlength=width * len(self.label_names))
         return [
             (name, row)
@@ -199,8 +182,7 @@ class Batch:
             past = -int(left[gone].sum())
             self.kv_tokens -= int((self._context[:n] + self._position[:n])[gone].sum())
             staying = n - int(np.count_nonzero(gone))
-            for array in (self._base, self._position, self._output, self._context, self._label):
-                array[:staying] = array[:n][keep]
+            self._rows[:, :staying] = self._rows[:, :n][:, keep]
             self.size = staying
             lacking = int(left[keep].min()) if staying else 0
         # No sequence can finish before the shortest one has gained all it lacks.
@@ -208,7 +190,7 @@ class Batch:
         return past
 
     def take(self, tokens: float) -> float:
-        """Books tokens to the phase; the share of them (0..1) that the workload still wanted."""
+        """Books tokens to the phase; returns the share of them (0..1) that were still wanted."""
         if self._closed is None:
             finished = self._next_request >= len(self._arrivals)
             self.done = finished and self.size == 0 and not self._prefilling
@@ -223,15 +205,11 @@ class Batch:
         if self.phase + 1 == len(self._closed.phases):
             self.done = True
             return wanted / tokens
-        self._begin_phase(self.phase + 1)
-        return 1.0
-
-    def _begin_phase(self, phase: int) -> None:
-        assert self._closed is not None
-        if self._closed.phases[phase].at_once:
-            shift = self._starts[phase] - self._starts[self.phase]
-            self._base[: self.size] += shift
-        self.phase = phase
+        self.phase += 1
+        if self._closed.phases[self.phase].at_once:
+            self._base[: self.size] += self._starts[self.phase] - self._starts[self.phase - 1]
+        else:
+            self._next_request = 0
         self.phase_changed = True
         self._phase_tokens = 0.0
-        self._next_request = 0 if not self._closed.phases[phase].at_once else self._next_request
+        return 1.0

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
 
 from controller.core.step_report import StepFlags
 from controller.simulation import published
@@ -28,6 +31,8 @@ CAUTIOUS_STEPS = 200
 SETTLED_FROM, SETTLED_STEPS = 400, 100
 # Speculation that gains less than this may be missed.
 WORTHWHILE_GAIN = 1.1
+# Bars: of plain decoding, and of the best arm where speculation is worthwhile.
+OFF_BAR, SETTLED_BAR = 0.98, 0.95
 # No drafter of the published surfaces drafts more in a step.
 _DEPTH = 16
 _NOISE = 0.03
@@ -67,7 +72,7 @@ class ColdRun:
 
 
 def cold_starts(batch_sizes: Sequence[int] = (1, 2, 8, 32, 64, 128)) -> list[ColdStart]:
-    """Every published surface with one drafter, four kinds of traffic, and these batch sizes."""
+    """Lists every published surface with one drafter, four kinds of traffic and these sizes."""
     found = []
     for name in published.names():
         surface = published.surface(name)
@@ -144,8 +149,46 @@ def _judge(
 def run_cold_starts(
     cells: Sequence[ColdStart], seeds: Sequence[int], processes: int | None = None
 ) -> list[ColdRun]:
-    """Every cell on every seed, in this order, side by side on all processors."""
+    """Runs every cell on every seed, in this order, side by side on all processors."""
     tasks = [(cell, seed) for cell in cells for seed in seeds]
     with ProcessPoolExecutor(processes or len(os.sched_getaffinity(0))) as pool:
         waiting = [pool.submit(run_cold, cell, seed) for cell, seed in tasks]
         return [future.result() for future in waiting]
+
+
+def table(runs: Sequence[ColdRun]) -> Group:
+    """Shows one row for each cell, the worst of its seeds; missed bars are marked."""
+    found = Table(title="The first steps without a profile", title_justify="left")
+    found.add_column("engine / traffic / batch size")
+    for column in (
+        "best arm over off",
+        f"over off, first {CAUTIOUS_STEPS} steps",
+        f"of the best arm, from step {SETTLED_FROM}",
+    ):
+        found.add_column(column, justify="right")
+    for name in dict.fromkeys(run.cell.name for run in runs):
+        seeds = [run for run in runs if run.cell.name == name]
+        off, settled = min(run.off for run in seeds), min(run.settled for run in seeds)
+        worthwhile = seeds[0].gain >= WORTHWHILE_GAIN
+        found.add_row(
+            name,
+            f"{seeds[0].gain:.2f}",
+            _marked(off, off < OFF_BAR),
+            _marked(settled, worthwhile and settled < SETTLED_BAR),
+        )
+    behind = sum(run.off < OFF_BAR for run in runs)
+    judged = [run for run in runs if run.gain >= WORTHWHILE_GAIN]
+    late = sum(run.settled < SETTLED_BAR for run in judged)
+    return Group(
+        found,
+        Text(
+            f"Below {OFF_BAR} of off: {behind} of {len(runs)} runs, the worst "
+            f"{min(run.off for run in runs):.3f}. Below {SETTLED_BAR} of the best arm where it "
+            f"gains {WORTHWHILE_GAIN - 1:.0%} or more: {late} of {len(judged)} runs, the worst "
+            f"{min((run.settled for run in judged), default=1.0):.3f}."
+        ),
+    )
+
+
+def _marked(value: float, missed: bool) -> str:
+    return f"[bold red]{value:.3f} ![/]" if missed else f"{value:.3f}"

@@ -1,10 +1,8 @@
 """Scenarios from files and names that a user gives: acceptance, costs, arrivals."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from controller.core.cost.profile import Profile
 from controller.core.model_shapes import DrafterKind
 from controller.simulation import published
 from controller.simulation.arrivals import read_arrivals
@@ -51,26 +49,63 @@ class SimulationRequest:
 
 
 def scenarios(given: SimulationRequest) -> list[Scenario]:
-    """The scenarios of one run on given files.  Raises InvalidInputError."""
+    """Makes the scenarios of one run on given files.  Raises InvalidInputError."""
     if given.tokens_per_sequence < 1 or given.seeds < 1:
         raise InvalidInputError("--tokens, --seeds", 0, "at least 1 is needed")
     surface, acceptance = _inputs(given)
-    profile = _profile(surface, given.profile_error)
-    if given.arrivals is not None:
-        return [_open(given, given.arrivals, surface, acceptance, profile)]
-    return _closed(given, surface, acceptance, profile)
-
-
-def _profile(surface: CostSurface, error: float | None) -> Profile | None:
-    if error is None:
-        return None
-    if not 0.1 <= error <= 10:
+    error = given.profile_error
+    if error is not None and not 0.1 <= error <= 10:
         raise InvalidInputError("--profile-error", 0, f"a factor of {error} leaves 0.1..10")
-    return measured_profile(surface, surface.max_batch_size, None if error == 1 else error)
+    told = {None: "no profile", 1.0: "costs exact"}.get(
+        error, f"drafting costs off by a factor of {error}"
+    )
+    limit = surface.max_batch_size
+    profile = None
+    if error is not None:
+        profile = measured_profile(surface, limit, None if error == 1 else error)
+
+    def scenario(
+        name: str, description: str, workload: ClosedSource | OpenSource, *, shifting: bool
+    ) -> Scenario:
+        whole = f"{description}; {given.acceptance} on {', '.join(given.cost)}; {told}"
+        return Scenario(
+            name, "given", whole, surface, workload, profile, limit, shifting, given.seeds,
+            given.options,
+        )  # fmt: skip
+
+    if given.arrivals is not None:
+        arrivals = read_arrivals(given.arrivals, given.limit, given.speed)
+        seconds = arrivals.arrival_seconds
+        last = float(seconds[-1])
+        source = OpenSource(
+            acceptance, seconds, arrivals.context_tokens, arrivals.output_tokens, limit,
+            max(1.0, last / _WINDOWS),
+        )  # fmt: skip
+        text = f"{len(seconds)} requests over {last:.0f} s (speed {given.speed:g})"
+        return [scenario(f"arrivals/{given.arrivals.stem}", text, source, shifting=True)]
+
+    sizes = given.concurrency or tuple(b for b in (1, 4, 16, 64, 256, 1024) if b <= limit)
+    for b in sizes:
+        if not 1 <= b <= limit:
+            raise InvalidInputError("--concurrency", 0, f"{b} leaves 1..{limit}")
+    # One sequence alone is luck for long: give it more time.
+    tokens = {b: b * given.tokens_per_sequence * (3 if b < 4 else 1) for b in sizes}
+    phase = {b: PhaseSpec(f"x{b}", acceptance, b, tokens[b]) for b in sizes}
+    found = [
+        scenario(f"closed/B={b}", f"{b} sequences at a time", ClosedSource((phase[b],), None),
+                 shifting=False)
+        for b in sizes
+    ]  # fmt: skip
+    if len(sizes) > 1:
+        turns = (*sizes, *sizes[-2::-1])
+        moving = ClosedSource(tuple(phase[b] for b in turns), None)
+        text = f"concurrency {' '.join(map(str, turns))}"
+        found.append(scenario("closed/moving", text, moving, shifting=True))
+    return found
 
 
 def _inputs(given: SimulationRequest) -> tuple[CostSurface, AcceptanceSource]:
-    """Costs and acceptance that speak of the same drafters."""
+    """Reads costs and acceptance that name the same drafters."""
     if not given.cost:
         raise InvalidInputError(
             "--cost", 0, f"a table or one of {', '.join(published.names())} is needed"
@@ -82,26 +117,20 @@ def _inputs(given: SimulationRequest) -> tuple[CostSurface, AcceptanceSource]:
     elif len(given.cost) == 1 and first.lower().endswith(".json"):
         surface = profile_surface(Path(first).name, read_profile(first), _KINDS, size)
     else:
-        _require_files(given.cost)
         return _tables(given)
     acceptance = parse_acceptance(given.acceptance, [d.name for d in surface.drafters])
     return _agree(surface, acceptance, given.drafter), acceptance
 
 
-def _require_files(costs: Sequence[str]) -> None:
-    """Raises InvalidInputError, with the published names, for a cost that is no file."""
-    for text in costs:
-        _, path = _named(text)
+def _tables(given: SimulationRequest) -> tuple[CostSurface, AcceptanceSource]:
+    pairs = [_named(text) for text in given.cost]
+    for _, path in pairs:
         if not Path(path).exists():
             raise InvalidInputError(
                 "--cost", 0,
                 f"{path!r} is neither a file nor a published cost table; the published tables are "
                 f"{', '.join(published.names())}",
             )  # fmt: skip
-
-
-def _tables(given: SimulationRequest) -> tuple[CostSurface, AcceptanceSource]:
-    pairs = [_named(text) for text in given.cost]
     names = [name for name, _ in pairs if name]
     acceptance = parse_acceptance(given.acceptance, names or [given.drafter or _DEFAULT_DRAFTER])
     if not names and len(pairs) == 1:
@@ -123,7 +152,7 @@ def _named(text: str) -> tuple[str, str]:
 
 
 def _agree(surface: CostSurface, acceptance: AcceptanceSource, wanted: str) -> CostSurface:
-    """The surface with the drafters whose acceptance is known; a lone one takes its name."""
+    """Keeps the drafters whose acceptance is known; a lone one takes its name."""
     if wanted and wanted not in acceptance.drafters:
         raise InvalidInputError(
             "--drafter", 0, f"{wanted!r} has no acceptance; there are {list(acceptance.drafters)}"
@@ -138,82 +167,4 @@ def _agree(surface: CostSurface, acceptance: AcceptanceSource, wanted: str) -> C
         surface.name, 0,
         f"costs are of {[d.name for d in surface.drafters]}, acceptance of {list(known)}: "
         "name one with --drafter",
-    )  # fmt: skip
-
-
-def _closed(
-    given: SimulationRequest,
-    surface: CostSurface,
-    acceptance: AcceptanceSource,
-    profile: Profile | None,
-) -> list[Scenario]:
-    limit = surface.max_batch_size
-    sizes = given.concurrency or tuple(b for b in (1, 4, 16, 64, 256, 1024) if b <= limit)
-    for b in sizes:
-        if not 1 <= b <= limit:
-            raise InvalidInputError("--concurrency", 0, f"{b} leaves 1..{limit}")
-
-    def phase(b: int) -> PhaseSpec:
-        # One sequence alone is luck for long: give it more time.
-        return PhaseSpec(
-            f"x{b}", acceptance, b, b * given.tokens_per_sequence * (3 if b < 4 else 1)
-        )
-
-    found = [
-        _scenario(given, f"closed/B={b}", f"{b} sequences at a time", surface, profile,
-                  ClosedSource((phase(b),), None), shifting=False)
-        for b in sizes
-    ]  # fmt: skip
-    if len(sizes) > 1:
-        turns = (*sizes, *sizes[-2::-1])
-        found.append(
-            _scenario(
-                given,
-                "closed/moving",
-                f"concurrency {' '.join(map(str, turns))}",
-                surface,
-                profile,
-                ClosedSource(tuple(phase(b) for b in turns), None),
-                shifting=True,
-            )
-        )
-    return found
-
-
-def _open(
-    given: SimulationRequest,
-    path: Path,
-    surface: CostSurface,
-    acceptance: AcceptanceSource,
-    profile: Profile | None,
-) -> Scenario:
-    arrivals = read_arrivals(path, given.limit, given.speed)
-    last = float(arrivals.arrival_seconds[-1])
-    source = OpenSource(
-        acceptance, arrivals.arrival_seconds, arrivals.context_tokens, arrivals.output_tokens,
-        surface.max_batch_size, max(1.0, last / _WINDOWS),
-    )  # fmt: skip
-    return _scenario(
-        given, f"arrivals/{path.stem}",
-        f"{len(arrivals.arrival_seconds)} requests over {last:.0f} s (speed {given.speed:g})",
-        surface, profile, source, shifting=True,
-    )  # fmt: skip
-
-
-def _scenario(
-    given: SimulationRequest,
-    name: str,
-    description: str,
-    surface: CostSurface,
-    profile: Profile | None,
-    workload: ClosedSource | OpenSource,
-    *,
-    shifting: bool,
-) -> Scenario:
-    told = {None: "no profile", 1.0: "costs exact"}.get(
-        given.profile_error, f"drafting costs off by a factor of {given.profile_error}"
-    )
-    return Scenario(
-        name, "given", f"{description}; {given.acceptance} on {', '.join(given.cost)}; {told}",
-        surface, workload, profile, surface.max_batch_size, shifting, given.seeds, given.options,
     )  # fmt: skip

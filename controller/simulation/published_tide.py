@@ -1,4 +1,4 @@
-"""TIDE's measurements (arXiv 2602.05145): the latencies of Table 5 and the runs of Table 4."""
+"""TIDE's measurements (arXiv 2602.05145): the latencies of Table 5."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -60,50 +60,3 @@ TIDE_MODELS: Mapping[str, TideModel] = {
         (15.50, 16.00, 16.11, 16.36, 17.10, 18.45, 19.00, 21.38, 27.54, 64.76), 0.843, 80
     ),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class TideRun:
-    """A chain configuration of Table 4, end to end (a draft of `gamma`, top-k 1).
-
-    acceptance_length: mean over GSM8K, HumanEval and MATH-500.  plain, speculative: the table's
-    average tokens per second without and with speculation.
-    """
-
-    batch_size: int
-    gamma: int
-    acceptance_length: float
-    plain: float
-    speculative: float
-
-    @property
-    def speedup(self) -> float:
-        """Returns the measured speedup."""
-        return self.speculative / self.plain
-
-
-def _run(
-    batch_size: int,
-    gamma: int,
-    lengths: tuple[float, float, float],
-    plain: float,
-    speculative: float,
-) -> TideRun:
-    return TideRun(batch_size, gamma, sum(lengths) / 3, plain, speculative)
-
-
-# Its trees (top-k 4) are not what Eq. 5 describes and are left out.
-TIDE_RUNS: tuple[TideRun, ...] = (
-    _run(1, 2, (2.35, 2.36, 2.46), 246.62, 313.45),
-    _run(1, 3, (2.76, 2.76, 2.95), 246.62, 342.20),
-    _run(4, 2, (2.35, 2.34, 2.47), 593.79, 758.49),
-    _run(4, 3, (2.78, 2.75, 2.97), 593.79, 821.28),
-    _run(8, 2, (2.36, 2.34, 2.47), 851.35, 1098.16),
-    _run(8, 3, (2.76, 2.75, 2.97), 851.35, 1187.32),
-    _run(16, 2, (2.35, 2.35, 2.47), 1226.10, 1563.06),
-    _run(16, 3, (2.77, 2.75, 2.97), 1226.10, 1635.25),
-    _run(32, 2, (2.35, 2.33, 2.46), 1671.85, 2085.41),
-    _run(32, 3, (2.76, 2.73, 2.96), 1671.85, 2272.30),
-    _run(64, 2, (2.36, 2.35, 2.47), 2312.08, 3186.51),
-    _run(64, 3, (2.74, 2.75, 2.97), 2312.08, 3401.52),
-)

@@ -1,7 +1,7 @@
 """Describes a scenario: a workload, an engine, and the costs that the controller was given."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from controller.core.cost.profile import Profile
 from controller.simulation.engine import EngineOptions
@@ -9,18 +9,11 @@ from controller.simulation.surface import CostSurface
 from controller.simulation.workload import Workload
 
 
-class WorkloadSource(Protocol):
-    """Makes the workload of a seed; equal seeds make equal workloads."""
-
-    def __call__(self, seed: int) -> Workload:
-        """Makes the workload."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Scenario:
     """Describes what is run, with all policies, `seeds` times.
 
+    workload: makes the workload of a seed; equal seeds make equal workloads.
     profile: what the controller (and every peer that needs costs) was told; None = nothing.
     max_batch_size: the engine's limit, which the plan's table reaches.
     """
@@ -29,7 +22,7 @@ class Scenario:
     group: str
     description: str
     surface: CostSurface
-    workload: WorkloadSource
+    workload: Callable[[int], Workload]
     profile: Profile | None
     max_batch_size: int
     shifting: bool

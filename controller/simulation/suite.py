@@ -33,7 +33,7 @@ _DEPTH = 16
 
 
 def standard() -> list[Scenario]:
-    """All scenarios of the suite, in the order of the report."""
+    """Lists all scenarios of the suite, in the order of the report."""
     return [*_stationary(), *_shifting(), *_hostile(), *_drafters(), *_served()]
 
 
@@ -55,7 +55,7 @@ def measured_profile(
 
 
 def profile_sizes(max_batch_size: int) -> list[int]:
-    """1, 2, 4, ... and the limit itself."""
+    """Lists 1, 2, 4, ... and the limit itself."""
     sizes = [1]
     while sizes[-1] * 2 < max_batch_size:
         sizes.append(sizes[-1] * 2)
@@ -63,7 +63,7 @@ def profile_sizes(max_batch_size: int) -> list[int]:
 
 
 def only(surface: CostSurface, *drafters: str) -> CostSurface:
-    """The surface with these drafters alone."""
+    """Returns the surface with these drafters alone."""
     keep = [i for i, arm in enumerate(surface.arms) if arm.drafter in drafters]
     return replace(
         surface,
@@ -74,12 +74,11 @@ def only(surface: CostSurface, *drafters: str) -> CostSurface:
 
 
 def kinds(drafter: str) -> dict[str, Curves]:
-    """The four kinds of traffic for one drafter."""
-    return {name: Curves(name, {drafter: _deep(curve)}) for name, curve in KINDS.items()}
-
-
-def _deep(curve: Sequence[float]) -> list[float]:
-    return [*curve, *([curve[-1]] * (_DEPTH - len(curve)))]
+    """Returns the four kinds of traffic for one drafter."""
+    return {
+        name: Curves(name, {drafter: [*curve, *[curve[-1]] * (_DEPTH - len(curve))]})
+        for name, curve in KINDS.items()
+    }
 
 
 def _geometric(drafter: str, alpha: float) -> Curves:
@@ -130,7 +129,7 @@ Step = tuple[str, int, int]  # kind of traffic, concurrency, tokens a sequence
 
 
 def phases(traffic: Mapping[str, AcceptanceSource], steps: Sequence[Step]) -> ClosedSource:
-    """A closed loop through kinds of traffic; the change of kind comes at once."""
+    """Makes a closed loop through kinds of traffic; the change of kind comes at once."""
     return ClosedSource(
         tuple(
             PhaseSpec(f"{kind} x{b}", traffic[kind], b, b * tokens, at_once=i > 0)
@@ -170,12 +169,12 @@ def _shifting() -> list[Scenario]:
     h100 = only(published.surface(H100), "eagle")
     scout = published.surface("tide-llama4-scout")
     b200 = only(published.surface(B200, max_batch_size=1024, extrapolate=True), "mtp")
-    found = [
-        _moving(f"traffic/B={b}", f"kinds of traffic in turn, {b} sequences", h100,
-                _traffic(b, 2000))
-        for b in (1, 16, 64)
-    ]  # fmt: skip
-    found += [
+    return [
+        *(
+            _moving(f"traffic/B={b}", f"kinds of traffic in turn, {b} sequences", h100,
+                    _traffic(b, 2000))
+            for b in (1, 16, 64)
+        ),
         _moving("load/h100", "1 to 64 sequences and back, traffic constant", h100, _LOAD),
         _moving("load/scout", "the same on a mixture of experts", scout, _LOAD),
         _moving("load+traffic/h100", "both move", h100, _BOTH),
@@ -194,35 +193,31 @@ def _shifting() -> list[Scenario]:
             (("code", 64, 6000), ("garbled", 64, 6500), ("code", 64, 8000)),
         ),
     ]  # fmt: skip
-    return found
 
 
 def _hostile() -> list[Scenario]:
     h100 = only(published.surface(H100), "eagle")
     largest = h100.max_batch_size
-    wrong = {
-        "plus30": measured_profile(h100, largest, 1.3),
-        "minus30": measured_profile(h100, largest, 0.7),
-        "random30": measured_profile(h100, largest, np.random.default_rng(30)),
-        "none": None,
-        "context": h100.profile(
-            FINGERPRINT, profile_sizes(largest), kv_tokens_per_sequence=16_384, with_context=False
-        ),
-    }
-    texts = {
-        "plus30": "the profile says drafting costs 30 % more than it does",
-        "minus30": "the profile says drafting costs 30 % less than it does",
-        "random30": "every cell of the profile is off by up to 30 %",
-        "none": "no profile at all",
-        "context": "profiled at 16,384 tokens of context, without the context term",
-    }
-    found = [
-        _moving(f"wrong-profile/{name}", texts[name], h100, _BOTH, group="wrong-profile",
-                profile=profile)
-        for name, profile in wrong.items()
-    ]  # fmt: skip
+    without_context = h100.profile(
+        FINGERPRINT, profile_sizes(largest), kv_tokens_per_sequence=16_384, with_context=False
+    )
+    wrong = (
+        ("plus30", "the profile says drafting costs 30 % more than it does",
+         measured_profile(h100, largest, 1.3)),
+        ("minus30", "the profile says drafting costs 30 % less than it does",
+         measured_profile(h100, largest, 0.7)),
+        ("random30", "every cell of the profile is off by up to 30 %",
+         measured_profile(h100, largest, np.random.default_rng(30))),
+        ("none", "no profile at all", None),
+        ("context", "profiled at 16,384 tokens of context, without the context term",
+         without_context),
+    )  # fmt: skip
     return [
-        *found,
+        *(
+            _moving(f"wrong-profile/{name}", text, h100, _BOTH, group="wrong-profile",
+                    profile=profile)
+            for name, text, profile in wrong
+        ),
         _moving(
             "noise", "step times vary by 10 %, 1 % of them ten-fold", h100, _BOTH,
             options=EngineOptions(noise=0.1, outlier_share=0.01),
@@ -242,14 +237,9 @@ def _hostile() -> list[Scenario]:
 def _drafters() -> list[Scenario]:
     surface = published.surface(B200, max_batch_size=1024, extrapolate=True)
     curves = {d: conditional(s) for d, s in published.acceptance_curves(B200).items()}
-    acceptance_trace = Curves("survival", curves)
+    traffic = {"": Curves("survival", curves)}
     steps = ((16, 2500), (1024, 500), (64, 2500), (768, 500), (128, 2500), (1024, 700))
-    source = ClosedSource(
-        tuple(
-            PhaseSpec(f"x{b}", acceptance_trace, b, b * n, at_once=i > 0)
-            for i, (b, n) in enumerate(steps)
-        )
-    )
+    source = phases(traffic, [("", b, n) for b, n in steps])
     return [
         Scenario(
             "drafters", "shifting", "MTP and DFlash cross over with load", surface, source,

@@ -1,7 +1,5 @@
 """The environment in which the unmodified SGLang wheel runs on a CPU."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Mapping

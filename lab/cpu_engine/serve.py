@@ -4,8 +4,6 @@
 ``python -m sglang.launch_server`` with other defaults; every option given wins over them.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import sys

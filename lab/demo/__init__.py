@@ -3,14 +3,6 @@
 from lab.harness.requirements import require
 
 require(
-    "lab.demo",
-    "aiohttp",
-    "controller",
-    "grpc",
-    "matplotlib",
-    "numpy",
-    "psutil",
-    "rich",
-    "speculation",
-    "typer",
-)
+    "lab.demo", "aiohttp", "controller", "grpc", "matplotlib", "numpy", "psutil", "rich",
+    "speculation", "typer",
+)  # fmt: skip

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from lab.cpu_engine.engine_command import eagle3_flags
 from lab.gpu_check.shapes import ModelFolders, Shape
 from lab.harness.engines import Engine, Workplace, launch_engine
 
@@ -59,14 +60,7 @@ def speculation_flags(policy: str, setting: EngineSetting) -> list[str]:
     """Returns the flags that distinguish the command lines; STATIC and PINNED have the same."""
     if policy == OFF:
         return []
-    gamma = setting.shape.static_gamma
-    return [
-        "--speculative-algorithm", "EAGLE3",
-        "--speculative-draft-model-path", str(setting.models.eagle3),
-        "--speculative-num-steps", str(gamma),
-        "--speculative-eagle-topk", "1",
-        "--speculative-num-draft-tokens", str(gamma + 1),
-    ]  # fmt: skip
+    return eagle3_flags(setting.models.eagle3, setting.shape.static_gamma)
 
 
 def environment(policy: str, setting: EngineSetting, address: str) -> dict[str, str]:

@@ -100,7 +100,9 @@ class _Check(Harness):
         self._terminal.heading("Starting")
         self._start_sidecar(self._sidecars[STEERED])
         seconds = self._start(STEERED)
-        said = self._server_info(STEERED)["internal_states"][0]["speculation_controller"]
+        url = f"{self._engines[STEERED].url}/server_info"
+        with urllib.request.urlopen(url, timeout=30) as answer:  # noqa: S310  # our own engine
+            said = json.load(answer)["internal_states"][0]["speculation_controller"]
         document["startup"] = {"seconds": {STEERED: seconds}, "prepared": said["prepared"]}
 
     def profile(self, document: dict[str, Any]) -> None:
@@ -109,9 +111,11 @@ class _Check(Harness):
         text = self._measure_profile(
             STEERED, self._sidecars[STEERED], self._options.profile_seconds, "--batch-sizes", sizes
         )
+        gpus = document["machine"]["gpus"] or ["cpu"]
+        gpu = re.sub(r"[^a-z0-9]+", "-", gpus[0].split(",")[0].lower()).strip("-")
         for folder in filter(None, (self._options.output, self._options.keep_profile)):
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / self._profile_name(document)).write_text(text)
+            (folder / f"{self._shape.name}-{gpu}.json").write_text(text)
         document["profile"] = json.loads(text)
 
     def arms(self, document: dict[str, Any]) -> None:
@@ -227,20 +231,9 @@ class _Check(Harness):
             self._play(policy, steady_stream(self._shape, size, _SEED + 3), f"{policy}: warm-up")
         return seconds
 
-    def _profile_name(self, document: Mapping[str, Any]) -> str:
-        gpus = document["machine"]["gpus"] or ["cpu"]
-        gpu = re.sub(r"[^a-z0-9]+", "-", gpus[0].split(",")[0].lower()).strip("-")
-        return f"{self._shape.name}-{gpu}.json"
-
     def _stop(self, *policies: str) -> None:
         for policy in policies:
             self._engines.pop(policy).child.stop()
-
-    def _server_info(self, policy: str) -> Mapping[str, Any]:
-        url = f"{self._engines[policy].url}/server_info"
-        with urllib.request.urlopen(url, timeout=30) as answer:  # noqa: S310  # our own engine
-            found: Mapping[str, Any] = json.load(answer)
-        return found
 
     def _play_held(self, held: Held, stream: Sequence[StreamPhase]) -> Play:
         policy, arm = held

@@ -1,5 +1,7 @@
 """Defines models as far as their cost goes: shapes of published checkpoints without weights.
 
+Each shape is a JSON file beside this module.
+
 SGLang fills them in itself (`--load-format dummy`).  What such models say is noise, so how many
 drafts are accepted is drawn from a curve instead; see acceptance.py.
 """
@@ -9,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,99 +85,14 @@ class ModelFolders:
     dflash: Path
 
 
-_QWEN3_8B: dict[str, Any] = {
-    "model_type": "qwen3",
-    "vocab_size": 151936,
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1_000_000.0,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "torch_dtype": "bfloat16",
-    "bos_token_id": 151643,
-    "eos_token_id": 151645,
-}
-# The drafters' sizes are those of the public EAGLE3 and DFlash (block 16) drafters for Qwen3-8B.
-QWEN3_8B = Shape(
-    name="qwen3-8b",
-    target=_QWEN3_8B
-    | {
-        "architectures": ["Qwen3ForCausalLM"],
-        "num_hidden_layers": 36,
-        "tie_word_embeddings": False,
-    },
-    eagle3=_QWEN3_8B
-    | {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "num_hidden_layers": 1,
-        "draft_vocab_size": 32000,
-        "tie_word_embeddings": False,
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 18, 33]},
-    },
-    dflash=_QWEN3_8B
-    | {
-        "architectures": ["DFlashDraftModel"],
-        "num_hidden_layers": 5,
-        "layer_types": ["full_attention"] * 5,
-        "tie_word_embeddings": False,
-        "block_size": 16,
-        "dflash_config": {"target_layer_ids": [1, 9, 17, 25, 33], "mask_token_id": 151669},
-    },
-    context_length=10240,
-    gammas=(0, 1, 2, 3, 4, 5, 6, 8, 11, 15),
-    graph_limits="8:128,11:64,15:64",
-    batch_sizes=(1, 2, 4, 8, 16, 32, 64, 128, 256),
-    loads=(
-        Load(1, 2, 512, 384),
-        Load(8, 16, 1024, 256),
-        Load(64, 96, 512, 192),
-        Load(256, 320, 256, 128),
-        Load(16, 24, 4096, 192),
-        Load(1, 1, 8192, 384),
-    ),
-)
+def _load(name: str) -> Shape:
+    text = (Path(__file__).parent / f"{name}.json").read_text(encoding="utf-8")
+    return TypeAdapter(Shape).validate_json(text)
 
-_SMALL: dict[str, Any] = _QWEN3_8B | {
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 2048,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-}
+
+# The drafters' sizes are those of the public EAGLE3 and DFlash (block 16) drafters for Qwen3-8B.
+QWEN3_8B = _load("qwen3-8b")
 # For a machine without a GPU: everything of the check but the sizes and the graphs.
-SMALL = Shape(
-    name="small",
-    target={**QWEN3_8B.target, **_SMALL, "num_hidden_layers": 8},
-    eagle3={
-        **QWEN3_8B.eagle3,
-        **_SMALL,
-        "model_type": "llama",
-        "draft_vocab_size": 256,
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 4, 5]},
-    },
-    dflash={
-        **QWEN3_8B.dflash,
-        **_SMALL,
-        "num_hidden_layers": 2,
-        "layer_types": ["full_attention"] * 2,
-        "block_size": 4,
-        "dflash_config": {"target_layer_ids": [1, 3, 5], "mask_token_id": 500},
-    },
-    context_length=1024,
-    gammas=(0, 1, 3),
-    graph_limits="",
-    batch_sizes=(1, 4),
-    loads=(Load(1, 1, 32, 48), Load(4, 6, 64, 48)),
-)
+SMALL = _load("small")
 
 SHAPES = {shape.name: shape for shape in (QWEN3_8B, SMALL)}

@@ -1,6 +1,5 @@
 """Measures how many cores other programs keep busy, which makes a measurement doubtful."""
 
-from types import TracebackType
 from typing import Self
 
 import psutil
@@ -23,12 +22,7 @@ class ForeignLoad:
         self._began, self._all, self._ours = _uptime(), _busy_seconds(), _own_seconds()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         elapsed = _uptime() - self._began
         foreign = (_busy_seconds() - self._all) - (_own_seconds() - self._ours)
         self.cores = max(foreign, 0.0) / elapsed if elapsed > 0 else 0.0

@@ -15,7 +15,6 @@ import aiohttp
 
 from lab.harness.errors import EngineFailedError, LostRequestError
 from lab.harness.foreign_load import ForeignLoad
-from lab.harness.http_client import engine_session
 from lab.harness.spread import Spread
 from lab.harness.stream import StreamPhase, StreamRequest
 
@@ -92,6 +91,22 @@ class Play:
         return sum(phase.tokens for phase in self.phases) / self.seconds
 
 
+def engine_session(url: str, timeout_seconds: float) -> aiohttp.ClientSession:
+    """A session for the engine at `url` that opens a new connection for every request.
+
+    An HTTP server closes a connection that has been idle for some seconds (uvicorn: 5 s).  A client
+    that reuses such a connection in the same moment loses its request, and a generation cannot be
+    sent again silently.  A new connection on loopback costs less than a millisecond.
+
+    timeout_seconds: for one whole request, from connecting to the last byte of the answer.
+    """
+    return aiohttp.ClientSession(
+        url,
+        timeout=aiohttp.ClientTimeout(total=timeout_seconds),
+        connector=aiohttp.TCPConnector(limit=0, force_close=True),
+    )
+
+
 def paired_ratio(ours: Sequence[Play], theirs: Sequence[Play], phase: int | None = None) -> Spread:
     """Tokens/s of ours over theirs, play by play, so that slow drift of the machine cancels.
 
@@ -142,13 +157,11 @@ async def _play_whole_phase(
             return await _play_phase(phase, session)
         except LostRequestError as error:
             lost.append(f"phase {phase.name!r} was played again: {error}")
-            await _abort_all(session)
+            await _post(
+                session, "/abort_request", "did not abort its requests", json={"abort_all": True}
+            )
             await _flush_cache(session)
     return await _play_phase(phase, session)
-
-
-async def _abort_all(session: aiohttp.ClientSession) -> None:
-    await _post(session, "/abort_request", "did not abort its requests", json={"abort_all": True})
 
 
 async def _flush_cache(session: aiohttp.ClientSession) -> None:

@@ -11,14 +11,9 @@ from pathlib import Path
 from typing import Any
 
 _PACKAGES = (
-    "speculation-controller",
-    "speculation-controller-shim",
-    "sglang",
-    "torch",
-    "grpcio",
-    "protobuf",
-    "numpy",
-)
+    "speculation-controller", "speculation-controller-shim", "sglang", "torch", "grpcio",
+    "protobuf", "numpy",
+)  # fmt: skip
 
 
 def run_facts() -> dict[str, Any]:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import grpc
@@ -54,12 +53,7 @@ class SidecarHandle:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._channel.close()
         self._operators.close()
 
@@ -92,10 +86,6 @@ class SidecarHandle:
         """Returns the decision row at a batch size."""
         request = service_pb2.ExplainRequest(engine_id=self.engine_id, batch_size=batch_size)
         return self._inspection.Explain(request, timeout=_CALL_SECONDS)
-
-    def gammas(self) -> tuple[int, ...]:
-        """Draft lengths that the engine can run."""
-        return tuple(self.status().engine.drafters[0].gammas)
 
     def why(self) -> str:
         """Reason and detail of the plan in force."""
@@ -134,14 +124,13 @@ class SidecarHandle:
         return self._inspection.ListEngines(request, timeout=_CALL_SECONDS)
 
     def _status(self) -> service_pb2.EngineStatus | None:
-        token, more = "", True
-        while more:
+        token: str | None = ""
+        while token is not None:
             answer = self._list(token)
             for engine in answer.engines:
                 if engine.engine.engine_id == self.engine_id:
                     return engine
-            token = answer.next_page_token
-            more = bool(token)
+            token = answer.next_page_token or None
         return None
 
 

@@ -3,17 +3,6 @@
 from lab.harness.requirements import require
 
 require(
-    "lab.learning",
-    "aiohttp",
-    "controller",
-    "engine_shim",
-    "grpc",
-    "matplotlib",
-    "numpy",
-    "psutil",
-    "rich",
-    "speculation",
-    "tokenizers",
-    "torch",
-    "typer",
-)
+    "lab.learning", "aiohttp", "controller", "engine_shim", "grpc", "matplotlib", "numpy", "psutil",
+    "rich", "speculation", "tokenizers", "torch", "typer",
+)  # fmt: skip

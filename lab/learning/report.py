@@ -1,49 +1,39 @@
 """Writes what the lab found: plots, and in words which effects show and which do not."""
 
-import base64
-import html
-import io
 from collections.abc import Callable, Mapping, Sequence
+from html import escape
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
-import matplotlib as mpl
-
-mpl.use("Agg")
-
-import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-_STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem;
-  color-scheme: light dark; }
-img { max-width: 100%; background: white; } table { border-collapse: collapse; }
-td, th { padding: .2rem .8rem; text-align: right; border-bottom: 1px solid #8886; }
-td:first-child, th:first-child { text-align: left; } code { font-size: .9em; }
-"""
+from controller.report.figures import new_figure, svg
+from controller.report.page import page as html_page
+
+# How to draw a part, and paragraphs about it.
+Part: TypeAlias = tuple[Callable[[Axes], None], list[str]]
 
 
 def page(result: Mapping[str, Any]) -> str:
     """Makes one self-contained HTML file."""
-    sections = [
-        f"<h2>{html.escape(title)}</h2>{make(result[part])}"
-        for part, (title, make) in _PARTS.items()
-        if part in result
-    ]
     machine = result["machine"]
     about = (
         f"{machine['processor']}, {machine['cores']} cores; {result['seconds']:.0f} s; "
-        f"<code>{html.escape(' '.join(result['command']))}</code>. Ratios inside one part can be "
+        f"<code>{escape(' '.join(result['command']))}</code>. Ratios inside one part can be "
         "compared; times of different parts were taken at different moments."
     )
-    return (
-        f"<!doctype html><html lang=en><meta charset=utf-8><title>Lab</title><style>{_STYLE}"
-        f"</style><h1>What updating and steering a drafter does</h1><p>{about}</p>"
-        f"{''.join(sections)}</html>\n"
-    )
+    body = [f"<h1>What updating and steering a drafter does</h1><p>{about}</p>"]
+    for part, (title, make) in _PARTS.items():
+        if part in result:
+            draw, words = make(result[part])
+            figure = new_figure(8, 3.6)
+            draw(figure.subplots())
+            text = "".join(f"<p>{escape(one)}</p>" for one in words)
+            body.append(f"<h2>{escape(title)}</h2>{svg(figure, title)}{text}")
+    return html_page("Lab", "".join(body))
 
 
-def _length(found: Mapping[str, Any]) -> str:
+def _length(found: Mapping[str, Any]) -> Part:
     def draw(axes: Axes) -> None:
         for regime in ("off", "online:5"):
             curve = found[regime]["acceptance length by context"]
@@ -71,10 +61,10 @@ def _length(found: Mapping[str, Any]) -> str:
         f"{found['off']['tokens/s']['median']:.0f} left alone and "
         f"{found['online:5']['tokens/s']['median']:.0f} with updates."
     )
-    return _figure(draw) + _paragraph(words)
+    return draw, [words]
 
 
-def _strides(found: Mapping[str, Any]) -> str:
+def _strides(found: Mapping[str, Any]) -> Part:
     rows = found["by"]
     names = list(rows)
 
@@ -101,10 +91,10 @@ def _strides(found: Mapping[str, Any]) -> str:
         f"{_shows(best not in {'off', names[-1]}, 'A best stride between off and 1')} "
         f"Tokens with and without updates are {'the same' if exact else 'NOT the same'}."
     )
-    return _figure(draw) + _paragraph(words)
+    return draw, [words]
 
 
-def _regime(found: Mapping[str, Any]) -> str:
+def _regime(found: Mapping[str, Any]) -> Part:
     batches = found["batches"]
 
     def draw(axes: Axes) -> None:
@@ -125,10 +115,10 @@ def _regime(found: Mapping[str, Any]) -> str:
         f"{last['tokens/s']:.0f} tokens/s at the end, gamma = 0 decodes "
         f"{found['gamma 0 tokens/s']:.0f}."
     )
-    return _figure(draw) + _paragraph(words)
+    return draw, [words]
 
 
-def _shift(found: Mapping[str, Any]) -> str:
+def _shift(found: Mapping[str, Any]) -> Part:
     def draw(axes: Axes) -> None:
         for number, run in enumerate(found["runs"]):
             batches = run["batches"]
@@ -158,10 +148,10 @@ def _shift(found: Mapping[str, Any]) -> str:
             f"rounds: {outcomes}; {csv[-1]['tokens/s']:.0f} tokens/s at the end, gamma = 0 "
             f"{run['gamma 0 tokens/s']:.0f}. {_shows(after > 1.1 * before, 'The adaptation')}"
         )
-    return _figure(draw) + "".join(map(_paragraph, words))
+    return draw, words
 
 
-def _sd2(found: Mapping[str, Any]) -> str:
+def _sd2(found: Mapping[str, Any]) -> Part:
     # As they should come out, the least first; the quick lab leaves the first one out.
     names = [name for name in ("pretrained", "distilled", "sd2") if name in found]
     domains = list(found["sd2"]["acceptance length"])
@@ -186,10 +176,10 @@ def _sd2(found: Mapping[str, Any]) -> str:
         f"{found['sd2']['tokens/s']['json']['median']:.0f}. Tokens are "
         f"{'those of gamma = 0' if exact else 'NOT those of gamma = 0'}."
     )
-    return _figure(draw) + _paragraph(words)
+    return draw, [words]
 
 
-def _choices(found: Mapping[str, Any]) -> str:
+def _choices(found: Mapping[str, Any]) -> Part:
     streams = list(found)
 
     def draw(axes: Axes) -> None:
@@ -215,10 +205,10 @@ def _choices(found: Mapping[str, Any]) -> str:
             f"second half of the stream {later['median']:.3f}; over off {off['median']:.3f}, then "
             f"{row['chosen over off, later']['median']:.3f}."
         )
-    return _figure(draw) + "".join(map(_paragraph, words))
+    return draw, words
 
 
-_PARTS: dict[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {
+_PARTS: dict[str, tuple[str, Callable[[Mapping[str, Any]], Part]]] = {
     "length": ("TTS: acceptance along a long answer", _length),
     "strides": ("TTS: how often to update", _strides),
     "regime": ("The sidecar's own choice of a stride", _regime),
@@ -232,23 +222,9 @@ def _shows(is_so: bool, what: str) -> str:
     return f"{what} shows." if is_so else f"{what} does not show here."
 
 
-def _paragraph(words: str) -> str:
-    return f"<p>{html.escape(words)}</p>"
-
-
 def _bars(spreads: Sequence[Mapping[str, float]]) -> tuple[list[float], list[list[float]]]:
     """Medians, and how far the lowest and the highest are from them."""
     medians = [spread["median"] for spread in spreads]
     below = [spread["median"] - spread["low"] for spread in spreads]
     above = [spread["high"] - spread["median"] for spread in spreads]
     return medians, [below, above]
-
-
-def _figure(draw: Callable[[Axes], None]) -> str:
-    figure, axes = plt.subplots(figsize=(8, 3.6), layout="constrained")
-    draw(axes)
-    image = io.BytesIO()
-    figure.savefig(image, format="png", dpi=110)
-    plt.close(figure)
-    data = base64.b64encode(image.getvalue()).decode()
-    return f'<img alt="" src="data:image/png;base64,{data}">'

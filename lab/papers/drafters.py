@@ -18,16 +18,69 @@ and the overheads that were published for other engines.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, Field, ValidationError
 
 from controller.core.cost.devices import Device, device
 from controller.core.cost.roofline import Overlap, step_seconds
 from controller.simulation import published_qwen
-from controller.simulation.published_grid import read_grid
+from controller.simulation.errors import InvalidInputError
 
 Floats = NDArray[np.float64]
+
+
+class _Row(BaseModel):
+    gamma: int = 0
+    goodput: list[Annotated[float, Field(gt=0, allow_inf_nan=False)]]
+
+
+class _GridDrafter(BaseModel):
+    nospec: _Row
+    fixed: list[_Row]
+
+
+class _Grid(BaseModel):
+    # {"conc": [..], "drafters": {"mtp": {"nospec": {"goodput": [..]},
+    #                                     "fixed": [{"gamma": 1, "goodput": [..]}, ..]}, ..}}
+    conc: list[int]
+    drafters: dict[str, _GridDrafter]
+
+
+def read_grid(path: Path) -> Mapping[str, Floats]:
+    """Reads the published sweep: drafter -> [gamma_max + 1, concurrencies], goodput in tokens/s.
+
+    The row is gamma, the concurrencies are those of `published_qwen.CONCURRENCIES`.  Raises
+    InvalidInputError for anything but a file of this very sweep.
+    """
+    try:
+        grid = _Grid.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise InvalidInputError(path, 0, f"cannot be read: {error.strerror}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the file"
+        raise InvalidInputError(path, 0, f"{where}: {first['msg']}") from error
+    conc, names = published_qwen.CONCURRENCIES, published_qwen.DRAFTERS
+    if tuple(grid.conc) != conc:
+        raise InvalidInputError(path, 0, f"conc: {list(conc)} are needed, not {grid.conc[:16]}")
+    if set(grid.drafters) != set(names):
+        fault = f"drafters: {sorted(names)} are needed, not {sorted(grid.drafters)}"
+        raise InvalidInputError(path, 0, fault)
+    goodput = {}
+    for name, drafter in grid.drafters.items():
+        deepest = published_qwen.GAMMA_MAX[name]
+        if [row.gamma for row in drafter.fixed] != list(range(1, deepest + 1)):
+            fault = f"drafters.{name}.fixed: gamma 1 to {deepest} are needed"
+            raise InvalidInputError(path, 0, fault)
+        rows = [row.goodput for row in (drafter.nospec, *drafter.fixed)]
+        if any(len(row) != len(conc) for row in rows):
+            fault = f"drafters.{name}: {len(conc)} values of goodput a row are needed"
+            raise InvalidInputError(path, 0, fault)
+        goodput[name] = np.array(rows)
+    return goodput
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,21 +150,15 @@ class Envelope:
         return crossover(tuple(point.drafter for point in self.points))
 
 
-@dataclass(frozen=True, slots=True)
-class DrafterReport:
-    """Holds the envelopes: their way first, then what a real engine changes."""
+def reproduce_drafters(grid: Path | None = None) -> tuple[Envelope, ...]:
+    """Prices the envelope three ways: theirs first, then what a real engine changes.
 
-    envelopes: tuple[Envelope, ...]
-
-
-def reproduce_drafters(grid: Path | None = None) -> DrafterReport:
-    """The envelope, priced three ways; `grid`: file of the published sweep, to compare goodput.
-
-    Raises InvalidInputError for a file that is not one.
+    grid: file of the published sweep, to compare goodput.  Raises InvalidInputError for a file that
+    is not one.
     """
     published = None if grid is None else read_grid(grid)
     ways = ((Overlap.STEP, False), (Overlap.KERNELS, False), (Overlap.STEP, True))
-    return DrafterReport(tuple(_envelope(*way, published) for way in ways))
+    return tuple(_envelope(*way, published) for way in ways)
 
 
 def crossover(winners: tuple[str, ...]) -> tuple[int, int] | None:
@@ -126,15 +173,8 @@ def goodput(drafter: str, gpu: Device, overlap: Overlap) -> Floats:
     """[gamma_max + 1, concurrencies] tokens per second."""
     batch = np.array(published_qwen.CONCURRENCIES, dtype=np.float64)
     gammas = range(published_qwen.GAMMA_MAX[drafter] + 1)
-    seconds = step_seconds(
-        published_qwen.TARGET,
-        published_qwen.DRAFTERS[drafter],
-        gpu,
-        batch,
-        gammas,
-        published_qwen.MEAN_CONTEXT * batch,
-        overlap,
-    )
+    kv, shape = published_qwen.MEAN_CONTEXT * batch, published_qwen.DRAFTERS[drafter]
+    seconds = step_seconds(published_qwen.TARGET, shape, gpu, batch, gammas, kv, overlap)
     gained = np.array(
         [[1.0 + published_qwen.expected_accepted(drafter, gamma)] for gamma in gammas]
     )
@@ -160,18 +200,12 @@ def _envelope(
                 drafter,
                 best,
                 reached[drafter],
-                None if published is None else float(published[drafter][best[drafter], j]),
-                None
-                if published is None
-                else max(float(t[:, j].max()) for t in published.values()),
+                float(published[drafter][best[drafter], j]) if published else None,
+                max(float(t[:, j].max()) for t in published.values()) if published else None,
             )
         )
-    errors = None if published is None else _errors(ours, published)
+    errors = None
+    if published is not None:
+        off = np.concatenate([np.abs(ours[n] / published[n] - 1).ravel() for n in ours])
+        errors = GridErrors(float(np.median(off)), float(off.max()), off.size)
     return Envelope(overlap, overheads, tuple(points), errors)
-
-
-def _errors(ours: Mapping[str, Floats], published: Mapping[str, Floats]) -> GridErrors:
-    off = np.concatenate(
-        [np.abs(table / published[name] - 1).ravel() for name, table in ours.items()]
-    )
-    return GridErrors(float(np.median(off)), float(off.max()), off.size)

@@ -9,7 +9,7 @@ from rich.text import Text
 from controller.core.cost.roofline import Overlap
 from controller.core.training.stride_planner import STRIDES
 from controller.simulation import published_qwen
-from lab.papers.drafters import DrafterReport, Envelope, crossover
+from lab.papers.drafters import Envelope, crossover
 from lab.papers.tide import ALPHAS, GAMMA, STATED_SPEEDUPS, TideReport
 from lab.papers.tts import StrideReport
 
@@ -30,7 +30,7 @@ Step times are a + b / S, fitted to the tables; a sequence of 2000 steps begins 
 it was, and its acceptance nears what its stride settles at over a sixth or so of it."""
 
 
-def tables(report: TideReport | DrafterReport | StrideReport) -> Group:
+def tables(report: TideReport | tuple[Envelope, ...] | StrideReport) -> Group:
     """Makes the tables for a `rich` console."""
     if isinstance(report, StrideReport):
         return Group(*_strides(report))
@@ -112,8 +112,8 @@ def _tide(report: TideReport) -> Iterator[RenderableType]:
     )
 
 
-def _drafters(report: DrafterReport) -> Iterator[RenderableType]:
-    for envelope in report.envelopes:
+def _drafters(envelopes: tuple[Envelope, ...]) -> Iterator[RenderableType]:
+    for envelope in envelopes:
         yield _envelope(envelope)
         yield Text(_summary(envelope))
     yield Text(_DRAFTER_NOTE)

@@ -1,13 +1,13 @@
-"""Training of the shipped drafts, and a quick measure of how far the target would follow them."""
-
-from __future__ import annotations
+"""Trains the shipped drafts, EAGLE3 and DFlash, and measures how far the target follows them."""
 
 from collections.abc import Mapping
 from typing import Final
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from engine_shim.training.dflash import DFlashShape, DFlashStudent, position_weights
 from engine_shim.training.eagle3 import Eagle3Shape, Eagle3Student
 from engine_shim.training.qwen3 import Qwen3Target
 from lab.cpu_engine.models._training import fit, held_out_sampler, training_sampler
@@ -20,6 +20,10 @@ from lab.cpu_engine.models.schedule import LearningRate
 _UNROLL: Final = 6
 _WINDOWS: Final = 8
 _LENGTH: Final = 96
+_BLOCK_WINDOWS: Final = 6
+_BLOCK_LENGTH: Final = 192
+# Many blocks a window: the context is shared, and a block costs little beside it.
+_ANCHORS: Final = 40
 
 
 def train_draft(
@@ -50,4 +54,54 @@ def agreement_by_domain(
         shares[domain] = [
             round(x, 3) for x in agreement(student, teach(target, student, tokens, steps), steps)
         ]
+    return shares
+
+
+def train_blocks(
+    recipe: DraftRecipe, shape: DFlashShape, target: Qwen3Target, splits: Mapping[str, Split]
+) -> DFlashStudent:
+    """Trains a draft for ``target``, whose weights must be those served (rounded to bfloat16)."""
+    torch.manual_seed(1)
+    student = DFlashStudent(shape, target.model.embed_tokens.weight)
+    sampler = training_sampler(splits, recipe.mixture, seed=7)
+    weights = position_weights(shape.block)
+
+    def loss_of_step() -> Tensor:
+        tokens = sampler.draw(_BLOCK_WINDOWS, _BLOCK_LENGTH + shape.block)
+        anchors = 1 + torch.randperm(_BLOCK_LENGTH - 1, generator=sampler.generator)[:_ANCHORS]
+        features, aims = _taught(student, target, tokens, anchors)
+        drafted = functional.log_softmax(student.blocks(features, tokens, anchors), dim=-1)
+        # KL(target || draft) of each drafted position, averaged over blocks: [D - 1] nats.
+        rows = functional.kl_div(drafted, aims, log_target=True, reduction="none").sum(dim=-1)
+        return (rows.mean(dim=(0, 1)) * weights).sum()
+
+    rate = LearningRate(peak=3e-3, warmup_steps=30)
+    fit(f"blocks on {dict(recipe.mixture)}", student, loss_of_step, recipe.budget, rate)
+    return student
+
+
+@torch.no_grad()
+def _taught(
+    student: DFlashStudent, target: Qwen3Target, tokens: Tensor, anchors: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Returns features of all but the last block, and aims [batch, A, D - 1, vocabulary]."""
+    block = student.shape.block
+    logits, features = target.logits_and_features(tokens, student.shape.feature_layers)
+    rows = anchors[:, None] + torch.arange(block - 1)
+    context = torch.cat(features, dim=-1)[:, : tokens.shape[1] - block]
+    return context, functional.log_softmax(logits[:, rows], dim=-1)
+
+
+@torch.no_grad()
+def block_agreement_by_domain(
+    student: DFlashStudent, target: Qwen3Target, splits: Mapping[str, Split]
+) -> dict[str, list[float]]:
+    """Computes the held-out share of rows with the same token, by domain and drafted position."""
+    shares = {}
+    anchors = torch.arange(8, _BLOCK_LENGTH, 5)
+    for domain in DOMAINS:
+        tokens = held_out_sampler(splits, domain).draw(12, _BLOCK_LENGTH + student.shape.block)
+        features, aims = _taught(student, target, tokens, anchors)
+        same = student.blocks(features, tokens, anchors).argmax(-1) == aims.argmax(-1)
+        shares[domain] = [round(float(x), 3) for x in same.float().mean(dim=(0, 1))]
     return shares

@@ -3,8 +3,6 @@
 `distil` without steering is the paper's other baseline: the same loss, drafter and time.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from typing import Final

@@ -4,8 +4,6 @@ Depth is what makes the target useful on a CPU, where a step costs what its laye
 the shallow start buys most of the quality for a third of the time.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from typing import Final

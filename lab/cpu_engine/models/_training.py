@@ -1,7 +1,5 @@
 """Runs the training of one shipped model: where its windows come from, and what is logged."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -8,8 +8,6 @@ the best draft length differs between requests.
 For one Python version and one seed every function here is deterministic.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import random
@@ -40,12 +38,9 @@ _SHORTEST_PROSE: Final = 60
 """Characters; shorter docstrings are mostly one-line signatures."""
 
 _CITIES: Final = (
-    ("Paris", "75001"),
-    ("Oslo", "01500"),
-    ("Lima", "15001"),
-    ("Cairo", "11511"),
+    ("Paris", "75001"), ("Oslo", "01500"), ("Lima", "15001"), ("Cairo", "11511"),
     ("Delhi", "11000"),
-)
+)  # fmt: skip
 _USERS: Final = ("alice", "bob", "carol", "dave", "erin", "frank", "grace", "heidi", "ivan", "judy")
 _TAGS: Final = ("red", "green", "blue", "alpha", "beta", "gamma")
 _KINDS: Final = ("click", "view", "buy")
@@ -66,7 +61,10 @@ def documents(seed: int = 0) -> dict[str, list[str]]:
     """Makes all documents by domain, shuffled within the domain by ``seed``."""
     code: list[str] = []
     prose: list[str] = []
-    for path in _standard_library_files():
+    root = Path(sysconfig.get_paths()["stdlib"])
+    for path in sorted(root.rglob("*.py")):
+        if _SKIPPED_FOLDERS.intersection(path.relative_to(root).parts):
+            continue
         try:
             source = path.read_text(encoding="utf-8")
             body, docstrings = _split_docstrings(source)
@@ -74,7 +72,7 @@ def documents(seed: int = 0) -> dict[str, list[str]]:
             continue  # a few library files are deliberately not valid UTF-8 or not valid Python
         code.append(body)
         prose.extend(docstrings)
-    prose.extend(_language_reference())
+    prose.extend(topics[name] for name in sorted(topics))
 
     rng = random.Random(seed)
     rng.shuffle(code)
@@ -119,7 +117,15 @@ def train_tokenizer(texts: Mapping[str, list[str]]) -> Tokenizer:
 
 def tokenize(texts: Mapping[str, list[str]], tokenizer: Tokenizer) -> dict[str, Split]:
     """Makes token streams by domain; the last ``VALIDATION_FRACTION`` of documents is held out."""
-    return {domain: _split(texts[domain], tokenizer) for domain in DOMAINS}
+    splits = {}
+    for domain in DOMAINS:
+        documents_of = texts[domain]
+        held_out = max(1, round(len(documents_of) * VALIDATION_FRACTION))
+        splits[domain] = Split(
+            _stream(documents_of[:-held_out], tokenizer),
+            _stream(documents_of[-held_out:], tokenizer),
+        )
+    return splits
 
 
 def passages(validation: TokenIds) -> TokenIds:
@@ -128,26 +134,12 @@ def passages(validation: TokenIds) -> TokenIds:
     return np.stack([validation[start : start + LONGEST_PROMPT] for start in starts])
 
 
-def _split(texts: Sequence[str], tokenizer: Tokenizer) -> Split:
-    held_out = max(1, round(len(texts) * VALIDATION_FRACTION))
-    return Split(_stream(texts[:-held_out], tokenizer), _stream(texts[-held_out:], tokenizer))
-
-
 def _stream(texts: Sequence[str], tokenizer: Tokenizer) -> TokenIds:
     ids: list[int] = []
     for encoding in tokenizer.encode_batch(list(texts)):
         ids.append(DOCUMENT_TOKEN_ID)
         ids.extend(encoding.ids)
     return np.array(ids, dtype=np.uint16)
-
-
-def _standard_library_files() -> list[Path]:
-    root = Path(sysconfig.get_paths()["stdlib"])
-    return sorted(
-        path
-        for path in root.rglob("*.py")
-        if not _SKIPPED_FOLDERS.intersection(path.relative_to(root).parts)
-    )
 
 
 def _split_docstrings(source: str) -> tuple[str, list[str]]:
@@ -168,10 +160,6 @@ def _split_docstrings(source: str) -> tuple[str, list[str]]:
             docstrings.append(docstring)
     kept = (line for number, line in enumerate(source.split("\n")) if number not in docstring_lines)
     return "\n".join(kept), docstrings
-
-
-def _language_reference() -> list[str]:
-    return [topics[name] for name in sorted(topics)]
 
 
 def _json_documents(rng: random.Random, count: int) -> Iterator[str]:

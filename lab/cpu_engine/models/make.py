@@ -6,8 +6,6 @@ somewhat worse set rather than a later one.
 """
 
 # ruff: noqa: E402 -- what is missing is reported before it is imported.
-from __future__ import annotations
-
 import argparse
 import json
 import logging
@@ -32,8 +30,12 @@ from engine_shim.training.checkpoint import (
     save_target,
 )
 from lab.cpu_engine.models import corpus
-from lab.cpu_engine.models._block_draft import block_agreement_by_domain, train_blocks
-from lab.cpu_engine.models._draft import agreement_by_domain, train_draft
+from lab.cpu_engine.models._draft import (
+    agreement_by_domain,
+    block_agreement_by_domain,
+    train_blocks,
+    train_draft,
+)
 from lab.cpu_engine.models._sd2 import train_sd2
 from lab.cpu_engine.models._target import cross_entropy, train_target
 from lab.cpu_engine.models.prompts import passage_file

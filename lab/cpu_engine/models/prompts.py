@@ -4,8 +4,6 @@ Every token comes from documents no training step saw, so acceptance measured on
 acceptance on unseen text.  Made by :mod:`lab.cpu_engine.models.make`; read with numpy alone.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Final

@@ -1,7 +1,5 @@
 """Defines the shipped models: sizes, mixtures and training budgets."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -35,25 +33,18 @@ class Sd2Recipe:
     budget: StepBudget
 
 
-def _drafts() -> dict[str, DraftRecipe]:
-    return {
-        "draft-mixed": DraftRecipe(MIXTURE, StepBudget(steps=600, seconds=720)),
-        # Blind to three domains on purpose: traffic that leaves code is a real shift in acceptance.
-        "draft-code": DraftRecipe({"code": 1.0}, StepBudget(steps=350, seconds=420)),
-    }
-
-
-def _blocks() -> dict[str, DraftRecipe]:
-    return {
-        # Regular text is where a block of seven pays; the rest is there not to be foreign.
-        "dflash": DraftRecipe(
-            {"json": 0.4, "csv": 0.3, "code": 0.2, "prose": 0.1}, StepBudget(steps=700, seconds=600)
-        ),
-    }
-
-
-def _sd2() -> dict[str, Sd2Recipe]:
-    return {"sd2": Sd2Recipe(MIXTURE, StepBudget(900, 240), StepBudget(500, 400))}
+_DRAFTS: Final = {
+    "draft-mixed": DraftRecipe(MIXTURE, StepBudget(steps=600, seconds=720)),
+    # Blind to three domains on purpose: traffic that leaves code is a real shift in acceptance.
+    "draft-code": DraftRecipe({"code": 1.0}, StepBudget(steps=350, seconds=420)),
+}
+_BLOCKS: Final = {
+    # Regular text is where a block of seven pays; the rest is there not to be foreign.
+    "dflash": DraftRecipe(
+        {"json": 0.4, "csv": 0.3, "code": 0.2, "prose": 0.1}, StepBudget(steps=700, seconds=600)
+    ),
+}
+_SD2: Final = {"sd2": Sd2Recipe(MIXTURE, StepBudget(900, 240), StepBudget(500, 400))}
 
 
 @dataclass(frozen=True)
@@ -69,9 +60,9 @@ class Recipe:
     shallow_budget: StepBudget = _SHALLOW_BUDGET
     full_budget: StepBudget = _FULL_BUDGET
     least_branch_share: float = 0.02
-    drafts: Mapping[str, DraftRecipe] = field(default_factory=_drafts)
-    blocks: Mapping[str, DraftRecipe] = field(default_factory=_blocks)
-    sd2: Mapping[str, Sd2Recipe] = field(default_factory=_sd2)
+    drafts: Mapping[str, DraftRecipe] = field(default_factory=lambda: _DRAFTS)
+    blocks: Mapping[str, DraftRecipe] = field(default_factory=lambda: _BLOCKS)
+    sd2: Mapping[str, Sd2Recipe] = field(default_factory=lambda: _SD2)
     block: int = 8
 
     @property

@@ -4,8 +4,6 @@ The entry points are declared in the ``dist-info`` folder beside this file. So t
 process, spawned ones included, that has this folder on its path, and in no other.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import Any

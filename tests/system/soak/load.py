@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 
 from lab.cpu_engine.models.prompts import DOMAINS, held_out_prompts
-from lab.harness.http_client import engine_session
+from lab.harness.load_generator import engine_session
 
 NEW_TOKENS = 128
 _PROMPTS_A_DOMAIN = 6

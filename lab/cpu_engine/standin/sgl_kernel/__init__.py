@@ -5,8 +5,6 @@ plain and speculative (EAGLE, EAGLE3, NEXTN, STANDALONE, NGRAM), with tensor-par
 page size 1.
 """
 
-from __future__ import annotations
-
 import sys
 
 from ._registry import MissingOperatorError as MissingOperatorError

@@ -1,7 +1,5 @@
 """Keeps what every layer of a forward pass would work out again."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Generic, TypeVar
 

@@ -5,8 +5,6 @@ sgl_kernel import <name>``.  The compiled package registers schemas for the firs
 attribute on the same namespace is found by the same look-up and saves the dispatcher's round trip.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NoReturn, TypeVar
 

@@ -9,8 +9,6 @@ shapes for which the bits agree; which those are is measured, once per shape and
 not taken for granted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 

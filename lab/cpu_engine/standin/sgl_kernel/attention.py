@@ -5,8 +5,6 @@ same bits whatever other sequences, and however many draft tokens, share the cal
 ``_rounding``).
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

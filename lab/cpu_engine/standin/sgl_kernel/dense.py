@@ -1,7 +1,5 @@
 """Computes linear layers, norms, activation and rotary embedding."""
 
-from __future__ import annotations
-
 import math
 
 import torch

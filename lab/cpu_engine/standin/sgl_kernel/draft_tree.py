@@ -5,8 +5,6 @@ always before its children.  ``next_token[i]`` is the first child of node i and 
 its next sibling, -1 for none.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Reading and writing rows of the key/value cache."""
 
-from __future__ import annotations
-
 import ctypes
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Answers SGLang's set-up calls, once per process, and the collectives between its ranks."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed
 from torch import Tensor

@@ -5,8 +5,6 @@ request r. The spans of a call are ragged: request i covers positions ``start[i]
 (exclusive), and its slots lie one request after the other in a flat tensor.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Verifying a draft, and the bookkeeping between two rounds of speculation."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """A stub of torchvision: SGLang's modules import it, text models never use it."""
 
-from __future__ import annotations
-
 import sys
 from enum import Enum
 from importlib.machinery import ModuleSpec

@@ -11,9 +11,9 @@ from controller.simulation import published_qwen
 from controller.simulation.acceptance_trace import AcceptanceTrace
 from controller.simulation.arrivals import read_arrivals
 from controller.simulation.curves import parse_acceptance
-from controller.simulation.published_grid import read_grid
 from controller.simulation.step_costs import read_profile
 from controller.simulation.table_surface import csv_surface, profile_surface
+from lab.papers.drafters import read_grid
 from tests.support.service_harness import make_profile
 from tests.system.fuzz.mutation import json_of, text_of
 from tests.system.fuzz.target import Target, file_reader, reader

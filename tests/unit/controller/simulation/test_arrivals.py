@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.simulation.arrivals import poisson_arrivals, read_arrivals
+from controller.simulation.arrivals import read_arrivals
 from controller.simulation.errors import InvalidInputError
 
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
@@ -119,30 +119,3 @@ def test_a_file_without_the_columns_or_without_requests_is_refused(write):
 def test_options_that_cannot_be_are_refused(write, options):
     with pytest.raises(InvalidInputError):
         read_arrivals(write(HEADER + "1,1,1\n"), **options)
-
-
-def test_poisson_arrivals_have_the_rate_and_the_scatter_of_the_process():
-    found = poisson_arrivals(3, 5.0, 20_000, output_tokens_mean=100, context_tokens_mean=900)
-    gaps = np.diff(found.arrival_seconds)
-    assert found.arrival_seconds[0] == 0
-    assert gaps.min() >= 0
-    assert gaps.mean() == pytest.approx(0.2, rel=0.03)
-    assert gaps.std() == pytest.approx(0.2, rel=0.05)
-    assert found.output_tokens.mean() == pytest.approx(100, rel=0.03)
-    assert found.context_tokens.mean() == pytest.approx(900, rel=0.03)
-
-
-def test_poisson_arrivals_are_equal_for_equal_seeds():
-    one, same, other = (poisson_arrivals(seed, 5.0, 50) for seed in (1, 1, 2))
-    assert np.array_equal(one.arrival_seconds, same.arrival_seconds)
-    assert np.array_equal(one.output_tokens, same.output_tokens)
-    assert not np.array_equal(one.arrival_seconds, other.arrival_seconds)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [(0.0, 5), (np.nan, 5), (np.inf, 5), (1.0, 0), (1.0, 5, 0.0), (1.0, 5, 9.0, np.nan)],
-)
-def test_a_process_that_cannot_be_is_refused(arguments):
-    with pytest.raises(InvalidInputError):
-        poisson_arrivals(0, *arguments)

@@ -91,7 +91,7 @@ def gammas_of(sidecar: SidecarHandle) -> set[int]:
 def test_an_introduced_engine_is_known_with_its_draft_lengths(talker, sidecar):
     assert sidecar.serving()
     assert sidecar.introduced()
-    assert sidecar.gammas() == (0, 1, 3)
+    assert list(sidecar.status().engine.drafters[0].gammas) == [0, 1, 3]
     assert "REASON_PROFILE_MISSING" in sidecar.why()
 
 

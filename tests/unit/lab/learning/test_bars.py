@@ -37,8 +37,14 @@ def test_the_choice_is_compared_over_the_whole_stream_and_its_second_half(
 
 
 def test_the_report_tells_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = html.unescape(report._choices(found(tmp_path, monkeypatch)))
-    assert words.count("<img") == 1
+    measured = {
+        "bars": found(tmp_path, monkeypatch),
+        "machine": {"processor": "a processor", "cores": 2},
+        "seconds": 1.0,
+        "command": ["python"],
+    }
+    words = html.unescape(report.page(measured))
+    assert words.count("<svg") == 1
     for name in bars.STREAMS:
         assert f"{name}: the sidecar's choice over the best fixed one (online:5) 0.909 (" in words
     assert words.count("second half of the stream 1.333; over off ") == 3

@@ -11,7 +11,7 @@ from controller.simulation import published, published_qwen
 from controller.simulation.errors import InvalidInputError
 from lab.papers.drafters import crossover, goodput, reproduce_drafters
 
-THEIRS, KERNELS, OVERHEADS = reproduce_drafters().envelopes
+THEIRS, KERNELS, OVERHEADS = reproduce_drafters()
 
 
 def grid(factor=1.0):
@@ -96,7 +96,7 @@ def test_without_a_grid_there_is_nothing_to_be_off_by():
 
 
 def test_a_grid_of_the_same_goodput_is_met_exactly(tmp_path):
-    envelope = reproduce_drafters(write(tmp_path / "grid.json", grid())).envelopes[0]
+    envelope = reproduce_drafters(write(tmp_path / "grid.json", grid()))[0]
     assert envelope.errors is not None
     assert envelope.errors.cells == 12 * (9 + 17)
     assert envelope.errors.largest == pytest.approx(0, abs=1e-12)
@@ -104,7 +104,7 @@ def test_a_grid_of_the_same_goodput_is_met_exactly(tmp_path):
 
 
 def test_a_grid_that_is_twice_as_fast_is_missed_by_half(tmp_path):
-    envelope = reproduce_drafters(write(tmp_path / "grid.json", grid(2.0))).envelopes[0]
+    envelope = reproduce_drafters(write(tmp_path / "grid.json", grid(2.0)))[0]
     assert envelope.errors is not None
     assert envelope.errors.median == pytest.approx(0.5)
     assert envelope.errors.largest == pytest.approx(0.5)
@@ -114,7 +114,7 @@ def test_a_choice_that_is_not_the_grids_best_keeps_less_than_all_of_it(tmp_path)
     body = grid()
     body["drafters"]["mtp"]["nospec"]["goodput"][0] *= 10
     best = 10 * goodput("mtp", device("B200"), Overlap.STEP)[0, 0]
-    point = reproduce_drafters(write(tmp_path / "grid.json", body)).envelopes[0].points[0]
+    point = reproduce_drafters(write(tmp_path / "grid.json", body))[0].points[0]
     assert point.published_best == pytest.approx(best)
     assert point.kept == pytest.approx(point.goodput / best)
 
