@@ -6,7 +6,7 @@ And the short way to name acceptance on a command line, be it a curve or a recor
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -164,12 +164,9 @@ def _curve(where: str, kind: str, values: str) -> list[float]:
         numbers.append(number)
     if kind == "geometric" and len(numbers) > 1:
         raise InvalidInputError(shown(where), 0, "one number is needed")
-    makers: Mapping[str, Callable[[list[float]], list[float]]] = {
-        "geometric": lambda found: geometric(found[0]),
-        "positions": list,
-        "survival": conditional,
-    }
-    return makers[kind](numbers)
+    if kind == "geometric":
+        return geometric(numbers[0])
+    return conditional(numbers) if kind == "survival" else numbers
 
 
 def _acceptance_trace(named: Sequence[tuple[str, str]], drafters: Sequence[str]) -> AcceptanceTrace:

@@ -13,8 +13,7 @@ from controller.simulation.scenario import Scenario
 from controller.simulation.sources import ClosedSource, OpenSource, PhaseSpec
 from controller.simulation.step_costs import read_profile
 from controller.simulation.suite import measured_profile, only
-from controller.simulation.surface import CostSurface
-from controller.simulation.table_surface import csv_surface, profile_surface
+from controller.simulation.surface import CostSurface, csv_surface, profile_surface
 from controller.simulation.workload import AcceptanceSource
 
 _KINDS = {"ngram": DrafterKind.NGRAM, "dflash": DrafterKind.DFLASH}

@@ -195,11 +195,8 @@ def _llama_arm_seconds(arm: Arm, batch: Floats) -> Floats:
 
 
 def _llama_kv_seconds(arm: Arm) -> float:
-    if arm.gamma == 0:
-        return _VERIFY[2]
-    return _VERIFY[2] + (
-        _EAGLE[2] if arm.drafter == "eagle" else _NGRAM_SHARE_OF_VERIFY * _VERIFY[2]
-    )
+    draft = _EAGLE[2] if arm.drafter == "eagle" else _NGRAM_SHARE_OF_VERIFY * _VERIFY[2]
+    return _VERIFY[2] + (draft if arm.gamma else 0.0)
 
 
 def _llama() -> _Source:

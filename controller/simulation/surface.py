@@ -1,13 +1,24 @@
-"""The true cost of a step in the simulated engine, and the profile that measuring it would give."""
+"""The true cost of a step in the simulated engine, and the profile that measuring it would give.
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+A surface is made from measured tables here, and from published figures in `published`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from controller.core.cost.profile import DrafterIdentity, Profile, ProfileCell
-from controller.core.engine_spec import Arm, DrafterSpec, Fingerprint
+from controller.core.engine_spec import MAX_BATCH_SIZE, Arm, DrafterSpec, Fingerprint
+from controller.core.errors import InvalidEngineError
+from controller.core.model_shapes import DrafterKind
+from controller.simulation.errors import InvalidInputError
+from controller.simulation.step_costs import CostTable, profile_table, read_step_costs
+
+# Where a table does not tell at which context it was measured, and nothing is paid for context.
+_KV_REFERENCE = 512.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,3 +81,106 @@ class CostSurface:
             tuple(cells),
             catch_up_seconds_per_token=self.catch_up_seconds_per_token,
         )
+
+
+def csv_surface(
+    paths: Mapping[str, str | Path],
+    kinds: Mapping[str, DrafterKind] | None = None,
+    max_batch_size: int | None = None,
+    *,
+    kv_reference: float = _KV_REFERENCE,
+    seconds_per_kv_token: float = 0.0,
+) -> CostSurface:
+    """Drafter -> step-cost CSV of the same engine; see `table_surface` and `read_step_costs`.
+
+    kv_reference, seconds_per_kv_token: context tokens a sequence at which the files were measured,
+    and the price of one more; the files do not tell.
+    """
+    if not paths:
+        raise InvalidInputError("step costs", 0, "no file is named")
+    for value in (kv_reference, seconds_per_kv_token):
+        if not 0 <= value <= 1e9:
+            raise InvalidInputError("step costs", 0, f"context term: {value} is out of range")
+    tables = {drafter: read_step_costs(path) for drafter, path in paths.items()}
+    name = "+".join(dict.fromkeys(Path(path).stem for path in paths.values()))
+    surface = table_surface(name, tables, kinds, max_batch_size)
+    return replace(
+        surface,
+        kv_seconds=np.full(len(surface.arms), seconds_per_kv_token),
+        kv_reference=kv_reference,
+    )
+
+
+def profile_surface(
+    name: str,
+    profile: Profile,
+    kinds: Mapping[str, DrafterKind] | None = None,
+    max_batch_size: int | None = None,
+) -> CostSurface:
+    """All drafters of a profile, with its context term; see `table_surface`.
+
+    Raises InvalidInputError as well for what `profile_table` refuses.
+    """
+    tables = {d.name: profile_table(profile, d.name, name) for d in profile.drafters}
+    surface = table_surface(name, tables, kinds, max_batch_size)
+    return replace(
+        surface,
+        drafters=tuple(
+            replace(spec, model=d.model, revision=d.revision)
+            for spec, d in zip(surface.drafters, profile.drafters, strict=True)
+        ),
+        kv_seconds=np.full(len(surface.arms), profile.seconds_per_kv_token),
+        kv_reference=profile.kv_tokens_per_sequence,
+        catch_up_seconds_per_token=profile.catch_up_seconds_per_token,
+    )
+
+
+def table_surface(
+    name: str,
+    tables: Mapping[str, CostTable],
+    kinds: Mapping[str, DrafterKind] | None = None,
+    max_batch_size: int | None = None,
+) -> CostSurface:
+    """Drafter -> table of the same engine; context has no price.
+
+    Linear in B between the sizes measured, constant below the first, and above the last one on with
+    the last slope, never downwards (a single size is a constant).  Plain decoding is the target
+    alone: the first drafter's serves for all.
+
+    kinds: by drafter; one that is not in it is MTP, serial passes.  max_batch_size: by default the
+    largest that all tables reach; above it costs are extrapolated.
+
+    Raises InvalidInputError: no drafter, a name that is none, a max_batch_size out of range.
+    """
+    if not tables:
+        raise InvalidInputError(name, 0, "no drafter is named")
+    kinds = kinds or {}
+    largest = min(table.batch_sizes[-1] for table in tables.values())
+    largest = largest if max_batch_size is None else max_batch_size
+    if not 1 <= largest <= MAX_BATCH_SIZE:
+        raise InvalidInputError(name, 0, f"max_batch_size {largest} leaves 1..{MAX_BATCH_SIZE}")
+    try:
+        specs = tuple(
+            DrafterSpec(drafter, kinds.get(drafter, DrafterKind.MTP), table.gammas)
+            for drafter, table in tables.items()
+        )
+    except InvalidEngineError as error:
+        raise InvalidInputError(name, 0, str(error)) from error
+    batch = np.maximum(np.arange(largest + 1, dtype=np.float64), 1.0)
+    plain = _over_batch(next(iter(tables.values())), 0, batch)
+    rows = [
+        plain if gamma == 0 else _over_batch(table, i, batch)
+        for table in tables.values()
+        for i, gamma in enumerate(table.gammas)
+    ]
+    return CostSurface(name, specs, np.vstack(rows), np.zeros(len(rows)), _KV_REFERENCE)
+
+
+def _over_batch(table: CostTable, row: int, batch: NDArray[np.float64]) -> NDArray[np.float64]:
+    sizes, seconds = np.array(table.batch_sizes, dtype=np.float64), table.seconds[row]
+    inside: NDArray[np.float64] = np.interp(batch, sizes, seconds)
+    if len(sizes) < 2:
+        return inside
+    slope = max(0.0, float((seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2])))
+    beyond: NDArray[np.float64] = slope * np.maximum(batch - sizes[-1], 0.0)
+    return inside + beyond

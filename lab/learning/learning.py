@@ -1,10 +1,11 @@
 """Measures test-time speculation: by output length, by stride, and as the sidecar decides."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from lab.cpu_engine.engine_command import MODELS
 from lab.harness.spread import Spread
-from lab.learning.engines_at_work import Lab, LabSetting, by_context, running
+from lab.learning.engines_at_work import Lab, LabSetting, Played, by_context, running
 
 _STRIDES = (0, 50, 20, 10, 5, 2, 1)
 _GAMMA = 3
@@ -23,21 +24,18 @@ def length(setting: LabSetting) -> dict[str, Any]:
         plain = _without(lab, "json", min(tokens, 400), 0).tokens_per_second
         found: dict[str, Any] = {"domain": "json", "gamma": 7, "gamma 0 tokens/s": round(plain, 1)}
         for regime in ("off", "online:5"):
-            curves, speeds, lengths = [], [], []
+            curves, plays = [], []
             with lab.regime(regime), lab.pinned(7) as pin:
                 for seed in range(setting.seeds):
                     seen = len(pin.reports)
-                    played = lab.generate("json", 1, tokens, 100 + seed)
+                    plays.append(lab.generate("json", 1, tokens, 100 + seed))
                     curves.append(by_context(pin.reports[seen:], 7, width))
-                    speeds.append(played.tokens_per_second)
-                    lengths.append(played.acceptance_length)
             found[regime] = {
                 "acceptance length by context": {
                     str(at): Spread(tuple(c[at] for c in curves if at in c)).as_json()
                     for at in sorted(set().union(*curves))
                 },
-                "acceptance length": Spread(tuple(lengths)).as_json(),
-                "tokens/s": Spread(tuple(speeds)).as_json(),
+                **_spreads(plays),
             }
     return found
 
@@ -52,20 +50,13 @@ def strides(setting: LabSetting) -> dict[str, Any]:
         first: tuple[tuple[int, ...], ...] | None = None
         for stride in (0, 5) if setting.quick else _STRIDES:
             regime = f"online:{stride}" if stride else "off"
-            lengths, speeds, exact = [], [], True
             with lab.regime(regime), lab.pinned(_GAMMA):
-                for seed in range(setting.seeds):
-                    played = lab.generate("csv", 1, tokens, 200 + seed)
-                    lengths.append(played.acceptance_length)
-                    speeds.append(played.tokens_per_second)
-                    if not seed:
-                        # The first stride is off.
-                        first = first or played.tokens
-                        exact = played.tokens == first
+                plays = [lab.generate("csv", 1, tokens, 200 + s) for s in range(setting.seeds)]
+            # The first stride is off.
+            first = first or plays[0].tokens
             rows[regime] = {
-                "acceptance length": Spread(tuple(lengths)).as_json(),
-                "tokens/s": Spread(tuple(speeds)).as_json(),
-                "same tokens as without updates": exact,
+                **_spreads(plays),
+                "same tokens as without updates": plays[0].tokens == first,
             }
     return {"domain": "csv", "gamma": _GAMMA, "gamma 0 tokens/s": round(plain, 1), "by": rows}
 
@@ -90,6 +81,13 @@ def regime(setting: LabSetting) -> dict[str, Any]:
             )
         plain = _without(lab, "csv", 250, 1, 4).tokens_per_second
     return {"domain": "csv", "gamma 0 tokens/s": round(plain, 1), "batches": rows}
+
+
+def _spreads(plays: Sequence[Played]) -> dict[str, Any]:
+    return {
+        "acceptance length": Spread(tuple(p.acceptance_length for p in plays)).as_json(),
+        "tokens/s": Spread(tuple(p.tokens_per_second for p in plays)).as_json(),
+    }
 
 
 def _baseline(lab: Lab, domain: str, gamma: int) -> None:

@@ -1,4 +1,4 @@
-"""What peers share: finding an arm by its draft length, and reading a step."""
+"""Holds what peers share: finding an arm by its draft length, and reading a step."""
 
 from collections.abc import Sequence
 

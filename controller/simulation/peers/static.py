@@ -31,4 +31,4 @@ class Static:
         return self._choice
 
     def observe(self, record: StepRecord, now: float) -> None:
-        """Learns nothing."""
+        """Does nothing with it, since there is nothing to learn."""

@@ -43,7 +43,7 @@ class BatchSchedule:
         return self._choices[bisect_left(self._ends, batch_size)]
 
     def observe(self, record: StepRecord, now: float) -> None:
-        """Learns nothing."""
+        """Does nothing with it, since there is nothing to learn."""
 
 
 def _checked(entries: Sequence[tuple[int, int, int]], arms: int) -> Table:

@@ -1,7 +1,5 @@
 """Random windows of token streams, mixed over domains."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

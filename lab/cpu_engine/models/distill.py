@@ -1,7 +1,5 @@
 """Distils a draft: each draft step learns the target's own distribution of its token."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Trains a module within a budget, with a learning rate that follows what is used of it."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

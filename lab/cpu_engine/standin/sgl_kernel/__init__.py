@@ -19,18 +19,18 @@ from .dense import silu_and_mul_cpu as silu_and_mul_cpu
 from .dense import weight_packed_linear as weight_packed_linear
 from .draft_tree import build_tree_kernel_efficient_cpu as build_tree_kernel_efficient_cpu
 from .draft_tree import reconstruct_indices_from_tree_mask as reconstruct_indices_from_tree_mask
+from .kv_cache import (
+    assign_draft_cache_locs_contiguous_cpu as assign_draft_cache_locs_contiguous_cpu,
+)
+from .kv_cache import assign_extend_cache_locs_cpu as assign_extend_cache_locs_cpu
+from .kv_cache import assign_req_to_token_pool_cpu as assign_req_to_token_pool_cpu
+from .kv_cache import build_draft_decode_metadata_cpu as build_draft_decode_metadata_cpu
 from .kv_cache import copy_all_layer_kv_cache_cpu as copy_all_layer_kv_cache_cpu
 from .kv_cache import store_cache_cpu as store_cache_cpu
 from .process import init_cpu_threads_env as init_cpu_threads_env
 from .process import initialize as initialize
 from .process import shm_allgather as shm_allgather
 from .process import shm_allreduce as shm_allreduce
-from .request_slots import (
-    assign_draft_cache_locs_contiguous_cpu as assign_draft_cache_locs_contiguous_cpu,
-)
-from .request_slots import assign_extend_cache_locs_cpu as assign_extend_cache_locs_cpu
-from .request_slots import assign_req_to_token_pool_cpu as assign_req_to_token_pool_cpu
-from .request_slots import build_draft_decode_metadata_cpu as build_draft_decode_metadata_cpu
 from .speculative import fill_accept_out_cache_loc_cpu as fill_accept_out_cache_loc_cpu
 from .speculative import fill_bonus_tokens_cpu as fill_bonus_tokens_cpu
 from .speculative import rotate_input_ids_cpu as rotate_input_ids_cpu

@@ -12,7 +12,7 @@ from controller.simulation.acceptance_trace import AcceptanceTrace
 from controller.simulation.arrivals import read_arrivals
 from controller.simulation.curves import parse_acceptance
 from controller.simulation.step_costs import read_profile
-from controller.simulation.table_surface import csv_surface, profile_surface
+from controller.simulation.surface import csv_surface, profile_surface
 from lab.papers.drafters import read_grid
 from tests.support.service_harness import make_profile
 from tests.system.fuzz.mutation import json_of, text_of

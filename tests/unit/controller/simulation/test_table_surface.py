@@ -8,7 +8,7 @@ from controller.core.engine_spec import Arm, Fingerprint
 from controller.core.model_shapes import DrafterKind
 from controller.simulation.errors import InvalidInputError
 from controller.simulation.step_costs import CostTable
-from controller.simulation.table_surface import csv_surface, profile_surface, table_surface
+from controller.simulation.surface import csv_surface, profile_surface, table_surface
 
 HEADER = "batch_size,num_draft_tokens,step_seconds\n"
 
