@@ -24,7 +24,7 @@ _RATES = {"H100": (6.76, 2.44), "MI300X": (4.42, 1.77), "MI250": (1.0, 1.0)}
 
 @dataclass(frozen=True, slots=True)
 class _StatedGain:
-    """States the gain of a pool in which high serve and all of low train.  relative: as the paper has it."""
+    """States the gain, as the paper has it, of a pool in which high serve and all of low train."""
 
     high: str
     high_cards: int

@@ -10,12 +10,12 @@ from torch.nn import functional
 from engine_shim.training.dflash import DFlashShape, DFlashStudent, position_weights
 from engine_shim.training.eagle3 import Eagle3Shape, Eagle3Student
 from engine_shim.training.qwen3 import Qwen3Target
-from lab.cpu_engine.models._training import fit, held_out_sampler, training_sampler
+from lab.cpu_engine.models.batches import held_out_sampler, training_sampler
 from lab.cpu_engine.models.corpus import Split
 from lab.cpu_engine.models.distill import agreement, discounted, step_divergences, teach
 from lab.cpu_engine.models.prompts import DOMAINS
 from lab.cpu_engine.models.recipe import DraftRecipe
-from lab.cpu_engine.models.schedule import LearningRate
+from lab.cpu_engine.models.schedule import LearningRate, fit
 
 _UNROLL: Final = 6
 _WINDOWS: Final = 8

@@ -13,10 +13,10 @@ from torch.nn import functional
 
 from engine_shim.training.qwen3 import Qwen3Target
 from engine_shim.training.sd2 import Sd2Draft, Sd2Shape, divergence, offsets
-from lab.cpu_engine.models._training import fit, training_sampler
+from lab.cpu_engine.models.batches import training_sampler
 from lab.cpu_engine.models.corpus import Split
 from lab.cpu_engine.models.recipe import Sd2Recipe
-from lab.cpu_engine.models.schedule import LearningRate, StepBudget
+from lab.cpu_engine.models.schedule import LearningRate, StepBudget, fit
 
 _WINDOWS: Final = 12
 _LENGTH: Final = 128

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine_shim.training.qwen3 import DecoderLayer, Qwen3Target, grow
-from lab.cpu_engine.models._training import fit, held_out_sampler, training_sampler
+from lab.cpu_engine.models.batches import held_out_sampler, training_sampler
 from lab.cpu_engine.models.corpus import Split
 from lab.cpu_engine.models.prompts import DOMAINS
 from lab.cpu_engine.models.recipe import MIXTURE, Recipe
-from lab.cpu_engine.models.schedule import LearningRate, StepBudget
+from lab.cpu_engine.models.schedule import LearningRate, StepBudget, fit
 
 _WINDOWS: Final = 10
 _LENGTH: Final = 192

@@ -8,6 +8,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from lab.cpu_engine.models.corpus import Split
+
 
 @dataclass
 class WindowSampler:
@@ -22,7 +24,7 @@ class WindowSampler:
     generator: torch.Generator = field(default_factory=torch.Generator)
 
     def draw(self, windows: int, length: int) -> Tensor:
-        """Token ids [windows, length], int64."""
+        """Draws token ids [windows, length], int64."""
         domains = list(self.mixture)
         weights = torch.tensor([self.mixture[domain] for domain in domains], dtype=torch.float32)
         picks = torch.multinomial(weights, windows, replacement=True, generator=self.generator)
@@ -32,3 +34,17 @@ class WindowSampler:
         stream = self.streams[domain]
         start = int(torch.randint(len(stream) - length + 1, (1,), generator=self.generator))
         return torch.from_numpy(stream[start : start + length].astype(np.int64))
+
+
+def training_sampler(
+    splits: Mapping[str, Split], mixture: Mapping[str, float], seed: int
+) -> WindowSampler:
+    """Makes a sampler of training windows of several domains."""
+    streams = {domain: split.train for domain, split in splits.items()}
+    return WindowSampler(streams, mixture, torch.Generator().manual_seed(seed))
+
+
+def held_out_sampler(splits: Mapping[str, Split], domain: str) -> WindowSampler:
+    """Makes a sampler of one domain's validation windows, the same ones for every model."""
+    streams = {domain: splits[domain].validation}
+    return WindowSampler(streams, {domain: 1.0}, torch.Generator().manual_seed(1))

@@ -1,5 +1,6 @@
 """Trains a module within a budget, with a learning rate that follows what is used of it."""
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,9 @@ import torch
 from torch import Tensor, nn
 
 _FASTER: Final = 10.0
+_REPORT_STEPS: Final = 50
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -82,3 +86,27 @@ def train(
             on_step(step, loss.item())
     module.eval()
     return made
+
+
+def fit(
+    name: str,
+    module: nn.Module,
+    loss_of_step: Callable[[], Tensor],
+    budget: StepBudget,
+    rate: LearningRate,
+    *,
+    weight_decay: float = 0.05,
+    faster: Sequence[nn.Parameter] = (),
+) -> None:
+    """Trains ``module`` as `train` does, and logs the loss on the way."""
+    start = time.monotonic()
+
+    def report(step: int, loss: float) -> None:
+        if (step + 1) % _REPORT_STEPS == 0:
+            _log.info("step %d, %.0f s, loss %.3f", step + 1, time.monotonic() - start, loss)
+
+    steps = train(
+        module, lambda _: loss_of_step(), budget, rate,
+        weight_decay=weight_decay, faster=faster, on_step=report,
+    )  # fmt: skip
+    _log.info("%s: %d steps, %.0f s", name, steps, time.monotonic() - start)
