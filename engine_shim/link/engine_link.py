@@ -104,7 +104,7 @@ class EngineLink:
         if not settings.sidecar:
             raise LinkStartError("SPECULATION_SIDECAR is not set: there is no sidecar to talk to")
         steering = steering_of(hello, settings, startup_gamma)
-        said = EngineSpec(safe_gamma=steering.safe_gamma)
+        said = EngineSpec(safe_gamma=steering.safe.gamma)
         said.MergeFrom(hello)
         try:
             # All agents of this engine show the same secret, so that each goes on under its id.

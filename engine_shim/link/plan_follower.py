@@ -58,31 +58,18 @@ class PlanFollower:
 
     `arms`: (drafter index, gamma) pairs that the engine can run.  `lapses` counts how often a
     lease ran out with no newer plan at hand; `taken`, the plans; `source`: of the last choice.
+    `plan`: the newest one that was taken, however old; `lease_end`: when its lease ends or ended,
+    in seconds of the clock passed in, -inf before a plan.
     """
-
-    __slots__ = (
-        "_arms",
-        "_bounds",
-        "_grace_seconds",
-        "_lapsed",
-        "_lease_end",
-        "_plan",
-        "_ready",
-        "_safe",
-        "_steps_left",
-        "lapses",
-        "source",
-        "taken",
-    )
 
     def __init__(
         self, arms: Collection[tuple[int, int]], safe: StepChoice, grace_seconds: float
     ) -> None:
         self._arms = frozenset(arms)
-        self._safe = safe
+        self.safe = safe
         self._grace_seconds = grace_seconds
-        self._plan: PlanPacket | None = None
-        self._lease_end = _NEVER
+        self.plan: PlanPacket | None = None
+        self.lease_end = _NEVER
         self._bounds: list[int] = []
         # The choice of each row once it has been made; a row with an open probe stays None.
         self._ready: list[StepChoice | None] = []
@@ -91,24 +78,9 @@ class PlanFollower:
         self.lapses = self.taken = 0
         self.source = Source.SAFE_DEFAULT
 
-    @property
-    def safe_gamma(self) -> int:
-        """Draft length of the safe default."""
-        return self._safe.gamma
-
-    @property
-    def plan(self) -> PlanPacket | None:
-        """The newest plan that was taken, however old."""
-        return self._plan
-
-    @property
-    def lease_end(self) -> float:
-        """When the lease ends or ended, in seconds of the clock passed in; -inf before a plan."""
-        return self._lease_end
-
     def can_accept(self, plan: PlanPacket) -> bool:
         """False when it is older than the one in use, or asks for an arm the engine has not."""
-        old = self._plan
+        old = self.plan
         if old is not None and old.session == plan.session and plan.epoch < old.epoch:
             return False
         arms = self._arms
@@ -120,7 +92,7 @@ class PlanFollower:
 
     def uses(self, plan: PlanPacket) -> bool:
         """Whether this very plan was taken last; its lease may have begun anew."""
-        old = self._plan
+        old = self.plan
         return old is not None and (old.session, old.epoch) == (plan.session, plan.epoch)
 
     def accept(self, plan: PlanPacket, now: float) -> bool:
@@ -130,43 +102,43 @@ class PlanFollower:
         """
         if not self.can_accept(plan):
             return False
-        if self._plan is not None and self._plan.session != plan.session:
+        if self.plan is not None and self.plan.session != plan.session:
             self._steps_left.clear()
         self._remember([row.probe for row in plan.rows if row.probe is not None])
         # The last row serves every larger batch, so its bound is not needed.
         self._bounds = [row[0] for row in plan.rows[:-1]]
         self._ready = [None] * len(plan.rows)
-        self._lease_end = min(plan.arrival_ns * 1e-9, now) + plan.lease_ms * 1e-3
-        self._plan = plan
+        self.lease_end = min(plan.arrival_ns * 1e-9, now) + plan.lease_ms * 1e-3
+        self.plan = plan
         self._lapsed = False
         self.taken += 1
         return True
 
     def source_at(self, now: float) -> Source:
         """Returns where `choose` would take a choice from, without choosing."""
-        if now < self._lease_end:
+        if now < self.lease_end:
             return Source.PLAN
-        if self._plan is None or now >= self._lease_end + self._grace_seconds:
+        if self.plan is None or now >= self.lease_end + self._grace_seconds:
             return Source.SAFE_DEFAULT
         return Source.GRACE
 
     def collects_at(self, now: float) -> bool:
         """Whether training signals are to be kept; not on the safe default."""
-        plan = self._plan
+        plan = self.plan
         if plan is None or plan.regime_mode != REGIME_MODE_COLLECT:
             return False
         return self.source_at(now) is not Source.SAFE_DEFAULT
 
     def stride_at(self, now: float) -> int:
         """Rounds between two online updates of the drafter; 0 for none, and in free flight."""
-        plan = self._plan
+        plan = self.plan
         if plan is None or plan.regime_mode != REGIME_MODE_ONLINE:
             return 0
         return 0 if self.source_at(now) is Source.SAFE_DEFAULT else plan.regime_stride
 
     def choose(self, batch_size: int, now: float) -> StepChoice:
         """The choice for a step over `batch_size` sequences."""
-        if now < self._lease_end:
+        if now < self.lease_end:
             self.source = Source.PLAN
             index = bisect_left(self._bounds, batch_size)
             choice = self._ready[index]
@@ -175,7 +147,7 @@ class PlanFollower:
 
     def _make(self, index: int) -> StepChoice:
         """A step of the row's probe while it has any left, else the row's own choice, kept."""
-        plan = self._plan
+        plan = self.plan
         assert plan is not None  # there is no lease without one
         row = plan.rows[index]
         probe = row.probe
@@ -196,14 +168,14 @@ class PlanFollower:
     def _unsteered(self, batch_size: int, now: float) -> StepChoice:
         """Chooses without a lease: the last plan continues without its probes."""
         self.source = source = self.source_at(now)
-        if self._plan is None:
-            return self._safe
+        if self.plan is None:
+            return self.safe
         if not self._lapsed:
             self._lapsed = True
             self.lapses += 1
         if source is Source.SAFE_DEFAULT:
-            return self._safe
-        return _of_row(self._plan, bisect_left(self._bounds, batch_size), source)
+            return self.safe
+        return _of_row(self.plan, bisect_left(self._bounds, batch_size), source)
 
     def _remember(self, probes: Sequence[ProbeEntry]) -> None:
         """A probe identifier seen before keeps what is left of its steps.

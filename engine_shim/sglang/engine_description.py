@@ -55,7 +55,13 @@ def introduce(
     )
     runners = [scheduler.draft_worker.draft_worker.draft_runner]
     if second is not None:
-        spec.drafters.append(_block_drafter(second))
+        spec.drafters.add(
+            name=DFLASH_NAME,
+            kind=engine_pb2.DRAFTER_KIND_DFLASH,
+            gammas=second.gammas,
+            model=second.model_path,
+            revision=_revision(second.model_path, second.revision),
+        )
         runners.append(second.block.runner)
     set_shapes(spec, scheduler.tp_worker.model_runner, runners)
     blocks = [sglang_api.dflash_only(scheduler.draft_worker.draft_worker)]
@@ -113,8 +119,7 @@ def _drafter(scheduler: Any, gammas: tuple[int, ...]) -> engine_pb2.Drafter:
         kind=_kind(scheduler, has_block=block is not None),
         gammas=gammas,
         model=model,
-        # SGLang says "main" for a local folder too.
-        revision="" if Path(model).is_dir() else revision,
+        revision=_revision(model, revision),
     )
 
 
@@ -127,15 +132,9 @@ def _kind(scheduler: Any, *, has_block: bool) -> engine_pb2.DrafterKind.ValueTyp
     return engine_pb2.DRAFTER_KIND_STANDALONE if is_sd2 else engine_pb2.DRAFTER_KIND_MTP
 
 
-def _block_drafter(second: DualDrafter) -> engine_pb2.Drafter:
-    path = second.model_path
-    return engine_pb2.Drafter(
-        name=DFLASH_NAME,
-        kind=engine_pb2.DRAFTER_KIND_DFLASH,
-        gammas=second.gammas,
-        model=path,
-        revision="" if Path(path).is_dir() else second.revision,
-    )
+def _revision(model: str, revision: str) -> str:
+    # SGLang says "main" for a local folder too.
+    return "" if Path(model).is_dir() else revision
 
 
 def _device_name(device: str) -> str:

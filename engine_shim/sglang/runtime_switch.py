@@ -83,18 +83,14 @@ class RuntimeSwitch:
         The first time through its front door, which logs them; from then on that one log entry is
         kept up to date, so that `/server_info` shows what runs.
         """
-        spec, logged = self._spec, self._logged
-        if spec is None:
-            self._publish_first(gamma, tokens)
+        if self._spec is None:
+            from sglang.srt.runtime_context import get_context, get_spec
+
+            context: Any = get_context()
+            context.override(sglang_api.SWITCH_SOURCE, **{_STEPS: gamma, _TOKENS: tokens})
+            self._logged = context._overrides_log[-1][1]
+            self._spec = get_spec()
             return
-        spec._set(_STEPS, gamma)
-        spec._set(_TOKENS, tokens)
-        logged[_STEPS], logged[_TOKENS] = gamma, tokens
-
-    def _publish_first(self, gamma: int, tokens: int) -> None:
-        from sglang.srt.runtime_context import get_context, get_spec
-
-        context: Any = get_context()
-        context.override(sglang_api.SWITCH_SOURCE, **{_STEPS: gamma, _TOKENS: tokens})
-        self._logged = context._overrides_log[-1][1]
-        self._spec = get_spec()
+        self._spec._set(_STEPS, gamma)
+        self._spec._set(_TOKENS, tokens)
+        self._logged[_STEPS], self._logged[_TOKENS] = gamma, tokens

@@ -84,59 +84,47 @@ class SteeredConfiguration:
 
     def _refuse_conflicts(self, config: Any) -> None:
         """Refuses what a user asked for that conflicts with a steered draft length."""
-        gammas = self._settings.gammas
-        algorithm = config.speculative_algorithm
-        if algorithm is None or algorithm.upper() not in sglang_api.ALGORITHMS:
-            raise UnsupportedEngineError(
-                f"SPECULATION_SIDECAR is set, but --speculative-algorithm is {algorithm}: one of "
-                f"{', '.join(sglang_api.ALGORITHMS)} is needed (or unset SPECULATION_SIDECAR)"
-            )
-        if config.speculative_adaptive_config is not None:
-            raise UnsupportedEngineError(
-                "--speculative-adaptive-config and SPECULATION_SIDECAR exclude each other: the "
-                "sidecar decides, and SPECULATION_GAMMAS lists the draft lengths"
-            )
-        if config.speculative_eagle_topk not in (None, 1):
-            raise UnsupportedEngineError(
-                f"--speculative-eagle-topk {config.speculative_eagle_topk}: the draft length can "
-                "be steered for chains (1) only, not for trees"
-            )
-        if gammas[-1] == 0:
-            raise UnsupportedEngineError(
-                "SPECULATION_GAMMAS lists no draft length above 0: there is nothing to steer"
-            )
-        if sglang_api.is_dflash_only(config):
-            self._refuse_for_block_alone(config)
-        steps = config.speculative_num_steps
-        if steps is not None and steps not in gammas:
-            raise UnsupportedEngineError(
-                f"--speculative-num-steps {steps} is not among SPECULATION_GAMMAS "
-                f"{','.join(map(str, gammas))}"
-            )
-        safe = self._settings.safe_gamma
-        if safe is not None and safe not in gammas:
-            raise UnsupportedEngineError(
-                f"SPECULATION_SAFE_GAMMA={safe} is not among SPECULATION_GAMMAS "
-                f"{','.join(map(str, gammas))}"
-            )
-        if os.environ.get(sglang_api.SKIP_VARIABLE, "").lower() in ("1", "true", "yes", "y"):
-            raise UnsupportedEngineError(
-                f"unset {sglang_api.SKIP_VARIABLE}: with it the drafter would wake up with stale "
-                "state; the sidecar's plan decides step by step whether the drafter sleeps"
-            )
-
-    def _refuse_for_block_alone(self, config: Any) -> None:
-        if self._settings.dflash_model_path:
-            raise UnsupportedEngineError(
-                "SPECULATION_DFLASH_MODEL_PATH names a second drafter, but "
-                "--speculative-algorithm is DFLASH already: unset one of them"
-            )
-        if config.speculative_draft_model_path is None:
-            raise UnsupportedEngineError(
-                "--speculative-algorithm DFLASH needs --speculative-draft-model-path"
-            )
-        for option in ("speculative_dflash_block_size", "speculative_draft_window_size"):
-            if getattr(config, option) is not None:
-                raise UnsupportedEngineError(
-                    f"--{option.replace('_', '-')} is untested where the draft length is steered"
+        gammas, safe = self._settings.gammas, self._settings.safe_gamma
+        listed = f"is not among SPECULATION_GAMMAS {','.join(map(str, gammas))}"
+        algorithm, steps = config.speculative_algorithm, config.speculative_num_steps
+        has_dflash_only = sglang_api.is_dflash_only(config)
+        skips = os.environ.get(sglang_api.SKIP_VARIABLE, "").lower()
+        conflicts = {
+            f"SPECULATION_SIDECAR is set, but --speculative-algorithm is {algorithm}: one of "
+            f"{', '.join(sglang_api.ALGORITHMS)} is needed (or unset SPECULATION_SIDECAR)": (
+                (algorithm or "").upper() not in sglang_api.ALGORITHMS
+            ),
+            "--speculative-adaptive-config and SPECULATION_SIDECAR exclude each other: the "
+            "sidecar decides, and SPECULATION_GAMMAS lists the draft lengths": (
+                config.speculative_adaptive_config is not None
+            ),
+            f"--speculative-eagle-topk {config.speculative_eagle_topk}: the draft length can "
+            "be steered for chains (1) only, not for trees": (
+                config.speculative_eagle_topk not in (None, 1)
+            ),
+            "SPECULATION_GAMMAS lists no draft length above 0: there is nothing to steer": (
+                gammas[-1] == 0
+            ),
+            "SPECULATION_DFLASH_MODEL_PATH names a second drafter, but --speculative-algorithm is "
+            "DFLASH already: unset one of them": (
+                has_dflash_only and self._settings.dflash_model_path != ""
+            ),
+            "--speculative-algorithm DFLASH needs --speculative-draft-model-path": (
+                has_dflash_only and config.speculative_draft_model_path is None
+            ),
+            **{
+                f"--{option.replace('_', '-')} is untested where the draft length is steered": (
+                    has_dflash_only and getattr(config, option) is not None
                 )
+                for option in ("speculative_dflash_block_size", "speculative_draft_window_size")
+            },
+            f"--speculative-num-steps {steps} {listed}": steps is not None and steps not in gammas,
+            f"SPECULATION_SAFE_GAMMA={safe} {listed}": safe is not None and safe not in gammas,
+            f"unset {sglang_api.SKIP_VARIABLE}: with it the drafter would wake up with stale "
+            "state; the sidecar's plan decides step by step whether the drafter sleeps": (
+                skips in ("1", "true", "yes", "y")
+            ),
+        }
+        for conflict, is_so in conflicts.items():
+            if is_so:
+                raise UnsupportedEngineError(conflict)

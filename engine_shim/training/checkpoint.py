@@ -41,50 +41,47 @@ _CONFIG_KEYS: Final = {
     "norm_epsilon": "rms_norm_eps",
     "rope_base": "rope_theta",
 }
+_EAGLE_LAYERS: Final = "eagle_aux_hidden_state_layer_ids"
 _VOCABULARY_MAPS: Final = ("d2t", "t2d")
 
 
 def save_target(target: Qwen3Target, folder: Path) -> None:
     """Writes ``target`` as a ``Qwen3ForCausalLM`` checkpoint."""
-    shape = target.shape
-    config = _decoder_config(shape) | {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "tie_word_embeddings": True,
-    }
-    _save(folder, config, dict(_split(target.state_dict(), shape)))
+    parts = dict(_split(target.state_dict(), target.shape))
+    _save(folder, target.shape, parts, "Qwen3ForCausalLM", tie_word_embeddings=True)
 
 
 def load_target(folder: Path) -> Qwen3Target:
     """Reads back :func:`save_target`, in float32 and ready for inference."""
-    target = Qwen3Target(_shape(_read_config(folder)))
-    target.load_state_dict(_read_weights(folder))
+    config, parts = _read(folder)
+    target = Qwen3Target(_shape(config))
+    target.load_state_dict(parts)
     return target.eval()
 
 
 def save_draft(student: Eagle3Student, folder: Path) -> None:
     """Writes ``student`` as a ``LlamaForCausalLMEagle3`` checkpoint."""
     shape = student.shape
-    config = _decoder_config(shape.decoder) | {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "draft_vocab_size": shape.decoder.vocabulary,
-        "tie_word_embeddings": False,
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(shape.feature_layers)},
-    }
     parts = {_draft_name(name): part for name, part in _split(student.state_dict(), shape.decoder)}
     # SGLang reads d2t as (target id - draft id): zeros say that draft ids are target ids.
     parts["d2t"] = torch.zeros(shape.decoder.vocabulary, dtype=torch.int64)
     parts["t2d"] = torch.ones(shape.decoder.vocabulary, dtype=torch.bool)
-    _save(folder, config, parts)
+    _save(
+        folder,
+        shape.decoder,
+        parts,
+        "LlamaForCausalLMEagle3",
+        model_type="llama",
+        draft_vocab_size=shape.decoder.vocabulary,
+        eagle_config={_EAGLE_LAYERS: list(shape.feature_layers)},
+    )
 
 
 def load_draft(folder: Path, embedding: Tensor) -> Eagle3Student:
     """Reads back :func:`save_draft`, in float32, beside the target's ``embedding``."""
-    config = _read_config(folder)
-    feature_layers = tuple(config["eagle_config"]["eagle_aux_hidden_state_layer_ids"])
+    config, parts = _read(folder)
+    feature_layers = tuple(config["eagle_config"][_EAGLE_LAYERS])
     student = Eagle3Student(Eagle3Shape(_shape(config), feature_layers), embedding.float())
-    parts = _read_weights(folder)
     student.load_state_dict(
         {_live_name(name): part for name, part in parts.items() if name not in _VOCABULARY_MAPS}
     )
@@ -96,7 +93,7 @@ def eagle3_shape(config: Mapping[str, Any], feature_layers: int) -> Eagle3Shape:
 
     feature_layers: how many target layers it reads; a config that does not say which has 0, 1, ...
     """
-    named = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    named = (config.get("eagle_config") or {}).get(_EAGLE_LAYERS)
     return Eagle3Shape(_live_shape(config), _layers(named, feature_layers))
 
 
@@ -129,25 +126,22 @@ def save_dflash(student: DFlashStudent, folder: Path, target_layers: int | None 
     target_layers: how many the target has, which SpecForge wants to know.
     """
     shape = student.shape
-    config = _decoder_config(shape.decoder) | {
-        "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
-        "tie_word_embeddings": False,
-        "layer_types": ["full_attention"] * shape.decoder.layers,
-        "block_size": shape.block,
-        "dflash_config": {
-            "target_layer_ids": list(shape.feature_layers),
-            "mask_token_id": shape.mask_token,
-        },
-    }
-    if target_layers is not None:
-        config["num_target_layers"] = target_layers
-    _save(folder, config, dict(_split(student.state_dict(), shape.decoder)))
+    draft = {"target_layer_ids": list(shape.feature_layers), "mask_token_id": shape.mask_token}
+    _save(
+        folder,
+        shape.decoder,
+        dict(_split(student.state_dict(), shape.decoder)),
+        "DFlashDraftModel",
+        layer_types=["full_attention"] * shape.decoder.layers,
+        block_size=shape.block,
+        dflash_config=draft,
+        **({} if target_layers is None else {"num_target_layers": target_layers}),
+    )
 
 
 def load_dflash(folder: Path, embedding: Tensor, head: Tensor | None = None) -> DFlashStudent:
     """Reads back :func:`save_dflash`, in float32, for the target's ``embedding`` and ``head``."""
-    config = _read_config(folder)
+    config, parts = _read(folder)
     draft = config["dflash_config"]
     shape = DFlashShape(
         _shape(config),
@@ -156,30 +150,29 @@ def load_dflash(folder: Path, embedding: Tensor, head: Tensor | None = None) -> 
         draft["mask_token_id"],
     )
     student = DFlashStudent(shape, embedding.float(), head)
-    student.load_state_dict(_read_weights(folder))
+    student.load_state_dict(parts)
     return student.eval()
 
 
 def save_sd2(draft: Sd2Draft, folder: Path) -> None:
     """Writes ``draft`` as a checkpoint that `engine_shim.sglang.drafters.sd2_model` serves."""
     shape = draft.shape
-    config = _decoder_config(shape.decoder) | {
-        "architectures": [SD2_ARCHITECTURE],
-        "model_type": "qwen3",
-        "tie_word_embeddings": True,
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(shape.feature_layers)},
-    }
     parts = _split(draft.state_dict(), shape.decoder)
-    _save(folder, config, {_sd2_stored_name(name): part for name, part in parts})
+    _save(
+        folder,
+        shape.decoder,
+        {_sd2_stored_name(name): part for name, part in parts},
+        SD2_ARCHITECTURE,
+        tie_word_embeddings=True,
+        eagle_config={_EAGLE_LAYERS: list(shape.feature_layers)},
+    )
 
 
 def load_sd2(folder: Path) -> Sd2Draft:
     """Reads back :func:`save_sd2`, in float32."""
-    config = _read_config(folder)
-    layers = tuple(config["eagle_config"]["eagle_aux_hidden_state_layer_ids"])
-    shape = Sd2Shape(_shape(config), config["hidden_size"], layers)
-    draft = Sd2Draft(shape)
-    parts = _read_weights(folder)
+    config, parts = _read(folder)
+    layers = tuple(config["eagle_config"][_EAGLE_LAYERS])
+    draft = Sd2Draft(Sd2Shape(_shape(config), config["hidden_size"], layers))
     draft.load_state_dict({_sd2_live_name(name): part for name, part in parts.items()})
     return draft.eval()
 
@@ -238,8 +231,21 @@ def _live_name(stored: str) -> str:
     return stored if stored.startswith("lm_head") else f"model.{stored}"
 
 
-def _decoder_config(shape: DecoderShape) -> dict[str, Any]:
-    return {
+def _shape(config: Mapping[str, Any]) -> DecoderShape:
+    return DecoderShape(**{field: config[key] for field, key in _CONFIG_KEYS.items()})
+
+
+def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Reads a checkpoint's config, and its weights with fused matrices in float32."""
+    config = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
+    return config, _join(load_file(folder / _WEIGHTS))
+
+
+def _save(
+    folder: Path, shape: DecoderShape, parts: Mapping[str, Tensor], architecture: str, **more: Any
+) -> None:
+    """Writes a checkpoint; more: what its config has beside the sizes of the decoder."""
+    config = {
         **{key: getattr(shape, field) for field, key in _CONFIG_KEYS.items()},
         "hidden_act": "silu",
         "attention_bias": False,
@@ -247,23 +253,11 @@ def _decoder_config(shape: DecoderShape) -> dict[str, Any]:
         "bos_token_id": 0,
         "eos_token_id": 0,
         "pad_token_id": 0,
+        "architectures": [architecture],
+        "model_type": "qwen3",
+        "tie_word_embeddings": False,
+        **more,
     }
-
-
-def _shape(config: Mapping[str, Any]) -> DecoderShape:
-    return DecoderShape(**{field: config[key] for field, key in _CONFIG_KEYS.items()})
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
-    return config
-
-
-def _read_weights(folder: Path) -> dict[str, Tensor]:
-    return _join(load_file(folder / _WEIGHTS))
-
-
-def _save(folder: Path, config: Mapping[str, Any], parts: Mapping[str, Tensor]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     stored = {}

@@ -18,7 +18,6 @@ import os
 import socket
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import IntEnum
 from math import prod
 from typing import Final, NamedTuple
@@ -80,8 +79,7 @@ class MessageKind(IntEnum):
     REFUSED = 12
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(NamedTuple):
     """A message of one packet.
 
     LEARN carries requests, positions and gamma of the round, LEARNT loss and seconds, REFUSED the
@@ -98,19 +96,16 @@ class Message:
 
     def encode(self) -> bytes:
         """Encodes the message as one packet."""
-        head = _MESSAGE.pack(
-            self.kind, self.requests, self.positions, self.gamma, self.loss, self.seconds
-        )
-        return head + self.text.encode()[:_MOST_TEXT]
+        return _MESSAGE.pack(*self[:-1]) + self.text.encode()[:_MOST_TEXT]
 
     @classmethod
     def decode(cls, data: bytes) -> Message:
         """Decodes one packet.  Raises ValueError."""
         if len(data) < _MESSAGE.size:
             raise ValueError(f"a message of {len(data)} bytes, {_MESSAGE.size} or more are needed")
-        kind, requests, positions, gamma, loss, seconds = _MESSAGE.unpack_from(data)
+        kind, *numbers = _MESSAGE.unpack_from(data)
         text = data[_MESSAGE.size :].decode(errors="replace")
-        return cls(MessageKind(kind), requests, positions, gamma, loss, seconds, text)
+        return cls._make((MessageKind(kind), *numbers, text))
 
 
 class Channel:

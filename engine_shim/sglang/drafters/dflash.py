@@ -135,20 +135,10 @@ class DFlashDrafter:
         """Has a draft worker lie on the ranks as this drafter does."""
         sglang_api.lie_like(draft, self._worker)
 
-    def alloc_memory_pool(self, *arguments: Any, **named: Any) -> None:
-        """Does what SGLang asks of its draft worker."""
+    def build(self, part: str, *arguments: Any, **named: Any) -> None:
+        """Has the drafting half build what this method of a draft worker does, by its name."""
         with self.scope():
-            self._worker.alloc_memory_pool(*arguments, **named)
-
-    def init_attention_backends(self) -> None:
-        """Does what SGLang asks of its draft worker."""
-        with self.scope():
-            self._worker.init_attention_backends()
-
-    def init_cuda_graphs(self) -> None:
-        """Does what SGLang asks of its draft worker."""
-        with self.scope():
-            self._worker.init_cuda_graphs()
+            getattr(self._worker, part)(*arguments, **named)
 
     def draft(self, batch: Any) -> torch.Tensor:
         """The block [B, block_size] after the newest tokens, which come first in it.

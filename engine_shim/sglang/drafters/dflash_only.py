@@ -68,11 +68,11 @@ class DFlashOnlyWorker(EagleDraftWorkerBase):
 
     def alloc_memory_pool(self, **arguments: Any) -> None:
         """Does what SGLang asks of its draft worker."""
-        self.block.alloc_memory_pool(**arguments)
+        self.block.build("alloc_memory_pool", **arguments)
 
     def init_attention_backends(self) -> None:
         """Does what SGLang asks of its draft worker."""
-        self.block.init_attention_backends()
+        self.block.build("init_attention_backends")
         self.init_attention_backend()
 
     def init_attention_backend(self) -> None:
@@ -82,7 +82,7 @@ class DFlashOnlyWorker(EagleDraftWorkerBase):
 
     def init_cuda_graphs(self) -> None:
         """Does what SGLang asks of its draft worker."""
-        self.block.init_cuda_graphs()
+        self.block.build("init_cuda_graphs")
 
     def _capture_cuda_graphs(self) -> None:
         """Captures nothing for a draft length, since the block has graphs of its own."""

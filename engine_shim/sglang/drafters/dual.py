@@ -9,6 +9,7 @@ drafts its whole block, of which the first gamma tokens are used.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,9 +40,11 @@ class DualDrafter:
         hook_check.register(sglang_api.CONFIGURE_CAPTURE, capture.around_configure, around)
         hook_check.register(sglang_api.STORE_HIDDEN, capture.around_store, around)
         hook_check.register(sglang_api.DRAFT_CONSTRUCT, self.around_construct, around)
-        hook_check.register(sglang_api.DRAFT_MEMORY, self.around_memory, around)
-        hook_check.register(sglang_api.DRAFT_BACKENDS, self.around_backends, around)
-        hook_check.register(sglang_api.DRAFT_GRAPHS, self.around_graphs, around)
+        for target in (
+            sglang_api.DRAFT_MEMORY, sglang_api.DRAFT_BACKENDS, sglang_api.DRAFT_GRAPHS,
+        ):  # fmt: skip
+            part = target.rpartition(".")[2]
+            hook_check.register(target, partial(self.around_build, part), around)
         hook_check.register(sglang_api.DRAFT_PREFILL, self.around_prefill, around)
         self._extend_properties()
 
@@ -69,22 +72,12 @@ class DualDrafter:
             "the engine goes on with its own drafter",
         )
 
-    def around_memory(
-        self, original: Callable[..., None], draft: Any, *arguments: Any, **named: Any
+    def around_build(
+        self, part: str, original: Callable[..., None], draft: Any, *arguments: Any, **named: Any
     ) -> None:
-        """Wraps the method `EagleDraftWorker.alloc_memory_pool`."""
+        """Wraps a method of `EagleDraftWorker` that builds something, `part` by name."""
         original(draft, *arguments, **named)
-        self.block.alloc_memory_pool(*arguments, **named)
-
-    def around_backends(self, original: Callable[..., None], draft: Any) -> None:
-        """Wraps the method `EagleDraftWorker.init_attention_backends`."""
-        original(draft)
-        self.block.init_attention_backends()
-
-    def around_graphs(self, original: Callable[..., None], draft: Any) -> None:
-        """Wraps the method `EagleDraftWorker.init_cuda_graphs`."""
-        original(draft)
-        self.block.init_cuda_graphs()
+        self.block.build(part, *arguments, **named)
 
     def around_prefill(
         self, original: Callable[..., Any], draft: Any, batch: Any, hidden: torch.Tensor,

@@ -152,7 +152,7 @@ class OnlineUpdates:
         try:
             message = self._channel.receive(wait=False)
         except EOFError:
-            self._end(f"the trainer has ended with status {self._process.poll()}")
+            self.close(f"the trainer has ended with status {self._process.poll()}")
             return
         if message is not None:
             self._take(message)
@@ -180,11 +180,6 @@ class OnlineUpdates:
         self._since += 1
         if ready and self._since >= stride and self._may_learn(len(found.request_ids)):
             self._hand_over(gamma)
-
-    def close(self, why: str = "closed") -> None:
-        """Ends the trainer; from then on nothing is learnt."""
-        if self._channel is not None:
-            self._end(why)
 
     def _may_learn(self, batch_size: int) -> bool:
         alone = batch_size == 1 or not self._per_request
@@ -272,10 +267,12 @@ class OnlineUpdates:
         for name, live in self._weights.parameters.items():
             self._memory.tensors[trainer.WEIGHT + name].copy_(live.detach())
 
-    def _end(self, why: str) -> None:
+    def close(self, why: str = "closed") -> None:
+        """Ends the trainer; from then on nothing is learnt."""
+        if self._channel is None:
+            return
         self.counters.state = why
-        if self._channel is not None:
-            self._channel.close()
+        self._channel.close()
         self._channel = None
         self._learning = False
         self._process.kill()
