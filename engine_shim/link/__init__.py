@@ -1,6 +1,7 @@
 """The engine's side of the conversation with the sidecar.
 
 One sequenced-packet socket pair joins the engine's process to an agent process that speaks gRPC.
-For the engine: `engine_link.EngineLink`, `steering.Choice` and `Source`, `settings.LinkSettings`.
+An engine uses `engine_link.EngineLink`, `plan_follower.StepChoice`, `packets.ReportPacket` and
+`settings.LinkSettings`.
 (Nothing is imported here, so that the agent starts with what it needs and no more.)
 """
