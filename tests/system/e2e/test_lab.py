@@ -26,7 +26,7 @@ def lab(folder: Path, *parts: str) -> dict[str, object]:
     assert not done.returncode, done.stdout[-3000:] + done.stderr[-3000:]
     found: dict[str, object] = json.loads((folder / "result.json").read_text())
     page = (folder / "report.html").read_text()
-    assert page.count("<img") == len(parts)
+    assert page.count("<svg") == len(parts)
     return found
 
 
