@@ -109,8 +109,7 @@ class EngineController:
         )
         self._planner = make_planner(self.arms, self._buckets, settings)
         self._overrides = covering(overrides, spec)
-        self._rows_at = at = rows_under(self._overrides, spec, self._buckets, self.arms)
-        self._planner.limit(at.upper, self._sizes[at.bucket], at.feasible, at.possible)
+        self._limit_planner()
         self.explorer = Explorer(self.arms, settings)
         self.updates = DrafterUpdates(spec, self.arms, training or TrainingSettings(), trained)
         self.prediction_audit = PredictionAudit(spec, self.arms)
@@ -139,6 +138,11 @@ class EngineController:
         return CostModel(
             self.arms, self._buckets, profile, self._settings, padded=padded, prior=prior
         )
+
+    def _limit_planner(self) -> None:
+        """Divides the plan into rows, and limits the planner to what may run in each."""
+        at = self._rows_at = rows_under(self._overrides, self.spec, self._buckets, self.arms)
+        self._planner.limit(at.upper, self._sizes[at.bucket], at.feasible, at.possible)
 
     @property
     def profile_id(self) -> str:
@@ -197,8 +201,7 @@ class EngineController:
         if mine == self._overrides:
             return False
         self._overrides = mine
-        at = self._rows_at = rows_under(mine, self.spec, self._buckets, self.arms)
-        self._planner.limit(at.upper, self._sizes[at.bucket], at.feasible, at.possible)
+        self._limit_planner()
         self.explorer.cancel()
         self._evaluated_at = -float("inf")
         return True
@@ -218,8 +221,7 @@ class EngineController:
             self._forced = None
         self._catch_up.use_capabilities(self.spec.able)
         self.updates.use_capabilities(self.spec.able)
-        at = self._rows_at = rows_under(self._overrides, self.spec, self._buckets, self.arms)
-        self._planner.limit(at.upper, self._sizes[at.bucket], at.feasible, at.possible)
+        self._limit_planner()
         self.explorer.cancel()
         # Rows that read the same may no longer sleep.
         self._decided = None
@@ -301,9 +303,8 @@ class EngineController:
         self._settings = settings
         for part in (self.traffic, self.cost, self.explorer):
             part.use_settings(settings)
-        at, before = self._rows_at, self._planner
-        self._planner = make_planner(self.arms, self._buckets, settings)
-        self._planner.limit(at.upper, self._sizes[at.bucket], at.feasible, at.possible)
+        before, self._planner = self._planner, make_planner(self.arms, self._buckets, settings)
+        self._limit_planner()
         self._planner.choice, self._planner.proven = before.choice, before.proven
         self._planner.switches = before.switches
         self._evaluated_at = -float("inf")
