@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[3]
 
 def trace(output: Path, hash_seed: int, garbage: int) -> list[str]:
     """In a process whose sets are in another order, and whose garbage goes at other times."""
-    options = ["--output", str(output), "--examples", "6", "--garbage", str(garbage)]
+    options = ["--output", str(output), "--examples", "4", "--garbage", str(garbage)]
     subprocess.run(
         [sys.executable, "-m", "tests.system.concurrency.traces", *options],
         check=True,
