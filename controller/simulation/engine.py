@@ -97,7 +97,7 @@ class Trace:
     phase_starts: list[tuple[int, int]] = field(default_factory=list)
 
     def add(self, arm: int, batch_size: int, kv_tokens: int, end: float, tokens: int) -> None:
-        """One more step."""
+        """Adds one step."""
         self.arms.append(arm)
         self.batch_sizes.append(batch_size)
         self.kv_tokens.append(kv_tokens)
@@ -133,11 +133,7 @@ class RunResult:
 
 
 def simulate(
-    workload: Workload,
-    surface: CostSurface,
-    policy: Policy,
-    options: EngineOptions,
-    seed: int,
+    workload: Workload, surface: CostSurface, policy: Policy, options: EngineOptions, seed: int
 ) -> RunResult:
     """Runs the workload to its end.  Raises InvalidInputError if it never ends."""
     return _EngineRun(workload, surface, policy, options, seed).run()
@@ -152,7 +148,6 @@ class _EngineRun:
         options: EngineOptions,
         seed: int,
     ) -> None:
-        self._workload = workload
         self._surface = surface
         self._policy = policy
         self._options = options

@@ -1,6 +1,5 @@
 """Makes the workloads of scenarios: phases, mixtures and arrivals from acceptance sources."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,7 +28,7 @@ class Mixture:
 
     @property
     def drafters(self) -> tuple[str, ...]:
-        """Drafters that every kind knows."""
+        """Lists drafters that every kind knows."""
         first, *others = self.sources
         return tuple(d for d in first.drafters if all(d in other.drafters for other in others))
 
@@ -40,37 +39,24 @@ class Mixture:
         output_tokens: NDArray[np.int64] | None = None,
         context_tokens: NDArray[np.int64] | None = None,
     ) -> RequestPool:
-        """Every request from one source, drawn by weight."""
+        """Draws every request from one source, drawn by weight."""
         share = np.array(self.weights) / sum(self.weights)
         kinds = rng.choice(len(self.sources), size=requests, p=share)
-        pools = [
-            source.pool(
-                rng,
-                requests,
-                output_tokens,
-                context_tokens,
-            )
-            for source in self.sources
-        ]
-        return _interleave(pools, kinds, [s.name for s in self.sources], labelled=self.labelled)
-
-
-def _interleave(
-    pools: Sequence[RequestPool], kinds: NDArray[np.int64], names: Sequence[str], *, labelled: bool
-) -> RequestPool:
-    output = np.array([pools[k].output_tokens[i] for i, k in enumerate(kinds)], dtype=np.int64)
-    context = np.array([pools[k].context_tokens[i] for i, k in enumerate(kinds)], dtype=np.int64)
-    offsets = np.concatenate(([0], np.cumsum(output)[:-1])).astype(np.int64)
-    accepted = {}
-    for drafter in pools[0].accepted:
-        parts = []
-        for i, k in enumerate(kinds):
-            start = int(pools[k].offsets[i])
-            parts.append(pools[k].accepted[drafter][start : start + int(output[i])])
-        accepted[drafter] = np.concatenate(parts)
-    if not labelled:
-        return RequestPool(context, output, offsets, np.zeros(len(kinds), dtype=np.int64), accepted)
-    return RequestPool(context, output, offsets, kinds.astype(np.int64), accepted, tuple(names))
+        pools = [s.pool(rng, requests, output_tokens, context_tokens) for s in self.sources]
+        chosen = [(pools[kind], i) for i, kind in enumerate(kinds)]
+        output = np.array([pool.output_tokens[i] for pool, i in chosen], dtype=np.int64)
+        context = np.array([pool.context_tokens[i] for pool, i in chosen], dtype=np.int64)
+        accepted = {}
+        for drafter in pools[0].accepted:
+            parts = []
+            for (pool, i), length in zip(chosen, output.tolist(), strict=True):
+                start = int(pool.offsets[i])
+                parts.append(pool.accepted[drafter][start : start + length])
+            accepted[drafter] = np.concatenate(parts)
+        labels, names = kinds.astype(np.int64), tuple(s.name for s in self.sources)
+        if not self.labelled:
+            labels, names = np.zeros(len(kinds), dtype=np.int64), ("",)
+        return RequestPool(context, output, np.cumsum(output) - output, labels, accepted, names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +83,7 @@ class ClosedSource:
     context_mean: float = 384.0
 
     def __call__(self, seed: int) -> ClosedLoop:
-        """The workload of a seed."""
+        """Makes the workload of a seed."""
         rng = np.random.default_rng([seed, 1])
         requests = max(_POOL_REQUESTS, 2 * max(p.concurrency for p in self.phases))
         output = context = None
@@ -131,7 +117,7 @@ class OpenSource:
     window_seconds: float
 
     def __call__(self, seed: int) -> OpenLoop:
-        """The workload of a seed: the times are the same, the acceptance is drawn anew."""
+        """Makes the workload of a seed: the times are the same, the acceptance is drawn anew."""
         rng = np.random.default_rng([seed, 2])
         pool = self.acceptance.pool(
             rng, len(self.arrival_seconds), self.output_tokens, self.context_tokens

@@ -76,13 +76,12 @@ def read_step_costs(path: str | Path) -> CostTable:
 
 def write_step_costs(table: CostTable) -> str:
     """The CSV's text; every number is read back as it was."""
-    lines = [",".join(COLUMNS)]
-    lines += [
-        f"{size},{gamma + 1},{float(table.seconds[i, j])!r}"
+    rows = (
+        f"{size},{gamma + 1},{float(table.seconds[i, j])!r}\n"
         for j, size in enumerate(table.batch_sizes)
         for i, gamma in enumerate(table.gammas)
-    ]
-    return "\n".join(lines) + "\n"
+    )
+    return ",".join(COLUMNS) + "\n" + "".join(rows)
 
 
 def read_profile(path: str | Path) -> Profile:
@@ -112,11 +111,9 @@ def profile_table(profile: Profile, drafter: str, source: str | Path = "profile"
     for cell in profile.cells:
         if cell.drafter != drafter:
             continue
-        if not (
-            cell.gamma <= MAX_GAMMA
-            and cell.batch_size <= MAX_BATCH_SIZE
-            and cell.step_seconds <= MAX_STEP_SECONDS
-        ):
+        limits = (MAX_GAMMA, MAX_BATCH_SIZE, MAX_STEP_SECONDS)
+        found = (cell.gamma, cell.batch_size, cell.step_seconds)
+        if any(value > most for value, most in zip(found, limits, strict=True)):
             fault = (
                 f"drafter {drafter!r}, gamma {cell.gamma}, batch size {cell.batch_size}, "
                 f"{cell.step_seconds:g} s: gamma goes up to {MAX_GAMMA}, the batch size to "
