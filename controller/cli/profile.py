@@ -76,9 +76,9 @@ def measure(
     """Measures the seconds of a step for every draft length and batch size, gamma = 0 included.
 
     The sidecar has the engine run each choice in turn, this command supplies the load, and the
-    profile is installed in the sidecar and put on its shelf, where pods of the same kind find it.
-    A profile of this engine at --output or on the shelf is reused; another engine's is refused.
-    An interrupted measurement is gone on with.  Nothing else should use the engine meanwhile.
+    profile is installed in the sidecar and put into its profile store, where pods of the same kind
+    find it.  A profile of this engine at --output or in that store is reused; another engine's is
+    refused.  An interrupted measurement is continued.  Nothing else should use the engine then.
 
     Exit codes: 0 done, 1 other errors, 2 usage, 3 the file at --output is no profile of this
     engine, 4 no sidecar, 5 no engine, 6 the engine is not introduced or there are several, 7 the

@@ -26,7 +26,7 @@ _ANSWER_SECONDS = 10.0
 # Two profiles of different engines, as where a file at --output is another engine's.
 
 Which = Annotated[
-    str, typer.Argument(help="A file, or the id of a profile on the sidecar's shelf.")
+    str, typer.Argument(help="A file, or the id of a profile in the sidecar's profile store.")
 ]
 
 
@@ -34,7 +34,7 @@ def push(
     file: Annotated[Path, typer.Argument(help="A profile's file.")],
     address: Address = DEFAULT_ADDRESS,
 ) -> None:
-    """Puts a profile on the sidecar's shelf, for every pod of the fleet that it belongs to."""
+    """Puts a profile into the sidecar's store, for every pod of the fleet that it belongs to."""
     from speculation.v1 import service_pb2
 
     text = _read(file).to_json()
@@ -42,7 +42,7 @@ def push(
         answer = _stub(channel).PushProfile(
             service_pb2.PushProfileRequest(profile_json=text), timeout=_ANSWER_SECONDS
         )
-    print(f"profile {answer.profile_id} is on the shelf, under identity {answer.identity}")
+    print(f"profile {answer.profile_id} is in the profile store, under identity {answer.identity}")
 
 
 def pull(
@@ -55,7 +55,7 @@ def pull(
     ] = None,
     address: Address = DEFAULT_ADDRESS,
 ) -> None:
-    """Fetches a profile from the sidecar's shelf; of an identity all its measurements merged."""
+    """Fetches a profile from the sidecar's store; of an identity all its measurements merged."""
     from controller.core.cost.profile import Profile
 
     if bool(profile_id) == bool(engine):
@@ -79,7 +79,7 @@ def list_(address: Address = DEFAULT_ADDRESS) -> None:
             service_pb2.ListProfilesRequest(), timeout=_ANSWER_SECONDS
         )
     if not answer.profiles:
-        print("no profile is on the shelf: measure one with `controller profile`")
+        print("no profile is in the store: measure one with `controller profile`")
         return
     table = Table(
         "identity", "profile", "target model", "device", "drafters", "measurements", "cells",

@@ -217,9 +217,9 @@ async def _shelved_profile(
     sidecar: ProfilingClient, spec: EngineSpec, path: Path, reporter: Reporter
 ) -> Profile | None:
     """Takes what another pod, or this one before, has measured, and writes it down here too."""
-    profile = await sidecar.shelved(spec)
+    profile = await sidecar.stored(spec)
     if profile is not None:
-        _tell_reuse("the sidecar's shelf has this engine's profile", profile, spec, reporter)
+        _tell_reuse("the profile store has this engine's profile", profile, spec, reporter)
         _write(path, profile)
     return profile
 

@@ -169,7 +169,7 @@ class ProfilingClient:
             ) from error
         return list(answer.engine_ids)
 
-    async def shelved(self, spec: EngineSpec) -> Profile | None:
+    async def stored(self, spec: EngineSpec) -> Profile | None:
         """Returns what the fleet has measured of this engine, None if nothing is available now.
 
         Raises SidecarUnreachableError, and ProfilingError for a profile of another engine.

@@ -76,7 +76,7 @@ class LogQueue(QueueHandler):
 
 
 @dataclass(slots=True)
-class _Bucket:
+class _LineBudget:
     lines: float
     filled_at: float
     suppressed: int = 0
@@ -94,7 +94,7 @@ class LineLimit(logging.Filter):
         super().__init__()
         self._clock = clock
         # The kind that was seen last stands last.
-        self._buckets: OrderedDict[_Kind, _Bucket] = OrderedDict()
+        self._buckets: OrderedDict[_Kind, _LineBudget] = OrderedDict()
         # Suppressed lines of forgotten kinds, by event.
         self._forgotten: Counter[str] = Counter()
         self._lock = threading.Lock()
@@ -127,12 +127,12 @@ class LineLimit(logging.Filter):
                 bucket.suppressed = 0
         return {event: count for event, count in sorted(found.items()) if count}
 
-    def _bucket(self, kind: _Kind) -> _Bucket:
+    def _bucket(self, kind: _Kind) -> _LineBudget:
         now = self._clock()
         if kind not in self._buckets:
             if len(self._buckets) >= _KINDS:
                 self._forget_one()
-            self._buckets[kind] = _Bucket(_BURST, now)
+            self._buckets[kind] = _LineBudget(_BURST, now)
         self._buckets.move_to_end(kind)
         bucket = self._buckets[kind]
         bucket.lines = min(_BURST, bucket.lines + (now - bucket.filled_at) / _SECONDS_A_LINE)

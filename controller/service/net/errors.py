@@ -82,7 +82,7 @@ class ProfileNotSavedError(SpeculationError):
 
 
 class NoProfileError(SpeculationError):
-    """No such profile is on the shelf."""
+    """No such profile is in the store."""
 
 
 class NoOverrideError(SpeculationError):

@@ -130,17 +130,17 @@ class ProfilingServicer(service_pb2_grpc.ProfilingServiceServicer):
     ) -> service_pb2.ListProfilesResponse:
         """The newest identities first."""
         try:
-            shelved = await self._fleet.all()
+            stored = await self._fleet.all()
         except SpeculationError as error:
             await abort(context, error)
-        return service_pb2.ListProfilesResponse(profiles=map(self._listed, shelved))
+        return service_pb2.ListProfilesResponse(profiles=map(self._listed, stored))
 
-    def _listed(self, shelved: SharedProfile) -> service_pb2.ShelvedProfile:
-        profile = shelved.profile
+    def _listed(self, stored: SharedProfile) -> service_pb2.ShelvedProfile:
+        profile = stored.profile
         return service_pb2.ShelvedProfile(
-            identity=shelved.identity,
+            identity=stored.identity,
             profile_id=profile.profile_id,
-            measurements=[m.profile_id for m in shelved.measurements],
+            measurements=[m.profile_id for m in stored.measurements],
             fingerprint=fingerprint_to_proto(profile.fingerprint),
             drafters=[drafter.name for drafter in profile.drafters],
             cells=len(profile.cells),

@@ -1,6 +1,6 @@
 """Profiles as the fleet's goods: what one pod has measured, the next one finds when it boots.
 
-The shelf keeps the newest measurements of an identity; what is given out is all of them merged.
+The blob store keeps an identity's newest measurements; what is given out is all of them merged.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ class SharedProfile:
 
 
 class FleetProfiles:
-    """Shares profiles through the shelf; never in the way of an engine that introduces itself."""
+    """Shares profiles through the blob store, without delaying an engine's introduction."""
 
     def __init__(
         self, blobs: BlobStore, profile_registry: ProfileRegistry, registry: SessionRegistry
@@ -83,24 +83,24 @@ class FleetProfiles:
 
         Raises NoProfileError, StoreUnavailableError.
         """
-        for shelved in await self.all():
-            if profile_id in {shelved.identity, shelved.profile.profile_id}:
-                return shelved.profile
-            for profile in shelved.measurements:
+        for stored in await self.all():
+            if profile_id in {stored.identity, stored.profile.profile_id}:
+                return stored.profile
+            for profile in stored.measurements:
                 if profile.profile_id == profile_id:
                     return profile
         raise NoProfileError(
-            f"no profile {profile_id[:64]!r} is on the shelf: see `controller profile list`"
+            f"no profile {profile_id[:64]!r} is in the store: see `controller profile list`"
         )
 
     async def for_engine(self, spec: EngineSpec) -> Profile:
         """Raises NoProfileError, which names the field that differs, and StoreUnavailableError."""
-        shelved = await self.of(identity_of(spec))
-        if shelved is not None:
-            return shelved.profile
+        stored = await self.of(identity_of(spec))
+        if stored is not None:
+            return stored.profile
         near = await self._near(spec)
         raise NoProfileError(
-            f"no profile on the shelf belongs to engine {spec.engine_id!r}: "
+            f"no profile in the store belongs to engine {spec.engine_id!r}: "
             + ("; ".join(near[:3]) or f"none is of {spec.fingerprint.target_model!r}")
         )
 
@@ -124,16 +124,16 @@ class FleetProfiles:
 
     async def _find(self, spec: EngineSpec) -> None:
         try:
-            shelved = await self.of(identity_of(spec))
-            near = [] if shelved is not None else await self._near(spec)
+            stored = await self.of(identity_of(spec))
+            near = [] if stored is not None else await self._near(spec)
         except StoreUnavailableError as error:
             _log.warning("profile_not_looked_for", engine=spec.engine_id, error=str(error))
             return
-        if shelved is None:
+        if stored is None:
             if near:
                 _log.warning("profile_refused", engine=spec.engine_id, detail="; ".join(near[:3]))
             return
-        profile = shelved.profile
+        profile = stored.profile
         self._profile_registry.add(profile)
         for session in self._registry:
             if not session.core.profile_id and mismatch(profile, session.spec) is None:

@@ -210,7 +210,7 @@ async def _lost(place: Path, known: Acknowledged) -> list[str]:
     try:
         entries = {entry.override_id: entry for entry in await store.entries()}
         names = await store.blobs.names(PROFILES)
-        shelved = {item.source for n in names for item in await store.blobs.items(PROFILES, n)}
+        stored = {item.source for n in names for item in await store.blobs.items(PROFILES, n)}
     finally:
         await store.close()
     lost = []
@@ -223,8 +223,8 @@ async def _lost(place: Path, known: Acknowledged) -> list[str]:
     ended = {name for name, entry in entries.items() if entry.ended}
     lost += [f"{name} is in force again" for name in known.cleared - ended]
     lost += [f"{name}: never asked" for name in entries.keys() - known.pinned - known.under_way]
-    if known.pushed and known.pushed[-1].profile_id not in shelved:
-        lost.append(f"profile of {known.pushed[-1].measured_at} is not on the shelf")
+    if known.pushed and known.pushed[-1].profile_id not in stored:
+        lost.append(f"profile of {known.pushed[-1].measured_at} is not in the store")
     profile_registry = ProfileRegistry(place / "profiles")
     profile_registry.load([])
     kept = profile_registry.find(engine_from_proto(engine_message()))

@@ -97,7 +97,7 @@ def test_it_measures_once_and_rests_and_a_restart_of_it_measures_nothing(tmp_pat
             measured.unlink()
         with step.running() as process:
             step.wait_until_settled()
-            assert "the sidecar's shelf has this engine's profile" in step.log
+            assert "the profile store has this engine's profile" in step.log
         assert len(engine.ran) == steps
 
 

@@ -40,12 +40,12 @@ def file_of(directory: Path, name: str, slower: float = 1.0, device: str = "") -
 
 def test_from_two_pods_files_to_one_profile_in_use(sidecar: SidecarProcess, tmp_path: Path):
     at = ("--address", sidecar.address)
-    assert "no profile is on the shelf" in controller("profile", "list", *at).stdout
+    assert "no profile is in the store" in controller("profile", "list", *at).stdout
     one, two = file_of(tmp_path, "one"), file_of(tmp_path, "two", 1.1)
     for path in (one, two, two):
         done = controller("profile", "push", str(path), *at)
         assert done.returncode == 0, done.stderr
-        assert "is on the shelf, under identity" in done.stdout
+        assert "is in the profile store, under identity" in done.stdout
     listed = controller("profile", "list", *at).stdout
     for path in (one, two):
         assert Profile.from_json(path.read_text()).profile_id in listed
@@ -89,8 +89,8 @@ def test_a_difference_is_shown_and_named(tmp_path: Path):
     [
         (["push", "nowhere.json"], 2, "No such file"),
         (["show", "nowhere.json"], 2, "No such file"),
-        (["show", "0123456789abcdef"], 1, "is on the shelf"),
-        (["pull", "0123456789abcdef"], 1, "is on the shelf"),
+        (["show", "0123456789abcdef"], 1, "is in the store"),
+        (["pull", "0123456789abcdef"], 1, "is in the store"),
         (["pull"], 2, "name a profile"),
         (["pull", "x", "--engine", "y"], 2, "name a profile"),
         (["pull", "--engine", "nobody"], 6, "no engine 'nobody'"),

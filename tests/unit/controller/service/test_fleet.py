@@ -212,16 +212,16 @@ async def test_measurements_of_several_pods_are_one_profile_for_the_next(
             await soon(running.profiling.PushProfile(request))
             await soon(running.profiling.PushProfile(request))
         listed = await soon(two.profiling.ListProfiles(service_pb2.ListProfilesRequest()))
-        (shelved,) = listed.profiles
-        assert set(shelved.measurements) == {p.profile_id for p in profiles}
-        assert shelved.steps == 2 * sum(c.steps for c in profiles[0].cells)
+        (stored,) = listed.profiles
+        assert set(stored.measurements) == {p.profile_id for p in profiles}
+        assert stored.steps == 2 * sum(c.steps for c in profiles[0].cells)
         await two.introduce()
         await until(lambda: two.sidecar.registry.by_engine("engine-0").core.profile_id)
-        assert (await two.status()).profile_id == shelved.profile_id
-        for name in (shelved.identity, shelved.profile_id):
+        assert (await two.status()).profile_id == stored.profile_id
+        for name in (stored.identity, stored.profile_id):
             ask = service_pb2.GetProfileRequest(profile_id=name)
             got = Profile.from_json((await soon(two.profiling.GetProfile(ask))).profile_json)
-            assert got.profile_id == shelved.profile_id
+            assert got.profile_id == stored.profile_id
 
 
 async def test_where_no_profile_fits_the_field_that_differs_is_named(
@@ -279,7 +279,7 @@ async def test_a_fresh_sidecar_begins_from_what_another_has_learnt(
     clock = VirtualClock()
     async with serving(tmp_path, clock, **where) as one:
         await steered(one, "old", clock)
-    # Its last words are on the shelf; the next sidecar, or the same again, has them.
+    # Its last words are in the store; the next sidecar, or the same again, has them.
     next_folder = tmp_path / "next" if kind == "redis" else tmp_path
     next_folder.mkdir(exist_ok=True)
     async with serving(next_folder, **where) as two:
