@@ -6,12 +6,13 @@ One line of JSON for every line on its standard input: after so many steps as th
 the last choice came from, and its draft length.
 """
 
+import inspect
 import json
 import sys
 import time
 
+from engine_shim.link import packets
 from engine_shim.link.engine_link import EngineLink
-from engine_shim.link.packets import ReportPacket
 from engine_shim.link.settings import LinkSettings
 from speculation.v1.engine_pb2 import DRAFTER_KIND_MTP, Drafter, EngineSpec
 
@@ -21,6 +22,8 @@ def main() -> None:
     drafter = Drafter(name="eagle3", kind=DRAFTER_KIND_MTP, gammas=(0, 1, 2, 3, 5, 7))
     spec = EngineSpec(engine_id="of-another-version", drafters=[drafter], max_batch_size=64)
     link = EngineLink.start(spec, LinkSettings(sidecar=sys.argv[1]), startup_gamma=1)
+    # The oldest link takes the fields of a report one by one; their order is the same.
+    takes_fields = len(inspect.signature(link.report).parameters) > 1
     step = 0
     try:
         for line in sys.stdin:
@@ -29,10 +32,14 @@ def main() -> None:
                 choice = link.choose(4)
                 counts = [0] * choice.gamma + [4]
                 seconds = 0.01 * (1 + 0.08 * choice.gamma)
-                link.report(ReportPacket(
-                    step, 4, 2048, 0, choice.gamma, counts, seconds, 0,
-                    choice.epoch, choice.probe_id, choice.session,
-                ))  # fmt: skip
+                fields = (
+                    *(step, 4, 2048, 0, choice.gamma, counts, seconds, 0),
+                    *(choice.epoch, choice.probe_id, choice.session),
+                )
+                if takes_fields:
+                    link.report(*fields)  # type: ignore[arg-type, call-arg]
+                else:
+                    link.report(packets.ReportPacket(*fields))
                 time.sleep(0.002)
             print(json.dumps({"source": choice.source.value, "gamma": choice.gamma}), flush=True)
     finally:
