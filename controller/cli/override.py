@@ -334,7 +334,7 @@ def _print_json(messages: Iterable[Any]) -> None:
 
 def _lasts(held: "policy_pb2.HeldOverride") -> str:
     if not held.HasField("remaining_seconds"):
-        return "for ever"
+        return "permanent"
     seconds = round(held.remaining_seconds)
     for unit, size in (("d", 86_400), ("h", 3600), ("m", 60)):
         if seconds >= 2 * size:

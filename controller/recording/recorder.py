@@ -1,8 +1,8 @@
 """Writes what event logs bring, on a thread of its own: steering never waits for a disk.
 
-A round every half second takes what has come, a frame for each session.  When a segment is full the
-session's core is asked for an opening, and the next segment begins with it.  A disk that refuses is
-said once; until it takes an opening again what comes is dropped and counted.
+A round every half second writes what has arrived, one frame for each session.  When a segment is
+full, the session's core is asked for an opening, and the next segment begins with it.  A disk that
+refuses is logged once; what arrives until it takes an opening again is dropped and counted.
 """
 
 import threading

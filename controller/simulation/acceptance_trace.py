@@ -141,7 +141,7 @@ class AcceptanceTrace:
             np.cumsum(output_tokens) - output_tokens,
             np.array([names.index(r.label) for r in chosen], dtype=np.int64),
             {
-                # np.resize goes on from the beginning where the record ends.
+                # np.resize starts again at the beginning where the record ends.
                 drafter: np.concatenate(
                     [np.resize(r.accepted[drafter][: r.positions], n) for r, n in served]
                 )

@@ -39,7 +39,7 @@ def read_arrivals(path: str | Path, limit: int | None = None, speed: float = 1.0
     come twice as fast.
 
     Raises InvalidInputError with the line: a column, field or number that is missing, a time that
-    is none or lies before the one above it, an output below 1; and for a file without a request.
+    is invalid or lies before the one above it, an output below 1; and for a file without a request.
     """
     if limit is not None and limit < 1:
         raise InvalidInputError(path, 0, f"a limit of {limit} leaves no request")
@@ -71,9 +71,11 @@ def _time(row: Row) -> float | datetime:
         try:
             return datetime.fromisoformat(text)
         except ValueError as error:
-            raise row.fault(f"{_TIME} {shown(text)} is no time and no number of seconds") from error
+            raise row.fault(
+                f"{_TIME} {shown(text)} is neither a time nor a number of seconds"
+            ) from error
     if abs(seconds) > _SECONDS_MAX:
-        raise row.fault(f"{_TIME} {shown(text)} is no number of seconds")
+        raise row.fault(f"{_TIME} {shown(text)} is not a number of seconds")
     return seconds
 
 

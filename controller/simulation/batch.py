@@ -66,7 +66,8 @@ class Batch:
                 if source is None:
                     raise InvalidInputError(
                         "acceptance", 0,
-                        f"nothing is known of drafter {name!r}, only of {sorted(pool.accepted)}",
+                        f"there is no acceptance for drafter {name!r}, "
+                        f"only for {sorted(pool.accepted)}",
                     )  # fmt: skip
                 flats[d].append(source)
                 length = len(source)

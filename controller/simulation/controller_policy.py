@@ -65,7 +65,7 @@ class ControllerPolicy:
         self._limits = [row.max_batch_size for row in plan.rows]
 
     def choose(self, batch_size: int, now: float) -> ArmChoice:
-        """A look-up in the plan at hand; a probe runs once, for its number of steps."""
+        """Looks the arm up in the current plan; a probe runs once, for its number of steps."""
         del now
         row = self._rows[min(bisect_left(self._limits, batch_size), len(self._rows) - 1)]
         arm, probe_id = row.arm, 0

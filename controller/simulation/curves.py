@@ -125,7 +125,7 @@ def parse_acceptance(text: str, drafters: Sequence[str] = ("mtp",)) -> Acceptanc
     `drafters`.  Anything else is a file: SpecDecode-Bench JSONL, several of which are mixed as
     classes of requests, or CSVs of rounds (`.csv`), one a drafter.
 
-    Raises InvalidInputError: an empty text, a number that is none or leaves 0..1, a drafter that
+    Raises InvalidInputError: an empty text, a value that is not a number in 0..1, a drafter that
     has two curves, curves and files in one text, a file that `AcceptanceTrace` refuses.
     """
     parts = [part for part in text.split(";") if part.strip()]

@@ -29,7 +29,7 @@ class SimulationRequest:
     acceptance: see `parse_acceptance`.  cost: PATH.csv, DRAFTER=PATH.csv (several), PATH.json (our
     profile) or the name of a published surface.  drafter: what a nameless cost table drafts with.
     concurrency: sizes of the closed loop (none: a spread up to the largest batch).  profile_error:
-    factor on the drafting cells that the controller is told; None: it is told nothing.
+    factor on the drafting cells of the controller's profile; None: it has no profile.
     """
 
     acceptance: str

@@ -52,7 +52,7 @@ class Policy(Protocol):
 
 @runtime_checkable
 class Clairvoyant(Protocol):
-    """A policy of hindsight: it is told which segment of the workload the next step belongs to."""
+    """A policy with hindsight: it knows which segment of the workload the next step belongs to."""
 
     def enter(self, segment: int) -> None:
         """Index of the segment."""

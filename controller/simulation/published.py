@@ -58,7 +58,7 @@ class _Source:
     """Describes one publication.
 
     arm_seconds(arm, B): [batch sizes] at KV_REFERENCE.  kv_seconds(arm): of a context token.
-    measured(gamma_max): batch sizes, ascending; empty if there is none.
+    measured(gamma_max): batch sizes, ascending; empty without measurements.
     prefill, catch_up: seconds a token.
     """
 

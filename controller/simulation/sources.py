@@ -117,7 +117,7 @@ class OpenSource:
     window_seconds: float
 
     def __call__(self, seed: int) -> OpenLoop:
-        """Makes the workload of a seed: the times are the same, the acceptance is drawn anew."""
+        """Makes the workload of a seed: the times stay the same, the acceptance is drawn again."""
         rng = np.random.default_rng([seed, 2])
         pool = self.acceptance.pool(
             rng, len(self.arrival_seconds), self.output_tokens, self.context_tokens

@@ -150,7 +150,7 @@ def table_surface(
     kinds: by drafter; one that is not in it is MTP, serial passes.  max_batch_size: by default the
     largest that all tables reach; above it costs are extrapolated.
 
-    Raises InvalidInputError: no drafter, a name that is none, a max_batch_size out of range.
+    Raises InvalidInputError: no drafter, an invalid name, a max_batch_size out of range.
     """
     if not tables:
         raise InvalidInputError(name, 0, "no drafter is named")

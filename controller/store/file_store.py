@@ -9,8 +9,7 @@ audit have a thread each, so that a long audit delays no override.
 
 Ends are wall-clock seconds of this machine, because the database is read again after a restart;
 while a store is open they run by the monotonic clock.  An entry that was accepted later than now
-shows at a start that the clock went back: it then gets the time to live that it was granted, and no
-more.
+shows at a start that the clock went back: it then gets the granted time to live again.
 """
 
 import asyncio

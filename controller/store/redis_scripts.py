@@ -7,8 +7,8 @@ An audit record is written before the entry that it belongs to.
 
 All keys carry one hash tag, so that a cluster keeps them together.  Times are Redis's own
 (milliseconds of TIME); an entry's key lives a minute longer than the entry, so that its end can
-still be recorded, and then vanishes by itself even if no sidecar is left.  An entry that somebody
-else wrote, and that is none, counts as absent: it can be written again, and stops nobody.  An entry
+still be recorded, and then vanishes by itself even if no sidecar is left.  An invalid entry, which
+somebody else wrote, counts as absent: it can be written again, and stops nobody.  An entry
 that was created later than now shows that Redis's clock went back (or that another server with
 another clock took over): it gets the time to live that it was granted, from now on.
 
@@ -47,7 +47,7 @@ local function trouble()
   local last = redis.call('XREVRANGE', KEYS[4], '+', '-', 'COUNT', 1)[1]
   recorded = last and tonumber(string.match(last[1], '^%d+')) or 0
   if recorded >= 2^53 then
-    return 'key ' .. KEYS[4] .. ' has a record of the far future and takes no more; rename or '
+    return 'key ' .. KEYS[4] .. ' has a record of the far future and accepts no others; rename or '
       .. 'delete it'
   end
   if redis.acl_check_cmd then

@@ -110,8 +110,8 @@ def lifetime_of(
     seconds = request.ttl_seconds
     if not (math.isfinite(seconds) and 0 < seconds <= max_seconds):
         raise InvalidOverrideError(
-            f"ttl_seconds {seconds:g}: above 0 and at most {max_seconds:g} are needed; what is to "
-            "stay longer has to be said explicitly (for ever)"
+            f"ttl_seconds {seconds:g}: above 0 and at most {max_seconds:g} are needed; for "
+            "a permanent override, set for_ever"
         )
     return seconds
 

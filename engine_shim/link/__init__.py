@@ -3,5 +3,5 @@
 One sequenced-packet socket pair joins the engine's process to an agent process that speaks gRPC.
 An engine uses `engine_link.EngineLink`, `plan_follower.StepChoice`, `packets.ReportPacket` and
 `settings.LinkSettings`.
-(Nothing is imported here, so that the agent starts with what it needs and no more.)
+(Nothing is imported here, so that the agent imports only what it needs.)
 """

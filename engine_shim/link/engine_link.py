@@ -233,14 +233,14 @@ class EngineLink:
         )
 
     def close(self) -> None:
-        """Ends the agent.  Later calls go on without it: reports are dropped, plans run out."""
+        """Ends the agent.  Later calls work without it: reports are dropped, plans run out."""
         if not self._closed:
             self._closed = True
             self._disconnect("the link was closed")
             self._supervisor.stop()
 
     def _connected(self) -> socket.socket | None:
-        """The socket in use; when there is none, that of a new agent if one has been started."""
+        """Returns the socket in use, or else that of a new agent if one has been started."""
         if self._socket is None and not self._closed:
             self._socket = self._supervisor.take()
             if self._socket is not None:
@@ -329,7 +329,7 @@ def _arms(hello: EngineSpec) -> frozenset[tuple[int, int]]:
     for drafter in hello.drafters:
         if not drafter.gammas or max(drafter.gammas) > packets.MAX_GAMMA:
             raise LinkStartError(
-                f"drafter {drafter.name!r}: draft lengths {list(drafter.gammas)} are none or "
-                f"leave 0..{packets.MAX_GAMMA}"
+                f"drafter {drafter.name!r}: draft lengths {list(drafter.gammas)} must be a "
+                f"non-empty list within 0..{packets.MAX_GAMMA}"
             )
     return frozenset((i, g) for i, drafter in enumerate(hello.drafters) for g in drafter.gammas)

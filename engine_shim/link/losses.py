@@ -44,7 +44,7 @@ def reason_of(error: BaseException) -> str:
 
 
 class KnownLosses:
-    """The agent's end: everything that the engine has told of, each once."""
+    """The agent's end: all losses that the engine has reported, each once."""
 
     def __init__(self) -> None:
         self._known: dict[bytes, LostCapability] = {}

@@ -47,7 +47,7 @@ class StepChoice(NamedTuple):
 
 
 def safe_choice(gamma: int) -> StepChoice:
-    """The choice of an engine that flies alone: its first drafter at this draft length."""
+    """The choice of an engine without a valid lease: its first drafter at this draft length."""
     return StepChoice(
         0, gamma, asleep=False, epoch=0, probe_id=0, source=Source.SAFE_DEFAULT, session=0
     )
@@ -57,7 +57,7 @@ class PlanFollower:
     """The plan in use.  `choose` is to be called once for every decode step that will run.
 
     `arms`: (drafter index, gamma) pairs that the engine can run.  `lapses` counts how often a
-    lease ran out with no newer plan at hand; `taken`, the plans; `source`: of the last choice.
+    lease ran out with no newer plan available; `taken`, the plans; `source`: of the last choice.
     `plan`: the newest one that was taken, however old; `lease_end`: when its lease ends or ended,
     in seconds of the clock passed in, -inf before a plan.
     """
@@ -91,7 +91,7 @@ class PlanFollower:
         )
 
     def uses(self, plan: PlanPacket) -> bool:
-        """Whether this very plan was taken last; its lease may have begun anew."""
+        """Whether this very plan was taken last; its lease may have been renewed."""
         old = self.plan
         return old is not None and (old.session, old.epoch) == (plan.session, plan.epoch)
 

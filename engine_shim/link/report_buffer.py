@@ -2,7 +2,7 @@
 
 Between the socket and the sidecar the newest reports wait in a bounded buffer.  When a stream ends,
 some of its messages may not have arrived.  A sidecar that stops says how much it has received, and
-one that goes on says so when the engine introduces itself again.  The reports that were not
+one that keeps running says it when the engine introduces itself again.  The reports that were not
 received go back to the buffer.  A sidecar that was killed says nothing: the reports that it had not
 acknowledged count as dropped, because none may be used twice.  Only a message that certainly never
 left goes back then.

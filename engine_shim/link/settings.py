@@ -62,7 +62,7 @@ class LinkSettings(BaseSettings):
         ge=1,
         le=600,
         description="Longest lease that the engine accepts: a plan with a longer one is used for "
-        "this time, and the agent's log says so. It has to be at least the sidecar's "
+        "this time, and the agent logs it. It has to be at least the sidecar's "
         "last_lease_seconds, which is 600 at most.",
     )
     safe_gamma: int | None = Field(

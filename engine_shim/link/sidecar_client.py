@@ -53,7 +53,7 @@ _REFUSALS: Final = frozenset(
 
 @dataclass
 class SidecarClient:
-    """Holds a session with the sidecar whenever there is one to be had.
+    """Holds a session with the sidecar whenever one is available.
 
     secret: by which the sidecar knows the engine again.
     """

@@ -51,7 +51,7 @@ class AgentSupervisor:
 
     @property
     def agent_pid(self) -> int | None:
-        """Process id of the agent, None while there is none."""
+        """Process id of the agent, None while no agent runs."""
         process = self._process
         return None if process is None else process.pid
 
@@ -67,7 +67,7 @@ class AgentSupervisor:
             ) from self._start_error
 
     def take(self) -> socket.socket | None:
-        """The socket of an agent started since the last call, None when there is none."""
+        """The socket of an agent that was started since the last call, or None."""
         taken = None
         with contextlib.suppress(IndexError):
             while True:

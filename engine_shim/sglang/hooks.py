@@ -218,7 +218,7 @@ class EngineHooks:
         _log.exception("the drafter stays awake from now on; requests that it missed draft cold")
 
     def _update(self, part: Callable[[OnlineUpdates], None]) -> None:
-        """One part of the online updates, if there are any; after an error there are no more."""
+        """Runs one part of the online updates, if there are any; after an error they are off."""
         online = self.online
         if online is None:
             return
@@ -264,7 +264,7 @@ class EngineHooks:
         self._collect(found)
 
     def _collect(self, found: Verification) -> None:
-        """Keeps training signals; after an error no more."""
+        """Keeps training signals, until an error."""
         if self.collector is None:
             return
         try:

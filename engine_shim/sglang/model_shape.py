@@ -1,6 +1,6 @@
 """Counts what the loaded models weigh from their modules: the sidecar's costs until a profile.
 
-Only what is certain is told.  A model with layers that are no plain or latent attention, with
+Only what is certain is reported.  A model with layers that are no plain or latent attention, with
 weights packed by quantization, or of several modalities has no shape here, and the sidecar says
 that it guesses.  A rank of several holds its share of each model, and all shares are alike.
 Nothing of this can keep an engine from starting.

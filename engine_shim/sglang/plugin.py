@@ -19,7 +19,7 @@ def register() -> None:
         return
     try:
         _register()
-    except Exception as error:  # SGLang would log any Exception and go on without the plugin
+    except Exception as error:  # SGLang would log any Exception and continue without the plugin
         raise SystemExit(
             f"speculation-controller: the engine does not start: {type(error).__name__}: {error}"
         ) from error

@@ -38,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m engine_shim.training", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     environment = os.environ.get
-    attend = commands.add_parser("attend", help="train when the engine's sidecar says so")
+    attend = commands.add_parser("attend", help="train when the engine's sidecar asks for it")
     attend.add_argument("--sidecar", default=environment("SPECULATION_SIDECAR", ""))
     attend.add_argument("--engine", default=environment("SPECULATION_ENGINE_ID", ""))
     attend.add_argument("--device", default="cpu")

@@ -132,7 +132,7 @@ class Channel:
         return True
 
     def receive(self, *, wait: bool) -> Message | None:
-        """Returns the next message; None if there is none yet.
+        """Returns the next message; None if it has not arrived yet.
 
         Raises EOFError when the other side is gone, or sends something else than a message.
         """

@@ -4,7 +4,7 @@ SpecForge: arXiv:2603.18567, package `specforge` 0.2.0.  Its offline trainer rea
 `torch.save` dictionaries, one sample each; what it has trained and exported (`specforge export`)
 comes back as a version of the drafter, which serves without a restart.
 
-    export_signals      features/rows_A-B/data_I.ckpt, draft/ (the drafter to go on from) and
+    export_signals      features/rows_A-B/data_I.ckpt, draft/ (the drafter to continue from) and
                         specforge.json (for `specforge train --config`)
     import_draft        a drafter's folder -> the next version
 """
@@ -71,7 +71,7 @@ def export_signals(
 ) -> int:
     """Writes what `specforge train` needs; returns the number of samples.
 
-    version: of the drafter to go on from.  target: path of the target model, for its head and
+    version: of the drafter to continue from.  target: path of the target model, for its head and
     embedding; a folder where the drafter is a DFlash one.  Raises ExportError, VersionError,
     OSError.
     """

@@ -92,7 +92,7 @@ class OperatorSocket:
 
     @property
     def lost(self) -> str:
-        """Names the socket files that have gone, and the consequence; "" if there are none."""
+        """Names the socket files that have gone, and the consequence; "" if all exist."""
         bound = {self._main: self._main_inode, self.path: self._inode}
         gone = [str(path) for path, inode in bound.items() if not unix_socket.is_own(path, inode)]
         if not gone:

@@ -64,7 +64,7 @@ def true_expected(pool: RequestPool, surface: CostSurface) -> NDArray[np.float64
 
 
 def recovery_steps(workload: ClosedLoop, surface: CostSurface, run: RunResult) -> list[float]:
-    """Steps after every sudden change until the run's arms are as good as the best one again.
+    """Counts the steps after every sudden change until the run's arms match the best one again.
 
     Good: the mean true value of `_RECOVERED_STEPS` steps reaches `_RECOVERED_SHARE` of the best
     arm's at the same batch and context.  A phase in which that never comes counts whole.

@@ -18,8 +18,8 @@ The average forgets by sequences, so that batch 1 and batch 256 track alike.  Ov
 `memory_sequences` it is a plain mean and speculation stays on, as Algorithm 1 starts its averages.
 
 Given to it: the costs that the controller is given.  Ours, and generous: while off it sees nothing
-and would stay off for ever, so it drafts in one of `recheck_steps` steps.  Left out: the training
-half of TIDE, which changes the drafter and not this decision.
+and would stay off permanently, so it drafts in one of `recheck_steps` steps.  Left out: the
+training half of TIDE, which changes the drafter and not this decision.
 """
 
 import math

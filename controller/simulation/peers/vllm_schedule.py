@@ -2,7 +2,7 @@
 
 Restated from `num_speculative_tokens_per_batch_size` (vLLM 0.33, vllm/v1/spec_decode/dynamic): the
 operator lists (first, last, K) ranges of the batch size and every step runs K.  A gap between two
-ranges, and what lies past the last one, goes on with the K of the range below; ranges must start
+ranges, and what lies past the last one, keeps the K of the range below; ranges must start
 at 1 and not overlap.  It knows neither acceptance nor cost.
 
 Made as strong as a table can be: `best_table` fills it in hindsight from every arm's own run

@@ -1,6 +1,6 @@
 """Hooks that are registered with SGLang, and the check that every one of them took.
 
-SGLang logs an error in a hook and goes on without it; this plugin refuses to start instead.  The
+SGLang logs an error in a hook and continues without it; this plugin refuses to start instead.  The
 check runs from both ends (the configuration step in the launcher; the policy's constructor and the
 scheduler's start in the scheduler's process), so that no single missing hook can hide itself.
 """

@@ -20,7 +20,7 @@ class Losses:
     """Keeps one engine's losses, on the scheduler's thread only.
 
     link: reports them; None on ranks without one and before the introduction, which has its own
-    list of losses.  known: losses that the sidecar is told of in the introduction.
+    list of losses.  known: losses that the introduction reports to the sidecar.
     """
 
     def __init__(

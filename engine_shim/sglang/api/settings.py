@@ -55,7 +55,7 @@ class PluginSettings(LinkSettings):
     online_updates: bool = Field(
         default=False,
         description="Start a trainer that updates the drafter while it serves, when the "
-        "plan says so.",
+        "plan asks for it.",
     )
     online_scope: Literal["shared", "request"] = Field(
         default="shared",
@@ -81,7 +81,7 @@ class PluginSettings(LinkSettings):
 
     signals_folder: str = Field(
         default="",
-        description="Where training signals are written when the plan says so (`controller "
+        description="Where training signals are written when the plan asks for it (`controller "
         "override set --regime collect`). Empty: nowhere.",
     )
     signals_megabytes: int = Field(

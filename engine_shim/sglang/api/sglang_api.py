@@ -166,5 +166,5 @@ def largest_graph_batch(args: ServerArgs) -> int:
 
 
 def graph_batch_sizes(model_runner: Any) -> tuple[int, ...]:
-    """Batch sizes with a captured decode graph, ascending; empty when there are none."""
+    """Batch sizes with a captured decode graph, ascending; empty without captured graphs."""
     return tuple(sorted(getattr(model_runner.decode_cuda_graph_runner, "capture_bs", None) or ()))

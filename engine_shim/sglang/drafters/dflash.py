@@ -59,7 +59,7 @@ class _DraftingHalf(dflash_worker_v2.DFlashWorkerV2):
 class DFlashDrafter:
     """Owns the drafting half, from its construction on.
 
-    over: why it drafts no more; "" while it does.  It has then missed something of the stream.
+    over: why it no longer drafts; "" while it does.  It has then missed something of the stream.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class DFlashDrafter:
                 if ranks.are_several():
                     raise
                 self.over = reason_of(error)
-                _log.exception("DFlash drafts no more; %s", self._fallback)
+                _log.exception("DFlash no longer drafts; %s", self._fallback)
         return None
 
     def rehearse(self, *, required: bool) -> None:

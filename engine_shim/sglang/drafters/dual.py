@@ -69,7 +69,7 @@ class DualDrafter:
             self.model_path,
             self.revision or None,
             draft,
-            "the engine goes on with its own drafter",
+            "the engine continues with its own drafter",
         )
 
     def around_build(

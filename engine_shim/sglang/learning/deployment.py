@@ -4,7 +4,7 @@
                     values are copied into the serving drafter, in place
 
 No request is stopped or flushed, and nothing waits for the disk.  A version that cannot be used is
-said, and the one that serves goes on; it is tried again after a while, since files may come late.
+reported, and the current one keeps serving; it is tried again later, since files may come late.
 """
 
 from __future__ import annotations

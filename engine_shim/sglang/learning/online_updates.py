@@ -137,7 +137,7 @@ class OnlineUpdates:
         """Runs as a prefill begins, before the drafter reads it."""
         if self._per_request and self._channel is not None and request_ids != self._requests:
             self._requests = request_ids
-            # Said even where nothing was learnt: that requests begin anew is a fact by itself.
+            # Reported even where nothing was learnt: a new set of requests is a fact by itself.
             self._reset = True
             if self._weights.changed and not self._were_replaced():
                 self._weights.serve_first()
@@ -217,7 +217,7 @@ class OnlineUpdates:
             self._landed_seconds = message.seconds
         elif message.kind is MessageKind.REFUSED:
             self.counters.refused += 1
-            _log.warning("an update of the drafter came to nothing: %s", message.text)
+            _log.warning("an update of the drafter failed: %s", message.text)
 
     def _observe(self, request_ids: list[str], accepted: list[int]) -> None:
         rows = zip(request_ids, accepted, strict=True)
@@ -244,15 +244,15 @@ class OnlineUpdates:
     def _were_replaced(self) -> bool:
         if not self._weights.were_replaced():
             return False
-        self._rollback_guard.begin_anew()
+        self._rollback_guard.forget()
         self._reset = True
         self.counters.replaced += 1
-        _log.info("the drafter was given other weights: it goes on from those")
+        _log.info("the drafter was given other weights: it continues from those")
         self._tell_weights()
         return True
 
     def _tell_weights(self) -> None:
-        """Has the trainer go on from what is served, once it is done with what it does."""
+        """Has the trainer continue from the served weights once its current work is done."""
         self._stale = not self._idle
         if self._idle:
             self._share()
@@ -281,7 +281,7 @@ class OnlineUpdates:
         if self._rollback_guard.unjudged and not self._weights.were_replaced():
             # Nobody would find out any more whether these are worse.
             self._weights.serve_good()
-        _log.warning("the drafter is updated no more: %s", why)
+        _log.warning("the drafter is no longer updated: %s", why)
 
 
 def _started(order: str, memory: SharedTensors) -> tuple[subprocess.Popen[bytes], Channel | None]:

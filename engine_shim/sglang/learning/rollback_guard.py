@@ -23,8 +23,8 @@ _LEAST: Final = 50
 # What is still open then counts as good.
 _MOST: Final = 4000
 _MOST_DOUBLINGS: Final = 6
-# Standard errors: a fall by fewer is none, by more is one; between them more is looked at, so that
-# many small falls do not pass one by one.
+# Standard errors: a smaller fall is noise, a larger one is a fall; between them more steps are
+# observed, so that many small falls do not pass one by one.
 _NO_FALL: Final = 1.0
 _LIMIT: Final = 3.0
 # The same after every step in between: many looks, so it takes more.
@@ -109,8 +109,8 @@ class RollbackGuard:
         self._look_on()
         self._updated = False
 
-    def begin_anew(self) -> None:
-        """Weights of which nothing is known."""
+    def forget(self) -> None:
+        """Starts over with weights about which nothing is known."""
         self.restart()
         self.before, self.hold = Acceptance(), _BASELINE
 

@@ -110,7 +110,7 @@ def test_when_the_block_fails_the_engine_goes_on(
             assert answer.tokens == plain["alone"][0][:ALONE_LENGTH]
             reports = sidecar.reports_since(0, answer.meta["spec_verify_ct"])
             log = engine.log.read_text()
-    assert log.count("DFlash drafts no more") == 1
+    assert log.count("DFlash no longer drafts") == 1
     [loss] = next(request.lost for request in sidecar.server.requests if request.lost)
     assert (loss.drafter, loss.reason) == ("dflash", "MemoryError: sabotaged")
     assert "sabotaged" in log

@@ -266,7 +266,7 @@ def test_requests_may_come_late_leave_early_and_be_retracted(
             assert engine.process.poll() is None
             log = engine.log.read_text()
             assert re.search(r"#retracted_reqs: [1-9]", log)
-            assert "drafts no more" not in log
+            assert "no longer drafts" not in log
         aborted = {number for number in tokens if number % 5 == 4}
         assert len(tokens) == len(CROWD)
         for number, found in tokens.items():

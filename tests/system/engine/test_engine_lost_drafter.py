@@ -158,7 +158,7 @@ def test_a_drafter_that_fails_in_traffic_is_planned_no_more(
 def test_the_rehearsal_leaves_no_trace(plain: dict[str, list[list[int]]], tmp_path: Path) -> None:
     """Tokens, the KV cache, the prefix cache and the telemetry are as if it had never been."""
     with steered(tmp_path, "break_block_drafter_on_demand") as running:
-        assert "drafts no more" not in running.engine.log.read_text()
+        assert "no longer drafts" not in running.engine.log.read_text()
         status = running.status()
         assert status is not None
         assert (status.reports, list(status.engine.lost)) == (0, [])
@@ -192,7 +192,7 @@ def test_a_sidecar_that_goes_on_planning_it_harms_nothing(
             assert [answer.tokens for answer in answers] == plain["batch"]
             log = engine.log.read_text()
     assert {report.drafter for report in reports} == {"eagle3"}
-    assert log.count("DFlash drafts no more; the engine goes on with its own drafter") == 1
+    assert log.count("DFlash no longer drafts; the engine continues with its own drafter") == 1
     assert log.count("this engine has lost dflash") == 1
     told = [list(request.lost) for request in sidecar.server.requests if request.lost]
     assert len(told) == 1

@@ -127,7 +127,7 @@ def test_a_trainer_that_is_killed_takes_nothing_with_it(
         assert tokens == plain_waves[number]
         assert learnt > 1.5
     assert online(engine)["state"] == "the trainer has ended with status -9"
-    assert "the drafter is updated no more" in engine.log.read_text()
+    assert "the drafter is no longer updated" in engine.log.read_text()
 
 
 def test_updates_that_do_harm_are_taken_back(

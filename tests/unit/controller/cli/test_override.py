@@ -116,7 +116,7 @@ def test_every_kind_of_rule_can_be_said(sidecar: SidecarProcess):
         assert done.returncode == 0, done.stderr
         listed = command(sidecar, "list").stdout
         assert text in next(line for line in listed.splitlines() if f" {name} " in line)
-    assert "for ever" in command(sidecar, "list").stdout
+    assert "permanent" in command(sidecar, "list").stdout
     overrides = [
         json.loads(line) for line in command(sidecar, "list", "--json").stdout.splitlines()
     ]

@@ -175,7 +175,7 @@ def test_a_batch_that_the_costs_do_not_reach_is_refused():
 
 
 def test_a_drafter_of_whom_no_acceptance_is_known_is_refused():
-    with pytest.raises(InvalidInputError, match="nothing is known of drafter 'eagle'"):
+    with pytest.raises(InvalidInputError, match="there is no acceptance for drafter 'eagle'"):
         simulate(closed(), surface(("eagle",)), Recorder(), STILL, 0)
 
 

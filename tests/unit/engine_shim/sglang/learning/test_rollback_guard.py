@@ -126,11 +126,11 @@ def test_a_collapse_is_found_at_once() -> None:
     assert drafts.seen - before <= 60
 
 
-def test_weights_of_which_nothing_is_known_begin_anew() -> None:
+def test_forgetting_measures_the_baseline_again() -> None:
     rollback_guard = RollbackGuard()
     Drafts(rollback_guard).draft(0.6, 300)
     rollback_guard.updated()
-    rollback_guard.begin_anew()
+    rollback_guard.forget()
     assert not rollback_guard.may_learn
     assert not rollback_guard.unjudged
     assert rollback_guard.before.trials == 0
@@ -188,6 +188,6 @@ def test_false_alarms_are_rare(rate: float) -> None:
         rollback_guard.updated()
         if GuardVerdict.WORSE in drafts.draft(rate, 400):
             worse += 1
-            rollback_guard.begin_anew()
+            rollback_guard.forget()
             drafts.draft(rate, 400)
     assert worse <= 3
