@@ -20,7 +20,7 @@ from controller.profiling.samples import CellKey, Cells, Context, Samples
 from controller.profiling.settings import ProfilingSettings
 from controller.profiling.sidecar import MeasureStream
 from controller.profiling.steps import StepFilter
-from controller.profiling.wakings import WakeUps
+from controller.profiling.wake_cost import WakeUps
 
 _LISTEN_SECONDS = 0.1
 # After a load has ended its last reports are still on their way.

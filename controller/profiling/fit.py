@@ -17,8 +17,8 @@ import numpy as np
 
 from controller.core.cost.profile import ProfileCell
 from controller.core.engine_spec import Arm
-from controller.profiling.drift import without_drift
 from controller.profiling.errors import MeasurementError
+from controller.profiling.round_drift import without_drift
 from controller.profiling.samples import CellKey, Context, Samples, Summary, summarise
 
 # A median is not known better than this, relative: what drifts within a visit is not averaged out.

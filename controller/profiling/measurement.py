@@ -33,7 +33,7 @@ from controller.profiling.schedule import (
 )
 from controller.profiling.settings import ProfilingSettings, batch_sizes_for
 from controller.profiling.sidecar import MeasureStream
-from controller.profiling.wakings import WakeUps
+from controller.profiling.wake_cost import WakeUps
 
 _SAVE_SECONDS = 5.0
 

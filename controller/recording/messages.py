@@ -40,10 +40,10 @@ from controller.recording.events import (
 )
 from controller.wire.capabilities import all_lost_from_proto, lost_to_proto
 from controller.wire.engines import engine_from_proto, engine_to_proto
+from controller.wire.field_mapping import message_of, value_of
 from controller.wire.overrides import override_from_proto, override_to_proto
 from controller.wire.plans import plan_to_proto
 from controller.wire.reports import report_from_proto, report_to_proto
-from controller.wire.same_fields import message_of, value_of
 from speculation.v1 import record_pb2
 
 _Settings = TypeVar("_Settings", PlannerSettings, TrainingSettings)

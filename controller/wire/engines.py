@@ -10,13 +10,13 @@ from controller.core.engine_spec import Capabilities, DrafterSpec, EngineSpec, F
 from controller.core.errors import InvalidEngineError
 from controller.core.model_shapes import DrafterKind
 from controller.wire.capabilities import all_lost_from_proto, lost_to_proto
+from controller.wire.field_mapping import message_of, value_of
 from controller.wire.model_shapes import (
     drafter_shape_from_proto,
     drafter_shape_to_proto,
     model_shape_from_proto,
     model_shape_to_proto,
 )
-from controller.wire.same_fields import message_of, value_of
 from speculation.v1 import engine_pb2
 
 # Characters, or entries.

@@ -3,9 +3,9 @@
 from controller.core.engine.explanation import Explanation
 from controller.core.training.stride_planner import RegimeState
 from controller.wire.capabilities import lost_to_proto
+from controller.wire.field_mapping import message_of
 from controller.wire.overrides import limits_to_proto
 from controller.wire.plans import plan_to_proto
-from controller.wire.same_fields import message_of
 from controller.wire.training import training_to_proto
 from speculation.v1 import service_pb2
 

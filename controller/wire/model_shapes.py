@@ -12,7 +12,7 @@ from controller.core.model_shapes import (
     LinearAttention,
     ModelShape,
 )
-from controller.wire.same_fields import message_of, value_of
+from controller.wire.field_mapping import message_of, value_of
 from speculation.v1 import engine_pb2
 
 _ATTENTION = {

@@ -19,7 +19,7 @@ from controller.core.planning.overrides import (
     Scope,
     ScopeKind,
 )
-from controller.wire.same_fields import message_of, value_of
+from controller.wire.field_mapping import message_of, value_of
 from speculation.v1 import plan_pb2, policy_pb2, service_pb2
 
 Timing: TypeAlias = "policy_pb2.OverrideEffect.Timing.ValueType"

@@ -1,7 +1,7 @@
 """Training of the drafter, between proto and core."""
 
 from controller.core.training.selective_training import TrainingResult, TrainingView
-from controller.wire.same_fields import message_of, value_of
+from controller.wire.field_mapping import message_of, value_of
 from speculation.v1 import service_pb2, training_pb2
 
 _ERROR_CHARACTERS = 500

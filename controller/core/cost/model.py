@@ -29,12 +29,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.core.cost.arm_order import CostOrder
-from controller.core.cost.doubt import DISAGREEMENT_MAX, CostDoubt, cell_variance
+from controller.core.cost.cost_order import CostOrder
 from controller.core.cost.features import features
 from controller.core.cost.grid import profiled_grid
 from controller.core.cost.prior import Prior, generic_prior
 from controller.core.cost.profile import Profile
+from controller.core.cost.uncertainty import DISAGREEMENT_MAX, CostUncertainty, cell_variance
 from controller.core.engine_spec import Arm
 from controller.core.recorded_state import recorded
 from controller.core.settings import PlannerSettings
@@ -361,10 +361,10 @@ class CostModel:
         kv_seconds = self._kv_rate * (kv_tokens_per_sequence - self._kv_reference) * self._buckets
         return np.maximum(self._grid + kv_seconds, 0.1 * self._grid)
 
-    def doubt(self) -> CostDoubt:
+    def uncertainty(self) -> CostUncertainty:
         """Returns how uncertain the costs are now, as a copy that later steps do not change."""
         idle = self.steps - self._cell_seen
-        return CostDoubt(
+        return CostUncertainty(
             self._features,
             self._covariance.copy(),
             self._cell_steps * np.exp(-idle / _IDLE_STEPS),

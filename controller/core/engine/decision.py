@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controller.core.acceptance.by_class import TrafficCurves
-from controller.core.cost.catch_up import CatchUp
-from controller.core.cost.doubt import CostDoubt
+from controller.core.cost.catch_up_cost import CatchUp
 from controller.core.cost.model import CostModel, Costs
+from controller.core.cost.uncertainty import CostUncertainty
 from controller.core.engine_spec import Arm
 from controller.core.planning.constraints import PlanRows
 from controller.core.planning.overrides import Override
@@ -34,7 +34,7 @@ class Estimates:
     traffic: TrafficCurves
     costs: Costs
     drift: NDArray[np.float64]
-    doubt: CostDoubt
+    uncertainty: CostUncertainty
     catch_up: Mapping[str, float]
     catch_up_per_token: float
     kv_tokens_per_sequence: float
@@ -50,7 +50,7 @@ class Estimates:
             traffic,
             cost.costs(kv_per_sequence),
             cost.drift(),
-            cost.doubt(),
+            cost.uncertainty(),
             catch_up.seconds(),
             catch_up.seconds_per_token,
             kv_per_sequence,

@@ -20,7 +20,7 @@ from controller.core.acceptance.by_class import TrafficCurves, TrafficEstimator
 from controller.core.acceptance.warm_start import Belief
 from controller.core.capabilities import LostCapability, added, is_blind, require_known
 from controller.core.clock import Clock
-from controller.core.cost.catch_up import CatchUp
+from controller.core.cost.catch_up_cost import CatchUp
 from controller.core.cost.model import CostModel
 from controller.core.cost.prior import prior_for
 from controller.core.cost.profile import Profile
@@ -391,7 +391,7 @@ class EngineController:
             rows = forced_rows(self.spec, self._rows_at.upper, self.arms, self._forced)
             return rows, Reason.PROFILING, detail
         values, hazard, at = made.values, self.traffic.hazard, made.at
-        doubt = made.estimates.doubt
+        doubt = made.estimates.uncertainty
         proven = self._planner.prove(np.any(doubt.ran, axis=1))
         hedge = discounts(values, doubt, self.arms, at.bucket, proven)
         choice = self._planner.update(values, hazard, hedge)

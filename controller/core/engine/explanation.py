@@ -147,7 +147,7 @@ def arms_in(
     chosen: index of the planned arm.  confidence_z: standard deviations of optimism.
     """
     values, feasible, bucket = made.values, made.at.feasible, int(made.at.bucket[row])
-    variance = relative_variance(values, made.estimates.doubt, arms, bucket, chosen)
+    variance = relative_variance(values, made.estimates.uncertainty, arms, bucket, chosen)
     hoped = values.value[:, row] * (1 + confidence_z * np.sqrt(variance))
     drift = made.estimates.drift[:, bucket]
     return tuple(

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.core.cost.doubt import CostDoubt
+from controller.core.cost.uncertainty import CostUncertainty
 from controller.core.engine_spec import Arm
 from controller.core.planning.exploration import acceptance_variance
 from controller.core.planning.planner import Values
@@ -28,7 +28,7 @@ _DEVIATIONS_TO_EXTEND = 1.0
 
 def discounts(
     values: Values,
-    doubts: CostDoubt,
+    doubts: CostUncertainty,
     arms: Sequence[Arm],
     buckets: NDArray[np.int64],
     proven: Sequence[int | None],

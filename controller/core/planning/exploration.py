@@ -9,9 +9,9 @@ its cost are uncertain by, where the two arms differ.  Its expected improvement 
 Welch 1998: sd * phi(u) + mean * Phi(u), u = mean / sd) until the traffic next shifts, against what
 a few steps of it are expected to lose, says whether to look; the best ratio goes first.
 
-*Disagreement.*  Where what is believed of gamma = 0 turned out wrong, or a step's time has changed
-for no reason that the model knows, gamma = 0 runs for a few steps (`CostDoubt.off_is_due`).  That
-is charged like any probe, but may overdraw the account once: a wrong belief about gamma = 0 is also
+*Disagreement.*  Where the estimate for gamma = 0 turned out wrong, or a step's time has changed for
+no reason that the model knows, gamma = 0 runs for a few steps (`CostUncertainty.off_is_due`).  That
+is charged like any probe, but may overdraw the budget once: a wrong estimate for gamma = 0 is also
 what empties it.
 
 *Time.*  At gamma = 0 nothing at all is seen, so a better day would go unnoticed: see `watch`.
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.core.cost.doubt import CostDoubt
+from controller.core.cost.uncertainty import CostUncertainty
 from controller.core.engine_spec import Arm
 from controller.core.plan import Probe
 from controller.core.planning.observation_cost import ObservationCost
@@ -67,7 +67,7 @@ class Situation:
     """
 
     values: Values
-    doubt: CostDoubt
+    uncertainty: CostUncertainty
     bucket: int
     batch_size: int
     current: int
@@ -152,7 +152,7 @@ class Explorer:
         if self._running or self._settings.probe_share == 0 or len(self._arms) < 2:
             return
         observation, values, bucket, current = at.observation, at.values, at.bucket, at.current
-        if at.doubt.guessed and not self._is_scaled:
+        if at.uncertainty.guessed and not self._is_scaled:
             # The settings cannot know how long a step takes on this engine.
             self._is_scaled = True
             some = _COLD_STEPS * float(values.costs.seconds[current, bucket])
@@ -172,7 +172,11 @@ class Explorer:
             # The first step may have to catch up: the second one shows the cost.
             steps = max(2, self._steps(at.batch_size))
             best = self._by_doubt(at, steps, relative)
-            if best is not None and at.doubt.guessed and not at.doubt.ran[best, at.cost_bucket]:
+            if (
+                best is not None
+                and at.uncertainty.guessed
+                and not at.uncertainty.ran[best, at.cost_bucket]
+            ):
                 # The first probe only shows what it costs, for which 2 steps are enough.
                 steps = 2
         if best is None and observation is not None and self._blind_steps >= interval:
@@ -188,12 +192,17 @@ class Explorer:
         self._next_id += 1
         self.probes += 1
         self._running = _Running(
-            probe, bucket, now + _PROBE_PATIENCE_SECONDS, 0, float(here[current]), at.doubt.guessed
+            probe,
+            bucket,
+            now + _PROBE_PATIENCE_SECONDS,
+            0,
+            float(here[current]),
+            at.uncertainty.guessed,
         )
 
     def _check(self, at: Situation) -> int | None:
         """The arm with gamma = 0, if it is due and its price was earned back since the last one."""
-        if self._arms[at.current].gamma == 0 or not at.doubt.off_is_due(at.cost_bucket):
+        if self._arms[at.current].gamma == 0 or not at.uncertainty.off_is_due(at.cost_bucket):
             return None
         seconds = at.values.costs.seconds[:, at.bucket]
         for i, arm in enumerate(self._arms):
@@ -210,14 +219,16 @@ class Explorer:
         seconds = values.costs.seconds[:, at.bucket]
         loss = np.maximum(-relative, 0.0) + values.catch_up / (steps * seconds)
         doubt = np.sqrt(
-            relative_variance(values, at.doubt, self._arms, at.cost_bucket, current, unseen=True)
+            relative_variance(
+                values, at.uncertainty, self._arms, at.cost_bucket, current, unseen=True
+            )
         )
         gain = expected_improvement(relative, doubt * (1 + relative))
-        if at.doubt.guessed:
+        if at.uncertainty.guessed:
             # Its cost was not measured: its price is that of a bad case.
             worse = (1 + relative) * np.exp(-doubt) - 1
             loss = np.maximum(-worse, 0.0) + values.catch_up / (steps * seconds)
-            gain[~at.doubt.within_reach(at.cost_bucket)] = 0.0
+            gain[~at.uncertainty.within_reach(at.cost_bucket)] = 0.0
         price = steps * loss
         # A probe that loses nothing still needs a switch.
         ratio = gain * at.horizon_steps / (price + 0.02 * steps)
@@ -235,7 +246,7 @@ class Explorer:
 
 def relative_variance(
     values: Values,
-    doubt: CostDoubt,
+    uncertainty: CostUncertainty,
     arms: Sequence[Arm],
     bucket: int,
     current: int,
@@ -247,7 +258,7 @@ def relative_variance(
     unseen: only what running the current arm does not show anyway: positions behind its draft
     length, other drafters, and costs.
     """
-    found = doubt.relative(bucket, current)
+    found = uncertainty.relative(bucket, current)
     return found + acceptance_variance(values, arms, current, unseen=unseen)
 
 

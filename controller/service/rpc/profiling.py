@@ -14,7 +14,7 @@ from controller.service.rpc import streams
 from controller.service.rpc.streams import beside, read
 from controller.service.sessions.audit_log import AuditLog
 from controller.service.sessions.fleet_profiles import FleetProfiles, SharedProfile
-from controller.service.sessions.measurement import ForcedMeasurement
+from controller.service.sessions.forced_measurement import ForcedMeasurement
 from controller.service.sessions.profile_registry import (
     ProfileRegistry,
     mismatch,

@@ -43,8 +43,8 @@ from controller.service.net.errors import (
 from controller.service.net.limits import Allowance
 from controller.service.sessions.counters import COUNT_MAX, Received, StepCounters
 from controller.service.sessions.engine_identity import NOBODY, EngineIdentity
+from controller.service.sessions.forced_measurement import ForcedMeasurement
 from controller.service.sessions.history import History
-from controller.service.sessions.measurement import ForcedMeasurement
 from controller.service.sessions.plan_log import LENGTH, PlanLogEntry
 from controller.service.sessions.unary_probes import UnaryProbes
 

@@ -146,16 +146,16 @@ def test_a_table_that_surprises_is_trusted_less_where_it_was_never_run():
             observe(model, 0, 4, 400, TABLE[0][1])
         for _ in range(30):
             observe(model, 2, 4, 400, factor * TABLE[2][1])
-    assert surprised.doubt().relative(1, 2)[3] > 1.5 * calm.doubt().relative(1, 2)[3]
+    assert surprised.uncertainty().relative(1, 2)[3] > 1.5 * calm.uncertainty().relative(1, 2)[3]
 
 
 def test_running_two_arms_settles_which_is_cheaper():
     model = CostModel(ARMS, SIZES, profile(TABLE), SETTINGS)
-    before = model.doubt().relative(1, 0)[2]
+    before = model.uncertainty().relative(1, 0)[2]
     for _ in range(20):
         observe(model, 0, 4, 400, TABLE[0][1])
         observe(model, 2, 4, 400, TABLE[2][1])
-    after = model.doubt().relative(1, 0)
+    after = model.uncertainty().relative(1, 0)
     assert after[2] < before / 10
     assert after[0] == 0
 
@@ -184,7 +184,7 @@ def test_whatever_an_engine_reports_costs_stay_positive_and_finite(steps):
     found = model.costs(100.0).seconds
     assert np.all(np.isfinite(found))
     assert np.all(found > 0)
-    assert np.all(model.doubt().relative(1, 0) >= 0)
+    assert np.all(model.uncertainty().relative(1, 0) >= 0)
 
 
 def test_without_a_profile_live_steps_fix_the_scale_at_once():

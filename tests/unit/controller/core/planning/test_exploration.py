@@ -51,7 +51,9 @@ def situation(acceptance, steps, current, bucket=0, horizon=2000.0):
         ARMS, np.array(SIZES, dtype=float), {"mtp": estimator.curve()}, costs.costs(512.0),
         {"mtp": 0.0}, 0.0,
     )  # fmt: skip
-    return Situation(values, costs.doubt(), bucket, SIZES[bucket], current, None, horizon, bucket)
+    return Situation(
+        values, costs.uncertainty(), bucket, SIZES[bucket], current, None, horizon, bucket
+    )
 
 
 def explorer(credit=10.0):
@@ -150,13 +152,13 @@ def test_a_probe_whose_batch_never_comes_back_is_given_up():
 def test_arms_that_share_their_estimates_share_their_errors():
     """Arms 5 and 7 differ from 3 only behind position 3; how sure 1 to 3 are does not matter."""
     at = situation(0.8, 400, current=3)
-    total = relative_variance(at.values, at.doubt, ARMS, 0, 3)
-    unseen = relative_variance(at.values, at.doubt, ARMS, 0, 3, unseen=True)
+    total = relative_variance(at.values, at.uncertainty, ARMS, 0, 3)
+    unseen = relative_variance(at.values, at.uncertainty, ARMS, 0, 3, unseen=True)
     assert total[3] == 0
     assert np.all(unseen <= total + 1e-12)
     # Against a shorter draft nothing is unseen but the cost.
-    assert unseen[1] == pytest.approx(at.doubt.relative(0, 3)[1])
-    assert unseen[5] > at.doubt.relative(0, 3)[5]
+    assert unseen[1] == pytest.approx(at.uncertainty.relative(0, 3)[1])
+    assert unseen[5] > at.uncertainty.relative(0, 3)[5]
 
 
 @pytest.mark.parametrize("acceptance", [0.15, 0.5, 0.85])

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.core.cost.catch_up import CatchUp
+from controller.core.cost.catch_up_cost import CatchUp
 from controller.core.engine_spec import Capabilities
 from controller.core.step_report import StepFlags, StepReport
 

@@ -6,7 +6,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.core.cost.arm_order import CostOrder
+from controller.core.cost.cost_order import CostOrder
 
 # Without a profile, steps of a draft length before a longer one is tried.
 _STEPS_RUNG = 8
@@ -17,7 +17,7 @@ _Number = TypeVar("_Number", float, NDArray[np.float64])
 
 
 @dataclass(frozen=True, slots=True)
-class CostDoubt:
+class CostUncertainty:
     """Holds how uncertain the costs were at one moment.
 
     features: [coefficients, arms, buckets].  covariance: [coefficients, coefficients].  steps:
