@@ -1,10 +1,15 @@
 """Makes the commands with which the demo and the lab serve the shipped target on a CPU."""
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-MODELS = Path(__file__).parent / "models"
+_SHIPPED = Path(__file__).parent / "models"
+# Folder of the set that the demo and the lab serve; LAB_MODELS names another one.
+MODELS = Path(os.environ.get("LAB_MODELS", _SHIPPED))
+# The set of a target with few layers.
+SHALLOW = _SHIPPED / "shallow"
 
 
 def engine_command(port: int, max_batch_size: int, flags: Sequence[str]) -> list[str]:

@@ -48,7 +48,7 @@ def _trained(setting: LabSetting) -> tuple[dict[str, Path], dict[str, float]]:
     splits = corpus.tokenize(corpus.documents(), tokenizer)
     folders = {name: setting.scratch / name for name in ("pretrained", "distilled", "sd2")}
     with setting.terminal.working("three drafters are trained"):
-        pretrained = pretrain(recipe, Recipe().sd2_shape, splits)
+        pretrained = pretrain(recipe, Recipe(target.shape).sd2_shape, splits)
         save_sd2(pretrained, folders["pretrained"])
         for name in ("distilled", "sd2"):
             made = distil(recipe, pretrained, target, splits, recipe.budget, steered=name == "sd2")

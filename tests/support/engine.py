@@ -18,22 +18,27 @@ from pathlib import Path
 from typing import Any
 
 import engine_shim
-from lab.cpu_engine.engine_command import MODELS
+from lab.cpu_engine.engine_command import MODELS, SHALLOW
 from lab.cpu_engine.environment import cpu_engine_env
 from lab.harness.ports import free_port
 from tests.support.eventually import eventually
 from tests.support.fork_server import ForkedProcess, ForkServer
+from tests.support.forking_lab import DESCRIPTOR
 
 ROOT = Path(engine_shim.__file__).parents[1]
-TARGET = MODELS / "target"
-DRAFT = MODELS / "draft-mixed"
-DFLASH = MODELS / "dflash"
+# A step of this target takes a third of the time that a step of the demo's takes.
+TARGET = SHALLOW / "target"
+DRAFT = SHALLOW / "draft-mixed"
+DFLASH = SHALLOW / "dflash"
 EAGLE3 = ("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(DRAFT))
 LONE = ("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(DFLASH))
+# The models that the demo serves, for a price that depends on how a step's time is made up.
+DEEP = ("--model-path", str(MODELS / "target"), "--context-length", "2048")
+DEEP_EAGLE3 = (*DEEP, *EAGLE3[:-1], str(MODELS / "draft-mixed"))
 # A drafter that has seen code and nothing else.
 CODE_ONLY = (
     "--speculative-algorithm", "EAGLE3",
-    "--speculative-draft-model-path", str(MODELS / "draft-code"),
+    "--speculative-draft-model-path", str(SHALLOW / "draft-code"),
 )  # fmt: skip
 ONLINE = {"SPECULATION_ONLINE_UPDATES": "1", "SPECULATION_GAMMAS": "0,1,3"}
 START_SECONDS = 240.0
@@ -132,11 +137,28 @@ def forked(
     """A program that finds SGLang imported; its output goes to `log`."""
     assert not any(name.startswith("SGLANG_") for name in variables), "read while it is imported"
     paths = variables.get("PYTHONPATH", "").split(os.pathsep)
-    assert not any(Path(path, "sglang").exists() for path in filter(None, paths)), "another SGLang"
+    other = tuple(path for path in paths if path and Path(path, "sglang").exists())
     with log.open("wb") as output:
-        return _fork_server().start(
+        return _fork_server(other).start(
             module, arguments, environment(folder, variables), folder, output.fileno()
         )
+
+
+def run_lab(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A command of the lab, run to its end with the shallow models.
+
+    Its CPU engines find SGLang imported.
+    """
+    server = _fork_server()
+    return subprocess.run(
+        [sys.executable, "-m", "tests.support.forking_lab", module, *arguments],
+        env=os.environ | {DESCRIPTOR: str(server.fileno()), "LAB_MODELS": str(SHALLOW)},
+        pass_fds=[server.fileno()],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
 
 
 @contextmanager
@@ -197,7 +219,7 @@ def serving(
 
 
 @functools.cache
-def _fork_server() -> ForkServer:
-    """One for this process, from the first server to the end."""
-    own = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "proto")])}
+def _fork_server(other: tuple[str, ...] = ()) -> ForkServer:
+    """One for this process, from the first server to the end.  other: paths of another SGLang."""
+    own = {"PYTHONPATH": os.pathsep.join([*other, str(ROOT), str(ROOT / "proto")])}
     return ForkServer("tests.support.engine_imports", cpu_engine_env({**os.environ, **own}))

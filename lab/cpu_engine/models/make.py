@@ -39,7 +39,7 @@ from lab.cpu_engine.models._draft import (
 from lab.cpu_engine.models._sd2 import train_sd2
 from lab.cpu_engine.models._target import cross_entropy, train_target
 from lab.cpu_engine.models.prompts import passage_file
-from lab.cpu_engine.models.recipe import Recipe
+from lab.cpu_engine.models.recipe import SHALLOW, Recipe
 
 TARGET = "target"
 HELD_OUT = "held_out"
@@ -49,22 +49,30 @@ _log = logging.getLogger(__name__)
 
 
 def make(
-    recipe: Recipe, output: Path, texts: Mapping[str, list[str]], *, keep_target: bool = False
+    recipe: Recipe,
+    output: Path,
+    texts: Mapping[str, list[str]],
+    *,
+    keep_target: bool = False,
+    tokenizer: Tokenizer | None = None,
 ) -> None:
     """Trains every model of ``recipe`` on ``texts`` and writes the folders under ``output``.
 
     With ``keep_target`` the target and its tokenizer already in ``output`` stay, and only the
-    drafts are made.
+    drafts are made.  With a ``tokenizer``, which belongs to another set made of these texts, it is
+    used, and the held-out text, which that set has, is not written.
     """
     if keep_target:
         tokenizer = Tokenizer.from_file(str(output / TARGET / TOKENIZER))
         splits = corpus.tokenize(texts, tokenizer)
     else:
-        tokenizer = corpus.train_tokenizer(texts)
+        shared = tokenizer is not None
+        tokenizer = tokenizer or corpus.train_tokenizer(texts)
         splits = corpus.tokenize(texts, tokenizer)
         save_target(train_target(recipe, splits), output / TARGET)
         save_tokenizer(tokenizer, output / TARGET)
-        save_held_out(splits, output / HELD_OUT)
+        if not shared:
+            save_held_out(splits, output / HELD_OUT)
     # Read back rather than passed on: drafts must learn the rounded weights, which are what an
     # engine serves.
     target = load_target(output / TARGET).requires_grad_(False)
@@ -129,10 +137,18 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="+", metavar="DRAFT", help="with --keep-target: make these drafts only"
     )
+    parser.add_argument(
+        "--shallow",
+        action="store_true",
+        help="make the set for tests, in the folder `shallow` of the output",
+    )
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     torch.set_num_threads(1)  # more threads wait for each other on matrices this small
-    recipe = Recipe()
+    recipe, output, tokenizer = Recipe(), arguments.output, None
+    if arguments.shallow:
+        tokenizer = Tokenizer.from_file(str(output / TARGET / TOKENIZER))
+        recipe, output = SHALLOW, output / "shallow"
     if arguments.only:
         groups = ("drafts", "blocks", "sd2")
         chosen = {
@@ -140,7 +156,13 @@ def main() -> None:
             for group in groups
         }
         recipe = replace(recipe, **chosen)  # type: ignore[arg-type]
-    make(recipe, arguments.output, corpus.documents(), keep_target=arguments.keep_target)
+    make(
+        recipe,
+        output,
+        corpus.documents(),
+        keep_target=arguments.keep_target,
+        tokenizer=tokenizer,
+    )
 
 
 if __name__ == "__main__":

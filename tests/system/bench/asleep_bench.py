@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from tests.support.engine import EAGLE3, EngineProcess, serving
+from tests.support.engine import DEEP, DEEP_EAGLE3, EngineProcess, serving
 from tests.support.eventually import eventually
 from tests.support.scripted_sidecar import scripted_sidecar
 from tests.system.bench.measurement import RATIO, Measurement, run
@@ -26,8 +26,8 @@ def measure(options: argparse.Namespace) -> Iterable[Measurement]:
     with tempfile.TemporaryDirectory() as name, scripted_sidecar(Path(name)) as sidecar:
         held_env = {"SPECULATION_SIDECAR": sidecar.server.target}
         with (
-            serving(Path(name) / "plain") as plain,
-            serving(Path(name) / "held", EAGLE3, held_env) as held,
+            serving(Path(name) / "plain", DEEP) as plain,
+            serving(Path(name) / "held", DEEP_EAGLE3, held_env) as held,
         ):
             eventually(lambda: sidecar.server.introductions, what="an introduction")
             for mode, asleep in _MODES.items():

@@ -16,7 +16,7 @@ from statistics import median
 from typing import Final
 
 from speculation.v1.engine_pb2 import StepReport
-from tests.support.engine import EAGLE3, EngineProcess, serving
+from tests.support.engine import DEEP_EAGLE3, EngineProcess, serving
 from tests.support.eventually import eventually
 from tests.support.scripted_sidecar import Arm, ScriptedSidecar, scripted_sidecar
 from tests.system.bench.measurement import RATIO, Measurement, run
@@ -39,7 +39,7 @@ def measure(options: argparse.Namespace) -> Iterable[Measurement]:
             return _GAMMA, False
 
         variables = {**sidecar.variables, "SPECULATION_SIGNALS_FOLDER": f"{folder}/signals"}
-        with serving(Path(folder) / "engine", EAGLE3, variables) as engine:
+        with serving(Path(folder) / "engine", DEEP_EAGLE3, variables) as engine:
             eventually(lambda: sidecar.server.introductions, what="an introduction")
             for size in _BATCHES:
                 _answer(engine, sidecar, size, _WARM_TOKENS)

@@ -14,7 +14,7 @@ from pathlib import Path
 import grpc
 
 from speculation.v1 import service_pb2, service_pb2_grpc
-from tests.support.engine import EAGLE3, EngineProcess, serving
+from tests.support.engine import DEEP_EAGLE3, EngineProcess, serving
 from tests.support.eventually import eventually
 from tests.support.sidecar_process import controller, sidecar_process
 from tests.system.bench.measurement import RATIO, Measurement, run
@@ -35,10 +35,10 @@ def measure(options: argparse.Namespace) -> Iterable[Measurement]:
         place = Path(name)
         with (
             sidecar_process(place, "--log-level", "error") as sidecar,
-            serving(place / "fixed", [*EAGLE3, *_FIXED], {}) as fixed,
+            serving(place / "fixed", [*DEEP_EAGLE3, *_FIXED], {}) as fixed,
             serving(
                 place / "pinned",
-                EAGLE3,
+                DEEP_EAGLE3,
                 {"SPECULATION_SIDECAR": sidecar.address, "SPECULATION_ENGINE_ID": "pinned"},
             ) as pinned,
         ):

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from lab.cpu_engine.engine_command import MODELS
-from tests.support.engine import EngineProcess, install_plugin, serving
+from tests.support.engine import DEEP, EngineProcess, install_plugin, serving
 from tests.support.eventually import eventually
 from tests.support.scripted_sidecar import scripted_sidecar
 from tests.system.bench.measurement import RATIO, Measurement, run
@@ -22,6 +22,7 @@ from tests.system.bench.pairs import ratios, step_seconds_of
 _BATCHES = (1, 8)
 _GAMMA = 3
 _OPTIONS = (
+    *DEEP,
     "--speculative-algorithm", "EAGLE3",
     "--speculative-draft-model-path", str(MODELS / "sd2"),
 )  # fmt: skip

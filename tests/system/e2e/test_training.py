@@ -24,8 +24,8 @@ TOKENS = 300
 MOST_WAVES = 25
 # Small numbers, so that a test of a minute or two sees it all.
 SMALL = {
-    "CONTROLLER_TRAINING__INITIAL": "8",
-    "CONTROLLER_TRAINING__MARGIN": "0.15",
+    "CONTROLLER_TRAINING__INITIAL": "12",
+    "CONTROLLER_TRAINING__MARGIN": "0.2",
     "CONTROLLER_TRAINING__THRESHOLD": "16",
     "CONTROLLER_TRAINING__UNIT_DRAFTS": "48",
 }
@@ -108,9 +108,13 @@ def test_a_shift_is_learnt_beside_the_engine(tmp_path: Path) -> None:
                     seed += 1
                 assert (watched.training.phase, watched.training.rounds) == ("watching", 0)
                 assert not list(signals.glob("*.safetensors"))
-                before = watched.wave("csv", 1000)
+                # The controller would draft now and then only, and learn from as few steps.
+                pin = ["--fleet", "--gamma", "3", "--reason", "every step drafts"]
+                done = controller("override", "set", "--address", sidecar.address, *pin)
+                assert not done.returncode, done.stderr
+                before = watched.wave("json", 1000)
                 while watched.training.phase != "training":
-                    watched.wave("csv", seed)
+                    watched.wave("json", seed)
                     seed += 1
                     assert seed < MOST_WAVES, watched.training
                 # In the midst of it.
@@ -120,15 +124,11 @@ def test_a_shift_is_learnt_beside_the_engine(tmp_path: Path) -> None:
             (signals / "00000000000000000000-0-0.safetensors").write_bytes(b"\0" * 100)
             with trainer(tmp_path, sidecar.address, signals):
                 while watched.training.served_version == 0:
-                    watched.wave("csv", seed)
+                    watched.wave("json", seed)
                     seed += 1
                     assert seed < 2 * MOST_WAVES, watched.training
-                # However long the controller would draft: what the new version is worth is asked.
-                pin = ["--fleet", "--gamma", "3", "--reason", "the new version drafts"]
-                done = controller("override", "set", "--address", sidecar.address, *pin)
-                assert not done.returncode, done.stderr
                 # Requests that began with the new version.
-                after = [watched.wave("csv", 1000), watched.wave("csv", 1000)]
+                after = [watched.wave("json", 1000), watched.wave("json", 1000)]
             training, status = watched.training, watched.status()
     print(f"tokens a step {[round(length, 2) for length in watched.lengths]}")
     print([(past.outcome, past.round.alpha_train, past.round.alpha_eval) for past in training.past])

@@ -1,9 +1,12 @@
 """What the engine tests begin with: a scripted sidecar, and plain decoding's tokens."""
 
+import json
+import os
 from collections.abc import Iterator
 from itertools import chain
 
 import pytest
+from filelock import FileLock
 
 from tests.support.engine import serving
 from tests.support.prompts_in_flight import (
@@ -28,7 +31,20 @@ def sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedSideca
 
 @pytest.fixture(scope="session")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[int]]]:
-    """Tokens of plain decoding.  The plugin is installed, and off.
+    """Tokens of plain decoding, made by the first worker that needs them."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    tokens = folder / "plain.json"
+    with FileLock(folder / "plain.lock"):
+        if not tokens.exists():
+            tokens.write_text(json.dumps(_decoded_plainly(tmp_path_factory)))
+        made: dict[str, list[list[int]]] = json.loads(tokens.read_text())
+        return made
+
+
+def _decoded_plainly(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[int]]]:
+    """The plugin is installed, and off.
 
     All requests run at once: in float32 a token does not depend on its batch.
     """

@@ -71,12 +71,12 @@ def test_it_introduces_itself(engine: EngineProcess, sidecar: ScriptedSidecar) -
     assert list(fingerprint.graph_batch_sizes) == []
     assert spec.shape.hidden_size == 128
     layers = spec.shape.attention[0]
-    assert layers.layers == 24
+    assert layers.layers == 6
     full = layers.grouped_query
     assert (full.query_heads, full.kv_heads, full.head_dim) == (4, 2, 32)
     # Projections, gated MLP and norms of a layer; the last norm.
     layer = 128 * (4 + 2 * 2) * 32 + 128 * 128 + 3 * 128 * 384 + 2 * 128 + 2 * 32
-    assert spec.shape.dense_params == 24 * layer + 128
+    assert spec.shape.dense_params == 6 * layer + 128
     assert (spec.shape.bytes_per_weight, spec.shape.bytes_per_kv) == (4.0, 4.0)
     # One layer that reads two hidden states, the fusion of three, four norms, its own head.
     own = 256 * 256 + 128 * 128 + 3 * 128 * 384 + 3 * 128 * 128 + 4 * 128 + 1024 * 128

@@ -8,7 +8,7 @@ import torch
 
 from engine_shim.training.checkpoint import load_sd2, load_target
 from engine_shim.training.sd2 import greedy_chain
-from lab.cpu_engine.engine_command import MODELS
+from lab.cpu_engine.engine_command import SHALLOW
 from speculation.v1.engine_pb2 import DRAFTER_KIND_STANDALONE
 from tests.support.engine import TARGET, EngineProcess, serving
 from tests.support.eventually import eventually
@@ -17,7 +17,7 @@ from tests.support.scripted_sidecar import ScriptedSidecar
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
-STEERED = MODELS / "sd2"
+STEERED = SHALLOW / "sd2"
 OPTIONS = ("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(STEERED))
 GAMMAS = (0, 1, 3, 5)
 ARMS = ((5, False), (0, True), (3, False), (0, False), (1, False))

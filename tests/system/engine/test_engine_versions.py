@@ -48,7 +48,7 @@ def test_any_order_of_arms_gives_plain_decodings_tokens(
             "SPECULATION_GAMMAS": ",".join(map(str, GAMMAS)),
             "SPECULATION_SLEEP_POSITIONS": "8",
         }
-        with serving(tmp_path / "engine", arguments, variables, fresh=True) as engine:
+        with serving(tmp_path / "engine", arguments, variables) as engine:
             eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
             answers, reports = play(engine, sidecar, lambda count: order[count % 500])
             status = engine.internal_state()["speculation_controller"]
