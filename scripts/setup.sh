@@ -51,25 +51,22 @@ pip() {
   }
 }
 
-installed() { "$venv/bin/python" -c "import importlib.metadata as m; print(m.version('$1'))" 2>/dev/null; }
-wanted() { sed -n "s/^$1==//p" requirements/constraints.txt; }
-
+# The constraints name all that .venv holds, so pip need not resolve anything: torch and triton, half
+# of it, are unpacked beside the rest.
 install() {
-  local constraints=(-c requirements/constraints.txt)
-  # torch first and by itself: later, SGLang's requirements find it and leave it alone.
-  if [[ "$(installed torch)" != "$(wanted torch)"* ]]; then
-    say "torch $(wanted torch)"
-    # shellcheck disable=SC2086  # several arguments in one variable
-    pip install --no-compile "${constraints[@]}" ${TORCH_PIP_ARGS:-} torch
-    "$venv/bin/python" -W ignore -c 'import torch, sys; sys.exit(torch.version.cuda is not None)' || say \
-      "note: this torch was built for CUDA (several GB); TORCH_PIP_ARGS can name an index with CPU builds"
-  fi
-  if [ "$(installed sglang)" != "$(wanted sglang)" ]; then
-    say "sglang $(wanted sglang), without its CUDA packages"
-    pip install --no-compile "${constraints[@]}" --no-deps sglang
-  fi
-  say "what SGLang needs on a CPU"
-  pip install --no-compile "${constraints[@]}" -r requirements/sglang-cpu.txt
+  local constraints=(-c requirements/constraints.txt) large='^(torch|triton)=='
+  say "what requirements/constraints.txt names, SGLang without its CUDA packages"
+  grep -E "$large" requirements/constraints.txt >build/large.txt
+  grep -vE "$large" requirements/constraints.txt >build/small.txt
+  # shellcheck disable=SC2086  # several arguments in one variable
+  pip install --no-compile --no-deps ${TORCH_PIP_ARGS:-} -r build/large.txt &
+  pip install --no-compile --no-deps -r build/small.txt
+  wait $!
+  say "what they need on this machine besides"
+  # shellcheck disable=SC2086
+  pip install --no-compile "${constraints[@]}" ${TORCH_PIP_ARGS:-} torch -r requirements/sglang-cpu.txt
+  "$venv/bin/python" -W ignore -c 'import torch, sys; sys.exit(torch.version.cuda is not None)' || say \
+    "note: this torch was built for CUDA (several GB); TORCH_PIP_ARGS can name an index with CPU builds"
   say "the sidecar and the shim, in place, with their extras"
   pip install --no-compile "${constraints[@]}" -e '.[demo,otel,dev]' -e ./engine_shim
 }

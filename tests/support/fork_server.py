@@ -66,27 +66,20 @@ class ForkedProcess:
         return self.returncode
 
 
-class ForkServer:
-    """A process that has imported `preload`.  It ends with this one, and its programs with it.
+class ForkClient:
+    """Starts programs through the control socket of a fork server that another process owns.
 
-    environment: the server's own, which modules may read while they are imported.
+    control: the server's, whose descriptor a child process can inherit.  A program is killed when
+    the server ends, and the server ends when nobody holds its control socket any longer.
     """
 
-    def __init__(self, preload: str, environment: Mapping[str, str]) -> None:
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
         self._lock = threading.Lock()
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # open as long as the server
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, _DATAGRAM)
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(theirs.fileno()), preload],
-                env=dict(environment),
-                stdin=subprocess.DEVNULL,
-                stdout=self._log,
-                stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
-        atexit.register(self.close)
+
+    def fileno(self) -> int:
+        """The descriptor of the control socket."""
+        return self._control.fileno()
 
     def start(
         self,
@@ -113,11 +106,34 @@ class ForkServer:
         answer = ours.recv(_MESSAGE_BYTES)
         if not answer:
             ours.close()
-            code = self._process.wait()
-            self._log.seek(0)
-            said = self._log.read().decode(errors="replace")
-            raise RuntimeError(f"the fork server has ended with status {code}:\n{said}")
+            raise RuntimeError(f"the fork server has ended{self._last_words()}")
         return ForkedProcess(json.loads(answer)["pid"], ours)
+
+    def _last_words(self) -> str:
+        return ""
+
+
+class ForkServer(ForkClient):
+    """A process that has imported `preload`.  It ends with this one, and its programs with it.
+
+    environment: the server's own, which modules may read while they are imported.
+    """
+
+    def __init__(self, preload: str, environment: Mapping[str, str]) -> None:
+        control, theirs = socket.socketpair(socket.AF_UNIX, _DATAGRAM)
+        super().__init__(control)
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # open as long as the server
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(theirs.fileno()), preload],
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        atexit.register(self.close)
 
     def close(self) -> None:
         """Ends the server and what it started."""
@@ -125,6 +141,11 @@ class ForkServer:
         self._control.close()
         self._process.wait()
         self._log.close()
+
+    def _last_words(self) -> str:
+        code = self._process.wait()
+        self._log.seek(0)
+        return f" with status {code}:\n{self._log.read().decode(errors='replace')}"
 
 
 class _Server:

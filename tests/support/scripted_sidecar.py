@@ -48,6 +48,7 @@ class ScriptedSidecar:
     arms: dict[int, Arm] = field(default_factory=dict)
     collecting: set[int] = field(default_factory=set)
     _lock: Lock = field(default_factory=Lock)
+    _lost_before: int = 0
 
     def __post_init__(self) -> None:
         self.server.first_plan = self._next_plan
@@ -71,18 +72,28 @@ class ScriptedSidecar:
         """Begins a script, counted from now; gives the number of reports before it."""
         self._let_reports_come()
         before = len(self.reports)
+        self._lost_before = self._dropped
         self.script = lambda count: script(count - before)
         self.server.push(self._next_plan())
         return before
 
     def reports_since(self, before: int, rows: int) -> list[StepReport]:
-        """The reports after the first `before`, once they cover that many rows."""
+        """The reports after the first `before`, once they cover that many rows.
+
+        A report that was lost on the way, as the agent says when a session has broken off, stands
+        for one row.
+        """
 
         def all_of_them() -> list[StepReport]:
             later = self.reports[before:]
-            return later if sum(report.batch_size for report in later) >= rows else []
+            covered = sum(report.batch_size for report in later) + self._dropped - self._lost_before
+            return later if covered >= rows else []
 
         return eventually(all_of_them, within=90.0, what=f"reports of {rows} rows")
+
+    @property
+    def _dropped(self) -> int:
+        return sum(request.dropped_reports for request in list(self.server.requests))
 
     def _let_reports_come(self) -> None:
         """Those of steps that have run; an engine that never rests is not waited for."""

@@ -16,9 +16,10 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.support.engine import run_lab
+
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
-FORKING_LAB = [sys.executable, "-m", "tests.support.forking_lab"]
 POLICIES = ["off", "static-2", "sglang-adaptive", "steered"]
 
 
@@ -37,13 +38,7 @@ class Ran:
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     output = tmp_path_factory.mktemp("demo")
-    demo = subprocess.run(
-        [*FORKING_LAB, "lab.demo", "--quick", "--output", str(output)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
+    demo = run_lab("lab.demo", "--quick", "--output", str(output))
     print(demo.stdout)
     assert demo.returncode == 0, demo.stdout
     return Ran(demo.stdout, output, json.loads((output / "result.json").read_text()))

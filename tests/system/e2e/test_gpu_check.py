@@ -1,8 +1,6 @@
 """`make gpu-check` without a GPU: all of it but the size of the models and the graphs."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,24 +8,15 @@ import pytest
 
 from controller.core.cost.profile import Profile
 from lab.gpu_check.shapes import QWEN3_8B, SMALL
+from tests.support.engine import run_lab
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
-
-
-def check(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "tests.support.forking_lab", "lab.gpu_check", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
 
 
 @pytest.fixture(scope="module")
 def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("check")
-    done = check(
+    done = run_lab("lab.gpu_check",
         "--cpu", "--shape", SMALL.name, "--repeats", "1", "--profile-seconds", "8",
         "--output", str(folder), "--keep-profile", str(folder / "profiles"),
     )  # fmt: skip
@@ -84,13 +73,13 @@ def test_the_findings_can_be_read(output: Path):
 
 
 def test_without_a_gpu_it_says_what_can_be_done(tmp_path: Path):
-    done = check("--output", str(tmp_path))
+    done = run_lab("lab.gpu_check", "--output", str(tmp_path))
     assert done.returncode == 2
     assert "--cpu --shape small" in " ".join(done.stdout.split())
 
 
 @pytest.mark.parametrize(("option", "known"), [("--shape", QWEN3_8B.name), ("--parts", "overhead")])
 def test_an_unknown_shape_or_part_is_refused(tmp_path: Path, option: str, known: str):
-    done = check("--cpu", option, "nothing", "--output", str(tmp_path))
+    done = run_lab("lab.gpu_check", "--cpu", option, "nothing", "--output", str(tmp_path))
     assert done.returncode == 1
     assert known in done.stdout

@@ -1,29 +1,18 @@
 """The lab with small numbers: every part runs on the real engine and ends in the report."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from lab.cpu_engine.environment import cpu_engine_env
+from tests.support.engine import run_lab
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def lab(folder: Path, *parts: str) -> dict[str, object]:
-    forking = [sys.executable, "-m", "tests.support.forking_lab"]
-    command = [*forking, "lab.learning", *parts, "--quick"]
-    done = subprocess.run(
-        [*command, "--output", str(folder)],
-        env=cpu_engine_env(),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=800,
-    )
-    assert not done.returncode, done.stdout[-3000:] + done.stderr[-3000:]
+    done = run_lab("lab.learning", *parts, "--quick", "--output", str(folder))
+    assert not done.returncode, done.stdout
     found: dict[str, object] = json.loads((folder / "result.json").read_text())
     page = (folder / "report.html").read_text()
     assert page.count("<svg") == len(parts)
@@ -45,13 +34,6 @@ def test_strides_and_sd2_are_measured_and_shown(tmp_path: Path):
 
 
 def test_an_unknown_part_is_refused():
-    done = subprocess.run(
-        [sys.executable, "-m", "lab.learning", "nonsense"],
-        env=cpu_engine_env(),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    done = run_lab("lab.learning", "nonsense")
     assert done.returncode == 2
-    assert "nonsense" in done.stderr
+    assert "nonsense" in done.stdout

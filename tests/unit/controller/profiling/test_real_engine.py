@@ -54,6 +54,7 @@ class Stand:
             "--engine-url", self.url,
             "--sidecar", self.address,
             "--output", str(self.output),
+            "--budget", "20",
         )  # fmt: skip
 
 

@@ -215,7 +215,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "time of zero": ({"off": True, "request": {"ttl_seconds": 0.0}}, "ttl_seconds 0"),
     "time in the past": ({"off": True, "request": {"ttl_seconds": -5.0}}, "ttl_seconds -5"),
     "time not a number": ({"off": True, "request": {"ttl_seconds": float("nan")}}, "nan"),
-    "time without end": ({"off": True, "request": {"ttl_seconds": float("inf")}}, "said explicit"),
+    "time without end": ({"off": True, "request": {"ttl_seconds": float("inf")}}, "set for_ever"),
     "time too long": ({"off": True, "request": {"ttl_seconds": 1e7}}, "at most 604800"),
     "for ever not meant": ({"off": True, "request": {"for_ever": False}}, "for_ever: say true"),
     "unknown regime": ({"regime": {"mode": 99}}, "is unspecified or not known"),
