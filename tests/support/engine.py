@@ -150,9 +150,14 @@ def run_lab(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     Its CPU engines find SGLang imported.
     """
     server = _fork_server()
+    variables = {
+        DESCRIPTOR: str(server.fileno()),
+        "LAB_MODELS": str(SHALLOW),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "proto")]),
+    }
     return subprocess.run(
         [sys.executable, "-m", "tests.support.forking_lab", module, *arguments],
-        env=os.environ | {DESCRIPTOR: str(server.fileno()), "LAB_MODELS": str(SHALLOW)},
+        env=os.environ | variables,
         pass_fds=[server.fileno()],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
