@@ -91,7 +91,7 @@ def test_every_token_is_plain_decodings_while_gamma_changes_with_every_plan(
     assert [answer.tokens for answer in answers] == plain["batch"]
     assert {report.gamma for report in reports} == {0, 1, 3, 5, 7}
     # A new plan comes with every step, unless the machine is so busy that it comes late.
-    assert sum(report.flags.switched for report in reports) > 10
+    assert sum(report.flags.switched for report in reports) > 5
 
 
 def test_reports_reconcile_with_sglangs_own_counters(
