@@ -5,10 +5,7 @@ import ipaddress
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
-
-if TYPE_CHECKING:
-    from controller.settings.settings import Settings
+from typing import TypeAlias
 
 _IP: TypeAlias = "ipaddress.IPv4Address | ipaddress.IPv6Address"
 
@@ -23,19 +20,6 @@ class Listener:
     name: str
     host: str
     port: int
-
-
-def listeners_of(settings: "Settings") -> list[Listener]:
-    """Returns all TCP listeners that the settings ask for."""
-    found = [
-        Listener(f"{name}_port", getattr(settings, f"{name}_host"), port)
-        for name in ("metrics", "page", "health")
-        if (port := getattr(settings, f"{name}_port"))
-    ]
-    if settings.tcp is None:
-        return found
-    host, _, port = settings.tcp.rpartition(":")
-    return [Listener("tcp", host, int(port)), *found]
 
 
 def clashes(listeners: Sequence[Listener]) -> Iterator[tuple[str, str, str]]:

@@ -26,7 +26,7 @@ from pydantic_settings import (
 from controller.core.errors import SpeculationError
 from controller.core.settings import PlannerSettings
 from controller.core.training.selective_training import TrainingSettings
-from controller.settings.listeners import clashes, listeners_of
+from controller.settings.listeners import Listener, clashes
 from controller.settings.sources import PREFIX, Sources, variable
 from controller.settings.yaml_file import (
     SettingsFile,
@@ -271,6 +271,19 @@ class Settings(BaseSettings):
         """The directory that keeps overrides and their audit."""
         return self.state_directory or Path(f"{self.socket_path}.state")
 
+    @property
+    def listeners(self) -> list[Listener]:
+        """All TCP listeners that are asked for."""
+        found = [
+            Listener(f"{name}_port", getattr(self, f"{name}_host"), port)
+            for name in ("metrics", "page", "health")
+            if (port := getattr(self, f"{name}_port"))
+        ]
+        if self.tcp is None:
+            return found
+        host, _, port = self.tcp.rpartition(":")
+        return [Listener("tcp", host, int(port)), *found]
+
     @classmethod
     def load(cls, flags: Mapping[str, Any] | None = None, config: Path | None = None) -> Self:
         """Returns the settings that `read` returns, without their sources."""
@@ -359,7 +372,7 @@ def _refuse_what_clashes(settings: Settings, sources: Sources) -> None:
     ]
     faults += [
         f"{text} (from {sources.origin(one)} and {sources.origin(other)})"
-        for one, other, text in clashes(listeners_of(settings))
+        for one, other, text in clashes(settings.listeners)
     ]
     if faults:
         raise SettingsError("\n".join(faults))

@@ -9,7 +9,6 @@ import kubernetes_validate
 import pytest
 
 import controller
-from controller.settings.listeners import listeners_of
 from controller.settings.settings import Settings, SettingsError
 from engine_shim.sglang.api.settings import PluginSettings
 from engine_shim.sglang.api.versions import TESTED
@@ -268,5 +267,5 @@ def test_the_page_has_a_port_of_its_own_wherever_it_is_documented(
         for port in re.findall(r"--page-port (\d+)", (ROOT / page).read_text())
     ]
     assert len(named) >= 2
-    taken = {listener.port for listener in listeners_of(settings)}
+    taken = {listener.port for listener in settings.listeners}
     assert not taken & set(named)
