@@ -54,17 +54,21 @@ pip() {
 # The constraints name all that .venv holds, so pip need not resolve anything: torch and triton, half
 # of it, are unpacked beside the rest.
 install() {
-  local constraints=(-c requirements/constraints.txt) large='^(torch|triton)=='
-  say "what requirements/constraints.txt names, SGLang without its CUDA packages"
-  grep -E "$large" requirements/constraints.txt >build/large.txt
-  grep -vE "$large" requirements/constraints.txt >build/small.txt
-  # shellcheck disable=SC2086  # several arguments in one variable
-  pip install --no-compile --no-deps ${TORCH_PIP_ARGS:-} -r build/large.txt &
-  pip install --no-compile --no-deps -r build/small.txt
+  local pinned=requirements/constraints.txt
+  local constraints=(-c $pinned)
+  say "what $pinned names, SGLang without its CUDA packages"
+  grep -E '^torch==' $pinned >build/torch.txt
+  grep -E '^triton==' $pinned >build/triton.txt
+  grep -vE '^(torch|triton)==' $pinned >build/rest.txt
+  {
+    # shellcheck disable=SC2086  # several arguments in one variable
+    pip install --no-compile --no-deps ${TORCH_PIP_ARGS:-} -r build/torch.txt
+    pip install --no-compile --no-deps -r build/triton.txt
+  } &
+  pip install --no-compile --no-deps -r build/rest.txt
   wait $!
   say "what they need on this machine besides"
-  # shellcheck disable=SC2086
-  pip install --no-compile "${constraints[@]}" ${TORCH_PIP_ARGS:-} torch -r requirements/sglang-cpu.txt
+  pip install --no-compile "${constraints[@]}" torch -r requirements/sglang-cpu.txt
   "$venv/bin/python" -W ignore -c 'import torch, sys; sys.exit(torch.version.cuda is not None)' || say \
     "note: this torch was built for CUDA (several GB); TORCH_PIP_ARGS can name an index with CPU builds"
   say "the sidecar and the shim, in place, with their extras"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 _SHIPPED = Path(__file__).parent / "models"
 # Folder of the set that the demo and the lab serve; LAB_MODELS names another one.
-MODELS = Path(os.environ.get("LAB_MODELS", _SHIPPED))
+MODELS = Path(os.environ.get("LAB_MODELS") or _SHIPPED).absolute()
 # The set of a target with few layers.
 SHALLOW = _SHIPPED / "shallow"
 

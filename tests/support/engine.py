@@ -26,7 +26,7 @@ from tests.support.fork_server import ForkedProcess, ForkServer
 from tests.support.forking_lab import DESCRIPTOR
 
 ROOT = Path(engine_shim.__file__).parents[1]
-# A step of this target takes a third of the time that a step of the demo's takes.
+# The steps of this target are much shorter than those of the demo's.
 TARGET = SHALLOW / "target"
 DRAFT = SHALLOW / "draft-mixed"
 DFLASH = SHALLOW / "dflash"

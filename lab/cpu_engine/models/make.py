@@ -140,7 +140,7 @@ def main() -> None:
     parser.add_argument(
         "--shallow",
         action="store_true",
-        help="make the set for tests, in the folder `shallow` of the output",
+        help="make the set for tests beside the full one, whose tokenizer it shares",
     )
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")

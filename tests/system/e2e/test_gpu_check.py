@@ -16,8 +16,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 @pytest.fixture(scope="module")
 def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("check")
-    done = run_lab("lab.gpu_check",
-        "--cpu", "--shape", SMALL.name, "--repeats", "1", "--profile-seconds", "8",
+    done = run_lab(
+        "lab.gpu_check", "--cpu", "--shape", SMALL.name, "--repeats", "1", "--profile-seconds", "8",
         "--output", str(folder), "--keep-profile", str(folder / "profiles"),
     )  # fmt: skip
     print(done.stdout)
