@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -61,6 +62,15 @@ def test_a_recipe_becomes_folders(few_texts: dict[str, list[str]], tmp_path: Pat
         passages = np.load(passage_file(tmp_path / "held_out", domain))
         assert passages.shape == (PASSAGES, LONGEST_PROMPT)
         assert passages.max() < corpus.VOCABULARY_SIZE
+
+
+def test_a_second_set_shares_the_tokenizer_and_the_held_out_text(
+    few_texts: dict[str, list[str]], tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    make(replace(recipe(), drafts={}, blocks={}, sd2={}), tmp_path, few_texts, tokenizer=tokenizer)
+    assert [path.name for path in tmp_path.iterdir()] == ["target"]
+    saved = Tokenizer.from_file(str(tmp_path / "target/tokenizer.json"))
+    assert saved.to_str() == tokenizer.to_str()
 
 
 def test_drafts_can_be_made_again_for_the_target_already_there(
