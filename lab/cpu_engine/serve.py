@@ -12,18 +12,22 @@ from importlib.util import find_spec
 
 from lab.cpu_engine.environment import enter_cpu_environment
 
-# None marks an option that takes no value.
-_DEFAULTS: dict[str, str | None] = {
-    "--device": "cpu",
+_DEFAULTS: dict[str, tuple[str, ...]] = {
+    "--device": ("cpu",),
     # The dtype in which a token's bits do not depend on the batch, so speculation is exact.
-    "--dtype": "float32",
-    "--disable-cuda-graph": None,
-    "--skip-server-warmup": None,
+    "--dtype": ("float32",),
+    "--skip-server-warmup": (),
     # SGLang would size its cache by the machine's memory and take most of it.
-    "--max-running-requests": "16",
-    "--max-total-tokens": "16384",
+    "--max-running-requests": ("16",),
+    "--max-total-tokens": ("16384",),
     # An idle scheduler would keep a core busy.
-    "--sleep-on-idle": None,
+    "--sleep-on-idle": (),
+}
+_NO_GRAPHS: dict[str, tuple[str, ...]] = {"--disable-cuda-graph": ()}
+# With CPU_ENGINE_GRAPHS=1, see standin/cpu_graphs.  Larger batches run without a graph.
+_GRAPHS: dict[str, tuple[str, ...]] = {
+    "--cuda-graph-backend-prefill": ("disabled",),
+    "--cuda-graph-bs-decode": ("1", "2", "4", "8"),
 }
 
 
@@ -31,9 +35,10 @@ def with_cpu_defaults(arguments: Sequence[str]) -> list[str]:
     """Returns the CPU defaults that ``arguments`` do not name themselves, then ``arguments``."""
     named = {argument.split("=", 1)[0] for argument in arguments}
     defaults: list[str] = []
-    for option, value in _DEFAULTS.items():
+    graphs = os.environ.get("CPU_ENGINE_GRAPHS") == "1"
+    for option, values in (_DEFAULTS | (_GRAPHS if graphs else _NO_GRAPHS)).items():
         if option not in named:
-            defaults += [option] if value is None else [option, value]
+            defaults += [option, *values]
     return [*defaults, *arguments]
 
 

@@ -30,6 +30,9 @@ def prepare_sglang() -> None:
     if not _wanted():
         return
     accept_any_weight()
+    from cpu_graphs import patches
+
+    patches.install()
     # A process that has not loaded the scheduler never drafts.
     if "sglang.srt.managers.scheduler" in sys.modules:
         draft_in_blocks()

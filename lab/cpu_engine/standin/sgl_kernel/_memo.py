@@ -8,6 +8,15 @@ from torch import Tensor
 
 Derived = TypeVar("Derived")
 
+# Counts the replays of graphs, which write into memory through tensors of their own.
+_generation = 0
+
+
+def begin_generation() -> None:
+    """Has every kept value derived anew."""
+    global _generation  # noqa: PLW0603 - what a replay writes, any memo may have read
+    _generation += 1
+
 
 class Memo(Generic[Derived]):
     """Keeps the last derived value while everything it was made from stays the same.
@@ -17,12 +26,13 @@ class Memo(Generic[Derived]):
     table is recognised by identity and version counter, which every in-place torch operation
     raises, in inference mode too; a table without a counter is never remembered.  Only a write
     behind torch's back (numpy, a raw pointer, ``.data``) would go unseen, and SGLang fills the
-    tables used here, slots and rotary factors, with ordinary torch operations.
+    tables used here, slots and rotary factors, with ordinary torch operations.  A graph's replay
+    sees the tables through aliases without a common counter, so nothing is kept across its ends.
     """
 
     def __init__(self) -> None:
         self._table: Tensor | None = None
-        self._key: tuple[int, tuple[int, ...]] = (0, ())
+        self._key: tuple[int, int, tuple[int, ...]] = (0, 0, ())
         self._inputs: tuple[Tensor | None, ...] = ()
         self._derived: Derived
 
@@ -36,7 +46,7 @@ class Memo(Generic[Derived]):
         """Returns the kept value, or that of ``make()`` if another argument changed."""
         if table.is_inference():
             return make()
-        key = (table._version, options)
+        key = (_generation, table._version, options)
         if (
             table is not self._table
             or key != self._key

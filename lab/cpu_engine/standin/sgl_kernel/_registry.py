@@ -6,9 +6,11 @@ attribute on the same namespace is found by the same look-up and saves the dispa
 """
 
 from collections.abc import Callable
-from typing import NoReturn, TypeVar
+from functools import wraps
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
+from cpu_graphs import recorder
 
 Operator = TypeVar("Operator", bound=Callable[..., object])
 
@@ -63,6 +65,17 @@ def bind_placeholders() -> None:
 
 
 def operator(function: Operator) -> Operator:
-    """Makes ``function`` reachable as ``torch.ops.sgl_kernel.<its name>``."""
-    setattr(NAMESPACE, function.__name__, function)
-    return function
+    """Makes ``function`` reachable as ``torch.ops.sgl_kernel.<its name>``.
+
+    A graph that is being captured records a call of it as one node.
+    """
+
+    @wraps(function)
+    def kernel(*arguments: Any, **keywords: Any) -> Any:
+        recording = recorder.current
+        if recording is None or recording.is_paused:
+            return function(*arguments, **keywords)
+        return recording.run_kernel(function, arguments, keywords)
+
+    setattr(NAMESPACE, function.__name__, kernel)
+    return cast("Operator", kernel)

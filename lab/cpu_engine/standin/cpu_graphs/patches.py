@@ -1,0 +1,139 @@
+"""Has SGLang believe that its CPU captures graphs and overlaps its schedule.
+
+Each patch answers one question of SGLang's that asks for the device, or takes the place of one
+function that is written for CUDA alone.  The runners, their buffers and their decisions are
+SGLang's own.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from cpu_graphs import attention, graph
+
+_SCHEDULER = "sglang.srt.managers.scheduler"
+
+
+def graphs_wanted() -> bool:
+    """Whether CPU_ENGINE_GRAPHS asks for graphs."""
+    return os.environ.get("CPU_ENGINE_GRAPHS") == "1"
+
+
+def install() -> None:
+    """Installs what the environment asks for into this process of SGLang."""
+    overlaps = os.environ.get("CPU_ENGINE_OVERLAP") == "1"
+    if overlaps:
+        _keep_overlap()
+    # A process that has not loaded the scheduler never runs a model.
+    if _SCHEDULER not in sys.modules:
+        return
+    if overlaps:
+        _gather_for_overlap()
+    if graphs_wanted():
+        _patch_torch()
+        _patch_sglang()
+        attention.install(host_lengths=os.environ.get("CPU_ENGINE_HOST_LENGTHS") != "0")
+    ledger = os.environ.get("CPU_ENGINE_SYNCHRONISATIONS")
+    if ledger:
+        from cpu_graphs import synchronisations
+
+        synchronisations.install(ledger)
+
+
+def _keep_overlap() -> None:
+    from sglang.srt.arg_groups import speculative_hook
+
+    speculative_hook._disable_overlap_schedule_for_cpu = lambda _: None
+
+
+def _gather_for_overlap() -> None:
+    """Replaces a Triton kernel by what it computes."""
+    from sglang.srt.managers import overlap_utils
+
+    def gather(at: Any, p: Any, index: Any, tokens: Any, hidden: Any) -> tuple[Any, ...]:
+        return p[at], index[at], tokens[at], None if hidden is None else hidden[at]
+
+    overlap_utils.gather_spec_extras = gather
+
+
+def _patch_torch() -> None:
+    cpu: Any = torch.cpu
+    cpu.graph = graph.capture
+    cpu.graph_pool_handle = lambda: (0, 0)
+    cpu.is_current_stream_capturing = graph.is_capturing
+    torch.cuda.CUDAGraph = graph.Graph
+
+    class Stream(cpu.Stream):  # type: ignore[misc]
+        """A stream on which everything has ended when it is launched."""
+
+        cuda_stream = property(id)
+
+        def synchronize(self) -> None:
+            """Returns, as all work is done."""
+
+        def record_event(self, event: Any = None) -> Any:
+            return event or cpu.Event()
+
+    cpu.Stream = Stream
+    cpu._current_stream = cpu._default_cpu_stream = Stream()
+
+
+def _patch_sglang() -> None:
+    from sglang.srt.distributed.parallel_state import GroupCoordinator
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+    from sglang.srt.model_executor.model_runner_components import cuda_graph_setup
+    from sglang.srt.model_executor.runner import decode_cuda_graph_runner
+    from sglang.srt.speculative import eagle_worker_v2
+
+    # It collects garbage around each capture, which frees memory of a GPU and takes most of the
+    # time here.
+    decode_cuda_graph_runner.freeze_gc = lambda _: nullcontext()
+    # NCCL has a context of its own for captures.
+    GroupCoordinator.graph_capture = _graph_capture
+    ForwardMode.is_cpu_graph = ForwardMode.is_cuda_graph
+    cuda_graph_setup.capture_decode_graph = _capture_decode_graph
+    eagle_worker_v2._is_cpu = False
+    eagle_worker_v2._select_spec_graph_runner_cls = _runner_class
+
+
+@contextmanager
+def _graph_capture(
+    group: Any, graph_capture_context: Any = None, stream: Any = None
+) -> Iterator[Any]:
+    from sglang.srt.distributed.parallel_state import GraphCaptureContext
+
+    yield graph_capture_context or GraphCaptureContext(stream)
+
+
+def _runner_class(
+    *, builtin_runner_cls: Callable[[], type | None], oot_runner_cls: Callable[[], type | None]
+) -> type | None:
+    """Selects the runner that SGLang selects on CUDA, by the table that its question names."""
+    from sglang.srt.speculative import eagle_worker_v2 as module
+
+    asked = builtin_runner_cls.__code__.co_freevars
+    if "Device2DraftCudaGraphRunner" in asked:
+        return module.EAGLEDraftCudaGraphRunner
+    if "Device2ExtendCudaGraphRunner" in asked:
+        return module.EAGLEDraftExtendCudaGraphRunner
+    return builtin_runner_cls()
+
+
+def _capture_decode_graph(*, model_runner: Any) -> Any:
+    from sglang.srt.model_executor.cuda_graph_config import (
+        Backend,
+        Phase,
+        check_cuda_graph_backend,
+    )
+    from sglang.srt.model_executor.model_runner_components.cuda_graph_setup import GraphCapture
+
+    runner = None
+    if not check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED):
+        runner = model_runner._decode_cuda_graph_runner_cls()(model_runner)
+    return GraphCapture(runner=runner, memory_phase="decode", memory_usage_gb=0, capture_time=0)
