@@ -118,9 +118,13 @@ class EngineHooks:
             return result
         choice = self.ranks.choose(batch.seq_lens.shape[0])
         self.policy.run(choice)
+        before = self._launching
+        unread = 0 if before is None or before.is_read_back else before.choice.gamma + 1
         launch = Launch(choice, batch.forward_iter, kv_tokens_at_launch(batch))
         if sleep is not None:
-            launch.asleep = self._catch_up(sleep, batch, choice.asleep and choice.gamma == 0)
+            launch.asleep = self._catch_up(
+                sleep, batch, choice.asleep and choice.gamma == 0, unread
+            )
         self._update(lambda online: online.before_step())
         launch.update_status = self._update_status()
         self._launching = launch
@@ -165,6 +169,8 @@ class EngineHooks:
     ) -> Any:
         """Wraps the method `SchedulerBatchResultProcessor._resolve_spec_v2_tokens`."""
         launch: Launch | None = getattr(result, "speculation_launch", None)
+        if launch is not None:
+            launch.is_read_back = True
         if launch is None or self.tap is None:
             return original(processor, result, batch)
         if launch.kv_tokens is None:
@@ -201,10 +207,10 @@ class EngineHooks:
         if self.block is not None and self.block.over:
             self.losses.lose(engine_pb2.CAPABILITY_DRAFTER, self.block.over, DFLASH_NAME)
 
-    def _catch_up(self, sleep: IdleDrafter, batch: Any, asleep: bool) -> bool:
+    def _catch_up(self, sleep: IdleDrafter, batch: Any, asleep: bool, unread: int) -> bool:
         """True when the drafter may sleep through the step that begins."""
         try:
-            sleep.before_step(batch, asleep=asleep)
+            sleep.before_step(batch, asleep=asleep, unread_tokens=unread)
         except Exception as error:  # out of memory, say: then it drafts cold
             if self.several:
                 raise

@@ -37,16 +37,19 @@ class Launch:
 
     `forward_iter`: SGLang's counter of forwards, prefills included.  `kv_tokens`: sum of context
     lengths before the step; None while only the requests know it.  `started`: perf_counter seconds.
-    `update_status`: of the drafter's online updates.
+    `update_status`: of the drafter's online updates.  `is_read_back`: whether the scheduler has
+    counted what the step accepted.
     """
 
-    __slots__ = ("asleep", "choice", "forward_iter", "kv_tokens", "started", "update_status")
+    __slots__ = (
+        "asleep", "choice", "forward_iter", "is_read_back", "kv_tokens", "started", "update_status",
+    )  # fmt: skip
 
     def __init__(self, choice: StepChoice, forward_iter: int | None, kv_tokens: int | None) -> None:
         self.choice = choice
         self.forward_iter = forward_iter
         self.kv_tokens = kv_tokens
-        self.asleep = False
+        self.asleep = self.is_read_back = False
         self.update_status = NO_UPDATE
         self.started = perf_counter()
 

@@ -40,6 +40,17 @@ CODE_ONLY = (
     "--speculative-algorithm", "EAGLE3",
     "--speculative-draft-model-path", str(SHALLOW / "draft-code"),
 )  # fmt: skip
+# How an engine runs its passes.  The last one is how most GPUs do: FlashAttention and TensorRT-LLM
+# keep no context lengths on the host.
+MODES: Mapping[str, Mapping[str, str]] = {
+    "eager": {},
+    "graphs": {"CPU_ENGINE_GRAPHS": "1"},
+    "overlapped": {
+        "CPU_ENGINE_GRAPHS": "1",
+        "CPU_ENGINE_OVERLAP": "1",
+        "CPU_ENGINE_HOST_LENGTHS": "0",
+    },
+}
 ONLINE = {"SPECULATION_ONLINE_UPDATES": "1", "SPECULATION_GAMMAS": "0,1,3"}
 START_SECONDS = 240.0
 

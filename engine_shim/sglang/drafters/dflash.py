@@ -24,6 +24,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from engine_shim.link.losses import reason_of
 from engine_shim.sglang.api import ranks, sglang_api
 from engine_shim.sglang.api.errors import HookError, UnsupportedEngineError
+from engine_shim.sglang.api.transfer import to_device
 
 Found = TypeVar("Found")
 
@@ -236,8 +237,8 @@ class DFlashDrafter:
 
     def read_prompt(self, batch: Any, hidden: torch.Tensor, kv_loc_plan: Any) -> None:
         """Reads a prefill's positions: hidden [tokens, width], request after request."""
-        lengths = torch.tensor(batch.extend_lens, dtype=torch.int32, device=self._device)
-        prefixes = torch.tensor(batch.prefix_lens, dtype=torch.int32, device=self._device)
+        lengths = to_device(batch.extend_lens, self._device, torch.int32)
+        prefixes = to_device(batch.prefix_lens, self._device, torch.int32)
         backend = self._worker.model_runner.prefill_attention_backend_str
         positions, _ = compute_position(backend, prefixes, lengths, int(sum(batch.extend_lens)))
         slots = batch.out_cache_loc

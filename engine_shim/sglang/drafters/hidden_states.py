@@ -28,8 +28,9 @@ class SharedCapture:
         self._revision = revision
         self._config: ModelConfig | None = None
         self._hidden_size = 0
-        self._own: list[int] = []
-        self._block: list[int] = []
+        # Groups of columns that each drafter reads, on the target's device once that was built.
+        self._own = torch.empty(0, dtype=torch.int64)
+        self._block = torch.empty(0, dtype=torch.int64)
         self._appends_last = False
 
     @property
@@ -77,11 +78,11 @@ class SharedCapture:
             wanted[who] = sorted(holder.layers_to_capture)
         union = sorted({*wanted["own"], *wanted["block"]})
         holder.layers_to_capture = union
-        self._block = [union.index(layer) for layer in wanted["block"]]
-        self._own = [union.index(layer) for layer in wanted["own"]]
-        self._appends_last = not self._own
-        if self._appends_last:
-            self._own = [len(union)]
+        own = [union.index(layer) for layer in wanted["own"]]
+        self._appends_last = not own
+        device = next(model.parameters()).device
+        self._own = torch.tensor(own or [len(union)], device=device)
+        self._block = torch.tensor([union.index(layer) for layer in wanted["block"]], device=device)
 
     def around_store(
         self, original: Callable[..., Any], processor: Any, hidden: Any, before_norm: Any,
@@ -97,7 +98,11 @@ class SharedCapture:
     def split(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[rows, groups * H] to what the engine's own drafter reads, and what DFlash reads."""
         groups = hidden.view(hidden.shape[0], -1, self._hidden_size)
-        return groups[:, self._own].flatten(1), groups[:, self._block].flatten(1)
+        # Indexing with a list would copy the list to the device, and wait for that.
+        return (
+            groups.index_select(1, self._own).flatten(1),
+            groups.index_select(1, self._block).flatten(1),
+        )
 
 
 def draft_config(server_args: Any, model_path: str, revision: str | None) -> ModelConfig:

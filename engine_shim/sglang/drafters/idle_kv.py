@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine_shim.sglang.api import sglang_api
+from engine_shim.sglang.api.transfer import to_device
 from engine_shim.sglang.drafters.idle_kv_buffer import BacklogRows, BacklogStep, BacklogSteps
 
 if TYPE_CHECKING:
@@ -81,11 +82,20 @@ class IdleDrafter:
         self._worker = worker
         self._dual = second
         self._backlog = BacklogSteps(max_steps)
+        # Of the step that begins: context lengths, and by how much they may be larger.
+        self._lengths: tuple[list[int], int] = ([], 0)
         self.counters = IdleCounters()
 
-    def before_step(self, batch: Any, *, asleep: bool) -> None:
-        """To be called as a decode step begins, before anything drafts."""
+    def before_step(self, batch: Any, *, asleep: bool, unread_tokens: int = 0) -> None:
+        """To be called as a decode step begins, before anything drafts.
+
+        unread_tokens: the most that the step before has added to a request, where the scheduler has
+        not read that back; 0 where it has.
+        """
         backlog = self._backlog
+        if not asleep and not len(backlog):
+            return
+        self._lengths = self._known_lengths(batch, unread_tokens)
         if len(backlog) and (not asleep or backlog.is_full_for(len(batch.reqs))):
             self._catch_up(batch)
 
@@ -105,25 +115,46 @@ class IdleDrafter:
             batch.seq_lens.to(torch.int64, copy=True),
             result.next_token_ids[:size].to(torch.int64, copy=True),
             result.logits_output.hidden_states[:size].clone(),
+            *self._lengths,
         )
         self._worker._stub_skipped_draft_extend(batch, result)
         self._backlog.add(step)
         self.counters.slept += 1
 
+    def _known_lengths(self, batch: Any, unread_tokens: int) -> tuple[list[int], int]:
+        """Each request's context length and by how much it may be larger, without any wait.
+
+        Where SGLang keeps no lengths on the host (FlashAttention, TensorRT-LLM), they follow from
+        what its requests have committed, and from what the step before has added since.
+        """
+        if batch.seq_lens_cpu is not None:
+            return batch.seq_lens_cpu.tolist(), 0
+        committed = [request.kv.kv_committed_len for request in batch.reqs]
+        if not unread_tokens:
+            return committed, 0
+        # Asleep it added one token to each; awake, the buffer is empty.
+        newest = self._backlog.newest_ids
+        if newest:
+            found = zip(batch.reqs, committed, strict=True)
+            return [length + (request.rid in newest) for request, length in found], 0
+        return committed, unread_tokens
+
     def _catch_up(self, batch: Any) -> None:
         positions, tokens, hidden = self._backlog.tensors()
-        lengths = batch.seq_lens if batch.seq_lens_cpu is None else batch.seq_lens_cpu
-        backlog = self._backlog.of_batch(
-            [request.rid for request in batch.reqs], lengths.tolist(), positions.tolist()
-        )
+        backlog = self._backlog.of_batch([request.rid for request in batch.reqs], self._lengths[0])
         self._backlog.clear()
         self.counters.cold += backlog.cold
         self.counters.unread += backlog.unread
         if not backlog.rows:
             return
-        order = torch.tensor(backlog.order, device=tokens.device)
-        rows = torch.tensor(backlog.rows, device=tokens.device)
-        extend = _extend_batch(batch, backlog, rows, positions[order])
+        count, size = len(backlog.order), len(backlog.rows)
+        owners = [
+            row for row, length in zip(backlog.rows, backlog.lengths, strict=True)
+            for _ in range(length)
+        ]  # fmt: skip
+        lists = to_device([*backlog.order, *owners, *backlog.rows], tokens.device)
+        order, owner, rows = lists.split([count, count, size])
+        extend = _extend_batch(batch, backlog, rows, owner, positions[order])
         hidden, draft = hidden[order], self._worker.draft_worker
         if sglang_api.dflash_only(draft) is not None:
             draft.catch_up(hidden, extend.out_cache_loc, positions[order])
@@ -137,11 +168,15 @@ class IdleDrafter:
 
 
 def _extend_batch(
-    batch: Any, backlog: BacklogRows, rows: torch.Tensor, positions: torch.Tensor
+    batch: Any,
+    backlog: BacklogRows,
+    rows: torch.Tensor,
+    owner: torch.Tensor,
+    positions: torch.Tensor,
 ) -> Any:
     """A `ScheduleBatch` of the requests that are behind, extending by what they missed.
 
-    The slots it writes are those the target has filled already: nothing is allocated.
+    rows: their places in the batch; owner: that of each missed position.  The slots it writes are those the target has filled already: nothing is allocated.
     """
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
@@ -149,15 +184,12 @@ def _extend_batch(
     extend.reqs = [batch.reqs[row] for row in backlog.rows]
     extend.req_pool_indices = batch.req_pool_indices[rows]
     extend.seq_lens = batch.seq_lens[rows]
-    if batch.seq_lens_cpu is not None:
-        extend.seq_lens_cpu = batch.seq_lens_cpu[backlog.rows]
+    ends = zip(backlog.starts, backlog.lengths, strict=True)
+    extend.seq_lens_cpu = torch.tensor([start + length for start, length in ends])
     extend.seq_lens_sum = sum(backlog.starts) + sum(backlog.lengths)
     if batch.orig_seq_lens is not None:
         extend.orig_seq_lens = batch.orig_seq_lens[rows]
-    lengths = torch.tensor(backlog.lengths, device=rows.device)
-    slots = batch.req_to_token_pool.req_to_token[
-        extend.req_pool_indices.to(torch.int64).repeat_interleave(lengths), positions
-    ]
+    slots = batch.req_to_token_pool.req_to_token[batch.req_pool_indices[owner], positions]
     extend.out_cache_loc = slots.to(torch.int64)
     extend.forward_mode = ForwardMode.EXTEND
     extend.prefix_lens = backlog.starts

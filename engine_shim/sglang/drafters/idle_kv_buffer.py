@@ -19,13 +19,17 @@ class BacklogStep(NamedTuple):
     """One step that the drafter slept through; a row for each request.
 
     positions: int64[B], where the target read; tokens: int64[B], what it then chose (for
-    position + 1); hidden: [B, H], its hidden states there, in the form the drafter takes.
+    position + 1); hidden: [B, H], its hidden states there, in the form the drafter takes.  All
+    three are on the device.  known: the positions as the host knew them, which may each be up to
+    `slack` too small while the step before was not read back.
     """
 
     request_ids: list[str]
     positions: torch.Tensor
     tokens: torch.Tensor
     hidden: torch.Tensor
+    known: list[int]
+    slack: int = 0
 
 
 class BacklogRows(NamedTuple):
@@ -96,15 +100,19 @@ class BacklogSteps:
             torch.cat([step.hidden for step in steps]),
         )
 
-    def of_batch(
-        self, request_ids: Sequence[str], lengths: Sequence[int], positions: Sequence[int]
-    ) -> BacklogRows:
-        """Describes what each request of a batch has missed.
+    @property
+    def newest_ids(self) -> frozenset[str]:
+        """The requests of the newest step; none when the buffer is empty."""
+        return frozenset(self._steps[-1].request_ids if self._steps else ())
 
-        `lengths`: its context lengths now.  `positions`: those of the whole buffer, as in
-        `tensors`.
+    def of_batch(self, request_ids: Sequence[str], lengths: Sequence[int]) -> BacklogRows:
+        """Describes what each request of a batch has missed; `lengths`: its context lengths now.
+
+        A step at gamma = 0 adds one token to each request, so the missed positions are the last
+        ones, unless a request went on unseen: then the oldest of them is not where the host saw it.
         """
         backlog: dict[str, list[int]] = {request_id: [] for request_id in request_ids}
+        oldest: dict[str, tuple[int, int]] = {}
         cold = unread = base = 0
         for index, step in enumerate(self._steps):
             for row, request_id in enumerate(step.request_ids, base):
@@ -112,6 +120,7 @@ class BacklogSteps:
                     continue
                 if request_id in backlog:
                     backlog[request_id].append(row)
+                    oldest.setdefault(request_id, (step.known[row - base], step.slack))
                 else:
                     unread += 1
             base += len(step.request_ids)
@@ -120,8 +129,8 @@ class BacklogSteps:
             order = backlog[request_id]
             if not order:
                 continue
-            start = length - len(order)
-            if [positions[i] for i in order] != list(range(start, length)):
+            start, (known, slack) = length - len(order), oldest[request_id]
+            if not known <= start <= known + slack:
                 cold += 1
                 unread += len(order)
                 continue

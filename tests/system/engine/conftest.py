@@ -8,7 +8,7 @@ from itertools import chain
 import pytest
 from filelock import FileLock
 
-from tests.support.engine import serving
+from tests.support.engine import MODES, serving
 from tests.support.prompts_in_flight import (
     ALONE,
     ALONE_LENGTH,
@@ -20,6 +20,13 @@ from tests.support.prompts_in_flight import (
     WAVES,
 )
 from tests.support.scripted_sidecar import ScriptedSidecar, scripted_sidecar
+
+
+@pytest.fixture(scope="module", params=MODES)
+def mode(request: pytest.FixtureRequest) -> str:
+    """Each way in which an engine runs its passes, one after the other."""
+    name: str = request.param
+    return name
 
 
 @pytest.fixture(scope="module")

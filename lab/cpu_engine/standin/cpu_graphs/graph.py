@@ -63,10 +63,14 @@ class Graph:
         """Forgets the recording and gives up its memory."""
         if self._recording is not None:
             for storage, *_ in self._recording.aliases:
-                _held[storage] -= 1
+                _release(storage)
             for tensor in self._intermediates or ():
-                _held[tensor.untyped_storage()._cdata] -= 1
-        self.__init__()  # type: ignore[misc]
+                _release(tensor.untyped_storage()._cdata)
+        self._recording, self._inputs, self._intermediates = None, {}, None
+
+    def __del__(self) -> None:
+        # An address that nobody counts any longer may be that of new memory.
+        self.reset()
 
     def pool(self) -> tuple[int, int]:
         """Returns the handle of the one memory pool."""
@@ -87,10 +91,11 @@ class Graph:
 
     def _overwrite_intermediates(self, recording: Recording) -> None:
         if self._intermediates is None:
+            aliases = {storage: alias for (storage, *_), alias in recording.aliases.items()}
             # Only now: what a capture returns has its owner once the capture is over.
             self._intermediates = [
                 _whole(alias)
-                for storage, alias in {key[0]: alias for key, alias in recording.aliases.items()}.items()
+                for storage, alias in aliases.items()
                 if storage in recording.made and not _has_owner(storage)
             ]
         for tensor in self._intermediates:
@@ -117,9 +122,18 @@ def is_capturing() -> bool:
     return recorder.current is not None
 
 
+def _release(storage: int) -> None:
+    _held[storage] -= 1
+    if not _held[storage]:
+        del _held[storage]
+
+
 def _has_owner(storage: int) -> bool:
-    """Whether anything but graphs holds a storage."""
-    return torch._C._storage_Use_Count(storage) > _held[storage]
+    """Whether anything but graphs holds a storage.
+
+    torch's own wrapper, which asking a tensor for its storage has made, counts as one more.
+    """
+    return torch._C._storage_Use_Count(storage) > _held[storage] + 1
 
 
 def _whole(alias: Tensor) -> Tensor:

@@ -75,7 +75,7 @@ class Recording(TorchDispatchMode):
         self.nodes: list[Node] = []
         self.made: set[int] = set()
         self.aliases: dict[tuple[Any, ...], Tensor] = {}
-        self._refusals = _RefusedFunctions(self)
+        self._refusals = _RefusedFunctions()
         self._is_inside_kernel = False
 
     def __enter__(self) -> Recording:
@@ -170,10 +170,6 @@ class Recording(TorchDispatchMode):
 class _RefusedFunctions(TorchFunctionMode):
     """Refuses what never reaches the dispatcher of a CPU, since the memory is the host's anyway."""
 
-    def __init__(self, recording: Recording) -> None:
-        super().__init__()
-        self._recording = recording
-
     def __torch_function__(
         self,
         function: Any,
@@ -182,7 +178,7 @@ class _RefusedFunctions(TorchFunctionMode):
         keywords: dict[str, Any] | None = None,
     ) -> Any:
         keywords = keywords or {}
-        if current is self._recording and not self._recording.is_paused:
+        if current is not None and not current.is_paused:
             reason = waiting_reason(function, arguments, keywords)
             if reason is not None:
                 raise CaptureError(f"operation not permitted when stream is capturing: {reason}")

@@ -43,7 +43,7 @@ class Sleep:
         if call.startswith(self.failing or "nothing"):
             raise RuntimeError("out of memory")
 
-    def before_step(self, batch: Any, *, asleep: bool) -> None:
+    def before_step(self, batch: Any, *, asleep: bool, unread_tokens: int) -> None:
         self._note(f"before {'asleep' if asleep else 'awake'}")
 
     def sleep_through(self, batch: Any, result: Any) -> None:

@@ -10,7 +10,9 @@ from engine_shim.sglang.drafters.idle_kv_buffer import BacklogStep, BacklogSteps
 def step(lengths: dict[str, int]) -> BacklogStep:
     """A step over these requests at these context lengths; the token at p + 1 is 100 + p."""
     positions = torch.tensor(list(lengths.values()))
-    return BacklogStep(list(lengths), positions, positions + 100, positions[:, None].float())
+    return BacklogStep(
+        list(lengths), positions, positions + 100, positions[:, None].float(), [*lengths.values()]
+    )
 
 
 def of_batch(
@@ -18,7 +20,7 @@ def of_batch(
 ) -> tuple[dict[str, list[int]], int, int]:
     """Missed positions by request, and how many are cold and unread."""
     positions = backlog.tensors()[0].tolist()
-    found = backlog.of_batch(list(lengths), list(lengths.values()), positions)
+    found = backlog.of_batch(list(lengths), list(lengths.values()))
     names = list(lengths)
     result, at = {}, 0
     for row, start, length in zip(found.rows, found.starts, found.lengths, strict=True):

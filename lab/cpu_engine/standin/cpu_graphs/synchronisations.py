@@ -1,0 +1,107 @@
+"""Lists the lines of the plugin that would make the scheduler's thread wait for a device.
+
+On a CPU nothing waits, so the list names the functions that wait on a GPU.  What happens in
+SGLang's own steps is SGLang's matter; what SGLang does in a pass that the plugin adds is the
+plugin's.  Tensors whose names end in `_cpu` lie on the host, by SGLang's convention.
+"""
+
+from __future__ import annotations
+
+import json
+import linecache
+import sys
+from collections import Counter
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from torch.overrides import TorchFunctionMode
+
+from cpu_graphs import recorder
+
+_PLUGIN = "/engine_shim/sglang/"
+_TORCH = "/torch/"
+# Functions of the plugin that wrap one of SGLang's, by the prefix of their names.
+_WRAPPERS = "around_"
+# What stands for kernels of a device, and what prepares their arguments on a CPU only.
+_DEVICE_CODE = ("/sgl_kernel/", "/intel_amx_backend.py")
+# An engine that starts serves nobody yet.
+_STARTS = ("around_init_model_worker",)
+# SGLang computes on CUDA in one kernel what this function does with several operators elsewhere.
+_ONE_KERNEL = ("set_kv_buffer_prefix_valid",)
+
+
+class Synchronisations(TorchFunctionMode):
+    """Counts waits by line while the context is open, in the thread that opened it.
+
+    path: the file that holds the counts, written anew whenever a count reaches a power of two.
+    """
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self._path = Path(path)
+        self.found: Counter[str] = Counter()
+
+    def __torch_function__(
+        self,
+        function: Any,
+        types: object,
+        arguments: tuple[Any, ...] = (),
+        keywords: dict[str, Any] | None = None,
+    ) -> Any:
+        keywords = keywords or {}
+        reason = recorder.waiting_reason(function, arguments, keywords)
+        if reason is not None:
+            place = _place(sys._getframe(1), reason)
+            if place is not None:
+                self._count(f"{place}: {reason}")
+        return function(*arguments, **keywords)
+
+    def _count(self, entry: str) -> None:
+        self.found[entry] += 1
+        if self.found[entry].bit_count() == 1:
+            self._path.write_text(json.dumps(dict(self.found.most_common()), indent=1) + "\n")
+
+
+def install(path: str) -> None:
+    """Counts for the rest of this thread's life, which is the scheduler's main thread."""
+    found = Synchronisations(path)
+    found._path.write_text("{}\n")
+    found.__enter__()
+
+
+def _place(frame: FrameType | None, reason: str) -> str | None:
+    """Names the plugin's line that is to blame; None where none is."""
+    caller = found = None
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name in (*_STARTS, *_ONE_KERNEL) or any(
+            part in code.co_filename for part in _DEVICE_CODE
+        ):
+            return None
+        if _TORCH not in code.co_filename and caller is None:
+            caller = frame
+            if _is_on_host(frame, reason):
+                return None
+        if _PLUGIN in code.co_filename and found is None and caller is not None:
+            if code.co_name.startswith(_WRAPPERS) and frame is not caller:
+                return None
+            found = _name(frame, caller)
+        frame = frame.f_back
+    return found
+
+
+def _is_on_host(frame: FrameType, reason: str) -> bool:
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+    if reason.startswith("to("):
+        return '"cpu"' not in line
+    return "_cpu" in line
+
+
+def _name(frame: FrameType, caller: FrameType) -> str:
+    file = frame.f_code.co_filename.partition(_PLUGIN)[2]
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+    place = f"{file} {frame.f_code.co_name}: {line}"
+    if caller is frame:
+        return place
+    return f"{place} (in {Path(caller.f_code.co_filename).name}:{caller.f_lineno})"
