@@ -165,6 +165,13 @@ def largest_graph_batch(args: ServerArgs) -> int:
     return 0 if decode.backend == Backend.DISABLED else decode.max_bs or 0
 
 
+def decode_graphs() -> Any:
+    """Returns the `PhaseConfig` of this process that captures of decode graphs read."""
+    from sglang.srt.runtime_context import get_exec
+
+    return get_exec().graph.cuda_graph_config.decode
+
+
 def graph_batch_sizes(model_runner: Any) -> tuple[int, ...]:
     """Batch sizes with a captured decode graph, ascending; empty without captured graphs."""
     return tuple(sorted(getattr(model_runner.decode_cuda_graph_runner, "capture_bs", None) or ()))
