@@ -33,7 +33,7 @@ class SteeredPolicy:
         return list(self._gammas)
 
     def set_cuda_graph_bs(self, cuda_graph_bs: list[int] | None) -> None:
-        """Does nothing: `GraphStates` limits the sizes, where the captures read them."""
+        """Ignores the sizes, because `GraphStates` limits them where captures read them."""
 
     def cuda_graph_bs_for_step(self, step: int) -> list[int] | None:
         """Returns None always, for all sizes: no capture reads what SGLang would do with others."""

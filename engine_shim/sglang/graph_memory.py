@@ -1,4 +1,4 @@
-"""What the graphs of one further draft length take on the device, by attention backend.
+"""Calculates what one further draft length takes on the device, by attention backend.
 
 The sizes are those that SGLang's attention backends allocate for each runtime state that it builds
 (`init_cuda_graph_state` of flashinfer_backend.py, triton_backend.py, flashattention_backend.py).
@@ -36,7 +36,7 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """What one draft length takes, in MiB.  tables: of masks, KV indices and partial results."""
+    """Describes what one draft length takes, in MiB.  tables: masks, indices, results."""
 
     gamma: int
     batch: int
@@ -67,7 +67,7 @@ def reserve(gamma: int, batch: int, shape: AttentionShape) -> Reserve:
 
 
 def _verify_bytes(gamma: int, batch: int, shape: AttentionShape) -> int:
-    """Of the target's backend, which verifies `gamma + 1` tokens of each sequence."""
+    """Returns the bytes of the target's backend, for `gamma + 1` tokens each."""
     tokens = batch * (gamma + 1)
     if shape.target == FLASHINFER:
         return tokens * shape.context * (4 + 1)  # indices (int32) and a mask (uint8)
@@ -78,7 +78,7 @@ def _verify_bytes(gamma: int, batch: int, shape: AttentionShape) -> int:
 
 
 def _draft_bytes(gamma: int, batch: int, shape: AttentionShape) -> int:
-    """Of the drafter's backends: one for each step but the first, and one that catches up."""
+    """Returns the bytes of the drafter's backends, one a step and one to catch up."""
     tokens = batch * (gamma + 1)
     steps = gamma if gamma > 1 else 0
     if shape.draft == FLASHINFER:
@@ -91,5 +91,5 @@ def _draft_bytes(gamma: int, batch: int, shape: AttentionShape) -> int:
 
 
 def _partial_bytes(tokens: int, shape: AttentionShape) -> int:
-    """Of Triton's partial results: values and one weight of each split, in float32."""
+    """Returns the bytes of Triton's partial results: float32 values and a weight."""
     return tokens * shape.heads * shape.kv_splits * (shape.value_size + 1) * 4

@@ -22,7 +22,7 @@ _differs: Any = versions.module_for(versions.sglang_version())
 ALGORITHMS: Final = ("EAGLE", "EAGLE3", "NEXTN", "DFLASH")
 # The one whose engine verifies chains of any length for a drafter that reads hidden states.
 CHAIN_ALGORITHM: Final = "EAGLE"
-# Draft length that SGLang starts adaptive speculation with, unless it is told another.
+# Draft length that SGLang starts adaptive speculation with without another value.
 DEFAULT_STEPS: Final = 3
 
 _PARAMS: Final = "sglang.srt.speculative.adaptive_spec_params"
