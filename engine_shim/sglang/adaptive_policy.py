@@ -24,8 +24,6 @@ class SteeredPolicy:
         hook_check.require_hooks(sglang_api.CANDIDATE_STEPS, sglang_api.INIT_MODEL_WORKER)
         settings = load_settings()
         self._gammas = settings.gammas
-        self._limits = settings.graph_limits
-        self._graph_batch_sizes: list[int] | None = None
         self.startup_gamma = initial_steps
         self.choice = safe_choice(initial_steps)
 
@@ -35,26 +33,11 @@ class SteeredPolicy:
         return list(self._gammas)
 
     def set_cuda_graph_bs(self, cuda_graph_bs: list[int] | None) -> None:
-        """The batch sizes that the engine captures; None without graphs."""
-        self._graph_batch_sizes = cuda_graph_bs
+        """Ignores the sizes, because `GraphStates` limits them where captures read them."""
 
     def cuda_graph_bs_for_step(self, step: int) -> list[int] | None:
-        """Returns the batch sizes to capture for a draft length; None: all of them."""
-        if step not in self._limits or self._graph_batch_sizes is None:
-            return None
-        return [size for size in self._graph_batch_sizes if size <= self._limits[step]]
-
-    @property
-    def batch_limits(self) -> dict[int, int]:
-        """Draft lengths that are prepared for small batches only, and for how large ones."""
-        graphs = self._graph_batch_sizes
-        if graphs is None:
-            return dict(self._limits)
-        return {
-            gamma: max((size for size in graphs if size <= limit), default=0)
-            for gamma, limit in self._limits.items()
-            if limit < max(graphs)
-        }
+        """Returns None always, for all sizes: no capture reads what SGLang would do with others."""
+        return None
 
     def run(self, choice: StepChoice) -> None:
         """Keeps the choice for the decode step that begins now; logs a change of its source."""

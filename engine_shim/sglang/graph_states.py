@@ -1,14 +1,17 @@
-"""Records what preparing the draft lengths takes: a state for each, with graphs for its batches."""
+"""Prepares the draft lengths: a state for each, with graphs for its batches, and its cost."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any
 
 import torch
+
+from engine_shim.sglang.api import sglang_api
 
 _log = logging.getLogger(__name__)
 
@@ -17,7 +20,8 @@ _log = logging.getLogger(__name__)
 class GraphState:
     """Describes one state.
 
-    seconds: of its capture; device_bytes: 0 on a CPU; largest_batch: None for all.
+    seconds: of its capture; device_bytes: 0 on a CPU; largest_batch: that its graphs were captured
+    for, None where it is the engine's.
     """
 
     seconds: float
@@ -28,27 +32,52 @@ class GraphState:
 class GraphStates:
     """One for each draft length but the one that the engine starts with, which is its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: Mapping[int, int] | None = None) -> None:
+        """Takes the largest batch to capture, by draft length; lengths without one have all."""
+        self._limits = dict(limits or {})
         self._states: dict[int, GraphState] = {}
+        self._has_graphs = False
 
     def around_build(
         self, original: Callable[..., Any], worker: Any, speculative_num_steps: int,
         speculative_num_draft_tokens: int, cuda_graph_bs: list[int] | None = None,
     ) -> Any:  # fmt: skip
-        """Wraps the method `EAGLEWorkerV2.build_adaptive_runtime_state`."""
+        """Wraps the method `EAGLEWorkerV2.build_adaptive_runtime_state`.
+
+        SGLang's `cuda_graph_bs` stays unused: no capture reads what it overrides.
+        """
         free, started = _free_bytes(), perf_counter()
-        state = original(
-            worker,
-            speculative_num_steps=speculative_num_steps,
-            speculative_num_draft_tokens=speculative_num_draft_tokens,
-            cuda_graph_bs=cuda_graph_bs,
-        )
+        everything = sglang_api.graph_batch_sizes(worker.target_worker.model_runner)
+        self._has_graphs = bool(everything)
+        limit = self._limits.get(speculative_num_steps)
+        with _captured_up_to(limit, everything):
+            state = original(
+                worker,
+                speculative_num_steps=speculative_num_steps,
+                speculative_num_draft_tokens=speculative_num_draft_tokens,
+                cuda_graph_bs=cuda_graph_bs,
+            )
+        largest = _largest_captured(state)
         self._states[speculative_num_steps] = GraphState(
             perf_counter() - started,
             max(0, free - _free_bytes()),
-            None if cuda_graph_bs is None else max(cuda_graph_bs, default=0),
+            None if not everything or largest >= everything[-1] else largest,
         )
         return state
+
+    @property
+    def batch_limits(self) -> dict[int, int]:
+        """Draft lengths captured for small batches only, and for how large ones.
+
+        Where the engine has no graphs at all, these are the limits as they were set.
+        """
+        if not self._has_graphs:
+            return dict(self._limits)
+        return {
+            gamma: state.largest_batch
+            for gamma, state in self._states.items()
+            if state.largest_batch is not None
+        }
 
     def log(self) -> None:
         """One line over all of them."""
@@ -63,6 +92,39 @@ class GraphStates:
     def status(self) -> dict[str, dict[str, Any]]:
         """Returns the states by draft length, in plain values."""
         return {str(gamma): asdict(state) for gamma, state in sorted(self._states.items())}
+
+
+@contextmanager
+def _captured_up_to(limit: int | None, everything: tuple[int, ...]) -> Iterator[None]:
+    """Has captures inside the block take the sizes up to a limit only; without one, all of them.
+
+    everything: the sizes that the engine's own graphs have, ascending; empty without graphs.
+    """
+    if limit is None or not everything or limit >= everything[-1]:
+        yield
+        return
+    from sglang.srt.model_executor.cuda_graph_config import Backend
+
+    decode = sglang_api.decode_graphs()
+    saved = decode.bs, decode.backend
+    # SGLang shares the list between configurations: it is replaced, never changed.  The largest
+    # batch (`max_bs`) stays, because buffers beside the graphs have its size.
+    decode.bs = [size for size in everything if size <= limit]
+    if not decode.bs:
+        decode.backend = Backend.DISABLED
+    try:
+        yield
+    finally:
+        decode.bs, decode.backend = saved
+
+
+def _largest_captured(state: Any) -> int:
+    """Returns the largest batch that all graphs of a `SpecRuntimeState` were captured for."""
+    if state.target_graph_runner is None:
+        return 0
+    further = (state.cuda_graph_runner, state.cuda_graph_runner_for_draft_extend)
+    runners = [state.target_graph_runner, *(runner for runner in further if runner is not None)]
+    return min(max(runner.capture_bs, default=0) for runner in runners)
 
 
 def _free_bytes() -> int:

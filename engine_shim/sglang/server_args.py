@@ -7,17 +7,22 @@ writes neither the file nor `--speculative-adaptive`.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from engine_shim.sglang.api import hook_check, sglang_api
+from engine_shim.sglang.api.attention import attention_shape
 from engine_shim.sglang.api.errors import UnsupportedEngineError
+from engine_shim.sglang.graph_memory import Reserve, reserve
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
     from engine_shim.sglang.api.settings import PluginSettings
+
+_log = logging.getLogger(__name__)
 
 
 class SteeredConfiguration:
@@ -73,14 +78,40 @@ class SteeredConfiguration:
     def reserve_for_graphs(
         self, original: Callable[[ServerArgs], float], args: ServerArgs
     ) -> float:
-        """Wraps SGLang's `reserve_for_graph_mb`: every further draft length has graphs of its own.
+        """Wraps SGLang's `reserve_for_graph_mb`: every further draft length has its own of all.
 
-        In MiB, by SGLang's rule for one set.  It asks only where it chooses --mem-fraction-static.
+        In MiB.  SGLang asks only where it chooses --mem-fraction-static.
         """
+        further = self.reserves(args)
+        if further:
+            _log.info(
+                "reserved for the draft lengths %s: graphs %.0f MiB, attention workspaces "
+                "%.0f MiB, masks and tables %.0f MiB",
+                ", ".join(str(row.gamma) for row in further),
+                sum(row.graphs for row in further),
+                sum(row.workspace for row in further),
+                sum(row.tables for row in further),
+            )
+        return original(args) + sum(row.total for row in further)
+
+    def reserves(self, args: ServerArgs) -> list[Reserve]:
+        """Returns what each draft length takes but the one that the engine starts with.
+
+        Empty where no graphs will be captured.  Within the limits of SPECULATION_GRAPH_LIMITS.
+        """
+        from sglang.srt.arg_groups.overrides import resolving_view
+
         batch, limits = sglang_api.largest_graph_batch(args), self._settings.graph_limits
-        batches = [min(batch, limits.get(gamma, batch)) for gamma in self._settings.gammas]
-        # The length that the engine starts with is unlimited, and in `original` already.
-        return original(args) + sglang_api.MIB_PER_SEQUENCE * (sum(batches) - batch)
+        if batch == 0:
+            return []
+        # SGLang sizes its memory before it settles the speculation that nobody set.
+        start = resolving_view(args).speculative_num_steps or sglang_api.DEFAULT_STEPS
+        shape = attention_shape(args)
+        return [
+            reserve(gamma, min(batch, limits.get(gamma, batch)), shape)
+            for gamma in self._settings.gammas
+            if gamma != start
+        ]
 
     def _refuse_conflicts(self, config: Any) -> None:
         """Refuses what a user asked for that conflicts with a steered draft length."""

@@ -46,7 +46,7 @@ class EngineStartup:
     def __init__(self, settings: PluginSettings) -> None:
         self._settings = settings
         self._switch = RuntimeSwitch()
-        self._graph_states = GraphStates()
+        self._graph_states = GraphStates(settings.graph_limits)
 
     def around_init_model_worker(self, original: Callable[..., None], scheduler: Any) -> None:
         """Hooks the worker before it exists, and its steps when it is ready to serve."""
@@ -114,7 +114,7 @@ class EngineStartup:
             second=dual,
             lost=found.all,
         )
-        set_batch_limits(spec, policy.batch_limits)
+        set_batch_limits(spec, self._graph_states.batch_limits)
         link = None
         try:
             steering = steering_of(spec, settings, policy.startup_gamma)

@@ -22,6 +22,8 @@ _differs: Any = versions.module_for(versions.sglang_version())
 ALGORITHMS: Final = ("EAGLE", "EAGLE3", "NEXTN", "DFLASH")
 # The one whose engine verifies chains of any length for a drafter that reads hidden states.
 CHAIN_ALGORITHM: Final = "EAGLE"
+# Draft length that SGLang starts adaptive speculation with without another value.
+DEFAULT_STEPS: Final = 3
 
 _PARAMS: Final = "sglang.srt.speculative.adaptive_spec_params"
 _EAGLE: Final = "sglang.srt.speculative.eagle_worker_v2"
@@ -31,8 +33,6 @@ CANDIDATE_STEPS: Final = f"{_PARAMS}.resolve_candidate_steps_from_config"
 POLICY_CLASS: Final = f"{_PARAMS}.AdaptiveSpeculativeParams"
 # MiB that SGLang leaves free for graphs when it chooses the share of memory for its KV cache.
 RESERVE_FOR_GRAPHS: Final = "sglang.srt.arg_groups.memory_hook.reserve_for_graph_mb"
-# What that takes for each sequence of the largest batch.
-MIB_PER_SEQUENCE: Final = 2
 # The scheduler's process only.
 SCHEDULER_MODULE: Final = "sglang.srt.managers.scheduler"
 INIT_MODEL_WORKER: Final = f"{SCHEDULER_MODULE}.Scheduler.init_model_worker"
@@ -163,6 +163,13 @@ def largest_graph_batch(args: ServerArgs) -> int:
 
     decode: Any = resolving_view(args).cuda_graph_config.decode
     return 0 if decode.backend == Backend.DISABLED else decode.max_bs or 0
+
+
+def decode_graphs() -> Any:
+    """Returns the `PhaseConfig` of this process that captures of decode graphs read."""
+    from sglang.srt.runtime_context import get_exec
+
+    return get_exec().graph.cuda_graph_config.decode
 
 
 def graph_batch_sizes(model_runner: Any) -> tuple[int, ...]:

@@ -44,25 +44,6 @@ def test_every_gamma_may_run_at_every_batch_size(policy: SteeredPolicy) -> None:
     assert policy.cuda_graph_bs_for_step(4) is None
 
 
-def test_a_limited_gamma_is_captured_for_small_batches_only(
-    monkeypatch: pytest.MonkeyPatch, policy: SteeredPolicy
-) -> None:
-    monkeypatch.setenv("SPECULATION_GRAPH_LIMITS", "4:12, 2:64")
-    limited = SteeredPolicy(initial_steps=0)
-    limited.set_cuda_graph_bs([1, 2, 4, 8, 16])
-    assert limited.cuda_graph_bs_for_step(4) == [1, 2, 4, 8]
-    assert limited.cuda_graph_bs_for_step(0) is None
-    # A batch of 9 would be padded to 16; 64 is no limit.
-    assert limited.batch_limits == {4: 8}
-    limited.set_cuda_graph_bs([16, 32])
-    assert limited.cuda_graph_bs_for_step(4) == []
-    assert limited.batch_limits == {4: 0}
-    limited.set_cuda_graph_bs(None)
-    assert limited.cuda_graph_bs_for_step(4) is None
-    assert limited.batch_limits == {4: 12, 2: 64}
-    assert policy.batch_limits == {}
-
-
 def test_flying_alone_and_being_steered_again_are_logged_once_each(
     policy: SteeredPolicy, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -164,7 +164,9 @@ def test_memory_is_left_for_the_graphs_of_every_draft_length(
         name: alone[name]["mem_fraction_static"] - ours[name]["mem_fraction_static"]
         for name in MEMORY
     }
-    assert less["chosen by SGLang"] == pytest.approx(2 * sequences / DEVICE_MIB, abs=0.0011)
+    # Beside the graphs are the tables of the attention backends, which are small here.
+    graphs = 2 * sequences / DEVICE_MIB
+    assert graphs - 0.0011 <= less["chosen by SGLang"] <= graphs + 0.005
     assert less["chosen by SGLang"] > 0.004
     assert less["chosen by the user"] == 0
     assert less["without graphs"] == 0
