@@ -166,9 +166,7 @@ def differences(
             gap = high - low
             tied = gap < NEAR_TIE and {one, other} == set(best)
         verdict = ROUNDING if tied else WRONG
-        differing.append(
-            Difference(engine, right.request.index, at, one, other, gap, verdict, arm)
-        )
+        differing.append(Difference(engine, right.request.index, at, one, other, gap, verdict, arm))
     return differing
 
 

@@ -39,8 +39,9 @@ class Comparison:
 
     def compare(self, policy: str, sidecar: SidecarHandle, plays: int) -> None:
         """Plays the stream `plays` times, each with another order of arms."""
+        drafter, gamma = ARMS[-1]
         for number in range(plays):
-            with sidecar.pinned(*reversed(ARMS[-1])) as pin:
+            with sidecar.pinned(gamma, drafter) as pin:
                 with exact.RandomArms(pin, ARMS, _SEED + number):
                     played = self._play(policy, self._stream, f"{policy}: random arms")
                 ran = dict.fromkeys(f"{r.drafter} {r.gamma}" for r in pin.reports)

@@ -17,7 +17,7 @@ from typing import Any
 
 VARIABLE = "GPU_CHECK_SYNCS"
 _MESSAGE = "synchroniz"
-_SHIM = os.path.join("engine_shim", "sglang") + os.sep
+_SHIM = f"engine_shim{os.sep}sglang{os.sep}"
 _SCHEDULER = "sglang.srt.managers.scheduler"
 _SKIPPED = (f"{os.sep}torch{os.sep}", f"{os.sep}warnings.py", __file__)
 _WRITE_EVERY_STEPS = 32
