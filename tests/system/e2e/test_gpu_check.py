@@ -11,6 +11,7 @@ from controller.core.cost.profile import Profile
 from lab.gpu_check import acceptance
 from lab.gpu_check.shapes import QWEN3_8B, SMALL
 from tests.support.engine import ROOT, run_lab
+from tests.support.forking_lab import DESCRIPTOR
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -98,6 +99,8 @@ def test_the_page_has_a_verdict_for_each_part(output: Path):
 def test_a_wrong_token_fails_the_check(tmp_path: Path):
     """Accepted drafts are all overwritten with one token, wherever anything is speculated."""
     sabotage = acceptance.environment(tmp_path / "sabotage")
+    # SGLang reads one of the variables while it is imported: not from the process that all share.
+    sabotage[DESCRIPTOR] = ""
     sabotage["PYTHONPATH"] += os.pathsep + str(ROOT / "proto")
     done = run_lab(
         "lab.gpu_check", "--cpu", "--shape", SMALL.name, "--parts", "exact",
