@@ -5,8 +5,9 @@ from typing import Annotated
 
 import typer
 
-from lab.gpu_check import report
-from lab.gpu_check.run import PARTS, GpuCheckOptions, run
+from lab.gpu_check import page, report
+from lab.gpu_check.parts import ALL, DEFAULT_PARTS, PARTS, UnknownPartError, parse_parts
+from lab.gpu_check.run import GpuCheckOptions, run
 from lab.gpu_check.shapes import QWEN3_8B, SHAPES, SMALL
 from lab.harness.errors import HarnessError
 from lab.harness.machine import gpus
@@ -14,7 +15,7 @@ from lab.harness.processes import end_on_sigterm
 from lab.harness.terminal import Terminal
 
 EXIT_FAILED = 1
-EXIT_NOT_A_GPU = 2
+EXIT_USAGE = 2  # an unknown part, or no GPU
 EXIT_EAGER = 3
 
 
@@ -29,13 +30,13 @@ def check(
     repeats: Annotated[int, typer.Option(min=1, help="How many pairs of plays are compared.")] = 3,
     profile_seconds: Annotated[
         float, typer.Option(min=1, help="Time for measuring the step costs.")
-    ] = 180.0,
+    ] = 120.0,
     output: Annotated[Path, typer.Option(help="Where the findings and the logs go.")] = Path(
         "build/gpu-check"
     ),
-    parts: Annotated[str, typer.Option(help="Parts to run, always in this order.")] = ",".join(
-        PARTS
-    ),
+    parts: Annotated[
+        str, typer.Option(help=f"Of {', '.join(PARTS)}, or {ALL}; always run in this order.")
+    ] = ",".join(DEFAULT_PARTS),
     keep_profile: Annotated[
         Path | None, typer.Option(help="A folder that gets the profile too.")
     ] = None,
@@ -46,16 +47,17 @@ def check(
     if shape not in SHAPES:
         terminal.say(f"--shape {shape!r} is unknown: choose one of {', '.join(SHAPES)}")
         raise typer.Exit(EXIT_FAILED)
-    wanted = [part.strip() for part in parts.split(",") if part.strip()]
-    if unknown := sorted(set(wanted) - set(PARTS)):
-        terminal.say(f"--parts {', '.join(unknown)} is unknown: choose from {', '.join(PARTS)}")
-        raise typer.Exit(EXIT_FAILED)
+    try:
+        wanted = parse_parts(parts)
+    except UnknownPartError as error:
+        terminal.say(str(error))
+        raise typer.Exit(EXIT_USAGE) from error
     if not cpu and not gpus():
         terminal.say(
             "no GPU was found (nvidia-smi lists none); `--cpu --shape "
             f"{SMALL.name}` runs the same check on the processor"
         )
-        raise typer.Exit(EXIT_NOT_A_GPU)
+        raise typer.Exit(EXIT_USAGE)
     asked = GpuCheckOptions(
         shape=SHAPES[shape],
         on_cpu=cpu,
@@ -64,18 +66,20 @@ def check(
         output=output,
         engine_options=tuple(options or ()),
         keep_profile=keep_profile,
-        parts=tuple(part for part in PARTS if part in wanted),
+        parts=wanted,
     )
     try:
         found = run(asked, terminal)
     except HarnessError as error:
         terminal.say(f"\nThe check failed: {error}")
         raise typer.Exit(EXIT_FAILED) from error
-    text = report.markdown(found)
-    (output / "findings.md").write_text(text + "\n")
-    terminal.say(f"\n{text}\n\n{output / 'result.json'}  {output / 'findings.md'}")
-    if problems := report.problems(found):
-        terminal.say("\nProblems:\n" + "\n".join(problems))
+    (output / "findings.md").write_text(report.markdown(found) + "\n")
+    text = page.markdown(found)
+    (output / "page.md").write_text(text + "\n")
+    terminal.say(f"\n{text}\n\nTo send: {output / 'page.md'}. More: {output / 'findings.md'}")
+    if found.get("exact", {}).get("wrong"):
+        raise typer.Exit(EXIT_FAILED)
+    if report.problems(found):
         raise typer.Exit(EXIT_EAGER)
 
 

@@ -7,37 +7,47 @@ from typing import Any
 def markdown(found: Mapping[str, Any]) -> str:
     """Makes the tables of one result.json."""
     sections = [
-        f"# {found['shape']}: {_where(found)}",
+        f"# {found['shape']}: {where(found)}",
         "Weights are dummies, and drafts are accepted by chance: "
         + ", ".join(f"{name} {value}" for name, value in found["acceptance"].items())
         + " a position.",
-        _graphs(found),
     ]
+    if "startup" in found:
+        sections.append(_graphs(found))
     if "arms" in found:
         sections += [_arms(found), _steered(found)]
     if prices := _prices(found):
         sections.append(table(["price", ""], prices))
     if "profile" in found:
-        sections.append(_costs(found["profile"]))
+        sections.append(costs(found["profile"]))
     return "\n\n".join(sections)
 
 
 def problems(found: Mapping[str, Any]) -> list[str]:
-    """Returns the problems found, in sentences; empty for a check that passed."""
+    """Returns the problems found, in sentences; empty for a check that passed.
+
+    An eager step is one only where graphs are expected.
+    """
+    exact: Mapping[str, Any] = found.get("exact", {})
+    wrong = [
+        one["sentence"] for one in exact.get("differences", []) if one["verdict"] != "rounding"
+    ]
     if not found.get("graphs_expected"):
-        return []
-    return [
+        return wrong
+    arms = [*found.get("graphs", {}).get("arms", []), *found.get("arms", [])]
+    return wrong + [
         f"{arm['drafter']} gamma {arm['gamma']}: {arm['eager_steps']} of {arm['steps']} steps ran "
         "without a graph"
-        for arm in found["arms"]
+        for arm in arms
         if arm["eager_steps"]
     ]
 
 
-def _where(found: Mapping[str, Any]) -> str:
+def where(found: Mapping[str, Any]) -> str:
+    """Names the machine and the versions."""
     machine, versions = found["machine"], found["versions"]
-    where = ", ".join(machine["gpus"]) or f"{machine['processor']} (no GPU)"
-    return f"{where}; SGLang {versions['sglang']}, torch {versions['torch']}"
+    gpus = ", ".join(machine["gpus"]) or f"{machine['processor']} (no GPU)"
+    return f"{gpus}; SGLang {versions['sglang']}, torch {versions['torch']}"
 
 
 def _graphs(found: Mapping[str, Any]) -> str:
@@ -108,7 +118,8 @@ def _prices(found: Mapping[str, Any]) -> list[list[str]]:
     return rows
 
 
-def _costs(profile: Mapping[str, Any]) -> str:
+def costs(profile: Mapping[str, Any]) -> str:
+    """Makes the table of C(γ, B) in milliseconds."""
     cells = profile["cells"]
     arms = list(dict.fromkeys((c["drafter"], c["gamma"]) for c in cells))
     sizes = sorted({c["batch_size"] for c in cells})

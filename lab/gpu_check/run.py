@@ -12,11 +12,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from lab.gpu_check import acceptance, engines, switches
+from lab.gpu_check import acceptance, engines, exact, graphs, switches, syncs
 from lab.gpu_check.engines import OFF, PINNED, STATIC, STEERED, EngineSetting
+from lab.gpu_check.exact_run import Comparison, steered_policies
 from lab.gpu_check.load import build_stream, steady_stream
+from lab.gpu_check.parts import DEFAULT_PARTS
 from lab.gpu_check.shapes import Shape
-from lab.harness.engines import Harness, Workplace
+from lab.harness.engines import Engine, Harness, Workplace, launch_engine
 from lab.harness.load_generator import Play, paired_ratio, phase_rates
 from lab.harness.machine import run_facts, write_result
 from lab.harness.sidecar import Pin, SidecarHandle
@@ -31,9 +33,9 @@ Held = tuple[str, Arm | None]
 # So many of the best static arms are played against the steered engine.
 _FINALISTS = 2
 _SEED = 7
-# Methods of `_Check`: the first always, the others as asked for, in this order.
-START = "start"
-PARTS = ("profile", "arms", "switches", "asleep", "overhead")
+# Prompts of each domain, tokens of an answer, and how often every engine plays them.
+_EXACT_SIZES = (4, 256, 3)
+_EXACT_SIZES_ON_CPU = (2, 48, 1)
 # Answers so many times as long as the moving load's: hundreds of changes of the arm, and little
 # but decoding.
 _SWITCHING_TIMES = 12
@@ -45,7 +47,7 @@ class GpuCheckOptions:
     """The options of a check.
 
     engine_options: further options for SGLang.  keep_profile: a folder that gets the profile.
-    parts: of PARTS, in their order.
+    parts: of parts.PARTS, in their order.
     """
 
     shape: Shape
@@ -55,7 +57,7 @@ class GpuCheckOptions:
     output: Path
     engine_options: tuple[str, ...] = ()
     keep_profile: Path | None = None
-    parts: tuple[str, ...] = PARTS
+    parts: tuple[str, ...] = DEFAULT_PARTS
 
 
 def run(options: GpuCheckOptions, terminal: Terminal) -> dict[str, Any]:
@@ -70,7 +72,8 @@ def run(options: GpuCheckOptions, terminal: Terminal) -> dict[str, Any]:
         scratch = Path(stack.enter_context(TemporaryDirectory(prefix="speculation-gpu-check-")))
         check = _Check(options, scratch, terminal, stack)
         # What is found is kept as it is found: a check is long, and engines end.
-        for part in (START, *options.parts):
+        for part in options.parts:
+            check.prepare(part, document)
             getattr(check, part)(document)
             document["seconds"] = round(time.monotonic() - started, 1)
             write_result(document, options.output)
@@ -88,24 +91,66 @@ class _Check(Harness):
         self._setting = EngineSetting(
             options.shape, options.shape.write(scratch), options.on_cpu, options.engine_options
         )
-        self._acceptance = acceptance.environment(scratch)
+        accepting = acceptance.environment(scratch)
+        self._acceptance = accepting | syncs.environment(scratch, accepting["PYTHONPATH"])
+        self._ledger = syncs.ledger_path(scratch)
         self._sidecars = {
             policy: stack.enter_context(SidecarHandle(self._place.address, policy))
-            for policy in (STEERED, PINNED)
+            for policy in (STEERED, PINNED, exact.EXACT, exact.NO_OVERLAP)
         }
         self._stream = build_stream(options.shape, options.shape.loads, _SEED)
 
-    def start(self, document: dict[str, Any]) -> None:
-        """Starts the sidecar and the steered engine; adds startup seconds and the graphs' cost."""
-        self._terminal.heading("Starting")
-        self._start_sidecar(self._sidecars[STEERED])
+    def prepare(self, part: str, document: dict[str, Any]) -> None:
+        """Starts what the part needs and does not run yet: the sidecar, the steered engine."""
+        if self._sidecar_child is None:
+            self._start_sidecar(self._sidecars[STEERED])
+        if part == "exact" or "startup" in document:
+            return
+        self._terminal.heading("Starting the steered engine")
         seconds = self._start(STEERED)
         url = f"{self._engines[STEERED].url}/server_info"
         with urllib.request.urlopen(url, timeout=30) as answer:  # noqa: S310  # our own engine
             said = json.load(answer)["internal_states"][0]["speculation_controller"]
         document["startup"] = {"seconds": {STEERED: seconds}, "prepared": said["prepared"]}
+        document["graphs_expected"] = engines.graphs_expected(
+            self._options.engine_options, on_cpu=self._options.on_cpu
+        )
 
-    def profile(self, document: dict[str, Any]) -> None:
+    def exact(self, document: dict[str, Any]) -> None:
+        """Compares every token of the trained small models under random arms with plain decoding.
+
+        With and without the overlap schedule, where SGLang has one.
+        """
+        self._terminal.heading("Tokens under random arms, against plain decoding")
+        on_cpu = self._options.on_cpu
+        prompts, new_tokens, plays = _EXACT_SIZES_ON_CPU if on_cpu else _EXACT_SIZES
+        plain = self._start_exact(exact.PLAIN)
+        comparison = Comparison(self._play, plain.url, exact.build_stream(prompts, new_tokens))
+        for policy in steered_policies(on_cpu=on_cpu):
+            self._start_exact(policy)
+            comparison.compare(policy, self._sidecars[policy], plays)
+            self._stop(policy)
+        self._stop(exact.PLAIN)
+        document["exact"] = comparison.document()
+
+    def graphs(self, document: dict[str, Any]) -> None:
+        """Runs every arm at every batch size; counts eager steps and device synchronisations."""
+        self._terminal.heading("Graphs and synchronisations, every arm at every batch size")
+        sizes = self._shape.batch_sizes
+        captured = self._sidecars[STEERED].status().engine.fingerprint.graph_batch_sizes
+        switch = syncs.switch_path(self._ledger)
+        switch.touch()
+        found = graphs.EagerSteps(tuple(captured), document["startup"]["prepared"])
+        for arm in self._shape.arms():
+            for size in sizes:
+                stream = steady_stream(self._shape, size, _SEED + 4)
+                found.add(self._play_pinned(STEERED, arm, stream)[1].reports)
+        switch.unlink()
+        # The engine writes its ledger at the next step.
+        self._play(STEERED, steady_stream(self._shape, 1, _SEED + 5), "the last step")
+        document["graphs"] = {**found.document(), "syncs": syncs.read(self._ledger)}
+
+    def costs(self, document: dict[str, Any]) -> None:
         """Measures C(drafter, B, gamma, kv); from then on the sidecar plans with it."""
         sizes = ",".join(map(str, self._shape.batch_sizes))
         text = self._measure_profile(
@@ -152,9 +197,6 @@ class _Check(Harness):
             for arm in rates
         ]
         document["eager_steps"] = sum(eager.values())
-        document["graphs_expected"] = engines.graphs_expected(
-            self._options.engine_options, on_cpu=self._options.on_cpu
-        )
         document["steered"] = {
             "tokens_per_second": phase_rates(plays[None]).as_json(),
             "over": [
@@ -230,6 +272,20 @@ class _Check(Harness):
         for size in dict.fromkeys(load.concurrency for load in self._shape.loads):
             self._play(policy, steady_stream(self._shape, size, _SEED + 3), f"{policy}: warm-up")
         return seconds
+
+    def _start_exact(self, policy: str) -> Engine:
+        on_cpu, options = self._options.on_cpu, self._options.engine_options
+        engine = self._keep(
+            launch_engine(
+                policy,
+                lambda port: exact.command(policy, port, options, on_cpu=on_cpu),
+                exact.environment(policy, self._place.address),
+                self._place,
+            )
+        )
+        with self._terminal.working(f"engine: {policy}"):
+            engine.wait_ready(engines.READY_SECONDS, sidecar=self._sidecars.get(policy))
+        return engine
 
     def _stop(self, *policies: str) -> None:
         for policy in policies:

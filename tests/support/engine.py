@@ -155,10 +155,12 @@ def forked(
         )
 
 
-def run_lab(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_lab(
+    module: str, *arguments: str, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """A command of the lab, run to its end with the shallow models.
 
-    Its CPU engines find SGLang imported.
+    Its CPU engines find SGLang imported.  environment: further variables.
     """
     server = _fork_server()
     variables = {
@@ -168,7 +170,7 @@ def run_lab(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     }
     return subprocess.run(
         [sys.executable, "-m", "tests.support.forking_lab", module, *arguments],
-        env=os.environ | variables,
+        env=os.environ | variables | dict(environment or {}),
         pass_fds=[server.fileno()],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

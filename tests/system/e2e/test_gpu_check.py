@@ -1,14 +1,17 @@
 """`make gpu-check` without a GPU: all of it but the size of the models and the graphs."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from controller.core.cost.profile import Profile
+from lab.gpu_check import acceptance
 from lab.gpu_check.shapes import QWEN3_8B, SMALL
-from tests.support.engine import run_lab
+from tests.support.engine import ROOT, run_lab
+from tests.support.forking_lab import DESCRIPTOR
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -18,6 +21,7 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("check")
     done = run_lab(
         "lab.gpu_check", "--cpu", "--shape", SMALL.name, "--repeats", "1", "--profile-seconds", "8",
+        "--parts", "all",
         "--output", str(folder), "--keep-profile", str(folder / "profiles"),
     )  # fmt: skip
     print(done.stdout)
@@ -72,14 +76,58 @@ def test_the_findings_can_be_read(output: Path):
         assert line in text
 
 
+def test_random_arms_gave_plain_decodings_tokens(found: dict[str, Any]):
+    exact = found["exact"]
+    assert (exact["wrong"], exact["rounding"]) == (0, 0)
+    assert exact["tokens"] > 0
+    # Plans come for every few steps on a busy machine.
+    assert len(exact["arms"]) > 3
+
+
+def test_every_arm_was_watched_for_eager_steps(found: dict[str, Any]):
+    ran = {(arm["drafter"], arm["gamma"]) for arm in found["graphs"]["arms"]}
+    assert ran >= set(SMALL.arms())
+    assert found["graphs"]["syncs"] is None  # there is no CUDA
+
+
+def test_the_page_has_a_verdict_for_each_part(output: Path):
+    text = (output / "page.md").read_text()
+    for line in ("| exact | passed |", "| graphs | no graphs |", "| costs | measured |", "B=4"):
+        assert line in text
+
+
+def test_a_wrong_token_fails_the_check(tmp_path: Path):
+    """Accepted drafts are all overwritten with one token, wherever anything is speculated."""
+    sabotage = acceptance.environment(tmp_path / "sabotage")
+    # SGLang reads one of the variables while it is imported: not from the process that all share.
+    sabotage[DESCRIPTOR] = ""
+    sabotage["PYTHONPATH"] += os.pathsep + str(ROOT / "proto")
+    done = run_lab(
+        "lab.gpu_check", "--cpu", "--shape", SMALL.name, "--parts", "exact",
+        "--output", str(tmp_path), environment=sabotage,
+    )  # fmt: skip
+    print(done.stdout)
+    assert done.returncode == 1
+    exact = json.loads((tmp_path / "result.json").read_text())["exact"]
+    assert exact["wrong"] > 0
+    first = exact["differences"][0]
+    assert first["found"] == 100
+    assert "eagle3 3" in first["arm"]
+    page = (tmp_path / "page.md").read_text()
+    assert "| exact | FAILED |" in page
+    assert f"expected token {first['expected']}, found 100" in page
+
+
 def test_without_a_gpu_it_says_what_can_be_done(tmp_path: Path):
     done = run_lab("lab.gpu_check", "--output", str(tmp_path))
     assert done.returncode == 2
     assert "--cpu --shape small" in " ".join(done.stdout.split())
 
 
-@pytest.mark.parametrize(("option", "known"), [("--shape", QWEN3_8B.name), ("--parts", "overhead")])
-def test_an_unknown_shape_or_part_is_refused(tmp_path: Path, option: str, known: str):
+@pytest.mark.parametrize(
+    ("option", "known", "code"), [("--shape", QWEN3_8B.name, 1), ("--parts", "overhead", 2)]
+)
+def test_an_unknown_shape_or_part_is_refused(tmp_path: Path, option: str, known: str, code: int):
     done = run_lab("lab.gpu_check", "--cpu", option, "nothing", "--output", str(tmp_path))
-    assert done.returncode == 1
+    assert done.returncode == code
     assert known in done.stdout

@@ -1,0 +1,201 @@
+"""Compares the tokens of the trained small models under random arms with plain decoding's.
+
+Everything runs in float32 and greedily, so a token may only differ where plain decoding itself is
+nearly undecided: matrix products of other shapes round differently.
+"""
+
+import json
+import random
+import sys
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lab.cpu_engine.engine_command import MODELS, eagle3_flags
+from lab.cpu_engine.models.prompts import DOMAINS, held_out_prompts
+from lab.harness.background_thread import BackgroundThread
+from lab.harness.load_generator import Answer
+from lab.harness.sidecar import Pin
+from lab.harness.stream import StreamPhase, StreamRequest
+
+PLAIN, EXACT, NO_OVERLAP = "plain", "exact", "exact-no-overlap"
+GAMMAS = (0, 1, 2, 3, 5, 7)
+# At gamma 0 the drafter sleeps.
+ARMS = (
+    *(("eagle3", gamma) for gamma in GAMMAS),
+    *(("dflash", gamma) for gamma in GAMMAS if gamma),
+)
+# Below this difference of the two best logprobs, a differing token is rounding.
+NEAR_TIE = 1e-3
+ROUNDING, WRONG = "rounding", "WRONG"
+_MAX_BATCH = 8
+_PROMPT_TOKENS = 96
+_STARTUP_GAMMA = 3
+_LOOK_SECONDS = 0.005
+
+# NVIDIA_TF32_OVERRIDE turns TF32 off in cuBLAS, whatever torch asks for; TRITON_F32_DEFAULT in
+# the attention kernels, whose products of float32 are TF32 otherwise.
+NO_TF32 = {"NVIDIA_TF32_OVERRIDE": "0", "TRITON_F32_DEFAULT": "ieee"}
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A token that plain decoding did not choose.
+
+    prompt, position: counted from 0, position in the answer.  gap: of plain decoding's two best
+    logprobs there.  arm: that ran, as far as it can be told.
+    """
+
+    engine: str
+    prompt: int
+    position: int
+    expected: int
+    found: int
+    gap: float
+    verdict: str
+    arm: str
+
+    def sentence(self) -> str:
+        """Describes it for people."""
+        return (
+            f"{self.engine}: prompt {self.prompt}, position {self.position}: expected token "
+            f"{self.expected}, found {self.found} ({self.verdict}, plain decoding's two best "
+            f"logprobs differ by {self.gap:.1e}), arm {self.arm}"
+        )
+
+
+class RandomArms(BackgroundThread):
+    """Moves a pin to an arm drawn with a seed, as soon as a step since the last move is seen."""
+
+    def __init__(self, pin: Pin, arms: Sequence[tuple[str, int]], seed: int) -> None:
+        super().__init__("random-arms")
+        self._pin = pin
+        self._arms = arms
+        self._choose = random.Random(seed)
+
+    def _run(self) -> None:
+        seen = -1
+        while not self._stop.wait(_LOOK_SECONDS):
+            if len(self._pin.reports) != seen:
+                seen = len(self._pin.reports)
+                drafter, gamma = self._choose.choice(self._arms)
+                self._pin.move(gamma, drafter)
+
+
+def command(policy: str, port: int, options: Sequence[str], *, on_cpu: bool) -> list[str]:
+    """Makes the command line of an engine; only its speculation differs from plain decoding's."""
+    module = "lab.cpu_engine.serve" if on_cpu else "sglang.launch_server"
+    speculation = [] if policy == PLAIN else eagle3_flags(MODELS / "draft-mixed", _STARTUP_GAMMA)
+    return [
+        sys.executable, "-m", module,
+        "--model-path", str(MODELS / "target"),
+        "--dtype", "float32",
+        "--skip-tokenizer-init",
+        "--host", "127.0.0.1",
+        "--port", str(port),
+        "--max-running-requests", str(_MAX_BATCH),
+        "--max-total-tokens", "16384",
+        "--context-length", "2048",
+        "--random-seed", "1",
+        "--log-level-http", "warning",
+        "--sleep-on-idle",
+        # FlashInfer and FlashAttention have no float32.
+        *([] if on_cpu else ["--mem-fraction-static", "0.2", "--attention-backend", "triton"]),
+        *speculation,
+        *(["--disable-overlap-schedule"] if policy == NO_OVERLAP else []),
+        *options,
+    ]  # fmt: skip
+
+
+def environment(policy: str, address: str) -> dict[str, str]:
+    """Makes the variables of an engine; address: the sidecar's."""
+    if policy == PLAIN:
+        return dict(NO_TF32)
+    return NO_TF32 | {
+        "SPECULATION_SIDECAR": address,
+        "SPECULATION_ENGINE_ID": policy,
+        "SPECULATION_GAMMAS": ",".join(map(str, GAMMAS)),
+        "SPECULATION_DFLASH_MODEL_PATH": str(MODELS / "dflash"),
+    }
+
+
+def build_stream(prompts_per_domain: int, new_tokens: int) -> tuple[StreamPhase, ...]:
+    """Builds held-out prompts: one domain's alone, then all in batches that grow and shrink."""
+    prompts = [
+        (domain, tuple(prompt))
+        for domain in DOMAINS
+        for prompt in held_out_prompts(domain, prompts_per_domain, _PROMPT_TOKENS, 1)
+    ]
+    # Unequal lengths move the batch size.
+    requests = [
+        StreamRequest(index, domain, prompt, new_tokens - index % 4 * (new_tokens // 8))
+        for index, (domain, prompt) in enumerate(prompts)
+    ]
+    alone, crowd = requests[:prompts_per_domain], requests[prompts_per_domain:]
+    return (
+        StreamPhase("one at a time", "held out", 1, tuple(alone)),
+        StreamPhase("in batches", "held out", _MAX_BATCH, tuple(crowd)),
+    )
+
+
+def differences(
+    engine: str,
+    expected: Sequence[Answer],
+    found: Sequence[Answer],
+    top_two: Callable[[Sequence[int]], Mapping[int, float]],
+    arm: str = "",
+) -> list[Difference]:
+    """Compares answers of the same requests; lists the first difference of each.
+
+    top_two: plain decoding's two best tokens after a context, with their logprobs.
+    """
+    differing = []
+    for right, ours in zip(expected, found, strict=True):
+        if right.tokens == ours.tokens:
+            continue
+        pairs = zip(right.tokens, ours.tokens, strict=False)
+        at = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        if at is None:  # one answer is shorter than the other
+            at = min(len(right.tokens), len(ours.tokens))
+            one, other, gap, tied = _at(right.tokens, at), _at(ours.tokens, at), 0.0, False
+        else:
+            one, other = right.tokens[at], ours.tokens[at]
+            best = top_two([*right.request.prompt, *right.tokens[:at]])
+            high, low = max(best.values()), min(best.values())
+            gap = high - low
+            tied = gap < NEAR_TIE and {one, other} == set(best)
+        verdict = ROUNDING if tied else WRONG
+        differing.append(Difference(engine, right.request.index, at, one, other, gap, verdict, arm))
+    return differing
+
+
+def top_two(url: str, context: Sequence[int]) -> dict[int, float]:
+    """Asks the engine at `url` for its two best next tokens and their logprobs."""
+    body = {
+        "input_ids": list(context),
+        "sampling_params": {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True},
+        "return_logprob": True,
+        "top_logprobs_num": 2,
+    }
+    request = urllib.request.Request(  # noqa: S310  # our own engine
+        f"{url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:  # noqa: S310
+        said = json.load(answer)
+    return {entry[1]: float(entry[0]) for entry in said["meta_info"]["output_top_logprobs"][0]}
+
+
+def verdict(found: Sequence[Difference], tokens: int, arms: Sequence[str]) -> dict[str, Any]:
+    """Makes the document of the part; arms: those that ran."""
+    return {
+        "tokens": tokens,
+        "arms": list(arms),
+        "wrong": sum(one.verdict == WRONG for one in found),
+        "rounding": sum(one.verdict == ROUNDING for one in found),
+        "differences": [asdict(one) | {"sentence": one.sentence()} for one in found],
+    }
+
+
+def _at(tokens: Sequence[int], index: int) -> int:
+    return tokens[index] if index < len(tokens) else -1

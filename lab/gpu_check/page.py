@@ -1,0 +1,61 @@
+"""Writes the one page that somebody with a GPU sends: machine, verdicts, counts and costs."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lab.gpu_check import report
+
+_DIFFERENCES_SHOWN = 5
+
+
+def markdown(found: Mapping[str, Any]) -> str:
+    """Makes the page of one result.json."""
+    rows = [
+        *([["exact", *_exact(found["exact"])]] if "exact" in found else []),
+        *([["graphs", *_graphs(found)]] if "graphs" in found else []),
+        *([["costs", "measured", f"{len(found['profile']['cells'])} cells"]]
+          if "profile" in found else []),
+    ]  # fmt: skip
+    sections = [
+        f"# GPU check: {report.where(found)}",
+        f"Shape of `graphs` and `costs`: {found['shape']}. Seconds: {found['seconds']}.",
+    ]
+    if rows:
+        sections.append(_text_table(["part", "verdict", "details"], rows))
+    if problems := report.problems(found):
+        shown = [f"- {problem}" for problem in problems[:_DIFFERENCES_SHOWN]]
+        if more := len(problems) - len(shown):
+            shown.append(f"- and {more} more, in result.json")
+        sections.append("Problems:\n\n" + "\n".join(shown))
+    if "profile" in found:
+        sections.append(report.costs(found["profile"]))
+    return "\n\n".join(sections)
+
+
+def _exact(exact: Mapping[str, Any]) -> list[str]:
+    details = (
+        f"{exact['tokens']} tokens, {len(exact['arms'])} arms, {exact['wrong']} wrong, "
+        f"{exact['rounding']} near-ties that rounding decided"
+    )
+    return ["FAILED" if exact["wrong"] else "passed", details]
+
+
+def _graphs(found: Mapping[str, Any]) -> list[str]:
+    graphs = found["graphs"]
+    eager, beyond, steps = (
+        sum(arm[name] for arm in graphs["arms"]) for name in ("eager_steps", "beyond", "steps")
+    )
+    details = f"{eager} of {steps} steps eager ({beyond} more beyond the captured batch sizes); "
+    if (syncs := graphs["syncs"]) is None:
+        details += "synchronisations: not watched (no CUDA)"
+    else:
+        shim, others = sum(syncs["shim"].values()), sum(syncs["others"].values())
+        details += f"synchronisations in {syncs['steps']} steps: {shim} shim, {others} SGLang"
+    if not found["graphs_expected"]:
+        return ["no graphs", details]
+    return ["FAILED" if eager else "passed", details]
+
+
+def _text_table(columns: list[str], rows: list[list[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

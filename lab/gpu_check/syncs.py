@@ -1,0 +1,137 @@
+"""Counts device synchronisations in an engine's scheduler, as an SGLang plugin of the check.
+
+While the file `<ledger>.on` exists, torch warns at every synchronising call.  Each warning is
+attributed to the innermost frame outside torch: to the shim where it made the call itself, to
+SGLang otherwise.  The ledger is a JSON file: steps watched, counts by place.
+"""
+
+import json
+import os
+import sys
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+VARIABLE = "GPU_CHECK_SYNCS"
+_MESSAGE = "synchroniz"
+_SHIM = f"engine_shim{os.sep}sglang{os.sep}"
+_SCHEDULER = "sglang.srt.managers.scheduler"
+_SKIPPED = (f"{os.sep}torch{os.sep}", f"{os.sep}warnings.py", __file__)
+_WRITE_EVERY_STEPS = 32
+
+
+def environment(scratch: Path, inherited_path: str) -> dict[str, str]:
+    """Makes the variables of an engine that keeps a ledger; registers the plugin in `scratch`."""
+    info = scratch / "gpu_check_syncs-0.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    lines = ("Metadata-Version: 2.1", "Name: gpu-check-syncs", "Version: 0")
+    (info / "METADATA").write_text("\n".join(lines) + "\n")
+    (info / "entry_points.txt").write_text(
+        f"[sglang.srt.plugins]\ngpu_check_syncs = {__name__}:register\n"
+    )
+    clone = str(Path(__file__).parents[2])
+    paths = dict.fromkeys([str(scratch), *inherited_path.split(os.pathsep), clone])
+    return {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        VARIABLE: str(ledger_path(scratch)),
+    }
+
+
+def ledger_path(scratch: Path) -> Path:
+    """Names the ledger's file."""
+    return scratch / "syncs.json"
+
+
+def switch_path(ledger: Path) -> Path:
+    """Names the file that exists while steps are watched."""
+    return ledger.with_name(ledger.name + ".on")
+
+
+def read(ledger: Path) -> dict[str, Any] | None:
+    """Returns what the engine wrote; None where it watched nothing, as on a CPU."""
+    if not ledger.exists():
+        return None
+    document: dict[str, Any] = json.loads(ledger.read_text())
+    return document
+
+
+def register() -> None:
+    """Hooks the scheduler's steps; SGLang calls this as an entry point in every process."""
+    path = os.environ.get(VARIABLE)
+    if not path or _SCHEDULER not in sys.modules:
+        return
+    import torch
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    if not torch.cuda.is_available():
+        return
+    watch = SyncWatch(Path(path), torch.cuda.set_sync_debug_mode)
+
+    def before_step(*_: Any, **__: Any) -> None:
+        watch.step()
+
+    HookRegistry.register(f"{_SCHEDULER}.Scheduler.run_batch", before_step, HookType.BEFORE)
+
+
+class SyncWatch:
+    """Turns torch's warnings on while the switch exists, and keeps the ledger.
+
+    set_mode: torch.cuda.set_sync_debug_mode.
+    """
+
+    def __init__(self, ledger: Path, set_mode: Any) -> None:
+        self._ledger = ledger
+        self._switch = switch_path(ledger)
+        self._set_mode = set_mode
+        self._shown = warnings.showwarning
+        self._on = False
+        self._steps = 0
+        self.shim: Counter[str] = Counter()
+        self.others: Counter[str] = Counter()
+
+    def step(self) -> None:
+        """Runs before every step of the scheduler."""
+        wanted = self._switch.exists()
+        if wanted and not self._on:
+            warnings.filterwarnings("always", message=f".*{_MESSAGE}.*")
+            warnings.showwarning = self._show
+            self._set_mode("warn")
+        elif self._on and not wanted:
+            self._set_mode("default")
+            warnings.showwarning = self._shown
+            self._write()
+        self._on = wanted
+        if wanted:
+            self._steps += 1
+            if self._steps % _WRITE_EVERY_STEPS == 0:
+                self._write()
+
+    def _show(self, message: Any, *arguments: Any, **named: Any) -> None:
+        if _MESSAGE not in str(message):
+            self._shown(message, *arguments, **named)
+            return
+        place = innermost(
+            (frame.filename, frame.lineno or 0) for frame in traceback.extract_stack()[::-1]
+        )
+        (self.shim if _SHIM in place else self.others)[place] += 1
+
+    def _write(self) -> None:
+        document = {
+            "steps": self._steps,
+            "shim": dict(self.shim.most_common()),
+            "others": dict(self.others.most_common(20)),
+        }
+        partial = self._ledger.with_suffix(".partial")
+        partial.write_text(json.dumps(document, indent=1) + "\n")
+        partial.replace(self._ledger)
+
+
+def innermost(frames: Iterable[tuple[str, int]]) -> str:
+    """Returns file:line of the first frame outside torch; frames: file, line, innermost first."""
+    for filename, line in frames:
+        if not any(part in filename for part in _SKIPPED):
+            return f"{filename}:{line}"
+    return "unknown"
