@@ -176,7 +176,8 @@ def _extend_batch(
 ) -> Any:
     """A `ScheduleBatch` of the requests that are behind, extending by what they missed.
 
-    rows: their places in the batch; owner: that of each missed position.  The slots it writes are those the target has filled already: nothing is allocated.
+    rows: their places in the batch; owner: that of each missed position.  The slots it writes are
+    those the target has filled already: nothing is allocated.
     """
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 

@@ -67,9 +67,10 @@ def _patch_torch() -> None:
     cpu.graph = graph.capture
     cpu.graph_pool_handle = lambda: (0, 0)
     cpu.is_current_stream_capturing = graph.is_capturing
-    torch.cuda.CUDAGraph = graph.Graph
+    cuda: Any = torch.cuda
+    cuda.CUDAGraph = graph.Graph
 
-    class Stream(cpu.Stream):  # type: ignore[misc]
+    class Stream(cpu.Stream):
         """A stream on which everything has ended when it is launched."""
 
         cuda_stream = property(id)

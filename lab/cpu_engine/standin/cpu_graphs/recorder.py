@@ -8,7 +8,7 @@ allocations leave no node, as they launch no kernel.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import torch
 from torch import Tensor
@@ -78,7 +78,7 @@ class Recording(TorchDispatchMode):
         self._refusals = _RefusedFunctions()
         self._is_inside_kernel = False
 
-    def __enter__(self) -> Recording:
+    def __enter__(self) -> Self:
         global current  # noqa: PLW0603 - a process captures one graph at a time, as a stream does
         if current is not None:
             raise CaptureError("a capture began inside another capture")

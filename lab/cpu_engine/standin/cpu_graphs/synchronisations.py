@@ -34,7 +34,7 @@ _ONE_KERNEL = ("set_kv_buffer_prefix_valid",)
 class Synchronisations(TorchFunctionMode):
     """Counts waits by line while the context is open, in the thread that opened it.
 
-    path: the file that holds the counts, written anew whenever a count reaches a power of two.
+    path: the file that holds the counts, written again whenever a count reaches a power of two.
     """
 
     def __init__(self, path: str) -> None:

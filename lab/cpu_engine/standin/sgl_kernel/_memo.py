@@ -13,7 +13,7 @@ _generation = 0
 
 
 def begin_generation() -> None:
-    """Has every kept value derived anew."""
+    """Has every kept value derived again."""
     global _generation  # noqa: PLW0603 - what a replay writes, any memo may have read
     _generation += 1
 

@@ -65,6 +65,7 @@ class Engine:
 def choice_of_sizes(version: str, bag: Any) -> Callable[[Any], tuple[list[int], list[int]]]:
     """SGLang's function, compiled from a version's source."""
     definition = Wheel(version).definition(CHOICE)
+    assert isinstance(definition, ast.FunctionDef)
     definition.returns = None
     for argument in (*definition.args.args, *definition.args.kwonlyargs):
         argument.annotation = None
