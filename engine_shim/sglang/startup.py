@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from engine_shim.sglang.learning.online_updates import OnlineUpdates
     from engine_shim.sglang.learning.signal_collector import SignalCollector
 
-# Settings by which every rank builds its drafters or chooses its steps.  The others are read on rank
-# 0 alone (the link and the signals), refused where there are several ranks (online updates), or end
-# the engine whatever they are (a drafter that cannot draft, an SGLang that was not tested).
+# Settings by which every rank builds its drafters or chooses its steps.  The others concern rank 0
+# alone (the link and the signals), are refused where there are several ranks (online updates), or
+# only decide whether a rank starts (SPECULATION_REQUIRE_DRAFTERS), without which no rank serves.
 AGREED_SETTINGS: Final = (
     "gammas",
     "graph_limits",

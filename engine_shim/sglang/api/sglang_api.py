@@ -94,6 +94,7 @@ def unsupported_reason(args: ServerArgs) -> str | None:
     Reads what resolution has decided so far; meant for after the speculation step.
     """
     from sglang.srt.arg_groups.overrides import resolved_view
+    from sglang.srt.model_executor.cuda_graph_config import Backend
     from sglang.srt.speculative.adaptive_spec_params import adaptive_unsupported_reason
 
     view: Any = resolved_view(args)
@@ -107,6 +108,21 @@ def unsupported_reason(args: ServerArgs) -> str | None:
         return "context-parallel attention is not supported"
     if view.disaggregation_mode == "prefill":
         return "a prefill-only server never drafts: leave SPECULATION_SIDECAR unset there"
+    graphs = view.cuda_graph_config
+    if graphs is not None and graphs.prefill.backend == Backend.FULL:
+        # They are captured with the attention backend of the draft length that the engine starts
+        # with, and a change of the draft length puts another one into the target.
+        return (
+            "--cuda-graph-backend-prefill is full: these graphs belong to one draft length, and "
+            "the first prefill after a change of it would fail; breakable or disabled is needed"
+        )
+    # SGLang derives one from the other only later, and would then name --speculative-adaptive,
+    # which nobody gave: LoRA's metadata for graphs are not made for other draft lengths.
+    if view.enable_lora or (view.enable_lora is None and view.lora_paths):
+        return (
+            "LoRA is on (--enable-lora, --lora-paths): SGLang prepares adapters for one draft "
+            "length only; serve without adapters, or unset SPECULATION_SIDECAR"
+        )
     reason: str | None = adaptive_unsupported_reason(args)
     return reason
 
