@@ -10,7 +10,7 @@ import atexit
 import logging
 import pkgutil
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -36,6 +36,19 @@ if TYPE_CHECKING:
     from engine_shim.sglang.learning.deployment import Deployment
     from engine_shim.sglang.learning.online_updates import OnlineUpdates
     from engine_shim.sglang.learning.signal_collector import SignalCollector
+
+# Settings by which every rank builds its drafters or chooses its steps.  The others concern rank 0
+# alone (the link and the signals), are refused where there are several ranks (online updates), or
+# only decide whether a rank starts (SPECULATION_REQUIRE_DRAFTERS), without which no rank serves.
+AGREED_SETTINGS: Final = (
+    "gammas",
+    "graph_limits",
+    "safe_gamma",
+    "grace_seconds",
+    "sleep_positions",
+    "dflash_model_path",
+    "dflash_revision",
+)
 
 _log = logging.getLogger(__name__)
 
@@ -118,20 +131,7 @@ class EngineStartup:
         link = None
         try:
             steering = steering_of(spec, settings, policy.startup_gamma)
-            ranks.require_agreement(
-                {"the installed plugin": spec.fingerprint.shim_version}
-                | {
-                    f"SPECULATION_{name.upper()}": getattr(settings, name)
-                    for name in (
-                        "gammas",
-                        "graph_limits",
-                        "safe_gamma",
-                        "grace_seconds",
-                        "sleep_positions",
-                        "dflash_model_path",
-                    )
-                }
-            )
+            ranks.require_agreement(facts_to_agree_on(settings, spec.fingerprint.shim_version))
             if ranks.is_first():
                 secret = secret_of(settings.signals_folder)
                 link = EngineLink.start(spec, settings, policy.startup_gamma, secret)
@@ -193,6 +193,13 @@ class EngineStartup:
             raise PluginError(f"SPECULATION_SIGNALS_FOLDER: {error}") from error
         atexit.register(collector.close)
         return collector, deployment
+
+
+def facts_to_agree_on(settings: PluginSettings, shim_version: str) -> dict[str, Any]:
+    """Returns what must be alike on all ranks, under the names that an error shows."""
+    return {"the installed plugin": shim_version} | {
+        f"SPECULATION_{name.upper()}": getattr(settings, name) for name in AGREED_SETTINGS
+    }
 
 
 def _apply_hooks() -> None:

@@ -94,19 +94,37 @@ def unsupported_reason(args: ServerArgs) -> str | None:
     Reads what resolution has decided so far; meant for after the speculation step.
     """
     from sglang.srt.arg_groups.overrides import resolved_view
+    from sglang.srt.model_executor.cuda_graph_config import Backend
     from sglang.srt.speculative.adaptive_spec_params import adaptive_unsupported_reason
 
     view: Any = resolved_view(args)
-    if view.pp_size != 1:
-        return f"--pipeline-parallel-size {view.pp_size}: only 1 is supported"
-    if _differs.has_attention_dp(view):
-        return "data-parallel attention is not supported"
-    if view.dp_size != 1:
-        return f"--data-parallel-size {view.dp_size}: only 1 is supported; run one server each"
-    if view.attn_cp_size != 1:
-        return "context-parallel attention is not supported"
-    if view.disaggregation_mode == "prefill":
-        return "a prefill-only server never drafts: leave SPECULATION_SIDECAR unset there"
+    graphs = view.cuda_graph_config
+    obstacles = {
+        f"--pipeline-parallel-size {view.pp_size}: only 1 is supported": view.pp_size != 1,
+        "data-parallel attention is not supported": _differs.has_attention_dp(view),
+        f"--data-parallel-size {view.dp_size}: only 1 is supported; run one server each": (
+            view.dp_size != 1
+        ),
+        "context-parallel attention is not supported": view.attn_cp_size != 1,
+        "a prefill-only server never drafts: leave SPECULATION_SIDECAR unset there": (
+            view.disaggregation_mode == "prefill"
+        ),
+        # They are captured with the attention backend of the draft length that the engine starts
+        # with, and a change of the draft length puts another one into the target.
+        "--cuda-graph-backend-prefill is full: these graphs belong to one draft length, and the "
+        "first prefill after a change of it would fail; breakable or disabled is needed": (
+            graphs is not None and graphs.prefill.backend == Backend.FULL
+        ),
+        # SGLang derives one from the other only later, and would then name --speculative-adaptive,
+        # which nobody gave: LoRA's metadata for graphs are not made for other draft lengths.
+        "LoRA is on (--enable-lora, --lora-paths): SGLang prepares adapters for one draft length "
+        "only; serve without adapters, or unset SPECULATION_SIDECAR": bool(
+            view.enable_lora or (view.enable_lora is None and view.lora_paths)
+        ),
+    }
+    found = next((reason for reason, is_so in obstacles.items() if is_so), None)
+    if found is not None:
+        return found
     reason: str | None = adaptive_unsupported_reason(args)
     return reason
 

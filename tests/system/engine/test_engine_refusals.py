@@ -42,6 +42,18 @@ def test_a_configuration_that_cannot_be_steered(tmp_path: Path) -> None:
     assert "--speculative-adaptive-config and SPECULATION_SIDECAR exclude each other" in words
 
 
+def test_prefill_graphs_that_belong_to_one_draft_length(tmp_path: Path) -> None:
+    words = last_words(tmp_path, (*EAGLE3, "--cuda-graph-backend-prefill", "full"))
+    assert "SPECULATION_SIDECAR is set, but --cuda-graph-backend-prefill is full" in words
+    assert "breakable or disabled is needed" in words
+
+
+def test_adapters(tmp_path: Path) -> None:
+    words = last_words(tmp_path, (*EAGLE3, "--lora-paths", "name=path"))
+    assert "SPECULATION_SIDECAR is set, but LoRA is on (--enable-lora, --lora-paths)" in words
+    assert "serve without adapters, or unset SPECULATION_SIDECAR" in words
+
+
 def test_a_block_that_the_engine_keeps_no_room_for(tmp_path: Path) -> None:
     settings = {"dflash_model_path": str(DFLASH), "gammas": "0,1,3,5"}
     words = last_words(tmp_path, EAGLE3, **settings)

@@ -40,7 +40,12 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     "nextn": EAGLE3 | {"speculative_algorithm": "NEXTN"},
     "dflash": LONE,
     "dflash with its block": LONE | {"speculative_num_draft_tokens": 8},
+    "breakable prefill graphs": EAGLE3 | {"cuda_graph_backend_prefill": "breakable"},
+    "full decode graphs": EAGLE3 | {"cuda_graph_backend_decode": "full"},
+    "adapters that are switched off": EAGLE3 | {"enable_lora": False, "lora_paths": ["a=b"]},
 }
+FULL_PREFILL = "--cuda-graph-backend-prefill is full: these graphs belong to one draft length"
+LORA = "LoRA is on (--enable-lora, --lora-paths): SGLang prepares adapters for one draft length"
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no speculation": (COMMON, "--speculative-algorithm is None"),
     "another algorithm": (
@@ -75,6 +80,20 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         LONE | {"disaggregation_mode": "decode"},
         "--disaggregation-mode does not hand over its cache",
     ),
+    "full prefill graphs": (EAGLE3 | {"cuda_graph_backend_prefill": "full"}, FULL_PREFILL),
+    "full prefill graphs as JSON": (
+        EAGLE3 | {"cuda_graph_config": {"prefill": {"backend": "full"}}},
+        FULL_PREFILL,
+    ),
+    "full prefill graphs with dflash": (
+        LONE | {"cuda_graph_backend_prefill": "full"},
+        FULL_PREFILL,
+    ),
+    "lora": (
+        EAGLE3 | {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": ["q_proj"]},
+        LORA,
+    ),
+    "adapters": (EAGLE3 | {"lora_paths": ["name=path"]}, LORA),
     "two-batch overlap": (
         EAGLE3 | {"enable_two_batch_overlap": True},
         "enable_two_batch_overlap=True is not supported",
@@ -110,6 +129,9 @@ def resolved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
         ("nextn", 3),
         ("dflash", 3),
         ("dflash with its block", 3),
+        ("breakable prefill graphs", 3),
+        ("full decode graphs", 3),
+        ("adapters that are switched off", 3),
     ],
 )
 def test_adaptive_mode_is_switched_on(
