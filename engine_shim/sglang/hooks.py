@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from engine_shim.sglang.drafters.dflash import DFlashDrafter
     from engine_shim.sglang.drafters.dual import DualDrafter
     from engine_shim.sglang.drafters.idle_kv import IdleDrafter
+    from engine_shim.sglang.eager_passes import EagerPasses
     from engine_shim.sglang.graph_states import GraphStates
     from engine_shim.sglang.learning.deployment import Deployment
     from engine_shim.sglang.learning.online_updates import OnlineUpdates
@@ -69,6 +70,7 @@ class EngineHooks:
     ranks: Ranks
     losses: Losses
     graph_states: GraphStates
+    eager: EagerPasses
     several: bool = False
     link: EngineLink | None = None
     tap: StepTap | None = None
@@ -128,7 +130,9 @@ class EngineHooks:
         self._update(lambda online: online.before_step())
         launch.update_status = self._update_status()
         self._launching = launch
+        self.eager.begin()
         result = original(worker, batch, *args, **kwargs)
+        launch.eager = self.eager.taken()
         self._report_lost_block()
         result.speculation_launch = launch
         return result
@@ -200,6 +204,7 @@ class EngineHooks:
             "draft": None if self.deployment is None else asdict(self.deployment.counters),
             "reporting": self.tap is not None,
             "prepared": self.graph_states.status(),
+            "eager": self.eager.status(),
             "lost": self.losses.status(),
         }
 

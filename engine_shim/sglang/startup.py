@@ -18,6 +18,7 @@ from engine_shim.link.engine_link import EngineLink, steering_of
 from engine_shim.link.errors import LinkStartError
 from engine_shim.link.ranks import Ranks
 from engine_shim.link.secret import secret_of
+from engine_shim.sglang import eager_passes
 from engine_shim.sglang.adaptive_policy import SteeredPolicy
 from engine_shim.sglang.api import hook_check, ranks, sglang_api
 from engine_shim.sglang.api.errors import HookError, PluginError
@@ -128,6 +129,7 @@ class EngineStartup:
             lost=found.all,
         )
         set_batch_limits(spec, self._graph_states.batch_limits)
+        eager = eager_passes.watch(worker, worker.adaptive_controller._states.values(), block)
         link = None
         try:
             steering = steering_of(spec, settings, policy.startup_gamma)
@@ -141,8 +143,9 @@ class EngineStartup:
         tap = None
         if link is not None:
             atexit.register(link.close)
-            tap = StepTap(link, tuple(spec.fingerprint.graph_batch_sizes))
+            tap = StepTap(link, tuple(spec.fingerprint.graph_batch_sizes), eager)
             self._graph_states.log()
+            eager.log()
             _log.info(
                 "steered by %s as %s: drafters %s, draft lengths %s, the drafter %s",
                 settings.sidecar,
@@ -156,6 +159,7 @@ class EngineStartup:
             ranks=Ranks(steering, link),
             losses=Losses(link, found.all),
             graph_states=self._graph_states,
+            eager=eager,
             several=ranks.are_several(),
             link=link,
             tap=tap,

@@ -26,6 +26,7 @@ from engine_shim.link.packets import (
     ReportPacket,
 )
 from engine_shim.link.plan_follower import Source, StepChoice
+from engine_shim.sglang.eager_passes import NO_PASSES, EagerPasses, Passes
 from engine_shim.sglang.learning.verified_step import NO_UPDATE
 
 if TYPE_CHECKING:
@@ -37,12 +38,13 @@ class Launch:
 
     `forward_iter`: SGLang's counter of forwards, prefills included.  `kv_tokens`: sum of context
     lengths before the step; None while only the requests know it.  `started`: perf_counter seconds.
-    `update_status`: of the drafter's online updates.  `is_read_back`: whether the scheduler has
-    counted what the step accepted.
+    `update_status`: of the drafter's online updates.  `eager`: the drafters' passes that ran
+    without a graph.  `is_read_back`: whether the scheduler has counted what the step accepted.
     """
 
     __slots__ = (
-        "asleep", "choice", "forward_iter", "is_read_back", "kv_tokens", "started", "update_status",
+        "asleep", "choice", "eager", "forward_iter", "is_read_back", "kv_tokens", "started",
+        "update_status",
     )  # fmt: skip
 
     def __init__(self, choice: StepChoice, forward_iter: int | None, kv_tokens: int | None) -> None:
@@ -51,6 +53,7 @@ class Launch:
         self.kv_tokens = kv_tokens
         self.asleep = self.is_read_back = False
         self.update_status = NO_UPDATE
+        self.eager = NO_PASSES
         self.started = perf_counter()
 
 
@@ -72,11 +75,15 @@ class StepTap:
     """Turns launches and results into reports.
 
     `graph_batch_sizes`: ascending; batches are padded up to the next one, and a larger batch runs
-    eagerly.  Empty: the engine has no graphs.
+    eagerly.  Empty: the engine has no graphs.  `eager`: counts the passes without a graph.
     """
 
-    def __init__(self, link: EngineLink, graph_batch_sizes: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, link: EngineLink, graph_batch_sizes: tuple[int, ...] = (),
+        eager: EagerPasses | None = None,
+    ) -> None:  # fmt: skip
         self._link = link
+        self._eager = eager or EagerPasses()
         self._graph_batch_sizes = graph_batch_sizes
         self._used: set[tuple[int, int, bool, int]] = set()
         self._step = 0
@@ -106,7 +113,10 @@ class StepTap:
             flags |= SWITCHED
         if choice.source is not Source.PLAN:
             flags |= UNSTEERED
+        eager = launch.eager
         if self._graph_batch_sizes and not result.can_run_cuda_graph:
+            eager |= Passes.VERIFICATION
+        if self._eager.count(eager):
             flags |= EAGER_FALLBACK
         update_status = launch.update_status
         if update_status.updating:

@@ -1,14 +1,16 @@
 """Prompts through an engine under a script, and what the reports then say of acceptance."""
 
+import random
 from collections.abc import Sequence
 
+import pytest
 import torch
 
 from engine_shim.training.checkpoint import load_dflash, load_target
 from lab.cpu_engine.models.prompts import DOMAINS, held_out_prompts
 from speculation.v1.engine_pb2 import StepReport
 from tests.support.engine import DFLASH, TARGET, EngineProcess, Generated
-from tests.support.scripted_sidecar import Script, ScriptedSidecar
+from tests.support.scripted_sidecar import Arm, Script, ScriptedSidecar
 
 PROMPTS = [
     prompt
@@ -28,6 +30,8 @@ CROWD_LENGTH = 64
 WAVES = [held_out_prompts("csv", count=4, length_tokens=60, seed=seed) for seed in range(5)]
 WAVE_LENGTH = 150
 
+_PLAYS_MAX = 20
+
 
 def play(
     engine: EngineProcess,
@@ -41,6 +45,30 @@ def play(
     answers = engine.generate(prompts, lengths)
     rows = sum(answer.meta["spec_verify_ct"] for answer in answers)
     return answers, sidecar.reports_since(before, rows)
+
+
+def play_any_order(
+    engine: EngineProcess,
+    sidecar: ScriptedSidecar,
+    arms: Sequence[Arm],
+    seed: int,
+    plain: Sequence[Sequence[int]],
+) -> None:
+    """Plays under random arms, checks each answer, and goes on until every arm has run.
+
+    plain: plain decoding's tokens.  On a busy machine a plan comes for every few steps only, so one
+    play may meet few arms.
+    """
+    choose = random.Random(seed)
+    ran: set[tuple[str, int]] = set()
+    asked = {(which[0] if which and gamma else 0, gamma) for gamma, _, *which in arms}
+    for _ in range(_PLAYS_MAX):
+        answers, reports = play(engine, sidecar, lambda _: choose.choice(arms))
+        assert [answer.tokens for answer in answers] == plain
+        ran |= {(report.drafter if report.gamma else "", report.gamma) for report in reports}
+        if len(ran) == len(asked):
+            return
+    pytest.fail(f"of {len(asked)} arms only {sorted(ran)} ran")
 
 
 def accepted_by_context(reports: Sequence[StepReport], drafter: str, gamma: int) -> dict[int, int]:

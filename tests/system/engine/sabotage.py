@@ -69,6 +69,33 @@ def break_block_drafter_on_demand() -> None:
     type.__setattr__(dflash.DFlashAttention, "forward", fail_on_demand)
 
 
+def refuse_graphs_on_demand() -> None:
+    """Graphs of the pass that the file SABOTAGE_FILE names are not used."""
+    if sglang_api.SCHEDULER_MODULE not in sys.modules:
+        return
+    from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
+    from sglang.srt.speculative.eagle_draft_cuda_graph_runner import EAGLEDraftCudaGraphRunner
+    from sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner import (
+        EAGLEDraftExtendCudaGraphRunner,
+    )
+
+    file = Path(os.environ["SABOTAGE_FILE"])
+    asked = EAGLEDraftCudaGraphRunner, EAGLEDraftExtendCudaGraphRunner, DecodeCudaGraphRunner
+    originals = [runner.can_run_graph for runner in asked]
+    names = "draft", "draft_extend", "block"
+    for runner, original, name in zip(asked, originals, names, strict=True):
+
+        def can_run_graph(
+            self: Any, batch: Any, original: Any = original, name: str = name
+        ) -> bool:
+            if name == "block" and not self.model_runner.is_draft_worker:
+                return bool(original(self, batch))
+            refused = file.exists() and file.read_text() == name
+            return not refused and bool(original(self, batch))
+
+        type.__setattr__(runner, "can_run_graph", can_run_graph)
+
+
 def let_one_rank_differ() -> None:
     """The second scheduler to start has other variables, as on another host."""
     if multiprocessing.parent_process() is None or sglang_api.SCHEDULER_MODULE not in sys.modules:

@@ -1,6 +1,5 @@
 """DFlash as the only drafter of the real SGLang, steered by a scripted sidecar."""
 
-import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +8,13 @@ import pytest
 from speculation.v1.engine_pb2 import DRAFTER_KIND_DFLASH
 from tests.support.engine import DFLASH, LONE, MODES, EngineProcess, install_plugin, serving
 from tests.support.eventually import eventually
-from tests.support.prompts_in_flight import ALONE, accepted_by_context, check_against_student, play
+from tests.support.prompts_in_flight import (
+    ALONE,
+    accepted_by_context,
+    check_against_student,
+    play,
+    play_any_order,
+)
 from tests.support.scripted_sidecar import Arm, ScriptedSidecar, scripted_sidecar
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -79,10 +84,7 @@ def test_every_arm_gives_plain_decodings_tokens(
 def test_any_order_of_arms_gives_plain_decodings_tokens(
     seed: int, engine: EngineProcess, sidecar: ScriptedSidecar, plain: dict[str, list[list[int]]]
 ) -> None:
-    arms = random.Random(seed).choices(ARMS, k=500)
-    answers, reports = play(engine, sidecar, lambda count: arms[count % 500])
-    assert [answer.tokens for answer in answers] == plain["batch"]
-    assert len({report.gamma for report in reports}) == len(GAMMAS) - 1
+    play_any_order(engine, sidecar, ARMS, seed, plain["batch"])
 
 
 @pytest.mark.parametrize("asleep", [False, True])

@@ -1,32 +1,47 @@
-"""Batches without a captured graph in the real SGLang, steered by a scripted sidecar."""
+"""Passes without a captured graph in the real SGLang, steered by a scripted sidecar."""
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.support.engine import EAGLE3, MODES, EngineProcess, serving
+from tests.support.engine import DFLASH, EAGLE3, MODES, EngineProcess, install_plugin, serving
 from tests.support.eventually import eventually
-from tests.support.prompts_in_flight import play
+from tests.support.prompts_in_flight import LENGTHS, PROMPTS, play
 from tests.support.scripted_sidecar import Arm, ScriptedSidecar
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
-GAMMAS = (0, 2, 5)
-ARMS: list[Arm] = [*((gamma, False) for gamma in GAMMAS), (0, True)]
+GAMMAS = (0, 2, 7)
+CHAIN: Arm = (2, False, 0)
+BLOCK: Arm = (7, False, 1)
+ARMS: list[Arm] = [(0, False, 0), CHAIN, (7, False, 0), BLOCK, (0, True, 0)]
 LARGEST = 4
+
+
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file that names the pass whose graphs are refused while it exists."""
+    return tmp_path_factory.mktemp("refused") / "pass"
 
 
 @pytest.fixture(scope="module")
 def engine(
     plain: dict[str, list[list[int]]],
     sidecar: ScriptedSidecar,
+    refused: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[EngineProcess]:
     """With graphs for four sequences at most, and requests for eight."""
+    target = "tests.system.engine.sabotage:refuse_graphs_on_demand"
+    plugins = install_plugin(tmp_path_factory.mktemp("plugins"), target, name="zz_sabotage")
     variables = {
         **sidecar.variables,
         **MODES["overlapped"],
+        "PYTHONPATH": str(plugins),
+        "SABOTAGE_FILE": str(refused),
+        "SPECULATION_DFLASH_MODEL_PATH": str(DFLASH),
         "SPECULATION_GAMMAS": ",".join(map(str, GAMMAS)),
         "SPECULATION_SLEEP_POSITIONS": "12",
     }
@@ -61,3 +76,45 @@ def test_batches_with_and_without_a_graph_take_any_order_of_arms(
     answers, reports = play(engine, sidecar, lambda count: arms[count % 500])
     assert [answer.tokens for answer in answers] == plain["batch"]
     assert {report.flags.eager_fallback for report in reports} == {False, True}
+
+
+@pytest.mark.parametrize(
+    ("name", "arm", "eager"),
+    [
+        ("draft", CHAIN, True),
+        ("draft_extend", CHAIN, True),
+        ("block", BLOCK, True),
+        # The first token of a chain comes out of the pass before.
+        ("draft", (0, False, 0), False),
+        ("draft_extend", (0, True, 0), False),
+        ("block", CHAIN, False),
+    ],
+)
+def test_a_drafters_pass_without_its_graph_is_exact_and_reported(
+    name: str,
+    arm: Arm,
+    eager: bool,
+    engine: EngineProcess,
+    sidecar: ScriptedSidecar,
+    plain: dict[str, list[list[int]]],
+    refused: Path,
+) -> None:
+    few = slice(LARGEST)
+
+    def counted() -> int:
+        state = engine.internal_state()["speculation_controller"]["eager"]
+        assert state["without_graphs"] == []
+        return int(state["steps"][name])
+
+    # The steps of the script before it are over.
+    play(engine, sidecar, lambda _: arm, PROMPTS[few], LENGTHS[few])
+    before = counted()
+    refused.write_text(name)
+    try:
+        answers, reports = play(engine, sidecar, lambda _: arm, PROMPTS[few], LENGTHS[few])
+    finally:
+        refused.unlink()
+    assert [answer.tokens for answer in answers] == plain["batch"][few]
+    assert {report.flags.eager_fallback for report in reports} == {eager}
+    # A step that was launched beside the last one is not waited for.
+    assert counted() - before in (range(len(reports), len(reports) + 4) if eager else [0])

@@ -10,6 +10,7 @@ import torch
 from engine_shim.link.plan_follower import Source, StepChoice
 from engine_shim.sglang.api.losses import Losses
 from engine_shim.sglang.drafters.idle_kv import IdleCounters
+from engine_shim.sglang.eager_passes import EagerPasses
 from engine_shim.sglang.graph_states import GraphStates
 from engine_shim.sglang.hooks import EngineHooks
 from engine_shim.sglang.learning.online_updates import OnlineCounters
@@ -106,7 +107,7 @@ def session(*, asleep: bool, failing: str = "", gamma: int = 0) -> Any:
         "ranks": adopted(chosen(gamma, asleep=asleep)),
         "sleep": Sleep(failing),
     }
-    return EngineHooks(losses=Losses(), graph_states=GraphStates(), **parts)
+    return EngineHooks(losses=Losses(), graph_states=GraphStates(), eager=EagerPasses(), **parts)
 
 
 def batch(mode: str = "decode") -> Any:

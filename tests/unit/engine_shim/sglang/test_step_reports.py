@@ -20,6 +20,7 @@ from engine_shim.link.packets import (
 )
 from engine_shim.link.plan_follower import Source, StepChoice
 from engine_shim.sglang import step_reports
+from engine_shim.sglang.eager_passes import NO_PASSES, EagerPasses, Passes
 from engine_shim.sglang.step_reports import (
     Launch,
     StepTap,
@@ -60,7 +61,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> VirtualClock:
 
 def tap(graph_batch_sizes: tuple[int, ...] = ()) -> tuple[StepTap, RecordingLink]:
     link = RecordingLink()
-    return StepTap(link, graph_batch_sizes), link  # type: ignore[arg-type]
+    eager = EagerPasses(Passes.VERIFICATION | Passes.DRAFT if graph_batch_sizes else NO_PASSES)
+    return StepTap(link, graph_batch_sizes, eager), link  # type: ignore[arg-type]
 
 
 def settle(
@@ -171,6 +173,15 @@ def test_a_step_outside_the_graphs_is_flagged_only_when_there_are_graphs() -> No
     without, link = tap()
     settle(without, 1, 3, [1], graph=False)
     assert not link.reports[0].flags & EAGER_FALLBACK
+
+
+@pytest.mark.parametrize(("eager", "flagged"), [(Passes.DRAFT, True), (Passes.DRAFT_EXTEND, False)])
+def test_a_drafters_pass_outside_its_graphs_is_flagged(eager: Passes, *, flagged: bool) -> None:
+    steps, link = tap((1, 2))
+    launch = Launch(choice(3), 1, 10)
+    launch.eager = eager
+    steps.settle(launch, result(3, [1], graph=True))
+    assert bool(link.reports[0].flags & EAGER_FALLBACK) == flagged
 
 
 def test_with_overlapped_steps_each_report_has_the_facts_of_its_own_launch() -> None:

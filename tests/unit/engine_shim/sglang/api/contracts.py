@@ -77,6 +77,12 @@ USED = {
     "sglang.srt.runtime_context.RuntimeContext.config_leaf": "self, name",
     "sglang.srt.runtime_context.RuntimeContext.override": "self, source, **fields",
     "sglang.srt.runtime_context._ConfigBag._set": "self, name, value",
+    "sglang.srt.model_executor.forward_batch_info.ForwardMode.is_decode": "self",
+    "sglang.srt.model_executor.forward_batch_info.ForwardMode.is_draft_extend_v2": "self",
+    "sglang.srt.model_executor.model_runner.ModelRunner.forward": (
+        "self, forward_batch, skip_attn_backend_init=None, pp_proxy_tensors=None, "
+        "reinit_attn_backend=False, split_forward_count=1"
+    ),
     f"{EAGLE}.EAGLEWorkerV2._stub_skipped_draft_extend": "self, batch, batch_output",
     f"{DRAFT_BASE}._rebuild_topk1_chain_buffers": "self",
     "sglang.srt.runtime_context.get_parallel": "",
@@ -249,6 +255,7 @@ ATTRIBUTES = {
         "decode_cuda_graph_runner",
         "shared_read_done_event",
     },
+    "sglang.srt.model_executor.model_runner.ModelRunnerOutput": {"can_run_graph"},
     "sglang.srt.managers.scheduler.Scheduler": {
         "draft_worker",
         "enable_overlap",

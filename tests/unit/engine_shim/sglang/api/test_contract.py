@@ -16,6 +16,7 @@ from engine_shim.sglang.api.versions import TESTED, module_for, sglang_version
 from tests.support.installed_wheel import Wheel
 from tests.unit.engine_shim.sglang.api.contracts import (
     ATTRIBUTES,
+    DFLASH,
     EAGLE,
     HOOKS,
     INTERNAL_STATE,
@@ -108,6 +109,17 @@ def test_a_decode_step_goes_through_every_hook(version: str) -> None:
     assert "init_model_worker" in wheel(version).calls(f"{scheduler}.__init__")
     assert "forward_batch_generation" in wheel(version).calls(f"{scheduler}.run_batch")
     assert "AdaptiveSpeculativeParams" in wheel(version).calls(f"{EAGLE}.EAGLEWorkerV2.__init__")
+
+
+@pytest.mark.parametrize("version", TESTED)
+def test_a_drafters_graph_is_executed_beside_its_runner(version: str) -> None:
+    """So a pass that goes through `ModelRunner.forward` has run without one."""
+    draft = f"{EAGLE}.EagleDraftWorker"
+    for part in ("draft", "_draft_extend_for_decode"):
+        assert "execute" in wheel(version).calls(f"{draft}.{part}")
+    for part in ("draft_forward", "_draft_extend_for_decode"):
+        assert "forward" in wheel(version).calls(f"{draft}.{part}")
+    assert "forward" in wheel(version).calls(f"{DFLASH}.forward_batch_generation")
 
 
 @pytest.mark.parametrize("version", TESTED)

@@ -1,0 +1,154 @@
+"""Notices the drafters' passes of a decode step that run without a CUDA graph.
+
+SGLang reports this of a step's verification only.  Its draft and its draft-extend fall back to
+eager execution without a word, and so does a DFlash block: its graphs are not even captured where
+less than 1 GB of the device's memory is free.  A step with such a pass takes longer than its shape
+costs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import IntFlag
+from typing import Any
+
+_log = logging.getLogger(__name__)
+
+
+class Passes(IntFlag):
+    """The passes of a decode step that SGLang captures graphs for."""
+
+    VERIFICATION = 1
+    DRAFT = 2
+    DRAFT_EXTEND = 4
+    BLOCK = 8
+
+    @property
+    def names(self) -> list[str]:
+        """Returns the names as the status shows them."""
+        return [str(one.name).lower() for one in self]
+
+
+NO_PASSES = Passes(0)
+
+
+@dataclass(slots=True)
+class EagerPasses:
+    """Watches the drafters of one engine and counts its eager passes.
+
+    captured: the passes that have graphs.  missing: those that the engine runs and has none for;
+    they run eagerly in every step, which is then the cost of that step.  counts: steps with an
+    eager pass of a kind that has graphs.
+    """
+
+    captured: Passes = NO_PASSES
+    missing: Passes = NO_PASSES
+    counts: Counter[Passes] = field(default_factory=Counter)
+    _seen: Passes = field(default=NO_PASSES, init=False)
+
+    def watch_chain(self, runner: Any) -> None:
+        """Watches the `ModelRunner` of an EAGLE drafter.
+
+        Its `forward` is called for eager passes only, because graphs are executed beside it; and
+        for prefills and for catching up, whose passes have no graph by design.
+        """
+
+        def note(forward_batch: Any, _: Any) -> None:
+            mode = forward_batch.forward_mode
+            if mode.is_decode():
+                self._seen |= Passes.DRAFT
+            elif mode.is_draft_extend_v2():
+                self._seen |= Passes.DRAFT_EXTEND
+
+        _after_forward(runner, note)
+
+    def watch_block(self, runner: Any) -> None:
+        """Watches the `ModelRunner` of a DFlash drafter, which tells how it ran a block."""
+
+        def note(_: Any, output: Any) -> None:
+            if not output.can_run_graph:
+                self._seen |= Passes.BLOCK
+
+        _after_forward(runner, note)
+
+    def begin(self) -> None:
+        """Forgets what was seen before the step that begins."""
+        self._seen = NO_PASSES
+
+    def taken(self) -> Passes:
+        """Returns the drafters' eager passes since `begin`."""
+        return self._seen
+
+    def count(self, eager: Passes) -> bool:
+        """Counts a step's eager passes; returns whether one of them has graphs."""
+        if not eager:
+            return False
+        fallbacks = eager & self.captured
+        for one in fallbacks:
+            self.counts[one] += 1
+        return bool(fallbacks)
+
+    def log(self) -> None:
+        """Writes one line where passes have no graph in an engine with graphs."""
+        if self.missing:
+            _log.warning(
+                "SGLang captured no graphs for %s: these passes run eagerly in every step; its log "
+                "lines of the capture say why",
+                ", ".join(self.missing.names),
+            )
+
+    def status(self) -> dict[str, Any]:
+        """Returns the counters as plain values, by the passes' names."""
+        steps = {name: self.counts[Passes[name.upper()]] for name in self.captured.names}
+        return {"steps": steps, "without_graphs": self.missing.names}
+
+
+def watch(worker: Any, states: Iterable[Any], block: Any | None) -> EagerPasses:
+    """Makes the `EagerPasses` of an `EAGLEWorkerV2`.
+
+    states: its `SpecRuntimeState` of every draft length.  block: its `DFlashDrafter`, if any.
+    """
+    states = tuple(states)
+    runner = worker.draft_worker.draft_runner
+    has_chain = block is None or block.runner is not runner
+    runs = Passes.VERIFICATION
+    captured = _if(any(state.target_graph_runner for state in states), Passes.VERIFICATION)
+    if has_chain:
+        # The draft of a single token comes out of the pass before it.
+        runs |= _if(any(state.speculative_num_steps > 1 for state in states), Passes.DRAFT)
+        runs |= Passes.DRAFT_EXTEND
+        captured |= _if(any(state.cuda_graph_runner for state in states), Passes.DRAFT)
+        extends = any(state.cuda_graph_runner_for_draft_extend for state in states)
+        captured |= _if(extends, Passes.DRAFT_EXTEND)
+    if block is not None:
+        runs |= Passes.BLOCK
+        graphs = getattr(block.runner.decode_cuda_graph_runner, "capture_bs", None)
+        captured |= _if(bool(graphs), Passes.BLOCK)
+    # Without any graph nothing is missing: the engine was started so.
+    missing = runs & ~captured if captured & Passes.VERIFICATION else NO_PASSES
+    found = EagerPasses(captured if captured & Passes.VERIFICATION else NO_PASSES, missing)
+    if found.captured:
+        if has_chain:
+            found.watch_chain(runner)
+        if block is not None:
+            found.watch_block(block.runner)
+    return found
+
+
+def _if(condition: bool, found: Passes) -> Passes:
+    return found if condition else NO_PASSES
+
+
+def _after_forward(runner: Any, note: Callable[[Any, Any], None]) -> None:
+    """Has `note` see the batch and the output of each pass of a `ModelRunner`."""
+    original = runner.forward
+
+    def forward(forward_batch: Any, *arguments: Any, **named: Any) -> Any:
+        output = original(forward_batch, *arguments, **named)
+        note(forward_batch, output)
+        return output
+
+    runner.forward = forward
