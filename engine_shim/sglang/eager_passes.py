@@ -112,6 +112,7 @@ def watch(worker: Any, states: Iterable[Any], block: Any | None) -> EagerPasses:
     states: its `SpecRuntimeState` of every draft length.  block: its `DFlashDrafter`, if any.
     """
     states = tuple(states)
+    drafts = block if block is not None and not block.over else None
     runner = worker.draft_worker.draft_runner
     has_chain = block is None or block.runner is not runner
     runs = Passes.VERIFICATION
@@ -123,9 +124,9 @@ def watch(worker: Any, states: Iterable[Any], block: Any | None) -> EagerPasses:
         captured |= _if(any(state.cuda_graph_runner for state in states), Passes.DRAFT)
         extends = any(state.cuda_graph_runner_for_draft_extend for state in states)
         captured |= _if(extends, Passes.DRAFT_EXTEND)
-    if block is not None:
+    if drafts is not None:
         runs |= Passes.BLOCK
-        graphs = getattr(block.runner.decode_cuda_graph_runner, "capture_bs", None)
+        graphs = getattr(drafts.runner.decode_cuda_graph_runner, "capture_bs", None)
         captured |= _if(bool(graphs), Passes.BLOCK)
     # Without any graph nothing is missing: the engine was started so.
     missing = runs & ~captured if captured & Passes.VERIFICATION else NO_PASSES
@@ -133,8 +134,8 @@ def watch(worker: Any, states: Iterable[Any], block: Any | None) -> EagerPasses:
     if found.captured:
         if has_chain:
             found.watch_chain(runner)
-        if block is not None:
-            found.watch_block(block.runner)
+        if drafts is not None:
+            found.watch_block(drafts.runner)
     return found
 
 

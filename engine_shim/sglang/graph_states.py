@@ -51,12 +51,19 @@ class GraphStates:
         self._has_graphs = bool(everything)
         limit = self._limits.get(speculative_num_steps)
         with _captured_up_to(limit, everything):
-            state = original(
-                worker,
-                speculative_num_steps=speculative_num_steps,
-                speculative_num_draft_tokens=speculative_num_draft_tokens,
-                cuda_graph_bs=cuda_graph_bs,
-            )
+            try:
+                state = original(
+                    worker,
+                    speculative_num_steps=speculative_num_steps,
+                    speculative_num_draft_tokens=speculative_num_draft_tokens,
+                    cuda_graph_bs=cuda_graph_bs,
+                )
+            except Exception as error:
+                error.add_note(
+                    f"while draft length {speculative_num_steps} was prepared: fewer lengths in "
+                    "SPECULATION_GAMMAS, or SPECULATION_GRAPH_LIMITS, take less memory"
+                )
+                raise
         largest = _largest_captured(state)
         self._states[speculative_num_steps] = GraphState(
             perf_counter() - started,

@@ -86,6 +86,7 @@ class EngineStartup:
                 self._settings.dflash_model_path,
                 self._settings.dflash_revision,
                 self._settings.gammas,
+                required=self._settings.require_drafters,
             )
             dual.register()
         _apply_hooks()
@@ -102,7 +103,7 @@ class EngineStartup:
         policy = _policy_of(worker)
         gammas = tuple(policy.candidate_steps)
         self._switch.prepare(worker, gammas)
-        # A DFlash drafter that cannot draft is found before there is traffic.
+        # A DFlash drafter that cannot draft with its graphs is found before there is traffic.
         block = sglang_api.dflash_only(worker.draft_worker) if dual is None else dual.block
         found = Losses()
         if block is not None:

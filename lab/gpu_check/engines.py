@@ -6,6 +6,7 @@ PINNED        the same drafter with the plugin, held to that draft length
 STEERED       both drafters, every draft length
 """
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -87,5 +88,7 @@ def launch(
 
 
 def graphs_expected(options: Sequence[str], *, on_cpu: bool) -> bool:
-    """Whether every step should replay a graph."""
-    return not on_cpu and "--disable-cuda-graph" not in options
+    """Whether every step should replay a graph; on a CPU, one of the emulated ones."""
+    if on_cpu:
+        return os.environ.get("CPU_ENGINE_GRAPHS") == "1"
+    return "--disable-cuda-graph" not in options

@@ -46,6 +46,10 @@ def _graphs(found: Mapping[str, Any]) -> list[str]:
         sum(arm[name] for arm in graphs["arms"]) for name in ("eager_steps", "beyond", "steps")
     )
     details = f"{eager} of {steps} steps eager ({beyond} more beyond the captured batch sizes); "
+    passes = ", ".join(f"{name} {count}" for name, count in graphs["passes"].items())
+    details += f"steps with an eager pass: {passes or 'not counted (no graphs)'}; "
+    if never := found["startup"]["without_graphs"]:
+        details += f"no graphs at all for {', '.join(never)}; "
     if (syncs := graphs["syncs"]) is None:
         details += "synchronisations: not watched (no CUDA)"
     else:
@@ -53,7 +57,7 @@ def _graphs(found: Mapping[str, Any]) -> list[str]:
         details += f"synchronisations in {syncs['steps']} steps: {shim} shim, {others} SGLang"
     if not found["graphs_expected"]:
         return ["no graphs", details]
-    return ["FAILED" if eager else "passed", details]
+    return ["FAILED" if eager or never else "passed", details]
 
 
 def _text_table(columns: list[str], rows: list[list[str]]) -> str:

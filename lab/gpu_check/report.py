@@ -26,7 +26,7 @@ def markdown(found: Mapping[str, Any]) -> str:
 def problems(found: Mapping[str, Any]) -> list[str]:
     """Returns the problems found, in sentences; empty for a check that passed.
 
-    An eager step is one only where graphs are expected.
+    Eager steps, and passes that have no graphs at all, are problems only where graphs are expected.
     """
     exact: Mapping[str, Any] = found.get("exact", {})
     wrong = [
@@ -34,13 +34,18 @@ def problems(found: Mapping[str, Any]) -> list[str]:
     ]
     if not found.get("graphs_expected"):
         return wrong
+    never = [
+        f"SGLang captured no graphs for {name}: it runs eagerly in every step"
+        for name in found.get("startup", {}).get("without_graphs", [])
+    ]
     arms = [*found.get("graphs", {}).get("arms", []), *found.get("arms", [])]
-    return wrong + [
+    eager = [
         f"{arm['drafter']} gamma {arm['gamma']}: {arm['eager_steps']} of {arm['steps']} steps ran "
         "without a graph"
         for arm in arms
         if arm["eager_steps"]
     ]
+    return wrong + never + eager
 
 
 def where(found: Mapping[str, Any]) -> str:

@@ -108,10 +108,12 @@ class _Check(Harness):
             return
         self._terminal.heading("Starting the steered engine")
         seconds = self._start(STEERED)
-        url = f"{self._engines[STEERED].url}/server_info"
-        with urllib.request.urlopen(url, timeout=30) as answer:  # noqa: S310  # our own engine
-            said = json.load(answer)["internal_states"][0]["speculation_controller"]
-        document["startup"] = {"seconds": {STEERED: seconds}, "prepared": said["prepared"]}
+        said = self._steered_status()
+        document["startup"] = {
+            "seconds": {STEERED: seconds},
+            "prepared": said["prepared"],
+            "without_graphs": said["eager"]["without_graphs"],
+        }
         document["graphs_expected"] = engines.graphs_expected(
             self._options.engine_options, on_cpu=self._options.on_cpu
         )
@@ -148,7 +150,11 @@ class _Check(Harness):
         switch.unlink()
         # The engine writes its ledger at the next step.
         self._play(STEERED, steady_stream(self._shape, 1, _SEED + 5), "the last step")
-        document["graphs"] = {**found.document(), "syncs": syncs.read(self._ledger)}
+        document["graphs"] = {
+            **found.document(),
+            "passes": self._steered_status()["eager"]["steps"],
+            "syncs": syncs.read(self._ledger),
+        }
 
     def costs(self, document: dict[str, Any]) -> None:
         """Measures C(drafter, B, gamma, kv); from then on the sidecar plans with it."""
@@ -246,6 +252,14 @@ class _Check(Harness):
         ratio = self._ratio((PINNED, arm), (STATIC, None), self._stream)
         document["pinned"] = {"gamma": arm[1], **ratio}
         self._stop(STATIC, PINNED)
+
+    def _steered_status(self) -> dict[str, Any]:
+        """Returns what the plugin says in the steered engine's /server_info."""
+        url = f"{self._engines[STEERED].url}/server_info"
+        with urllib.request.urlopen(url, timeout=30) as answer:  # noqa: S310  # our own engine
+            states: list[dict[str, Any]] = json.load(answer)["internal_states"]
+        found: dict[str, Any] = states[0]["speculation_controller"]
+        return found
 
     def _ratio(self, ours: Held, theirs: Held, stream: Sequence[StreamPhase]) -> dict[str, Any]:
         """Compares tokens/s in pairs, in reverse order every second time, after a warm-up pair."""

@@ -141,6 +141,38 @@ class DFlashDrafter:
         with self.scope():
             getattr(self._worker, part)(*arguments, **named)
 
+    def capture(self, *, required: bool) -> None:
+        """Captures the block's graphs, after a block was drafted without them.
+
+        A drafter that cannot draft is given up or refused by that block.  A capture that fails
+        itself ends the start: what it leaves of torch's memory pools is unknown, and a graph could
+        come to overwrite tensors that are in use.  Raises UnsupportedEngineError.
+        """
+        worker = self._worker._draft_worker
+        original = worker.init_cuda_graphs
+
+        def after_a_block(*, capture_decode_cuda_graph: bool) -> None:
+            # SGLang registers its users' forward hooks each time: they must not be in the graphs.
+            if capture_decode_cuda_graph and not sglang_api.config_leaf("forward_hooks"):
+                original(capture_decode_cuda_graph=False)
+                self.rehearse(required=required)
+            if not self.over:
+                original(capture_decode_cuda_graph=capture_decode_cuda_graph)
+
+        worker.init_cuda_graphs = after_a_block
+        try:
+            self.build("init_cuda_graphs")
+        except UnsupportedEngineError:
+            raise
+        except Exception as error:
+            raise UnsupportedEngineError(
+                f"the graphs of the DFlash drafter {self._model_path} cannot be captured: "
+                f"{reason_of(error)}; leave memory for them (--mem-fraction-static, "
+                "--cuda-graph-max-bs), or start the engine without this drafter"
+            ) from error
+        finally:
+            worker.init_cuda_graphs = original
+
     def draft(self, batch: Any) -> torch.Tensor:
         """The block [B, block_size] after the newest tokens, which come first in it.
 
@@ -180,6 +212,8 @@ class DFlashDrafter:
 
         One that cannot draft is given up, or raises UnsupportedEngineError where it is required.
         """
+        if self.over:
+            return
         if not required:
             self.attempt(self._rehearse)
             return

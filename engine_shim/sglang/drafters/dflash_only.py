@@ -82,7 +82,7 @@ class DFlashOnlyWorker(EagleDraftWorkerBase):
 
     def init_cuda_graphs(self) -> None:
         """Does what SGLang asks of its draft worker."""
-        self.block.build("init_cuda_graphs")
+        self.block.capture(required=True)
 
     def _capture_cuda_graphs(self) -> None:
         """Captures nothing for a draft length, since the block has graphs of its own."""

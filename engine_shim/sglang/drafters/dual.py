@@ -24,12 +24,15 @@ from engine_shim.sglang.drafters.hidden_states import SharedCapture
 class DualDrafter:
     """Hooks around one engine's draft worker.
 
-    gammas: draft lengths that the engine prepares.
+    gammas: draft lengths that the engine prepares.  required: the engine does not start without
+    this drafter.
     """
 
-    def __init__(self, model_path: str, revision: str, gammas: tuple[int, ...]) -> None:
+    def __init__(
+        self, model_path: str, revision: str, gammas: tuple[int, ...], *, required: bool = False
+    ) -> None:
         self.model_path, self.revision = model_path, revision
-        self._gammas = gammas
+        self._gammas, self._required = gammas, required
         self._capture = SharedCapture(model_path, revision or None)
         self._block: DFlashDrafter | None = None
 
@@ -40,11 +43,10 @@ class DualDrafter:
         hook_check.register(sglang_api.CONFIGURE_CAPTURE, capture.around_configure, around)
         hook_check.register(sglang_api.STORE_HIDDEN, capture.around_store, around)
         hook_check.register(sglang_api.DRAFT_CONSTRUCT, self.around_construct, around)
-        for target in (
-            sglang_api.DRAFT_MEMORY, sglang_api.DRAFT_BACKENDS, sglang_api.DRAFT_GRAPHS,
-        ):  # fmt: skip
+        for target in (sglang_api.DRAFT_MEMORY, sglang_api.DRAFT_BACKENDS):
             part = target.rpartition(".")[2]
             hook_check.register(target, partial(self.around_build, part), around)
+        hook_check.register(sglang_api.DRAFT_GRAPHS, self.around_capture, around)
         hook_check.register(sglang_api.DRAFT_PREFILL, self.around_prefill, around)
         self._extend_properties()
 
@@ -78,6 +80,11 @@ class DualDrafter:
         """Wraps a method of `EagleDraftWorker` that builds something, `part` by name."""
         original(draft, *arguments, **named)
         self.block.build(part, *arguments, **named)
+
+    def around_capture(self, original: Callable[..., None], draft: Any) -> None:
+        """Captures the graphs of both drafters (wraps `EagleDraftWorker.init_cuda_graphs`)."""
+        original(draft)
+        self.block.capture(required=self._required)
 
     def around_prefill(
         self, original: Callable[..., Any], draft: Any, batch: Any, hidden: torch.Tensor,

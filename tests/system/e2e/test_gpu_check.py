@@ -1,4 +1,4 @@
-"""`make gpu-check` without a GPU: all of it but the size of the models and the graphs."""
+"""`make gpu-check` without a GPU: all of it but the size of the models; its graphs are emulated."""
 
 import json
 import os
@@ -10,10 +10,13 @@ import pytest
 from controller.core.cost.profile import Profile
 from lab.gpu_check import acceptance
 from lab.gpu_check.shapes import QWEN3_8B, SMALL
-from tests.support.engine import ROOT, run_lab
+from tests.support.engine import ROOT, install_plugin, run_lab
 from tests.support.forking_lab import DESCRIPTOR
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+GRAPHS = {"CPU_ENGINE_GRAPHS": "1"}
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +26,7 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "lab.gpu_check", "--cpu", "--shape", SMALL.name, "--repeats", "1", "--profile-seconds", "8",
         "--parts", "all",
         "--output", str(folder), "--keep-profile", str(folder / "profiles"),
+        environment=GRAPHS,
     )  # fmt: skip
     print(done.stdout)
     assert done.returncode == 0, done.stdout
@@ -87,12 +91,14 @@ def test_random_arms_gave_plain_decodings_tokens(found: dict[str, Any]):
 def test_every_arm_was_watched_for_eager_steps(found: dict[str, Any]):
     ran = {(arm["drafter"], arm["gamma"]) for arm in found["graphs"]["arms"]}
     assert ran >= set(SMALL.arms())
+    assert set(found["graphs"]["passes"]) == {"verification", "draft", "draft_extend", "block"}
+    assert found["startup"]["without_graphs"] == []
     assert found["graphs"]["syncs"] is None  # there is no CUDA
 
 
 def test_the_page_has_a_verdict_for_each_part(output: Path):
     text = (output / "page.md").read_text()
-    for line in ("| exact | passed |", "| graphs | no graphs |", "| costs | measured |", "B=4"):
+    for line in ("| exact | passed |", "| graphs | passed |", "| costs | measured |", "B=4"):
         assert line in text
 
 
@@ -116,6 +122,35 @@ def test_a_wrong_token_fails_the_check(tmp_path: Path):
     page = (tmp_path / "page.md").read_text()
     assert "| exact | FAILED |" in page
     assert f"expected token {first['expected']}, found 100" in page
+
+
+def test_a_draft_without_its_graph_fails_the_check(tmp_path: Path):
+    (tmp_path / "refused").write_text("draft")
+    target = "tests.system.engine.sabotage:refuse_graphs_on_demand"
+    plugins = install_plugin(tmp_path / "plugins", target, name="zz_sabotage")
+    sabotage = GRAPHS | {
+        "SABOTAGE_FILE": str(tmp_path / "refused"),
+        "PYTHONPATH": os.pathsep.join([str(plugins), str(ROOT), str(ROOT / "proto")]),
+    }
+    done = run_lab(
+        "lab.gpu_check", "--cpu", "--shape", SMALL.name, "--parts", "graphs",
+        "--output", str(tmp_path), environment=sabotage,
+    )  # fmt: skip
+    print(done.stdout)
+    assert done.returncode == 3
+    found = json.loads((tmp_path / "result.json").read_text())
+    eager = {(arm["drafter"], arm["gamma"]): arm["eager_steps"] for arm in found["graphs"]["arms"]}
+    # A chain of one token needs no pass of its own.
+    assert {arm for arm, steps in eager.items() if steps} == {
+        (drafter, gamma) for drafter, gamma in SMALL.arms() if drafter == "eagle3" and gamma > 1
+    }
+    passes = found["graphs"]["passes"]
+    # A step that was launched beside the last one of a play is in no play's reports.
+    assert passes["draft"] >= sum(eager.values())
+    assert (passes["verification"], passes["draft_extend"], passes["block"]) == (0, 0, 0)
+    page = (tmp_path / "page.md").read_text()
+    assert "| graphs | FAILED |" in page
+    assert "eagle3 gamma 3" in page
 
 
 def test_without_a_gpu_it_says_what_can_be_done(tmp_path: Path):

@@ -69,6 +69,25 @@ def break_block_drafter_on_demand() -> None:
     type.__setattr__(dflash.DFlashAttention, "forward", fail_on_demand)
 
 
+def break_block_capture() -> None:
+    """DFlash drafts, but its graphs cannot be captured, as when memory is out."""
+    if sglang_api.SCHEDULER_MODULE not in sys.modules:
+        return
+    import torch
+    from sglang.srt.models import dflash
+
+    # Only an emulated device has it.
+    cpu: Any = torch.cpu
+    forward = dflash.DFlashAttention.forward
+
+    def fail_in_captures(*arguments: Any, **named: Any) -> Any:
+        if cpu.is_current_stream_capturing():
+            raise MemoryError("sabotaged")
+        return forward(*arguments, **named)
+
+    type.__setattr__(dflash.DFlashAttention, "forward", fail_in_captures)
+
+
 def refuse_graphs_on_demand() -> None:
     """Graphs of the pass that the file SABOTAGE_FILE names are not used."""
     if sglang_api.SCHEDULER_MODULE not in sys.modules:

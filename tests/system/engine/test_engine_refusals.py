@@ -11,6 +11,7 @@ from tests.support.engine import (
     DRAFT,
     EAGLE3,
     LONE,
+    MODES,
     START_SECONDS,
     install_plugin,
     launched,
@@ -21,9 +22,11 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
 SABOTAGE = "tests.system.engine.sabotage"
 
 
-def last_words(folder: Path, arguments: Sequence[str], sabotage: str = "", **settings: str) -> str:
+def last_words(
+    folder: Path, arguments: Sequence[str], sabotage: str = "", mode: str = "eager", **settings: str
+) -> str:
     """What a server prints that ends by itself, with an error.  settings: SPECULATION_*."""
-    variables = {"SPECULATION_SIDECAR": f"unix:{folder / 'nobody.sock'}"}
+    variables = {"SPECULATION_SIDECAR": f"unix:{folder / 'nobody.sock'}", **MODES[mode]}
     variables |= {f"SPECULATION_{name.upper()}": value for name, value in settings.items()}
     if sabotage:
         plugins = install_plugin(folder / "sabotage", f"{SABOTAGE}:{sabotage}", name="zz_sabotage")
@@ -75,6 +78,17 @@ def test_a_required_drafter_that_cannot_draft(tmp_path: Path) -> None:
 def test_an_only_drafter_that_cannot_draft(tmp_path: Path) -> None:
     words = last_words(tmp_path, LONE, "break_block_drafter")
     assert f"the DFlash drafter {DFLASH} cannot draft: MemoryError: sabotaged" in words
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_drafter_whose_graphs_cannot_be_captured(tmp_path: Path, *, alone: bool) -> None:
+    """What a failed capture leaves behind is unknown, so nobody is served on top of it."""
+    settings = {} if alone else {"dflash_model_path": str(DFLASH)}
+    arguments = LONE if alone else EAGLE3
+    words = last_words(tmp_path, arguments, "break_block_capture", "graphs", **settings)
+    assert f"the graphs of the DFlash drafter {DFLASH} cannot be captured: " in words
+    assert "sabotaged; leave memory for them" in words
+    assert "no longer drafts" not in words
 
 
 def test_a_shorter_block_than_was_trained(tmp_path: Path) -> None:

@@ -45,8 +45,8 @@ def engine(
     return watch(worker, [state(gamma, captured) for gamma in gammas], block), runner
 
 
-def block(*, in_graph: bool = True, capture_bs: tuple[int, ...] = (1, 2)) -> Any:
-    return SimpleNamespace(runner=Runner(in_graph=in_graph, capture_bs=capture_bs))
+def block(*, in_graph: bool = True, capture_bs: tuple[int, ...] = (1, 2), over: str = "") -> Any:
+    return SimpleNamespace(runner=Runner(in_graph=in_graph, capture_bs=capture_bs), over=over)
 
 
 def passes(mode: str) -> Any:
@@ -102,6 +102,7 @@ def test_steps_are_counted_by_the_passes_that_have_graphs() -> None:
         (ALL, None, []),
         (ALL, block(), []),
         (ALL, block(capture_bs=()), ["block"]),
+        (ALL, block(capture_bs=(), over="it cannot draft"), []),
         (Passes.VERIFICATION, None, ["draft", "draft_extend"]),
         # The engine was started without graphs.
         (NO_PASSES, None, []),

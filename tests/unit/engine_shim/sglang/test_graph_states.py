@@ -131,8 +131,9 @@ def test_the_configuration_is_afterwards_as_it_was(
     engine, states = Engine(TESTED[-1], monkeypatch), GraphStates({7: limit})
     engine.fails, sizes = fails, engine.decode.bs
     if fails:
-        with pytest.raises(RuntimeError, match="out of memory"):
+        with pytest.raises(RuntimeError, match="out of memory") as raised:
             build(states, engine, 7)
+        assert "while draft length 7 was prepared" in raised.value.__notes__[0]
     else:
         build(states, engine, 7)
     assert engine.decode == PhaseConfig(backend=Backend.FULL, max_bs=SIZES[-1], bs=SIZES)

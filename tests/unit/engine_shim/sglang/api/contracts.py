@@ -83,6 +83,9 @@ USED = {
         "self, forward_batch, skip_attn_backend_init=None, pp_proxy_tensors=None, "
         "reinit_attn_backend=False, split_forward_count=1"
     ),
+    "sglang.srt.managers.tp_worker.TpModelWorker.init_cuda_graphs": (
+        "self, capture_decode_cuda_graph=True"
+    ),
     f"{EAGLE}.EAGLEWorkerV2._stub_skipped_draft_extend": "self, batch, batch_output",
     f"{DRAFT_BASE}._rebuild_topk1_chain_buffers": "self",
     "sglang.srt.runtime_context.get_parallel": "",
@@ -243,7 +246,12 @@ ATTRIBUTES = {
         "speculative_num_steps",
         "speculative_num_draft_tokens",
     },
-    DFLASH: {"draft_model_runner", "draft_parallel_layout", "_draft_block_tokens_buf"},
+    DFLASH: {
+        "draft_model_runner",
+        "draft_parallel_layout",
+        "_draft_block_tokens_buf",
+        "_draft_worker",
+    },
     DRAFT_BASE: {
         "_topk1_parents_prealloc",
         "_topk1_score_indices_prealloc",
@@ -310,6 +318,7 @@ OLDER_ATTRIBUTES = {
             "draft_owns_attention",
             "draft_tp_context",
             "_draft_block_tokens_buf",
+            "_draft_worker",
         },
     },
 }
