@@ -10,7 +10,7 @@ import torch
 from engine_shim.training.signals import Signal, SignalStore
 from engine_shim.training.students import DraftStudent
 from engine_shim.training.versions import FOLDER, Versions
-from tests.support.engine import Generated, serving
+from tests.support.engine import MODES, Generated, serving
 from tests.support.eventually import eventually
 from tests.support.prompts_in_flight import accepted_by_context
 from tests.support.scripted_sidecar import ScriptedSidecar, scripted_sidecar
@@ -45,7 +45,7 @@ def plain(target: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[i
 
 
 def steered(
-    folder: Path, arguments: list[str], plain: list[list[int]]
+    folder: Path, arguments: list[str], plain: list[list[int]], mode: str
 ) -> tuple[list[Generated], ScriptedSidecar]:
     """Serves the prompts until the drafter was caught up after a sleep and several lengths ran.
 
@@ -54,7 +54,7 @@ def steered(
     answers: list[Generated] = []
     with scripted_sidecar(folder) as sidecar:
         sidecar.script = lambda count: ARMS[count % len(ARMS)]
-        with serving(folder, arguments, sidecar.variables) as engine:
+        with serving(folder, arguments, sidecar.variables | dict(MODES[mode])) as engine:
             eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
 
             def caught_up() -> bool:
@@ -71,15 +71,17 @@ def steered(
         return answers, sidecar
 
 
-@pytest.mark.parametrize("algorithm", ["NEXTN", "EAGLE"])
+@pytest.mark.parametrize(
+    ("algorithm", "mode"), [("NEXTN", "eager"), ("NEXTN", "overlapped"), ("EAGLE", "overlapped")]
+)
 def test_every_token_is_plain_decodings(
-    algorithm: str, target: Path, plain: list[list[int]], tmp_path: Path
+    algorithm: str, mode: str, target: Path, plain: list[list[int]], tmp_path: Path
 ) -> None:
     draft = target if algorithm == "NEXTN" else eagle_draft(tmp_path / "draft")
     speculation = (
         "--speculative-algorithm", algorithm, "--speculative-draft-model-path", str(draft),
     )  # fmt: skip
-    answers, sidecar = steered(tmp_path, options(target, *speculation), plain)
+    answers, sidecar = steered(tmp_path, options(target, *speculation), plain, mode)
     introduction = sidecar.server.introductions[0]
     assert introduction.drafters[0].name == algorithm.lower()
     assert introduction.HasField("shape")
@@ -87,6 +89,7 @@ def test_every_token_is_plain_decodings(
     accepted = sum(k * n for r in sidecar.reports for k, n in enumerate(r.accepted_counts))
     assert accepted == sum(answer.meta["spec_num_correct_drafts"] for answer in answers)
     assert accepted > 10
+    assert not any(report.flags.eager_fallback for report in sidecar.reports)
 
 
 def test_a_predictor_is_its_student_and_learns(

@@ -1,6 +1,5 @@
 """The SD2 drafter on the real SGLang: the student's drafts, and no other token."""
 
-import random
 from collections.abc import Iterator
 
 import pytest
@@ -10,9 +9,15 @@ from engine_shim.training.checkpoint import load_sd2, load_target
 from engine_shim.training.sd2 import greedy_chain
 from lab.cpu_engine.engine_command import SHALLOW
 from speculation.v1.engine_pb2 import DRAFTER_KIND_STANDALONE
-from tests.support.engine import TARGET, EngineProcess, serving
+from tests.support.engine import MODES, TARGET, EngineProcess, serving
 from tests.support.eventually import eventually
-from tests.support.prompts_in_flight import ALONE, ALONE_LENGTH, accepted_by_context, play
+from tests.support.prompts_in_flight import (
+    ALONE,
+    ALONE_LENGTH,
+    accepted_by_context,
+    play,
+    play_any_order,
+)
 from tests.support.scripted_sidecar import ScriptedSidecar
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -29,6 +34,7 @@ def engine(
 ) -> Iterator[EngineProcess]:
     variables = {
         **sidecar.variables,
+        **MODES["overlapped"],
         "SPECULATION_GAMMAS": ",".join(map(str, GAMMAS)),
     }
     with serving(tmp_path_factory.mktemp("steered"), OPTIONS, variables) as running:
@@ -50,10 +56,7 @@ def test_it_introduces_itself_as_a_model_of_its_own(
 def test_any_order_of_arms_gives_plain_decodings_tokens(
     engine: EngineProcess, sidecar: ScriptedSidecar, plain: dict[str, list[list[int]]]
 ) -> None:
-    arms = random.Random(3).choices(ARMS, k=500)
-    answers, reports = play(engine, sidecar, lambda count: arms[count % 500])
-    assert [answer.tokens for answer in answers] == plain["batch"]
-    assert {report.gamma for report in reports} == set(GAMMAS)
+    play_any_order(engine, sidecar, ARMS, 3, plain["batch"])
 
 
 @pytest.mark.parametrize("sleeps", [False, True])

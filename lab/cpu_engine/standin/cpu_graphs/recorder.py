@@ -75,6 +75,8 @@ class Recording(TorchDispatchMode):
         self.nodes: list[Node] = []
         self.made: set[int] = set()
         self.aliases: dict[tuple[Any, ...], Tensor] = {}
+        # Numbers that a kernel takes by value.
+        self._numbers: list[Tensor] = []
         self._refusals = _RefusedFunctions()
         self._is_inside_kernel = False
 
@@ -110,6 +112,8 @@ class Recording(TorchDispatchMode):
         if self._is_inside_kernel:
             return function(*arguments, **keywords)
         _refuse_operator(name, arguments, keywords)
+        if name.startswith("aten.index_put") and _masks_of(arguments[1]):
+            arguments = (*arguments[:2], self._number(arguments[2]), *arguments[3:])
         output = function(*arguments, **keywords)
         if name.startswith("c10d"):
             self._add(_waited_for(function), arguments, keywords, [], name)
@@ -141,6 +145,17 @@ class Recording(TorchDispatchMode):
         self.made.update(map(_storage, new))
         self._add(function, arguments, keywords, new, function.__name__)
         return output
+
+    def _number(self, value: Tensor) -> Tensor:
+        """Keeps the one value that is written where a mask selects.
+
+        It lies on the host, also where the mask does not (otherwise torch would count rows and
+        wait), and its tensor is gone when the statement is.
+        """
+        with _disable_current_modes():
+            number = value.clone()
+        self._numbers.append(number)
+        return number
 
     def _add(
         self,
@@ -220,13 +235,16 @@ def _is_single(value: Any) -> bool:
 def _refuse_operator(name: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
     reason = name if name.startswith(_WAITING_OPERATORS) else None
     if name.startswith("aten.index"):
-        masks = [index for index in tensors_of(list(arguments[1:2])) if index.dtype in _MASKS]
-        if masks and not _is_single(arguments[2] if len(arguments) > 2 else None):
+        if _masks_of(arguments[1]) and not _is_single(arguments[2] if len(arguments) > 2 else None):
             reason = f"{name} with a mask"
     if name.startswith("aten.repeat_interleave") and keywords.get("output_size") is None:
         reason = f"{name} without output_size"
     if reason is not None:
         raise CaptureError(f"operation not permitted when stream is capturing: {reason}")
+
+
+def _masks_of(indices: Any) -> list[Tensor]:
+    return [index for index in tensors_of(indices) if index.dtype in _MASKS]
 
 
 def tensors_of(tree: Any) -> list[Tensor]:

@@ -50,6 +50,32 @@ def test_a_replay_sees_no_scalar_and_no_buffer_that_changed() -> None:
     assert captured_buffer.tolist() == [1.0, 1.0]
 
 
+def masked_assignment(given: Tensor, at: Tensor) -> Tensor:
+    written = given.clone()
+    written[at == 0] = 5
+    return written
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        masked_assignment,
+        lambda given, at: torch.where(at == 0, 5.0, given),
+        lambda given, at: given.masked_fill(at == 0, 5.0),
+    ],
+)
+def test_a_number_is_part_of_the_graph(work: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """A kernel takes it by value, so it does not matter that its tensor is gone."""
+    given, at = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0, 1, 2])
+    made, output = captured(lambda: work(given, at))
+    assert isinstance(output, Tensor)
+    for first in (4.0, 6.0):
+        given[2] = first
+        at.copy_(torch.tensor([1, 0, 1]))
+        made.replay()
+        assert output.tolist() == [1.0, 5.0, first]
+
+
 def test_an_operator_of_the_stand_in_is_one_node() -> None:
     given = torch.randn(2, 8)
     made, output = captured(lambda: silu_and_mul_cpu(given))
