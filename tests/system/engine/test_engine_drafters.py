@@ -120,7 +120,8 @@ def test_graphs_accept_what_eager_passes_accept(
     answers, _ = play(engine, sidecar, lambda _: arm)
     accepted = [len(answer.tokens) / answer.meta["spec_verify_ct"] for answer in answers]
     expected = ACCEPTED.setdefault(arm, accepted)
-    # Of DFlash, a draft or two of these prompts differ between an eager block and one in a graph.
+    # `ModelRunner` rounds the embeddings of an eager DFlash block to bfloat16, and those of a block
+    # in a graph not at all: one near-tie of these prompts comes out differently.
     few = 0 if arm[2:] == (0,) else 1
     assert sum(one != other for one, other in zip(accepted, expected, strict=True)) <= few
     assert accepted == pytest.approx(expected, rel=0.1)
