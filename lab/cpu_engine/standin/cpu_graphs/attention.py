@@ -6,6 +6,7 @@ The attention backends of GPUs implement this interface for their graphs; here i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,6 +26,9 @@ def install(*, host_lengths: bool) -> None:
             "init_forward_metadata_out_graph": _fill,
             "update_verify_buffers_to_fill_after_draft": lambda *_: None,
             "needs_cpu_seq_lens": host_lengths,
+            "init_forward_metadata": _with_checked_width(
+                amx.IntelAMXAttnBackend.init_forward_metadata
+            ),
         },
         amx.IntelAMXMultiStepDraftBackend: {
             "init_cuda_graph_state": _init_chain_state,
@@ -37,6 +41,26 @@ def install(*, host_lengths: bool) -> None:
     for backend, attributes in added.items():
         for name, value in attributes.items():
             type.__setattr__(backend, name, value)
+
+
+def _with_checked_width(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """Wraps the metadata of eager passes, for which this backend alone accepts any width."""
+
+    def init_forward_metadata(backend: Any, forward_batch: Any) -> None:
+        if forward_batch.forward_mode.is_target_verify():
+            _check_width(backend, forward_batch.spec_info)
+        original(backend, forward_batch)
+
+    return init_forward_metadata
+
+
+def _check_width(backend: Any, spec: Any) -> None:
+    """Raises ValueError for a verification with the backend of another draft length."""
+    if spec is not None and spec.draft_token_num != backend.num_draft_tokens:
+        raise ValueError(
+            f"a verification of {spec.draft_token_num} tokens met the attention backend of "
+            f"{backend.num_draft_tokens}"
+        )
 
 
 def _init_state(backend: Any, max_bs: int, max_num_tokens: int) -> None:
@@ -54,11 +78,7 @@ def _fill(backend: Any, forward_batch: Any, in_capture: bool = False) -> None:
         width = 1
     elif mode.is_target_verify():
         width = backend.num_draft_tokens
-        if spec is not None and spec.draft_token_num != width:
-            raise ValueError(
-                f"a verification of {spec.draft_token_num} tokens met the attention backend of "
-                f"{width}"
-            )
+        _check_width(backend, spec)
         lengths = lengths + width
     else:
         width = spec.num_tokens_per_req

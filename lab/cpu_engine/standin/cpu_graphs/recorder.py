@@ -234,8 +234,9 @@ def _is_single(value: Any) -> bool:
 
 def _refuse_operator(name: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
     reason = name if name.startswith(_WAITING_OPERATORS) else None
-    if name.startswith("aten.index"):
-        if _masks_of(arguments[1]) and not _is_single(arguments[2] if len(arguments) > 2 else None):
+    if name.startswith("aten.index") and _masks_of(arguments[1]):
+        value = arguments[2] if len(arguments) > 2 else None
+        if not _is_single(value):
             reason = f"{name} with a mask"
     if name.startswith("aten.repeat_interleave") and keywords.get("output_size") is None:
         reason = f"{name} without output_size"
