@@ -17,19 +17,24 @@ from engine_shim.sglang.api.errors import PluginError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from engine_shim.sglang.graph_memory import Reserve
+    from engine_shim.sglang.graph_memory import Prediction, Reserve
 
 BAD_OPTIONS = 2
+NOTES = (
+    "graphs: 2 MiB for each sequence of the largest batch, as SGLang reckons",
+    "backends: what the attention backends keep, with graphs or without",
+    "tables: what they keep for graphs",
+)
 
 
 def table(reserves: Sequence[Reserve]) -> str:
     """Returns one line for each further draft length and one for their sum, in MiB."""
-    names = ("length", "batch", "graphs", "workspace", "tables", "total")
+    names = ("length", "batch", "graphs", "backends", "tables", "total")
     rows = [
-        (str(row.gamma), str(row.batch), row.graphs, row.workspace, row.tables, row.total)
+        (str(row.gamma), str(row.batch), row.graphs, row.backends, row.tables, row.total)
         for row in reserves
     ]
-    columns = ("graphs", "workspace", "tables", "total")
+    columns = ("graphs", "backends", "tables", "total")
     sums = [sum(getattr(row, column) for row in reserves) for column in columns]
     lines = ["".join(f"{name:>11}" for name in names)]
     for gamma, batch, *sizes in (*rows, ("sum", "", *sums)):
@@ -37,8 +42,27 @@ def table(reserves: Sequence[Reserve]) -> str:
     return "\n".join(lines)
 
 
+def page(prediction: Prediction, share: float, asked: float | None) -> str:
+    """Returns the table with what its reader has to know.
+
+    share: of the device's memory that SGLang gives to weights and cache; asked: by the user.
+    """
+    shape = prediction.shape
+    origin = "as asked for: SGLang leaves no room" if asked else "chosen by SGLang, which left it"
+    return "\n".join(
+        (
+            f"MiB for each draft length beside {prediction.start}, with which the engine starts.",
+            f"Attention backends: {shape.names}"
+            + ("." if shape.exact else "; these sizes are approximated."),
+            table(prediction.reserves),
+            *NOTES,
+            f"--mem-fraction-static {share} ({origin}, on the device found here)",
+        )
+    )
+
+
 def predict(options: list[str]) -> str:
-    """Returns the table for SGLang's options.  Raises PluginError and what SGLang raises."""
+    """Returns the page for SGLang's options.  Raises PluginError and what SGLang raises."""
     from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
@@ -50,14 +74,10 @@ def predict(options: list[str]) -> str:
     settings = load_settings()
     load_plugins()
     args = prepare_server_args(options)
+    asked = args.mem_fraction_static
     args.resolve_once()
     view: Any = resolving_view(args)
-    reserves = SteeredConfiguration(settings).reserves(args)
-    return (
-        f"MiB for each draft length beside {view.speculative_num_steps}, with which the engine "
-        f"starts:\n{table(reserves)}\n--mem-fraction-static {view.mem_fraction_static} "
-        "(on the device that SGLang finds here)"
-    )
+    return page(SteeredConfiguration(settings).predict(args), view.mem_fraction_static, asked)
 
 
 def main(options: list[str]) -> int:
