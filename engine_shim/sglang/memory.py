@@ -3,7 +3,7 @@
     python -m engine_shim.sglang.memory --model-path MODEL --speculative-algorithm EAGLE3 ...
 
 It takes SGLang's options and reads SPECULATION_* from the environment.  Exit code 2: SGLang or the
-plugin refuses them.
+plugin refuses them, or SGLang is not installed here.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from engine_shim.sglang.graph_memory import Prediction, Reserve
 
 BAD_OPTIONS = 2
-NOTES = (
-    "graphs: 2 MiB for each sequence of the largest batch, as SGLang reckons",
-    "backends: what the attention backends keep, with graphs or without",
-    "tables: what they keep for graphs",
-)
+NOTES = """\
+batch: the largest one with a graph; 0 without graphs
+graphs: 2 MiB for each sequence of it, by SGLang's rule
+backends: what attention backends keep, with or without graphs
+tables: what they keep for graphs"""
 
 
 def table(reserves: Sequence[Reserve]) -> str:
@@ -42,21 +42,18 @@ def table(reserves: Sequence[Reserve]) -> str:
     return "\n".join(lines)
 
 
-def page(prediction: Prediction, share: float, asked: float | None) -> str:
-    """Returns the table with what its reader has to know.
-
-    share: of the device's memory that SGLang gives to weights and cache; asked: by the user.
-    """
+def page(prediction: Prediction, share: str) -> str:
+    """Returns the table with what its reader has to know; `share`: a last sentence."""
     shape = prediction.shape
-    origin = "as asked for: SGLang leaves no room" if asked else "chosen by SGLang, which left it"
     return "\n".join(
         (
-            f"MiB for each draft length beside {prediction.start}, with which the engine starts.",
+            f"MiB on each device, for each draft length beside {prediction.start}, with which the "
+            "engine starts.",
             f"Attention backends: {shape.names}"
-            + ("." if shape.exact else "; these sizes are approximated."),
+            + ("." if shape.exact else "; their sizes are approximated."),
             table(prediction.reserves),
-            *NOTES,
-            f"--mem-fraction-static {share} ({origin}, on the device found here)",
+            NOTES,
+            share,
         )
     )
 
@@ -66,6 +63,7 @@ def predict(options: list[str]) -> str:
     from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils.common import get_device_memory_capacity
 
     from engine_shim.sglang.api.settings import load_settings
     from engine_shim.sglang.server_args import SteeredConfiguration
@@ -77,14 +75,24 @@ def predict(options: list[str]) -> str:
     asked = args.mem_fraction_static
     args.resolve_once()
     view: Any = resolving_view(args)
-    return page(SteeredConfiguration(settings).predict(args), view.mem_fraction_static, asked)
+    share = f"--mem-fraction-static {view.mem_fraction_static}: "
+    if asked is not None:
+        share += "as given, so SGLang leaves no room for this; the rest of the device has to do"
+    elif get_device_memory_capacity(view.device) is None:
+        share += "chosen without a device; run this where the engine will run"
+    else:
+        share += "chosen by SGLang for the device found here, with room for this"
+    return page(SteeredConfiguration(settings).predict(args), share)
 
 
 def main(options: list[str]) -> int:
     """Prints the prediction; returns the exit code."""
     try:
         sys.stdout.write(predict(options) + "\n")
-    except (PluginError, ValueError, OSError, AssertionError) as error:
+    except ImportError as error:
+        sys.stderr.write(f"memory: run this in the engine's environment: {error}\n")
+        return BAD_OPTIONS
+    except (PluginError, ValueError, OSError, AssertionError, RuntimeError) as error:
         sys.stderr.write(f"memory: {type(error).__name__}: {error}\n")
         return BAD_OPTIONS
     return 0
