@@ -19,7 +19,7 @@ WRAPPER: Final = 8 * MIB
 LENGTHS: Final = 32768 * 4
 # Rows for which TensorRT-LLM's counters are allocated at least.
 COUNTED_ROWS: Final = 8192
-# More than any GPU has that these backends run on (a B200 has 148), since none may be at hand.
+# More than any GPU has that these backends run on (a B200 has 148): none may be available here.
 MULTIPROCESSORS: Final = 160
 # Rows of the partial results of Triton's persistent decode kernel, for each multiprocessor.
 LEAN_ROWS: Final = 16
@@ -31,7 +31,7 @@ UNPADDED: Final = 512
 
 
 class Place(Enum):
-    """What an instance of a backend does for a draft length."""
+    """Names what an instance of a backend does for a draft length."""
 
     VERIFY = auto()
     EXTEND = auto()
@@ -71,7 +71,7 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """What an instance is for.  batches: sizes that graphs are captured for; () without graphs."""
+    """Describes an instance.  batches: sizes that graphs are captured for; () without graphs."""
 
     place: Place
     gamma: int
@@ -95,7 +95,7 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Bytes.  built: with the backend itself, with or without graphs; captured: for graphs."""
+    """Counts bytes.  built: with the backend, with or without graphs; captured: for graphs."""
 
     built: int = 0
     captured: int = 0
@@ -103,7 +103,7 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """One of SGLang's backends.
+    """Describes one of SGLang's backends.
 
     size: of one instance; index_bytes: of a context token's index, in the rows that the passes of a
     draft share; exact: read off line by line, not approximated.
@@ -198,12 +198,12 @@ def _flashmla(model: Attention, use: Use) -> Size:
 
 
 def _sparse(model: Attention, use: Use) -> Size:
-    """The page table of every token, in pages of one; its kernels' own metadata are left out."""
+    """Counts page tables of single tokens, and leaves out the metadata of its kernels."""
     return Size(0, use.tokens * model.context * 4)
 
 
 def _unread(model: Attention, use: Use) -> Size:
-    """As FlashAttention with pages of one token."""
+    """Takes it to be like FlashAttention with pages of one token."""
     return Size(0, 4 * use.batch * model.context * 4 * _pools(model))
 
 

@@ -75,7 +75,7 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What the draft lengths beside the first take.  start: the first one."""
+    """Describes what the draft lengths beside the first take.  start: the first one."""
 
     shape: AttentionShape
     start: int
@@ -131,9 +131,7 @@ def draft_passes(name: str, gamma: int, batches: Sequence[int], model: Attention
     return Size((gamma - 1) * each.built, rows + (gamma - 1) * each.captured)
 
 
-def _of_drafter(
-    gamma: int, batches: Sequence[int], drafter: DrafterAttention | None
-) -> list[Size]:
+def _of_drafter(gamma: int, batches: Sequence[int], drafter: DrafterAttention | None) -> list[Size]:
     if drafter is None:
         return []
     model, use = drafter.model, Use(Place.EXTEND, gamma, batches)

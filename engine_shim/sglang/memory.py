@@ -45,10 +45,10 @@ def table(reserves: Sequence[Reserve]) -> str:
 def page(prediction: Prediction, share: str) -> str:
     """Returns the table with what its reader has to know; `share`: a last sentence."""
     shape = prediction.shape
+    start = f"MiB on each device, for each draft length beside {prediction.start}"
     return "\n".join(
         (
-            f"MiB on each device, for each draft length beside {prediction.start}, with which the "
-            "engine starts.",
+            f"{start}, with which the engine starts.",
             f"Attention backends: {shape.names}"
             + ("." if shape.exact else "; their sizes are approximated."),
             table(prediction.reserves),

@@ -92,7 +92,7 @@ def _draft_model(args: ServerArgs, view: Any, target: Any) -> Any:
             is_draft_model=True,
             context_length=target.context_len,
         )
-    except Exception as error:  # noqa: BLE001 - whatever it is, SGLang says so when it loads it
+    except Exception as error:  # noqa: BLE001 - SGLang reports it when it loads the drafter
         _log.warning(
             "the drafter's configuration is unreadable (%r): its memory is taken to be what its "
             "attention would take with the target's shape",

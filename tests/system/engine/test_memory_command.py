@@ -70,9 +70,7 @@ def flashinfer_tables(gamma: int, *sizes: int) -> float:
 def test_with_flashinfer(tmp_path: Path) -> None:
     code, output = ran(tmp_path, *EAGLE3, *GRAPHS, "--attention-backend", "flashinfer")
     assert code == 0, output
-    assert_rows(
-        output, *((g, 8, 16, BUILT[g], flashinfer_tables(g, 1, 2, 8)) for g in (0, 1, 7))
-    )
+    assert_rows(output, *((g, 8, 16, BUILT[g], flashinfer_tables(g, 1, 2, 8)) for g in (0, 1, 7)))
     assert "for each draft length beside 3, with which the engine starts." in output
     assert "Attention backends: flashinfer (target), flashinfer (drafter)." in output
     assert re.search(r"^--mem-fraction-static [\d.]+: chosen", output, re.MULTILINE)

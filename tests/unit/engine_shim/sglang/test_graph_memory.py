@@ -30,8 +30,8 @@ def test_flashinfer_has_workspaces_with_and_without_graphs() -> None:
     # lengths of four.
     backends = 384 + 8 * 8 + 2 * 2 * 8 + 4 * 0.125
     assert found.backends == pytest.approx(backends)
-    # Indices and a mask twice, 8 * 4 tokens * 4096 * 5 bytes; 3 rows of 8 * 4096 * 4 bytes; for each
-    # of three sizes four wrappers, two of which have lengths.
+    # Indices and a mask twice, 8 * 4 tokens * 4096 * 5 bytes; 3 rows of 8 * 4096 * 4 bytes; for
+    # each of three sizes four wrappers, two of which have lengths.
     tables = 2 * 0.625 + 0.375 + 3 * (4 * 8 + 2 * 0.125)
     assert found.tables == pytest.approx(tables)
     assert found.total == pytest.approx(16 + backends + tables)
