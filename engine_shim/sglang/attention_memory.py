@@ -95,7 +95,7 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Counts bytes.  built: with the backend, with or without graphs; captured: for graphs."""
+    """Describes sizes in bytes.  built: with or without graphs; captured: for graphs only."""
 
     built: int = 0
     captured: int = 0
