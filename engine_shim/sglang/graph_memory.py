@@ -1,95 +1,139 @@
-"""Calculates what one further draft length takes on the device, by attention backend.
-
-The sizes are those that SGLang's attention backends allocate for each runtime state that it builds
-(`init_cuda_graph_state` of flashinfer_backend.py, triton_backend.py, flashattention_backend.py).
-"""
+"""Calculates what one further draft length takes on the device."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-MIB: Final = 2**20
+from engine_shim.sglang.attention_memory import MIB, Attention, Place, Size, Use, backend
+
 # SGLang's rule for the graphs of one sequence, in MiB.
 GRAPH_MIB_PER_SEQUENCE: Final = 2
-FLASHINFER: Final = "flashinfer"
-TRITON: Final = "triton"
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterAttention:
+    """Describes a drafter's attention.  extend, steps: names of backends, to read and to draft."""
+
+    model: Attention
+    extend: str
+    steps: str
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """Describes what the sizes follow from.
+    """Describes the attention of an engine's models.
 
-    target, draft: names of the attention backends; context: longest sequence in tokens;
-    workspace_bytes: of one FlashInfer backend; heads: of queries on one device; value_size: numbers
-    of a head's value; kv_splits: partial results that Triton keeps of each token.
+    built: names of the target's backends; captured: of those that graphs are captured with.
+    drafter: None where draft lengths share one backend of the drafter, as with DFlash.
     """
 
-    target: str
-    draft: str
-    context: int
-    workspace_bytes: int
-    heads: int
-    value_size: int
-    kv_splits: int
+    target: Attention
+    built: tuple[str, ...]
+    captured: tuple[str, ...]
+    drafter: DrafterAttention | None = None
+
+    @property
+    def names(self) -> str:
+        """The backends in words, for people."""
+        words = [f"{'+'.join(self.built)} (target)"]
+        if self.drafter is not None:
+            names = dict.fromkeys((self.drafter.extend, self.drafter.steps))
+            words.append(f"{'+'.join(names)} (drafter)")
+        return ", ".join(words)
+
+    @property
+    def exact(self) -> bool:
+        """Whether all sizes were read off the source, and none is approximated."""
+        found = [(name, self.target) for name in self.built]
+        if self.drafter is not None:
+            model = self.drafter.model
+            found += [(self.drafter.extend, model), (self.drafter.steps, model)]
+        return all(backend(name, model).exact and not model.windowed for name, model in found)
 
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Describes what one draft length takes, in MiB.  tables: masks, indices, results."""
+    """Describes what one draft length takes, in MiB.
+
+    batch: the largest one with a graph, 0 without graphs.  backends: what attention backends
+    allocate with or without graphs; tables: what they allocate for graphs.
+    """
 
     gamma: int
     batch: int
     graphs: float
-    workspace: float
+    backends: float
     tables: float
 
     @property
     def total(self) -> float:
         """The sum, in MiB."""
-        return self.graphs + self.workspace + self.tables
+        return self.graphs + self.backends + self.tables
 
 
-def reserve(gamma: int, batch: int, shape: AttentionShape) -> Reserve:
-    """Returns what a draft length takes whose graphs are captured up to a batch size.
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Describes what the draft lengths beside the first take.  start: the first one."""
 
-    The backend itself is built without graphs, too, and with it FlashInfer's workspace.
+    shape: AttentionShape
+    start: int
+    reserves: tuple[Reserve, ...]
+
+    @property
+    def total(self) -> float:
+        """Sum over the draft lengths, in MiB."""
+        return sum(row.total for row in self.reserves)
+
+    def __str__(self) -> str:
+        """One sentence for the log."""
+        each = ", ".join(f"{row.gamma}: {row.total:.0f}" for row in self.reserves)
+        return (
+            f"{self.total:.0f} MiB are left for the draft lengths beside {self.start} (MiB by "
+            f"length: {each}), for the attention backends {self.shape.names}"
+            f"{'' if self.shape.exact else ', whose sizes are approximated'}"
+        )
+
+
+def reserve(gamma: int, batches: Sequence[int], shape: AttentionShape) -> Reserve:
+    """Returns what a draft length takes whose graphs are captured for these batch sizes.
+
+    () where none are captured.
     """
-    tables = _verify_bytes(gamma, batch, shape) + _draft_bytes(gamma, batch, shape)
+    sizes = [*_of_target(gamma, batches, shape), *_of_drafter(gamma, batches, shape.drafter)]
+    batch = max(batches, default=0)
     return Reserve(
         gamma,
         batch,
         float(GRAPH_MIB_PER_SEQUENCE * batch),
-        # Only the target's backend has a workspace of its own: the drafter's share one.
-        shape.workspace_bytes / MIB if shape.target == FLASHINFER else 0.0,
-        tables / MIB,
+        sum(size.built for size in sizes) / MIB,
+        sum(size.captured for size in sizes) / MIB,
     )
 
 
-def _verify_bytes(gamma: int, batch: int, shape: AttentionShape) -> int:
-    """Returns the bytes of the target's backend, for `gamma + 1` tokens each."""
-    tokens = batch * (gamma + 1)
-    if shape.target == FLASHINFER:
-        return tokens * shape.context * (4 + 1)  # indices (int32) and a mask (uint8)
-    if shape.target == TRITON:
-        mask = tokens * (shape.context + gamma + 1)
-        return tokens * shape.context * 8 + mask + _partial_bytes(tokens, shape)
-    return batch * shape.context * 4  # a page table with pages of one token
+def _of_target(gamma: int, batches: Sequence[int], shape: AttentionShape) -> list[Size]:
+    return [
+        backend(name, shape.target).size(
+            shape.target, Use(Place.VERIFY, gamma, batches if name in shape.captured else ())
+        )
+        for name in shape.built
+    ]
 
 
-def _draft_bytes(gamma: int, batch: int, shape: AttentionShape) -> int:
-    """Returns the bytes of the drafter's backends, one a step and one to catch up."""
-    tokens = batch * (gamma + 1)
-    steps = gamma if gamma > 1 else 0
-    if shape.draft == FLASHINFER:
-        return steps * batch * shape.context * 4 + tokens * shape.context * (4 + 1)
-    if shape.draft == TRITON:
-        indices = (steps * batch + tokens) * shape.context * 8
-        passes = max(0, steps - 1) * batch + tokens
-        return indices + _partial_bytes(passes, shape)
-    return max(1, gamma) * batch * shape.context * 4
+def draft_passes(name: str, gamma: int, batches: Sequence[int], model: Attention) -> Size:
+    """Returns what the further passes of a draft take; the first one is that which reads."""
+    if gamma <= 1:
+        return Size()
+    steps, use = backend(name, model), Use(Place.STEP, gamma, batches)
+    rows = gamma * use.batch * model.context * steps.index_bytes
+    each = steps.size(model, use)
+    return Size((gamma - 1) * each.built, rows + (gamma - 1) * each.captured)
 
 
-def _partial_bytes(tokens: int, shape: AttentionShape) -> int:
-    """Returns the bytes of Triton's partial results: float32 values and a weight."""
-    return tokens * shape.heads * shape.kv_splits * (shape.value_size + 1) * 4
+def _of_drafter(gamma: int, batches: Sequence[int], drafter: DrafterAttention | None) -> list[Size]:
+    if drafter is None:
+        return []
+    model, use = drafter.model, Use(Place.EXTEND, gamma, batches)
+    extend = backend(drafter.extend, model).size(model, use)
+    return [extend, draft_passes(drafter.steps, gamma, batches, model)]

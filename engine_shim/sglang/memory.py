@@ -3,7 +3,7 @@
     python -m engine_shim.sglang.memory --model-path MODEL --speculative-algorithm EAGLE3 ...
 
 It takes SGLang's options and reads SPECULATION_* from the environment.  Exit code 2: SGLang or the
-plugin refuses them.
+plugin refuses them, or SGLang is not installed here.
 """
 
 from __future__ import annotations
@@ -17,19 +17,24 @@ from engine_shim.sglang.api.errors import PluginError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from engine_shim.sglang.graph_memory import Reserve
+    from engine_shim.sglang.graph_memory import Prediction, Reserve
 
 BAD_OPTIONS = 2
+NOTES = """\
+batch: the largest one with a graph; 0 without graphs
+graphs: 2 MiB for each sequence of it, by SGLang's rule
+backends: what attention backends keep, with or without graphs
+tables: what they keep for graphs"""
 
 
 def table(reserves: Sequence[Reserve]) -> str:
     """Returns one line for each further draft length and one for their sum, in MiB."""
-    names = ("length", "batch", "graphs", "workspace", "tables", "total")
+    names = ("length", "batch", "graphs", "backends", "tables", "total")
     rows = [
-        (str(row.gamma), str(row.batch), row.graphs, row.workspace, row.tables, row.total)
+        (str(row.gamma), str(row.batch), row.graphs, row.backends, row.tables, row.total)
         for row in reserves
     ]
-    columns = ("graphs", "workspace", "tables", "total")
+    columns = ("graphs", "backends", "tables", "total")
     sums = [sum(getattr(row, column) for row in reserves) for column in columns]
     lines = ["".join(f"{name:>11}" for name in names)]
     for gamma, batch, *sizes in (*rows, ("sum", "", *sums)):
@@ -37,11 +42,28 @@ def table(reserves: Sequence[Reserve]) -> str:
     return "\n".join(lines)
 
 
+def page(prediction: Prediction, share: str) -> str:
+    """Returns the table with what its reader has to know; `share`: a last sentence."""
+    shape = prediction.shape
+    start = f"MiB on each device, for each draft length beside {prediction.start}"
+    return "\n".join(
+        (
+            f"{start}, with which the engine starts.",
+            f"Attention backends: {shape.names}"
+            + ("." if shape.exact else "; their sizes are approximated."),
+            table(prediction.reserves),
+            NOTES,
+            share,
+        )
+    )
+
+
 def predict(options: list[str]) -> str:
-    """Returns the table for SGLang's options.  Raises PluginError and what SGLang raises."""
+    """Returns the page for SGLang's options.  Raises PluginError and what SGLang raises."""
     from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils.common import get_device_memory_capacity
 
     from engine_shim.sglang.api.settings import load_settings
     from engine_shim.sglang.server_args import SteeredConfiguration
@@ -50,21 +72,27 @@ def predict(options: list[str]) -> str:
     settings = load_settings()
     load_plugins()
     args = prepare_server_args(options)
+    asked = args.mem_fraction_static
     args.resolve_once()
     view: Any = resolving_view(args)
-    reserves = SteeredConfiguration(settings).reserves(args)
-    return (
-        f"MiB for each draft length beside {view.speculative_num_steps}, with which the engine "
-        f"starts:\n{table(reserves)}\n--mem-fraction-static {view.mem_fraction_static} "
-        "(on the device that SGLang finds here)"
-    )
+    share = f"--mem-fraction-static {view.mem_fraction_static}: "
+    if asked is not None:
+        share += "as given, so SGLang leaves no room for this; the rest of the device has to do"
+    elif get_device_memory_capacity(view.device) is None:
+        share += "chosen without a device; run this where the engine will run"
+    else:
+        share += "chosen by SGLang for the device found here, with room for this"
+    return page(SteeredConfiguration(settings).predict(args), share)
 
 
 def main(options: list[str]) -> int:
     """Prints the prediction; returns the exit code."""
     try:
         sys.stdout.write(predict(options) + "\n")
-    except (PluginError, ValueError, OSError, AssertionError) as error:
+    except ImportError as error:
+        sys.stderr.write(f"memory: run this in the engine's environment: {error}\n")
+        return BAD_OPTIONS
+    except (PluginError, ValueError, OSError, AssertionError, RuntimeError) as error:
         sys.stderr.write(f"memory: {type(error).__name__}: {error}\n")
         return BAD_OPTIONS
     return 0

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from engine_shim.sglang.api import hook_check, sglang_api
 from engine_shim.sglang.api.attention import attention_shape
 from engine_shim.sglang.api.errors import UnsupportedEngineError
-from engine_shim.sglang.graph_memory import Reserve, reserve
+from engine_shim.sglang.graph_memory import Prediction, reserve
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -82,36 +82,33 @@ class SteeredConfiguration:
 
         In MiB.  SGLang asks only where it chooses --mem-fraction-static.
         """
-        further = self.reserves(args)
-        if further:
-            _log.info(
-                "reserved for the draft lengths %s: graphs %.0f MiB, attention workspaces "
-                "%.0f MiB, masks and tables %.0f MiB",
-                ", ".join(str(row.gamma) for row in further),
-                sum(row.graphs for row in further),
-                sum(row.workspace for row in further),
-                sum(row.tables for row in further),
-            )
-        return original(args) + sum(row.total for row in further)
+        prediction = self.predict(args)
+        _log.info("%s", prediction)
+        return original(args) + prediction.total
 
-    def reserves(self, args: ServerArgs) -> list[Reserve]:
+    def predict(self, args: ServerArgs) -> Prediction:
         """Returns what each draft length takes but the one that the engine starts with.
 
-        Empty where no graphs will be captured.  Within the limits of SPECULATION_GRAPH_LIMITS.
+        Within the limits of SPECULATION_GRAPH_LIMITS.
         """
         from sglang.srt.arg_groups.overrides import resolving_view
 
-        batch, limits = sglang_api.largest_graph_batch(args), self._settings.graph_limits
-        if batch == 0:
-            return []
+        view: Any = resolving_view(args)
+        batches, limits = sglang_api.captured_batches(args), self._settings.graph_limits
         # SGLang sizes its memory before it settles the speculation that nobody set.
-        start = resolving_view(args).speculative_num_steps or sglang_api.DEFAULT_STEPS
-        shape = attention_shape(args)
-        return [
-            reserve(gamma, min(batch, limits.get(gamma, batch)), shape)
-            for gamma in self._settings.gammas
-            if gamma != start
-        ]
+        start = view.speculative_num_steps or sglang_api.DEFAULT_STEPS
+        # DFlash alone drafts its block with one backend, whatever the draft length.  As the user
+        # wrote it: to SGLang, it becomes an EAGLE engine.
+        shape = attention_shape(args, has_drafter_backends=not sglang_api.is_dflash_only(args))
+        return Prediction(
+            shape,
+            start,
+            tuple(
+                reserve(gamma, [size for size in batches if size <= limits.get(gamma, size)], shape)
+                for gamma in self._settings.gammas
+                if gamma != start
+            ),
+        )
 
     def _refuse_conflicts(self, config: Any) -> None:
         """Refuses what a user asked for that conflicts with a steered draft length."""

@@ -1,13 +1,18 @@
-"""Reads from SGLang's configuration what its attention backends allocate for graphs."""
+"""Reads from SGLang's configuration what its attention backends allocate for a draft length."""
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any, Final
 
-from engine_shim.sglang.graph_memory import FLASHINFER, MIB, AttentionShape
+from engine_shim.sglang.api import sglang_api
+from engine_shim.sglang.attention_memory import MIB, MULTIPROCESSORS, Attention
+from engine_shim.sglang.graph_memory import AttentionShape, DrafterAttention
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
+
+_log = logging.getLogger(__name__)
 
 # Models for which SGLang's FlashInfer backend enlarges its workspace.
 LARGE_WORKSPACE: Final = frozenset(
@@ -21,43 +26,129 @@ LARGE_WORKSPACE: Final = frozenset(
 )
 LARGE_MIB: Final = 512
 DETERMINISTIC_MIB: Final = 2048
+# Page sizes that a backend accepts; the last one is what SGLang replaces any other one by.
+PAGES: Final = {
+    "flashmla": (64,),
+    "trtllm_mla": (32, 64),
+    "cutedsl_mla": (32, 64),
+    "trtllm_mha": (16, 32, 128, 64),
+}
+FA4_PAGE: Final = 128
+# Tokens of one of Triton's partial results for latent attention, at least, and by default of a
+# deterministic engine.
+LATENT_SPLIT: Final = 32
+DETERMINISTIC_SPLIT: Final = 256
 
 
-def attention_shape(args: ServerArgs) -> AttentionShape:
-    """Returns the shape under these arguments; meant for after the speculation step.
+def attention_shape(args: ServerArgs, *, has_drafter_backends: bool) -> AttentionShape:
+    """Returns the shape under these arguments.
 
-    Where SGLang has not chosen a backend yet, it is asked for its default.
+    has_drafter_backends: each draft length has backends of the drafter's, too.  Where SGLang has
+    not chosen a backend yet, it is asked for its default.
     """
     from sglang.srt.arg_groups import model_override_base as base
     from sglang.srt.arg_groups.overrides import resolving_view
 
     view: Any = resolving_view(args)
     model: Any = base.model_config_of(args)
-    has_mla = bool(base.use_mla_backend(args))
     pair = base.attention_backends_of(view)
     if None in pair:
-        default = base.get_default_attn_backend(args, has_mla, model)
+        default = base.get_default_attn_backend(args, bool(base.use_mla_backend(args)), model)
         pair = tuple(name or default for name in pair)
-    # Different ones are both built: the one that allocates most counts.
-    target = FLASHINFER if FLASHINFER in pair else pair[0]
+    prefill, decode = pair
+    verifies_as_prefill = view.speculative_attention_mode != "decode"
+    names = tuple(dict.fromkeys((prefill, decode)))
+    own = view.speculative_draft_attention_backend
+    draft_model = _draft_model(args, view, model) if has_drafter_backends else model
+    workspace = _workspace_bytes(view, (model, draft_model))
+    page = _page(view, names, is_latent(model))
+    drafter = DrafterAttention(
+        _attention(view, draft_model, page, workspace),
+        own or (prefill if verifies_as_prefill else decode),
+        own or decode,
+    )
     return AttentionShape(
-        target=target,
-        draft=view.speculative_draft_attention_backend or target,
-        context=model.context_len,
-        # MLA backends share one workspace.
-        workspace_bytes=0 if has_mla else _workspace_bytes(view, model),
-        heads=max(1, model.num_attention_heads // view.tp_size),
-        value_size=model.v_head_dim,
-        kv_splits=view.triton_attention_num_kv_splits,
+        _attention(view, model, page, workspace),
+        names,
+        names if verifies_as_prefill else (decode,),
+        drafter if has_drafter_backends else None,
     )
 
 
-def _workspace_bytes(view: Any, model: Any) -> int:
+def is_latent(model: Any) -> bool:
+    """Whether a `ModelConfig` describes multi-head latent attention."""
+    return bool(model.attention_arch.name == "MLA")
+
+
+def _draft_model(args: ServerArgs, view: Any, target: Any) -> Any:
+    """Returns the drafter's `ModelConfig`; the target's, which is larger, if it cannot be read."""
+    from sglang.srt.configs.model_config import ModelConfig
+
+    try:
+        return ModelConfig.from_server_args(
+            args,
+            model_path=view.speculative_draft_model_path or view.model_path,
+            model_revision=view.speculative_draft_model_revision,
+            is_draft_model=True,
+            context_length=target.context_len,
+        )
+    except Exception as error:  # noqa: BLE001 - SGLang reports it when it loads the drafter
+        _log.warning(
+            "the drafter's configuration is unreadable (%r): its memory is taken to be what its "
+            "attention would take with the target's shape",
+            error,
+        )
+        return target
+
+
+def _attention(view: Any, model: Any, page: int, workspace: int) -> Attention:
+    latent, ranks = is_latent(model), view.tp_size
+    heads = model.get_max_num_attention_heads()
+    return Attention(
+        latent=latent,
+        context=model.context_len,
+        page=page,
+        heads=max(1, heads // ranks),
+        all_heads=heads,
+        value_size=model.kv_lora_rank if latent else model.v_head_dim,
+        kv_splits=_kv_splits(view, model, latent=latent),
+        cache_numbers=model.kv_lora_rank + model.qk_rope_head_dim if latent else 0,
+        cache_bytes=1 if view.kv_cache_dtype.startswith("fp8") else model.dtype.itemsize,
+        requests=sglang_api.most_requests(view),
+        workspace=workspace,
+        windowed=bool(model.is_hybrid_swa),
+    )
+
+
+def _page(view: Any, names: tuple[str, ...], latent: bool) -> int:
+    """Returns the page size that SGLang settles on, which it does after it sizes its memory."""
+    page: int = view.page_size or 1
+    for name in names:
+        accepted = PAGES.get(name, (FA4_PAGE,) if name == "fa4" and not latent else ())
+        if accepted and page not in accepted:
+            page = accepted[-1]
+    return page
+
+
+def _kv_splits(view: Any, model: Any, *, latent: bool) -> int:
+    """Returns the partial results that Triton keeps of a token, by the rules of its backend."""
+    splits: int = view.triton_attention_num_kv_splits
+    if latent:
+        ceiling = min(MULTIPROCESSORS, -(-model.context_len // LATENT_SPLIT))
+        splits = max(splits, 1 << (ceiling - 1).bit_length())
+    tile = view.triton_attention_split_tile_size
+    if view.enable_deterministic_inference:
+        tile = DETERMINISTIC_SPLIT
+    return -(-model.context_len // tile) if tile else splits
+
+
+def _workspace_bytes(view: Any, models: tuple[Any, ...]) -> int:
     """Returns the bytes of one FlashInfer workspace, by the rules of SGLang's backend."""
     from sglang.srt.environ import envs
 
     if view.enable_deterministic_inference:
         return DETERMINISTIC_MIB * MIB
-    if LARGE_WORKSPACE & set(model.hf_config.architectures or ()):
+    names = {name for model in models for name in model.hf_config.architectures or ()}
+    if LARGE_WORKSPACE & names:
         return LARGE_MIB * MIB
     return int(envs.SGLANG_FLASHINFER_WORKSPACE_SIZE.get())

@@ -24,6 +24,8 @@ ALGORITHMS: Final = ("EAGLE", "EAGLE3", "NEXTN", "DFLASH")
 CHAIN_ALGORITHM: Final = "EAGLE"
 # Draft length that SGLang starts adaptive speculation with without another value.
 DEFAULT_STEPS: Final = 3
+# Requests at once to which SGLang limits an engine that speculates, without another value.
+DEFAULT_REQUESTS: Final = 48
 
 _PARAMS: Final = "sglang.srt.speculative.adaptive_spec_params"
 _EAGLE: Final = "sglang.srt.speculative.eagle_worker_v2"
@@ -174,13 +176,27 @@ def widest_step() -> int:
     return max_speculative_num_draft_tokens() or 0
 
 
-def largest_graph_batch(args: ServerArgs) -> int:
-    """Largest batch that decode graphs will be captured for; 0 when none will."""
+def most_requests(view: Any) -> int:
+    """The most requests that an engine that speculates runs at once; `view`: its arguments."""
+    return view.max_running_requests or DEFAULT_REQUESTS
+
+
+def captured_batches(args: ServerArgs) -> tuple[int, ...]:
+    """Batch sizes that decode graphs will be captured for, ascending; () when none will.
+
+    As SGLang's `get_batch_sizes_to_capture` has it, for an engine without data parallelism.
+    """
     from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.model_executor.cuda_graph_config import Backend
 
-    decode: Any = resolving_view(args).cuda_graph_config.decode
-    return 0 if decode.backend == Backend.DISABLED else decode.max_bs or 0
+    view: Any = resolving_view(args)
+    decode = view.cuda_graph_config.decode
+    if decode.backend == Backend.DISABLED:
+        return ()
+    sizes, most = set(decode.bs or [decode.max_bs]), most_requests(view)
+    if max(sizes) > most:
+        sizes.add(most)
+    return tuple(sorted(size for size in sizes if size <= most))
 
 
 def decode_graphs() -> Any:

@@ -42,7 +42,7 @@ def main() -> None:
             found = {name: getattr(view, name) for name in SHOWN}
             if mebibytes:
                 found["mem_fraction_static"] = view.mem_fraction_static
-                found["largest_graph_batch"] = sglang_api.largest_graph_batch(args)
+                found["largest_graph_batch"] = max(sglang_api.captured_batches(args), default=0)
             results.append(found)
         except Exception as error:  # noqa: BLE001 - whatever SGLang raises is the result
             results.append({"error": f"{type(error).__name__}: {error}"})

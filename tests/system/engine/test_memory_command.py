@@ -1,0 +1,199 @@
+"""`python -m engine_shim.sglang.memory`, run as an operator does, against numbers of paper."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.engine import DFLASH, DRAFT, TARGET, environment, forked
+from tests.support.model_configurations import latent_model
+
+pytestmark = [pytest.mark.slow]
+
+COMMAND = "engine_shim.sglang.memory"
+PATIENCE_SECONDS = 240.0
+EAGLE3 = (
+    "--model-path", str(TARGET), "--context-length", "2048", "--device", "cuda",
+    "--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(DRAFT),
+)  # fmt: skip
+GRAPHS = ("--cuda-graph-bs-decode", "1", "2", "8", "--max-running-requests", "8")
+GAMMAS = {"SPECULATION_GAMMAS": "0,1,3,7"}
+MIB = 2**20
+
+Row = tuple[str, ...]
+
+
+def ran(folder: Path, *options: str, **variables: str) -> tuple[int, str]:
+    """Exit code and all output."""
+    log = folder / "output"
+    process = forked(COMMAND, options, folder, GAMMAS | variables, log)
+    return process.wait(PATIENCE_SECONDS), log.read_text()
+
+
+def rows(output: str) -> dict[str, tuple[float, ...]]:
+    """The table: batch, graphs, backends, tables, total by draft length, and the sums."""
+    lines = re.findall(r"^ +(\d+|sum)((?: +[\d.]+)+)$", output, re.MULTILINE)
+    return {name: tuple(map(float, numbers.split())) for name, numbers in lines}
+
+
+def expected(*lengths: tuple[int, int, float, float, float]) -> dict[str, tuple[float, ...]]:
+    """What `rows` is to be of (length, batch, graphs, backends, tables)."""
+    found = {
+        str(gamma): (batch, graphs, backends, tables, graphs + backends + tables)
+        for gamma, batch, graphs, backends, tables in lengths
+    }
+    sums = tuple(sum(row[column] for row in found.values()) for column in range(1, 5))
+    return found | {"sum": sums}
+
+
+def assert_rows(output: str, *lengths: tuple[int, int, float, float, float]) -> None:
+    found, wanted = rows(output), expected(*lengths)
+    assert found.keys() == wanted.keys(), output
+    for name, row in wanted.items():
+        assert found[name] == pytest.approx(row, abs=0.11), output
+
+
+# FlashInfer with this target: a workspace of 512 MiB, and wrappers of 8 MiB, eight to verify and to
+# read and two for each further pass; four of those have lengths of 128 KiB.
+BUILT = {0: 576.5, 1: 576.5, 7: 576.5 + 6 * 16}
+
+
+def flashinfer_tables(gamma: int, *sizes: int) -> float:
+    """Indices and masks, rows of indices to draft, and wrappers for each graph."""
+    batch, further = max(sizes), max(0, gamma - 1)
+    indices = 2 * batch * (gamma + 1) * 2048 * 5 + (gamma if further else 0) * batch * 2048 * 4
+    return indices / MIB + len(sizes) * (2 * 8.125 + further * 8)
+
+
+def test_with_flashinfer(tmp_path: Path) -> None:
+    code, output = ran(tmp_path, *EAGLE3, *GRAPHS, "--attention-backend", "flashinfer")
+    assert code == 0, output
+    assert_rows(output, *((g, 8, 16, BUILT[g], flashinfer_tables(g, 1, 2, 8)) for g in (0, 1, 7)))
+    assert "for each draft length beside 3, with which the engine starts." in output
+    assert "Attention backends: flashinfer (target), flashinfer (drafter)." in output
+    assert re.search(r"^--mem-fraction-static [\d.]+: chosen", output, re.MULTILINE)
+    # The engine's log says the same in one sentence.
+    total = rows(output)["sum"][-1]
+    assert re.search(rf"{total:.0f} MiB are left for the draft lengths beside 3 \(MiB by", output)
+
+
+def test_without_graphs_flashinfer_keeps_its_workspaces(tmp_path: Path) -> None:
+    options = ("--attention-backend", "flashinfer", "--disable-cuda-graph")
+    code, output = ran(tmp_path, *EAGLE3, *options)
+    assert code == 0, output
+    assert_rows(output, *((g, 0, 0, BUILT[g], 0) for g in (0, 1, 7)))
+
+
+def test_a_limit_takes_off_what_is_not_captured(tmp_path: Path) -> None:
+    options = (*EAGLE3, *GRAPHS, "--attention-backend", "flashinfer")
+    code, output = ran(tmp_path, *options, SPECULATION_GRAPH_LIMITS="1:7,7:0")
+    assert code == 0, output
+    assert_rows(
+        output,
+        (0, 8, 16, BUILT[0], flashinfer_tables(0, 1, 2, 8)),
+        (1, 2, 4, BUILT[1], flashinfer_tables(1, 1, 2)),
+        (7, 0, 0, BUILT[7], 0),
+    )
+
+
+def triton_tables(gamma: int) -> float:
+    """For a batch of 8: the target has 4 heads of 32 numbers, the drafter as many."""
+    tokens, further = 8 * (gamma + 1), max(0, gamma - 1)
+    indices = 2 * tokens * 2048 * 8 + (gamma if further else 0) * 8 * 2048 * 8
+    mask = tokens * (2048 + gamma + 1)
+    results = (2 * tokens + further * 8) * 4 * 8 * 33 * 4
+    persistent = (2 + further) * 160 * (16 * 34 + 1) * 4
+    return (indices + mask + results + persistent) / MIB
+
+
+def test_with_triton(tmp_path: Path) -> None:
+    code, output = ran(tmp_path, *EAGLE3, *GRAPHS, "--attention-backend", "triton")
+    assert code == 0, output
+    assert_rows(output, *((g, 8, 16, 0, triton_tables(g)) for g in (0, 1, 7)))
+
+
+def test_with_flash_attention_and_the_requests_that_sglang_allows(tmp_path: Path) -> None:
+    code, output = ran(tmp_path, *EAGLE3, "--attention-backend", "fa3")
+    assert code == 0, output
+    # 48 requests; four tables of a page for each token and three rows, for each of gamma + 1.
+    each = (4 * 48 * 2048 * 4 + 3 * 2048 * 8) / MIB
+    assert_rows(output, *((g, 48, 96, 0, max(2, g + 1) * each) for g in (0, 1, 7)))
+
+
+def test_with_latent_attention(tmp_path: Path) -> None:
+    model = latent_model(tmp_path / "latent")
+    options = ("--speculative-algorithm", "NEXTN", "--device", "cuda", "--model-path", str(model))
+    code, output = ran(tmp_path, *options, *GRAPHS, "--attention-backend", "flashinfer")
+    assert code == 0, output
+    # The workspace is shared.  Wrappers of 8 MiB: four to verify, four to read, two for each
+    # further pass; and for each of three graphs one, but none to read, of which there is none.
+    indices = 8 * 32768 * 4 / MIB
+    assert_rows(
+        output,
+        (0, 8, 16, 64, indices + 3 * 8),
+        (1, 8, 16, 64, indices + 3 * 8),
+        (7, 8, 16, 64 + 6 * 16, 8 * indices + 7 * 3 * 8),
+    )
+
+
+def test_with_a_block_drafter_draft_lengths_have_no_backends_of_it(tmp_path: Path) -> None:
+    options = (
+        "--model-path", str(TARGET), "--context-length", "2048", "--device", "cuda",
+        "--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(DFLASH),
+        "--attention-backend", "flashinfer", "--disable-cuda-graph",
+    )  # fmt: skip
+    code, output = ran(tmp_path, *options)
+    assert code == 0, output
+    assert "Attention backends: flashinfer (target)." in output
+    assert_rows(output, *((g, 0, 0, 512 + 4 * 8.0 + 0.25, 0) for g in (0, 1, 7)))
+
+
+def test_a_share_that_was_given_leaves_no_room(tmp_path: Path) -> None:
+    options = ("--attention-backend", "triton", "--mem-fraction-static", "0.8")
+    code, output = ran(tmp_path, *EAGLE3, *options)
+    assert code == 0, output
+    assert "--mem-fraction-static 0.8: as given, so SGLang leaves no room" in output
+
+
+@pytest.mark.parametrize(
+    ("options", "variables", "says"),
+    [
+        (
+            (*EAGLE3, "--speculative-num-steps", "4"),
+            {},
+            "memory: UnsupportedEngineError: --speculative-num-steps 4 is not among",
+        ),
+        (
+            ("--model-path", "/no/such/model", *EAGLE3[2:]),
+            {},
+            "memory: OSError: ",
+        ),
+        (EAGLE3, {"SPECULATION_GAMMAS": "x"}, "memory: PluginError: SPECULATION_GAMMAS='x'"),
+        ((*EAGLE3, "--no-such-option"), {}, "error: unrecognized arguments: --no-such-option"),
+    ],
+)
+def test_what_is_refused_ends_with_its_reason(
+    tmp_path: Path, options: tuple[str, ...], variables: dict[str, str], says: str
+) -> None:
+    code, output = ran(tmp_path, *options, **variables)
+    assert code == 2
+    assert says in output
+    assert "Traceback" not in output
+
+
+def test_the_table_goes_to_standard_output_and_the_reason_to_standard_error(
+    tmp_path: Path,
+) -> None:
+    # In an interpreter of its own, as in a shell.
+    found = subprocess.run(
+        [sys.executable, "-m", COMMAND, *EAGLE3, "--attention-backend", "nonsense"],
+        env=environment(tmp_path, GAMMAS),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 2
+    assert found.stdout == ""
+    assert "argument --attention-backend: invalid choice: 'nonsense'" in found.stderr
