@@ -37,6 +37,7 @@ def prepare_sglang() -> None:
     if "sglang.srt.managers.scheduler" in sys.modules:
         draft_in_blocks()
         verify_one_as_decoding()
+        verify_samples()
 
 
 def accept_any_weight() -> None:
@@ -87,6 +88,28 @@ def draft_in_blocks() -> None:
         return attend(layer, positions, hidden_states, forward_batch)
 
     replace(dflash.DFlashAttention, "forward", forward)
+
+
+def verify_samples() -> None:
+    """Let a draft be verified by sampling where a request asks for a temperature.
+
+    SGLang has kernels for that on CUDA only; on a CPU it would take the likeliest tokens instead,
+    as versions do that do not ask this question in a function of its own.
+    """
+    import sgl_kernel
+    from sglang.srt.speculative import eagle_utils
+
+    if not hasattr(eagle_utils, "_verify_uses_greedy"):
+        return
+
+    def uses_greedy(*, is_all_greedy: bool, **_: bool) -> bool:
+        return is_all_greedy
+
+    eagle_utils._verify_uses_greedy = uses_greedy
+    for name in (
+        "tree_speculative_sampling_target_only", "top_k_renorm_prob", "top_p_renorm_prob",
+    ):  # fmt: skip
+        setattr(eagle_utils, name, getattr(sgl_kernel, name))
 
 
 def verify_one_as_decoding() -> None:
