@@ -60,7 +60,7 @@ def tree_speculative_sampling_target_only(
             while node != -1:
                 share = float(target[last, tokens[node]])
                 tried += share
-                if share > 0 and (coins[last] < tried / threshold_acc or share >= threshold_single):
+                if coins[last] < tried / threshold_acc or share >= threshold_single:
                     break
                 rejected[last, tokens[node]] = target[last, tokens[node]]
                 node = sibling[node]
@@ -69,7 +69,7 @@ def tree_speculative_sampling_target_only(
             predicts[flat[last]] = tokens[node]
             path.append(node)
         last = path[-1]
-        rest = target[last] if len(path) > most else (target[last] - rejected[last]).clamp(min=0)
+        rest = (target[last] - rejected[last]).clamp(min=0)
         coin = float(uniform_samples_for_final_sampling[row])
         predicts[flat[last]] = _draw(rest, coin)
         accept_token_num[row] = len(path) - 1
