@@ -38,6 +38,7 @@ def prepare_sglang() -> None:
         draft_in_blocks()
         verify_one_as_decoding()
         verify_samples()
+        continue_pages()
 
 
 def accept_any_weight() -> None:
@@ -144,3 +145,15 @@ def verify_one_as_decoding() -> None:
     replace = type.__setattr__
     replace(Backend, "init_forward_metadata", init_forward_metadata)
     replace(Backend, "forward_extend", forward_extend)
+
+
+def continue_pages() -> None:
+    """Let speculation run with pages of several tokens (``--page-size``).
+
+    SGLang looks up where a sequence's last page goes on with a kernel of Triton's wherever its
+    attention backend is not one of two others; for those it has the same function in torch.
+    """
+    from sglang.srt.mem_cache import allocation
+
+    if hasattr(allocation, "get_last_loc_torch"):
+        vars(allocation)["get_last_loc_triton"] = allocation.get_last_loc_torch

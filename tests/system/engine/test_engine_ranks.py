@@ -9,7 +9,7 @@ import pytest
 
 from lab.cpu_engine.models.prompts import DOMAINS, held_out_prompts
 from lab.cpu_engine.serve import with_cpu_defaults
-from tests.support.engine import DFLASH, EAGLE3, EngineProcess, install_plugin, launched, serving
+from tests.support.engine import DFLASH, EAGLE3, MODES, EngineProcess, install_plugin, launched, serving
 from tests.support.eventually import eventually
 from tests.support.scripted_sidecar import Arm, ScriptedSidecar
 
@@ -44,6 +44,7 @@ def engine(
     """Every second broadcast of SGLang is left out."""
     variables = {
         **sidecar.variables,
+        **MODES["overlapped"],
         "SPECULATION_DFLASH_MODEL_PATH": str(DFLASH),
         "SPECULATION_GAMMAS": ",".join(map(str, GAMMAS)),
         "SPECULATION_SLEEP_POSITIONS": "8",
