@@ -19,7 +19,7 @@ LONG = [
     for prompt in held_out_prompts(domain, count=1, length_tokens=301, seed=42)
 ]
 GREEDY = {"temperature": 0, "max_new_tokens": 48, "ignore_eos": True}
-SCHEMA = {
+SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
         "name": {"type": "string", "maxLength": 12},

@@ -42,7 +42,8 @@ class Sampling:
         probs /= probs.sum()
         before = np.cumsum(probs[order]) - probs[order]
         probs[order[before >= self.top_p]] = 0
-        return probs / probs.sum()
+        restricted: Row = probs / probs.sum()
+        return restricted
 
 
 Verification: TypeAlias = Callable[[Row], Row]
