@@ -64,7 +64,7 @@ def accepts_what_is_possible(probs: Row) -> Row:
 def draws_from_all_after_a_rejection(probs: Row) -> Row:
     """A wrong one: what was rejected, here the likeliest, may be drawn again."""
     draft = probs.argmax()
-    wrong = probs * (1 - probs[draft])
+    wrong: Row = probs * (1 - probs[draft])
     wrong[draft] += probs[draft]
     return wrong
 

@@ -150,8 +150,8 @@ def verify_one_as_decoding() -> None:
 def continue_pages() -> None:
     """Let speculation run with pages of several tokens (``--page-size``).
 
-    SGLang looks up where a sequence's last page goes on with a kernel of Triton's wherever its
-    attention backend is not one of two others; for those it has the same function in torch.
+    SGLang looks up the last slot of each sequence with a kernel of Triton's, unless its attention
+    backend is one of two others; for those it has the same function in torch.
     """
     from sglang.srt.mem_cache import allocation
 

@@ -1,8 +1,8 @@
 """A stand-in for ``sgl_kernel`` in plain torch: SGLang's CPU engine without its compiled operators.
 
 Covers what SGLang 0.5.23 calls for dense Qwen3/Llama-style text models in float32 and bfloat16,
-plain and speculative (EAGLE, EAGLE3, NEXTN, STANDALONE, NGRAM), with tensor-parallel size 1 or 2 and
-any page size.
+plain and speculative (EAGLE, EAGLE3, NEXTN, STANDALONE, NGRAM), with tensor-parallel size 1 or 2
+and any page size.
 """
 
 import sys

@@ -71,6 +71,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         LONE | {"speculative_draft_window_size": 64},
         "--speculative-draft-window-size is untested",
     ),
+    "dflash with logit processors": (
+        LONE | {"enable_custom_logit_processor": True},
+        "--enable-custom-logit-processor: SGLang applies such processors where DFLASH verifies",
+    ),
     "dflash without a model": (
         COMMON | {"speculative_algorithm": "DFLASH"},
         "--speculative-algorithm DFLASH needs --speculative-draft-model-path",
