@@ -137,6 +137,11 @@ class SteeredConfiguration:
             "DFLASH already: unset one of them": (
                 has_dflash_only and self._settings.dflash_model_path != ""
             ),
+            "--enable-custom-logit-processor: SGLang applies such processors where DFLASH "
+            "verifies, but not where EAGLE's parts do, which a steered DFlash uses; leave it out, "
+            "or unset SPECULATION_SIDECAR": (
+                has_dflash_only and config.enable_custom_logit_processor
+            ),
             "--speculative-algorithm DFLASH needs --speculative-draft-model-path": (
                 has_dflash_only and config.speculative_draft_model_path is None
             ),

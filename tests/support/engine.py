@@ -4,6 +4,7 @@ Most servers are forks of a process that has imported SGLang; `fresh` ones start
 """
 
 import functools
+import http.client
 import json
 import os
 import signal
@@ -84,6 +85,25 @@ class EngineProcess:
         answers = self._call("/generate", body)
         return [Generated(answer["output_ids"], answer["meta_info"]) for answer in answers]
 
+    def ask(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """SGLang's answers to a request, or requests, in its own words."""
+        answers = self._call("/generate", body)
+        return answers if isinstance(answers, list) else [answers]
+
+    @contextmanager
+    def stream(self, body: Mapping[str, Any]) -> Iterator[Iterator[dict[str, Any]]]:
+        """The events of one answer, each with all of it so far; leaving early hangs up."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        headers = {"Content-Type": "application/json"}
+        try:
+            connection.request("POST", "/generate", json.dumps({**body, "stream": True}), headers)
+            answer = connection.getresponse()
+            assert answer.status == http.client.OK, answer.read()
+            parts = (line.removeprefix(b"data: ").strip() for line in answer)
+            yield (json.loads(part) for part in parts if part and part != b"[DONE]")
+        finally:
+            connection.close()
+
     def abort(self, rid: str) -> None:
         """Ends a request early."""
         self._call("/abort_request", {"rid": rid})
@@ -92,6 +112,11 @@ class EngineProcess:
         """What `/server_info` says of the scheduler."""
         state: dict[str, Any] = self._call("/server_info")["internal_states"][0]
         return state
+
+    def running(self) -> int:
+        """How many requests are being answered, or wait for it."""
+        loads = self._call("/v1/loads")["loads"]
+        return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
 
     def is_ready(self) -> bool:
         """False while it starts; fails with its last words when it has ended."""

@@ -145,9 +145,6 @@ def no_dflash_reason(args: ServerArgs) -> str | None:
         "--speculative-use-rejection-sampling needs the distribution it drafts from": (
             view.speculative_use_rejection_sampling
         ),
-        f"--page-size {view.page_size} is untested with it: 1 is needed": (
-            view.page_size not in (None, 1)
-        ),
     }
     return next((reason for reason, is_so in obstacles.items() if is_so), None)
 

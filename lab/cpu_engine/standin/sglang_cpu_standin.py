@@ -37,6 +37,8 @@ def prepare_sglang() -> None:
     if "sglang.srt.managers.scheduler" in sys.modules:
         draft_in_blocks()
         verify_one_as_decoding()
+        verify_samples()
+        continue_pages()
 
 
 def accept_any_weight() -> None:
@@ -89,6 +91,28 @@ def draft_in_blocks() -> None:
     replace(dflash.DFlashAttention, "forward", forward)
 
 
+def verify_samples() -> None:
+    """Let a draft be verified by sampling where a request asks for a temperature.
+
+    SGLang has kernels for that on CUDA only; on a CPU it would take the likeliest tokens instead,
+    as versions do that do not ask this question in a function of its own.
+    """
+    import sgl_kernel
+    from sglang.srt.speculative import eagle_utils
+
+    if not hasattr(eagle_utils, "_verify_uses_greedy"):
+        return
+
+    def uses_greedy(*, is_all_greedy: bool, **_: bool) -> bool:
+        return is_all_greedy
+
+    eagle_utils._verify_uses_greedy = uses_greedy
+    for name in (
+        "tree_speculative_sampling_target_only", "top_k_renorm_prob", "top_p_renorm_prob",
+    ):  # fmt: skip
+        setattr(eagle_utils, name, getattr(sgl_kernel, name))
+
+
 def verify_one_as_decoding() -> None:
     """Send the verification of one token (gamma = 0) to the decode kernel.
 
@@ -121,3 +145,15 @@ def verify_one_as_decoding() -> None:
     replace = type.__setattr__
     replace(Backend, "init_forward_metadata", init_forward_metadata)
     replace(Backend, "forward_extend", forward_extend)
+
+
+def continue_pages() -> None:
+    """Let speculation run with pages of several tokens (``--page-size``).
+
+    SGLang looks up the last slot of each sequence with a kernel of Triton's, unless its attention
+    backend is one of two others; for those it has the same function in torch.
+    """
+    from sglang.srt.mem_cache import allocation
+
+    if hasattr(allocation, "get_last_loc_torch"):
+        vars(allocation)["get_last_loc_triton"] = allocation.get_last_loc_torch

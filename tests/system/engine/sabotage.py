@@ -1,4 +1,4 @@
-"""SGLang plugins that get in this plugin's way, for tests of its self-check."""
+"""SGLang plugins that get in this plugin's way, for tests."""
 
 import multiprocessing
 import os
@@ -123,3 +123,10 @@ def let_one_rank_differ() -> None:
         Path(os.environ["FIRST_RANK"]).mkdir()
     except FileExistsError:
         os.environ["SPECULATION_GAMMAS"] = "0,1,3,7"
+
+
+def retract_often() -> None:
+    """Every 25 steps some requests have to give up their memory, as when it is full."""
+    scheduler = sys.modules.get(sglang_api.SCHEDULER_MODULE)
+    if scheduler is not None:
+        vars(scheduler).update(TEST_RETRACT=True, TEST_RETRACT_INTERVAL=25)

@@ -14,7 +14,14 @@ import pytest
 from engine_shim.training.signals import SignalStore
 from lab.cpu_engine.models.prompts import held_out_prompts
 from speculation.v1.engine_pb2 import DRAFTER_KIND_DFLASH, DRAFTER_KIND_MTP, StepReport
-from tests.support.engine import DFLASH, EAGLE3, MODES, EngineProcess, serving
+from tests.support.engine import (
+    DFLASH,
+    EAGLE3,
+    MODES,
+    EngineProcess,
+    install_plugin,
+    serving,
+)
 from tests.support.eventually import eventually
 from tests.support.prompts_in_flight import (
     ALONE,
@@ -281,23 +288,26 @@ def test_nothing_waits_for_the_device(mode: str, engine: EngineProcess, waits: P
     assert found == learning
 
 
+@pytest.mark.parametrize("way", ["eager", "overlapped"])
 def test_requests_may_come_late_leave_early_and_be_retracted(
-    plain: dict[str, list[list[int]]], tmp_path: Path
+    way: str, plain: dict[str, list[list[int]]], tmp_path: Path
 ) -> None:
     choose = random.Random(4)
     arms = [choose.choice([*EAGLE, *BLOCK, ASLEEP]) for _ in range(997)]
     with scripted_sidecar(tmp_path) as sidecar:
         sidecar.script = lambda count: arms[count % 997]
+        retracting = install_plugin(
+            tmp_path / "sabotage", "tests.system.engine.sabotage:retract_often", name="zz_sabotage"
+        )
         variables = {
             **sidecar.variables,
+            **MODES[way],
             "SPECULATION_DFLASH_MODEL_PATH": str(DFLASH),
-            # As when the cache is full, every so many steps.
-            "SGLANG_TEST_RETRACT": "1",
-            "SGLANG_TEST_RETRACT_INTERVAL": "25",
+            "PYTHONPATH": str(retracting),
         }
         # Room for six or seven of them.
         crowded = ("--max-total-tokens", "900")
-        with serving(tmp_path / "engine", [*EAGLE3, *crowded], variables, fresh=True) as engine:
+        with serving(tmp_path / "engine", [*EAGLE3, *crowded], variables) as engine:
             eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
             tokens: dict[int, list[int]] = {}
 

@@ -9,9 +9,17 @@ import pytest
 
 from lab.cpu_engine.models.prompts import DOMAINS, held_out_prompts
 from lab.cpu_engine.serve import with_cpu_defaults
-from tests.support.engine import DFLASH, EAGLE3, EngineProcess, install_plugin, launched, serving
+from tests.support.engine import (
+    DFLASH,
+    EAGLE3,
+    MODES,
+    EngineProcess,
+    install_plugin,
+    launched,
+    serving,
+)
 from tests.support.eventually import eventually
-from tests.support.scripted_sidecar import Arm, ScriptedSidecar
+from tests.support.scripted_sidecar import Arm, ScriptedSidecar, scripted_sidecar
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -37,13 +45,31 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
         return [answer.tokens for answer in engine.generate(PROMPTS, LENGTHS)]
 
 
+@pytest.fixture(scope="module", params=["eager", "overlapped"])
+def way(request: pytest.FixtureRequest) -> str:
+    """How an engine runs its passes: the first of `MODES`, and the last."""
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="module")
+def sidecar(way: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedSidecar]:
+    """One for each way's engine."""
+    with scripted_sidecar(tmp_path_factory.mktemp(f"sidecar-{way}")) as scripted:
+        yield scripted
+
+
 @pytest.fixture(scope="module")
 def engine(
-    plain: list[list[int]], sidecar: ScriptedSidecar, tmp_path_factory: pytest.TempPathFactory
+    way: str,
+    plain: list[list[int]],
+    sidecar: ScriptedSidecar,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[EngineProcess]:
     """Every second broadcast of SGLang is left out."""
     variables = {
         **sidecar.variables,
+        **MODES[way],
         "SPECULATION_DFLASH_MODEL_PATH": str(DFLASH),
         "SPECULATION_GAMMAS": ",".join(map(str, GAMMAS)),
         "SPECULATION_SLEEP_POSITIONS": "8",
@@ -55,10 +81,13 @@ def engine(
         yield running
 
 
-def test_it_introduces_itself_once(engine: EngineProcess, sidecar: ScriptedSidecar) -> None:
+def test_it_introduces_itself_once(
+    way: str, engine: EngineProcess, sidecar: ScriptedSidecar
+) -> None:
     assert len(sidecar.server.introductions) == 1
     spec = sidecar.server.introductions[0]
     assert spec.fingerprint.tensor_parallel_size == 2
+    assert list(spec.fingerprint.graph_batch_sizes) == ([] if way == "eager" else [1, 2, 4, 8])
     # The whole model, not one rank's share of it.
     full = spec.shape.attention[0].grouped_query
     assert (full.query_heads, full.kv_heads) == (4, 2)
@@ -85,9 +114,11 @@ def test_ranks_run_the_same_arm_in_every_step(
             break
     assert ran >= every
     assert sum(report.flags.switched for report in reports) > 30
+    assert not any(report.flags.eager_fallback for report in reports)
     assert engine.internal_state()["speculation_controller"]["sleep"]["slept"] > 0
 
 
+@pytest.mark.parametrize("way", ["eager"], indirect=True)
 def test_a_plan_runs_out_on_all_ranks_at_once(
     engine: EngineProcess, sidecar: ScriptedSidecar, plain: list[list[int]]
 ) -> None:

@@ -1,8 +1,8 @@
 """A stand-in for ``sgl_kernel`` in plain torch: SGLang's CPU engine without its compiled operators.
 
 Covers what SGLang 0.5.23 calls for dense Qwen3/Llama-style text models in float32 and bfloat16,
-plain and speculative (EAGLE, EAGLE3, NEXTN, STANDALONE, NGRAM), with tensor-parallel size 1 and
-page size 1.
+plain and speculative (EAGLE, EAGLE3, NEXTN, STANDALONE, NGRAM), with tensor-parallel size 1 or 2
+and any page size.
 """
 
 import sys
@@ -31,6 +31,11 @@ from .process import init_cpu_threads_env as init_cpu_threads_env
 from .process import initialize as initialize
 from .process import shm_allgather as shm_allgather
 from .process import shm_allreduce as shm_allreduce
+from .sampling import top_k_renorm_prob as top_k_renorm_prob
+from .sampling import top_p_renorm_prob as top_p_renorm_prob
+from .sampling import (
+    tree_speculative_sampling_target_only as tree_speculative_sampling_target_only,
+)
 from .speculative import fill_accept_out_cache_loc_cpu as fill_accept_out_cache_loc_cpu
 from .speculative import fill_bonus_tokens_cpu as fill_bonus_tokens_cpu
 from .speculative import rotate_input_ids_cpu as rotate_input_ids_cpu

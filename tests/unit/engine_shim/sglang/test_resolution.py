@@ -67,10 +67,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "data-parallel attention is not supported",
     ),
     "data parallel": (EAGLE3 | {"dp_size": 2}, "--data-parallel-size 2: only 1 is supported"),
-    "dflash in pages": (LONE | {"page_size": 16}, "--page-size 16 is untested with it"),
     "dflash with a window": (
         LONE | {"speculative_draft_window_size": 64},
         "--speculative-draft-window-size is untested",
+    ),
+    "dflash with logit processors": (
+        LONE | {"enable_custom_logit_processor": True},
+        "--enable-custom-logit-processor: SGLang applies such processors where DFLASH verifies",
     ),
     "dflash without a model": (
         COMMON | {"speculative_algorithm": "DFLASH"},

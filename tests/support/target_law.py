@@ -1,0 +1,130 @@
+"""What a target's sampled tokens have to be distributed like, and whether some are.
+
+The law is computed from the checkpoint in plain torch and numpy, without anything of the engine.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine_shim.training.checkpoint import load_target
+from tests.support.engine import TARGET
+
+Row: TypeAlias = npt.NDArray[np.float64]
+Answer: TypeAlias = tuple[int, ...]
+Law: TypeAlias = Mapping[Answer, float]
+
+# A cell of the test stands for at least so many expected answers; rarer ones share one.
+LEAST_EXPECTED = 5.0
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a request asks for its tokens."""
+
+    temperature: float
+    top_k: int
+    top_p: float = 1.0
+
+    def restrict(self, logits: Row) -> Row:
+        """Probabilities [vocabulary]: top_k of all, then top_p of those, scaled to sum to 1."""
+        weights = np.exp((logits - logits.max()) / self.temperature)
+        probs = weights / weights.sum()
+        order = np.argsort(-probs)
+        probs[order[self.top_k :]] = 0
+        probs /= probs.sum()
+        before = np.cumsum(probs[order]) - probs[order]
+        probs[order[before >= self.top_p]] = 0
+        restricted: Row = probs / probs.sum()
+        return restricted
+
+
+Verification: TypeAlias = Callable[[Row], Row]
+
+
+def exact(probs: Row) -> Row:
+    """A verification that keeps the distribution, whatever was drafted."""
+    return probs
+
+
+def accepts_what_is_possible(probs: Row) -> Row:
+    """A wrong one: a drafted token, here the likeliest, is always accepted."""
+    wrong = np.zeros_like(probs)
+    wrong[probs.argmax()] = 1
+    return wrong
+
+
+def draws_from_all_after_a_rejection(probs: Row) -> Row:
+    """A wrong one: what was rejected, here the likeliest, may be drawn again."""
+    draft = probs.argmax()
+    wrong: Row = probs * (1 - probs[draft])
+    wrong[draft] += probs[draft]
+    return wrong
+
+
+def law_of_answers(
+    prompt: Sequence[int],
+    length: int,
+    sampling: Sampling,
+    verification: Verification = exact,
+    drafted: float = 1.0,
+) -> Law:
+    """The probability of every answer of so many tokens.
+
+    verification: what becomes of the target's probabilities where a token was drafted, which is a
+    share `drafted` of all but the first one: that is the prefill's.
+    """
+    target = load_target(TARGET)
+    law: dict[Answer, float] = {(): 1.0}
+    for place in range(length):
+        rows = torch.tensor([[*prompt, *answer] for answer in law])
+        with torch.no_grad():
+            logits, _ = target.logits_and_features(rows, ())
+        longer: dict[Answer, float] = {}
+        for (answer, before), row in zip(law.items(), logits[:, -1].double().numpy(), strict=True):
+            probs = sampling.restrict(row)
+            if place:
+                probs = (1 - drafted) * probs + drafted * verification(probs)
+            for token in np.flatnonzero(probs):
+                longer[*answer, int(token)] = before * float(probs[token])
+        law = longer
+    return law
+
+
+def p_value(answers: Counter[Answer], law: Law) -> float:
+    """How likely answers at least as far from the law are, by the G-test; 0 for impossible ones."""
+    if set(answers) - set(law):
+        return 0.0
+    cells = list(law)
+    counts = np.array([[answers[cell] for cell in cells]], dtype=np.float64)
+    return float(p_values(counts, np.array([law[cell] for cell in cells]))[0])
+
+
+def power(wrong: Law, law: Law, count: int, alpha: float, trials: int = 2000) -> float:
+    """The share of trials whose p-value is below alpha, each of so many answers of a wrong law."""
+    cells = list(law)
+    probs = np.array([wrong.get(cell, 0.0) for cell in cells])
+    counts = np.random.default_rng(0).multinomial(count, probs / probs.sum(), size=trials)
+    found = p_values(counts.astype(np.float64), np.array([law[cell] for cell in cells]))
+    return float((found < alpha).mean())
+
+
+def p_values(counts: Row, probs: Row) -> Row:
+    """Of each row of counts [rows, cells]; probs: [cells]."""
+    expected = probs * counts[0].sum()
+    rare = expected < LEAST_EXPECTED
+    seen = np.column_stack([counts[:, ~rare], counts[:, rare].sum(1)])
+    wanted = np.append(expected[~rare], expected[rare].sum())
+    if not rare.any():
+        seen, wanted = seen[:, :-1], wanted[:-1]
+    terms = seen * np.log(np.where(seen > 0, seen, 1.0) / wanted)
+    freedom = torch.tensor((len(wanted) - 1) / 2, dtype=torch.float64)
+    found: Row = torch.special.gammaincc(freedom, torch.tensor(terms.sum(1))).numpy()
+    return found

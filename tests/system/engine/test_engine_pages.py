@@ -1,0 +1,63 @@
+"""Pages of several tokens in the cache."""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.support.engine import DFLASH, EAGLE3, LONE, MODES, serving
+from tests.support.eventually import eventually
+from tests.support.prompts_in_flight import ALONE, accepted_by_context, check_against_student, play
+from tests.support.scripted_sidecar import Arm, scripted_sidecar
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+
+GAMMAS = (0, 1, 2, 3, 5, 7)
+ASLEEP: Arm = (0, True, 0)
+OWN: list[Arm] = [*((gamma, False, 0) for gamma in GAMMAS), ASLEEP]
+SECOND: list[Arm] = [(gamma, False, 1) for gamma in GAMMAS[1:]]
+
+
+@pytest.mark.parametrize(
+    ("drafters", "second", "arms"),
+    [(EAGLE3, "", OWN), (LONE, "", OWN), (EAGLE3, str(DFLASH), [*OWN, *SECOND])],
+    ids=["EAGLE3", "DFlash", "both"],
+)
+def test_with_pages_any_order_of_arms_gives_plain_decodings_tokens(
+    drafters: Sequence[str],
+    second: str,
+    arms: list[Arm],
+    plain: dict[str, list[list[int]]],
+    tmp_path: Path,
+) -> None:
+    order = random.Random(8).choices([*arms, *[ASLEEP] * 3], k=997)
+    with scripted_sidecar(tmp_path) as sidecar:
+        variables = {
+            **sidecar.variables,
+            **MODES["overlapped"],
+            "SPECULATION_DFLASH_MODEL_PATH": second,
+            "SPECULATION_GAMMAS": ",".join(map(str, GAMMAS)),
+            "SPECULATION_SLEEP_POSITIONS": "12",
+        }
+        options = [*drafters, "--page-size", "16"]
+        with serving(tmp_path / "engine", options, variables) as engine:
+            eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
+            for _ in range(3):
+                answers, _ = play(engine, sidecar, lambda count: order[count % 997])
+                assert [answer.tokens for answer in answers] == plain["batch"]
+            # What the first time has left in the cache.
+            cached = [answer.meta["cached_tokens"] for answer in answers]
+            status = engine.internal_state()["speculation_controller"]
+            if second or drafters is LONE:
+                arm = (7, False, len(arms) > len(OWN))
+                alone, reports = play(engine, sidecar, lambda _: arm, ALONE, [200])
+                assert alone[0].tokens == plain["alone"][0][:200]
+                live = accepted_by_context(reports, "dflash", 7)
+                check_against_student(live, [*ALONE[0], *alone[0].tokens])
+    assert min(cached) >= 16
+    assert {count % 16 for count in cached} == {0}
+    assert {report.gamma for report in sidecar.reports} == set(GAMMAS)
+    assert status["sleep"]["caught_up"] > 0
+    assert status["sleep"]["cold"] == 0
+    assert status["lost"] == []
