@@ -19,7 +19,7 @@ from engine_shim.link.errors import LinkStartError
 from engine_shim.link.ranks import Ranks
 from engine_shim.link.secret import secret_of
 from engine_shim.sglang.adaptive_policy import SteeredPolicy
-from engine_shim.sglang.api import hook_check, ranks, sglang_api
+from engine_shim.sglang.api import attention_dp, hook_check, ranks, sglang_api
 from engine_shim.sglang.api.errors import HookError, PluginError
 from engine_shim.sglang.api.losses import Losses
 from engine_shim.sglang.drafters.idle_kv import IdleDrafter, cannot_sleep_reason
@@ -157,6 +157,7 @@ class EngineStartup:
             losses=Losses(link, found.all),
             graph_states=self._graph_states,
             several=ranks.are_several(),
+            attention_dp=attention_dp.is_on(),
             link=link,
             tap=tap,
             sleep=sleep,

@@ -101,9 +101,8 @@ def unsupported_reason(args: ServerArgs) -> str | None:
     graphs = view.cuda_graph_config
     obstacles = {
         f"--pipeline-parallel-size {view.pp_size}: only 1 is supported": view.pp_size != 1,
-        "data-parallel attention is not supported": _differs.has_attention_dp(view),
         f"--data-parallel-size {view.dp_size}: only 1 is supported; run one server each": (
-            view.dp_size != 1
+            view.dp_size != 1 and not _differs.has_attention_dp(view)
         ),
         "context-parallel attention is not supported": view.attn_cp_size != 1,
         "a prefill-only server never drafts: leave SPECULATION_SIDECAR unset there": (
@@ -165,6 +164,12 @@ def config_leaf(name: str) -> Any:
     from sglang.srt.runtime_context import get_context
 
     return get_context().config_leaf(name)
+
+
+def data_parallel_size() -> int:
+    """Returns the number of batches that the engine of this process runs side by side."""
+    size: int = config_leaf("dp_size")
+    return size * config_leaf("attn_dp_size") if _differs.STEERS_ATTENTION_DP else size
 
 
 def widest_step() -> int:
