@@ -18,6 +18,7 @@ from engine_shim.link.engine_link import EngineLink, steering_of
 from engine_shim.link.errors import LinkStartError
 from engine_shim.link.ranks import Ranks
 from engine_shim.link.secret import secret_of
+from engine_shim.sglang import target_scope
 from engine_shim.sglang.adaptive_policy import SteeredPolicy
 from engine_shim.sglang.api import attention_dp, hook_check, ranks, sglang_api
 from engine_shim.sglang.api.errors import HookError, PluginError
@@ -77,6 +78,10 @@ class EngineStartup:
         hook_check.register(
             sglang_api.BUILD_STATE, self._graph_states.around_build, HookType.AROUND
         )
+        if attention_dp.is_on():
+            hook_check.register(
+                sglang_api.INIT_GRAPHS, target_scope.around_init_cuda_graphs, HookType.AROUND
+            )
         dual = None
         if self._settings.dflash_model_path:
             from engine_shim.sglang.drafters.dual import DualDrafter

@@ -41,6 +41,7 @@ OWN_REQUESTS: Final = f"{SCHEDULER_MODULE}.Scheduler._poll_timeout_aborts"
 REQUEST_KINDS: Final = f"{SCHEDULER_MODULE}.Scheduler.init_request_dispatcher"
 FORWARD: Final = f"{_EAGLE}.EAGLEWorkerV2.forward_batch_generation"
 APPLY_RUNTIME_STATE: Final = f"{_EAGLE}.EAGLEWorkerV2.apply_runtime_state"
+INIT_GRAPHS: Final = f"{_EAGLE}.EAGLEWorkerV2.init_cuda_graphs"
 BUILD_STATE: Final = f"{_EAGLE}.EAGLEWorkerV2.build_adaptive_runtime_state"
 DRAFT_EXTEND: Final = f"{_EAGLE}.EagleDraftWorker._draft_extend_for_decode"
 DRAFT: Final = f"{_EAGLE}.EagleDraftWorker.draft"
@@ -86,6 +87,13 @@ with_draft_config: Final[Callable[[Any, Any], AbstractContextManager[None]]] = (
 )
 # Has a draft worker lie on the ranks as a `DFlashWorkerV2` does.
 lie_like: Final[Callable[[Any, Any], None]] = _differs.lie_like
+
+
+def draft_moe_scopes() -> tuple[AbstractContextManager[Any], ...]:
+    """Returns the scopes in which SGLang runs a drafter's experts."""
+    from sglang.srt.layers.moe import utils
+
+    return utils.speculative_moe_backend_context(), utils.speculative_moe_a2a_backend_context()
 
 
 def unsupported_reason(args: ServerArgs) -> str | None:

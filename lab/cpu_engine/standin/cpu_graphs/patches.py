@@ -87,6 +87,7 @@ def _patch_torch() -> None:
 
 def _patch_sglang() -> None:
     from sglang.srt.distributed.parallel_state import GroupCoordinator
+    from sglang.srt.layers import dp_attention
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
     from sglang.srt.model_executor.model_runner_components import cuda_graph_setup
     from sglang.srt.model_executor.runner import decode_cuda_graph_runner
@@ -97,10 +98,32 @@ def _patch_sglang() -> None:
     decode_cuda_graph_runner.freeze_gc = lambda _: nullcontext()
     # NCCL has a context of its own for captures.
     GroupCoordinator.graph_capture = _graph_capture
+    # A Triton kernel's place; the one for CPUs has the host read where the rows are.
+    dp_attention.memcpy_func = copy_rows
     ForwardMode.is_cpu_graph = ForwardMode.is_cuda_graph
     cuda_graph_setup.capture_decode_graph = _capture_decode_graph
     eagle_worker_v2._is_cpu = False
     eagle_worker_v2._select_spec_graph_runner_cls = _runner_class
+
+
+def copy_rows(
+    to: torch.Tensor,
+    of: torch.Tensor,
+    _dim: int,
+    offset: torch.Tensor,
+    count: torch.Tensor,
+    offset_in_source: bool,
+) -> None:
+    """Copies the first ``count`` rows, as SGLang's kernel for data-parallel attention does.
+
+    offset: row of ``of`` to read from, or of ``to`` to write at.  Both are read on the device only.
+    """
+    rows = torch.arange(len(to))
+    first = torch.zeros_like(offset) if offset_in_source else offset
+    wanted = (rows >= first) & (rows < first + count)
+    source = rows + offset if offset_in_source else rows - offset
+    found = of.index_select(0, source.clamp(min=0, max=len(of) - 1))
+    to.copy_(torch.where(wanted.view(-1, *[1] * (to.ndim - 1)), found, to))
 
 
 @contextmanager
