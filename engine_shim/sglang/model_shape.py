@@ -2,8 +2,8 @@
 
 Only what is certain is reported.  A model with layers that are no plain or latent attention, with
 weights packed by quantization, or of several modalities has no shape here, and the sidecar says
-that it guesses.  A rank of several holds its share of each model, and all shares are alike; with data-parallel
-attention they are not, and there is no shape.
+that it guesses.  A rank of several holds its share of each model, and all shares are alike; with
+data-parallel attention they are not, and there is no shape.
 Nothing of this can keep an engine from starting.
 """
 
