@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from cpu_graphs import attention, graph
+from cpu_graphs import attention, graph, recorder
 
 _SCHEDULER = "sglang.srt.managers.scheduler"
 
@@ -96,6 +96,7 @@ def _patch_sglang() -> None:
     # It collects garbage around each capture, which frees memory of a GPU and takes most of the
     # time here.
     decode_cuda_graph_runner.freeze_gc = lambda _: nullcontext()
+    _record_triton()
     # NCCL has a context of its own for captures.
     GroupCoordinator.graph_capture = _graph_capture
     # A Triton kernel's place; the one for CPUs has the host read where the rows are.
@@ -104,6 +105,27 @@ def _patch_sglang() -> None:
     cuda_graph_setup.capture_decode_graph = _capture_decode_graph
     eagle_worker_v2._is_cpu = False
     eagle_worker_v2._select_spec_graph_runner_cls = _runner_class
+
+
+def _record_triton() -> None:
+    """Has a capture record each launch of an interpreted Triton kernel as one operator."""
+    from triton.runtime.interpreter import GridExecutor
+
+    launch = GridExecutor.__call__
+
+    def record_or_launch(executor: Any, *arguments: Any, **keywords: Any) -> None:
+        recording = recorder.current
+        if recording is None or recording.is_paused:
+            launch(executor, *arguments, **keywords)
+            return
+
+        def again(*arguments: Any, **keywords: Any) -> None:
+            launch(executor, *arguments, **keywords)
+
+        again.__name__ = executor.fn.__name__
+        recording.run_kernel(again, arguments, keywords)
+
+    type.__setattr__(GridExecutor, "__call__", record_or_launch)
 
 
 def copy_rows(
