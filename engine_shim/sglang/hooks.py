@@ -111,7 +111,7 @@ class EngineHooks:
         return aborts
 
     def after_received(self, received: list[Any] | None, _: Any) -> list[Any] | None:
-        """After `SchedulerRequestReceiver._pull_raw_reqs`: updates go along as control requests."""
+        """Adds the updates, as control requests, to what `_pull_raw_reqs` has received."""
         updates, self._outgoing = self._outgoing, []
         return received if received is None else [*received, *updates]
 

@@ -57,7 +57,7 @@ class SteeredConfiguration:
             )
         declare_resolution(args, "speculation_controller", speculative_adaptive=True)
         previous(args)
-        reason = attention_dp.unsupported_reason(args, self._settings, has_block)
+        reason = attention_dp.unsupported_reason(args, self._settings, has_block=has_block)
         if reason is not None:
             raise UnsupportedEngineError(f"data-parallel attention is to be steered, but {reason}")
         reason = sglang_api.unsupported_reason(args)

@@ -1,4 +1,4 @@
-"""Data-parallel attention: how ranks with different batches come to one draft length.
+"""Brings ranks with different batches to one draft length, for data-parallel attention.
 
 With it every rank runs the attention of its own batch, and all ranks run the other layers together.
 So they must launch the same passes in each step, an idle rank too.  Before each step SGLang gathers
@@ -39,13 +39,15 @@ def is_on() -> bool:
 
 
 def around_adaptive_reason(original: Any, args: ServerArgs) -> str | None:
-    """Wraps ADAPTIVE_REASON: its objection, that ranks might differ, is met here."""
+    """Wraps ADAPTIVE_REASON, whose objection (that ranks might differ) is met here."""
     with _differs.without_attention_dp():
         reason: str | None = original(args)
     return reason
 
 
-def unsupported_reason(args: ServerArgs, settings: PluginSettings, has_block: bool) -> str | None:
+def unsupported_reason(
+    args: ServerArgs, settings: PluginSettings, *, has_block: bool
+) -> str | None:
     """Explains why data-parallel attention cannot be steered; None when it can, or is off.
 
     has_block: the engine has a DFlash drafter.

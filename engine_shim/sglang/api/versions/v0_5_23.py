@@ -32,7 +32,7 @@ def attention_dp_is_on() -> bool:
 
 @contextmanager
 def without_attention_dp() -> Iterator[None]:
-    """Has SGLang believe, where it asks for adaptive speculation, that there is none."""
+    """Has SGLang settle adaptive speculation, inside the block, as if attention were not split."""
     from sglang.srt.speculative import adaptive_spec_params
 
     module: Any = adaptive_spec_params

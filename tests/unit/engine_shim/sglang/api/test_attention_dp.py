@@ -19,7 +19,8 @@ def reason(monkeypatch: pytest.MonkeyPatch, **configured: Any) -> str | None:
         "elastic_ep_backend": None,
     } | configured
     monkeypatch.setattr(overrides, "resolved_view", lambda _: SimpleNamespace(**view))
-    return attention_dp.unsupported_reason(SimpleNamespace(), PluginSettings(), False)  # type: ignore[arg-type]
+    args: Any = SimpleNamespace()
+    return attention_dp.unsupported_reason(args, PluginSettings(), has_block=False)
 
 
 def test_it_is_steered(monkeypatch: pytest.MonkeyPatch) -> None:
