@@ -99,7 +99,7 @@ def _fingerprint(scheduler: Any) -> engine_pb2.Fingerprint:
         dtype=str(runner.model_config.dtype).removeprefix("torch."),
         quantization=sglang_api.config_leaf("quantization") or "",
         tensor_parallel_size=sglang_api.config_leaf("tp_size"),
-        data_parallel_size=sglang_api.config_leaf("dp_size"),
+        data_parallel_size=sglang_api.data_parallel_size(),
         attention_backend=runner.decode_attention_backend_str,
         graph_batch_sizes=sglang_api.graph_batch_sizes(runner),
         shim_version=engine_shim.__version__,

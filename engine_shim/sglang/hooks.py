@@ -3,6 +3,7 @@
 One decode step, in SGLang's order:
 
   own_requests              what came from the sidecar, for all ranks (see link/ranks.py)
+    after_received          with data-parallel attention it joins the requests here
   around_forward            decide; catch a drafter up that has slept; launch
     AdaptiveController      asks the policy, puts gamma's runtime state into use (RuntimeSwitch)
     draft, verify
@@ -26,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.plugins.hook_registry import HookType
 
 from engine_shim.link.losses import reason_of
-from engine_shim.sglang.api import hook_check, ranks, sglang_api
+from engine_shim.sglang.api import attention_dp, hook_check, ranks, sglang_api
 from engine_shim.sglang.engine_description import DFLASH_NAME
 from engine_shim.sglang.learning.verified_step import NO_UPDATE, UpdateStatus, Verification
 from engine_shim.sglang.step_reports import (
@@ -39,7 +40,7 @@ from speculation.v1 import engine_pb2
 
 if TYPE_CHECKING:
     from engine_shim.link.engine_link import EngineLink
-    from engine_shim.link.ranks import Ranks
+    from engine_shim.link.ranks import Ranks, RankUpdate
     from engine_shim.sglang.adaptive_policy import SteeredPolicy
     from engine_shim.sglang.api.losses import Losses
     from engine_shim.sglang.drafters.dflash import DFlashDrafter
@@ -62,6 +63,7 @@ class EngineHooks:
     """Joins the steps of one engine to its link; made once the engine's workers are built.
 
     ranks: what this rank has adopted.  several: other ranks must not differ from this one.
+    attention_dp: they have batches of their own (see api/attention_dp.py).
     link, tap: of rank 0 only.  block: the engine's DFlash drafter, `dual`'s or the only one.
     What an engine does not have is None, and what has failed is set to None.
     """
@@ -72,6 +74,7 @@ class EngineHooks:
     graph_states: GraphStates
     eager: EagerPasses
     several: bool = False
+    attention_dp: bool = False
     link: EngineLink | None = None
     tap: StepTap | None = None
     sleep: IdleDrafter | None = None
@@ -83,6 +86,8 @@ class EngineHooks:
     # The step between its launch and the end of its draft-extend; the scheduler launches one at a
     # time.
     _launching: Launch | None = field(default=None, init=False)
+    # What this iteration of the scheduler is to broadcast, with data-parallel attention.
+    _outgoing: list[RankUpdate] = field(default_factory=list, init=False)
 
     def register(self) -> None:
         """Registers all hooks with SGLang."""
@@ -95,10 +100,22 @@ class EngineHooks:
         hook_check.register(sglang_api.REQUEST_KINDS, self.after_request_kinds, after)
         if self.dual is not None:
             hook_check.register(sglang_api.DRAFT, self.around_draft, around)
+        if self.attention_dp:
+            hook_check.register(attention_dp.GATHERED, attention_dp.keep_sizes, after)
+            hook_check.register(attention_dp.RECEIVED, self.after_received, after)
 
     def own_requests(self, aborts: list[Any], _: Any) -> list[Any]:
         """After `Scheduler._poll_timeout_aborts`, on rank 0: the sidecar's part of a broadcast."""
-        return [*aborts, *self.ranks.outgoing()]
+        updates = self.ranks.outgoing()
+        if not self.attention_dp:
+            return [*aborts, *updates]
+        self._outgoing = updates
+        return aborts
+
+    def after_received(self, received: list[Any] | None, _: Any) -> list[Any] | None:
+        """Adds the updates, as control requests, to what `_pull_raw_reqs` has received."""
+        updates, self._outgoing = self._outgoing, []
+        return received if received is None else [*received, *updates]
 
     def after_request_kinds(self, _: None, scheduler: Any) -> None:
         """Runs after `Scheduler.init_request_dispatcher`."""
@@ -109,6 +126,9 @@ class EngineHooks:
     ) -> Any:
         """Wraps `EAGLEWorkerV2.forward_batch_generation`, prefills included."""
         if batch.forward_mode.is_idle():
+            if self.attention_dp and not batch.is_extend_in_batch:
+                # Others decode, and this rank takes part with an empty batch.
+                self.policy.run(self.ranks.choose(attention_dp.largest_batch(batch)))
             return original(worker, batch, *args, **kwargs)
         sleep = self.sleep
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
@@ -118,11 +138,12 @@ class EngineHooks:
             result = original(worker, batch, *args, **kwargs)
             self._report_lost_block()
             return result
-        choice = self.ranks.choose(batch.seq_lens.shape[0])
+        largest = attention_dp.largest_batch(batch)
+        choice = self.ranks.choose(largest)
         self.policy.run(choice)
         before = self._launching
         unread = 0 if before is None or before.is_read_back else before.choice.gamma + 1
-        launch = Launch(choice, batch.forward_iter, kv_tokens_at_launch(batch))
+        launch = Launch(choice, batch.forward_iter, kv_tokens_at_launch(batch), largest)
         if sleep is not None:
             launch.asleep = self._catch_up(
                 sleep, batch, choice.asleep and choice.gamma == 0, unread

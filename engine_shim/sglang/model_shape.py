@@ -2,7 +2,8 @@
 
 Only what is certain is reported.  A model with layers that are no plain or latent attention, with
 weights packed by quantization, or of several modalities has no shape here, and the sidecar says
-that it guesses.  A rank of several holds its share of each model, and all shares are alike.
+that it guesses.  A rank of several holds its share of each model, and all shares are alike; with
+data-parallel attention they are not, and there is no shape.
 Nothing of this can keep an engine from starting.
 """
 
@@ -26,6 +27,9 @@ def set_shapes(
     spec: engine_pb2.EngineSpec, target_runner: Any, draft_runners: Sequence[Any]
 ) -> None:
     """Adds the shapes of target and drafters to an introduction, where all are known."""
+    if spec.fingerprint.data_parallel_size > 1:
+        _log.info("the models' shapes stay unknown to the sidecar: ranks hold unlike shares")
+        return
     ranks = max(1, spec.fingerprint.tensor_parallel_size)
     try:
         target = _model_shape(target_runner, ranks)

@@ -30,7 +30,7 @@ def _register() -> None:
     from sglang.srt.plugins.hook_registry import HookType
 
     from engine_shim.sglang.adaptive_policy import SteeredPolicy
-    from engine_shim.sglang.api import hook_check, sglang_api, versions
+    from engine_shim.sglang.api import attention_dp, hook_check, sglang_api, versions
     from engine_shim.sglang.api.errors import UnsupportedEngineError
     from engine_shim.sglang.api.settings import load_settings
     from engine_shim.sglang.server_args import SteeredConfiguration
@@ -48,6 +48,9 @@ def _register() -> None:
     hook_check.register(sglang_api.CANDIDATE_STEPS, configuration.candidate_steps, HookType.REPLACE)
     hook_check.register(
         sglang_api.RESERVE_FOR_GRAPHS, configuration.reserve_for_graphs, HookType.AROUND
+    )
+    hook_check.register(
+        attention_dp.ADAPTIVE_REASON, attention_dp.around_adaptive_reason, HookType.AROUND
     )
     hook_check.register(sglang_api.POLICY_CLASS, SteeredPolicy, HookType.REPLACE)
     # A process that has not loaded the scheduler's module (the detokenizer) never runs one.

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from engine_shim.sglang.api import hook_check, sglang_api
+from engine_shim.sglang.api import attention_dp, hook_check, sglang_api
 from engine_shim.sglang.api.attention import attention_shape
 from engine_shim.sglang.api.errors import UnsupportedEngineError
 from engine_shim.sglang.graph_memory import Prediction, reserve
@@ -57,6 +57,9 @@ class SteeredConfiguration:
             )
         declare_resolution(args, "speculation_controller", speculative_adaptive=True)
         previous(args)
+        reason = attention_dp.unsupported_reason(args, self._settings, has_block=has_block)
+        if reason is not None:
+            raise UnsupportedEngineError(f"data-parallel attention is to be steered, but {reason}")
         reason = sglang_api.unsupported_reason(args)
         if reason is not None:
             raise UnsupportedEngineError(f"SPECULATION_SIDECAR is set, but {reason}")

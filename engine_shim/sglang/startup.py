@@ -18,9 +18,9 @@ from engine_shim.link.engine_link import EngineLink, steering_of
 from engine_shim.link.errors import LinkStartError
 from engine_shim.link.ranks import Ranks
 from engine_shim.link.secret import secret_of
-from engine_shim.sglang import eager_passes
+from engine_shim.sglang import eager_passes, target_scope
 from engine_shim.sglang.adaptive_policy import SteeredPolicy
-from engine_shim.sglang.api import hook_check, ranks, sglang_api
+from engine_shim.sglang.api import attention_dp, hook_check, ranks, sglang_api
 from engine_shim.sglang.api.errors import HookError, PluginError
 from engine_shim.sglang.api.losses import Losses
 from engine_shim.sglang.drafters.idle_kv import IdleDrafter, cannot_sleep_reason
@@ -78,6 +78,10 @@ class EngineStartup:
         hook_check.register(
             sglang_api.BUILD_STATE, self._graph_states.around_build, HookType.AROUND
         )
+        if attention_dp.is_on():
+            hook_check.register(
+                sglang_api.INIT_GRAPHS, target_scope.around_init_cuda_graphs, HookType.AROUND
+            )
         dual = None
         if self._settings.dflash_model_path:
             from engine_shim.sglang.drafters.dual import DualDrafter
@@ -162,6 +166,7 @@ class EngineStartup:
             graph_states=self._graph_states,
             eager=eager,
             several=ranks.are_several(),
+            attention_dp=attention_dp.is_on(),
             link=link,
             tap=tap,
             sleep=sleep,

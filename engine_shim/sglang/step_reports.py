@@ -6,7 +6,8 @@ is launched before this one's result is read, so the launch's facts travel on th
 
 step_seconds runs from the end of the previous decode step's processing to the end of this one's.
 Where another forward (a prefill) or an idle time lies between, it runs from this step's own launch
-and is flagged AFTER_GAP.
+and is flagged AFTER_GAP.  So is a step that took as long as a larger batch of another rank, with
+data-parallel attention: what it accepted counts, and its seconds do not.
 """
 
 from __future__ import annotations
@@ -37,20 +38,28 @@ class Launch:
     """A decode step that was launched.
 
     `forward_iter`: SGLang's counter of forwards, prefills included.  `kv_tokens`: sum of context
-    lengths before the step; None while only the requests know it.  `started`: perf_counter seconds.
+    lengths before the step; None while only the requests know it.  `largest_batch`: sequences of
+    the rank that has most, 0 where ranks share one batch.  `started`: perf_counter seconds.
     `update_status`: of the drafter's online updates.  `eager`: the drafters' passes that ran
     without a graph.  `is_read_back`: whether the scheduler has counted what the step accepted.
     """
 
     __slots__ = (
-        "asleep", "choice", "eager", "forward_iter", "is_read_back", "kv_tokens", "started",
-        "update_status",
+        "asleep", "choice", "eager", "forward_iter", "is_read_back", "kv_tokens", "largest_batch",
+        "started", "update_status",
     )  # fmt: skip
 
-    def __init__(self, choice: StepChoice, forward_iter: int | None, kv_tokens: int | None) -> None:
+    def __init__(
+        self,
+        choice: StepChoice,
+        forward_iter: int | None,
+        kv_tokens: int | None,
+        largest_batch: int = 0,
+    ) -> None:
         self.choice = choice
         self.forward_iter = forward_iter
         self.kv_tokens = kv_tokens
+        self.largest_batch = largest_batch
         self.asleep = self.is_read_back = False
         self.update_status = NO_UPDATE
         self.eager = NO_PASSES
@@ -108,6 +117,9 @@ class StepTap:
             seconds = now - launch.started
         else:
             seconds = now - self._last_end
+        if self._padded(launch.largest_batch) > self._padded(batch_size):
+            # Its seconds are those of another rank's batch.
+            flags |= AFTER_GAP
         arm = (choice.drafter_index, gamma, launch.asleep)
         if arm != self._last_arm and self._last_arm is not None:
             flags |= SWITCHED

@@ -12,6 +12,8 @@ _SETTINGS = {
     "SGLANG_USE_CPU_ENGINE": "1",
     # Dynamo would compile on the first request: half a minute, for nothing at these sizes.
     "TORCHDYNAMO_DISABLE": "1",
+    # Triton's kernels run in Python, for an engine with `--attention-backend triton`.
+    "TRITON_INTERPRET": "1",
     # The products of a small model are too short to share: two threads make a step many times
     # slower.
     "OMP_NUM_THREADS": "1",

@@ -61,8 +61,9 @@ def main() -> None:
 
     load_plugins()
     server_args = prepare_server_args(with_cpu_defaults(sys.argv[1:]))
-    # A data-parallel controller starts its schedulers from threads, where a fork may hang.
-    if server_args.dp_size == 1:
+    # A data-parallel controller starts its schedulers from threads, where a fork may hang; with
+    # data-parallel attention it starts them from its main thread.
+    if server_args.dp_size == 1 or server_args.enable_dp_attention:
         _fork()
     try:
         run_server(server_args)

@@ -37,6 +37,7 @@ class ScriptedSidecar:
     stride: rounds between online updates, 0 for none.  collect: training signals are kept; a script
     may say so anew for each plan.  collecting: the epochs that asked for it.
     draft_version: of the drafter that is to serve.
+    bounds: largest batch of each row of a plan; rows after the first have the script's next arms.
     """
 
     server: FakeSidecar
@@ -45,6 +46,7 @@ class ScriptedSidecar:
     stride: int = 0
     collect: bool = False
     draft_version: int = 0
+    bounds: tuple[int, ...] = (64,)
     arms: dict[int, Arm] = field(default_factory=dict)
     collecting: set[int] = field(default_factory=set)
     _lock: Lock = field(default_factory=Lock)
@@ -109,23 +111,28 @@ class ScriptedSidecar:
     def _next_plan(self) -> Plan:
         with self._lock:
             epoch = len(self.arms) + 1
-            gamma, asleep, *which = self.arms[epoch] = self.script(len(self.reports))
+            count = len(self.reports)
+            chosen = [self.script(count + place) for place in range(len(self.bounds))]
+            self.arms[epoch] = chosen[0]
             collect = self.collect
             if collect:
                 self.collecting.add(epoch)
-        drafter = self.server.introductions[-1].drafters[which[0] if which else 0].name
-        row = PlanRow(
-            max_batch_size=64,
-            drafter=drafter,
-            gamma=gamma,
-            drafter_asleep=asleep,
-            reason=REASON_EXPLOIT,
-        )
+        drafters = self.server.introductions[-1].drafters
+        rows = [
+            PlanRow(
+                max_batch_size=bound,
+                drafter=drafters[which[0] if which else 0].name,
+                gamma=gamma,
+                drafter_asleep=asleep,
+                reason=REASON_EXPLOIT,
+            )
+            for bound, (gamma, asleep, *which) in zip(self.bounds, chosen, strict=True)
+        ]
         mode = REGIME_MODE_ONLINE if self.stride else REGIME_MODE_OFF
         mode = REGIME_MODE_COLLECT if collect else mode
         return Plan(
             epoch=epoch,
-            rows=[row],
+            rows=rows,
             regime=Regime(mode=mode, stride=self.stride),
             lease_ms=self.lease_ms,
             draft_version=self.draft_version,

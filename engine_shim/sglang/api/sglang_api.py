@@ -43,6 +43,7 @@ OWN_REQUESTS: Final = f"{SCHEDULER_MODULE}.Scheduler._poll_timeout_aborts"
 REQUEST_KINDS: Final = f"{SCHEDULER_MODULE}.Scheduler.init_request_dispatcher"
 FORWARD: Final = f"{_EAGLE}.EAGLEWorkerV2.forward_batch_generation"
 APPLY_RUNTIME_STATE: Final = f"{_EAGLE}.EAGLEWorkerV2.apply_runtime_state"
+INIT_GRAPHS: Final = f"{_EAGLE}.EAGLEWorkerV2.init_cuda_graphs"
 BUILD_STATE: Final = f"{_EAGLE}.EAGLEWorkerV2.build_adaptive_runtime_state"
 DRAFT_EXTEND: Final = f"{_EAGLE}.EagleDraftWorker._draft_extend_for_decode"
 DRAFT: Final = f"{_EAGLE}.EagleDraftWorker.draft"
@@ -90,6 +91,13 @@ with_draft_config: Final[Callable[[Any, Any], AbstractContextManager[None]]] = (
 lie_like: Final[Callable[[Any, Any], None]] = _differs.lie_like
 
 
+def draft_moe_scopes() -> tuple[AbstractContextManager[Any], ...]:
+    """Returns the scopes in which SGLang runs a drafter's experts."""
+    from sglang.srt.layers.moe import utils
+
+    return utils.speculative_moe_backend_context(), utils.speculative_moe_a2a_backend_context()
+
+
 def unsupported_reason(args: ServerArgs) -> str | None:
     """Explains why speculation under these arguments cannot be steered; None when it can.
 
@@ -103,9 +111,8 @@ def unsupported_reason(args: ServerArgs) -> str | None:
     graphs = view.cuda_graph_config
     obstacles = {
         f"--pipeline-parallel-size {view.pp_size}: only 1 is supported": view.pp_size != 1,
-        "data-parallel attention is not supported": _differs.has_attention_dp(view),
         f"--data-parallel-size {view.dp_size}: only 1 is supported; run one server each": (
-            view.dp_size != 1
+            view.dp_size != 1 and not _differs.has_attention_dp(view)
         ),
         "context-parallel attention is not supported": view.attn_cp_size != 1,
         "a prefill-only server never drafts: leave SPECULATION_SIDECAR unset there": (
@@ -164,6 +171,12 @@ def config_leaf(name: str) -> Any:
     from sglang.srt.runtime_context import get_context
 
     return get_context().config_leaf(name)
+
+
+def data_parallel_size() -> int:
+    """Returns the number of batches that the engine of this process runs side by side."""
+    size: int = config_leaf("dp_size")
+    return size * config_leaf("attn_dp_size") if _differs.STEERS_ATTENTION_DP else size
 
 
 def widest_step() -> int:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine_shim.sglang.api import sglang_api
+from engine_shim.sglang.api import attention_dp, sglang_api
 from engine_shim.sglang.api.transfer import to_device
 from engine_shim.sglang.drafters.idle_kv_buffer import BacklogRows, BacklogStep, BacklogSteps
 
@@ -55,6 +55,7 @@ def cannot_sleep_reason(worker: Any) -> str | None:
     draft = worker.draft_worker
     obstacles = {
         "only CUDA and the CPU are known to work": not (is_cuda() or is_cpu()),
+        "data-parallel attention is untested with it": attention_dp.is_on(),
         "--enable-mixed-chunk decodes inside prefill batches": sglang_api.config_leaf(
             "enable_mixed_chunk"
         ),

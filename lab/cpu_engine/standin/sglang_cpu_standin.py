@@ -36,6 +36,7 @@ def prepare_sglang() -> None:
     # A process that has not loaded the scheduler never drafts.
     if "sglang.srt.managers.scheduler" in sys.modules:
         draft_in_blocks()
+        mask_for_triton()
         verify_one_as_decoding()
         verify_samples()
         continue_pages()
@@ -61,6 +62,24 @@ def accept_any_weight() -> None:
     logits_processor.use_intel_amx_backend = lambda head: (
         head_fits(head) or head.weight.dtype == torch.float32
     )
+
+
+def mask_for_triton() -> None:
+    """Gives Triton's attention backend the masks that it has on a GPU.
+
+    SGLang takes any CPU for one that runs ``intel_amx``, whose masks leave out the prefix.
+    """
+    from sglang.srt.layers.attention import verify_mask
+    from sglang.srt.runtime_context import get_exec
+    from sglang.srt.speculative import eagle_utils, eagle_worker_v2
+
+    def default_tree_mask_mode() -> eagle_utils.TreeMaskMode:
+        is_triton = get_exec().kernel.attention_backend == "triton"
+        mode = eagle_utils.TreeMaskMode
+        return mode.FULL_MASK if is_triton else mode.QLEN_ONLY
+
+    for module in (eagle_utils, verify_mask, eagle_worker_v2):
+        vars(module)["default_tree_mask_mode"] = default_tree_mask_mode
 
 
 def draft_in_blocks() -> None:

@@ -14,6 +14,20 @@ def internal_state(output: Any, _: tuple[Any, ...]) -> dict[str, Any]:
     return state
 
 
+# The gathered sizes and the requests of each rank are untested here.
+STEERS_ATTENTION_DP: Final = False
+
+
+def attention_dp_is_on() -> bool:
+    """Returns False, because an engine with it was refused."""
+    return False
+
+
+def without_attention_dp() -> AbstractContextManager[None]:
+    """Needs no change, because it is refused."""
+    return nullcontext()
+
+
 def has_attention_dp(view: Any) -> bool:
     """Does what 0.5.23's does."""
     return bool(view.enable_dp_attention)

@@ -19,6 +19,31 @@ def internal_state(_: None, arguments: tuple[Any, ...]) -> dict[str, Any]:
     return state
 
 
+# Whether the plugin can steer data-parallel attention.
+STEERS_ATTENTION_DP: Final = True
+
+
+def attention_dp_is_on() -> bool:
+    """Whether the engine of this process has data-parallel attention."""
+    from sglang.srt.runtime_context import get_parallel
+
+    return bool(get_parallel().attn_dp_enabled)
+
+
+@contextmanager
+def without_attention_dp() -> Iterator[None]:
+    """Has SGLang settle adaptive speculation, inside the block, as if attention were not split."""
+    from sglang.srt.speculative import adaptive_spec_params
+
+    module: Any = adaptive_spec_params
+    asked = module.attn_dp_enabled_of
+    module.attn_dp_enabled_of = lambda _: False
+    try:
+        yield
+    finally:
+        module.attn_dp_enabled_of = asked
+
+
 def has_attention_dp(view: Any) -> bool:
     """Whether a resolved configuration has data-parallel attention."""
     from sglang.srt.runtime_context import attn_dp_enabled_of

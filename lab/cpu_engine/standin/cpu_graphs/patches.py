@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from cpu_graphs import attention, graph
+from cpu_graphs import attention, graph, recorder
 
 _SCHEDULER = "sglang.srt.managers.scheduler"
 
@@ -87,6 +87,7 @@ def _patch_torch() -> None:
 
 def _patch_sglang() -> None:
     from sglang.srt.distributed.parallel_state import GroupCoordinator
+    from sglang.srt.layers import dp_attention
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
     from sglang.srt.model_executor.model_runner_components import cuda_graph_setup
     from sglang.srt.model_executor.runner import decode_cuda_graph_runner
@@ -95,12 +96,56 @@ def _patch_sglang() -> None:
     # It collects garbage around each capture, which frees memory of a GPU and takes most of the
     # time here.
     decode_cuda_graph_runner.freeze_gc = lambda _: nullcontext()
+    _record_triton()
     # NCCL has a context of its own for captures.
     GroupCoordinator.graph_capture = _graph_capture
+    # A Triton kernel's place; the one for CPUs has the host read where the rows are.
+    dp_attention.memcpy_func = copy_rows
     ForwardMode.is_cpu_graph = ForwardMode.is_cuda_graph
     cuda_graph_setup.capture_decode_graph = _capture_decode_graph
     eagle_worker_v2._is_cpu = False
     eagle_worker_v2._select_spec_graph_runner_cls = _runner_class
+
+
+def _record_triton() -> None:
+    """Has a capture record each launch of an interpreted Triton kernel as one operator."""
+    from triton.runtime.interpreter import GridExecutor
+
+    launch = GridExecutor.__call__
+
+    def record_or_launch(executor: Any, *arguments: Any, **keywords: Any) -> None:
+        recording = recorder.current
+        if recording is None or recording.is_paused:
+            launch(executor, *arguments, **keywords)
+            return
+
+        def again(*arguments: Any, **keywords: Any) -> None:
+            launch(executor, *arguments, **keywords)
+
+        again.__name__ = executor.fn.__name__
+        recording.run_kernel(again, arguments, keywords)
+
+    type.__setattr__(GridExecutor, "__call__", record_or_launch)
+
+
+def copy_rows(
+    to: torch.Tensor,
+    of: torch.Tensor,
+    _dim: int,
+    offset: torch.Tensor,
+    count: torch.Tensor,
+    offset_in_source: bool,
+) -> None:
+    """Copies the first ``count`` rows, as SGLang's kernel for data-parallel attention does.
+
+    offset: row of ``of`` to read from, or of ``to`` to write at.  Both are read on the device only.
+    """
+    rows = torch.arange(len(to))
+    first = torch.zeros_like(offset) if offset_in_source else offset
+    wanted = (rows >= first) & (rows < first + count)
+    source = rows + offset if offset_in_source else rows - offset
+    found = of.index_select(0, source.clamp(min=0, max=len(of) - 1))
+    to.copy_(torch.where(wanted.view(-1, *[1] * (to.ndim - 1)), found, to))
 
 
 @contextmanager

@@ -72,6 +72,10 @@ def _attend(
     output.view(batch, width, shared, group, -1).copy_(mixed)
 
 
+def _first(rows: Tensor | None, count: int) -> Tensor | None:
+    return None if rows is None else rows[:count]
+
+
 def _attend_all(
     query: Tensor,
     k_cache: Tensor,
@@ -84,11 +88,17 @@ def _attend_all(
 ) -> None:
     """Writes the attention of every tile into ``output``; see ``extend_attention_cpu``."""
     for tile in tiles:
-        keys, values = _gather(k_cache, tile, key), _gather(v_cache, tile, value)
         place = tile.placement
         if place is None:
+            described = tile.batch * tile.width
+            if described < len(query):
+                output[described:] = float("nan")
+                query, output = query[:described], output[:described]
+                key, value = _first(key, described), _first(value, described)
+            keys, values = _gather(k_cache, tile, key), _gather(v_cache, tile, value)
             _attend(query.float(), keys, values, tile, scale, output)
             continue
+        keys, values = _gather(k_cache, tile, key), _gather(v_cache, tile, value)
         padded = output.new_empty(tile.batch * tile.width, *output.shape[1:])
         rows = query.index_select(0, place.queries).float()
         _attend(rows, keys, values, tile, scale, padded)
@@ -141,7 +151,7 @@ def decode_attention_cpu(
     def make() -> list[Tile]:
         # A sequence without a token, in a padded batch, reads one row of the cache.
         lengths, widths = seq_lens.long().clamp(min=1), torch.ones(count, dtype=torch.int64)
-        spans = Spans(req_pool_indices.long(), lengths, widths, torch.arange(count))
+        spans = Spans(req_pool_indices[:count].long(), lengths, widths, torch.arange(count))
         return extend_tiles(req_to_token, spans, group, size, causal=True)
 
     tiles = _decode_memo.get(req_to_token, (req_pool_indices, seq_lens), (group, size), make)
@@ -162,7 +172,8 @@ def _spans(
         if int(widths.min()) != width:
             raise ValueError("a tree mask needs the same number of draft tokens in every sequence")
         trees = tree_mask.view(-1)[: len(widths) * width * width].view(-1, width, width).bool()
-    return Spans(requests.long(), lengths.long(), widths.long(), starts.long(), trees)
+    requests = requests[: len(lengths)].long()
+    return Spans(requests, lengths.long(), widths.long(), starts.long(), trees)
 
 
 @operator

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ._registry import operator
 
-_DRAFT_ONLY_MASK = 1
+_FULL_MASK, _DRAFT_ONLY_MASK = 0, 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,23 +98,28 @@ def build_tree_kernel_efficient_cpu(
         selected_index: ``[requests, num_nodes - 1]`` score indices of the chosen draft tokens,
             ascending; index // topk is a token's group, and group 0 hangs from the root.
         seq_lens: ``[requests]`` verified tokens.
-        tree_mask: bool ``[requests, num_nodes, num_nodes]``, flat: which node sees which.
+        tree_mask: bool ``[requests, num_nodes, num_nodes]``, flat: which node sees which.  In mode
+            0 (FULL_MASK) a request's rows have ``seq_len + num_nodes`` columns, of which only the
+            last ``num_nodes`` are written.
         positions, retrive_index, retrive_next_token, retrive_next_sibling: ``[requests,
             num_nodes]``, flat or not; position in the sequence, node number over the whole batch,
             and the links.
 
     Raises:
-        ValueError: for a mask mode other than the one SGLang's CPU backend reads.
+        ValueError: for a mask mode other than these two.
     """
-    if int(tree_mask_mode) != _DRAFT_ONLY_MASK:
+    if int(tree_mask_mode) not in (_FULL_MASK, _DRAFT_ONLY_MASK):
         raise ValueError(
-            f"tree mask mode {int(tree_mask_mode)} is for GPU attention backends; "
-            f"SGLang's CPU backend reads mode {_DRAFT_ONLY_MASK} (QLEN_ONLY)"
+            f"tree mask mode {int(tree_mask_mode)} is for attention backends that need a GPU"
         )
     rows = zip(selected_index.tolist(), parent_list.tolist(), strict=True)
     trees = [_from_scores(selected, parents, topk) for selected, parents in rows]
-    visible = torch.tensor([tree.visible() for tree in trees], dtype=torch.bool).flatten()
-    tree_mask.view(-1)[: visible.numel()] = visible
+    visible = torch.tensor([tree.visible() for tree in trees], dtype=torch.bool)
+    flat, end = tree_mask.view(-1), 0
+    prefixes = seq_lens.tolist() if int(tree_mask_mode) == _FULL_MASK else [0] * len(trees)
+    for tree_cells, prefix in zip(visible, prefixes, strict=True):
+        start, end = end, end + num_nodes * (prefix + num_nodes)
+        flat[start:end].view(num_nodes, -1)[:, prefix:] = tree_cells
     links = [retrive_next_token, retrive_next_sibling]
     _write_links(trees, seq_lens.tolist(), positions, retrive_index, links)
 

@@ -39,6 +39,7 @@ def leaves(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         "quantization": "fp8",
         "tp_size": 1,
         "dp_size": 1,
+        "attn_dp_size": 1,
         "speculative_draft_model_path": "org/draft",
         "speculative_draft_model_revision": "main",
     }

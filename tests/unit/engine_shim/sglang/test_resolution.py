@@ -27,6 +27,7 @@ LONE = COMMON | {
     "speculative_algorithm": "DFLASH",
     "speculative_draft_model_path": str(DFLASH),
 }
+ATTENTION_DP = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}
 ACCEPTED: dict[str, dict[str, Any]] = {
     "only the algorithm": EAGLE3,
     "chosen steps": EAGLE3 | {"speculative_num_steps": 5},
@@ -42,6 +43,7 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     "dflash with its block": LONE | {"speculative_num_draft_tokens": 8},
     "breakable prefill graphs": EAGLE3 | {"cuda_graph_backend_prefill": "breakable"},
     "full decode graphs": EAGLE3 | {"cuda_graph_backend_decode": "full"},
+    "data-parallel attention": EAGLE3 | ATTENTION_DP,
     "adapters that are switched off": EAGLE3 | {"enable_lora": False, "lora_paths": ["a=b"]},
 }
 FULL_PREFILL = "--cuda-graph-backend-prefill is full: these graphs belong to one draft length"
@@ -62,9 +64,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "--speculative-num-steps 4 is not among SPECULATION_GAMMAS 0,1,2,3,5,7",
     ),
     "pipeline parallel": (EAGLE3 | {"pp_size": 2}, "--pipeline-parallel-size 2: only 1"),
-    "data-parallel attention": (
-        EAGLE3 | {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True},
-        "data-parallel attention is not supported",
+    "data-parallel attention with dflash": (
+        LONE | ATTENTION_DP,
+        "data-parallel attention is to be steered, but a DFlash drafter is untested with it",
+    ),
+    "data-parallel attention for decode": (
+        EAGLE3 | ATTENTION_DP | {"disaggregation_mode": "decode"},
+        "--disaggregation-mode is untested with it",
+    ),
+    "data-parallel attention with local control": (
+        EAGLE3 | ATTENTION_DP | {"enable_dp_attention_local_control_broadcast": True},
+        "--enable-dp-attention-local-control-broadcast keeps plans from the other ranks",
     ),
     "data parallel": (EAGLE3 | {"dp_size": 2}, "--data-parallel-size 2: only 1 is supported"),
     "dflash with a window": (
@@ -134,6 +144,7 @@ def resolved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
         ("dflash with its block", 3),
         ("breakable prefill graphs", 3),
         ("full decode graphs", 3),
+        ("data-parallel attention", 3),
         ("adapters that are switched off", 3),
     ],
 )
@@ -156,6 +167,22 @@ def test_what_cannot_be_steered_is_refused(resolved: dict[str, dict[str, Any]], 
     error = resolved[name].get("error", "it was accepted")
     assert error.startswith("UnsupportedEngineError: ")
     assert REFUSED[name][1] in error
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "reason"),
+    [
+        ("SPECULATION_DFLASH_MODEL_PATH", str(DFLASH), "a DFlash drafter is untested with it"),
+        ("SPECULATION_SIGNALS_FOLDER", "/tmp", "SPECULATION_SIGNALS_FOLDER is untested with it"),
+        ("SPECULATION_ONLINE_UPDATES", "1", "SPECULATION_ONLINE_UPDATES updates a drafter of one"),
+    ],
+)
+def test_with_data_parallel_attention_what_is_untested_is_refused(
+    tmp_path: Path, variable: str, value: str, reason: str
+) -> None:
+    asked = {"it": EAGLE3 | ATTENTION_DP}
+    variables = {"SPECULATION_SIDECAR": "unix:/nowhere", variable: value}
+    assert reason in resolve(tmp_path, asked, **variables)["it"].get("error", "it was accepted")
 
 
 DEVICE_MIB = 24 * 1024

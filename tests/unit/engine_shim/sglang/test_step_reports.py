@@ -195,6 +195,19 @@ def test_with_overlapped_steps_each_report_has_the_facts_of_its_own_launch() -> 
     assert all(r.session == 7 for r in link.reports)
 
 
+@pytest.mark.parametrize(
+    ("largest", "sizes", "flagged"),
+    [(2, (), False), (3, (), True), (0, (), False), (4, (1, 4, 8), False), (5, (1, 4, 8), True)],
+)
+def test_a_step_as_long_as_another_ranks_larger_batch_has_no_seconds_of_its_own(
+    largest: int, sizes: tuple[int, ...], flagged: bool
+) -> None:
+    steps, link = tap(sizes)
+    settle(steps, 1, 3, [1, 1])
+    steps.settle(Launch(choice(3), 2, 10, largest), result(3, [1, 1]))
+    assert bool(link.reports[-1].flags & AFTER_GAP) is flagged
+
+
 def test_context_lengths_come_from_the_cpu_or_later_from_the_requests() -> None:
     cpu = torch.tensor([3, 4])
     assert kv_tokens_at_launch(SimpleNamespace(seq_lens_sum=9, seq_lens_cpu=cpu)) == 9

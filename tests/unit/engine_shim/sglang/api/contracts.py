@@ -1,6 +1,6 @@
 """What the plugin relies on in SGLang: see test_contract.py."""
 
-from engine_shim.sglang.api import sglang_api
+from engine_shim.sglang.api import attention_dp, sglang_api
 
 EAGLE = "sglang.srt.speculative.eagle_worker_v2"
 DRAFT_BASE = "sglang.srt.speculative.base_spec_worker.EagleDraftWorkerBase"
@@ -9,6 +9,7 @@ DFLASH = "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2"
 COMPONENTS = "sglang.srt.model_executor.model_runner_components"
 RESULTS = "sglang.srt.managers.scheduler_components.batch_result_processor"
 RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver"
+GATHER = "sglang.srt.managers.scheduler_components.dp_attn"
 INTERNAL = "sglang.srt.managers.scheduler_components.internal_state"
 HOOKS = {
     sglang_api.CANDIDATE_STEPS: "cfg_path=None",
@@ -36,6 +37,13 @@ HOOKS = {
         "pruned_states_before_norm, aux_pruned_states, sample_indices, logits_metadata"
     ),
     sglang_api.RESOLVE_TOKENS: "self, result, batch",
+    sglang_api.INIT_GRAPHS: "self",
+    attention_dp.ADAPTIVE_REASON: "server_args",
+    attention_dp.RECEIVED: "self",
+    attention_dp.GATHERED: (
+        "batch, mlp_sync_info, require_mlp_tp_gather, draft_require_mlp_tp_gather=None, "
+        "skip_global_metadata=False"
+    ),
 }
 INTERNAL_STATE = {
     "0.5.23": (f"{INTERNAL}.SchedulerInternalStateController._add_speculative", "self, state"),
@@ -43,7 +51,6 @@ INTERNAL_STATE = {
 }
 USED = {
     f"{sglang_api.POLICY_CLASS}.__init__": "self, initial_steps, cfg_path=None",
-    "sglang.srt.speculative.adaptive_spec_params.adaptive_unsupported_reason": "server_args",
     f"{COMPONENTS}.spec_aux_hidden_state.resolve_spec_aux_hidden_state_config": (
         "*, server_args, model_config, spec_algorithm, is_draft_worker"
     ),
@@ -151,6 +158,22 @@ SAME_CODE = {
     ),
     f"{EAGLE}.EAGLEWorkerV2._override_worker_state": ("715df0ee47878016", "lone_drafter, as well"),
     f"{EAGLE}.EAGLEWorkerV2.spec_v2_attn_backends": ("fe309376caeb9797", "lone_drafter, as well"),
+    sglang_api.INIT_GRAPHS: (
+        "a38320641e03f0c5",
+        "target_scope postpones what it builds in the drafter's scope",
+    ),
+    attention_dp.RECEIVED: (
+        "464a502f6c4c4399",
+        "attention_dp: what rank 0 adds to it reaches all ranks",
+    ),
+    f"{GATHER}.prepare_mlp_sync_batch_raw": (
+        "c44a14afa5b3eee0",
+        "attention_dp: every batch has all sizes",
+    ),
+    f"{GATHER}.MLPSyncBatchInfo": (
+        "825be0cf1c1166eb",
+        "attention_dp: the sizes are alike on all ranks",
+    ),
     DRAFT_BASE: ("474c8f6cf68136f5", "lone_drafter is one"),
     sglang_api.RESOLVE_TOKENS: ("c2ed08738e6be120", "telemetry reads what it leaves on the result"),
 }
@@ -294,6 +317,11 @@ OLDER_PARAMETERS: dict[str, dict[str, str | None]] = {
 }
 OLDER_CODE: dict[str, dict[str, str | None]] = {
     "0.5.21": {
+        # Data-parallel attention is not steered there.
+        sglang_api.INIT_GRAPHS: None,
+        attention_dp.RECEIVED: None,
+        f"{GATHER}.prepare_mlp_sync_batch_raw": None,
+        f"{GATHER}.MLPSyncBatchInfo": None,
         f"{EAGLE}.EagleDraftWorker._draft_extend_for_prefill": "836b477ccd07b5e2",
         sglang_api.DRAFT_EXTEND: "bd2b0cc8e586c18e",
         f"{DFLASH}.forward_batch_generation": "c6e308ec38da3245",

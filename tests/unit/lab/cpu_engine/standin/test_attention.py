@@ -365,3 +365,38 @@ def test_what_is_missing_is_refused_by_name(feature: str) -> None:
         decode(batch, query, key, value, other=UNSUPPORTED[feature])
     with pytest.raises(NotImplementedError, match=feature):
         extend(batch, [1], query, key, value, other=UNSUPPORTED[feature])
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_rows_that_the_metadata_do_not_describe_are_left_out(width: int) -> None:
+    """SGLang pads a rank's batch after it has planned the attention of the real rows."""
+    batch, spare = batch_of([5, 9]), 4
+    padded = torch.cat([batch.requests, torch.zeros(spare, dtype=torch.long)])
+    query, key, value = (torch.randn(2 * width + spare, heads, 32) for heads in (4, 2, 2))
+    outputs = []
+    for rows, requests in ((2 * width, batch.requests), (2 * width + spare, padded)):
+        output = torch.zeros(rows, 4, 32)
+        extend_attention_cpu(
+            query[:rows], key[:rows], value[:rows], output, batch.k_cache, batch.v_cache, 1.0, 1.0,
+            batch.table, requests, batch.lengths, torch.tensor([width] * 2),
+            torch.tensor([0, width]), width, SCALE, 0.0, False, 0, None, None, None, True,
+        )  # fmt: skip
+        outputs.append(output)
+    assert torch.equal(outputs[1][: 2 * width], outputs[0])
+    assert outputs[1][2 * width :].isnan().all()
+
+
+def test_a_padded_decode_attends_from_the_sequences_that_it_describes() -> None:
+    batch = batch_of([5, 9])
+    padded, query = torch.cat([batch.requests, torch.zeros(2).long()]), torch.randn(4, 4, 32)
+    outputs = []
+    for rows, requests in ((2, batch.requests), (4, padded)):
+        output = torch.zeros(rows, 4, 32)
+        decode_attention_cpu(
+            query[:rows], batch.k_cache, batch.v_cache, 1.0, 1.0, output, None, None,
+            torch.zeros(rows).long(), torch.empty(0), batch.table, requests, batch.lengths, SCALE,
+            0.0, False, 0, None, None,
+        )  # fmt: skip
+        outputs.append(output)
+    assert torch.equal(outputs[1][:2], outputs[0])
+    assert outputs[1][2:].isnan().all()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from cpu_graphs import graph
 from cpu_graphs.graph import Graph, GraphMemoryError
+from cpu_graphs.patches import copy_rows
 from cpu_graphs.recorder import CaptureError, waiting_reason
 from sgl_kernel import silu_and_mul_cpu
 from torch import Tensor
@@ -74,6 +75,20 @@ def test_a_number_is_part_of_the_graph(work: Callable[[Tensor, Tensor], Tensor])
         at.copy_(torch.tensor([1, 0, 1]))
         made.replay()
         assert output.tolist() == [1.0, 5.0, first]
+
+
+@pytest.mark.parametrize("offset_in_source", [False, True])
+def test_rows_are_copied_to_or_from_where_the_device_says(offset_in_source: bool) -> None:
+    of, to = torch.arange(12.0).view(6, 2), torch.zeros(5, 2)
+    offset, count = torch.tensor(0), torch.tensor(5)
+    made, _ = captured(lambda: copy_rows(to, of, 0, offset, count, offset_in_source))
+    to.fill_(-1)
+    offset.fill_(2)
+    count.fill_(3)
+    made.replay()
+    kept = torch.full((2, 2), -1.0)
+    expected = [of[2:5], kept] if offset_in_source else [kept, of[:3]]
+    assert torch.equal(to, torch.cat(expected))
 
 
 def test_an_operator_of_the_stand_in_is_one_node() -> None:

@@ -1,0 +1,94 @@
+"""Brings ranks with different batches to one draft length, for data-parallel attention.
+
+With it every rank runs the attention of its own batch, and all ranks run the other layers together.
+So they must launch the same passes in each step, an idle rank too.  Before each step SGLang gathers
+how many sequences every rank has (`MLPSyncBatchInfo.all_gather`).  That is the vote: all ranks look
+up one plan, adopted before the same step, for the largest of these batches, by which SGLang pads
+the others.  No collective is added.
+
+SGLang keeps what a rank's scheduler adds to the incoming requests within that rank's group; only
+what rank 0 receives as a control request reaches all ranks.  Plans travel as such.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from engine_shim.sglang.api import versions
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+    from engine_shim.sglang.api.settings import PluginSettings
+
+_differs: Any = versions.module_for(versions.sglang_version())
+_COMPONENTS: Final = "sglang.srt.managers.scheduler_components"
+
+# SGLang's own reason against adaptive speculation.
+ADAPTIVE_REASON: Final = "sglang.srt.speculative.adaptive_spec_params.adaptive_unsupported_reason"
+# Writes what was gathered into a rank's batch.
+GATHERED: Final = f"{_COMPONENTS}.dp_attn._update_gather_batch"
+# What has arrived at a rank, control requests included.
+RECEIVED: Final = f"{_COMPONENTS}.request_receiver.SchedulerRequestReceiver._pull_raw_reqs"
+
+
+def is_on() -> bool:
+    """Whether the engine of this process, once it is configured, has data-parallel attention."""
+    on: bool = _differs.attention_dp_is_on()
+    return on
+
+
+def around_adaptive_reason(original: Any, args: ServerArgs) -> str | None:
+    """Wraps ADAPTIVE_REASON, whose objection (that ranks might differ) is met here."""
+    with _differs.without_attention_dp():
+        reason: str | None = original(args)
+    return reason
+
+
+def unsupported_reason(
+    args: ServerArgs, settings: PluginSettings, *, has_block: bool
+) -> str | None:
+    """Explains why data-parallel attention cannot be steered; None when it can, or is off.
+
+    has_block: the engine has a DFlash drafter.
+    """
+    from sglang.srt.arg_groups.overrides import resolved_view
+    from sglang.srt.environ import envs
+
+    view: Any = resolved_view(args)
+    if not _differs.has_attention_dp(view):
+        return None
+    if not _differs.STEERS_ATTENTION_DP:
+        return f"SGLang {versions.TESTED[-1]} is needed"
+    obstacles = {
+        "a DFlash drafter is untested with it": has_block,
+        "SPECULATION_ONLINE_UPDATES updates a drafter of one rank only": settings.online_updates,
+        "SPECULATION_SIGNALS_FOLDER is untested with it": settings.signals_folder != "",
+        "--disaggregation-mode is untested with it": view.disaggregation_mode != "null",
+        "--enable-dp-attention-local-control-broadcast keeps plans from the other ranks": (
+            view.enable_dp_attention_local_control_broadcast
+        ),
+        "--elastic-ep-backend is untested with it": view.elastic_ep_backend is not None,
+        "SGLANG_SCHEDULER_SKIP_ALL_GATHER keeps ranks from knowing each other's batches": (
+            envs.SGLANG_SCHEDULER_SKIP_ALL_GATHER.get()
+        ),
+        "SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION is untested with it": (
+            envs.SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION.get()
+        ),
+    }
+    return next((reason for reason, is_so in obstacles.items() if is_so), None)
+
+
+def keep_sizes(_: None, batch: Any, gathered: Any, *__: Any, **___: Any) -> None:
+    """Runs after GATHERED: keeps how many sequences each rank's batch has, for the step."""
+    batch.speculation_sizes = gathered.global_num_tokens
+
+
+def largest_batch(batch: Any) -> int:
+    """Returns the number of sequences that a decode step's choice is looked up for.
+
+    With data-parallel attention that is the largest rank's, and otherwise the batch's own.
+    """
+    sizes: list[int] | None = getattr(batch, "speculation_sizes", None)
+    own: int = batch.seq_lens.shape[0]
+    return own if sizes is None else max(sizes)

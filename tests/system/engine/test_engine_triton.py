@@ -1,0 +1,65 @@
+"""SGLang's attention backend of Triton, interpreted: its metadata, its masks, and its graphs."""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.engine import EAGLE3, MODES, EngineProcess, serving
+from tests.support.eventually import eventually
+from tests.support.prompts_in_flight import PROMPTS, play
+from tests.support.scripted_sidecar import Arm, ScriptedSidecar
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+
+# Few and short, because an interpreted kernel takes a few hundredths of a second.
+ARMS: list[Arm] = [(0, False), (2, False), (0, True)]
+LENGTHS = [13, 8]
+ARGUMENTS = (
+    "--attention-backend", "triton",
+    "--triton-attention-num-kv-splits", "2",
+    # One graph for both: where one sequence is left, SGLang pads the batch.
+    "--cuda-graph-bs-decode", "2",
+    "--speculative-num-steps", "2",
+    "--max-total-tokens", "1024",
+    "--max-running-requests", "2",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def engine(
+    plain: dict[str, list[list[int]]],
+    sidecar: ScriptedSidecar,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[EngineProcess]:
+    variables = {
+        **sidecar.variables,
+        **MODES["overlapped"],
+        "SPECULATION_GAMMAS": "0,2",
+        "SPECULATION_SLEEP_POSITIONS": "3",
+    }
+    folder = tmp_path_factory.mktemp("steered")
+    with serving(folder, [*EAGLE3, *ARGUMENTS], variables) as running:
+        eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
+        yield running
+
+
+def test_any_order_of_arms_gives_the_tokens_of_another_backends_plain_decoding(
+    engine: EngineProcess, sidecar: ScriptedSidecar, plain: dict[str, list[list[int]]]
+) -> None:
+    assert sidecar.server.introductions[0].fingerprint.attention_backend == "triton"
+    expected = [tokens[:length] for tokens, length in zip(plain["batch"][:2], LENGTHS, strict=True)]
+    order = random.Random(2).choices(ARMS, k=500)
+    ran = set()
+    for _ in range(4):
+        answers, reports = play(
+            engine, sidecar, lambda count: order[count % 500], PROMPTS[:2], LENGTHS
+        )
+        assert [answer.tokens for answer in answers] == expected
+        assert not any(report.flags.eager_fallback for report in reports)
+        ran |= {(report.gamma, report.batch_size) for report in reports}
+        slept = engine.internal_state()["speculation_controller"]["sleep"]["slept"]
+        if ran == {(gamma, size) for gamma in (0, 2) for size in (1, 2)} and slept:
+            break
+    assert ran == {(gamma, size) for gamma in (0, 2) for size in (1, 2)}
+    assert slept > 0

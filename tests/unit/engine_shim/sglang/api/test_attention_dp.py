@@ -1,0 +1,52 @@
+"""What keeps data-parallel attention from being steered, beside what `test_resolution` asks."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.arg_groups import overrides
+
+from engine_shim.sglang.api import attention_dp, versions
+from engine_shim.sglang.api.settings import PluginSettings
+
+
+def reason(monkeypatch: pytest.MonkeyPatch, **configured: Any) -> str | None:
+    view = {
+        "attn_dp_size": 2,
+        "ep_join_mode": None,
+        "disaggregation_mode": "null",
+        "enable_dp_attention_local_control_broadcast": False,
+        "elastic_ep_backend": None,
+    } | configured
+    monkeypatch.setattr(overrides, "resolved_view", lambda _: SimpleNamespace(**view))
+    args: Any = SimpleNamespace()
+    return attention_dp.unsupported_reason(args, PluginSettings(), has_block=False)
+
+
+def test_it_is_steered(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert reason(monkeypatch) is None
+
+
+@pytest.mark.parametrize(
+    "variable", ["SGLANG_SCHEDULER_SKIP_ALL_GATHER", "SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION"]
+)
+def test_variables_that_change_what_ranks_gather_or_run_are_refused(
+    monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv(variable, "1")
+    found = reason(monkeypatch)
+    assert found is not None
+    assert variable in found
+    # They concern nobody else.
+    assert reason(monkeypatch, attn_dp_size=1) is None
+
+
+def test_elastic_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = reason(monkeypatch, elastic_ep_backend="mooncake")
+    assert found == "--elastic-ep-backend is untested with it"
+
+
+def test_an_older_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_dp, "_differs", versions.module_for("0.5.21"))
+    found = reason(monkeypatch, enable_dp_attention=True)
+    assert found == "SGLang 0.5.23 is needed"
