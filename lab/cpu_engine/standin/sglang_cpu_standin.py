@@ -39,6 +39,7 @@ def prepare_sglang() -> None:
         verify_one_as_decoding()
         verify_samples()
         continue_pages()
+        hand_over_caches()
 
 
 def accept_any_weight() -> None:
@@ -157,3 +158,14 @@ def continue_pages() -> None:
 
     if hasattr(allocation, "get_last_loc_torch"):
         vars(allocation)["get_last_loc_triton"] = allocation.get_last_loc_torch
+
+
+def hand_over_caches() -> None:
+    """Let a server for prefills send its cache (``--disaggregation-mode prefill``, Mooncake).
+
+    SGLang would send it from a thread that waits for the device with an event of CUDA's; on a CPU
+    everything is there when it is to be sent.
+    """
+    from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
+
+    type.__setattr__(MooncakeKVSender, "supports_host_tensor_indices", False)
