@@ -40,6 +40,7 @@ def prepare_sglang() -> None:
         verify_one_as_decoding()
         verify_samples()
         continue_pages()
+        hand_over_caches()
 
 
 def accept_any_weight() -> None:
@@ -113,14 +114,10 @@ def draft_in_blocks() -> None:
 def verify_samples() -> None:
     """Let a draft be verified by sampling where a request asks for a temperature.
 
-    SGLang has kernels for that on CUDA only; on a CPU it would take the likeliest tokens instead,
-    as versions do that do not ask this question in a function of its own.
+    SGLang has kernels for that on CUDA only; on a CPU it would take the likeliest tokens instead.
     """
     import sgl_kernel
     from sglang.srt.speculative import eagle_utils
-
-    if not hasattr(eagle_utils, "_verify_uses_greedy"):
-        return
 
     def uses_greedy(*, is_all_greedy: bool, **_: bool) -> bool:
         return is_all_greedy
@@ -174,5 +171,24 @@ def continue_pages() -> None:
     """
     from sglang.srt.mem_cache import allocation
 
-    if hasattr(allocation, "get_last_loc_torch"):
-        vars(allocation)["get_last_loc_triton"] = allocation.get_last_loc_torch
+    vars(allocation)["get_last_loc_triton"] = allocation.get_last_loc_torch
+
+
+def hand_over_caches() -> None:
+    """Let a server for prefills send its cache (``--disaggregation-mode prefill``, Mooncake).
+
+    SGLang would send it from a thread that waits for the device with an event of CUDA's; on a CPU
+    everything is there when it is to be sent.
+    """
+    from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
+
+    build = PrefillBootstrapQueue.__init__
+
+    def build_with_senders(*arguments: Any, **named: Any) -> None:
+        # Imported late, because most servers never load it.
+        from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
+
+        type.__setattr__(MooncakeKVSender, "supports_host_tensor_indices", False)
+        build(*arguments, **named)
+
+    type.__setattr__(PrefillBootstrapQueue, "__init__", build_with_senders)

@@ -179,7 +179,7 @@ def test_who_hangs_up_or_is_aborted_disturbs_nobody(
 
 # Answers of so many tokens, each sampling so often, in so many requests of each at once.
 LENGTH, COUNT, ROUND = 4, 900, 90
-# About one run in 50,000 fails although all is well: the test's own tail is a little heavier.
+# About one run in 30,000 fails although all is well: the tail of the G-test is a little heavier.
 ALPHA = 1e-5
 SAMPLINGS = {
     "top-k": Sampling(1.4, top_k=3),
