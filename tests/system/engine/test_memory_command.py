@@ -188,12 +188,24 @@ def test_larger_pages_make_smaller_tables(tmp_path: Path) -> None:
     assert_rows(output, *((g, 48, 96, 0, max(2, g + 1) * each) for g in (0, 1, 7)))
 
 
-def test_with_flash_attention_and_the_requests_that_sglang_allows(tmp_path: Path) -> None:
-    code, output = ran(tmp_path, *EAGLE3, "--attention-backend", "fa3")
+@pytest.mark.parametrize(
+    ("options", "batch"),
+    [
+        # SGLang's default of requests at once; a limit between two of the sizes.
+        ((), 48),
+        (("--cuda-graph-bs-decode", "1", "2", "8", "--max-running-requests", "5"), 5),
+    ],
+)
+def test_with_flash_attention_and_the_requests_that_sglang_allows(
+    tmp_path: Path, options: tuple[str, ...], batch: int
+) -> None:
+    code, output = ran(tmp_path, *EAGLE3, *options, "--attention-backend", "fa3")
     assert code == 0, output
-    # 48 requests; four tables of a page for each token and three rows, for each of gamma + 1.
-    each = (4 * 48 * 2048 * 4 + 3 * 2048 * 8) / MIB
-    assert_rows(output, *((g, 48, 96, 0, max(2, g + 1) * each) for g in (0, 1, 7)))
+    # Four tables of a page for each token and three rows, for each of gamma + 1.
+    each = (4 * batch * 2048 * 4 + 3 * 2048 * 8) / MIB
+    assert_rows(output, *((g, batch, 2 * batch, 0, max(2, g + 1) * each) for g in (0, 1, 7)))
+    # The engine reserves it before SGLang limits the requests, and says the same.
+    assert f"{rows(output)['sum'][-1]:.0f} MiB are left for the draft lengths" in output
 
 
 def test_with_latent_attention(tmp_path: Path) -> None:
