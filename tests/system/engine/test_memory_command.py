@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.engine import DFLASH, DRAFT, TARGET, environment, forked
-from tests.support.model_configurations import latent_model
+from tests.support.model_configurations import latent_model, plain_model
 
 pytestmark = [pytest.mark.slow]
 
@@ -98,28 +98,114 @@ def test_a_limit_takes_off_what_is_not_captured(tmp_path: Path) -> None:
     )
 
 
-def triton_tables(gamma: int) -> float:
-    """For a batch of 8: the target has 4 heads of 32 numbers, the drafter as many."""
+# Heads, partial results of a token, and numbers of a value.
+PLAIN, HALF, LATENT = (4, 8, 32), (2, 8, 32), (16, 256, 512)
+
+
+def triton_tables(
+    gamma: int,
+    target: tuple[int, int, int],
+    drafter: tuple[int, int, int],
+    context: int = 2048,
+) -> float:
+    """For a batch of 8, in MiB."""
     tokens, further = 8 * (gamma + 1), max(0, gamma - 1)
-    indices = 2 * tokens * 2048 * 8 + (gamma if further else 0) * 8 * 2048 * 8
-    mask = tokens * (2048 + gamma + 1)
-    results = (2 * tokens + further * 8) * 4 * 8 * 33 * 4
-    persistent = (2 + further) * 160 * (16 * 34 + 1) * 4
-    return (indices + mask + results + persistent) / MIB
+    found = 2 * tokens * context * 8 + (gamma if further else 0) * 8 * context * 8
+    found += tokens * (context + gamma + 1)
+    for passes, rows, (heads, splits, value) in (
+        (1, tokens, target),
+        (1, tokens, drafter),
+        (further, 8, drafter),
+    ):
+        results = rows * heads * splits * (value + 1) * 4
+        found += passes * (results + 160 * (16 * (value + 2) + 1) * 4)
+    return found / MIB
 
 
-def test_with_triton(tmp_path: Path) -> None:
-    code, output = ran(tmp_path, *EAGLE3, *GRAPHS, "--attention-backend", "triton")
+@pytest.mark.parametrize(("ranks", "shape"), [("1", PLAIN), ("2", HALF)])
+def test_with_triton(tmp_path: Path, ranks: str, shape: tuple[int, int, int]) -> None:
+    options = ("--attention-backend", "triton", "--tp-size", ranks)
+    code, output = ran(tmp_path, *EAGLE3, *GRAPHS, *options)
     assert code == 0, output
-    assert_rows(output, *((g, 8, 16, 0, triton_tables(g)) for g in (0, 1, 7)))
+    assert_rows(output, *((g, 8, 16, 0, triton_tables(g, shape, shape)) for g in (0, 1, 7)))
 
 
-def test_with_flash_attention_and_the_requests_that_sglang_allows(tmp_path: Path) -> None:
-    code, output = ran(tmp_path, *EAGLE3, "--attention-backend", "fa3")
+def test_a_drafter_of_another_kind_has_sizes_of_its_own(tmp_path: Path) -> None:
+    models = str(latent_model(tmp_path / "latent")), str(plain_model(tmp_path / "plain"))
+    code, output = ran(
+        tmp_path, "--model-path", models[0], "--speculative-algorithm", "EAGLE3",
+        "--speculative-draft-model-path", models[1], "--device", "cuda", *GRAPHS,
+        "--attention-backend", "triton",
+    )  # fmt: skip
     assert code == 0, output
-    # 48 requests; four tables of a page for each token and three rows, for each of gamma + 1.
-    each = (4 * 48 * 2048 * 4 + 3 * 2048 * 8) / MIB
+    assert_rows(output, *((g, 8, 16, 0, triton_tables(g, LATENT, PLAIN, 32768)) for g in (0, 1, 7)))
+
+
+# With FlashInfer for prefill and fa3 for decoding; pages of one token.
+FA3 = (4 * 8 * 2048 * 4 + 3 * 2048 * 8) / MIB
+
+
+@pytest.mark.parametrize(
+    ("mode", "named", "backends", "tables"),
+    [
+        # Both are captured in the target; FlashInfer reads for the drafter.
+        (
+            "prefill",
+            "flashinfer+fa3 (drafter)",
+            512 + 64.5,
+            [flashinfer_tables(g, 1, 2, 8) + FA3 for g in (0, 1)]
+            + [2 * 64 * 2048 * 5 / MIB + 3 * 2 * 8.125 + 7 * FA3],
+        ),
+        # What decodes verifies and reads; FlashInfer is built for prefill only.
+        ("decode", "fa3 (drafter)", 512 + 32.25, [2 * FA3, 2 * FA3, 8 * FA3]),
+    ],
+)
+def test_with_two_backends_in_the_target(
+    tmp_path: Path, mode: str, named: str, backends: float, tables: list[float]
+) -> None:
+    code, output = ran(
+        tmp_path, *EAGLE3, *GRAPHS, "--prefill-attention-backend", "flashinfer",
+        "--decode-attention-backend", "fa3", "--speculative-attention-mode", mode,
+    )  # fmt: skip
+    assert code == 0, output
+    assert f"flashinfer+fa3 (target), {named}." in output
+    lengths = zip((0, 1, 7), tables, strict=True)
+    assert_rows(output, *((g, 8, 16, backends, size) for g, size in lengths))
+
+
+def test_a_deterministic_engine_has_larger_workspaces(tmp_path: Path) -> None:
+    options = ("--attention-backend", "flashinfer", "--disable-cuda-graph")
+    code, output = ran(tmp_path, *EAGLE3, *options, "--enable-deterministic-inference")
+    assert code == 0, output
+    assert_rows(output, *((g, 0, 0, BUILT[g] - 512 + 2048, 0) for g in (0, 1, 7)))
+
+
+def test_larger_pages_make_smaller_tables(tmp_path: Path) -> None:
+    options = ("--attention-backend", "fa3", "--page-size", "16")
+    code, output = ran(tmp_path, *EAGLE3, *options)
+    assert code == 0, output
+    each = (4 * 48 * 128 * 4 + 3 * 128 * 8) / MIB
     assert_rows(output, *((g, 48, 96, 0, max(2, g + 1) * each) for g in (0, 1, 7)))
+
+
+@pytest.mark.parametrize(
+    ("options", "batch"),
+    [
+        # SGLang's default of requests at once; a limit between two of the sizes.
+        ((), 48),
+        (("--cuda-graph-bs-decode", "1", "2", "8", "--max-running-requests", "5"), 5),
+    ],
+)
+def test_with_flash_attention_and_the_requests_that_sglang_allows(
+    tmp_path: Path, options: tuple[str, ...], batch: int
+) -> None:
+    code, output = ran(tmp_path, *EAGLE3, *options, "--attention-backend", "fa3")
+    assert code == 0, output
+    # Four tables of a page for each token and three rows, for each of gamma + 1.
+    each = (4 * batch * 2048 * 4 + 3 * 2048 * 8) / MIB
+    assert_rows(output, *((g, batch, 2 * batch, 0, max(2, g + 1) * each) for g in (0, 1, 7)))
+    # The engine reserves it before SGLang limits the requests, and says the same.
+    assert f"{rows(output)['sum'][-1]:.0f} MiB are left for the draft lengths" in output
 
 
 def test_with_latent_attention(tmp_path: Path) -> None:
