@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from engine_shim.sglang.api import versions
 from engine_shim.sglang.graph_memory import FLASHINFER, MIB, AttentionShape
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
+
+_differs: Any = versions.module_for(versions.sglang_version())
 
 # Models for which SGLang's FlashInfer backend enlarges its workspace.
 LARGE_WORKSPACE: Final = frozenset(
@@ -46,7 +49,7 @@ def attention_shape(args: ServerArgs) -> AttentionShape:
         context=model.context_len,
         # MLA backends share one workspace.
         workspace_bytes=0 if has_mla else _workspace_bytes(view, model),
-        heads=max(1, model.num_attention_heads // view.tp_size),
+        heads=max(1, model.num_attention_heads // _differs.attention_ranks(view)),
         value_size=model.v_head_dim,
         kv_splits=view.triton_attention_num_kv_splits,
     )
