@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, Final
 
-from engine_shim.sglang.api import sglang_api
+from engine_shim.sglang.api import sglang_api, versions
 from engine_shim.sglang.attention_memory import MIB, MULTIPROCESSORS, Attention
 from engine_shim.sglang.graph_memory import AttentionShape, DrafterAttention
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
+_differs: Any = versions.module_for(versions.sglang_version())
 _log = logging.getLogger(__name__)
 
 # Models for which SGLang's FlashInfer backend enlarges its workspace.
@@ -102,7 +103,7 @@ def _draft_model(args: ServerArgs, view: Any, target: Any) -> Any:
 
 
 def _attention(view: Any, model: Any, page: int, workspace: int) -> Attention:
-    latent, ranks = is_latent(model), view.tp_size
+    latent, ranks = is_latent(model), _differs.attention_ranks(view)
     heads = model.get_max_num_attention_heads()
     return Attention(
         latent=latent,

@@ -28,6 +28,12 @@ def without_attention_dp() -> AbstractContextManager[None]:
     return nullcontext()
 
 
+def attention_ranks(view: Any) -> int:
+    """Returns all ranks, because data-parallel attention is refused."""
+    ranks: int = view.tp_size
+    return ranks
+
+
 def has_attention_dp(view: Any) -> bool:
     """Does what 0.5.23's does."""
     return bool(view.enable_dp_attention)

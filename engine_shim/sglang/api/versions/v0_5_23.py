@@ -44,6 +44,12 @@ def without_attention_dp() -> Iterator[None]:
         module.attn_dp_enabled_of = asked
 
 
+def attention_ranks(view: Any) -> int:
+    """Returns how many ranks share the heads of a layer, by a configuration under resolution."""
+    ranks: int = view.tp_size // max(1, view.attn_dp_size)
+    return ranks
+
+
 def has_attention_dp(view: Any) -> bool:
     """Whether a resolved configuration has data-parallel attention."""
     from sglang.srt.runtime_context import attn_dp_enabled_of

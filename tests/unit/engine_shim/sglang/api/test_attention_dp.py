@@ -8,6 +8,7 @@ from sglang.srt.arg_groups import overrides
 
 from engine_shim.sglang.api import attention_dp, versions
 from engine_shim.sglang.api.settings import PluginSettings
+from engine_shim.sglang.api.versions import TESTED
 
 
 def reason(monkeypatch: pytest.MonkeyPatch, **configured: Any) -> str | None:
@@ -50,3 +51,9 @@ def test_an_older_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_dp, "_differs", versions.module_for("0.5.21"))
     found = reason(monkeypatch, enable_dp_attention=True)
     assert found == "SGLang 0.5.23 is needed"
+
+
+def test_heads_are_shared_by_the_ranks_of_one_batch() -> None:
+    view = SimpleNamespace(tp_size=8, attn_dp_size=4)
+    shared = {version: versions.module_for(version).attention_ranks(view) for version in TESTED}
+    assert shared == {"0.5.21": 8, "0.5.23": 2}

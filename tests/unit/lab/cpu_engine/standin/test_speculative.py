@@ -16,7 +16,7 @@ from sgl_kernel import (
 from sgl_kernel.speculative import reconstruct_indices_from_tree_mask
 from torch import Tensor
 
-DRAFT_ONLY = 1
+FULL, DRAFT_ONLY = 0, 1
 
 
 @dataclass
@@ -110,6 +110,17 @@ def test_build_tree_describes_the_chosen_candidates(
     assert_describes(links, forest, lengths)
     expected = torch.cat([mask_of(parents).flatten() for parents in forest])
     assert torch.equal(mask, torch.cat((expected, torch.zeros(5, dtype=torch.bool))))
+    # With the prefix, which SGLang has filled in, in front of every row.
+    whole = torch.ones(sum(nodes * (length + nodes) for length in lengths) + 5, dtype=torch.bool)
+    build_tree_kernel_efficient_cpu(
+        groups, selected, torch.tensor(lengths), whole, links.positions, links.index,
+        links.child, links.sibling, topk, nodes, nodes, FULL,
+    )  # fmt: skip
+    rows = [
+        torch.cat((torch.ones(nodes, length, dtype=torch.bool), mask_of(parents)), dim=1).flatten()
+        for parents, length in zip(forest, lengths, strict=True)
+    ]
+    assert torch.equal(whole, torch.cat((*rows, torch.ones(5, dtype=torch.bool))))
 
 
 def test_a_chain_is_a_tree_with_one_candidate_each() -> None:
@@ -135,11 +146,10 @@ def test_a_candidate_whose_parent_was_not_chosen_is_out_of_reach() -> None:
     assert links.sibling.tolist() == [[-1, -1, -1]]
 
 
-@pytest.mark.parametrize("mode", [0, 2])
-def test_masks_of_gpu_backends_are_refused(mode: int) -> None:
+def test_packed_masks_are_refused() -> None:
     one = torch.zeros(1, 1)
-    with pytest.raises(ValueError, match="QLEN_ONLY"):
-        build_tree_kernel_efficient_cpu(one, one, one[0], one, one, one, one, one, 1, 1, 1, mode)
+    with pytest.raises(ValueError, match="tree mask mode 2 is for attention backends that need"):
+        build_tree_kernel_efficient_cpu(one, one, one[0], one, one, one, one, one, 1, 1, 1, 2)
 
 
 @given(forests(), st.data())
