@@ -52,11 +52,12 @@ def predict(options: list[str]) -> str:
     args = prepare_server_args(options)
     args.resolve_once()
     view: Any = resolving_view(args)
-    reserves = SteeredConfiguration(settings).reserves(args)
+    configuration = SteeredConfiguration(settings)
     return (
         f"MiB for each draft length beside {view.speculative_num_steps}, with which the engine "
-        f"starts:\n{table(reserves)}\n--mem-fraction-static {view.mem_fraction_static} "
-        "(on the device that SGLang finds here)"
+        f"starts:\n{table(configuration.reserves(args))}\n"
+        f"MiB for the collection of training signals: {configuration.collecting_mib():.1f}\n"
+        f"--mem-fraction-static {view.mem_fraction_static} (on the device that SGLang finds here)"
     )
 
 

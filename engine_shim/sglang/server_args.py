@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from engine_shim.sglang.api import hook_check, sglang_api
 from engine_shim.sglang.api.attention import attention_shape
 from engine_shim.sglang.api.errors import UnsupportedEngineError
-from engine_shim.sglang.graph_memory import Reserve, reserve
+from engine_shim.sglang.graph_memory import MIB, Reserve, reserve
+from engine_shim.sglang.learning.likeliest import WORKING_BYTES
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -92,7 +93,16 @@ class SteeredConfiguration:
                 sum(row.workspace for row in further),
                 sum(row.tables for row in further),
             )
-        return original(args) + sum(row.total for row in further)
+        collecting = self.collecting_mib()
+        if collecting:
+            _log.info("reserved for the collection of training signals: %.0f MiB", collecting)
+        return original(args) + sum(row.total for row in further) + collecting
+
+    def collecting_mib(self) -> float:
+        """Returns what collecting training signals takes of the device, in MiB."""
+        if not self._settings.signals_folder:
+            return 0.0
+        return self._settings.signals_device_megabytes + WORKING_BYTES / MIB
 
     def reserves(self, args: ServerArgs) -> list[Reserve]:
         """Returns what each draft length takes but the one that the engine starts with.

@@ -36,6 +36,18 @@ ALONE_LENGTH = 200
 TURNS: list[Arm] = [(3, False, 0), (0, False, 0), (7, False, 1)]
 
 
+# Lines that would wait for a device, and why they may.
+_CPU_ONLY = "Online updates are refused on every device but the CPU, where nothing is waited for."
+WAITS = {
+    "learning/online_updates.py after_verify: "
+    "accepted: list[int] = found.result.accept_lens.tolist() if drafted or stride else []: tolist"
+    : _CPU_ONLY,
+    "learning/online_updates.py after_verify: "
+    "ready = self._windows.add(found, found.batch.seq_lens.tolist(), accepted): tolist": _CPU_ONLY,
+    "learning/weights.py were_replaced: if torch.equal(self._sample(), self._served):: equal"
+    : _CPU_ONLY + "  Nobody else asks whether weights were replaced.",
+}  # fmt: skip
+
 # What each arm accepted of each prompt, as the first mode that ran it has it.
 ACCEPTED: dict[Arm, list[float]] = {}
 
@@ -279,10 +291,7 @@ def test_nothing_waits_for_the_device(mode: str, engine: EngineProcess, waits: P
     """After all other tests of this engine."""
     if mode != "overlapped":
         pytest.skip("the list is made where lengths are not on the host")
-    found = json.loads(waits.read_text())
-    learning = {line: count for line, count in found.items() if line.startswith("learning/")}
-    # Online updates read back what they learn from, and say so: docs/compatibility.md.
-    assert found == learning
+    assert set(json.loads(waits.read_text())) <= WAITS.keys()
 
 
 def test_requests_may_come_late_leave_early_and_be_retracted(
