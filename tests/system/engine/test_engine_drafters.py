@@ -25,6 +25,7 @@ from tests.support.prompts_in_flight import (
     play,
 )
 from tests.support.scripted_sidecar import Arm, ScriptedSidecar, scripted_sidecar
+from tests.support.waits import WAITS
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -35,18 +36,6 @@ ASLEEP: Arm = (0, True, 0)
 ALONE_LENGTH = 200
 TURNS: list[Arm] = [(3, False, 0), (0, False, 0), (7, False, 1)]
 
-
-# Lines that would wait for a device, and why they may.
-_CPU_ONLY = "Online updates are refused on every device but the CPU, where nothing is waited for."
-WAITS = {
-    "learning/online_updates.py after_verify: "
-    "accepted: list[int] = found.result.accept_lens.tolist() if drafted or stride else []: tolist"
-    : _CPU_ONLY,
-    "learning/online_updates.py after_verify: "
-    "ready = self._windows.add(found, found.batch.seq_lens.tolist(), accepted): tolist": _CPU_ONLY,
-    "learning/weights.py were_replaced: if torch.equal(self._sample(), self._served):: equal"
-    : _CPU_ONLY + "  Nobody else asks whether weights were replaced.",
-}  # fmt: skip
 
 # What each arm accepted of each prompt, as the first mode that ran it has it.
 ACCEPTED: dict[Arm, list[float]] = {}
