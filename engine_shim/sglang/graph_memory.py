@@ -75,23 +75,30 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Describes what the draft lengths beside the first take.  start: the first one."""
+    """Describes what the draft lengths beside the first take, and collecting training signals.
+
+    start: the first draft length.  collecting: MiB, 0 where nothing can be collected.
+    """
 
     shape: AttentionShape
     start: int
     reserves: tuple[Reserve, ...]
+    collecting: float = 0.0
 
     @property
     def total(self) -> float:
-        """Sum over the draft lengths, in MiB."""
-        return sum(row.total for row in self.reserves)
+        """Sum over all of it, in MiB."""
+        return sum(row.total for row in self.reserves) + self.collecting
 
     def __str__(self) -> str:
         """One sentence for the log."""
         each = ", ".join(f"{row.gamma}: {row.total:.0f}" for row in self.reserves)
+        collecting = (
+            f", and {self.collecting:.0f} for collecting signals" if self.collecting else ""
+        )
         return (
             f"{self.total:.0f} MiB are left for the draft lengths beside {self.start} (MiB by "
-            f"length: {each}), for the attention backends {self.shape.names}"
+            f"length: {each}{collecting}), for the attention backends {self.shape.names}"
             f"{'' if self.shape.exact else ', whose sizes are approximated'}"
         )
 

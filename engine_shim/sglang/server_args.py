@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 from engine_shim.sglang.api import attention_dp, hook_check, sglang_api
 from engine_shim.sglang.api.attention import attention_shape
 from engine_shim.sglang.api.errors import UnsupportedEngineError
+from engine_shim.sglang.attention_memory import MIB
 from engine_shim.sglang.graph_memory import Prediction, reserve
+from engine_shim.sglang.learning.likeliest import WORKING_BYTES
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -90,7 +92,7 @@ class SteeredConfiguration:
         return original(args) + prediction.total
 
     def predict(self, args: ServerArgs) -> Prediction:
-        """Returns what each draft length takes but the one that the engine starts with.
+        """Returns what each draft length takes but the first, and what collecting signals takes.
 
         Within the limits of SPECULATION_GRAPH_LIMITS.
         """
@@ -111,7 +113,14 @@ class SteeredConfiguration:
                 for gamma in self._settings.gammas
                 if gamma != start
             ),
+            self._collecting(),
         )
+
+    def _collecting(self) -> float:
+        """Returns what collecting training signals takes of the device, in MiB."""
+        if not self._settings.signals_folder:
+            return 0.0
+        return self._settings.signals_device_megabytes + WORKING_BYTES / MIB
 
     def _refuse_conflicts(self, config: Any) -> None:
         """Refuses what a user asked for that conflicts with a steered draft length."""

@@ -87,6 +87,12 @@ class PluginSettings(LinkSettings):
     signals_megabytes: int = Field(
         default=1024, ge=1, description="What the folder may hold; then the oldest go."
     )
+    signals_device_megabytes: int = Field(
+        default=256,
+        ge=1,
+        description="What rounds may take of the device's memory until they have been read; those "
+        "that find no room are dropped and counted.",
+    )
     signals_top: int = Field(
         default=64, ge=1, le=1024, description="The target's likeliest tokens kept of a position."
     )

@@ -170,13 +170,15 @@ class OnlineUpdates:
         gamma = found.gamma
         drafted = gamma > 0 and found.by_learner
         self._undrafted = 0 if drafted else self._undrafted + 1
+        # Learning runs on the CPU only, where the numbers need not be waited for.
+        accepted: list[int] = found.result.accept_lens.tolist() if drafted or stride else []
         if drafted:
             self._depth = gamma
-            self._observe(found.request_ids, found.accepted)
+            self._observe(found.request_ids, accepted)
         if not stride:
             self._windows.clear()
             return
-        ready = self._windows.add(found)
+        ready = self._windows.add(found, found.batch.seq_lens.tolist(), accepted)
         self._since += 1
         if ready and self._since >= stride and self._may_learn(len(found.request_ids)):
             self._hand_over(gamma)

@@ -1,10 +1,11 @@
 """Training signals of what an engine serves (the COLLECT regime): copied, read, written.
 
-    after_verify    copies the round's canvas where it lies; every ROUNDS rounds, or sooner where
+    after_verify    copies the round's canvas on its device; every ROUNDS rounds, or sooner where
                     they hold CANVAS_BYTES, all of them go to a thread
     _read           which makes signals of them (`runs`) and hands those to the writer's
 
-Nothing here waits, for a device either: what the threads have no room for is dropped and counted.
+The engine's thread waits for nothing, for no device either.  A round for which the threads or the
+device have no room is dropped and counted, before anything is allocated for it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ import torch
 
 from engine_shim.sglang.api import sglang_api
 from engine_shim.sglang.api.errors import UnsupportedEngineError
-from engine_shim.sglang.learning.signal_runs import Canvas, SignalRuns
+from engine_shim.sglang.learning.canvases import Canvas, DeviceBudget, canvas_bytes, canvas_of
+from engine_shim.sglang.learning.signal_runs import SignalRuns
 from engine_shim.sglang.learning.student import LEARN
 from engine_shim.training.signals import SignalStore, SignalWriter
 
@@ -51,10 +53,11 @@ def cannot_collect_reason(worker: Any) -> str | None:
 class _Batch:
     """Holds canvases in order.
 
-    ends: every run is over then.  ready: once they have been copied.
+    nbytes: what they take.  ends: every run is over then.  ready: once they have been copied.
     """
 
     canvases: list[Canvas]
+    nbytes: int
     ends: bool
     ready: torch.Event | None
 
@@ -69,13 +72,18 @@ class SignalCollector:
         """Opens the store.  target: the model that verifies."""
         store = SignalStore(Path(settings.signals_folder), settings.signals_megabytes << 20)
         self._writer = SignalWriter(store)
-        self._runs = SignalRuns(settings.signals_top)
+        self._runs = SignalRuns()
+        self._top = settings.signals_top
         self._final = FinalStates(target) if settings.signals_final_states else None
+        self._budget = DeviceBudget(settings.signals_device_megabytes << 20)
+        # One batch is read, _BATCHES wait, and one is filled.
+        self._batch_bytes = min(CANVAS_BYTES, self._budget.limit // (_BATCHES + 2))
         self._canvases: list[Canvas] = []
-        self._held = 0
+        self._canvases_bytes = 0
         # SignalRuns may go on in the next round.
         self._open = False
         self._unread = 0
+        self._too_large = 0
         self.over = ""
         self._queue: queue.Queue[_Batch | None] = queue.Queue(_BATCHES)
         self._thread = threading.Thread(target=self._run, name="speculation-canvases", daemon=True)
@@ -90,10 +98,15 @@ class SignalCollector:
             if self._open:
                 self._open = not self._put(ends=True)
             return
+        final = None if self._final is None else self._final.of(len(found.tokens))
+        size = canvas_bytes(found, self._top, final)
+        if not self._has_room(size):
+            self._unread += 1
+            return
         self._open = True
-        self._canvases.append(self._copied(found))
-        self._held += self._canvases[-1].nbytes
-        full = len(self._canvases) >= ROUNDS or self._held >= CANVAS_BYTES
+        self._canvases_bytes += size
+        self._canvases.append(canvas_of(found, self._top, final))
+        full = len(self._canvases) >= ROUNDS or self._canvases_bytes >= self._batch_bytes
         if full and not self._put(ends=False):
             self._unread += len(self._canvases)
             self._forget()
@@ -102,15 +115,22 @@ class SignalCollector:
         """The writer's counters and what waits for it.
 
         open: collecting has begun and its last signals are not with the writer yet.  unread: rounds
-        that were dropped since too many waited to be read.
+        that were dropped since too many waited to be read, or since the device had no room for
+        them.  too_large: those of them that would have had no room even alone.  device_bytes: of
+        the rounds that are on the device now.
         """
         found = asdict(self._writer.counters)
         if self.over:
             found["state"] = self.over
         is_open = (self._open and not self.over) or self._queue.unfinished_tasks > 0
         return {
-            **found, "waiting": self._writer.waiting, "open": is_open, "unread": self._unread,
-        }  # fmt: skip
+            **found,
+            "waiting": self._writer.waiting,
+            "open": is_open,
+            "unread": self._unread,
+            "too_large": self._too_large,
+            "device_bytes": self._budget.held,
+        }
 
     def give_up(self, why: str) -> None:
         """Ends the collection after an error; what has not been read yet is left."""
@@ -119,35 +139,38 @@ class SignalCollector:
         self._put(ends=True)
 
     def close(self) -> None:
-        """Writes what there is, for some seconds at most."""
-        with suppress(queue.Full):
-            if self._open:
-                self._queue.put(self._batch(ends=True), timeout=_CLOSE_SECONDS)
-            self._queue.put(None, timeout=_CLOSE_SECONDS)
-            self._thread.join(_CLOSE_SECONDS)
+        """Writes what there is, for some seconds at most; does nothing the second time."""
+        if self._thread.is_alive():
+            with suppress(queue.Full):
+                if self._open:
+                    self._queue.put(self._batch(ends=True), timeout=_CLOSE_SECONDS)
+                    self._open = False
+                self._queue.put(None, timeout=_CLOSE_SECONDS)
+                self._thread.join(_CLOSE_SECONDS)
         self.over = self.over or "closed"
         self._writer.close()
 
-    def _copied(self, found: Verification) -> Canvas:
-        """SGLang writes into its own again."""
-        with torch.inference_mode(False), torch.no_grad():
-            return Canvas(
-                found.request_ids,
-                # A draft of another drafter says nothing of this one.
-                found.gamma if found.by_learner else 0,
-                found.result.accept_lens.clone(),
-                found.batch.seq_lens.clone(),
-                found.tokens.clone(),
-                found.features.clone(),
-                found.logits.clone(),
-                None if self._final is None else self._final.of(len(found.tokens)).clone(),
-            )
+    def _has_room(self, size: int) -> bool:
+        """Reserves the bytes of a canvas; where there is no room, has the others read."""
+        if self._budget.reserve(size):
+            return True
+        if size > self._budget.limit:
+            if not self._too_large:
+                _log.warning(
+                    "a round takes %.1f MiB of the device, more than "
+                    "SPECULATION_SIGNALS_DEVICE_MEGABYTES=%d: such rounds are not collected",
+                    size / 2**20, self._budget.limit >> 20,
+                )  # fmt: skip
+            self._too_large += 1
+        elif self._canvases:
+            self._put(ends=False)
+        return False
 
     def _batch(self, *, ends: bool) -> _Batch:
         ready = None
-        if self._canvases and (device := self._canvases[-1].logits.device).type != "cpu":
+        if self._canvases and (device := self._canvases[-1].tokens.device).type != "cpu":
             ready = torch.get_device_module(device).current_stream(device).record_event()
-        return _Batch(self._canvases, ends, ready)
+        return _Batch(self._canvases, self._canvases_bytes, ends, ready)
 
     def _put(self, *, ends: bool) -> bool:
         """False while too much waits to be read."""
@@ -155,23 +178,32 @@ class SignalCollector:
             self._queue.put_nowait(self._batch(ends=ends))
         except queue.Full:
             return False
-        self._forget()
+        self._canvases, self._canvases_bytes = [], 0
         return True
 
     def _forget(self) -> None:
-        self._canvases, self._held = [], 0
+        self._budget.release(self._canvases_bytes)
+        self._canvases, self._canvases_bytes = [], 0
 
     def _run(self) -> None:
         reads = True
         while (batch := self._queue.get()) is not None:
-            try:
-                if reads:
-                    self._read(batch)
-            except Exception as error:  # noqa: BLE001 - out of memory, say
-                _log.exception("training signals are kept no more")
-                self.over = f"{type(error).__name__}: {error}"
-                reads = False
+            size = batch.nbytes
+            reads = reads and self._is_read(batch)
+            # Otherwise its canvases would stay on the device until the next batch comes.
+            del batch
+            self._budget.were_read(size)
             self._queue.task_done()
+
+    def _is_read(self, batch: _Batch) -> bool:
+        """Reads a batch; False, and the end of collecting, after an error."""
+        try:
+            self._read(batch)
+        except Exception as error:  # noqa: BLE001 - out of memory, say
+            _log.exception("training signals are kept no more")
+            self.over = f"{type(error).__name__}: {error}"
+            return False
+        return True
 
     def _read(self, batch: _Batch) -> None:
         if batch.ready is not None:

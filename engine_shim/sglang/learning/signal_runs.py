@@ -21,40 +21,13 @@ from torch import Tensor
 from engine_shim.training.signals import Signal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
+
+    from engine_shim.sglang.learning.canvases import Canvas
 
 # Positions of one signal, and the fewest that are worth a file.
 SEGMENT: Final = 256
 LEAST: Final = 32
-
-
-@dataclass(frozen=True, slots=True)
-class Canvas:
-    """Holds what a step has verified, of B requests with gamma + 1 rows each, one behind the other.
-
-    drafted: the learning drafter's own drafts of each request.  accepted, starts: int [B], as
-    `Verification` has them.  tokens: int [rows].  features: [rows, width].  logits: [rows,
-    vocabulary].  final: [rows, hidden], where the last hidden states were asked for.
-    """
-
-    request_ids: list[str]
-    drafted: int
-    accepted: Tensor
-    starts: Tensor
-    tokens: Tensor
-    features: Tensor
-    logits: Tensor
-    final: Tensor | None = None
-
-    @property
-    def rows(self) -> int:
-        """Returns the rows of each request."""
-        return len(self.tokens) // len(self.request_ids)
-
-    @property
-    def nbytes(self) -> int:
-        """Returns the bytes of the large tensors."""
-        return self.logits.nbytes + self.features.nbytes
 
 
 @dataclass(slots=True)
@@ -86,21 +59,21 @@ class _SignalRun:
 
 
 class SignalRuns:
-    """Follows all requests.  top: the target's likeliest tokens kept of each position."""
+    """Follows all requests."""
 
-    def __init__(self, top: int) -> None:
-        self._top = top
+    def __init__(self) -> None:
         self._runs: dict[str, _SignalRun] = {}
         self._over: list[_SignalRun] = []
 
     def read(self, canvases: Sequence[Canvas]) -> list[Signal]:
         """One after the other, at least one; the signals that they complete."""
-        accepted = iter(torch.cat([canvas.accepted for canvas in canvases]).tolist())
-        starts = iter(torch.cat([canvas.starts for canvas in canvases]).tolist())
         first = 0
         for canvas in canvases:
-            for rid in canvas.request_ids:
-                self._run(rid, next(starts)).add(first, next(accepted), canvas.drafted)
+            found = zip(
+                canvas.request_ids, canvas.starts.tolist(), canvas.accepted.tolist(), strict=True
+            )
+            for rid, start, accepted in found:
+                self._run(rid, start).add(first, accepted, canvas.drafted)
                 first += canvas.rows
                 if self._runs[rid].length >= SEGMENT:
                     self._over.append(self._runs.pop(rid))
@@ -127,7 +100,7 @@ class SignalRuns:
     def _gather(self, canvases: Sequence[Canvas]) -> None:
         """Each run's rows become a part of it; nothing else of the canvases is kept."""
         runs = [run for run in (*self._over, *self._runs.values()) if run.places]
-        tensors = _read(canvases, list(chain.from_iterable(run.places for run in runs)), self._top)
+        tensors = _read(canvases, list(chain.from_iterable(run.places for run in runs)))
         lengths = [len(run.places) for run in runs]
         parts = {name: tensor.split(lengths) for name, tensor in tensors.items()}
         for index, run in enumerate(runs):
@@ -139,23 +112,17 @@ class SignalRuns:
         return [run.signal() for run in over if run.length >= LEAST]
 
 
-def _read(canvases: Sequence[Canvas], rows: list[int], top: int) -> dict[str, Tensor]:
-    """These rows of the canvases, as a signal has them.  Waits for the device."""
+def _read(canvases: Sequence[Canvas], rows: list[int]) -> dict[str, Tensor]:
+    """Returns these rows of the canvases, as a signal has them.  Waits for the device.
+
+    Canvases are brought to the host whole: picking rows takes no memory of the device.
+    """
+    names = ["tokens", "features", "top_tokens", "top_logs"]
+    if canvases[0].final is not None:
+        names.append("final")
+    at = torch.tensor(rows)
     with torch.inference_mode(False), torch.no_grad():
-        at = torch.tensor(rows, device=canvases[0].tokens.device)
-
-        def those(tensors: Iterable[Tensor]) -> Tensor:
-            return torch.cat(list(tensors))[at]
-
-        logits = those(canvas.logits for canvas in canvases).float()
-        top_logits, top_tokens = logits.topk(min(top, logits.shape[-1]), dim=-1)
-        found = {
-            "tokens": those(canvas.tokens for canvas in canvases).to("cpu", torch.int64),
-            "features": those(canvas.features for canvas in canvases).to("cpu", torch.bfloat16),
-            "top_tokens": top_tokens.to("cpu", torch.int32),
-            "top_logs": (top_logits - logits.logsumexp(-1, keepdim=True)).cpu(),
+        return {
+            name: torch.cat([getattr(canvas, name).to("cpu") for canvas in canvases])[at]
+            for name in names
         }
-        finals = [canvas.final for canvas in canvases if canvas.final is not None]
-        if finals:
-            found["final"] = those(finals).to("cpu", torch.bfloat16)
-        return found

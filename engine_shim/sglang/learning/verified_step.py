@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 if TYPE_CHECKING:
@@ -32,6 +31,8 @@ NO_UPDATE: Final = UpdateStatus()
 class Verification:
     """A canvas of gamma + 1 positions of each of B requests, in SGLang's own buffers.
 
+    Nothing of it waits for the device.
+
     batch, result: as SGLang hands them to `_draft_extend_for_decode`.  features: [B * (gamma + 1),
     width], the target's hidden states that the learning drafter reads.  by_learner: it drafted
     this step itself, if anything was drafted.
@@ -51,18 +52,6 @@ class Verification:
     def gamma(self) -> int:
         """Drafts of each request."""
         return self.features.shape[0] // len(self.batch.reqs) - 1
-
-    @cached_property
-    def accepted(self) -> list[int]:
-        """Tokens that each request gained, bonus included.  Waits for the device."""
-        found: list[int] = self.result.accept_lens.tolist()
-        return found
-
-    @cached_property
-    def starts(self) -> list[int]:
-        """Each request's position of the canvas's first token.  Waits for the device."""
-        found: list[int] = self.batch.seq_lens.tolist()
-        return found
 
     @property
     def tokens(self) -> torch.Tensor:

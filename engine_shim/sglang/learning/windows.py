@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from engine_shim.sglang.learning.likeliest import likeliest
 from engine_shim.training.exchange import Layout
 from engine_shim.training.online import Round
 
@@ -75,12 +75,11 @@ def verified(found: Verification, top: int) -> list[Rows]:
     """
     size, width = len(found.request_ids), found.gamma + 1
     with torch.inference_mode(False), torch.no_grad():
-        logs = functional.log_softmax(found.logits.float(), dim=-1)
-        top_logs, top_tokens = logs.topk(min(top, logs.shape[-1]), dim=-1)
+        top_tokens, top_logs = likeliest(found.logits, top)
         canvas = (
-            found.tokens.view(size, width).to(torch.int64).clone(),
-            found.features.float().view(size, width, -1).clone(),
-            top_tokens.view(size, width, -1),
+            found.tokens.view(size, width).to(torch.int64, copy=True),
+            found.features.to(torch.float32, copy=True).view(size, width, -1),
+            top_tokens.to(torch.int64).view(size, width, -1),
             top_logs.view(size, width, -1),
         )
         return [Rows(*(part[row] for part in canvas)) for row in range(size)]
@@ -116,12 +115,16 @@ class Windows:
         self._windows.clear()
         self._newest = []
 
-    def add(self, found: Verification) -> bool:
-        """Adds what a step has verified; True when there is a round to learn from."""
+    def add(self, found: Verification, starts: list[int], accepted: list[int]) -> bool:
+        """Adds what a step has verified; True when there is a round to learn from.
+
+        starts: each request's position of the canvas's first token; accepted: tokens that each
+        request gained, bonus included.
+        """
         canvases = verified(found, self._top)
         with torch.inference_mode(False), torch.no_grad():
             self._newest = []
-            rows = zip(found.request_ids, found.starts, canvases, found.accepted, strict=True)
+            rows = zip(found.request_ids, starts, canvases, accepted, strict=True)
             for row in rows:
                 self._extend(*row)
         for rid in list(self._windows)[: max(0, len(self._windows) - _MOST)]:

@@ -3,6 +3,7 @@
 It begins as a damaged copy of the shipped one, so that there is something to learn.
 """
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from tests.support.engine import DFLASH, LONE, TARGET, EngineProcess, serving
 from tests.support.eventually import eventually
 from tests.support.prompts_in_flight import WAVE_LENGTH, WAVES
 from tests.support.scripted_sidecar import ScriptedSidecar
+from tests.support.waits import WAITS
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -31,6 +33,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def waits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the engine lists what would wait for a device."""
+    return tmp_path_factory.mktemp("waits") / "waits.json"
+
+
+@pytest.fixture(scope="module")
 def plain_waves(plain: dict[str, list[list[int]]]) -> list[list[list[int]]]:
     found = iter(plain["waves"])
     return [[next(found) for _ in prompts] for prompts in WAVES]
@@ -40,6 +48,7 @@ def plain_waves(plain: dict[str, list[list[int]]]) -> list[list[list[int]]]:
 def engine(
     plain_waves: list[list[list[int]]],
     folder: Path,
+    waits: Path,
     sidecar: ScriptedSidecar,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[EngineProcess]:
@@ -51,6 +60,7 @@ def engine(
     save_dflash(damaged, draft)
     variables = {
         **sidecar.variables,
+        "CPU_ENGINE_SYNCHRONISATIONS": str(waits),
         "SPECULATION_GAMMAS": "0,1,3,7",
         "SPECULATION_ONLINE_UPDATES": "1",
         "SPECULATION_SIGNALS_FOLDER": str(folder),
@@ -159,3 +169,11 @@ def test_it_learns_while_it_serves_and_never_changes_a_token(
     assert found["updates"] > 20
     assert found["refused"] == 0
     assert after > before + 0.2
+
+
+def test_neither_collecting_nor_a_version_waits_for_the_device(
+    engine: EngineProcess, waits: Path
+) -> None:
+    """After all other tests of this engine."""
+    assert status(engine, "draft")["deployed"] > 0
+    assert set(json.loads(waits.read_text())) == WAITS.keys()

@@ -1,5 +1,6 @@
 """Training signals of what the real SGLang serves."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def waits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the engine lists what would wait for a device."""
+    return tmp_path_factory.mktemp("waits") / "waits.json"
+
+
+@pytest.fixture(scope="module")
 def engine(
-    folder: Path, sidecar: ScriptedSidecar, tmp_path_factory: pytest.TempPathFactory
+    folder: Path, waits: Path, sidecar: ScriptedSidecar, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[EngineProcess]:
     variables = {
         **sidecar.variables,
+        "CPU_ENGINE_SYNCHRONISATIONS": str(waits),
         "SPECULATION_SIGNALS_FOLDER": str(folder),
         "SPECULATION_SIGNALS_MEGABYTES": "1",
         "SPECULATION_SIGNALS_FINAL_STATES": "1",
@@ -89,6 +97,8 @@ def test_without_the_regime_nothing_is_kept(
         "waiting": 0,
         "open": False,
         "unread": 0,
+        "too_large": 0,
+        "device_bytes": 0,
     }
     assert found_in(folder) == []
 
@@ -163,3 +173,9 @@ def test_a_store_that_cannot_be_written_is_said_and_serving_goes_on(
     assert found["dropped"] > 0
     assert found["state"].startswith("failing")
     moved.rename(folder)
+
+
+def test_collecting_does_not_wait_for_the_device(engine: EngineProcess, waits: Path) -> None:
+    """After all other tests of this engine."""
+    assert status(engine)["positions"] > 0
+    assert json.loads(waits.read_text()) == {}

@@ -33,6 +33,7 @@ from tests.support.prompts_in_flight import (
     play_any_order,
 )
 from tests.support.scripted_sidecar import Arm, ScriptedSidecar, scripted_sidecar
+from tests.support.waits import WAITS
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -282,10 +283,7 @@ def test_nothing_waits_for_the_device(mode: str, engine: EngineProcess, waits: P
     """After all other tests of this engine."""
     if mode != "overlapped":
         pytest.skip("the list is made where lengths are not on the host")
-    found = json.loads(waits.read_text())
-    learning = {line: count for line, count in found.items() if line.startswith("learning/")}
-    # Online updates read back what they learn from, and say so: docs/compatibility.md.
-    assert found == learning
+    assert set(json.loads(waits.read_text())) <= WAITS.keys()
 
 
 @pytest.mark.parametrize("way", ["eager", "overlapped"])

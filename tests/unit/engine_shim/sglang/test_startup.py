@@ -24,7 +24,8 @@ OTHERS: dict[str, Any] = {
 RANK_0 = {
     "sidecar", "ca", "client_certificate", "client_key", "token_file", "engine_id",
     "lease_max_seconds", "report_buffer", "report_interval_ms", "agent_nice",
-    "signals_folder", "signals_megabytes", "signals_top", "signals_final_states",
+    "signals_folder", "signals_megabytes", "signals_device_megabytes", "signals_top",
+    "signals_final_states",
 }  # fmt: skip
 # An engine of several ranks does not start with online updates.
 ONE_RANK = {name for name in PluginSettings.model_fields if name.startswith("online_")}

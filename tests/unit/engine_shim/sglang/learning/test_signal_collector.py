@@ -1,5 +1,6 @@
 """What the engine's thread does to signal_collector, without an engine around it."""
 
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Event
@@ -10,32 +11,44 @@ import pytest
 import torch
 
 from engine_shim.sglang.api.settings import PluginSettings
-from engine_shim.sglang.learning import signal_collector
+from engine_shim.sglang.learning import canvases, likeliest, signal_collector
+from engine_shim.sglang.learning.canvases import Canvas
 from engine_shim.sglang.learning.signal_collector import ROUNDS, FinalStates, SignalCollector
-from engine_shim.sglang.learning.signal_runs import Canvas, SignalRuns
+from engine_shim.sglang.learning.signal_runs import SignalRuns
 from engine_shim.sglang.learning.verified_step import Verification
 from engine_shim.training.signals import Signal, SignalStore
 from tests.support.eventually import eventually
+from tests.support.peak_memory import peak_bytes
 
-GAMMA, STEPS, ACCEPTED = 3, 12, 3
+GAMMA, STEPS, ACCEPTED, TOP = 3, 12, 3, 4
 WIDTH, VOCABULARY = 8, 20
+# Of a canvas of one request: tokens, features and the likeliest; and what is of the request.
+CANVAS_BYTES = (GAMMA + 1) * (8 + 2 * WIDTH + 8 * TOP) + 4 + 8
 
 
-def verification(step: int, *, by_learner: bool = True) -> Verification:
-    rows = GAMMA + 1
+def verification(
+    step: int,
+    *,
+    by_learner: bool = True,
+    requests: int = 1,
+    width: int = WIDTH,
+    vocabulary: int = VOCABULARY,
+) -> Verification:
+    rows = requests * (GAMMA + 1)
     batch: Any = SimpleNamespace(
-        reqs=[SimpleNamespace(rid="one")],
-        seq_lens=torch.tensor([100 + step * ACCEPTED]),
+        reqs=[SimpleNamespace(rid=f"{number}") for number in range(requests)],
+        seq_lens=torch.full((requests,), 100 + step * ACCEPTED),
         spec_info=SimpleNamespace(draft_token=torch.arange(rows) + step),
     )
-    output = SimpleNamespace(next_token_logits=torch.randn(rows, VOCABULARY))
-    result: Any = SimpleNamespace(logits_output=output, accept_lens=torch.tensor([ACCEPTED]))
-    return Verification(batch, result, torch.randn(rows, WIDTH), by_learner)
+    output = SimpleNamespace(next_token_logits=torch.randn(rows, vocabulary))
+    accepted = torch.full((requests,), ACCEPTED, dtype=torch.int32)
+    result: Any = SimpleNamespace(logits_output=output, accept_lens=accepted)
+    return Verification(batch, result, torch.randn(rows, width), by_learner)
 
 
 @pytest.fixture
 def settings(tmp_path: Path) -> PluginSettings:
-    return PluginSettings(signals_folder=str(tmp_path), signals_top=4)
+    return PluginSettings(signals_folder=str(tmp_path), signals_top=TOP)
 
 
 @pytest.fixture
@@ -53,7 +66,7 @@ class SlowRuns(SignalRuns):
     """Reads nothing until it may."""
 
     def __init__(self) -> None:
-        super().__init__(top=4)
+        super().__init__()
         self.may = Event()
 
     def read(self, canvases: Any) -> list[Signal]:
@@ -102,11 +115,11 @@ def test_only_the_learners_own_drafts_are_counted(
 def test_what_sglang_writes_into_its_buffers_afterwards_is_not_collected(
     tmp_path: Path, collector: SignalCollector
 ) -> None:
-    wanted, likeliest = [], []
+    wanted, logs = [], []
     for step in range(STEPS):
         found = verification(step)
         wanted.append(found.features[:ACCEPTED].bfloat16())
-        likeliest.append(found.logits[:ACCEPTED].argmax(-1))
+        logs.append(found.logits[:ACCEPTED].log_softmax(-1))
         collector.after_verify(found, collecting=True)
         for buffer in (found.tokens, found.features, found.logits):
             buffer.fill_(7)
@@ -115,7 +128,10 @@ def test_what_sglang_writes_into_its_buffers_afterwards_is_not_collected(
     collector.close()
     (signal,) = kept(tmp_path)
     assert torch.equal(signal.features, torch.cat(wanted))
-    assert torch.equal(signal.top_tokens[:, 0].long(), torch.cat(likeliest))
+    # What all logits would have given.
+    expected = torch.cat(logs).topk(TOP)
+    assert torch.equal(signal.top_tokens.long(), expected.indices)
+    torch.testing.assert_close(signal.top_logs, expected.values)
     assert torch.equal(signal.tokens, torch.cat([torch.arange(3) + s for s in range(STEPS)]))
 
 
@@ -144,8 +160,7 @@ def test_rounds_that_are_large_do_not_wait_for_others(
         return SignalRuns.read(runs, canvases)
 
     monkeypatch.setattr(runs, "read", counting)
-    size = (GAMMA + 1) * (WIDTH + VOCABULARY) * 4
-    monkeypatch.setattr(signal_collector, "CANVAS_BYTES", 5 * size)
+    monkeypatch.setattr(collector, "_batch_bytes", 5 * CANVAS_BYTES)
     for step in range(STEPS):
         collector.after_verify(verification(step), collecting=True)
         eventually(lambda: not collector._queue.unfinished_tasks, what="it has been read")
@@ -215,6 +230,115 @@ def test_after_an_error_of_the_engines_thread_what_was_read_is_written(
     collector.close()
     assert [len(signal.tokens) for signal in kept(tmp_path)] == [ROUNDS * ACCEPTED]
     assert collector.status()["state"] == "RuntimeError: no memory"
+
+
+LARGE_BYTES = 64 * ((GAMMA + 1) * (8 + 2 * 6_000 + 8 * TOP) + 4 + 8)
+
+
+def large(step: int) -> Verification:
+    return verification(step, requests=64, width=6_000, vocabulary=10_000)
+
+
+def test_waiting_rounds_take_no_more_of_the_device_than_they_may(
+    settings: PluginSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither do their logits, which take ten megabytes each, for a moment."""
+    monkeypatch.setattr(likeliest, "WORKING_BYTES", 1 << 20)
+    most = 10 << 20
+    settings = settings.model_copy(update={"signals_device_megabytes": most >> 20})
+    collector = SignalCollector(settings, None)
+    slow = collector._runs = SlowRuns()
+    rounds = [large(step) for step in range(6)]
+
+    def collect() -> None:
+        for found in rounds:
+            collector.after_verify(found, collecting=True)
+
+    peak = peak_bytes(collect)
+    assert 3 * LARGE_BYTES <= peak < most + (1 << 20)
+    assert collector.status()["device_bytes"] == 3 * LARGE_BYTES
+    assert collector.status()["unread"] == 3
+    assert collector.status()["too_large"] == 0
+    slow.may.set()
+    eventually(lambda: collector.status()["device_bytes"] == 0, what="they are read")
+    collector.after_verify(large(6), collecting=True)
+    assert collector.status()["unread"] == 3
+    collector.close()
+
+
+def test_of_a_round_that_is_too_large_by_itself_nothing_is_allocated(
+    tmp_path: Path, settings: PluginSettings, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = settings.model_copy(update={"signals_device_megabytes": 2})
+    collector = SignalCollector(settings, None)
+    found = large(0)
+    assert peak_bytes(lambda: collector.after_verify(found, collecting=True)) < 10_000
+    collector.after_verify(found, collecting=True)
+    assert collector.status()["too_large"] == collector.status()["unread"] == 2
+    assert not collector.status()["open"]
+    (line,) = caplog.messages
+    assert "a round takes 2.9 MiB" in line
+    assert "SPECULATION_SIGNALS_DEVICE_MEGABYTES=2" in line
+    for step in range(STEPS):
+        collector.after_verify(verification(step), collecting=True)
+    collector.close()
+    assert [len(signal.tokens) for signal in kept(tmp_path)] == [STEPS * ACCEPTED]
+
+
+def test_small_rounds_do_not_keep_out_a_large_one(settings: PluginSettings) -> None:
+    settings = settings.model_copy(update={"signals_device_megabytes": 3})
+    collector = SignalCollector(settings, None)
+    # With these the large one has no room.
+    for step in range(ROUNDS - 1):
+        collector.after_verify(verification(step, requests=10, width=100), collecting=True)
+    found = large(ROUNDS - 1)
+    collector.after_verify(found, collecting=True)
+    assert collector.status()["unread"] == 1
+    eventually(lambda: collector.status()["device_bytes"] == 0, what="they are read")
+    collector.after_verify(found, collecting=True)
+    assert collector.status()["unread"] == 1
+    collector.close()
+
+
+def test_what_has_been_read_is_on_the_device_no_more(
+    collector: SignalCollector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even while the thread has nothing else to read."""
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def canvas_of(*arguments: Any) -> Canvas:
+        canvas = canvases.canvas_of(*arguments)
+        made.append(weakref.ref(canvas.features))
+        return canvas
+
+    monkeypatch.setattr(signal_collector, "canvas_of", canvas_of)
+    for step in range(ROUNDS):
+        collector.after_verify(verification(step), collecting=True)
+    eventually(lambda: not collector._queue.unfinished_tasks, what="they are read")
+    assert [reference() for reference in made] == [None] * ROUNDS
+    assert collector.status()["device_bytes"] == 0
+
+
+@pytest.mark.parametrize("width", [6_000, 8])
+def test_rounds_that_are_dropped_give_their_room_back(settings: PluginSettings, width: int) -> None:
+    collector = SignalCollector(settings, None)
+    collector._runs = FailingRuns()
+    collector._runs.may.set()
+    for step in range(3 * ROUNDS):
+        collector.after_verify(verification(step, width=width), collecting=True)
+    collector.give_up("RuntimeError: no memory")
+    eventually(lambda: not collector._queue.unfinished_tasks, what="the queue is empty")
+    assert collector.status()["device_bytes"] == 0
+    collector.close()
+
+
+def test_a_second_end_finds_nothing_to_do(collector: SignalCollector) -> None:
+    collector.after_verify(verification(0), collecting=True)
+    collector.give_up("RuntimeError: no memory")
+    for _ in range(3):
+        collector.close()
+        # Where nobody reads any more, a full queue would be waited for.
+        assert collector._queue.empty()
 
 
 def test_last_hidden_states_of_another_pass_are_refused() -> None:

@@ -38,7 +38,7 @@ class Engine:
             logits_output=SimpleNamespace(next_token_logits=logits),
             accept_lens=torch.tensor(list(accepted.values())),
         )
-        ready = windows.add(Verification(batch, result, features))
+        ready = windows.add(Verification(batch, result, features), starts, list(accepted.values()))
         for rid, count in accepted.items():
             self.lengths[rid] += count
         return ready, logits

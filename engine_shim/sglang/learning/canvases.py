@@ -1,0 +1,109 @@
+"""Copies what steps have verified; the copies stay on the device until a thread has read them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import torch
+from torch import Tensor
+
+from engine_shim.sglang.learning.likeliest import likeliest
+
+if TYPE_CHECKING:
+    from engine_shim.sglang.learning.verified_step import Verification
+
+# What is kept of a row is of the types that a signal has.
+_TOKENS: Final = torch.int64
+_STATES: Final = torch.bfloat16
+_TOP_BYTES: Final = 4 + 4  # an int32 token and its float32 log-probability
+
+
+@dataclass(frozen=True, slots=True)
+class Canvas:
+    """Holds what a step has verified, of B requests with gamma + 1 rows each, one behind the other.
+
+    drafted: the learning drafter's own drafts of each request.  accepted: int [B], tokens that each
+    request gained, bonus included.  starts: int [B], each request's position of its first row.
+    tokens: int64 [rows].  features: bfloat16 [rows, width].  top_tokens: int32 [rows, top], the
+    target's likeliest successors, and top_logs: float32 [rows, top], their log-probabilities.
+    final: bfloat16 [rows, hidden], where the last hidden states were asked for.
+    """
+
+    request_ids: list[str]
+    drafted: int
+    accepted: Tensor
+    starts: Tensor
+    tokens: Tensor
+    features: Tensor
+    top_tokens: Tensor
+    top_logs: Tensor
+    final: Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        """Returns the rows of each request."""
+        return len(self.tokens) // len(self.request_ids)
+
+
+def canvas_bytes(found: Verification, top: int, final: Tensor | None) -> int:
+    """Returns what `canvas_of` would allocate for its result, from the shapes alone."""
+    width = found.features.shape[1] + (0 if final is None else final.shape[1])
+    top = min(top, found.logits.shape[1])
+    row = _TOKENS.itemsize + width * _STATES.itemsize + top * _TOP_BYTES
+    requests = found.result.accept_lens.nbytes + found.batch.seq_lens.nbytes
+    return len(found.features) * row + requests
+
+
+def canvas_of(found: Verification, top: int, final: Tensor | None) -> Canvas:
+    """Copies what a step has verified, since SGLang will write into its own buffers again.
+
+    Intermediate results take `likeliest.WORKING_BYTES` for a moment.  Waits for no device.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        top_tokens, top_logs = likeliest(found.logits, top)
+        return Canvas(
+            found.request_ids,
+            # A draft of another drafter says nothing of this one.
+            found.gamma if found.by_learner else 0,
+            found.result.accept_lens.clone(),
+            found.batch.seq_lens.clone(),
+            found.tokens.to(_TOKENS, copy=True),
+            found.features.to(_STATES, copy=True),
+            top_tokens,
+            top_logs,
+            None if final is None else final.to(_STATES, copy=True),
+        )
+
+
+class DeviceBudget:
+    """Limits the bytes that canvases hold on the device.
+
+    The engine's thread reserves and releases, and the reading thread reports what it has read.
+    Each number has one writer, so that neither thread waits for the other.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._kept = 0
+        self._read = 0
+
+    @property
+    def held(self) -> int:
+        """Returns the bytes that are reserved now."""
+        return self._kept - self._read
+
+    def reserve(self, size: int) -> bool:
+        """Reserves `size` bytes; returns False, and reserves none, where there is no room."""
+        if self.held + size > self.limit:
+            return False
+        self._kept += size
+        return True
+
+    def release(self, size: int) -> None:
+        """Gives back what the engine's thread has dropped."""
+        self._kept -= size
+
+    def were_read(self, size: int) -> None:
+        """Gives back what the reading thread has read and dropped."""
+        self._read += size

@@ -1,0 +1,19 @@
+"""How much memory torch holds at most while a function runs, what its operators use included."""
+
+from collections.abc import Callable
+
+from torch.profiler import ProfilerActivity, profile
+
+
+def peak_bytes(function: Callable[[], object]) -> int:
+    """The highest sum of allocated bytes of the CPU, over what was allocated before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        result = function()
+    held = peak = 0
+    assert profiled.profiler is not None
+    for event in profiled.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    del result
+    return peak
