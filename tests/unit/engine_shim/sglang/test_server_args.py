@@ -24,6 +24,7 @@ def config(**changes: Any) -> Any:
         "speculative_draft_model_path": "draft",
         "speculative_dflash_block_size": None,
         "speculative_draft_window_size": None,
+        "enable_custom_logit_processor": False,
     }
     return SimpleNamespace(**asked | changes)
 
@@ -49,6 +50,10 @@ def test_an_ordinary_configuration_is_accepted(algorithm: str) -> None:
         (
             {"speculative_algorithm": "dflash", "speculative_dflash_block_size": 4},
             "--speculative-dflash-block-size is untested",
+        ),
+        (
+            {"speculative_algorithm": "DFLASH", "enable_custom_logit_processor": True},
+            "--enable-custom-logit-processor: SGLang applies",
         ),
         ({"speculative_algorithm": "STANDALONE"}, "EAGLE, EAGLE3, NEXTN, DFLASH is needed"),
         ({"speculative_adaptive_config": "a.json"}, "exclude each other"),
