@@ -1,4 +1,4 @@
-"""Copies small lists to the device without waiting for it."""
+"""Moves data between host and device, and between streams, without waiting for either."""
 
 from __future__ import annotations
 
@@ -17,3 +17,14 @@ def to_device(
     """
     pinned = torch.device(device).type == "cuda"
     return torch.tensor(values, dtype=dtype, pin_memory=pinned).to(device, non_blocking=True)
+
+
+def keep_for_this_stream(tensor: torch.Tensor) -> None:
+    """Keeps the memory of a tensor that another stream has made from being reused too early.
+
+    torch gives freed memory back to the stream that allocated it, even if another one has yet to
+    read it; here, until all that the current stream has launched so far has run.
+    """
+    if tensor.device.type != "cpu":
+        streams = torch.get_device_module(tensor.device)
+        tensor.record_stream(streams.current_stream(tensor.device))

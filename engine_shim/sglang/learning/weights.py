@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from engine_shim.sglang.api.transfer import keep_for_this_stream
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
@@ -37,10 +39,15 @@ class DrafterWeights:
         return {name: live.detach().clone() for name, live in self.parameters.items()}
 
     def serve(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Writes them in place: a graph that reads them goes on reading the same memory."""
+        """Writes them in place: a graph that reads them goes on reading the same memory.
+
+        weights: they may have been made on another stream, by a thread that reads files, and be
+        dropped afterwards.
+        """
         with torch.no_grad():
             for name, live in self.parameters.items():
                 live.data.copy_(weights[name])
+                keep_for_this_stream(weights[name])
         if self._refresh is not None:
             self._refresh()
         self._served = self._sample()
