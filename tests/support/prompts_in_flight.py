@@ -47,6 +47,26 @@ def play(
     return answers, sidecar.reports_since(before, rows)
 
 
+def play_arm(
+    engine: EngineProcess,
+    sidecar: ScriptedSidecar,
+    arm: tuple[str, Arm],
+    plain: Sequence[Sequence[int]],
+) -> list[StepReport]:
+    """Plays until a play ends in that arm, checks each answer, and returns the last play's reports.
+
+    arm: the drafter's name, and what to ask for.  plain: plain decoding's tokens.  On a busy
+    machine the plan may come when a play is over.
+    """
+    name, asked = arm
+    for _ in range(_PLAYS_MAX):
+        answers, reports = play(engine, sidecar, lambda _: asked)
+        assert [answer.tokens for answer in answers] == plain
+        if {(report.drafter, report.gamma) for report in reports[-5:]} == {(name, asked[0])}:
+            return reports
+    pytest.fail(f"{arm} never ran to the end of a play")
+
+
 def play_any_order(
     engine: EngineProcess,
     sidecar: ScriptedSidecar,
