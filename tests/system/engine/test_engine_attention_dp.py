@@ -68,7 +68,7 @@ def test_ranks_with_different_batches_run_one_arm(
     arms = random.Random(4).choices(ARMS, k=5000)
     before = sidecar.run(lambda count: arms[count % 5000])
     # On a busy machine a plan comes for every few steps only.
-    for _ in range(8):
+    for _ in range(20):
         answers = engine.generate(PROMPTS[:COUNT], LENGTHS[:COUNT])
         assert [answer.tokens for answer in answers] == tokens
         reports = sidecar.reports[before:]
