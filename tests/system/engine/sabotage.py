@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,49 +44,37 @@ def bring_back_sglangs_policy() -> None:
 
 def break_block_drafter() -> None:
     """DFlash's attention fails, as when memory is out."""
-    if sglang_api.SCHEDULER_MODULE not in sys.modules:
-        return
-    from sglang.srt.models import dflash
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise MemoryError("sabotaged")
-
-    type.__setattr__(dflash.DFlashAttention, "forward", fail)
+    _break_block_drafter(lambda: True)
 
 
 def break_block_drafter_on_demand() -> None:
     """DFlash's attention fails as soon as the file SABOTAGE_FILE exists."""
-    if sglang_api.SCHEDULER_MODULE not in sys.modules:
-        return
-    from sglang.srt.models import dflash
-
-    forward, file = dflash.DFlashAttention.forward, Path(os.environ["SABOTAGE_FILE"])
-
-    def fail_on_demand(*arguments: Any, **named: Any) -> Any:
-        if file.exists():
-            raise MemoryError("sabotaged")
-        return forward(*arguments, **named)
-
-    type.__setattr__(dflash.DFlashAttention, "forward", fail_on_demand)
+    _break_block_drafter(lambda: Path(os.environ["SABOTAGE_FILE"]).exists())
 
 
 def break_block_capture() -> None:
     """DFlash drafts, but its graphs cannot be captured, as when memory is out."""
-    if sglang_api.SCHEDULER_MODULE not in sys.modules:
-        return
     import torch
-    from sglang.srt.models import dflash
 
     # Only an emulated device has it.
     cpu: Any = torch.cpu
+    # The emulation comes later.
+    _break_block_drafter(lambda: bool(cpu.is_current_stream_capturing()))
+
+
+def _break_block_drafter(fails: Callable[[], bool]) -> None:
+    if sglang_api.SCHEDULER_MODULE not in sys.modules:
+        return
+    from sglang.srt.models import dflash
+
     forward = dflash.DFlashAttention.forward
 
-    def fail_in_captures(*arguments: Any, **named: Any) -> Any:
-        if cpu.is_current_stream_capturing():
+    def fail_or_forward(*arguments: Any, **named: Any) -> Any:
+        if fails():
             raise MemoryError("sabotaged")
         return forward(*arguments, **named)
 
-    type.__setattr__(dflash.DFlashAttention, "forward", fail_in_captures)
+    type.__setattr__(dflash.DFlashAttention, "forward", fail_or_forward)
 
 
 def refuse_graphs_on_demand() -> None:
