@@ -94,8 +94,9 @@ class Batch:
     def admit(self, now: float) -> None:
         """Takes in what has come, up to the limit."""
         if self._closed is not None:
-            limit = self._closed.phases[self.phase].concurrency
-            come = limit
+            phase = self._closed.phases[self.phase]
+            limit = phase.concurrency
+            come = limit if phase.tokens is not None else phase.pool.requests - self._next_request
         else:
             limit = self._capacity
             come = bisect.bisect_right(self._arrivals, now) - self._next_request
@@ -196,12 +197,15 @@ class Batch:
             finished = self._next_request >= len(self._arrivals)
             self.done = finished and self.size == 0 and not self._prefilling
             return 1.0
+        if self._closed.phases[self.phase].tokens is None:
+            self._take_requests(self._closed)
+            return 1.0
         # What the last phase left behind finishes first; this one's tokens count from then on.
         if tokens == 0 or self.size > self._closed.phases[self.phase].concurrency:
             return 1.0
-        wanted = self._closed.phases[self.phase].tokens - self._phase_tokens
+        wanted = (self._closed.phases[self.phase].tokens or 0) - self._phase_tokens
         self._phase_tokens += tokens
-        if self._phase_tokens < self._closed.phases[self.phase].tokens:
+        if tokens < wanted:
             return 1.0
         if self.phase + 1 == len(self._closed.phases):
             self.done = True
@@ -214,3 +218,14 @@ class Batch:
         self.phase_changed = True
         self._phase_tokens = 0.0
         return 1.0
+
+    def _take_requests(self, closed: ClosedLoop) -> None:
+        """Goes on to the next phase once every request of this one has begun."""
+        if self._next_request < closed.phases[self.phase].pool.requests:
+            return
+        if self.phase + 1 < len(closed.phases):
+            self.phase += 1
+            self._next_request = 0
+            self.phase_changed = True
+        else:
+            self.done = self.size == 0 and not self._prefilling

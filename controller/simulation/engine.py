@@ -206,6 +206,7 @@ class _EngineRun:
             spent = batch.prefill(
                 options.prefill_chunk_tokens, self._surface.prefill_seconds_per_token
             )
+            spent += self._surface.prefill_pass_seconds
             self._now = self._account(self._now, spent, 0.0)
             self._gap = True
 

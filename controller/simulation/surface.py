@@ -30,8 +30,9 @@ class CostSurface:
     arms: one (drafter, gamma) a row, in the order of `drafters` and their gammas (gamma = 0 is
     listed for each).  seconds: [arms, max_batch_size + 1], column B (column 0 repeats column 1).
     kv_seconds: [arms], seconds a KV token.  kv_reference: context tokens a sequence at which
-    `seconds` holds.  prefill_seconds_per_token: of a prompt.  catch_up_seconds_per_token: what a
-    drafter pays for a token that it missed while it slept or another one ran.
+    `seconds` holds.  prefill_seconds_per_token: of a prompt; prefill_pass_seconds: once a pass that
+    reads prompts.  catch_up_seconds_per_token: what a drafter pays for a token that it missed while
+    it slept or another one ran.
     """
 
     name: str
@@ -41,6 +42,7 @@ class CostSurface:
     kv_reference: float
     prefill_seconds_per_token: float = 0.0
     catch_up_seconds_per_token: float = 0.0
+    prefill_pass_seconds: float = 0.0
 
     @property
     def arms(self) -> tuple[Arm, ...]:

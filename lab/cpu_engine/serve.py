@@ -2,8 +2,12 @@
 
 ``python -m lab.cpu_engine.serve --model-path FOLDER [any SGLang option]`` is
 ``python -m sglang.launch_server`` with other defaults; every option given wins over them.
+
+``--pace NAME|FILE --dilation X`` lets every step last as long as a table says, times X: a published
+name, a step-cost CSV, or a profile (see lab/cpu_engine/pace).  Acceptance is the models' own.
 """
 
+import argparse
 import multiprocessing
 import os
 import sys
@@ -42,6 +46,29 @@ def with_cpu_defaults(arguments: Sequence[str]) -> list[str]:
     return [*defaults, *arguments]
 
 
+def paced(arguments: Sequence[str]) -> list[str]:
+    """Sets LAB_PACE if the arguments ask for a pace; returns the arguments for SGLang.
+
+    Ends the command for a table that cannot be read.
+    """
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    parser.add_argument("--pace")
+    parser.add_argument("--dilation", type=float, default=1.0)
+    parser.add_argument("--pace-log", default="")
+    found, others = parser.parse_known_args(arguments)
+    if found.pace:
+        from controller.simulation.errors import InvalidInputError
+        from lab.cpu_engine.pace.pacer import VARIABLE, Pace
+
+        try:
+            pace = Pace(found.pace, found.dilation, found.pace_log)
+            pace.costs()
+        except (InvalidInputError, ValueError) as error:
+            raise SystemExit(f"lab.cpu_engine.serve --pace: {error}") from error
+        os.environ[VARIABLE] = pace.as_json()
+    return others
+
+
 def main() -> None:
     """Serves until it is stopped, then ends the processes that SGLang started."""
     if find_spec("sglang") is None:
@@ -49,6 +76,7 @@ def main() -> None:
             "lab.cpu_engine.serve needs SGLang, which cannot be imported. Run it with the "
             "environment that `make setup` makes in the clone."
         )
+    arguments = paced(sys.argv[1:])
     enter_cpu_environment()
     # A plugin may only hook what is imported where it is loaded: the processes' own modules too,
     # for those that are forked.
@@ -60,7 +88,7 @@ def main() -> None:
     from sglang.srt.utils import kill_process_tree
 
     load_plugins()
-    server_args = prepare_server_args(with_cpu_defaults(sys.argv[1:]))
+    server_args = prepare_server_args(with_cpu_defaults(arguments))
     # A data-parallel controller starts its schedulers from threads, where a fork may hang; with
     # data-parallel attention it starts them from its main thread.
     if server_args.dp_size == 1 or server_args.enable_dp_attention:

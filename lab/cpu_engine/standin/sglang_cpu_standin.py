@@ -43,6 +43,14 @@ def prepare_sglang() -> None:
         hand_over_caches()
 
 
+def pace() -> None:
+    """Called by SGLang too: lets steps last as long as the table in LAB_PACE says."""
+    if _wanted() and os.environ.get("LAB_PACE") and "sglang.srt.managers.scheduler" in sys.modules:
+        from lab.cpu_engine.pace.pacer import register
+
+        register()
+
+
 def accept_any_weight() -> None:
     """Send every matrix to the stand-in.
 

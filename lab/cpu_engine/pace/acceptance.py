@@ -1,0 +1,101 @@
+"""Draws how many drafts each sequence accepts, by (request, position, drafter), from a seed.
+
+An engine with dummy weights says nothing, so its acceptance is drawn.  A request's id names its
+class, and its draws depend on nothing but the id, the position and the drafter: every policy meets
+the same luck.  `accepted` is what the simulator's request pools hold, so the two can be compared.
+"""
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controller.simulation.curves import Curves
+
+# What every accepted position then holds: a token that all vocabularies have.
+_TOKEN = 100
+# Requests that are in no class, such as SGLang's own health probe.
+_NO_CLASS_TOKENS = 1
+
+
+@dataclass(frozen=True, slots=True)
+class RequestId:
+    """A request's id in a paced engine: class, number and output tokens, as CLASS.NUMBER.TOKENS."""
+
+    kind: str
+    number: int
+    output_tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}.{self.number}.{self.output_tokens}"
+
+    @classmethod
+    def parse(cls, text: str) -> "RequestId | None":
+        """Reads an id; None for one of another form."""
+        kind, _, rest = text.partition(".")
+        number, _, tokens = rest.partition(".")
+        if not (number.isdecimal() and tokens.isdecimal()):
+            return None
+        return cls(kind, int(number), int(tokens))
+
+
+class DrawnAcceptance:
+    """The draws of all requests.
+
+    curves: class -> drafter -> conditional acceptance a_1, a_2, ...
+    """
+
+    def __init__(self, curves: Mapping[str, Mapping[str, Sequence[float]]], seed: int) -> None:
+        self._curves = {kind: Curves(kind, own) for kind, own in curves.items()}
+        self._seed = seed
+        self._drawn: dict[tuple[str, str], NDArray[np.uint8]] = {}
+
+    def accepted(self, request: RequestId, drafter: str) -> NDArray[np.uint8]:
+        """[positions] drafts accepted if drafting starts there; position 0 follows the prefill.
+
+        Raises KeyError for a class or a drafter that has no curve.
+        """
+        number = zlib.crc32(f"{request}/{drafter}".encode())
+        rng = np.random.default_rng([self._seed, number])
+        return self._curves[request.kind].draw(drafter, rng, max(request.output_tokens, 1))
+
+    def at(self, rid: str, drafter: str, position: int) -> int:
+        """Drafts accepted at a position of a request; 0 for a request without class."""
+        key = (rid, drafter)
+        drawn = self._drawn.get(key)
+        if drawn is None:
+            request = RequestId.parse(rid)
+            drawn = (
+                np.zeros(_NO_CLASS_TOKENS, dtype=np.uint8)
+                if request is None or request.kind not in self._curves
+                else self.accepted(request, drafter)
+            )
+            self._drawn[key] = drawn
+        return int(drawn[position]) if position < len(drawn) else 0
+
+    def forget(self, rid: str) -> None:
+        """Drops what was drawn for a request that has ended."""
+        for key in [key for key in self._drawn if key[0] == rid]:
+            del self._drawn[key]
+
+
+def accept(
+    accept_index: Any, predict: Any, num_correct_drafts: Any, drawn: list[int], gamma: int
+) -> Any:
+    """Writes a step's acceptance where SGLang's `generate_simulated_accept_index` would.
+
+    drawn: [B] drafts that each sequence accepts.  predict, num_correct_drafts: filled in place.
+    Returns [B, gamma + 1]: each row's tokens in `predict` from its first one on, and -1 behind what
+    was accepted.
+    """
+    import torch
+
+    correct = torch.tensor(drawn, device=accept_index.device).clamp(max=gamma)
+    offsets = torch.arange(gamma + 1, device=accept_index.device)
+    index = torch.where(offsets <= correct[:, None], accept_index[:, :1] + offsets, -1)
+    num_correct_drafts.copy_(correct)
+    predict.fill_(_TOKEN)
+    return index.to(torch.int32)

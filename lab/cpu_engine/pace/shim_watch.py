@@ -1,0 +1,126 @@
+"""What the plugin did in a step, seen from outside: it is watched, not asked.
+
+The classes are those of the plugin, if the engine has it; they are wrapped before they are used.
+"""
+
+import sys
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+_IDLE = "engine_shim.sglang.drafters.idle_kv"
+_DUAL = "engine_shim.sglang.drafters.dual"
+_HOOKS = "engine_shim.sglang.hooks"
+# Methods of EngineHooks that are given the method of SGLang's that they wrap.
+_AROUND = ("around_forward", "around_draft", "around_draft_extend", "around_resolve")
+
+
+class ShimWatch:
+    """Counts of the step that runs; `begin` clears them.
+
+    block_drafted: the second drafter drafted.  asleep: the draft-extend was left out.
+    caught_up: positions that a drafter read late.
+    """
+
+    def __init__(self) -> None:
+        self.block_drafted = self.asleep = self.has_second = False
+        self.caught_up = 0
+        self._seconds = 0.0
+        self._watched: set[str] = set()
+
+    def begin(self) -> None:
+        """Clears what the step before has left, and wraps what has been imported since."""
+        self.block_drafted = self.asleep = False
+        self.caught_up = 0
+        for name, wrap in ((_IDLE, self._wrap_idle), (_DUAL, self._wrap_dual)):
+            module = sys.modules.get(name)
+            if module is not None and name not in self._watched:
+                self._watched.add(name)
+                wrap(module)
+
+    def take_seconds(self) -> float:
+        """Seconds of the hooks' own work since this was last asked; a step is reported in the next.
+
+        On the machine's clock: a dilation does not lengthen it.
+        """
+        taken, self._seconds = self._seconds, 0.0
+        return taken
+
+    def wrap_hooks(self) -> None:
+        """Times the hooks; to be called before the engine's workers are built."""
+        if _HOOKS in self._watched:
+            return
+        self._watched.add(_HOOKS)
+        from engine_shim.sglang.hooks import EngineHooks
+
+        for name in _AROUND:
+            setattr(EngineHooks, name, self._timed(getattr(EngineHooks, name)))
+        name = "own_requests"
+        setattr(EngineHooks, name, self._timed_after(getattr(EngineHooks, name)))
+
+    def _timed(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(hooks: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            inner = 0.0
+
+            def wrapped(*inner_args: Any, **inner_kwargs: Any) -> Any:
+                nonlocal inner
+                began = perf_counter()
+                try:
+                    return original(*inner_args, **inner_kwargs)
+                finally:
+                    inner += perf_counter() - began
+
+            began = perf_counter()
+            result = hook(hooks, wrapped, *args, **kwargs)
+            self._seconds += perf_counter() - began - inner
+            return result
+
+        return timed
+
+    def _timed_after(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any) -> Any:
+            began = perf_counter()
+            result = hook(*args)
+            self._seconds += perf_counter() - began
+            return result
+
+        return timed
+
+    def _wrap_idle(self, module: Any) -> None:
+        kind = module.IdleDrafter
+        before_step, sleep_through = kind.before_step, kind.sleep_through
+
+        def counted(drafter: Any, *args: Any, **kwargs: Any) -> None:
+            began, seen = perf_counter(), drafter.counters.caught_up
+            before_step(drafter, *args, **kwargs)
+            read = drafter.counters.caught_up - seen
+            self.caught_up += read
+            if read:
+                # A pass of the drafter: it is priced, and not the hooks' own work.
+                self._seconds -= perf_counter() - began
+
+        def slept(drafter: Any, *args: Any, **kwargs: Any) -> None:
+            sleep_through(drafter, *args, **kwargs)
+            self.asleep = True
+
+        kind.before_step, kind.sleep_through = counted, slept
+
+    def _wrap_dual(self, module: Any) -> None:
+        kind = module.DualDrafter
+        draft, follow = kind.draft, kind.follow
+
+        def drafted(dual: Any, *args: Any, **kwargs: Any) -> Any:
+            began = perf_counter()
+            chain = draft(dual, *args, **kwargs)
+            self.block_drafted = chain is not None
+            self._seconds -= perf_counter() - began
+            return chain
+
+        def followed(dual: Any, *args: Any, **kwargs: Any) -> Any:
+            began = perf_counter()
+            result = follow(dual, *args, **kwargs)
+            self.has_second = True
+            self._seconds -= perf_counter() - began
+            return result
+
+        kind.draft, kind.follow = drafted, followed

@@ -1,0 +1,240 @@
+"""How long a step shall last: a published table, a step-cost CSV or a profile.
+
+What a table does not tell is derived from it, and said here:
+
+  prefill          a pass that reads n tokens of prompts costs plain decoding of one sequence, and
+                   `prefill_seconds_per_token` for each of them; their attention costs nothing
+  catching up      a drafter that slept pays one draft more than plain decoding at B = 1 (an upper
+                   bound of one pass of it), and `catch_up_seconds_per_token` for what it missed
+  the idle drafter `catch_up_seconds_per_token` for each token while the other one drafts
+  gamma = 0 awake  WARM_FACTOR times plain decoding, as in `controller simulate`; asleep, plain
+                   decoding
+  padding          a batch is priced as the next larger batch that SGLang captures a graph for;
+                   its context is that of its own sequences
+  switching        SWITCH_SECONDS for a step that runs another arm than the one before it (assumed)
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from controller.core.engine_spec import Arm
+from controller.core.model_shapes import DrafterKind
+from controller.simulation import published
+from controller.simulation.errors import InvalidInputError
+from controller.simulation.step_costs import read_profile, read_step_costs
+from controller.simulation.surface import CostSurface, profile_surface, table_surface
+
+# The drafters' names in the engine: SGLang's own one, and the second one beside it.
+OWN, SECOND = "eagle3", "dflash"
+WARM_FACTOR = 1.05
+SWITCH_SECONDS = 1e-4
+# The sizes that SGLang captures for speculation on a GPU (arg_groups/cuda_graph_hook.py).
+GRAPH_BATCH_SIZES = (*range(1, 9), *range(10, 33, 2), *range(40, 65, 4), *range(72, 257, 8))
+_MAX_BATCH = 256
+
+_SOURCES: Mapping[str, str] = {
+    "h100-llama3.1-8b": "fit to vLLM 0.10.1, Llama-3.1-8B with EAGLE on one H100 "
+    "(arXiv 2601.11580); batches above 64 are extrapolated, linearly",
+    "b200-qwen3.6-35b-a3b": "roofline of Qwen3.6-35B-A3B with MTP and DFlash on a B200 (F. Finn, "
+    '"Adaptive speculative decoding")',
+    **{
+        name: f"TIDE (arXiv 2602.05145), Table 5 with its D_0: {name.removeprefix('tide-')}"
+        for name in published.names()
+        if name.startswith("tide-")
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """The imposed duration of every pass of an engine, in seconds of the model's time.
+
+    surface: decode steps of both drafters by their names in the engine, batches padded.
+    prefill_pass_seconds: a prefill, without its tokens.  draft_pass_seconds: one pass of the own
+    drafter.
+    """
+
+    name: str
+    source: str
+    surface: CostSurface
+    prefill_pass_seconds: float
+    draft_pass_seconds: float
+    switch_seconds: float = SWITCH_SECONDS
+    warm_factor: float = WARM_FACTOR
+
+    def decode_seconds(
+        self, arm: Arm, batch_size: int, kv_tokens: int, *, warm: bool = False
+    ) -> float:
+        """Seconds of a decode step, without what a switch or a drafter's catching up adds.
+
+        kv_tokens: context of all sequences.  warm: at gamma 0, whether the drafter is kept in step.
+        Raises KeyError for an arm that has no price.
+        """
+        surface = self.surface
+        row = surface.arms.index(arm) if arm in surface.arms else -1
+        if row < 0:
+            raise KeyError(f"{self.name} has no price for {arm}")
+        plain = float(surface.seconds[row, min(batch_size, surface.max_batch_size)])
+        context = float(surface.kv_seconds[row])
+        seconds = max(
+            plain + context * (kv_tokens - batch_size * surface.kv_reference), 0.1 * plain
+        )
+        return seconds * self.warm_factor if warm and arm.gamma == 0 else seconds
+
+    def prefill_seconds(self, tokens: int) -> float:
+        """Seconds of a pass that reads so many tokens of prompts."""
+        return self.prefill_pass_seconds + self.surface.prefill_seconds_per_token * tokens
+
+    def catch_up_seconds(self, tokens: int) -> float:
+        """Seconds in which the drafter reads what it slept through; 0 for no token."""
+        per_token = self.surface.catch_up_seconds_per_token
+        return self.draft_pass_seconds + per_token * tokens if tokens else 0.0
+
+
+def load_step_costs(
+    table: str,
+    gammas: Sequence[int],
+    max_batch_size: int = _MAX_BATCH,
+    graph_batch_sizes: Sequence[int] = GRAPH_BATCH_SIZES,
+) -> StepCosts:
+    """The costs of a published name, of a step-cost CSV, or of a profile (a JSON file).
+
+    gammas: the engine's draft lengths.  A drafter of serial passes plays the engine's own, a
+    block drafter the second one.  Raises InvalidInputError: neither a name nor a readable file, a
+    file without a draft length of the engine, no drafter that can play the engine's own.
+    """
+    if table in published.names():
+        surface = _published(table, gammas, max_batch_size)
+        source = _SOURCES[table]
+    elif not Path(table).is_file():
+        raise InvalidInputError(
+            table, 0, f"is neither a file nor one of: {', '.join(published.names())}"
+        )
+    elif Path(table).suffix == ".json":
+        profile = read_profile(table)
+        kinds = {
+            d.name: DrafterKind.DFLASH if SECOND in d.name else DrafterKind.MTP
+            for d in profile.drafters
+        }
+        found = profile_surface(Path(table).stem, profile, kinds, max_batch_size)
+        surface = _with_prefill(_taking(found, gammas))
+        device = profile.fingerprint.device
+        source = f"profile {Path(table).name}, measured on {device or 'an unnamed device'}"
+    else:
+        tables = {OWN: read_step_costs(table)}
+        found = table_surface(Path(table).stem, tables, max_batch_size=max_batch_size)
+        surface = _with_prefill(_taking(found, gammas))
+        source = f"step costs {Path(table).name}"
+    surface = _as_engine(surface)
+    rows = {arm: i for i, arm in enumerate(surface.arms)}
+    plain = float(surface.seconds[rows[Arm(OWN, 0)], 1])
+    drafts = [gamma for gamma in gammas if gamma > 0]
+    shortest = min(drafts, default=0)
+    drafted = float(surface.seconds[rows[Arm(OWN, shortest)], 1])
+    # The context in the table belongs to decoding: a prefill pays for its own.
+    context = float(surface.kv_seconds[0]) * surface.kv_reference
+    return StepCosts(
+        table if table in published.names() else surface.name,
+        source,
+        _padded(surface, graph_batch_sizes),
+        max(plain - context, 0.1 * plain),
+        (drafted - plain) / max(shortest, 1),
+    )
+
+
+def padded_size(batch_size: int, graph_batch_sizes: Sequence[int]) -> int:
+    """The batch that a graph replays for this one; beyond the largest graph it runs as it is."""
+    return next((size for size in graph_batch_sizes if size >= batch_size), batch_size)
+
+
+def _published(name: str, gammas: Sequence[int], max_batch_size: int) -> CostSurface:
+    """The published surface; draft lengths that a drafter of it is not known for cost more of it.
+
+    SGLang prepares every draft length for both drafters, also where one has no use for it.
+    """
+    known = published.surface(name, max_batch_size=max_batch_size, extrapolate=True)
+    deepest = max(d.gammas[-1] for d in known.drafters)
+    found = published.surface(
+        name, [g for g in gammas if g <= max(deepest, 8)], max_batch_size, extrapolate=True
+    )
+    rows, kv_rows, drafters = [], [], []
+    for spec in found.drafters:
+        own = [i for i, arm in enumerate(found.arms) if arm.drafter == spec.name]
+        seconds, kv_seconds = found.seconds[own], found.kv_seconds[own]
+        deeper = [g for g in gammas if g > spec.gammas[-1]] if len(own) > 1 else []
+        last, before = spec.gammas[-1], spec.gammas[-2] if len(own) > 1 else 0
+        for gamma in deeper:
+            slope = (seconds[len(own) - 1] - seconds[len(own) - 2]) / (last - before)
+            seconds = np.vstack([seconds, seconds[len(own) - 1] + slope * (gamma - last)])
+            kv_seconds = np.append(kv_seconds, kv_seconds[-1])
+        rows.append(seconds)
+        kv_rows.append(kv_seconds)
+        drafters.append(replace(spec, gammas=(*spec.gammas, *deeper)))
+    return replace(
+        found,
+        drafters=tuple(drafters),
+        seconds=np.vstack(rows),
+        kv_seconds=np.concatenate(kv_rows),
+    )
+
+
+def _taking(surface: CostSurface, gammas: Sequence[int], *, refuse: bool = True) -> CostSurface:
+    """The rows of these draft lengths (0 included).  refuse: none of them may be missing."""
+    wanted = {0, *gammas}
+    for drafter in surface.drafters:
+        missing = sorted(wanted - set(drafter.gammas))
+        if missing and refuse and drafter.kind is not DrafterKind.DFLASH:
+            raise InvalidInputError(
+                surface.name, 0,
+                f"the table of {drafter.name} has the draft lengths {list(drafter.gammas)}, and "
+                f"the engine {missing} as well",
+            )  # fmt: skip
+    keep = [i for i, arm in enumerate(surface.arms) if arm.gamma in wanted]
+    return replace(
+        surface,
+        drafters=tuple(
+            replace(d, gammas=tuple(g for g in d.gammas if g in wanted)) for d in surface.drafters
+        ),
+        seconds=surface.seconds[keep],
+        kv_seconds=surface.kv_seconds[keep],
+    )
+
+
+def _with_prefill(surface: CostSurface) -> CostSurface:
+    """Prices a prompt's token as one more token in the largest verification of the table."""
+    rows = [i for i, arm in enumerate(surface.arms) if arm.drafter == surface.drafters[0].name]
+    deepest = surface.arms[rows[-1]].gamma
+    size = surface.max_batch_size
+    added = float(surface.seconds[rows[-1], size] - surface.seconds[rows[0], size])
+    per_token = max(added, 0.0) / (deepest * size) if deepest else 0.0
+    return replace(surface, prefill_seconds_per_token=per_token)
+
+
+def _as_engine(surface: CostSurface) -> CostSurface:
+    """The surface with the drafters' names in the engine; those that it cannot run are left out."""
+    names: dict[str, str] = {}
+    for spec in surface.drafters:
+        role = {DrafterKind.MTP: OWN, DrafterKind.DFLASH: SECOND}.get(spec.kind)
+        if role is not None and role not in names.values():
+            names[spec.name] = role
+    if OWN not in names.values():
+        raise InvalidInputError(surface.name, 0, "no drafter of it drafts in serial passes")
+    keep = [i for i, arm in enumerate(surface.arms) if arm.drafter in names]
+    return replace(
+        surface,
+        drafters=tuple(replace(d, name=names[d.name]) for d in surface.drafters if d.name in names),
+        seconds=surface.seconds[keep],
+        kv_seconds=surface.kv_seconds[keep],
+    )
+
+
+def _padded(surface: CostSurface, graph_batch_sizes: Sequence[int]) -> CostSurface:
+    """Prices every batch as the graph that it is padded to; padding has no context."""
+    largest = surface.max_batch_size
+    sizes = np.arange(largest + 1)
+    padded = np.array([min(padded_size(max(int(n), 1), graph_batch_sizes), largest) for n in sizes])
+    context = surface.kv_seconds[:, None] * surface.kv_reference * (padded - np.maximum(sizes, 1))
+    return replace(surface, seconds=surface.seconds[:, padded] - context[:, :])

@@ -1,0 +1,115 @@
+"""The paced engine's log: one line of JSON for every pass and for every request that ended."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from io import TextIOWrapper
+from pathlib import Path
+from typing import Any
+
+# Lines are written together, when so many have come or the engine is idle.
+_BLOCK = 256
+
+
+@dataclass(frozen=True, slots=True)
+class PacedStep:
+    """One pass of the engine: a decode step, or a prefill.
+
+    began, launched, ended: seconds of the machine's monotonic clock; the scheduler began with it
+    at `launched`.  It was to end at `due`, and was late if the engine's own work took longer.
+    seconds: the imposed duration in the model's time, of which switch_seconds and catch_up_seconds
+    are parts.  used_seconds: what the engine's own work took, on the machine's clock.
+    shim_seconds: of which the shim's hooks.
+    kinds: sequences by class.  drafter: "" without speculation.  gamma: -1 in a prefill.
+    accepted: drafts accepted by all sequences.  tokens: of the prompt in a prefill, else gained.
+    """
+
+    began: float
+    launched: float
+    ended: float
+    due: float
+    seconds: float
+    batch_size: int
+    kv_tokens: int
+    kinds: Mapping[str, int]
+    drafter: str = ""
+    gamma: int = -1
+    asleep: bool = False
+    accepted: int = 0
+    tokens: int = 0
+    probe: int = 0
+    epoch: int = 0
+    steered: bool = False
+    late: bool = False
+    switch_seconds: float = 0.0
+    catch_up_seconds: float = 0.0
+    used_seconds: float = 0.0
+    shim_seconds: float = 0.0
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether it was a decode step."""
+        return self.gamma >= 0
+
+
+@dataclass(frozen=True, slots=True)
+class PacedRequest:
+    """A request that has ended; times are seconds of the machine's monotonic clock."""
+
+    rid: str
+    first_token: float
+    last_token: float
+    tokens: int
+
+
+@dataclass(slots=True)
+class StepLog:
+    """Appends to a file; nothing is written in most passes."""
+
+    path: Path
+    _lines: list[str] = field(default_factory=list)
+    _file: TextIOWrapper | None = None
+
+    def add(self, entry: PacedStep | PacedRequest) -> None:
+        """Adds one entry."""
+        self._lines.append(json.dumps(asdict(entry), separators=(",", ":")))
+        if len(self._lines) >= _BLOCK:
+            self.flush()
+
+    def flush(self) -> None:
+        """Writes what has come since."""
+        if not self._lines:
+            return
+        if self._file is None:
+            self._file = self.path.open("a", encoding="utf-8")
+        self._file.write("\n".join(self._lines) + "\n")
+        self._file.flush()
+        self._lines.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class LogPart:
+    """What a log holds between two offsets, in order."""
+
+    steps: tuple[PacedStep, ...]
+    requests: tuple[PacedRequest, ...]
+    end: int
+
+
+def read_log(path: Path, begin: int = 0) -> LogPart:
+    """Reads whole lines from a byte offset on; an engine that has not stepped has no file."""
+    if not path.exists():
+        return LogPart((), (), begin)
+    with path.open("rb") as file:
+        file.seek(begin)
+        data = file.read()
+    whole = data[: data.rfind(b"\n") + 1]
+    steps: list[PacedStep] = []
+    requests: list[PacedRequest] = []
+    for line in whole.splitlines():
+        entry: dict[str, Any] = json.loads(line)
+        if "rid" in entry:
+            requests.append(PacedRequest(**entry))
+        else:
+            steps.append(PacedStep(**entry))
+    return LogPart(tuple(steps), tuple(requests), begin + len(whole))

@@ -1,0 +1,154 @@
+"""The streams that are played: which classes, at which concurrency, with which seeds.
+
+A stream is a closed loop of so many sequences; when all requests of a phase have begun, the next
+phase's limit holds and what still runs ends beside it, as traffic does.
+
+DAY was written down, with its seed, before any policy was run on it.  UNSEEN_DAY is what CI plays:
+nobody has looked at how it comes out.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controller.simulation.workload import ClosedLoop, RequestPool, WorkloadPhase
+from lab.cpu_engine.pace.acceptance import DrawnAcceptance, RequestId
+
+_FIRST_ID, _VOCABULARY = 16, 120
+_SIGMA = 0.4
+_LEAST_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class PhasePlan:
+    """So many sequences at a time.  kinds: the classes, in equal shares.
+
+    output_tokens, prompt_tokens: means, lognormal.
+    """
+
+    name: str
+    kinds: tuple[str, ...]
+    concurrency: int
+    requests: int
+    output_tokens: int
+    prompt_tokens: int = 96
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request to be played."""
+
+    id: RequestId
+    prompt: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A phase with its requests."""
+
+    plan: PhasePlan
+    requests: tuple[Request, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """What every policy is given.  seed: of lengths, order, prompts and acceptance."""
+
+    name: str
+    seed: int
+    phases: tuple[Phase, ...]
+
+    @property
+    def requests(self) -> int:
+        """How many requests there are."""
+        return sum(len(phase.requests) for phase in self.phases)
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens are decoded."""
+        return sum(r.id.output_tokens for phase in self.phases for r in phase.requests)
+
+    @property
+    def max_concurrency(self) -> int:
+        """Most sequences at a time."""
+        return max(phase.plan.concurrency for phase in self.phases)
+
+
+# One compressed day, paced as an H100.
+DAY = (
+    PhasePlan("night", ("code",), 1, 6, 192),
+    PhasePlan("morning", ("chat",), 64, 160, 192),
+    PhasePlan("noon", ("math",), 8, 40, 192),
+    PhasePlan("collapse", ("unseen",), 8, 28, 192),
+    PhasePlan("recovery", ("math",), 8, 40, 192),
+    PhasePlan("burst", ("chat", "code"), 128, 256, 192),
+    PhasePlan("hard burst", ("hard",), 128, 192, 192),
+    PhasePlan("evening", ("code",), 2, 12, 192),
+)
+DAY_SEED = 1109
+# The same shape of a day with another order, other sizes and another seed.
+UNSEEN_DAY = (
+    PhasePlan("evening", ("chat",), 2, 6, 160),
+    PhasePlan("burst", ("hard", "math"), 96, 128, 128),
+    PhasePlan("collapse", ("unseen",), 12, 36, 128),
+    PhasePlan("recovery", ("code",), 12, 36, 160),
+    PhasePlan("night", ("math",), 1, 4, 160),
+)
+UNSEEN_SEED = 4711
+
+
+def build_stream(name: str, plans: Sequence[PhasePlan], seed: int, share: float = 1.0) -> Stream:
+    """Draws the requests; share: of the plans' requests (at least one a sequence).
+
+    The same arguments give the same stream.
+    """
+    rng = np.random.default_rng([seed, 17])
+    number = 0
+    phases: list[Phase] = []
+    for plan in plans:
+        count = max(plan.concurrency, round(plan.requests * share))
+        outputs = _lengths(rng, count, plan.output_tokens)
+        prompts = _lengths(rng, count, plan.prompt_tokens)
+        kinds = [plan.kinds[i % len(plan.kinds)] for i in range(count)]
+        rng.shuffle(kinds)
+        requests = []
+        for kind, output, prompt in zip(kinds, outputs, prompts, strict=True):
+            tokens = rng.integers(_FIRST_ID, _VOCABULARY, prompt)
+            requests.append(Request(RequestId(kind, number, int(output)), tuple(tokens.tolist())))
+            number += 1
+        phases.append(Phase(plan, tuple(requests)))
+    return Stream(name, seed, tuple(phases))
+
+
+def as_workload(
+    stream: Stream, curves: Mapping[str, Mapping[str, Sequence[float]]], drafters: Sequence[str]
+) -> ClosedLoop:
+    """The stream for the simulator, with the very draws that the paced engine makes.
+
+    A request's first token comes from its prefill, so it decodes one token less.
+    """
+    drawn = DrawnAcceptance(curves, stream.seed)
+    phases = []
+    for phase in stream.phases:
+        output = np.array([r.id.output_tokens - 1 for r in phase.requests], dtype=np.int64)
+        kinds = sorted({r.id.kind for r in phase.requests})
+        labels = np.array([kinds.index(r.id.kind) for r in phase.requests], dtype=np.int64)
+        accepted: dict[str, NDArray[np.uint8]] = {
+            drafter: np.concatenate(
+                [drawn.accepted(r.id, drafter)[: r.id.output_tokens - 1] for r in phase.requests]
+            )
+            for drafter in drafters
+        }
+        context = np.array([len(r.prompt) + 1 for r in phase.requests], dtype=np.int64)
+        pool = RequestPool(
+            context, output, np.cumsum(output) - output, labels, accepted, tuple(kinds)
+        )
+        phases.append(WorkloadPhase(phase.plan.name, pool, phase.plan.concurrency, None))
+    return ClosedLoop(tuple(phases))
+
+
+def _lengths(rng: np.random.Generator, count: int, mean: int) -> NDArray[np.int64]:
+    drawn = rng.lognormal(np.log(mean) - _SIGMA * _SIGMA / 2, _SIGMA, count)
+    return np.maximum(_LEAST_TOKENS, np.rint(drawn)).astype(np.int64)

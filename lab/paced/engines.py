@@ -1,0 +1,125 @@
+"""Starts paced engines: SGLang servers that differ in their speculation flags alone.
+
+Their weights are dummies, as small as SGLang takes them, because a step that is held to the pace of
+a GPU has to be done by then.  So many sequences, and their acceptance, are drawn (see pace/).
+"""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from lab.cpu_engine.engine_command import eagle3_flags
+from lab.cpu_engine.pace.pacer import VARIABLE, Pace
+from lab.cpu_engine.pace.step_costs import OWN, SECOND
+from lab.harness.engines import Engine, Workplace, launch_engine
+
+OFF, ADAPTIVE, STEERED = "off", "sglang-adaptive", "steered"
+_STATIC = "static-"
+READY_SECONDS = 240.0
+_MAX_TOKENS, _CONTEXT = 131072, 2048
+_SHAPE = Path(__file__).with_name("shape.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What all engines of a run share.
+
+    pace: without its log, which each engine has for itself.  second: whether the steered engine has
+    a DFlash drafter beside its own.
+    """
+
+    pace: Pace
+    models: Path
+    max_batch_size: int
+    second: bool = False
+
+    @classmethod
+    def make(cls, pace: Pace, folder: Path, max_batch_size: int, *, second: bool) -> "Setting":
+        """Writes the models' configs to a folder."""
+        for name, config in json.loads(_SHAPE.read_text(encoding="utf-8")).items():
+            model = folder / name
+            model.mkdir(parents=True, exist_ok=True)
+            (model / "config.json").write_text(json.dumps(config))
+        return cls(pace, folder, max_batch_size, second)
+
+
+def static(gamma: int) -> str:
+    """Names SGLang's own speculation with a fixed draft length, without the plugin."""
+    return f"{_STATIC}{gamma}"
+
+
+def is_steered(policy: str) -> bool:
+    """Whether an engine has the plugin; such names begin with "steered"."""
+    return policy.startswith(STEERED)
+
+
+def log_path(policy: str, place: Workplace) -> Path:
+    """Where an engine writes its passes."""
+    return place.output / "steps" / f"{policy}.jsonl"
+
+
+def command(policy: str, setting: Setting, port: int) -> list[str]:
+    """Makes the command line of an engine."""
+    return [
+        sys.executable, "-m", "lab.cpu_engine.serve",
+        "--model-path", str(setting.models / "target"),
+        "--load-format", "dummy",
+        "--skip-tokenizer-init",
+        "--host", "127.0.0.1",
+        "--port", str(port),
+        "--max-running-requests", str(setting.max_batch_size),
+        "--max-total-tokens", str(_MAX_TOKENS),
+        "--context-length", str(_CONTEXT),
+        "--random-seed", "1",
+        "--log-level-http", "warning",
+        *speculation_flags(policy, setting),
+    ]  # fmt: skip
+
+
+def speculation_flags(policy: str, setting: Setting) -> list[str]:
+    """Returns the flags that distinguish the engines' command lines."""
+    if policy == OFF:
+        return []
+    draft = setting.models / OWN
+    if policy == ADAPTIVE:
+        return [
+            "--speculative-algorithm", "EAGLE3",
+            "--speculative-draft-model-path", str(draft),
+            "--speculative-adaptive",
+        ]  # fmt: skip
+    return eagle3_flags(draft, 3 if is_steered(policy) else int(policy.removeprefix(_STATIC)))
+
+
+def environment(policy: str, setting: Setting, place: Workplace) -> dict[str, str]:
+    """Makes the variables of an engine; only a steered one gets the sidecar's address."""
+    log = log_path(policy, place)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.unlink(missing_ok=True)
+    pace = replace(setting.pace, log=str(log.absolute()))
+    variables = {VARIABLE: pace.as_json()}
+    if setting.pace.curves is not None:
+        # Any length above 0 has SGLang ask; the answer is drawn.
+        variables["SGLANG_SIMULATE_ACC_LEN"] = "1"
+    if is_steered(policy):
+        variables |= {
+            "SPECULATION_SIDECAR": place.address,
+            "SPECULATION_ENGINE_ID": policy,
+            "SPECULATION_GAMMAS": ",".join(map(str, setting.pace.gammas)),
+        }
+        if setting.second:
+            variables["SPECULATION_DFLASH_MODEL_PATH"] = str(setting.models / SECOND)
+    return variables
+
+
+def launch(
+    policy: str, setting: Setting, place: Workplace, more: Mapping[str, str] | None = None
+) -> Engine:
+    """Starts an engine and does not wait for it.  more: further variables."""
+    variables = environment(policy, setting, place) | dict(more or {})
+
+    def make(port: int) -> Sequence[str]:
+        return command(policy, setting, port)
+
+    return launch_engine(policy, make, variables, place)

@@ -1,0 +1,71 @@
+"""What the imposed table makes of a stream: every static arm, and the best one of each segment.
+
+The simulator replays the stream with the engine's own draws, costs and order of work; nothing in
+it is measured, so it can be known before any engine runs.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from controller.core.engine_spec import Arm
+from controller.simulation.comparison.hindsight import SegmentSchedule, best_by_segment
+from controller.simulation.comparison.run import static_names
+from controller.simulation.engine import EngineOptions, Prefill, RunResult, simulate
+from controller.simulation.peers.static import Static
+from lab.cpu_engine.pace.step_costs import StepCosts
+from lab.paced.day import Stream, as_workload
+
+_PREFILL_CHUNK_TOKENS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """One policy, computed.  rates: tokens/s of the whole stream; phases: of each phase."""
+
+    rate: float
+    phases: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Oracle:
+    """statics: arm -> computed.  arms: the best arm of each phase.  oracle: those in turn."""
+
+    statics: Mapping[Arm, Computed]
+    arms: tuple[Arm, ...]
+    oracle: Computed
+
+    @property
+    def best_static(self) -> Arm:
+        """The arm with the most tokens per second over the whole stream."""
+        return max(self.statics, key=lambda arm: self.statics[arm].rate)
+
+    @property
+    def gain(self) -> float:
+        """Tokens/s of the oracle over those of the best static arm."""
+        return self.oracle.rate / self.statics[self.best_static].rate
+
+
+def compute(
+    stream: Stream, curves: Mapping[str, Mapping[str, Sequence[float]]], costs: StepCosts
+) -> Oracle:
+    """Replays the stream with every static arm, then with the best arm of each phase."""
+    surface = replace(costs.surface, prefill_pass_seconds=costs.prefill_pass_seconds)
+    workload = as_workload(stream, curves, [d.name for d in surface.drafters])
+    options = EngineOptions(
+        lag=0, noise=0.0, switch_seconds=costs.switch_seconds, warm_factor=costs.warm_factor,
+        prefill=Prefill.CHUNKED, prefill_chunk_tokens=_PREFILL_CHUNK_TOKENS,
+    )  # fmt: skip
+    indices = list(static_names(surface).values())
+    runs = {
+        index: simulate(workload, surface, Static(surface.arms, index), options, stream.seed)
+        for index in indices
+    }
+    best = [indices[i] for i in best_by_segment(list(runs.values()))]
+    found = simulate(workload, surface, SegmentSchedule(best), options, stream.seed)
+    statics = {surface.arms[index]: _computed(run) for index, run in runs.items()}
+    return Oracle(statics, tuple(surface.arms[index] for index in best), _computed(found))
+
+
+def _computed(run: RunResult) -> Computed:
+    pairs = zip(run.segment_tokens, run.segment_seconds, strict=True)
+    return Computed(run.rate, tuple(tokens / seconds for tokens, seconds in pairs))

@@ -1,0 +1,64 @@
+"""The classes of requests, each with the acceptance that was measured on a real pair.
+
+`python -m lab.paced.curves` makes the numbers again, from the public traces or from this
+repository's own small models.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from controller.simulation import published
+from controller.simulation.curves import conditional
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficClass:
+    """One kind of requests.  survival: P(the first k drafts are all accepted), k = 1, 2, ..."""
+
+    name: str
+    survival: tuple[float, ...]
+    source: str
+
+
+_TRACE = "Llama-3.1-8B with EAGLE (arXiv 2601.11580), replayed with 8 drafts a step: "
+CLASSES: Mapping[str, TrafficClass] = {
+    found.name: found
+    for found in (
+        TrafficClass(
+            "code",
+            (0.647, 0.396, 0.260, 0.192, 0.146, 0.115, 0.092, 0.063),
+            _TRACE + "InstructCoder",
+        ),
+        TrafficClass(
+            "math", (0.663, 0.427, 0.269, 0.175, 0.108, 0.070, 0.046, 0.026), _TRACE + "GSM8K"
+        ),
+        TrafficClass(
+            "chat", (0.595, 0.347, 0.221, 0.151, 0.110, 0.082, 0.062, 0.042), _TRACE + "ShareGPT"
+        ),
+        TrafficClass(
+            "hard",
+            (0.447, 0.137, 0.060, 0.036, 0.026, 0.020, 0.016, 0.012),
+            _TRACE + "the tenth of the ShareGPT requests that accepts least",
+        ),
+        TrafficClass(
+            "unseen",
+            (0.1, 0.02),
+            "this repository's code-only EAGLE3 drafter on CSV",
+        ),
+    )
+}
+
+
+def own_curves() -> dict[str, dict[str, Sequence[float]]]:
+    """Class -> the engine's own drafter -> conditional acceptance a_1, a_2, ..."""
+    return {name: {"eagle3": conditional(found.survival)} for name, found in CLASSES.items()}
+
+
+def published_curves(table: str) -> dict[str, dict[str, Sequence[float]]]:
+    """The curves that were published with a table, as one class "published".
+
+    The serial drafter plays the engine's own, the block drafter the second one.
+    """
+    curves = published.acceptance_curves(table)
+    names = {"mtp": "eagle3", "dflash": "dflash"}
+    return {"published": {names[name]: conditional(curve) for name, curve in curves.items()}}
