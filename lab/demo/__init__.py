@@ -1,8 +1,11 @@
-"""One stream of prompts, four policies, on the real SGLang: `python -m lab.demo`."""
+"""What steering gains: one compressed day, four policies, on the real SGLang at a GPU's pace.
+
+python -m lab.demo
+"""
 
 from lab.harness.requirements import require
 
 require(
-    "lab.demo", "aiohttp", "controller", "grpc", "matplotlib", "numpy", "psutil", "rich",
-    "speculation", "typer",
+    "lab.demo", "aiohttp", "controller", "grpc", "matplotlib", "numpy", "psutil", "pydantic",
+    "rich", "speculation", "typer",
 )  # fmt: skip

@@ -1,5 +1,6 @@
 """The command line of the demo."""
 
+from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
@@ -7,39 +8,57 @@ import typer
 
 from lab.demo import report
 from lab.demo.run import DemoOptions, run
-from lab.demo.stream import FULL, QUICK, SEED, build_stream, halved
 from lab.harness.errors import HarnessError
 from lab.harness.processes import end_on_sigterm
 from lab.harness.terminal import Terminal
+from lab.paced.day import DAY, DAY_SEED, UNSEEN_DAY, UNSEEN_SEED, build_stream
 
 EXIT_FAILED = 1
 EXIT_NOT_EXACT = 3
-_QUICK_STATIC_GAMMA = 2
-_PROFILE_SECONDS = 80.0
-_QUICK_PROFILE_SECONDS = 14.0
+_TABLE = "h100-llama3.1-8b"
+_PROFILE_SECONDS = 60.0
+_FULL_SEEDS = 3
+
+
+class StreamName(Enum):
+    """The streams that there are: see lab/paced/day.py."""
+
+    DAY = "day"
+    UNSEEN = "unseen"
 
 
 def demo(
-    quick: Annotated[
-        bool, typer.Option("--quick", help="A shorter stream, played once, static γ given.")
-    ] = False,
-    repeats: Annotated[int | None, typer.Option(min=1, help="Plays of each policy.")] = None,
-    static_gamma: Annotated[
-        int | None, typer.Option(min=1, help="Static γ; found for the stream if not given.")
+    pace: Annotated[
+        str, typer.Option(help="Whose step times: a published name, a step-cost CSV, a profile.")
+    ] = _TABLE,
+    dilation: Annotated[
+        float | None,
+        typer.Option(min=0.1, help="Seconds for each second of the model; found if not given."),
     ] = None,
+    stream: Annotated[StreamName, typer.Option(help="Which stream is played.")] = StreamName.DAY,
+    seed: Annotated[int | None, typer.Option(help="Another seed of the stream.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Plays of each policy.")] = 1,
+    full: Annotated[
+        bool,
+        typer.Option("--full", help="Three repeats, and the draft lengths next to the best one."),
+    ] = False,
+    unpaced: Annotated[bool, typer.Option(help="Prove exact tokens without a pace.")] = True,
     output: Annotated[Path, typer.Option(help="Where result, picture and logs go.")] = Path(
         "build/demo"
     ),
-    seed: Annotated[int, typer.Option(help="Seed of prompts and lengths.")] = SEED,
 ) -> None:
-    """Plays one stream off, static, with SGLang's adaptive speculation and steered; compares."""
+    """Plays a day off, static, with SGLang's adaptive speculation and steered; compares them."""
     end_on_sigterm()
+    plans, seed = (DAY, DAY_SEED) if stream is StreamName.DAY else (UNSEEN_DAY, UNSEEN_SEED)
+    seeds = range(seed, seed + _FULL_SEEDS) if full else [seed] * repeats
     options = DemoOptions(
-        stream=halved(build_stream(QUICK, seed)) if quick else build_stream(FULL, seed),
-        repeats=repeats or (1 if quick else 3),
-        static_gamma=static_gamma or (_QUICK_STATIC_GAMMA if quick else None),
-        profile_seconds=_QUICK_PROFILE_SECONDS if quick else _PROFILE_SECONDS,
+        table=pace,
+        streams=tuple(build_stream(stream.value, plans, one) for one in seeds),
+        dilation=dilation,
+        profile_seconds=_PROFILE_SECONDS,
         output=output,
+        neighbours=full,
+        unpaced=unpaced,
     )
     terminal = Terminal()
     try:
@@ -49,7 +68,7 @@ def demo(
         raise typer.Exit(EXIT_FAILED) from error
     report.show(outcome, terminal)
     terminal.say(f"\n{output / 'result.json'}  {output / 'demo.png'}  {output / 'logs'}/")
-    if not all(outcome.exact(policy) for policy in outcome.policies):
+    if not outcome.all_exact:
         raise typer.Exit(EXIT_NOT_EXACT)
 
 

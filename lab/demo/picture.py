@@ -1,20 +1,22 @@
-"""Draws the demo's picture: draft lengths over time, speeds and acceptance lengths."""
+"""Draws the demo's picture: draft lengths over the day, speeds, phases, and lost time."""
 
+from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lab.demo.compare import DemoOutcome
-from lab.harness.sidecar import OWN_DRAFTER
+from lab.demo.outcome import DemoOutcome
+from lab.paced.engines import ADAPTIVE, STEERED
+from lab.paced.lost_time import LostTime
+from lab.paced.plays import PacedPlay
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_DOMAIN_COLOURS = {
-    "code": "#4c78a8", "prose": "#f2a65a", "json": "#72b07a", "csv": "#b279a2", "mixed": "#9d9d9d",
-}  # fmt: skip
-_POLICY_COLOURS = ("#9d9d9d", "#4c78a8", "#b279a2", "#d1495b")
-_STEERED_COLOUR = _POLICY_COLOURS[-1]
-_BLOCK_COLOUR = "#7a3b9a"
+_COLOURS = ("#9d9d9d", "#4c78a8", "#b279a2", "#72b07a", "#f2a65a")
+_STEERED_COLOUR = "#d1495b"
+_SHADES = ("#eef2f7", "#f8f4ec")
+_SECOND_COLOUR = "#7a3b9a"
 
 
 def draw(outcome: DemoOutcome, path: Path) -> None:
@@ -24,111 +26,121 @@ def draw(outcome: DemoOutcome, path: Path) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure = plt.figure(figsize=(12.5, 8.2), layout="constrained")
-    grid = figure.add_gridspec(2, 2, height_ratios=(1.15, 1.0))
-    _over_time(outcome, figure.add_subplot(grid[0, :]))
-    _speed(outcome, figure.add_subplot(grid[1, 0]))
-    _acceptance(outcome, figure.add_subplot(grid[1, 1]))
+    figure = plt.figure(figsize=(13.0, 9.0), layout="constrained")
+    grid = figure.add_gridspec(3, 2, height_ratios=(1.0, 0.7, 1.1))
+    _over_time(outcome, STEERED, figure.add_subplot(grid[0, :]), legend=True)
+    if ADAPTIVE in outcome.plays:
+        _over_time(outcome, ADAPTIVE, figure.add_subplot(grid[1, :]), legend=False)
+    _speeds(outcome, figure.add_subplot(grid[2, 0]))
+    _phases(outcome, figure.add_subplot(grid[2, 1]))
+    figure.suptitle(
+        f"Step times are imposed ({outcome.costs.source}); acceptance is drawn from measured "
+        "curves; scheduler, batching, shim, link and sidecar are real",
+        fontsize=8,
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
 
-def _typical_repeat(outcome: DemoOutcome) -> int:
-    """The index of the steered play whose speed is the median one."""
-    plays = outcome.steered.plays
-    order = sorted(range(len(plays)), key=lambda i: plays[i].tokens_per_second)
-    return order[len(order) // 2]
+def _colour(outcome: DemoOutcome, policy: str) -> str:
+    return _STEERED_COLOUR if policy == STEERED else _COLOURS[outcome.others.index(policy)]
 
 
-def _over_time(outcome: DemoOutcome, axes: "Axes") -> None:
-    repeat = _typical_repeat(outcome)
-    phases = outcome.steered.plays[repeat].phases
-    origin = phases[0].started
-    samples = outcome.watched[repeat]
+def _typical(plays: Sequence[PacedPlay]) -> PacedPlay:
+    """The play whose speed is the median one."""
+    return sorted(plays, key=lambda play: play.tokens_per_second)[len(plays) // 2]
+
+
+def _over_time(outcome: DemoOutcome, policy: str, axes: "Axes", *, legend: bool) -> None:
+    play = _typical(outcome.plays[policy])
+    origin, steps = play.played.began[0], play.decode_steps
     batch = axes.twinx()
     batch.set_zorder(0)
     axes.set_zorder(1)
     axes.patch.set_visible(False)
-    for played in phases:
-        left, right = played.started - origin, played.started + played.seconds - origin
-        colour = _DOMAIN_COLOURS[played.phase.domain]
-        batch.axvspan(left, right, color=colour, alpha=0.22, linewidth=0)
-        axes.text(
-            (left + right) / 2, 7.75, f"{played.phase.domain}\n×{played.phase.concurrency}",
-            ha="center", va="bottom", fontsize=9,
-        )  # fmt: skip
-    times = [sample.at - origin for sample in samples]
+    highest = max(7, *(step.gamma for step in steps))
+    for number, (begin, end) in enumerate(play.edges):
+        left, right = (begin - origin) / play.dilation, (end - origin) / play.dilation
+        batch.axvspan(left, right, color=_SHADES[number % 2], linewidth=0)
+        plan = outcome.stream.phases[number].plan
+        if legend:
+            axes.text(
+                (left + right) / 2, highest + 0.6,
+                f"{plan.name}\n{'+'.join(plan.kinds)} ×{plan.concurrency}",
+                ha="center", va="bottom", fontsize=8,
+            )  # fmt: skip
+    times = [(step.began - origin) / play.dilation for step in steps]
     batch.fill_between(
-        times, [sample.batch_size for sample in samples], step="post", color="#333333", alpha=0.16,
+        times, [step.batch_size for step in steps], step="post", color="#333333", alpha=0.15,
         linewidth=0,
     )  # fmt: skip
-    axes.step(
-        times, [sample.gamma for sample in samples], where="post", color=_STEERED_COLOUR,
-        linewidth=1.2,
-    )  # fmt: skip
-    blocks = [sample for sample in samples if sample.gamma and sample.drafter != OWN_DRAFTER]
-    if blocks:
+    colour = _colour(outcome, policy)
+    axes.step(times, [step.gamma for step in steps], where="post", color=colour, linewidth=0.8)
+    seconds = [
+        (t, s) for t, s in zip(times, steps, strict=True) if s.gamma and s.drafter != "eagle3"
+    ]
+    if seconds:
         axes.plot(
-            [sample.at - origin for sample in blocks], [sample.gamma for sample in blocks], "s",
-            markersize=3, color=_BLOCK_COLOUR, label=f"drafted by {blocks[0].drafter}",
+            [t for t, _ in seconds], [s.gamma for _, s in seconds], "s", markersize=2,
+            color=_SECOND_COLOUR, label=f"drafted by {seconds[0][1].drafter}",
         )  # fmt: skip
-    probes = [sample for sample in samples if sample.probe]
-    axes.plot(
-        [sample.at - origin for sample in probes], [sample.gamma for sample in probes], "o",
-        markersize=4, markerfacecolor="white", markeredgecolor=_STEERED_COLOUR, label="probe",
-    )  # fmt: skip
-    axes.set_ylim(-0.3, 9.0)
-    axes.set_yticks(range(8))
-    axes.set_xlim(0, phases[-1].started + phases[-1].seconds - origin)
-    axes.set_xlabel("seconds")
-    axes.set_ylabel("draft length γ", color=_STEERED_COLOUR)
+    probes = [(t, step.gamma) for t, step in zip(times, steps, strict=True) if step.probe]
+    if probes:
+        axes.plot(
+            [t for t, _ in probes], [gamma for _, gamma in probes], "o", markersize=3,
+            markerfacecolor="white", markeredgecolor=colour, linestyle="none", label="probe",
+        )  # fmt: skip
+    axes.set_ylim(-0.3, highest + (2.0 if legend else 0.6))
+    axes.set_yticks(range(highest + 1))
+    axes.set_xlim(0, play.seconds)
+    axes.set_xlabel("seconds of the model's time")
+    axes.set_ylabel(f"{policy}: draft length γ", color=colour)
     batch.set_ylabel("sequences decoding (grey)")
-    batch.set_ylim(-0.3 * 2, 9.0 * 2)  # twice the γ axis: sixteen sequences reach γ = 8
-    batch.set_yticks(range(0, 17, 4))
-    if probes or blocks:
-        axes.legend(
-            loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, fontsize=8, frameon=False
-        )
-    axes.set_title(
-        f"steered: draft length over time, sampled ten times a second (repeat {repeat + 1})",
-        loc="left", fontsize=11,
-    )  # fmt: skip
+    batch.set_ylim(0, outcome.stream.max_concurrency * 1.3)
+    if legend and (probes or seconds):
+        axes.legend(loc="upper right", fontsize=8, frameon=False)
 
 
-def _speed(outcome: DemoOutcome, axes: "Axes") -> None:
-    names = [policy.policy for policy in outcome.policies]
-    spreads = [policy.tokens_per_second() for policy in outcome.policies]
+def _speeds(outcome: DemoOutcome, axes: "Axes") -> None:
+    names = outcome.policies
+    spreads = [outcome.rates(name) for name in names]
     places = range(len(names))
-    axes.bar(places, [s.median for s in spreads], color=_POLICY_COLOURS, width=0.65)
+    axes.bar(
+        places, [s.median for s in spreads], color=[_colour(outcome, n) for n in names], width=0.65
+    )
     axes.vlines(places, [s.low for s in spreads], [s.high for s in spreads], color="black")
-    for place, policy, spread in zip(places, outcome.policies, spreads, strict=True):
-        axes.plot([place] * len(spread.values), spread.values, "_", color="black", markersize=9)
+    for place, name, spread in zip(places, names, spreads, strict=True):
         label = f"{spread.median:.0f}"
-        if policy is not outcome.steered:
-            label += f"\nsteered ×{outcome.ratio(policy).median:.2f}"
+        if name != STEERED:
+            label += f"\nsteered ×{outcome.ratio(name).median:.2f}"
         axes.text(place, spread.high * 1.01, label, ha="center", va="bottom", fontsize=9)
+    oracle = outcome.oracles[0].oracle.rate
+    axes.axhline(oracle, color="black", linestyle=":", linewidth=1)
+    axes.text(-0.45, oracle * 1.01, "best arm of each phase, computed", fontsize=8, va="bottom")
     axes.set_xticks(list(places), names)
-    axes.set_ylim(0, max(s.high for s in spreads) * 1.18)
-    axes.set_ylabel("tokens/s")
-    repeats = len(spreads[0].values)
-    axes.set_title(f"whole stream: median and range of {repeats}", loc="left", fontsize=11)
+    axes.set_ylim(0, max(oracle, *(s.high for s in spreads)) * 1.2)
+    axes.set_ylabel("tokens/s of the model's time")
+    lost = "  ".join(
+        f"{field.name} {getattr(outcome.lost[0], field.name):.1%}" for field in fields(LostTime)
+    )
+    axes.set_title("whole day", loc="left", fontsize=11)
+    axes.set_xlabel(f"steered lost, by cause: {lost}", fontsize=8)
 
 
-def _acceptance(outcome: DemoOutcome, axes: "Axes") -> None:
-    drafting = outcome.policies[1:]
-    domains = list(drafting[0].acceptance_by_domain())
-    width = 0.8 / len(drafting)
-    for index, (policy, colour) in enumerate(zip(drafting, _POLICY_COLOURS[1:], strict=True)):
-        values = policy.acceptance_by_domain()
+def _phases(outcome: DemoOutcome, axes: "Axes") -> None:
+    phases = outcome.stream.phases
+    width = 0.8 / len(outcome.policies)
+    for number, policy in enumerate(outcome.policies):
+        shares = [outcome.phase_shares(policy, i).median for i in range(len(phases))]
         axes.bar(
-            [place + index * width for place in range(len(domains))],
-            [values[domain] for domain in domains],
-            width * 0.92, color=colour, label=policy.policy,
+            [i + number * width for i in range(len(phases))], shares, width=width,
+            color=_colour(outcome, policy), label=policy,
         )  # fmt: skip
-    axes.axhline(1.0, color="black", linewidth=0.8)
-    axes.set_xticks([place + 0.4 - width / 2 for place in range(len(domains))], domains)
-    axes.set_ylabel("tokens per sequence and step")
-    axes.set_ylim(0.8, axes.get_ylim()[1] * 1.1)
-    axes.legend(fontsize=8, ncols=len(drafting), loc="upper left")
-    axes.set_title("acceptance length, at the γ that ran", loc="left", fontsize=11)
+    axes.axhline(1.0, color="black", linestyle=":", linewidth=1)
+    axes.set_xticks(
+        [i + 0.4 - width / 2 for i in range(len(phases))],
+        [f"{p.plan.name}\n×{p.plan.concurrency}" for p in phases], fontsize=8,
+    )  # fmt: skip
+    axes.set_title("tokens/s of each phase over those of its best arm", loc="left", fontsize=11)
+    axes.legend(fontsize=8, ncols=2, loc="lower right")

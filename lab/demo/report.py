@@ -1,131 +1,116 @@
 """Prints the outcome as tables for a person."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from lab.demo.compare import (
-    DemoOutcome,
-    PolicyPlays,
-    Selection,
-    choice_shares,
-)
-from lab.harness.foreign_load import DOUBTFUL_CORES
-from lab.harness.load_generator import acceptance_length
-from lab.harness.spread import Spread
-from lab.harness.stream import StreamPhase
+from lab.demo.outcome import DemoOutcome, arm_name
 from lab.harness.terminal import Terminal
+from lab.paced.day import Stream
+from lab.paced.engines import STEERED
+from lab.paced.oracle import Oracle
 
 # Choices that ran less are left out of the table.
 _LEAST_SHOWN = 0.05
 
 
+def show_table(stream: Stream, oracle: Oracle, source: str, terminal: Terminal) -> None:
+    """Prints what the table makes of the stream before anything has run."""
+    terminal.heading(f"The stream {stream.name!r}, computed from the table")
+    terminal.say(f"Step times are imposed: {source}.")
+    terminal.say("Acceptance is drawn from measured curves, alike for all policies.")
+    terminal.say(
+        f"{stream.requests} requests, {stream.tokens} tokens, "
+        + ", ".join(f"{phase.plan.name} ×{phase.plan.concurrency}" for phase in stream.phases)
+    )
+    terminal.say(
+        f"The best arm of each phase ({', '.join(arm_name(arm) for arm in oracle.arms)}) gains "
+        f"{oracle.gain:.3f} over the best static one ({arm_name(oracle.best_static)})."
+    )
+
+
 def show(outcome: DemoOutcome, terminal: Terminal) -> None:
-    """Prints the whole stream, then each phase, then the draft lengths."""
-    repeats = len(outcome.steered.plays)
+    """Prints the whole stream, then each phase, then what the steered engine lost."""
+    repeats = len(outcome.plays[STEERED])
+    repeated = f" (median of {repeats}, range)" if repeats > 1 else ""
     terminal.table(
-        f"Whole stream, {repeats} repeats (median, range)",
-        ["policy", "tokens/s", "range", "steered ÷ it", "range", "accept length", "exact"],
-        [_stream_row(outcome, policy) for policy in outcome.policies],
-    )
+        f"Whole day{repeated}: tokens/s and times of the model",
+        ["policy", "tokens/s", "of the oracle", "steered ÷ it", "ms/token p50", "p99",
+         "latency p50", "p99", "late", "exact"],
+        [_row(outcome, policy) for policy in outcome.policies],
+    )  # fmt: skip
     terminal.table(
-        "By phase: tokens/s (median), and steered ÷ each, paired",
-        [
-            "phase",
-            *(policy.policy for policy in outcome.policies),
-            *(f"÷ {policy.policy}" for policy in outcome.others),
-        ],
-        [_phase_row(outcome, number) for number in range(len(outcome.stream))],
+        "By phase: tokens/s, steered ÷ each, and what the steered engine ran",
+        ["phase", *outcome.policies, *(f"÷ {p}" for p in outcome.others), "γ"],
+        [_phase_row(outcome, number) for number in range(len(outcome.stream.phases))],
     )
-    terminal.table(
-        "Steered: drafters and draft lengths by phase (share of samples), and acceptance length",
-        ["phase", "γ", *(policy.policy for policy in outcome.policies[1:])],
-        [_gamma_row(outcome, number) for number in range(len(outcome.stream))],
-    )
-    busiest = max(play.foreign_cores for p in outcome.policies for play in p.plays)
-    if busiest > DOUBTFUL_CORES:
+    for lost in outcome.lost:
         terminal.say(
-            f"Other programs kept up to {busiest:.1f} cores busy during a play: "
-            "the speeds above are doubtful, the exactness of the tokens is not affected."
+            f"Lost against the best arm of every single step: {lost.total:.1%} of the time "
+            f"(waiting for information {lost.waiting:.1%}, probing {lost.probing:.1%}, switching "
+            f"{lost.switching:.1%}, wrong estimates {lost.estimates:.1%}, link {lost.link:.1%}); "
+            f"the shim's own work, hidden behind the step: {lost.shim:.1%}"
         )
-    for policy in outcome.policies:
-        for repeat, play in enumerate(policy.plays, start=1):
-            for wrong in outcome.mismatches(play)[:3]:
-                terminal.say(
-                    f"NOT EXACT: {policy.policy}, repeat {repeat}, request {wrong.request}: token "
-                    f"{wrong.position} is {wrong.found}, plain decoding gave {wrong.expected}"
-                )
+    for play in outcome.exact:
+        for wrong in play.mismatches[:3]:
+            terminal.say(
+                f"NOT EXACT: {play.policy}, request {wrong.request}: token {wrong.position} is "
+                f"{wrong.found}, plain decoding gave {wrong.expected}"
+            )
+    if outcome.exact:
+        tokens = sum(play.tokens for play in outcome.exact)
+        arms = outcome.exact[-1].arms
+        terminal.say(
+            f"Unpaced, with the small trained models: {tokens} tokens compared with plain "
+            f"decoding, {'all of them equal' if outcome.all_exact else 'NOT all of them equal'}; "
+            f"the steered engine changed at random among {len(arms)} arms."
+        )
 
 
-def show_profile(profile: Mapping[str, Any], terminal: Terminal) -> None:
-    """Prints the step costs of a profile, which is given as its file's JSON document."""
+def show_profile(profile: Mapping[str, Any], dilation: float, terminal: Terminal) -> None:
+    """Prints the step costs of a profile, in the model's time."""
     cost = {
         (c["drafter"] if c["gamma"] else "", c["gamma"], c["batch_size"]): c["step_seconds"]
         for c in profile["cells"]
     }
     arms = sorted({(drafter, gamma) for drafter, gamma, _ in cost})
     terminal.table(
-        "Milliseconds of a step",
-        ["B", *(f"{drafter} γ = {gamma}".strip() for drafter, gamma in arms)],
+        "What `controller profile` measured: milliseconds of a step, of the model",
+        ["B", *(f"{drafter} {gamma}".strip() for drafter, gamma in arms)],
         [
-            [str(size), *(f"{1000 * cost[*arm, size]:.1f}" for arm in arms)]
+            [str(size), *(f"{1000 * cost[*arm, size] / dilation:.2f}" for arm in arms)]
             for size in sorted({size for *_, size in cost})
         ],
     )
 
 
-def show_selection(selection: Selection, stream: Sequence[StreamPhase], terminal: Terminal) -> None:
-    """Prints the rate of each draft length that was held throughout a play."""
-    gammas = list(selection.plays)
-    rows = [
-        [phase.name, *(f"{selection.rate(gamma, number):.0f}" for gamma in gammas)]
-        for number, phase in enumerate(stream)
+def _row(outcome: DemoOutcome, policy: str) -> list[str]:
+    rates, plays = outcome.rates(policy), outcome.plays[policy]
+    text = f"{rates.median:.0f}"
+    if len(rates.values) > 1:
+        text += f" ({rates.low:.0f}–{rates.high:.0f})"
+    middle = sorted(plays, key=lambda play: play.tokens_per_second)[len(plays) // 2]
+    exact = outcome.exactness(policy)
+    return [
+        policy,
+        text,
+        f"{outcome.share_of_oracle(policy).median:.3f}",
+        "" if policy == STEERED else f"{outcome.ratio(policy).median:.3f}",
+        f"{middle.token_milliseconds(50):.2f}",
+        f"{middle.token_milliseconds(99):.2f}",
+        f"{middle.latency_seconds(50):.2f} s",
+        f"{middle.latency_seconds(99):.2f} s",
+        f"{max(play.late_share for play in plays):.1%}",
+        {None: "", True: "yes", False: "NO"}[exact],
     ]
-    rows.append(["whole stream", *(f"{selection.rate(gamma):.1f}" for gamma in gammas)])
-    terminal.table(
-        f"Held to one γ: tokens/s; the best for the whole stream is γ = {selection.gamma}",
-        ["phase", *(f"γ = {gamma}" for gamma in gammas)],
-        rows,
-    )
-    terminal.say(
-        f"Every phase at its own best γ, in hindsight: {selection.hindsight:.1f} tokens/s, "
-        f"{selection.hindsight / selection.rate(selection.gamma):.2f} × the best static."
-    )
-
-
-def _stream_row(outcome: DemoOutcome, policy: PolicyPlays) -> list[str]:
-    rate = policy.tokens_per_second()
-    row = [policy.policy, f"{rate.median:.1f}", _range(rate, 1)]
-    if policy is outcome.steered:
-        row += ["", ""]
-    else:
-        ratio = outcome.ratio(policy)
-        row += [f"{ratio.median:.3f}", _range(ratio, 3)]
-    exact = "yes" if outcome.exact(policy) else "NO"
-    return [*row, f"{acceptance_length(policy.answers):.2f}", exact]
 
 
 def _phase_row(outcome: DemoOutcome, number: int) -> list[str]:
+    plan = outcome.stream.phases[number].plan
+    choices = outcome.plays[STEERED][0].choices(number)
+    shown = [f"{c}: {share:.0%}" for c, share in choices.items() if share >= _LEAST_SHOWN]
     return [
-        outcome.stream[number].name,
-        *(f"{p.tokens_per_second(number).median:.0f}" for p in outcome.policies),
+        f"{plan.name} ×{plan.concurrency}",
+        *(f"{outcome.phase_rates(p, number).median:.0f}" for p in outcome.policies),
         *(f"{outcome.ratio(p, number).median:.2f}" for p in outcome.others),
+        ", ".join(shown),
     ]
-
-
-def _gamma_row(outcome: DemoOutcome, number: int) -> list[str]:
-    samples = [
-        sample
-        for repeat in range(len(outcome.watched))
-        for sample in outcome.samples_of(repeat, number)
-    ]
-    shown = {c: share for c, share in choice_shares(samples).items() if share >= _LEAST_SHOWN}
-    shares = "  ".join(f"{choice}: {share:.0%}" for choice, share in shown.items())
-    lengths = [
-        acceptance_length([a for play in policy.plays for a in play.phases[number].answers])
-        for policy in outcome.policies[1:]
-    ]
-    return [outcome.stream[number].name, shares, *(f"{length:.2f}" for length in lengths)]
-
-
-def _range(spread: Spread, digits: int) -> str:
-    return f"{spread.low:.{digits}f}–{spread.high:.{digits}f}"

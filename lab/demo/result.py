@@ -3,116 +3,117 @@
 from dataclasses import asdict
 from typing import Any
 
-from lab.demo.compare import DemoOutcome, PolicyPlays, choice_shares
-from lab.harness.load_generator import Play, acceptance_length
+from lab.demo.outcome import DemoOutcome, arm_name
+from lab.paced.engines import STEERED
+from lab.paced.oracle import Oracle
+from lab.paced.plays import PacedPlay
+from lab.paced.traffic import CLASSES
+
+# A sample of the steps for gamma over time: so many at most.
+_SAMPLES_MAX = 2000
 
 
 def as_json(outcome: DemoOutcome) -> dict[str, Any]:
     """The runs, ratios and draft lengths; the caller adds how and where it was run."""
+    kinds = sorted({k for phase in outcome.stream.phases for k in phase.plan.kinds})
     return {
+        "label": {
+            "imposed": f"the duration of every step: {outcome.costs.source}",
+            "drawn": {
+                kind: CLASSES[kind].source if kind in CLASSES else "published with the table"
+                for kind in kinds
+            },
+            "real": "SGLang's scheduler and batching, the shim, the link, the sidecar, the profile",
+            "dilation": outcome.dilation,
+            "unit": "tokens/s, seconds and milliseconds are of the model's time",
+        },
         "runs": [_run(outcome, policy) for policy in outcome.policies],
         "ratios": {
-            f"{outcome.steered.policy}/{other.policy}": {
-                **outcome.ratio(other).as_json(),
+            f"steered/{policy}": {
+                **outcome.ratio(policy).as_json(),
                 "phases": [
-                    outcome.ratio(other, number).as_json() for number in range(len(outcome.stream))
+                    outcome.ratio(policy, number).as_json()
+                    for number in range(len(outcome.stream.phases))
                 ],
             }
-            for other in outcome.others
+            for policy in outcome.others
         },
-        "gamma": {
-            "sampled_hz": 10,
-            "shares": _rounded(choice_shares([s for samples in outcome.watched for s in samples])),
-            "repeats": [
+        "oracle": [_oracle(oracle) for oracle in outcome.oracles],
+        "lost_time": [
+            {name: round(value, 5) for name, value in asdict(lost).items()}
+            | {"total": round(lost.total, 5)}
+            for lost in outcome.lost
+        ],
+        "exact": [asdict(play) for play in outcome.exact],
+        "stream": {
+            "name": outcome.stream.name,
+            "seeds": [play.stream.seed for play in outcome.plays[STEERED]],
+            "phases": [
                 {
-                    "phases": [
-                        _rounded(choice_shares(outcome.samples_of(repeat, number)))
-                        for number in range(len(outcome.stream))
-                    ],
-                    "samples": [
-                        [
-                            round(s.at - outcome.steered.plays[repeat].phases[0].started, 3),
-                            s.batch_size,
-                            s.gamma,
-                            s.drafter,
-                        ]
-                        for s in samples
-                    ],
-                    "probes": sum(s.probe for s in samples),
-                    "unsteered": sum(s.unsteered for s in samples),
+                    "phase": phase.plan.name,
+                    "kinds": list(phase.plan.kinds),
+                    "concurrency": phase.plan.concurrency,
+                    "requests": len(phase.requests),
+                    "tokens": sum(r.id.output_tokens for r in phase.requests),
                 }
-                for repeat, samples in enumerate(outcome.watched)
+                for phase in outcome.stream.phases
             ],
         },
-        "static_selection": _selection(outcome),
-        "stream": [
-            {
-                "phase": phase.name,
-                "domain": phase.domain,
-                "concurrency": phase.concurrency,
-                "requests": len(phase.requests),
-                "tokens": phase.new_tokens,
-            }
-            for phase in outcome.stream
-        ],
     }
 
 
-def _run(outcome: DemoOutcome, policy: PolicyPlays) -> dict[str, Any]:
+def _oracle(oracle: Oracle) -> dict[str, Any]:
     return {
-        "policy": policy.policy,
-        "tokens_per_second": round(policy.tokens_per_second().median, 2),
-        "exact": outcome.exact(policy),
-        "acceptance_length": round(acceptance_length(policy.answers), 3),
-        "acceptance_length_by_domain": {
-            domain: round(value, 3) for domain, value in policy.acceptance_by_domain().items()
-        },
+        "tokens_per_second": round(oracle.oracle.rate, 2),
+        "arms": [arm_name(arm) for arm in oracle.arms],
+        "phases": [round(rate, 2) for rate in oracle.oracle.phases],
+        "over_best_static": round(oracle.gain, 4),
+        "best_static": arm_name(oracle.best_static),
+        "statics": {arm_name(arm): round(found.rate, 2) for arm, found in oracle.statics.items()},
+    }
+
+
+def _run(outcome: DemoOutcome, policy: str) -> dict[str, Any]:
+    plays = outcome.plays[policy]
+    return {
+        "policy": policy,
+        "tokens_per_second": round(outcome.rates(policy).median, 2),
+        "exact": outcome.exactness(policy),
+        "rates": outcome.rates(policy).as_json(),
+        "share_of_oracle": outcome.share_of_oracle(policy).as_json(),
+        "acceptance_length": round(plays[0].acceptance_length, 3),
         "phases": [
-            policy.tokens_per_second(number).as_json() for number in range(len(outcome.stream))
+            outcome.phase_rates(policy, number).as_json()
+            for number in range(len(outcome.stream.phases))
         ],
-        "repeats": [_repeat(outcome, play) for play in policy.plays],
+        "repeats": [_play(play) for play in plays],
     }
 
 
-def _selection(outcome: DemoOutcome) -> dict[str, Any] | None:
-    selection = outcome.selection
-    if selection is None:
-        return None
-    return {
-        "gamma": selection.gamma,
-        "tokens_per_second": {
-            str(gamma): [round(play.tokens_per_second, 2) for play in plays]
-            for gamma, plays in selection.plays.items()
-        },
-        "hindsight_tokens_per_second": round(selection.hindsight, 2),
-        "phases": {
-            str(gamma): [
-                round(selection.rate(gamma, number), 2) for number in range(len(outcome.stream))
-            ]
-            for gamma in selection.plays
-        },
-    }
-
-
-def _repeat(outcome: DemoOutcome, play: Play) -> dict[str, Any]:
-    wrong = outcome.mismatches(play)
+def _play(play: PacedPlay) -> dict[str, Any]:
+    steps = play.decode_steps
+    origin = play.played.began[0]
+    every = max(1, len(steps) // _SAMPLES_MAX)
     return {
         "tokens_per_second": round(play.tokens_per_second, 2),
         "seconds": round(play.seconds, 3),
-        "foreign_cores": round(play.foreign_cores, 2),
-        "lost_requests": list(play.lost),
-        "exact": not wrong,
-        "mismatches": [asdict(mismatch) for mismatch in wrong],
-        "phases": [
-            {
-                "seconds": round(phase.seconds, 3),
-                "tokens_per_second": round(phase.tokens_per_second, 2),
-                "acceptance_length": round(acceptance_length(phase.answers), 3),
-            }
-            for phase in play.phases
+        "steps": len(steps),
+        "late_share": round(play.late_share, 5),
+        "token_milliseconds": {f"p{p}": round(play.token_milliseconds(p), 3) for p in (50, 90, 99)},
+        "latency_seconds": {f"p{p}": round(play.latency_seconds(p), 3) for p in (50, 90, 99)},
+        "probes": sum(step.probe > 0 for step in steps),
+        "switches": sum(step.switch_seconds > 0 for step in steps),
+        "shim_microseconds": round(1e6 * sum(s.shim_seconds for s in steps) / len(steps), 1),
+        "unsteered": sum(not step.steered for step in steps),
+        "choices": [
+            {choice: round(share, 4) for choice, share in play.choices(number).items()}
+            for number in range(len(play.stream.phases))
         ],
-    }
-
-
-def _rounded(shares: dict[str, float]) -> dict[str, float]:
-    return {choice: round(share, 4) for choice, share in shares.items()}
+        "samples": [
+            [
+                round((step.began - origin) / play.dilation, 3), step.batch_size, step.gamma,
+                step.drafter,
+            ]
+            for step in steps[::every]
+        ],
+    }  # fmt: skip

@@ -5,7 +5,6 @@ nearly undecided: matrix products of other shapes round differently.
 """
 
 import json
-import random
 import sys
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
@@ -14,9 +13,7 @@ from typing import Any
 
 from lab.cpu_engine.engine_command import MODELS, eagle3_flags
 from lab.cpu_engine.models.prompts import DOMAINS, held_out_prompts
-from lab.harness.background_thread import BackgroundThread
 from lab.harness.load_generator import Answer
-from lab.harness.sidecar import Pin
 from lab.harness.stream import StreamPhase, StreamRequest
 
 PLAIN, EXACT, NO_OVERLAP = "plain", "exact", "exact-no-overlap"
@@ -32,7 +29,6 @@ ROUNDING, WRONG = "rounding", "WRONG"
 _MAX_BATCH = 8
 _PROMPT_TOKENS = 96
 _STARTUP_GAMMA = 3
-_LOOK_SECONDS = 0.005
 
 # NVIDIA_TF32_OVERRIDE turns TF32 off in cuBLAS, whatever torch asks for; TRITON_F32_DEFAULT in
 # the attention kernels, whose products of float32 are TF32 otherwise.
@@ -63,24 +59,6 @@ class Difference:
             f"{self.expected}, found {self.found} ({self.verdict}, plain decoding's two best "
             f"logprobs differ by {self.gap:.1e}), arm {self.arm}"
         )
-
-
-class RandomArms(BackgroundThread):
-    """Moves a pin to an arm drawn with a seed, as soon as a step since the last move is seen."""
-
-    def __init__(self, pin: Pin, arms: Sequence[tuple[str, int]], seed: int) -> None:
-        super().__init__("random-arms")
-        self._pin = pin
-        self._arms = arms
-        self._choose = random.Random(seed)
-
-    def _run(self) -> None:
-        seen = -1
-        while not self._stop.wait(_LOOK_SECONDS):
-            if len(self._pin.reports) != seen:
-                seen = len(self._pin.reports)
-                drafter, gamma = self._choose.choice(self._arms)
-                self._pin.move(gamma, drafter)
 
 
 def command(policy: str, port: int, options: Sequence[str], *, on_cpu: bool) -> list[str]:

@@ -8,6 +8,7 @@ from lab.gpu_check import exact
 from lab.gpu_check.exact import ARMS, EXACT, NO_OVERLAP, PLAIN, Difference
 from lab.harness.errors import HarnessError
 from lab.harness.load_generator import Answer, Play
+from lab.harness.random_arms import RandomArms
 from lab.harness.sidecar import SidecarHandle
 from lab.harness.stream import StreamPhase
 
@@ -42,7 +43,7 @@ class Comparison:
         drafter, gamma = ARMS[-1]
         for number in range(plays):
             with sidecar.pinned(gamma, drafter) as pin:
-                with exact.RandomArms(pin, ARMS, _SEED + number):
+                with RandomArms(pin, ARMS, _SEED + number):
                     played = self._play(policy, self._stream, f"{policy}: random arms")
                 ran = dict.fromkeys(f"{r.drafter} {r.gamma}" for r in pin.reports)
             if not ran:

@@ -19,6 +19,7 @@ from lab.cpu_engine.pace.acceptance import DrawnAcceptance, RequestId
 _FIRST_ID, _VOCABULARY = 16, 120
 _SIGMA = 0.4
 _LEAST_TOKENS = 16
+_NUMBERS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """What every policy is given.  seed: of lengths, order, prompts and acceptance."""
+    """What every policy is given.  seed: of lengths, order and prompts, and in the ids."""
 
     name: str
     seed: int
@@ -90,25 +91,23 @@ DAY = (
 DAY_SEED = 1109
 # The same shape of a day with another order, other sizes and another seed.
 UNSEEN_DAY = (
-    PhasePlan("evening", ("chat",), 2, 6, 160),
-    PhasePlan("burst", ("hard", "math"), 96, 128, 128),
-    PhasePlan("collapse", ("unseen",), 12, 36, 128),
-    PhasePlan("recovery", ("code",), 12, 36, 160),
-    PhasePlan("night", ("math",), 1, 4, 160),
+    PhasePlan("evening", ("chat",), 2, 4, 128),
+    PhasePlan("burst", ("hard", "math"), 96, 112, 112),
+    PhasePlan("collapse", ("unseen",), 12, 30, 112),
+    PhasePlan("recovery", ("code",), 12, 30, 112),
+    PhasePlan("night", ("math",), 1, 3, 128),
 )
 UNSEEN_SEED = 4711
 
 
-def build_stream(name: str, plans: Sequence[PhasePlan], seed: int, share: float = 1.0) -> Stream:
-    """Draws the requests; share: of the plans' requests (at least one a sequence).
-
-    The same arguments give the same stream.
-    """
+def build_stream(name: str, plans: Sequence[PhasePlan], seed: int) -> Stream:
+    """Draws the requests, at least one a sequence; the same arguments give the same stream."""
     rng = np.random.default_rng([seed, 17])
-    number = 0
+    # A request's draws depend on its id: another seed has other numbers.
+    number = seed * _NUMBERS
     phases: list[Phase] = []
     for plan in plans:
-        count = max(plan.concurrency, round(plan.requests * share))
+        count = max(plan.concurrency, plan.requests)
         outputs = _lengths(rng, count, plan.output_tokens)
         prompts = _lengths(rng, count, plan.prompt_tokens)
         kinds = [plan.kinds[i % len(plan.kinds)] for i in range(count)]
@@ -129,7 +128,7 @@ def as_workload(
 
     A request's first token comes from its prefill, so it decodes one token less.
     """
-    drawn = DrawnAcceptance(curves, stream.seed)
+    drawn = DrawnAcceptance(curves)
     phases = []
     for phase in stream.phases:
         output = np.array([r.id.output_tokens - 1 for r in phase.requests], dtype=np.int64)

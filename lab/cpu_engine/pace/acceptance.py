@@ -48,7 +48,7 @@ class DrawnAcceptance:
     curves: class -> drafter -> conditional acceptance a_1, a_2, ...
     """
 
-    def __init__(self, curves: Mapping[str, Mapping[str, Sequence[float]]], seed: int) -> None:
+    def __init__(self, curves: Mapping[str, Mapping[str, Sequence[float]]], seed: int = 0) -> None:
         self._curves = {kind: Curves(kind, own) for kind, own in curves.items()}
         self._seed = seed
         self._drawn: dict[tuple[str, str], NDArray[np.uint8]] = {}

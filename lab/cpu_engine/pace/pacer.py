@@ -124,7 +124,8 @@ class Pacer:
         if self._begin is None and self._dilation_file is not None:
             self._dilation = float(self._dilation_file.read_text(encoding="utf-8"))
         began = launched if self._begin is None else self._begin
-        self._requests = batch.reqs
+        # A copy: SGLang takes what has ended out of its own list.
+        self._requests = list(batch.reqs)
         self.watch.begin()
         kv_tokens = sum([len(r.origin_input_ids) + len(r.output_ids) for r in batch.reqs])
         result = original(scheduler, batch, *args, **kwargs)

@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from lab.gpu_check import exact
-from lab.gpu_check.exact import ARMS, PLAIN, ROUNDING, WRONG, RandomArms
+from lab.gpu_check.exact import ARMS, PLAIN, ROUNDING, WRONG
 from lab.harness.load_generator import Answer
+from lab.harness.random_arms import RandomArms
 from lab.harness.sidecar import Pin
 from lab.harness.stream import StreamRequest
 from speculation.v1 import engine_pb2, service_pb2

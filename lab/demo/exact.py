@@ -1,0 +1,174 @@
+"""The unpaced part: the small trained models, and every token compared with plain decoding.
+
+The steered engine has two drafters, and its arm is changed at random while it answers.  Everything
+runs in float32 and greedily (in bfloat16 even SGLang's own speculation differs from plain decoding
+by rounding), and no step is held to any pace.
+"""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import numpy as np
+
+from lab.cpu_engine.engine_command import MODELS, eagle3_flags, engine_command
+from lab.cpu_engine.models.prompts import DOMAINS, held_out_prompts
+from lab.harness.engines import Harness, Workplace, launch_engine, launch_sidecar, wait_serving
+from lab.harness.load_generator import Answer, acceptance_length
+from lab.harness.random_arms import RandomArms
+from lab.harness.sidecar import SidecarHandle
+from lab.harness.stream import StreamPhase, StreamRequest
+from lab.harness.terminal import Terminal
+from lab.paced.engines import ADAPTIVE, OFF, STEERED, is_steered
+
+GAMMAS = (0, 1, 2, 3, 5, 7)
+ARMS = (
+    *(("eagle3", gamma) for gamma in GAMMAS),
+    *(("dflash", gamma) for gamma in GAMMAS if gamma),
+)
+_MAX_BATCH = 8
+_PROMPT_TOKENS, _NEW_TOKENS = 48, 40
+# So many requests of each domain at a time.
+_CONCURRENCY = (1, 8)
+_READY_SECONDS = 240.0
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """The first token in which an answer differs from plain decoding's."""
+
+    request: int
+    position: int
+    expected: int
+    found: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExactPlay:
+    """One policy's answers, compared with plain decoding's.
+
+    arms: what the steered engine ran meanwhile, as "DRAFTER GAMMA".
+    """
+
+    policy: str
+    tokens: int
+    acceptance_length: float
+    mismatches: tuple[Mismatch, ...]
+    arms: tuple[str, ...] = ()
+
+
+def build_stream(seed: int) -> tuple[StreamPhase, ...]:
+    """Builds prompts of every domain, alone and eight at a time; equal seeds give equal streams."""
+    rng = np.random.default_rng(seed)
+    prompts = {
+        domain: iter(held_out_prompts(domain, 1 + sum(_CONCURRENCY), _PROMPT_TOKENS, seed))
+        for domain in DOMAINS
+    }
+    phases = []
+    index = 0
+    for concurrency in _CONCURRENCY:
+        domains = list(DOMAINS) * max(1, concurrency // len(DOMAINS))
+        rng.shuffle(domains)
+        requests = []
+        for domain in domains:
+            prompt = tuple(next(prompts[domain]))[:_PROMPT_TOKENS]
+            requests.append(StreamRequest(index, domain, prompt, _NEW_TOKENS))
+            index += 1
+        phases.append(StreamPhase(f"×{concurrency}", "mixed", concurrency, tuple(requests)))
+    return tuple(phases)
+
+
+def run(
+    policies: Sequence[str], place: Workplace, terminal: Terminal, seed: int
+) -> tuple[ExactPlay, ...]:
+    """Plays the prompts on an engine of each policy; the first one is plain decoding.
+
+    Raises HarnessError.
+    """
+    with ExitStack() as stack:
+        part = _ExactPart(place, terminal, stack)
+        part.start(policies)
+        stream = build_stream(seed)
+        expected = part.answers(policies[0], stream)
+        return tuple(part.compare(policy, stream, expected, seed) for policy in policies)
+
+
+class _ExactPart(Harness):
+    """A sidecar and one engine a policy, of the small trained models."""
+
+    def __init__(self, place: Workplace, terminal: Terminal, stack: ExitStack) -> None:
+        super().__init__(place, terminal, stack)
+        self._sidecar = stack.enter_context(SidecarHandle(place.address, STEERED))
+
+    def start(self, policies: Sequence[str]) -> None:
+        """Starts everything side by side, and waits for it."""
+        with self._terminal.working("engines with the small trained models, without a pace"):
+            self._sidecar_child = self._stack.enter_context(launch_sidecar(self._place))
+            wait_serving(self._sidecar_child, self._sidecar)
+            for policy in policies:
+                self._keep(
+                    launch_engine(
+                        policy,
+                        lambda port, policy=policy: engine_command(  # type: ignore[misc]
+                            port, _MAX_BATCH, speculation_flags(policy)
+                        ),
+                        environment(policy, self._place),
+                        self._place,
+                    )
+                )
+            for policy in policies:
+                sidecar = self._sidecar if is_steered(policy) else None
+                self._engines[policy].wait_ready(_READY_SECONDS, sidecar=sidecar)
+
+    def answers(self, policy: str, stream: Sequence[StreamPhase]) -> tuple[Answer, ...]:
+        """Plays the prompts."""
+        return self._play(policy, stream, f"{policy}, unpaced").answers
+
+    def compare(
+        self, policy: str, stream: Sequence[StreamPhase], expected: Sequence[Answer], seed: int
+    ) -> ExactPlay:
+        """Plays the prompts and compares every token; the steered engine changes its arm."""
+        if not is_steered(policy):
+            return _compared(policy, expected, self.answers(policy, stream), ())
+        with self._sidecar.pinned(3) as pin, RandomArms(pin, ARMS, seed):
+            found = self.answers(policy, stream)
+        arms = dict.fromkeys(f"{r.drafter} {r.gamma}" if r.gamma else "0" for r in pin.reports)
+        return _compared(policy, expected, found, tuple(sorted(arms)))
+
+
+def speculation_flags(policy: str) -> list[str]:
+    """Returns the flags that distinguish the engines' command lines."""
+    if policy == OFF:
+        return []
+    draft = MODELS / "draft-mixed"
+    if policy == ADAPTIVE:
+        algorithm = ["--speculative-algorithm", "EAGLE3"]
+        return [
+            *algorithm, "--speculative-draft-model-path", str(draft), "--speculative-adaptive"
+        ]  # fmt: skip
+    return eagle3_flags(draft, 3 if is_steered(policy) else int(policy.removeprefix("static-")))
+
+
+def environment(policy: str, place: Workplace) -> dict[str, str]:
+    """Makes the variables of an engine; only the steered one gets the sidecar's address."""
+    if not is_steered(policy):
+        return {}
+    return {
+        "SPECULATION_SIDECAR": place.address,
+        "SPECULATION_ENGINE_ID": STEERED,
+        "SPECULATION_GAMMAS": ",".join(map(str, GAMMAS)),
+        "SPECULATION_DFLASH_MODEL_PATH": str(MODELS / "dflash"),
+    }
+
+
+def _compared(
+    policy: str, expected: Sequence[Answer], found: Sequence[Answer], arms: tuple[str, ...]
+) -> ExactPlay:
+    mismatches = []
+    for wanted, answer in zip(expected, found, strict=True):
+        pairs = enumerate(zip(wanted.tokens, answer.tokens, strict=True))
+        first = next(((at, a, b) for at, (a, b) in pairs if a != b), None)
+        if first is not None:
+            mismatches.append(Mismatch(wanted.request.index, *first))
+    tokens = sum(len(answer.tokens) for answer in found)
+    return ExactPlay(policy, tokens, acceptance_length(found), tuple(mismatches), arms)

@@ -1,0 +1,89 @@
+"""What a demo has measured and computed, and the figures that are made of it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from controller.core.engine_spec import Arm
+from lab.cpu_engine.pace.step_costs import StepCosts
+from lab.demo.exact import ExactPlay
+from lab.harness.spread import Spread
+from lab.paced.day import Stream
+from lab.paced.engines import STEERED
+from lab.paced.lost_time import LostTime
+from lab.paced.oracle import Oracle
+from lab.paced.plays import PacedPlay
+
+
+@dataclass(frozen=True, slots=True)
+class DemoOutcome:
+    """Everything of one run.
+
+    plays: policy -> its plays, one a repeat, in order; the last policy is the steered one.
+    oracles: of the stream of each repeat.  lost: of each steered play.  exact: empty where the
+    unpaced part was left out.
+    """
+
+    stream: Stream
+    costs: StepCosts
+    dilation: float
+    oracles: tuple[Oracle, ...]
+    plays: Mapping[str, tuple[PacedPlay, ...]]
+    lost: tuple[LostTime, ...]
+    exact: tuple[ExactPlay, ...]
+    profile: Mapping[str, Any]
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """The policies in the order of the tables."""
+        return tuple(self.plays)
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """Those that the steered one is compared with."""
+        return tuple(policy for policy in self.plays if policy != STEERED)
+
+    def rates(self, policy: str) -> Spread:
+        """Tokens per second of the model's time, one for each repeat."""
+        return Spread(tuple(play.tokens_per_second for play in self.plays[policy]))
+
+    def phase_rates(self, policy: str, phase: int) -> Spread:
+        """The same of one phase, counted from 0."""
+        return Spread(tuple(play.phase_rate(phase) for play in self.plays[policy]))
+
+    def ratio(self, policy: str, phase: int | None = None) -> Spread:
+        """Tokens/s of the steered engine over another's, repeat by repeat."""
+        if phase is None:
+            pairs = zip(self.rates(STEERED).values, self.rates(policy).values, strict=True)
+        else:
+            pairs = zip(
+                self.phase_rates(STEERED, phase).values,
+                self.phase_rates(policy, phase).values,
+                strict=True,
+            )
+        return Spread(tuple(ours / theirs for ours, theirs in pairs))
+
+    def share_of_oracle(self, policy: str) -> Spread:
+        """Tokens/s over those of the best arm of each phase, computed from the imposed table."""
+        pairs = zip(self.rates(policy).values, self.oracles, strict=True)
+        return Spread(tuple(rate / oracle.oracle.rate for rate, oracle in pairs))
+
+    def phase_shares(self, policy: str, phase: int) -> Spread:
+        """The same of one phase, counted from 0."""
+        pairs = zip(self.phase_rates(policy, phase).values, self.oracles, strict=True)
+        return Spread(tuple(rate / oracle.oracle.phases[phase] for rate, oracle in pairs))
+
+    def exactness(self, policy: str) -> bool | None:
+        """Whether every token of the unpaced part was plain decoding's; None if it was not run."""
+        found = next((play for play in self.exact if play.policy == policy), None)
+        return None if found is None else not found.mismatches
+
+    @property
+    def all_exact(self) -> bool:
+        """Whether no token of the unpaced part differed."""
+        return not any(play.mismatches for play in self.exact)
+
+
+def arm_name(arm: Arm) -> str:
+    """Names an arm for a person."""
+    return f"{arm.drafter} {arm.gamma}" if arm.gamma else "0"

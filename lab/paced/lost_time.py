@@ -1,0 +1,164 @@
+"""Where a steered engine lost time, step by step, against the best arm of each very step.
+
+The imposed table and the classes' curves say what each arm would have gained in a step of this
+batch, context and mix of classes.  What the arm that ran gains less is lost, and has one cause:
+
+  probing     the step was a probe
+  switching   the switch itself, and a drafter that caught up
+  link        the sidecar had decided otherwise before the step began, and the engine did not know
+              yet; or no plan steered it
+  waiting     the best arm had changed, and the sidecar had not chosen a good one since
+  estimates   everything else: a worse arm was chosen although a good one had been in use
+
+The shim's own work is not among them: it hides behind the pace, as it does behind a GPU's step with
+the overlap schedule.  `shim` says what it would have cost if nothing had hidden it.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controller.core.engine_spec import Arm
+from controller.recording.events import Decided, Forced
+from controller.recording.recording import RecordingPart, find
+from lab.cpu_engine.pace.step_costs import OWN, SECOND, StepCosts
+from lab.cpu_engine.pace.step_log import PacedStep
+from speculation.v1 import plan_pb2
+
+# An arm this near to the best one is a good one.
+_GOOD = 0.99
+# So many steps after a change the information is there: what is lost then is not for waiting.
+_WAITING_STEPS_MAX = 100
+
+
+@dataclass(frozen=True, slots=True)
+class LostTime:
+    """Shares of the decode steps' time, in the model's seconds.  shim: not part of the total."""
+
+    waiting: float = 0.0
+    probing: float = 0.0
+    switching: float = 0.0
+    estimates: float = 0.0
+    link: float = 0.0
+    shim: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Everything that the engine has lost, without the shim's work."""
+        return self.waiting + self.probing + self.switching + self.estimates + self.link
+
+
+@dataclass(frozen=True, slots=True)
+class DecidedPlan:
+    """A plan, and when the sidecar decided on it (seconds of the machine's monotonic clock)."""
+
+    seconds: float
+    plan: plan_pb2.Plan
+
+    def arm(self, batch_size: int) -> tuple[str, int]:
+        """The drafter and draft length that it gives to this batch size."""
+        rows = self.plan.rows
+        row = next((row for row in rows if batch_size <= row.max_batch_size), rows[-1])
+        return row.drafter, row.gamma
+
+
+def decided_plans(folder: Path, engine_id: str) -> tuple[DecidedPlan, ...]:
+    """The plans in the sidecar's recording of an engine, in order.  Raises RecordingError."""
+    found = []
+    for path in find(folder, engine_id).paths:
+        for moment in RecordingPart(path).moments():
+            event = moment.event
+            if isinstance(event, Decided | Forced) and event.plan is not None:
+                found.append(DecidedPlan(moment.seconds, event.plan))
+    return tuple(sorted(found, key=lambda plan: plan.seconds))
+
+
+class StepValues:
+    """What every arm is worth in a step: tokens per second of the model, expected."""
+
+    def __init__(
+        self, costs: StepCosts, curves: Mapping[str, Mapping[str, Sequence[float]]]
+    ) -> None:
+        self._costs = costs
+        self.arms = costs.surface.arms
+        self._gained = {kind: self._expected(own) for kind, own in curves.items()}
+
+    def _expected(self, curves: Mapping[str, Sequence[float]]) -> NDArray[np.float64]:
+        """[arms] of tokens that a sequence of this class gains in a step."""
+        found = []
+        for arm in self.arms:
+            curve = np.cumprod(np.array(curves.get(arm.drafter, ()), dtype=np.float64))
+            found.append(1.0 + float(curve[: arm.gamma].sum()))
+        return np.array(found)
+
+    def of(self, step: PacedStep) -> NDArray[np.float64]:
+        """[arms] tokens per second in a step's batch, context and mix of classes."""
+        surface, size = self._costs.surface, step.batch_size
+        plain = surface.seconds[:, min(size, surface.max_batch_size)]
+        context = surface.kv_seconds * (step.kv_tokens - size * surface.kv_reference)
+        gained = np.zeros(len(self.arms))
+        for kind, count in step.kinds.items():
+            gained += count * self._gained.get(kind, np.ones(len(self.arms)))
+        values: NDArray[np.float64] = gained / np.maximum(plain + context, 0.1 * plain)
+        return values
+
+    def ran(self, step: PacedStep) -> int:
+        """The row of the arm that the step ran."""
+        drafter = step.drafter if step.gamma and step.drafter in (OWN, SECOND) else OWN
+        return self.arms.index(Arm(drafter, step.gamma))
+
+
+def lost_time(
+    steps: Sequence[PacedStep],
+    plans: Sequence[DecidedPlan],
+    values: StepValues,
+) -> LostTime:
+    """Attributes what a play's decode steps have lost.  plans: of the engine that played."""
+    lost = dict.fromkeys((f.name for f in fields(LostTime)), 0.0)
+    newest = _newest(steps, plans)
+    # The arm that was good when it last ran, and for how many steps none has been since.
+    known, searching = -1, 0
+    total = 0.0
+    for step, plan in zip(steps, newest, strict=True):
+        total += step.seconds
+        lost["switching"] += step.switch_seconds + step.catch_up_seconds
+        lost["shim"] += step.shim_seconds
+        worth = values.of(step)
+        ran, best = values.ran(step), float(worth.max())
+        share = float(worth[ran]) / best
+        own = step.seconds - step.switch_seconds - step.catch_up_seconds
+        wasted = own * (1.0 - share)
+        good = share >= _GOOD
+        if step.probe:
+            lost["probing"] += wasted
+            continue
+        late = plan is not None and plan.plan.epoch > step.epoch
+        if not step.steered or (
+            late and plan is not None and plan.arm(step.batch_size) != (step.drafter, step.gamma)
+        ):
+            lost["link"] += wasted
+        elif good:
+            lost["estimates"] += wasted
+        elif known >= 0 and worth[known] >= _GOOD * best:
+            # What was good before still is.
+            lost["estimates"] += wasted
+        else:
+            searching += 1
+            lost["waiting" if searching <= _WAITING_STEPS_MAX else "estimates"] += wasted
+        if good:
+            known, searching = ran, 0
+    return LostTime(**{name: value / total for name, value in lost.items()} if total else {})
+
+
+def _newest(
+    steps: Sequence[PacedStep], plans: Sequence[DecidedPlan]
+) -> Iterator[DecidedPlan | None]:
+    """For each step the newest plan that the sidecar had decided on when it was launched."""
+    i = 0
+    for step in steps:
+        while i < len(plans) and plans[i].seconds <= step.launched:
+            i += 1
+        yield plans[i - 1] if i else None

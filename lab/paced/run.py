@@ -1,0 +1,234 @@
+"""Runs policies on paced engines, two at a time: start, dilation, profile, plays."""
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from lab.cpu_engine.pace.pacer import Pace
+from lab.cpu_engine.pace.step_log import PacedStep, read_log
+from lab.harness.engines import (
+    Harness,
+    Workplace,
+    launch_sidecar,
+    measure_profile,
+    wait_serving,
+)
+from lab.harness.errors import HarnessError
+from lab.harness.sidecar import SidecarHandle
+from lab.harness.terminal import Terminal
+from lab.paced import engines
+from lab.paced.day import PhasePlan, Stream, build_stream
+from lab.paced.engines import Setting, is_steered
+from lab.paced.lost_time import DecidedPlan, decided_plans
+from lab.paced.player import play
+from lab.paced.plays import LATE_SHARE_MAX, PacedPlay
+
+# Dilations to choose from; a step that the machine does in a quarter of its pace is on time.
+DILATIONS = (4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 16.0, 20.0)
+_ROOM = 1.3
+_WARM_UP_SEED = 977
+# The log is written when the engine has become idle.
+_LOG_SECONDS = 10.0
+# Two engines fit on two cores: each sleeps most of the time.
+_SIDE_BY_SIDE = 2
+# Constants of the sidecar's decision in seconds: it shall be as quick in the model's time.
+_PLANNER_SECONDS = {
+    "REPLAN_SECONDS": 0.07,
+    "LEASE_SECONDS": 5.0,
+    "PAYBACK_SECONDS": 2.0,
+    "PROBE_CREDIT_START_SECONDS": 0.05,
+    "PROBE_CREDIT_MAX_SECONDS": 0.5,
+}
+
+
+def profile_sizes(max_batch_size: int) -> tuple[int, ...]:
+    """The batch sizes of a profile: 1, 4, 16, ... and the largest."""
+    sizes = [1]
+    while sizes[-1] * 4 < max_batch_size:
+        sizes.append(sizes[-1] * 4)
+    return tuple(dict.fromkeys((*sizes, max_batch_size)))
+
+
+def dilated_planner(dilation: float) -> dict[str, str]:
+    """The sidecar's variables that let its decisions pass as quickly in the model's time."""
+    return {
+        f"CONTROLLER_PLANNER__{name}": f"{seconds * dilation:g}"
+        for name, seconds in _PLANNER_SECONDS.items()
+    }
+
+
+class PacedHarness(Harness):
+    """A sidecar and paced engines.  The context of `stack` ends them all.
+
+    dilation: None, it is chosen by `find_dilation`.
+    """
+
+    def __init__(
+        self,
+        place: Workplace,
+        terminal: Terminal,
+        stack: ExitStack,
+        pace: Pace,
+        max_batch_size: int,
+        *,
+        second: bool = False,
+    ) -> None:
+        super().__init__(place, terminal, stack)
+        self._dilation_file = place.scratch / "dilation"
+        self.dilation = pace.dilation
+        self._write_dilation()
+        pace = replace(pace, dilation_file=str(self._dilation_file))
+        self.setting = Setting.make(pace, place.scratch / "models", max_batch_size, second=second)
+        self._recordings = place.scratch / "recordings"
+        self._sidecars: dict[str, SidecarHandle] = {}
+
+    def start(self, policies: Sequence[str]) -> None:
+        """Starts engines side by side and waits until they serve; none is steered yet."""
+        with self._terminal.working(f"engines: {', '.join(policies)}") as work:
+            started = [
+                self._keep(engines.launch(policy, self.setting, self._place)) for policy in policies
+            ]
+            for engine in started:
+                engine.child.prefer()
+                began = time.monotonic()
+
+                def tick(policy: str = engine.policy, began: float = began) -> None:
+                    work.update(f"{policy}, {time.monotonic() - began:.0f} s")
+
+                engine.wait_ready(engines.READY_SECONDS, tick)
+
+    def find_dilation(self, policies: Sequence[str], *, fixed: bool) -> None:
+        """Warms engines up and chooses the dilation that leaves room for their own work.
+
+        fixed: the dilation stands.  Raises HarnessError when the machine is too slow for any.
+        """
+        plans = (
+            PhasePlan("one", self._kinds(), 1, 1, 48),
+            PhasePlan("all", self._kinds(), self.setting.max_batch_size, 1, 48),
+        )
+        stream = build_stream("warm-up", plans, _WARM_UP_SEED)
+        with self._terminal.working("warming up, and finding the dilation") as work:
+            plays = self._side_by_side({p: partial(self._once, p, stream) for p in policies})
+            needed = max(_needed(found.log.steps) for found in plays.values())
+            if not fixed:
+                enough = [d for d in DILATIONS if d >= needed * _ROOM]
+                if not enough:
+                    raise HarnessError(
+                        f"this machine needs {needed:.1f} times a step's pace for its own work, "
+                        f"more than a dilation of {DILATIONS[-1]:g} leaves; stop what else runs, "
+                        "or name a --dilation"
+                    )
+                self.dilation = enough[0]
+                self._write_dilation()
+            work.result = f"{self.dilation:g} (the engines' own work takes {needed:.1f})"
+
+    def start_sidecar(self, policies: Sequence[str]) -> None:
+        """Starts the sidecar, recording, and waits until it knows the steered engines."""
+        with self._terminal.working("sidecar: controller serve") as work:
+            environment = {
+                **dilated_planner(self.dilation),
+                "CONTROLLER_RECORD_DIRECTORY": str(self._recordings),
+            }
+            self._sidecar_child = self._stack.enter_context(
+                launch_sidecar(self._place, environment=environment)
+            )
+            self._sidecar_child.prefer()
+            for policy in filter(is_steered, policies):
+                handle = SidecarHandle(self._place.address, policy)
+                self._sidecars[policy] = self._stack.enter_context(handle)
+                wait_serving(self._sidecar_child, handle)
+                self._engines[policy].wait_ready(engines.READY_SECONDS, sidecar=handle)
+            work.result = f"on {self._place.address}"
+
+    def sidecar(self, policy: str) -> SidecarHandle:
+        """The sidecar, as far as this engine is concerned."""
+        return self._sidecars[policy]
+
+    def profile(self, policy: str, seconds: float, batch_sizes: Sequence[int]) -> Mapping[str, Any]:
+        """Measures a steered engine's step costs; returns the profile's document."""
+        sizes = ",".join(map(str, batch_sizes))
+        engine, sidecar = self._engines[policy], self._sidecars[policy]
+        text = measure_profile(self._place, engine, sidecar, seconds, "--batch-sizes", sizes)
+        found: Mapping[str, Any] = json.loads(text)
+        return found
+
+    def play_all(
+        self, jobs: Mapping[str, Callable[[], PacedPlay]], text: str
+    ) -> Mapping[str, PacedPlay]:
+        """Runs plays, two at a time, each of another engine."""
+        with self._terminal.working(text) as work:
+            plays = self._side_by_side(jobs)
+            work.result = ", ".join(f"{n} {p.tokens_per_second:.0f}" for n, p in plays.items())
+        return plays
+
+    def play_paced(self, policy: str, stream: Stream) -> PacedPlay:
+        """Plays a stream; once more if too many passes were late.
+
+        Raises HarnessError when the second play was late too.
+        """
+        found = self._once(policy, stream)
+        if found.late_share > LATE_SHARE_MAX:
+            self._terminal.say(
+                f"{policy}: {found.late_share:.1%} of the passes were late; it is played again"
+            )
+            found = self._once(policy, stream)
+        if found.late_share > LATE_SHARE_MAX:
+            raise HarnessError(
+                f"{policy}: {found.late_share:.1%} of the passes took the machine longer than "
+                f"their pace allows at a dilation of {self.dilation:g}; stop what else runs, or "
+                f"name a larger --dilation"
+            )
+        if self._sidecar_child is not None:
+            self._sidecar_child.check()
+        return found
+
+    def stop(self) -> None:
+        """Asks all engines to end at once; the context waits for each."""
+        for engine in self._engines.values():
+            engine.child.terminate()
+
+    def plans(self, policy: str) -> tuple[DecidedPlan, ...]:
+        """What the sidecar has decided for a steered engine since it was started."""
+        return decided_plans(self._recordings, policy)
+
+    def _once(self, policy: str, stream: Stream) -> PacedPlay:
+        engine, path = self._engines[policy], engines.log_path(policy, self._place)
+        begin = read_log(path).end
+        played = play(stream, engine.url)
+        # What the stream's last pass has ended is written as soon as the engine is idle.
+        deadline = time.monotonic() + _LOG_SECONDS
+        log = read_log(path, begin)
+        while len(log.requests) < stream.requests and time.monotonic() < deadline:
+            time.sleep(0.1)
+            log = read_log(path, begin)
+        if len(log.requests) < stream.requests:
+            raise HarnessError(
+                f"{policy}: the log has {len(log.requests)} of {stream.requests} requests"
+            )
+        return PacedPlay(policy, stream, self.dilation, played, log)
+
+    def _side_by_side(self, jobs: Mapping[str, Callable[[], PacedPlay]]) -> dict[str, PacedPlay]:
+        with ThreadPoolExecutor(_SIDE_BY_SIDE) as pool:
+            running = {name: pool.submit(job) for name, job in jobs.items()}
+            return {name: job.result() for name, job in running.items()}
+
+    def _kinds(self) -> tuple[str, ...]:
+        return tuple(self.setting.pace.curves or ("",))
+
+    def _write_dilation(self) -> None:
+        self._dilation_file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self._dilation_file.with_suffix(".new")
+        temporary.write_text(f"{self.dilation:g}")
+        temporary.replace(self._dilation_file)
+
+
+def _needed(steps: Sequence[PacedStep]) -> float:
+    """How much longer the machine's own work takes than the imposed time (99th percentile)."""
+    return float(np.percentile([step.used_seconds / step.seconds for step in steps], 99))
