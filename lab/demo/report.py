@@ -6,7 +6,7 @@ from typing import Any
 from lab.demo.outcome import DemoOutcome, arm_name
 from lab.harness.terminal import Terminal
 from lab.paced.day import Stream
-from lab.paced.engines import STEERED
+from lab.paced.engines import ADAPTIVE, STEERED
 from lab.paced.oracle import Oracle
 
 # Choices that ran less are left out of the table.
@@ -39,9 +39,15 @@ def show(outcome: DemoOutcome, terminal: Terminal) -> None:
         [_row(outcome, policy) for policy in outcome.policies],
     )  # fmt: skip
     terminal.table(
-        "By phase: tokens/s, steered ÷ each, and what the steered engine ran",
-        ["phase", *outcome.policies, *(f"÷ {p}" for p in outcome.others), "γ"],
+        "By phase: tokens/s, and steered ÷ each",
+        ["phase", *outcome.policies, *(f"÷ {p}" for p in outcome.others)],
         [_phase_row(outcome, number) for number in range(len(outcome.stream.phases))],
+    )
+    moving = [policy for policy in (ADAPTIVE, STEERED) if policy in outcome.plays]
+    terminal.table(
+        "Drafter and draft length by phase, share of steps",
+        ["phase", "best", *moving],
+        [_choice_row(outcome, number, moving) for number in range(len(outcome.stream.phases))],
     )
     for lost in outcome.lost:
         terminal.say(
@@ -106,11 +112,22 @@ def _row(outcome: DemoOutcome, policy: str) -> list[str]:
 
 def _phase_row(outcome: DemoOutcome, number: int) -> list[str]:
     plan = outcome.stream.phases[number].plan
-    choices = outcome.plays[STEERED][0].choices(number)
-    shown = [f"{c}: {share:.0%}" for c, share in choices.items() if share >= _LEAST_SHOWN]
     return [
         f"{plan.name} ×{plan.concurrency}",
         *(f"{outcome.phase_rates(p, number).median:.0f}" for p in outcome.policies),
-        *(f"{outcome.ratio(p, number).median:.2f}" for p in outcome.others),
-        ", ".join(shown),
+        *(f"{outcome.ratio(p, number).median:.3f}" for p in outcome.others),
     ]
+
+
+def _choice_row(outcome: DemoOutcome, number: int, policies: list[str]) -> list[str]:
+    cells = []
+    for policy in policies:
+        choices = outcome.plays[policy][0].choices(number)
+        shown = [
+            f"{choice.removeprefix('eagle3 ')}: {share:.0%}"
+            for choice, share in choices.items()
+            if share >= _LEAST_SHOWN
+        ]
+        cells.append(" ".join(shown))
+    best = arm_name(outcome.oracles[0].arms[number]).removeprefix("eagle3 ")
+    return [outcome.stream.phases[number].plan.name, best, *cells]

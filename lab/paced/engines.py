@@ -74,6 +74,8 @@ def command(policy: str, setting: Setting, port: int) -> list[str]:
         "--context-length", str(_CONTEXT),
         "--random-seed", "1",
         "--log-level-http", "warning",
+        # On a CPU SGLang does not speculate with the overlap schedule: no engine has it.
+        "--disable-overlap-schedule",
         *speculation_flags(policy, setting),
     ]  # fmt: skip
 

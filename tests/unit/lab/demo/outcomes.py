@@ -1,78 +1,107 @@
 """Made-up plays, for tests of what is computed from them."""
 
-from lab.demo.compare import DemoOutcome, PolicyPlays, Selection
-from lab.harness.load_generator import Answer, PhasePlay, Play
-from lab.harness.sidecar import GammaSample
-from lab.harness.stream import StreamPhase, StreamRequest
+from controller.core.engine_spec import Arm
+from lab.cpu_engine.pace.acceptance import RequestId
+from lab.cpu_engine.pace.step_costs import load_step_costs
+from lab.cpu_engine.pace.step_log import LogPart, PacedRequest, PacedStep
+from lab.demo.exact import ExactPlay, Mismatch
+from lab.demo.outcome import DemoOutcome
+from lab.paced.day import Phase, PhasePlan, Request, Stream
+from lab.paced.lost_time import LostTime
+from lab.paced.oracle import Computed, Oracle
+from lab.paced.player import Played, Served
+from lab.paced.plays import PacedPlay
 
-STREAM = (
-    StreamPhase(
-        "1 json ×1",
-        "json",
-        1,
-        (StreamRequest(0, "json", (1, 2), 4), StreamRequest(1, "json", (3,), 4)),
-    ),
-    StreamPhase(
-        "2 mixed ×2",
-        "mixed",
-        2,
-        (StreamRequest(2, "code", (4,), 4), StreamRequest(3, "csv", (5,), 4)),
+DILATION = 2.0
+STREAM = Stream(
+    "made-up",
+    7,
+    (
+        Phase(
+            PhasePlan("quiet", ("code",), 1, 1, 9, 4),
+            (Request(RequestId("code", 0, 9), (20, 21, 22, 23)),),
+        ),
+        Phase(
+            PhasePlan("busy", ("chat",), 2, 2, 9, 4),
+            (
+                Request(RequestId("chat", 1, 9), (24, 25, 26, 27)),
+                Request(RequestId("chat", 2, 9), (28, 29, 30, 31)),
+            ),
+        ),
     ),
 )
 
 
+def step(began: float, seconds: float, size: int, gamma: int, **more: object) -> PacedStep:
+    """A decode step on time; `seconds` of the model."""
+    ended = began + seconds * DILATION
+    fields = {
+        "began": began, "launched": began, "ended": ended, "due": ended, "seconds": seconds,
+        "batch_size": size, "kv_tokens": 10 * size, "kinds": {"chat": size}, "drafter": "eagle3",
+        "gamma": gamma, "tokens": size * (1 + gamma), "accepted": size * gamma, "steered": True,
+    } | more  # fmt: skip
+    return PacedStep(**fields)  # type: ignore[arg-type]
+
+
 def play_of(
-    seconds: float,
-    *,
-    started: float = 0.0,
-    accepted: int = 0,
-    steps: int = 0,
-    token: int = 7,
-) -> Play:
-    """Each phase takes `seconds`; every answer is `token` over and over."""
-    phases = []
-    for number, phase in enumerate(STREAM):
-        answers = tuple(
-            Answer(request, (token,) * request.new_tokens, steps, accepted, seconds)
-            for request in phase.requests
-        )
-        phases.append(PhasePlay(phase, answers, started + number * seconds, seconds))
-    return Play(tuple(phases))
+    policy: str, seconds: float, gamma: int, *, began: float = 100.0, late: int = 0
+) -> PacedPlay:
+    """A play in which each phase lasts `seconds` of the model and has eight steps."""
+    long = seconds * DILATION
+    steps = []
+    requests = []
+    for phase, size in enumerate((1, 2)):
+        start = began + phase * long
+        each = seconds / 8
+        steps += [
+            step(
+                start + i * each * DILATION, each, size, gamma, tokens=size, accepted=0,
+                late=phase == 0 and i < late, probe=int(i == 0), shim_seconds=1e-4,
+            )
+            for i in range(8)
+        ]  # fmt: skip
+        requests += [
+            PacedRequest(str(r.id), start, start + long, r.id.output_tokens)
+            for r in STREAM.phases[phase].requests
+        ]
+    served = tuple(
+        Served(request.id, began + phase * long, began + (phase + 1) * long, 9)
+        for phase, found in enumerate(STREAM.phases)
+        for request in found.requests
+    )
+    played = Played(served, (began, began + long), began + 2 * long)
+    return PacedPlay(policy, STREAM, DILATION, played, LogPart(tuple(steps), tuple(requests), 0))
 
 
 def outcome() -> DemoOutcome:
-    """Two repeats, 16 tokens a play; the second one of `static-3` has one wrong answer."""
-    wrong = play_of(1.0, accepted=6, steps=4)
-    phase = wrong.phases[1]
-    answer = phase.answers[0]
-    spoilt = Answer(answer.request, (7, 7, 9, 9), 4, 6, 1.0)
-    wrong = Play(
-        (
-            wrong.phases[0],
-            PhasePlay(phase.phase, (spoilt, phase.answers[1]), phase.started, phase.seconds),
-        )
-    )
-    steered = (
-        play_of(0.8, started=100.0, accepted=8, steps=4),
-        play_of(0.5, started=200.0, accepted=8, steps=4),
-    )
+    """Two repeats of 27 tokens in 54, 27, 27 and 18 model seconds; one wrong token of static-4."""
+    rates = Computed(1.5, (1.0, 2.0))
+    statics = {Arm("eagle3", 0): Computed(0.5, (0.3, 0.6)), Arm("eagle3", 4): rates}
+    oracle = Oracle(statics, (Arm("eagle3", 4), Arm("eagle3", 0)), Computed(2.0, (1.0, 2.0)))
+    wrong = ExactPlay("static-4", 40, 2.0, (Mismatch(3, 2, 7, 9),))
     return DemoOutcome(
         STREAM,
-        (
-            PolicyPlays("off", (play_of(1.6), play_of(1.6))),
-            PolicyPlays("static-3", (play_of(1.0, accepted=6, steps=4), wrong)),
-            PolicyPlays("sglang-adaptive", (play_of(2.0, steps=4), play_of(1.0, steps=4))),
-            PolicyPlays("steered", steered),
-        ),
-        (
-            (
-                GammaSample(100.1, 5, 1, 7, probe=False, unsteered=False, drafter="dflash"),
-                GammaSample(100.2, 9, 1, 5, probe=True, unsteered=False),
-                GammaSample(101.0, 30, 2, 1, probe=False, unsteered=False),
+        load_step_costs("h100-llama3.1-8b", (0, 4)),
+        DILATION,
+        (oracle, oracle),
+        {
+            "off": (play_of("off", 27.0, 0), play_of("off", 27.0, 0)),
+            "static-4": (play_of("static-4", 13.5, 4), play_of("static-4", 13.5, 4)),
+            "sglang-adaptive": (
+                play_of("sglang-adaptive", 13.5, 3),
+                play_of("sglang-adaptive", 18.0, 3),
             ),
-            (GammaSample(200.1, 50, 1, 7, probe=False, unsteered=False),),
+            "steered": (play_of("steered", 9.0, 4), play_of("steered", 9.0, 7)),
+        },
+        (LostTime(0.01, 0.02, 0.003, 0.004, 0.005, 0.006), LostTime()),
+        (
+            ExactPlay("off", 40, 1.0, ()),
+            wrong,
+            ExactPlay("steered", 40, 2.5, (), ("0", "dflash 3", "eagle3 1")),
         ),
-        Selection(
-            {1: (play_of(1.6),), 2: (play_of(1.0), play_of(1.25)), 3: (play_of(1.0), play_of(0.8))}
-        ),
-    )
+        {"cells": [
+            {"drafter": "eagle3", "gamma": gamma, "batch_size": size,
+             "step_seconds": 0.002 * (gamma + size)}
+            for gamma in (0, 3) for size in (1, 16)
+        ]},
+    )  # fmt: skip

@@ -6,47 +6,47 @@ import pytest
 import typer
 
 from lab.demo import __main__ as command_line
-from lab.demo import engines
+from lab.demo.__main__ import StreamName
 from lab.demo.run import DemoOptions, run
-from lab.demo.stream import QUICK, SEED, build_stream
-from lab.harness.errors import EngineFailedError
+from lab.harness.errors import EngineFailedError, HarnessError
 from lab.harness.terminal import Terminal
+from lab.paced import engines
+from lab.paced.day import UNSEEN_DAY, UNSEEN_SEED, build_stream
 
 
-def options(output: Path) -> DemoOptions:
-    return DemoOptions(build_stream(QUICK, SEED), 1, 2, 15.0, output)
+def options(output: Path, table: str = "h100-llama3.1-8b") -> DemoOptions:
+    stream = build_stream("unseen", UNSEEN_DAY, UNSEEN_SEED)
+    return DemoOptions(table, (stream,), 4.0, 15.0, output)
 
 
 @pytest.fixture
 def broken_engines(monkeypatch):
     code = "import time; time.sleep(0.5); raise SystemExit('no such model')"
     monkeypatch.setattr(
-        engines, "engine_command", lambda policy, port: [sys.executable, "-c", code]
+        engines, "command", lambda policy, setting, port: [sys.executable, "-c", code]
     )
 
 
 @pytest.mark.usefixtures("broken_engines")
 def test_an_engine_that_does_not_come_up_ends_the_demo_with_its_log_and_leaves_nothing(tmp_path):
     before = {p.pid for p in psutil.Process().children(recursive=True)}
-    with pytest.raises(EngineFailedError, match=r"engine steered(?s:.*)no such model"):
+    with pytest.raises(EngineFailedError, match=r"engine off(?s:.*)no such model"):
         run(options(tmp_path), Terminal())
     assert {p.pid for p in psutil.Process().children(recursive=True)} <= before
-    assert (tmp_path / "logs" / "steered.log").read_text() == "no such model\n"
-    assert (tmp_path / "logs" / "sidecar.log").exists()
+    assert (tmp_path / "logs" / "off.log").read_text() == "no such model\n"
     assert not (tmp_path / "result.json").exists()
 
 
 @pytest.mark.usefixtures("broken_engines")
 def test_the_command_then_says_why_and_exits_with_an_error(tmp_path, capsys):
     with pytest.raises(typer.Exit) as ended:
-        command_line.demo(
-            quick=True,
-            repeats=None,
-            static_gamma=None,
-            output=tmp_path,
-            seed=SEED,
-        )
+        command_line.demo(stream=StreamName.UNSEEN, output=tmp_path)
     assert ended.value.exit_code == command_line.EXIT_FAILED
     printed = capsys.readouterr().out
-    assert "The demo failed: engine steered ended with status 1" in printed
+    assert "The demo failed: engine off ended with status 1" in printed
     assert "no such model" in printed
+
+
+def test_a_table_that_does_not_exist_is_named(tmp_path):
+    with pytest.raises(HarnessError, match=r"--pace no-such-table.*neither a file nor one of"):
+        run(options(tmp_path, "no-such-table"), Terminal())

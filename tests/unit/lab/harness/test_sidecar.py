@@ -7,13 +7,14 @@ from pathlib import Path
 import grpc
 import pytest
 
-from lab.demo.engines import ENGINE_ID
 from lab.harness import engines
 from lab.harness.engines import Workplace
 from lab.harness.errors import HarnessError
 from lab.harness.sidecar import GammaWatch, SidecarHandle
 from speculation.v1 import engine_pb2, plan_pb2, service_pb2, service_pb2_grpc
 from tests.support.eventually import eventually
+
+ENGINE_ID = "demo"
 
 
 @dataclass

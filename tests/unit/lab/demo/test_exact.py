@@ -1,16 +1,9 @@
 import pytest
 
-from lab.demo.engines import (
-    ADAPTIVE,
-    GAMMAS,
-    OFF,
-    STEERED,
-    engine_command,
-    engine_environment,
-    speculation_flags,
-    static,
-)
+from lab.cpu_engine.models.prompts import DOMAINS
+from lab.demo.exact import GAMMAS, build_stream, environment, speculation_flags
 from lab.harness.engines import Workplace
+from lab.paced.engines import ADAPTIVE, OFF, STEERED, static
 
 POLICIES = (OFF, static(2), ADAPTIVE, STEERED)
 
@@ -21,7 +14,7 @@ def place(tmp_path):
 
 
 def test_off_knows_nothing_of_speculation():
-    assert not [part for part in engine_command(OFF, 1) if "speculative" in part]
+    assert speculation_flags(OFF) == []
 
 
 def test_static_has_one_draft_length_and_no_controller():
@@ -37,13 +30,6 @@ def test_sglang_s_own_controller_runs_with_its_defaults():
     assert not [f for f in flags if f in {"--speculative-num-steps", "--speculative-eagle-topk"}]
 
 
-def test_the_engines_differ_in_nothing_but_speculation():
-    plain = engine_command(OFF, 1)
-    for policy in POLICIES:
-        assert engine_command(policy, 1) == [*plain, *speculation_flags(policy)]
-    assert plain[plain.index("--dtype") + 1] == "float32"
-
-
 def test_all_drafts_are_the_same():
     drafts = {
         flags[flags.index("--speculative-draft-model-path") + 1]
@@ -54,7 +40,16 @@ def test_all_drafts_are_the_same():
 
 def test_only_the_steered_engine_knows_the_sidecar(place):
     for policy in POLICIES[:-1]:
-        assert engine_environment(policy, place) == {}
-    steered = engine_environment(STEERED, place)
+        assert environment(policy, place) == {}
+    steered = environment(STEERED, place)
     assert steered["SPECULATION_SIDECAR"] == place.address
     assert steered["SPECULATION_GAMMAS"] == ",".join(map(str, GAMMAS))
+
+
+def test_the_prompts_are_of_every_domain_none_twice_and_the_same_for_a_seed():
+    stream = build_stream(3)
+    assert stream == build_stream(3)
+    requests = [request for phase in stream for request in phase.requests]
+    assert {request.domain for request in requests} == set(DOMAINS)
+    assert len({request.prompt for request in requests}) == len(requests)
+    assert [request.index for request in requests] == list(range(len(requests)))
