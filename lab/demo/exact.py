@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lab.cpu_engine.engine_command import MODELS, eagle3_flags, engine_command
+from lab.cpu_engine.forking import popen
 from lab.cpu_engine.models.prompts import DOMAINS, held_out_prompts
 from lab.harness.engines import Harness, Workplace, launch_engine, launch_sidecar, wait_serving
 from lab.harness.load_generator import Answer, acceptance_length
@@ -114,6 +115,7 @@ class _ExactPart(Harness):
                         ),
                         environment(policy, self._place),
                         self._place,
+                        popen,
                     )
                 )
             for policy in policies:

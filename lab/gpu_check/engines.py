@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lab.cpu_engine.engine_command import eagle3_flags
+from lab.cpu_engine.forking import popen
 from lab.gpu_check.shapes import ModelFolders, Shape
 from lab.harness.engines import Engine, Workplace, launch_engine
 
@@ -84,7 +85,9 @@ def launch(
 ) -> Engine:
     """Starts an engine; acceptance: the variables that have it accept drafts."""
     variables = environment(policy, setting, place.address) | dict(acceptance)
-    return launch_engine(policy, lambda port: command(policy, setting, port), variables, place)
+    return launch_engine(
+        policy, lambda port: command(policy, setting, port), variables, place, popen
+    )
 
 
 def graphs_expected(options: Sequence[str], *, on_cpu: bool) -> bool:

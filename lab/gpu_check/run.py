@@ -12,6 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from lab.cpu_engine.forking import popen
 from lab.gpu_check import acceptance, engines, exact, graphs, switches, syncs
 from lab.gpu_check.engines import OFF, PINNED, STATIC, STEERED, EngineSetting
 from lab.gpu_check.exact_run import Comparison, steered_policies
@@ -295,6 +296,7 @@ class _Check(Harness):
                 lambda port: exact.command(policy, port, options, on_cpu=on_cpu),
                 exact.environment(policy, self._place.address),
                 self._place,
+                popen,
             )
         )
         with self._terminal.working(f"engine: {policy}"):

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -11,7 +12,7 @@ from pathlib import Path
 from lab.harness.errors import EngineFailedError, HarnessError
 from lab.harness.load_generator import Play, play
 from lab.harness.ports import free_port
-from lab.harness.processes import Child, answers_http
+from lab.harness.processes import Child, Popen, answers_http
 from lab.harness.sidecar import SidecarHandle
 from lab.harness.stream import StreamPhase
 from lab.harness.terminal import Terminal
@@ -84,16 +85,17 @@ def launch_engine(
     command: Callable[[int], Sequence[str]],
     environment: Mapping[str, str],
     place: Workplace,
+    popen: Popen = subprocess.Popen,
 ) -> Engine:
     """Starts an engine and does not wait for it.
 
     command: makes the command line from the port to serve on.  environment: its variables; it
-    inherits no other SPECULATION_*.
+    inherits no other SPECULATION_*.  popen: starts the process.
     """
     port = free_port()
     inherited = {name: None for name in os.environ if name.startswith("SPECULATION_")}
     child = Child(
-        f"engine {policy}", command(port), place.log(policy), {**inherited, **environment}
+        f"engine {policy}", command(port), place.log(policy), {**inherited, **environment}, popen
     )
     return Engine(policy, f"http://127.0.0.1:{port}", child)
 

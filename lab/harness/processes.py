@@ -14,7 +14,7 @@ import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Self
+from typing import Any, Self
 
 from lab.harness.errors import EngineFailedError
 
@@ -22,11 +22,15 @@ _TAIL_LINES = 25
 _TERM_SECONDS = 2.0
 _PREFERRED_NICE = -10
 
+# Returns a process with the attributes and methods of `subprocess.Popen`.
+Popen = Callable[..., Any]
+
 
 class Child:
     """A running command; its output goes to `log`.  Leaving the context ends it and its children.
 
     name: for messages.  environment: added to this process's own; a None value takes one away.
+    popen: starts the process, as `subprocess.Popen` does.
     """
 
     def __init__(
@@ -35,6 +39,7 @@ class Child:
         command: Sequence[str],
         log: Path,
         environment: Mapping[str, str | None] | None = None,
+        popen: Popen = subprocess.Popen,
     ) -> None:
         self.name = name
         self.log = log
@@ -46,7 +51,7 @@ class Child:
                 variables[key] = value
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as output:
-            self._process = subprocess.Popen(
+            self._process: subprocess.Popen[bytes] = popen(
                 list(command),
                 stdin=subprocess.DEVNULL,
                 stdout=output,

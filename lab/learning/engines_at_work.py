@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import median
 
 from lab.cpu_engine.engine_command import eagle3_flags, engine_command
+from lab.cpu_engine.forking import popen
 from lab.cpu_engine.models.prompts import held_out_prompts
 from lab.harness.engines import (
     Engine,
@@ -155,7 +156,7 @@ def running(
         def command(port: int) -> list[str]:
             return engine_command(port, batch_max, eagle3_flags(draft, _START_GAMMA))
 
-        launched = launch_engine(name, command, variables, place)
+        launched = launch_engine(name, command, variables, place, popen)
         stack.enter_context(launched.child)
         launched.wait_ready(_READY_SECONDS, sidecar=client)
         yield Lab(launched, client, place)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lab.cpu_engine.engine_command import eagle3_flags
+from lab.cpu_engine.forking import popen
 from lab.cpu_engine.pace.pacer import VARIABLE, Pace
 from lab.cpu_engine.pace.step_costs import OWN, SECOND
 from lab.harness.engines import Engine, Workplace, launch_engine
@@ -101,9 +102,6 @@ def environment(policy: str, setting: Setting, place: Workplace) -> dict[str, st
     log.unlink(missing_ok=True)
     pace = replace(setting.pace, log=str(log.absolute()))
     variables = {VARIABLE: pace.as_json()}
-    if setting.pace.curves is not None:
-        # Any length above 0 has SGLang ask; the answer is drawn.
-        variables["SGLANG_SIMULATE_ACC_LEN"] = "1"
     if is_steered(policy):
         variables |= {
             "SPECULATION_SIDECAR": place.address,
@@ -124,4 +122,4 @@ def launch(
     def make(port: int) -> Sequence[str]:
         return command(policy, setting, port)
 
-    return launch_engine(policy, make, variables, place)
+    return launch_engine(policy, make, variables, place, popen)

@@ -21,10 +21,10 @@ from typing import Any
 import engine_shim
 from lab.cpu_engine.engine_command import MODELS, SHALLOW
 from lab.cpu_engine.environment import cpu_engine_env
+from lab.cpu_engine.forking import DESCRIPTOR, PRELOAD
+from lab.harness.fork_server import ForkedProcess, ForkServer
 from lab.harness.ports import free_port
 from tests.support.eventually import eventually
-from tests.support.fork_server import ForkedProcess, ForkServer
-from tests.support.forking_lab import DESCRIPTOR
 
 ROOT = Path(engine_shim.__file__).parents[1]
 # The steps of this target are much shorter than those of the demo's.
@@ -194,7 +194,7 @@ def run_lab(
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "proto")]),
     }
     return subprocess.run(
-        [sys.executable, "-m", "tests.support.forking_lab", module, *arguments],
+        [sys.executable, "-m", module, *arguments],
         env=os.environ | variables | dict(environment or {}),
         pass_fds=[server.fileno()],
         stdout=subprocess.PIPE,
@@ -265,4 +265,4 @@ def serving(
 def _fork_server(other: tuple[str, ...] = ()) -> ForkServer:
     """One for this process, from the first server to the end.  other: paths of another SGLang."""
     own = {"PYTHONPATH": os.pathsep.join([*other, str(ROOT), str(ROOT / "proto")])}
-    return ForkServer("tests.support.engine_imports", cpu_engine_env({**os.environ, **own}))
+    return ForkServer(PRELOAD, cpu_engine_env({**os.environ, **own}))

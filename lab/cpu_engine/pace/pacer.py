@@ -83,6 +83,8 @@ def register() -> None:
     if pacer.drawn is not None:
         from sglang.srt.speculative import spec_utils
 
+        # Any length above 0 has SGLang ask; the answer is drawn.
+        spec_utils.SIMULATE_ACC_LEN = 1.0
         spec_utils.generate_simulated_accept_index = pacer.accept
 
 

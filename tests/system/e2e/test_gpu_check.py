@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from controller.core.cost.profile import Profile
+from lab.cpu_engine.forking import DESCRIPTOR
 from lab.gpu_check import acceptance
 from lab.gpu_check.shapes import QWEN3_8B, SMALL
 from tests.support.engine import ROOT, install_plugin, run_lab
-from tests.support.forking_lab import DESCRIPTOR
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 

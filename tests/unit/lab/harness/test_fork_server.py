@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from lab.harness.fork_server import ForkedProcess, ForkServer
 from tests.support.eventually import eventually
-from tests.support.fork_server import ForkedProcess, ForkServer
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_SECONDS = 60.0

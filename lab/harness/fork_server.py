@@ -4,7 +4,7 @@ An interpreter that imports SGLang takes about fifteen seconds of processor time
 anything.  A fork server imports it once; every program that it starts begins where the imports
 ended.  The server has no thread but the main one, so that forking it is safe.
 
-    server = ForkServer("tests.support.engine_imports", cpu_engine_env())
+    server = ForkServer("lab.cpu_engine.engine_imports", cpu_engine_env())
     process = server.start("lab.cpu_engine.serve", ["--port", "30000"], environment, folder, output)
 
 A started program leads its own session, has the arguments, environment, module search path, working
@@ -155,8 +155,8 @@ class _Server:
         self._control = control
         self._programs: dict[int, socket.socket] = {}
         self._wake, self._signalled = socket.socketpair()
-        self._wake.setblocking(False)
-        self._signalled.setblocking(False)
+        self._wake.setblocking(False)  # noqa: FBT003  # its only argument
+        self._signalled.setblocking(False)  # noqa: FBT003  # its only argument
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._signalled.fileno())
 
