@@ -89,11 +89,18 @@ class PacedHarness(Harness):
         self._recordings = place.scratch / "recordings"
         self._sidecars: dict[str, SidecarHandle] = {}
 
-    def start(self, policies: Sequence[str]) -> None:
-        """Starts engines side by side and waits until they serve; none is steered yet."""
+    def start(
+        self, policies: Sequence[str], more: Mapping[str, Mapping[str, str]] | None = None
+    ) -> None:
+        """Starts engines side by side and waits until they serve; none is steered yet.
+
+        more: policy -> further variables.
+        """
+        own = more or {}
         with self._terminal.working(f"engines: {', '.join(policies)}") as work:
             started = [
-                self._keep(engines.launch(policy, self.setting, self._place)) for policy in policies
+                self._keep(engines.launch(policy, self.setting, self._place, own.get(policy)))
+                for policy in policies
             ]
             for engine in started:
                 engine.child.prefer()
@@ -230,5 +237,5 @@ class PacedHarness(Harness):
 
 
 def _needed(steps: Sequence[PacedStep]) -> float:
-    """How much longer the machine's own work takes than the imposed time (99th percentile)."""
-    return float(np.percentile([step.used_seconds / step.seconds for step in steps], 99))
+    """How much longer the machine's own work takes than the imposed time (95th percentile)."""
+    return float(np.percentile([step.used_seconds / step.seconds for step in steps], 95))

@@ -1,0 +1,124 @@
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from controller.core.engine_spec import Arm
+from lab.cpu_engine.pace.step_costs import load_step_costs
+from lab.cpu_engine.pace.step_log import PacedStep
+from lab.paced.lost_time import DecidedPlan, StepValues, lost_time
+from speculation.v1 import plan_pb2
+
+COSTS = load_step_costs("h100-llama3.1-8b", (0, 1, 4))
+# Whoever drafts is always right, or never.
+CURVES = {"good": {"eagle3": [1.0] * 8}, "bad": {"eagle3": [0.0] * 8}}
+VALUES = StepValues(COSTS, CURVES)
+
+
+def step(number: int, gamma: int, kind: str = "good", **more: object) -> PacedStep:
+    """A step of eight sequences, launched at its number, at its price."""
+    arm = Arm("eagle3", gamma)
+    seconds = COSTS.decode_seconds(arm, 8, 800)
+    found = PacedStep(
+        began=number, launched=number, ended=number + 0.5, due=number + 0.5, seconds=seconds,
+        batch_size=8, kv_tokens=800, kinds={kind: 8}, drafter="eagle3", gamma=gamma, steered=True,
+        epoch=1,
+    )  # fmt: skip
+    return replace(found, **more)  # type: ignore[arg-type]
+
+
+def plan(seconds: float, epoch: int, gamma: int) -> DecidedPlan:
+    row = plan_pb2.PlanRow(max_batch_size=8, drafter="eagle3", gamma=gamma)
+    return DecidedPlan(seconds, plan_pb2.Plan(epoch=epoch, rows=[row]))
+
+
+def wasted(gamma: int, kind: str) -> float:
+    """The share of a step that the best arm of its kind would not have needed."""
+    worth = VALUES.of(step(0, gamma, kind))
+    return 1.0 - float(worth[VALUES.ran(step(0, gamma, kind))] / worth.max())
+
+
+def test_an_arm_is_worth_its_expected_tokens_by_its_price():
+    worth = VALUES.of(step(0, 4, "good"))
+    seconds = [COSTS.decode_seconds(arm, 8, 800) for arm in VALUES.arms]
+    assert worth == pytest.approx(np.array([8, 16, 40]) / seconds)
+
+
+def test_a_mix_of_classes_is_worth_what_each_brings():
+    mixed = step(0, 4, kinds={"good": 2, "bad": 6})
+    gained = np.array([8, 6 + 2 * 2, 6 + 2 * 5])
+    assert VALUES.of(mixed) == pytest.approx(
+        gained / [COSTS.decode_seconds(arm, 8, 800) for arm in VALUES.arms]
+    )
+
+
+def test_nothing_is_lost_at_the_best_arm():
+    found = lost_time([step(i, 4) for i in range(5)], [plan(0, 1, 4)], VALUES)
+    assert found.total == 0.0
+
+
+def test_a_probe_is_probing():
+    steps = [step(0, 4), step(1, 0, probe=7), step(2, 4)]
+    found = lost_time(steps, [plan(0, 1, 4)], VALUES)
+    total = sum(s.seconds for s in steps)
+    assert found.probing == pytest.approx(wasted(0, "good") * steps[1].seconds / total)
+    assert found.total == found.probing
+
+
+def test_a_change_of_traffic_is_waited_for_until_a_good_arm_runs():
+    steps = [step(0, 4), step(1, 4, "bad"), step(2, 1, "bad"), step(3, 0, "bad"), step(4, 0, "bad")]
+    found = lost_time(steps, [plan(0, 1, 4)], VALUES)
+    total = sum(s.seconds for s in steps)
+    expected = wasted(4, "bad") * steps[1].seconds + wasted(1, "bad") * steps[2].seconds
+    assert found.waiting == pytest.approx(expected / total)
+    assert found.total == found.waiting
+
+
+def test_leaving_a_good_arm_without_a_change_is_a_wrong_estimate():
+    steps = [step(0, 4), step(1, 1), step(2, 4)]
+    found = lost_time(steps, [plan(0, 1, 4)], VALUES)
+    assert found.estimates > 0
+    assert found.total == found.estimates
+
+
+def test_a_change_that_is_never_understood_is_a_wrong_estimate_in_the_end():
+    steps = [step(0, 4), *(step(i, 4, "bad") for i in range(1, 201))]
+    found = lost_time(steps, [plan(0, 1, 4)], VALUES)
+    assert found.waiting == pytest.approx(found.estimates)
+
+
+def test_a_plan_that_was_decided_but_not_known_yet_is_the_links_lag():
+    steps = [step(0, 4), step(1, 4, "bad"), step(2, 4, "bad"), step(3, 0, "bad", epoch=2)]
+    plans = [plan(0, 1, 4), plan(1.5, 2, 0)]
+    found = lost_time(steps, plans, VALUES)
+    total = sum(s.seconds for s in steps)
+    assert found.link == pytest.approx(wasted(4, "bad") * steps[2].seconds / total)
+    assert found.waiting == pytest.approx(wasted(4, "bad") * steps[1].seconds / total)
+
+
+def test_a_newer_plan_that_says_the_same_is_no_lag():
+    steps = [step(0, 4), step(1, 1), step(2, 4)]
+    found = lost_time(steps, [plan(0, 1, 4), plan(0.5, 2, 1)], VALUES)
+    assert found.link == 0.0
+
+
+def test_a_step_that_no_plan_steers_is_the_links():
+    found = lost_time([step(0, 4), step(1, 1, steered=False)], [plan(0, 1, 4)], VALUES)
+    assert found.link > 0
+    assert found.total == found.link
+
+
+def test_switches_and_catching_up_are_switching_and_the_shims_work_is_apart():
+    plain = step(0, 4)
+    longer = replace(
+        plain, seconds=plain.seconds + 0.003, switch_seconds=0.001, catch_up_seconds=0.002,
+        shim_seconds=0.004,
+    )  # fmt: skip
+    found = lost_time([longer], [plan(0, 1, 4)], VALUES)
+    assert found.switching == pytest.approx(0.003 / longer.seconds)
+    assert found.total == found.switching
+    assert found.shim == pytest.approx(0.004 / longer.seconds)
+
+
+def test_no_step_loses_nothing():
+    assert lost_time([], [], VALUES).total == 0.0
