@@ -222,9 +222,13 @@ class PacedHarness(Harness):
         return PacedPlay(policy, stream, self.dilation, played, log)
 
     def _side_by_side(self, jobs: Mapping[str, Callable[[], PacedPlay]]) -> dict[str, PacedPlay]:
-        with ThreadPoolExecutor(_SIDE_BY_SIDE) as pool:
+        pool = ThreadPoolExecutor(_SIDE_BY_SIDE)
+        try:
             running = {name: pool.submit(job) for name, job in jobs.items()}
             return {name: job.result() for name, job in running.items()}
+        finally:
+            # After an error or a signal nobody waits for the others: their engines are ended.
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _kinds(self) -> tuple[str, ...]:
         return tuple(self.setting.pace.curves or ("",))

@@ -35,7 +35,6 @@ EAGLE3 = ("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path",
 LONE = ("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(DFLASH))
 # The models that the demo serves, for a price that depends on how a step's time is made up.
 DEEP = ("--model-path", str(MODELS / "target"), "--context-length", "2048")
-DEEP_EAGLE3 = (*DEEP, *EAGLE3[:-1], str(MODELS / "draft-mixed"))
 # A drafter that has seen code and nothing else.
 CODE_ONLY = (
     "--speculative-algorithm", "EAGLE3",

@@ -26,15 +26,11 @@ def ratios(one: Side, other: Side, measure: Callable[[Side], float], repeats: in
     return found
 
 
-def seconds_of(engine: EngineProcess, domain: str, batch_size: int, tokens: int) -> float:
-    """Of the same prompts' answers, so many new tokens each, all at once."""
-    began = time.perf_counter()
-    engine.generate(prompts_of(domain, batch_size), [tokens] * batch_size)
-    return time.perf_counter() - began
-
-
 def step_seconds_of(engine: EngineProcess, domain: str, batch_size: int, tokens: int) -> float:
-    """As `seconds_of`, over the verifications of the request that had most."""
+    """Seconds of the same prompts' answers, over the verifications of the request that had most.
+
+    tokens: new ones of each request; all requests come at once.
+    """
     began = time.perf_counter()
     answers = engine.generate(prompts_of(domain, batch_size), [tokens] * batch_size)
     steps: int = max(answer.meta["spec_verify_ct"] for answer in answers)
