@@ -17,6 +17,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from controller.core.engine_spec import Arm
+from lab.cpu_engine.pace import dummy_layers
 from lab.cpu_engine.pace.acceptance import DrawnAcceptance, RequestId, accept
 from lab.cpu_engine.pace.shim_watch import ShimWatch
 from lab.cpu_engine.pace.step_costs import OWN, SECOND, StepCosts, load_step_costs
@@ -86,6 +87,7 @@ def register() -> None:
         # Any length above 0 has SGLang ask; the answer is drawn.
         spec_utils.SIMULATE_ACC_LEN = 1.0
         spec_utils.generate_simulated_accept_index = pacer.accept
+        dummy_layers.leave_out()
 
 
 class Pacer:
