@@ -19,7 +19,7 @@ from lab.harness.engines import Engine, Workplace, launch_engine
 OFF, ADAPTIVE, STEERED = "off", "sglang-adaptive", "steered"
 _STATIC = "static-"
 READY_SECONDS = 240.0
-_MAX_TOKENS, _CONTEXT = 131072, 2048
+_MAX_TOKENS, _CONTEXT = 196608, 2048
 _SHAPE = Path(__file__).with_name("shape.json")
 
 
