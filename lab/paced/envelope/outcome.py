@@ -14,11 +14,10 @@ from lab.cpu_engine.pace.step_costs import OWN
 from lab.cpu_engine.pace.step_log import PacedStep
 from lab.harness.errors import HarnessError
 from lab.paced.envelope.arms import PLAIN, name_of
+from lab.paced.plays import LATE_SHARE_MAX
 
 OFF, MTP, DFLASH, STEERED = "off", "mtp", "dflash", "steered"
 STATIC = (OFF, MTP, DFLASH)
-# A run with more late steps than this is no result.
-LATE_SHARE_MAX = 0.01
 # The first steps of a full batch: a pinned arm takes a few to arrive.
 _SETTLING_STEPS = 8
 _LEAST_STEPS = 20
@@ -97,11 +96,11 @@ class Point:
 def measure(
     policy: str, arm: Arm | None, steps: Sequence[PacedStep], concurrency: int, dilation: float
 ) -> Run:
-    """Takes a run's steps of a full batch, the first of them left out.
+    """Takes the steps of a full batch from a run's decode steps, the first of them left out.
 
     Raises HarnessError for too few of them, and for steps of another arm than the run's.
     """
-    full = [s for s in steps if s.is_decode and s.batch_size == concurrency][_SETTLING_STEPS:]
+    full = [s for s in steps if s.batch_size == concurrency][_SETTLING_STEPS:]
     if len(full) < _LEAST_STEPS:
         raise HarnessError(f"{policy}: {len(full)} steps of {concurrency} sequences are too few")
     seconds = sum(step.ended - step.began for step in full) / dilation

@@ -145,5 +145,6 @@ def _shares(axes: "Axes", points: Sequence[Point]) -> None:
 
 def _by_concurrency(axes: "Axes", points: Sequence[Point], title: str) -> None:
     axes.set_xticks(range(len(points)), [str(point.concurrency) for point in points])
+    axes.set_xlim(-0.5, len(points) - 0.5)
     axes.set_xlabel("sequences at a time")
     axes.set_title(title, loc="left", fontsize=10)

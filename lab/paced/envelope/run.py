@@ -13,11 +13,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from controller.core.engine_spec import Arm
-from controller.core.settings import PlannerSettings
 from lab.cpu_engine.pace.pacer import Pace
 from lab.cpu_engine.pace.step_costs import OWN, SECOND
-from lab.cpu_engine.pace.step_log import PacedStep, read_log
-from lab.harness.engines import Harness, Workplace, launch_sidecar, measure_profile, wait_serving
+from lab.harness.engines import Workplace, launch_sidecar, measure_profile, wait_serving
 from lab.harness.errors import HarnessError
 from lab.harness.foreign_load import ForeignLoad
 from lab.harness.machine import run_facts, write_result
@@ -26,11 +24,11 @@ from lab.harness.sidecar import SidecarHandle
 from lab.harness.terminal import Terminal
 from lab.paced import engines
 from lab.paced.day import Stream
-from lab.paced.engines import Setting
 from lab.paced.envelope import picture, report
 from lab.paced.envelope.arms import (
     GAMMAS,
     PLAIN,
+    SEED,
     TABLE,
     best_arm,
     closed_loop,
@@ -40,7 +38,6 @@ from lab.paced.envelope.arms import (
 )
 from lab.paced.envelope.outcome import (
     DFLASH,
-    LATE_SHARE_MAX,
     MTP,
     OFF,
     STEERED,
@@ -50,15 +47,10 @@ from lab.paced.envelope.outcome import (
     dilation_to_try,
     measure,
 )
-from lab.paced.player import play
+from lab.paced.plays import LATE_SHARE_MAX
+from lab.paced.run import PacedHarness, dilated_planner
 from lab.paced.traffic import published_curves
 from lab.papers.drafters import Floats
-
-_LOG_SECONDS = 20.0
-_PLANNER_SECONDS = (
-    "lease_seconds", "replan_seconds", "payback_seconds", "probe_credit_start_seconds",
-    "probe_credit_max_seconds",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +75,12 @@ class EnvelopeOptions:
     @property
     def least_tokens(self) -> int:
         """Of a run: few sequences are lucky or not for long."""
-        return 256 if self.quick else 8192
+        return 256 if self.quick else 4096
 
     @property
     def profile_seconds(self) -> float:
         """Budget of a profile."""
-        return 8.0 if self.quick else 30.0
+        return 8.0 if self.quick else 20.0
 
     @property
     def late_share_max(self) -> float:
@@ -104,7 +96,7 @@ def run(options: EnvelopeOptions, terminal: Terminal) -> tuple[Point, ...]:
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(TemporaryDirectory(prefix="speculation-envelope-")))
         sweep = _Sweep(Workplace(options.output, scratch), terminal, stack, options)
-        sweep.start()
+        sweep.start((STEERED, OFF))
         for concurrency in options.concurrencies:
             points.append(sweep.point(concurrency))
             document = {
@@ -123,50 +115,33 @@ def run(options: EnvelopeOptions, terminal: Terminal) -> tuple[Point, ...]:
     return tuple(points)
 
 
-class _Sweep(Harness):
+class _Sweep(PacedHarness):
     """The running processes, and what is done with them."""
 
     def __init__(
         self, place: Workplace, terminal: Terminal, stack: ExitStack, options: EnvelopeOptions
     ) -> None:
-        super().__init__(place, terminal, stack)
-        self._options = options
-        self._dilation_file = place.scratch / "dilation"
-        self._dilation_file.write_text(f"{options.dilation}")
         largest = max(options.concurrencies)
         pace = Pace(
-            TABLE, options.dilation, gammas=GAMMAS, max_batch_size=largest,
-            curves=published_curves(TABLE), dilation_file=str(self._dilation_file),
+            TABLE, options.dilation, gammas=GAMMAS, max_batch_size=largest, seed=SEED,
+            curves=published_curves(TABLE),
         )  # fmt: skip
+        super().__init__(place, terminal, stack, pace, largest, second=True)
+        self._options = options
         self._costs = pace.costs()
-        self._setting = Setting.make(pace, place.scratch / "models", largest, second=True)
 
     @property
     def source(self) -> str:
         """Where the imposed step times come from."""
         return self._costs.source
 
-    def start(self) -> None:
-        """Starts both engines and waits until they serve."""
-        with self._terminal.working("engines: steered, off"):
-            for policy in (STEERED, OFF):
-                engine = self._keep(engines.launch(policy, self._setting, self._place))
-                engine.child.prefer()
-            for engine in self._engines.values():
-                engine.wait_ready(engines.READY_SECONDS)
-
-    def stop(self) -> None:
-        """Asks both engines to end at once; the context waits for each."""
-        for engine in self._engines.values():
-            engine.child.terminate()
-
     def point(self, concurrency: int) -> Point:
         """Runs a concurrency: off, the best arm of each drafter, and steered."""
         options = self._options
         rates = table_rates(self._costs, concurrency)
-        dilation = dilation_at(options.dilation, self._costs, concurrency)
-        self._dilation_file.write_text(f"{dilation}")
-        self._terminal.heading(f"{concurrency} at a time, dilation {dilation:g}")
+        self.dilation = dilation_at(options.dilation, self._costs, concurrency)
+        self._write_dilation()
+        self._terminal.heading(f"{concurrency} at a time, dilation {self.dilation:g}")
         tokens, least = options.output_tokens, options.least_tokens
         stream = closed_loop("envelope", concurrency, least, tokens)
         # Without speculation nothing is drawn, so a few steps at the same context tell the rate.
@@ -174,8 +149,8 @@ class _Sweep(Harness):
         warm_up = closed_loop("warm-up", concurrency, 1, tokens // 2)
         runs: dict[str, Run] = {}
         with ExitStack() as stack, ForeignLoad() as load:
-            runs[OFF] = self._run(OFF, PLAIN, plain, dilation)
-            sidecar = self._start_dilated_sidecar(stack, dilation)
+            runs[OFF] = self._run(OFF, PLAIN, plain)
+            sidecar = self._start_fresh_sidecar(stack)
             with self._terminal.working("profile"):
                 measure_profile(
                     self._place, self._engines[STEERED], sidecar, options.profile_seconds,
@@ -184,20 +159,16 @@ class _Sweep(Harness):
             for policy, drafter in ((MTP, OWN), (DFLASH, SECOND)):
                 arm = best_arm(rates, drafter)
                 with sidecar.pinned(arm.gamma, drafter):
-                    runs[policy] = self._run(policy, arm, stream, dilation)
+                    runs[policy] = self._run(policy, arm, stream)
             with self._terminal.working("warming up"):
-                self._played(STEERED, warm_up)
-            runs[STEERED] = self._run(STEERED, None, stream, dilation)
+                self._once(STEERED, warm_up)
+            runs[STEERED] = self._run(STEERED, None, stream)
             sidecar.status()  # raises if the sidecar has ended meanwhile
-        return Point(concurrency, dilation, rates, runs, load.cores)
+        return Point(concurrency, self.dilation, rates, runs, load.cores)
 
-    def _start_dilated_sidecar(self, stack: ExitStack, dilation: float) -> SidecarHandle:
+    def _start_fresh_sidecar(self, stack: ExitStack) -> SidecarHandle:
         """Starts a sidecar whose decisions take as long in the model's time as they do in life."""
-        defaults = PlannerSettings()
-        variables = {
-            f"CONTROLLER_PLANNER__{name.upper()}": f"{getattr(defaults, name) * dilation:g}"
-            for name in _PLANNER_SECONDS
-        }
+        variables = dilated_planner(self.dilation)
         child = stack.enter_context(launch_sidecar(self._place, environment=variables))
         child.prefer()
         sidecar = stack.enter_context(SidecarHandle(self._place.address, STEERED))
@@ -205,7 +176,7 @@ class _Sweep(Harness):
         self._engines[STEERED].wait_ready(engines.READY_SECONDS, sidecar=sidecar)
         return sidecar
 
-    def _run(self, policy: str, arm: Arm | None, stream: Stream, dilation: float) -> Run:
+    def _run(self, policy: str, arm: Arm | None, stream: Stream) -> Run:
         """Plays a stream, once more if too many steps were late.
 
         Raises HarnessError when the second play was late too.
@@ -214,27 +185,15 @@ class _Sweep(Harness):
         text = policy if arm is None else f"{policy}: {name_of(arm)}"
         for _ in range(2):
             with self._terminal.working(text) as work:
-                steps = self._played(OFF if policy == OFF else STEERED, stream)
-                found = measure(policy, arm, steps, phase.plan.concurrency, dilation)
+                steps = self._once(OFF if policy == OFF else STEERED, stream).decode_steps
+                found = measure(policy, arm, steps, phase.plan.concurrency, self.dilation)
                 work.result = (
                     f"{found.rate:.0f} tokens/s, {found.steps} steps, {found.late_share:.1%} late"
                 )
             if found.late_share <= self._options.late_share_max:
                 return found
-        larger = dilation_to_try(self._options.dilation, found, dilation)
+        larger = dilation_to_try(self._options.dilation, found, self.dilation)
         raise HarnessError(
             f"{policy} at {phase.plan.concurrency}: {found.late_share:.1%} of the steps took the "
             f"machine longer than their pace allows, twice; try --dilation {larger}"
         )
-
-    def _played(self, policy: str, stream: Stream) -> tuple[PacedStep, ...]:
-        """Plays a stream; returns the engine's steps."""
-        log = engines.log_path(policy, self._place)
-        begin = read_log(log).end
-        play(stream, self._engines[policy].url)
-        deadline = time.monotonic() + _LOG_SECONDS
-        while len((part := read_log(log, begin)).requests) < stream.requests:
-            if time.monotonic() > deadline:
-                raise HarnessError(f"{policy} has not logged all of its requests: see {log}")
-            time.sleep(0.1)
-        return part.steps

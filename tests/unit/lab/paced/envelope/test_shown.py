@@ -22,10 +22,10 @@ def test_a_row_has_the_winners_the_rates_and_what_steered_ran():
 
 
 def test_the_table_says_what_is_imposed_and_how_often_the_published_drafter_won(capsys):
-    report.show([point(1), point(2)], "a table", Terminal())
+    report.show([point(1), point(2)], "table", Terminal())
     printed = " ".join(capsys.readouterr().out.split())
     assert "wins at 1 of 2 concurrencies, at 1 with the published draft length" in printed
-    assert "Step times are imposed (a table); acceptance is drawn" in printed
+    assert "Step times are imposed, by a table; acceptance is drawn" in printed
 
 
 def test_the_published_goodput_is_that_of_its_best_draft_length():
