@@ -183,16 +183,16 @@ class _Server:
         if pid:
             os.close(output)
             self._programs[pid] = socket.socket(fileno=report)
-            with contextlib.suppress(OSError):
-                self._programs[pid].send(json.dumps({"pid": pid}).encode())
             return None
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()
+        # Told only now: whoever starts a program may signal its group, or prefer it, at once.
+        with contextlib.suppress(OSError), socket.socket(fileno=report) as starter:
+            starter.send(json.dumps({"pid": os.getpid()}).encode())
         for descriptor in (1, 2):
             os.dup2(output, descriptor)
         os.close(output)
-        os.close(report)
         for connection in (self._control, self._wake, self._signalled, *self._programs.values()):
             connection.close()
         return order

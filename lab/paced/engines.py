@@ -21,7 +21,7 @@ _STATIC = "static-"
 READY_SECONDS = 240.0
 # SGLang would choose it by the device's memory; the simulator reads prompts in the same chunks.
 PREFILL_CHUNK_TOKENS = 8192
-_MAX_TOKENS, _CONTEXT = 131072, 2048
+_MAX_TOKENS, _CONTEXT = 196608, 2048
 _SHAPE = Path(__file__).with_name("shape.json")
 
 

@@ -87,6 +87,17 @@ def test_a_program_is_as_if_started_by_itself_but_for_its_imports(
     assert len(found["descriptors"]) == 4
 
 
+def test_a_program_leads_its_session_as_soon_as_its_id_is_known(
+    server: ForkServer, modules: Path, tmp_path: Path
+) -> None:
+    for _ in range(10):
+        process, _log = start(server, tmp_path, modules, "sleeping")
+        session = os.getsid(process.pid)
+        os.kill(process.pid, signal.SIGKILL)
+        assert session == process.pid
+        assert process.wait(PATIENCE_SECONDS) == -signal.SIGKILL
+
+
 def test_an_exception_is_in_its_output_and_gives_status_1(
     server: ForkServer, modules: Path, tmp_path: Path
 ) -> None:

@@ -1,0 +1,1 @@
+"""The published envelope of two drafters, run on a paced engine, and steered on top of it."""

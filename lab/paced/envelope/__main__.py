@@ -1,0 +1,68 @@
+"""The command line of the envelope."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from controller.simulation.errors import InvalidInputError
+from lab.harness.errors import HarnessError
+from lab.harness.processes import end_on_sigterm
+from lab.harness.terminal import Terminal
+from lab.paced.envelope.arms import CONCURRENCIES
+from lab.paced.envelope.run import EnvelopeOptions, run
+from lab.papers.drafters import read_grid
+
+EXIT_FAILED = 1
+
+
+def envelope(
+    grid: Annotated[
+        Path | None, typer.Option(help="The published sweep (drafterGrid.json), to draw beside.")
+    ] = None,
+    dilation: Annotated[
+        float,
+        typer.Option(
+            min=1.0, help="Machine seconds a second of one sequence; larger batches less."
+        ),
+    ] = 26.0,
+    concurrency: Annotated[
+        str, typer.Option(help=f"Of {','.join(map(str, CONCURRENCIES))}; all of them by default.")
+    ] = "",
+    output: Annotated[Path, typer.Option(help="Where result, picture and logs go.")] = Path(
+        "build/envelope"
+    ),
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Short runs, late or not: does it work?")
+    ] = False,
+) -> None:
+    """Runs the best MTP, the best DFlash, no speculation and steered at each concurrency."""
+    end_on_sigterm()
+    terminal = Terminal()
+    try:
+        options = EnvelopeOptions(
+            concurrencies=_concurrencies(concurrency),
+            dilation=dilation,
+            grid=None if grid is None else read_grid(grid),
+            output=output,
+            quick=quick,
+        )
+        run(options, terminal)
+    except (HarnessError, InvalidInputError) as error:
+        terminal.say(f"\nThe envelope failed: {error}")
+        raise typer.Exit(EXIT_FAILED) from error
+    terminal.say(f"\n{output / 'result.json'}  {output / 'envelope.png'}  {output / 'logs'}/")
+
+
+def _concurrencies(text: str) -> tuple[int, ...]:
+    if not text:
+        return CONCURRENCIES
+    parts = [part.strip() for part in text.split(",")]
+    if unknown := [part for part in parts if part not in map(str, CONCURRENCIES)]:
+        known = ", ".join(map(str, CONCURRENCIES))
+        raise typer.BadParameter(f"{', '.join(unknown)}: published are {known}")
+    return tuple(sorted({int(part) for part in parts}))
+
+
+if __name__ == "__main__":
+    typer.run(envelope)

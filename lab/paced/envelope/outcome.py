@@ -1,0 +1,175 @@
+"""What the runs gave, in seconds of the model's time."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+import numpy as np
+
+from controller.core.engine_spec import Arm
+from controller.simulation import published_qwen
+from lab.cpu_engine.pace.step_costs import OWN
+from lab.cpu_engine.pace.step_log import PacedStep
+from lab.harness.errors import HarnessError
+from lab.paced.envelope.arms import PLAIN, name_of
+from lab.paced.plays import LATE_SHARE_MAX
+
+OFF, MTP, DFLASH, STEERED = "off", "mtp", "dflash", "steered"
+STATIC = (OFF, MTP, DFLASH)
+# The first steps of a full batch: a pinned arm takes a few to arrive.
+_SETTLING_STEPS = 8
+_LEAST_STEPS = 20
+_ROOM = 1.2
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run's steps of a full batch.
+
+    arm: what it was held to; None where it was steered.  rate: tokens/s.  late: steps that the
+    machine missed.  needed: the dilation that all but a few steps would have kept.
+    acceptance_length: tokens that a sequence gains in a step.  shares: arm -> share of the steps.
+    asleep: share of the steps through which the drafters slept.
+    """
+
+    policy: str
+    arm: Arm | None
+    rate: float
+    steps: int
+    late: int
+    needed: float
+    acceptance_length: float
+    shares: Mapping[Arm, float]
+    asleep: float
+
+    @property
+    def late_share(self) -> float:
+        """Share of the steps in which the machine missed the pace."""
+        return self.late / self.steps
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One concurrency.
+
+    dilation: in force there.  table: arm -> tokens/s that the imposed table promises.  runs: by
+    policy.  foreign_cores: kept busy by other programs meanwhile.
+    """
+
+    concurrency: int
+    dilation: float
+    table: Mapping[Arm, float]
+    runs: Mapping[str, Run]
+    foreign_cores: float
+
+    @property
+    def published_winner(self) -> Arm:
+        """The drafter and draft length that was published as the best."""
+        index = published_qwen.CONCURRENCIES.index(self.concurrency)
+        drafter = published_qwen.BEST_DRAFTER[index]
+        return Arm(OWN if drafter == MTP else drafter, published_qwen.BEST_GAMMA[drafter][index])
+
+    @property
+    def table_winner(self) -> Arm:
+        """The best arm by the imposed table."""
+        return max(self.table, key=lambda arm: self.table[arm])
+
+    @property
+    def winner(self) -> Arm:
+        """The best arm that was run."""
+        best = max((self.runs[policy] for policy in STATIC), key=lambda run: run.rate)
+        return best.arm or PLAIN
+
+    @property
+    def envelope(self) -> float:
+        """Tokens/s of the best arm that was run."""
+        return max(self.runs[policy].rate for policy in STATIC)
+
+    @property
+    def steered_share(self) -> float:
+        """Tokens/s steered over those of the envelope."""
+        return self.runs[STEERED].rate / self.envelope
+
+
+def measure(
+    policy: str, arm: Arm | None, steps: Sequence[PacedStep], concurrency: int, dilation: float
+) -> Run:
+    """Takes the steps of a full batch from a run's decode steps, the first of them left out.
+
+    Raises HarnessError for too few of them, and for steps of another arm than the run's.
+    """
+    full = [s for s in steps if s.batch_size == concurrency][_SETTLING_STEPS:]
+    if len(full) < _LEAST_STEPS:
+        raise HarnessError(f"{policy}: {len(full)} steps of {concurrency} sequences are too few")
+    seconds = sum(step.ended - step.began for step in full) / dilation
+    tokens = sum(step.tokens for step in full)
+    counts = Counter(_arm_of(step) for step in full)
+    if arm is not None and counts[arm] < len(full):
+        ran = ", ".join(f"{name_of(a)} {n}" for a, n in counts.most_common())
+        raise HarnessError(f"{policy}: held to {name_of(arm)}, the engine ran {ran}")
+    used = [step.used_seconds / step.seconds for step in full]
+    return Run(
+        policy,
+        arm,
+        tokens / seconds,
+        len(full),
+        sum(step.late for step in full),
+        float(np.quantile(used, 1.0 - LATE_SHARE_MAX / 2)),
+        tokens / (len(full) * concurrency),
+        {found: count / len(full) for found, count in counts.most_common()},
+        sum(step.asleep for step in full) / len(full),
+    )
+
+
+def dilation_to_try(asked: float, run: Run, dilation: float) -> int:
+    """The `--dilation` at which this run would have kept its pace.
+
+    asked: what was given, of which `dilation` was in force.
+    """
+    return ceil(asked * max(_ROOM, _ROOM * run.needed / dilation))
+
+
+def as_json(points: Sequence[Point]) -> list[dict[str, Any]]:
+    """The points as they stand in result.json; rates in tokens/s."""
+    return [
+        {
+            "concurrency": point.concurrency,
+            "dilation": point.dilation,
+            "published": name_of(point.published_winner),
+            "table": {
+                "winner": name_of(point.table_winner),
+                **{name_of(arm): round(rate, 1) for arm, rate in point.table.items()},
+            },
+            "winner": name_of(point.winner),
+            "envelope": round(point.envelope, 1),
+            "steered ÷ envelope": round(point.steered_share, 4),
+            "runs": {policy: _run_as_json(run) for policy, run in point.runs.items()},
+            "foreign_cores": round(point.foreign_cores, 2),
+        }
+        for point in points
+    ]
+
+
+def agreeing(points: Sequence[Point]) -> tuple[int, int]:
+    """At how many concurrencies drafter, and draft length too, are the published ones by runs."""
+    pairs = [(point.winner, point.published_winner) for point in points]
+    return sum(a.drafter == b.drafter for a, b in pairs), sum(a == b for a, b in pairs)
+
+
+def _arm_of(step: PacedStep) -> Arm:
+    return Arm(step.drafter, step.gamma) if step.gamma else PLAIN
+
+
+def _run_as_json(run: Run) -> dict[str, Any]:
+    return {
+        "arm": None if run.arm is None else name_of(run.arm),
+        "tokens_per_second": round(run.rate, 1),
+        "acceptance_length": round(run.acceptance_length, 3),
+        "steps": run.steps,
+        "late": run.late,
+        "dilation_needed": round(run.needed, 1),
+        "asleep": round(run.asleep, 4),
+        "shares": {name_of(arm): round(share, 4) for arm, share in run.shares.items()},
+    }

@@ -1,0 +1,199 @@
+"""Runs the envelope: one steered engine, one without speculation, and a sidecar a concurrency.
+
+A profile holds under one dilation.  So at each concurrency the sidecar starts anew, with its own
+time constants dilated, and measures the steered engine; what it knew before is gone.
+"""
+
+import os
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from controller.core.engine_spec import Arm
+from lab.cpu_engine.pace.pacer import Pace
+from lab.cpu_engine.pace.step_costs import OWN, SECOND
+from lab.harness.engines import Workplace, launch_sidecar, measure_profile, wait_serving
+from lab.harness.errors import HarnessError
+from lab.harness.foreign_load import ForeignLoad
+from lab.harness.machine import run_facts, write_result
+from lab.harness.processes import prefer
+from lab.harness.sidecar import SidecarHandle
+from lab.harness.terminal import Terminal
+from lab.paced import engines
+from lab.paced.day import Stream
+from lab.paced.envelope import picture, report
+from lab.paced.envelope.arms import (
+    GAMMAS,
+    PLAIN,
+    SEED,
+    TABLE,
+    best_arm,
+    closed_loop,
+    dilation_at,
+    name_of,
+    table_rates,
+)
+from lab.paced.envelope.outcome import (
+    DFLASH,
+    MTP,
+    OFF,
+    STEERED,
+    Point,
+    Run,
+    as_json,
+    dilation_to_try,
+    measure,
+)
+from lab.paced.plays import LATE_SHARE_MAX
+from lab.paced.run import PacedHarness, dilated_planner
+from lab.paced.traffic import published_curves
+from lab.papers.drafters import Floats
+
+
+@dataclass(frozen=True, slots=True)
+class EnvelopeOptions:
+    """The options of a run.
+
+    dilation: at one sequence.  grid: drafter -> [gamma, concurrency] published goodput.  quick:
+    short runs, none of which is rejected.
+    """
+
+    concurrencies: tuple[int, ...]
+    dilation: float
+    grid: Mapping[str, Floats] | None
+    output: Path
+    quick: bool = False
+
+    @property
+    def output_tokens(self) -> int:
+        """Of a request; in a whole run, as many as were published."""
+        return 256 if self.quick else 1024
+
+    @property
+    def least_tokens(self) -> int:
+        """Of a run: few sequences are lucky or not for long."""
+        return 256 if self.quick else 4096
+
+    @property
+    def profile_seconds(self) -> float:
+        """Budget of a profile."""
+        return 8.0 if self.quick else 20.0
+
+    @property
+    def late_share_max(self) -> float:
+        """A run with more late steps is rejected; a short one shows that it works, and no more."""
+        return 1.0 if self.quick else LATE_SHARE_MAX
+
+
+def run(options: EnvelopeOptions, terminal: Terminal) -> tuple[Point, ...]:
+    """Runs everything and writes result.json and envelope.png.  Raises HarnessError."""
+    started, facts = time.monotonic(), run_facts()
+    prefer(os.PRIO_PROCESS, 0)
+    points: list[Point] = []
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(TemporaryDirectory(prefix="speculation-envelope-")))
+        sweep = _Sweep(Workplace(options.output, scratch), terminal, stack, options)
+        sweep.start((STEERED, OFF))
+        for concurrency in options.concurrencies:
+            points.append(sweep.point(concurrency))
+            document = {
+                **facts,
+                "seconds": round(time.monotonic() - started, 1),
+                "label": report.label(sweep.source),
+                "dilation": options.dilation,
+                "quick": options.quick,
+                "points": as_json(points),
+            }
+            # After every concurrency: what was found is kept whatever comes next.
+            write_result(document, options.output)
+        sweep.stop()
+    picture.draw(points, options.grid, sweep.source, options.output / "envelope.png")
+    report.show(points, sweep.source, terminal)
+    return tuple(points)
+
+
+class _Sweep(PacedHarness):
+    """The running processes, and what is done with them."""
+
+    def __init__(
+        self, place: Workplace, terminal: Terminal, stack: ExitStack, options: EnvelopeOptions
+    ) -> None:
+        largest = max(options.concurrencies)
+        pace = Pace(
+            TABLE, options.dilation, gammas=GAMMAS, max_batch_size=largest, seed=SEED,
+            curves=published_curves(TABLE),
+        )  # fmt: skip
+        super().__init__(place, terminal, stack, pace, largest, second=True)
+        self._options = options
+        self._costs = pace.costs()
+
+    @property
+    def source(self) -> str:
+        """Where the imposed step times come from."""
+        return self._costs.source
+
+    def point(self, concurrency: int) -> Point:
+        """Runs a concurrency: off, the best arm of each drafter, and steered."""
+        options = self._options
+        rates = table_rates(self._costs, concurrency)
+        self.dilation = dilation_at(options.dilation, self._costs, concurrency)
+        self._write_dilation()
+        self._terminal.heading(f"{concurrency} at a time, dilation {self.dilation:g}")
+        tokens, least = options.output_tokens, options.least_tokens
+        stream = closed_loop("envelope", concurrency, least, tokens)
+        # Without speculation nothing is drawn, so a few steps at the same context tell the rate.
+        plain = closed_loop("off", concurrency, 1, tokens // 4, tokens // 2 - tokens // 8)
+        warm_up = closed_loop("warm-up", concurrency, 1, tokens // 2)
+        runs: dict[str, Run] = {}
+        with ExitStack() as stack, ForeignLoad() as load:
+            runs[OFF] = self._run(OFF, PLAIN, plain)
+            sidecar = self._start_fresh_sidecar(stack)
+            with self._terminal.working("profile"):
+                measure_profile(
+                    self._place, self._engines[STEERED], sidecar, options.profile_seconds,
+                    "--force", "--batch-sizes", str(concurrency),
+                )  # fmt: skip
+            for policy, drafter in ((MTP, OWN), (DFLASH, SECOND)):
+                arm = best_arm(rates, drafter)
+                with sidecar.pinned(arm.gamma, drafter):
+                    runs[policy] = self._run(policy, arm, stream)
+            with self._terminal.working("warming up"):
+                self._once(STEERED, warm_up)
+            runs[STEERED] = self._run(STEERED, None, stream)
+            sidecar.status()  # raises if the sidecar has ended meanwhile
+        return Point(concurrency, self.dilation, rates, runs, load.cores)
+
+    def _start_fresh_sidecar(self, stack: ExitStack) -> SidecarHandle:
+        """Starts a sidecar whose decisions take as long in the model's time as they do in life."""
+        variables = dilated_planner(self.dilation)
+        child = stack.enter_context(launch_sidecar(self._place, environment=variables))
+        child.prefer()
+        sidecar = stack.enter_context(SidecarHandle(self._place.address, STEERED))
+        wait_serving(child, sidecar)
+        self._engines[STEERED].wait_ready(engines.READY_SECONDS, sidecar=sidecar)
+        return sidecar
+
+    def _run(self, policy: str, arm: Arm | None, stream: Stream) -> Run:
+        """Plays a stream, once more if too many steps were late.
+
+        Raises HarnessError when the second play was late too.
+        """
+        (phase,) = stream.phases
+        text = policy if arm is None else f"{policy}: {name_of(arm)}"
+        for _ in range(2):
+            with self._terminal.working(text) as work:
+                steps = self._once(OFF if policy == OFF else STEERED, stream).decode_steps
+                found = measure(policy, arm, steps, phase.plan.concurrency, self.dilation)
+                work.result = (
+                    f"{found.rate:.0f} tokens/s, {found.steps} steps, {found.late_share:.1%} late"
+                )
+            if found.late_share <= self._options.late_share_max:
+                return found
+        larger = dilation_to_try(self._options.dilation, found, self.dilation)
+        raise HarnessError(
+            f"{policy} at {phase.plan.concurrency}: {found.late_share:.1%} of the steps took the "
+            f"machine longer than their pace allows, twice; try --dilation {larger}"
+        )

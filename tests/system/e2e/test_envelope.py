@@ -1,0 +1,109 @@
+"""The drafter envelope with short runs: two real engines, a sidecar and a profile a concurrency."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lab.cpu_engine.pace.step_costs import load_step_costs
+from lab.cpu_engine.pace.step_log import PacedStep, read_log
+from lab.paced.envelope.arms import GAMMAS, TABLE
+from tests.support.engine import run_lab
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
+
+# E[accepted | gamma] of the published curves.
+EXPECTED = {"mtp 1": 0.779, "dflash 3": 1.757, "mtp 2": 1.362, "dflash 15": 3.425}
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("envelope")
+    found = run_lab(
+        "lab.paced.envelope", "--quick", "--concurrency", "1,8", "--output", str(output)
+    )
+    print(found.stdout)
+    assert found.returncode == 0, found.stdout
+    assert "Step times are imposed" in found.stdout
+    assert (output / "envelope.png").read_bytes().startswith(b"\x89PNG")
+    return output
+
+
+@pytest.fixture(scope="module")
+def points(quick: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads((quick / "result.json").read_text())["points"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def steps(quick: Path) -> tuple[PacedStep, ...]:
+    """The steered engine's decode steps."""
+    return tuple(s for s in read_log(quick / "steps" / "steered.jsonl").steps if s.is_decode)
+
+
+def test_both_drafters_accept_as_their_own_curves_say(points: list[dict[str, Any]]):
+    assert [point["concurrency"] for point in points] == [1, 8]
+    assert [p["runs"]["mtp"]["arm"] for p in points] == ["mtp 1", "mtp 2"]
+    assert [p["runs"]["dflash"]["arm"] for p in points] == ["dflash 3", "dflash 15"]
+    for point in points:
+        for policy in ("mtp", "dflash"):
+            run = point["runs"][policy]
+            accepted = run["acceptance_length"] - 1
+            assert accepted == pytest.approx(EXPECTED[run["arm"]], rel=0.25)
+        assert point["runs"]["off"]["acceptance_length"] == 1
+
+
+def test_the_engine_without_speculation_has_the_table_s_rate_where_it_kept_the_pace(
+    points: list[dict[str, Any]],
+):
+    for point in points:
+        rate, table = point["runs"]["off"]["tokens_per_second"], point["table"]["off"]
+        # A late step takes longer; none takes less.
+        assert rate <= 1.02 * table
+        if point["runs"]["off"]["late"] == 0:
+            assert rate >= 0.95 * table
+
+
+def test_every_arm_is_steered_to_while_it_is_profiled(steps: tuple[PacedStep, ...]):
+    ran = {(s.drafter, s.gamma) for s in steps if s.steered and s.gamma}
+    assert ran == {(d, g) for d in ("eagle3", "dflash") for g in GAMMAS if g}
+
+
+def test_steps_are_priced_by_the_drafter_that_drafted(steps: tuple[PacedStep, ...]):
+    costs = load_step_costs(TABLE, GAMMAS, 8)
+    for step in steps:
+        arm = next(
+            a for a in costs.surface.arms
+            if (a.drafter, a.gamma) == (step.drafter if step.gamma else "eagle3", step.gamma)
+        )  # fmt: skip
+        plain = costs.decode_seconds(arm, step.batch_size, step.kv_tokens, warm=not step.asleep)
+        imposed = step.seconds - step.switch_seconds - step.catch_up_seconds
+        assert imposed == pytest.approx(plain)
+    asleep = [s for s in steps if s.gamma == 0 and s.asleep]
+    assert asleep
+    # While both sleep, neither reads anything.
+    assert {s.catch_up_seconds for s in asleep} == {0.0}
+
+
+def test_the_drafter_that_does_not_draft_is_charged_for_reading(steps: tuple[PacedStep, ...]):
+    per_token = load_step_costs(TABLE, GAMMAS, 8).surface.catch_up_seconds_per_token
+    drafted = [s for s in steps if s.gamma > 0]
+    charged = [s for s in drafted if s.catch_up_seconds >= 0.999 * per_token * s.tokens]
+    assert len(charged) == len(drafted)
+
+
+def test_a_pace_that_the_machine_cannot_keep_is_refused_with_one_to_try(tmp_path: Path):
+    found = run_lab(
+        "lab.paced.envelope", "--dilation", "1", "--concurrency", "1", "--output", str(tmp_path)
+    )
+    assert found.returncode == 1, found.stdout
+    printed = " ".join(found.stdout.split())
+    assert "off at 1: 100.0% of the steps took the machine longer than their pace" in printed
+    suggested = int(printed.rpartition("try --dilation ")[2].split()[0])
+    assert suggested > 5
+
+
+def test_a_concurrency_that_was_not_published_is_refused():
+    found = run_lab("lab.paced.envelope", "--concurrency", "3")
+    assert found.returncode == 2

@@ -1,0 +1,107 @@
+"""Rates, winners and shares from recorded steps."""
+
+import json
+
+import pytest
+
+from controller.core.engine_spec import Arm
+from lab.harness.errors import HarnessError
+from lab.paced.envelope.outcome import (
+    DFLASH,
+    MTP,
+    STEERED,
+    agreeing,
+    as_json,
+    dilation_to_try,
+    measure,
+)
+from tests.unit.lab.paced.envelope.recorded import (
+    DFLASH_3,
+    DILATION,
+    MTP_1,
+    PACE,
+    PLAIN,
+    point,
+    steps_of,
+)
+
+
+def test_a_rate_is_of_the_model_s_time():
+    run = measure(MTP, MTP_1, steps_of(MTP_1, 108), 2, DILATION)
+    assert run.steps == 100
+    assert run.rate == pytest.approx(3 / PACE)
+    assert run.acceptance_length == pytest.approx(1.5)
+
+
+def test_late_steps_are_counted_and_their_time_too():
+    run = measure(MTP, MTP_1, steps_of(MTP_1, 108, late=10), 2, DILATION)
+    assert (run.late, run.late_share) == (10, 0.1)
+    assert run.rate == pytest.approx(3 / PACE * 100 / 110)
+
+
+def test_only_steps_of_a_full_batch_are_measured():
+    steps = steps_of(MTP_1, 108) + steps_of(MTP_1, 50, batch_size=1, tokens=1)
+    assert measure(MTP, MTP_1, steps, 2, DILATION).steps == 100
+
+
+def test_the_first_steps_of_a_run_may_be_of_another_arm_and_later_ones_may_not():
+    early = steps_of(PLAIN, 3) + steps_of(MTP_1, 100)
+    assert measure(MTP, MTP_1, early, 2, DILATION).shares == {MTP_1: 1.0}
+    with pytest.raises(HarnessError, match=r"held to mtp 1, the engine ran mtp 1 92, dflash 3 1"):
+        measure(MTP, MTP_1, steps_of(MTP_1, 100) + steps_of(DFLASH_3, 1), 2, DILATION)
+
+
+def test_a_steered_run_s_steps_are_shared_out_by_arm_the_most_frequent_first():
+    steps = steps_of(DFLASH_3, 38) + steps_of(MTP_1, 50) + steps_of(PLAIN, 20)
+    run = measure(STEERED, None, steps, 2, DILATION)
+    assert list(run.shares.items()) == [(MTP_1, 0.5), (DFLASH_3, 0.3), (PLAIN, 0.2)]
+    assert run.asleep == 0.2
+
+
+def test_both_drafters_at_no_draft_are_plain_decoding():
+    steps = steps_of(Arm("dflash", 0), 54) + steps_of(PLAIN, 54)
+    assert measure(STEERED, None, steps, 2, DILATION).shares == {PLAIN: 1.0}
+
+
+def test_a_run_of_too_few_steps_is_refused():
+    with pytest.raises(HarnessError, match="19 steps of 2 sequences are too few"):
+        measure(MTP, MTP_1, steps_of(MTP_1, 27), 2, DILATION)
+
+
+def test_the_dilation_to_try_has_room_for_what_the_steps_needed():
+    # 30 ms of work in a step of 2 ms need a dilation of 15 where 10 was in force.
+    run = measure(MTP, MTP_1, steps_of(MTP_1, 108, late=10, used=0.03), 2, DILATION)
+    assert run.needed == pytest.approx(15.0)
+    assert dilation_to_try(26.0, run, DILATION) == 47
+    # Late for another reason than its own work: more room than before all the same.
+    idle = measure(MTP, MTP_1, steps_of(MTP_1, 108, late=10), 2, DILATION)
+    assert dilation_to_try(26.0, idle, DILATION) == 32
+
+
+def test_the_envelope_is_the_best_of_the_static_runs():
+    found = point(rates=(1400, 1600, 1650, 1633.5))
+    assert (found.envelope, found.winner) == (1650, DFLASH_3)
+    assert found.steered_share == pytest.approx(0.99)
+    assert point(rates=(1700, 1600, 1650, 1700)).winner == PLAIN
+
+
+def test_published_and_table_winners_stand_beside_ours():
+    found = point(2, rates=(1400, 1700, 1650, 1600))
+    assert found.published_winner == MTP_1
+    assert found.table_winner == DFLASH_3
+    assert found.winner == MTP_1
+    assert point(8).published_winner == Arm("dflash", 15)
+
+
+def test_agreement_is_told_for_drafters_and_for_draft_lengths():
+    # One sequence: dflash 3 as published.  Eight: dflash, but 15 was published.  Two: mtp was.
+    assert agreeing([point(1), point(2), point(8)]) == (2, 1)
+
+
+def test_the_result_holds_every_run():
+    (found,) = json.loads(json.dumps(as_json([point()])))
+    assert (found["published"], found["table"]["winner"], found["winner"]) == ("dflash 3",) * 3
+    assert found["steered ÷ envelope"] == 0.99
+    assert found["runs"][STEERED]["arm"] is None
+    assert found["runs"][STEERED]["shares"] == {"dflash 3": 0.7, "mtp 1": 0.25, "off": 0.05}
+    assert found["runs"][DFLASH]["tokens_per_second"] == 1650
