@@ -146,6 +146,7 @@ def test_sleep_is_plain_decoding_and_waking_up_is_paid_for(
     }
     with serving(tmp_path, (*EAGLE3, FRESH), variables) as engine:
         begin = eventually(lambda: read_log(log_of(tmp_path)).end, within=30.0, what="a probe")
+        eventually(lambda: sidecar.server.introductions, within=30.0, what="its introduction")
         sidecar.run(lambda count: [(0, True), (GAMMA, False), (0, False)][count // 8 % 3])
         engine.generate(PROMPTS[:1], [120])
         steps = [step for step in ended(tmp_path, begin, 1).steps if step.is_decode]
@@ -215,3 +216,25 @@ def test_an_engine_that_cannot_be_paced_does_not_start(
     (sentence,) = [line for line in words.splitlines() if line.startswith(f"{VARIABLE}: ")]
     assert complaint in sentence
     assert "Traceback" not in words
+
+
+def test_a_request_that_is_retracted_goes_on_where_it_was(tmp_path: Path) -> None:
+    """SGLang retracts every few passes, for its own tests, and reads such requests again."""
+    crowd = [RequestId("hard", 40 + i, 40) for i in range(len(PROMPTS))]
+    variables = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "7"}
+    variables |= paced(PACE, tmp_path)
+    with serving(tmp_path, (*CHAINS, FRESH), variables, fresh=True) as engine:
+        begin = eventually(lambda: read_log(log_of(tmp_path)).end, within=30.0, what="a probe")
+        ask(engine, crowd, PROMPTS)
+        part = ended(tmp_path, begin, len(crowd))
+        assert "Testing retraction" in engine.log.read_text()
+    assert {found.rid: found.tokens for found in part.requests} == {
+        str(found): found.output_tokens for found in crowd
+    }
+    prefills = [step for step in part.steps if not step.is_decode]
+    # What is read again holds what was decoded before; it is no first token.
+    again = sum(step.tokens for step in prefills) - sum(map(len, PROMPTS))
+    assert again > len(PROMPTS[0])
+    firsts = [found.first_token for found in part.requests]
+    assert set(firsts) <= {step.ended for step in prefills}
+    assert prefills[-1].ended not in firsts
