@@ -16,7 +16,6 @@ that is not a whole, well-formed packet.  Drafters go by their index in the intr
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
 from typing import Final, NamedTuple, TypeAlias
@@ -113,8 +112,7 @@ class RowEntry(NamedTuple):
     probe: ProbeEntry | None
 
 
-@dataclass(frozen=True, slots=True)
-class PlanPacket:
+class PlanPacket(NamedTuple):
     """A plan as the engine uses it.
 
     `session` tags the sidecar session (epochs and probe identifiers count within one).

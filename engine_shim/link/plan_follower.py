@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from enum import Enum
 from typing import Final, NamedTuple
 
-from engine_shim.link.packets import PlanPacket, ProbeEntry
+from engine_shim.link.packets import PlanPacket, ProbeEntry, RowEntry
 from speculation.v1.plan_pb2 import REGIME_MODE_COLLECT, REGIME_MODE_ONLINE
 
 _REMEMBERED_PROBES: Final = 4096
@@ -70,6 +70,8 @@ class PlanFollower:
         self._grace_seconds = grace_seconds
         self.plan: PlanPacket | None = None
         self.lease_end = _NEVER
+        # Rows that fit the engine: those of a renewed plan are often the very same object.
+        self._fitting: tuple[RowEntry, ...] = ()
         self._bounds: list[int] = []
         # The choice of each row once it has been made; a row with an open probe stays None.
         self._ready: list[StepChoice | None] = []
@@ -83,12 +85,17 @@ class PlanFollower:
         old = self.plan
         if old is not None and old.session == plan.session and plan.epoch < old.epoch:
             return False
+        if plan.rows is self._fitting:
+            return True
         arms = self._arms
-        return all(
+        fits = all(
             (drafter_index, gamma) in arms
             and (probe is None or (probe.drafter_index, probe.gamma) in arms)
             for _, drafter_index, gamma, _, probe in plan.rows
         )
+        if fits:
+            self._fitting = plan.rows
+        return fits
 
     def uses(self, plan: PlanPacket) -> bool:
         """Whether this very plan was taken last; its lease may have been renewed."""

@@ -11,7 +11,7 @@ handles those requests, before the same step:
   all ranks  choose     from the plan, the batch and the adopted time: alike everywhere
 
 An engine may leave a broadcast out or hold it back, so an update is sent until rank 0 has adopted
-it itself.  An engine of one rank goes the same way.
+it itself.  An engine of one rank adopts it at once, as a step begins (`take_in`).
 """
 
 from time import monotonic
@@ -41,6 +41,12 @@ class Ranks:
         self._steering = steering
         self._link = link
         self._adopted = self._sent = RankUpdate(0, monotonic(), None)
+        # Where choices come from at the adopted time.
+        self._source = steering.source_at(self._adopted.now)
+        # The last choice, and for how many sequences.  Between two updates nothing changes it but a
+        # probe, which counts its steps.
+        self._choice: StepChoice | None = None
+        self._batch_size = 0
 
     def outgoing(self) -> list[RankUpdate]:
         """On rank 0, between two steps: what has to reach all ranks."""
@@ -49,16 +55,23 @@ class Ranks:
         plan, now = self._link.receive(), monotonic()
         sent, number = self._sent, self._sent.number
         waiting = number > self._adopted.number
-        source_at = self._steering.source_at
         if plan is not None:
             self._sent = RankUpdate(number + 1, now, plan)
         elif waiting:
             self._sent = sent._replace(now=now)
-        elif source_at(now) is not source_at(self._adopted.now):
+        elif self._steering.source_at(now) is not self._source:
             self._sent = RankUpdate(number + 1, now, None)
         else:
             return []
         return [self._sent]
+
+    def take_in(self) -> None:
+        """Adopts what has come at once, for an engine of one rank, as a step begins."""
+        if self._link is None:
+            return
+        plan, now = self._link.receive(), monotonic()
+        if plan is not None or self._steering.source_at(now) is not self._source:
+            self.adopt(RankUpdate(self._adopted.number + 1, now, plan))
 
     def adopt(self, update: RankUpdate) -> None:
         """Adopts, on every rank, what rank 0 sent.
@@ -68,8 +81,10 @@ class Ranks:
         if update.number <= self._adopted.number:
             return
         self._adopted = update
+        self._choice = None
         if update.plan is not None:
             self._steering.accept(update.plan, update.now)
+        self._source = self._steering.source_at(update.now)
 
     def stride(self) -> int:
         """Rounds between two online updates of the drafter, 0 for none."""
@@ -86,4 +101,9 @@ class Ranks:
 
     def choose(self, batch_size: int) -> StepChoice:
         """Chooses what the decode step that begins now runs; called once for each step."""
-        return self._steering.choose(batch_size, self._adopted.now)
+        if self._choice is not None and batch_size == self._batch_size:
+            return self._choice
+        choice = self._steering.choose(batch_size, self._adopted.now)
+        self._choice = None if choice.probe_id else choice
+        self._batch_size = batch_size
+        return choice

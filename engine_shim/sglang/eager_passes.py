@@ -41,13 +41,14 @@ class EagerPasses:
 
     captured: the passes that have graphs.  missing: those that the engine runs and has none for;
     they run eagerly in every step, which is then the cost of that step.  counts: steps with an
-    eager pass of a kind that has graphs.
+    eager pass of a kind that has graphs.  seen: the drafters' eager passes of the step that runs,
+    for the caller to clear before it.
     """
 
     captured: Passes = NO_PASSES
     missing: Passes = NO_PASSES
     counts: Counter[Passes] = field(default_factory=Counter)
-    _seen: Passes = field(default=NO_PASSES, init=False)
+    seen: Passes = field(default=NO_PASSES, init=False)
 
     def watch_chain(self, runner: Any) -> None:
         """Watches the `ModelRunner` of an EAGLE drafter.
@@ -59,9 +60,9 @@ class EagerPasses:
         def note(forward_batch: Any, _: Any) -> None:
             mode = forward_batch.forward_mode
             if mode.is_decode():
-                self._seen |= Passes.DRAFT
+                self.seen |= Passes.DRAFT
             elif mode.is_draft_extend_v2():
-                self._seen |= Passes.DRAFT_EXTEND
+                self.seen |= Passes.DRAFT_EXTEND
 
         _after_forward(runner, note)
 
@@ -70,17 +71,9 @@ class EagerPasses:
 
         def note(_: Any, output: Any) -> None:
             if not output.can_run_graph:
-                self._seen |= Passes.BLOCK
+                self.seen |= Passes.BLOCK
 
         _after_forward(runner, note)
-
-    def begin(self) -> None:
-        """Forgets what was seen before the step that begins."""
-        self._seen = NO_PASSES
-
-    def taken(self) -> Passes:
-        """Returns the drafters' eager passes since `begin`."""
-        return self._seen
 
     def count(self, eager: Passes) -> bool:
         """Counts a step's eager passes; returns whether one of them has graphs."""

@@ -2,9 +2,9 @@
 
 One decode step, in SGLang's order:
 
-  own_requests              what came from the sidecar, for all ranks (see link/ranks.py)
+  own_requests              several ranks: what came from the sidecar, for all (see link/ranks.py)
     after_received          with data-parallel attention it joins the requests here
-  around_forward            decide; catch a drafter up that has slept; launch
+  around_forward            take in what came; decide; catch up a drafter that slept; launch
     AdaptiveController      asks the policy, puts gamma's runtime state into use (RuntimeSwitch)
     draft, verify
     around_draft_extend     asleep: keep what the drafter would have read
@@ -28,13 +28,14 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from engine_shim.link.losses import reason_of
 from engine_shim.sglang.api import attention_dp, hook_check, ranks, sglang_api
+from engine_shim.sglang.eager_passes import NO_PASSES
 from engine_shim.sglang.engine_description import DFLASH_NAME
 from engine_shim.sglang.learning.verified_step import NO_UPDATE, UpdateStatus, Verification
 from engine_shim.sglang.step_reports import (
     Launch,
     StepTap,
     kv_tokens_at_launch,
-    kv_tokens_committed,
+    kv_tokens_before,
 )
 from speculation.v1 import engine_pb2
 
@@ -96,8 +97,9 @@ class EngineHooks:
         hook_check.register(sglang_api.DRAFT_EXTEND, self.around_draft_extend, around)
         hook_check.register(sglang_api.RESOLVE_TOKENS, self.around_resolve, around)
         hook_check.register(sglang_api.INTERNAL_STATE, self.after_internal_state, after)
-        hook_check.register(sglang_api.OWN_REQUESTS, self.own_requests, after)
-        hook_check.register(sglang_api.REQUEST_KINDS, self.after_request_kinds, after)
+        if self.several:
+            hook_check.register(sglang_api.OWN_REQUESTS, self.own_requests, after)
+            hook_check.register(sglang_api.REQUEST_KINDS, self.after_request_kinds, after)
         if self.dual is not None:
             hook_check.register(sglang_api.DRAFT, self.around_draft, around)
         if self.attention_dp:
@@ -124,38 +126,52 @@ class EngineHooks:
     def around_forward(
         self, original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Wraps `EAGLEWorkerV2.forward_batch_generation`, prefills included."""
+        """Wraps `EAGLEWorkerV2.forward_batch_generation`, prefills included.
+
+        What an engine has not, or a step does not need, is not called: on a busy engine's thread
+        most of a call's price is that nothing of it is in a cache.
+        """
+        if not self.several:
+            self.ranks.take_in()
+        if not batch.forward_mode.is_decode() or batch.is_extend_in_batch:
+            return self._without_decoding(original, worker, batch, *args, **kwargs)
+        largest = attention_dp.largest_batch(batch) if self.attention_dp else 0
+        choice = self.ranks.choose(largest or len(batch.reqs))
+        self.policy.run(choice)
+        before, sleep, eager = self._launching, self.sleep, self.eager
+        launch = Launch(choice, batch.forward_iter, kv_tokens_at_launch(batch), largest)
+        if sleep is not None and (choice.asleep or sleep.is_behind):
+            unread = 0 if before is None or before.is_read_back else before.choice.gamma + 1
+            launch.asleep = self._catch_up(
+                sleep, batch, choice.asleep and choice.gamma == 0, unread
+            )
+        if self.online is not None or self.deployment is not None:
+            self._update(lambda online: online.before_step())
+            launch.update_status = self._update_status()
+        self._launching = launch
+        eager.seen = NO_PASSES
+        result = original(worker, batch, *args, **kwargs)
+        launch.eager = eager.seen
+        if self.block is not None:
+            self._report_lost_block(self.block)
+        result.speculation_launch = launch
+        return result
+
+    def _without_decoding(
+        self, original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Runs a prefill, or an empty batch beside other ranks' batches."""
         if batch.forward_mode.is_idle():
             if self.attention_dp and not batch.is_extend_in_batch:
                 # Others decode, and this rank takes part with an empty batch.
                 self.policy.run(self.ranks.choose(attention_dp.largest_batch(batch)))
             return original(worker, batch, *args, **kwargs)
-        sleep = self.sleep
-        if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
-            if sleep is not None:
-                sleep.forget(batch.reqs)
-            self._update(lambda online: online.before_prefill([r.rid for r in batch.reqs]))
-            result = original(worker, batch, *args, **kwargs)
-            self._report_lost_block()
-            return result
-        largest = attention_dp.largest_batch(batch)
-        choice = self.ranks.choose(largest)
-        self.policy.run(choice)
-        before = self._launching
-        unread = 0 if before is None or before.is_read_back else before.choice.gamma + 1
-        launch = Launch(choice, batch.forward_iter, kv_tokens_at_launch(batch), largest)
-        if sleep is not None:
-            launch.asleep = self._catch_up(
-                sleep, batch, choice.asleep and choice.gamma == 0, unread
-            )
-        self._update(lambda online: online.before_step())
-        launch.update_status = self._update_status()
-        self._launching = launch
-        self.eager.begin()
+        if self.sleep is not None:
+            self.sleep.forget(batch.reqs)
+        self._update(lambda online: online.before_prefill([r.rid for r in batch.reqs]))
         result = original(worker, batch, *args, **kwargs)
-        launch.eager = self.eager.taken()
-        self._report_lost_block()
-        result.speculation_launch = launch
+        if self.block is not None:
+            self._report_lost_block(self.block)
         return result
 
     def around_draft(
@@ -175,7 +191,8 @@ class EngineHooks:
     ) -> None:
         """Wraps the method `EagleDraftWorker._draft_extend_for_decode`."""
         launch, sleep = self._launching, self.sleep
-        self._learn(batch, result, launch)
+        if self.online is not None or self.collector is not None:
+            self._learn(batch, result, launch)
         if launch is not None and launch.asleep and sleep is not None:
             try:
                 sleep.sleep_through(batch, result)
@@ -196,12 +213,12 @@ class EngineHooks:
         launch: Launch | None = getattr(result, "speculation_launch", None)
         if launch is not None:
             launch.is_read_back = True
-        if launch is None or self.tap is None:
-            return original(processor, result, batch)
-        if launch.kv_tokens is None:
-            launch.kv_tokens = kv_tokens_committed(batch.reqs)
         tokens = original(processor, result, batch)
+        if launch is None or self.tap is None:
+            return tokens
         try:
+            if launch.kv_tokens is None:
+                launch.kv_tokens = kv_tokens_before(batch.reqs, tokens)
             self.tap.settle(launch, result)
         except Exception as error:  # noqa: BLE001 - telemetry must not end an engine
             self.tap = None
@@ -212,6 +229,8 @@ class EngineHooks:
     def after_internal_state(self, result: Any, *arguments: Any) -> None:
         """Runs after SGLang has filled in the `internal_states` of `/server_info`."""
         if self.link is not None:
+            if not self.several:
+                self.ranks.take_in()  # there may have been no step for long
             state = sglang_api.internal_state(result, arguments)
             state["speculation_controller"] = self.status()
 
@@ -229,9 +248,9 @@ class EngineHooks:
             "lost": self.losses.status(),
         }
 
-    def _report_lost_block(self) -> None:
-        if self.block is not None and self.block.over:
-            self.losses.lose(engine_pb2.CAPABILITY_DRAFTER, self.block.over, DFLASH_NAME)
+    def _report_lost_block(self, block: DFlashDrafter) -> None:
+        if block.over:
+            self.losses.lose(engine_pb2.CAPABILITY_DRAFTER, block.over, DFLASH_NAME)
 
     def _catch_up(self, sleep: IdleDrafter, batch: Any, asleep: bool, unread: int) -> bool:
         """True when the drafter may sleep through the step that begins."""
@@ -285,8 +304,6 @@ class EngineHooks:
         A second one reads other hidden states, and drafts for itself.
         """
         second = self.dual
-        if self.online is None and self.collector is None:
-            return
         features = result.logits_output.hidden_states
         if second is not None:
             features, _ = second.split(features)

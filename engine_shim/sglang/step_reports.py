@@ -75,9 +75,17 @@ def kv_tokens_at_launch(batch: Any) -> int | None:
     return None
 
 
-def kv_tokens_committed(requests: list[Any]) -> int:
-    """The same from the requests; right once all earlier steps' results are processed."""
-    return sum([request.kv.kv_committed_len for request in requests])
+def kv_tokens_before(requests: list[Any], tokens: list[list[int]]) -> int:
+    """The same from the requests, once SGLang has counted the step's result.
+
+    tokens: what the step gave each of them; those that had ended or left got nothing.
+    """
+    return sum([
+        request.kv.kv_committed_len
+        if request.finished_reason is not None or request.is_retracted
+        else request.kv.kv_committed_len - len(new)
+        for request, new in zip(requests, tokens, strict=True)
+    ])  # fmt: skip
 
 
 class StepTap:
@@ -94,11 +102,13 @@ class StepTap:
         self._link = link
         self._eager = eager or EagerPasses()
         self._graph_batch_sizes = graph_batch_sizes
+        # Drafter, draft length, sleep and padded batch of every shape that has run.
         self._used: set[tuple[int, int, bool, int]] = set()
         self._step = 0
         self._last_iter: int | None = None
         self._last_end = 0.0
-        self._last_arm: tuple[int, int, bool] | None = None
+        # Drafter, draft length, sleep and batch of the last step.
+        self._last: tuple[int, int, bool, int] | None = None
 
     def settle(self, launch: Launch, result: Any) -> None:
         """Reports a step whose result SGLang has read back and counted."""
@@ -117,29 +127,27 @@ class StepTap:
             seconds = now - launch.started
         else:
             seconds = now - self._last_end
-        if self._padded(launch.largest_batch) > self._padded(batch_size):
+        largest = launch.largest_batch
+        if largest > batch_size and self._padded(largest) > self._padded(batch_size):
             # Its seconds are those of another rank's batch.
             flags |= AFTER_GAP
-        arm = (choice.drafter_index, gamma, launch.asleep)
-        if arm != self._last_arm and self._last_arm is not None:
-            flags |= SWITCHED
+        ran = (choice.drafter_index, gamma, launch.asleep, batch_size)
+        if ran != self._last:
+            flags |= self._changed(ran)
         if choice.source is not Source.PLAN:
             flags |= UNSTEERED
         eager = launch.eager
         if self._graph_batch_sizes and not result.can_run_cuda_graph:
             eager |= Passes.VERIFICATION
-        if self._eager.count(eager):
+        if eager and self._eager.count(eager):
             flags |= EAGER_FALLBACK
         update_status = launch.update_status
-        if update_status.updating:
-            flags |= UPDATING
-        if update_status.reset:
-            flags |= DRAFTER_RESET
-        shape = (*arm, self._padded(batch_size))
-        if shape not in self._used:
-            self._used.add(shape)
-            flags |= FIRST_USE
-        self._last_iter, self._last_end, self._last_arm = iteration, now, arm
+        if update_status is not NO_UPDATE:
+            if update_status.updating:
+                flags |= UPDATING
+            if update_status.reset:
+                flags |= DRAFTER_RESET
+        self._last_iter, self._last_end = iteration, now
         self._step += 1
         report = ReportPacket(
             self._step,
@@ -157,6 +165,16 @@ class StepTap:
             update_status.version,
         )
         self._link.report(report)
+
+    def _changed(self, ran: tuple[int, int, bool, int]) -> int:
+        """The flags of a step that ran something else than the one before."""
+        last, self._last = self._last, ran
+        flags = SWITCHED if last is not None and last[:3] != ran[:3] else 0
+        shape = (*ran[:3], self._padded(ran[3]))
+        if shape not in self._used:
+            self._used.add(shape)
+            flags |= FIRST_USE
+        return flags
 
     def _padded(self, batch_size: int) -> int:
         sizes = self._graph_batch_sizes

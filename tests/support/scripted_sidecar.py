@@ -37,6 +37,7 @@ class ScriptedSidecar:
     stride: rounds between online updates, 0 for none.  collect: training signals are kept; a script
     may say so anew for each plan.  collecting: the epochs that asked for it.
     draft_version: of the drafter that is to serve.
+    plans_once: only `run` sends a plan, and no message is answered.
     bounds: largest batch of each row of a plan; rows after the first have the script's next arms.
     """
 
@@ -46,6 +47,7 @@ class ScriptedSidecar:
     stride: int = 0
     collect: bool = False
     draft_version: int = 0
+    plans_once: bool = False
     bounds: tuple[int, ...] = (64,)
     arms: dict[int, Arm] = field(default_factory=dict)
     collecting: set[int] = field(default_factory=set)
@@ -105,8 +107,8 @@ class ScriptedSidecar:
             came = len(self.reports)
             time.sleep(_REST_SECONDS)
 
-    def _answer(self, _: SteerRequest) -> SteerResponse:
-        return SteerResponse(plan=self._next_plan())
+    def _answer(self, _: SteerRequest) -> SteerResponse | None:
+        return None if self.plans_once else SteerResponse(plan=self._next_plan())
 
     def _next_plan(self) -> Plan:
         with self._lock:

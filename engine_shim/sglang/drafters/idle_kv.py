@@ -77,6 +77,7 @@ class IdleDrafter:
     """Keeps what one `EAGLEWorkerV2`'s drafter sleeps through, and catches it up.
 
     `max_steps`: the buffer's length in steps.  `second`: another drafter that sleeps with it.
+    `is_behind`: whether it has missed steps.
     """
 
     def __init__(self, worker: Any, max_steps: int, second: DualDrafter | None = None) -> None:
@@ -85,6 +86,7 @@ class IdleDrafter:
         self._backlog = BacklogSteps(max_steps)
         # Of the step that begins: context lengths, and by how much they may be larger.
         self._lengths: tuple[list[int], int] = ([], 0)
+        self.is_behind = False
         self.counters = IdleCounters()
 
     def before_step(self, batch: Any, *, asleep: bool, unread_tokens: int = 0) -> None:
@@ -93,11 +95,10 @@ class IdleDrafter:
         unread_tokens: the most that the step before has added to a request, where the scheduler has
         not read that back; 0 where it has.
         """
-        backlog = self._backlog
-        if not asleep and not len(backlog):
+        if not asleep and not self.is_behind:
             return
         self._lengths = self._known_lengths(batch, unread_tokens)
-        if len(backlog) and (not asleep or backlog.is_full_for(len(batch.reqs))):
+        if self.is_behind and (not asleep or self._backlog.is_full_for(len(batch.reqs))):
             self._catch_up(batch)
 
     def forget(self, requests: Sequence[Any]) -> None:
@@ -113,13 +114,13 @@ class IdleDrafter:
         step = BacklogStep(
             [request.rid for request in batch.reqs],
             # Copies: with graphs, these live in buffers that the next step overwrites.
-            batch.seq_lens.to(torch.int64, copy=True),
             result.next_token_ids[:size].to(torch.int64, copy=True),
             result.logits_output.hidden_states[:size].clone(),
             *self._lengths,
         )
         self._worker._stub_skipped_draft_extend(batch, result)
         self._backlog.add(step)
+        self.is_behind = True
         self.counters.slept += 1
 
     def _known_lengths(self, batch: Any, unread_tokens: int) -> tuple[list[int], int]:
@@ -141,27 +142,32 @@ class IdleDrafter:
         return committed, unread_tokens
 
     def _catch_up(self, batch: Any) -> None:
-        positions, tokens, hidden = self._backlog.tensors()
+        tokens, hidden = self._backlog.tensors()
         backlog = self._backlog.of_batch([request.rid for request in batch.reqs], self._lengths[0])
         self._backlog.clear()
+        self.is_behind = False
         self.counters.cold += backlog.cold
         self.counters.unread += backlog.unread
         if not backlog.rows:
             return
         count, size = len(backlog.order), len(backlog.rows)
-        owners = [
-            row for row, length in zip(backlog.rows, backlog.lengths, strict=True)
-            for _ in range(length)
+        missed = [
+            (row, start + place)
+            for row, start, length in zip(
+                backlog.rows, backlog.starts, backlog.lengths, strict=True
+            )
+            for place in range(length)
         ]  # fmt: skip
-        lists = to_device([*backlog.order, *owners, *backlog.rows], tokens.device)
-        order, owner, rows = lists.split([count, count, size])
-        extend = _extend_batch(batch, backlog, rows, owner, positions[order])
+        owners, places = zip(*missed, strict=True)
+        lists = to_device([*backlog.order, *owners, *places, *backlog.rows], tokens.device)
+        order, owner, positions, rows = lists.split([count, count, count, size])
+        extend = _extend_batch(batch, backlog, rows, owner, positions)
         hidden, draft = hidden[order], self._worker.draft_worker
         if sglang_api.dflash_only(draft) is not None:
-            draft.catch_up(hidden, extend.out_cache_loc, positions[order])
+            draft.catch_up(hidden, extend.out_cache_loc, positions)
         else:
             if self._dual is not None:
-                hidden = self._dual.catch_up(hidden, extend.out_cache_loc, positions[order])
+                hidden = self._dual.catch_up(hidden, extend.out_cache_loc, positions)
             output = _read(draft, extend, tokens[order], hidden)
             _install(batch.spec_info, rows, output)
         self.counters.passes += 1
@@ -177,8 +183,8 @@ def _extend_batch(
 ) -> Any:
     """A `ScheduleBatch` of the requests that are behind, extending by what they missed.
 
-    rows: their places in the batch; owner: that of each missed position.  The slots it writes are
-    those the target has filled already: nothing is allocated.
+    rows: their places in the batch; owner: that of each of the missed positions.  The slots it
+    writes are those the target has filled already: nothing is allocated.
     """
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 

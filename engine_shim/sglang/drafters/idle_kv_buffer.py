@@ -18,14 +18,13 @@ MAX_BYTES: Final = 256 * 2**20
 class BacklogStep(NamedTuple):
     """One step that the drafter slept through; a row for each request.
 
-    positions: int64[B], where the target read; tokens: int64[B], what it then chose (for
-    position + 1); hidden: [B, H], its hidden states there, in the form the drafter takes.  All
-    three are on the device.  known: the positions as the host knew them, which may each be up to
-    `slack` too small while the step before was not read back.
+    tokens: int64[B], what the target chose (for position + 1); hidden: [B, H], its hidden states
+    at the position that it read, in the form the drafter takes.  Both are on the device.  known:
+    the positions as the host knew them, which may each be up to `slack` too small while the step
+    before was not read back.
     """
 
     request_ids: list[str]
-    positions: torch.Tensor
     tokens: torch.Tensor
     hidden: torch.Tensor
     known: list[int]
@@ -60,6 +59,8 @@ class BacklogSteps:
         self._max_bytes = max_bytes
         self._steps: list[BacklogStep] = []
         self._positions = 0
+        # Of rows of the present steps, which are all of one size.
+        self._most_rows = max_positions
         # Request -> index of the first step that still counts for it.
         self._valid_from: dict[str, int] = {}
 
@@ -70,12 +71,14 @@ class BacklogSteps:
         """True when one more step of this size would not fit."""
         if not self._steps:
             return False
-        row_bytes = self._steps[0].hidden[0].nbytes
-        fits = min(self._max_positions, self._max_bytes // row_bytes)
-        return len(self._steps) >= self._max_steps or self._positions + batch_size > fits
+        too_many = self._positions + batch_size > self._most_rows
+        return too_many or len(self._steps) >= self._max_steps
 
     def add(self, step: BacklogStep) -> None:
         """One more missed step."""
+        if not self._steps:
+            row_bytes = step.hidden.nbytes // len(step.request_ids)
+            self._most_rows = min(self._max_positions, self._max_bytes // row_bytes)
         self._steps.append(step)
         self._positions += len(step.request_ids)
 
@@ -91,11 +94,10 @@ class BacklogSteps:
         self._valid_from.clear()
         self._positions = 0
 
-    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Positions, tokens and hidden states of the whole buffer, step after step."""
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and hidden states of the whole buffer, step after step."""
         steps = self._steps
         return (
-            torch.cat([step.positions for step in steps]),
             torch.cat([step.tokens for step in steps]),
             torch.cat([step.hidden for step in steps]),
         )

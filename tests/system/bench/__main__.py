@@ -36,6 +36,7 @@ class Bench:
 # Those that need the machine most to themselves first.
 BENCHES = (
     Bench("link", "--repeats 2 --steps 300"),
+    Bench("shim", "--repeats 1 --tokens 150"),
     Bench("latency", "--repeats 1 --seconds 2"),
     Bench("fold", "--repeats 1 --reports 2560"),
     Bench("start", "--repeats 2"),

@@ -45,4 +45,5 @@ PLANS = st.builds(
     regime_mode=UINT8,
     regime_stride=UINT32,
     rows=rows(ANY_ARM, probes(ANY_ARM)),
+    draft_version=UINT32,
 )

@@ -46,6 +46,26 @@ def test_the_newest_of_several_plans_is_used():
         assert link.status().plans_taken == 1
 
 
+def test_no_receive_fails_on_the_way_to_a_plan():
+    """An exception costs more than asking whether there is something to receive."""
+    raised: list[object] = []
+
+    def see(_: object, event: str, what: object) -> None:
+        if event == "c_exception":
+            raised.append(what)
+
+    with linked() as (link, _, agent):
+        for epoch in (1, 2):
+            agent.send(plan(epoch, 3))
+        sys.setprofile(see)
+        try:
+            epochs = [link.choose(4).epoch for _ in range(2)]
+        finally:
+            sys.setprofile(None)
+    assert epochs == [2, 2]
+    assert raised == []
+
+
 def test_the_plan_in_use_again_does_not_hide_a_newer_one():
     with linked() as (link, _, agent):
         agent.send(plan(1, 3))

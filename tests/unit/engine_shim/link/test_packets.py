@@ -131,9 +131,8 @@ def test_a_packet_of_another_kind_is_refused():
     ],
 )
 def test_a_table_that_is_none_is_refused(changes, message):
-    fields = {name: getattr(ONE_ROW, name) for name in PlanPacket.__slots__}
     with pytest.raises(PacketError, match=message):
-        packets.decode_plan(packets.encode_plan(PlanPacket(**{**fields, **changes})))
+        packets.decode_plan(packets.encode_plan(ONE_ROW._replace(**changes)))
 
 
 def test_an_introduction_too_large_for_a_packet_is_refused():

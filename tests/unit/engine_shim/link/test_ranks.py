@@ -1,7 +1,6 @@
 """What rank 0 takes in, all ranks adopt, and then choose alike."""
 
 import pickle
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -106,7 +105,7 @@ def test_a_plan_of_an_ended_session_does_not_come_back(clock: SimpleNamespace) -
     engine.link.plan = plan(9, 5, clock.now)
     held_back = engine.outgoing()
     # A sidecar that was started again counts its plans anew.
-    engine.link.plan = replace(plan(1, 3, clock.now), session=2)
+    engine.link.plan = plan(1, 3, clock.now)._replace(session=2)
     engine.broadcast(engine.outgoing())
     engine.broadcast(held_back)
     assert engine.choose() == (3, Source.PLAN)
@@ -159,3 +158,36 @@ def test_the_steps_of_a_probe_are_counted_alike(clock: SimpleNamespace) -> None:
     engine.link.plan = plan(1, 5, clock.now, ProbeEntry(7, 0, 3, 2))
     engine.broadcast(engine.outgoing())
     assert [engine.choose()[0] for _ in range(4)] == [3, 3, 5, 5]
+
+
+def test_a_lone_rank_adopts_and_chooses_what_several_would(clock: SimpleNamespace) -> None:
+    several, link = Engine(), Link()
+    alone = Ranks(PlanFollower(ARMS, safe_choice(1), GRACE), link)  # type: ignore[arg-type]
+    probe = ProbeEntry(7, 0, 3, 2)
+    rows = (RowEntry(2, 0, 5, asleep=False, probe=probe), RowEntry(64, 0, 0, True, None))
+    for number in range(80):
+        if number in {10, 30}:
+            link.plan = several.link.plan = plan(number, 5, clock.now)._replace(rows=rows)
+        several.broadcast(several.outgoing())
+        alone.take_in()
+        for size in (1, 1, 3):
+            chosen = alone.choose(size)
+            assert (chosen.gamma, chosen.source) == several.choose(size)
+        clock.now += 0.5
+    assert several.ranks[0]._steering.lapses == alone._steering.lapses == 1
+    assert alone.choose(1).source is Source.SAFE_DEFAULT
+
+
+def test_a_choice_is_made_anew_for_another_batch_another_plan_and_in_a_probe(
+    clock: SimpleNamespace,
+) -> None:
+    link = Link()
+    alone = Ranks(PlanFollower(ARMS, safe_choice(1), GRACE), link)  # type: ignore[arg-type]
+    rows = (RowEntry(2, 0, 5, asleep=False, probe=None), RowEntry(64, 0, 3, False, None))
+    link.plan = plan(1, 5, clock.now)._replace(rows=rows)
+    alone.take_in()
+    assert alone.choose(1) is alone.choose(1)
+    assert [alone.choose(size).gamma for size in (1, 3, 3, 2)] == [5, 3, 3, 5]
+    link.plan = plan(2, 0, clock.now, ProbeEntry(9, 0, 3, 1))
+    alone.take_in()
+    assert [alone.choose(2).gamma for _ in range(3)] == [3, 0, 0]

@@ -66,12 +66,9 @@ def passes(mode: str) -> Any:
 )
 def test_a_pass_of_the_chain_drafter_is_known_by_its_mode(mode: str, expected: Passes) -> None:
     eager, runner = engine()
-    eager.begin()
     output = runner.forward(passes(mode), reinit=True)
     assert output.reinit
-    assert eager.taken() == expected
-    eager.begin()
-    assert eager.taken() == NO_PASSES
+    assert eager.seen == expected
 
 
 @pytest.mark.parametrize("in_graph", [False, True])
@@ -79,9 +76,8 @@ def test_a_pass_of_the_chain_drafter_is_known_by_its_mode(mode: str, expected: P
 def test_a_block_is_eager_when_its_runner_says_so(*, in_graph: bool, alone: bool) -> None:
     second = block(in_graph=in_graph)
     eager, _ = engine(block=second, alone=alone)
-    eager.begin()
     second.runner.forward(passes(VERIFY))
-    assert eager.taken() == (NO_PASSES if in_graph else Passes.BLOCK)
+    assert eager.seen == (NO_PASSES if in_graph else Passes.BLOCK)
 
 
 def test_steps_are_counted_by_the_passes_that_have_graphs() -> None:

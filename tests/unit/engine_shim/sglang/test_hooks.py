@@ -1,6 +1,7 @@
 """What goes wrong in the plugin does not go wrong in the engine."""
 
 import logging
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,17 +19,17 @@ from engine_shim.sglang.learning.verified_step import NO_UPDATE, UpdateStatus, V
 from speculation.v1.engine_pb2 import Capability, LostCapability
 
 
+@dataclass
 class Mode:
     """A forward mode."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    name: str
+
+    def is_decode(self) -> bool:
+        return self.name == "decode"
 
     def is_idle(self) -> bool:
         return self.name == "idle"
-
-    def is_extend(self) -> bool:
-        return self.name == "extend"
 
 
 class Sleep:
@@ -36,6 +37,7 @@ class Sleep:
 
     def __init__(self, failing: str = "") -> None:
         self.failing = failing
+        self.is_behind = True
         self.counters = IdleCounters()
         self.calls: list[str] = []
 
@@ -90,6 +92,7 @@ def adopted(
 ) -> Any:
     """What all ranks have adopted."""
     return SimpleNamespace(
+        take_in=lambda: None,
         choose=lambda _: choice,
         stride=lambda: stride,
         collects=lambda: collects,
@@ -274,20 +277,19 @@ def test_results_of_other_forwards_are_not_reported() -> None:
     assert made.around_resolve(lambda *_: [[1]], None, SimpleNamespace(), batch()) == [[1]]
 
 
-def test_context_lengths_that_only_the_requests_know_are_read_before_they_change() -> None:
+def test_context_lengths_that_only_the_requests_know_are_those_before_the_step() -> None:
     made = session(asleep=False, gamma=3)
     seen: list[int] = []
     made.tap = SimpleNamespace(settle=lambda launch, _: seen.append(launch.kv_tokens))
     result, _ = run_step(made)
     result.speculation_launch.kv_tokens = None
-    request = SimpleNamespace(kv=SimpleNamespace(kv_committed_len=7))
-
-    def commit(*_: Any) -> list[list[int]]:
-        request.kv.kv_committed_len += 4
-        return [[1]]
-
-    made.around_resolve(commit, None, result, SimpleNamespace(reqs=[request]))
-    assert seen == [7]
+    requests = [
+        SimpleNamespace(kv=SimpleNamespace(kv_committed_len=n), finished_reason=why, is_retracted=r)
+        for n, why, r in ((11, None, False), (6, "stop", False), (5, None, True))
+    ]
+    committed = SimpleNamespace(reqs=requests)
+    made.around_resolve(lambda *_: [[1, 2, 3, 4], [5], [6]], None, result, committed)
+    assert seen == [7 + 6 + 5]
 
 
 class Signals:

@@ -28,6 +28,7 @@ def test_with_data_parallel_attention_a_rank_chooses_for_the_largest_batch(mode:
     made = session(asleep=False)
     ran: list[StepChoice] = []
     made.ranks, made.attention_dp, made.sleep = Adopted(), True, None
+    made.several = True
     made.policy = SimpleNamespace(run=ran.append)
     step = batch(mode)
     attention_dp.keep_sizes(None, step, SimpleNamespace(global_num_tokens=[1, 5, 2]), True)
@@ -38,7 +39,7 @@ def test_with_data_parallel_attention_a_rank_chooses_for_the_largest_batch(mode:
 
 def test_an_idle_rank_chooses_nothing_while_others_prefill() -> None:
     made = session(asleep=False)
-    made.ranks, made.attention_dp = Adopted(), True
+    made.ranks, made.several, made.attention_dp = Adopted(), True, True
     step = batch("idle")
     step.is_extend_in_batch = True
     made.around_forward(lambda *_: SimpleNamespace(), None, step)
@@ -47,7 +48,7 @@ def test_an_idle_rank_chooses_nothing_while_others_prefill() -> None:
 
 def test_with_data_parallel_attention_updates_join_what_was_received() -> None:
     made = session(asleep=False)
-    made.ranks, made.attention_dp = Adopted(), True
+    made.ranks, made.several, made.attention_dp = Adopted(), True, True
     # Their own group's broadcast would not reach the other ranks.
     assert made.own_requests(["abort"], None) == ["abort"]
     assert made.after_received(["request"], None) == ["request", "update"]

@@ -25,7 +25,6 @@ from engine_shim.sglang.step_reports import (
     Launch,
     StepTap,
     kv_tokens_at_launch,
-    kv_tokens_committed,
 )
 
 
@@ -208,10 +207,8 @@ def test_a_step_as_long_as_another_ranks_larger_batch_has_no_seconds_of_its_own(
     assert bool(link.reports[-1].flags & AFTER_GAP) is flagged
 
 
-def test_context_lengths_come_from_the_cpu_or_later_from_the_requests() -> None:
+def test_context_lengths_come_from_the_cpu_where_it_has_them() -> None:
     cpu = torch.tensor([3, 4])
     assert kv_tokens_at_launch(SimpleNamespace(seq_lens_sum=9, seq_lens_cpu=cpu)) == 9
     assert kv_tokens_at_launch(SimpleNamespace(seq_lens_sum=None, seq_lens_cpu=cpu)) == 7
     assert kv_tokens_at_launch(SimpleNamespace(seq_lens_sum=None, seq_lens_cpu=None)) is None
-    requests = [SimpleNamespace(kv=SimpleNamespace(kv_committed_len=n)) for n in (5, 6)]
-    assert kv_tokens_committed(requests) == 11

@@ -11,7 +11,7 @@ def step(lengths: dict[str, int]) -> BacklogStep:
     """A step over these requests at these context lengths; the token at p + 1 is 100 + p."""
     positions = torch.tensor(list(lengths.values()))
     return BacklogStep(
-        list(lengths), positions, positions + 100, positions[:, None].float(), [*lengths.values()]
+        list(lengths), positions + 100, positions[:, None].float(), [*lengths.values()]
     )
 
 
@@ -19,7 +19,7 @@ def of_batch(
     backlog: BacklogSteps, lengths: dict[str, int]
 ) -> tuple[dict[str, list[int]], int, int]:
     """Missed positions by request, and how many are cold and unread."""
-    positions = backlog.tensors()[0].tolist()
+    positions = [token - 100 for token in backlog.tensors()[0].tolist()]
     found = backlog.of_batch(list(lengths), list(lengths.values()))
     names = list(lengths)
     result, at = {}, 0

@@ -1,0 +1,258 @@
+"""An SGLang plugin for shim_bench: what the shim's hooks take of each decode step of an engine.
+
+Each hook is timed together with SGLang's wrapping of it.  What it wraps is left out, and so are
+the drafters' own passes.  Steps take turns at what is taken of them (WALL and so on), because one
+reading disturbs the others.  The records go out with `/server_info`.
+"""
+
+import functools
+import socket
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from itertools import cycle
+from typing import Any, Final
+
+# What is taken of a step: nanoseconds of its hooks; the same with their inner parts apart; the
+# thread's processor time; function calls, Python's and C's; operators that torch dispatches.
+WALL: Final = "wall"
+PARTS: Final = "parts"
+PROCESSOR: Final = "processor"
+CALLS: Final = "calls"
+OPERATORS: Final = "operators"
+TIMERS: Final = "the timers alone"
+EMPTY: Final = "an empty hook"
+SEND: Final = "a bare send"
+POLICY: Final = "SGLang's own policy"
+REFERENCES: Final = (TIMERS, EMPTY, SEND, POLICY)
+# Taken in PARTS only: what hooks call.
+CALLED: Final = ("choose", "receive", "report")
+
+_ENGINE: Final = ""
+_VERIFY: Final = "sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2.verify"
+_TURNS: Final = (WALL, PARTS, PROCESSOR) * 6 + (CALLS, OPERATORS)
+# As large as a report at gamma 3.
+_PACKET: Final = bytes(82)
+
+
+class Spans:
+    """Adds up, for one step at a time, what each span takes without the spans inside it.
+
+    records: one of each step that verified and reported: its kind, the amounts by name (`own`), and
+    how often something was left out of them, which takes what TIMERS takes.
+    size: sequences of the last step whose result was read; plan: whether a plan was taken since.
+    """
+
+    def __init__(self) -> None:
+        self.records: list[dict[str, Any]] = []
+        self._own: defaultdict[str, int] = defaultdict(int)
+        self._inside = self._left_out = 0
+        self._turns = cycle(_TURNS)
+        self._kind = WALL
+        self._clock: Callable[[], int] = time.perf_counter_ns
+        self._counted = 0
+        self._mode: Any = None
+        self._counts = False
+        self.size = 0
+        self.plan = False
+
+    def span(self, name: str, function: Callable[..., Any], *, part: bool = False) -> Any:
+        """Times a function; part: only in steps of which the inner parts are taken."""
+
+        @functools.wraps(function)
+        def timed(*arguments: Any, **named: Any) -> Any:
+            if part and self._kind != PARTS:
+                return function(*arguments, **named)
+            outer, self._inside = self._inside, 0
+            counted = self._count_from_here(name != _ENGINE)
+            self._left_out += counted and name == _ENGINE
+            begun = self._clock()
+            try:
+                return function(*arguments, **named)
+            finally:
+                took = self._clock() - begun
+                self._count_from_here(counted)
+                self._own[name] += took - self._inside
+                self._inside = outer + took
+
+        return timed
+
+    def end_step(self) -> None:
+        """Keeps what was added up since the last call, and begins a step of the next kind."""
+        own, self._own = self._own, defaultdict(int)
+        left_out, self._left_out = self._left_out, 0
+        for name in (_ENGINE, "after_internal_state"):
+            own.pop(name, None)
+        if "around_draft_extend" in own and "around_resolve" in own:
+            # One of them was left out of TIMERS or of EMPTY.
+            self.records.append({
+                "kind": self._kind, "size": self.size, "plan": self.plan,
+                "left_out": left_out - 1, "own": own,
+            })  # fmt: skip
+            self.plan = False
+            self._kind = next(self._turns)
+            clocks = {PROCESSOR: time.thread_time_ns, CALLS: self._seen, OPERATORS: self._seen}
+            self._clock = clocks.get(self._kind, time.perf_counter_ns)
+
+    def _seen(self) -> int:
+        return self._counted
+
+    def _count_from_here(self, on: bool) -> bool:
+        """Counts calls or operators, in a step of that kind, or stops; whether it did before."""
+        before, self._counts = self._counts, on
+        if before != on and self._kind == CALLS:
+            sys.setprofile(self._see_call if on else None)
+        elif before != on and self._kind == OPERATORS:
+            self._mode = self._mode or _operator_counter(self)
+            if on:
+                self._mode.__enter__()
+            else:
+                self._mode.__exit__(None, None, None)
+        return before
+
+    def _see_call(self, frame: Any, event: str, _: Any) -> None:
+        if event in {"call", "c_call"} and frame.f_code.co_filename != __file__:
+            self._counted += 1
+
+    def see_operator(self) -> None:
+        """Counts one."""
+        self._counted += 1
+
+
+def _operator_counter(spans: Spans) -> Any:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, operator: Any, _: Any, arguments: Any = (), named: Any = None
+        ) -> Any:
+            spans.see_operator()
+            return operator(*arguments, **(named or {}))
+
+    return Mode()
+
+
+def _empty(original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """A hook that does nothing."""
+    return original(*arguments, **named)
+
+
+def time_hooks() -> None:
+    """The plugin."""
+    if "sglang.srt.managers.scheduler" not in sys.modules:
+        return
+    from sglang.srt.plugins import hook_registry
+    from sglang.srt.speculative.adaptive_spec_params import AdaptiveSpeculativeParams
+
+    from engine_shim.link.engine_link import EngineLink
+    from engine_shim.link.plan_follower import PlanFollower
+    from engine_shim.link.ranks import Ranks
+    from engine_shim.sglang.adaptive_policy import SteeredPolicy
+    from engine_shim.sglang.drafters import idle_kv
+    from engine_shim.sglang.hooks import EngineHooks
+
+    spans = Spans()
+    _time_registered(spans, hook_registry)
+    for owner, method in (
+        (Ranks, "choose"), (EngineLink, "receive"), (EngineLink, "report"),
+    ):  # fmt: skip
+        setattr(owner, method, spans.span(method, getattr(owner, method), part=True))
+    # SGLang's dispatcher may call it, where no hook is.
+    _replace(Ranks, "adopt", lambda adopt: spans.span("adopt", adopt))
+    _replace(PlanFollower, "accept", lambda accept: _noting_plans(spans, accept))
+    _replace(idle_kv, "_read", lambda read: spans.span(_ENGINE, read))
+
+    def register(original: Callable[[EngineHooks], None]) -> Callable[[EngineHooks], None]:
+        def registered(hooks: EngineHooks) -> None:
+            _leave_out_passes(spans)
+            original(hooks)
+            hook_registry.HookRegistry.register(_VERIFY, _empty, hook_registry.HookType.AROUND)
+            policy = AdaptiveSpeculativeParams(3)
+
+            def decide(accepted: list[int], batch_size: int) -> None:
+                spans.size = batch_size
+                policy.on_verify_complete(accepted, batch_size)
+                policy.get_steps_for_batch(batch_size)
+
+            decide_in_span = spans.span(POLICY, decide)
+            _replace(
+                SteeredPolicy, "on_verify_complete",
+                lambda _: lambda _, accepted, size: decide_in_span(accepted, size),
+            )  # fmt: skip
+
+        return registered
+
+    def status(original: Callable[[EngineHooks], Any]) -> Callable[[EngineHooks], Any]:
+        def with_records(hooks: EngineHooks) -> Any:
+            records, spans.records = spans.records, []
+            return original(hooks) | {"hook_spans": records}
+
+        return with_records
+
+    _replace(EngineHooks, "register", register)
+    _replace(EngineHooks, "status", status)
+
+
+def _time_registered(spans: Spans, hook_registry: Any) -> None:
+    """Has every hook of the shim timed as SGLang applies it; a step begins at `around_forward`."""
+    original_wrap = hook_registry._wrap_fn
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    send = spans.span(SEND, ours.send)
+
+    def between_steps(forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def called(*arguments: Any, **named: Any) -> Any:
+            send(_PACKET, socket.MSG_DONTWAIT)
+            theirs.recv(4096)
+            spans.end_step()
+            return forward(*arguments, **named)
+
+        return called
+
+    def wrap(original: Any, hook: Any, kind: Any) -> Any:
+        if getattr(hook, "__module__", "").partition(".")[0] not in {"engine_shim", "tests"}:
+            return original_wrap(original, hook, kind)
+        inner = spans.span(_ENGINE, original)
+        wrapped = original_wrap(inner, hook, kind)
+        if hook is _empty:
+            return _in_turn(spans.span(TIMERS, inner), spans.span(EMPTY, wrapped))
+        found = spans.span(hook.__name__, wrapped)
+        return between_steps(found) if hook.__name__ == "around_forward" else found
+
+    hook_registry._wrap_fn = wrap
+
+
+def _noting_plans(spans: Spans, accept: Callable[..., bool]) -> Callable[..., bool]:
+    def noted(*arguments: Any) -> bool:
+        spans.plan = True
+        return accept(*arguments)
+
+    return noted
+
+
+def _in_turn(one: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
+    ways = cycle((one, other))
+
+    @functools.wraps(one)
+    def called(*arguments: Any, **named: Any) -> Any:
+        return next(ways)(*arguments, **named)
+
+    return called
+
+
+def _leave_out_passes(spans: Spans) -> None:
+    """Takes the passes of a second drafter, and SGLang's own stub, for the engine's work."""
+    from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
+
+    from engine_shim.sglang.drafters.dflash import DFlashDrafter
+
+    for owner, method in (
+        (EAGLEWorkerV2, "_stub_skipped_draft_extend"),
+        (DFlashDrafter, "draft"), (DFlashDrafter, "chain"), (DFlashDrafter, "read"),
+    ):  # fmt: skip
+        _replace(owner, method, lambda found: spans.span(_ENGINE, found))
+
+
+def _replace(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    setattr(owner, name, make(getattr(owner, name)))
