@@ -5,6 +5,7 @@ Stop: NOT_SERVING -> sessions end, their streams close (bounded) -> socket file 
 """
 
 import asyncio
+import gc
 import signal
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Self
@@ -37,6 +38,7 @@ from controller.service.rpc.training import TrainingServicer
 from controller.service.sessions.audit_log import AuditLog
 from controller.service.sessions.fleet_estimates import FleetEstimates
 from controller.service.sessions.fleet_profiles import FleetProfiles
+from controller.service.sessions.load import LOOK_SECONDS
 from controller.service.sessions.override_registry import OverrideRegistry
 from controller.service.sessions.profile_registry import ProfileRegistry
 from controller.service.sessions.registry import CoreFactory, SessionRegistry
@@ -203,6 +205,7 @@ class Sidecar(SessionObserver):
         self._status_cache.open()
         self._background = [
             asyncio.create_task(self._expire()),
+            asyncio.create_task(self._watch_load()),
             asyncio.create_task(self._readiness.watch()),
             asyncio.create_task(self._servers.watch_access()),
         ]
@@ -268,6 +271,9 @@ class Sidecar(SessionObserver):
             async with self:
                 if read is not None:
                     self._background.append(asyncio.create_task(self._reload(again, read)))
+                # What the start has made stays: no full collection has to look at it again.
+                gc.collect()
+                gc.freeze()
                 await asked.wait()
                 _log.info("stopping", engines=len(self.registry))
             _log.info("stopped")
@@ -328,6 +334,11 @@ class Sidecar(SessionObserver):
         while True:
             await asyncio.sleep(_EXPIRE_SECONDS)
             self.registry.expire()
+
+    async def _watch_load(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            self.registry.load.look(self.registry)
 
 
 def _listen(number: signal.Signals, tell: Callable[[], None]) -> None:

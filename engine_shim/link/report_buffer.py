@@ -61,12 +61,13 @@ class ReportBuffer:
 class InFlightReports:
     """The reports sent on the stream of one session, until `settle`.
 
-    As many are kept as `buffer` holds, the newest.  acknowledged: what the sidecar said last to
-    have received so far; None when its version does not say it.  received: what it said as it
-    stopped, None while it has not.
+    As many are kept as `buffer` holds, the newest.  messages_max: messages with reports that the
+    sidecar wants to have on their way at most, 0 for any number.  acknowledged: what the sidecar
+    said last to have received so far; None when its version does not say it.  received: what it
+    said as it stopped, None while it has not.
     """
 
-    def __init__(self, buffer: ReportBuffer, session_id: str) -> None:
+    def __init__(self, buffer: ReportBuffer, session_id: str, messages_max: int = 0) -> None:
         self.session_id = session_id
         self.acknowledged: Received | None = Received()
         self.received: Received | None = None
@@ -75,6 +76,18 @@ class InFlightReports:
         self._sent = Received()
         self._last = Received()
         self._unsent = Received()
+        self._messages_max = messages_max
+        # Of the messages on their way, the reports sent up to the end of each.
+        self._ends: deque[int] = deque()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether reports have to wait until more of the messages are acknowledged."""
+        if not self._messages_max or self.acknowledged is None:
+            return False
+        while self._ends and self._ends[0] <= self.acknowledged.reports:
+            self._ends.popleft()
+        return len(self._ends) >= self._messages_max
 
     def begin(self, reports: Sequence[ReportPacket], dropped: int) -> None:
         """A message with these reports, which tells of so many dropped ones, is to be written."""
@@ -82,6 +95,8 @@ class InFlightReports:
         self._newest.extend(reports)
         self._sent.reports += len(reports)
         self._sent.dropped_reports += dropped
+        if reports and self._messages_max:
+            self._ends.append(self._sent.reports)
         self._last = Received(reports=len(reports), dropped_reports=dropped)
 
     def did_not_go_out(self) -> None:

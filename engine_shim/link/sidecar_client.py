@@ -121,7 +121,9 @@ class SidecarClient:
                 return SidecarState.AWAY, grpc.StatusCode.OUT_OF_RANGE, detail
             if self._unsettled is not None:
                 self._unsettled.settle(opened.received if opened.HasField("received") else None)
-            self._unsettled = sent = InFlightReports(self.buffer, opened.session_id)
+            self._unsettled = sent = InFlightReports(
+                self.buffer, opened.session_id, opened.messages_in_flight_max
+            )
             session = _Session(self, stub.Steer(metadata=metadata), sent, losses)
             # Of the session's id only the tag is shown: the id itself is a secret.
             tag = f"session {session_tag(opened.session_id):08x}"
@@ -217,6 +219,8 @@ class _Session:
             self._sent.acknowledged = (
                 response.received_so_far if response.HasField("received_so_far") else None
             )
+            # Reports may have waited for this.
+            self._port.arrived.set()
             for rejection in response.rejections:
                 self._log.warning(
                     "report-rejected",
@@ -230,7 +234,7 @@ class _Session:
         while True:
             await arrived.wait()
             arrived.clear()
-            while len(self._buffer) or self._sign_due or self._has_losses:
+            while self._has_reports or self._sign_due or self._has_losses:
                 if not await self._write_one():
                     return
 
@@ -243,7 +247,7 @@ class _Session:
         self._sign_due = False
         batch: list[ReportPacket] = []
         request = SteerRequest(session_id=self._id)
-        for packet in self._buffer.take(_REPORTS_PER_MESSAGE):
+        for packet in self._buffer.take(_REPORTS_PER_MESSAGE if self._has_reports else 0):
             try:
                 request.reports.append(self._translator.report(packet, self._tag))
             except IndexError:
@@ -263,6 +267,15 @@ class _Session:
             self._sent.did_not_go_out()
             return False
         return True
+
+    @property
+    def _has_reports(self) -> bool:
+        """Whether there are reports that the sidecar takes now.
+
+        A sidecar that is behind acknowledges late: then more of them go in one message, of which
+        it can take more.
+        """
+        return len(self._buffer) > 0 and not self._sent.is_full
 
     @property
     def _has_losses(self) -> bool:

@@ -56,6 +56,8 @@ class FakeSidecar(SpeculationServiceServicer):
         # "": a new one for each introduction.
         self.session_id = ""
         self.refuse_introduction: tuple[grpc.StatusCode, str] | None = None
+        # 0: as a sidecar that does not know of such a limit.
+        self.messages_in_flight_max = 0
         self.end_streams: tuple[grpc.StatusCode, str] | None = None
         # What the open stream sends next; what is pushed before one opens goes out on the first.
         self._out: asyncio.Queue[SteerResponse] = asyncio.Queue()
@@ -106,7 +108,11 @@ class FakeSidecar(SpeculationServiceServicer):
             await context.abort(*self.refuse_introduction)
         self.introductions.append(request.engine)
         session_id = self.session_id or f"session-{len(self.introductions)}"
-        return IntroduceResponse(session_id=session_id, plan=self.first_plan())
+        return IntroduceResponse(
+            session_id=session_id,
+            plan=self.first_plan(),
+            messages_in_flight_max=self.messages_in_flight_max,
+        )
 
     async def Steer(
         self, request_iterator: AsyncIterator[SteerRequest], context: Any

@@ -50,16 +50,16 @@ class CostOrder:
         """Returns the largest ordered table nowhere above this one; itself if it is in order."""
         found = table
         for chain in self._chains:
-            if np.any(table[chain[1:]] < table[chain[:-1]]):
+            if (table[chain[1:]] < table[chain[:-1]]).any():
                 found = found.copy() if found is table else found
                 rows = np.minimum.accumulate(table[chain[::-1]], axis=0)
                 found[chain[::-1]] = rows
         if len(self._off) and len(self._drafting):
             least = found[self._drafting].min(axis=0)
-            if np.any(found[self._off] > least):
+            if (found[self._off] > least).any():
                 found = found.copy() if found is table else found
                 found[self._off] = np.minimum(found[self._off], least)
-        if np.any(found[:, 1:] < found[:, :-1]):
+        if (found[:, 1:] < found[:, :-1]).any():
             found = np.minimum.accumulate(found[:, ::-1], axis=1)[:, ::-1]
         return found
 

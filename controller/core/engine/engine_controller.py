@@ -242,11 +242,9 @@ class EngineController:
     def next_plan(self) -> Plan | None:
         """A new plan if one is due (changed, a probe, or the lease half gone), else None."""
         now = self._clock.now()
-        half_gone = now - self._plan_time >= self._settings.lease_seconds / 2
-        settled = self.reports > self._unsettled_until
-        pause = self._settings.replan_seconds * (1.0 if settled else _UNSETTLED_PAUSE)
-        if now - self._evaluated_at < pause and not half_gone:
+        if not self.is_plan_due(now):
             return None
+        half_gone = self._lease_is_half_gone(now)
         rows, reason, detail = self._decide_rows(now)
         at = self._rows_at
         said, now_is = self._plan, (at.named, self._regime_now(), self.updates.version)
@@ -255,6 +253,15 @@ class EngineController:
                 return None
             reason = Reason.LEASE if reason is Reason.EXPLOIT else reason
         return self._issue(rows, reason, detail, now)
+
+    def is_plan_due(self, now: float) -> bool:
+        """Returns whether `next_plan` would decide at this time, which takes a while."""
+        settled = self.reports > self._unsettled_until
+        pause = self._settings.replan_seconds * (1.0 if settled else _UNSETTLED_PAUSE)
+        return now - self._evaluated_at >= pause or self._lease_is_half_gone(now)
+
+    def _lease_is_half_gone(self, now: float) -> bool:
+        return now - self._plan_time >= self._settings.lease_seconds / 2
 
     def current_plan(self) -> Plan:
         """The newest plan."""
@@ -393,7 +400,9 @@ class EngineController:
         values, hazard, at = made.values, self.traffic.hazard, made.at
         doubt = made.estimates.uncertainty
         proven = self._planner.prove(np.any(doubt.ran, axis=1))
-        hedge = discounts(values, doubt, self.arms, at.bucket, proven)
+        hedge = None
+        if self._planner.is_cautious:
+            hedge = discounts(values, doubt, self.arms, at.bucket, proven)
         choice = self._planner.update(values, hazard, hedge)
         active = at.row_of(self._last_batch)
         self.prediction_audit.settle(values, at.row_of)

@@ -38,6 +38,8 @@ class TidePlanner(Planner):
     holds as such; the numerator is 1 + E[accepted | gamma].
     """
 
+    is_cautious = False
+
     def __init__(
         self, arms: Sequence[Arm], buckets: Sequence[int], settings: PlannerSettings
     ) -> None:
@@ -110,6 +112,7 @@ class EmaPlanner(Planner):
     """Follows SGLang's rule: the moving average of accepted drafts picks the draft length."""
 
     explores = False
+    is_cautious = False
 
     def __init__(
         self, arms: Sequence[Arm], buckets: Sequence[int], settings: PlannerSettings

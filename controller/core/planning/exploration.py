@@ -273,9 +273,9 @@ def acceptance_variance(
     running = arms[current]
     for name, curve in values.curves.items():
         slopes = curve.sensitivity() / (1 + np.array(curve.expected))[:, None]
-        here = np.array(
-            [slopes[a.gamma] if a.drafter == name else np.zeros(slopes.shape[1]) for a in arms]
-        )
+        here = np.zeros((len(arms), slopes.shape[1]))
+        mine = [i for i, arm in enumerate(arms) if arm.drafter == name]
+        here[mine] = slopes[[arms[i].gamma for i in mine]]
         variance = curve.variance()
         if unseen and name == running.drafter:
             variance[: running.gamma] = 0.0

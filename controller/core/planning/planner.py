@@ -120,6 +120,8 @@ class Planner:
     """Holds the present choice per bucket, which only `update` changes."""
 
     explores = True
+    # Whether `update` uses discounts.
+    is_cautious = True
 
     def __init__(
         self, arms: Sequence[Arm], buckets: Sequence[int], settings: PlannerSettings

@@ -69,8 +69,9 @@ class SidecarCollector(Collector):
                     written.add_metric([session.engine_id, *labels], number)
             await asyncio.sleep(0)
         sidecar = SidecarSnapshot(
-            sessions, self._override_registry.held(), self._override_registry.health, unreadable
-        )
+            sessions, self._override_registry.held(), self._override_registry.health, unreadable,
+            self._registry.load.is_too_much,
+        )  # fmt: skip
         general = [(family, family.empty()) for family in OF_THE_SIDECAR]
         for of_all, written in general:
             for labels, number in samples(of_all, sidecar):

@@ -25,6 +25,8 @@ class SidecarSnapshot:
     store: Health
     # Sessions whose own metrics could not be read.
     unreadable: int = 0
+    # Reports are lost because the sidecar is behind.
+    is_overloaded: bool = False
 
     @property
     def costs(self) -> dict[str, float]:
@@ -64,6 +66,12 @@ OF_THE_SIDECAR: Final[tuple[Family[SidecarSnapshot], ...]] = (
         "Engines without metrics in this scrape, because these could not be read. The log shows "
         "the reason.",
         lambda s: s.unreadable,
+    ),
+    Family(
+        _GAUGE, "speculation_overloaded",
+        "1 while the sidecar cannot take the reports of its engines fast enough, so that some are "
+        "lost and no other engine is taken.",
+        lambda s: s.is_overloaded,
     ),
     Family(
         _GAUGE, "speculation_overrides", "Overrides in force at this sidecar, by scope.",

@@ -89,6 +89,12 @@ LINK: Final[tuple[Family[EngineSnapshot], ...]] = (
         lambda e: e.session.counters.dropped,
     ),
     Family(
+        _COUNTER, "speculation_messages",
+        "Messages with reports. A sidecar that is behind gets fewer of them, with more reports in "
+        "each.",
+        lambda e: e.session.counters.messages,
+    ),
+    Family(
         _COUNTER, "speculation_rejected_reports", "Step reports that were refused, by status code.",
         lambda e: dict.fromkeys(_CODES, 0) | e.session.counters.rejected, label="code",
     ),

@@ -42,7 +42,7 @@ class EngineTakenError(SpeculationError):
 
 
 class TooManyEnginesError(SpeculationError):
-    """The registry is full, and none of its sessions is idle."""
+    """The registry is full and none of its sessions is idle, or the sidecar is overloaded."""
 
 
 class MeasurementConflictError(SpeculationError):

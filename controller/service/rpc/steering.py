@@ -1,8 +1,9 @@
 """Steers the engines: engines report, the sidecar plans.
 
-A Steer stream has one reader, which folds reports as they come, and one writer, which sends the
-newest plan whenever there is one that the engine does not have yet.  The writer wakes on news, and
-a few times per lease without any, so that an idle engine's lease is renewed too.  What a slow
+A Steer stream has one reader, which folds reports as they come, and one writer, which has a plan
+made when one is due (the streams do that in turn), and sends the newest one that the engine does
+not have yet.  The writer wakes when it has something to do, and a few times per lease anyway, so
+that an idle engine's lease is renewed too.  What a slow
 client does not read is never queued: plans that are overtaken are skipped, and the reader stops
 when rejections pile up.
 
@@ -33,6 +34,7 @@ from controller.service.net.errors import (
 )
 from controller.service.net.limits import Turns
 from controller.service.rpc import streams
+from controller.service.rpc.decision_turns import DecisionTurns
 from controller.service.rpc.streams import beside, read
 from controller.service.sessions.counters import COUNT_MAX, Received
 from controller.service.sessions.engine_identity import EngineIdentity
@@ -52,6 +54,9 @@ MESSAGE_REPORTS: Final = 4096
 # is also that of the most rejections in one response.
 _CHUNK = 256
 _SLICE_SECONDS = 0.002
+# Messages with reports that an engine may have on their way: whoever is served late sends fewer,
+# with more reports in each, which take less time.  They are acknowledged together.
+_MESSAGES_IN_FLIGHT: Final = 2
 # How often an idle stream looks whether its lease is half gone, per lease.
 _LOOKS_PER_LEASE = 8
 _LOOK_SECONDS_MAX = 0.5
@@ -66,6 +71,7 @@ class SpeculationServicer(service_pb2_grpc.SpeculationServiceServicer):
     def __init__(self, registry: SessionRegistry) -> None:
         self._registry = registry
         self._introductions = Turns(_INTRODUCTIONS_WAITING)
+        self._decisions = DecisionTurns()
 
     async def Introduce(
         self,
@@ -84,6 +90,7 @@ class SpeculationServicer(service_pb2_grpc.SpeculationServiceServicer):
             session_id=session.session_id,
             plan=plan_to_proto(session.plan),
             received=None if before is None else _received_to_proto(before),
+            messages_in_flight_max=_MESSAGES_IN_FLIGHT,
         )
 
     def _introduced(self, request: service_pb2.IntroduceRequest) -> EngineSession:
@@ -104,7 +111,7 @@ class SpeculationServicer(service_pb2_grpc.SpeculationServiceServicer):
                 return
             session = self._registry.by_token(first.session_id)
             callers.require_engine(session.engine_id)
-            await _SteerStream(session, context).run(first)
+            await _SteerStream(session, context, self._decisions).run(first)
         except SpeculationError as error:
             await abort(context, error)
 
@@ -151,9 +158,11 @@ class _SteerStream:
         self,
         session: EngineSession,
         context: grpc.aio.ServicerContext[service_pb2.SteerRequest, service_pb2.SteerResponse],
+        decisions: DecisionTurns,
     ) -> None:
         self._session = session
         self._context = context
+        self._decisions = decisions
         self._bell = asyncio.Event()
         self._rejections: list[service_pb2.ReportRejection] = []
         self._flushed = asyncio.Event()
@@ -161,6 +170,11 @@ class _SteerStream:
         self._refused = 0
         self._sent_epoch = 0
         self._received = Received()
+        # A decision is asked for; why the last one failed.
+        self._is_asked = False
+        self._failure: Exception | None = None
+        # Messages with reports since the last response.
+        self._unacknowledged = 0
 
     async def run(self, first: service_pb2.SteerRequest) -> None:
         """Serves the stream until the client has sent its last message.
@@ -198,17 +212,35 @@ class _SteerStream:
                 raise self._session.ended
             if self._session.stream is not self:
                 raise NoSessionError("another stream of this session took over")
-            await self._send(self._session.advance())
+            if done:
+                self._session.advance()
+            elif self._session.is_plan_due and not self._is_asked:
+                self._is_asked = True
+                self._decisions.ask(self._decide)
+            if self._failure is not None:
+                raise self._failure
+            await self._send(self._session.plan)
             if done:
                 reader.result()
                 return
             await self._bell.wait()
             self._bell.clear()
 
+    def _decide(self) -> None:
+        self._is_asked = False
+        if self._session.is_over or self._session.stream is not self:
+            return
+        try:
+            self._session.advance()
+        except Exception as error:  # noqa: BLE001  # the writer raises it
+            self._failure = error
+        self._bell.set()
+
     async def _send(self, plan: Plan, last: bool = False) -> None:
         """Sends what the client does not have yet.  last: nothing more is received after this."""
         news = plan.epoch > self._sent_epoch
-        if news or self._rejections or last:
+        if news or self._rejections or self._must_acknowledge or last:
+            self._unacknowledged = 0
             received = _received_to_proto(self._received)
             rejections, self._rejections = self._rejections, []
             self._flushed.set()
@@ -236,8 +268,22 @@ class _SteerStream:
             if request.lost:
                 self._lose(request.lost)
             await self._take(request.reports)
-            self._bell.set()
+            if request.reports:
+                session.counters.messages += 1
+                self._unacknowledged += 1
+            if self._has_work:
+                self._bell.set()
             request = await read(self._context)
+
+    @property
+    def _has_work(self) -> bool:
+        """Whether the writer has something to do that does not wake it by itself."""
+        news = self._must_acknowledge or bool(self._rejections)
+        return news or self._session.is_plan_due
+
+    @property
+    def _must_acknowledge(self) -> bool:
+        return self._unacknowledged >= _MESSAGES_IN_FLIGHT
 
     def _lose(self, lost: Sequence[engine_pb2.LostCapability]) -> None:
         """Takes what the engine can no longer do; impossible losses are refused together."""
@@ -264,7 +310,8 @@ class _SteerStream:
             if number % _CHUNK == 0 or monotonic() >= until:
                 await self._give_way()
                 until = monotonic() + _SLICE_SECONDS
-        await self._give_way()
+        if self._refused:
+            await self._give_way()
 
     async def _give_way(self) -> None:
         """Lets other streams go on, and a client whose reports are refused wait.

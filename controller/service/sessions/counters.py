@@ -22,13 +22,15 @@ class Received:
 class StepCounters:
     """Counts what an engine's session has seen since its start; no counter ever decreases.
 
-    by_length: entry k = sequences that accepted exactly k draft tokens.  unsteered, eager,
-    switched, probing: steps.  lease_losses: times that steered steps were followed by one that was
-    not.  resets: times that the drafter went back to earlier weights or was given others; swaps:
-    that its version changed.  alone: the last step was not steered (None before the first).
+    messages: those with reports.  by_length: entry k = sequences that accepted exactly k draft
+    tokens.  unsteered, eager, switched, probing: steps.  lease_losses: times that steered steps
+    were followed by one that was not.  resets: times that the drafter went back to earlier weights
+    or was given others; swaps: that its version changed.  alone: the last step was not steered
+    (None before the first).
     """
 
     reports: int = 0
+    messages: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
     dropped: int = 0
     plans: Counter[Reason] = field(default_factory=Counter)

@@ -18,6 +18,7 @@ from controller.service.net.errors import (
 )
 from controller.service.sessions.counters import Received
 from controller.service.sessions.engine_identity import NOBODY, EngineIdentity
+from controller.service.sessions.load import Load
 from controller.service.sessions.profile_registry import ProfileRegistry
 from controller.service.sessions.session import EngineSession, SessionObserver
 
@@ -57,6 +58,7 @@ class SessionRegistry:
         self._clock = clock
         self.max_engines = max_engines
         self.idle_seconds = idle_seconds
+        self.load = Load()
         self._by_token: dict[str, EngineSession] = {}
         self._by_engine: dict[str, EngineSession] = {}
         # By token, of sessions that are over; the newest last.
@@ -73,8 +75,8 @@ class SessionRegistry:
     def introduce(self, spec: EngineSpec, identity: EngineIdentity = NOBODY) -> EngineSession:
         """Opens a session; one that the same engine_id had is over.
 
-        Raises TooManyEnginesError when the registry is full, EngineTakenError when another engine
-        holds the id.
+        Raises TooManyEnginesError when the registry is full or the sidecar cannot serve those that
+        it has, EngineTakenError when another engine holds the id.
         """
         if self._closed is not None:
             raise self._closed
@@ -89,6 +91,11 @@ class SessionRegistry:
                     f"{len(self)} engines are being steered already, which is the limit "
                     "(CONTROLLER_MAX_ENGINES)"
                 )
+        if known is None and self.load.is_too_much:
+            raise TooManyEnginesError(
+                f"the sidecar cannot take the reports of its {len(self)} engines fast enough: give "
+                "it a faster core or one of its own, or run another sidecar for some of them"
+            )
         profile = self._profiles.find(spec)
         core = self._core_factory(spec, profile)
         if known is not None:

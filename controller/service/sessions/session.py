@@ -247,6 +247,11 @@ class EngineSession:
                 "report_rejected", engine=self.engine_id, code=code, error=message_of(error)
             )
 
+    @property
+    def is_plan_due(self) -> bool:
+        """Whether `advance` would decide again, which takes a while."""
+        return self.core.is_plan_due(self._clock.now())
+
     def advance(self) -> Plan:
         """The newest plan, after making one if one is due."""
         self._observer.planning()

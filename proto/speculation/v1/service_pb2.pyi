@@ -61,8 +61,14 @@ class IntroduceResponse(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     PLAN_FIELD_NUMBER: _builtins.int
     RECEIVED_FIELD_NUMBER: _builtins.int
+    MESSAGES_IN_FLIGHT_MAX_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Carried by every later message of this engine."""
+    messages_in_flight_max: _builtins.int
+    """The most messages with reports that may be on their way, which is until `received_so_far`
+    counts them: reports that come meanwhile go together in the next message.  The sidecar
+    acknowledges when so many have arrived.  0: no limit (sidecars that do not know it).
+    """
     @_builtins.property
     def plan(self) -> _plan_pb2.Plan: ...
     @_builtins.property
@@ -77,10 +83,11 @@ class IntroduceResponse(_message.Message):
         session_id: _builtins.str = ...,
         plan: _plan_pb2.Plan | None = ...,
         received: Global___Received | None = ...,
+        messages_in_flight_max: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_received", b"_received", "plan", b"plan", "received", b"received"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_received", b"_received", "plan", b"plan", "received", b"received", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_received", b"_received", "messages_in_flight_max", b"messages_in_flight_max", "plan", b"plan", "received", b"received", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__received: _TypeAlias = _typing.Literal["received"]  # noqa: Y015
     _WhichOneofArgType__received: _TypeAlias = _typing.Literal["_received", b"_received"]  # noqa: Y015
@@ -175,8 +182,8 @@ class SteerResponse(_message.Message):
 
     @_builtins.property
     def received_so_far(self) -> Global___Received:
-        """What has arrived on this stream so far, in every response.  If the sidecar is killed, the engine
-        reports what it sent after that as dropped.
+        """What has arrived on this stream so far, in every response; there may be nothing else in one.  If
+        the sidecar is killed, the engine reports what it sent after that as dropped.
         """
 
     def __init__(

@@ -38,6 +38,7 @@ BENCHES = (
     Bench("link", "--repeats 2 --steps 300"),
     Bench("shim", "--repeats 1 --tokens 150"),
     Bench("latency", "--repeats 1 --seconds 2"),
+    Bench("capacity", "--repeats 1 --seconds 2 --engines 1 4"),
     Bench("fold", "--repeats 1 --reports 2560"),
     Bench("start", "--repeats 2"),
     Bench("growth", "--repeats 1 --steps 300"),

@@ -1,5 +1,7 @@
 import asyncio
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import grpc
@@ -21,6 +23,7 @@ from controller.settings.settings import Settings
 from lab.harness.ports import free_port
 from speculation.v1 import service_pb2, service_pb2_grpc
 from tests.support.service_harness import (
+    ENVIRONMENT,
     SteerClient,
     engine_message,
     failure,
@@ -194,3 +197,29 @@ async def test_a_client_that_does_not_read_holds_the_end_up_no_longer_than_the_d
             await soon(running.sidecar.stop())
         assert "drain_ran_out" in {line["event"] for line in lines}
         await failure(flooding)
+
+
+_RUN = """
+import asyncio, gc, os, signal, sys
+from controller.service.server import Sidecar
+from controller.settings.settings import Settings
+
+async def main():
+    sidecar = Sidecar(Settings.load({"address": sys.argv[1], "metrics_port": 0}))
+    running = asyncio.create_task(sidecar.run())
+    async with asyncio.timeout(60):
+        while not gc.get_freeze_count():
+            await asyncio.sleep(0.01)
+    print(gc.get_freeze_count(), len(gc.get_objects()), file=sys.stderr)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await running
+
+asyncio.run(main())
+"""
+
+
+def test_a_full_collection_does_not_look_at_what_the_start_has_made(tmp_path: Path):
+    command = [sys.executable, "-c", _RUN, f"unix:{tmp_path}/controller.sock"]
+    done = subprocess.run(command, env=ENVIRONMENT, check=True, capture_output=True, text=True)
+    passed_over, looked_at = map(int, done.stderr.split())
+    assert passed_over > 10 * looked_at

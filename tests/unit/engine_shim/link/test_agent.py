@@ -20,7 +20,7 @@ from engine_shim.link.packets import ReportPacket, SidecarState
 from engine_shim.link.plan_follower import Source, StepChoice
 from engine_shim.link.settings import LinkSettings
 from speculation.v1.plan_pb2 import Probe
-from speculation.v1.service_pb2 import ReportRejection, SteerRequest, SteerResponse
+from speculation.v1.service_pb2 import Received, ReportRejection, SteerRequest, SteerResponse
 from tests.support.eventually import eventually
 from tests.support.fake_sidecar import FakeSidecar, engine_spec, plan
 
@@ -97,6 +97,31 @@ def test_what_piled_up_goes_in_few_messages(sidecar, start_link):
     eventually(lambda: len(sidecar.reports) == 100)
     assert [r.step for r in sidecar.reports] == list(range(1, 101))
     assert len(sidecar.requests) < 20
+
+
+def test_reports_wait_for_a_sidecar_that_is_behind_and_go_together(sidecar, start_link):
+    sidecar.messages_in_flight_max = 2
+    link = start_link(report_interval_ms=0)
+    choice = steered(link)
+
+    def messages() -> list[list[int]]:
+        sizes = [[r.step for r in request.reports] for request in list(sidecar.requests)]
+        return [steps for steps in sizes if steps]
+
+    for step in (1, 2):
+        assert report(link, step, choice)
+        eventually(lambda step=step: len(sidecar.reports) == step)  # type: ignore[misc]
+    for step in range(3, 23):
+        assert report(link, step, choice)
+    # By the second sign of life all reports have been looked at.
+    signs = len(sidecar.requests)
+    behind = Received(reports=0)
+    sidecar.say(SteerResponse(plan=plan(2, 3, lease_ms=400), received_so_far=behind))
+    eventually(lambda: len(sidecar.requests) > signs + 1)
+    assert messages() == [[1], [2]]
+    sidecar.say(SteerResponse(received_so_far=Received(reports=2)))
+    eventually(lambda: len(sidecar.reports) == 22)
+    assert messages() == [[1], [2], list(range(3, 23))]
 
 
 def test_plans_are_used_in_the_order_they_were_issued(sidecar, start_link):

@@ -111,3 +111,27 @@ def test_a_sidecar_that_claims_more_than_was_sent_gets_nothing_again():
     stream.received = Received(reports=9, dropped_reports=9)
     stream.settle(None)
     assert (buffer.dropped, steps_in(buffer)) == (0, [])
+
+
+def test_so_many_messages_may_be_on_their_way_until_they_are_acknowledged():
+    buffer = filled(6)
+    stream = InFlightReports(buffer, "session-1", messages_max=2)
+    full = []
+    # Of so many reports each; without any it is a sign of life, which takes no place.
+    for reports, acknowledged in ((1, 0), (0, 0), (2, 0), (0, 1), (1, 1), (0, 3), (0, 4)):
+        stream.begin(buffer.take(reports), 0)
+        stream.acknowledged = Received(reports=acknowledged)
+        full.append(stream.is_full)
+    assert full == [False, False, True, False, True, False, False]
+
+
+@pytest.mark.parametrize(("messages_max", "acknowledged"), [(0, Received()), (1, None)])
+def test_a_sidecar_that_does_not_acknowledge_sets_no_limit(
+    messages_max: int, acknowledged: Received | None
+):
+    buffer = filled(6)
+    stream = InFlightReports(buffer, "session-1", messages_max)
+    stream.acknowledged = acknowledged
+    for _ in range(6):
+        stream.begin(buffer.take(1), 0)
+        assert not stream.is_full

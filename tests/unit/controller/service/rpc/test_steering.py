@@ -291,6 +291,33 @@ async def test_every_response_says_what_has_been_received_so_far(tmp_path: Path)
         assert answer.received_so_far == service_pb2.Received(reports=2, dropped_reports=7)
 
 
+async def test_messages_are_acknowledged_without_news_when_as_many_have_come_as_may_be_on_their_way(
+    tmp_path: Path,
+):
+    # The clock stands still: no plan is due.
+    async with serving(tmp_path, VirtualClock()) as running:
+        opened = await soon(
+            running.speculation.Introduce(service_pb2.IntroduceRequest(engine=engine_message()))
+        )
+        assert opened.messages_in_flight_max == 2
+        stream = SteerClient(running, opened.session_id)
+        await stream.send()
+        assert (await stream.read()).HasField("plan")
+        for step in range(1, 41):
+            # A sign of life is no such message.
+            await stream.send()
+            await stream.send(report_message(step))
+        received = [(await stream.read()).received_so_far.reports for _ in range(10)]
+        while received[-1] < 40:
+            answer = await stream.read()
+            assert not answer.HasField("plan")
+            received.append(answer.received_so_far.reports)
+        # Together where several had come before the writer's turn.
+        assert received == sorted(set(received))
+        assert min(received) >= 2
+        assert len(received) <= 20
+
+
 async def test_an_introduction_learns_what_arrived_in_the_session_before_it(tmp_path: Path):
     async with serving(tmp_path) as running:
         session_id = await running.introduce()
