@@ -31,6 +31,13 @@ def name_of(arm: Arm) -> str:
     return f"{PUBLISHED_NAME[arm.drafter]} {arm.gamma}" if arm.gamma else "off"
 
 
+def arm_named(name: str) -> Arm:
+    """The arm of a name that `name_of` has made."""
+    drafter, _, gamma = name.partition(" ")
+    roles = {published: role for role, published in PUBLISHED_NAME.items()}
+    return Arm(roles[drafter], int(gamma)) if gamma else PLAIN
+
+
 def table_rates(costs: StepCosts, concurrency: int) -> dict[Arm, float]:
     """Arm -> tokens/s that the imposed table promises in the long run, at the published context.
 

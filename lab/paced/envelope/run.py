@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 
 from controller.core.engine_spec import Arm
 from lab.cpu_engine.pace.pacer import Pace
-from lab.cpu_engine.pace.step_costs import OWN, SECOND
+from lab.cpu_engine.pace.step_costs import OWN, SECOND, load_step_costs
 from lab.harness.engines import Workplace, launch_sidecar, measure_profile, wait_serving
 from lab.harness.errors import HarnessError
 from lab.harness.foreign_load import ForeignLoad
@@ -57,15 +57,21 @@ from lab.papers.drafters import Floats
 class EnvelopeOptions:
     """The options of a run.
 
-    dilation: at one sequence.  grid: drafter -> [gamma, concurrency] published goodput.  quick:
-    short runs, none of which is rejected.
+    dilation: at one sequence.  grid: drafter -> [gamma, concurrency] published goodput.  kept: the
+    points of an earlier run.  quick: short runs, none of which is rejected.
     """
 
     concurrencies: tuple[int, ...]
     dilation: float
     grid: Mapping[str, Floats] | None
     output: Path
+    kept: tuple[Point, ...] = ()
     quick: bool = False
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """The concurrencies that are to be run."""
+        return tuple(sorted(set(self.concurrencies) - {point.concurrency for point in self.kept}))
 
     @property
     def output_tokens(self) -> int:
@@ -92,17 +98,20 @@ def run(options: EnvelopeOptions, terminal: Terminal) -> tuple[Point, ...]:
     """Runs everything and writes result.json and envelope.png.  Raises HarnessError."""
     started, facts = time.monotonic(), run_facts()
     prefer(os.PRIO_PROCESS, 0)
-    points: list[Point] = []
+    points = list(options.kept)
+    source = load_step_costs(TABLE, GAMMAS).source
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(TemporaryDirectory(prefix="speculation-envelope-")))
         sweep = _Sweep(Workplace(options.output, scratch), terminal, stack, options)
-        sweep.start((STEERED, OFF))
-        for concurrency in options.concurrencies:
+        if options.missing:
+            sweep.start((STEERED, OFF))
+        for concurrency in options.missing:
             points.append(sweep.point(concurrency))
+            points.sort(key=lambda point: point.concurrency)
             document = {
                 **facts,
                 "seconds": round(time.monotonic() - started, 1),
-                "label": report.label(sweep.source),
+                "label": report.label(source),
                 "dilation": options.dilation,
                 "quick": options.quick,
                 "points": as_json(points),
@@ -110,8 +119,8 @@ def run(options: EnvelopeOptions, terminal: Terminal) -> tuple[Point, ...]:
             # After every concurrency: what was found is kept whatever comes next.
             write_result(document, options.output)
         sweep.stop()
-    picture.draw(points, options.grid, sweep.source, options.output / "envelope.png")
-    report.show(points, sweep.source, terminal)
+    picture.draw(points, options.grid, source, options.output / "envelope.png")
+    report.show(points, source, terminal)
     return tuple(points)
 
 
@@ -129,11 +138,6 @@ class _Sweep(PacedHarness):
         super().__init__(place, terminal, stack, pace, largest, second=True)
         self._options = options
         self._costs = pace.costs()
-
-    @property
-    def source(self) -> str:
-        """Where the imposed step times come from."""
-        return self._costs.source
 
     def point(self, concurrency: int) -> Point:
         """Runs a concurrency: off, the best arm of each drafter, and steered."""

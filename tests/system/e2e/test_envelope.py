@@ -11,7 +11,7 @@ from lab.cpu_engine.pace.step_log import PacedStep, read_log
 from lab.paced.envelope.arms import GAMMAS, TABLE
 from tests.support.engine import run_lab
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 # E[accepted | gamma] of the published curves.
 EXPECTED = {"mtp 1": 0.779, "dflash 3": 1.757, "mtp 2": 1.362, "dflash 15": 3.425}
@@ -25,7 +25,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     print(found.stdout)
     assert found.returncode == 0, found.stdout
-    assert "Step times are imposed" in found.stdout
+    assert "Step times are imposed" in " ".join(found.stdout.split())
     assert (output / "envelope.png").read_bytes().startswith(b"\x89PNG")
     return output
 

@@ -13,6 +13,7 @@ from lab.paced.envelope.outcome import (
     agreeing,
     as_json,
     dilation_to_try,
+    from_json,
     measure,
 )
 from tests.unit.lab.paced.envelope.recorded import (
@@ -100,8 +101,13 @@ def test_agreement_is_told_for_drafters_and_for_draft_lengths():
 
 def test_the_result_holds_every_run():
     (found,) = json.loads(json.dumps(as_json([point()])))
-    assert (found["published"], found["table"]["winner"], found["winner"]) == ("dflash 3",) * 3
+    assert (found["published"], found["table winner"], found["winner"]) == ("dflash 3",) * 3
     assert found["steered ÷ envelope"] == 0.99
     assert found["runs"][STEERED]["arm"] is None
     assert found["runs"][STEERED]["shares"] == {"dflash 3": 0.7, "mtp 1": 0.25, "off": 0.05}
     assert found["runs"][DFLASH]["tokens_per_second"] == 1650
+
+
+def test_a_result_is_read_back_as_it_was():
+    points = (point(1), point(128))
+    assert from_json(json.loads(json.dumps(as_json(points)))) == points
