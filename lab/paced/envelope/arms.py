@@ -1,4 +1,4 @@
-"""What is run at each concurrency, all of it known from the imposed table."""
+"""Chooses from the imposed table what is run at each concurrency."""
 
 from collections.abc import Mapping
 from math import ceil

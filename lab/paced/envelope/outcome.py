@@ -1,4 +1,4 @@
-"""What the runs gave, in seconds of the model's time."""
+"""Holds what the runs gave, in seconds of the model's time."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ _ROOM = 1.2
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run's steps of a full batch.
+    """Holds the figures of one run, from its steps of a full batch.
 
     arm: what it was held to; None where it was steered.  rate: tokens/s.  late: steps that the
     machine missed.  needed: the dilation that all but a few steps would have kept.
@@ -52,7 +52,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One concurrency.
+    """Holds the runs of one concurrency.
 
     dilation: in force there.  table: arm -> tokens/s that the imposed table promises.  runs: by
     policy.  foreign_cores: kept busy by other programs meanwhile.

@@ -1,7 +1,7 @@
 """Runs the envelope: one steered engine, one without speculation, and a sidecar a concurrency.
 
-A profile holds under one dilation.  So at each concurrency the sidecar starts anew, with its own
-time constants dilated, and measures the steered engine; what it knew before is gone.
+A profile holds under one dilation.  So at each concurrency a sidecar is started with its time
+constants dilated, and `controller profile` measures the steered engine; nothing is known before.
 """
 
 import os
@@ -75,22 +75,22 @@ class EnvelopeOptions:
 
     @property
     def output_tokens(self) -> int:
-        """Of a request; in a whole run, as many as were published."""
+        """Output tokens of a request; in a whole run, as many as were published."""
         return 256 if self.quick else 1024
 
     @property
     def least_tokens(self) -> int:
-        """Of a run: few sequences are lucky or not for long."""
+        """The fewest output tokens of a run: with few of them, luck decides."""
         return 256 if self.quick else 4096
 
     @property
     def profile_seconds(self) -> float:
-        """Budget of a profile."""
+        """The budget of a profile."""
         return 8.0 if self.quick else 20.0
 
     @property
     def late_share_max(self) -> float:
-        """A run with more late steps is rejected; a short one shows that it works, and no more."""
+        """The largest share of late steps; a short run only shows that it works, so any will do."""
         return 1.0 if self.quick else LATE_SHARE_MAX
 
 

@@ -1,6 +1,7 @@
 """Rates, winners and shares from recorded steps."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -97,6 +98,10 @@ def test_published_and_table_winners_stand_beside_ours():
 def test_agreement_is_told_for_drafters_and_for_draft_lengths():
     # One sequence: dflash 3 as published.  Eight: dflash, but 15 was published.  Two: mtp was.
     assert agreeing([point(1), point(2), point(8)]) == (2, 1)
+    # The published draft length of the other drafter.
+    other = point(2)
+    runs = {**other.runs, DFLASH: replace(other.runs[DFLASH], arm=Arm("dflash", 1))}
+    assert agreeing([replace(other, runs=runs)]) == (0, 0)
 
 
 def test_the_result_holds_every_run():
