@@ -197,13 +197,14 @@ class Batch:
             finished = self._next_request >= len(self._arrivals)
             self.done = finished and self.size == 0 and not self._prefilling
             return 1.0
-        if self._closed.phases[self.phase].tokens is None:
+        phase = self._closed.phases[self.phase]
+        if phase.tokens is None:
             self._take_requests(self._closed)
             return 1.0
         # What the last phase left behind finishes first; this one's tokens count from then on.
-        if tokens == 0 or self.size > self._closed.phases[self.phase].concurrency:
+        if tokens == 0 or self.size > phase.concurrency:
             return 1.0
-        wanted = (self._closed.phases[self.phase].tokens or 0) - self._phase_tokens
+        wanted = phase.tokens - self._phase_tokens
         self._phase_tokens += tokens
         if tokens < wanted:
             return 1.0

@@ -103,14 +103,19 @@ def read_profile(path: str | Path) -> Profile:
 def profile_table(profile: Profile, drafter: str, source: str | Path = "profile") -> CostTable:
     """A drafter's cells.
 
+    Plain decoding is the target alone: where it was measured with another drafter only, as
+    `controller profile` measures it once, that one's cells stand for it.
+
     Raises InvalidInputError, which names `source`: nothing was measured of it, a cell of plain
     decoding or of a draft length that other batch sizes have is missing, a number leaves what an
     engine can introduce.
     """
+    own = [cell for cell in profile.cells if cell.drafter == drafter]
+    sizes = {cell.batch_size for cell in own}
+    plain = [cell for cell in profile.cells if cell.gamma == 0 and cell.batch_size in sizes]
     seconds: dict[tuple[int, int], float] = {}
-    for cell in profile.cells:
-        if cell.drafter != drafter:
-            continue
+    # Its own cells come last, and so count.
+    for cell in [*plain, *own]:
         limits = (MAX_GAMMA, MAX_BATCH_SIZE, MAX_STEP_SECONDS)
         found = (cell.gamma, cell.batch_size, cell.step_seconds)
         if any(value > most for value, most in zip(found, limits, strict=True)):

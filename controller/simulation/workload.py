@@ -68,12 +68,13 @@ class AcceptanceSource(Protocol):
 class WorkloadPhase:
     """A stretch of closed-loop work: `tokens` tokens at `concurrency`, from `pool` in turn.
 
-    tokens None: every request of the pool once; the phase ends when the last one has begun, and the
-    workload when the last one of its last phase has ended.
-
     When a phase begins at a smaller concurrency, running requests finish first, and its tokens
     count once the batch has shrunk to it.  at_once: running requests change over to this phase's
     acceptance at its first step (pools of equal shape only), instead of leaving one by one.
+
+    tokens None: every request of the pool once.  The phase ends when its last request was admitted,
+    the next one goes on beside what still runs, and the last phase ends with its last request;
+    every token counts in the phase in which it was gained.
     """
 
     name: str

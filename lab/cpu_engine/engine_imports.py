@@ -1,4 +1,4 @@
-"""What a server of SGLang on a CPU imports before it starts, for a fork server."""
+"""Imports, for a fork server, what a server of SGLang on a CPU imports before it starts."""
 
 import warnings
 

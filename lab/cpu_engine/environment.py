@@ -7,6 +7,8 @@ from pathlib import Path
 
 STANDIN_FOLDER = Path(__file__).resolve().parent / "standin"
 STANDIN_PLUGIN = "sglang_cpu_standin"
+# How long the steps of an engine last (see pace/).
+PACE_VARIABLE = "LAB_PACE"
 
 _SETTINGS = {
     "SGLANG_USE_CPU_ENGINE": "1",

@@ -4,7 +4,8 @@
 ``python -m sglang.launch_server`` with other defaults; every option given wins over them.
 
 ``--pace NAME|FILE --dilation X`` lets every step last as long as a table says, times X: a published
-name, a step-cost CSV, or a profile (see lab/cpu_engine/pace).  Acceptance is the models' own.
+name, a step-cost CSV, or a profile (see lab/cpu_engine/pace).  ``--pace-log FILE`` has every step
+appended to a file.  Acceptance is the models' own.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-from lab.cpu_engine.environment import enter_cpu_environment
+from lab.cpu_engine.environment import PACE_VARIABLE, enter_cpu_environment
 
 _DEFAULTS: dict[str, tuple[str, ...]] = {
     "--device": ("cpu",),
@@ -28,6 +29,7 @@ _DEFAULTS: dict[str, tuple[str, ...]] = {
     "--sleep-on-idle": (),
 }
 _NO_GRAPHS: dict[str, tuple[str, ...]] = {"--disable-cuda-graph": ()}
+_NO_OVERLAP = "--disable-overlap-schedule"
 # With CPU_ENGINE_GRAPHS=1, see standin/cpu_graphs.  Larger batches run without a graph.
 _GRAPHS: dict[str, tuple[str, ...]] = {
     "--cuda-graph-backend-prefill": ("disabled",),
@@ -36,36 +38,45 @@ _GRAPHS: dict[str, tuple[str, ...]] = {
 
 
 def with_cpu_defaults(arguments: Sequence[str]) -> list[str]:
-    """Returns the CPU defaults that ``arguments`` do not name themselves, then ``arguments``."""
+    """Returns the CPU defaults that ``arguments`` do not name themselves, then ``arguments``.
+
+    A paced engine begins a step when the last one's tokens are known: without overlap.
+    """
     named = {argument.split("=", 1)[0] for argument in arguments}
     defaults: list[str] = []
     graphs = os.environ.get("CPU_ENGINE_GRAPHS") == "1"
     for option, values in (_DEFAULTS | (_GRAPHS if graphs else _NO_GRAPHS)).items():
         if option not in named:
             defaults += [option, *values]
+    if os.environ.get(PACE_VARIABLE) and _NO_OVERLAP not in named:
+        defaults.append(_NO_OVERLAP)
     return [*defaults, *arguments]
 
 
 def paced(arguments: Sequence[str]) -> list[str]:
     """Sets LAB_PACE if the arguments ask for a pace; returns the arguments for SGLang.
 
-    Ends the command for a table that cannot be read.
+    Ends the command with one sentence for a table that cannot be read, for a dilation that cannot
+    be, and for options of a pace without one.
     """
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     parser.add_argument("--pace")
-    parser.add_argument("--dilation", type=float, default=1.0)
+    parser.add_argument("--dilation", type=float)
     parser.add_argument("--pace-log", default="")
     found, others = parser.parse_known_args(arguments)
+    if not found.pace and (found.dilation is not None or found.pace_log):
+        raise SystemExit("lab.cpu_engine.serve: --dilation and --pace-log need --pace")
     if found.pace:
         from controller.simulation.errors import InvalidInputError
-        from lab.cpu_engine.pace.pacer import VARIABLE, Pace
+        from lab.cpu_engine.pace.pacer import Pace
 
         try:
-            pace = Pace(found.pace, found.dilation, found.pace_log)
+            dilation = 1.0 if found.dilation is None else found.dilation
+            pace = Pace(found.pace, dilation, found.pace_log)
             pace.costs()
         except (InvalidInputError, ValueError) as error:
             raise SystemExit(f"lab.cpu_engine.serve --pace: {error}") from error
-        os.environ[VARIABLE] = pace.as_json()
+        os.environ[PACE_VARIABLE] = pace.as_json()
     return others
 
 

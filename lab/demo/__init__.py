@@ -1,4 +1,4 @@
-"""What steering gains: one compressed day, four policies, on the real SGLang at a GPU's pace.
+"""Shows what steering gains: one compressed day, four policies, on the real SGLang at a GPU's pace.
 
 python -m lab.demo
 """

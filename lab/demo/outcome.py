@@ -1,4 +1,4 @@
-"""What a demo has measured and computed, and the figures that are made of it."""
+"""Holds what a demo has measured and computed, and makes the figures."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ class DemoOutcome:
 
     @property
     def others(self) -> tuple[str, ...]:
-        """Those that the steered one is compared with."""
+        """Lists the policies that the steered one is compared with."""
         return tuple(policy for policy in self.plays if policy != STEERED)
 
     def rates(self, policy: str) -> Spread:

@@ -24,9 +24,10 @@ _NUMBERS = 100_000
 
 @dataclass(frozen=True, slots=True)
 class PhasePlan:
-    """So many sequences at a time.  kinds: the classes, in equal shares.
+    """Plans a phase.
 
-    output_tokens, prompt_tokens: means, lognormal.
+    kinds: its classes, in equal shares.  concurrency: sequences at a time.  output_tokens,
+    prompt_tokens: means of lognormal lengths.
     """
 
     name: str
@@ -55,7 +56,10 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """What every policy is given.  seed: of lengths, order and prompts, and in the ids."""
+    """Holds the requests that every policy is given.
+
+    seed: of lengths, order and prompts, and in the ids.
+    """
 
     name: str
     seed: int
@@ -63,17 +67,17 @@ class Stream:
 
     @property
     def requests(self) -> int:
-        """How many requests there are."""
+        """Counts the requests."""
         return sum(len(phase.requests) for phase in self.phases)
 
     @property
     def tokens(self) -> int:
-        """How many tokens are decoded."""
+        """Counts the tokens that are decoded."""
         return sum(r.id.output_tokens for phase in self.phases for r in phase.requests)
 
     @property
     def max_concurrency(self) -> int:
-        """Most sequences at a time."""
+        """Returns the most sequences at a time."""
         return max(phase.plan.concurrency for phase in self.phases)
 
 

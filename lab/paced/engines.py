@@ -19,13 +19,15 @@ from lab.harness.engines import Engine, Workplace, launch_engine
 OFF, ADAPTIVE, STEERED = "off", "sglang-adaptive", "steered"
 _STATIC = "static-"
 READY_SECONDS = 240.0
+# SGLang would choose it by the device's memory; the simulator reads prompts in the same chunks.
+PREFILL_CHUNK_TOKENS = 8192
 _MAX_TOKENS, _CONTEXT = 196608, 2048
 _SHAPE = Path(__file__).with_name("shape.json")
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What all engines of a run share.
+    """Holds what all engines of a run share.
 
     pace: without its log, which each engine has for itself.  second: whether the steered engine has
     a DFlash drafter beside its own.
@@ -57,7 +59,7 @@ def is_steered(policy: str) -> bool:
 
 
 def log_path(policy: str, place: Workplace) -> Path:
-    """Where an engine writes its passes."""
+    """Names the file to which an engine writes its passes."""
     return place.output / "steps" / f"{policy}.jsonl"
 
 
@@ -73,6 +75,7 @@ def command(policy: str, setting: Setting, port: int) -> list[str]:
         "--max-running-requests", str(setting.max_batch_size),
         "--max-total-tokens", str(_MAX_TOKENS),
         "--context-length", str(_CONTEXT),
+        "--chunked-prefill-size", str(PREFILL_CHUNK_TOKENS),
         "--random-seed", "1",
         "--log-level-http", "warning",
         # On a CPU SGLang does not speculate with the overlap schedule: no engine has it.

@@ -77,7 +77,7 @@ def decided_plans(folder: Path, engine_id: str) -> tuple[DecidedPlan, ...]:
 
 
 class StepValues:
-    """What every arm is worth in a step: tokens per second of the model, expected."""
+    """Tells what every arm is worth in a step: tokens per second of the model, expected."""
 
     def __init__(
         self, costs: StepCosts, curves: Mapping[str, Mapping[str, Sequence[float]]]
@@ -156,7 +156,7 @@ def lost_time(
 def _newest(
     steps: Sequence[PacedStep], plans: Sequence[DecidedPlan]
 ) -> Iterator[DecidedPlan | None]:
-    """For each step the newest plan that the sidecar had decided on when it was launched."""
+    """Yields for each step the newest plan that the sidecar had decided on when it was launched."""
     i = 0
     for step in steps:
         while i < len(plans) and plans[i].seconds <= step.launched:

@@ -1,4 +1,4 @@
-"""What the imposed table makes of a stream: every static arm, and the best one of each segment.
+"""Computes what the imposed table makes of a stream: with every static arm, and with an oracle's.
 
 The simulator replays the stream with the engine's own draws, costs and order of work; nothing in
 it is measured, so it can be known before any engine runs.
@@ -14,13 +14,12 @@ from controller.simulation.engine import EngineOptions, Prefill, RunResult, simu
 from controller.simulation.peers.static import Static
 from lab.cpu_engine.pace.step_costs import StepCosts
 from lab.paced.day import Stream, as_workload
-
-_PREFILL_CHUNK_TOKENS = 8192
+from lab.paced.engines import PREFILL_CHUNK_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """One policy, computed.  rates: tokens/s of the whole stream; phases: of each phase."""
+    """Holds one policy's tokens per second: over the whole stream, and of each phase."""
 
     rate: float
     phases: tuple[float, ...]
@@ -28,7 +27,10 @@ class Computed:
 
 @dataclass(frozen=True, slots=True)
 class Oracle:
-    """statics: arm -> computed.  arms: the best arm of each phase.  oracle: those in turn."""
+    """Holds every static arm, and the oracle: it runs the best static arm of each phase.
+
+    arms: the oracle's, by phase.
+    """
 
     statics: Mapping[Arm, Computed]
     arms: tuple[Arm, ...]
@@ -53,7 +55,7 @@ def compute(
     workload = as_workload(stream, curves, [d.name for d in surface.drafters])
     options = EngineOptions(
         lag=0, noise=0.0, switch_seconds=costs.switch_seconds, warm_factor=costs.warm_factor,
-        prefill=Prefill.CHUNKED, prefill_chunk_tokens=_PREFILL_CHUNK_TOKENS,
+        prefill=Prefill.CHUNKED, prefill_chunk_tokens=PREFILL_CHUNK_TOKENS,
     )  # fmt: skip
     indices = list(static_names(surface).values())
     runs = {

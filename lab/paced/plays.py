@@ -16,7 +16,7 @@ LATE_SHARE_MAX = 0.01
 
 @dataclass(frozen=True)
 class PacedPlay:
-    """One play: what its clients saw, and the engine's log of it."""
+    """Holds one play: what its clients saw, and the engine's log of it."""
 
     policy: str
     stream: Stream

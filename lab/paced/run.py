@@ -202,7 +202,7 @@ class PacedHarness(Harness):
             engine.child.terminate()
 
     def plans(self, policy: str) -> tuple[DecidedPlan, ...]:
-        """What the sidecar has decided for a steered engine since it was started."""
+        """Reads what the sidecar has decided for a steered engine since it was started."""
         return decided_plans(self._recordings, policy)
 
     def _once(self, policy: str, stream: Stream) -> PacedPlay:
@@ -241,5 +241,5 @@ class PacedHarness(Harness):
 
 
 def _needed(steps: Sequence[PacedStep]) -> float:
-    """How much longer the machine's own work takes than the imposed time (95th percentile)."""
+    """Returns how much longer the machine's own work takes than the imposed time (95th percentile)."""
     return float(np.percentile([step.used_seconds / step.seconds for step in steps], 95))

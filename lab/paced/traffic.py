@@ -1,7 +1,12 @@
 """The classes of requests, each with the acceptance that was measured on a real pair.
 
-`python -m lab.paced.curves` makes the numbers again, from the public traces or from this
-repository's own small models.
+The public traces and this repository's own small models give the numbers again:
+
+    python -m lab.paced.curves sdb_instructcoder_half.jsonl sdb_gsm8k.jsonl sdb_sharegpt.jsonl
+    python -m lab.paced.curves --own
+
+The curves "all" of the drafter "eagle" are those of code, math and chat, in this order; "least" of
+sdb_sharegpt is that of hard; and "on csv" is that of unseen.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,11 +14,15 @@ from dataclasses import dataclass
 
 from controller.simulation import published
 from controller.simulation.curves import conditional
+from controller.simulation.errors import InvalidInputError
 
 
 @dataclass(frozen=True, slots=True)
 class TrafficClass:
-    """One kind of requests.  survival: P(the first k drafts are all accepted), k = 1, 2, ..."""
+    """Describes one kind of requests.
+
+    survival: P(the first k drafts of a step are all accepted), k = 1, 2, ...
+    """
 
     name: str
     survival: tuple[float, ...]
@@ -42,8 +51,8 @@ CLASSES: Mapping[str, TrafficClass] = {
         ),
         TrafficClass(
             "unseen",
-            (0.1, 0.02),
-            "this repository's code-only EAGLE3 drafter on CSV",
+            (0.120, 0.016),
+            "this repository's code-only EAGLE3 drafter on CSV, measured with 8 drafts a step",
         ),
     )
 }
@@ -55,10 +64,13 @@ def own_curves() -> dict[str, dict[str, Sequence[float]]]:
 
 
 def published_curves(table: str) -> dict[str, dict[str, Sequence[float]]]:
-    """The curves that were published with a table, as one class "published".
+    """Returns the curves that were published with a table, as one class "published".
 
-    The serial drafter plays the engine's own, the block drafter the second one.
+    The serial drafter plays the engine's own, the block drafter the second one.  Raises
+    InvalidInputError for a table without published curves.
     """
     curves = published.acceptance_curves(table)
+    if not curves:
+        raise InvalidInputError(table, 0, "no acceptance was published with it")
     names = {"mtp": "eagle3", "dflash": "dflash"}
     return {"published": {names[name]: conditional(curve) for name, curve in curves.items()}}

@@ -53,6 +53,13 @@ class DrawnAcceptance:
         self._seed = seed
         self._drawn: dict[tuple[str, str], NDArray[np.uint8]] = {}
 
+    def require(self, drafters: Sequence[str]) -> None:
+        """Raises ValueError for a class that lacks the curve of one of the drafters."""
+        for kind, own in self._curves.items():
+            missing = sorted(set(drafters) - own.curves.keys())
+            if missing:
+                raise ValueError(f"class {kind!r} has no acceptance curve for {missing}")
+
     def accepted(self, request: RequestId, drafter: str) -> NDArray[np.uint8]:
         """[positions] drafts accepted if drafting starts there; position 0 follows the prefill.
 

@@ -1,4 +1,4 @@
-"""Holds every pass of the real SGLang until the time that a cost model gives it has passed.
+"""Holds every pass of the real SGLang until the time that a cost table gives it has passed.
 
 `Scheduler.run_batch` is wrapped.  A pass that follows another without idling begins when that one
 was due, so what the scheduler does between two passes is inside the pace: as it is on a GPU, where
@@ -6,6 +6,8 @@ the published step times were measured end to end.  A pass that took the CPU lon
 late, is counted, and the next one begins when it has really ended.
 """
 
+import logging
+import math
 import os
 import time
 from collections import Counter
@@ -17,40 +19,52 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from controller.core.engine_spec import Arm
+from controller.simulation.errors import InvalidInputError
+from lab.cpu_engine.environment import PACE_VARIABLE
+from lab.cpu_engine.pace import dummy_layers
 from lab.cpu_engine.pace.acceptance import DrawnAcceptance, RequestId, accept
 from lab.cpu_engine.pace.shim_watch import ShimWatch
 from lab.cpu_engine.pace.step_costs import OWN, SECOND, StepCosts, load_step_costs
 from lab.cpu_engine.pace.step_log import PacedRequest, PacedStep, StepLog
+from lab.cpu_engine.pace.support import unsupported_reason
 
-VARIABLE = "LAB_PACE"
+VARIABLE = PACE_VARIABLE
 # The last moments of a wait are spent awake, because a sleep ends late.
 _AWAKE_SECONDS = 2e-4
 # A pass that was let go this much of its pace after it was due is late too.
 _LATE_SHARE = 0.05
+_SECOND_MODEL = "SPECULATION_DFLASH_MODEL_PATH"
+# What this module notes on a request of SGLang's.
+_FIRST_SEEN = "paced_first_token"
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How an engine is paced, as it stands in the variable LAB_PACE (JSON).
+    """Describes how an engine is paced; the variable LAB_PACE holds it as JSON.
 
     table: as `load_step_costs` takes it.  dilation: seconds of the machine for each of the model;
     a number in the file dilation_file, read whenever the engine has been idle, counts instead.
-    log: where its passes are written; none are if it is empty.  gammas: the engine's draft lengths.
+    log: the file to which its passes are appended; "" for none.  gammas: the engine's draft
+    lengths; () for all that the table has.  max_batch_size: the most sequences that are priced.
     seed, curves: of the drawn acceptance (class -> drafter -> conditional acceptance); without
     curves, the models' own acceptance stands.
+
+    Raises ValueError for a dilation that is no finite number above 0.
     """
 
     table: str
     dilation: float
     log: str = ""
-    gammas: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7)
+    gammas: tuple[int, ...] = ()
     max_batch_size: int = 256
     seed: int = 0
     curves: Mapping[str, Mapping[str, Sequence[float]]] | None = None
     dilation_file: str = ""
 
     def __post_init__(self) -> None:
-        if not 0 < self.dilation < float("inf"):
+        if not 0 < self.dilation < math.inf:
             raise ValueError(f"a dilation is a number above 0, not {self.dilation}")
 
     def as_json(self) -> str:
@@ -63,52 +77,74 @@ class Pace:
         return TypeAdapter(Pace).validate_json(text)
 
     def costs(self) -> StepCosts:
-        """The costs that are imposed.  Raises InvalidInputError."""
+        """Loads the costs that are imposed.  Raises InvalidInputError."""
         return load_step_costs(self.table, self.gammas, self.max_batch_size)
 
 
 def register() -> None:
-    """Installs the pace in an engine's scheduler; SGLang calls this as an entry point."""
+    """Installs the pace in an engine; SGLang calls this as an entry point.
+
+    Ends the process where the pace cannot be held: SGLang would only log an exception, and the
+    engine would run without a pace.
+    """
     text = os.environ.get(VARIABLE)
     if not text:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.speculative import spec_utils
 
-    pacer = Pacer(Pace.from_json(text))
+    second = bool(os.environ.get(_SECOND_MODEL))
+    try:
+        pace = Pace.from_json(text)
+        pacer = Pacer(pace)
+        if pacer.drawn is not None:
+            pacer.drawn.require([OWN, SECOND] if second else [OWN])
+            # Any length above 0 has SGLang ask; the answer is drawn.
+            spec_utils.SIMULATE_ACC_LEN = 1.0
+            spec_utils.generate_simulated_accept_index = pacer.accept
+            dummy_layers.leave_out()
+    except (InvalidInputError, ValueError, OSError) as error:
+        raise SystemExit(f"{VARIABLE}: {error}") from error
+    costs = pace.costs()
+
+    def check(_: None, args: Any) -> None:
+        reason = unsupported_reason(args, costs, second)
+        if reason is not None:
+            raise SystemExit(f"{VARIABLE}: this engine cannot be paced: {reason}")
+
     scheduler = "sglang.srt.managers.scheduler.Scheduler"
+    resolved = "sglang.srt.server_args.ServerArgs.resolve_once"
     HookRegistry.register(f"{scheduler}.run_batch", pacer.around_run_batch, HookType.AROUND)
     HookRegistry.register(f"{scheduler}.on_idle", pacer.around_idle, HookType.AROUND)
+    HookRegistry.register(resolved, check, HookType.AFTER)
     if os.environ.get("SPECULATION_SIDECAR"):
         pacer.watch.wrap_hooks()
-    if pacer.drawn is not None:
-        from sglang.srt.speculative import spec_utils
-
-        # Any length above 0 has SGLang ask; the answer is drawn.
-        spec_utils.SIMULATE_ACC_LEN = 1.0
-        spec_utils.generate_simulated_accept_index = pacer.accept
 
 
 class Pacer:
-    """The pace of one engine, in its scheduler's process.
+    """Holds the passes of one engine, in its scheduler's process.
 
-    drawn: where acceptance comes from; None if the models' own stands.
+    drawn: where acceptance comes from; None if the models' own stands.  Raises InvalidInputError
+    for a table that cannot be used, OSError or ValueError for a log that cannot be written and a
+    dilation that cannot be read.
     """
 
     def __init__(self, pace: Pace) -> None:
         self._dilation = pace.dilation
         self._dilation_file = Path(pace.dilation_file) if pace.dilation_file else None
+        if self._dilation_file is not None:
+            self._dilation = _read_dilation(self._dilation_file)
         self._costs = pace.costs()
         self._log = StepLog(Path(pace.log)) if pace.log else None
         self.drawn = None if pace.curves is None else DrawnAcceptance(pace.curves, pace.seed)
         self.watch = ShimWatch()
         self._requests: Sequence[Any] = ()
-        self._first_tokens: dict[str, float] = {}
         self._last_arm: tuple[Arm, bool] | None = None
         # When the next pass begins, unless the engine has been idle: None.
         self._begin: float | None = None
 
     def around_idle(self, original: Callable[..., Any], scheduler: Any, *args: Any) -> Any:
-        """Wraps `Scheduler.on_idle`: the next pass begins when it is launched."""
+        """Has the next pass begin when it is launched (wraps `Scheduler.on_idle`)."""
         self._finish()
         self._begin = None
         if self._log is not None:
@@ -118,20 +154,19 @@ class Pacer:
     def around_run_batch(
         self, original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Wraps `Scheduler.run_batch`; returns when the pass is due."""
+        """Wraps `Scheduler.run_batch`, and returns when the pass is due."""
         launched = time.perf_counter()
         self._finish()
-        if batch.forward_mode.is_idle() or batch.forward_mode.is_prebuilt():
-            return original(scheduler, batch, *args, **kwargs)
-        if self._begin is None and self._dilation_file is not None:
-            self._dilation = float(self._dilation_file.read_text(encoding="utf-8"))
+        if self._begin is None:
+            self._adopt_dilation()
         began = launched if self._begin is None else self._begin
         # A copy: SGLang takes what has ended out of its own list.
         self._requests = list(batch.reqs)
         self.watch.begin()
         kv_tokens = sum([len(r.origin_input_ids) + len(r.output_ids) for r in batch.reqs])
+        left = [r.sampling_params.max_new_tokens - len(r.output_ids) for r in batch.reqs]
         result = original(scheduler, batch, *args, **kwargs)
-        step = self._price(scheduler, batch, result, kv_tokens)
+        step = self._price(scheduler, batch, result, kv_tokens, left)
         due = began + step["seconds"] * self._dilation
         worked = time.perf_counter()
         ended = worked if worked >= due else _wait_until(due)
@@ -139,7 +174,9 @@ class Pacer:
         self._begin = ended if late else due
         if batch.forward_mode.is_extend():
             for request in batch.reqs:
-                self._first_tokens[request.rid] = self._begin
+                # A chunk of a prompt gives no token; a request that was retracted has had its own.
+                if request.inflight_middle_chunks <= 0 and not hasattr(request, _FIRST_SEEN):
+                    setattr(request, _FIRST_SEEN, self._begin)
         if self._log is not None:
             self._log.add(
                 PacedStep(
@@ -168,8 +205,22 @@ class Pacer:
         lengths = [drawn.at(r.rid, drafter, len(r.output_ids) - 1) for r in self._requests]
         return accept(accept_index, predict, num_correct_drafts, lengths, spec_steps)
 
-    def _price(self, scheduler: Any, batch: Any, result: Any, kv_tokens: int) -> dict[str, Any]:
-        """The imposed seconds of a pass, and what they were made from."""
+    def _adopt_dilation(self) -> None:
+        """Reads the dilation again; where that fails, the last one stays."""
+        if self._dilation_file is None:
+            return
+        try:
+            self._dilation = _read_dilation(self._dilation_file)
+        except (OSError, ValueError) as error:
+            _log.error("the dilation stays at %g: %s", self._dilation, error)
+
+    def _price(
+        self, scheduler: Any, batch: Any, result: Any, kv_tokens: int, left: Sequence[int]
+    ) -> dict[str, Any]:
+        """Returns the imposed seconds of a pass, and what they were made from.
+
+        left: [sequences] tokens that each may still gain.
+        """
         costs, watch, size = self._costs, self.watch, len(batch.reqs)
         if batch.forward_mode.is_extend():
             tokens = int(batch.extend_num_tokens or 0)
@@ -179,7 +230,8 @@ class Pacer:
         gamma = int(width) - 1 if speculates and width else 0
         drafter = SECOND if watch.block_drafted else OWN
         arm = Arm(drafter if gamma else OWN, gamma)
-        accepted = int(result.accept_lens.sum()) - size if speculates else 0
+        gains = result.accept_lens.tolist() if speculates else [1] * size
+        accepted = sum(gains) - size
         warm = bool(speculates) and not watch.asleep
         seconds = costs.decode_seconds(arm, size, kv_tokens, warm=warm)
         ran = (arm, watch.asleep)
@@ -198,7 +250,7 @@ class Pacer:
             "gamma": gamma,
             "asleep": watch.asleep,
             "accepted": accepted,
-            "tokens": size + accepted,
+            "tokens": sum(map(min, gains, left)),
             "switch_seconds": switch,
             "catch_up_seconds": catch_up,
             "probe": 0 if choice is None else choice.probe_id,
@@ -211,13 +263,25 @@ class Pacer:
         for request in self._requests:
             if not request.finished():
                 continue
-            first = self._first_tokens.pop(request.rid, None)
             if self.drawn is not None:
                 self.drawn.forget(request.rid)
+            first = getattr(request, _FIRST_SEEN, None)
             if self._log is not None and first is not None and self._begin is not None:
-                tokens = len(request.output_ids)
+                tokens = len(request.output_ids_through_stop)
                 self._log.add(PacedRequest(request.rid, first, self._begin, tokens))
         self._requests = ()
+
+
+def _read_dilation(path: Path) -> float:
+    """Reads the number in a file.  Raises OSError, or ValueError for no finite number above 0."""
+    text = path.read_text(encoding="utf-8").strip()
+    try:
+        dilation = float(text)
+    except ValueError:
+        dilation = math.nan
+    if not 0 < dilation < math.inf:
+        raise ValueError(f"{path}: a dilation is a number above 0, not {text[:40]!r}")
+    return dilation
 
 
 def _wait_until(due: float) -> float:

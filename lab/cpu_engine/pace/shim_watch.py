@@ -1,4 +1,4 @@
-"""What the plugin did in a step, seen from outside: it is watched, not asked.
+"""Watches from outside what the plugin does in a step, because the plugin is not asked.
 
 The classes are those of the plugin, if the engine has it; they are wrapped before they are used.
 """

@@ -1,6 +1,6 @@
-"""How long a step shall last: a published table, a step-cost CSV or a profile.
+"""Prices every pass of an engine by a published table, a step-cost CSV or a profile.
 
-What a table does not tell is derived from it, and said here:
+What a table does not tell is derived from it, as this list says:
 
   prefill          a pass that reads n tokens of prompts costs plain decoding of one sequence, and
                    `prefill_seconds_per_token` for each of them; their attention costs nothing
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from controller.core.engine_spec import Arm
+from controller.core.engine_spec import MAX_BATCH_SIZE, MAX_GAMMA, Arm
 from controller.core.model_shapes import DrafterKind
 from controller.simulation import published
 from controller.simulation.errors import InvalidInputError
@@ -34,6 +34,8 @@ SWITCH_SECONDS = 1e-4
 # The sizes that SGLang captures for speculation on a GPU (arg_groups/cuda_graph_hook.py).
 GRAPH_BATCH_SIZES = (*range(1, 9), *range(10, 33, 2), *range(40, 65, 4), *range(72, 257, 8))
 _MAX_BATCH = 256
+# A published table is asked for draft lengths up to this one, or up to its own longest.
+_ASKED = 8
 
 _SOURCES: Mapping[str, str] = {
     "h100-llama3.1-8b": "fit to vLLM 0.10.1, Llama-3.1-8B with EAGLE on one H100 "
@@ -50,7 +52,7 @@ _SOURCES: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """The imposed duration of every pass of an engine, in seconds of the model's time.
+    """Holds the imposed duration of every pass of an engine, in seconds of the model's time.
 
     surface: decode steps of both drafters by their names in the engine, batches padded.
     prefill_pass_seconds: a prefill, without its tokens.  draft_pass_seconds: one pass of the own
@@ -74,9 +76,9 @@ class StepCosts:
         Raises KeyError for an arm that has no price.
         """
         surface = self.surface
-        row = surface.arms.index(arm) if arm in surface.arms else -1
-        if row < 0:
+        if arm not in surface.arms:
             raise KeyError(f"{self.name} has no price for {arm}")
+        row = surface.arms.index(arm)
         plain = float(surface.seconds[row, min(batch_size, surface.max_batch_size)])
         context = float(surface.kv_seconds[row])
         seconds = max(
@@ -96,97 +98,117 @@ class StepCosts:
 
 def load_step_costs(
     table: str,
-    gammas: Sequence[int],
+    gammas: Sequence[int] = (),
     max_batch_size: int = _MAX_BATCH,
     graph_batch_sizes: Sequence[int] = GRAPH_BATCH_SIZES,
 ) -> StepCosts:
-    """The costs of a published name, of a step-cost CSV, or of a profile (a JSON file).
+    """Loads the costs of a published name, of a step-cost CSV, or of a profile (a JSON file).
 
-    gammas: the engine's draft lengths.  A drafter of serial passes plays the engine's own, a
-    block drafter the second one.  Raises InvalidInputError: neither a name nor a readable file, a
-    file without a draft length of the engine, no drafter that can play the engine's own.
+    gammas: the engine's draft lengths, to which 0 is added; none for all that the table has.  A
+    drafter of serial passes plays the engine's own, a block drafter the second one.
+
+    Raises InvalidInputError: neither a name nor a readable file, a file without a draft length of
+    the engine, no drafter that can play the engine's own, a number out of range.
     """
+    wanted = tuple(sorted({0, *gammas}))
+    if wanted[0] < 0 or wanted[-1] > MAX_GAMMA:
+        raise InvalidInputError(table, 0, f"draft lengths {list(gammas)} leave 0..{MAX_GAMMA}")
+    if not 1 <= max_batch_size <= MAX_BATCH_SIZE:
+        raise InvalidInputError(
+            table, 0, f"max_batch_size {max_batch_size} leaves 1..{MAX_BATCH_SIZE}"
+        )
     if table in published.names():
-        surface = _published(table, gammas, max_batch_size)
         source = _SOURCES[table]
+        surface = _as_engine(_published(table, wanted[-1], max_batch_size))
     elif not Path(table).is_file():
         raise InvalidInputError(
             table, 0, f"is neither a file nor one of: {', '.join(published.names())}"
         )
-    elif Path(table).suffix == ".json":
-        profile = read_profile(table)
-        kinds = {
-            d.name: DrafterKind.DFLASH if SECOND in d.name else DrafterKind.MTP
-            for d in profile.drafters
-        }
-        found = profile_surface(Path(table).stem, profile, kinds, max_batch_size)
-        surface = _with_prefill(_taking(found, gammas))
-        device = profile.fingerprint.device
-        source = f"profile {Path(table).name}, measured on {device or 'an unnamed device'}"
     else:
-        tables = {OWN: read_step_costs(table)}
-        found = table_surface(Path(table).stem, tables, max_batch_size=max_batch_size)
-        surface = _with_prefill(_taking(found, gammas))
-        source = f"step costs {Path(table).name}"
-    surface = _as_engine(surface)
+        found, source = _of_file(Path(table), max_batch_size)
+        surface = _with_prefill(_as_engine(found))
+    if gammas:
+        surface = _taking(surface, wanted)
     rows = {arm: i for i, arm in enumerate(surface.arms)}
+    own = next(spec for spec in surface.drafters if spec.name == OWN)
     plain = float(surface.seconds[rows[Arm(OWN, 0)], 1])
-    drafts = [gamma for gamma in gammas if gamma > 0]
-    shortest = min(drafts, default=0)
+    shortest = next((gamma for gamma in own.gammas if gamma > 0), 0)
     drafted = float(surface.seconds[rows[Arm(OWN, shortest)], 1])
     # The context in the table belongs to decoding: a prefill pays for its own.
-    context = float(surface.kv_seconds[0]) * surface.kv_reference
+    context = float(surface.kv_seconds[rows[Arm(OWN, 0)]]) * surface.kv_reference
     return StepCosts(
-        table if table in published.names() else surface.name,
+        surface.name,
         source,
         _padded(surface, graph_batch_sizes),
         max(plain - context, 0.1 * plain),
-        (drafted - plain) / max(shortest, 1),
+        max(drafted - plain, 0.0) / max(shortest, 1),
     )
 
 
-def padded_size(batch_size: int, graph_batch_sizes: Sequence[int]) -> int:
+def padded_size(batch_size: int, graph_batch_sizes: Sequence[int] = GRAPH_BATCH_SIZES) -> int:
     """The batch that a graph replays for this one; beyond the largest graph it runs as it is."""
     return next((size for size in graph_batch_sizes if size >= batch_size), batch_size)
 
 
-def _published(name: str, gammas: Sequence[int], max_batch_size: int) -> CostSurface:
-    """The published surface; draft lengths that a drafter of it is not known for cost more of it.
+def _published(name: str, deepest: int, max_batch_size: int) -> CostSurface:
+    """Returns the published surface with draft lengths up to `deepest` for all drafters.
 
-    SGLang prepares every draft length for both drafters, also where one has no use for it.
+    SGLang prepares every draft length for both drafters, also where one has no use for it: a
+    drafter's lengths beyond those known continue as its last two do.
     """
-    known = published.surface(name, max_batch_size=max_batch_size, extrapolate=True)
-    deepest = max(d.gammas[-1] for d in known.drafters)
-    found = published.surface(
-        name, [g for g in gammas if g <= max(deepest, 8)], max_batch_size, extrapolate=True
-    )
+    known = max(d.gammas[-1] for d in published.surface(name).drafters)
+    lengths = range(max(known, _ASKED) + 1)
+    found = published.surface(name, lengths, max_batch_size, extrapolate=True)
     rows, kv_rows, drafters = [], [], []
     for spec in found.drafters:
         own = [i for i, arm in enumerate(found.arms) if arm.drafter == spec.name]
-        seconds, kv_seconds = found.seconds[own], found.kv_seconds[own]
-        deeper = [g for g in gammas if g > spec.gammas[-1]] if len(own) > 1 else []
-        last, before = spec.gammas[-1], spec.gammas[-2] if len(own) > 1 else 0
-        for gamma in deeper:
-            slope = (seconds[len(own) - 1] - seconds[len(own) - 2]) / (last - before)
-            seconds = np.vstack([seconds, seconds[len(own) - 1] + slope * (gamma - last)])
-            kv_seconds = np.append(kv_seconds, kv_seconds[-1])
-        rows.append(seconds)
-        kv_rows.append(kv_seconds)
+        deeper = range(spec.gammas[-1] + 1, deepest + 1)
+        before, last = found.seconds[own[-2]], found.seconds[own[-1]]
+        beyond = [last + (last - before) * (gamma - spec.gammas[-1]) for gamma in deeper]
+        rows += [*found.seconds[own], *beyond]
+        kv_rows += [*found.kv_seconds[own], *(found.kv_seconds[own[-1]] for _ in deeper)]
         drafters.append(replace(spec, gammas=(*spec.gammas, *deeper)))
     return replace(
         found,
         drafters=tuple(drafters),
         seconds=np.vstack(rows),
-        kv_seconds=np.concatenate(kv_rows),
+        kv_seconds=np.array(kv_rows),
     )
 
 
-def _taking(surface: CostSurface, gammas: Sequence[int], *, refuse: bool = True) -> CostSurface:
-    """The rows of these draft lengths (0 included).  refuse: none of them may be missing."""
-    wanted = {0, *gammas}
+def _of_file(path: Path, max_batch_size: int) -> tuple[CostSurface, str]:
+    """Returns what a profile or a step-cost CSV says, and a sentence on where it is from."""
+    if path.suffix != ".json":
+        tables = {OWN: read_step_costs(path)}
+        return table_surface(path.stem, tables, max_batch_size=max_batch_size), (
+            f"step costs {path.name}"
+        )
+    profile = read_profile(path)
+    kinds = {
+        d.name: DrafterKind.DFLASH if SECOND in d.name.lower() else DrafterKind.MTP
+        for d in profile.drafters
+    }
+    device = profile.fingerprint.device or "an unnamed device"
+    return (
+        profile_surface(path.stem, profile, kinds, max_batch_size),
+        f"profile {path.name}, measured on {device}",
+    )
+
+
+def _taking(surface: CostSurface, wanted: Sequence[int]) -> CostSurface:
+    """Returns the rows of these draft lengths.
+
+    Raises InvalidInputError for one that is missing; a block drafter needs only those that its
+    block can fill.
+    """
     for drafter in surface.drafters:
-        missing = sorted(wanted - set(drafter.gammas))
-        if missing and refuse and drafter.kind is not DrafterKind.DFLASH:
+        needed = [
+            gamma
+            for gamma in wanted
+            if drafter.kind is not DrafterKind.DFLASH or gamma <= drafter.gammas[-1]
+        ]
+        missing = sorted(set(needed) - set(drafter.gammas))
+        if missing:
             raise InvalidInputError(
                 surface.name, 0,
                 f"the table of {drafter.name} has the draft lengths {list(drafter.gammas)}, and "
@@ -205,7 +227,7 @@ def _taking(surface: CostSurface, gammas: Sequence[int], *, refuse: bool = True)
 
 def _with_prefill(surface: CostSurface) -> CostSurface:
     """Prices a prompt's token as one more token in the largest verification of the table."""
-    rows = [i for i, arm in enumerate(surface.arms) if arm.drafter == surface.drafters[0].name]
+    rows = [i for i, arm in enumerate(surface.arms) if arm.drafter == OWN]
     deepest = surface.arms[rows[-1]].gamma
     size = surface.max_batch_size
     added = float(surface.seconds[rows[-1], size] - surface.seconds[rows[0], size])
@@ -214,7 +236,10 @@ def _with_prefill(surface: CostSurface) -> CostSurface:
 
 
 def _as_engine(surface: CostSurface) -> CostSurface:
-    """The surface with the drafters' names in the engine; those that it cannot run are left out."""
+    """Gives the drafters their names in the engine, and leaves out those that it cannot run.
+
+    Raises InvalidInputError where no drafter can play the engine's own.
+    """
     names: dict[str, str] = {}
     for spec in surface.drafters:
         role = {DrafterKind.MTP: OWN, DrafterKind.DFLASH: SECOND}.get(spec.kind)
@@ -237,4 +262,4 @@ def _padded(surface: CostSurface, graph_batch_sizes: Sequence[int]) -> CostSurfa
     sizes = np.arange(largest + 1)
     padded = np.array([min(padded_size(max(int(n), 1), graph_batch_sizes), largest) for n in sizes])
     context = surface.kv_seconds[:, None] * surface.kv_reference * (padded - np.maximum(sizes, 1))
-    return replace(surface, seconds=surface.seconds[:, padded] - context[:, :])
+    return replace(surface, seconds=surface.seconds[:, padded] - context)

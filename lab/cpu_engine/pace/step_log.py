@@ -1,14 +1,16 @@
 """The paced engine's log: one line of JSON for every pass and for every request that ended."""
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
 # Lines are written together, when so many have come or the engine is idle.
 _BLOCK = 256
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +23,8 @@ class PacedStep:
     are parts.  used_seconds: what the engine's own work took, on the machine's clock.
     shim_seconds: of which the shim's hooks.
     kinds: sequences by class.  drafter: "" without speculation.  gamma: -1 in a prefill.
-    accepted: drafts accepted by all sequences.  tokens: of the prompt in a prefill, else gained.
+    accepted: drafts accepted by all sequences, also beyond a request's end.  tokens: that were read
+    of prompts in a prefill, else that the sequences gained, up to their ends.
     """
 
     began: float
@@ -54,7 +57,10 @@ class PacedStep:
 
 @dataclass(frozen=True, slots=True)
 class PacedRequest:
-    """A request that has ended; times are seconds of the machine's monotonic clock."""
+    """A request that has ended, or was aborted after its first token.
+
+    first_token, last_token: seconds of the machine's monotonic clock.
+    """
 
     rid: str
     first_token: float
@@ -64,14 +70,24 @@ class PacedRequest:
 
 @dataclass(slots=True)
 class StepLog:
-    """Appends to a file; nothing is written in most passes."""
+    """Appends to a file; nothing is written in most passes.
+
+    An error while the engine runs ends the log, with a line in the engine's own, and not the
+    engine.
+    """
 
     path: Path
     _lines: list[str] = field(default_factory=list)
-    _file: TextIOWrapper | None = None
+    _over: bool = False
+
+    def __post_init__(self) -> None:
+        """Makes the file.  Raises OSError where it cannot be appended to."""
+        self.path.open("a").close()
 
     def add(self, entry: PacedStep | PacedRequest) -> None:
         """Adds one entry."""
+        if self._over:
+            return
         self._lines.append(json.dumps(asdict(entry), separators=(",", ":")))
         if len(self._lines) >= _BLOCK:
             self.flush()
@@ -80,16 +96,18 @@ class StepLog:
         """Writes what has come since."""
         if not self._lines:
             return
-        if self._file is None:
-            self._file = self.path.open("a", encoding="utf-8")
-        self._file.write("\n".join(self._lines) + "\n")
-        self._file.flush()
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write("\n".join(self._lines) + "\n")
+        except OSError as error:
+            self._over = True
+            _log.error("passes are no longer written to %s: %s", self.path, error)
         self._lines.clear()
 
 
 @dataclass(frozen=True, slots=True)
 class LogPart:
-    """What a log holds between two offsets, in order."""
+    """Holds the entries of a log between two offsets, in order; end: the second offset, bytes."""
 
     steps: tuple[PacedStep, ...]
     requests: tuple[PacedRequest, ...]

@@ -1,5 +1,7 @@
 """The engine does what it is told, counts what it does, and treats every policy alike."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -190,3 +192,52 @@ def test_a_workload_without_end_is_given_up():
 def test_options_that_cannot_be_are_refused(bad):
     with pytest.raises(InvalidInputError, match=next(iter(bad))):
         EngineOptions(**bad)
+
+
+def of_requests(*outputs):
+    """A pool whose requests have these lengths and accept nothing."""
+    lengths = np.array(outputs, dtype=np.int64)
+    nothing = {"mtp": np.zeros(lengths.sum(), dtype=np.uint8)}
+    zeros = np.zeros_like(lengths)
+    return RequestPool(zeros + 10, lengths, np.cumsum(lengths) - lengths, zeros, nothing)
+
+
+REQUESTS = ClosedLoop(
+    (
+        WorkloadPhase("two at a time", of_requests(2, 4, 2), 2, None),
+        WorkloadPhase("one more", of_requests(2), 2, None),
+    )
+)
+
+
+def second_a_step(prefill=0.0):
+    """Every step lasts a second, and every pass over prompts `prefill`."""
+    costs = surface()
+    return replace(
+        costs,
+        seconds=np.ones_like(costs.seconds),
+        kv_seconds=np.zeros_like(costs.kv_seconds),
+        prefill_seconds_per_token=0.0,
+        prefill_pass_seconds=prefill,
+    )
+
+
+def test_requests_are_served_once_and_the_last_ones_run_beside_the_next_phase():
+    """Steps: [a b] [a b], then c is the phase's last to come: [b c]; [b c], [d], [d]."""
+    policy = Recorder((0,))
+    run = simulate(REQUESTS, second_a_step(), policy, STILL, 0)
+    assert run.steps == 6
+    assert [r.batch_size for r in policy.records] == [2, 2, 2, 2, 1][: len(policy.records)]
+    assert run.trace.batch_sizes == [2, 2, 2, 2, 1, 1]
+    assert run.segment_tokens == [6.0, 4.0]
+    assert run.segment_seconds == [3.0, 3.0]
+    assert run.tokens == 2 + 4 + 2 + 2
+
+
+def test_a_pass_over_prompts_costs_its_own_time_and_ends_a_phase_with_its_last_request():
+    """Prompts are read before the first step (a and b), before the third (c), the fifth (d)."""
+    options = replace(STILL, prefill=Prefill.CHUNKED, prefill_chunk_tokens=64)
+    run = simulate(REQUESTS, second_a_step(10.0), Recorder((0,)), options, 0)
+    assert run.trace.ends == [11.0, 12.0, 23.0, 24.0, 35.0, 36.0]
+    assert run.segment_tokens == [4.0, 6.0]
+    assert run.segment_seconds == [22.0, 14.0]

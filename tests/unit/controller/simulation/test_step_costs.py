@@ -137,6 +137,18 @@ def test_only_the_cells_of_the_drafter_are_taken():
     assert profile_table(both, "dflash").seconds.tolist() == [[0.7]]
 
 
+def test_plain_decoding_that_was_measured_once_serves_every_drafter():
+    one = profile_of({(1, 0): 0.1, (1, 2): 0.2, (4, 0): 0.3, (4, 2): 0.4})
+    other = profile_of({(1, 3): 0.5, (4, 3): 0.6}, "dflash")
+    both = dataclasses.replace(
+        one, drafters=one.drafters + other.drafters, cells=one.cells + other.cells
+    )
+    found = profile_table(both, "dflash")
+    assert (found.gammas, found.batch_sizes) == ((0, 3), (1, 4))
+    assert found.seconds.tolist() == [[0.1, 0.3], [0.5, 0.6]]
+    assert profile_table(both, "mtp").gammas == (0, 2)
+
+
 def test_a_long_complaint_about_a_profile_is_cut(write):
     with pytest.raises(InvalidInputError, match="is no profile") as caught:
         read_profile(write('{"format": "' + "x" * 100_000 + '"}'))

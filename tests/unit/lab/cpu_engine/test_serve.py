@@ -1,5 +1,6 @@
 """The real server on a model made here: the same tokens as Transformers, alone and together."""
 
+import os
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -9,7 +10,9 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from lab.cpu_engine.serve import with_cpu_defaults
+from lab.cpu_engine.environment import PACE_VARIABLE
+from lab.cpu_engine.pace.pacer import Pace
+from lab.cpu_engine.serve import paced, with_cpu_defaults
 from tests.support.engine import EngineProcess, serving
 
 VOCABULARY = 96
@@ -32,6 +35,37 @@ def test_defaults_stand_before_the_arguments_and_yield_to_them() -> None:
     assert "float32" not in arguments
     assert arguments.count("--device") == 1
     assert {"--disable-cuda-graph", "--sleep-on-idle"} <= set(arguments)
+
+
+def test_a_pace_is_taken_out_of_the_arguments_and_goes_without_overlap(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(PACE_VARIABLE, "")
+    assert paced(["--device", "x"]) == ["--device", "x"]
+    assert "--disable-overlap-schedule" not in with_cpu_defaults([])
+    pace = ["--pace", "h100-llama3.1-8b", "--dilation", "2.5", "--pace-log", "steps.jsonl"]
+    assert paced([*pace, "--device", "x"]) == ["--device", "x"]
+    assert Pace.from_json(os.environ[PACE_VARIABLE]) == Pace("h100-llama3.1-8b", 2.5, "steps.jsonl")
+    assert "--disable-overlap-schedule" in with_cpu_defaults([])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--pace", "h200"), "--pace: h200: is neither a file nor one of: tide-gpt-oss-120b, "),
+        (("--pace", "h100-llama3.1-8b", "--dilation", "nan"), "a dilation is a number above 0"),
+        (("--dilation", "2"), "--dilation and --pace-log need --pace"),
+        (("--pace-log", "steps.jsonl"), "--dilation and --pace-log need --pace"),
+    ],
+)
+def test_a_pace_that_cannot_be_ends_the_command_with_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, arguments: Sequence[str], complaint: str
+) -> None:
+    monkeypatch.setenv(PACE_VARIABLE, "")
+    with pytest.raises(SystemExit, match=complaint) as ended:
+        paced(arguments)
+    assert "\n" not in str(ended.value)
+    assert not os.environ[PACE_VARIABLE]
 
 
 @pytest.fixture(scope="module")

@@ -147,3 +147,17 @@ def test_terminate_does_not_wait(tmp_path):
         one.terminate()
         with pytest.raises(EngineFailedError, match=f"status {-signal.SIGTERM}"):
             one.wait(120)
+
+
+def test_a_child_is_preferred_where_the_machine_permits_it(tmp_path):
+    with child(tmp_path, "import time; time.sleep(60)") as running:
+        before = os.getpriority(os.PRIO_PROCESS, running.pid)
+        permitted = running.prefer()
+        after = os.getpriority(os.PRIO_PROCESS, running.pid)
+    assert after == (-10 if permitted else before)
+
+
+def test_a_process_that_has_ended_is_not_preferred(tmp_path):
+    with child(tmp_path, "pass") as ended:
+        ended.wait(60)
+    assert not ended.prefer()

@@ -1,0 +1,240 @@
+"""A paced engine: its steps last as imposed, it accepts what was drawn, and no token changes."""
+
+import subprocess
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from controller.core.engine_spec import Arm
+from lab.cpu_engine.models.prompts import held_out_prompts
+from lab.cpu_engine.pace.acceptance import DrawnAcceptance, RequestId
+from lab.cpu_engine.pace.pacer import VARIABLE, Pace
+from lab.cpu_engine.pace.step_costs import OWN
+from lab.cpu_engine.pace.step_log import LogPart, PacedStep, read_log
+from tests.support.engine import EAGLE3, START_SECONDS, EngineProcess, launched, serving
+from tests.support.eventually import eventually
+from tests.support.prompts_in_flight import LENGTHS, PROMPTS
+from tests.support.scripted_sidecar import ScriptedSidecar
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
+
+TABLE = "h100-llama3.1-8b"
+DILATION = 6.0
+GAMMA = 3
+CURVES: dict[str, dict[str, tuple[float, ...]]] = {
+    "code": {OWN: (0.8, 0.7, 0.6)},
+    "hard": {OWN: (0.2, 0.1)},
+}
+PACE = Pace(TABLE, DILATION, gammas=(0, 1, GAMMA), seed=5, curves=CURVES)
+CHAINS = (
+    *EAGLE3,
+    *("--speculative-num-steps", str(GAMMA)),
+    *("--speculative-eagle-topk", "1"),
+    *("--speculative-num-draft-tokens", str(GAMMA + 1)),
+)
+# Prompts that are never in the prefix cache.
+FRESH = "--disable-radix-cache"
+
+
+def paced(pace: Pace, folder: Path) -> dict[str, str]:
+    return {VARIABLE: replace(pace, log=str(log_of(folder))).as_json()}
+
+
+def log_of(folder: Path) -> Path:
+    return folder / "steps.jsonl"
+
+
+def ended(folder: Path, begin: int, requests: int) -> LogPart:
+    """The log from an offset on, once so many requests have ended in it."""
+
+    def found() -> LogPart | None:
+        part = read_log(log_of(folder), begin)
+        return part if len(part.requests) >= requests else None
+
+    return eventually(found, within=30.0, what=f"{requests} requests are in the log")
+
+
+def ask(
+    engine: EngineProcess, ids: Sequence[RequestId], prompts: Sequence[Sequence[int]]
+) -> list[list[int]]:
+    """How many steps of each request accepted 0, 1, ... drafts, as SGLang counts them."""
+    answers = engine.ask(
+        {
+            "rid": [str(found) for found in ids],
+            "input_ids": list(prompts),
+            "sampling_params": [
+                {"temperature": 0, "max_new_tokens": found.output_tokens, "ignore_eos": True}
+                for found in ids
+            ],
+        }
+    )
+    return [answer["meta_info"]["spec_correct_drafts_histogram"] for answer in answers]
+
+
+def drawn_steps(request: RequestId) -> list[int]:
+    """What each step of a request has to accept, from its draws; the prefill gives a token."""
+    drawn = DrawnAcceptance(CURVES, PACE.seed)
+    steps: list[int] = []
+    while (position := sum(steps) + len(steps)) < request.output_tokens - 1:
+        steps.append(min(drawn.at(str(request), OWN, position), GAMMA))
+    return steps
+
+
+def check_times(steps: Sequence[PacedStep]) -> None:
+    """What the pace guarantees: a step lasts as imposed, unless the machine was late."""
+    late = 0
+    for step in steps:
+        if step.late:
+            late += 1
+            assert step.ended > step.due
+        else:
+            assert step.ended - step.began == pytest.approx(step.seconds * DILATION, abs=1e-6)
+    assert late <= len(steps) / 2
+
+
+def test_steps_last_as_imposed_and_accept_what_was_drawn(tmp_path: Path) -> None:
+    costs = PACE.costs()
+    lone = RequestId("code", 1, 60)
+    crowd = [RequestId("code" if i % 2 else "hard", 10 + i, n) for i, n in enumerate(LENGTHS)]
+    with serving(tmp_path, (*CHAINS, FRESH), paced(PACE, tmp_path)) as engine:
+        begin = eventually(lambda: read_log(log_of(tmp_path)).end, within=30.0, what="a probe")
+        ask(engine, [lone], PROMPTS[:1])
+        alone = ended(tmp_path, begin, 1)
+        counts = ask(engine, crowd, PROMPTS)
+        first = ended(tmp_path, alone.end, len(crowd))
+        again = ask(engine, crowd, PROMPTS)
+        second = ended(tmp_path, first.end, len(crowd))
+
+    steps = [step for step in alone.steps if step.is_decode]
+    assert [step.accepted for step in steps] == drawn_steps(lone)
+    assert sum(step.tokens for step in steps) == lone.output_tokens - 1
+    assert len(set(drawn_steps(lone))) == GAMMA + 1
+    for found in steps:
+        assert found.seconds == costs.decode_seconds(Arm(OWN, GAMMA), 1, found.kv_tokens)
+    prefill = next(step for step in alone.steps if not step.is_decode)
+    assert prefill.seconds == costs.prefill_seconds(len(PROMPTS[0]))
+
+    for request, histogram in zip(crowd, counts, strict=True):
+        assert Counter(dict(enumerate(histogram))) == Counter(drawn_steps(request))
+    assert counts == again
+    for part in (first, second):
+        assert sum(step.tokens for step in part.steps if step.is_decode) == sum(LENGTHS) - len(
+            crowd
+        )
+        assert {found.rid: found.tokens for found in part.requests} == {
+            str(found): found.output_tokens for found in crowd
+        }
+        check_times(part.steps)
+    # Nothing is lost between two steps: one begins when the last one has ended.
+    for before, after in zip(first.steps, first.steps[1:], strict=False):
+        assert after.began in (before.ended, after.launched)
+    assert max(step.kinds.get("hard", 0) for step in first.steps) == len(crowd) / 2
+
+
+def test_sleep_is_plain_decoding_and_waking_up_is_paid_for(
+    tmp_path: Path, sidecar: ScriptedSidecar
+) -> None:
+    pace = replace(PACE, curves=None)
+    costs = pace.costs()
+    variables = {
+        **sidecar.variables,
+        **paced(pace, tmp_path),
+        "SPECULATION_GAMMAS": "0,1,3",
+    }
+    with serving(tmp_path, (*EAGLE3, FRESH), variables) as engine:
+        begin = eventually(lambda: read_log(log_of(tmp_path)).end, within=30.0, what="a probe")
+        eventually(lambda: sidecar.server.introductions, within=30.0, what="its introduction")
+        sidecar.run(lambda count: [(0, True), (GAMMA, False), (0, False)][count // 8 % 3])
+        engine.generate(PROMPTS[:1], [120])
+        steps = [step for step in ended(tmp_path, begin, 1).steps if step.is_decode]
+    ran = Counter((step.gamma, step.asleep) for step in steps)
+    assert min(ran[0, True], ran[0, False], ran[GAMMA, False]) > 0
+    slept = 0
+    before = steps[0]
+    for step in steps:
+        switched = (step.gamma, step.asleep) != (before.gamma, before.asleep)
+        expected = costs.decode_seconds(
+            Arm(OWN, step.gamma), 1, step.kv_tokens, warm=not step.asleep
+        )
+        assert step.switch_seconds == (costs.switch_seconds if switched else 0.0)
+        caught_up = 0.0 if step.asleep else costs.catch_up_seconds(slept)
+        assert step.catch_up_seconds == pytest.approx(caught_up)
+        assert step.seconds == pytest.approx(expected + step.switch_seconds + caught_up)
+        slept = slept + 1 if step.asleep else 0
+        before = step
+
+
+def test_a_paced_engine_decodes_the_same_tokens_and_reads_prompts_in_chunks(
+    tmp_path: Path, plain: dict[str, list[list[int]]]
+) -> None:
+    log = log_of(tmp_path)
+    pace = ("--pace", TABLE, "--dilation", str(DILATION), "--pace-log", str(log))
+    chunk = 64
+    with serving(tmp_path, (*pace, *CHAINS, FRESH, "--chunked-prefill-size", str(chunk))) as engine:
+        begin = eventually(lambda: read_log(log).end, within=30.0, what="a probe")
+        long = held_out_prompts("json", count=1, length_tokens=200, seed=8)
+        engine.generate(long, [4], rid="long")
+        part = ended(tmp_path, begin, 1)
+        answers = engine.generate(PROMPTS, LENGTHS)
+        assert [answer.tokens for answer in answers] == plain["batch"]
+    prefills = [step for step in part.steps if not step.is_decode]
+    assert [step.tokens for step in prefills] == [64, 64, 64, 8]
+    (request,) = part.requests
+    assert request.first_token == prefills[-1].ended
+
+
+@pytest.mark.parametrize(
+    ("pace", "arguments", "complaint"),
+    [
+        (replace(PACE, table="h200"), CHAINS, "h200: is neither a file nor one of: tide-"),
+        (
+            replace(PACE, gammas=(0, 1)),
+            CHAINS,
+            f"this engine cannot be paced: {TABLE} has no price for the draft lengths [3]",
+        ),
+        (
+            replace(PACE, max_batch_size=4),
+            CHAINS,
+            "--max-running-requests 16 exceeds the 4 sequences that are priced",
+        ),
+        (replace(PACE, curves=None), ("--tp-size", "2"), "it has 2 ranks"),
+        (replace(PACE, log="/nowhere/steps.jsonl"), CHAINS, "No such file or directory"),
+    ],
+)
+def test_an_engine_that_cannot_be_paced_does_not_start(
+    tmp_path: Path, pace: Pace, arguments: Sequence[str], complaint: str
+) -> None:
+    with launched(tmp_path, arguments, {VARIABLE: pace.as_json()}) as engine:
+        try:
+            assert engine.process.wait(START_SECONDS) != 0
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"it started:\n{engine.tail()}")
+        words = engine.log.read_text(errors="replace")
+    (sentence,) = [line for line in words.splitlines() if line.startswith(f"{VARIABLE}: ")]
+    assert complaint in sentence
+    assert "Traceback" not in words
+
+
+def test_a_request_that_is_retracted_goes_on_where_it_was(tmp_path: Path) -> None:
+    """SGLang retracts every few passes, for its own tests, and reads such requests again."""
+    crowd = [RequestId("hard", 40 + i, 40) for i in range(len(PROMPTS))]
+    variables = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "7"}
+    variables |= paced(PACE, tmp_path)
+    with serving(tmp_path, (*CHAINS, FRESH), variables, fresh=True) as engine:
+        begin = eventually(lambda: read_log(log_of(tmp_path)).end, within=30.0, what="a probe")
+        ask(engine, crowd, PROMPTS)
+        part = ended(tmp_path, begin, len(crowd))
+        assert "Testing retraction" in engine.log.read_text()
+    assert {found.rid: found.tokens for found in part.requests} == {
+        str(found): found.output_tokens for found in crowd
+    }
+    prefills = [step for step in part.steps if not step.is_decode]
+    # What is read again holds what was decoded before; it is no first token.
+    again = sum(step.tokens for step in prefills) - sum(map(len, PROMPTS))
+    assert again > len(PROMPTS[0])
+    firsts = [found.first_token for found in part.requests]
+    assert set(firsts) <= {step.ended for step in prefills}
+    assert prefills[-1].ended not in firsts

@@ -1,0 +1,79 @@
+"""What a paced engine draws: the same luck for every policy."""
+
+import pytest
+import torch
+
+from lab.cpu_engine.pace.acceptance import DrawnAcceptance, RequestId, accept
+
+CURVES = {
+    "code": {"eagle3": (0.8, 0.7, 0.6), "dflash": (0.8, 0.7, 0.6)},
+    "prose": {"eagle3": (0.8, 0.7, 0.6), "dflash": (0.8, 0.7, 0.6)},
+}
+FIRST, SECOND, PROSE = (
+    RequestId("code", 3, 400),
+    RequestId("code", 4, 400),
+    RequestId("prose", 3, 400),
+)
+
+
+def positions(drawn, request, drafter, order):
+    return {p: drawn.at(str(request), drafter, p) for p in order}
+
+
+def test_an_id_is_read_back_and_another_text_is_none():
+    assert RequestId.parse(str(FIRST)) == FIRST
+    assert RequestId.parse("HEALTH_CHECK_17") is None
+    assert RequestId.parse("code.x.400") is None
+    assert RequestId.parse("code.3") is None
+
+
+def test_draws_depend_neither_on_the_order_nor_on_what_else_is_asked():
+    forwards, backwards = DrawnAcceptance(CURVES, 1), DrawnAcceptance(CURVES, 1)
+    own = positions(forwards, FIRST, "eagle3", range(400))
+    backwards.at(str(SECOND), "dflash", 7)
+    other = positions(backwards, FIRST, "eagle3", reversed(range(400)))
+    assert own == other
+    forwards.forget(str(FIRST))
+    assert positions(forwards, FIRST, "eagle3", range(400)) == own
+    assert list(own.values()) == forwards.accepted(FIRST, "eagle3").tolist()
+
+
+@pytest.mark.parametrize(
+    ("seed", "request_id", "drafter"),
+    [(2, FIRST, "eagle3"), (1, SECOND, "eagle3"), (1, PROSE, "eagle3"), (1, FIRST, "dflash")],
+)
+def test_the_seed_the_request_and_the_drafter_each_change_the_draws(seed, request_id, drafter):
+    usual = DrawnAcceptance(CURVES, 1).accepted(FIRST, "eagle3")
+    assert (DrawnAcceptance(CURVES, seed).accepted(request_id, drafter) != usual).sum() > 100
+
+
+def test_draws_follow_the_curve():
+    drawn = DrawnAcceptance(CURVES, 1).accepted(RequestId("code", 1, 20_000), "eagle3")
+    shares = [float((drawn >= k).mean()) for k in (1, 2, 3, 4)]
+    assert shares == pytest.approx([0.8, 0.56, 0.336, 0.0], abs=0.015)
+
+
+def test_nothing_is_accepted_beyond_the_end_nor_without_a_class():
+    drawn = DrawnAcceptance({"code": {"eagle3": (1.0,)}}, 1)
+    assert drawn.at("code.1.5", "eagle3", 4) == 1
+    assert drawn.at("code.1.5", "eagle3", 5) == 0
+    assert drawn.at("HEALTH_CHECK_17", "eagle3", 0) == 0
+    assert drawn.at("unknown.1.5", "eagle3", 0) == 0
+
+
+def test_a_class_without_a_drafters_curve_is_refused():
+    drawn = DrawnAcceptance({"code": {"eagle3": (0.5,)}}, 1)
+    drawn.require(["eagle3"])
+    with pytest.raises(ValueError, match="'code' has no acceptance curve for \\['dflash'\\]"):
+        drawn.require(["eagle3", "dflash"])
+
+
+def test_acceptance_is_written_as_sglang_reads_it():
+    """Row r's tokens are at 4 r, 4 r + 1, ... in `predict`; -1 ends a row."""
+    index = torch.tensor([[0, -1, -1, -1], [4, 5, -1, -1], [8, -1, -1, -1]], dtype=torch.int32)
+    predict, correct = torch.zeros(12, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+    found = accept(index, predict, correct, [0, 2, 7], 3)
+    assert found.tolist() == [[0, -1, -1, -1], [4, 5, 6, -1], [8, 9, 10, 11]]
+    assert found.dtype == torch.int32
+    assert correct.tolist() == [0, 2, 3]
+    assert len(set(predict.tolist())) == 1

@@ -1,0 +1,78 @@
+"""`python -m lab.paced.curves`: survival curves of recorded requests."""
+
+import json
+
+import numpy as np
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from controller.simulation.curves import conditional
+from controller.simulation.errors import InvalidInputError
+from lab.paced.curves import curves, curves_of_file, replayed, survival
+from lab.paced.traffic import CLASSES, own_curves, published_curves
+
+
+def run(*arguments):
+    app = typer.Typer()
+    app.command()(curves)
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    """Ten requests; request i accepts i drafts at every position."""
+    path = tmp_path / "ten.jsonl"
+    lines = [
+        json.dumps({"prompt_token_ids": [1, 2], "acc_eagle": {"acc_len": [i + 1] * 24}})
+        for i in range(10)
+    ]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_a_request_is_replayed_from_where_the_last_step_ended():
+    accepted = np.array([2, 9, 9, 0, 20, 5, 5, 5, 5, 5, 5, 5, 5, 1], dtype=np.uint8)
+    # Steps begin at 0, 3, 4 and, 8 drafts and a bonus token on, at 13.
+    assert replayed(accepted).tolist() == [2, 0, 8, 1]
+
+
+def test_survival_counts_the_steps_that_accepted_so_many():
+    assert survival(np.array([0, 1, 1, 8], dtype=np.uint8)) == [0.75, *[0.25] * 7]
+
+
+def test_the_tenths_accept_least_and_most(recorded):
+    found = curves_of_file(recorded)
+    assert found["eagle", "least"] == [0.0] * 8
+    assert found["eagle", "most"] == [1.0] * 8
+    # 24 positions take request i ceil(24 / (min(i, 8) + 1)) steps.
+    steps = [-(-24 // (min(i, 8) + 1)) for i in range(10)]
+    assert found["eagle", "all"] == [round(sum(steps[k:]) / sum(steps), 3) for k in range(1, 9)]
+
+
+def test_the_command_prints_a_line_a_curve(recorded):
+    done = run(recorded)
+    assert done.exit_code == 0, done.output
+    assert "eagle        least    0.000, 0.000" in done.output
+    assert "eagle        most     1.000, 1.000" in done.output
+
+
+@pytest.mark.parametrize(("argument", "code"), [("no-such-file.jsonl", 1), (None, 2)])
+def test_bad_input_ends_with_a_sentence(argument, code):
+    done = run(*([argument] if argument else []))
+    assert done.exit_code == code
+    assert "no-such-file.jsonl" in done.output or "name a file, or --own" in done.output
+
+
+def test_every_class_has_a_curve_that_the_engine_can_draw_from():
+    found = own_curves()
+    for name, traffic in CLASSES.items():
+        assert found[name]["eagle3"] == conditional(traffic.survival)
+        assert traffic.source
+
+
+def test_published_curves_go_by_the_engines_names():
+    found = published_curves("b200-qwen3.6-35b-a3b")["published"]
+    assert set(found) == {"eagle3", "dflash"}
+    with pytest.raises(InvalidInputError, match="no acceptance was published with it"):
+        published_curves("tide-qwen3-235b")

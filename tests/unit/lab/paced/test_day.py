@@ -1,0 +1,76 @@
+"""The streams: the same for the same arguments, and what an oracle gains on them."""
+
+import numpy as np
+import pytest
+
+from lab.cpu_engine.pace.acceptance import DrawnAcceptance
+from lab.cpu_engine.pace.step_costs import load_step_costs
+from lab.paced.day import (
+    DAY,
+    DAY_SEED,
+    UNSEEN_DAY,
+    UNSEEN_SEED,
+    PhasePlan,
+    as_workload,
+    build_stream,
+)
+from lab.paced.oracle import compute
+from lab.paced.traffic import own_curves
+
+H100 = "h100-llama3.1-8b"
+GAMMAS = (0, 1, 2, 3, 4, 5, 7)
+PLANS = (PhasePlan("a", ("code", "chat"), 4, 9, 60), PhasePlan("b", ("hard",), 2, 1, 40, 30))
+
+
+def test_the_same_arguments_give_the_same_stream_and_another_seed_another_one():
+    stream = build_stream("s", PLANS, 7)
+    assert stream == build_stream("s", PLANS, 7)
+    other = build_stream("s", PLANS, 8)
+    numbers = [{r.id.number for phase in s.phases for r in phase.requests} for s in (stream, other)]
+    assert not numbers[0] & numbers[1]
+    prompts = [{r.prompt for phase in s.phases for r in phase.requests} for s in (stream, other)]
+    assert not prompts[0] & prompts[1]
+
+
+def test_a_stream_has_what_was_planned():
+    stream = build_stream("s", PLANS, 7)
+    assert [len(phase.requests) for phase in stream.phases] == [9, 2]
+    assert stream.requests == 11
+    assert stream.max_concurrency == 4
+    kinds = [[r.id.kind for r in phase.requests] for phase in stream.phases]
+    assert (kinds[0].count("code"), kinds[0].count("chat"), set(kinds[1])) == (5, 4, {"hard"})
+    many = build_stream("s", (PhasePlan("a", ("code",), 1, 4000, 160, 96),), 7)
+    assert many.tokens / 4000 == pytest.approx(160, rel=0.03)
+    prompts = [len(r.prompt) for r in many.phases[0].requests]
+    assert np.mean(prompts) == pytest.approx(96, rel=0.03)
+    assert len({r.id for r in many.phases[0].requests}) == 4000
+
+
+def test_the_simulator_is_given_the_very_draws_of_the_engine():
+    stream = build_stream("s", PLANS, 7)
+    curves = own_curves()
+    workload = as_workload(stream, curves, ["eagle3"])
+    drawn = DrawnAcceptance(curves)
+    for phase, planned in zip(workload.phases, stream.phases, strict=True):
+        pool = phase.pool
+        assert phase.concurrency == planned.plan.concurrency
+        assert pool.requests == len(planned.requests)
+        for i, request in enumerate(planned.requests):
+            begin, length = int(pool.offsets[i]), int(pool.output_tokens[i])
+            assert length == request.id.output_tokens - 1
+            assert pool.context_tokens[i] == len(request.prompt) + 1
+            assert pool.label_names[pool.labels[i]] == request.id.kind
+            given = pool.accepted["eagle3"][begin : begin + length].tolist()
+            assert given == [drawn.at(str(request.id), "eagle3", p) for p in range(length)]
+
+
+@pytest.mark.parametrize(
+    ("plans", "seed", "least"), [(DAY, DAY_SEED, 1.05), (UNSEEN_DAY, UNSEEN_SEED, 1.05)]
+)
+def test_no_static_arm_is_the_best_one_all_day(plans, seed, least):
+    stream = build_stream("day", plans, seed)
+    found = compute(stream, own_curves(), load_step_costs(H100, GAMMAS))
+    assert found.gain >= least
+    assert len(set(found.arms)) >= 3
+    assert len(found.arms) == len(plans) == len(found.oracle.phases)
+    assert found.oracle.rate > max(static.rate for static in found.statics.values())
