@@ -1,5 +1,6 @@
 """The command line of the envelope."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,7 @@ from lab.harness.errors import HarnessError
 from lab.harness.processes import end_on_sigterm
 from lab.harness.terminal import Terminal
 from lab.paced.envelope.arms import CONCURRENCIES
+from lab.paced.envelope.outcome import Point, from_json
 from lab.paced.envelope.run import EnvelopeOptions, run
 from lab.papers.drafters import read_grid
 
@@ -32,6 +34,9 @@ def envelope(
     output: Annotated[Path, typer.Option(help="Where result, picture and logs go.")] = Path(
         "build/envelope"
     ),
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Keep the concurrencies that are in OUTPUT already.")
+    ] = False,
     quick: Annotated[
         bool, typer.Option("--quick", help="Short runs, late or not: does it work?")
     ] = False,
@@ -45,6 +50,7 @@ def envelope(
             dilation=dilation,
             grid=None if grid is None else read_grid(grid),
             output=output,
+            kept=_kept(output) if resume else (),
             quick=quick,
         )
         run(options, terminal)
@@ -52,6 +58,12 @@ def envelope(
         terminal.say(f"\nThe envelope failed: {error}")
         raise typer.Exit(EXIT_FAILED) from error
     terminal.say(f"\n{output / 'result.json'}  {output / 'envelope.png'}  {output / 'logs'}/")
+
+
+def _kept(output: Path) -> tuple[Point, ...]:
+    """The points of an earlier run in that folder; none if it has not come so far."""
+    path = output / "result.json"
+    return from_json(json.loads(path.read_text())["points"]) if path.exists() else ()
 
 
 def _concurrencies(text: str) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""What is run at each concurrency, all of it known from the imposed table."""
+"""Chooses from the imposed table what is run at each concurrency."""
 
 from collections.abc import Mapping
 from math import ceil
@@ -29,6 +29,13 @@ _LEAST_DILATION = 1.0
 def name_of(arm: Arm) -> str:
     """Names an arm as the publication does: "off", or the drafter and its draft length."""
     return f"{PUBLISHED_NAME[arm.drafter]} {arm.gamma}" if arm.gamma else "off"
+
+
+def arm_named(name: str) -> Arm:
+    """The arm of a name that `name_of` has made."""
+    drafter, _, gamma = name.partition(" ")
+    roles = {published: role for role, published in PUBLISHED_NAME.items()}
+    return Arm(roles[drafter], int(gamma)) if gamma else PLAIN
 
 
 def table_rates(costs: StepCosts, concurrency: int) -> dict[Arm, float]:

@@ -1,4 +1,4 @@
-"""What the runs gave, in seconds of the model's time."""
+"""Holds what the runs gave, in seconds of the model's time."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from controller.simulation import published_qwen
 from lab.cpu_engine.pace.step_costs import OWN
 from lab.cpu_engine.pace.step_log import PacedStep
 from lab.harness.errors import HarnessError
-from lab.paced.envelope.arms import PLAIN, name_of
+from lab.paced.envelope.arms import PLAIN, arm_named, name_of
 from lab.paced.plays import LATE_SHARE_MAX
 
 OFF, MTP, DFLASH, STEERED = "off", "mtp", "dflash", "steered"
@@ -26,7 +26,7 @@ _ROOM = 1.2
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run's steps of a full batch.
+    """Holds the figures of one run, from its steps of a full batch.
 
     arm: what it was held to; None where it was steered.  rate: tokens/s.  late: steps that the
     machine missed.  needed: the dilation that all but a few steps would have kept.
@@ -52,7 +52,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One concurrency.
+    """Holds the runs of one concurrency.
 
     dilation: in force there.  table: arm -> tokens/s that the imposed table promises.  runs: by
     policy.  foreign_cores: kept busy by other programs meanwhile.
@@ -138,10 +138,8 @@ def as_json(points: Sequence[Point]) -> list[dict[str, Any]]:
             "concurrency": point.concurrency,
             "dilation": point.dilation,
             "published": name_of(point.published_winner),
-            "table": {
-                "winner": name_of(point.table_winner),
-                **{name_of(arm): round(rate, 1) for arm, rate in point.table.items()},
-            },
+            "table": {name_of(arm): round(rate, 1) for arm, rate in point.table.items()},
+            "table winner": name_of(point.table_winner),
             "winner": name_of(point.winner),
             "envelope": round(point.envelope, 1),
             "steered ÷ envelope": round(point.steered_share, 4),
@@ -150,6 +148,20 @@ def as_json(points: Sequence[Point]) -> list[dict[str, Any]]:
         }
         for point in points
     ]
+
+
+def from_json(document: Sequence[Mapping[str, Any]]) -> tuple[Point, ...]:
+    """Reads what `as_json` has made."""
+    return tuple(
+        Point(
+            found["concurrency"],
+            found["dilation"],
+            _by_arm(found["table"]),
+            {policy: _run_from_json(policy, run) for policy, run in found["runs"].items()},
+            found["foreign_cores"],
+        )
+        for found in document
+    )
 
 
 def agreeing(points: Sequence[Point]) -> tuple[int, int]:
@@ -173,3 +185,21 @@ def _run_as_json(run: Run) -> dict[str, Any]:
         "asleep": round(run.asleep, 4),
         "shares": {name_of(arm): round(share, 4) for arm, share in run.shares.items()},
     }
+
+
+def _run_from_json(policy: str, found: Mapping[str, Any]) -> Run:
+    return Run(
+        policy,
+        None if found["arm"] is None else arm_named(found["arm"]),
+        found["tokens_per_second"],
+        found["steps"],
+        found["late"],
+        found["dilation_needed"],
+        found["acceptance_length"],
+        _by_arm(found["shares"]),
+        found["asleep"],
+    )
+
+
+def _by_arm(found: Mapping[str, float]) -> dict[Arm, float]:
+    return {arm_named(name): value for name, value in found.items()}

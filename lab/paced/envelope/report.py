@@ -14,8 +14,9 @@ _LEAST_SHOWN = 0.1
 def label(source: str) -> str:
     """Says what is imposed, what is drawn and what is real."""
     return (
-        f"Step times are imposed, by a {source}; acceptance is drawn from the curves published with "
-        "them; scheduling, drafting, plugin, sidecar and profile are real. Time is the model's."
+        f"Step times are imposed, by a {source}; acceptance is drawn from the curves "
+        "published with them; scheduling, drafting, plugin, sidecar and profile are real. Time is "
+        "the model's."
     )
 
 

@@ -1,7 +1,7 @@
 """Runs the envelope: one steered engine, one without speculation, and a sidecar a concurrency.
 
-A profile holds under one dilation.  So at each concurrency the sidecar starts anew, with its own
-time constants dilated, and measures the steered engine; what it knew before is gone.
+A profile holds under one dilation.  So at each concurrency a sidecar is started with its time
+constants dilated, and `controller profile` measures the steered engine; nothing is known before.
 """
 
 import os
@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 
 from controller.core.engine_spec import Arm
 from lab.cpu_engine.pace.pacer import Pace
-from lab.cpu_engine.pace.step_costs import OWN, SECOND
+from lab.cpu_engine.pace.step_costs import OWN, SECOND, load_step_costs
 from lab.harness.engines import Workplace, launch_sidecar, measure_profile, wait_serving
 from lab.harness.errors import HarnessError
 from lab.harness.foreign_load import ForeignLoad
@@ -57,34 +57,40 @@ from lab.papers.drafters import Floats
 class EnvelopeOptions:
     """The options of a run.
 
-    dilation: at one sequence.  grid: drafter -> [gamma, concurrency] published goodput.  quick:
-    short runs, none of which is rejected.
+    dilation: at one sequence.  grid: drafter -> [gamma, concurrency] published goodput.  kept: the
+    points of an earlier run.  quick: short runs, none of which is rejected.
     """
 
     concurrencies: tuple[int, ...]
     dilation: float
     grid: Mapping[str, Floats] | None
     output: Path
+    kept: tuple[Point, ...] = ()
     quick: bool = False
 
     @property
+    def missing(self) -> tuple[int, ...]:
+        """The concurrencies that are to be run."""
+        return tuple(sorted(set(self.concurrencies) - {point.concurrency for point in self.kept}))
+
+    @property
     def output_tokens(self) -> int:
-        """Of a request; in a whole run, as many as were published."""
+        """Output tokens of a request; in a whole run, as many as were published."""
         return 256 if self.quick else 1024
 
     @property
     def least_tokens(self) -> int:
-        """Of a run: few sequences are lucky or not for long."""
+        """The fewest output tokens of a run: with few of them, luck decides."""
         return 256 if self.quick else 4096
 
     @property
     def profile_seconds(self) -> float:
-        """Budget of a profile."""
+        """The budget of a profile."""
         return 8.0 if self.quick else 20.0
 
     @property
     def late_share_max(self) -> float:
-        """A run with more late steps is rejected; a short one shows that it works, and no more."""
+        """The largest share of late steps; a short run only shows that it works, so any will do."""
         return 1.0 if self.quick else LATE_SHARE_MAX
 
 
@@ -92,17 +98,20 @@ def run(options: EnvelopeOptions, terminal: Terminal) -> tuple[Point, ...]:
     """Runs everything and writes result.json and envelope.png.  Raises HarnessError."""
     started, facts = time.monotonic(), run_facts()
     prefer(os.PRIO_PROCESS, 0)
-    points: list[Point] = []
+    points = list(options.kept)
+    source = load_step_costs(TABLE, GAMMAS).source
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(TemporaryDirectory(prefix="speculation-envelope-")))
         sweep = _Sweep(Workplace(options.output, scratch), terminal, stack, options)
-        sweep.start((STEERED, OFF))
-        for concurrency in options.concurrencies:
+        if options.missing:
+            sweep.start((STEERED, OFF))
+        for concurrency in options.missing:
             points.append(sweep.point(concurrency))
+            points.sort(key=lambda point: point.concurrency)
             document = {
                 **facts,
                 "seconds": round(time.monotonic() - started, 1),
-                "label": report.label(sweep.source),
+                "label": report.label(source),
                 "dilation": options.dilation,
                 "quick": options.quick,
                 "points": as_json(points),
@@ -110,8 +119,8 @@ def run(options: EnvelopeOptions, terminal: Terminal) -> tuple[Point, ...]:
             # After every concurrency: what was found is kept whatever comes next.
             write_result(document, options.output)
         sweep.stop()
-    picture.draw(points, options.grid, sweep.source, options.output / "envelope.png")
-    report.show(points, sweep.source, terminal)
+    picture.draw(points, options.grid, source, options.output / "envelope.png")
+    report.show(points, source, terminal)
     return tuple(points)
 
 
@@ -129,11 +138,6 @@ class _Sweep(PacedHarness):
         super().__init__(place, terminal, stack, pace, largest, second=True)
         self._options = options
         self._costs = pace.costs()
-
-    @property
-    def source(self) -> str:
-        """Where the imposed step times come from."""
-        return self._costs.source
 
     def point(self, concurrency: int) -> Point:
         """Runs a concurrency: off, the best arm of each drafter, and steered."""

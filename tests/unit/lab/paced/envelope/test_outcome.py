@@ -1,6 +1,7 @@
 """Rates, winners and shares from recorded steps."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -13,6 +14,7 @@ from lab.paced.envelope.outcome import (
     agreeing,
     as_json,
     dilation_to_try,
+    from_json,
     measure,
 )
 from tests.unit.lab.paced.envelope.recorded import (
@@ -96,12 +98,21 @@ def test_published_and_table_winners_stand_beside_ours():
 def test_agreement_is_told_for_drafters_and_for_draft_lengths():
     # One sequence: dflash 3 as published.  Eight: dflash, but 15 was published.  Two: mtp was.
     assert agreeing([point(1), point(2), point(8)]) == (2, 1)
+    # The published draft length of the other drafter.
+    other = point(2)
+    runs = {**other.runs, DFLASH: replace(other.runs[DFLASH], arm=Arm("dflash", 1))}
+    assert agreeing([replace(other, runs=runs)]) == (0, 0)
 
 
 def test_the_result_holds_every_run():
     (found,) = json.loads(json.dumps(as_json([point()])))
-    assert (found["published"], found["table"]["winner"], found["winner"]) == ("dflash 3",) * 3
+    assert (found["published"], found["table winner"], found["winner"]) == ("dflash 3",) * 3
     assert found["steered ÷ envelope"] == 0.99
     assert found["runs"][STEERED]["arm"] is None
     assert found["runs"][STEERED]["shares"] == {"dflash 3": 0.7, "mtp 1": 0.25, "off": 0.05}
     assert found["runs"][DFLASH]["tokens_per_second"] == 1650
+
+
+def test_a_result_is_read_back_as_it_was():
+    points = (point(1), point(128))
+    assert from_json(json.loads(json.dumps(as_json(points)))) == points
