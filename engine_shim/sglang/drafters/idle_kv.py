@@ -114,7 +114,7 @@ class IdleDrafter:
         step = BacklogStep(
             [request.rid for request in batch.reqs],
             # Copies: with graphs, these live in buffers that the next step overwrites.
-            result.next_token_ids[:size].to(torch.int64, copy=True),
+            result.next_token_ids[:size].clone(),
             result.logits_output.hidden_states[:size].clone(),
             *self._lengths,
         )

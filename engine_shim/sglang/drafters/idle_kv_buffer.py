@@ -18,7 +18,7 @@ MAX_BYTES: Final = 256 * 2**20
 class BacklogStep(NamedTuple):
     """One step that the drafter slept through; a row for each request.
 
-    tokens: int64[B], what the target chose (for position + 1); hidden: [B, H], its hidden states
+    tokens: int[B], what the target chose (for position + 1); hidden: [B, H], its hidden states
     at the position that it read, in the form the drafter takes.  Both are on the device.  known:
     the positions as the host knew them, which may each be up to `slack` too small while the step
     before was not read back.
@@ -95,10 +95,10 @@ class BacklogSteps:
         self._positions = 0
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and hidden states of the whole buffer, step after step."""
+        """Tokens (int64) and hidden states of the whole buffer, step after step."""
         steps = self._steps
         return (
-            torch.cat([step.tokens for step in steps]),
+            torch.cat([step.tokens for step in steps]).to(torch.int64),
             torch.cat([step.hidden for step in steps]),
         )
 

@@ -5,12 +5,17 @@ schedule, and no context lengths on the host.  One has an EAGLE3 drafter, the ot
 beside it.  Every hook of the shim is timed in the scheduler's process (hook_spans.py), with
 SGLang's wrapping of it and without what it wraps; a step costs what its hooks cost together.
 
+"warm" is the same code around steps that compute nothing, in this process, in a tight loop: what
+is left when nothing of it has to come from memory.  An engine on a GPU lies in between, because its
+thread runs SGLang's code between the hooks, but no model.
+
 In the same steps are timed a hook that does nothing, a send to a socket at which nobody waits, and
 SGLang's adaptive policy, at the place where SGLang asks it.
 """
 
 import argparse
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +24,7 @@ from typing import Any, TypeAlias
 
 from tests.support.engine import DFLASH, EAGLE3, MODES, EngineProcess, install_plugin, serving
 from tests.support.eventually import eventually
+from tests.support.hooked_steps import HookedSteps
 from tests.support.scripted_sidecar import Script, ScriptedSidecar, scripted_sidecar
 from tests.system.bench.hook_spans import (
     CALLED,
@@ -35,6 +41,7 @@ from tests.system.bench.hook_spans import (
 )
 from tests.system.bench.measurement import RATIO, Measurement, percentiles, run
 from tests.system.bench.pairs import prompts_of
+from tests.unit.engine_shim.link.in_process_agents import linked
 
 _BATCHES = (1, 8, 64)
 _DETAILED = 8
@@ -95,6 +102,10 @@ def measure(options: argparse.Namespace) -> Iterable[Measurement]:
                     for case in cases:
                         for size in _BATCHES:
                             yield from _figures(engine, sidecar, case, size, options)
+    for name, gamma in (("EAGLE3, one plan", _GAMMA), ("asleep, one plan", 0)):
+        for size in _BATCHES:
+            medians = [_warm(gamma, size) for _ in range(options.repeats)]
+            yield Measurement(f"{name}, B = {size}: warm", "us", medians)
 
 
 def _figures(
@@ -122,6 +133,22 @@ def _figures(
     )  # fmt: skip
     if size == _DETAILED:
         yield from _parts(what, rounds)
+
+
+def _warm(gamma: int, size: int, steps: int = 2000) -> float:
+    """Microseconds of a step's hooks in a tight loop."""
+    found: dict[bool, list[float]] = {True: [], False: []}
+    with linked() as (link, _, agent):
+        engine = HookedSteps(link, agent, size)
+        engine.take(gamma, asleep=gamma == 0)
+        for step in range(steps):
+            hooked = step % 2 == 0
+            begun = time.perf_counter()
+            engine.step(hooked=hooked)
+            found[hooked].append(1e6 * (time.perf_counter() - begun))
+            if hooked:
+                engine.reported()
+    return median(found[True]) - median(found[False])
 
 
 def _parts(what: str, rounds: list[list[_Step]]) -> Iterator[Measurement]:

@@ -60,6 +60,13 @@ def test_lease_then_grace_then_safe_default_then_steered_again():
     assert state.lapses == 2
 
 
+def test_rows_that_fit_the_engine_do_not_make_an_older_plan_fit():
+    state, newer = steered(), plan(2, row(8, 3))
+    assert state.accept(newer, 0.0)
+    assert not state.accept(newer._replace(epoch=1), 0.0)
+    assert state.plan == newer
+
+
 def test_the_drafter_is_updated_under_a_plan_that_says_so_and_not_in_free_flight():
     state = steered()
     assert state.stride_at(0.0) == 0

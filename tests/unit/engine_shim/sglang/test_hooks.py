@@ -283,13 +283,11 @@ def test_context_lengths_that_only_the_requests_know_are_those_before_the_step()
     made.tap = SimpleNamespace(settle=lambda launch, _: seen.append(launch.kv_tokens))
     result, _ = run_step(made)
     result.speculation_launch.kv_tokens = None
-    requests = [
-        SimpleNamespace(kv=SimpleNamespace(kv_committed_len=n), finished_reason=why, is_retracted=r)
-        for n, why, r in ((11, None, False), (6, "stop", False), (5, None, True))
-    ]
-    committed = SimpleNamespace(reqs=requests)
-    made.around_resolve(lambda *_: [[1, 2, 3, 4], [5], [6]], None, result, committed)
-    assert seen == [7 + 6 + 5]
+    request = SimpleNamespace(
+        kv=SimpleNamespace(kv_committed_len=8), finished_reason=None, is_retracted=False
+    )
+    made.around_resolve(lambda *_: [[1]], None, result, SimpleNamespace(reqs=[request]))
+    assert seen == [7]
 
 
 class Signals:

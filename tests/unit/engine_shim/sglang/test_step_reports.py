@@ -25,6 +25,7 @@ from engine_shim.sglang.step_reports import (
     Launch,
     StepTap,
     kv_tokens_at_launch,
+    kv_tokens_before,
 )
 
 
@@ -205,6 +206,16 @@ def test_a_step_as_long_as_another_ranks_larger_batch_has_no_seconds_of_its_own(
     settle(steps, 1, 3, [1, 1])
     steps.settle(Launch(choice(3), 2, 10, largest), result(3, [1, 1]))
     assert bool(link.reports[-1].flags & AFTER_GAP) is flagged
+
+
+def test_context_lengths_before_a_step_follow_from_what_it_gave() -> None:
+    running, ended, left = (
+        SimpleNamespace(kv=SimpleNamespace(kv_committed_len=n), finished_reason=why, is_retracted=r)
+        for n, why, r in ((11, None, False), (6, "stop", False), (5, None, True))
+    )
+    assert kv_tokens_before([running], [[1, 2, 3, 4]]) == 7
+    # With the overlap schedule, such requests may be in a step that gives them nothing.
+    assert kv_tokens_before([running, ended, left], [[1, 2, 3, 4], [5], [6]]) == 7 + 6 + 5
 
 
 def test_context_lengths_come_from_the_cpu_where_it_has_them() -> None:

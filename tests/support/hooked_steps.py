@@ -1,0 +1,93 @@
+"""The shim's hooks around steps that compute nothing, in this process."""
+
+import socket
+import time
+from types import SimpleNamespace
+from typing import Any, Final
+
+import torch
+
+from engine_shim.link import packets
+from engine_shim.link.engine_link import EngineLink
+from engine_shim.link.packets import PlanPacket, ReportPacket, RowEntry
+from engine_shim.link.ranks import Ranks
+from engine_shim.sglang.api.losses import Losses
+from engine_shim.sglang.drafters.idle_kv import IdleDrafter
+from engine_shim.sglang.eager_passes import EagerPasses
+from engine_shim.sglang.graph_states import GraphStates
+from engine_shim.sglang.hooks import EngineHooks
+from engine_shim.sglang.step_reports import StepTap
+
+_DECODE: Final = SimpleNamespace(is_decode=lambda: True)
+
+
+class HookedSteps:
+    """The hooks of an engine of one rank around steps that compute nothing."""
+
+    def __init__(self, link: EngineLink, agent: socket.socket, size: int) -> None:
+        worker = SimpleNamespace(_stub_skipped_draft_extend=lambda *_: None)
+        self.hooks = EngineHooks(
+            policy=SimpleNamespace(run=lambda _: None),  # type: ignore[arg-type]
+            ranks=Ranks(link.steering, link),
+            losses=Losses(),
+            graph_states=GraphStates(),
+            eager=EagerPasses(),
+            link=link,
+            tap=StepTap(link),
+            sleep=IdleDrafter(worker, 100),
+        )
+        self._agent = agent
+        self._tokens, self._hidden = torch.zeros(size, dtype=torch.int64), torch.zeros(size, 4)
+        self._gamma = self._iteration = 0
+        self._requests = [
+            SimpleNamespace(
+                rid=str(place),
+                kv=SimpleNamespace(kv_committed_len=9),
+                finished_reason=None,
+                is_retracted=False,
+            )
+            for place in range(size)
+        ]
+
+    def take(self, gamma: int, *, asleep: bool = False) -> None:
+        """Sends a plan, for the next step."""
+        row = RowEntry(64, 0, gamma, asleep, None)
+        plan = PlanPacket(1, 1, time.monotonic_ns(), 600_000, 1, 0, (row,))
+        self._agent.send(packets.encode_plan(plan))
+        self._gamma = gamma
+
+    def step(self, *, hooked: bool = True) -> None:
+        """Runs a step in which each sequence gets one token; hooked: through the hooks."""
+        hooks, size = self.hooks, len(self._requests)
+        self._iteration += 1
+        batch = SimpleNamespace(
+            forward_mode=_DECODE,
+            is_extend_in_batch=False,
+            forward_iter=self._iteration,
+            reqs=self._requests,
+            seq_lens_sum=None,
+            seq_lens_cpu=None,
+        )
+
+        def forward(_: Any, batch: Any) -> Any:
+            result = SimpleNamespace(
+                speculative_num_draft_tokens=self._gamma + 1,
+                num_correct_drafts_per_req_cpu=[0] * size,
+                next_token_ids=self._tokens,
+                logits_output=SimpleNamespace(hidden_states=self._hidden),
+            )
+            if hooked:
+                hooks.around_draft_extend(lambda *_: None, None, batch, result)
+            return result
+
+        tokens = [[0]] * size
+        if hooked:
+            hooks.around_resolve(
+                lambda *_: tokens, None, hooks.around_forward(forward, None, batch), batch
+            )
+        else:
+            forward(None, batch)
+
+    def reported(self) -> ReportPacket:
+        """Takes the oldest report that was sent."""
+        return packets.decode_report(self._agent.recv(4096))
