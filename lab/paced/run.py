@@ -241,5 +241,5 @@ class PacedHarness(Harness):
 
 
 def _needed(steps: Sequence[PacedStep]) -> float:
-    """Returns how much longer the machine's own work takes than the imposed time (95th percentile)."""
+    """Returns the machine's own work in a step over its imposed time, at the 95th percentile."""
     return float(np.percentile([step.used_seconds / step.seconds for step in steps], 95))

@@ -50,7 +50,7 @@ def envelope(
             dilation=dilation,
             grid=None if grid is None else read_grid(grid),
             output=output,
-            kept=_kept(output) if resume else (),
+            kept=_kept(output, quick=quick) if resume else (),
             quick=quick,
         )
         run(options, terminal)
@@ -60,10 +60,20 @@ def envelope(
     terminal.say(f"\n{output / 'result.json'}  {output / 'envelope.png'}  {output / 'logs'}/")
 
 
-def _kept(output: Path) -> tuple[Point, ...]:
-    """The points of an earlier run in that folder; none if it has not come so far."""
+def _kept(output: Path, *, quick: bool) -> tuple[Point, ...]:
+    """Returns the points of an earlier run in that folder; none if it has not come so far."""
     path = output / "result.json"
-    return from_json(json.loads(path.read_text())["points"]) if path.exists() else ()
+    if not path.exists():
+        return ()
+    try:
+        document = json.loads(path.read_text())
+        points = from_json(document["points"])
+        same = document["quick"] == quick
+    except (KeyError, ValueError) as error:
+        raise HarnessError(f"{path} is not the result of such a run: {error!r}") from error
+    if not same:
+        raise HarnessError(f"{path} and this run differ in --quick; name another --output")
+    return points
 
 
 def _concurrencies(text: str) -> tuple[int, ...]:
