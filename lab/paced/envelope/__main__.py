@@ -27,7 +27,7 @@ def envelope(
         typer.Option(
             min=1.0, help="Machine seconds a second of one sequence; larger batches less."
         ),
-    ] = 26.0,
+    ] = 40.0,
     concurrency: Annotated[
         str, typer.Option(help=f"Of {','.join(map(str, CONCURRENCIES))}; all of them by default.")
     ] = "",

@@ -86,7 +86,7 @@ class EnvelopeOptions:
     @property
     def profile_seconds(self) -> float:
         """The budget of a profile."""
-        return 8.0 if self.quick else 20.0
+        return 8.0 if self.quick else 12.0
 
     @property
     def late_share_max(self) -> float:
@@ -156,10 +156,11 @@ class _Sweep(PacedHarness):
             runs[OFF] = self._run(OFF, PLAIN, plain)
             sidecar = self._start_fresh_sidecar(stack)
             with self._terminal.working("profile"):
-                measure_profile(
+                profile = measure_profile(
                     self._place, self._engines[STEERED], sidecar, options.profile_seconds,
                     "--force", "--batch-sizes", str(concurrency),
                 )  # fmt: skip
+                (options.output / f"profile-{concurrency}.json").write_text(profile)
             for policy, drafter in ((MTP, OWN), (DFLASH, SECOND)):
                 arm = best_arm(rates, drafter)
                 with sidecar.pinned(arm.gamma, drafter):
