@@ -34,8 +34,8 @@ def draw(outcome: DemoOutcome, path: Path) -> None:
     _speeds(outcome, figure.add_subplot(grid[2, 0]))
     _phases(outcome, figure.add_subplot(grid[2, 1]))
     figure.suptitle(
-        f"Step times are imposed ({outcome.costs.source}); acceptance is drawn from measured "
-        "curves; scheduler, batching, shim, link and sidecar are real",
+        f"Step times are imposed: {outcome.costs.source}.\nAcceptance is drawn from measured "
+        "curves; scheduler, batching, shim, link and sidecar are real.",
         fontsize=8,
     )
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -95,7 +95,7 @@ def _over_time(outcome: DemoOutcome, policy: str, axes: "Axes", *, legend: bool)
     axes.set_yticks(range(highest + 1))
     axes.set_xlim(0, play.seconds)
     axes.set_xlabel("seconds of the model's time")
-    axes.set_ylabel(f"{policy}: draft length γ", color=colour)
+    axes.set_ylabel(f"{policy}:\ndraft length γ", color=colour, fontsize=9)
     batch.set_ylabel("sequences decoding (grey)")
     batch.set_ylim(0, outcome.stream.max_concurrency * 1.3)
     if legend and (probes or seconds):
@@ -117,9 +117,12 @@ def _speeds(outcome: DemoOutcome, axes: "Axes") -> None:
         axes.text(place, spread.high * 1.01, label, ha="center", va="bottom", fontsize=9)
     oracle = outcome.oracles[0].oracle.rate
     axes.axhline(oracle, color="black", linestyle=":", linewidth=1)
-    axes.text(-0.45, oracle * 1.01, "best arm of each phase, computed", fontsize=8, va="bottom")
+    axes.text(
+        -0.45, oracle * 1.16, "dotted: the best arm of each phase, computed from the table",
+        fontsize=8, va="bottom",
+    )  # fmt: skip
     axes.set_xticks(list(places), names)
-    axes.set_ylim(0, max(oracle, *(s.high for s in spreads)) * 1.2)
+    axes.set_ylim(0, max(oracle, *(s.high for s in spreads)) * 1.25)
     axes.set_ylabel("tokens/s of the model's time")
     lost = "  ".join(
         f"{field.name} {getattr(outcome.lost[0], field.name):.1%}" for field in fields(LostTime)

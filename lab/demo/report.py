@@ -34,8 +34,8 @@ def show(outcome: DemoOutcome, terminal: Terminal) -> None:
     repeated = f" (median of {repeats}, range)" if repeats > 1 else ""
     terminal.table(
         f"Whole day{repeated}: tokens/s and times of the model",
-        ["policy", "tokens/s", "of the oracle", "steered ÷ it", "ms/token p50", "p99",
-         "latency p50", "p99", "late", "exact"],
+        ["policy", "tokens/s", "÷ oracle", "steered ÷", "ms/token", "p99",
+         "latency", "p99", "late", "exact"],
         [_row(outcome, policy) for policy in outcome.policies],
     )  # fmt: skip
     terminal.table(

@@ -13,7 +13,7 @@ import pytest
 from lab.harness.fork_server import ForkedProcess, ForkServer
 from tests.support.eventually import eventually
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 PATIENCE_SECONDS = 60.0
 PROGRAM = """
 import json, os, sys
