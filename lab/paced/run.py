@@ -30,8 +30,8 @@ from lab.paced.lost_time import DecidedPlan, decided_plans
 from lab.paced.player import play
 from lab.paced.plays import LATE_SHARE_MAX, PacedPlay
 
-# Dilations to choose from; a step that the machine does in a quarter of its pace is on time.
-DILATIONS = (4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 16.0, 20.0)
+# Dilations to choose from.
+DILATIONS = (3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 16.0, 20.0)
 _ROOM = 1.3
 _WARM_UP_SEED = 977
 # The log is written when the engine has become idle.

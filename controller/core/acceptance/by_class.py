@@ -20,6 +20,9 @@ from controller.core.step_report import StepReport
 # Shifts are expected once in so many steps before any was seen; how long their rate is remembered.
 _HAZARD_PRIOR_STEPS = 2000.0
 _HAZARD_MEMORY_STEPS = 20_000.0
+# Shifts that follow one another sooner are one change that takes a while: a batch that drains, say,
+# whose last requests are those that accept least.
+_ONE_CHANGE_STEPS = 100
 # Classes beyond these are estimated as part of all traffic.
 MAX_CLASSES = 8
 
@@ -37,7 +40,10 @@ class TrafficCurves:
     batch: Mapping[str, AcceptanceCurve]
 
 
-@recorded("traffic_estimator", "drafters classes _awaited _hazard_shifts _hazard_steps _mix")
+@recorded(
+    "traffic_estimator",
+    "drafters classes _awaited _hazard_shifts _hazard_steps _mix _since_shift",
+)
 class TrafficEstimator:
     """Owns all acceptance estimators of one engine.
 
@@ -55,6 +61,7 @@ class TrafficEstimator:
         self._mix: dict[str, float] = {}
         self._hazard_steps = _HAZARD_PRIOR_STEPS
         self._hazard_shifts = 0.0
+        self._since_shift = _ONE_CHANGE_STEPS
 
     def use_settings(self, settings: PlannerSettings) -> None:
         """Uses these settings from now on and keeps the evidence."""
@@ -81,12 +88,14 @@ class TrafficEstimator:
                 estimator.pass_by()
         shifted = self.drafters[report.drafter].fold(report.accepted_counts)
         self._hazard_steps += 1
+        self._since_shift += 1
         if self._hazard_steps > _HAZARD_MEMORY_STEPS:
             keep = _HAZARD_MEMORY_STEPS / self._hazard_steps
             self._hazard_steps *= keep
             self._hazard_shifts *= keep
         if shifted:
-            self._hazard_shifts += 1
+            self._hazard_shifts += self._since_shift > _ONE_CHANGE_STEPS
+            self._since_shift = 0
             # What was learnt of a drafter under other traffic is worth less under this one.
             for name, estimator in self.drafters.items():
                 if name != report.drafter:

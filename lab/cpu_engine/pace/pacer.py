@@ -31,8 +31,9 @@ from lab.cpu_engine.pace.support import unsupported_reason
 VARIABLE = PACE_VARIABLE
 # The last moments of a wait are spent awake, because a sleep ends late.
 _AWAKE_SECONDS = 2e-4
-# A pass that was let go this much of its pace after it was due is late too.
-_LATE_SHARE = 0.05
+# A pass that was let go this much of its pace after it was due is late too; the next one makes up
+# for less, since it begins when this one was due.
+_LATE_SHARE = 0.25
 _SECOND_MODEL = "SPECULATION_DFLASH_MODEL_PATH"
 # What this module notes on a request of SGLang's.
 _FIRST_SEEN = "paced_first_token"

@@ -23,6 +23,8 @@ from tests.support.engine import run_lab
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 POLICIES = ["off", "static-4", "sglang-adaptive", "steered"]
+# A machine that other tests keep busy misses the pace that it kept when the demo began.
+DILATIONS: tuple[list[str], ...] = ([], ["--dilation", "10"], ["--dilation", "20"])
 # What the imposed table and SGLang's way of batching leave to chance, from play to play.
 TOLERANCE = 0.02
 
@@ -47,8 +49,11 @@ class Ran:
 @pytest.fixture(scope="module")
 def unseen(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     output = tmp_path_factory.mktemp("demo")
-    demo = run_lab("lab.demo", "--stream", "unseen", "--output", str(output))
-    print(demo.stdout)
+    for dilation in DILATIONS:
+        demo = run_lab("lab.demo", "--stream", "unseen", "--output", str(output), *dilation)
+        print(demo.stdout)
+        if "name a larger --dilation" not in " ".join(demo.stdout.split()):
+            break
     assert demo.returncode == 0, demo.stdout
     return Ran(demo.stdout, output, json.loads((output / "result.json").read_text()))
 

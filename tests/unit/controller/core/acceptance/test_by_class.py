@@ -100,3 +100,22 @@ def test_a_shift_is_counted_and_makes_standing_drafters_doubtful():
     assert traffic.hazard.expected > calm.expected
     assert traffic.hazard.seen > calm.seen
     assert traffic.drafters["dflash"].curve().variance()[0] > before
+
+
+def test_a_change_that_takes_a_while_is_one_however_often_it_is_noticed():
+    traffic, rng = learnt({"all": (128, 0.9)}, steps=300)
+    before = traffic.shifts
+    # A batch drains, and those that accept least are the last ones.
+    for i in range(90):
+        traffic.fold(report(1000 + i, {"all": (128, 0.9 - 0.85 * i / 90)}, rng))
+    assert traffic.shifts - before >= 4
+    steps = 1 / (traffic.hazard.expected - traffic.hazard.seen)
+    assert traffic.hazard.seen * steps == pytest.approx(1.0)
+
+
+def test_changes_apart_from_each_other_are_counted_each():
+    traffic, rng = learnt({"all": (32, 0.8)}, steps=300)
+    for i in range(800):
+        traffic.fold(report(1000 + i, {"all": (32, 0.2 if i // 200 % 2 == 0 else 0.8)}, rng))
+    steps = 1 / (traffic.hazard.expected - traffic.hazard.seen)
+    assert traffic.hazard.seen * steps == pytest.approx(4.0)
