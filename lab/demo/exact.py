@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lab.cpu_engine.engine_command import MODELS, eagle3_flags, engine_command
+from lab.cpu_engine.engine_command import MODELS, engine_command
 from lab.cpu_engine.forking import popen
 from lab.cpu_engine.models.prompts import DOMAINS, held_out_prompts
 from lab.harness.engines import Harness, Workplace, launch_engine, launch_sidecar, wait_serving
@@ -20,7 +20,7 @@ from lab.harness.random_arms import RandomArms
 from lab.harness.sidecar import SidecarHandle
 from lab.harness.stream import StreamPhase, StreamRequest
 from lab.harness.terminal import Terminal
-from lab.paced.engines import ADAPTIVE, OFF, STEERED, is_steered
+from lab.paced.engines import STEERED, is_steered, speculation_flags
 
 GAMMAS = (0, 1, 2, 3, 5, 7)
 ARMS = (
@@ -111,7 +111,7 @@ class _ExactPart(Harness):
                     launch_engine(
                         policy,
                         lambda port, policy=policy: engine_command(  # type: ignore[misc]
-                            port, _MAX_BATCH, speculation_flags(policy)
+                            port, _MAX_BATCH, speculation_flags(policy, MODELS / "draft-mixed")
                         ),
                         environment(policy, self._place),
                         self._place,
@@ -131,24 +131,11 @@ class _ExactPart(Harness):
     ) -> ExactPlay:
         """Plays the prompts and compares every token; the steered engine changes its arm."""
         if not is_steered(policy):
-            return _compared(policy, expected, self.answers(policy, stream), ())
+            return compared(policy, expected, self.answers(policy, stream), ())
         with self._sidecar.pinned(3) as pin, RandomArms(pin, ARMS, seed):
             found = self.answers(policy, stream)
         arms = dict.fromkeys(f"{r.drafter} {r.gamma}" if r.gamma else "0" for r in pin.reports)
-        return _compared(policy, expected, found, tuple(sorted(arms)))
-
-
-def speculation_flags(policy: str) -> list[str]:
-    """Returns the flags that distinguish the engines' command lines."""
-    if policy == OFF:
-        return []
-    draft = MODELS / "draft-mixed"
-    if policy == ADAPTIVE:
-        algorithm = ["--speculative-algorithm", "EAGLE3"]
-        return [
-            *algorithm, "--speculative-draft-model-path", str(draft), "--speculative-adaptive"
-        ]  # fmt: skip
-    return eagle3_flags(draft, 3 if is_steered(policy) else int(policy.removeprefix("static-")))
+        return compared(policy, expected, found, tuple(sorted(arms)))
 
 
 def environment(policy: str, place: Workplace) -> dict[str, str]:
@@ -163,9 +150,10 @@ def environment(policy: str, place: Workplace) -> dict[str, str]:
     }
 
 
-def _compared(
+def compared(
     policy: str, expected: Sequence[Answer], found: Sequence[Answer], arms: tuple[str, ...]
 ) -> ExactPlay:
+    """Compares answers token by token with those expected, of the same requests in order."""
     mismatches = []
     for wanted, answer in zip(expected, found, strict=True):
         pairs = enumerate(zip(wanted.tokens, answer.tokens, strict=True))

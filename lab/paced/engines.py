@@ -80,15 +80,17 @@ def command(policy: str, setting: Setting, port: int) -> list[str]:
         "--log-level-http", "warning",
         # On a CPU SGLang does not speculate with the overlap schedule: no engine has it.
         "--disable-overlap-schedule",
-        *speculation_flags(policy, setting),
+        *speculation_flags(policy, setting.models / OWN),
     ]  # fmt: skip
 
 
-def speculation_flags(policy: str, setting: Setting) -> list[str]:
-    """Returns the flags that distinguish the engines' command lines."""
+def speculation_flags(policy: str, draft: Path) -> list[str]:
+    """Returns the flags that distinguish the engines' command lines; draft: the drafter's folder.
+
+    A steered engine starts with SGLang's usual three drafts.
+    """
     if policy == OFF:
         return []
-    draft = setting.models / OWN
     if policy == ADAPTIVE:
         return [
             "--speculative-algorithm", "EAGLE3",

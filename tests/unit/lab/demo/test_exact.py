@@ -1,8 +1,9 @@
 import pytest
 
 from lab.cpu_engine.models.prompts import DOMAINS
-from lab.demo.exact import GAMMAS, build_stream, environment, speculation_flags
+from lab.demo.exact import GAMMAS, Mismatch, build_stream, compared, environment
 from lab.harness.engines import Workplace
+from lab.harness.load_generator import Answer
 from lab.paced.engines import ADAPTIVE, OFF, STEERED, static
 
 POLICIES = (OFF, static(2), ADAPTIVE, STEERED)
@@ -11,31 +12,6 @@ POLICIES = (OFF, static(2), ADAPTIVE, STEERED)
 @pytest.fixture
 def place(tmp_path):
     return Workplace(tmp_path / "output", tmp_path / "scratch")
-
-
-def test_off_knows_nothing_of_speculation():
-    assert speculation_flags(OFF) == []
-
-
-def test_static_has_one_draft_length_and_no_controller():
-    flags = speculation_flags(static(5))
-    assert flags[flags.index("--speculative-num-steps") + 1] == "5"
-    assert flags[flags.index("--speculative-num-draft-tokens") + 1] == "6"
-    assert "--speculative-adaptive" not in flags
-
-
-def test_sglang_s_own_controller_runs_with_its_defaults():
-    flags = speculation_flags(ADAPTIVE)
-    assert "--speculative-adaptive" in flags
-    assert not [f for f in flags if f in {"--speculative-num-steps", "--speculative-eagle-topk"}]
-
-
-def test_all_drafts_are_the_same():
-    drafts = {
-        flags[flags.index("--speculative-draft-model-path") + 1]
-        for flags in map(speculation_flags, POLICIES[1:])
-    }
-    assert len(drafts) == 1
 
 
 def test_only_the_steered_engine_knows_the_sidecar(place):
@@ -53,3 +29,20 @@ def test_the_prompts_are_of_every_domain_none_twice_and_the_same_for_a_seed():
     assert {request.domain for request in requests} == set(DOMAINS)
     assert len({request.prompt for request in requests}) == len(requests)
     assert [request.index for request in requests] == list(range(len(requests)))
+
+
+def test_the_first_token_of_each_answer_that_differs_is_named():
+    requests = build_stream(3)[1].requests[:3]
+    expected = [Answer(r, (7, 8, 9), 2, 1, 0.1) for r in requests]
+    found = [
+        expected[0],
+        Answer(requests[1], (7, 1, 2), 2, 1, 0.1),
+        Answer(requests[2], (7, 8, 5), 2, 1, 0.1),
+    ]
+    play = compared("steered", expected, found, ("0",))
+    assert play.mismatches == (
+        Mismatch(requests[1].index, 1, 8, 1),
+        Mismatch(requests[2].index, 2, 9, 5),
+    )
+    assert play.tokens == 9
+    assert compared("steered", expected, expected, ()).mismatches == ()

@@ -120,5 +120,23 @@ def test_switches_and_catching_up_are_switching_and_the_shims_work_is_apart():
     assert found.shim == pytest.approx(0.004 / longer.seconds)
 
 
+def test_each_change_is_waited_for_anew():
+    # 60 steps of searching, a good one, and 60 more after the next change.
+    bad = [step(i, 4, "bad") for i in range(1, 61)]
+    good = [step(61, 0, "bad")]
+    again = [step(i, 0) for i in range(62, 122)]
+    found = lost_time([step(0, 4), *bad, *good, *again], [plan(0, 1, 4)], VALUES)
+    assert found.waiting > 0
+    assert found.estimates == 0.0
+
+
+def test_what_a_switch_takes_is_not_lost_twice():
+    slow = replace(step(1, 1), seconds=step(1, 1).seconds + 0.002, switch_seconds=0.002)
+    found = lost_time([step(0, 4), slow], [plan(0, 1, 4)], VALUES)
+    total = step(0, 4).seconds + slow.seconds
+    assert found.estimates == pytest.approx(wasted(1, "good") * step(1, 1).seconds / total)
+    assert found.switching == pytest.approx(0.002 / total)
+
+
 def test_no_step_loses_nothing():
     assert lost_time([], [], VALUES).total == 0.0
