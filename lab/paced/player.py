@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,12 +35,12 @@ class Played:
     ended: float
 
 
-def play(stream: Stream, url: str, progress: Callable[[str], None] = lambda _: None) -> Played:
+def play(stream: Stream, url: str) -> Played:
     """Plays the stream.  Raises EngineFailedError when the engine refuses or loses a request."""
-    return asyncio.run(_play(stream, url, progress))
+    return asyncio.run(_play(stream, url))
 
 
-async def _play(stream: Stream, url: str, progress: Callable[[str], None]) -> Played:
+async def _play(stream: Stream, url: str) -> Played:
     served: list[Served] = []
     began: list[float] = []
     async with engine_session(url, _REQUEST_SECONDS) as session:
@@ -55,7 +54,6 @@ async def _play(stream: Stream, url: str, progress: Callable[[str], None]) -> Pl
 
         try:
             for number, phase in enumerate(stream.phases):
-                progress(f"{phase.plan.name} ×{phase.plan.concurrency}")
                 if number == 0:
                     began.append(time.perf_counter())
                 for request in phase.requests:

@@ -178,7 +178,8 @@ class PacedHarness(Harness):
     def play_paced(self, policy: str, stream: Stream) -> PacedPlay:
         """Plays a stream; once more if too many passes were late.
 
-        Raises HarnessError when the second play was late too.
+        A steered engine then knows the traffic from the first time, as it does in every further
+        repeat.  Raises HarnessError when the second play was late too.
         """
         found = self._once(policy, stream)
         if found.late_share > LATE_SHARE_MAX:

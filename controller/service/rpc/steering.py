@@ -3,9 +3,8 @@
 A Steer stream has one reader, which folds reports as they come, and one writer, which has a plan
 made when one is due (the streams do that in turn), and sends the newest one that the engine does
 not have yet.  The writer wakes when it has something to do, and a few times per lease anyway, so
-that an idle engine's lease is renewed too.  What a slow
-client does not read is never queued: plans that are overtaken are skipped, and the reader stops
-when rejections pile up.
+that an idle engine's lease is renewed too.  What a slow client does not read is never queued: plans
+that are overtaken are skipped, and the reader stops when rejections pile up.
 
 Once its session is over a stream folds nothing more, so that the count of what it has received is
 final.  A sidecar that stops says that count on the stream, and one that goes on says it when the

@@ -1,8 +1,9 @@
-"""Draws how many drafts each sequence accepts, by (request, position, drafter), from a seed.
+"""Draws how many drafts each sequence accepts, by (request, position, drafter).
 
 An engine with dummy weights says nothing, so its acceptance is drawn.  A request's id names its
 class, and its draws depend on nothing but the id, the position and the drafter: every policy meets
-the same luck.  `accepted` is what the simulator's request pools hold, so the two can be compared.
+the same luck.  The seed of a stream is in its requests' numbers.  `accepted` is what the request
+pools of the simulator hold, so the two can be compared.
 """
 
 import zlib
@@ -48,9 +49,8 @@ class DrawnAcceptance:
     curves: class -> drafter -> conditional acceptance a_1, a_2, ...
     """
 
-    def __init__(self, curves: Mapping[str, Mapping[str, Sequence[float]]], seed: int = 0) -> None:
+    def __init__(self, curves: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
         self._curves = {kind: Curves(kind, own) for kind, own in curves.items()}
-        self._seed = seed
         self._drawn: dict[tuple[str, str], NDArray[np.uint8]] = {}
 
     def require(self, drafters: Sequence[str]) -> None:
@@ -65,8 +65,7 @@ class DrawnAcceptance:
 
         Raises KeyError for a class or a drafter that has no curve.
         """
-        number = zlib.crc32(f"{request}/{drafter}".encode())
-        rng = np.random.default_rng([self._seed, number])
+        rng = np.random.default_rng([0, zlib.crc32(f"{request}/{drafter}".encode())])
         return self._curves[request.kind].draw(drafter, rng, max(request.output_tokens, 1))
 
     def at(self, rid: str, drafter: str, position: int) -> int:

@@ -49,8 +49,8 @@ class Pace:
     a number in the file dilation_file, read whenever the engine has been idle, counts instead.
     log: the file to which its passes are appended; "" for none.  gammas: the engine's draft
     lengths; () for all that the table has.  max_batch_size: the most sequences that are priced.
-    seed, curves: of the drawn acceptance (class -> drafter -> conditional acceptance); without
-    curves, the models' own acceptance stands.
+    curves: of the drawn acceptance (class -> drafter -> conditional acceptance); None: the models'
+    own acceptance stands.
 
     Raises ValueError for a dilation that is no finite number above 0.
     """
@@ -60,7 +60,6 @@ class Pace:
     log: str = ""
     gammas: tuple[int, ...] = ()
     max_batch_size: int = 256
-    seed: int = 0
     curves: Mapping[str, Mapping[str, Sequence[float]]] | None = None
     dilation_file: str = ""
 
@@ -137,7 +136,7 @@ class Pacer:
             self._dilation = _read_dilation(self._dilation_file)
         self._costs = pace.costs()
         self._log = StepLog(Path(pace.log)) if pace.log else None
-        self.drawn = None if pace.curves is None else DrawnAcceptance(pace.curves, pace.seed)
+        self.drawn = None if pace.curves is None else DrawnAcceptance(pace.curves)
         self.watch = ShimWatch()
         self._requests: Sequence[Any] = ()
         self._last_arm: tuple[Arm, bool] | None = None

@@ -28,7 +28,6 @@ from lab.paced.envelope import picture, report
 from lab.paced.envelope.arms import (
     GAMMAS,
     PLAIN,
-    SEED,
     TABLE,
     best_arm,
     closed_loop,
@@ -132,7 +131,7 @@ class _Sweep(PacedHarness):
     ) -> None:
         largest = max(options.concurrencies)
         pace = Pace(
-            TABLE, options.dilation, gammas=GAMMAS, max_batch_size=largest, seed=SEED,
+            TABLE, options.dilation, gammas=GAMMAS, max_batch_size=largest,
             curves=published_curves(TABLE),
         )  # fmt: skip
         super().__init__(place, terminal, stack, pace, largest, second=True)

@@ -10,7 +10,7 @@ import pytest
 from lab.cpu_engine.pace.acceptance import DrawnAcceptance
 from lab.cpu_engine.pace.step_costs import load_step_costs
 from lab.cpu_engine.pace.step_log import PacedStep, read_log
-from lab.paced.envelope.arms import GAMMAS, SEED, TABLE
+from lab.paced.envelope.arms import GAMMAS, TABLE
 from lab.paced.traffic import published_curves
 from tests.support.engine import run_lab
 
@@ -47,7 +47,7 @@ def steps(quick: Path) -> tuple[PacedStep, ...]:
 
 def test_each_step_of_a_lone_sequence_accepts_what_its_drafter_drew(quick: Path):
     log = read_log(quick / "steps" / "steered.jsonl")
-    drawn = DrawnAcceptance(published_curves(TABLE), SEED)
+    drawn = DrawnAcceptance(published_curves(TABLE))
     lone = [s for s in log.steps if s.is_decode and s.kinds == {"published": 1}]
     seen: Counter[str] = Counter()
     for request in log.requests:

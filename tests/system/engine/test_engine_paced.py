@@ -28,7 +28,7 @@ CURVES: dict[str, dict[str, tuple[float, ...]]] = {
     "code": {OWN: (0.8, 0.7, 0.6)},
     "hard": {OWN: (0.2, 0.1)},
 }
-PACE = Pace(TABLE, DILATION, gammas=(0, 1, GAMMA), seed=5, curves=CURVES)
+PACE = Pace(TABLE, DILATION, gammas=(0, 1, GAMMA), curves=CURVES)
 CHAINS = (
     *EAGLE3,
     *("--speculative-num-steps", str(GAMMA)),
@@ -76,7 +76,7 @@ def ask(
 
 def drawn_steps(request: RequestId) -> list[int]:
     """What each step of a request has to accept, from its draws; the prefill gives a token."""
-    drawn = DrawnAcceptance(CURVES, PACE.seed)
+    drawn = DrawnAcceptance(CURVES)
     steps: list[int] = []
     while (position := sum(steps) + len(steps)) < request.output_tokens - 1:
         steps.append(min(drawn.at(str(request), OWN, position), GAMMA))

@@ -8,9 +8,7 @@ import pytest
 from controller.simulation.errors import InvalidInputError
 from lab.cpu_engine.pace.pacer import Pace, Pacer
 
-PACE = Pace(
-    "h100-llama3.1-8b", 4.0, gammas=(0, 1, 3), seed=3, curves={"code": {"eagle3": [0.5, 0.25]}}
-)
+PACE = Pace("h100-llama3.1-8b", 4.0, gammas=(0, 1, 3), curves={"code": {"eagle3": [0.5, 0.25]}})
 
 
 def test_the_variable_is_read_back_as_it_was():
