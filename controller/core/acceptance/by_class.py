@@ -20,8 +20,8 @@ from controller.core.step_report import StepReport
 # Shifts are expected once in so many steps before any was seen; how long their rate is remembered.
 _HAZARD_PRIOR_STEPS = 2000.0
 _HAZARD_MEMORY_STEPS = 20_000.0
-# Shifts that follow one another sooner are one change that takes a while: a batch that drains, say,
-# whose last requests are those that accept least.
+# Shifts in one direction that follow one another sooner are one change that takes a while: a batch
+# that drains, say, whose last requests are those that accept least.
 _ONE_CHANGE_STEPS = 100
 # Classes beyond these are estimated as part of all traffic.
 MAX_CLASSES = 8
@@ -42,7 +42,7 @@ class TrafficCurves:
 
 @recorded(
     "traffic_estimator",
-    "drafters classes _awaited _hazard_shifts _hazard_steps _mix _since_shift",
+    "drafters classes _awaited _hazard_shifts _hazard_steps _mix _since_shift _direction",
 )
 class TrafficEstimator:
     """Owns all acceptance estimators of one engine.
@@ -61,7 +61,8 @@ class TrafficEstimator:
         self._mix: dict[str, float] = {}
         self._hazard_steps = _HAZARD_PRIOR_STEPS
         self._hazard_shifts = 0.0
-        self._since_shift = _ONE_CHANGE_STEPS
+        # Steps since the last shift, and its direction.
+        self._since_shift = self._direction = 0
 
     def use_settings(self, settings: PlannerSettings) -> None:
         """Uses these settings from now on and keeps the evidence."""
@@ -86,23 +87,24 @@ class TrafficEstimator:
         for name, estimator in self.drafters.items():
             if name != report.drafter:
                 estimator.pass_by()
-        shifted = self.drafters[report.drafter].fold(report.accepted_counts)
+        direction = self.drafters[report.drafter].fold(report.accepted_counts)
         self._hazard_steps += 1
         self._since_shift += 1
         if self._hazard_steps > _HAZARD_MEMORY_STEPS:
             keep = _HAZARD_MEMORY_STEPS / self._hazard_steps
             self._hazard_steps *= keep
             self._hazard_shifts *= keep
-        if shifted:
-            self._hazard_shifts += self._since_shift > _ONE_CHANGE_STEPS
-            self._since_shift = 0
+        if direction:
+            goes_on = direction == self._direction and self._since_shift <= _ONE_CHANGE_STEPS
+            self._hazard_shifts += not goes_on
+            self._since_shift, self._direction = 0, direction
             # What was learnt of a drafter under other traffic is worth less under this one.
             for name, estimator in self.drafters.items():
                 if name != report.drafter:
                     estimator.doubt()
         if report.classes or self._mix:
             self._fold_classes(report)
-        return shifted
+        return direction != 0
 
     def _fold_classes(self, report: StepReport) -> None:
         self._mix = {}

@@ -56,8 +56,11 @@ class Cusum:
             self._up.append((better + trust * _LOGITS, better))
             self._down.append((worse - trust * _LOGITS, worse))
 
-    def fold(self, accepted_counts: Sequence[int]) -> bool:
-        """Takes a step's counts; True when a sum has passed the limit (both restart then)."""
+    def fold(self, accepted_counts: Sequence[int]) -> int:
+        """Takes a step's counts; returns the direction of a shift, 1 (better) or -1, else 0.
+
+        It is one when a sum has passed the limit; both restart then.
+        """
         reached = sum(accepted_counts)
         up = down = 0.0
         for k in range(min(len(accepted_counts) - 1, len(self._up))):
@@ -72,6 +75,7 @@ class Cusum:
         self._better = max(0.0, self._better + up)
         self._worse = max(0.0, self._worse + down)
         if max(self._better, self._worse) <= self.limit:
-            return False
+            return 0
+        direction = 1 if self._better > self._worse else -1
         self._better = self._worse = 0.0
-        return True
+        return direction

@@ -106,13 +106,16 @@ class AcceptanceEstimator:
         self._slow_keeps = _keeps(settings.slow_exposures, settings.slow_steps)
         self._alarm.limit = settings.shift_alarm
 
-    def fold(self, accepted_counts: Sequence[int]) -> bool:
-        """Takes one step's histogram (gamma + 1 counts); True when the traffic has shifted."""
+    def fold(self, accepted_counts: Sequence[int]) -> int:
+        """Takes one step's histogram (gamma + 1 counts).
+
+        Returns 1 when the traffic has shifted to more accepted drafts, -1 to fewer, 0 else.
+        """
         self._steps += 1
         z = self._settings.shift_z
         gamma = min(len(accepted_counts) - 1, self.gamma_max)
         reached = sum(accepted_counts)
-        shifted = gamma > 0 and self._alarm.fold(accepted_counts)
+        direction = self._alarm.fold(accepted_counts) if gamma > 0 else 0
         fast_keeps, slow_keeps = self._fast_keeps, self._slow_keeps
         fast_most, slow_most = len(fast_keeps) - 1, len(slow_keeps) - 1
         fast_n, fast_s, slow_n, slow_s = self._fast_n, self._fast_s, self._slow_n, self._slow_s
@@ -131,13 +134,13 @@ class AcceptanceEstimator:
                 slow_mean = slow_s[k] / slow
                 apart = fast_s[k] / fast - slow_mean
                 variance = max(slow_mean * (1 - slow_mean), 0.01) * (1 / fast + 1 / slow)
-                shifted = shifted or apart * apart > z * z * variance
+                if not direction and apart * apart > z * z * variance:
+                    direction = 1 if apart > 0 else -1
             reached = successes
-        if not shifted:
-            return False
-        self.forget()
-        self.shifts += 1
-        return True
+        if direction:
+            self.forget()
+            self.shifts += 1
+        return direction
 
     def begin_from(self, conditional: Sequence[float], exposures: Sequence[float]) -> None:
         """Adds estimates of another session: a_k and exposures of positions 1.., as far as they go.

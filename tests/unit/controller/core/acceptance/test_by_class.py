@@ -119,3 +119,19 @@ def test_changes_apart_from_each_other_are_counted_each():
         traffic.fold(report(1000 + i, {"all": (32, 0.2 if i // 200 % 2 == 0 else 0.8)}, rng))
     steps = 1 / (traffic.hazard.expected - traffic.hazard.seen)
     assert traffic.hazard.seen * steps == pytest.approx(4.0)
+
+
+def test_traffic_that_comes_and_goes_is_counted_however_fast():
+    traffic, rng = learnt({"all": (128, 0.9)}, steps=300)
+    for i in range(400):
+        traffic.fold(report(1000 + i, {"all": (128, 0.2 if i // 40 % 2 == 0 else 0.9)}, rng))
+    steps = 1 / (traffic.hazard.expected - traffic.hazard.seen)
+    assert traffic.hazard.seen * steps == pytest.approx(10.0)
+
+
+def test_two_changes_in_one_direction_are_two_if_they_are_apart():
+    traffic, rng = learnt({"all": (128, 0.9)}, steps=300)
+    for i in range(400):
+        traffic.fold(report(1000 + i, {"all": (128, 0.6 if i < 200 else 0.2)}, rng))
+    steps = 1 / (traffic.hazard.expected - traffic.hazard.seen)
+    assert traffic.hazard.seen * steps == pytest.approx(2.0)
