@@ -103,7 +103,7 @@ def run_cold(cell: ColdStart, seed: int, steps: int = SETTLED_FROM + SETTLED_STE
         counts = np.bincount(accepted, minlength=gamma + 1).tolist()
         true_seconds = float(surface.seconds[choice.arm, size])
         if gamma:
-            true_seconds += surface.catch_up_seconds_per_token * min(missed, kv_tokens)
+            true_seconds += surface.catch_up_seconds(min(missed, kv_tokens))
         missed = missed + size if gamma == 0 and choice.asleep else 0.0
         step_seconds = true_seconds * float(rng.lognormal(0.0, _NOISE))
         now += step_seconds

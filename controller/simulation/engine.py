@@ -261,7 +261,7 @@ class _EngineRun:
         seconds = base * self._next_noise()
         if gamma > 0:
             drafter = self._drafter_of[arm]
-            seconds += surface.catch_up_seconds_per_token * min(self._backlog[drafter], kv)
+            seconds += surface.catch_up_seconds(min(self._backlog[drafter], kv))
             self._backlog[drafter] = 0.0
         if switched:
             seconds += options.switch_seconds

@@ -32,7 +32,7 @@ class CostSurface:
     kv_seconds: [arms], seconds a KV token.  kv_reference: context tokens a sequence at which
     `seconds` holds.  prefill_seconds_per_token: of a prompt; prefill_pass_seconds: once a pass that
     reads prompts.  catch_up_seconds_per_token: what a drafter pays for a token that it missed while
-    it slept or another one ran.
+    it slept or another one ran; catch_up_pass_seconds: once for all that it missed.
     """
 
     name: str
@@ -43,6 +43,7 @@ class CostSurface:
     prefill_seconds_per_token: float = 0.0
     catch_up_seconds_per_token: float = 0.0
     prefill_pass_seconds: float = 0.0
+    catch_up_pass_seconds: float = 0.0
 
     @property
     def arms(self) -> tuple[Arm, ...]:
@@ -53,6 +54,12 @@ class CostSurface:
     def max_batch_size(self) -> int:
         """Largest batch that the surface prices."""
         return int(self.seconds.shape[1]) - 1
+
+    def catch_up_seconds(self, tokens: float) -> float:
+        """Returns the seconds in which a drafter reads what it missed; 0 for no token."""
+        if tokens == 0:
+            return 0.0
+        return self.catch_up_pass_seconds + self.catch_up_seconds_per_token * tokens
 
     def profile(
         self,

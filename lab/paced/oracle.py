@@ -51,7 +51,11 @@ def compute(
     stream: Stream, curves: Mapping[str, Mapping[str, Sequence[float]]], costs: StepCosts
 ) -> Oracle:
     """Replays the stream with every static arm, then with the best arm of each phase."""
-    surface = replace(costs.surface, prefill_pass_seconds=costs.prefill_pass_seconds)
+    surface = replace(
+        costs.surface,
+        prefill_pass_seconds=costs.prefill_pass_seconds,
+        catch_up_pass_seconds=costs.draft_pass_seconds,
+    )
     workload = as_workload(stream, curves, [d.name for d in surface.drafters])
     options = EngineOptions(
         lag=0, noise=0.0, switch_seconds=costs.switch_seconds, warm_factor=costs.warm_factor,

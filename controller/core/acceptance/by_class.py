@@ -42,7 +42,8 @@ class TrafficCurves:
 
 @recorded(
     "traffic_estimator",
-    "drafters classes _awaited _hazard_shifts _hazard_steps _mix _since_shift _direction",
+    "drafters classes _awaited _hazard_shifts _hazard_better _hazard_steps _mix _since_shift "
+    "_direction",
 )
 class TrafficEstimator:
     """Owns all acceptance estimators of one engine.
@@ -60,7 +61,8 @@ class TrafficEstimator:
         self._awaited: dict[str, dict[str, Belief]] = {}
         self._mix: dict[str, float] = {}
         self._hazard_steps = _HAZARD_PRIOR_STEPS
-        self._hazard_shifts = 0.0
+        # Changes of traffic, and those to more accepted drafts.
+        self._hazard_shifts = self._hazard_better = 0.0
         # Steps since the last shift, and its direction.
         self._since_shift = self._direction = 0
 
@@ -75,7 +77,7 @@ class TrafficEstimator:
     def hazard(self) -> Hazard:
         """Returns the probability that the traffic shifts in one step."""
         expected = (1 + self._hazard_shifts) / self._hazard_steps
-        return Hazard(expected, self._hazard_shifts / self._hazard_steps)
+        return Hazard(expected, self._hazard_better / self._hazard_steps)
 
     @property
     def shifts(self) -> int:
@@ -94,9 +96,12 @@ class TrafficEstimator:
             keep = _HAZARD_MEMORY_STEPS / self._hazard_steps
             self._hazard_steps *= keep
             self._hazard_shifts *= keep
+            self._hazard_better *= keep
         if direction:
             goes_on = direction == self._direction and self._since_shift <= _ONE_CHANGE_STEPS
-            self._hazard_shifts += not goes_on
+            if not goes_on:
+                self._hazard_shifts += 1
+                self._hazard_better += direction > 0
             self._since_shift, self._direction = 0, direction
             # What was learnt of a drafter under other traffic is worth less under this one.
             for name, estimator in self.drafters.items():

@@ -27,10 +27,13 @@ _PRIOR_TRUST = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Hazard:
-    """Holds the probability of a shift in one step: with the prior, and as observed."""
+    """Holds the probability of a shift in one step.
+
+    expected: of any, with the prior.  better: of one to more accepted drafts, as observed.
+    """
 
     expected: float
-    seen: float
+    better: float
 
 
 @recorded("cusum", "_up _down _better _worse")

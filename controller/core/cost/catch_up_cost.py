@@ -1,25 +1,43 @@
-"""Estimates what waking a drafter costs: its backlog times the seconds of one token.
+"""Estimates what waking a drafter costs: a fixed part, and the seconds of each token it missed.
 
-The rate starts at the profile's and follows the seconds that waking steps take beyond a plain one.
+The price of a token starts at the profile's and the fixed part, a pass of the drafter, at nothing;
+both follow the seconds that waking steps take beyond a plain one.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from controller.core.cost.drafter_backlog import DrafterBacklog
 from controller.core.engine_spec import Capabilities
 from controller.core.recorded_state import recorded
 from controller.core.step_report import StepReport
 
-# The rate's memory, in wakings, and the missed tokens that its first value weighs.
+# The estimate's memory, in wakings.
 _WAKINGS = 50.0
+# The missed tokens that the first price of a token weighs; it is forgotten like a waking.
 _PRIOR_TOKENS = 1000.0
+# The wakings that a fixed part of 0 weighs: for good, because wakings alike show only the sum.
+_PLAIN_WAKINGS = 4.0
 
 
-@recorded("catch_up", "_backlog _product _weight")
+@dataclass(frozen=True, slots=True)
+class CatchUpPrice:
+    """Holds what waking a drafter costs, in seconds.
+
+    now: the cheapest waking now.  fixed, per_token: of any waking, and of each missed token.
+    """
+
+    now: float
+    fixed: float
+    per_token: float
+
+
+@recorded("catch_up", "_backlog _fixed _rate _wakings _tokens _squares _seconds _products")
 class CatchUp:
-    """Tracks each drafter's backlog and the price of a token.  One object per engine.
+    """Tracks each drafter's backlog and what reading it costs.  One object per engine.
 
-    The price is a least-squares line through the origin: excess seconds over missed tokens.
+    The price is a least-squares line, excess seconds over missed tokens, with a ridge penalty on
+    the fixed part; neither part is below 0.
     """
 
     def __init__(
@@ -29,18 +47,20 @@ class CatchUp:
         self.use(seconds_per_token)
 
     def use(self, seconds_per_token: float) -> None:
-        """Restarts from a measured price."""
-        self._weight = _PRIOR_TOKENS**2
-        self._product = self._weight * seconds_per_token
+        """Restarts from a measured price of a token."""
+        self._fixed, self._rate = 0.0, seconds_per_token
+        self._wakings = self._tokens = self._seconds = 0.0
+        self._squares = _PRIOR_TOKENS**2
+        self._products = self._squares * seconds_per_token
 
     def use_capabilities(self, able: Capabilities) -> None:
         """Sets what the engine is able to do from now on."""
         self._backlog.use(able)
 
     @property
-    def seconds_per_token(self) -> float:
-        """The present estimate of the price of a missed token."""
-        return max(0.0, self._product / self._weight)
+    def price(self) -> CatchUpPrice:
+        """The present estimates, with the cheapest waking of all drafters."""
+        return CatchUpPrice(min(self.seconds().values()), self._fixed, self._rate)
 
     def observe(self, report: StepReport, expected_seconds: float) -> bool:
         """Takes a step; True if it woke a drafter, so that it was not a plain step.
@@ -52,12 +72,27 @@ class CatchUp:
             excess = report.step_seconds - expected_seconds
             # One outlier must not make waking look expensive for the next fifty.
             excess = min(excess, 4 * expected_seconds)
-            keep = 1 - 1 / _WAKINGS
-            self._product = keep * self._product + excess * behind
-            self._weight = keep * self._weight + behind * behind
+            self._learn(excess, behind)
         return behind > 0
+
+    def _learn(self, excess: float, behind: float) -> None:
+        keep = 1 - 1 / _WAKINGS
+        self._wakings = keep * self._wakings + 1
+        self._tokens = keep * self._tokens + behind
+        self._squares = keep * self._squares + behind * behind
+        self._seconds = keep * self._seconds + excess
+        self._products = keep * self._products + excess * behind
+        wakings = self._wakings + _PLAIN_WAKINGS
+        spread = wakings * self._squares - self._tokens**2
+        rate = (wakings * self._products - self._tokens * self._seconds) / spread
+        self._rate = max(0.0, rate)
+        self._fixed = (self._seconds - self._rate * self._tokens) / wakings
+        if self._fixed < 0.0:
+            self._fixed, self._rate = 0.0, max(0.0, self._products / self._squares)
 
     def seconds(self) -> Mapping[str, float]:
         """Returns by drafter what using it in the next step costs beyond the step."""
-        rate = self.seconds_per_token
-        return {name: rate * backlog for name, backlog in self._backlog.now.items()}
+        return {
+            name: self._fixed + self._rate * backlog if backlog else 0.0
+            for name, backlog in self._backlog.now.items()
+        }

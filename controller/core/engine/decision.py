@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controller.core.acceptance.by_class import TrafficCurves
-from controller.core.cost.catch_up_cost import CatchUp
+from controller.core.cost.catch_up_cost import CatchUp, CatchUpPrice
 from controller.core.cost.model import CostModel, Costs
 from controller.core.cost.uncertainty import CostUncertainty
 from controller.core.engine_spec import Arm
@@ -27,8 +27,8 @@ class Estimates:
     """Holds all estimates of one moment, before overrides determine a plan's rows.
 
     costs, drift: [arms, buckets] of the cost table, and the factors by which live steps have moved
-    it.  catch_up: seconds by drafter; catch_up_per_token: seconds.  profile_id, prior: where costs
-    come from, one of them "".
+    it.  catch_up: seconds by drafter; catch_up_price: of any waking.  profile_id, prior: where
+    costs come from, one of them "".
     """
 
     traffic: TrafficCurves
@@ -36,7 +36,7 @@ class Estimates:
     drift: NDArray[np.float64]
     uncertainty: CostUncertainty
     catch_up: Mapping[str, float]
-    catch_up_per_token: float
+    catch_up_price: CatchUpPrice
     kv_tokens_per_sequence: float
     profile_id: str
     prior: str
@@ -52,7 +52,7 @@ class Estimates:
             cost.drift(),
             cost.uncertainty(),
             catch_up.seconds(),
-            catch_up.seconds_per_token,
+            catch_up.price,
             kv_per_sequence,
             cost.profile_id,
             cost.prior,
@@ -64,9 +64,7 @@ class Estimates:
         if at.split:
             costs = Costs(costs.seconds[:, at.bucket], costs.extrapolated[:, at.bucket])
             sizes = sizes[at.bucket]
-        return evaluate(
-            arms, sizes, self.traffic.batch, costs, self.catch_up, self.catch_up_per_token
-        )
+        return evaluate(arms, sizes, self.traffic.batch, costs, self.catch_up, self.catch_up_price)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,9 +2,10 @@
 
 If the traffic shifts with probability h in a step, better traffic would gain g, and a probe costs c
 steps, then probing every I steps loses c / I + g h I / 2 of every step.  That is least at
-I = sqrt(2 c / (g h)); the exploration budget may allow fewer probes.  Once shifts have been
-observed, the loss is a price on choosing gamma = 0: with traffic that changes every hundred steps,
-a draft length of 1, which always observes, is worth more than a gamma = 0 that is a little faster.
+I = sqrt(2 c / (g h)); the exploration budget may allow fewer probes.  Once shifts to better traffic
+have been observed, the loss is a price on choosing gamma = 0: with traffic that changes every
+hundred steps, a draft length of 1, which always observes, is worth more than a gamma = 0 that is a
+little faster.
 """
 
 import math
@@ -15,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controller.core.acceptance.cusum import Hazard
+from controller.core.cost.catch_up_cost import CatchUpPrice
 from controller.core.engine_spec import Arm
 from controller.core.recorded_state import recorded
 from controller.core.settings import PlannerSettings
@@ -47,14 +49,6 @@ class ObservationCost:
     interval: NDArray[np.float64]
     loss: NDArray[np.float64]
     share: NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True)
-class CatchUpPrice:
-    """Holds the seconds of the cheapest waking now, and the seconds per missed token."""
-
-    now: float
-    per_token: float
 
 
 def budget(settings: PlannerSettings, hazard: Hazard) -> float:
@@ -114,16 +108,17 @@ class ObservationPlanner:
                 arm, self._steps[arm, columns], nothing + np.inf, nothing, nothing
             )
         best = np.maximum(np.sqrt(2 * cost / (gain * hazard.expected)), _INTERVAL_MIN)
-        # Catching up takes its share of every step, however often probes run.
+        # Reading what was missed takes its share of every step, however often probes run.
         asleep = catch_up.per_token * self._sizes / seconds[off]
         shares = np.minimum(share + asleep, settings.probe_share)
         due = np.maximum(best, (cost + catch_up.now / seconds[off]) / shares)
         # It ends where the requests do.
+        cost = cost + catch_up.fixed / seconds[off]
         often = cost / np.maximum(shares - asleep, 1e-9)
         rarely = (cost + asleep * _MISSED_STEPS_MAX) / shares
         apart = np.maximum(best, np.minimum(often, rarely))
-        blind = cost / apart + np.minimum(asleep, shares) + gain * hazard.seen * apart / 2
-        blind = np.where(hazard.seen > 0, np.minimum(blind, 0.9), 0.0)
+        blind = cost / apart + np.minimum(asleep, shares) + gain * hazard.better * apart / 2
+        blind = np.where(hazard.better > 0, np.minimum(blind, 0.9), 0.0)
         return ObservationCost(
             arm,
             self._steps[arm, columns],

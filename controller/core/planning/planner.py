@@ -17,14 +17,11 @@ from numpy.typing import NDArray
 
 from controller.core.acceptance.cusum import Hazard
 from controller.core.acceptance.estimator import AcceptanceCurve
+from controller.core.cost.catch_up_cost import CatchUpPrice
 from controller.core.cost.model import Costs
 from controller.core.engine_spec import Arm
 from controller.core.plan import Reason
-from controller.core.planning.observation_cost import (
-    CatchUpPrice,
-    ObservationCost,
-    ObservationPlanner,
-)
+from controller.core.planning.observation_cost import ObservationCost, ObservationPlanner
 from controller.core.recorded_state import recorded
 from controller.core.settings import PlannerSettings
 from controller.core.step_report import StepReport
@@ -100,7 +97,7 @@ def evaluate(
     curves: Mapping[str, AcceptanceCurve],
     costs: Costs,
     catch_up: Mapping[str, float],
-    catch_up_per_token: float,
+    catch_up_price: CatchUpPrice,
 ) -> Values:
     """Computes the values of all arms at all buckets.  catch_up: seconds by drafter."""
     expected = np.array([curves[arm.drafter].expected[arm.gamma] for arm in arms])
@@ -110,7 +107,7 @@ def evaluate(
         expected,
         costs,
         price,
-        CatchUpPrice(min(catch_up.values()), catch_up_per_token),
+        catch_up_price,
         (1 + expected)[:, None] * sizes / costs.seconds,
     )
 

@@ -92,7 +92,41 @@ def test_the_price_follows_what_wakings_take(true_price):
             catch_up.observe(report(step, 0), 0.01)
         step += 1
         catch_up.observe(report(step, 3, seconds=0.01 + 40 * true_price), 0.01)
-    assert catch_up.seconds_per_token == pytest.approx(true_price, rel=0.15)
+    assert catch_up.price.per_token == pytest.approx(true_price, rel=0.15)
+    assert catch_up.price.fixed == pytest.approx(0.0, abs=4 * true_price)
+
+
+@pytest.mark.parametrize("fixed", [0.0, 0.006])
+def test_a_pass_of_the_drafter_is_told_from_the_tokens_that_it_reads(fixed):
+    """What 120 missed tokens take is not three times what 40 take."""
+    catch_up, step, true_price = CatchUp(["mtp"], 2e-5, Capabilities(can_sleep=True)), 0, 2.5e-6
+    for waking in range(300):
+        slept = (5, 15, 40)[waking % 3]
+        for _ in range(slept):
+            step += 1
+            catch_up.observe(report(step, 0), 0.01)
+        step += 1
+        excess = fixed + 4 * slept * true_price
+        catch_up.observe(report(step, 3, seconds=0.01 + excess), 0.01)
+    assert catch_up.price.fixed == pytest.approx(fixed, rel=0.15, abs=3e-4)
+    for _ in range(30):
+        step += 1
+        catch_up.observe(report(step, 0), 0.01)
+    owed = fixed + 120 * true_price
+    assert catch_up.seconds()["mtp"] == pytest.approx(owed, rel=0.1, abs=1e-3)
+    assert catch_up.price.now == catch_up.seconds()["mtp"]
+
+
+def test_a_waking_that_takes_less_than_a_plain_step_makes_nothing_negative():
+    catch_up, step = CatchUp(["mtp"], 1e-5, Capabilities(can_sleep=True)), 0
+    for slept, seconds in ((3, 0.02), (30, 0.001), (3, 0.03), (60, 0.001)):
+        for _ in range(slept):
+            step += 1
+            catch_up.observe(report(step, 0), 0.01)
+        step += 1
+        catch_up.observe(report(step, 3, seconds=seconds), 0.01)
+        assert catch_up.price.fixed >= 0
+        assert catch_up.price.per_token >= 0
 
 
 @pytest.mark.parametrize("flags", [StepFlags(after_gap=True), StepFlags(first_use=True)])
@@ -100,7 +134,7 @@ def test_a_waking_whose_time_says_nothing_teaches_nothing(flags):
     catch_up = CatchUp(["mtp"], 1e-4, Capabilities(can_sleep=True))
     catch_up.observe(report(1, 0), 0.01)
     assert catch_up.observe(report(2, 3, seconds=3.0, flags=flags), 0.01)
-    assert catch_up.seconds_per_token == pytest.approx(1e-4)
+    assert catch_up.price.per_token == pytest.approx(1e-4)
     assert catch_up.seconds()["mtp"] == 0.0
 
 

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controller.core.acceptance.cusum import Hazard
+from controller.core.cost.catch_up_cost import CatchUpPrice
 from controller.core.cost.model import Costs
 from controller.core.engine_spec import Arm
 from controller.core.planning.baseline_planners import EmaPlanner, TidePlanner, make_planner
-from controller.core.planning.observation_cost import CatchUpPrice
 from controller.core.planning.planner import Planner, Values
 from controller.core.settings import POLICIES, PlannerSettings
 from controller.core.step_report import NO_FLAGS, StepReport
@@ -29,7 +29,7 @@ def values(expected, seconds):
     expected, seconds = np.asarray(expected, dtype=float), np.asarray(seconds, dtype=float)
     costs = Costs(seconds, np.zeros(seconds.shape, dtype=bool))
     value = (1 + expected)[:, None] / seconds
-    return Values({}, expected, costs, np.zeros(len(expected)), CatchUpPrice(0, 0), value)
+    return Values({}, expected, costs, np.zeros(len(expected)), CatchUpPrice(0, 0, 0), value)
 
 
 @given(

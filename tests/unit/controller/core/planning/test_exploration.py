@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controller.core.acceptance.estimator import AcceptanceEstimator
+from controller.core.cost.catch_up_cost import CatchUpPrice
 from controller.core.cost.model import CostModel
 from controller.core.engine_spec import Arm
 from controller.core.planning.exploration import (
@@ -49,7 +50,7 @@ def situation(acceptance, steps, current, bucket=0, horizon=2000.0):
     costs = CostModel(ARMS, SIZES, profile_of(engine_spec(), gpu_like), SETTINGS)
     values = evaluate(
         ARMS, np.array(SIZES, dtype=float), {"mtp": estimator.curve()}, costs.costs(512.0),
-        {"mtp": 0.0}, 0.0,
+        {"mtp": 0.0}, CatchUpPrice(0.0, 0.0, 0.0),
     )  # fmt: skip
     return Situation(
         values, costs.uncertainty(), bucket, SIZES[bucket], current, None, horizon, bucket

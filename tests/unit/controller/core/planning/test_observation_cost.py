@@ -4,15 +4,16 @@ import numpy as np
 import pytest
 
 from controller.core.acceptance.cusum import Hazard
+from controller.core.cost.catch_up_cost import CatchUpPrice
 from controller.core.engine_spec import Arm
-from controller.core.planning.observation_cost import CatchUpPrice, ObservationPlanner, budget
+from controller.core.planning.observation_cost import ObservationPlanner, budget
 from controller.core.settings import PlannerSettings
 
 GAMMAS = (0, 1, 3)
 ARMS = [Arm("mtp", g) for g in GAMMAS]
 SIZES = np.array([1.0, 16.0])
 SETTINGS = PlannerSettings()
-FREE = CatchUpPrice(0.0, 0.0)
+FREE = CatchUpPrice(0.0, 0.0, 0.0)
 
 
 def observation(penalty=0.02, hazard=None, catch_up=FREE, settings=SETTINGS, off=0.01):
@@ -72,8 +73,21 @@ def test_blindness_has_a_price_only_where_shifts_were_seen():
 
 
 def test_waking_that_costs_is_done_less_often():
-    dear = CatchUpPrice(now=0.05, per_token=1e-5)
+    dear = CatchUpPrice(now=0.05, fixed=0.0, per_token=1e-5)
     assert observation(catch_up=dear).interval[0] > observation().interval[0]
+
+
+def test_a_pass_of_the_drafter_is_paid_by_each_look_and_not_by_each_step():
+    busy = Hazard(1e-3, 1e-3)
+    free = observation(hazard=busy).loss[1]
+    # The same 4 ms for a look after 25 steps of 16 tokens, either way.
+    once = CatchUpPrice(now=0.004, fixed=0.004, per_token=0.0)
+    each = CatchUpPrice(now=0.004, fixed=0.0, per_token=1e-5)
+    assert free < observation(hazard=busy, catch_up=once).loss[1]
+    assert (
+        observation(hazard=busy, catch_up=once).loss[1]
+        < observation(hazard=busy, catch_up=each).loss[1]
+    )
 
 
 def test_nothing_to_watch_without_an_off_or_without_a_drafter():

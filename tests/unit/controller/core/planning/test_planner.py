@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controller.core.acceptance.cusum import Hazard
+from controller.core.cost.catch_up_cost import CatchUpPrice
 from controller.core.cost.model import Costs
 from controller.core.engine_spec import Arm
 from controller.core.plan import Reason
-from controller.core.planning.observation_cost import CatchUpPrice
 from controller.core.planning.planner import Planner, Values, batch_buckets
 from controller.core.settings import PlannerSettings
 
@@ -21,7 +21,7 @@ ARMS = [Arm("mtp", g) for g in (0, 1, 2, 3)]
 
 # Probing off: gamma = 0 then is an arm like any other, without a price for being blind.
 PLAIN = PlannerSettings(switch_margin=0.02, probe_share=0.0)
-CALM = Hazard(expected=1e-4, seen=0.0)
+CALM = Hazard(expected=1e-4, better=0.0)
 
 
 def values(table, *, seconds=None, catch_up=None, expected=None):
@@ -35,7 +35,7 @@ def values(table, *, seconds=None, catch_up=None, expected=None):
         np.zeros(len(array)) if expected is None else np.asarray(expected, dtype=float),
         costs,
         np.zeros(len(array)) if catch_up is None else np.asarray(catch_up, dtype=float),
-        CatchUpPrice(0.0, 0.0),
+        CatchUpPrice(0.0, 0.0, 0.0),
         array,
     )
 
@@ -102,7 +102,7 @@ def test_where_traffic_shifts_often_a_small_gain_does_not_buy_blindness():
     seconds = [[0.01]] * 4
     calm, busy = (Planner(ARMS, (4,), PlannerSettings()) for _ in range(2))
     calm.update(values(table, seconds=seconds), CALM)
-    busy.update(values(table, seconds=seconds), Hazard(expected=0.02, seen=0.02))
+    busy.update(values(table, seconds=seconds), Hazard(expected=0.02, better=0.02))
     assert calm.choice == [0]
     assert busy.choice == [1]
 
