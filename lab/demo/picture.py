@@ -111,10 +111,10 @@ def _speeds(outcome: DemoOutcome, axes: "Axes") -> None:
     )
     axes.vlines(places, [s.low for s in spreads], [s.high for s in spreads], color="black")
     for place, name, spread in zip(places, names, spreads, strict=True):
-        axes.text(place, spread.high * 1.01, f"{spread.median:.0f}", ha="center", va="bottom")
+        label = f"{spread.median:.0f}"
         if name != STEERED:
-            ratio = f"steered\n×{outcome.ratio(name).median:.2f}"
-            axes.text(place, spread.median / 2, ratio, ha="center", va="center", color="white")
+            label += f"\nsteered\n×{outcome.ratio(name).median:.2f}"
+        axes.text(place, spread.median / 2, label, ha="center", va="center", color="white")
     oracle = outcome.oracles[0].oracle.rate
     axes.axhline(oracle, color="black", linestyle=":", linewidth=1)
     axes.text(
@@ -128,7 +128,7 @@ def _speeds(outcome: DemoOutcome, axes: "Axes") -> None:
         f"{field.name} {getattr(outcome.lost[0], field.name):.1%}" for field in fields(LostTime)
     )
     axes.set_title("whole day", loc="left", fontsize=11)
-    axes.set_xlabel(f"steered lost, by cause: {lost} (hidden behind the step)", fontsize=8)
+    axes.set_xlabel(f"steered lost, by cause: {lost} (hidden)", fontsize=8)
 
 
 def _phases(outcome: DemoOutcome, axes: "Axes") -> None:
