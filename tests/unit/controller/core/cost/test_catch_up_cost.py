@@ -108,7 +108,8 @@ def test_a_pass_of_the_drafter_is_told_from_the_tokens_that_it_reads(fixed):
         step += 1
         excess = fixed + 4 * slept * true_price
         catch_up.observe(report(step, 3, seconds=0.01 + excess), 0.01)
-    assert catch_up.price.fixed == pytest.approx(fixed, rel=0.15, abs=3e-4)
+    # The penalty keeps a fifth of it in the price of a token.
+    assert catch_up.price.fixed == pytest.approx(fixed, rel=0.25, abs=3e-4)
     for _ in range(30):
         step += 1
         catch_up.observe(report(step, 0), 0.01)
