@@ -5,7 +5,7 @@ it is measured, so it can be known before any engine runs.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from controller.core.engine_spec import Arm
 from controller.simulation.comparison.hindsight import SegmentSchedule, best_by_segment
@@ -51,11 +51,7 @@ def compute(
     stream: Stream, curves: Mapping[str, Mapping[str, Sequence[float]]], costs: StepCosts
 ) -> Oracle:
     """Replays the stream with every static arm, then with the best arm of each phase."""
-    surface = replace(
-        costs.surface,
-        prefill_pass_seconds=costs.prefill_pass_seconds,
-        catch_up_pass_seconds=costs.draft_pass_seconds,
-    )
+    surface = costs.surface
     workload = as_workload(stream, curves, [d.name for d in surface.drafters])
     options = EngineOptions(
         lag=0, noise=0.0, switch_seconds=costs.switch_seconds, warm_factor=costs.warm_factor,

@@ -112,8 +112,8 @@ class ObservationPlanner:
         asleep = catch_up.per_token * self._sizes / seconds[off]
         shares = np.minimum(share + asleep, settings.probe_share)
         due = np.maximum(best, (cost + catch_up.now / seconds[off]) / shares)
-        # It ends where the requests do.
         cost = cost + catch_up.fixed / seconds[off]
+        # What was missed ends where the requests do.
         often = cost / np.maximum(shares - asleep, 1e-9)
         rarely = (cost + asleep * _MISSED_STEPS_MAX) / shares
         apart = np.maximum(best, np.minimum(often, rarely))

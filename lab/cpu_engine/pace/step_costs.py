@@ -54,16 +54,13 @@ _SOURCES: Mapping[str, str] = {
 class StepCosts:
     """Holds the imposed duration of every pass of an engine, in seconds of the model's time.
 
-    surface: decode steps of both drafters by their names in the engine, batches padded.
-    prefill_pass_seconds: a prefill, without its tokens.  draft_pass_seconds: one pass of the own
-    drafter.
+    surface: decode steps of both drafters by their names in the engine, batches padded; the passes
+    of a prefill and of a drafter that catches up.
     """
 
     name: str
     source: str
     surface: CostSurface
-    prefill_pass_seconds: float
-    draft_pass_seconds: float
     switch_seconds: float = SWITCH_SECONDS
     warm_factor: float = WARM_FACTOR
 
@@ -88,12 +85,12 @@ class StepCosts:
 
     def prefill_seconds(self, tokens: int) -> float:
         """Seconds of a pass that reads so many tokens of prompts."""
-        return self.prefill_pass_seconds + self.surface.prefill_seconds_per_token * tokens
+        surface = self.surface
+        return surface.prefill_pass_seconds + surface.prefill_seconds_per_token * tokens
 
     def catch_up_seconds(self, tokens: int) -> float:
         """Seconds in which the drafter reads what it slept through; 0 for no token."""
-        per_token = self.surface.catch_up_seconds_per_token
-        return self.draft_pass_seconds + per_token * tokens if tokens else 0.0
+        return self.surface.catch_up_seconds(tokens)
 
 
 def load_step_costs(
@@ -136,13 +133,12 @@ def load_step_costs(
     drafted = float(surface.seconds[rows[Arm(OWN, shortest)], 1])
     # The context in the table belongs to decoding: a prefill pays for its own.
     context = float(surface.kv_seconds[rows[Arm(OWN, 0)]]) * surface.kv_reference
-    return StepCosts(
-        surface.name,
-        source,
+    priced = replace(
         _padded(surface, graph_batch_sizes),
-        max(plain - context, 0.1 * plain),
-        max(drafted - plain, 0.0) / max(shortest, 1),
+        prefill_pass_seconds=max(plain - context, 0.1 * plain),
+        catch_up_pass_seconds=max(drafted - plain, 0.0) / max(shortest, 1),
     )
+    return StepCosts(surface.name, source, priced)
 
 
 def padded_size(batch_size: int, graph_batch_sizes: Sequence[int] = GRAPH_BATCH_SIZES) -> int:

@@ -112,6 +112,15 @@ def test_a_drafter_that_slept_pays_for_what_it_missed():
     assert woken.step_seconds - usual == pytest.approx(16 * 1e-4, rel=0.1)
 
 
+def test_a_drafter_that_slept_pays_for_its_pass_once():
+    costs = replace(surface(catch_up=1e-4), catch_up_pass_seconds=0.003)
+    policy = Recorder((0, 0, 0, 0, 2, 2))
+    simulate(closed(4, 400), costs, policy, STILL, 0)
+    woken, next_one = [r for r in policy.records if r.arm == 2][:2]
+    assert woken.step_seconds - costs.seconds[2, 4] == pytest.approx(0.003 + 16e-4, rel=0.1)
+    assert next_one.step_seconds == pytest.approx(costs.seconds[2, 4], rel=0.02)
+
+
 def test_a_drafter_kept_warm_pays_every_step_and_nothing_on_waking():
     costs = surface(catch_up=1e-4)
     policy = Recorder((0, 0, 0, 0, 2), asleep=False)

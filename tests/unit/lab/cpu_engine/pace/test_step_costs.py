@@ -117,7 +117,7 @@ def test_a_csv_is_read_as_it_stands(tmp_path):
     costs = load_step_costs(str(path), (0, 3))
     assert costs.decode_seconds(Arm("eagle3", 3), 8, 9999) == pytest.approx(0.018)
     assert costs.decode_seconds(Arm("eagle3", 0), 1, 9999) == pytest.approx(0.010)
-    assert costs.draft_pass_seconds == pytest.approx(0.001)
+    assert costs.surface.catch_up_pass_seconds == pytest.approx(0.001)
     with pytest.raises(InvalidInputError, match=r"draft lengths \[0, 3\], and the engine \[1\]"):
         load_step_costs(str(path), (0, 1, 3))
 
