@@ -73,21 +73,23 @@ def play_any_order(
     arms: Sequence[Arm],
     seed: int,
     plain: Sequence[Sequence[int]],
-) -> None:
-    """Plays under random arms, checks each answer, and goes on until every arm has run.
+) -> list[StepReport]:
+    """Plays under random arms until every arm has run; the reports of all plays.
 
-    plain: plain decoding's tokens.  On a busy machine a plan comes for every few steps only, so one
-    play may meet few arms.
+    Each answer is checked against plain, plain decoding's tokens.  On a busy machine a plan comes
+    for every few steps only, so one play may meet few arms.
     """
     choose = random.Random(seed)
+    every: list[StepReport] = []
     ran: set[tuple[str, int]] = set()
     asked = {(which[0] if which and gamma else 0, gamma) for gamma, _, *which in arms}
     for _ in range(_PLAYS_MAX):
         answers, reports = play(engine, sidecar, lambda _: choose.choice(arms))
         assert [answer.tokens for answer in answers] == plain
+        every += reports
         ran |= {(report.drafter if report.gamma else "", report.gamma) for report in reports}
         if len(ran) == len(asked):
-            return
+            return every
     pytest.fail(f"of {len(asked)} arms only {sorted(ran)} ran")
 
 
