@@ -1,8 +1,13 @@
-"""Holds what peers share: finding an arm by its draft length, and reading a step."""
+"""Holds what peers share: finding an arm by its draft length, pricing arms, and reading a step."""
 
+import math
 from collections.abc import Sequence
 
+import numpy as np
+
+from controller.core.cost.profile import Profile
 from controller.core.engine_spec import Arm
+from controller.simulation.errors import InvalidInputError
 from controller.simulation.policy import ArmChoice
 
 
@@ -60,3 +65,45 @@ def octave_range(index: int) -> tuple[int, int]:
 def accepted_tokens(counts: Sequence[int]) -> int:
     """Sums the accepted draft tokens (without bonus tokens) of a step from its gamma + 1 counts."""
     return sum(accepted * sequences for accepted, sequences in enumerate(counts))
+
+
+class RelativeCosts:
+    """Tells what a step costs relative to another arm's at the same batch: C(arm, b) / C(base, b).
+
+    The ratios are the profile's where both arms were measured, linear in log b in between, constant
+    outside; the context is the profile's.  base is usually plain decoding, which is the target
+    alone and so has one price, whoever would not draft.
+
+    Raises InvalidInputError if no batch size is measured at an arm and at `base`.
+    """
+
+    def __init__(self, profile: Profile, arms: Sequence[Arm], base: Arm) -> None:
+        by_size: dict[Arm, dict[int, float]] = {}
+        for cell in profile.cells:
+            by_size.setdefault(cell.arm, {})[cell.batch_size] = cell.step_seconds
+        self._curves = [_ratios(by_size, arm, base) for arm in arms]
+        self._known: dict[int, list[float]] = {}
+
+    def at(self, batch_size: int) -> list[float]:
+        """Returns [arms] ratios at this batch size."""
+        found = self._known.get(batch_size)
+        if found is None:
+            x = math.log(batch_size)
+            found = [float(np.interp(x, sizes, ratios)) for sizes, ratios in self._curves]
+            self._known[batch_size] = found
+        return found
+
+
+def _ratios(
+    by_size: dict[Arm, dict[int, float]], arm: Arm, base: Arm
+) -> tuple[list[float], list[float]]:
+    """(log b, C(arm, b) / C(base, b)) at the batch sizes where both were measured, ascending."""
+    if arm.gamma == 0 == base.gamma:
+        return [0.0], [1.0]
+    mine, others = by_size.get(arm, {}), by_size.get(base, {})
+    sizes = sorted(mine.keys() & others.keys())
+    if not sizes:
+        raise InvalidInputError(
+            "profile", 0, f"no batch size is measured at both {arm} and {base}, which are compared"
+        )
+    return [math.log(size) for size in sizes], [mine[size] / others[size] for size in sizes]

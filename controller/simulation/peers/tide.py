@@ -25,12 +25,9 @@ training half of TIDE, which changes the drafter and not this decision.
 import math
 from collections.abc import Sequence
 
-import numpy as np
-
 from controller.core.cost.profile import Profile
 from controller.core.engine_spec import Arm
-from controller.simulation.errors import InvalidInputError
-from controller.simulation.peers.common import accepted_tokens, on_and_off
+from controller.simulation.peers.common import RelativeCosts, accepted_tokens, on_and_off
 from controller.simulation.policy import ArmChoice, StepRecord
 from controller.simulation.results import PolicyOrigin
 
@@ -66,13 +63,11 @@ class TideThreshold:
         self._seen = 0
         self._off_steps = 0
         if not self._fixed:
-            self._log_sizes, self._ratios = _relative_costs(
-                profile, arms[self._on.arm], arms[self._off.arm]
-            )
+            self._costs = RelativeCosts(profile, [arms[self._on.arm]], arms[self._off.arm])
 
     def relative_cost(self, batch_size: int) -> float:
         """c(b) gamma + beta(b): the acceptance length at which speculation breaks even."""
-        return float(np.interp(math.log(batch_size), self._log_sizes, self._ratios))
+        return self._costs.at(batch_size)[0]
 
     def choose(self, batch_size: int, now: float) -> ArmChoice:
         """Drafts while the practical speedup at this batch is above 1."""
@@ -99,18 +94,3 @@ class TideThreshold:
         else:
             weight = 1.0 - math.exp(-record.batch_size / self._memory)
         self.acceptance_length += weight * (length - self.acceptance_length)
-
-
-def _relative_costs(profile: Profile, on: Arm, off: Arm) -> tuple[list[float], list[float]]:
-    """(log b, C(on, b) / C(off, b)) at the batch sizes where the profile has both, ascending."""
-    by_size: dict[Arm, dict[int, float]] = {on: {}, off: {}}
-    for cell in profile.cells:
-        if cell.arm in by_size:
-            by_size[cell.arm][cell.batch_size] = cell.step_seconds
-    sizes = sorted(by_size[on].keys() & by_size[off].keys())
-    if not sizes:
-        raise InvalidInputError(
-            "profile", 0, f"no batch size is measured at both {on} and {off}, which TIDE compares"
-        )
-    ratios = [by_size[on][size] / by_size[off][size] for size in sizes]
-    return [math.log(size) for size in sizes], ratios

@@ -5,7 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.core.engine_spec import MAX_BATCH_SIZE, Arm
+from controller.simulation.errors import InvalidInputError
 from controller.simulation.peers.common import (
+    RelativeCosts,
     accepted_tokens,
     by_gamma,
     nearest,
@@ -14,6 +16,7 @@ from controller.simulation.peers.common import (
     off_arm,
     speculating_arm,
 )
+from tests.unit.controller.simulation.peers.loop import ARMS, profile_of, step_seconds
 
 TWO = (Arm("mtp", 0), Arm("mtp", 3), Arm("dflash", 0), Arm("dflash", 8), Arm("dflash", 4))
 
@@ -52,3 +55,24 @@ def test_octaves_follow_each_other_without_gap():
 def test_accepted_tokens_are_those_of_all_sequences(lengths):
     counts = [lengths.count(k) for k in range(9)]
     assert accepted_tokens(counts) == sum(lengths)
+
+
+def test_relative_costs_are_the_measured_ones_and_lie_in_between():
+    costs = RelativeCosts(profile_of(), ARMS, ARMS[0])
+    for size in (1, 4, 16, 64, 256):
+        expected = [step_seconds(arm.gamma, size) / step_seconds(0, size) for arm in ARMS]
+        assert costs.at(size) == pytest.approx(expected)
+    # Halfway between two sizes, in log b.
+    middle = [(a + b) / 2 for a, b in zip(costs.at(16), costs.at(64), strict=True)]
+    assert costs.at(32) == pytest.approx(middle)
+    assert costs.at(MAX_BATCH_SIZE) == costs.at(256)
+
+
+def test_plain_decoding_has_one_price_whoever_would_not_draft():
+    costs = RelativeCosts(profile_of(TWO[1:2] + TWO[2:]), TWO, TWO[2])
+    assert costs.at(7)[0] == costs.at(7)[2] == 1.0
+
+
+def test_an_arm_without_a_size_in_common_is_refused():
+    with pytest.raises(InvalidInputError, match=r"both Arm.*gamma=3.* and Arm.*gamma=0"):
+        RelativeCosts(profile_of(TWO[:1]), TWO[1:2], TWO[0])

@@ -84,5 +84,5 @@ def test_with_nothing_to_decide_it_needs_no_costs(arms, arm):
 
 
 def test_a_profile_without_its_arms_is_refused():
-    with pytest.raises(InvalidInputError, match="TIDE compares"):
+    with pytest.raises(InvalidInputError, match="no batch size is measured at both"):
         TideThreshold(ARMS, profile_of(ARMS[:3]), 3)
