@@ -8,10 +8,15 @@ accepted drafts of every request (rebuilt from the step's counts: its average do
 What it runs with: the configuration that the installed package ships.  A candidate that the engine
 has no arm for is taken out through the package's own configuration file; a slot that would lose
 all its positive candidates gets the nearest draft lengths instead.  It starts at 3 steps, or the
-nearest.  Left out: padding to captured graph sizes, which is off until the worker names some.  It
-cannot switch drafters and uses the first one.  At 0 steps the drafter is kept in step, as SGLang
-does unless SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND is set: it leaves 0 every few batches, and a
-drafter that slept would come back stale each time.
+nearest.  It cannot switch drafters and uses the first one.  At 0 steps the drafter is kept in step,
+as SGLang does unless SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND is set: it leaves 0 every few batches,
+and a drafter that slept would come back stale each time.
+
+Before the first batch, the worker's `init_states` hands the class the batch sizes that CUDA graphs
+were captured for; from then on a batch belongs to the slot of the size that it is padded to, which
+at 31 and at 61 to 63 sequences is the next slot.  The same is done here, with the sizes that SGLang
+captures by default when it speculates.  (0.5.23 passes on `--cuda-graph-bs-decode`, so a server
+that was started without this option does not pad: `graph_sizes=()`.)
 
 The import brings torch and some 3,000 modules: about 4 s and 430 MB, once in a process, and not
 before the first object is made.
@@ -34,6 +39,8 @@ from controller.simulation.results import PolicyOrigin
 
 NAME = "sglang-adaptive"
 INITIAL_STEPS = 3
+# As `generate_decode_cuda_graph_batch_sizes` lists them for an H100, up to 256.
+GRAPH_SIZES = (*range(1, 9), *range(10, 33, 2), *range(40, 65, 4), *range(72, 257, 8))
 _MODULE = "sglang.srt.speculative.adaptive_spec_params"
 
 
@@ -48,22 +55,29 @@ class PeerUnavailableError(SpeculationError):
 class SGLangAdaptive:
     """The installed SGLang's adaptive steps over the first drafter's arms.
 
-    warm: at 0 steps, keep the drafter in step.  Raises PeerUnavailableError without SGLang.
+    graph_sizes: batch sizes with captured graphs; empty: batches are not padded.  warm: at 0 steps,
+    keep the drafter in step.  Raises PeerUnavailableError without SGLang.
     """
 
     origin = PolicyOrigin.IMPORTED
 
     def __init__(
-        self, arms: Sequence[Arm], initial_steps: int = INITIAL_STEPS, *, warm: bool = True
+        self,
+        arms: Sequence[Arm],
+        initial_steps: int = INITIAL_STEPS,
+        *,
+        graph_sizes: Sequence[int] = GRAPH_SIZES,
+        warm: bool = True,
     ) -> None:
         index = by_gamma(arms, first_drafter(arms))
         self._choices = {gamma: ArmChoice(i, asleep=not warm) for gamma, i in index.items()}
         # Any: the package has no types, see the configuration of mypy.
         self.params: Any = _make_params(tuple(index), nearest(list(index), initial_steps))
+        self.params.set_cuda_graph_bs(list(graph_sizes))
         self._steps_for_batch = self.params.get_steps_for_batch
 
     def choose(self, batch_size: int, now: float) -> ArmChoice:
-        """Returns the arm of the steps that the slot of this batch size stands at."""
+        """Returns the arm of the steps that the slot of this batch, padded, stands at."""
         del now
         return self._choices[self._steps_for_batch(batch_size)]
 

@@ -62,7 +62,7 @@ def test_tide_takes_the_nearest_draft_length_that_there_is():
 @pytest.mark.parametrize("batches", [(1,), (1, 8, 31), (8, 32, 64), (2, 4, 16, 40, 100)])
 def test_the_moving_average_goes_where_sglangs_own_class_goes(seed, batches):
     rng = random.Random(seed)
-    peer = SGLangAdaptive(ARMS)
+    peer = SGLangAdaptive(ARMS, graph_sizes=())
     buckets = tuple(range(1, 129))
     ours = EmaPlanner(ARMS, buckets, PlannerSettings(policy="sglang-ema"))
     nothing = values(np.zeros(len(ARMS)), np.ones((len(ARMS), len(buckets))))

@@ -3,12 +3,14 @@
 import random
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from controller.core.engine_spec import Arm
 from controller.simulation.peers.sglang_adaptive import (
+    GRAPH_SIZES,
     PeerUnavailableError,
     SGLangAdaptive,
     available_config,
@@ -41,9 +43,10 @@ def test_every_step_is_what_calling_the_class_directly_gives(theirs):
     rng = random.Random(1)
     policy = SGLangAdaptive(ARMS)
     direct = theirs.AdaptiveSpeculativeParams(3)
+    direct.set_cuda_graph_bs(list(GRAPH_SIZES))
     seen = set()
     for step in range(3000):
-        batch_size = rng.choice((1, 3, 8, 20, 40, 64, 300))
+        batch_size = rng.choice((1, 3, 8, 20, 31, 40, 62, 64, 300))
         alpha = 0.95 if step % 1000 < 500 else 0.3
         arm = policy.choose(batch_size, 0.0).arm
         steps = direct.get_steps_for_batch(batch_size)
@@ -59,6 +62,38 @@ def test_every_step_is_what_calling_the_class_directly_gives(theirs):
         counts = [accepted.count(k) for k in range(steps + 1)]
         policy.observe(record(arm, ARMS, counts), 0.0)
     assert {(1, 1), (1, 7), (8, 0), (8, 3), (64, 0)} <= seen
+
+
+def test_the_batch_sizes_are_those_that_sglang_captures_when_it_speculates(theirs):
+    from sglang.srt.arg_groups.cuda_graph_hook import generate_decode_cuda_graph_batch_sizes
+
+    arguments = SimpleNamespace(disable_cuda_graph_padding=False, speculative_algorithm="EAGLE3")
+    assert generate_decode_cuda_graph_batch_sizes(arguments, 256) == list(GRAPH_SIZES)
+
+
+def test_a_batch_belongs_to_the_slot_of_the_size_that_it_is_padded_to(theirs):
+    """The slots begin at 1, 8, 32 and 64, and start at the middle of their candidate steps or 3."""
+    padded, plain = SGLangAdaptive(ARMS), SGLangAdaptive(ARMS, graph_sizes=())
+    gammas = {
+        size: (ARMS[padded.choose(size, 0.0).arm].gamma, ARMS[plain.choose(size, 0.0).arm].gamma)
+        for size in (7, 8, 30, 31, 32, 60, 61, 63, 64, 300)
+    }
+    assert gammas == {
+        7: (3, 3), 8: (3, 3), 30: (3, 3), 31: (1, 3), 32: (1, 1), 60: (1, 1), 61: (0, 1),
+        63: (0, 1), 64: (0, 0), 300: (0, 0),
+    }  # fmt: skip
+
+
+def test_what_a_padded_batch_accepted_moves_the_slot_that_it_ran_in(theirs):
+    policy = SGLangAdaptive(ARMS)
+    ran = set()
+    for _ in range(60):
+        arm = policy.choose(31, 0.0).arm
+        ran.add(ARMS[arm].gamma)
+        policy.observe(record(arm, ARMS, [31] + [0] * ARMS[arm].gamma), 0.0)
+    # The slot from 32 on has 0 and 1; that from 8 on, which has 3 as well, was not moved.
+    assert ran == {0, 1}
+    assert ARMS[policy.choose(30, 0.0).arm].gamma == 3
 
 
 def test_candidates_without_an_arm_are_left_out():
