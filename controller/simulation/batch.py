@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from controller.simulation.errors import InvalidInputError
+from controller.simulation.policy import IdleCounts
 from controller.simulation.surface import CostSurface
 from controller.simulation.workload import ClosedLoop, RequestPool, Workload
 
@@ -15,9 +16,13 @@ class Batch:
     """Sequences of a workload under continuous batching.  One object per run.
 
     All per-sequence state is in numpy arrays of which the first `size` entries are in use.
+    idle_positions: draft positions at which idle drafters are evaluated, 0 if nobody asks for that;
+    `idle` holds the last step's result.
     """
 
-    def __init__(self, workload: Workload, surface: CostSurface) -> None:
+    def __init__(self, workload: Workload, surface: CostSurface, idle_positions: int = 0) -> None:
+        self._idle_positions = idle_positions
+        self.idle: list[IdleCounts] = []
         self._fastest = 1 + max(d.gammas[-1] for d in surface.drafters)
         self._drafters = [d.name for d in surface.drafters]
         if isinstance(workload, ClosedLoop):
@@ -140,6 +145,7 @@ class Batch:
         """Runs one decode step: (accepted_counts, counts by class, tokens gained)."""
         n = self.size
         position = self._position[:n]
+        start = self._base[:n] + position if self._idle_positions else None
         if gamma > 0:
             accepted = self._flat[drafter][self._base[:n] + position]
             np.minimum(accepted, gamma, out=accepted)
@@ -151,6 +157,9 @@ class Batch:
             accepted = None
             counts = [n]
         position += 1
+        if start is not None:
+            verified = self._base[:n] + position - start
+            self.idle = self._evaluate(drafter if gamma > 0 else None, start, verified)
         tokens = n + sum(k * count for k, count in enumerate(counts))
         classes = self._classes(accepted, gamma, n)
         self.kv_tokens += tokens
@@ -158,6 +167,20 @@ class Batch:
             tokens -= self._leave(n)
         self._steps_to_check -= 1
         return counts, classes, float(tokens)
+
+    def _evaluate(
+        self, running: int | None, start: NDArray[np.int64], verified: NDArray[np.int64]
+    ) -> list[IdleCounts]:
+        """Scores the other drafters.  start, verified: [sequences], first position and tokens."""
+        depth = self._idle_positions
+        found = []
+        for d, name in enumerate(self._drafters):
+            if d != running:
+                # What follows the last verified token shows nothing about any drafter.
+                accepted = np.minimum(self._flat[d][start], verified)
+                reached = np.minimum(accepted + 1, verified)
+                found.append(IdleCounts(name, *(_at_least(x, depth) for x in (reached, accepted))))
+        return found
 
     def _classes(
         self, accepted: NDArray[np.uint8] | None, gamma: int, n: int
@@ -230,3 +253,10 @@ class Batch:
             self.phase_changed = True
         else:
             self.done = self.size == 0 and not self._prefilling
+
+
+def _at_least(values: NDArray[np.int64], depth: int) -> list[int]:
+    """[depth] counts of the values that are at least 1, 2, ..."""
+    counts = np.bincount(np.minimum(values, depth), minlength=depth + 1)
+    found: list[int] = np.cumsum(counts[:0:-1])[::-1].tolist()
+    return found

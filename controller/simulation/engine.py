@@ -18,7 +18,13 @@ from numpy.typing import NDArray
 from controller.core.step_report import StepFlags
 from controller.simulation.batch import Batch
 from controller.simulation.errors import InvalidInputError
-from controller.simulation.policy import ArmChoice, Clairvoyant, Policy, StepRecord
+from controller.simulation.policy import (
+    ArmChoice,
+    Clairvoyant,
+    FullInformation,
+    Policy,
+    StepRecord,
+)
 from controller.simulation.surface import CostSurface
 from controller.simulation.workload import Workload
 
@@ -154,7 +160,8 @@ class _EngineRun:
         # A stream each: what a policy does must not move the noise that it meets.
         streams = np.random.default_rng(seed).spawn(3)
         self._noise_rng, self._thinning_rng, self._pace_rng = streams
-        self._batch = Batch(workload, surface)
+        self._idle_positions = policy.idle_positions if isinstance(policy, FullInformation) else 0
+        self._batch = Batch(workload, surface, self._idle_positions)
         self._arms = surface.arms
         self._drafters = [d.name for d in surface.drafters]
         self._drafter_of = [self._drafters.index(arm.drafter) for arm in self._arms]
@@ -228,12 +235,17 @@ class _EngineRun:
         step, n, kv, began = result.steps, batch.size, batch.kv_tokens, self._now
         choice = self._choose(step)
         arm = choice.arm
+        asleep = choice.asleep and not self._idle_positions
         switched = arm != self._last_arm and self._last_arm >= 0
-        seconds = self._step_seconds(arm, n, kv, switched, choice.asleep)
+        seconds = self._step_seconds(arm, n, kv, switched, asleep)
         counts, classes, tokens = batch.step(
             self._drafter_of[arm], self._arms[arm].gamma, self._thinning()
         )
-        self._keep_up(arm, choice.asleep, tokens)
+        if self._idle_positions:
+            # The other drafters read the step's tokens, and so miss none.
+            seconds += (len(self._drafters) - 1) * self._surface.catch_up_seconds(tokens)
+        else:
+            self._keep_up(arm, asleep, tokens)
         self._now = self._account(began, seconds, tokens)
         result.trace.add(arm, n, kv, self._now, int(tokens))
         result.steps += 1
@@ -244,7 +256,9 @@ class _EngineRun:
         octave[1] += seconds
         flags = _FLAGS[self._gap, switched]
         self._late.append(
-            StepRecord(step, n, kv, arm, counts, seconds, flags, choice.probe_id, classes)
+            StepRecord(
+                step, n, kv, arm, counts, seconds, flags, choice.probe_id, classes, batch.idle
+            )
         )
         self._last_arm, self._gap = arm, False
 

@@ -19,12 +19,26 @@ class ArmChoice:
     asleep: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class IdleCounts:
+    """Says how a drafter that did not draft would have done on the tokens that a step verified.
+
+    reached, accepted: [positions] of sequences, for the draft positions 1, 2, ...; a position that
+    lies past a sequence's verified tokens is not known, and counts as not reached.
+    """
+
+    drafter: str
+    reached: list[int]
+    accepted: list[int]
+
+
 @dataclass(slots=True)
 class StepRecord:
     """One decode step as an engine's telemetry has it.
 
     arm: index of what ran.  counts: gamma + 1 counts of accepted lengths.  classes: (label, counts)
     of the batch's request classes, empty when there is only one.  kv_tokens: before the step.
+    idle: the drafters that did not draft, for a policy with `FullInformation` only.
     """
 
     step: int
@@ -36,6 +50,7 @@ class StepRecord:
     flags: StepFlags
     probe_id: int
     classes: Sequence[tuple[str, list[int]]] = ()
+    idle: Sequence[IdleCounts] = ()
 
 
 class Policy(Protocol):
@@ -56,4 +71,18 @@ class Clairvoyant(Protocol):
 
     def enter(self, segment: int) -> None:
         """Index of the segment."""
+        ...
+
+
+@runtime_checkable
+class FullInformation(Protocol):
+    """A policy that has every drafter evaluated on the tokens that each step verifies.
+
+    The engine keeps all drafters in step for it and fills `StepRecord.idle`.  Every step pays for
+    that: each idle drafter reads the step's tokens at its catch-up price, and no drafter sleeps.
+    """
+
+    @property
+    def idle_positions(self) -> int:
+        """Draft positions to evaluate, at least 1."""
         ...

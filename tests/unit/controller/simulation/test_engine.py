@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from controller.simulation.engine import EngineOptions, Prefill, simulate
 from controller.simulation.errors import InvalidInputError
 from controller.simulation.peers.static import Static
-from controller.simulation.policy import ArmChoice
+from controller.simulation.policy import ArmChoice, IdleCounts
 from controller.simulation.workload import ClosedLoop, OpenLoop, RequestPool, WorkloadPhase
 from tests.unit.controller.simulation.small import GAMMAS, pool, surface
 
@@ -37,6 +37,12 @@ class Recorder:
         del now
         self.records.append(record)
         self.known_at.append(self.asked)
+
+
+class Informed(Recorder):
+    """Asks for three draft positions of every drafter that did not draft."""
+
+    idle_positions = 3
 
 
 @given(st.integers(0, 3), st.integers(1, 16), st.floats(0.0, 1.0), st.integers(0, 5))
@@ -250,3 +256,90 @@ def test_a_pass_over_prompts_costs_its_own_time_and_ends_a_phase_with_its_last_r
     assert run.trace.ends == [11.0, 12.0, 23.0, 24.0, 35.0, 36.0]
     assert run.segment_tokens == [4.0, 6.0]
     assert run.segment_seconds == [22.0, 14.0]
+
+
+def two_drafters(mtp, eagle):
+    """One request, and what either drafter would have accepted from each of its positions on."""
+    accepted = {"mtp": np.array(mtp, dtype=np.uint8), "eagle": np.array(eagle, dtype=np.uint8)}
+    return RequestPool(np.array([10]), np.array([len(mtp)]), np.array([0]), np.array([0]), accepted)
+
+
+def informed(arms, pool, costs=None, **changes):
+    policy = Informed(arms)
+    loop = ClosedLoop((WorkloadPhase("p", pool, 1, len(pool.accepted["mtp"])),))
+    both = surface(("mtp", "eagle"))
+    simulate(loop, costs or both, policy, EngineOptions(lag=0, noise=0.0, **changes), 0)
+    return policy.records
+
+
+MTP_1, MTP_3, OFF_2, EAGLE_3 = 1, 2, 4, 6
+
+
+def test_idle_drafters_are_scored_on_the_verified_tokens_and_no_further():
+    """Arm by arm: verified tokens 2, 1 (a rejection) and 4; EAGLE would have had 3, 0 and 2."""
+    records = informed(
+        (MTP_1, MTP_3, MTP_3, MTP_3),
+        two_drafters([1, 0, 0, 3, 0, 0, 0, 0, 0, 0], [3, 0, 0, 2, 0, 0, 0, 0, 0, 0]),
+    )
+    assert [record.counts.index(1) for record in records[:3]] == [1, 0, 3]
+    assert [record.idle for record in records[:3]] == [
+        [IdleCounts("eagle", [1, 1, 0], [1, 1, 0])],
+        [IdleCounts("eagle", [1, 0, 0], [0, 0, 0])],
+        [IdleCounts("eagle", [1, 1, 1], [1, 1, 0])],
+    ]
+
+
+def test_without_a_draft_both_drafters_are_scored_on_the_one_token():
+    records = informed((OFF_2, OFF_2, OFF_2), two_drafters([2, 0, 0, 0, 0, 0], [0, 1, 0, 0, 0, 0]))
+    assert records[0].idle == [
+        IdleCounts("mtp", [1, 0, 0], [1, 0, 0]), IdleCounts("eagle", [1, 0, 0], [0, 0, 0]),
+    ]  # fmt: skip
+    assert [idle.accepted[0] for idle in records[1].idle] == [0, 1]
+
+
+@given(st.integers(0, 7), st.integers(1, 16), st.integers(0, 3))
+@settings(max_examples=30, deadline=None)
+def test_what_an_idle_drafter_reached_and_accepted_can_be(arm, batch, seed):
+    policy = Informed((arm,))
+    work = ClosedLoop(
+        (WorkloadPhase("p", pool(drafters=("mtp", "eagle"), seed=seed), batch, batch * 30),)
+    )
+    costs = surface(("mtp", "eagle"))
+    simulate(work, costs, policy, STILL, seed)
+    running = costs.arms[arm]
+    names = [d for d in ("mtp", "eagle") if running.gamma == 0 or d != running.drafter]
+    for record in policy.records:
+        assert [idle.drafter for idle in record.idle] == names
+        for idle in record.idle:
+            assert idle.reached[0] == record.batch_size
+            for k in range(3):
+                assert 0 <= idle.accepted[k] <= idle.reached[k]
+                assert k == 0 or idle.reached[k] <= idle.accepted[k - 1]
+
+
+def test_evaluating_idle_drafters_costs_each_step_their_catch_up_and_no_switch_any():
+    costs = replace(surface(("mtp", "eagle"), catch_up=1e-4), catch_up_pass_seconds=0.003)
+    mtp, eagle = [3] * 60, [0] * 60
+    arms = (MTP_3, MTP_3, MTP_3, EAGLE_3, OFF_2, OFF_2, MTP_3)
+    records = informed(arms, two_drafters(mtp, eagle), costs, warm_factor=1.1)
+    for record in records[:7]:
+        gained = 1 + (record.counts.index(1))
+        base = costs.seconds[record.arm, 1] * (1.1 if record.arm == OFF_2 else 1.0)
+        evaluation = 0.003 + gained * 1e-4
+        assert record.step_seconds == pytest.approx(base + evaluation, rel=1e-3)
+
+
+def test_nobody_else_is_informed_or_pays():
+    costs = surface(("mtp", "eagle"), catch_up=1e-4)
+    policy = Recorder((MTP_3,))
+    work = ClosedLoop((WorkloadPhase("p", two_drafters([3] * 60, [0] * 60), 1, 60),))
+    simulate(work, costs, policy, STILL, 0)
+    assert all(record.idle == [] for record in policy.records)
+    assert policy.records[1].step_seconds == pytest.approx(costs.seconds[MTP_3, 1], rel=1e-3)
+
+
+def test_a_drafter_kept_in_step_is_never_stale():
+    options = {"stale_after": 2, "stale_steps": 9, "stale_acceptance": 0.0}
+    arms = (OFF_2,) * 6 + (MTP_3,) * 6
+    records = informed(arms, two_drafters([3] * 60, [0] * 60), **options)
+    assert [record.counts[3] for record in records[6:10]] == [1] * 4
