@@ -4,14 +4,16 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from controller.core.cost.profile import Profile
-from controller.core.engine_spec import Arm
+from controller.core.engine_spec import MAX_BATCH_SIZE, Arm
 from controller.simulation.peers.bandit_ucb import UcbBandit
 from controller.simulation.peers.common import first_drafter, speculating_arm
+from controller.simulation.peers.full_information import FullInformationChoice
 from controller.simulation.peers.goodput_probe import GoodputProbe
 from controller.simulation.peers.hill_climber import HillClimber
 from controller.simulation.peers.sglang_adaptive import SGLangAdaptive
 from controller.simulation.peers.tide import TideThreshold
-from controller.simulation.peers.trtllm_gate import SpeculationGate
+from controller.simulation.peers.trtllm_gate import THRESHOLD, SpeculationGate, break_even_rate
+from controller.simulation.peers.vllm_adaptive_k import AdaptiveK
 from controller.simulation.peers.vllm_schedule import BatchSchedule, Table
 from controller.simulation.policy import Policy
 
@@ -28,28 +30,42 @@ def standard_peers(
 ) -> dict[str, PeerFactory]:
     """Name -> factory of every peer with its usual settings; each call makes a fresh object.
 
-    table: the schedule of `vllm-schedule`, see `best_table`.  Peers with one fixed arm take the one
-    that the table speculates with most often, and the gate speculates up to the largest batch at
-    which the table does.  `tide` needs costs: without a profile it is left out.  The factory of
-    `sglang-adaptive` raises PeerUnavailableError where SGLang is not installed.
+    table: the schedule of `vllm-schedule`, see `best_table`; the gate takes its draft lengths.
+    Peers that cannot switch drafters take the one of the arm that the table speculates with most
+    often, and peers with one fixed draft length take that arm's.  profile: costs; without them
+    `tide` and `full-information` are left out, and two others do with their own constants.
+    `full-information` needs two drafters.  The factory of `sglang-adaptive` raises
+    PeerUnavailableError where SGLang is not installed.
     """
     arms = tuple(arms)
-    speculating = [(last, arm) for _, last, arm in table if arms[arm].gamma > 0]
-    usual = [arm for _, arm in speculating] or [
-        speculating_arm(arms, first_drafter(arms), _USUAL_GAMMA)
-    ]
+    speculating = [arm for _, _, arm in table if arms[arm].gamma > 0]
+    usual = speculating or [speculating_arm(arms, first_drafter(arms), _USUAL_GAMMA)]
     fixed = arms[max(sorted(set(usual)), key=usual.count)]
-    # None when the table never switches speculation off above some batch size.
-    largest = max((last for last, _ in speculating), default=0)
-    limit = None if arms[table[-1][2]].gamma > 0 else largest
     peers: dict[str, PeerFactory] = {
         "sglang-adaptive": partial(SGLangAdaptive, arms),
         "vllm-schedule": partial(BatchSchedule, arms, table),
-        "trtllm-gate": partial(SpeculationGate, arms, fixed.gamma, limit, drafter=fixed.drafter),
+        "vllm-adaptive-k": partial(AdaptiveK, arms, profile, drafter=fixed.drafter),
+        "trtllm-gate": partial(_gate, arms, table, profile, fixed.drafter),
         "hill-climber": partial(HillClimber, arms),
         "goodput-probe": partial(GoodputProbe, arms),
         "bandit-ucb": partial(UcbBandit, arms, discount=_BANDIT_DISCOUNT),
     }
     if profile is not None:
         peers["tide"] = partial(TideThreshold, arms, profile, fixed.gamma, drafter=fixed.drafter)
+        if len({arm.drafter for arm in arms}) > 1:
+            peers["full-information"] = partial(FullInformationChoice, arms, profile)
     return peers
+
+
+def _gate(
+    arms: Sequence[Arm], table: Table, profile: Profile | None, drafter: str
+) -> SpeculationGate:
+    """The gate beside the table's draft lengths, closing where they cannot pay."""
+    # What lies between two ranges of the table, and past its end, belongs to the range below.
+    table = tuple(sorted(table))
+    lasts = (*(first - 1 for first, _, _ in table[1:]), MAX_BATCH_SIZE)
+    schedule = [(last, arms[arm].gamma) for last, (_, _, arm) in zip(lasts, table, strict=True)]
+    threshold = THRESHOLD
+    if profile is not None:
+        threshold = break_even_rate(arms, schedule, profile, drafter)
+    return SpeculationGate(arms, schedule, drafter=drafter, threshold=threshold)
