@@ -20,6 +20,10 @@ with E from the conditional acceptance of each position.  It forgets, so that sh
 where the paper starts again at each request.  A position that few have reached leans on the one
 before it.  Left out: evaluating in some steps only, as the paper does to save time; a drafter that
 is to be scored has to read every token at some time, and pays by the token.
+
+Scores are those of the positions at which the running drafter starts.  A drafter whose acceptance
+comes in long runs, as n-grams do, looks better there than it would fare: a run that it would take
+in one step is met again by every step that falls into it.
 """
 
 import math
