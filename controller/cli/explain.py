@@ -1,5 +1,6 @@
 """`controller engines` and `controller explain`: what a running sidecar knows, as tables."""
 
+import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated
 
@@ -247,12 +248,33 @@ def _in_words(answer: "service_pb2.ExplainResponse") -> str:
         f"{_updates_text(answer)}{_training_text(answer)}"
         f"costs: {costs}; context {answer.kv_tokens_per_sequence:.0f} tokens a sequence; "
         f"{answer.cost_outliers} step times left out as outliers\n"
-        f"{second}; {_counted(answer.switches, 'switch', 'switches')}, "
-        f"{_counted(answer.shifts, 'shift', 'shifts')} of traffic\n"
+        f"{second}; {_counted(answer.switches, 'switch', 'switches')}"
+        f"{_switch_price_text(answer.switch_seconds)}\n"
+        f"{_counted(answer.shifts, 'shift', 'shifts')} of traffic{resembles_text(answer)}\n"
         f"{warm}{_overrides_text(answer)}{_health_text(answer.services)}"
-        f"probing has cost {answer.probe_share:.2%} of step time: {answer.probes} probes, "
+        f"probing has cost {answer.probe_share:.2%} of step time: {answer.probes} probes of "
+        f"{_counted(answer.probe_steps, 'step', 'steps')}, "
         f"{probing_text(answer.probe_lost_seconds)}, {answer.probe_credit_seconds:.3f} s to spend"
         f"{policy}"
+    )
+
+
+def _switch_price_text(seconds: float) -> str:
+    return f" of {1e3 * seconds:.2f} ms each" if seconds else ""
+
+
+def resembles_text(answer: "service_pb2.ExplainResponse") -> str:
+    """Names the earlier traffic that the present one is taken for, by this machine's clock."""
+    if not answer.HasField("resembles"):
+        return ""
+    past = answer.resembles
+    now = time.time()
+    began, ended = (
+        time.strftime("%H:%M:%S", time.localtime(now - ago))
+        for ago in (past.began_seconds_ago, past.ended_seconds_ago)
+    )
+    return (
+        f"; it resembles {began} to {ended}, seen {_counted(past.visits, 'time', 'times')} before"
     )
 
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, fields
 POLICIES = ("goodput", "tide", "sglang-ema")
 
 _POSITIVE = (
-    "lease_seconds", "replan_seconds", "payback_seconds", "probe_exposures", "probe_steps_max",
-    "confidence_z", "prior_exposures", "class_exposures", "fast_exposures", "fast_steps",
-    "slow_exposures", "slow_steps", "idle_steps", "shift_z", "shift_alarm",
+    "lease_seconds", "replan_seconds", "replan_steps", "payback_seconds", "probe_exposures",
+    "probe_steps_max", "confidence_z", "prior_exposures", "class_exposures", "fast_exposures",
+    "fast_steps", "slow_exposures", "slow_steps", "idle_steps", "shift_z", "shift_alarm",
 )  # fmt: skip
 _NOT_NEGATIVE = ("probe_credit_start_seconds", "probe_credit_max_seconds", "tpot_ceiling_seconds")
 
@@ -26,8 +26,10 @@ class PlannerSettings:
     tide_gamma: int = 3
     # How long the shim may use a plan without fresh contact, seconds.
     lease_seconds: float = 5.0
-    # Smallest time between two evaluations of the plan, seconds: bounds the work per engine.
+    # The plan is evaluated again after so many seconds, or after so many steps of a fast engine:
+    # this bounds the work per engine.
     replan_seconds: float = 0.07
+    replan_steps: float = 16.0
     # Relative gain that another arm must promise before the plan switches to it.
     switch_margin: float = 0.01
     # Seconds within which a switch must have paid back its catch-up.

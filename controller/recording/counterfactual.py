@@ -207,8 +207,9 @@ class Counterfactual:
 
     def _priced(self, arm: Arm, report: StepReport, core: EngineController) -> tuple[float, float]:
         """(tokens, seconds) of the step with this arm, as they were believed then."""
-        expected = _curve(arm, core).expected[arm.gamma]
-        seconds = core.cost.predict(self._arms[arm], report.batch_size, report.kv_tokens)
+        made, index = core.decision, self._arms[arm]
+        expected = float(made.values.expected[index, made.at.row_of(report.batch_size)])
+        seconds = core.cost.predict(index, report.batch_size, report.kv_tokens)
         return report.batch_size * (1 + expected), seconds
 
     def _stretch(self, mine: Arm, theirs: Arm, wall: float, plan: Plan, batch: int) -> Stretch:
@@ -228,7 +229,7 @@ class Counterfactual:
 
 def _curve(arm: Arm, core: EngineController) -> AcceptanceCurve:
     """Returns the curve of the arm's drafter that the core's last decision used."""
-    return core.decision.values.curves[arm.drafter]
+    return core.decision.values.traffic.batch[arm.drafter]
 
 
 def _is_unseen(arm: Arm, core: EngineController) -> bool:

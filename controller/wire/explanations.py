@@ -37,6 +37,11 @@ def explanation_to_proto(explanation: Explanation) -> service_pb2.ExplainRespons
         updates=_updates_to_proto(explanation.updates) if explanation.updates else None,
         training=training_to_proto(explanation.training) if explanation.training else None,
         lost=map(lost_to_proto, explanation.lost),
+        resembles=(
+            message_of(service_pb2.PastTraffic, explanation.resembles)
+            if explanation.resembles
+            else None
+        ),
         # The service adds them, with the time that is left.
         overrides=None,
     )

@@ -2,27 +2,27 @@
 
 A batch is valued as a mix of its classes: E[accepted | gamma] is their mean, weighted by how many
 sequences of each class ran in the last step.  Without classes it is the drafter's estimate over all
-traffic.
+traffic, in the state that the traffic is in (`traffic_states`); for batches of another size, it is
+that of the states which such batches were seen in.
 """
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from controller.core.acceptance.cusum import Hazard
+import numpy as np
+from numpy.typing import NDArray
+
 from controller.core.acceptance.estimator import AcceptanceCurve, AcceptanceEstimator
+from controller.core.acceptance.hazard import Hazard
+from controller.core.acceptance.traffic_state import Resemblance, octave_of
+from controller.core.acceptance.traffic_states import TrafficStates
 from controller.core.acceptance.warm_start import Belief
-from controller.core.engine_spec import DrafterSpec
+from controller.core.engine_spec import Arm, DrafterSpec
 from controller.core.recorded_state import recorded
 from controller.core.settings import PlannerSettings
 from controller.core.step_report import StepReport
 
-# Shifts are expected once in so many steps before any was seen; how long their rate is remembered.
-_HAZARD_PRIOR_STEPS = 2000.0
-_HAZARD_MEMORY_STEPS = 20_000.0
-# Shifts in one direction that follow one another sooner are one change that takes a while: a batch
-# that drains, say, whose last requests are those that accept least.
-_ONE_CHANGE_STEPS = 100
 # Classes beyond these are estimated as part of all traffic.
 MAX_CLASSES = 8
 
@@ -32,19 +32,39 @@ class TrafficCurves:
     """Holds the acceptance of an engine's traffic at one moment.
 
     drafters: of all traffic, by drafter.  classes: of each request class, by label and drafter.
-    batch: of the batch that ran last (its classes mixed), by drafter.
+    batch: of the batch that ran last (its classes mixed), by drafter.  states: of the current
+    traffic state and of the remembered ones, by drafter.  likely: [octaves, states], how likely
+    each state is for a batch of that size; None: the current one is certain.  octave: of the last
+    batch.  resembles: when traffic like the present one was seen before.
     """
 
     drafters: Mapping[str, AcceptanceCurve]
     classes: Mapping[str, Mapping[str, AcceptanceCurve]]
     batch: Mapping[str, AcceptanceCurve]
+    states: tuple[Mapping[str, AcceptanceCurve], ...] = ()
+    likely: NDArray[np.float64] | None = None
+    octave: int = 0
+    resembles: Resemblance | None = None
+
+    def by_state(self, arms: Sequence[Arm]) -> NDArray[np.float64]:
+        """Returns [states, arms] draft tokens that are accepted of a sequence."""
+        return np.array(
+            [[curves[arm.drafter].expected[arm.gamma] for arm in arms] for curves in self.states]
+        )
+
+    def expected(
+        self, arms: Sequence[Arm], batch_sizes: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        """Returns [arms, batch sizes] draft tokens that are accepted of a sequence."""
+        if self.likely is None:
+            own = np.array([self.batch[arm.drafter].expected[arm.gamma] for arm in arms])
+            return np.repeat(own[:, None], len(batch_sizes), axis=1)
+        octaves = [octave_of(int(size)) for size in batch_sizes]
+        mixed: NDArray[np.float64] = (self.likely[octaves] @ self.by_state(arms)).T
+        return mixed
 
 
-@recorded(
-    "traffic_estimator",
-    "drafters classes _awaited _hazard_shifts _hazard_better _hazard_steps _mix _since_shift "
-    "_direction",
-)
+@recorded("traffic_estimator", "states classes _awaited _mix")
 class TrafficEstimator:
     """Owns all acceptance estimators of one engine.
 
@@ -53,63 +73,44 @@ class TrafficEstimator:
 
     def __init__(self, drafters: Sequence[DrafterSpec], settings: PlannerSettings) -> None:
         self._settings = settings
-        self.drafters = {
-            d.name: AcceptanceEstimator(max(d.gammas[-1], 1), settings) for d in drafters
-        }
+        self.states = TrafficStates({d.name: max(d.gammas[-1], 1) for d in drafters}, settings)
         self.classes: dict[str, dict[str, AcceptanceEstimator]] = {}
         # Warm-start estimates of classes that have not been reported yet: by label and drafter.
         self._awaited: dict[str, dict[str, Belief]] = {}
         self._mix: dict[str, float] = {}
-        self._hazard_steps = _HAZARD_PRIOR_STEPS
-        # Changes of traffic, and those to more accepted drafts.
-        self._hazard_shifts = self._hazard_better = 0.0
-        # Steps since the last shift, and its direction.
-        self._since_shift = self._direction = 0
 
     def use_settings(self, settings: PlannerSettings) -> None:
         """Uses these settings from now on and keeps the evidence."""
         self._settings = settings
-        for estimators in (self.drafters, *self.classes.values()):
+        self.states.use_settings(settings)
+        for estimators in self.classes.values():
             for estimator in estimators.values():
                 estimator.use_settings(settings)
 
     @property
+    def drafters(self) -> Mapping[str, AcceptanceEstimator]:
+        """Returns the estimators of all traffic in its current state, by drafter."""
+        return self.states.current.drafters
+
+    @property
     def hazard(self) -> Hazard:
         """Returns the probability that the traffic shifts in one step."""
-        expected = (1 + self._hazard_shifts) / self._hazard_steps
-        return Hazard(expected, self._hazard_better / self._hazard_steps)
+        return self.states.hazards.hazard
 
     @property
     def shifts(self) -> int:
         """Counts the shifts of traffic that were detected so far."""
-        return sum(estimator.shifts for estimator in self.drafters.values())
+        return self.states.shifts
 
-    def fold(self, report: StepReport) -> bool:
-        """Takes a report's accepted counts and those of its classes; True on a shift of traffic."""
-        for name, estimator in self.drafters.items():
-            if name != report.drafter:
-                estimator.pass_by()
-        direction = self.drafters[report.drafter].fold(report.accepted_counts)
-        self._hazard_steps += 1
-        self._since_shift += 1
-        if self._hazard_steps > _HAZARD_MEMORY_STEPS:
-            keep = _HAZARD_MEMORY_STEPS / self._hazard_steps
-            self._hazard_steps *= keep
-            self._hazard_shifts *= keep
-            self._hazard_better *= keep
-        if direction:
-            goes_on = direction == self._direction and self._since_shift <= _ONE_CHANGE_STEPS
-            if not goes_on:
-                self._hazard_shifts += 1
-                self._hazard_better += direction > 0
-            self._since_shift, self._direction = 0, direction
-            # What was learnt of a drafter under other traffic is worth less under this one.
-            for name, estimator in self.drafters.items():
-                if name != report.drafter:
-                    estimator.doubt()
+    def fold(self, report: StepReport, now: float = 0.0) -> bool:
+        """Takes a report's accepted counts and those of its classes; True on a shift of traffic.
+
+        now: seconds of the clock, by which traffic states are named.
+        """
+        shifted = self.states.fold(report, now)
         if report.classes or self._mix:
             self._fold_classes(report)
-        return direction != 0
+        return shifted
 
     def _fold_classes(self, report: StepReport) -> None:
         self._mix = {}
@@ -123,7 +124,8 @@ class TrafficEstimator:
                     known[belief.drafter].begin_from(belief.conditional, belief.exposures)
             for name, estimator in known.items():
                 if name == report.drafter:
-                    estimator.fold(part.accepted_counts)
+                    if estimator.fold(part.accepted_counts):
+                        estimator.forget()
                 else:
                     estimator.pass_by()
             self._mix[part.label] = sum(part.accepted_counts) / report.batch_size
@@ -161,22 +163,28 @@ class TrafficEstimator:
 
     def curves(self) -> TrafficCurves:
         """Returns the present estimates."""
-        return self._curves(AcceptanceEstimator.curve)
+        return self._curves(self.states.curves(), AcceptanceEstimator.curve)
 
     def believe(self) -> TrafficCurves:
         """Returns the present estimates and tests later steps against them; for a decision."""
-        return self._curves(AcceptanceEstimator.believe)
+        return self._curves(self.states.believe(), AcceptanceEstimator.believe)
 
     def _curves(
-        self, curve_of: Callable[[AcceptanceEstimator, AcceptanceCurve | None], AcceptanceCurve]
+        self,
+        mains: Mapping[str, AcceptanceCurve],
+        curve_of: Callable[[AcceptanceEstimator, AcceptanceCurve | None], AcceptanceCurve],
     ) -> TrafficCurves:
-        mains = {name: curve_of(estimator, None) for name, estimator in self.drafters.items()}
         classes = {
             label: {name: curve_of(own, mains[name]) for name, own in estimators.items()}
             for label, estimators in self.classes.items()
         }
+        resembles = self.states.current.resemblance
         if not self._mix:
-            return TrafficCurves(mains, classes, mains)
+            likely = self.states.weights()
+            states = (mains, *self.states.remembered_curves()) if likely is not None else ()
+            return TrafficCurves(
+                mains, classes, mains, states, likely, self.states.octave, resembles
+            )
         batch, rest = {}, max(0.0, 1 - sum(self._mix.values()))
         for name, curve in mains.items():
             expected = [rest * value for value in curve.expected]
@@ -184,4 +192,4 @@ class TrafficEstimator:
                 own = classes[label][name].expected
                 expected = [e + share * o for e, o in zip(expected, own, strict=True)]
             batch[name] = dataclasses.replace(curve, expected=expected)
-        return TrafficCurves(mains, classes, batch)
+        return TrafficCurves(mains, classes, batch, resembles=resembles)

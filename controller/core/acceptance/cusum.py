@@ -12,7 +12,6 @@ go deep where one in ten was accepted.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from controller.core.recorded_state import recorded
 from controller.core.settings import PlannerSettings
@@ -23,17 +22,6 @@ _FACTOR = math.exp(_LOGITS)
 _HALF_TRUST = 8.0
 # The exposures that a position counts as having before it was ever reached.
 _PRIOR_TRUST = 3.0
-
-
-@dataclass(frozen=True, slots=True)
-class Hazard:
-    """Holds the probability of a shift in one step.
-
-    expected: of any, with the prior.  better: of one to more accepted drafts, as observed.
-    """
-
-    expected: float
-    better: float
 
 
 @recorded("cusum", "_up _down _better _worse")

@@ -37,6 +37,8 @@ _SHIFT_KEEP = 0.1
 # Exposures that an idle drafter keeps after the traffic has shifted: hardly any.  Drafters differ
 # most in the traffic that they are good at; with more the other one would never be tried again.
 _DOUBTED_EXPOSURES = 0.1
+# Exposures of a position that count on when its traffic returns.
+_RECALLED_EXPOSURES = 200.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ class AcceptanceCurve:
 
 @recorded(
     "acceptance_estimator",
-    "shifts _steps _seen_at",
+    "_steps _seen_at",
     fast_exposures="_fast_n",
     fast_successes="_fast_s",
     slow_exposures="_slow_n",
@@ -96,7 +98,6 @@ class AcceptanceEstimator:
         self._steps = 0
         self._seen_at = [0] * gamma_max
         self._alarm = Cusum(gamma_max, settings)
-        self.shifts = 0
         self.use_settings(settings)
 
     def use_settings(self, settings: PlannerSettings) -> None:
@@ -109,7 +110,8 @@ class AcceptanceEstimator:
     def fold(self, accepted_counts: Sequence[int]) -> int:
         """Takes one step's histogram (gamma + 1 counts).
 
-        Returns 1 when the traffic has shifted to more accepted drafts, -1 to fewer, 0 else.
+        Returns 1 when the traffic has shifted to more accepted drafts, -1 to fewer, 0 else.  The
+        caller decides what that means: `forget`, or another estimator.
         """
         self._steps += 1
         z = self._settings.shift_z
@@ -137,9 +139,6 @@ class AcceptanceEstimator:
                 if not direction and apart * apart > z * z * variance:
                     direction = 1 if apart > 0 else -1
             reached = successes
-        if direction:
-            self.forget()
-            self.shifts += 1
         return direction
 
     def begin_from(self, conditional: Sequence[float], exposures: Sequence[float]) -> None:
@@ -176,6 +175,29 @@ class AcceptanceEstimator:
             self._fast_s[k] *= keep
         self._slow_n = self._fast_n.copy()
         self._slow_s = self._fast_s.copy()
+
+    def successor(self, *, doubted: bool) -> "AcceptanceEstimator":
+        """Returns the estimator of the traffic after a shift; this one stays as it is.
+
+        doubted: the drafter was idle, so that its evidence is of the traffic before.
+        """
+        new = AcceptanceEstimator(self.gamma_max, self._settings)
+        new._steps, new._seen_at = self._steps, self._seen_at.copy()
+        new._fast_n, new._fast_s = self._fast_n.copy(), self._fast_s.copy()
+        new._slow_n, new._slow_s = self._slow_n.copy(), self._slow_s.copy()
+        if doubted:
+            new.doubt()
+        else:
+            new.forget()
+        return new
+
+    def recall(self) -> None:
+        """Continues with traffic that has returned after a while: what is new outweighs it soon."""
+        for k in range(self.gamma_max):
+            self._fast_n[k] = self._fast_s[k] = 0.0
+            keep = min(1.0, _RECALLED_EXPOSURES / max(self._slow_n[k], 1e-9))
+            self._slow_n[k] *= keep
+            self._slow_s[k] *= keep
 
     def doubt(self) -> None:
         """Weakens the evidence because the traffic has changed while this drafter was idle."""

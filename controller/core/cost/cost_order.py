@@ -46,8 +46,13 @@ class CostOrder:
             ]
         )
 
-    def lowered(self, table: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Returns the largest ordered table nowhere above this one; itself if it is in order."""
+    def lowered(
+        self, table: NDArray[np.float64], *, over_batches: bool = True
+    ) -> NDArray[np.float64]:
+        """Returns the largest ordered table nowhere above this one; itself if it is in order.
+
+        over_batches: False if the batches have different contexts, so that only arms are ordered.
+        """
         found = table
         for chain in self._chains:
             if (table[chain[1:]] < table[chain[:-1]]).any():
@@ -59,7 +64,7 @@ class CostOrder:
             if (found[self._off] > least).any():
                 found = found.copy() if found is table else found
                 found[self._off] = np.minimum(found[self._off], least)
-        if (found[:, 1:] < found[:, :-1]).any():
+        if over_batches and (found[:, 1:] < found[:, :-1]).any():
             found = np.minimum.accumulate(found[:, ::-1], axis=1)[:, ::-1]
         return found
 

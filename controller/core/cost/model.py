@@ -41,7 +41,7 @@ from controller.core.settings import PlannerSettings
 
 # Standard deviations of the log-coefficients before any live step: the machine, its growth with
 # log B; per drafter: drafting at all, passes, width times log B.  Then that of a single cell.
-_PROFILED_DOUBT = ((0.1, 0.08, 0.12, 0.12, 0.12), 0.03)
+_PROFILED_DOUBT = ((1.0, 0.3, 0.12, 0.12, 0.12), 0.03)
 _ROOFLINE_DOUBT = ((1.0, 0.3, 0.25, 0.25, 0.2), 0.08)
 _PRIOR_DOUBT = ((3.0, 0.6, 0.3, 0.5, 0.4), 0.1)
 # Process noise: standard deviations by which they may move in one step.
@@ -61,6 +61,7 @@ _LEAP_SHARE = 0.2
 _STEPS_SURE = 4
 # Steps of other cells after which a cell's own evidence has lost two thirds of its weight.
 _IDLE_STEPS = 2000.0
+_NEAR_OCTAVES = 1.0
 _STEPS_AN_UPDATE = 8
 _STEPS_KNOWN = 32
 _CELL_RATE_MIN = 0.01
@@ -140,6 +141,9 @@ class CostModel:
         self._order = CostOrder(arms)
         self._grid = grid = self._order.lowered(grid)
         self._off = np.array([arm.gamma == 0 for arm in arms])
+        octaves = np.log2(self._buckets)
+        # [buckets, buckets]: which are close enough that gamma = 0 in one tells of the other.
+        self._near = np.abs(octaves[:, None] - octaves[None, :]) <= _NEAR_OCTAVES
         self._grid_rows: list[list[float]] = grid.tolist()
         self.use_settings(settings)
         self._features = features(arms, self._buckets)
@@ -347,17 +351,25 @@ class CostModel:
         self._correction = bounded + self._cell
         self._factors: NDArray[np.float64] = np.exp(self._correction)
 
+    def is_known(self, arm: int, batch_size: int) -> bool:
+        """Returns whether plain steps of this arm (by index) have shown what it costs there."""
+        return bool(self._cell_steps[arm, self.bucket_of(batch_size)] >= _STEPS_SURE)
+
     def drift(self) -> NDArray[np.float64]:
         """Returns the factors by which live steps moved the table: [arms, buckets], 1 = unmoved."""
         return self._factors
 
-    def costs(self, kv_tokens_per_sequence: float) -> Costs:
-        """Returns the costs at the buckets' batch sizes and this mean context length."""
-        # They must be in order at this context, not only at the one at which they were learnt.
-        seconds = self._order.lowered(self._bases(kv_tokens_per_sequence) * self._factors)
-        return Costs(seconds, self._extrapolated)
+    def costs(self, kv_tokens_per_sequence: float | NDArray[np.float64]) -> Costs:
+        """Returns the costs at the buckets' batch sizes.
 
-    def _bases(self, kv_tokens_per_sequence: float) -> NDArray[np.float64]:
+        kv_tokens_per_sequence: mean context length, of all batches or [buckets].
+        """
+        # They must be in order at this context, not only at the one at which they were learnt.
+        seconds = self._bases(kv_tokens_per_sequence) * self._factors
+        alike = np.ndim(kv_tokens_per_sequence) == 0
+        return Costs(self._order.lowered(seconds, over_batches=alike), self._extrapolated)
+
+    def _bases(self, kv_tokens_per_sequence: float | NDArray[np.float64]) -> NDArray[np.float64]:
         kv_seconds = self._kv_rate * (kv_tokens_per_sequence - self._kv_reference) * self._buckets
         return np.maximum(self._grid + kv_seconds, 0.1 * self._grid)
 
@@ -371,6 +383,7 @@ class CostModel:
             self._cell_seen > 0,
             *self._variances(),
             self._disagreed.copy(),
+            self._near @ (self._cell_seen[self._off] > 0).any(axis=0),
             self._order,
             bool(self.prior),
         )

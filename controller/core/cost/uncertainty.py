@@ -24,6 +24,7 @@ class CostUncertainty:
     [arms, buckets], evidence in each cell, what it lost since included.  ran: [arms, buckets].
     cell: variance of what a single cell adds before any step; noise: variance of one step.
     disagreed: [buckets] error of the estimates (log seconds) that was found since gamma = 0 ran.
+    off_ran: [buckets], whether gamma = 0 has ever run there or at a similar batch size.
     guessed: there is no profile.
     """
 
@@ -34,6 +35,7 @@ class CostUncertainty:
     cell: float
     noise: float
     disagreed: NDArray[np.float64]
+    off_ran: NDArray[np.bool_]
     order: CostOrder
     guessed: bool
 
@@ -57,8 +59,11 @@ class CostUncertainty:
         return doubt
 
     def off_is_due(self, bucket: int) -> bool:
-        """Returns whether the estimates disagree so much that gamma = 0 has to run there."""
-        return bool(self.disagreed[bucket] > DISAGREEMENT_MAX)
+        """Returns whether gamma = 0 has to run there.
+
+        It has to before it ever ran, whatever the estimates say, and when they disagree.
+        """
+        return bool(self.disagreed[bucket] > DISAGREEMENT_MAX or not self.off_ran[bucket])
 
     def within_reach(self, bucket: int) -> NDArray[np.bool_]:
         """Marks [arms] of each drafter up to the longest that has run at a bucket, and one more.

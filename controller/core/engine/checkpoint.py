@@ -56,6 +56,7 @@ def restore(core: EngineController, state: Mapping[str, Tree]) -> None:
     try:
         for label in state["traffic"].fields["classes"]:
             core.traffic.admit(str(label))
+        core.traffic.states.make_room(len(state["traffic"].fields["states"].fields["remembered"]))
         _fill(core, _CONTROLLER.name, _CONTROLLER.fields, state, core)
         core.take_estimates()
     except (AttributeError, KeyError, TypeError, ValueError) as error:

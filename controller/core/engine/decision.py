@@ -27,7 +27,8 @@ class Estimates:
     """Holds all estimates of one moment, before overrides determine a plan's rows.
 
     costs, drift: [arms, buckets] of the cost table, and the factors by which live steps have moved
-    it.  catch_up: seconds by drafter; catch_up_price: of any waking.  profile_id, prior: where
+    it.  catch_up: seconds by drafter; catch_up_price: of any waking.  context:
+    [buckets] tokens of a sequence.  switch_seconds: of any change of arm.  profile_id, prior: where
     costs come from, one of them "".
     """
 
@@ -37,23 +38,30 @@ class Estimates:
     uncertainty: CostUncertainty
     catch_up: Mapping[str, float]
     catch_up_price: CatchUpPrice
-    kv_tokens_per_sequence: float
+    context: NDArray[np.float64]
+    switch_seconds: float
     profile_id: str
     prior: str
 
     @classmethod
     def of(
-        cls, traffic: TrafficCurves, cost: CostModel, catch_up: CatchUp, kv_per_sequence: float
+        cls,
+        traffic: TrafficCurves,
+        cost: CostModel,
+        catch_up: CatchUp,
+        context: NDArray[np.float64],
+        switch_seconds: float,
     ) -> "Estimates":
         """Takes the present estimates of an engine, as copies where they would change."""
         return cls(
             traffic,
-            cost.costs(kv_per_sequence),
+            cost.costs(context),
             cost.drift(),
             cost.uncertainty(),
             catch_up.seconds(),
             catch_up.price,
-            kv_per_sequence,
+            context,
+            switch_seconds,
             cost.profile_id,
             cost.prior,
         )
@@ -64,7 +72,15 @@ class Estimates:
         if at.split:
             costs = Costs(costs.seconds[:, at.bucket], costs.extrapolated[:, at.bucket])
             sizes = sizes[at.bucket]
-        return evaluate(arms, sizes, self.traffic.batch, costs, self.catch_up, self.catch_up_price)
+        return evaluate(
+            arms,
+            sizes,
+            self.traffic,
+            costs,
+            self.catch_up,
+            self.catch_up_price,
+            self.switch_seconds,
+        )
 
 
 @dataclass(frozen=True, slots=True)

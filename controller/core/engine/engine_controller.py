@@ -21,9 +21,11 @@ from controller.core.acceptance.warm_start import Belief
 from controller.core.capabilities import LostCapability, added, is_blind, require_known
 from controller.core.clock import Clock
 from controller.core.cost.catch_up_cost import CatchUp
+from controller.core.cost.context_by_batch import ContextByBatch
 from controller.core.cost.model import CostModel
 from controller.core.cost.prior import prior_for
 from controller.core.cost.profile import Profile
+from controller.core.cost.switch_price import SwitchPrice
 from controller.core.engine.decision import Decision, Estimates
 from controller.core.engine.explanation import (
     Explanation,
@@ -31,6 +33,7 @@ from controller.core.engine.explanation import (
     arm_text,
     arms_in,
     behind,
+    past_traffic,
     positions_of,
     preview_rows,
     value_table,
@@ -54,7 +57,6 @@ from controller.core.step_report import StepReport
 from controller.core.training.drafter_updates import DrafterUpdates
 from controller.core.training.selective_training import TrainingSettings, TrainingState
 
-_KV_RATE = 0.05
 # A step that takes longer than so many expected ones was not made slow by its arm.
 _WILD_STEP = 3.0
 # At the start and after a shift estimates move quickly: for so many reports plans are made again
@@ -67,9 +69,9 @@ _UNSETTLED_PAUSE = 0.2
 
 @recorded(
     "controller",
-    "reports traffic cost explorer updates _catch_up _decided _epoch _evaluated_at _forced "
-    "_kv_per_sequence _last_batch _last_step _parting _plan _plan_time _planner "
-    "_unsettled_until _warm_start",
+    "reports traffic cost explorer updates _catch_up _context _decided _epoch _evaluated_at "
+    "_evaluated_reports _forced _last_batch _last_step _parting _plan _plan_time _planner "
+    "_switch_price _unsettled_until _warm_start",
 )
 class EngineController:
     """Estimates and plans for one introduced engine.  The first plan is made at once.
@@ -107,22 +109,24 @@ class EngineController:
             profile.catch_up_seconds_per_token if profile else 0.0,
             spec.able,
         )
+        self._switch_price = SwitchPrice()
         self._planner = make_planner(self.arms, self._buckets, settings)
         self._overrides = covering(overrides, spec)
         self._limit_planner()
         self.explorer = Explorer(self.arms, settings)
         self.updates = DrafterUpdates(spec, self.arms, training or TrainingSettings(), trained)
         self.prediction_audit = PredictionAudit(spec, self.arms)
+        reference = profile.kv_tokens_per_sequence if profile else 0.0
+        self._context = ContextByBatch(self._buckets, reference)
         self._forced: Arm | None = None
         self._parting = False
-        self._kv_per_sequence = profile.kv_tokens_per_sequence if profile else 0.0
         self._last_step = -1
         self._last_batch = 1
         self._epoch = 0
         # What the plan's rows were made from: they are made again only when that changes.
         self._decided: tuple[object, ...] | None = None
         self._plan_time = 0.0
-        self._evaluated_at = -float("inf")
+        self._evaluated_at, self._evaluated_reports = -float("inf"), 0
         cold = profile is None
         self._unsettled_until = _UNSETTLED_REPORTS_COLD if cold else _UNSETTLED_REPORTS
         self.reports = 0
@@ -168,20 +172,25 @@ class EngineController:
         self.reports += 1
         # A measurement brings its own load: what it accepts says nothing about the traffic.
         if self._forced is None:
-            if self.traffic.fold(report):
+            if self.traffic.fold(report, self._clock.now()):
                 until = self.reports + _UNSETTLED_REPORTS
                 self._unsettled_until = max(self._unsettled_until, until)
+                # What the plan was made for is over.
+                self._evaluated_at = -float("inf")
             self._planner.observe(report)
-        kv_per_sequence = report.kv_tokens / report.batch_size
-        self._kv_per_sequence += _KV_RATE * (kv_per_sequence - self._kv_per_sequence)
+        bucket = self.cost.bucket_of(report.batch_size)
+        self._context.observe(bucket, report.kv_tokens / report.batch_size)
         expected = self.cost.predict(arm, report.batch_size, report.kv_tokens)
         bearable = _WILD_STEP * expected + self._catch_up.seconds()[report.drafter]
         woke = self._catch_up.observe(report, expected)
         plain = not (woke or report.flags.distorts_cost)
         if plain:
-            self.cost.observe(
-                arm, report.batch_size, report.kv_tokens, expected, report.step_seconds
-            )
+            seconds = report.step_seconds
+            if report.flags.switched:
+                if self.cost.is_known(arm, report.batch_size):
+                    self._switch_price.observe(seconds, expected)
+                seconds = max(seconds - self._switch_price.seconds, 0.1 * seconds)
+            self.cost.observe(arm, report.batch_size, report.kv_tokens, expected, seconds)
         self.prediction_audit.observe(
             arm, report, expected if plain and self._forced is None else None
         )
@@ -258,7 +267,9 @@ class EngineController:
         """Returns whether `next_plan` would decide at this time, which takes a while."""
         settled = self.reports > self._unsettled_until
         pause = self._settings.replan_seconds * (1.0 if settled else _UNSETTLED_PAUSE)
-        return now - self._evaluated_at >= pause or self._lease_is_half_gone(now)
+        steps = self._settings.replan_steps * (1.0 if settled else _UNSETTLED_PAUSE)
+        due = now - self._evaluated_at >= pause or self.reports - self._evaluated_reports >= steps
+        return due or self._lease_is_half_gone(now)
 
     def _lease_is_half_gone(self, now: float) -> bool:
         return now - self._plan_time >= self._settings.lease_seconds / 2
@@ -356,7 +367,7 @@ class EngineController:
             profile_id=estimates.profile_id,
             margin=margin,
             probe_share=self.explorer.probe_share,
-            kv_tokens_per_sequence=estimates.kv_tokens_per_sequence,
+            kv_tokens_per_sequence=float(estimates.context[at.bucket[row]]),
             runner_up=self.arms[runner_up],
             policy=self._settings.policy,
             probes=self.explorer.probes,
@@ -373,6 +384,10 @@ class EngineController:
             training=self.updates.view,
             table=value_table(at, made.values),
             lost=self.spec.lost,
+            probe_steps=self.explorer.probe_steps,
+            switch_seconds=estimates.switch_seconds,
+            resembles=past_traffic(estimates.traffic.resembles, self._clock.now()),
+            traffic_states=len(self.traffic.states.all),
         )
 
     def take_estimates(self) -> None:
@@ -383,13 +398,19 @@ class EngineController:
         self._decision = self._assessed(self.traffic.curves())
 
     def _assessed(self, traffic: TrafficCurves) -> Decision:
-        estimates = Estimates.of(traffic, self.cost, self._catch_up, self._kv_per_sequence)
+        estimates = Estimates.of(
+            traffic,
+            self.cost,
+            self._catch_up,
+            self._context.by_bucket(),
+            self._switch_price.seconds,
+        )
         values = estimates.values(self.arms, self._sizes, self._rows_at)
         return Decision(estimates, values, self._rows_at, self._overrides, self.reports)
 
     def _decide_rows(self, now: float) -> tuple[tuple[PlanRow, ...], Reason, str]:
         """Learns from what was folded since the last decision, and decides."""
-        self._evaluated_at = now
+        self._evaluated_at, self._evaluated_reports = now, self.reports
         self.cost.learn()
         made = self._decision = self._assessed(self.traffic.believe())
         if self._forced is not None:

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from controller.core.acceptance.by_class import TrafficCurves
 from controller.core.acceptance.estimator import AcceptanceCurve
+from controller.core.acceptance.traffic_state import Resemblance
 from controller.core.capabilities import LostCapability
 from controller.core.engine.decision import Decision
 from controller.core.engine_spec import Arm
@@ -85,6 +86,22 @@ NO_TABLE = ValueTable((), (), (), (), ())
 
 
 @dataclass(frozen=True, slots=True)
+class PastTraffic:
+    """Tells when traffic like the present one was last seen, and how often before."""
+
+    began_seconds_ago: float
+    ended_seconds_ago: float
+    visits: int
+
+
+def past_traffic(resembles: Resemblance | None, now: float) -> PastTraffic | None:
+    """Returns the same relative to now, seconds of the clock."""
+    if resembles is None:
+        return None
+    return PastTraffic(now - resembles.began, now - resembles.ended, resembles.visits)
+
+
+@dataclass(frozen=True, slots=True)
 class Explanation:
     """Explains the decision at one batch size.
 
@@ -92,7 +109,9 @@ class Explanation:
     whose acceptance estimates it began from, "" = nobody's.  updates: what the stride of online
     updates was chosen from, None if it was not chosen.  training: the state of the drafter's
     training, None if the engine cannot train it.  table: the same numbers in all rows.  lost: what
-    the engine can no longer do.
+    the engine can no longer do.  switch_seconds: what a change of arm costs, as measured.
+    resembles: earlier traffic that the present one is taken for.  traffic_states: kinds of traffic
+    that are remembered, the present one included.
     """
 
     engine_id: str
@@ -120,6 +139,10 @@ class Explanation:
     training: TrainingView | None = None
     table: ValueTable = NO_TABLE
     lost: tuple[LostCapability, ...] = ()
+    probe_steps: int = 0
+    switch_seconds: float = 0.0
+    resembles: PastTraffic | None = None
+    traffic_states: int = 1
 
 
 def value_table(at: PlanRows, values: Values) -> ValueTable:
@@ -153,7 +176,7 @@ def arms_in(
     return tuple(
         ArmValue(
             arm,
-            float(values.expected[i]),
+            float(values.expected[i, row]),
             float(values.costs.seconds[i, row]),
             float(values.value[i, row]),
             float(hoped[i]),

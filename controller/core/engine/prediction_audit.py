@@ -39,14 +39,16 @@ class PredictionAudit:
         }
         self._others = {name: found for name, found in others.items() if found}
         self.instead_seconds = dict.fromkeys(self._others, 0.0)
-        self._expected = [0.0] * len(arms)
+        # Of the last plan: draft tokens by arm and row, and the row of a batch size.
+        self._expected: list[list[float]] = [[0.0] for _ in arms]
+        self._row_of: Callable[[int], int] = lambda _: 0
         # Seconds times tokens a sequence, by arm and batch, since the last plan.
         self._pending: dict[tuple[int, int], float] = {}
 
     def observe(self, arm: int, report: StepReport, predicted: float | None) -> None:
         """Counts a step.  arm: by index; predicted: seconds, None if it was not a plain one."""
         size = report.batch_size
-        self.expected_tokens += size * self._expected[arm]
+        self.expected_tokens += size * self._expected[arm][self._row_of(size)]
         if predicted is None:
             return
         seconds, accepted = report.step_seconds, 0
@@ -65,12 +67,13 @@ class PredictionAudit:
         row_of: by batch size, the row of the values.
         """
         for (arm, size), weight in self._pending.items():
-            seconds = values.costs.seconds[:, row_of(size)]
+            row = row_of(size)
+            seconds, expected = values.costs.seconds[:, row], values.expected[:, row]
             for name, others in self._others.items():
-                instead = seconds[others] / (1 + values.expected[others])
+                instead = seconds[others] / (1 + expected[others])
                 self.instead_seconds[name] += weight * float(instead.min() / seconds[arm])
         self._pending.clear()
-        self._expected = values.expected.tolist()
+        self._expected, self._row_of = values.expected.tolist(), row_of
 
 
 def static_arm(spec: EngineSpec) -> Arm | None:

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from controller.core.acceptance.by_class import TrafficCurves
 from controller.core.cost.uncertainty import CostUncertainty
 from controller.core.engine_spec import Arm
 from controller.core.plan import Probe
@@ -39,6 +40,10 @@ _PROBE_PATIENCE_SECONDS = 2.0
 _CONSIDER_EVERY = 12
 # Steps of gamma = 0 that settle a disagreement: the first one may pay for the switch.
 _CHECK_STEPS = 3
+# Probes for doubt: their share of all steps, and the steps at the start and at most.
+_STEP_SHARE = 0.011
+_STEPS_START = 24.0
+_STEPS_MAX = 48.0
 # Credit at the start without a profile, in steps.
 _COLD_STEPS = 0.75
 # Expected improvement over the horizon must exceed the price by this factor.
@@ -54,6 +59,7 @@ class _Running:
     seen: int
     baseline_tokens_per_second: float
     guessed: bool
+    switch_seconds: float
     lost_seconds: float = 0.0
 
 
@@ -79,8 +85,8 @@ class Situation:
 
 @recorded(
     "explorer",
-    "probes lost_seconds total_seconds _credit _running _next_id _reports _blind_steps "
-    "_is_scaled _consider_at",
+    "probes probe_steps lost_seconds total_seconds _credit _running _next_id _reports _blind_steps "
+    "_is_scaled _consider_at _step_credit _looks",
 )
 class Explorer:
     """Decides when to probe what, and keeps the credit.  One object per engine."""
@@ -89,13 +95,17 @@ class Explorer:
         self._arms = tuple(arms)
         self._settings = settings
         self._credit = settings.probe_credit_start_seconds
+        # Steps that probes for doubt may take now.
+        self._step_credit = _STEPS_START
         self._running: _Running | None = None
         self._next_id = 1
         self._reports = 0
         self._blind_steps = 0
+        # Looks from gamma = 0; the drafters take turns.
+        self._looks = 0
         self._is_scaled = False
         self._consider_at = 0
-        self.probes = 0
+        self.probes = self.probe_steps = 0
         self.lost_seconds = 0.0
         self.total_seconds = 0.0
 
@@ -126,16 +136,22 @@ class Explorer:
         that probing may cost now, see `watch.budget`.
         """
         self._reports += 1
+        self._step_credit = min(self._step_credit + _STEP_SHARE, _STEPS_MAX)
         self._blind_steps = 0 if report.gamma else self._blind_steps + 1
         self.total_seconds += seconds
         earned = share * seconds
         running = self._running
         if running and report.probe_id == running.probe.probe_id:
             running.seen += 1
+            self.probe_steps += 1
+            self._step_credit -= 1
             tokens = report.batch_size + sum(
                 k * count for k, count in enumerate(report.accepted_counts)
             )
             lost = seconds - tokens / running.baseline_tokens_per_second
+            if running.seen == running.probe.steps:
+                # The first step has paid for the switch, the next one pays for the way back.
+                lost += running.switch_seconds
             self.lost_seconds += lost
             before, running.lost_seconds = running.lost_seconds, running.lost_seconds + lost
             if running.guessed:
@@ -171,7 +187,8 @@ class Explorer:
             self._consider_at = self._reports + _CONSIDER_EVERY
             # The first step may have to catch up: the second one shows the cost.
             steps = max(2, self._steps(at.batch_size))
-            best = self._by_doubt(at, steps, relative)
+            if steps <= self._step_credit:
+                best = self._by_doubt(at, steps, relative)
             if (
                 best is not None
                 and at.uncertainty.guessed
@@ -180,12 +197,17 @@ class Explorer:
                 # The first probe only shows what it costs, for which 2 steps are enough.
                 steps = 2
         if best is None and observation is not None and self._blind_steps >= interval:
-            look, steps = int(observation.arm[bucket]), int(observation.steps[bucket])
+            drafter = self._looks % len(observation.arm)
+            look, steps = (
+                int(observation.arm[drafter, bucket]),
+                int(observation.steps[drafter, bucket]),
+            )
             if at.feasible is not None and not at.feasible[look]:
                 return
             lost = steps * max(-float(relative[look]), 0.0) * values.costs.seconds[look, bucket]
             if lost + values.catch_up[look] <= self._credit:
                 best = look
+                self._looks += 1
         if best is None:
             return
         probe = Probe(self._next_id, self._arms[best], steps)
@@ -198,6 +220,7 @@ class Explorer:
             0,
             float(here[current]),
             at.uncertainty.guessed,
+            values.switch_seconds,
         )
 
     def _check(self, at: Situation) -> int | None:
@@ -217,7 +240,8 @@ class Explorer:
     def _by_doubt(self, at: Situation, steps: int, relative: NDArray[np.float64]) -> int | None:
         values, current = at.values, at.current
         seconds = values.costs.seconds[:, at.bucket]
-        loss = np.maximum(-relative, 0.0) + values.catch_up / (steps * seconds)
+        once = values.catch_up + 2 * values.switch_seconds
+        loss = np.maximum(-relative, 0.0) + once / (steps * seconds)
         doubt = np.sqrt(
             relative_variance(
                 values, at.uncertainty, self._arms, at.cost_bucket, current, unseen=True
@@ -227,7 +251,7 @@ class Explorer:
         if at.uncertainty.guessed:
             # Its cost was not measured: its price is that of a bad case.
             worse = (1 + relative) * np.exp(-doubt) - 1
-            loss = np.maximum(-worse, 0.0) + values.catch_up / (steps * seconds)
+            loss = np.maximum(-worse, 0.0) + once / (steps * seconds)
             gain[~at.uncertainty.within_reach(at.cost_bucket)] = 0.0
         price = steps * loss
         # A probe that loses nothing still needs a switch.
@@ -271,7 +295,7 @@ def acceptance_variance(
     """
     total = np.zeros(len(arms))
     running = arms[current]
-    for name, curve in values.curves.items():
+    for name, curve in values.traffic.batch.items():
         slopes = curve.sensitivity() / (1 + np.array(curve.expected))[:, None]
         here = np.zeros((len(arms), slopes.shape[1]))
         mine = [i for i, arm in enumerate(arms) if arm.drafter == name]
@@ -280,7 +304,20 @@ def acceptance_variance(
         if unseen and name == running.drafter:
             variance[: running.gamma] = 0.0
         total += (here - here[current]) ** 2 @ variance
-    return total
+    return total + _state_variance(values.traffic, arms, current)
+
+
+def _state_variance(
+    traffic: TrafficCurves, arms: Sequence[Arm], current: int
+) -> NDArray[np.float64] | float:
+    """Returns [arms], the variance of the same by not knowing which traffic state it is."""
+    if traffic.likely is None:
+        return 0.0
+    gained = np.log1p(traffic.by_state(arms))
+    apart = gained - gained[:, current : current + 1]
+    weights = traffic.likely[traffic.octave]
+    variance: NDArray[np.float64] = weights @ apart**2 - (weights @ apart) ** 2
+    return np.maximum(variance, 0.0)
 
 
 def expected_improvement(mean: NDArray[np.float64], sd: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.core.acceptance.cusum import Hazard
+from controller.core.acceptance.hazard import Hazard
 from controller.core.cost.catch_up_cost import CatchUpPrice
 from controller.core.engine_spec import Arm
 from controller.core.recorded_state import recorded
@@ -25,7 +25,9 @@ from controller.core.settings import PlannerSettings
 _HOPEFUL_ACCEPTANCE = 0.8
 # Drafts that one probe should find accepted if the traffic is better.
 _LOOK_ACCEPTED = 4.0
-_INTERVAL_MIN = 8.0
+_INTERVAL_MIN = 4.0
+# How much more than `probe_share` may be spent where looking finds something.
+_FOUND_SHARES = 6.0
 _COST_MIN = 0.01
 # Traffic that shifts once in so many steps or more often earns the whole budget, calm traffic this.
 _BUSY_STEPS = 1000.0
@@ -37,11 +39,12 @@ _MISSED_STEPS_MAX = 200.0
 @recorded("observation_cost")
 @dataclass(frozen=True, slots=True)
 class ObservationCost:
-    """Tells for each bucket which arm observes, for how many steps, how often, and at what cost.
+    """Tells for each bucket which arms observe, for how many steps, how often, and at what cost.
 
-    arm, steps: [buckets] of int.  interval: [buckets] steps; inf where even a good day would not
-    pay.  loss: [buckets], share of every step, looking included.  share: [buckets], what looking
-    may cost there.
+    arm, steps: [drafters, buckets] of int, the cheapest arm of each drafter; drafters take turns,
+    since what one of them sees another one may not.  interval: [buckets] steps; inf where even a
+    good day would not pay.  loss: [buckets], share of every step, looking included.  share:
+    [buckets], what looking may cost there.
     """
 
     arm: NDArray[np.int64]
@@ -73,6 +76,11 @@ class ObservationPlanner:
         self._drafting = np.array([arm.gamma > 0 for arm in arms])
         self._hopeful = np.array([[(1 - a ** (arm.gamma + 1)) / (1 - a)] for arm in arms])
         wanted = np.ceil(_LOOK_ACCEPTED / np.maximum((self._hopeful - 1) * sizes, 1e-9))
+        names = dict.fromkeys(arm.drafter for arm in arms if arm.gamma)
+        # [drafters, arms]: which arms each drafter has not.
+        self._others = np.array(
+            [[arm.drafter != name or arm.gamma == 0 for arm in arms] for name in names]
+        )
         self._steps = np.clip(wanted, 1, settings.probe_steps_max).astype(np.int64)
         self._sizes = sizes
         self._settings = settings
@@ -93,35 +101,40 @@ class ObservationPlanner:
         off, settings = self._off, self._settings
         gain = (self._hopeful / seconds)[self._drafting].max(axis=0) * seconds[off] - 1
         loss = np.maximum(1 - value / value[off], 0.0) * seconds / seconds[off]
-        price = self._steps * loss
-        price[~self._drafting] = np.inf
-        arm = price.argmin(axis=0)
-        columns = np.arange(len(arm))
-        cost = np.maximum(price[arm, columns], _COST_MIN)
+        price = np.where(self._others[:, :, None], np.inf, self._steps * loss)
+        arm = price.argmin(axis=1)
+        columns = np.arange(arm.shape[1])
+        steps = self._steps[arm, columns]
+        # Each drafter observes in turn.
+        each = np.take_along_axis(price, arm[:, None], axis=1)[:, 0]
+        cost = np.maximum(each.mean(axis=0), _COST_MIN)
         worth = gain > settings.switch_margin
         gain = np.where(worth, gain, 1.0)
         share = budget(settings, hazard)
         if share == 0:
             # There are no probes, so gamma = 0 is final and has no price.
-            nothing = np.zeros(len(arm))
-            return ObservationCost(
-                arm, self._steps[arm, columns], nothing + np.inf, nothing, nothing
-            )
-        best = np.maximum(np.sqrt(2 * cost / (gain * hazard.expected)), _INTERVAL_MIN)
+            nothing = np.zeros(arm.shape[1])
+            return ObservationCost(arm, steps, nothing + np.inf, nothing, nothing)
+        rate = max(hazard.expected, hazard.unseen)
+        best = np.maximum(np.sqrt(2 * cost / (gain * rate)), _INTERVAL_MIN)
         # Reading what was missed takes its share of every step, however often probes run.
         asleep = catch_up.per_token * self._sizes / seconds[off]
-        shares = np.minimum(share + asleep, settings.probe_share)
+        # Looking that has found better traffic again and again may cost more than other probes.
+        most = settings.probe_share * min(1 + hazard.found, _FOUND_SHARES)
+        share = most if hazard.found else share
+        shares = np.minimum(share + asleep, most)
         due = np.maximum(best, (cost + catch_up.now / seconds[off]) / shares)
         cost = cost + catch_up.fixed / seconds[off]
+        better = max(hazard.better, hazard.unseen)
         # What was missed ends where the requests do.
         often = cost / np.maximum(shares - asleep, 1e-9)
         rarely = (cost + asleep * _MISSED_STEPS_MAX) / shares
         apart = np.maximum(best, np.minimum(often, rarely))
-        blind = cost / apart + np.minimum(asleep, shares) + gain * hazard.better * apart / 2
-        blind = np.where(hazard.better > 0, np.minimum(blind, 0.9), 0.0)
+        blind = cost / apart + np.minimum(asleep, shares) + gain * better * apart / 2
+        blind = np.where(better > 0, np.minimum(blind, 0.9), 0.0)
         return ObservationCost(
             arm,
-            self._steps[arm, columns],
+            steps,
             np.where(worth, due, np.inf),
             np.where(worth, blind, 0.0),
             shares,

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.core.acceptance.cusum import Hazard
-from controller.core.acceptance.estimator import AcceptanceCurve
+from controller.core.acceptance.by_class import TrafficCurves
+from controller.core.acceptance.hazard import Hazard
 from controller.core.cost.catch_up_cost import CatchUpPrice
 from controller.core.cost.model import Costs
 from controller.core.engine_spec import Arm
@@ -78,37 +78,41 @@ def _coarse(sizes: Sequence[int], most: int) -> tuple[int, ...]:
 class Values:
     """Holds everything that the choice is made from.
 
-    curves: by drafter, of the batch as it is (its request classes mixed).  expected: [arms] draft
-    tokens.  catch_up: [arms] seconds that changing to the arm costs first.  costs, value:
+    traffic: the curves.  expected: [arms, buckets]
+    draft tokens.  catch_up: [arms] seconds that the arm's drafter needs to catch up first.
+    switch_seconds: what any change of arm costs.  costs, value:
     [arms, buckets], value in tokens per second of the whole batch.
     """
 
-    curves: Mapping[str, AcceptanceCurve]
+    traffic: TrafficCurves
     expected: NDArray[np.float64]
     costs: Costs
     catch_up: NDArray[np.float64]
     catch_up_price: CatchUpPrice
     value: NDArray[np.float64]
+    switch_seconds: float = 0.0
 
 
 def evaluate(
     arms: Sequence[Arm],
     sizes: NDArray[np.float64],
-    curves: Mapping[str, AcceptanceCurve],
+    traffic: TrafficCurves,
     costs: Costs,
     catch_up: Mapping[str, float],
     catch_up_price: CatchUpPrice,
+    switch_seconds: float = 0.0,
 ) -> Values:
     """Computes the values of all arms at all buckets.  catch_up: seconds by drafter."""
-    expected = np.array([curves[arm.drafter].expected[arm.gamma] for arm in arms])
+    expected = traffic.expected(arms, sizes)
     price = np.array([catch_up[arm.drafter] if arm.gamma else 0.0 for arm in arms])
     return Values(
-        curves,
+        traffic,
         expected,
         costs,
         price,
         catch_up_price,
-        (1 + expected)[:, None] * sizes / costs.seconds,
+        (1 + expected) * sizes / costs.seconds,
+        switch_seconds,
     )
 
 
@@ -206,7 +210,8 @@ class Planner:
             if candidate == now:
                 continue
             gain = value[candidate, j] / max(value[now, j], 1e-12) - 1
-            paid_back = gain * self._settings.payback_seconds > values.catch_up[candidate]
+            price = values.catch_up[candidate] + values.switch_seconds
+            paid_back = gain * self._settings.payback_seconds > price
             if gain > self._settings.switch_margin and paid_back:
                 self.choice[j] = candidate
                 self.switches += 1
@@ -249,7 +254,7 @@ class Planner:
             value = np.where(self._possible, value, value * _UNTHINKABLE)
         if ceiling <= 0:
             return value
-        tpot = values.costs.seconds / (1 + values.expected)[:, None]
+        tpot = values.costs.seconds / (1 + values.expected)
         keeps = tpot <= ceiling
         if self._possible is not None:
             keeps &= self._possible

@@ -136,8 +136,8 @@ class RegimePlanner:
         if feasible is not None:
             seconds = np.where(feasible, seconds, np.inf)
         taken = seconds[:, None] + lost
-        plain = batch_size * self._goodput(values, forecast.mean / forecast.now, taken)
-        hopeful = batch_size * self._goodput(values, forecast.hopeful / forecast.now, taken)
+        plain = batch_size * self._goodput(values, row, forecast.mean / forecast.now, taken)
+        hopeful = batch_size * self._goodput(values, row, forecast.hopeful / forecast.now, taken)
         self._choose(plain, hopeful, lost / float(seconds[self._learns].min()))
         self.state = self._state(forecast, lost, plain, hopeful, each)
         return self.regime
@@ -178,19 +178,25 @@ class RegimePlanner:
             self._trial_loss = max(self._trial_loss, float(lost[self._at] - lost[best]))
 
     def _goodput(
-        self, values: Values, factor: NDArray[np.float64], seconds: NDArray[np.float64]
+        self,
+        values: Values,
+        row: int,
+        factor: NDArray[np.float64],
+        seconds: NDArray[np.float64],
     ) -> NDArray[np.float64]:
         """Returns [strides] tokens per second of one sequence, with the best arm at each time.
 
         factor: [strides, points], on each conditional acceptance.  seconds: [arms, strides].
         """
-        conditional = np.array(values.curves[self._learner].conditional)
+        conditional = np.array(values.traffic.batch[self._learner].conditional)
         scaled = np.minimum(conditional * factor[..., None], _MOST_CONDITIONAL)
         drafted = np.cumsum(np.cumprod(scaled, axis=-1), axis=-1)
         expected = np.concatenate([np.zeros((*factor.shape, 1)), drafted], axis=-1)
         at_gamma = np.minimum(self._gammas, len(conditional))
         learnt = np.moveaxis(expected[..., at_gamma], -1, 0)
-        gained = 1 + np.where(self._learns[:, None, None], learnt, values.expected[:, None, None])
+        gained = 1 + np.where(
+            self._learns[:, None, None], learnt, values.expected[:, row, None, None]
+        )
         best: NDArray[np.float64] = (gained / seconds[:, :, None]).max(axis=0).mean(axis=-1)
         return best
 

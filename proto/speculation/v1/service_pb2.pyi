@@ -784,6 +784,10 @@ class ExplainResponse(_message.Message):
     TRAINING_FIELD_NUMBER: _builtins.int
     SERVICES_FIELD_NUMBER: _builtins.int
     LOST_FIELD_NUMBER: _builtins.int
+    PROBE_STEPS_FIELD_NUMBER: _builtins.int
+    SWITCH_SECONDS_FIELD_NUMBER: _builtins.int
+    RESEMBLES_FIELD_NUMBER: _builtins.int
+    TRAFFIC_STATES_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     batch_size: _builtins.int
     profile_id: _builtins.str
@@ -809,6 +813,12 @@ class ExplainResponse(_message.Message):
     """Where costs come from when no profile matches: "roofline" or "generic"; empty with a profile."""
     warm_start: _builtins.str
     """Whose acceptance estimates the session began from; empty: it began with none."""
+    probe_steps: _builtins.int
+    """Steps that belonged to a probe so far."""
+    switch_seconds: _builtins.float
+    """What a change of choice costs, as measured."""
+    traffic_states: _builtins.int
+    """Kinds of traffic that are remembered, the present one included."""
     @_builtins.property
     def plan(self) -> _plan_pb2.Plan: ...
     @_builtins.property
@@ -843,6 +853,10 @@ class ExplainResponse(_message.Message):
     def lost(self) -> _containers.RepeatedCompositeFieldContainer[_engine_pb2.LostCapability]:
         """What the engine has lost: no plan asks for it."""
 
+    @_builtins.property
+    def resembles(self) -> Global___PastTraffic:
+        """Earlier traffic that the present one is taken for; absent: it resembles none."""
+
     def __init__(
         self,
         *,
@@ -873,13 +887,19 @@ class ExplainResponse(_message.Message):
         training: Global___TrainingExplanation | None = ...,
         services: _abc.Iterable[Global___ServiceHealth] | None = ...,
         lost: _abc.Iterable[_engine_pb2.LostCapability] | None = ...,
+        probe_steps: _builtins.int = ...,
+        switch_seconds: _builtins.float = ...,
+        resembles: Global___PastTraffic | None = ...,
+        traffic_states: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_limits", b"_limits", "_training", b"_training", "_updates", b"_updates", "limits", b"limits", "plan", b"plan", "store", b"store", "training", b"training", "updates", b"updates"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_limits", b"_limits", "_resembles", b"_resembles", "_training", b"_training", "_updates", b"_updates", "limits", b"limits", "plan", b"plan", "resembles", b"resembles", "store", b"store", "training", b"training", "updates", b"updates"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_limits", b"_limits", "_training", b"_training", "_updates", b"_updates", "arms", b"arms", "batch_size", b"batch_size", "cost_outliers", b"cost_outliers", "engine_id", b"engine_id", "kv_tokens_per_sequence", b"kv_tokens_per_sequence", "limits", b"limits", "lost", b"lost", "margin", b"margin", "overrides", b"overrides", "plan", b"plan", "policy", b"policy", "positions", b"positions", "prior", b"prior", "probe_credit_seconds", b"probe_credit_seconds", "probe_lost_seconds", b"probe_lost_seconds", "probe_share", b"probe_share", "probes", b"probes", "profile_id", b"profile_id", "runner_up_drafter", b"runner_up_drafter", "runner_up_gamma", b"runner_up_gamma", "services", b"services", "shifts", b"shifts", "store", b"store", "switches", b"switches", "training", b"training", "updates", b"updates", "warm_start", b"warm_start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_limits", b"_limits", "_resembles", b"_resembles", "_training", b"_training", "_updates", b"_updates", "arms", b"arms", "batch_size", b"batch_size", "cost_outliers", b"cost_outliers", "engine_id", b"engine_id", "kv_tokens_per_sequence", b"kv_tokens_per_sequence", "limits", b"limits", "lost", b"lost", "margin", b"margin", "overrides", b"overrides", "plan", b"plan", "policy", b"policy", "positions", b"positions", "prior", b"prior", "probe_credit_seconds", b"probe_credit_seconds", "probe_lost_seconds", b"probe_lost_seconds", "probe_share", b"probe_share", "probe_steps", b"probe_steps", "probes", b"probes", "profile_id", b"profile_id", "resembles", b"resembles", "runner_up_drafter", b"runner_up_drafter", "runner_up_gamma", b"runner_up_gamma", "services", b"services", "shifts", b"shifts", "store", b"store", "switch_seconds", b"switch_seconds", "switches", b"switches", "traffic_states", b"traffic_states", "training", b"training", "updates", b"updates", "warm_start", b"warm_start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__limits: _TypeAlias = _typing.Literal["limits"]  # noqa: Y015
     _WhichOneofArgType__limits: _TypeAlias = _typing.Literal["_limits", b"_limits"]  # noqa: Y015
+    _WhichOneofReturnType__resembles: _TypeAlias = _typing.Literal["resembles"]  # noqa: Y015
+    _WhichOneofArgType__resembles: _TypeAlias = _typing.Literal["_resembles", b"_resembles"]  # noqa: Y015
     _WhichOneofReturnType__training: _TypeAlias = _typing.Literal["training"]  # noqa: Y015
     _WhichOneofArgType__training: _TypeAlias = _typing.Literal["_training", b"_training"]  # noqa: Y015
     _WhichOneofReturnType__updates: _TypeAlias = _typing.Literal["updates"]  # noqa: Y015
@@ -887,11 +907,41 @@ class ExplainResponse(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__limits) -> _WhichOneofReturnType__limits | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__resembles) -> _WhichOneofReturnType__resembles | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__training) -> _WhichOneofReturnType__training | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__updates) -> _WhichOneofReturnType__updates | None: ...
 
 Global___ExplainResponse: _TypeAlias = ExplainResponse  # noqa: Y015
+
+@_typing.final
+class PastTraffic(_message.Message):
+    """When traffic like the present one was last seen."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BEGAN_SECONDS_AGO_FIELD_NUMBER: _builtins.int
+    ENDED_SECONDS_AGO_FIELD_NUMBER: _builtins.int
+    VISITS_FIELD_NUMBER: _builtins.int
+    began_seconds_ago: _builtins.float
+    ended_seconds_ago: _builtins.float
+    visits: _builtins.int
+    """How often it was seen before."""
+    def __init__(
+        self,
+        *,
+        began_seconds_ago: _builtins.float = ...,
+        ended_seconds_ago: _builtins.float = ...,
+        visits: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["began_seconds_ago", b"began_seconds_ago", "ended_seconds_ago", b"ended_seconds_ago", "visits", b"visits"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PastTraffic: _TypeAlias = PastTraffic  # noqa: Y015
 
 @_typing.final
 class TrainingExplanation(_message.Message):

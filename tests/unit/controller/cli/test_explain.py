@@ -1,3 +1,5 @@
+import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -5,7 +7,7 @@ import grpc
 import pytest
 
 import controller as package
-from controller.cli.explain import _counted, probing_text
+from controller.cli.explain import _counted, probing_text, resembles_text
 from controller.util.exit_codes import Exit
 from speculation.v1 import service_pb2, service_pb2_grpc
 from tests.support.service_harness import (
@@ -99,6 +101,23 @@ def test_an_explanation_shows_every_choice_and_marks_the_one_that_runs(sidecar: 
 def test_probes_that_gained_time_have_not_lost_any():
     assert probing_text(-0.29) == "0.29 s gained"
     assert probing_text(0.29) == "0.29 s lost"
+
+
+def test_past_traffic_is_named_by_the_time_of_day():
+    answer = service_pb2.ExplainResponse()
+    assert resembles_text(answer) == ""
+    now = time.time()
+    answer.resembles.began_seconds_ago, answer.resembles.ended_seconds_ago = 420.0, 120.0
+    answer.resembles.visits = 1
+    began = time.strftime("%H:%M", time.localtime(now - 420))
+    ended = time.strftime("%H:%M", time.localtime(now - 120))
+    found = re.fullmatch(
+        r"; it resembles (\d\d:\d\d):\d\d to (\d\d:\d\d):\d\d, seen 1 time before",
+        resembles_text(answer),
+    )
+    assert found is not None
+    # A minute may begin between the two readings of the clock.
+    assert found.groups() == (began, ended) or time.time() % 60 < 5
 
 
 def test_an_explanation_from_the_prior_says_so(sidecar: SidecarProcess):

@@ -141,7 +141,7 @@ def test_a_full_disk_is_said_once_leaves_no_half_frame_and_is_tried_again(
             return not made._failing or None
 
         eventually(goes_on, what="recording again")
-        running.run(150)
+        running.run(600)
         assert running.plan.epoch > plans
     assert [line["event"] for line in logs] == [
         "recording_failed", "recording_gap", "recording_again",

@@ -236,14 +236,14 @@ def test_a_state_that_is_another_one_is_found_and_named(
             return moment
         assert isinstance(moment.event, Opening)
         state = dict(moment.event.state)
-        state["kv_per_sequence"] *= 1 + 2**-50
+        state["plan_time"] *= 1 + 2**-50
         return replace(moment, event=replace(moment.event, state=state))
 
     rewritten(paths[1], forge)
     first = replay(find(tmp_path)).first
     assert first is not None
     assert (first.path, first.record) == (paths[1], 0)
-    assert "core.kv_per_sequence: recorded" in first.text
+    assert "core.plan_time: recorded" in first.text
 
 
 def test_what_made_it_is_compared_with_what_decides_again(recorded: Path):

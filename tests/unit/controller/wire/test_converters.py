@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.core.engine.explanation import ArmValue, Explanation, PositionEstimate
+from controller.core.engine.explanation import ArmValue, Explanation, PastTraffic, PositionEstimate
 from controller.core.engine_spec import (
     MAX_BATCH_SIZE,
     MAX_GAMMA,
@@ -233,6 +233,10 @@ def test_an_explanation_goes_out_whole():
         40,
         2,
         "roofline",
+        probe_steps=31,
+        switch_seconds=0.0002,
+        resembles=PastTraffic(90.0, 30.0, 2),
+        traffic_states=3,
     )
     message = explanation_to_proto(explanation)
     assert message == service_pb2.ExplainResponse(
@@ -275,5 +279,9 @@ def test_an_explanation_goes_out_whole():
         shifts=3,
         switches=40,
         cost_outliers=2,
+        probe_steps=31,
+        switch_seconds=0.0002,
+        resembles=service_pb2.PastTraffic(began_seconds_ago=90.0, ended_seconds_ago=30.0, visits=2),
+        traffic_states=3,
         prior="roofline",
     )

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.core.acceptance.cusum import Hazard
+from controller.core.acceptance.by_class import TrafficCurves
+from controller.core.acceptance.hazard import Hazard
 from controller.core.cost.catch_up_cost import CatchUpPrice
 from controller.core.cost.model import Costs
 from controller.core.engine_spec import Arm
@@ -28,8 +29,16 @@ CALM = Hazard(1e-4, 0.0)
 def values(expected, seconds):
     expected, seconds = np.asarray(expected, dtype=float), np.asarray(seconds, dtype=float)
     costs = Costs(seconds, np.zeros(seconds.shape, dtype=bool))
-    value = (1 + expected)[:, None] / seconds
-    return Values({}, expected, costs, np.zeros(len(expected)), CatchUpPrice(0, 0, 0), value)
+    expected = np.repeat(expected[:, None], seconds.shape[1], axis=1)
+    value = (1 + expected) / seconds
+    return Values(
+        TrafficCurves({}, {}, {}),
+        expected,
+        costs,
+        np.zeros(len(expected)),
+        CatchUpPrice(0, 0, 0),
+        value,
+    )
 
 
 @given(

@@ -1,12 +1,14 @@
 """Looking pays for itself, costs what it may, and goes where something could be found."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from controller.core.acceptance.by_class import TrafficCurves
 from controller.core.acceptance.estimator import AcceptanceEstimator
 from controller.core.cost.catch_up_cost import CatchUpPrice
 from controller.core.cost.model import CostModel
@@ -36,8 +38,8 @@ def test_expected_improvement_is_the_mean_of_what_is_above_zero(mean, sd):
     assert found == pytest.approx(np.maximum(x, 0).mean(), abs=0.01 * sd + 1e-6)
 
 
-def situation(acceptance, steps, current, bucket=0, horizon=2000.0):
-    """After `steps` steps at the current arm."""
+def situation(acceptance, steps, current, bucket=0, horizon=2000.0, off_ran=True):
+    """After `steps` steps at the current arm; off_ran: gamma = 0 has run, and costs as believed."""
     estimator, rng = AcceptanceEstimator(7, SETTINGS), random.Random(0)
     for _ in range(steps):
         counts = [0] * (GAMMAS[current] + 1)
@@ -48,9 +50,14 @@ def situation(acceptance, steps, current, bucket=0, horizon=2000.0):
             counts[accepted] += 1
         estimator.fold(counts)
     costs = CostModel(ARMS, SIZES, profile_of(engine_spec(), gpu_like), SETTINGS)
+    if off_ran:
+        seconds = costs.predict(0, SIZES[bucket], 512 * SIZES[bucket])
+        costs.observe(0, SIZES[bucket], 512 * SIZES[bucket], seconds, seconds)
+        costs.learn()
+    curve = estimator.curve()
     values = evaluate(
-        ARMS, np.array(SIZES, dtype=float), {"mtp": estimator.curve()}, costs.costs(512.0),
-        {"mtp": 0.0}, CatchUpPrice(0.0, 0.0, 0.0),
+        ARMS, np.array(SIZES, dtype=float), TrafficCurves({"mtp": curve}, {}, {"mtp": curve}),
+        costs.costs(512.0), {"mtp": 0.0}, CatchUpPrice(0.0, 0.0, 0.0),
     )  # fmt: skip
     return Situation(
         values, costs.uncertainty(), bucket, SIZES[bucket], current, None, horizon, bucket
@@ -76,6 +83,45 @@ def test_what_a_short_draft_cannot_see_is_looked_at():
     bucket, probe = ours.running
     assert bucket == 0
     assert probe.arm.gamma > 1
+
+
+def test_gamma_0_is_tried_early_whatever_the_estimates_say():
+    ours = explorer(credit=0.0)
+    ours.consider(situation(0.95, 400, current=4, off_ran=False), 0.0)
+    assert ours.running is not None
+    assert (ours.running[1].arm.gamma, ours.running[1].steps) == (0, 3)
+
+
+def test_probes_for_doubt_are_few_even_if_they_lose_nothing():
+    ours, at, taken = explorer(credit=10.0), situation(0.85, 30, current=1), 0
+    for step in range(4000):
+        ours.consider(at, float(step))
+        running = ours.running
+        probe_id = running[1].probe_id if running else 0
+        taken += probe_id > 0
+        gamma = running[1].arm.gamma if running else 1
+        # A probe of nothing but luck: it gains as much as it costs.
+        ours.observe(report(step + 1, probe_id, gamma, accepted=gamma), 0.001, 0.0, float(step))
+    assert 20 < taken <= 0.02 * 4000
+    assert ours.probe_steps == taken
+    assert ours.lost_seconds < 0
+
+
+def test_a_probe_pays_for_the_way_there_and_back():
+    at = situation(0.85, 30, current=1)
+    at = replace(at, values=replace(at.values, switch_seconds=0.02))
+    ours = explorer(credit=10.0)
+    ours.consider(at, 0.0)
+    assert ours.running is not None
+    probe, baseline, lost = ours.running[1], at.values.value[1, 0], 0.0
+    for step in range(probe.steps):
+        ours.observe(report(step, probe.probe_id, probe.arm.gamma), 0.05, 0.0, 0.1)
+        lost += 0.05 - 1 / baseline
+    assert ours.lost_seconds == pytest.approx(lost + 0.02)
+    dear = replace(at, values=replace(at.values, switch_seconds=50.0))
+    unwilling = explorer(credit=10.0)
+    unwilling.consider(dear, 0.0)
+    assert unwilling.running is None
 
 
 def test_nothing_is_looked_at_that_cannot_pay_before_the_traffic_shifts():

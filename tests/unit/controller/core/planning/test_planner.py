@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.core.acceptance.cusum import Hazard
+from controller.core.acceptance.by_class import TrafficCurves
+from controller.core.acceptance.hazard import Hazard
 from controller.core.cost.catch_up_cost import CatchUpPrice
 from controller.core.cost.model import Costs
 from controller.core.engine_spec import Arm
@@ -30,9 +31,10 @@ def values(table, *, seconds=None, catch_up=None, expected=None):
         np.ones_like(array) if seconds is None else np.asarray(seconds, dtype=float),
         np.zeros(array.shape, dtype=bool),
     )
+    each = np.zeros(len(array)) if expected is None else np.asarray(expected, dtype=float)
     return Values(
-        {},
-        np.zeros(len(array)) if expected is None else np.asarray(expected, dtype=float),
+        TrafficCurves({}, {}, {}),
+        np.repeat(each[:, None], array.shape[1], axis=1),
         costs,
         np.zeros(len(array)) if catch_up is None else np.asarray(catch_up, dtype=float),
         CatchUpPrice(0.0, 0.0, 0.0),

@@ -1,0 +1,188 @@
+"""Remembers kinds of traffic, so that one that returns is recognised and not learnt again.
+
+A state is one kind of traffic: the acceptance of every drafter under it, and the batch sizes at
+which it was seen.  They are the states of a hidden Markov model (Rabiner 1989, the forward
+recursion): in every step the traffic changes with probability h, to state k with a probability
+proportional to its visits, and a report multiplies the probability of k by its likelihood,
+
+    P_k <- (1 - h) P_k + h visits_k / visits
+    P_k <- P_k prod over positions i of p_ki^successes_i (1 - p_ki)^failures_i, then to the sum of 1
+
+The likelihood is taken relative to the current state's.  A position at which k has little evidence
+counts less, and a large batch counts as `_REPORT_WEIGHT` sequences at most, since its sequences are
+alike.  When the batch size moves to another octave o, P_k is multiplied with P(o | k) too, because
+who runs in a small batch is often not who runs in a large one.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controller.core.acceptance.estimator import AcceptanceCurve, AcceptanceEstimator
+from controller.core.recorded_state import recorded
+
+# States that are remembered beside the current one.
+MAX_REMEMBERED = 5
+# Octaves of batch sizes; the last one holds all that are larger.
+OCTAVES = 16
+# A state that was not current for so many steps is forgotten.
+FORGOTTEN_STEPS = 20_000
+# Exposures of a position at which it counts by half.
+_HALF_TRUST = 8.0
+_REPORT_WEIGHT = 16.0
+_CERTAIN = 0.03
+# The visits that all octaves together count as having had before the first one.
+_PRIOR_VISITS = 1.0
+# Two states are alike if a sequence adds less than this to the odds of one against the other
+# (Kullback-Leibler divergence), or all sequences behind the weaker one less than that; for drafters
+# that both have seen so often.
+_ALIKE = 0.03
+_ALIKE_TOTAL = 3.0
+_COMPARED_EXPOSURES = 16.0
+# A report changes the odds by no more than this.
+_SURE = 12.0
+
+
+@dataclass(frozen=True, slots=True)
+class Resemblance:
+    """Tells which earlier traffic the present one is taken for.
+
+    began, ended: seconds of the clock, of its last visit.  visits: how often it was current before.
+    """
+
+    began: float
+    ended: float
+    visits: int
+
+
+@recorded(
+    "traffic_state",
+    "drafters began ended last_began last_ended visits octaves steps last_step probability",
+)
+class TrafficState:
+    """Holds one kind of traffic.
+
+    began, ended: seconds of the clock, of the present or last visit; last_began, last_ended: of the
+    one before (0 and 0: it is the first).  steps: reports that it has taken.  last_step: of the
+    engine's reports, the number of the last one that it has taken.  probability: P_k above.
+    """
+
+    def __init__(self, drafters: Mapping[str, AcceptanceEstimator], now: float = 0.0) -> None:
+        self.drafters = dict(drafters)
+        self.began = self.ended = now
+        self.last_began = self.last_ended = 0.0
+        self.visits = 1
+        self.octaves = [0.0] * OCTAVES
+        self.steps = self.last_step = 0
+        self.probability = 1.0
+
+    def enter(self, octave: int) -> None:
+        """Counts that the batch has come to this octave in this state."""
+        self.octaves[octave] += 1
+
+    def return_at(self, now: float) -> None:
+        """Makes it the current state again."""
+        self.last_began, self.last_ended = self.began, self.ended
+        self.began = self.ended = now
+        self.visits += 1
+        for estimator in self.drafters.values():
+            estimator.recall()
+
+    @property
+    def resemblance(self) -> Resemblance | None:
+        """Returns when it was seen before; None if this is its first visit."""
+        if self.visits < 2:
+            return None
+        return Resemblance(self.last_began, self.last_ended, self.visits - 1)
+
+    def absorb(self, other: "TrafficState") -> None:
+        """Takes over what is known about a state that turned out to be the same."""
+        for name, estimator in self.drafters.items():
+            curve = other.drafters[name].curve()
+            estimator.begin_from(curve.conditional, curve.exposures)
+        self.visits += other.visits
+        self.octaves = [a + b for a, b in zip(self.octaves, other.octaves, strict=True)]
+
+    def octave_logs(self) -> NDArray[np.float64]:
+        """Returns [octaves], log P(octave | this state)."""
+        seen = np.array(self.octaves) + _PRIOR_VISITS / OCTAVES
+        logs: NDArray[np.float64] = np.log(seen / seen.sum())
+        return logs
+
+    def octave_log(self, octave: int) -> float:
+        """Returns log P(octave | this state)."""
+        seen = self.octaves[octave] + _PRIOR_VISITS / OCTAVES
+        return math.log(seen / (sum(self.octaves) + _PRIOR_VISITS))
+
+
+def octave_of(batch_size: int) -> int:
+    """Returns o of the batch sizes 2^(o-1)+1 .. 2^o."""
+    return min((batch_size - 1).bit_length(), OCTAVES - 1)
+
+
+@recorded("contrast", "rejected accepted")
+@dataclass(frozen=True, slots=True)
+class Contrast:
+    """Says what a drafter's outcome adds to the odds of one state against another.
+
+    rejected: by accepted drafts j, of a sequence that was rejected at position j + 1.  accepted: by
+    gamma, of a sequence of which every draft was accepted.
+    """
+
+    rejected: tuple[float, ...]
+    accepted: tuple[float, ...]
+
+    def log_odds(self, accepted_counts: Sequence[int]) -> float:
+        """Returns what a report adds.  accepted_counts: gamma + 1 counts of accepted drafts."""
+        gamma = min(len(accepted_counts) - 1, len(self.rejected))
+        total, sequences = 0.0, 0
+        for j in range(gamma):
+            count = accepted_counts[j]
+            if count:
+                total += count * self.rejected[j]
+                sequences += count
+        count = sum(accepted_counts[gamma:])
+        total += count * self.accepted[gamma]
+        weight = min(1.0, _REPORT_WEIGHT / max(sequences + count, 1))
+        return max(-_SURE, min(_SURE, total * weight))
+
+
+def contrast(of: AcceptanceCurve, against: AcceptanceCurve) -> Contrast:
+    """Compares two curves of one drafter."""
+    rejected, accepted, total = [], [0.0], 0.0
+    for x, n, y in zip(of.conditional, of.exposures, against.conditional, strict=True):
+        p, q = _bounded(x), _bounded(y)
+        trust = n / (n + _HALF_TRUST)
+        rejected.append(total + trust * math.log((1 - p) / (1 - q)))
+        total += trust * math.log(p / q)
+        accepted.append(total)
+    return Contrast(tuple(rejected), tuple(accepted))
+
+
+def are_alike(a: TrafficState, b: TrafficState) -> bool:
+    """Returns whether two states cannot be told apart by any drafter that both have seen."""
+    compared = False
+    for name, estimator in a.drafters.items():
+        one, other = estimator.curve(), b.drafters[name].curve()
+        least = min(one.exposures[0], other.exposures[0])
+        if least < _COMPARED_EXPOSURES:
+            continue
+        compared = True
+        survival, apart, total = 1.0, 0.0, 0.0
+        for k, (x, y) in enumerate(zip(one.conditional, other.conditional, strict=True)):
+            p, q = _bounded(x), _bounded(y)
+            n = min(one.exposures[k], other.exposures[k])
+            distance = p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+            apart += survival * distance * n / (n + _HALF_TRUST)
+            total += n * distance
+            survival *= p
+        if apart > _ALIKE and total > _ALIKE_TOTAL:
+            return False
+    return compared
+
+
+def _bounded(p: float) -> float:
+    return min(max(p, _CERTAIN), 1 - _CERTAIN)

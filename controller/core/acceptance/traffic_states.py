@@ -1,0 +1,262 @@
+"""Keeps the current traffic state and the remembered ones, and decides which one is current.
+
+A report first moves the odds of the remembered states (`traffic_state`).  If one of them becomes
+more likely than the current state, it returns, with the curves of all drafters as they were.  If
+the current state's own tests call a shift and no remembered state explains it, a new state begins,
+or, where the current one is still young, it starts again.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controller.core.acceptance.estimator import AcceptanceCurve, AcceptanceEstimator
+from controller.core.acceptance.hazard import HazardEstimator
+from controller.core.acceptance.traffic_state import (
+    FORGOTTEN_STEPS,
+    MAX_REMEMBERED,
+    Contrast,
+    TrafficState,
+    are_alike,
+    contrast,
+    octave_of,
+)
+from controller.core.recorded_state import recorded
+from controller.core.settings import PlannerSettings
+from controller.core.step_report import StepReport
+
+# A state of fewer steps is not worth remembering: after a shift it starts again.
+_YOUNG_STEPS = 15
+# Probability of a remembered state that makes it the explanation of a shift.
+_EXPLAINS = 0.3
+# Probability of a new state when it begins.
+_NEW = 0.8
+# A state that is left within so many reports was taken for the traffic by mistake; after so many
+# mistakes in a row the traffic is a new one, which resembles one state by one drafter and another
+# state by another drafter.
+_MISTAKEN_REPORTS = 8
+_MISTAKES = 2
+# Reports at one octave in one state that count as a visit, by when the state is sure.
+_VISIT_REPORTS = 12
+# A state is certain if all others together are less likely than this.
+_NEGLIGIBLE = 0.01
+
+Curves = Mapping[str, AcceptanceCurve]
+
+
+@recorded(
+    "traffic_states", "current remembered shifts hazards _contrasts octave _stay _reports _mistakes"
+)
+class TrafficStates:
+    """Owns the estimators of all traffic.  `fold`, `believe` change it; `curves` reads it.
+
+    gammas: the longest draft of each drafter.
+    """
+
+    def __init__(self, gammas: Mapping[str, int], settings: PlannerSettings) -> None:
+        self.current = TrafficState(
+            {name: AcceptanceEstimator(most, settings) for name, most in gammas.items()}
+        )
+        self.remembered: list[TrafficState] = []
+        self.shifts = 0
+        self.hazards = HazardEstimator()
+        # By drafter, one for each remembered state; as of the last decision.
+        self._contrasts: dict[str, list[Contrast]] = {}
+        # Of the last batch; -1 before the first one.
+        self.octave = -1
+        # Reports since the octave or the state changed.
+        self._stay = 0
+        self._reports = self._mistakes = 0
+
+    def make_room(self, remembered: int) -> None:
+        """Makes so many empty remembered states, into which recorded ones can be put."""
+        self.remembered = [
+            TrafficState(
+                {name: e.successor(doubted=False) for name, e in self.current.drafters.items()}
+            )
+            for _ in range(remembered)
+        ]
+
+    @property
+    def all(self) -> tuple[TrafficState, ...]:
+        """Returns the current state, then the remembered ones."""
+        return (self.current, *self.remembered)
+
+    def use_settings(self, settings: PlannerSettings) -> None:
+        """Uses these settings from now on and keeps the evidence."""
+        for state in self.all:
+            for estimator in state.drafters.values():
+                estimator.use_settings(settings)
+
+    def fold(self, report: StepReport, now: float) -> bool:
+        """Takes a report.  now: seconds.  Returns True if another state is current after it."""
+        self._reports += 1
+        self._stay += 1
+        self.hazards.step(report.gamma)
+        octave = octave_of(report.batch_size)
+        if octave != self.octave:
+            self._move_to(octave)
+        likeliest = self._weigh(report)
+        if likeliest is not self.current and report.gamma > 0:
+            self._mistakes = self._mistakes + 1 if self._stay <= _MISTAKEN_REPORTS else 0
+            if self._mistakes < _MISTAKES:
+                self._return_to(likeliest, report, now)
+            else:
+                self._mistakes = 0
+                self.shifts += 1
+                self._begin("", now)
+            self._take(report, now)
+            return True
+        direction = self._take(report, now)
+        if not direction:
+            if self._stay == _VISIT_REPORTS:
+                self.current.enter(octave)
+            return False
+        self.shifts += 1
+        second = max(self.remembered, key=_probability, default=None)
+        if second is not None and second.probability > _EXPLAINS:
+            self._return_to(second, report, now)
+            self._take(report, now)
+            return True
+        self.hazards.shift(direction)
+        if self.current.steps < _YOUNG_STEPS:
+            self._start_again(report.drafter)
+        else:
+            self._begin(report.drafter, now)
+        return True
+
+    def _take(self, report: StepReport, now: float) -> int:
+        """Gives a report to the current state's estimators; returns the direction of a shift."""
+        state = self.current
+        state.steps += 1
+        state.last_step, state.ended = self._reports, now
+        for name, estimator in state.drafters.items():
+            if name != report.drafter:
+                estimator.pass_by()
+        return state.drafters[report.drafter].fold(report.accepted_counts)
+
+    def _predicted(self, hazard: float) -> list[float]:
+        """Returns the probability of each state, as in `all`, after a change with this one."""
+        visits = sum(state.visits for state in self.all)
+        return [
+            (1 - hazard) * state.probability + hazard * state.visits / visits for state in self.all
+        ]
+
+    def _move_to(self, octave: int) -> None:
+        if self.octave >= 0:
+            likely = self._predicted(self.hazards.hazard.on_move)
+            self._set(
+                p * math.exp(state.octave_log(octave))
+                for state, p in zip(self.all, likely, strict=True)
+            )
+            self.hazards.move()
+        self.octave, self._stay = octave, 1
+
+    def _weigh(self, report: StepReport) -> TrafficState:
+        """Moves the probabilities by a report, and returns the state that is the likeliest."""
+        if not self.remembered:
+            return self.current
+        likely = self._predicted(self.hazards.hazard.expected)
+        contrasts = self._contrasts.get(report.drafter)
+        if contrasts is not None and report.gamma > 0:
+            for k, against in enumerate(contrasts, start=1):
+                likely[k] *= math.exp(against.log_odds(report.accepted_counts))
+        self._set(likely)
+        return max(self.all, key=_probability)
+
+    def _set(self, likely: Iterable[float]) -> None:
+        """Takes the probabilities of the states, in the order of `all`, up to a factor."""
+        values = list(likely)
+        total = sum(values)
+        for state, value in zip(self.all, values, strict=True):
+            state.probability = value / total
+
+    def _return_to(self, state: TrafficState, report: StepReport, now: float) -> None:
+        before, gamma = self.current, report.gamma
+        curves = [s.drafters[report.drafter].curve().expected for s in (before, state)]
+        self.hazards.shift(1 if curves[1][gamma] > curves[0][gamma] else -1)
+        self.shifts += 1
+        self.remembered.remove(state)
+        if before.steps >= _YOUNG_STEPS:
+            self._remember(before)
+        state.return_at(now)
+        self.current, self._stay = state, 1
+        self._set([s.probability for s in self.all])
+
+    def _begin(self, running: str, now: float) -> None:
+        """Starts a new state after a shift.
+
+        running: the drafter whose latest reports are of the new traffic, or "".
+        """
+        old = self.current
+        self.current = TrafficState(
+            {
+                name: estimator.successor(doubted=name != running)
+                for name, estimator in old.drafters.items()
+            },
+            now,
+        )
+        self._remember(old)
+        self._set([_NEW, *([(1 - _NEW) / len(self.remembered)] * len(self.remembered))])
+        self._stay = 1
+
+    def _start_again(self, running: str) -> None:
+        for name, estimator in self.current.drafters.items():
+            if name == running:
+                estimator.forget()
+            else:
+                # What was learnt of a drafter under other traffic is worth less under this one.
+                estimator.doubt()
+
+    def _remember(self, state: TrafficState) -> None:
+        """Keeps a state that is no longer current, in place of one that is like it."""
+        kept = []
+        for other in self.remembered:
+            if self._reports - other.last_step > FORGOTTEN_STEPS:
+                continue
+            if are_alike(state, other):
+                state.absorb(other)
+            else:
+                kept.append(other)
+        kept.sort(key=lambda other: other.last_step)
+        self.remembered = [*kept[-(MAX_REMEMBERED - 1) :], state]
+        self._contrasts = {}
+
+    def believe(self) -> Curves:
+        """Returns the current state's curves, and tests later reports against them."""
+        found = {name: e.believe() for name, e in self.current.drafters.items()}
+        if self.remembered:
+            self._contrasts = {
+                name: [contrast(state.drafters[name].curve(), curve) for state in self.remembered]
+                for name, curve in found.items()
+            }
+        return found
+
+    def curves(self) -> Curves:
+        """Returns the current state's curves."""
+        return {name: e.curve() for name, e in self.current.drafters.items()}
+
+    def remembered_curves(self) -> list[Curves]:
+        """Returns the curves of the remembered states."""
+        return [{n: e.curve() for n, e in state.drafters.items()} for state in self.remembered]
+
+    def weights(self) -> NDArray[np.float64] | None:
+        """Returns [octaves, states], P(state) if the batch is next in an octave; rows sum to 1.
+
+        States are ordered as in `all`.  None if the current state is all but certain everywhere.
+        """
+        if not self.remembered:
+            return None
+        hazard = self.hazards.hazard
+        likely = np.exp(np.array([state.octave_logs() for state in self.all]).T)
+        likely *= self._predicted(hazard.on_move)
+        if self.octave >= 0:
+            likely[self.octave] = self._predicted(hazard.expected)
+        likely /= likely.sum(axis=1, keepdims=True)
+        return likely if bool((likely[:, 0] < 1 - _NEGLIGIBLE).any()) else None
+
+
+def _probability(state: TrafficState) -> float:
+    return state.probability

@@ -1,0 +1,123 @@
+"""Kinds of traffic are remembered, recognised when they return, and bound to batch sizes."""
+
+import numpy as np
+import pytest
+
+from controller.core.acceptance.by_class import TrafficEstimator
+from controller.core.acceptance.traffic_state import MAX_REMEMBERED
+from controller.core.engine_spec import Arm, DrafterSpec
+from controller.core.model_shapes import DrafterKind
+from controller.core.settings import PlannerSettings
+from controller.core.step_report import StepReport
+
+SPECS = (
+    DrafterSpec("mtp", DrafterKind.MTP, (0, 1, 2, 3, 4)),
+    DrafterSpec("dflash", DrafterKind.DFLASH, (0, 4)),
+)
+JSON, PROSE, GARBLED = 0.92, 0.5, 0.1
+
+
+class Engine:
+    """Feeds an estimator; decides every fourth step, as an engine of 10 ms steps does."""
+
+    def __init__(self, seed=0):
+        self.traffic = TrafficEstimator(SPECS, PlannerSettings())
+        self.rng = np.random.default_rng(seed)
+        self.step = 0
+
+    def run(self, steps, acceptance, batch=16, gamma=4, drafter="mtp"):
+        """Returns in which of the steps the traffic was called another one."""
+        called = []
+        for i in range(steps):
+            self.step += 1
+            counts, left = [], batch
+            for _ in range(gamma):
+                good = int(self.rng.binomial(left, acceptance))
+                counts.append(left - good)
+                left = good
+            report = StepReport(
+                self.step, batch, 100 * batch, drafter, gamma, (*counts, left), 0.01
+            )
+            if self.traffic.fold(report, 0.01 * self.step):
+                called.append(i)
+                self.traffic.believe()
+            elif self.step % 4 == 0:
+                self.traffic.believe()
+        return called
+
+    def expected(self, gamma=4, batch=16, drafter="mtp"):
+        found = self.traffic.curves().expected([Arm(drafter, gamma)], np.array([float(batch)]))
+        return float(found[0, 0])
+
+
+def tokens(acceptance, gamma=4):
+    return sum(acceptance**k for k in range(1, gamma + 1))
+
+
+def test_traffic_that_returns_is_recognised_within_two_steps_and_known_at_once():
+    engine = Engine()
+    for _ in range(3):
+        engine.run(100, JSON)
+        engine.run(100, PROSE)
+    called = engine.run(4, JSON)
+    assert called
+    assert called[0] <= 1
+    assert engine.expected() == pytest.approx(tokens(JSON), rel=0.06)
+    assert len(engine.traffic.states.remembered) == 1
+
+
+def test_a_drafter_that_did_not_run_since_is_remembered_with_its_traffic():
+    engine = Engine()
+    engine.run(100, JSON)
+    engine.run(30, 0.7, drafter="dflash")
+    engine.run(100, PROSE)
+    engine.run(40, PROSE, drafter="dflash")
+    engine.run(60, PROSE)
+    engine.run(20, JSON)
+    engine.run(20, PROSE)
+    assert engine.expected(drafter="dflash") == pytest.approx(tokens(PROSE), rel=0.15)
+
+
+def test_stationary_traffic_has_one_state_and_the_same_estimate_for_every_batch():
+    engine = Engine()
+    for batch in (1, 64, 4, 32, 8, 2, 16) * 3:
+        engine.run(60, 0.7, batch=batch)
+    assert engine.traffic.shifts <= 3
+    assert [engine.expected(batch=b) for b in (1, 8, 64)] == pytest.approx(
+        [tokens(0.7)] * 3, rel=0.1
+    )
+
+
+def test_batch_sizes_with_traffic_of_their_own_are_valued_by_it():
+    engine = Engine()
+    for _ in range(12):
+        engine.run(30, JSON, batch=1)
+        engine.run(30, PROSE, batch=64)
+    assert engine.expected(batch=64) == pytest.approx(tokens(PROSE), rel=0.15)
+    assert engine.expected(batch=1) == pytest.approx(tokens(JSON), rel=0.15)
+
+
+def test_slow_change_makes_no_states_and_is_followed():
+    engine = Engine()
+    for i in range(60):
+        engine.run(20, 0.9 - 0.6 * i / 60, batch=16)
+    assert engine.expected() == pytest.approx(tokens(0.31), rel=0.35)
+
+
+def test_no_more_than_the_most_are_remembered_and_old_ones_are_forgotten():
+    engine = Engine()
+    for acceptance in (0.95, 0.05, 0.8, 0.2, 0.9, 0.35, 0.98, 0.1, 0.6, 0.02):
+        engine.run(120, acceptance)
+    assert len(engine.traffic.states.remembered) <= MAX_REMEMBERED
+
+
+def test_what_a_shift_is_taken_for_is_named():
+    engine = Engine()
+    engine.run(100, JSON)
+    assert engine.traffic.curves().resembles is None
+    engine.run(100, PROSE)
+    engine.run(20, JSON)
+    found = engine.traffic.curves().resembles
+    assert found is not None
+    assert (found.began, found.visits) == (0.0, 1)
+    assert found.ended == pytest.approx(1.0, abs=0.05)
