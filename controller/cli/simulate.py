@@ -18,6 +18,14 @@ def simulate(
     more: Annotated[
         list[str] | None, typer.Argument(metavar="[POLICY]...", help="More for --policy.")
     ] = None,
+    scenario: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE.yaml", help="Runs the scenario of a file; may be repeated."),
+    ] = None,
+    dump_scenario: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="Prints the file of a scenario of the suite, and ends."),
+    ] = "",
     suite: Annotated[
         str,
         typer.Option(
@@ -61,12 +69,26 @@ def simulate(
     profile_error: Annotated[
         float, typer.Option(help="Factor by which the controller's drafting costs are wrong.")
     ] = 1.0,
+    profile_noise: Annotated[
+        float, typer.Option(help="Standard deviation of the log of each cell of its profile.")
+    ] = 0.01,
     no_profile: Annotated[
         bool, typer.Option("--no-profile", help="The controller starts without any costs.")
     ] = False,
     kv_seconds: Annotated[
         float, typer.Option(help="Price of a token of context, seconds; a .csv does not tell.")
     ] = 0.0,
+    switch_seconds: Annotated[
+        float, typer.Option(help="Price of a step whose draft length or drafter is another one.")
+    ] = 2e-4,
+    catch_up_seconds: Annotated[
+        float | None,
+        typer.Option(help="Price of a token that a drafter missed; a .csv's is derived."),
+    ] = None,
+    catch_up_pass_seconds: Annotated[
+        float | None,
+        typer.Option(help="Price of catching up, once for all tokens; a .csv's is derived."),
+    ] = None,
     seeds: Annotated[int | None, typer.Option(help="Repetitions; paired over policies.")] = None,
     seed: Annotated[int, typer.Option(help="The first seed.")] = 0,
     processes: Annotated[int | None, typer.Option(help="Side by side; all processors.")] = None,
@@ -75,7 +97,8 @@ def simulate(
 ) -> None:
     """Compares the controller with every static choice, hindsight, and the peers.
 
-    Either --suite standard, or --acceptance and --cost (and perhaps --arrivals).
+    Scenarios come from files (--scenario), from the suite (--suite standard), or from --acceptance
+    and --cost (and perhaps --arrivals); the options about these do not change the others.
     Virtual time, seeded: equal inputs give equal results.
 
     Exit codes: 0 done, 2 bad input (one line on standard error).
@@ -87,20 +110,24 @@ def simulate(
 
     wanted = _wanted(policy, more)
     try:
+        if dump_scenario:
+            _dump(dump_scenario)
+            return
         if suite == "cold-start":
             _cold_start(_sizes(concurrency), range(seed, seed + (seeds or 3)), processes)
             return
         if prefill not in {kind.value for kind in Prefill}:
             raise InvalidInputError("--prefill", 0, f"{prefill!r}: 'none' or 'chunked'")
         options = EngineOptions(
-            lag=lag, noise=noise, outlier_share=outliers, prefill=Prefill(prefill)
-        )
+            lag=lag, noise=noise, outlier_share=outliers, switch_seconds=switch_seconds,
+            prefill=Prefill(prefill),
+        )  # fmt: skip
         given = SimulationRequest(
             acceptance, tuple(cost or ()), arrivals, drafter, _sizes(concurrency), tokens,
-            max_batch, limit, speed, None if no_profile else profile_error, kv_seconds,
-            seeds or 3, options,
+            max_batch, limit, speed, None if no_profile else profile_error, profile_noise,
+            catch_up_seconds, catch_up_pass_seconds, kv_seconds, seeds or 3, options,
         )  # fmt: skip
-        scenarios = _scenarios(suite, given, seeds)
+        scenarios = _scenarios(scenario or [], suite, given, seeds)
         _require_writable(json_file, html)
         report = _run(scenarios, seed, wanted, processes)
         _show(report, json_file, html)
@@ -123,28 +150,45 @@ def _sizes(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
-def _scenarios(suite: str, given: "object", seeds: int | None) -> "list[Scenario]":
+def _dump(name: str) -> None:
+    from controller.simulation.suite import scenario_text
+
+    print(scenario_text(name), end="")
+
+
+def _scenarios(
+    paths: "Sequence[Path]", suite: str, given: "object", seeds: int | None
+) -> "list[Scenario]":
     from dataclasses import replace
 
     from controller.simulation import files
     from controller.simulation.errors import InvalidInputError
+    from controller.simulation.scenarios.read import load_scenario
     from controller.simulation.suite import standard
 
     assert isinstance(given, files.SimulationRequest)
-    if not suite:
-        if not given.acceptance:
-            raise InvalidInputError("--acceptance", 0, "is needed, or --suite standard")
-        return files.scenarios(given)
-    name, _, part = suite.partition("/")
-    if name != "standard":
-        fault = f"{name!r} is not a suite; there are 'standard' and 'cold-start'"
-        raise InvalidInputError("--suite", 0, fault)
-    found = [scenario for scenario in standard() if part in scenario.name]
+    if not (paths or suite or given.acceptance):
+        fault = "is needed, or --scenario FILE.yaml, or --suite standard"
+        raise InvalidInputError("--acceptance", 0, fault)
+    found = [load_scenario(path) for path in paths]
+    if suite:
+        name, _, part = suite.partition("/")
+        if name != "standard":
+            fault = f"{name!r} is not a suite; there are 'standard' and 'cold-start'"
+            raise InvalidInputError("--suite", 0, fault)
+        of_suite = standard(part)
+        if not of_suite:
+            raise InvalidInputError("--suite", 0, f"no scenario's name has {part!r}")
+        found += of_suite
+    if seeds:
+        found = [replace(scenario, seeds=seeds) for scenario in found]
     if given.acceptance:
         found += files.scenarios(given)
-    if not found:
-        raise InvalidInputError("--suite", 0, f"no scenario's name has {part!r}")
-    return [replace(scenario, seeds=seeds) for scenario in found] if seeds else found
+    names = [scenario.name for scenario in found]
+    for name in names:
+        if names.count(name) > 1:
+            raise InvalidInputError("--scenario", 0, f"{name!r} is the name of two scenarios")
+    return found
 
 
 def _require_writable(*paths: Path | None) -> None:

@@ -1,7 +1,8 @@
-"""Reads arrivals and lengths of requests from recorded traffic."""
+"""Reads arrivals and lengths of requests from recorded traffic, or draws the times."""
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -62,6 +63,18 @@ def read_arrivals(path: str | Path, limit: int | None = None, speed: float = 1.0
         np.array(contexts, dtype=np.int64),
         np.array(outputs, dtype=np.int64),
     )
+
+
+def poisson_seconds(
+    rng: np.random.Generator, rates: Sequence[tuple[int, float]]
+) -> NDArray[np.float64]:
+    """[requests] arrival times of a Poisson process, ascending, in seconds from its beginning.
+
+    rates: (seconds, requests per second) one after the other.
+    """
+    per_second = np.repeat([rate for _, rate in rates], [seconds for seconds, _ in rates])
+    counts = rng.poisson(per_second)
+    return np.sort(np.repeat(np.arange(len(counts)), counts) + rng.random(counts.sum()))
 
 
 def _time(row: Row) -> float | datetime:

@@ -2,6 +2,7 @@
 
 import bisect
 from collections import deque
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,7 +10,29 @@ from numpy.typing import NDArray
 from controller.simulation.errors import InvalidInputError
 from controller.simulation.policy import IdleCounts
 from controller.simulation.surface import CostSurface
-from controller.simulation.workload import ClosedLoop, RequestPool, Workload
+from controller.simulation.workload import (
+    ClosedLoop,
+    PhaseStart,
+    RequestPool,
+    Workload,
+    WorkloadPhase,
+)
+
+# A pool, where each of its requests starts in the joined arrays, and the requests' labels.
+_JoinedPool = tuple[RequestPool, NDArray[np.int64], NDArray[np.int64]]
+
+
+@dataclass(frozen=True, slots=True)
+class _SetAside:
+    """Sequences that wait for the return of their phase, and the next request of its pool.
+
+    rows: [5, sequences], as in `Batch`.  prefilling: requests whose prompts were not read yet.
+    """
+
+    rows: NDArray[np.int64]
+    kv_tokens: int
+    prefilling: tuple[list[int], ...]
+    next_request: int
 
 
 class Batch:
@@ -55,16 +78,19 @@ class Batch:
         self._steps_to_check = 0
         # Of each request: context tokens left to read, base, output, label, context.
         self._prefilling: deque[list[int]] = deque()
+        # By pool and concurrency of the phase that they belong to.
+        self._set_aside: dict[tuple[int, int], _SetAside] = {}
         self.done = False
 
     def _join(self, pools: list[RequestPool]) -> None:
         """One array per drafter over all pools, so that a sequence needs one offset only."""
-        names = sorted({label for pool in pools for label in pool.label_names})
+        distinct = list({id(pool): pool for pool in pools}.values())
+        names = sorted({label for pool in distinct for label in pool.label_names})
         self.label_names = tuple(names)
         flats: list[list[NDArray[np.uint8]]] = [[] for _ in self._drafters]
-        self._pools = []
-        starts, start = [], 0
-        for pool in pools:
+        joined: dict[int, tuple[_JoinedPool, int]] = {}
+        start = 0
+        for pool in distinct:
             length = 0
             for d, name in enumerate(self._drafters):
                 source = pool.accepted.get(name)
@@ -77,10 +103,11 @@ class Batch:
                 flats[d].append(source)
                 length = len(source)
             labels = np.array([names.index(n) for n in pool.label_names])[pool.labels]
-            self._pools.append((pool, pool.offsets + start, labels))
-            starts.append(start)
+            joined[id(pool)] = (pool, pool.offsets + start, labels), start
             start += length
-        self._starts = starts
+        # By phase; phases that share a pool share its entry.
+        self._pools = [joined[id(pool)][0] for pool in pools]
+        self._starts = [joined[id(pool)][1] for pool in pools]
         self._flat = [np.concatenate(parts) for parts in flats]
 
     @property
@@ -235,13 +262,35 @@ class Batch:
             self.done = True
             return wanted / tokens
         self.phase += 1
-        if self._closed.phases[self.phase].at_once:
-            self._base[: self.size] += self._starts[self.phase] - self._starts[self.phase - 1]
-        else:
-            self._next_request = 0
+        self._begin(self._closed.phases[self.phase], ended=phase)
         self.phase_changed = True
         self._phase_tokens = 0.0
         return 1.0
+
+    def _begin(self, phase: WorkloadPhase, *, ended: WorkloadPhase) -> None:
+        """Does to the running requests what the phase's `PhaseStart` says."""
+        if phase.begins is PhaseStart.CHANGED:
+            shift = self._starts[self.phase] - self._starts[self.phase - 1]
+            self._base[: self.size] += shift
+            for request in self._prefilling:
+                request[1] += shift
+        elif phase.begins is PhaseStart.REPLACED:
+            self._set_aside[id(ended.pool), ended.concurrency] = _SetAside(
+                self._rows[:, : self.size].copy(),
+                self.kv_tokens,
+                tuple(self._prefilling),
+                self._next_request,
+            )
+            nothing = _SetAside(self._rows[:, :0], 0, (), 0)
+            back = self._set_aside.pop((id(phase.pool), phase.concurrency), nothing)
+            self.size = back.rows.shape[1]
+            self._rows[:, : self.size] = back.rows
+            self.kv_tokens = back.kv_tokens
+            self._prefilling = deque(back.prefilling)
+            self._next_request = back.next_request
+            self._steps_to_check = 0
+        else:
+            self._next_request = 0
 
     def _take_requests(self, closed: ClosedLoop) -> None:
         """Goes on to the next phase once every request of this one has begun."""

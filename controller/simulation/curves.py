@@ -45,10 +45,9 @@ class Curves:
         if not self.curves:
             raise InvalidInputError(self.name, 0, "no drafter is named")
         for drafter, curve in self.curves.items():
-            _require_curve(f"{self.name}, {drafter or 'a drafter without name'}", curve)
+            require_curve(f"{self.name}, {drafter or 'a drafter without name'}", curve)
         for mean in (self.output_tokens_mean, self.context_tokens_mean):
-            if not 1 <= mean <= 1e9:
-                raise InvalidInputError(self.name, 0, f"{mean} is no mean number of tokens")
+            require_mean_tokens(self.name, mean)
 
     @property
     def drafters(self) -> tuple[str, ...]:
@@ -94,7 +93,7 @@ def conditional(survival: Sequence[float]) -> list[float]:
 
     Raises InvalidInputError for a survival curve that rises or leaves 0..1.
     """
-    _require_curve("survival", survival)
+    require_curve("survival", survival)
     curve = []
     before = 1.0
     for k, s in enumerate(survival, 1):
@@ -107,7 +106,14 @@ def conditional(survival: Sequence[float]) -> list[float]:
     return curve
 
 
-def _require_curve(where: str, values: Sequence[float]) -> None:
+def require_mean_tokens(where: str, mean: float) -> None:
+    """Refuses a mean that leaves 1..1e9 tokens, with InvalidInputError."""
+    if not 1 <= mean <= 1e9:
+        raise InvalidInputError(where, 0, f"{mean} is no mean number of tokens")
+
+
+def require_curve(where: str, values: Sequence[float]) -> None:
+    """Refuses a curve without a position, with too many, or with a value outside of 0..1."""
     if not 1 <= len(values) <= MAX_GAMMA:
         raise InvalidInputError(
             where, 0, f"{len(values)} positions are given, 1 to {MAX_GAMMA} are needed"

@@ -3,20 +3,20 @@
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from controller.core.model_shapes import DrafterKind
+from controller.core.step_report import MAX_STEP_SECONDS
 from controller.simulation import published
 from controller.simulation.arrivals import read_arrivals
 from controller.simulation.curves import parse_acceptance
 from controller.simulation.engine import EngineOptions
 from controller.simulation.errors import InvalidInputError
 from controller.simulation.scenario import Scenario
+from controller.simulation.scenarios.place import Place
+from controller.simulation.scenarios.profile import ProfileSection
 from controller.simulation.sources import ClosedSource, OpenSource, PhaseSpec
 from controller.simulation.step_costs import read_profile
-from controller.simulation.suite import measured_profile, only
-from controller.simulation.surface import CostSurface, csv_surface, profile_surface
+from controller.simulation.surface import KINDS, CostSurface, csv_surface, profile_surface
 from controller.simulation.workload import AcceptanceSource
 
-_KINDS = {"ngram": DrafterKind.NGRAM, "dflash": DrafterKind.DFLASH}
 _DEFAULT_DRAFTER = "mtp"
 # Oracle segments of an arrival file.
 _WINDOWS = 40
@@ -30,6 +30,9 @@ class SimulationRequest:
     profile) or the name of a published surface.  drafter: what a nameless cost table drafts with.
     concurrency: sizes of the closed loop (none: a spread up to the largest batch).  profile_error:
     factor on the drafting cells of the controller's profile; None: it has no profile.
+    profile_noise: standard deviation of the logarithm of each of its cells.
+    catch_up_seconds_per_token, catch_up_pass_seconds: what a drafter pays for what it missed; None:
+    what the costs say, or what is derived from a table.
     """
 
     acceptance: str
@@ -42,6 +45,9 @@ class SimulationRequest:
     limit: int | None = None
     speed: float = 1.0
     profile_error: float | None = 1.0
+    profile_noise: float = 0.01
+    catch_up_seconds_per_token: float | None = None
+    catch_up_pass_seconds: float | None = None
     seconds_per_kv_token: float = 0.0
     seeds: int = 3
     options: EngineOptions = field(default_factory=EngineOptions)
@@ -52,16 +58,20 @@ def scenarios(given: SimulationRequest) -> list[Scenario]:
     if given.tokens_per_sequence < 1 or given.seeds < 1:
         raise InvalidInputError("--tokens, --seeds", 0, "at least 1 is needed")
     surface, acceptance = _inputs(given)
+    surface = _with_prices(surface, given)
     error = given.profile_error
     if error is not None and not 0.1 <= error <= 10:
         raise InvalidInputError("--profile-error", 0, f"a factor of {error} leaves 0.1..10")
-    told = {None: "no profile", 1.0: "costs exact"}.get(
+    if not 0 <= given.profile_noise < 2:
+        raise InvalidInputError("--profile-noise", 0, f"{given.profile_noise} leaves 0..2")
+    told = {None: "no profile", 1.0: f"costs measured to {given.profile_noise:.1%}"}.get(
         error, f"drafting costs off by a factor of {error}"
     )
     limit = surface.max_batch_size
     profile = None
     if error is not None:
-        profile = measured_profile(surface, limit, None if error == 1 else error)
+        section = ProfileSection(drafting=error, noise=given.profile_noise)
+        profile = section.measured(surface, Place("--profile-error"))
 
     def scenario(
         name: str, description: str, workload: ClosedSource | OpenSource, *, shifting: bool
@@ -91,16 +101,29 @@ def scenarios(given: SimulationRequest) -> list[Scenario]:
     tokens = {b: b * given.tokens_per_sequence * (3 if b < 4 else 1) for b in sizes}
     phase = {b: PhaseSpec(f"x{b}", acceptance, b, tokens[b]) for b in sizes}
     found = [
-        scenario(f"closed/B={b}", f"{b} sequences at a time", ClosedSource((phase[b],), None),
+        scenario(f"closed/B={b}", f"{b} sequences at a time", ClosedSource((phase[b],), None, None),
                  shifting=False)
         for b in sizes
     ]  # fmt: skip
     if len(sizes) > 1:
         turns = (*sizes, *sizes[-2::-1])
-        moving = ClosedSource(tuple(phase[b] for b in turns), None)
+        moving = ClosedSource(tuple(phase[b] for b in turns), None, None)
         text = f"concurrency {' '.join(map(str, turns))}"
         found.append(scenario("closed/moving", text, moving, shifting=True))
     return found
+
+
+def _with_prices(surface: CostSurface, given: SimulationRequest) -> CostSurface:
+    token, once = given.catch_up_seconds_per_token, given.catch_up_pass_seconds
+    for value in (token, once):
+        if value is not None and not 0 <= value <= MAX_STEP_SECONDS:
+            fault = f"{value} is out of range: seconds, 0 to {MAX_STEP_SECONDS:g}"
+            raise InvalidInputError("--catch-up-seconds, --catch-up-pass-seconds", 0, fault)
+    return replace(
+        surface,
+        catch_up_seconds_per_token=surface.catch_up_seconds_per_token if token is None else token,
+        catch_up_pass_seconds=surface.catch_up_pass_seconds if once is None else once,
+    )
 
 
 def _inputs(given: SimulationRequest) -> tuple[CostSurface, AcceptanceSource]:
@@ -114,7 +137,7 @@ def _inputs(given: SimulationRequest) -> tuple[CostSurface, AcceptanceSource]:
     if len(given.cost) == 1 and first in published.names():
         surface = published.surface(first, max_batch_size=size, extrapolate=size is not None)
     elif len(given.cost) == 1 and first.lower().endswith(".json"):
-        surface = profile_surface(Path(first).name, read_profile(first), _KINDS, size)
+        surface = profile_surface(Path(first).name, read_profile(first), KINDS, size)
     else:
         return _tables(given)
     acceptance = parse_acceptance(given.acceptance, [d.name for d in surface.drafters])
@@ -140,7 +163,7 @@ def _tables(given: SimulationRequest) -> tuple[CostSurface, AcceptanceSource]:
             pairs[0][1], 0, "several tables need their drafters: --cost DRAFTER=PATH"
         )
     surface = csv_surface(
-        dict(pairs), _KINDS, given.max_batch_size, seconds_per_kv_token=given.seconds_per_kv_token
+        dict(pairs), KINDS, given.max_batch_size, seconds_per_kv_token=given.seconds_per_kv_token
     )
     return _agree(surface, acceptance, given.drafter), acceptance
 
@@ -159,7 +182,7 @@ def _agree(surface: CostSurface, acceptance: AcceptanceSource, wanted: str) -> C
     known = (wanted,) if wanted else acceptance.drafters
     common = [d.name for d in surface.drafters if d.name in known]
     if common:
-        return only(surface, *common)
+        return surface.only(*common)
     if len(surface.drafters) == 1:
         return replace(surface, drafters=(replace(surface.drafters[0], name=known[0]),))
     raise InvalidInputError(

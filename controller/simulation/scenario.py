@@ -16,6 +16,9 @@ class Scenario:
     workload: makes the workload of a seed; equal seeds make equal workloads.
     profile: what the controller (and every peer that needs costs) was told; None = nothing.
     max_batch_size: the engine's limit, which the plan's table reaches.
+    shifting: the best arm changes while it runs.
+    sustained_tpot_p99_seconds: bound on the 99th percentile of the time per output token, under
+    which the load is searched that each policy sustains; None = no search.
     """
 
     name: str
@@ -28,3 +31,4 @@ class Scenario:
     shifting: bool
     seeds: int = 2
     options: EngineOptions = field(default_factory=EngineOptions)
+    sustained_tpot_p99_seconds: float | None = None

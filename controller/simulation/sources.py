@@ -1,6 +1,7 @@
 """Makes the workloads of scenarios: phases, mixtures and arrivals from acceptance sources."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,12 +10,10 @@ from controller.simulation.workload import (
     AcceptanceSource,
     ClosedLoop,
     OpenLoop,
+    PhaseStart,
     RequestPool,
     WorkloadPhase,
 )
-
-# Requests in a phase's pool, at least; they are served in turn, again and again.
-_POOL_REQUESTS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +28,7 @@ class Mixture:
     @property
     def drafters(self) -> tuple[str, ...]:
         """Lists drafters that every kind knows."""
-        first, *others = self.sources
-        return tuple(d for d in first.drafters if all(d in other.drafters for other in others))
+        return _common_drafters(self.sources)
 
     def pool(
         self,
@@ -43,76 +41,144 @@ class Mixture:
         share = np.array(self.weights) / sum(self.weights)
         kinds = rng.choice(len(self.sources), size=requests, p=share)
         pools = [s.pool(rng, requests, output_tokens, context_tokens) for s in self.sources]
-        chosen = [(pools[kind], i) for i, kind in enumerate(kinds)]
-        output = np.array([pool.output_tokens[i] for pool, i in chosen], dtype=np.int64)
-        context = np.array([pool.context_tokens[i] for pool, i in chosen], dtype=np.int64)
-        accepted = {}
-        for drafter in pools[0].accepted:
+        pool = _chosen(pools, kinds)
+        if self.labelled:
+            names = tuple(s.name for s in self.sources)
+            return replace(pool, labels=kinds.astype(np.int64), label_names=names)
+        return pool
+
+
+@dataclass(frozen=True, slots=True)
+class KindByRequest:
+    """Requests of several kinds in a given order.  kinds: [requests], indices of `sources`."""
+
+    name: str
+    sources: tuple[AcceptanceSource, ...]
+    kinds: NDArray[np.int64]
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        """Lists drafters that every kind knows."""
+        return _common_drafters(self.sources)
+
+    def pool(
+        self,
+        rng: np.random.Generator,
+        requests: int,
+        output_tokens: NDArray[np.int64] | None = None,
+        context_tokens: NDArray[np.int64] | None = None,
+    ) -> RequestPool:
+        """Draws request i from the source of its kind; requests past the last kind begin again."""
+        pools = [s.pool(rng, requests, output_tokens, context_tokens) for s in self.sources]
+        return _chosen(pools, np.resize(self.kinds, requests))
+
+
+def _common_drafters(sources: Sequence[AcceptanceSource]) -> tuple[str, ...]:
+    first, *others = sources
+    return tuple(d for d in first.drafters if all(d in other.drafters for other in others))
+
+
+def _chosen(pools: Sequence[RequestPool], kinds: NDArray[np.int64]) -> RequestPool:
+    """Takes request i from pool kinds[i], without labels; of the drafters that all pools have."""
+    chosen = [(pools[kind], i) for i, kind in enumerate(kinds.tolist())]
+    output = np.array([pool.output_tokens[i] for pool, i in chosen], dtype=np.int64)
+    context = np.array([pool.context_tokens[i] for pool, i in chosen], dtype=np.int64)
+    accepted = {}
+    for drafter in pools[0].accepted:
+        if all(drafter in pool.accepted for pool in pools):
             parts = []
             for (pool, i), length in zip(chosen, output.tolist(), strict=True):
                 start = int(pool.offsets[i])
                 parts.append(pool.accepted[drafter][start : start + length])
             accepted[drafter] = np.concatenate(parts)
-        labels, names = kinds.astype(np.int64), tuple(s.name for s in self.sources)
-        if not self.labelled:
-            labels, names = np.zeros(len(kinds), dtype=np.int64), ("",)
-        return RequestPool(context, output, np.cumsum(output) - output, labels, accepted, names)
+    labels = np.zeros(len(chosen), dtype=np.int64)
+    return RequestPool(context, output, np.cumsum(output) - output, labels, accepted)
+
+
+@dataclass(frozen=True, slots=True)
+class MeanTokens:
+    """Mean lengths of requests, in tokens; lognormal around them (sigma 0.5), at least 8.
+
+    None: the lengths that the source of acceptance has.
+    """
+
+    output: float | None = 256.0
+    context: float | None = 384.0
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseSpec:
-    """A phase before its requests are drawn; see `workload.WorkloadPhase`."""
+    """A phase before its requests are drawn; see `workload.WorkloadPhase`.
+
+    mean_tokens: None takes those of the `ClosedSource`.
+    """
 
     name: str
     acceptance: AcceptanceSource
     concurrency: int
     tokens: int
-    at_once: bool = False
+    begins: PhaseStart = PhaseStart.DRAINED
+    mean_tokens: MeanTokens | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ClosedSource:
-    """A closed loop: equal acceptance means equal requests, and all pools have equal lengths.
+    """A closed loop: equal acceptance and lengths mean equal requests.
 
-    output_mean, context_mean: tokens; lengths are lognormal around them (sigma 0.5), at least 8.
-    None: the sources' own lengths (then no phase may change over `at_once`).
+    Phases of equal mean lengths have requests of equal lengths, whatever their acceptance is; a
+    phase that begins `CHANGED` needs that.  output_mean, context_mean: see `MeanTokens`.  requests:
+    in the pool of every phase, at least; they are served in turn, again and again.
     """
 
     phases: tuple[PhaseSpec, ...]
     output_mean: float | None = 256.0
-    context_mean: float = 384.0
+    context_mean: float | None = 384.0
+    requests: int = 256
 
     def __call__(self, seed: int) -> ClosedLoop:
         """Makes the workload of a seed."""
         rng = np.random.default_rng([seed, 1])
-        requests = max(_POOL_REQUESTS, 2 * max(p.concurrency for p in self.phases))
-        output = context = None
-        if self.output_mean is not None:
-            output = lengths(rng, requests, self.output_mean)
-            context = lengths(rng, requests, self.context_mean)
-        pools: dict[int, RequestPool] = {}
-        for spec in self.phases:
-            if id(spec.acceptance) not in pools:
-                pools[id(spec.acceptance)] = spec.acceptance.pool(rng, requests, output, context)
-        return ClosedLoop(
-            tuple(
-                WorkloadPhase(p.name, pools[id(p.acceptance)], p.concurrency, p.tokens, p.at_once)
-                for p in self.phases
+        requests = max(self.requests, 2 * max(p.concurrency for p in self.phases))
+        default = MeanTokens(self.output_mean, self.context_mean)
+        means = [p.mean_tokens or default for p in self.phases]
+        output = _drawn(rng, requests, [mean.output for mean in means])
+        context = _drawn(rng, requests, [mean.context for mean in means])
+        pools: dict[tuple[int, MeanTokens], RequestPool] = {}
+        phases = []
+        for spec, mean in zip(self.phases, means, strict=True):
+            key = id(spec.acceptance), mean
+            if key not in pools:
+                pools[key] = spec.acceptance.pool(
+                    rng, requests, output[mean.output], context[mean.context]
+                )
+            phases.append(
+                WorkloadPhase(spec.name, pools[key], spec.concurrency, spec.tokens, spec.begins)
             )
-        )
+        return ClosedLoop(tuple(phases))
+
+
+def _drawn(
+    rng: np.random.Generator, requests: int, means: Sequence[float | None]
+) -> dict[float | None, NDArray[np.int64] | None]:
+    """Mean -> lengths, drawn once for each mean in the order of its first use."""
+    return {
+        mean: None if mean is None else lengths(rng, requests, mean)
+        for mean in dict.fromkeys(means)
+    }
 
 
 @dataclass(frozen=True, slots=True)
 class OpenSource:
     """Requests at recorded or drawn times; acceptance from a source, in turn.
 
-    arrival_seconds, context_tokens, output_tokens: [requests].
+    arrival_seconds: [requests].  context_tokens, output_tokens: [requests], or None for the lengths
+    that the source of acceptance has.
     """
 
     acceptance: AcceptanceSource
     arrival_seconds: NDArray[np.float64]
-    context_tokens: NDArray[np.int64]
-    output_tokens: NDArray[np.int64]
+    context_tokens: NDArray[np.int64] | None
+    output_tokens: NDArray[np.int64] | None
     max_concurrency: int
     window_seconds: float
 

@@ -19,6 +19,10 @@ from controller.simulation.step_costs import CostTable, profile_table, read_step
 
 # Where a table does not tell at which context it was measured, and nothing is paid for context.
 _KV_REFERENCE = 512.0
+# What drafters of these names are; others are MTP, serial passes.
+KINDS: Mapping[str, DrafterKind] = {"ngram": DrafterKind.NGRAM, "dflash": DrafterKind.DFLASH}
+# A drafter as EAGLE's is one layer, and targets of today have some thirty and more.
+_DRAFTER_SHARE_OF_TOKEN = 1 / 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +59,29 @@ class CostSurface:
         """Largest batch that the surface prices."""
         return int(self.seconds.shape[1]) - 1
 
+    def step_seconds(self, batch_size: int, kv_tokens: float) -> NDArray[np.float64]:
+        """[arms] seconds of a step at this context, as the engine charges them."""
+        plain = self.seconds[:, min(batch_size, self.max_batch_size)]
+        context = self.kv_seconds * (kv_tokens - batch_size * self.kv_reference)
+        # Less context never makes a step free.
+        seconds: NDArray[np.float64] = np.maximum(plain + context, 0.1 * plain)
+        return seconds
+
     def catch_up_seconds(self, tokens: float) -> float:
         """Returns the seconds in which a drafter reads what it missed; 0 for no token."""
         if tokens == 0:
             return 0.0
         return self.catch_up_pass_seconds + self.catch_up_seconds_per_token * tokens
+
+    def only(self, *drafters: str) -> "CostSurface":
+        """Returns the surface with these drafters alone."""
+        keep = [i for i, arm in enumerate(self.arms) if arm.drafter in drafters]
+        return replace(
+            self,
+            drafters=tuple(d for d in self.drafters if d.name in drafters),
+            seconds=self.seconds[keep],
+            kv_seconds=self.kv_seconds[keep],
+        )
 
     def profile(
         self,
@@ -92,6 +114,14 @@ class CostSurface:
         )
 
 
+def profile_sizes(max_batch_size: int) -> list[int]:
+    """Lists the batch sizes of a profile: 1, 2, 4, ... and the limit itself."""
+    sizes = [1]
+    while sizes[-1] * 2 < max_batch_size:
+        sizes.append(sizes[-1] * 2)
+    return sizes if sizes[-1] == max_batch_size else [*sizes, max_batch_size]
+
+
 def csv_surface(
     paths: Mapping[str, str | Path],
     kinds: Mapping[str, DrafterKind] | None = None,
@@ -103,7 +133,8 @@ def csv_surface(
     """Drafter -> step-cost CSV of the same engine; see `table_surface` and `read_step_costs`.
 
     kv_reference, seconds_per_kv_token: context tokens a sequence at which the files were measured,
-    and the price of one more; the files do not tell.
+    and the price of one more; the files do not tell.  Neither do they state the price of prompts
+    and of catching up, which is derived: see `_with_derived_prices`.
     """
     if not paths:
         raise InvalidInputError("step costs", 0, "no file is named")
@@ -114,9 +145,37 @@ def csv_surface(
     name = "+".join(dict.fromkeys(Path(path).stem for path in paths.values()))
     surface = table_surface(name, tables, kinds, max_batch_size)
     return replace(
-        surface,
+        _with_derived_prices(surface, tables),
         kv_seconds=np.full(len(surface.arms), seconds_per_kv_token),
         kv_reference=kv_reference,
+    )
+
+
+def _with_derived_prices(surface: CostSurface, tables: Mapping[str, CostTable]) -> CostSurface:
+    """Returns the surface with the prices that a step-cost table does not state.
+
+    A token of a prompt costs what one more token adds to the largest pass of the first table, where
+    compute is the bound.  A token that a drafter missed costs the drafter's share of that, and
+    catching up costs a pass of the drafter besides: what drafting adds to the smallest batch.
+    """
+    first = next(iter(tables.values()))
+    width = first.gammas[-1] + 1
+    if len(first.batch_sizes) > 1:
+        sizes, seconds = first.batch_sizes[-2:], first.seconds[-1, -2:]
+        token = (seconds[1] - seconds[0]) / ((sizes[1] - sizes[0]) * width)
+    else:
+        token = (first.seconds[-1, 0] - first.seconds[0, 0]) / (first.batch_sizes[0] * width)
+    token = max(0.0, float(token))
+    passes = [
+        (table.seconds[1, 0] - table.seconds[0, 0]) / table.gammas[1]
+        for table in tables.values()
+        if len(table.gammas) > 1
+    ]
+    return replace(
+        surface,
+        prefill_seconds_per_token=token,
+        catch_up_seconds_per_token=_DRAFTER_SHARE_OF_TOKEN * token,
+        catch_up_pass_seconds=max([0.0, *map(float, passes)]),
     )
 
 

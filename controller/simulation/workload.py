@@ -6,8 +6,9 @@ accepts min(accepted[p], gamma) and moves p on by that + 1.  So every policy mee
 luck (paired comparison), and a recorded bank is replayed rather than averaged.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Protocol
 
 import numpy as np
@@ -34,6 +35,24 @@ class RequestPool:
     def requests(self) -> int:
         """Counts the requests."""
         return len(self.output_tokens)
+
+    def tokens_per_step(self, drafter: str, gammas: Sequence[int]) -> NDArray[np.float64]:
+        """[gammas] mean tokens that a sequence gains in a step: every request is replayed alone.
+
+        Tokens past the end of a request do not count.  Raises KeyError for an unknown drafter.
+        """
+        accepted = self.accepted[drafter]
+        most = np.array(gammas, dtype=np.int64)[:, None]
+        position = np.zeros((len(most), self.requests), dtype=np.int64)
+        steps = np.zeros(len(most), dtype=np.int64)
+        running = position < self.output_tokens
+        while running.any():
+            at = np.where(running, self.offsets + position, 0)
+            position += running * (np.minimum(accepted[at], most) + 1)
+            steps += running.sum(axis=1)
+            running = position < self.output_tokens
+        mean: NDArray[np.float64] = self.output_tokens.sum() / steps
+        return mean
 
 
 class AcceptanceSource(Protocol):
@@ -64,13 +83,27 @@ class AcceptanceSource(Protocol):
         ...
 
 
+class PhaseStart(Enum):
+    """Names what happens to the running requests when a phase begins.
+
+    DRAINED: they finish first, and the phase's own requests take their places one by one.
+    CHANGED: at the phase's first step they change over to its acceptance, where they stand (pools
+    of equal shape only).  REPLACED: at the phase's first step they are set aside, and those of the
+    phase take their place: new ones, or those that were set aside when a phase of the same pool and
+    concurrency ended.
+    """
+
+    DRAINED = "drained"
+    CHANGED = "changed"
+    REPLACED = "replaced"
+
+
 @dataclass(frozen=True, slots=True)
 class WorkloadPhase:
     """A stretch of closed-loop work: `tokens` tokens at `concurrency`, from `pool` in turn.
 
-    When a phase begins at a smaller concurrency, running requests finish first, and its tokens
-    count once the batch has shrunk to it.  at_once: running requests change over to this phase's
-    acceptance at its first step (pools of equal shape only), instead of leaving one by one.
+    When a phase begins at a smaller concurrency, running requests finish first (unless they are
+    replaced), and its tokens count once the batch has shrunk to it.
 
     tokens None: every request of the pool once.  The phase ends when its last request was admitted,
     the next one goes on beside what still runs, and the last phase ends with its last request;
@@ -81,7 +114,12 @@ class WorkloadPhase:
     pool: RequestPool
     concurrency: int
     tokens: int | None
-    at_once: bool = False
+    begins: PhaseStart = PhaseStart.DRAINED
+
+    @property
+    def at_once(self) -> bool:
+        """Is true where the traffic changes within one step, instead of request by request."""
+        return self.begins is not PhaseStart.DRAINED
 
 
 @dataclass(frozen=True, slots=True)

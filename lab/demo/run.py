@@ -12,7 +12,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from controller.simulation.errors import InvalidInputError
-from controller.simulation.suite import only
 from lab.cpu_engine.pace.pacer import Pace
 from lab.cpu_engine.pace.step_costs import OWN
 from lab.demo import exact, picture, report, result
@@ -82,7 +81,7 @@ def _paced(options: DemoOptions, scratch: Path, terminal: Terminal) -> DemoOutco
         costs = pace.costs()
     except InvalidInputError as error:
         raise HarnessError(f"--pace {error}") from error
-    costs = replace(costs, surface=only(costs.surface, OWN))
+    costs = replace(costs, surface=costs.surface.only(OWN))
     oracles = tuple(compute(one, curves, costs) for one in options.streams)
     report.show_table(stream, oracles[0], costs.source, terminal)
     order = _policies(oracles[0], neighbours=options.neighbours)

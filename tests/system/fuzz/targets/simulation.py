@@ -11,7 +11,9 @@ from controller.simulation import published_qwen
 from controller.simulation.acceptance_trace import AcceptanceTrace
 from controller.simulation.arrivals import read_arrivals
 from controller.simulation.curves import parse_acceptance
+from controller.simulation.scenarios.read import load_scenario
 from controller.simulation.step_costs import read_profile
+from controller.simulation.suite import scenario_text
 from controller.simulation.surface import csv_surface, profile_surface
 from lab.papers.drafters import read_grid
 from tests.support.service_harness import make_profile
@@ -39,6 +41,12 @@ _REQUESTS = "".join(
     )
     + "\n"
     for _ in range(3)
+)
+_SCENARIOS = (
+    "wrong-profile/random30",
+    "arrivals/rush",
+    "context-by-batch/20",
+    "recurring/drafters/20",
 )
 _ROUNDS = "commits,category,a0\n3,chat,0.9\n0,chat,0.1\n2,code,0.5\n"
 
@@ -114,6 +122,13 @@ TARGETS = (
         lambda: [_ROUNDS.encode()],
         text_of,
         file_reader(_rounds, "rounds.csv"),
+        _ERRORS,
+    ),
+    Target(
+        "simulation.scenario",
+        lambda: [scenario_text(name).encode() for name in _SCENARIOS],
+        text_of,
+        file_reader(load_scenario, "scenario.yaml"),
         _ERRORS,
     ),
     Target("simulation.grid", _grid, json_of, file_reader(read_grid, "sweep.json"), _ERRORS),

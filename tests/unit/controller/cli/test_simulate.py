@@ -94,10 +94,62 @@ def test_a_published_cost_and_a_part_of_the_suite():
     assert "stationary/tide-qwen3-235b/alpha=0.9/B=16" in done.output
 
 
+SCENARIO = """\
+name: mine
+cost: {table: {mtp: costs.csv}}
+traffic: {code: {geometric: {mtp: 0.7}}}
+phases: [{kind: code, batch: 8, tokens: 200}]
+"""
+
+
+def test_scenarios_come_from_files():
+    Path("mine.yaml").write_text(SCENARIO)
+    Path("other.yaml").write_text(SCENARIO.replace("mine", "other"))
+    done = run("--scenario", "mine.yaml", "--scenario", "other.yaml", "--seeds", "1",
+               "--policy", "controller", "--json", "out.json")  # fmt: skip
+    assert done.exit_code == 0, done.output
+    body = json.loads(Path("out.json").read_text())
+    assert [(s["name"], s["seeds"]) for s in body["scenarios"]] == [("mine", 1), ("other", 1)]
+
+
+def test_a_scenario_of_the_suite_can_be_dumped_changed_and_run():
+    done = run("--dump-scenario", "stationary/tide-qwen3-235b/alpha=0.9/B=16")
+    assert done.exit_code == 0, done.output
+    Path("mine.yaml").write_text(done.stdout.replace("tokens: 5000", "tokens: 100"))
+    again = run("--scenario", "mine.yaml", "--seeds", "1", "--policy", "controller")
+    assert again.exit_code == 0, again.output
+    assert "stationary/tide-qwen3-235b/alpha=0.9/B=16" in again.output
+
+
+def test_switches_and_catching_up_have_their_price():
+    rates = []
+    for prices in (
+        ("--switch-seconds", "0", "--catch-up-seconds", "0", "--catch-up-pass-seconds", "0"),
+        ("--switch-seconds", "0.05", "--catch-up-seconds", "0", "--catch-up-pass-seconds", "0"),
+        ("--switch-seconds", "0", "--catch-up-seconds", "0.01", "--catch-up-pass-seconds", "0.05"),
+    ):
+        done = run("--acceptance", "geometric:0.6", "--cost", "costs.csv", "--concurrency", "4",
+                   *QUICK, *prices, "--policy", "bandit-ucb", "--json", "out.json")  # fmt: skip
+        assert done.exit_code == 0, done.output
+        [policy] = json.loads(Path("out.json").read_text())["scenarios"][0]["policies"]
+        rates.append(policy["tokens_per_second"])
+    assert max(rates[1:]) < 0.97 * rates[0]
+
+
 @pytest.mark.parametrize(
     ("arguments", "fault"),
     [
         ((), "--acceptance: is needed"),
+        (("--scenario", "no.yaml"), "no.yaml: No such file"),
+        (("--scenario", "bad.yaml"), "bad.yaml:4: phases[0].batch: "),
+        (("--scenario", "fine.yaml", "--scenario", "fine.yaml"), "'mine' is the name of two"),
+        (("--dump-scenario", "burst"), "'burst' is not in the suite; there are: "),
+        (("--acceptance", "geometric:0.6", "--cost", "costs.csv", "--profile-noise", "-1"),
+         "--profile-noise"),
+        (("--acceptance", "geometric:0.6", "--cost", "costs.csv", "--switch-seconds", "-1"),
+         "switch_seconds"),
+        (("--acceptance", "geometric:0.6", "--cost", "costs.csv", "--catch-up-seconds", "-1"),
+         "--catch-up-seconds"),
         (("--acceptance", "geometric:0.6"), "--cost"),
         (("--acceptance", "geometric:0.6", "--cost", "h100-lama"), "h100-llama3.1-8b"),
         (("--acceptance", "geometric:0.6", "--cost", "mtp=no.csv"), "'no.csv' is neither a file"),
@@ -123,6 +175,8 @@ def test_a_published_cost_and_a_part_of_the_suite():
 )  # fmt: skip
 def test_bad_input_gets_one_line_and_exit_code_two(arguments, fault):
     head = "batch_size,num_draft_tokens,step_seconds\n"
+    Path("fine.yaml").write_text(SCENARIO)
+    Path("bad.yaml").write_text(SCENARIO.replace("batch: 8", "batch: 0"))
     Path("holes.csv").write_text(head + "1,1,0.01\n1,2,\n")
     Path("nan.csv").write_text(head + "1,1,nan\n")
     Path("zero.csv").write_text(head + "1,1,0\n")

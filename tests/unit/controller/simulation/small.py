@@ -11,6 +11,7 @@ from controller.simulation.curves import Curves
 from controller.simulation.scenario import Scenario
 from controller.simulation.sources import ClosedSource, PhaseSpec
 from controller.simulation.surface import CostSurface
+from controller.simulation.workload import PhaseStart
 
 GAMMAS = (0, 1, 3, 7)
 
@@ -38,7 +39,9 @@ def pool(acceptance=0.7, requests=64, output=40, seed=0, drafters=("mtp",)):
 def scenario(acceptance=(0.9, 0.1), batch=4, tokens=300, seeds=2, **changes):
     costs = surface()
     phases = tuple(
-        PhaseSpec(f"{i}", Curves(f"a{a}", {"mtp": [a] * 8}), batch, batch * tokens, at_once=i > 0)
+        PhaseSpec(
+            f"{i}", Curves(f"a{a}", {"mtp": [a] * 8}), batch, batch * tokens, PhaseStart.CHANGED
+        )
         for i, a in enumerate(acceptance)
     )
     profile = costs.profile(FINGERPRINT, [1, 2, 4, 8, 16, 32])

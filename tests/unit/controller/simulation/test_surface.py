@@ -8,7 +8,12 @@ from controller.core.engine_spec import Arm, Fingerprint
 from controller.core.model_shapes import DrafterKind
 from controller.simulation.errors import InvalidInputError
 from controller.simulation.step_costs import CostTable
-from controller.simulation.surface import csv_surface, profile_surface, table_surface
+from controller.simulation.surface import (
+    csv_surface,
+    profile_sizes,
+    profile_surface,
+    table_surface,
+)
 
 HEADER = "batch_size,num_draft_tokens,step_seconds\n"
 
@@ -115,3 +120,48 @@ def test_no_drafter_a_name_that_is_none_and_a_context_that_cannot_be_are_refused
         table_surface("t", {"": table([1], {0: [1.0]})})
     with pytest.raises(InvalidInputError, match="context term: nan"):
         csv_surface({"mtp": tmp_path / "a.csv"}, kv_reference=float("nan"))
+
+
+def test_what_a_table_does_not_state_is_derived(tmp_path):
+    (tmp_path / "mtp.csv").write_text(HEADER + "1,1,1.0\n4,1,2.0\n1,3,1.5\n4,3,6.0\n")
+    surface = csv_surface({"mtp": tmp_path / "mtp.csv"})
+    token = (6.0 - 1.5) / (3 * 3)
+    assert surface.prefill_seconds_per_token == pytest.approx(token)
+    # Two passes of the drafter add half a second to the smallest batch.
+    assert surface.catch_up_seconds(64) == pytest.approx(0.25 + 2 * token)
+
+
+def test_a_table_of_one_size_has_prices_too(tmp_path):
+    (tmp_path / "mtp.csv").write_text(HEADER + "4,1,2.0\n4,3,6.0\n")
+    surface = csv_surface({"mtp": tmp_path / "mtp.csv"})
+    assert surface.prefill_seconds_per_token == pytest.approx(4.0 / 12)
+    assert surface.catch_up_pass_seconds == pytest.approx(2.0)
+    (tmp_path / "off.csv").write_text(HEADER + "4,1,2.0\n")
+    assert csv_surface({"mtp": tmp_path / "off.csv"}).catch_up_seconds(1) == 0
+
+
+def test_the_seconds_of_a_step_follow_the_context_but_are_never_free(tmp_path):
+    (tmp_path / "mtp.csv").write_text(HEADER + "1,1,1.0\n4,1,2.0\n1,3,3.0\n4,3,4.0\n")
+    surface = csv_surface(
+        {"mtp": tmp_path / "mtp.csv"}, kv_reference=100.0, seconds_per_kv_token=0.001
+    )
+    assert surface.step_seconds(4, 400).tolist() == pytest.approx([2.0, 4.0])
+    assert surface.step_seconds(4, 1400).tolist() == pytest.approx([3.0, 5.0])
+    # A batch beyond the table costs as the largest one, with its own context.
+    assert surface.step_seconds(8, 900).tolist() == pytest.approx([2.1, 4.1])
+    cheap = csv_surface({"mtp": tmp_path / "mtp.csv"}, kv_reference=1e6, seconds_per_kv_token=0.001)
+    assert cheap.step_seconds(4, 400).tolist() == pytest.approx([0.2, 0.4])
+
+
+def test_profiles_are_measured_at_powers_of_two_and_the_limit():
+    assert profile_sizes(1) == [1]
+    assert profile_sizes(32) == [1, 2, 4, 8, 16, 32]
+    assert profile_sizes(33) == [1, 2, 4, 8, 16, 32, 33]
+
+
+def test_some_drafters_of_a_surface():
+    tables = {name: table([1, 8], {0: [1.0, 2.0], 2: [2.0, 3.0]}) for name in ("a", "b", "c")}
+    surface = table_surface("t", tables).only("c", "a")
+    assert surface.arms == (Arm("a", 0), Arm("a", 2), Arm("c", 0), Arm("c", 2))
+    assert surface.seconds.shape == (4, 9)
+    assert surface.kv_seconds.shape == (4,)

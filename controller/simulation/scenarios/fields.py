@@ -1,0 +1,42 @@
+"""Defines what the sections of a scenario file share: strict models and bounded numbers."""
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+from controller.core.engine_spec import MAX_BATCH_SIZE, MAX_GAMMA
+from controller.core.step_report import MAX_STEP_SECONDS
+
+
+class Section(BaseModel):
+    """A section of a scenario file.  Unknown fields, NaN and infinite numbers are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+def _number(value: Any) -> Any:
+    # To pydantic true is the number 1, and "1" is one as well.
+    if isinstance(value, bool | str):
+        raise PydanticCustomError("number", "a number is needed")
+    return value
+
+
+Number = Annotated[float, BeforeValidator(_number)]
+Whole = Annotated[int, BeforeValidator(_number)]
+
+Seconds = Annotated[Number, Field(ge=0, le=MAX_STEP_SECONDS)]
+Share = Annotated[Number, Field(ge=0, le=1)]
+Factor = Annotated[Number, Field(ge=0.01, le=100)]
+# Standard deviation of a logarithm.
+LogSpread = Annotated[Number, Field(ge=0, lt=2)]
+BatchSize = Annotated[Whole, Field(ge=1, le=MAX_BATCH_SIZE)]
+Gamma = Annotated[Whole, Field(ge=0, le=MAX_GAMMA)]
+MeanLength = Annotated[Number, Field(ge=1, le=1e7)]
+SeedNumber = Annotated[Whole, Field(ge=0, lt=2**63)]
+DrafterName = Annotated[str, Field(min_length=1, max_length=64)]
+KindName = Annotated[str, Field(min_length=1, max_length=64)]
+FileName = Annotated[str, Field(min_length=1, max_length=4096)]
+# Keys are texts or numbers in YAML; a draft length or a batch size may be either.
+GammaKey = Annotated[int, Field(ge=0, le=MAX_GAMMA)]
+BatchSizeKey = Annotated[int, Field(ge=1, le=MAX_BATCH_SIZE)]
