@@ -39,29 +39,27 @@ class Memory:
 
     level_spread: standard deviation over requests.  drift_spread, drift_requests: standard
     deviation of the drift, and the number of requests over which its correlation falls to 1/e.
-    passage_spread, passage_tokens: the same within a request, over tokens.  correlation: between
-    the drafters, of every part, 0 to 1.
+    passage_spread, passage_tokens: the same within a request, over tokens.
 
-    The defaults are close to recorded chat, code and mathematics; docs/simulation.md has the fits.
+    The defaults lie between those of EAGLE on recorded chat, mathematics and code editing
+    (`python -m lab.papers memory` fits them).
 
     Raises InvalidInputError for values out of range.
     """
 
-    level_spread: float = 0.4
+    level_spread: float = 0.5
     drift_spread: float = 0.0
     drift_requests: float = 100.0
-    passage_spread: float = 0.5
-    passage_tokens: float = 15.0
-    correlation: float = 0.4
+    passage_spread: float = 0.8
+    passage_tokens: float = 2.0
 
     def __post_init__(self) -> None:
         checks = (
-            ("level_spread", 0 <= self.level_spread <= 5),
-            ("drift_spread", 0 <= self.drift_spread <= 5),
+            ("level_spread", 0 <= self.level_spread <= 20),
+            ("drift_spread", 0 <= self.drift_spread <= 20),
             ("drift_requests", 1 <= self.drift_requests <= 1e6),
-            ("passage_spread", 0 <= self.passage_spread <= 5),
+            ("passage_spread", 0 <= self.passage_spread <= 20),
             ("passage_tokens", 0.1 <= self.passage_tokens <= 1e4),
-            ("correlation", 0 <= self.correlation <= 1),
         )
         for name, good in checks:
             if not good:
@@ -82,14 +80,17 @@ class Memory:
 class Chain:
     """Draws acceptance with memory.  curves: drafter -> conditional acceptance a_1, a_2, ...
 
-    Positions deeper than the curve reject.  Lengths are those of `Curves`.
+    Positions deeper than the curve reject.  Lengths are those of `Curves`.  memory: drafter -> its
+    memory; others have the default one.  correlation: between the drafters, 0 to 1, of all that is
+    drawn for a token and a request.
 
-    Raises InvalidInputError for what `Curves` refuses.
+    Raises InvalidInputError for what `Curves` refuses, and for a correlation out of range.
     """
 
     name: str
     curves: Mapping[str, Sequence[float]]
-    memory: Memory = field(default_factory=Memory)
+    memory: Mapping[str, Memory] = field(default_factory=dict)
+    correlation: float = 0.25
     output_tokens_mean: float = 256.0
     context_tokens_mean: float = 384.0
 
@@ -100,6 +101,8 @@ class Chain:
             require_curve(f"{self.name}, {drafter or 'a drafter without name'}", curve)
         for mean in (self.output_tokens_mean, self.context_tokens_mean):
             require_mean_tokens(self.name, mean)
+        if not 0 <= self.correlation <= 1:
+            raise InvalidInputError("correlation", 0, f"{self.correlation} leaves 0..1")
 
     @property
     def drafters(self) -> tuple[str, ...]:
@@ -118,12 +121,13 @@ class Chain:
             output_tokens = lengths(rng, requests, self.output_tokens_mean)
         if context_tokens is None:
             context_tokens = lengths(rng, requests, self.context_tokens_mean)
-        memory, common = self.memory, self.memory.correlation
-        shared = _difficulty(rng, output_tokens, memory)
+        positions = int(output_tokens.sum())
+        shared = _Draws.of(rng, requests, positions)
         accepted = {}
         for drafter, curve in self.curves.items():
-            own = _difficulty(rng, output_tokens, memory)
-            x = (np.sqrt(common) * shared + np.sqrt(1 - common) * own) / memory.deviation
+            memory = self.memory.get(drafter, Memory())
+            draws = _Draws.of(rng, requests, positions).mixed(shared, self.correlation)
+            x = draws.difficulty(output_tokens, memory) / memory.deviation
             accepted[drafter] = _accepted(x, thresholds(tuple(curve), memory))
         return RequestPool(
             context_tokens,
@@ -143,7 +147,8 @@ def thresholds(curve: tuple[float, ...], memory: Memory) -> NDArray[np.float64]:
     level = np.array([normal.inv_cdf((i + 0.5) / _REQUESTS) for i in range(_REQUESTS)])
     length = _POSITIONS + _DEPTH
     tokens = np.full(_REQUESTS, length, dtype=np.int64)
-    within = _passages(rng, tokens, memory.passage_tokens).reshape(_REQUESTS, length)
+    drawn = rng.standard_normal(_REQUESTS * length)
+    within = _remembered(drawn, tokens, memory.passage_tokens).reshape(_REQUESTS, length)
     white = rng.standard_normal((_REQUESTS, length))
     x = white + memory.request_spread * level[:, None] + memory.passage_spread * within
     x /= memory.deviation
@@ -165,34 +170,53 @@ def thresholds(curve: tuple[float, ...], memory: Memory) -> NDArray[np.float64]:
     return np.array(found)
 
 
-def _difficulty(
-    rng: np.random.Generator, output_tokens: NDArray[np.int64], memory: Memory
+@dataclass(frozen=True, slots=True)
+class _Draws:
+    """Independent standard normal numbers: level, drift [requests]; token, passage [positions]."""
+
+    level: NDArray[np.float64]
+    drift: NDArray[np.float64]
+    token: NDArray[np.float64]
+    passage: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, rng: np.random.Generator, requests: int, positions: int) -> "_Draws":
+        sizes = (requests, requests, positions, positions)
+        return cls(*(rng.standard_normal(size) for size in sizes))
+
+    def mixed(self, shared: "_Draws", correlation: float) -> "_Draws":
+        """Returns numbers that have this correlation with the shared ones' other mixtures."""
+        common, own = np.sqrt(correlation), np.sqrt(1 - correlation)
+        return _Draws(
+            common * shared.level + own * self.level,
+            common * shared.drift + own * self.drift,
+            common * shared.token + own * self.token,
+            common * shared.passage + own * self.passage,
+        )
+
+    def difficulty(self, output_tokens: NDArray[np.int64], memory: Memory) -> NDArray[np.float64]:
+        """[positions] the sum of all parts, one request after the other."""
+        whole = np.array([len(self.drift)], dtype=np.int64)
+        drift = _remembered(self.drift, whole, memory.drift_requests)
+        passage = _remembered(self.passage, output_tokens, memory.passage_tokens)
+        of_request = memory.level_spread * self.level + memory.drift_spread * drift
+        return self.token + memory.passage_spread * passage + np.repeat(of_request, output_tokens)
+
+
+def _remembered(
+    draws: NDArray[np.float64], pieces: NDArray[np.int64], memory: float
 ) -> NDArray[np.float64]:
-    """[positions] the sum of all parts, one request after the other."""
-    requests = len(output_tokens)
-    of_request = memory.level_spread * rng.standard_normal(requests)
-    of_request += memory.drift_spread * _wander(rng, requests, memory.drift_requests)
-    parts: NDArray[np.float64] = rng.standard_normal(int(output_tokens.sum()))
-    parts += memory.passage_spread * _passages(rng, output_tokens, memory.passage_tokens)
-    return parts + np.repeat(of_request, output_tokens)
+    """Makes stationary autoregressive processes, of deviation 1, of independent draws.
 
-
-def _wander(rng: np.random.Generator, steps: int, memory: float) -> NDArray[np.float64]:
-    """[steps] a stationary first-order autoregressive process of deviation 1."""
-    return _passages(rng, np.array([steps], dtype=np.int64), memory)
-
-
-def _passages(
-    rng: np.random.Generator, output_tokens: NDArray[np.int64], memory: float
-) -> NDArray[np.float64]:
-    """[positions] such a process in each request, independent between requests."""
+    pieces: [processes] lengths, which add up to the number of draws.
+    """
+    found = draws.copy()
     keep = np.exp(-1 / memory)
-    found: NDArray[np.float64] = rng.standard_normal(int(output_tokens.sum()))
-    starts = np.cumsum(output_tokens) - output_tokens
-    # Requests that are still running at a position come first.
-    longest = np.argsort(-output_tokens, kind="stable")
-    running = np.searchsorted(-output_tokens[longest], -np.arange(output_tokens.max(initial=0)))
     fresh = np.sqrt(1 - keep * keep)
+    starts = np.cumsum(pieces) - pieces
+    # Those that still run at a position come first.
+    longest = np.argsort(-pieces, kind="stable")
+    running = np.searchsorted(-pieces[longest], -np.arange(pieces.max(initial=0)))
     for position, count in enumerate(running.tolist()):
         if position:
             at = starts[longest[:count]] + position

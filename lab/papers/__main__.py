@@ -11,6 +11,7 @@ from controller.core.errors import SpeculationError
 from controller.core.training.gpu_allocation import Demand, Pool, evaluate
 from controller.util.exit_codes import Exit
 from lab.papers.drafters import reproduce_drafters
+from lab.papers.memory import compare
 from lab.papers.reproductions import tables
 from lab.papers.tide import reproduce_tide
 from lab.papers.tts import reproduce_tts
@@ -97,6 +98,33 @@ def pools_command() -> None:
         # Throughput over that of all GPUs serving without speculation.
         here = evaluate(pools, Demand(one.speedup), (0, one.low_cards)).relative
         print(f"{gpus:34}{one.speedup:9.2f}{here:8.3f}{one.relative:8.2f}")
+
+
+@app.command()
+def memory(
+    files: Annotated[list[Path], typer.Argument(help="SpecDecode-Bench files, JSON lines.")],
+) -> None:
+    """Fits the memory of the simulator's chains to recorded acceptance, and shows how close."""
+    try:
+        for path in files:
+            fits, between, compared = compare(path)
+            print(f"{path.name}: correlation between drafters {between:.2f}")
+            for f in fits:
+                print(
+                    f"  {f.drafter}: level_spread {f.level_spread:.2f}, "
+                    f"passage_spread {f.passage_spread:.2f}, "
+                    f"passage_tokens {f.passage_tokens:.1f}, "
+                    f"mean run {f.run:.1f} tokens, consistent {f.consistent:.1%}\n"
+                    f"    survival {', '.join(f'{s:.3f}' for s in f.survival)}"
+                )
+            for c in compared:
+                print(
+                    f"  {c.drafter}, gamma {c.gamma}: {c.recorded:.2f} tokens a step recorded, "
+                    f"{c.chain:.2f} with memory, {c.independent:.2f} without"
+                )
+    except SpeculationError as error:
+        typer.echo(f"lab.papers memory: {' '.join(str(error).splitlines())}", err=True)
+        raise typer.Exit(Exit.USAGE) from error
 
 
 if __name__ == "__main__":

@@ -187,7 +187,8 @@ class Explorer:
             self._consider_at = self._reports + _CONSIDER_EVERY
             # The first step may have to catch up: the second one shows the cost.
             steps = max(2, self._steps(at.batch_size))
-            if steps <= self._step_credit:
+            # Without a profile everything has to be found out, and time alone is the limit.
+            if at.uncertainty.guessed or steps <= self._step_credit:
                 best = self._by_doubt(at, steps, relative)
             if (
                 best is not None

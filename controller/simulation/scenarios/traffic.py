@@ -29,7 +29,7 @@ _Weight = Annotated[Number, Field(gt=0, le=1e6)]
 _OUTPUT_MEAN, _CONTEXT_MEAN = 256.0, 384.0
 
 
-class MemorySection(Section):
+class DrafterMemorySection(Section):
     """Describes what neighbouring tokens and requests have in common; see `chain.Memory`."""
 
     level_spread: Number = Memory().level_spread
@@ -37,7 +37,26 @@ class MemorySection(Section):
     drift_requests: Number = Memory().drift_requests
     passage_spread: Number = Memory().passage_spread
     passage_tokens: Number = Memory().passage_tokens
-    correlation: Number = Memory().correlation
+
+    def memory(self) -> Memory:
+        """Returns the memory.  Raises InvalidInputError for values out of range."""
+        return Memory(
+            self.level_spread,
+            self.drift_spread,
+            self.drift_requests,
+            self.passage_spread,
+            self.passage_tokens,
+        )
+
+
+class MemorySection(DrafterMemorySection):
+    """Describes the memory of all drafters, but for those that have one of their own.
+
+    correlation: between drafters, of all that is drawn for a token and a request.
+    """
+
+    by_drafter: dict[DrafterName, DrafterMemorySection] = Field(default_factory=dict)
+    correlation: Number = 0.25
 
 
 class TraceSection(Section):
@@ -138,9 +157,10 @@ class KindSection(Section):
         assert mean.context is not None
         if self.memory is None:
             return Curves(name, curves, mean.output, mean.context)
+        own = self.memory.by_drafter
         with place.at("traffic", name, "memory"):
-            memory = Memory(**self.memory.model_dump())
-        return Chain(name, curves, memory, mean.output, mean.context)
+            memory = {drafter: own.get(drafter, self.memory).memory() for drafter in curves}
+            return Chain(name, curves, memory, self.memory.correlation, mean.output, mean.context)
 
 
 def sources(

@@ -15,12 +15,12 @@ import pytest
 from controller.core.cost.profile import Profile, ProfileCell
 from controller.core.step_report import StepFlags
 from controller.simulation import published
-from controller.simulation.controller_policy import ControllerPolicy
+from controller.simulation.cold_start import KINDS
+from controller.simulation.controller_policy import FINGERPRINT, ControllerPolicy
 from controller.simulation.policy import StepRecord
-from controller.simulation.suite import H100, KINDS, measured_profile, only
-from controller.simulation.surface import CostSurface
+from controller.simulation.surface import CostSurface, profile_sizes
 
-EAGLE = only(published.surface(H100), "eagle")
+EAGLE = published.surface("h100-llama3.1-8b").only("eagle")
 LAG = 1
 
 
@@ -107,7 +107,7 @@ def drive(
 
 
 def wrong(factor: Callable[[ProfileCell], float], surface: CostSurface = EAGLE) -> Profile:
-    profile = measured_profile(surface, surface.max_batch_size)
+    profile = surface.profile(FINGERPRINT, profile_sizes(surface.max_batch_size))
     return replace(
         profile,
         cells=tuple(

@@ -10,9 +10,10 @@ CURVE = [0.75, 0.7, 0.68, 0.66, 0.66, 0.66]
 LENGTHS = np.full(1500, 200, dtype=np.int64)
 
 
-def drawn(memory, seed=0, curve=CURVE, drafters=("a",), lengths=LENGTHS):
+def drawn(memory, seed=0, curve=CURVE, drafters=("a",), lengths=LENGTHS, common=0.25):
     """Drafter -> [requests, positions]."""
-    chain = Chain("chain", dict.fromkeys(drafters, curve), memory)
+    memories = dict.fromkeys(drafters, memory)
+    chain = Chain("chain", dict.fromkeys(drafters, curve), memories, common)
     pool = chain.pool(np.random.default_rng(seed), len(lengths), lengths)
     return {name: values.reshape(len(lengths), -1) for name, values in pool.accepted.items()}
 
@@ -22,7 +23,7 @@ def correlation(x, y):
 
 
 @pytest.mark.parametrize(
-    "memory", [Memory(), Memory(0, 0, 1, 0, 1, 0), Memory(1.0, 0.0, 1, 1.5, 30.0)]
+    "memory", [Memory(), Memory(0, 0, 1, 0, 1), Memory(1.0, 0.0, 1, 1.5, 30.0)]
 )
 @pytest.mark.parametrize("curve", [CURVE, [0.92, 0.93, 0.93, 0.92], [0.1] * 8])
 def test_the_average_is_the_curve(memory, curve):
@@ -72,7 +73,7 @@ def test_requests_drift():
 
 def test_drafters_agree_as_much_as_asked():
     def between(common):
-        found = drawn(Memory(correlation=common), drafters=("a", "b"))
+        found = drawn(Memory(), drafters=("a", "b"), common=common)
         return correlation(found["a"] > 0, found["b"] > 0)
 
     assert abs(between(0.0)) < 0.05
@@ -80,9 +81,20 @@ def test_drafters_agree_as_much_as_asked():
     assert between(1.0) == pytest.approx(1.0)
 
 
+def test_every_drafter_has_a_memory_of_its_own():
+    memory = {"bursty": Memory(passage_spread=5.0, passage_tokens=10.0), "even": Memory(0, 0, 1, 0)}
+    chain = Chain("chain", {"bursty": [0.5], "even": [0.5]}, memory)
+    pool = chain.pool(np.random.default_rng(0), len(LENGTHS), LENGTHS)
+    at_one = {
+        name: correlation(values[:-1] > 0, values[1:] > 0) for name, values in pool.accepted.items()
+    }
+    assert at_one["bursty"] > 0.6
+    assert abs(at_one["even"]) < 0.02
+
+
 def test_requests_of_any_lengths_are_independent():
     lengths = np.array([8, 300, 1, 40, 300], dtype=np.int64)
-    chain = Chain("chain", {"a": CURVE}, Memory(level_spread=0, passage_tokens=1000.0))
+    chain = Chain("chain", {"a": CURVE}, {"a": Memory(level_spread=0, passage_tokens=1000.0)})
     pools = [chain.pool(np.random.default_rng(s), 5, lengths).accepted["a"] for s in range(300)]
     success = np.array([values > 0 for values in pools], dtype=float)
     # The last position of the second request and the next request's first one.
@@ -99,7 +111,7 @@ def test_extreme_curves_and_no_request():
 
 @pytest.mark.parametrize(
     "bad",
-    [{"level_spread": -1}, {"passage_tokens": 0}, {"correlation": 1.5}, {"drift_requests": 0}],
+    [{"level_spread": -1}, {"passage_tokens": 0}, {"passage_spread": 99}, {"drift_requests": 0}],
 )
 def test_a_memory_that_cannot_be_is_refused(bad):
     with pytest.raises(InvalidInputError, match=next(iter(bad))):
@@ -113,3 +125,5 @@ def test_a_chain_that_cannot_be_is_refused():
         Chain("chain", {"a": [1.5]})
     with pytest.raises(InvalidInputError, match="no mean number"):
         Chain("chain", {"a": [0.5]}, output_tokens_mean=0)
+    with pytest.raises(InvalidInputError, match="correlation: 2"):
+        Chain("chain", {"a": [0.5]}, correlation=2)

@@ -14,7 +14,7 @@ from controller.simulation.errors import InvalidInputError
 from controller.simulation.peers.full_information import FullInformationChoice
 from controller.simulation.peers.static import Static
 from controller.simulation.policy import IdleCounts
-from controller.simulation.workload import ClosedLoop, WorkloadPhase
+from controller.simulation.workload import ClosedLoop, PhaseStart, WorkloadPhase
 from tests.unit.controller.simulation.peers.loop import ARMS, profile_of, record
 from tests.unit.controller.simulation.small import GAMMAS, surface
 
@@ -38,7 +38,9 @@ def traffic(**acceptance):
 def loop(*kinds, batch=4, tokens=2000):
     return ClosedLoop(
         tuple(
-            WorkloadPhase(f"{i}", pool, batch, batch * tokens, at_once=i > 0)
+            WorkloadPhase(
+                f"{i}", pool, batch, batch * tokens, PhaseStart.CHANGED if i else PhaseStart.DRAINED
+            )
             for i, pool in enumerate(kinds)
         )
     )

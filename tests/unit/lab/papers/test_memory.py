@@ -1,0 +1,60 @@
+"""The memory that acceptance was drawn with is found again."""
+
+import json
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from controller.simulation.acceptance_trace import RecordedRequest
+from controller.simulation.chain import Chain, Memory
+from lab.papers.__main__ import app
+from lab.papers.memory import correlation, fit
+
+LENGTHS = np.full(600, 300, dtype=np.int64)
+
+
+def recorded(memory, common=0.25):
+    chain = Chain("drawn", {"a": [0.7] * 16, "b": [0.4] * 16}, memory, common)
+    pool = chain.pool(np.random.default_rng(3), len(LENGTHS), LENGTHS)
+    rows = {name: values.reshape(len(LENGTHS), -1) for name, values in pool.accepted.items()}
+    return [
+        RecordedRequest("", 10, {name: values[i] for name, values in rows.items()})
+        for i in range(len(LENGTHS))
+    ]
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [Memory(0.5, 0, 1, 0.8, 3.0), Memory(0.2, 0, 1, 1.0, 15.0), Memory(2.0, 0, 1, 3.0, 5.0)],
+)
+def test_a_memory_is_found_again(memory):
+    found = fit(recorded({"a": memory}), "a")
+    assert found.level_spread == pytest.approx(memory.level_spread, rel=0.2, abs=0.1)
+    assert found.passage_spread == pytest.approx(memory.passage_spread, rel=0.2)
+    assert found.passage_tokens == pytest.approx(memory.passage_tokens, rel=0.3)
+    assert found.survival[0] == pytest.approx(0.7, abs=0.03)
+    assert found.consistent > 0.98
+
+
+def test_the_correlation_between_drafters_is_found_again():
+    for common in (0.0, 0.3, 0.8):
+        assert correlation(recorded({}, common), "a", "b") == pytest.approx(common, abs=0.06)
+
+
+def test_the_command_prints_fits_and_how_close_they_are(tmp_path):
+    path = tmp_path / "requests.jsonl"
+    path.write_text(
+        "\n".join(
+            json.dumps(
+                {"prompt_token_ids": [1] * 10}
+                | {f"acc_{d}": {"acc_len": (v + 1).tolist()} for d, v in r.accepted.items()}
+            )
+            for r in recorded({})[:100]
+        )
+    )
+    done = CliRunner().invoke(app, ["memory", str(path)])
+    assert done.exit_code == 0, done.output
+    assert "a: level_spread 0." in done.output
+    assert "b, gamma 8: " in done.output
+    assert CliRunner().invoke(app, ["memory", str(tmp_path / "none")]).exit_code == 2
