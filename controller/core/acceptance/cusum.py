@@ -1,51 +1,73 @@
-"""Tests sequentially for large changes of acceptance, over all positions together.
+"""Tests sequentially for changes of acceptance, over all positions together.
 
 Page's cumulative sum (Biometrika 1954), one for better and one for worse:
 
     W <- max(0, W + sum over k of
                     successes_k log(b_k / a_k) + failures_k log((1 - b_k) / (1 - a_k)))
 
-with a_k as believed and b_k the same moved by `_LOGITS` on the logit scale; W above `shift_alarm`
-is a shift.  A window of one position needs a handful of sequences; this needs a draft or two that
-go deep where one in ten was accepted.
+with a_k as believed and b_k the same moved on the logit scale; W above `shift_alarm` is a shift.  A
+window of one position needs a handful of sequences; a test for large changes needs a draft or two
+that go deep where one in ten was accepted.  Moderate changes matter where a drafter is idle: what
+the running one hardly shows may have made the other one the best.  They need more evidence.
 """
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from controller.core.recorded_state import recorded
 from controller.core.settings import PlannerSettings
 
-_LOGITS = 1.5
-_FACTOR = math.exp(_LOGITS)
-# Exposures with which an estimate counts by half.
-_HALF_TRUST = 8.0
 # The exposures that a position counts as having before it was ever reached.
 _PRIOR_TRUST = 3.0
 
 
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Describes a kind of change.
+
+    logits: how far acceptance moves on the logit scale.  limit: factor on `shift_alarm`.
+    half_trust: exposures with which an estimate counts by half.
+    """
+
+    logits: float
+    limit: float
+    half_trust: float
+
+
+LARGE = Change(1.5, 1.0, 8.0)
+MODERATE = Change(0.6, 1.7, 60.0)
+
+
 @recorded("cusum", "_up _down _better _worse")
 class Cusum:
-    """Keeps both sums of one estimator.  limit: a sum above it is a shift."""
+    """Keeps both sums of one estimator, for one kind of change."""
 
-    def __init__(self, gamma_max: int, settings: PlannerSettings) -> None:
-        self.limit = settings.shift_alarm
+    def __init__(self, gamma_max: int, settings: PlannerSettings, change: Change = LARGE) -> None:
+        self._change = change
+        self.use_settings(settings)
         self._up = [(0.0, 0.0)] * gamma_max
         self._down = [(0.0, 0.0)] * gamma_max
         self._better = 0.0
         self._worse = 0.0
 
+    def use_settings(self, settings: PlannerSettings) -> None:
+        """Uses these settings from now on and keeps the sums."""
+        self._limit = self._change.limit * settings.shift_alarm
+
     def believe(self, conditional: Sequence[float], exposures: Sequence[float]) -> None:
         """Takes the estimates that the next steps are tested against."""
         self._up, self._down = [], []
+        logits, half_trust = self._change.logits, self._change.half_trust
+        factor = math.exp(logits)
         for a, n in zip(conditional, exposures, strict=True):
             p = min(max(a, 0.02), 0.98)
-            trust = (n + _PRIOR_TRUST) / (n + _PRIOR_TRUST + _HALF_TRUST)
+            trust = (n + _PRIOR_TRUST) / (n + _PRIOR_TRUST + half_trust)
             # With b = p e^L / (1 - p + p e^L): log((1 - b) / (1 - p)) = -log(1 - p + p e^L).
-            better = -trust * math.log(1 + p * (_FACTOR - 1))
-            worse = -trust * math.log(1 + p * (1 / _FACTOR - 1))
-            self._up.append((better + trust * _LOGITS, better))
-            self._down.append((worse - trust * _LOGITS, worse))
+            better = -trust * math.log(1 + p * (factor - 1))
+            worse = -trust * math.log(1 + p * (1 / factor - 1))
+            self._up.append((better + trust * logits, better))
+            self._down.append((worse - trust * logits, worse))
 
     def fold(self, accepted_counts: Sequence[int]) -> int:
         """Takes a step's counts; returns the direction of a shift, 1 (better) or -1, else 0.
@@ -65,7 +87,7 @@ class Cusum:
             down += reached * success + failures * failure
         self._better = max(0.0, self._better + up)
         self._worse = max(0.0, self._worse + down)
-        if max(self._better, self._worse) <= self.limit:
+        if max(self._better, self._worse) <= self._limit:
             return 0
         direction = 1 if self._better > self._worse else -1
         self._better = self._worse = 0.0

@@ -25,7 +25,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.core.acceptance.cusum import Cusum
+from controller.core.acceptance.cusum import LARGE, Change, Cusum
 from controller.core.engine_spec import MAX_BATCH_SIZE
 from controller.core.recorded_state import recorded
 from controller.core.settings import PlannerSettings
@@ -80,15 +80,19 @@ class AcceptanceCurve:
     fast_successes="_fast_s",
     slow_exposures="_slow_n",
     slow_successes="_slow_s",
-    cusum="_alarm",
+    cusums="_alarms",
 )
 class AcceptanceEstimator:
     """Estimates the conditional acceptance of one drafter, positions 1..gamma_max.
 
-    One object per engine, drafter and request class.  `curve` reads and changes nothing.
+    One object per engine, drafter and request class.  `curve` reads and changes nothing.  changes:
+    the kinds of change that are tested for.
     """
 
-    def __init__(self, gamma_max: int, settings: PlannerSettings) -> None:
+    def __init__(
+        self, gamma_max: int, settings: PlannerSettings, changes: Sequence[Change] = (LARGE,)
+    ) -> None:
+        self._changes = changes
         self.gamma_max = gamma_max
         self._fast_n = [0.0] * gamma_max
         self._fast_s = [0.0] * gamma_max
@@ -97,7 +101,7 @@ class AcceptanceEstimator:
         # Steps seen, and the step of each position's last exposure: idle evidence fades on reading.
         self._steps = 0
         self._seen_at = [0] * gamma_max
-        self._alarm = Cusum(gamma_max, settings)
+        self._alarms = [Cusum(gamma_max, settings, change) for change in changes]
         self.use_settings(settings)
 
     def use_settings(self, settings: PlannerSettings) -> None:
@@ -105,7 +109,8 @@ class AcceptanceEstimator:
         self._settings = settings
         self._fast_keeps = _keeps(settings.fast_exposures, settings.fast_steps)
         self._slow_keeps = _keeps(settings.slow_exposures, settings.slow_steps)
-        self._alarm.limit = settings.shift_alarm
+        for alarm in self._alarms:
+            alarm.use_settings(settings)
 
     def fold(self, accepted_counts: Sequence[int]) -> int:
         """Takes one step's histogram (gamma + 1 counts).
@@ -117,7 +122,10 @@ class AcceptanceEstimator:
         z = self._settings.shift_z
         gamma = min(len(accepted_counts) - 1, self.gamma_max)
         reached = sum(accepted_counts)
-        direction = self._alarm.fold(accepted_counts) if gamma > 0 else 0
+        direction = 0
+        if gamma > 0:
+            for alarm in self._alarms:
+                direction = alarm.fold(accepted_counts) or direction
         fast_keeps, slow_keeps = self._fast_keeps, self._slow_keeps
         fast_most, slow_most = len(fast_keeps) - 1, len(slow_keeps) - 1
         fast_n, fast_s, slow_n, slow_s = self._fast_n, self._fast_s, self._slow_n, self._slow_s
@@ -181,7 +189,7 @@ class AcceptanceEstimator:
 
         doubted: the drafter was idle, so that its evidence is of the traffic before.
         """
-        new = AcceptanceEstimator(self.gamma_max, self._settings)
+        new = AcceptanceEstimator(self.gamma_max, self._settings, self._changes)
         new._steps, new._seen_at = self._steps, self._seen_at.copy()
         new._fast_n, new._fast_s = self._fast_n.copy(), self._fast_s.copy()
         new._slow_n, new._slow_s = self._slow_n.copy(), self._slow_s.copy()
@@ -217,7 +225,8 @@ class AcceptanceEstimator:
         """Returns the present estimates and tests later steps against them; for a decision."""
         curve, own = self._estimates(parent)
         # A class that differs from all traffic has not shifted: it is tested against itself.
-        self._alarm.believe(own, curve.exposures)
+        for alarm in self._alarms:
+            alarm.believe(own, curve.exposures)
         return curve
 
     def _estimates(self, parent: AcceptanceCurve | None) -> tuple[AcceptanceCurve, list[float]]:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from controller.core.acceptance.cusum import LARGE, MODERATE
 from controller.core.acceptance.estimator import AcceptanceCurve, AcceptanceEstimator
 from controller.core.acceptance.hazard import HazardEstimator
 from controller.core.acceptance.traffic_state import (
@@ -56,8 +57,9 @@ class TrafficStates:
     """
 
     def __init__(self, gammas: Mapping[str, int], settings: PlannerSettings) -> None:
+        changes = (LARGE, MODERATE) if len(gammas) > 1 else (LARGE,)
         self.current = TrafficState(
-            {name: AcceptanceEstimator(most, settings) for name, most in gammas.items()}
+            {name: AcceptanceEstimator(most, settings, changes) for name, most in gammas.items()}
         )
         self.remembered: list[TrafficState] = []
         self.shifts = 0

@@ -28,7 +28,7 @@ from controller.core.acceptance.by_class import TrafficCurves
 from controller.core.cost.uncertainty import CostUncertainty
 from controller.core.engine_spec import Arm
 from controller.core.plan import Probe
-from controller.core.planning.observation_cost import ObservationCost
+from controller.core.planning.observation_cost import ObservationCost, hopeful_tokens
 from controller.core.planning.planner import Values
 from controller.core.recorded_state import recorded
 from controller.core.settings import PlannerSettings
@@ -44,6 +44,8 @@ _CHECK_STEPS = 3
 _STEP_SHARE = 0.011
 _STEPS_START = 24.0
 _STEPS_MAX = 48.0
+# The probability that a drafter fits the traffic after a change that it did not see.
+_HOPE = 0.25
 # Credit at the start without a profile, in steps.
 _COLD_STEPS = 0.75
 # Expected improvement over the horizon must exceed the price by this factor.
@@ -86,7 +88,7 @@ class Situation:
 @recorded(
     "explorer",
     "probes probe_steps lost_seconds total_seconds _credit _running _next_id _reports _blind_steps "
-    "_is_scaled _consider_at _step_credit _looks",
+    "_is_scaled _consider_at _step_credit _looks _seen",
 )
 class Explorer:
     """Decides when to probe what, and keeps the credit.  One object per engine."""
@@ -103,6 +105,8 @@ class Explorer:
         self._blind_steps = 0
         # Looks from gamma = 0; the drafters take turns.
         self._looks = 0
+        # The report in which each drafter drafted last.
+        self._seen = dict.fromkeys((arm.drafter for arm in arms if arm.gamma), 0)
         self._is_scaled = False
         self._consider_at = 0
         self.probes = self.probe_steps = 0
@@ -136,6 +140,8 @@ class Explorer:
         that probing may cost now, see `watch.budget`.
         """
         self._reports += 1
+        if report.gamma:
+            self._seen[report.drafter] = self._reports
         self._step_credit = min(self._step_credit + _STEP_SHARE, _STEPS_MAX)
         self._blind_steps = 0 if report.gamma else self._blind_steps + 1
         self.total_seconds += seconds
@@ -249,6 +255,7 @@ class Explorer:
             )
         )
         gain = expected_improvement(relative, doubt * (1 + relative))
+        gain += self._hope(at)
         if at.uncertainty.guessed:
             # Its cost was not measured: its price is that of a bad case.
             worse = (1 + relative) * np.exp(-doubt) - 1
@@ -263,6 +270,25 @@ class Explorer:
             ratio[~at.feasible] = 0.0
         best = int(ratio.argmax())
         return best if ratio[best] > _RETURN_MIN and doubt[best] > 0 else None
+
+    def _hope(self, at: Situation) -> NDArray[np.float64]:
+        """Returns [arms], the improvement to hope for where a drafter was idle for long.
+
+        What accepts more of an idle drafter's drafts need not show in those of the running one.
+        """
+        found = np.zeros(len(self._arms))
+        running = self._arms[at.current]
+        if running.gamma == 0 or len(self._seen) < 2:
+            return found
+        seconds = at.values.costs.seconds[:, at.bucket]
+        here = (1 + at.values.expected[at.current, at.bucket]) / seconds[at.current]
+        for i, arm in enumerate(self._arms):
+            if arm.gamma and arm.drafter != running.drafter:
+                idle = self._reports - self._seen[arm.drafter]
+                changed = 1 - math.exp(-idle / at.horizon_steps)
+                hopeful = hopeful_tokens(arm.gamma) / seconds[i]
+                found[i] = _HOPE * changed * max(hopeful / here - 1, 0.0)
+        return found
 
     def cancel(self) -> None:
         """Cancels the probe under way, because other arms may or must run."""

@@ -65,16 +65,20 @@ def budget(settings: PlannerSettings, hazard: Hazard) -> float:
     )
 
 
+def hopeful_tokens(gamma: int) -> float:
+    """Returns the tokens of a step, a sequence, in traffic that fits its drafter."""
+    return (1 - _HOPEFUL_ACCEPTANCE ** (gamma + 1)) / (1 - _HOPEFUL_ACCEPTANCE)
+
+
 class ObservationPlanner:
     """Works out `ObservationCost` from values.  One object per engine; it holds no state."""
 
     def __init__(
         self, arms: Sequence[Arm], sizes: NDArray[np.float64], settings: PlannerSettings
     ) -> None:
-        a = _HOPEFUL_ACCEPTANCE
         self._off = next((i for i, arm in enumerate(arms) if arm.gamma == 0), None)
         self._drafting = np.array([arm.gamma > 0 for arm in arms])
-        self._hopeful = np.array([[(1 - a ** (arm.gamma + 1)) / (1 - a)] for arm in arms])
+        self._hopeful = np.array([[hopeful_tokens(arm.gamma)] for arm in arms])
         wanted = np.ceil(_LOOK_ACCEPTED / np.maximum((self._hopeful - 1) * sizes, 1e-9))
         names = dict.fromkeys(arm.drafter for arm in arms if arm.gamma)
         # [drafters, arms]: which arms each drafter has not.
