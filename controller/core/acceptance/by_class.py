@@ -133,7 +133,7 @@ class TrafficEstimator:
     def admit(self, label: str) -> dict[str, AcceptanceEstimator]:
         """Estimates a request class by itself from now on; returns its estimators by drafter."""
         self.classes[label] = {
-            name: AcceptanceEstimator(main.gamma_max, self._settings)
+            name: AcceptanceEstimator(main.gamma_max, self._settings, main.changes)
             for name, main in self.drafters.items()
         }
         return self.classes[label]

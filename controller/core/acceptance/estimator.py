@@ -92,7 +92,7 @@ class AcceptanceEstimator:
     def __init__(
         self, gamma_max: int, settings: PlannerSettings, changes: Sequence[Change] = (LARGE,)
     ) -> None:
-        self._changes = changes
+        self.changes = changes
         self.gamma_max = gamma_max
         self._fast_n = [0.0] * gamma_max
         self._fast_s = [0.0] * gamma_max
@@ -189,7 +189,7 @@ class AcceptanceEstimator:
 
         doubted: the drafter was idle, so that its evidence is of the traffic before.
         """
-        new = AcceptanceEstimator(self.gamma_max, self._settings, self._changes)
+        new = AcceptanceEstimator(self.gamma_max, self._settings, self.changes)
         new._steps, new._seen_at = self._steps, self._seen_at.copy()
         new._fast_n, new._fast_s = self._fast_n.copy(), self._fast_s.copy()
         new._slow_n, new._slow_s = self._slow_n.copy(), self._slow_s.copy()

@@ -41,7 +41,7 @@ from controller.core.settings import PlannerSettings
 
 # Standard deviations of the log-coefficients before any live step: the machine, its growth with
 # log B; per drafter: drafting at all, passes, width times log B.  Then that of a single cell.
-_PROFILED_DOUBT = ((1.0, 0.3, 0.12, 0.12, 0.12), 0.03)
+_PROFILED_DOUBT = ((1.0, 0.3, 0.25, 0.15, 0.15), 0.03)
 _ROOFLINE_DOUBT = ((1.0, 0.3, 0.25, 0.25, 0.2), 0.08)
 _PRIOR_DOUBT = ((3.0, 0.6, 0.3, 0.5, 0.4), 0.1)
 # Process noise: standard deviations by which they may move in one step.
