@@ -111,9 +111,8 @@ def memory(
             print(f"{path.name}: correlation between drafters {between:.2f}")
             for f in fits:
                 print(
-                    f"  {f.drafter}: level_spread {f.level_spread:.2f}, "
-                    f"passage_spread {f.passage_spread:.2f}, "
-                    f"passage_tokens {f.passage_tokens:.1f}, "
+                    f"  {f.drafter}: level_spread {f.level_spread:.2f}, passage_spread "
+                    f"{f.passage_spread:.2f}, passage_tokens {f.passage_tokens:.1f}, "
                     f"mean run {f.run:.1f} tokens, consistent {f.consistent:.1%}\n"
                     f"    survival {', '.join(f'{s:.3f}' for s in f.survival)}"
                 )
