@@ -50,13 +50,20 @@ class DrafterMemorySection(Section):
 
 
 class MemorySection(DrafterMemorySection):
-    """Describes the memory of all drafters, but for those that have one of their own.
+    """Describes the memory of all drafters.
 
-    correlation: between drafters, of all that is drawn for a token and a request.
+    by_drafter: drafter -> what differs for it.  correlation: between drafters, of all that is
+    drawn for a token and a request.
     """
 
     by_drafter: dict[DrafterName, DrafterMemorySection] = Field(default_factory=dict)
     correlation: Number = 0.25
+
+    def of(self, drafter: str) -> Memory:
+        """Returns the memory of a drafter.  Raises InvalidInputError for values out of range."""
+        own = self.by_drafter.get(drafter)
+        changes = {} if own is None else own.model_dump(exclude_unset=True)
+        return self.model_copy(update=changes).memory()
 
 
 class TraceSection(Section):
@@ -157,9 +164,8 @@ class KindSection(Section):
         assert mean.context is not None
         if self.memory is None:
             return Curves(name, curves, mean.output, mean.context)
-        own = self.memory.by_drafter
         with place.at("traffic", name, "memory"):
-            memory = {drafter: own.get(drafter, self.memory).memory() for drafter in curves}
+            memory = {drafter: self.memory.of(drafter) for drafter in curves}
             return Chain(name, curves, memory, self.memory.correlation, mean.output, mean.context)
 
 

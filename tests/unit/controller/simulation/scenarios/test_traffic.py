@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from controller.simulation.chain import Chain
+from controller.simulation.chain import Chain, Memory
 from controller.simulation.errors import InvalidInputError
 from controller.simulation.scenarios.place import Place
 from controller.simulation.scenarios.traffic import KindSection, sources
@@ -36,6 +36,22 @@ def test_a_curve_is_met_in_each_notation(tmp_path, kind, expected, memory):
     assert isinstance(found, Chain) == (memory is not None)
     assert found.name == "code"
     assert survival(found, len(expected)) == pytest.approx(expected, abs=0.03)
+
+
+def test_a_drafter_may_have_another_memory_than_the_others(tmp_path):
+    memory = {
+        "level_spread": 1.5,
+        "correlation": 0.1,
+        "by_drafter": {"ngram": {"passage_spread": 4}},
+    }
+    kind = {"geometric": {"eagle": 0.7, "ngram": 0.4}, "memory": memory}
+    chain = made(tmp_path, code=kind)["code"]
+    assert isinstance(chain, Chain)
+    assert chain.correlation == 0.1
+    assert chain.memory == {
+        "eagle": Memory(level_spread=1.5),
+        "ngram": Memory(level_spread=1.5, passage_spread=4),
+    }
 
 
 def test_lengths_are_the_kinds_own(tmp_path):
