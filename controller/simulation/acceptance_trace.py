@@ -30,11 +30,12 @@ _PROMPT = "prompt_token_ids"
 class RecordedRequest:
     """One recorded request.
 
+    kind: of its traffic: the file or the category that it comes from.
     accepted: drafter -> [positions or more] of uint8, drafts accepted if drafting started there.
     context_tokens: of its prompt.
     """
 
-    label: str
+    kind: str
     context_tokens: int
     accepted: Mapping[str, NDArray[np.uint8]]
 
@@ -49,21 +50,23 @@ class AcceptanceTrace:
     """Provides recorded acceptance: recorded requests, each replayed from its first position on.
 
     The order of the requests is drawn; every one is served once before any is served again.
-    Labels of the requests become the classes of the pool.  Raises InvalidInputError for no request.
+    labelled: their kinds are the classes that the engine reports, as if clients named them; else
+    it reports no class, as a shim does.  Raises InvalidInputError for no request.
     """
 
     name: str
     recorded: tuple[RecordedRequest, ...]
+    labelled: bool = False
 
     def __post_init__(self) -> None:
         if not self.recorded:
             raise InvalidInputError(self.name, 0, "there is no request in the bank")
 
     @classmethod
-    def load(cls, paths: Sequence[str | Path], *, labelled: bool = True) -> "AcceptanceTrace":
+    def load(cls, paths: Sequence[str | Path], *, labelled: bool = False) -> "AcceptanceTrace":
         """SpecDecode-Bench JSONL files, mixed as they are; see `read_requests`.
 
-        labelled: requests are labelled by the stem of their file; else all alike.
+        The stem of its file is the kind of a request.
 
         Raises InvalidInputError for what the reader refuses, for no file, and for files that do not
         record the same drafters.
@@ -73,7 +76,7 @@ class AcceptanceTrace:
         files = [Path(path) for path in paths]
         recorded: list[RecordedRequest] = []
         for file in files:
-            mine = read_requests(file, file.stem if labelled else "")
+            mine = read_requests(file, file.stem)
             if recorded and recorded[0].accepted.keys() != mine[0].accepted.keys():
                 raise InvalidInputError(
                     file, 0,
@@ -81,20 +84,19 @@ class AcceptanceTrace:
                     f"{sorted(recorded[0].accepted)} in {files[0]}",
                 )  # fmt: skip
             recorded += mine
-        return cls(_name(files), tuple(recorded))
+        return cls(_name(files), tuple(recorded), labelled)
 
     @classmethod
     def load_rounds(
-        cls, paths: Mapping[str, str | Path], *, labelled: bool = True
+        cls, paths: Mapping[str, str | Path], *, labelled: bool = False
     ) -> "AcceptanceTrace":
         """Drafter -> CSV of rounds; see `read_rounds`.
 
         Rounds of a category, in the order of the file, are cut into requests of 256 positions (the
         last one takes what is left over).  A step at any position meets the round of that position,
         so that rounds which fall within an accepted draft are passed over.  Several drafters are
-        paired category by category, as far as the shorter record goes.
-
-        labelled: requests are labelled by category; else all alike.
+        paired category by category, as far as the shorter record goes.  The category is the kind of
+        a request.
 
         Raises InvalidInputError for what the reader refuses, for no file, and for a category that
         one of the files lacks.
@@ -110,8 +112,8 @@ class AcceptanceTrace:
                 if category not in mine:
                     raise InvalidInputError(files[drafter], 0, f"there is no round of {category!r}")
             together = {drafter: mine[category] for drafter, mine in rounds.items()}
-            recorded += _cut(category if labelled else "", together)
-        return cls(_name(files.values()), tuple(recorded))
+            recorded += _cut(category, together)
+        return cls(_name(files.values()), tuple(recorded), labelled)
 
     @property
     def drafters(self) -> tuple[str, ...]:
@@ -133,13 +135,14 @@ class AcceptanceTrace:
             output_tokens = np.array([r.positions for r in chosen], dtype=np.int64)
         if context_tokens is None:
             context_tokens = np.array([r.context_tokens for r in chosen], dtype=np.int64)
-        names = tuple(dict.fromkeys(r.label for r in self.recorded))
+        names = tuple(dict.fromkeys(r.kind for r in self.recorded))
+        kinds = np.array([names.index(r.kind) for r in chosen], dtype=np.int64)
         served = list(zip(chosen, output_tokens.tolist(), strict=True))
         return RequestPool(
             context_tokens,
             output_tokens,
             np.cumsum(output_tokens) - output_tokens,
-            np.array([names.index(r.label) for r in chosen], dtype=np.int64),
+            kinds if self.labelled else np.zeros_like(kinds),
             {
                 # np.resize starts again at the beginning where the record ends.
                 drafter: np.concatenate(
@@ -147,12 +150,13 @@ class AcceptanceTrace:
                 )
                 for drafter in self.drafters
             },
-            names,
+            names if self.labelled else ("",),
+            kinds,
         )
 
 
-def _cut(label: str, rounds: Mapping[str, NDArray[np.uint8]]) -> Iterator[RecordedRequest]:
-    whole = RecordedRequest(label, _CONTEXT_OF_ROUNDS, rounds)
+def _cut(kind: str, rounds: Mapping[str, NDArray[np.uint8]]) -> Iterator[RecordedRequest]:
+    whole = RecordedRequest(kind, _CONTEXT_OF_ROUNDS, rounds)
     pieces = max(1, whole.positions // _ROUNDS_A_REQUEST)
     for piece in range(pieces):
         start = piece * _ROUNDS_A_REQUEST
@@ -164,8 +168,8 @@ def _name(files: Iterable[Path]) -> str:
     return "+".join(dict.fromkeys(file.stem for file in files))
 
 
-def read_requests(path: Path, label: str) -> list[RecordedRequest]:
-    """SpecDecode-Bench JSONL (arXiv 2601.11580): one request a line.
+def read_requests(path: Path, kind: str) -> list[RecordedRequest]:
+    """SpecDecode-Bench JSONL (arXiv 2601.11580): one request a line, all of this kind.
 
     Every key `acc_NAME` is a drafter; its `acc_len` lists, for every output position, the tokens
     that a step there gains: the accepted drafts and the bonus token, so that 1 is nothing accepted.
@@ -179,7 +183,7 @@ def read_requests(path: Path, label: str) -> list[RecordedRequest]:
     found: list[RecordedRequest] = []
     for line, text in text_lines(path, _JSON_LINE_BYTES_MAX):
         if text.strip():
-            recorded = _request(path, line, text, label)
+            recorded = _request(path, line, text, kind)
             if found and recorded.accepted.keys() != found[0].accepted.keys():
                 drafters, first = sorted(recorded.accepted), sorted(found[0].accepted)
                 fault = f"drafters {drafters} are recorded, {first} in the first line"
@@ -190,7 +194,7 @@ def read_requests(path: Path, label: str) -> list[RecordedRequest]:
     return found
 
 
-def _request(path: Path, line: int, text: str, label: str) -> RecordedRequest:
+def _request(path: Path, line: int, text: str, kind: str) -> RecordedRequest:
     try:
         body = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -206,7 +210,7 @@ def _request(path: Path, line: int, text: str, label: str) -> RecordedRequest:
     accepted = {
         name.removeprefix(_PREFIX): _accepted(path, line, name, body[name]) for name in names
     }
-    return RecordedRequest(label, len(prompt), accepted)
+    return RecordedRequest(kind, len(prompt), accepted)
 
 
 def _accepted(path: Path, line: int, name: str, value: object) -> NDArray[np.uint8]:

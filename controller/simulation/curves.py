@@ -128,8 +128,8 @@ def parse_acceptance(text: str, drafters: Sequence[str] = ("mtp",)) -> Acceptanc
 
     `geometric:A` (a_k = A), `positions:A1,A2,...` (conditional acceptance) and
     `survival:S1,S2,...` are curves: of the drafter named before an equals sign, or of all
-    `drafters`.  Anything else is a file: SpecDecode-Bench JSONL, several of which are mixed as
-    classes of requests, or CSVs of rounds (`.csv`), one a drafter.
+    `drafters`.  Anything else is a file: SpecDecode-Bench JSONL, several of which are mixed, or
+    CSVs of rounds (`.csv`), one a drafter.
 
     Raises InvalidInputError: an empty text, a value that is not a number in 0..1, a drafter that
     has two curves, curves and files in one text, a file that `AcceptanceTrace` refuses.

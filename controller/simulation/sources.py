@@ -79,7 +79,10 @@ def _common_drafters(sources: Sequence[AcceptanceSource]) -> tuple[str, ...]:
 
 
 def _chosen(pools: Sequence[RequestPool], kinds: NDArray[np.int64]) -> RequestPool:
-    """Takes request i from pool kinds[i], without labels; of the drafters that all pools have."""
+    """Takes request i from pool kinds[i], without labels; of the drafters that all pools have.
+
+    Kinds within the pools stay apart: those of the first pool come first, then the second one's.
+    """
     chosen = [(pools[kind], i) for i, kind in enumerate(kinds.tolist())]
     output = np.array([pool.output_tokens[i] for pool, i in chosen], dtype=np.int64)
     context = np.array([pool.context_tokens[i] for pool, i in chosen], dtype=np.int64)
@@ -92,7 +95,12 @@ def _chosen(pools: Sequence[RequestPool], kinds: NDArray[np.int64]) -> RequestPo
                 parts.append(pool.accepted[drafter][start : start + length])
             accepted[drafter] = np.concatenate(parts)
     labels = np.zeros(len(chosen), dtype=np.int64)
-    return RequestPool(context, output, np.cumsum(output) - output, labels, accepted)
+    counts = [pool.kind_count for pool in pools]
+    firsts = np.cumsum(counts) - counts
+    within = [int(pool.kind_of[i]) for pool, i in chosen]
+    true_kinds = firsts[kinds] + np.array(within, dtype=np.int64)
+    starts = np.cumsum(output) - output
+    return RequestPool(context, output, starts, labels, accepted, kinds=true_kinds)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,12 @@ from numpy.typing import NDArray
 class RequestPool:
     """Requests in the order in which they are served.
 
-    context_tokens, output_tokens, labels: [requests] of int64; `labels` index `label_names`.
+    context_tokens, output_tokens, labels: [requests] of int64; `labels` index `label_names`, which
+    the engine reports as classes.
     offsets: [requests] of int64, where a request's positions start in `accepted`.
     accepted: drafter -> [positions] of uint8, drafts that would be accepted from that position on.
+    kinds: [requests] of int64 from 0, the kind of traffic that each request really is.  No engine
+    knows it; only the oracle does.  None: all are alike.
     """
 
     context_tokens: NDArray[np.int64]
@@ -30,28 +33,51 @@ class RequestPool:
     labels: NDArray[np.int64]
     accepted: Mapping[str, NDArray[np.uint8]]
     label_names: tuple[str, ...] = ("",)
+    kinds: NDArray[np.int64] | None = None
 
     @property
     def requests(self) -> int:
         """Counts the requests."""
         return len(self.output_tokens)
 
+    @property
+    def kind_of(self) -> NDArray[np.int64]:
+        """Returns [requests], the true kind of each; zeros where all are alike."""
+        return np.zeros(self.requests, dtype=np.int64) if self.kinds is None else self.kinds
+
+    @property
+    def kind_count(self) -> int:
+        """Counts the kinds, those without a request included."""
+        return int(self.kind_of.max(initial=0)) + 1
+
+    def steps(self, drafter: str, gammas: Sequence[int]) -> NDArray[np.int64]:
+        """[gammas, requests] steps in which each request is done: each is replayed alone.
+
+        A step starts where the last one ended, so positions within an accepted draft are passed
+        over.  Raises KeyError for an unknown drafter.
+        """
+        found = np.zeros((len(gammas), self.requests), dtype=np.int64)
+        for steps, gamma in zip(found, gammas, strict=True):
+            gained = np.minimum(self.accepted[drafter], gamma).astype(np.int64) + 1
+            request = np.flatnonzero(self.output_tokens > 0)
+            cursor = self.offsets[request]
+            end = cursor + self.output_tokens[request]
+            step = 0
+            while len(request):
+                step += 1
+                cursor = cursor + gained[cursor]
+                running = cursor < end
+                if not running.all():
+                    steps[request[~running]] = step
+                    request, cursor, end = request[running], cursor[running], end[running]
+        return found
+
     def tokens_per_step(self, drafter: str, gammas: Sequence[int]) -> NDArray[np.float64]:
-        """[gammas] mean tokens that a sequence gains in a step: every request is replayed alone.
+        """[gammas] mean tokens that a sequence gains in a step; see `steps`.
 
         Tokens past the end of a request do not count.  Raises KeyError for an unknown drafter.
         """
-        accepted = self.accepted[drafter]
-        most = np.array(gammas, dtype=np.int64)[:, None]
-        position = np.zeros((len(most), self.requests), dtype=np.int64)
-        steps = np.zeros(len(most), dtype=np.int64)
-        running = position < self.output_tokens
-        while running.any():
-            at = np.where(running, self.offsets + position, 0)
-            position += running * (np.minimum(accepted[at], most) + 1)
-            steps += running.sum(axis=1)
-            running = position < self.output_tokens
-        mean: NDArray[np.float64] = self.output_tokens.sum() / steps
+        mean: NDArray[np.float64] = self.output_tokens.sum() / self.steps(drafter, gammas).sum(axis=1)
         return mean
 
 
@@ -143,3 +169,17 @@ class OpenLoop:
 
 
 Workload = ClosedLoop | OpenLoop
+
+
+def distinct_pools(workload: Workload) -> tuple[RequestPool, ...]:
+    """Lists the pools in the order of their first phase; phases that share a pool have it once.
+
+    The kinds of a workload are numbered through in this order: those of the first pool, then those
+    of the second one, and so on.
+    """
+    pools = (
+        [phase.pool for phase in workload.phases]
+        if isinstance(workload, ClosedLoop)
+        else [workload.pool]
+    )
+    return tuple({id(pool): pool for pool in pools}.values())

@@ -41,7 +41,7 @@ def test_a_recorded_request_is_replayed_position_by_position(write):
     assert sequences(made, "eagle") == [[2, 1, 0]]
     assert sequences(made, "ngram") == [[0, 20, 0]]
     assert made.context_tokens.tolist() == [4]
-    assert made.label_names == ("chat",)
+    assert made.label_names == ("",)
 
 
 def test_positions_that_one_drafter_lacks_are_left_out(write):
@@ -70,17 +70,30 @@ def test_every_request_is_served_once_before_any_is_served_again(write):
     assert served == [values[0] for values in sequences(pool(acceptance_trace, 21), "eagle")]
 
 
-def test_several_files_are_mixed_and_labelled_by_their_names(write):
+def test_several_files_are_mixed_and_their_names_are_the_true_kinds(write):
     paths = [write("chat.jsonl", line(e=[1]) * 2), write("code.jsonl", line(e=[9]) * 6)]
     acceptance_trace = AcceptanceTrace.load(paths)
     made = pool(acceptance_trace, 8)
     assert acceptance_trace.name == "chat+code"
-    assert made.label_names == ("chat", "code")
-    assert [9 * label for label in made.labels] == [
+    assert [9 * kind for kind in made.kind_of] == [
         v[0] + 1 if v[0] else 0 for v in sequences(made, "e")
     ]
-    assert np.bincount(made.labels).tolist() == [2, 6]
-    assert pool(AcceptanceTrace.load(paths, labelled=False), 8).label_names == ("",)
+    assert np.bincount(made.kind_of).tolist() == [2, 6]
+    assert made.kind_count == 2
+
+
+def test_an_engine_reports_the_kinds_of_traffic_only_where_it_is_asked_to(write):
+    paths = [write("chat.jsonl", line(e=[1]) * 2), write("code.jsonl", line(e=[9]) * 6)]
+    rounds = write("r.csv", "commits,category\n2,chat\n0,code\n")
+    for load in (
+        lambda **asked: AcceptanceTrace.load(paths, **asked),
+        lambda **asked: AcceptanceTrace.load_rounds({"e": rounds}, **asked),
+    ):
+        silent, labelled = pool(load(), 8), pool(load(labelled=True), 8)
+        assert silent.label_names == ("",)
+        assert not silent.labels.any()
+        assert labelled.label_names == ("chat", "code")
+        assert labelled.labels.tolist() == silent.kind_of.tolist()
 
 
 @given(
@@ -145,9 +158,8 @@ def test_files_of_other_drafters_or_no_request_or_no_file_are_refused(write):
 def test_commits_of_a_round_are_accepted_drafts_by_category_in_order(write):
     path = write("r.csv", "commits,category,a0,a1\n2,chat,1,1\n0,code,0,0\n1,chat,.9,\n")
     made = pool(AcceptanceTrace.load_rounds({"mtp": path}), 2)
-    by_label = dict(zip(made.labels.tolist(), sequences(made, "mtp"), strict=True))
-    assert made.label_names == ("chat", "code")
-    assert by_label == {0: [2, 1], 1: [0]}
+    by_kind = dict(zip(made.kind_of.tolist(), sequences(made, "mtp"), strict=True))
+    assert by_kind == {0: [2, 1], 1: [0]}
 
 
 def test_long_rounds_become_requests_that_use_every_round_once(write):
@@ -163,9 +175,8 @@ def test_rounds_of_two_drafters_are_paired_by_category(write):
     b = write("b.csv", "commits,category\n4,y\n5,x\n")
     acceptance_trace = AcceptanceTrace.load_rounds({"mtp": a, "dflash": b})
     assert acceptance_trace.drafters == ("mtp", "dflash")
-    assert {r.label: r.positions for r in acceptance_trace.recorded} == {"x": 1, "y": 1}
-    made = pool(AcceptanceTrace.load_rounds({"mtp": a, "dflash": b}, labelled=False), 2)
-    assert made.label_names == ("",)
+    assert {r.kind: r.positions for r in acceptance_trace.recorded} == {"x": 1, "y": 1}
+    made = pool(acceptance_trace, 2)
     assert sorted(
         zip(
             *(np.concatenate(sequences(made, d)).tolist() for d in acceptance_trace.drafters),

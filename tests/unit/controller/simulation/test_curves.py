@@ -145,13 +145,14 @@ def files(tmp_path):
     return tmp_path
 
 
-def test_a_file_is_a_bank_and_several_are_mixed_as_classes(files):
+def test_a_file_is_a_bank_and_several_are_mixed_without_labels(files):
     one = parse_acceptance(str(files / "chat.jsonl"))
     both = parse_acceptance(f"{files}/chat.jsonl; {files}/code.jsonl")
     assert isinstance(one, AcceptanceTrace)
     assert one.drafters == ("eagle",)
     assert both.name == "chat+code"
-    assert drawn(both, 3).label_names == ("chat", "code")
+    assert drawn(both, 3).label_names == ("",)
+    assert drawn(both, 3).kind_count == 2
 
 
 def test_rounds_are_of_the_drafter_that_is_named_or_of_the_only_one(files):
