@@ -3,11 +3,14 @@
 import bisect
 from collections import deque
 from dataclasses import dataclass
+from operator import mul
 
 import numpy as np
 from numpy.typing import NDArray
 
+from controller.core.engine_spec import MAX_GAMMA
 from controller.simulation.errors import InvalidInputError
+from controller.simulation.latency import RequestTimes
 from controller.simulation.policy import IdleCounts
 from controller.simulation.surface import CostSurface
 from controller.simulation.workload import (
@@ -16,17 +19,32 @@ from controller.simulation.workload import (
     RequestPool,
     Workload,
     WorkloadPhase,
+    distinct_pools,
 )
 
-# A pool, where each of its requests starts in the joined arrays, and the requests' labels.
-_JoinedPool = tuple[RequestPool, NDArray[np.int64], NDArray[np.int64]]
+_ACCEPTED = range(MAX_GAMMA + 1)
+
+
+class _PoolRows:
+    """Holds what a batch reads of a pool; `base`: offsets in the joint acceptance arrays."""
+
+    def __init__(
+        self, pool: RequestPool, start: int, first_kind: int, label_names: list[str]
+    ) -> None:
+        labels = np.array([label_names.index(name) for name in pool.label_names])[pool.labels]
+        self.base: NDArray[np.int64] = pool.offsets + start
+        self.label: NDArray[np.int64] = labels
+        self.kind: NDArray[np.int64] = pool.kind_of + first_kind
+        # Plain lists: requests are admitted one by one.
+        self.context: list[int] = pool.context_tokens.tolist()
+        self.output: list[int] = pool.output_tokens.tolist()
 
 
 @dataclass(frozen=True, slots=True)
 class _SetAside:
     """Sequences that wait for the return of their phase, and the next request of its pool.
 
-    rows: [5, sequences], as in `Batch`.  prefilling: requests whose prompts were not read yet.
+    rows: [8, sequences], as in `Batch`.  prefilling: requests whose prompts were not read yet.
     """
 
     rows: NDArray[np.int64]
@@ -65,9 +83,11 @@ class Batch:
                 surface.name, 0,
                 f"a batch of {capacity} is asked for, costs reach {surface.max_batch_size}",
             )  # fmt: skip
-        self._join(pools)
-        self._rows = np.zeros((5, capacity), dtype=np.int64)
-        self._base, self._position, self._output, self._context, self._label = self._rows
+        self._join(pools, distinct_pools(workload))
+        # cursor, end and base: where a sequence stands, ends and began in the acceptance arrays.
+        self._rows = np.zeros((8, capacity), dtype=np.int64)
+        (self._cursor, self._end, self._base, self._context, self._label, self._kind,
+         self._request, self._number) = self._rows  # fmt: skip
         self.size = 0
         self.kv_tokens = 0
         self.phase = 0
@@ -76,20 +96,24 @@ class Batch:
         self._next_request = 0
         self._phase_tokens = 0.0
         self._steps_to_check = 0
-        # Of each request: context tokens left to read, base, output, label, context.
+        # Of each request: context tokens left to read, its number, its index in its phase's pool,
+        # the phase.
         self._prefilling: deque[list[int]] = deque()
         # By pool and concurrency of the phase that they belong to.
         self._set_aside: dict[tuple[int, int], _SetAside] = {}
+        self.times = RequestTimes()
+        self._started = 0
+        self._speaking: list[int] = []
+        self._gone: list[int] = []
         self.done = False
 
-    def _join(self, pools: list[RequestPool]) -> None:
+    def _join(self, pools: list[RequestPool], distinct: tuple[RequestPool, ...]) -> None:
         """One array per drafter over all pools, so that a sequence needs one offset only."""
-        distinct = list({id(pool): pool for pool in pools}.values())
         names = sorted({label for pool in distinct for label in pool.label_names})
         self.label_names = tuple(names)
         flats: list[list[NDArray[np.uint8]]] = [[] for _ in self._drafters]
-        joined: dict[int, tuple[_JoinedPool, int]] = {}
-        start = 0
+        rows: dict[int, _PoolRows] = {}
+        start = first_kind = 0
         for pool in distinct:
             length = 0
             for d, name in enumerate(self._drafters):
@@ -102,12 +126,11 @@ class Batch:
                     )  # fmt: skip
                 flats[d].append(source)
                 length = len(source)
-            labels = np.array([names.index(n) for n in pool.label_names])[pool.labels]
-            joined[id(pool)] = (pool, pool.offsets + start, labels), start
+            rows[id(pool)] = _PoolRows(pool, start, first_kind, names)
             start += length
-        # By phase; phases that share a pool share its entry.
-        self._pools = [joined[id(pool)][0] for pool in pools]
-        self._starts = [joined[id(pool)][1] for pool in pools]
+            first_kind += pool.kind_count
+        self._kinds = first_kind
+        self._pools = [rows[id(pool)] for pool in pools]
         self._flat = [np.concatenate(parts) for parts in flats]
 
     @property
@@ -123,24 +146,31 @@ class Batch:
         """Returns the oracle's segment that a step starting now belongs to."""
         return self.phase if self._closed is not None else int(now / self._window)
 
+    def running(self) -> NDArray[np.int64]:
+        """Counts the running sequences by true kind, [kinds] as `distinct_pools` numbers them."""
+        return np.bincount(self._kind[: self.size], minlength=self._kinds)
+
     def admit(self, now: float) -> None:
         """Takes in what has come, up to the limit."""
-        if self._closed is not None:
-            phase = self._closed.phases[self.phase]
+        closed = self._closed
+        if closed is not None:
+            phase = closed.phases[self.phase]
             limit = phase.concurrency
             come = limit if phase.tokens is not None else phase.pool.requests - self._next_request
         else:
             limit = self._capacity
             come = bisect.bisect_right(self._arrivals, now) - self._next_request
-        pool, offsets, labels = self._pools[self.phase]
-        for _ in range(min(limit - self.size - len(self._prefilling), come)):
+        free = min(limit - self.size - len(self._prefilling), come)
+        if free <= 0:
+            return
+        pool = self._pools[self.phase]
+        for _ in range(free):
+            arrival = now if closed is not None else self._arrivals[self._next_request]
             # A closed loop serves its pool again and again; an open one never passes its end.
-            i = self._next_request % pool.requests
+            i = self._next_request % len(pool.output)
             self._next_request += 1
-            context = int(pool.context_tokens[i])
-            self._prefilling.append(
-                [context, int(offsets[i]), int(pool.output_tokens[i]), int(labels[i]), context]
-            )
+            number = self.times.add(arrival, pool.output[i])
+            self._prefilling.append([pool.context[i], number, i, self.phase])
 
     def start_all(self) -> None:
         """Prompts cost nothing: every admitted request decodes from the next step on."""
@@ -160,40 +190,59 @@ class Batch:
         return (chunk_tokens - left) * seconds_per_token
 
     def _start(self, request: list[int]) -> None:
-        _, base, output, label, context = request
-        self._rows[:, self.size] = base, 0, output, context, label
+        _, number, i, phase = request
+        pool = self._pools[phase]
+        base, context = pool.base[i], pool.context[i]
+        self._rows[:, self.size] = (
+            base, base + pool.output[i], base, context, pool.label[i], pool.kind[i], i, number,
+        )  # fmt: skip
         self.size += 1
         self.kv_tokens += context
         self._steps_to_check = 0
+        self._started += 1
 
     def step(
         self, drafter: int, gamma: int, thinning: NDArray[np.float64] | None
     ) -> tuple[list[int], list[tuple[str, list[int]]], float]:
         """Runs one decode step: (accepted_counts, counts by class, tokens gained)."""
         n = self.size
-        position = self._position[:n]
-        start = self._base[:n] + position if self._idle_positions else None
+        cursor = self._cursor[:n]
+        start = cursor.copy() if self._idle_positions else None
         if gamma > 0:
-            accepted = self._flat[drafter][self._base[:n] + position]
+            accepted = self._flat[drafter].take(cursor)
             np.minimum(accepted, gamma, out=accepted)
             if thinning is not None:
                 accepted = (accepted * thinning).astype(np.uint8)
             counts: list[int] = np.bincount(accepted, minlength=gamma + 1).tolist()
-            position += accepted
+            cursor += accepted
+            tokens = n + sum(map(mul, counts, _ACCEPTED))
         else:
             accepted = None
             counts = [n]
-        position += 1
+            tokens = n
+        cursor += 1
         if start is not None:
-            verified = self._base[:n] + position - start
-            self.idle = self._evaluate(drafter if gamma > 0 else None, start, verified)
-        tokens = n + sum(k * count for k, count in enumerate(counts))
-        classes = self._classes(accepted, gamma, n)
+            self.idle = self._evaluate(drafter if gamma > 0 else None, start, cursor - start)
+        classes = self._classes(accepted, gamma, n) if len(self.label_names) > 1 else []
         self.kv_tokens += tokens
+        if self._started:
+            self._speaking = self._number[n - self._started : n].tolist()
+            self._started = 0
         if self._steps_to_check <= 0:
             tokens -= self._leave(n)
         self._steps_to_check -= 1
         return counts, classes, float(tokens)
+
+    def stamp(self, now: float) -> None:
+        """Notes the end of the step: of the first one of some requests, of the last one of some."""
+        if self._speaking:
+            for number in self._speaking:
+                self.times.first_token[number] = now
+            self._speaking = []
+        if self._gone:
+            for number in self._gone:
+                self.times.finish[number] = now
+            self._gone = []
 
     def _evaluate(
         self, running: int | None, start: NDArray[np.int64], verified: NDArray[np.int64]
@@ -212,8 +261,6 @@ class Batch:
     def _classes(
         self, accepted: NDArray[np.uint8] | None, gamma: int, n: int
     ) -> list[tuple[str, list[int]]]:
-        if len(self.label_names) < 2:
-            return []
         width = gamma + 1
         joint = self._label[:n] * width + (0 if accepted is None else accepted)
         counts = np.bincount(joint, minlength=width * len(self.label_names))
@@ -225,15 +272,17 @@ class Batch:
 
     def _leave(self, n: int) -> int:
         """Takes out what is finished; returns the tokens past their ends."""
-        left = self._output[:n] - self._position[:n]
+        left = self._end[:n] - self._cursor[:n]
         lacking = int(left.min())
         past = 0
         if lacking <= 0:
             keep = left > 0
-            gone = ~keep
-            past = -int(left[gone].sum())
-            self.kv_tokens -= int((self._context[:n] + self._position[:n])[gone].sum())
-            staying = n - int(np.count_nonzero(gone))
+            gone = self._rows[:, :n][:, ~keep]
+            cursor, end, base, context = gone[:4]
+            past = int((cursor - end).sum())
+            self.kv_tokens -= int((context + cursor - base).sum())
+            self._gone = gone[-1].tolist()
+            staying = n - gone.shape[1]
             self._rows[:, :staying] = self._rows[:, :n][:, keep]
             self.size = staying
             lacking = int(left[keep].min()) if staying else 0
@@ -270,10 +319,7 @@ class Batch:
     def _begin(self, phase: WorkloadPhase, *, ended: WorkloadPhase) -> None:
         """Does to the running requests what the phase's `PhaseStart` says."""
         if phase.begins is PhaseStart.CHANGED:
-            shift = self._starts[self.phase] - self._starts[self.phase - 1]
-            self._base[: self.size] += shift
-            for request in self._prefilling:
-                request[1] += shift
+            self._change_over()
         elif phase.begins is PhaseStart.REPLACED:
             self._set_aside[id(ended.pool), ended.concurrency] = _SetAside(
                 self._rows[:, : self.size].copy(),
@@ -291,6 +337,17 @@ class Batch:
             self._steps_to_check = 0
         else:
             self._next_request = 0
+
+    def _change_over(self) -> None:
+        """Every request in flight continues at the same position of the same request here."""
+        pool = self._pools[self.phase]
+        request = self._request[: self.size]
+        shift = pool.base[request] - self._base[: self.size]
+        self._rows[:3, : self.size] += shift
+        self._label[: self.size] = pool.label[request]
+        self._kind[: self.size] = pool.kind[request]
+        for waiting in self._prefilling:
+            waiting[3] = self.phase
 
     def _take_requests(self, closed: ClosedLoop) -> None:
         """Goes on to the next phase once every request of this one has begun."""

@@ -18,15 +18,17 @@ from numpy.typing import NDArray
 from controller.core.step_report import StepFlags
 from controller.simulation.batch import Batch
 from controller.simulation.errors import InvalidInputError
+from controller.simulation.latency import Latencies
 from controller.simulation.policy import (
     ArmChoice,
     Clairvoyant,
     FullInformation,
     Policy,
+    Situation,
     StepRecord,
 )
-from controller.simulation.surface import CostSurface
-from controller.simulation.workload import Workload
+from controller.simulation.surface import MINIMAL_SHARE, CostSurface
+from controller.simulation.workload import OpenLoop, Workload
 
 _NOISE_BLOCK = 4096
 _PACE_STEPS = 50.0
@@ -102,40 +104,47 @@ class Trace:
     # (step, phase index) of every phase's first step.
     phase_starts: list[tuple[int, int]] = field(default_factory=list)
 
-    def add(self, arm: int, batch_size: int, kv_tokens: int, end: float, tokens: int) -> None:
-        """Adds one step."""
-        self.arms.append(arm)
-        self.batch_sizes.append(batch_size)
-        self.kv_tokens.append(kv_tokens)
-        self.ends.append(end)
-        self.tokens.append(tokens)
-
 
 @dataclass(slots=True)
 class RunResult:
     """Holds the results of one run.
 
-    seconds: with requests in flight. segment_*: by the oracle's segments.
+    seconds: with requests in flight. segment_*: by the oracle's segments.  probe_steps: those with
+    a probe's id.
 
     octaves: batch sizes 2^(o-1)+1 .. 2^o -> [tokens, seconds].  sequence_seconds: sum over steps of
-    batch size * seconds.
+    batch size * seconds.  latencies: of the requests that finished.
     """
 
-    tokens: float
-    seconds: float
-    steps: int
-    switches: int
-    segment_tokens: list[float]
-    segment_seconds: list[float]
-    octaves: dict[int, list[float]]
-    sequence_seconds: float
-    decision_seconds: float
-    trace: Trace
+    open_loop: bool
+    tokens: float = 0.0
+    seconds: float = 0.0
+    steps: int = 0
+    switches: int = 0
+    probe_steps: int = 0
+    segment_tokens: list[float] = field(default_factory=list)
+    segment_seconds: list[float] = field(default_factory=list)
+    octaves: dict[int, list[float]] = field(default_factory=dict)
+    sequence_seconds: float = 0.0
+    decision_seconds: float = 0.0
+    trace: Trace = field(default_factory=Trace)
+    latencies: Latencies = field(default_factory=Latencies)
 
     @property
     def rate(self) -> float:
         """Returns tokens per second."""
         return self.tokens / self.seconds
+
+    @property
+    def score(self) -> float:
+        """Returns what policies are compared by; more is better.
+
+        Closed loop: tokens per second.  Open loop, where every policy serves the same load: the
+        inverse of the mean latency per token, from arrival to the last token.
+        """
+        if not self.open_loop:
+            return self.rate
+        return 1.0 / float(self.latencies.per_token.mean())
 
 
 def simulate(
@@ -162,12 +171,13 @@ class _EngineRun:
         self._noise_rng, self._thinning_rng, self._pace_rng = streams
         self._idle_positions = policy.idle_positions if isinstance(policy, FullInformation) else 0
         self._batch = Batch(workload, surface, self._idle_positions)
-        self._arms = surface.arms
         self._drafters = [d.name for d in surface.drafters]
-        self._drafter_of = [self._drafters.index(arm.drafter) for arm in self._arms]
+        self._drafter_of = [self._drafters.index(arm.drafter) for arm in surface.arms]
+        self._gammas = [arm.gamma for arm in surface.arms]
         # Plain lists: a numpy scalar read costs more than the sum it goes into.
         self._seconds: list[list[float]] = surface.seconds.tolist()
         self._kv_seconds: list[float] = surface.kv_seconds.tolist()
+        self._last_column = surface.max_batch_size
         self._backlog = [0.0] * len(self._drafters)
         self._asleep_steps = 0
         self._stale_left = 0
@@ -177,7 +187,7 @@ class _EngineRun:
         self._clairvoyant = policy if isinstance(policy, Clairvoyant) else None
         self._late: deque[StepRecord] = deque()
         self._now, self._last_arm, self._gap = 0.0, -1, False
-        self.result = RunResult(0.0, 0.0, 0, 0, [], [], {}, 0.0, 0.0, Trace())
+        self.result = RunResult(isinstance(workload, OpenLoop))
 
     def run(self) -> RunResult:
         """The whole workload."""
@@ -187,7 +197,8 @@ class _EngineRun:
             if batch.phase_changed:
                 self.result.trace.phase_starts.append((self.result.steps, batch.phase))
                 batch.phase_changed = False
-            self._read_prompts()
+            if batch.waiting_prefill:
+                self._read_prompts()
             if batch.size > 0:
                 self._step()
                 if batch.done:
@@ -203,53 +214,70 @@ class _EngineRun:
                     break
                 self._now, self._gap = max(self._now, arrival), True
         self.result.decision_seconds = self._decision_seconds
+        self.result.latencies = batch.times.finished()
         return self.result
 
     def _read_prompts(self) -> None:
         batch, options = self._batch, self._options
         if options.prefill is Prefill.NONE:
             batch.start_all()
-        elif batch.waiting_prefill:
-            spent = batch.prefill(
-                options.prefill_chunk_tokens, self._surface.prefill_seconds_per_token
-            )
-            spent += self._surface.prefill_pass_seconds
-            self._now = self._account(self._now, spent, 0.0)
-            self._gap = True
+            return
+        spent = batch.prefill(options.prefill_chunk_tokens, self._surface.prefill_seconds_per_token)
+        spent += self._surface.prefill_pass_seconds
+        self._now = self._account(self._now, spent, 0.0)
+        self._gap = True
 
     def _choose(self, step: int) -> ArmChoice:
         """Tells the policy what is late enough to be known, and asks it."""
         policy, late, now = self._policy, self._late, self._now
         if self._clairvoyant is not None:
-            self._clairvoyant.enter(self._batch.segment(now))
+            self._clairvoyant.enter(self._situation())
         began = time.perf_counter()
-        while late and late[0].step < step - self._options.lag:
+        known = step - self._options.lag
+        while late and late[0].step < known:
             policy.observe(late.popleft(), now)
         choice = policy.choose(self._batch.size, now)
         self._decision_seconds += time.perf_counter() - began
         return choice
 
+    def _situation(self) -> Situation:
+        batch, surface = self._batch, self._surface
+        kv = batch.kv_tokens
+        return Situation(
+            batch.segment(self._now),
+            kv,
+            batch.running(),
+            [surface.catch_up_seconds(min(missed, kv)) for missed in self._backlog],
+        )
+
     def _step(self) -> None:
         """One decode step, from the choice to its record."""
         batch, result = self._batch, self.result
-        step, n, kv, began = result.steps, batch.size, batch.kv_tokens, self._now
+        step, n, kv = result.steps, batch.size, batch.kv_tokens
         choice = self._choose(step)
         arm = choice.arm
         asleep = choice.asleep and not self._idle_positions
         switched = arm != self._last_arm and self._last_arm >= 0
         seconds = self._step_seconds(arm, n, kv, switched, asleep)
         counts, classes, tokens = batch.step(
-            self._drafter_of[arm], self._arms[arm].gamma, self._thinning()
+            self._drafter_of[arm], self._gammas[arm], self._thinning()
         )
         if self._idle_positions:
             # The other drafters read the step's tokens, and so miss none.
             seconds += (len(self._drafters) - 1) * self._surface.catch_up_seconds(tokens)
         else:
             self._keep_up(arm, asleep, tokens)
-        self._now = self._account(began, seconds, tokens)
-        result.trace.add(arm, n, kv, self._now, int(tokens))
+        self._now = now = self._account(self._now, seconds, tokens)
+        batch.stamp(now)
+        trace = result.trace
+        trace.arms.append(arm)
+        trace.batch_sizes.append(n)
+        trace.kv_tokens.append(kv)
+        trace.ends.append(now)
+        trace.tokens.append(int(tokens))
         result.steps += 1
         result.switches += switched
+        result.probe_steps += choice.probe_id != 0
         result.sequence_seconds += n * seconds
         octave = result.octaves.setdefault((n - 1).bit_length(), [0.0, 0.0])
         octave[0] += tokens
@@ -265,29 +293,30 @@ class _EngineRun:
     def _step_seconds(self, arm: int, n: int, kv: int, switched: bool, asleep: bool) -> float:
         """Wall seconds of the step that is about to run, noise and penalties included."""
         surface, options = self._surface, self._options
-        column = min(n, surface.max_batch_size)
-        plain = self._seconds[arm][column]
+        plain = self._seconds[arm][min(n, self._last_column)]
         base = plain + self._kv_seconds[arm] * (kv - n * surface.kv_reference)
-        base = max(base, 0.1 * plain)
-        gamma = self._arms[arm].gamma
+        base = max(base, MINIMAL_SHARE * plain)
+        gamma = self._gammas[arm]
         if gamma == 0 and not asleep:
             base *= options.warm_factor
-        seconds = base * self._next_noise()
+        seconds = base * (self._noise.pop() if self._noise else self._next_noise())
         if gamma > 0:
             drafter = self._drafter_of[arm]
-            seconds += surface.catch_up_seconds(min(self._backlog[drafter], kv))
-            self._backlog[drafter] = 0.0
+            if self._backlog[drafter]:
+                seconds += surface.catch_up_seconds(min(self._backlog[drafter], kv))
+                self._backlog[drafter] = 0.0
         if switched:
             seconds += options.switch_seconds
         return seconds
 
     def _keep_up(self, arm: int, asleep: bool, tokens: float) -> None:
         """Adds what every drafter missed in this step; marks the one that ran if it is stale."""
-        gamma = self._arms[arm].gamma
+        sleeping = asleep and self._gammas[arm] == 0
+        running = self._drafter_of[arm]
         for d in range(len(self._backlog)):
-            if d != self._drafter_of[arm] or (gamma == 0 and asleep):
+            if sleeping or d != running:
                 self._backlog[d] += tokens
-        if gamma == 0 and asleep:
+        if sleeping:
             self._asleep_steps += 1
             return
         if self._asleep_steps > self._options.stale_after:
@@ -304,17 +333,15 @@ class _EngineRun:
         ).astype(float)
 
     def _next_noise(self) -> float:
-        if not self._noise:
-            # Mean 1: noise alone makes no policy slower or faster.
-            sigma = self._options.noise
-            block = np.exp(
-                sigma * self._noise_rng.standard_normal(_NOISE_BLOCK) - sigma * sigma / 2
-            )
-            wild = self._noise_rng.random(_NOISE_BLOCK) < self._options.outlier_share
-            block[wild] *= self._options.outlier_factor
-            if self._options.pace:
-                block *= self._paces()
-            self._noise = block[::-1].tolist()
+        """The first factor of a new block; the others are kept."""
+        # Mean 1: noise alone makes no policy slower or faster.
+        sigma = self._options.noise
+        block = np.exp(sigma * self._noise_rng.standard_normal(_NOISE_BLOCK) - sigma * sigma / 2)
+        wild = self._noise_rng.random(_NOISE_BLOCK) < self._options.outlier_share
+        block[wild] *= self._options.outlier_factor
+        if self._options.pace:
+            block *= self._paces()
+        self._noise = block[::-1].tolist()
         return self._noise.pop()
 
     def _paces(self) -> NDArray[np.float64]:
@@ -335,8 +362,9 @@ class _EngineRun:
         while len(result.segment_tokens) <= segment:
             result.segment_tokens.append(0.0)
             result.segment_seconds.append(0.0)
-        result.segment_tokens[segment] += tokens * share
-        result.segment_seconds[segment] += seconds * share
-        result.tokens += tokens * share
-        result.seconds += seconds * share
+        wanted, spent = tokens * share, seconds * share
+        result.segment_tokens[segment] += wanted
+        result.segment_seconds[segment] += spent
+        result.tokens += wanted
+        result.seconds += spent
         return now + seconds

@@ -4,6 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import numpy as np
+from numpy.typing import NDArray
+
 from controller.core.step_report import StepFlags
 
 
@@ -65,12 +68,27 @@ class Policy(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class Situation:
+    """Holds what is true before a step and no engine could tell its policy.
+
+    segment: of the workload.  kv_tokens: of the batch that will run.  running: [kinds] sequences of
+    each true kind, numbered as `workload.distinct_pools` says.  catch_up_seconds: [drafters] what
+    each would pay for what it missed if this step drafted with it.
+    """
+
+    segment: int
+    kv_tokens: int
+    running: NDArray[np.int64]
+    catch_up_seconds: list[float]
+
+
 @runtime_checkable
 class Clairvoyant(Protocol):
-    """A policy with hindsight: it knows which segment of the workload the next step belongs to."""
+    """A policy with hindsight: it is shown the true situation before it chooses."""
 
-    def enter(self, segment: int) -> None:
-        """Index of the segment."""
+    def enter(self, situation: Situation) -> None:
+        """The next step runs in this situation."""
         ...
 
 

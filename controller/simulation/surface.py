@@ -23,13 +23,15 @@ _KV_REFERENCE = 512.0
 KINDS: Mapping[str, DrafterKind] = {"ngram": DrafterKind.NGRAM, "dflash": DrafterKind.DFLASH}
 # A drafter as EAGLE's is one layer, and targets of today have some thirty and more.
 _DRAFTER_SHARE_OF_TOKEN = 1 / 32
+# A context below the reference makes no step cheaper than this share of its price there.
+MINIMAL_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class CostSurface:
     """Seconds of a step by arm, batch size and context.
 
-        C = seconds[arm, B] + kv_seconds[arm] * (kv - B * kv_reference)
+        C = seconds[arm, B] + kv_seconds[arm] * (kv - B * kv_reference), at least a tenth of seconds
 
     arms: one (drafter, gamma) a row, in the order of `drafters` and their gammas (gamma = 0 is
     listed for each).  seconds: [arms, max_batch_size + 1], column B (column 0 repeats column 1).
@@ -64,7 +66,7 @@ class CostSurface:
         plain = self.seconds[:, min(batch_size, self.max_batch_size)]
         context = self.kv_seconds * (kv_tokens - batch_size * self.kv_reference)
         # Less context never makes a step free.
-        seconds: NDArray[np.float64] = np.maximum(plain + context, 0.1 * plain)
+        seconds: NDArray[np.float64] = np.maximum(plain + context, MINIMAL_SHARE * plain)
         return seconds
 
     def catch_up_seconds(self, tokens: float) -> float:

@@ -11,7 +11,13 @@ from controller.simulation.engine import EngineOptions, Prefill, simulate
 from controller.simulation.errors import InvalidInputError
 from controller.simulation.peers.static import Static
 from controller.simulation.policy import ArmChoice, IdleCounts
-from controller.simulation.workload import ClosedLoop, OpenLoop, RequestPool, WorkloadPhase
+from controller.simulation.workload import (
+    ClosedLoop,
+    OpenLoop,
+    PhaseStart,
+    RequestPool,
+    WorkloadPhase,
+)
 from tests.unit.controller.simulation.small import GAMMAS, pool, surface
 
 STILL = EngineOptions(noise=0.0)
@@ -343,3 +349,100 @@ def test_a_drafter_kept_in_step_is_never_stale():
     arms = (OFF_2,) * 6 + (MTP_3,) * 6
     records = informed(arms, two_drafters([3] * 60, [0] * 60), **options)
     assert [record.counts[3] for record in records[6:10]] == [1] * 4
+
+
+def test_an_open_loop_notes_when_requests_came_spoke_and_ended():
+    """One runs at a time: the second one waits for the first, the third comes later."""
+    loop = OpenLoop(of_requests(3, 2, 1), np.array([0.0, 1.0, 9.5]), 1, 5.0)
+    run = simulate(loop, second_a_step(), Recorder((0,)), STILL, 0)
+    assert run.latencies.end_to_end.tolist() == [3.0, 4.0, 1.0]
+    assert run.latencies.per_token.tolist() == [1.0, 2.0, 1.0]
+    assert run.latencies.tpot.tolist() == [1.0, 1.0]
+    assert run.score == pytest.approx(3 / 4.0)
+    assert run.rate == 1.0
+
+
+def test_prompts_count_in_the_latency_and_not_in_the_time_per_output_token():
+    options = replace(STILL, prefill=Prefill.CHUNKED, prefill_chunk_tokens=64)
+    loop = OpenLoop(of_requests(4), np.array([0.0]), 1, 5.0)
+    run = simulate(loop, second_a_step(10.0), Recorder((0,)), options, 0)
+    assert run.latencies.end_to_end.tolist() == [14.0]
+    assert run.latencies.tpot.tolist() == [1.0]
+
+
+def test_a_closed_loop_is_scored_by_tokens_per_second():
+    run = simulate(REQUESTS, second_a_step(), Recorder((0,)), STILL, 0)
+    assert run.score == run.rate == pytest.approx(10 / 6)
+    # Admitted at 0, 0, 2, 4 and gone at 2, 4, 4, 6.
+    assert run.latencies.end_to_end.tolist() == [2.0, 4.0, 2.0, 2.0]
+
+
+@given(st.integers(0, 3), st.integers(1, 8), st.integers(0, 9))
+@settings(max_examples=20, deadline=None)
+def test_every_request_of_an_open_loop_ends_and_none_before_it_spoke(arm, limit, seed):
+    requests = pool(requests=30, output=12, seed=seed)
+    times = np.sort(np.random.default_rng(seed).uniform(0, 0.5, 30))
+    run = simulate(OpenLoop(requests, times, limit, 1.0), surface(), Recorder((arm,)), STILL, 0)
+    assert len(run.latencies.end_to_end) == 30
+    assert run.latencies.tpot.min() >= 0
+    assert (run.latencies.end_to_end >= 11 * run.latencies.tpot).all()
+
+
+class Prober(Recorder):
+    """Probes in two of three seconds."""
+
+    def choose(self, batch_size, now):
+        return ArmChoice(0, probe_id=int(now) % 3)
+
+
+def test_steps_with_a_probe_are_counted():
+    run = simulate(REQUESTS, second_a_step(), Prober(), STILL, 0)
+    # The steps begin at 0, 1, 2, 3, 4 and 5 seconds.
+    assert (run.steps, run.probe_steps) == (6, 4)
+
+
+class Seer(Recorder):
+    """Keeps what it is shown."""
+
+    def __init__(self, arms=(0,)):
+        super().__init__(arms)
+        self.shown = []
+
+    def enter(self, situation):
+        self.shown.append(situation)
+
+
+def test_a_clairvoyant_policy_is_shown_what_runs_and_what_a_drafter_has_missed():
+    kinds = replace(of_requests(2, 4, 2), kinds=np.array([1, 0, 1]))
+    pools = (kinds, of_requests(2))
+    loop = ClosedLoop(tuple(WorkloadPhase("", one, 2, None) for one in pools))
+    seer = Seer()
+    simulate(loop, surface(catch_up=1e-4), seer, STILL, 0)
+    assert [there.running.tolist() for there in seer.shown] == [
+        [1, 1, 0], [1, 1, 0], [1, 1, 0], [1, 1, 0], [0, 0, 1], [0, 0, 1]
+    ]  # fmt: skip
+    assert [there.segment for there in seer.shown] == [0, 0, 0, 1, 1, 1]
+    assert [there.kv_tokens for there in seer.shown] == [20, 22, 22, 24, 10, 11]
+    missed = [there.catch_up_seconds[0] for there in seer.shown]
+    # Nobody drafts: every step adds its tokens, and a drafter reads no more than what is there.
+    assert missed == pytest.approx([0, 2e-4, 4e-4, 6e-4, 8e-4, 9e-4])
+
+
+def test_a_change_at_once_takes_labels_kinds_and_prompts_that_wait_along():
+    lengths = np.full(4, 6, dtype=np.int64)
+    names = ("never", "always")
+
+    def labelled(label):
+        accepted = {"mtp": np.full(24, 7 * label, dtype=np.uint8)}
+        marks = np.full(4, label, dtype=np.int64)
+        return RequestPool(lengths, lengths, np.arange(4) * 6, marks, accepted, names, marks)
+
+    phases = (WorkloadPhase("", labelled(0), 2, 8), WorkloadPhase("", labelled(1), 2, 16, PhaseStart.CHANGED))
+    seer = Seer((2,))
+    options = replace(STILL, lag=0, prefill=Prefill.CHUNKED, prefill_chunk_tokens=6)
+    simulate(ClosedLoop(phases), surface(), seer, options, 0)
+    for record in seer.records:
+        ((name, counts),) = record.classes
+        accepting = counts.index(max(counts)) > 0
+        assert accepting == (name == "always")
+    assert {name for record in seer.records for name, _ in record.classes} == set(names)
