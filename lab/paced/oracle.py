@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from controller.core.engine_spec import Arm
+from controller.simulation.comparison.contestants import static_names
 from controller.simulation.comparison.hindsight import SegmentSchedule, best_by_segment
-from controller.simulation.comparison.run import static_names
 from controller.simulation.engine import EngineOptions, Prefill, RunResult, simulate
 from controller.simulation.peers.static import Static
 from lab.cpu_engine.pace.step_costs import StepCosts

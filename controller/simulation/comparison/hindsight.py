@@ -1,19 +1,23 @@
-"""Policies that know the future: the oracle of the comparison, and the truth it is made of."""
+"""Policies that know the truth; the best of them in a run, and of the static arms, is the oracle.
 
-from collections.abc import Sequence
+None of them is the optimum by construction: what a step is best at is not all that counts where a
+switch has a price.  So several are run, and the oracle is the one with the best score.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.simulation.engine import RunResult
-from controller.simulation.policy import ArmChoice, StepRecord
+from controller.simulation.engine import EngineOptions, RunResult
+from controller.simulation.policy import ArmChoice, Policy, Situation, StepRecord
 from controller.simulation.results import PolicyOrigin
 from controller.simulation.surface import CostSurface
-from controller.simulation.workload import ClosedLoop, RequestPool
+from controller.simulation.workload import OpenLoop, Workload
 
-# A policy has recovered when the mean of so many steps reaches this share of the best arm.
-_RECOVERED_STEPS = 10
-_RECOVERED_SHARE = 0.95
+# Shares of a switch's price that has to be lost by staying before a patient policy switches.
+_PATIENCE = (0.3, 1.0)
 
 
 class SegmentSchedule:
@@ -25,9 +29,9 @@ class SegmentSchedule:
         self._arms = [ArmChoice(arm) for arm in arm_by_segment]
         self._current = self._arms[0]
 
-    def enter(self, segment: int) -> None:
-        """The next step belongs to this segment; the last arm serves beyond the known ones."""
-        self._current = self._arms[min(segment, len(self._arms) - 1)]
+    def enter(self, situation: Situation) -> None:
+        """Takes the segment's arm; the last arm serves beyond the known segments."""
+        self._current = self._arms[min(situation.segment, len(self._arms) - 1)]
 
     def choose(self, batch_size: int, now: float) -> ArmChoice:
         """The segment's arm."""
@@ -38,62 +42,141 @@ class SegmentSchedule:
         """Nothing is learnt: everything is known."""
 
 
-def best_by_segment(static_runs: Sequence[RunResult]) -> list[int]:
-    """Returns per segment the arm with the most tokens per second in its own static run."""
-    segments = max(len(run.segment_tokens) for run in static_runs)
-    best = []
-    for segment in range(segments):
-        rates = [
-            run.segment_tokens[segment] / run.segment_seconds[segment]
-            if segment < len(run.segment_tokens) and run.segment_seconds[segment] > 0
-            else 0.0
-            for run in static_runs
-        ]
-        best.append(int(np.argmax(rates)))
-    return best
+class BestArm:
+    """The arm of the highest true value at every step's batch, context and running requests.
 
+        value = (1 + E[accepted | arm]) / C(arm, n, kv)
 
-def true_expected(pool: RequestPool, surface: CostSurface) -> NDArray[np.float64]:
-    """[arms] of E[accepted | gamma] over the pool's positions, draft tokens."""
-    return np.array(
-        [
-            float(np.minimum(pool.accepted[arm.drafter], arm.gamma).mean()) if arm.gamma else 0.0
-            for arm in surface.arms
-        ]
-    )
+    expected: [kinds, arms] of E[accepted | arm], see `Truth`.  Where kinds run together, 1 + E is
+    their geometric mean: a token of a slow request frees its place later, so it is worth more than
+    one of a fast request, in proportion to the time that it takes.  The arithmetic mean would serve
+    the fast requests and keep the slow ones in the batch.
 
+    drafter: the only one that may draft; None: any.  asleep: no drafter is kept in step at
+    gamma = 0, for which the others pay `warm_factor`.
 
-def recovery_steps(workload: ClosedLoop, surface: CostSurface, run: RunResult) -> list[float]:
-    """Counts the steps after every sudden change until the run's arms match the best one again.
-
-    Good: the mean true value of `_RECOVERED_STEPS` steps reaches `_RECOVERED_SHARE` of the best
-    arm's at the same batch and context.  A phase in which that never comes counts whole.
-    Changes that seep in with the requests (not `at_once`, another pool) have no such moment.
+    patience: 0 switches whenever another arm is better in this step.  Above, it switches once an
+    arm would have saved, since the last switch, this share of the seconds that changing over to it
+    takes now (the rule of ski rental).
     """
-    trace = run.trace
-    starts = [*trace.phase_starts, (len(trace.arms), -1)]
-    found = []
-    for (_, before), (first, phase), (end, _) in zip(starts, starts[1:], starts[2:], strict=False):
-        now, then = workload.phases[phase], workload.phases[before]
-        if not now.at_once and now.pool is not then.pool:
-            continue
-        quality = _quality(true_expected(now.pool, surface), surface, run, first, end)
-        window = np.convolve(quality, np.ones(_RECOVERED_STEPS) / _RECOVERED_STEPS, "valid")
-        good = np.flatnonzero(window >= _RECOVERED_SHARE)
-        found.append(float(good[0]) if len(good) else float(end - first))
+
+    origin = PolicyOrigin.HINDSIGHT
+
+    def __init__(
+        self,
+        surface: CostSurface,
+        options: EngineOptions,
+        expected: NDArray[np.float64],
+        *,
+        drafter: str | None = None,
+        asleep: bool = True,
+        patience: float = 0.0,
+    ) -> None:
+        arms = surface.arms
+        self._surface = surface
+        self._alone: NDArray[np.float64] = 1.0 + expected[0]
+        self._logs = np.log(1.0 + expected)
+        self._patience = patience
+        self._plain = np.array([arm.gamma == 0 for arm in arms])
+        self._warm = np.where(self._plain & (not asleep), options.warm_factor, 1.0)
+        barred = [arm.gamma > 0 and drafter not in {None, arm.drafter} for arm in arms]
+        self._allowed = np.where(barred, 0.0, 1.0)
+        names = [spec.name for spec in surface.drafters]
+        self._drafter_of = np.array([names.index(arm.drafter) for arm in arms])
+        self._switch_seconds = options.switch_seconds
+        self._choices = [ArmChoice(i, asleep=asleep) for i in range(len(arms))]
+        self._lost = np.zeros(len(arms))
+        self._last = -1
+        self._situation: Situation | None = None
+
+    def enter(self, situation: Situation) -> None:
+        """Knows what the next step runs on."""
+        self._situation = situation
+
+    def choose(self, batch_size: int, now: float) -> ArmChoice:
+        """The best arm, or the one that runs if changing over does not pay yet."""
+        del now
+        there = self._situation
+        assert there is not None, "the engine shows a clairvoyant policy the situation first"
+        seconds = self._surface.step_seconds(batch_size, there.kv_tokens) * self._warm
+        value = self._gained(there.running) * self._allowed / seconds
+        best = int(value.argmax())
+        if self._patience and self._last >= 0:
+            best = self._patient(value, seconds, there.catch_up_seconds)
+        if best != self._last:
+            self._lost[:] = 0.0
+            self._last = best
+        return self._choices[best]
+
+    def _gained(self, running: NDArray[np.int64]) -> NDArray[np.float64]:
+        """[arms] tokens of a sequence in this step, the mean over what runs."""
+        if len(running) == 1:
+            return self._alone
+        mean: NDArray[np.float64] = np.exp(running @ self._logs / running.sum())
+        return mean
+
+    def _patient(
+        self, value: NDArray[np.float64], seconds: NDArray[np.float64], catch_up: Sequence[float]
+    ) -> int:
+        """Books what every arm would have saved of this step, and sees whether one has paid."""
+        saved = seconds[self._last] * (1.0 - value[self._last] / np.maximum(value, 1e-300))
+        np.maximum(self._lost + saved, 0.0, out=self._lost)
+        price = np.where(self._plain, 0.0, np.array(catch_up)[self._drafter_of])
+        gain = self._lost - self._patience * (self._switch_seconds + price)
+        gain[self._last] = 0.0
+        return int(gain.argmax())
+
+    def observe(self, record: StepRecord, now: float) -> None:
+        """Nothing is learnt: everything is known."""
+
+
+def best_by_segment(
+    static_runs: Sequence[RunResult], classes: Sequence[int] | None = None
+) -> list[int]:
+    """Returns per segment the arm with the most tokens per second in its own static run.
+
+    classes: [segments], equal for segments that are the same and have one arm; None: all differ.
+    """
+    segments = max(len(run.segment_tokens) for run in static_runs)
+    of = list(range(segments)) if classes is None else list(classes)[:segments]
+    tokens = np.zeros((len(static_runs), max(of) + 1))
+    seconds = np.zeros_like(tokens)
+    for i, run in enumerate(static_runs):
+        known = of[: len(run.segment_tokens)]
+        np.add.at(tokens[i], known, run.segment_tokens)
+        np.add.at(seconds[i], known, run.segment_seconds)
+    rates = np.divide(tokens, seconds, out=np.zeros_like(tokens), where=seconds > 0)
+    best = rates.argmax(axis=0)
+    return [int(best[one]) for one in of]
+
+
+def segment_classes(workload: Workload) -> list[int] | None:
+    """Numbers what phases of a closed loop are: equal if they share pool and concurrency."""
+    if isinstance(workload, OpenLoop):
+        return None
+    numbers: dict[tuple[int, int], int] = {}
+    return [
+        numbers.setdefault((id(phase.pool), phase.concurrency), len(numbers))
+        for phase in workload.phases
+    ]
+
+
+def clairvoyants(
+    surface: CostSurface, options: EngineOptions, expected: NDArray[np.float64]
+) -> dict[str, Callable[[], Policy]]:
+    """Names the policies that know every step; those alone that differ on this engine.
+
+    expected: see `BestArm`.
+    """
+    drafters = [spec.name for spec in surface.drafters]
+    catching_up = surface.catch_up_seconds(1.0) > 0
+    priced = options.switch_seconds > 0 or catching_up
+    best = partial(BestArm, surface, options, expected)
+    found: dict[str, Callable[[], Policy]] = {"best arm": best}
+    if priced and len(drafters) > 1:
+        found |= {f"only {drafter}": partial(best, drafter=drafter) for drafter in drafters}
+    if catching_up or options.stale_steps > 0:
+        found["awake"] = partial(best, asleep=False)
+    if priced:
+        found |= {f"patience {share:g}": partial(best, patience=share) for share in _PATIENCE}
     return found
-
-
-def _quality(
-    expected: NDArray[np.float64], surface: CostSurface, run: RunResult, first: int, end: int
-) -> NDArray[np.float64]:
-    """[steps] true value of the arm that ran over the best arm's, at the step's batch and kv."""
-    trace = run.trace
-    arms = np.array(trace.arms[first:end])
-    batch = np.array(trace.batch_sizes[first:end])
-    kv = np.array(trace.kv_tokens[first:end])
-    plain = surface.seconds[:, np.minimum(batch, surface.max_batch_size)]
-    context = surface.kv_seconds[:, None] * (kv - batch * surface.kv_reference)
-    rates = (1 + expected)[:, None] / np.maximum(plain + context, 0.1 * plain)
-    quality: NDArray[np.float64] = rates[arms, np.arange(len(arms))] / rates.max(axis=0)
-    return quality

@@ -1,7 +1,6 @@
 """Runs all scenarios: every static arm, the oracle, every peer and the controller, seed by seed.
 
-The oracle is made from the static runs: per segment of the workload the arm that was best there,
-run as one schedule; where that is slower than the best single arm, that arm is the oracle.
+The oracle is the best run of all that know the truth and of all static arms.
 """
 
 import os
@@ -12,44 +11,54 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from controller.core.settings import PlannerSettings
-from controller.simulation.comparison.hindsight import (
-    SegmentSchedule,
-    best_by_segment,
-    recovery_steps,
+from controller.simulation.comparison.contestants import (
+    BY_REQUEST,
+    ORACLE,
+    OURS,
+    by_request_candidates,
+    controller,
+    oracle_candidates,
+    peers,
+    policy_names,
+    statics,
 )
+from controller.simulation.comparison.recovery import recovery_steps
+from controller.simulation.comparison.truth import Truth
 from controller.simulation.controller_policy import ControllerPolicy
 from controller.simulation.engine import RunResult, simulate
 from controller.simulation.errors import InvalidInputError
-from controller.simulation.peers import standard_peers
+from controller.simulation.latency import spread
 from controller.simulation.peers.sglang_adaptive import PeerUnavailableError
-from controller.simulation.peers.static import Static
-from controller.simulation.peers.vllm_schedule import best_table
 from controller.simulation.policy import Policy
-from controller.simulation.results import PolicyOrigin, Timeline
+from controller.simulation.results import Latency, PolicyOrigin, Timeline
 from controller.simulation.scenario import Scenario
 from controller.simulation.surface import CostSurface
-from controller.simulation.workload import ClosedLoop, Workload
+from controller.simulation.workload import ClosedLoop
 
-OURS = "controller"
-ORACLE = "oracle"
-OFF = "off"
 _POINTS = 200
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyRun:
-    """One policy on one seed.  recovery: steps after each sudden change, in order."""
+    """One policy on one seed.
+
+    score: what policies are compared by, see `RunResult.score`.  recovery: steps after each sudden
+    change, in order.  latency: in an open loop.
+    """
 
     name: str
     origin: PolicyOrigin
+    score: float
     tokens: float
     seconds: float
     steps: int
     switches: int
     recovery: tuple[float, ...]
     probe_share: float
+    probe_steps: int
     sequence_seconds: float
     decision_seconds: float
+    latency: Latency | None
 
     @property
     def rate(self) -> float:
@@ -72,24 +81,6 @@ class SeedRun:
         return {run.name: run for run in self.runs}[name]
 
 
-def static_names(surface: CostSurface) -> dict[str, int]:
-    """Name -> arm index of every static arm; plain decoding once, whoever would not draft."""
-    several = len(surface.drafters) > 1
-    names: dict[str, int] = {}
-    for i, arm in enumerate(surface.arms):
-        if arm.gamma == 0:
-            names.setdefault(OFF, i)
-        else:
-            names[f"static-{arm.drafter}-{arm.gamma}" if several else f"static-{arm.gamma}"] = i
-    return names
-
-
-def policy_names(scenario: Scenario) -> list[str]:
-    """Lists everything that `wanted` may name."""
-    peers = standard_peers(scenario.surface.arms, scenario.profile, ((1, 1, 0),))
-    return [OURS, ORACLE, *static_names(scenario.surface), *peers]
-
-
 def run_seed(
     scenario: Scenario,
     seed: int,
@@ -97,64 +88,66 @@ def run_seed(
     settings: PlannerSettings | None = None,
 ) -> SeedRun:
     """Runs all policies (or the wanted ones; static arms and the oracle are always run)."""
-    surface, options = scenario.surface, scenario.options
+    surface = scenario.surface
     workload = scenario.workload(seed)
-    runs: list[PolicyRun] = []
+    truth = Truth(workload, surface)
 
-    def run(name: str, policy: Policy) -> RunResult:
-        result = simulate(workload, surface, policy, options, seed)
-        runs.append(_summary(name, policy, result, workload, surface))
-        return result
+    def play(name: str, policy: Policy) -> tuple[PolicyRun, RunResult]:
+        result = simulate(workload, surface, policy, scenario.options, seed)
+        recovery = (
+            recovery_steps(workload, truth, result) if isinstance(workload, ClosedLoop) else []
+        )
+        return _summary(name, policy, result, recovery), result
 
-    statics = static_names(surface)
-    static_runs = {name: run(name, Static(surface.arms, arm)) for name, arm in statics.items()}
-    best = max(static_runs, key=lambda name: static_runs[name].rate)
-    schedule = [list(statics.values())[i] for i in best_by_segment(list(static_runs.values()))]
-    oracle = static_runs[best]
-    if (
-        len(set(schedule)) > 1
-        and (found := run(ORACLE, SegmentSchedule(schedule))).rate >= oracle.rate
-    ):
-        oracle = found
-    else:
-        runs = [one for one in runs if one.name != ORACLE]
-        as_oracle = next(one for one in runs if one.name == best)
-        runs.append(replace(as_oracle, name=ORACLE, origin=PolicyOrigin.HINDSIGHT))
-    # Every arm at gamma = 0 is the one static arm OFF.
-    name_of = {arm: name for name, arm in statics.items()}
-    by_arm = [static_runs[name_of.get(i, OFF)] for i in range(len(surface.arms))]
-    table = best_table([result.octaves for result in by_arm])
+    fixed = {name: play(name, factory()) for name, factory in statics(surface).items()}
+    static_runs = {name: result for name, (_, result) in fixed.items()}
+    best = max(static_runs, key=lambda name: static_runs[name].score)
+    runs = [run for run, _ in fixed.values()]
+    knowing = oracle_candidates(scenario, workload, truth, static_runs)
+    oracle, oracle_result = max(
+        (fixed[best], *(play(name, factory()) for name, factory in knowing.items())),
+        key=lambda pair: pair[0].score,
+    )
+    runs.append(replace(oracle, name=ORACLE, origin=PolicyOrigin.HINDSIGHT))
+    if following := by_request_candidates(scenario, truth):
+        found = [play(name, factory())[0] for name, factory in following.items()]
+        best_one = max((oracle, *found), key=lambda run: run.score)
+        runs.append(replace(best_one, name=BY_REQUEST, origin=PolicyOrigin.HINDSIGHT))
     missing: dict[str, str] = {}
-    for name, factory in standard_peers(surface.arms, scenario.profile, table).items():
+    for name, factory in peers(scenario, static_runs).items():
         if wanted is None or name in wanted:
             try:
-                run(name, factory())
+                runs.append(play(name, factory())[0])
             except PeerUnavailableError as error:
                 missing[name] = str(error)
     picture = None
     if wanted is None or OURS in wanted:
-        ours = ControllerPolicy(surface, scenario.profile, scenario.max_batch_size, settings)
-        result = run(OURS, ours)
+        run, result = play(OURS, controller(scenario, settings))
+        runs.append(run)
         if scenario.shifting:
-            picture = _timeline(surface, result, oracle)
+            picture = _timeline(surface, result, oracle_result)
     return SeedRun(seed, tuple(runs), best, missing, picture)
 
 
-def _summary(
-    name: str, policy: Policy, result: RunResult, workload: Workload, surface: CostSurface
-) -> PolicyRun:
-    recovery = recovery_steps(workload, surface, result) if isinstance(workload, ClosedLoop) else []
+def _summary(name: str, policy: Policy, result: RunResult, recovery: list[float]) -> PolicyRun:
+    latency = None
+    if result.open_loop:
+        found = result.latencies
+        latency = Latency(spread(found.per_token), spread(found.tpot), spread(found.end_to_end))
     return PolicyRun(
         name,
         getattr(policy, "origin", PolicyOrigin.RESTATED),
+        result.score,
         result.tokens,
         result.seconds,
         result.steps,
         result.switches,
         tuple(recovery),
         policy.controller.explorer.probe_share if isinstance(policy, ControllerPolicy) else 0.0,
+        result.probe_steps,
         result.sequence_seconds,
         result.decision_seconds,
+        latency,
     )
 
 

@@ -4,8 +4,16 @@ import math
 import statistics
 from collections.abc import Collection, Sequence
 
-from controller.simulation.comparison.run import OFF, ORACLE, OURS, SeedRun
-from controller.simulation.results import PolicyOrigin, PolicyReport, ScenarioReport
+from controller.simulation.comparison.contestants import OFF, ORACLE, OURS
+from controller.simulation.comparison.run import SeedRun
+from controller.simulation.latency import Spread
+from controller.simulation.results import (
+    Latency,
+    PolicyOrigin,
+    PolicyReport,
+    ScenarioReport,
+    SustainedLoad,
+)
 from controller.simulation.scenario import Scenario
 
 # Student's t, 97.5 %, by degrees of freedom (1, 2, ...); beyond, the normal value is close.
@@ -16,14 +24,17 @@ Interval = tuple[float, float] | None
 
 
 def summarise(
-    scenario: Scenario, seeds: Sequence[SeedRun], wanted: Collection[str] | None = None
+    scenario: Scenario,
+    seeds: Sequence[SeedRun],
+    wanted: Collection[str] | None = None,
+    sustained: Sequence[SustainedLoad] = (),
 ) -> ScenarioReport:
     """Makes the report over all seeds, of the wanted policies only if any are named."""
     names = [run.name for run in seeds[0].runs if wanted is None or run.name in wanted]
     # The single arm that was best over all seeds together.
     best_static = max(
         (run.name for run in seeds[0].runs if run.origin is PolicyOrigin.STATIC),
-        key=lambda name: sum(math.log(seed.run(name).rate) for seed in seeds),
+        key=lambda name: sum(math.log(seed.run(name).score) for seed in seeds),
     )
     peers = [
         run.name
@@ -31,7 +42,7 @@ def summarise(
         if run.origin in {PolicyOrigin.IMPORTED, PolicyOrigin.RESTATED}
     ]
     policies = [_policy(name, seeds, best_static, peers) for name in names]
-    policies.sort(key=lambda report: -report.tokens_per_second)
+    policies.sort(key=lambda report: -report.score)
     missing = "".join(f" Left out: {name} ({why})." for name, why in seeds[0].missing.items())
     ours = next((run for run in seeds[0].runs if run.name == OURS), seeds[0].runs[0])
     return ScenarioReport(
@@ -44,6 +55,8 @@ def summarise(
         best_static=best_static,
         policies=tuple(policies),
         timeline=next((s.timeline for s in seeds if s.timeline is not None), None),
+        open_loop=ours.latency is not None,
+        sustained=tuple(sustained),
     )
 
 
@@ -61,6 +74,7 @@ def _policy(
     return PolicyReport(
         name=name,
         origin=runs[0].origin,
+        score=math.exp(statistics.fmean(math.log(run.score) for run in runs)),
         tokens_per_second=tokens / seconds,
         ratio_to_oracle=oracle,
         ratio_to_best_static=static,
@@ -71,15 +85,36 @@ def _policy(
         switches_per_1000_steps=1000 * sum(run.switches for run in runs) / steps,
         recovery_steps=statistics.median(recovery) if recovery else None,
         probe_share=sum(run.probe_share * run.seconds for run in runs) / seconds,
+        probe_step_share=sum(run.probe_steps for run in runs) / steps,
         tpot_ms=1e3 * (sum(run.sequence_seconds for run in runs) / tokens),
         decision_microseconds=1e6 * sum(run.decision_seconds for run in runs) / steps,
+        latency=_latency([run.latency for run in runs if run.latency is not None]),
         ratio_to_peers={peer: _ratio(name, peer, seeds)[0] for peer in peers if name == OURS},
     )
 
 
+def _latency(seeds: Sequence[Latency]) -> Latency | None:
+    """Averages every value over the seeds."""
+    if not seeds:
+        return None
+
+    def mean(spreads: Sequence[Spread]) -> Spread:
+        return Spread(
+            statistics.fmean(one.mean for one in spreads),
+            statistics.fmean(one.p50 for one in spreads),
+            statistics.fmean(one.p99 for one in spreads),
+        )
+
+    return Latency(
+        mean([seed.per_token for seed in seeds]),
+        mean([seed.tpot for seed in seeds]),
+        mean([seed.end_to_end for seed in seeds]),
+    )
+
+
 def _ratio(name: str, other: str, seeds: Sequence[SeedRun]) -> tuple[float, Interval]:
-    """Returns the geometric mean of rate over rate, and its 95 % interval (Student, on logs)."""
-    logs = [math.log(seed.run(name).rate / seed.run(other).rate) for seed in seeds]
+    """Returns the geometric mean of score over score, and its 95 % interval (Student, on logs)."""
+    logs = [math.log(seed.run(name).score / seed.run(other).score) for seed in seeds]
     mean = sum(logs) / len(logs)
     if len(logs) < 2:
         return math.exp(mean), None

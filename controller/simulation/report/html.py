@@ -7,10 +7,14 @@ from controller.report.page import Cell, Marked, page, table
 from controller.simulation.report.bars import OURS, bars, ours
 from controller.simulation.report.plots import overview_plot, stationary_plot, timeline_plot
 from controller.simulation.report.rows import (
+    LATENCY_COLUMNS,
     OVERVIEW_COLUMNS,
     SCENARIO_COLUMNS,
+    SUSTAINED_COLUMNS,
+    latency_rows,
     overview_rows,
     scenario_row,
+    sustained_rows,
 )
 from controller.simulation.results import ScenarioReport, SimulationReport
 
@@ -27,7 +31,9 @@ def _body(report: SimulationReport) -> Iterator[str]:
         f"{escape(report.version)}, seed {report.seed}, {len(report.scenarios)} scenarios in "
         f"{report.wall_seconds:.0f} s. Virtual time; every policy met the same requests, the same "
         "acceptance at the same position and the same noise. Ratios are geometric means over "
-        "paired seeds, with 95 % intervals. vllm-schedule is given its best table in hindsight.</p>"
+        "paired seeds, with 95 % intervals: of tokens per second or, where requests arrive by "
+        "themselves, of the inverse of the mean latency per token. vllm-schedule is given its best "
+        "table in hindsight.</p>"
     )
     if any(map(ours, report.scenarios)):
         yield "<h2>Bars</h2>"
@@ -49,12 +55,19 @@ def _body(report: SimulationReport) -> Iterator[str]:
 
 def _scenario(scenario: ScenarioReport) -> str:
     rows = [scenario_row(p, intervals=True) for p in scenario.policies]
+    more = ""
+    if latencies := latency_rows(scenario):
+        more += "<p class=small>Latency: mean / median / 99th percentile.</p>"
+        more += _table(LATENCY_COLUMNS, latencies)
+    if loads := sustained_rows(scenario.sustained):
+        more += "<p class=small>Highest load within the latency bound.</p>"
+        more += _table(SUSTAINED_COLUMNS, loads)
     plot = timeline_plot(scenario.timeline) if scenario.timeline is not None else ""
     return (
         f"<details><summary>{escape(scenario.name)}</summary>"
         f"<p class=small>{escape(scenario.description)}; {scenario.steps} steps, "
         f"{scenario.seeds} seeds, best static arm {escape(scenario.best_static)}</p>"
-        f"{_table(SCENARIO_COLUMNS, rows)}{plot}</details>"
+        f"{_table(SCENARIO_COLUMNS, rows)}{more}{plot}</details>"
     )
 
 

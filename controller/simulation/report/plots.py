@@ -33,7 +33,7 @@ def overview_plot(report: SimulationReport) -> str:
     axes.axvline(1.0, color=_ORACLE_COLOUR, linewidth=1, linestyle="--")
     axes.set_yticks(rows, [s.name for s in scenarios], fontsize=8)
     axes.invert_yaxis()
-    axes.set_xlabel("tokens per second, relative to the best arm per segment in hindsight")
+    axes.set_xlabel("score, relative to the oracle")
     axes.grid(axis="x", alpha=0.3)
     axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.4, -0.08 - 0.6 / len(scenarios)),
                 ncols=4, frameon=False)  # fmt: skip

@@ -8,10 +8,14 @@ from rich.text import Text
 
 from controller.simulation.report.bars import OURS, bars, ours
 from controller.simulation.report.rows import (
+    LATENCY_COLUMNS,
     OVERVIEW_COLUMNS,
     SCENARIO_COLUMNS,
+    SUSTAINED_COLUMNS,
+    latency_rows,
     overview_rows,
     scenario_row,
+    sustained_rows,
 )
 from controller.simulation.results import ScenarioReport, SimulationReport
 
@@ -31,18 +35,26 @@ def _parts(report: SimulationReport) -> Iterator[RenderableType]:
     if len(report.scenarios) <= _DETAILED:
         for scenario in report.scenarios:
             yield scenario_table(scenario)
+            if rows := latency_rows(scenario):
+                title = f"{scenario.name}: latency, mean / median / 99th percentile"
+                yield _plain_table(title, LATENCY_COLUMNS, rows)
+    for scenario in report.scenarios:
+        if rows := sustained_rows(scenario.sustained):
+            title = f"{scenario.name}: highest load within the latency bound"
+            yield _plain_table(title, SUSTAINED_COLUMNS, rows)
     if any(map(ours, report.scenarios)):
         yield overview_table(report)
         yield bars_table(report)
     yield Text(
         f"{len(report.scenarios)} scenarios in {report.wall_seconds:.0f} s, seed {report.seed}. "
-        "Ratios are geometric means over paired seeds; vllm-schedule has its best table in "
-        "hindsight."
+        "Ratios are geometric means over paired seeds, of tokens per second or, where requests "
+        "arrive by themselves, of the inverse of the mean latency per token; vllm-schedule has its "
+        "best table in hindsight."
     )
 
 
 def scenario_table(scenario: ScenarioReport) -> Table:
-    """Makes one row for each policy, the fastest first."""
+    """Makes one row for each policy, the best first."""
     table = Table(title=f"{scenario.name}: {scenario.description}", title_justify="left")
     for column in SCENARIO_COLUMNS[:2]:
         table.add_column(column, no_wrap=True)
@@ -51,6 +63,16 @@ def scenario_table(scenario: ScenarioReport) -> Table:
     for policy in scenario.policies:
         row = scenario_row(policy, intervals=False)
         table.add_row(*row, style="bold" if policy.name == OURS else "")
+    return table
+
+
+def _plain_table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
+    table = Table(title=title, title_justify="left")
+    table.add_column(columns[0])
+    for column in columns[1:]:
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(*row, style="bold" if row[0] == OURS else "")
     return table
 
 

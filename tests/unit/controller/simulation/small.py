@@ -9,7 +9,7 @@ from controller.core.model_shapes import DrafterKind
 from controller.simulation.controller_policy import FINGERPRINT
 from controller.simulation.curves import Curves
 from controller.simulation.scenario import Scenario
-from controller.simulation.sources import ClosedSource, PhaseSpec
+from controller.simulation.sources import ClosedSource, OpenSource, PhaseSpec, lengths
 from controller.simulation.surface import CostSurface
 from controller.simulation.workload import PhaseStart
 
@@ -50,3 +50,14 @@ def scenario(acceptance=(0.9, 0.1), batch=4, tokens=300, seeds=2, **changes):
         shifting=len(acceptance) > 1, seeds=seeds,
     )  # fmt: skip
     return replace(base, **changes)
+
+
+def arrivals(per_second=6.0, requests=120, acceptance=0.4, **changes):
+    """Requests that come one by one, at random, and are drafted for with this acceptance."""
+    rng = np.random.default_rng(11)
+    times = np.cumsum(rng.exponential(1 / per_second, requests))
+    source = OpenSource(
+        Curves("a", {"mtp": [acceptance] * 8}), times - times[0], lengths(rng, requests, 200.0),
+        lengths(rng, requests, 60.0), 32, 5.0,
+    )  # fmt: skip
+    return scenario(workload=source, shifting=False, name="arrivals", **changes)

@@ -11,12 +11,15 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from controller.simulation.errors import InvalidInputError
+from controller.simulation.latency import Spread
 from controller.simulation.report import bars, from_json, render_html, render_text, to_json
 from controller.simulation.results import (
+    Latency,
     PolicyOrigin,
     PolicyReport,
     ScenarioReport,
     SimulationReport,
+    SustainedLoad,
     Timeline,
 )
 
@@ -27,8 +30,8 @@ LINE = Timeline(
 
 def policy(name="controller", origin=PolicyOrigin.OURS, oracle=0.995, **changes):
     base = PolicyReport(
-        name, origin, 1000.0, oracle, 1.1, 1.5, (0.98, 1.0), None, None, 12.0, 20.0, 0.004, 5.0,
-        40.0, {"tide": 1.05} if origin is PolicyOrigin.OURS else {},
+        name, origin, 1000.0, 1000.0, oracle, 1.1, 1.5, (0.98, 1.0), None, None, 12.0, 20.0, 0.004,
+        0.11, 5.0, 40.0, None, {"tide": 1.05} if origin is PolicyOrigin.OURS else {},
     )  # fmt: skip
     return dataclasses.replace(base, **changes)
 
@@ -43,15 +46,19 @@ def report(*scenarios):
 
 
 numbers = st.floats(0.01, 100.0)
+spreads = st.builds(Spread, numbers, numbers, numbers)
 policies = st.builds(
     PolicyReport, st.text(max_size=20), st.sampled_from(PolicyOrigin), numbers, numbers, numbers,
-    st.none() | numbers, st.none() | st.tuples(numbers, numbers), st.none(), st.none(), numbers,
-    st.none() | numbers, numbers, numbers, numbers, st.dictionaries(st.text(max_size=8), numbers),
+    numbers, st.none() | numbers, st.none() | st.tuples(numbers, numbers), st.none(), st.none(),
+    numbers, st.none() | numbers, numbers, numbers, numbers, numbers,
+    st.none() | st.builds(Latency, spreads, spreads, spreads),
+    st.dictionaries(st.text(max_size=8), numbers),
 )  # fmt: skip
 scenarios = st.builds(
     ScenarioReport, st.text(max_size=20), st.text(max_size=9), st.text(max_size=9), st.booleans(),
     st.integers(1, 99), st.integers(1, 9), st.text(max_size=9), st.tuples(policies, policies),
-    st.none() | st.just(LINE),
+    st.none() | st.just(LINE), st.booleans(),
+    st.tuples(st.builds(SustainedLoad, st.text(max_size=9), numbers, numbers)),
 )  # fmt: skip
 
 
@@ -165,3 +172,22 @@ def test_the_worst_scenario_is_named():
 
 def test_without_the_controller_there_are_no_bars():
     assert bars(report(scenario("x", policy("tide", PolicyOrigin.RESTATED)))) == ()
+
+
+LATENCY = Latency(Spread(0.0101, 0.0102, 0.0303), Spread(0.0044, 0.0045, 0.0066), Spread(1, 2, 3.5))
+
+
+def test_latencies_and_sustained_loads_are_shown_where_there_are_any():
+    loads = (SustainedLoad("tide", 3.25, 400.0), SustainedLoad("controller", 4.75, 600.0))
+    open_loop = dataclasses.replace(
+        scenario("arrivals", policy(latency=LATENCY)), open_loop=True, sustained=loads
+    )
+    text, page = text_of(report(open_loop), 200), render_html(report(open_loop))
+    for shown in ("10.10 / 10.20 / 30.30", "4.40 / 4.50 / 6.60", "1.00 / 2.00 / 3.50",
+                  "4.75", "11.00%"):  # fmt: skip
+        assert shown in text
+        assert shown in page
+    assert text.index("4.75") < text.index("3.25")
+    closed = report(scenario("closed"))
+    assert "latency, mean" not in text_of(closed, 200)
+    assert "sustained" not in text_of(closed, 200) + render_html(closed)

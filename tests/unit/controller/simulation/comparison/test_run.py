@@ -4,20 +4,18 @@ import numpy as np
 import pytest
 
 from controller.core.engine.engine_controller import EngineController
-from controller.simulation.comparison.hindsight import (
-    SegmentSchedule,
-    best_by_segment,
-    recovery_steps,
-    true_expected,
-)
-from controller.simulation.comparison.run import run_all, run_seed, static_names
+from controller.simulation.comparison.contestants import static_names
+from controller.simulation.comparison.hindsight import best_by_segment
+from controller.simulation.comparison.recovery import recovery_steps
+from controller.simulation.comparison.run import run_all, run_seed
 from controller.simulation.comparison.summary import summarise
+from controller.simulation.comparison.truth import Truth
 from controller.simulation.controller_policy import ControllerPolicy
 from controller.simulation.engine import simulate
 from controller.simulation.errors import InvalidInputError
 from controller.simulation.peers.static import Static
 from controller.simulation.results import PolicyOrigin
-from tests.unit.controller.simulation.small import pool, scenario, surface
+from tests.unit.controller.simulation.small import arrivals, scenario, surface
 
 
 @pytest.fixture(scope="module")
@@ -37,21 +35,6 @@ def test_the_oracle_changes_its_arm_with_the_traffic():
             for i in range(4)]  # fmt: skip
     best = best_by_segment(runs)
     assert one.surface.arms[best[0]].gamma > one.surface.arms[best[1]].gamma == 0
-
-
-def test_a_schedule_runs_the_arm_of_its_segment():
-    schedule = SegmentSchedule([2, 0])
-    schedule.enter(0)
-    assert schedule.choose(4, 0.0).arm == 2
-    schedule.enter(5)
-    assert schedule.choose(4, 0.0).arm == 0
-
-
-def test_truth_is_the_mean_over_positions():
-    found = true_expected(pool(0.5, requests=512), surface())
-    assert found[0] == 0
-    assert found[1] == pytest.approx(0.5, abs=0.02)
-    assert found[2] == pytest.approx(0.875, abs=0.03)
 
 
 def test_the_controller_beats_every_static_arm_when_traffic_moves(moving):
@@ -79,9 +62,10 @@ def test_recovery_counts_from_the_change():
     loop = one.workload(0)
     never = simulate(loop, one.surface, Static(one.surface.arms, 0), one.options, 0)
     at_once = simulate(loop, one.surface, Static(one.surface.arms, 3), one.options, 0)
-    assert recovery_steps(loop, one.surface, at_once) == [0.0]
+    truth = Truth(loop, one.surface)
+    assert recovery_steps(loop, truth, at_once) == [0.0]
     steps = never.steps - never.trace.phase_starts[1][0]
-    assert recovery_steps(loop, one.surface, never) == [float(steps)]
+    assert recovery_steps(loop, truth, never) == [float(steps)]
 
 
 def test_side_by_side_and_one_after_the_other_find_the_same():
@@ -133,3 +117,37 @@ def test_without_a_profile_the_peer_that_needs_one_is_left_out():
     names = {run.name for run in run_seed(scenario(profile=None), 0).runs}
     assert "tide" not in names
     assert "controller" in names
+
+
+def test_an_open_loop_is_scored_by_latency_and_a_closed_one_by_tokens_per_second(moving):
+    ours = moving.run("controller")
+    assert ours.score == ours.rate
+    assert ours.latency is None
+    one = arrivals(seeds=2)
+    seeds = run_all([one], 0, ["controller", "static-7"], processes=1)[0]
+    run = seeds[0].run("controller")
+    assert run.latency is not None
+    assert run.score == pytest.approx(1 / run.latency.per_token.mean)
+    report = summarise(one, seeds)
+    assert report.open_loop
+    ours, fixed = report.policy("controller"), report.policy("static-7")
+    assert ours.latency is not None
+    assert fixed.latency is not None
+    logs = [
+        np.log(seed.run("controller").score / seed.run(report.best_static).score) for seed in seeds
+    ]
+    assert ours.ratio_to_best_static == pytest.approx(np.exp(np.mean(logs)))
+    found = [seed.run("controller").latency for seed in seeds]
+    means = [latency.end_to_end.p99 for latency in found if latency is not None]
+    assert ours.latency.end_to_end.p99 == pytest.approx(np.mean(means))
+    # Both keep up, so tokens over busy seconds hardly differ from load over time.
+    assert fixed.ratio_to_oracle < 0.9
+
+
+def test_probe_steps_are_counted_as_steps(moving):
+    report = summarise(scenario(), [moving])
+    ours, off = report.policy("controller"), report.policy("off")
+    assert moving.run("controller").probe_steps > 0
+    expected = moving.run("controller").probe_steps / moving.run("controller").steps
+    assert ours.probe_step_share == pytest.approx(expected)
+    assert off.probe_step_share == 0

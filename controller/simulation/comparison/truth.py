@@ -1,0 +1,102 @@
+"""Finds the true value of every draft length by replaying requests one step after the other.
+
+An average over the positions of a recorded request would be wrong: a step starts where the last one
+ended, so a position within an accepted draft is passed over, and which ones are depends on gamma.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controller.simulation.surface import CostSurface
+from controller.simulation.workload import RequestPool, Workload, distinct_pools
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """Holds what replaying a pool at every arm took, by true kind of request.
+
+    tokens: [kinds] output tokens.  steps: [kinds, arms].  Drafts that are accepted beyond the end
+    of an output yield no token, so they do not count.
+    """
+
+    tokens: NDArray[np.float64]
+    steps: NDArray[np.float64]
+
+    @property
+    def expected_by_kind(self) -> NDArray[np.float64]:
+        """Returns [kinds, arms] of E[accepted | arm], drafts a step; 0 for a kind not served."""
+        served = np.maximum(self.steps, 1.0)
+        found: NDArray[np.float64] = np.maximum(self.tokens[:, None] / served - 1.0, 0.0)
+        return found
+
+    @property
+    def expected(self) -> NDArray[np.float64]:
+        """Returns [arms] of E[accepted | arm] over all requests, drafts a step."""
+        found: NDArray[np.float64] = self.tokens.sum() / self.steps.sum(axis=0) - 1.0
+        return found
+
+
+def replay(pool: RequestPool, surface: CostSurface) -> Replay:
+    """Replays every request of the pool from its first position to its last, at every arm."""
+    kinds, count = pool.kind_of, pool.kind_count
+    tokens = np.bincount(kinds, weights=pool.output_tokens, minlength=count)
+    columns = []
+    for arm in surface.arms:
+        steps = pool.output_tokens
+        if arm.gamma > 0:
+            steps = replay_steps(pool, np.minimum(pool.accepted[arm.drafter], arm.gamma))
+        columns.append(np.bincount(kinds, weights=steps, minlength=count))
+    return Replay(tokens.astype(np.float64), np.stack(columns, axis=1).astype(np.float64))
+
+
+def replay_steps(pool: RequestPool, accepted: NDArray[np.uint8]) -> NDArray[np.int64]:
+    """Counts each request's steps, [requests].  accepted: [positions], limited to gamma."""
+    gained = accepted.astype(np.int64) + 1
+    steps = np.zeros(pool.requests, dtype=np.int64)
+    request = np.flatnonzero(pool.output_tokens > 0)
+    cursor = pool.offsets[request]
+    end = cursor + pool.output_tokens[request]
+    step = 0
+    while len(request):
+        step += 1
+        cursor = cursor + gained[cursor]
+        running = cursor < end
+        if not running.all():
+            steps[request[~running]] = step
+            request, cursor, end = request[running], cursor[running], end[running]
+    return steps
+
+
+class Truth:
+    """Knows the replay of every pool of a workload; each is replayed once, when it is asked for."""
+
+    def __init__(self, workload: Workload, surface: CostSurface) -> None:
+        self.surface = surface
+        self._pools = distinct_pools(workload)
+        self._replays: dict[int, Replay] = {}
+
+    def of(self, pool: RequestPool) -> Replay:
+        """Returns the replay of one of the workload's pools."""
+        if id(pool) not in self._replays:
+            self._replays[id(pool)] = replay(pool, self.surface)
+        return self._replays[id(pool)]
+
+    @property
+    def mixed(self) -> bool:
+        """Is true if requests of several kinds come from one pool."""
+        return any(pool.kind_count > 1 for pool in self._pools)
+
+    def expected_by_pool(self) -> NDArray[np.float64]:
+        """Returns [kinds, arms] of E[accepted | arm]; the kinds of a pool have its mean, all alike.
+
+        Kinds are numbered as by `distinct_pools`.
+        """
+        return np.concatenate(
+            [np.tile(self.of(pool).expected, (pool.kind_count, 1)) for pool in self._pools]
+        )
+
+    def expected_by_kind(self) -> NDArray[np.float64]:
+        """Returns [kinds, arms] of E[accepted | arm], every kind its own."""
+        return np.concatenate([self.of(pool).expected_by_kind for pool in self._pools])
