@@ -92,6 +92,14 @@ def simulate(
     seeds: Annotated[int | None, typer.Option(help="Repetitions; paired over policies.")] = None,
     seed: Annotated[int, typer.Option(help="The first seed.")] = 0,
     processes: Annotated[int | None, typer.Option(help="Side by side; all processors.")] = None,
+    sustained: Annotated[
+        bool,
+        typer.Option(
+            "--sustained",
+            help="Also find the highest load that each policy serves within the latency bound of "
+            "its scenario.",
+        ),
+    ] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Writes the report.")] = None,
     html: Annotated[Path | None, typer.Option(help="Writes one page with plots.")] = None,
 ) -> None:
@@ -129,7 +137,9 @@ def simulate(
         )  # fmt: skip
         scenarios = _scenarios(scenario or [], suite, given, seeds)
         _require_writable(json_file, html)
-        report = _run(scenarios, seed, wanted, processes)
+        if sustained:
+            _require_bounds(scenarios)
+        report = _run(scenarios, seed, wanted, processes, sustained=sustained)
         _show(report, json_file, html)
     except SpeculationError as error:
         typer.echo(f"controller simulate: {' '.join(str(error).splitlines())}", err=True)
@@ -200,8 +210,22 @@ def _require_writable(*paths: Path | None) -> None:
             raise InvalidInputError(path, 0, "its directory does not exist")
 
 
+def _require_bounds(scenarios: "Sequence[Scenario]") -> None:
+    from controller.simulation.errors import InvalidInputError
+
+    if all(scenario.sustained_tpot_p99_seconds is None for scenario in scenarios):
+        raise InvalidInputError(
+            "--sustained", 0, "no scenario has a bound on the latency per token"
+        )
+
+
 def _run(
-    scenarios: "Sequence[Scenario]", seed: int, wanted: list[str] | None, processes: int | None
+    scenarios: "Sequence[Scenario]",
+    seed: int,
+    wanted: list[str] | None,
+    processes: int | None,
+    *,
+    sustained: bool,
 ) -> "SimulationReport":
     import shlex
     import sys
@@ -213,6 +237,7 @@ def _run(
     import controller
     from controller.simulation.comparison.run import run_all
     from controller.simulation.comparison.summary import summarise
+    from controller.simulation.comparison.sustained import sustained as sustained_loads
     from controller.simulation.results import SimulationReport
 
     began = time.monotonic()
@@ -226,12 +251,21 @@ def _run(
             progress.update(task, advance=1, description=scenario.name[:40])
 
         runs = run_all(scenarios, seed, wanted, processes=processes, on_done=on_done)
+    loads = [
+        tuple(sustained_loads(scenario, wanted, seed).values())
+        if sustained and scenario.sustained_tpot_p99_seconds is not None
+        else ()
+        for scenario in scenarios
+    ]
     return SimulationReport(
         shlex.join(["controller", *sys.argv[1:]]),
         controller.__version__,
         seed,
         time.monotonic() - began,
-        tuple(summarise(s, found, wanted) for s, found in zip(scenarios, runs, strict=True)),
+        tuple(
+            summarise(scenario, found, wanted, load)
+            for scenario, found, load in zip(scenarios, runs, loads, strict=True)
+        ),
     )
 
 

@@ -17,8 +17,9 @@ class Scenario:
     profile: what the controller (and every peer that needs costs) was told; None = nothing.
     max_batch_size: the engine's limit, which the plan's table reaches.
     shifting: the best arm changes while it runs.
-    sustained_tpot_p99_seconds: bound on the 99th percentile of the time per output token, under
-    which the load is searched that each policy sustains; None = no search.
+    sustained_tpot_p99_seconds: bound on the 99th percentile of the time per output token, counted
+    from a request's arrival, under which `comparison.sustained` searches the load that each policy
+    sustains; None = no search.
     """
 
     name: str
