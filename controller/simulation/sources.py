@@ -96,9 +96,10 @@ def _chosen(pools: Sequence[RequestPool], kinds: NDArray[np.int64]) -> RequestPo
             accepted[drafter] = np.concatenate(parts)
     labels = np.zeros(len(chosen), dtype=np.int64)
     counts = [pool.kind_count for pool in pools]
-    firsts = np.cumsum(counts) - counts
-    within = [int(pool.kind_of[i]) for pool, i in chosen]
-    true_kinds = firsts[kinds] + np.array(within, dtype=np.int64)
+    firsts = np.cumsum([0, *counts])
+    kinds_of = [pool.kind_of.tolist() for pool in pools]
+    within = [kinds_of[kind][i] for i, kind in enumerate(kinds.tolist())]
+    true_kinds: NDArray[np.int64] = firsts[kinds] + np.array(within, dtype=np.int64)
     starts = np.cumsum(output) - output
     return RequestPool(context, output, starts, labels, accepted, kinds=true_kinds)
 

@@ -77,7 +77,9 @@ class RequestPool:
 
         Tokens past the end of a request do not count.  Raises KeyError for an unknown drafter.
         """
-        mean: NDArray[np.float64] = self.output_tokens.sum() / self.steps(drafter, gammas).sum(axis=1)
+        mean: NDArray[np.float64] = self.output_tokens.sum() / self.steps(drafter, gammas).sum(
+            axis=1
+        )
         return mean
 
 

@@ -42,31 +42,9 @@ def replay(pool: RequestPool, surface: CostSurface) -> Replay:
     """Replays every request of the pool from its first position to its last, at every arm."""
     kinds, count = pool.kind_of, pool.kind_count
     tokens = np.bincount(kinds, weights=pool.output_tokens, minlength=count)
-    columns = []
-    for arm in surface.arms:
-        steps = pool.output_tokens
-        if arm.gamma > 0:
-            steps = replay_steps(pool, np.minimum(pool.accepted[arm.drafter], arm.gamma))
-        columns.append(np.bincount(kinds, weights=steps, minlength=count))
-    return Replay(tokens.astype(np.float64), np.stack(columns, axis=1).astype(np.float64))
-
-
-def replay_steps(pool: RequestPool, accepted: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """Counts each request's steps, [requests].  accepted: [positions], limited to gamma."""
-    gained = accepted.astype(np.int64) + 1
-    steps = np.zeros(pool.requests, dtype=np.int64)
-    request = np.flatnonzero(pool.output_tokens > 0)
-    cursor = pool.offsets[request]
-    end = cursor + pool.output_tokens[request]
-    step = 0
-    while len(request):
-        step += 1
-        cursor = cursor + gained[cursor]
-        running = cursor < end
-        if not running.all():
-            steps[request[~running]] = step
-            request, cursor, end = request[running], cursor[running], end[running]
-    return steps
+    steps = np.concatenate([pool.steps(d.name, d.gammas) for d in surface.drafters])
+    by_kind = [np.bincount(kinds, weights=arm, minlength=count) for arm in steps]
+    return Replay(tokens.astype(np.float64), np.stack(by_kind, axis=1).astype(np.float64))
 
 
 class Truth:

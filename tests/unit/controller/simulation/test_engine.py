@@ -437,7 +437,10 @@ def test_a_change_at_once_takes_labels_kinds_and_prompts_that_wait_along():
         marks = np.full(4, label, dtype=np.int64)
         return RequestPool(lengths, lengths, np.arange(4) * 6, marks, accepted, names, marks)
 
-    phases = (WorkloadPhase("", labelled(0), 2, 8), WorkloadPhase("", labelled(1), 2, 16, PhaseStart.CHANGED))
+    phases = (
+        WorkloadPhase("", labelled(0), 2, 8),
+        WorkloadPhase("", labelled(1), 2, 16, PhaseStart.CHANGED),
+    )
     seer = Seer((2,))
     options = replace(STILL, lag=0, prefill=Prefill.CHUNKED, prefill_chunk_tokens=6)
     simulate(ClosedLoop(phases), surface(), seer, options, 0)

@@ -20,6 +20,7 @@ from controller.simulation.engine import EngineOptions, simulate
 from controller.simulation.policy import Situation
 from controller.simulation.results import PolicyOrigin
 from controller.simulation.sources import ClosedSource, Mixture, OpenSource, PhaseSpec, lengths
+from controller.simulation.workload import PhaseStart
 from tests.unit.controller.simulation.small import GAMMAS, scenario, surface
 
 FREE = EngineOptions(noise=0.0)
@@ -165,7 +166,7 @@ def _conversations():
 def _drafters():
     first = Curves("first", {"mtp": [0.85] * 8, "dflash": [0.3] * 8})
     second = Curves("second", {"mtp": [0.2] * 8, "dflash": [0.8] * 8})
-    turns = [PhaseSpec("", (first, second)[i % 2], 4, 400, at_once=i > 0) for i in range(14)]
+    turns = [PhaseSpec("", (first, second)[i % 2], 4, 400, PhaseStart.CHANGED) for i in range(14)]
     return ClosedSource(tuple(turns))
 
 

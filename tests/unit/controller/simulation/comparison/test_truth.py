@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.simulation.comparison.truth import Truth, replay, replay_steps
+from controller.simulation.comparison.truth import Truth, replay
 from controller.simulation.engine import EngineOptions, simulate
 from controller.simulation.peers.static import Static
 from controller.simulation.workload import ClosedLoop, RequestPool, WorkloadPhase
@@ -54,11 +54,12 @@ def test_independent_draws_yield_what_their_curve_says():
 def test_a_replay_takes_the_steps_that_the_engine_takes(requests):
     one = recorded(*requests)
     loop = ClosedLoop((WorkloadPhase("all", one, 1, None),))
-    for arm, gamma in enumerate(GAMMAS):
-        run = simulate(loop, surface(), Static(surface().arms, arm), EngineOptions(), 0)
-        assert run.steps == replay(one, surface()).steps[0, arm]
-        limited = np.minimum(one.accepted["mtp"], gamma)
-        assert run.steps == replay_steps(one, limited).sum()
+    steps = [
+        simulate(loop, surface(), Static(surface().arms, arm), EngineOptions(), 0).steps
+        for arm in range(len(GAMMAS))
+    ]
+    assert steps == replay(one, surface()).steps[0].tolist()
+    assert steps == one.steps("mtp", GAMMAS).sum(axis=1).tolist()
 
 
 def test_kinds_of_several_pools_are_numbered_through_and_a_shared_pool_once():
