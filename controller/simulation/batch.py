@@ -64,7 +64,6 @@ class Batch:
     def __init__(self, workload: Workload, surface: CostSurface, idle_positions: int = 0) -> None:
         self._idle_positions = idle_positions
         self.idle: list[IdleCounts] = []
-        self._fastest = 1 + max(d.gammas[-1] for d in surface.drafters)
         self._drafters = [d.name for d in surface.drafters]
         if isinstance(workload, ClosedLoop):
             self._closed: ClosedLoop | None = workload
@@ -95,7 +94,8 @@ class Batch:
         self._capacity = capacity
         self._next_request = 0
         self._phase_tokens = 0.0
-        self._steps_to_check = 0
+        # Tokens that the shortest sequence lacks, or fewer: until then, none can finish.
+        self._lacking = 0
         # Of each request: context tokens left to read, its number, its index in its phase's pool,
         # the phase.
         self._prefilling: deque[list[int]] = deque()
@@ -198,7 +198,7 @@ class Batch:
         )  # fmt: skip
         self.size += 1
         self.kv_tokens += context
-        self._steps_to_check = 0
+        self._lacking = 0
         self._started += 1
 
     def step(
@@ -228,9 +228,9 @@ class Batch:
         if self._started:
             self._speaking = self._number[n - self._started : n].tolist()
             self._started = 0
-        if self._steps_to_check <= 0:
+        self._lacking -= gamma + 1
+        if self._lacking <= 0:
             tokens -= self._leave(n)
-        self._steps_to_check -= 1
         return counts, classes, float(tokens)
 
     def stamp(self, now: float) -> None:
@@ -286,8 +286,7 @@ class Batch:
             self._rows[:, :staying] = self._rows[:, :n][:, keep]
             self.size = staying
             lacking = int(left[keep].min()) if staying else 0
-        # No sequence can finish before the shortest one has gained all it lacks.
-        self._steps_to_check = max(1, lacking // self._fastest)
+        self._lacking = lacking
         return past
 
     def take(self, tokens: float) -> float:
@@ -334,7 +333,7 @@ class Batch:
             self.kv_tokens = back.kv_tokens
             self._prefilling = deque(back.prefilling)
             self._next_request = back.next_request
-            self._steps_to_check = 0
+            self._lacking = 0
         else:
             self._next_request = 0
 

@@ -114,10 +114,10 @@ def test_a_schedule_runs_the_arm_of_its_segment():
 
 
 def test_equal_phases_have_one_arm_however_their_luck_differs():
-    one = scenario(acceptance=(0.9, 0.1))
+    one = scenario(acceptance=(0.75, 0.1))
     source = one.workload
     assert isinstance(source, ClosedSource)
-    short = [replace(spec, tokens=80) for spec in source.phases]
+    short = [replace(spec, tokens=60) for spec in source.phases]
     loop = replace(source, phases=tuple(short * 10))(0)
     classes = segment_classes(loop)
     assert classes == [0, 1] * 10
