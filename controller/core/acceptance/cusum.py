@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from controller.core.recorded_state import recorded
 from controller.core.settings import PlannerSettings
 
+# Acceptance below and above counts as this much.
+_LEAST, _MOST = 0.02, 0.98
 # The exposures that a position counts as having before it was ever reached.
 _PRIOR_TRUST = 3.0
 
@@ -61,13 +63,14 @@ class Cusum:
         logits, half_trust = self._change.logits, self._change.half_trust
         factor = math.exp(logits)
         for a, n in zip(conditional, exposures, strict=True):
-            p = min(max(a, 0.02), 0.98)
+            p = min(max(a, _LEAST), _MOST)
             trust = (n + _PRIOR_TRUST) / (n + _PRIOR_TRUST + half_trust)
             # With b = p e^L / (1 - p + p e^L): log((1 - b) / (1 - p)) = -log(1 - p + p e^L).
             better = -trust * math.log(1 + p * (factor - 1))
             worse = -trust * math.log(1 + p * (1 / factor - 1))
-            self._up.append((better + trust * logits, better))
-            self._down.append((worse - trust * logits, worse))
+            # At either end nothing is left to change to: always 1 is no shift from 0.98.
+            self._up.append((better + trust * logits, better) if a < _MOST else (0.0, 0.0))
+            self._down.append((worse - trust * logits, worse) if a > _LEAST else (0.0, 0.0))
 
     def fold(self, accepted_counts: Sequence[int]) -> int:
         """Takes a step's counts; returns the direction of a shift, 1 (better) or -1, else 0.

@@ -185,6 +185,7 @@ class TrafficStates:
             self._remember(before)
         state.return_at(now)
         self.current, self._stay = state, 1
+        self._contrasts = {}
         self._set([s.probability for s in self.all])
 
     def _begin(self, running: str, now: float) -> None:

@@ -121,3 +121,28 @@ def test_what_a_shift_is_taken_for_is_named():
     assert found is not None
     assert (found.began, found.visits) == (0.0, 1)
     assert found.ended == pytest.approx(1.0, abs=0.05)
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 1.0])
+def test_drafts_of_which_all_or_none_are_accepted_are_no_shift(acceptance):
+    engine = Engine()
+    engine.run(40, acceptance, batch=4, gamma=3)
+    assert engine.run(400, acceptance, batch=4, gamma=3) == []
+    assert engine.expected(gamma=1) == pytest.approx(acceptance, abs=0.03)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_course_of_traffic_keeps_the_states_in_order(seed):
+    """States come, go and return while they are young, decided for or not."""
+    engine = Engine(seed)
+    for _ in range(150):
+        rng = engine.rng
+        engine.run(
+            int(rng.integers(1, 40)), float(rng.choice([0.0, 0.1, 0.5, 0.9, 1.0])),
+            batch=int(rng.choice([1, 4, 64])), gamma=int(rng.integers(0, 5)),
+            drafter=str(rng.choice(["mtp", "dflash"])),
+        )  # fmt: skip
+        states = engine.traffic.states
+        assert len(states.remembered) <= MAX_REMEMBERED
+        assert sum(state.probability for state in states.all) == pytest.approx(1.0)
+        assert 0 <= engine.expected() <= 4
