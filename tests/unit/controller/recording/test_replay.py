@@ -317,7 +317,7 @@ def test_what_nobody_saw_is_counted_as_unseen(tmp_path: Path):
 def test_another_profile_makes_another_choice(tmp_path: Path):
     with recorder(tmp_path) as made:
         engine(made, profile=profile()).run(200, acceptance=0.6)
-    what_if = Counterfactual(CounterfactualChange(profile=profile(error=9.0)))
+    what_if = Counterfactual(CounterfactualChange(profile=profile(error=30.0)))
     replay(find(tmp_path), [what_if])
     shorter = [s.other.gamma < s.recorded.gamma for s in what_if.found.stretches if s.steps > 20]
     assert shorter
