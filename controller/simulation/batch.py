@@ -261,13 +261,14 @@ class Batch:
     def _classes(
         self, accepted: NDArray[np.uint8] | None, gamma: int, n: int
     ) -> list[tuple[str, list[int]]]:
+        """Counts by label; sequences without one belong to no class."""
         width = gamma + 1
         joint = self._label[:n] * width + (0 if accepted is None else accepted)
         counts = np.bincount(joint, minlength=width * len(self.label_names))
         return [
             (name, row)
             for name, row in zip(self.label_names, counts.reshape(-1, width).tolist(), strict=True)
-            if any(row)
+            if name and any(row)
         ]
 
     def _leave(self, n: int) -> int:

@@ -248,6 +248,7 @@ class _EngineRun:
             kv,
             batch.running(),
             [surface.catch_up_seconds(min(missed, kv)) for missed in self._backlog],
+            self._options.stale_acceptance if self._is_stale() else 1.0,
         )
 
     def _step(self) -> None:
@@ -324,9 +325,13 @@ class _EngineRun:
         self._asleep_steps = 0
         self._stale_left = max(0, self._stale_left - 1)
 
-    def _thinning(self) -> NDArray[np.float64] | None:
+    def _is_stale(self) -> bool:
+        """Whether a drafter that drafts in this step has slept too long to draft as usual."""
         waking = self._asleep_steps > self._options.stale_after and self._options.stale_steps > 0
-        if self._stale_left == 0 and not waking:
+        return waking or self._stale_left > 0
+
+    def _thinning(self) -> NDArray[np.float64] | None:
+        if not self._is_stale():
             return None
         return (
             self._thinning_rng.random(self._batch.size) < self._options.stale_acceptance

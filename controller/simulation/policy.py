@@ -74,13 +74,16 @@ class Situation:
 
     segment: of the workload.  kv_tokens: of the batch that will run.  running: [kinds] sequences of
     each true kind, numbered as `workload.distinct_pools` says.  catch_up_seconds: [drafters] what
-    each would pay for what it missed if this step drafted with it.
+    each would pay for what it missed if this step drafted with it.  accepted_share: of the drafts
+    that would be accepted usually, those that are accepted in this step (less than 1 after a sleep
+    that left holes in a drafter's KV cache).
     """
 
     segment: int
     kv_tokens: int
     running: NDArray[np.int64]
     catch_up_seconds: list[float]
+    accepted_share: float = 1.0
 
 
 @runtime_checkable

@@ -449,3 +449,14 @@ def test_a_change_at_once_takes_labels_kinds_and_prompts_that_wait_along():
         accepting = counts.index(max(counts)) > 0
         assert accepting == (name == "always")
     assert {name for record in seer.records for name, _ in record.classes} == set(names)
+
+
+def test_requests_without_a_label_are_in_no_class_beside_labelled_ones():
+    plain = pool(requests=8)
+    labelled = replace(plain, labels=np.arange(8) % 2, label_names=("a", "b"))
+    phases = (WorkloadPhase("", plain, 2, 200), WorkloadPhase("", labelled, 2, 200))
+    policy = Recorder()
+    simulate(ClosedLoop(phases), surface(), policy, STILL, 0)
+    names = [{name for name, _ in record.classes} for record in policy.records]
+    assert names[0] == set()
+    assert set().union(*names) == {"a", "b"}
