@@ -48,6 +48,7 @@ BENCHES = (
     Bench("fleet", "--repeats 1 --sidecars 5 --changes 5"),
     Bench("fleet", "--repeats 1 --sidecars 1 --changes 5", "--sidecars 1"),
     Bench("simulation", "--repeats 1"),
+    Bench("safety", "--scenarios 20 --processes 1"),
     Bench("paced", "--repeats 1 --tokens 60"),
     Bench("steering", "--repeats 1 --tokens 50"),
 )

@@ -1,0 +1,56 @@
+"""Whatever the estimates say: in no 500 steps is the controller far below plain decoding.
+
+Every run deals the same scenarios.  Others, more of them, and the counterexample shrunk:
+
+    SAFETY_SEED=7 SAFETY_EXAMPLES=1000 SAFETY_SHRINK=1 \\
+        make test ARGS=tests/unit/controller/core/test_never_far_below_off.py
+
+`python -m tests.system.bench.safety_bench` runs a hundred thousand, each with a number of its own,
+and lists those below the bar, of which there may be one in a thousand.
+"""
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Final
+
+import pytest
+from hypothesis import HealthCheck, Phase, assume, given, note, seed, settings
+
+from tests.support.against_off import BAR, WINDOW, against_off
+from tests.support.dealing import without_constants_of_modules
+from tests.support.random_scenarios import Drawn, scenarios
+
+EXAMPLES: Final = int(os.environ.get("SAFETY_EXAMPLES", "250"))
+SEED: Final = int(os.environ.get("SAFETY_SEED", "1"))
+_PHASES: Final = [Phase.generate, *([Phase.shrink] if os.environ.get("SAFETY_SHRINK") else [])]
+# Where a counterexample is written to.
+_FOLDER: Final = Path("build/safety")
+
+
+@pytest.mark.slow
+# Only a hang takes so long: nothing that is tested depends on the machine's speed.
+@pytest.mark.timeout(1800 + 10 * EXAMPLES)
+def test_in_no_500_steps_of_a_random_scenario_is_it_worth_less_than_98_percent_of_off():
+    @seed(SEED)
+    @settings(
+        max_examples=EXAMPLES,
+        deadline=None,
+        database=None,
+        phases=_PHASES,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(scenarios())
+    def every_window_holds(drawn: Drawn) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            found = against_off(drawn.scenario(Path(folder)))
+        assume(found is not None)
+        assert found is not None
+        if found.worst < BAR:
+            _FOLDER.mkdir(parents=True, exist_ok=True)
+            said = f"{found.worst:.4f} of plain decoding in {WINDOW} steps from {found.begins}"
+            note(f"{drawn.write(_FOLDER, 'counterexample', said)}: {said}")
+        assert found.worst >= BAR
+
+    with without_constants_of_modules():
+        every_window_holds()
