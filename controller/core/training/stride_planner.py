@@ -8,7 +8,8 @@ with acceptance as `update_response` forecasts it, the price as `update_cost` ha
 gamma = 0 among the arms.  The best S is taken once it beats the present one by a margin; off is
 free, so updates have to promise more than off.  If another S might be better (the gain is
 uncertain) it is tried, within a small budget for expected losses; an aligned drafter or a
-compute-bound batch never loses more than that.
+compute-bound batch never loses more than that.  The budget pays for nothing before the first
+update has landed: a trainer may take longer to start than the budget would last.
 """
 
 from collections.abc import Sequence
@@ -116,8 +117,9 @@ class RegimePlanner:
     def observe(self, report: StepReport, expected_seconds: float) -> None:
         """Takes a report, and the seconds of its step if no update had run beside it."""
         self._rounds += 1
-        earned = self._trial_steps + _TRIAL_SHARE - self._trial_loss
-        self._trial_steps = min(earned, _TRIAL_MOST_STEPS)
+        # A trainer that is still starting slows down no step.
+        lost = self._trial_loss if self._price.known else 0.0
+        self._trial_steps = min(self._trial_steps + _TRIAL_SHARE - lost, _TRIAL_MOST_STEPS)
         self._price.fold(report, expected_seconds)
         self._response.fold(report, drafted=report.drafter == self._learner)
 

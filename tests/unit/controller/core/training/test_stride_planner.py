@@ -24,11 +24,14 @@ SECONDS = {0: 0.015, 3: 0.02}
 
 
 class Engine:
-    """One whose drafter answers to updates, steered by the core.  lost: steps by an update."""
+    """One whose drafter answers to updates, steered by the core.
+
+    lost: steps by an update.  ready: the step from which on its trainer takes rounds.
+    """
 
     def __init__(
         self, gain: float, *, spec: EngineSpec = SPEC, lost: float = 0.3, base: float = 0.55,
-        drift: float = 0.001,
+        drift: float = 0.001, ready: int = 0,
     ) -> None:  # fmt: skip
         cells = tuple(
             ProfileCell("eagle3", g, b, SECONDS[g], 0, 50) for g in GAMMAS for b in (1, 8)
@@ -37,6 +40,7 @@ class Engine:
         self.time = VirtualTime()
         self.core = EngineController(spec, PlannerSettings(), profile, self.time)
         self.gain, self.base, self.lost, self.drift = gain, base, lost, drift
+        self.ready = ready
         self.state, self.since, self.steps, self.updates = 0.0, 0, 0, 0
         self.rng = np.random.default_rng(1)
         self.plan = self.core.current_plan()
@@ -49,7 +53,7 @@ class Engine:
             strides.append(stride)
             self.steps += 1
             self.since += 1
-            lands = stride > 0 and self.since >= stride
+            lands = 0 < stride <= self.since and self.steps > self.ready
             if lands:
                 self.since = 0
                 self.updates += 1
@@ -103,6 +107,18 @@ def test_trying_keeps_to_its_account():
     engine = Engine(0.0, lost=1.0)
     engine.run(8000)
     assert 10 < engine.updates * engine.lost < 80 + 0.005 * 8000 + 32
+
+
+def test_a_trainer_that_starts_late_finds_the_account_as_it_was():
+    """Trials that last until then would cost more than the account holds."""
+    engine = Engine(0.3, ready=4000)
+    engine.run(4000)
+    strides = engine.core.updates.strides
+    assert strides is not None
+    assert (strides.updates, strides.trial_steps) == (0, 80)
+    engine.run(1000)
+    assert engine.updates > 30
+    assert engine.state > 0.5
 
 
 def test_once_learnt_and_not_lost_again_updates_cease():
