@@ -11,11 +11,12 @@ from tests.support.engine import CODE_ONLY, ONLINE, serving
 from tests.support.eventually import eventually
 from tests.support.sidecar_process import sidecar_process
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
 TOKENS = 300
-# It ends as soon as it has learnt; from gamma = 0 that takes a while.
-MOST_ANSWERS = 16
+# It ends as soon as it has learnt, which a busy machine delays: the trainer starts late, and
+# updates cost more.  Three times as many as in the slowest run.
+MOST_ANSWERS = 60
 # Tokens a step: the drafter as it was loaded comes to 1.1 to 1.2 with its best draft length.
 LEARNT = 1.45
 
@@ -40,19 +41,17 @@ def test_the_sidecar_finds_out_that_learning_pays(tmp_path: Path) -> None:
                 return bool(inspection.ListEngines(service_pb2.ListEnginesRequest()).engines)
 
             eventually(introduced, what="the engine introduces itself")
-            lengths, updates = [], 0
+            lengths = []
             for seed in range(MOST_ANSWERS):
                 prompts = held_out_prompts("csv", count=4, length_tokens=60, seed=seed)
                 answers = engine.generate(prompts, [TOKENS] * 4)
                 steps = sum(answer.meta["spec_verify_ct"] for answer in answers)
                 lengths.append(4 * TOKENS / steps)
-                found = explained().updates
-                updates = found.updates
-                sure = found.gain > 2 * found.gain_deviation
-                if updates > 20 and sure and lengths[-1] > LEARNT:
+                answer = explained()
+                sure = answer.updates.gain > 2 * answer.updates.gain_deviation
+                if sure and lengths[-1] > LEARNT:
                     break
-            answer = explained()
-    print(f"tokens a step {[round(length, 2) for length in lengths]}, {updates} updates")
+    print(f"tokens a step {[round(length, 2) for length in lengths]}: {answer.updates}")
     assert lengths[-1] > LEARNT
     # It is known what they have done, what one costs, and what each stride would come to.
     assert answer.updates.gain > 2 * answer.updates.gain_deviation
