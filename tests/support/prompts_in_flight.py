@@ -1,7 +1,7 @@
 """Prompts through an engine under a script, and what the reports then say of acceptance."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -30,7 +30,8 @@ CROWD_LENGTH = 64
 WAVES = [held_out_prompts("csv", count=4, length_tokens=60, seed=seed) for seed in range(5)]
 WAVE_LENGTH = 150
 
-_PLAYS_MAX = 20
+# Plays until something was seen: only an engine that never shows it gets so far.
+PLAYS_MAX = 20
 
 
 def play(
@@ -47,6 +48,30 @@ def play(
     return answers, sidecar.reports_since(before, rows)
 
 
+def play_until(
+    engine: EngineProcess,
+    sidecar: ScriptedSidecar,
+    script: Script,
+    seen: Callable[[list[StepReport]], bool],
+    plain: Sequence[Sequence[int]],
+) -> list[StepReport]:
+    """Plays all prompts until the reports of all plays show what a test needs; returns them.
+
+    The script counts on from play to play.  Each answer is checked against plain, plain decoding's
+    tokens.  On a busy machine a plan comes for every few steps only.
+    """
+    before = sidecar.run(script)
+    rows = 0
+    for _ in range(PLAYS_MAX):
+        answers = engine.generate(PROMPTS, LENGTHS)
+        assert [answer.tokens for answer in answers] == plain
+        rows += sum(answer.meta["spec_verify_ct"] for answer in answers)
+        reports = sidecar.reports_since(before, rows)
+        if seen(reports):
+            return reports
+    pytest.fail(f"{PLAYS_MAX} plays do not show what the test needs")
+
+
 def play_arm(
     engine: EngineProcess,
     sidecar: ScriptedSidecar,
@@ -59,7 +84,7 @@ def play_arm(
     machine the plan may come when a play is over.
     """
     name, asked = arm
-    for _ in range(_PLAYS_MAX):
+    for _ in range(PLAYS_MAX):
         answers, reports = play(engine, sidecar, lambda _: asked)
         assert [answer.tokens for answer in answers] == plain
         if {(report.drafter, report.gamma) for report in reports[-5:]} == {(name, asked[0])}:
@@ -83,7 +108,7 @@ def play_any_order(
     every: list[StepReport] = []
     ran: set[tuple[str, int]] = set()
     asked = {(which[0] if which and gamma else 0, gamma) for gamma, _, *which in arms}
-    for _ in range(_PLAYS_MAX):
+    for _ in range(PLAYS_MAX):
         answers, reports = play(engine, sidecar, lambda _: choose.choice(arms))
         assert [answer.tokens for answer in answers] == plain
         every += reports

@@ -9,7 +9,7 @@ from lab.cpu_engine.serve import with_cpu_defaults
 from speculation.v1.engine_pb2 import DRAFTER_KIND_MTP, StepReport
 from tests.support.engine import DRAFT, EAGLE3, TARGET, EngineProcess, serving
 from tests.support.eventually import eventually
-from tests.support.prompts_in_flight import ALONE, ALONE_LENGTH, play
+from tests.support.prompts_in_flight import ALONE, ALONE_LENGTH, PLAYS_MAX, play, play_until
 from tests.support.scripted_sidecar import ScriptedSidecar
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -87,11 +87,11 @@ def test_it_introduces_itself(engine: EngineProcess, sidecar: ScriptedSidecar) -
 def test_every_token_is_plain_decodings_while_gamma_changes_with_every_plan(
     engine: EngineProcess, sidecar: ScriptedSidecar, plain: dict[str, list[list[int]]]
 ) -> None:
-    answers, reports = play(engine, sidecar, cycle)
-    assert [answer.tokens for answer in answers] == plain["batch"]
-    assert {report.gamma for report in reports} == {0, 1, 3, 5, 7}
-    # A new plan comes with every step, unless the machine is so busy that it comes late.
-    assert sum(report.flags.switched for report in reports) > 5
+    def every_arm_and_switches(reports: list[StepReport]) -> bool:
+        switches = sum(report.flags.switched for report in reports)
+        return {report.gamma for report in reports} == {0, 1, 3, 5, 7} and switches > 5
+
+    play_until(engine, sidecar, cycle, every_arm_and_switches, plain["batch"])
 
 
 def test_reports_reconcile_with_sglangs_own_counters(
@@ -113,17 +113,22 @@ def test_reports_reconcile_with_sglangs_own_counters(
 
 
 def test_what_is_reported_is_what_the_plan_asked_for(
-    engine: EngineProcess, sidecar: ScriptedSidecar
+    engine: EngineProcess, sidecar: ScriptedSidecar, plain: dict[str, list[list[int]]]
 ) -> None:
+    def many_plans_and_every_gamma(reports: list[StepReport]) -> bool:
+        plans = {report.plan_epoch for report in reports}
+        return len(plans) > 10 and {report.gamma for report in reports} == set(GAMMAS)
+
     script = [(gamma, False) for gamma in GAMMAS]
-    _, reports = play(engine, sidecar, lambda count: script[count % len(script)])
-    assert {report.gamma for report in reports} == set(GAMMAS)
+    reports = play_until(
+        engine, sidecar, lambda count: script[count % len(script)],
+        many_plans_and_every_gamma, plain["batch"],
+    )  # fmt: skip
     for report in reports:
         assert report.drafter == "eagle3"
         assert report.gamma == sidecar.arms[report.plan_epoch][0]
         assert not report.flags.unsteered
         assert not report.flags.eager_fallback
-    assert len({report.plan_epoch for report in reports}) > 10
 
 
 def test_the_context_is_counted_before_each_step(
@@ -172,18 +177,25 @@ def test_a_drafter_that_slept_drafts_what_it_would_have_drafted_awake(
         awake |= accepted_by_context(reports, gamma=3)
 
     before = engine.internal_state()["speculation_controller"]["sleep"]
-    answers, reports = play(engine, sidecar, naps, ALONE, [ALONE_LENGTH])
-    assert answers[0].tokens == plain["alone"][0]
-    after = engine.internal_state()["speculation_controller"]["sleep"]
-    slept = {name: after[name] - before[name] for name in after}
+    woke: dict[int, int] = {}
+    # How long it sleeps, and which contexts it meets, depends on when plans come.
+    unread = 0
+    for _ in range(PLAYS_MAX):
+        # At most one buffer of a play: that of the request's end.
+        unread += 12
+        answers, reports = play(engine, sidecar, naps, ALONE, [ALONE_LENGTH])
+        assert answers[0].tokens == plain["alone"][0]
+        woke |= accepted_by_context(reports, gamma=3)
+        both = sorted(awake.keys() & woke.keys())
+        after = engine.internal_state()["speculation_controller"]["sleep"]
+        slept = {name: after[name] - before[name] for name in after}
+        if slept["slept"] > 12 * 3 and len(both) > 10:
+            break
     assert slept["slept"] > 12 * 3
-    # At most one buffer is left unread: that of the request's end.
-    assert slept["caught_up"] >= slept["slept"] - 12
+    assert slept["caught_up"] >= slept["slept"] - unread
     assert slept["passes"] > slept["caught_up"] / 12
     assert slept["cold"] == 0
 
-    woke = accepted_by_context(reports, gamma=3)
-    both = sorted(awake.keys() & woke.keys())
     assert len(both) > 10
     assert any(woke[context] > 0 for context in both)
     assert {context: woke[context] for context in both} == {
@@ -200,10 +212,12 @@ def test_requests_that_join_and_leave_a_sleeping_batch_are_caught_up(
     def rests(count: int) -> tuple[int, bool]:
         return (3, False) if count % 20 < 4 else (0, False)
 
+    def enough_drafted(reports: list[StepReport]) -> bool:
+        return sum(report.batch_size for report in reports if report.gamma == 3) > 100
+
     share = {}
     for name, script in (("asleep", naps), ("awake", rests)):
-        answers, reports = play(engine, sidecar, script)
-        assert [answer.tokens for answer in answers] == plain["batch"]
+        reports = play_until(engine, sidecar, script, enough_drafted, plain["batch"])
         drafted = [report for report in reports if report.gamma == 3]
         accepted = sum(k * n for r in drafted for k, n in enumerate(r.accepted_counts))
         share[name] = accepted / sum(3 * report.batch_size for report in drafted)

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.engine import CODE_ONLY, EAGLE3, ONLINE, EngineProcess, Generated, serving
 from tests.support.eventually import eventually
-from tests.support.prompts_in_flight import WAVE_LENGTH, WAVES
+from tests.support.prompts_in_flight import PLAYS_MAX, WAVE_LENGTH, WAVES
 from tests.support.scripted_sidecar import ScriptedSidecar, scripted_sidecar
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -29,7 +29,7 @@ def wait_ready(engine: EngineProcess) -> None:
         engine.generate(WAVES[0][:1], [4])
         return bool(online(engine)["state"] == "ready")
 
-    eventually(ready, within=60.0, what="the trainer is ready")
+    eventually(ready, within=240.0, what="the trainer is ready")
 
 
 def wave(engine: EngineProcess, prompts: list[list[int]]) -> tuple[list[list[int]], float]:
@@ -73,10 +73,14 @@ def test_it_learns_what_it_serves_and_never_changes_a_token(
     assert online(engine)["rounds"] == 0
     sidecar.stride = 3
     sidecar.run(lambda _: (3, False))
-    for number in range(1, len(WAVES)):
-        tokens, after = wave(engine, WAVES[number])
-        assert tokens == plain_waves[number]
-    found = online(engine)
+    # The slower the machine, the fewer updates land in a wave.
+    for number in range(1, PLAYS_MAX):
+        which = number % len(WAVES)
+        tokens, after = wave(engine, WAVES[which])
+        assert tokens == plain_waves[which]
+        found = online(engine)
+        if number >= len(WAVES) - 1 and found["updates"] > 20 and after > before + 0.5:
+            break
     print(f"acceptance length {before:.2f}, then {after:.2f} after {found['updates']} updates")
     assert found["updates"] > 20
     assert found["refused"] == 0
@@ -93,8 +97,11 @@ def test_arms_change_while_it_learns(
     arms = [(3, False), (0, True), (1, False), (0, False)]
     sidecar.run(lambda count: arms[count // 4 % 4])
     before = online(engine)["updates"]
-    for prompts, tokens in zip(WAVES[:2], plain_waves, strict=False):
-        assert wave(engine, prompts)[0] == tokens
+    for number in range(PLAYS_MAX):
+        which = number % len(WAVES)
+        assert wave(engine, WAVES[which])[0] == plain_waves[which]
+        if number and online(engine)["updates"] > before:
+            break
     assert online(engine)["updates"] > before
     sidecar.run(lambda _: (3, False))
 
@@ -144,8 +151,9 @@ def test_updates_that_do_harm_are_taken_back(
             tokens, aligned = wave(engine, WAVES[0])
             sidecar.stride = 1
             sidecar.run(lambda _: (3, False))
-            for prompts, expected in zip(WAVES[1:], plain_waves[1:], strict=True):
-                assert wave(engine, prompts)[0] == expected
+            for number in range(1, PLAYS_MAX):
+                which = number % len(WAVES)
+                assert wave(engine, WAVES[which])[0] == plain_waves[which]
                 if online(engine)["restored"]:
                     break
             assert online(engine)["restored"] > 0

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.engine import EAGLE3, MODES, EngineProcess, serving
 from tests.support.eventually import eventually
-from tests.support.prompts_in_flight import PROMPTS, play
+from tests.support.prompts_in_flight import PLAYS_MAX, PROMPTS, play
 from tests.support.scripted_sidecar import Arm, ScriptedSidecar
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -50,7 +50,7 @@ def test_any_order_of_arms_gives_the_tokens_of_another_backends_plain_decoding(
     expected = [tokens[:length] for tokens, length in zip(plain["batch"][:2], LENGTHS, strict=True)]
     slept, ran = 0, set[tuple[int, int]]()
     # On a busy machine a plan comes for every few steps only.
-    for _ in range(4):
+    for _ in range(PLAYS_MAX):
         answers, reports = play(
             engine, sidecar, lambda count: ARMS[count % len(ARMS)], PROMPTS[:2], LENGTHS
         )
