@@ -1,6 +1,6 @@
 """Converts the core's explanation of a decision to protobuf."""
 
-from controller.core.engine.explanation import Explanation
+from controller.core.engine.explanation import BoundState, Explanation
 from controller.core.training.stride_planner import RegimeState
 from controller.wire.capabilities import lost_to_proto
 from controller.wire.field_mapping import message_of
@@ -42,8 +42,21 @@ def explanation_to_proto(explanation: Explanation) -> service_pb2.ExplainRespons
             if explanation.resembles
             else None
         ),
+        bound=_bound_to_proto(explanation.bound) if explanation.bound else None,
         # The service adds them, with the time that is left.
         overrides=None,
+    )
+
+
+def _bound_to_proto(state: BoundState) -> service_pb2.TokenTimeBound:
+    excluded = state.excluded
+    return message_of(
+        service_pb2.TokenTimeBound,
+        state,
+        seconds=state.bound.seconds,
+        override_id=state.bound.override_id,
+        excluded_drafter=None if excluded is None else excluded.drafter,
+        excluded_gamma=None if excluded is None else excluded.gamma,
     )
 
 

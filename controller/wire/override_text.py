@@ -25,6 +25,8 @@ def rule_text(override: "policy_pb2.Override") -> str:
         parts.append(f"gamma >= {rule.gamma_min}")
     if rule.HasField("gamma_max"):
         parts.append(f"gamma <= {rule.gamma_max}")
+    if rule.HasField("tpot_max_seconds"):
+        parts.append(f"at most {1e3 * rule.tpot_max_seconds:g} ms a token")
     if rule.HasField("drafter"):
         parts.append(f"drafter {rule.drafter}")
     if rule.HasField("regime"):

@@ -138,12 +138,11 @@ def effect_to_proto(
         here = policy_pb2.BatchRange(min_batch_size=low, max_batch_size=row.max_batch_size)
         if row.before != row.after:
             _add_change(effect, here, row)
-        if row.stuck:
-            last = effect.stuck[-1] if effect.stuck else None
-            if last is not None and last.max_batch_size == low - 1:
-                last.max_batch_size = row.max_batch_size
-            else:
-                effect.stuck.append(here)
+        for holds, ranges in ((row.stuck, effect.stuck), (row.above_bound, effect.above_bound)):
+            if holds and ranges and ranges[-1].max_batch_size == low - 1:
+                ranges[-1].max_batch_size = row.max_batch_size
+            elif holds:
+                ranges.append(here)
         low = row.max_batch_size + 1
     return effect
 

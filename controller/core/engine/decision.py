@@ -7,7 +7,7 @@ nor shows numbers that no decision has used.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,7 +87,8 @@ class Estimates:
 class Decision:
     """Holds what a decision was made from, and the overrides and rows that it was made under.
 
-    reports: how many were folded before it.
+    reports: how many were folded before it.  excluded: by row, the arm (by index) that only a bound
+    on the time per output token kept from being chosen.
     """
 
     estimates: Estimates
@@ -95,3 +96,4 @@ class Decision:
     at: PlanRows
     overrides: tuple[Override, ...]
     reports: int
+    excluded: Mapping[int, int] = field(default_factory=dict)

@@ -33,6 +33,8 @@ from controller.core.engine.explanation import (
     arm_text,
     arms_in,
     behind,
+    bound_in,
+    bound_text,
     past_traffic,
     positions_of,
     preview_rows,
@@ -45,7 +47,7 @@ from controller.core.errors import StaleReportError, UnknownArmError
 from controller.core.plan import Plan, PlanRow, Probe, Reason, Regime
 from controller.core.planning.baseline_planners import make_planner
 from controller.core.planning.cautious_start import discounts
-from controller.core.planning.constraints import covering, rows_under
+from controller.core.planning.constraints import PlanRows, covering, rows_under
 from controller.core.planning.exploration import Explorer, Situation
 from controller.core.planning.observation_cost import budget
 from controller.core.planning.overrides import Override
@@ -145,8 +147,18 @@ class EngineController:
 
     def _limit_planner(self) -> None:
         """Divides the plan into rows, and limits the planner to what may run in each."""
-        at = self._rows_at = rows_under(self._overrides, self.spec, self._buckets, self.arms)
-        self._planner.limit(at.upper, self._sizes[at.bucket], at.feasible, at.possible)
+        at = self._rows_at = self._rows_under(self._overrides)
+        sizes = self._sizes[at.bucket]
+        self._planner.limit(at.upper, sizes, at.feasible, at.possible, at.bounds)
+
+    def _rows_under(self, overrides: Iterable[Override]) -> PlanRows:
+        ceiling = self._settings.tpot_ceiling_seconds
+        return rows_under(overrides, self.spec, self._buckets, self.arms, ceiling)
+
+    @property
+    def tpot_ceiling_seconds(self) -> float:
+        """Bound on the time per output token by the settings; 0 = none."""
+        return self._settings.tpot_ceiling_seconds
 
     @property
     def profile_id(self) -> str:
@@ -239,9 +251,9 @@ class EngineController:
 
     def preview(self, overrides: Iterable[Override]) -> tuple[PreviewRow, ...]:
         """Returns the rows that the last decision would have made under these overrides."""
-        at = rows_under(overrides, self.spec, self._buckets, self.arms)
+        at = self._rows_under(overrides)
         values = self._decision.estimates.values(self.arms, self._sizes, at)
-        return preview_rows(self._plan, at, values.value, self.arms)
+        return preview_rows(self._plan, at, values, self.arms)
 
     @property
     def overrides(self) -> tuple[Override, ...]:
@@ -388,6 +400,7 @@ class EngineController:
             switch_seconds=estimates.switch_seconds,
             resembles=past_traffic(estimates.traffic.resembles, self._clock.now()),
             traffic_states=len(self.traffic.states.all),
+            bound=bound_in(made, self.arms, row, current),
         )
 
     def take_estimates(self) -> None:
@@ -425,6 +438,8 @@ class EngineController:
         if self._planner.is_cautious:
             hedge = discounts(values, doubt, self.arms, at.bucket, proven)
         choice = self._planner.update(values, hazard, hedge)
+        if at.bounds:
+            made = self._decision = replace(made, excluded=self._planner.take_excluded())
         active = at.row_of(self._last_batch)
         self.prediction_audit.settle(values, at.row_of)
         sees = self.reports and not is_blind(self.spec)
@@ -432,7 +447,7 @@ class EngineController:
             situation = Situation(
                 values, doubt, active, self._last_batch, choice[active],
                 self._planner.observation, 1 / hazard.expected,
-                int(at.bucket[active]), None if at.feasible is None else at.feasible[:, active],
+                int(at.bucket[active]), self._planner.may_probe(values, active),
             )  # fmt: skip
             self.explorer.consider(situation, now)
         if at.regime is None and self.reports:
@@ -445,6 +460,7 @@ class EngineController:
         return rows, *why(
             f"B={size}: {arm_text(self.arms[chosen], values.value[chosen, active])}",
             at, active, prior, probing[1] if probing else None, said,
+            bound_text(bound_in(made, self.arms, active, chosen)),
         )  # fmt: skip
 
     def _rows(

@@ -18,18 +18,24 @@ from controller.core.planning.constraints import PlanRows
 from controller.core.planning.exploration import relative_variance
 from controller.core.planning.overrides import Limits, Override
 from controller.core.planning.planner import Values
+from controller.core.planning.token_time import RowBounds, TokenTimeBound
 from controller.core.training.selective_training import TrainingView
 from controller.core.training.stride_planner import RegimeState
 
 
 @dataclass(frozen=True, slots=True)
 class PreviewRow:
-    """Tells how a row would change.  stuck: the engine could run nothing of what is left there."""
+    """Tells how a row would change.
+
+    stuck: the engine could run nothing of what is left there.  above_bound: nothing of what is left
+    keeps the bound on the time per output token.
+    """
 
     max_batch_size: int
     before: Arm
     after: Arm
     stuck: bool
+    above_bound: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +44,7 @@ class ArmValue:
 
     cost_drift: factor by which live steps have moved its profiled cost.  catch_up_seconds: what
     changing to it now would cost first.  feasible: overrides let it run, and the engine can.
+    seconds_per_token: expected mean time between a sequence's output tokens.
     """
 
     arm: Arm
@@ -50,6 +57,7 @@ class ArmValue:
     cost_drift: float = 1.0
     catch_up_seconds: float = 0.0
     feasible: bool = True
+    seconds_per_token: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +110,33 @@ def past_traffic(resembles: Resemblance | None, now: float) -> PastTraffic | Non
 
 
 @dataclass(frozen=True, slots=True)
+class BoundState:
+    """Tells how a bound on the time per output token stands at one batch size.
+
+    expected_seconds: of the planned arm.  attainable: an arm that may run there keeps it.
+    excluded: the arm that would have been chosen without it, None where that is the same one.
+    kept_up_to: up to this batch size every row has an arm that keeps its bound; 0 = not even the
+    first row.
+    """
+
+    bound: TokenTimeBound
+    expected_seconds: float
+    attainable: bool
+    excluded: Arm | None
+    kept_up_to: int
+
+    @property
+    def is_kept(self) -> bool:
+        """Tells whether the planned arm keeps the bound by the estimates."""
+        return self.expected_seconds <= self.bound.seconds
+
+    @property
+    def binds(self) -> bool:
+        """Tells whether the bound changes the choice, or is not kept."""
+        return self.excluded is not None or not self.is_kept
+
+
+@dataclass(frozen=True, slots=True)
 class Explanation:
     """Explains the decision at one batch size.
 
@@ -111,7 +146,8 @@ class Explanation:
     training, None if the engine cannot train it.  table: the same numbers in all rows.  lost: what
     the engine can no longer do.  switch_seconds: what a change of arm costs, as measured.
     resembles: earlier traffic that the present one is taken for.  traffic_states: kinds of traffic
-    that are remembered, the present one included.
+    that are remembered, the present one included.  bound: how the bound on the time per output
+    token stands, None where no bound holds.
     """
 
     engine_id: str
@@ -143,6 +179,7 @@ class Explanation:
     switch_seconds: float = 0.0
     resembles: PastTraffic | None = None
     traffic_states: int = 1
+    bound: BoundState | None = None
 
 
 def value_table(at: PlanRows, values: Values) -> ValueTable:
@@ -173,6 +210,7 @@ def arms_in(
     variance = relative_variance(values, made.estimates.uncertainty, arms, bucket, chosen)
     hoped = values.value[:, row] * (1 + confidence_z * np.sqrt(variance))
     drift = made.estimates.drift[:, bucket]
+    tpot = values.tpot[:, row]
     return tuple(
         ArmValue(
             arm,
@@ -185,6 +223,7 @@ def arms_in(
             float(drift[i]),
             float(values.catch_up[i]),
             feasible is None or bool(feasible[i, row]),
+            float(tpot[i]),
         )
         for i, arm in enumerate(arms)
     )
@@ -207,19 +246,66 @@ def positions_of(traffic: TrafficCurves) -> tuple[PositionEstimate, ...]:
 
 
 def preview_rows(
-    plan: Plan, at: PlanRows, value: NDArray[np.float64], arms: Sequence[Arm]
+    plan: Plan, at: PlanRows, values: Values, arms: Sequence[Arm]
 ) -> tuple[PreviewRow, ...]:
-    """Returns how a plan would change with other rows.  value: [arms, rows] tokens per second."""
-    if at.feasible is not None:
-        value = np.where(at.feasible, value, -1.0)
+    """Returns how a plan would change with other rows.  values: of these rows."""
+    value = values.value if at.feasible is None else np.where(at.feasible, values.value, -1.0)
+    keeps = _keeping(at, values, arms)
+    above: NDArray[np.bool_] = keeps.sum(axis=0) == 0
+    value = np.where(keeps | above, value, -1.0)
     rows = []
     for j, (upper, emptied) in enumerate(zip(at.upper, at.emptied, strict=True)):
         row = plan.row_for(upper)
         # What runs stays if it may, unless it only runs because something else might not.
         stays = value[arms.index(row.arm), j] >= 0 and row.reason is not Reason.OVERRIDE
         arm = row.arm if stays else arms[int(value[:, j].argmax())]
-        rows.append(PreviewRow(upper, row.arm, arm, emptied))
+        rows.append(PreviewRow(upper, row.arm, arm, emptied, bool(above[j])))
     return tuple(rows)
+
+
+def _keeping(at: PlanRows, values: Values, arms: Sequence[Arm]) -> NDArray[np.bool_]:
+    """Returns [arms, rows], which arms may run and keep the row's bound."""
+    keeps = np.ones(values.value.shape, dtype=bool) if at.feasible is None else at.feasible
+    if at.bounds:
+        keeps = keeps & RowBounds(arms, at.bounds).keeping(values.tpot, None, 0.0)
+    return keeps
+
+
+def bound_in(made: Decision, arms: Sequence[Arm], row: int, chosen: int) -> BoundState | None:
+    """Returns how the bound of one row of a decision stands; None without a bound.
+
+    chosen: index of the planned arm.
+    """
+    at, values = made.at, made.values
+    bound = at.bounds[row] if at.bounds else None
+    if bound is None:
+        return None
+    attainable: NDArray[np.bool_] = _keeping(at, values, arms).sum(axis=0) > 0
+    kept = len(at.upper) if attainable.all() else int(attainable.argmin())
+    excluded = made.excluded.get(row)
+    return BoundState(
+        bound,
+        float(values.tpot[chosen, row]),
+        bool(attainable[row]),
+        None if excluded is None else arms[excluded],
+        at.upper[kept - 1] if kept else 0,
+    )
+
+
+def bound_text(state: BoundState | None) -> str:
+    """Describes what a bound that binds does, for people; "" where it changes nothing."""
+    if state is None or not state.binds:
+        return ""
+    if state.is_kept:
+        assert state.excluded is not None
+        return f"{state.bound} excludes {state.excluded.drafter} gamma {state.excluded.gamma}"
+    ratio = state.expected_seconds / state.bound.seconds
+    above = f"{max(ratio - 1, 0.001):.1%} above" if ratio < 2 else f"{ratio:.3g} times"
+    found = f"{1e3 * state.expected_seconds:.2f} ms a token expected, {above} the {state.bound}"
+    if state.attainable:
+        return found
+    where = f"batches up to {state.kept_up_to} keep it" if state.kept_up_to else "no batch keeps it"
+    return f"{found}, which no choice keeps here; {where}"
 
 
 def _estimates(drafter: str, curve: AcceptanceCurve, label: str) -> list[PositionEstimate]:
@@ -237,11 +323,18 @@ def arm_text(arm: Arm, tokens_per_second: float) -> str:
 
 
 def why(
-    choice: str, at: PlanRows, active: int, prior: str, probe: Probe | None, reason: Reason
+    choice: str,
+    at: PlanRows,
+    active: int,
+    prior: str,
+    probe: Probe | None,
+    reason: Reason,
+    bound: str = "",
 ) -> tuple[Reason, str]:
     """Returns why a plan is what it is: its reason, and one line for people.
 
     choice, reason: of the active row.  prior: where costs come from without a profile, else "".
+    bound: what its bound on the time per output token does, see `bound_text`.
     """
     detail, limits = choice, at.limits[active]
     if limits.overrides:
@@ -251,6 +344,8 @@ def why(
         pinned = next((loss for loss in at.lost if loss.drafter == limits.drafter), None)
         if limits.drafter is not None and pinned is not None:
             detail += f"; {pinned.what} is pinned but lost: {pinned.reason}"
+    if bound:
+        detail += f"; {bound}"
     if at.lost:
         detail += f"; lost: {', '.join(loss.what for loss in at.lost)}"
     if at.refused:

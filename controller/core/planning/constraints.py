@@ -19,6 +19,7 @@ from controller.core.planning.overrides import (
     merge_ordered,
     merge_regime,
 )
+from controller.core.planning.token_time import TokenTimeBound, bounds_of
 
 # Most cells (arms times rows) of a plan: the work to make one grows with them.
 _CELLS_MAX = 8192
@@ -35,7 +36,7 @@ class PlanRows:
     has lost, so that the shortest draft runs.  split: a bucket has more than one row.  regime: the
     regime of online updates that overrides set, else None; refused: the one that they asked for if
     the engine cannot run it.  named: all overrides that count anywhere.  lost: what the engine can
-    no longer do.
+    no longer do.  bounds: on the time per output token, of each row; empty if no row has one.
     """
 
     upper: tuple[int, ...]
@@ -49,6 +50,7 @@ class PlanRows:
     refused: Regime | None
     named: tuple[str, ...]
     lost: tuple[LostCapability, ...] = ()
+    bounds: tuple[TokenTimeBound | None, ...] = ()
 
     def row_of(self, batch_size: int) -> int:
         """Returns the index of the row that serves a batch size."""
@@ -62,12 +64,17 @@ def covering(overrides: Iterable[Override], spec: EngineSpec) -> tuple[Override,
 
 
 def rows_under(
-    overrides: Iterable[Override], spec: EngineSpec, buckets: Sequence[int], arms: Sequence[Arm]
+    overrides: Iterable[Override],
+    spec: EngineSpec,
+    buckets: Sequence[int],
+    arms: Sequence[Arm],
+    ceiling_seconds: float = 0.0,
 ) -> PlanRows:
     """Makes one row per bucket, and splits a bucket where other overrides or limits begin.
 
     If that gives more rows than an engine takes, buckets are not split: what counts at a bucket's
-    largest batch then counts in all of it.
+    largest batch then counts in all of it.  ceiling_seconds: the setting's bound on the time per
+    output token, 0 = none.
     """
     overrides = tuple(overrides)
     ends = {largest for drafter in spec.drafters for _, largest in drafter.batch_limits}
@@ -106,7 +113,7 @@ def rows_under(
     return PlanRows(
         upper, bucket, limits, possible, feasible, tuple(emptied.tolist()),
         len(upper) > len(buckets), regime, None if asked in {None, regime} else asked,
-        tuple(sorted(named)), spec.lost,
+        tuple(sorted(named)), spec.lost, bounds_of(ceiling_seconds, limits),
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ class Effect:
     """Describes the effect of setting or clearing one override on one engine.
 
     arms: which arms may run changes at some batch size.  probing: whether it may explore does.
+    bound: the bound on the time per output token does, where there is something to choose from.
     regime_before, regime_after: what overrides demand of online updates; None: nothing.
     shadowed_by: ids of the overrides that decide in its place, ascending.
     unable: why the engine cannot do what it demands; "" if the engine can.
@@ -29,6 +30,7 @@ class Effect:
 
     arms: bool
     probing: bool
+    bound: bool
     regime_before: Regime | None
     regime_after: Regime | None
     shadowed_by: tuple[str, ...]
@@ -37,30 +39,42 @@ class Effect:
     @property
     def constrains(self) -> bool:
         """Tells whether anything changes that the engine may run, learn or probe."""
-        return self.arms or self.probing or self.regime_before != self.regime_after
+        changed = self.arms or self.probing or self.bound
+        return changed or self.regime_before != self.regime_after
 
 
 def effect_on(
-    spec: EngineSpec, of: Override, before: Sequence[Override], after: Sequence[Override]
+    spec: EngineSpec,
+    of: Override,
+    before: Sequence[Override],
+    after: Sequence[Override],
+    ceiling_seconds: float = 0.0,
 ) -> Effect:
-    """Returns the effect of the override `of`, which is in one of the two sets or in both."""
-    graphs = spec.fingerprint.graph_batch_sizes
-    buckets = batch_buckets(spec.max_batch_size, graphs, len(spec.arms))
-    old, new = (rows_under(overrides, spec, buckets, spec.arms) for overrides in (before, after))
+    """Returns the effect of the override `of`, which is in one of the two sets or in both.
+
+    ceiling_seconds: the setting's bound on the time per output token, 0 = none.
+    """
+    graphs, arms = spec.fingerprint.graph_batch_sizes, spec.arms
+    buckets = batch_buckets(spec.max_batch_size, graphs, len(arms))
+    old, new = (rows_under(o, spec, buckets, arms, ceiling_seconds) for o in (before, after))
     holding, everything = (new, after) if of in after else (old, before)
     learns = spec.capabilities.can_update_online or spec.capabilities.can_collect
     regimes = (old.regime, new.regime) if learns else (None, None)
     return Effect(
         _differ(old, new, _feasible),
         _differ(old, new, lambda rows, row: rows.limits[row].explore),
+        _differ(old, new, lambda rows, row: _bound(spec, rows, row)),
         *regimes,
         tuple(sorted(set(_shadowing(spec, of, holding, everything)))),
-        why_unable(spec, of),
+        why_unable(spec, of, ceiling_seconds),
     )
 
 
-def why_unable(spec: EngineSpec, of: Override) -> str:
-    """Returns why the engine cannot do what an override demands; "" if it can."""
+def why_unable(spec: EngineSpec, of: Override, ceiling_seconds: float = 0.0) -> str:
+    """Returns why the engine cannot do what an override demands; "" if it can.
+
+    ceiling_seconds: as in `effect_on`.
+    """
     rule, names = of.rule, sorted(drafter.name for drafter in spec.drafters)
     named = {*rule.deny_drafters, *([] if rule.drafter is None else [rule.drafter])}
     if unknown := sorted(named - set(names)):
@@ -73,6 +87,13 @@ def why_unable(spec: EngineSpec, of: Override) -> str:
             return f"it has no draft length {asked}; it has {', '.join(map(str, gammas))}"
     if (loss := _loss(spec, rule)) is not None:
         return f"it has lost {loss.what}: {loss.reason}"
+    if rule.tpot_max_seconds is not None and 0 < ceiling_seconds <= rule.tpot_max_seconds:
+        most = f"{1e3 * ceiling_seconds:g} ms a token"
+        return f"its setting planner.tpot_ceiling_seconds, {most}, is as strict or stricter"
+    return _why_no_regime(spec, rule)
+
+
+def _why_no_regime(spec: EngineSpec, rule: Rule) -> str:
     mode = RegimeMode.OFF if rule.regime is None else rule.regime.mode
     if mode is RegimeMode.ONLINE and not spec.capabilities.can_update_online:
         return "it cannot update its drafter online"
@@ -110,14 +131,30 @@ def _feasible(rows: PlanRows, row: int) -> list[bool] | None:
     return None if all(column) else column
 
 
+def _bound(spec: EngineSpec, rows: PlanRows, row: int) -> float | None:
+    """Returns the seconds per output token that a row allows; None where nothing depends on it."""
+    bound = rows.bounds[row] if rows.bounds else None
+    return bound.seconds if bound is not None and _has_choice(spec, rows, row) else None
+
+
+def _has_choice(spec: EngineSpec, rows: PlanRows, row: int) -> bool:
+    """Returns whether more than one arm may run in a row; gamma = 0 counts once."""
+    column = _feasible(rows, row) or [True] * len(spec.arms)
+    left = (arm for arm, may in zip(spec.arms, column, strict=True) if may)
+    return len({(arm.drafter if arm.gamma else "", arm.gamma) for arm in left}) > 1
+
+
 def _shadowing(
     spec: EngineSpec, of: Override, rows: PlanRows, everything: Sequence[Override]
 ) -> Iterator[str]:
     """Yields the ids of overrides that win over `of` somewhere.  rows: under `everything`."""
     others = [o for o in everything if o != of and o.scope.covers(spec)]
-    for size, limits in zip(rows.upper, rows.limits, strict=True):
+    for row, (size, limits) in enumerate(zip(rows.upper, rows.limits, strict=True)):
         if of.covers(spec, size):
             yield from _deciding(of, limits, [o for o in others if o.covers(spec, size)])
+            if of.rule.tpot_max_seconds is not None and not _has_choice(spec, rows, row):
+                # What pins the only arm that is left decides in its place.
+                yield from {*limits.gamma_by, limits.drafter_by} - {"", of.override_id}
     if of.rule.regime is not None or of.rule.deny_updates:
         yield from (o.override_id for o in others if o.rule.deny_updates)
     if of.rule.regime is not None:
@@ -131,11 +168,13 @@ def _deciding(of: Override, limits: Limits, others: Sequence[Override]) -> Itera
     if rule.deny_exploration:
         yield from (o.override_id for o in others if o.rule.deny_exploration)
     drafts = rule.gamma_range is not None or rule.drafter is not None or rule.deny_drafters
-    if limits.off and (drafts or rule.off):
+    if limits.off and (drafts or rule.off or rule.tpot_max_seconds is not None):
         yield from (o.override_id for o in others if o.rule.off)
         return
     if rule.gamma_range is not None and of.override_id not in limits.gamma_by:
         yield from limits.gamma_by
+    if rule.tpot_max_seconds is not None and limits.tpot_by != of.override_id:
+        yield limits.tpot_by
     named = {*rule.deny_drafters, *([] if rule.drafter is None else [rule.drafter])}
     yield from (o.override_id for o in others if named & set(o.rule.deny_drafters))
     if named and limits.drafter_by not in {"", of.override_id} and limits.drafter not in named:

@@ -13,6 +13,8 @@ file-based policy is weakest.  Overrides that can hold together all hold.  In de
 3.  Drafter and regime: the strongest pin.  A denied drafter does not run, pinned or not.
 4.  If that leaves nothing that the engine can run, it decodes without speculation, and the plan
     and `explain` report it.
+5.  Bounds on the time per output token all hold, whatever their strength: the smallest counts, and
+    the setting is one of them (`token_time`).
 
 The result depends on the set of overrides alone, not on their order or number of copies.
 """
@@ -25,6 +27,7 @@ from enum import Enum
 from controller.core.engine_spec import MAX_BATCH_SIZE, MAX_GAMMA, Arm, EngineSpec
 from controller.core.errors import SpeculationError
 from controller.core.plan import Regime, RegimeMode
+from controller.core.step_report import MAX_STEP_SECONDS, MIN_STEP_SECONDS
 
 MAX_AUTHOR_CHARACTERS = 128
 MAX_REASON_CHARACTERS = 512
@@ -80,6 +83,7 @@ class Rule:
     """States what an override demands; at least one part must be given.
 
     gamma: pinned draft length.  gamma_min, gamma_max: bounds.  off: no speculation at all.
+    tpot_max_seconds: bound on the mean time between a sequence's output tokens.
     """
 
     off: bool = False
@@ -91,6 +95,7 @@ class Rule:
     deny_drafters: tuple[str, ...] = ()
     deny_updates: bool = False
     deny_exploration: bool = False
+    tpot_max_seconds: float | None = None
 
     def __post_init__(self) -> None:
         if not self._demands():
@@ -109,11 +114,20 @@ class Rule:
             raise InvalidOverrideError(f"gamma_min {low} is above gamma_max {high}")
         if self.off and max(self.gamma or 0, low) > 0:
             raise InvalidOverrideError("speculation cannot be off and drafting at the same time")
+        bound = self.tpot_max_seconds
+        if bound is not None and not MIN_STEP_SECONDS <= bound <= MAX_STEP_SECONDS:
+            raise InvalidOverrideError(
+                f"tpot_max_seconds {bound:g}: a time per output token is at least "
+                f"{MIN_STEP_SECONDS:g} s and at most {MAX_STEP_SECONDS:g} s"
+            )
         self._check_drafters()
         self._check_regime()
 
     def _demands(self) -> bool:
-        values = (self.gamma, self.gamma_min, self.gamma_max, self.drafter, self.regime)
+        values = (
+            self.gamma, self.gamma_min, self.gamma_max, self.drafter, self.regime,
+            self.tpot_max_seconds,
+        )  # fmt: skip
         denied = self.off or self.deny_drafters or self.deny_updates or self.deny_exploration
         return bool(denied) or any(value is not None for value in values)
 
@@ -209,6 +223,8 @@ class Limits:
 
     drafter: the pinned one.  overrides: ids of those that count here, in order.  gamma_by,
     drafter_by: ids of the overrides that set the bounds of the draft length, and the drafter.
+    tpot_max_seconds: the strictest of the overrides' bounds on the time per output token; tpot_by:
+    the id of its override.
     """
 
     gamma_min: int = 0
@@ -220,6 +236,8 @@ class Limits:
     overrides: tuple[str, ...] = ()
     gamma_by: tuple[str, ...] = ()
     drafter_by: str = ""
+    tpot_max_seconds: float | None = None
+    tpot_by: str = ""
 
     def feasible(self, arms: Sequence[Arm]) -> list[bool]:
         """Returns for each arm whether it may run.  If none may, gamma = 0 runs."""
@@ -252,7 +270,8 @@ def merge_ordered(overrides: Iterable[Override], batch_size: int) -> Limits:
     if not counting:
         return NO_LIMITS
     low, high, drafter = 0, MAX_GAMMA, None
-    low_by = high_by = drafter_by = ""
+    low_by = high_by = drafter_by = tpot_by = ""
+    tpot: float | None = None
     for override in counting:
         rule, name = override.rule, override.override_id
         least, most = rule.gamma_range or (0, MAX_GAMMA)
@@ -263,6 +282,9 @@ def merge_ordered(overrides: Iterable[Override], batch_size: int) -> Limits:
                 high, high_by = most, name
         if drafter is None and rule.drafter is not None:
             drafter, drafter_by = rule.drafter, name
+        bound = rule.tpot_max_seconds
+        if bound is not None and (tpot is None or bound < tpot):
+            tpot, tpot_by = bound, name
     return Limits(
         low,
         high,
@@ -273,6 +295,8 @@ def merge_ordered(overrides: Iterable[Override], batch_size: int) -> Limits:
         tuple(sorted(o.override_id for o in counting)),
         tuple(sorted({low_by, high_by} - {""})),
         drafter_by,
+        tpot,
+        tpot_by,
     )
 
 

@@ -5,7 +5,8 @@
 gamma = 0 is an arm like any other (E = 0), and pays the `observation_cost` of seeing nothing.  The
 chosen arm changes only when another one's value exceeds it by `switch_margin`, so that noise at a
 pivot does not turn into switching, and when it pays back what the change costs (a drafter that
-slept or stood by has to catch up) within `payback_seconds`.
+slept or stood by has to catch up) within `payback_seconds`.  A bound on the time per output token
+leaves out the arms that break it (`token_time`).
 """
 
 from bisect import bisect_left
@@ -22,6 +23,7 @@ from controller.core.cost.model import Costs
 from controller.core.engine_spec import Arm
 from controller.core.plan import Reason
 from controller.core.planning.observation_cost import ObservationCost, ObservationPlanner
+from controller.core.planning.token_time import RowBounds, TokenTimeBound, narrowed
 from controller.core.recorded_state import recorded
 from controller.core.settings import PlannerSettings
 from controller.core.step_report import StepReport
@@ -92,6 +94,11 @@ class Values:
     value: NDArray[np.float64]
     switch_seconds: float = 0.0
 
+    @property
+    def tpot(self) -> NDArray[np.float64]:
+        """Returns [arms, buckets], the expected seconds between a sequence's output tokens."""
+        return self.costs.seconds / (1 + self.expected)
+
 
 def evaluate(
     arms: Sequence[Arm],
@@ -136,6 +143,9 @@ class Planner:
         )
         self._feasible: NDArray[np.bool_] | None = None
         self._possible: NDArray[np.bool_] | None = None
+        self._bounds: RowBounds | None = None
+        # Of the update under way: by row, the arm that only a bound keeps from being chosen.
+        self._excluded: dict[int, int] = {}
         self.observation: ObservationCost | None = None
         self.choice: list[int] | None = None
         # The newest choice of each bucket that has run; None where none has.
@@ -149,11 +159,12 @@ class Planner:
         sizes: NDArray[np.float64],
         feasible: NDArray[np.bool_] | None,
         possible: NDArray[np.bool_] | None = None,
+        bounds: Sequence[TokenTimeBound | None] = (),
     ) -> None:
         """Sets other rows from now on, and what may run in them.
 
         buckets: upper ends, ascending.  sizes: the batch at which each is valued.  possible,
-        feasible: as in `PlanRows`.
+        feasible, bounds: as in `PlanRows`.
         """
         if self.choice is not None:
             old = [min(bisect_left(self.buckets, b), len(self.buckets) - 1) for b in buckets]
@@ -166,6 +177,7 @@ class Planner:
         self._observation_planner = ObservationPlanner(self.arms, sizes, self._settings)
         self.observation = None
         self._feasible, self._possible = feasible, possible
+        self._bounds = RowBounds(self.arms, bounds) if bounds else None
 
     def observe(self, report: StepReport) -> None:
         """Takes a report; this rule needs only the estimates and ignores it."""
@@ -187,19 +199,22 @@ class Planner:
 
         discounts: [arms, buckets] factors on the values, see `cautious_start`.
         """
-        value = self.eligible(values)
+        value = self._prepared(values.value)
         if discounts is not None:
             value = value * discounts
-        if self._off[value.argmax(axis=0)].any():
+        plain, keeps = value, self._keeping(values, discounts)
+        if self._off[narrowed(plain, plain, keeps).argmax(axis=0)].any():
             self.observation = self._observation_planner.observation(
-                value, values.costs.seconds, values.catch_up_price, hazard
+                self._looked_at(value, keeps), values.costs.seconds, values.catch_up_price, hazard
             )
             if self.observation is not None:
                 value = np.where(self._off[:, None], value * (1 - self.observation.loss), value)
         self.reasons = [Reason.EXPLOIT] * len(self.buckets)
         if self._feasible is not None:
-            self._say_overridden(value.argmax(axis=0))
+            self._say_overridden(narrowed(value, plain, keeps).argmax(axis=0))
             value = np.where(self._feasible, value, value * _UNTHINKABLE)
+        if keeps is not None:
+            value = self._bounded(value, plain, keeps)
         best: list[int] = value.argmax(axis=0).tolist()
         if self.choice is None:
             self.choice = best
@@ -237,25 +252,96 @@ class Planner:
             choice = [
                 arm if self._feasible[arm, j] else int(best[j]) for j, arm in enumerate(choice)
             ]
+        if self._bounds is not None:
+            choice = self._within_bounds(choice, values)
         if self.choice is not None:
             self.switches += sum(a != b for a, b in zip(choice, self.choice, strict=True))
         self.choice = choice
         return choice
 
-    def eligible(self, values: Values) -> NDArray[np.float64]:
-        """Returns [arms, buckets], values that are almost 0 where an arm is not eligible.
-
-        An arm is not eligible if the engine has not prepared it, or if its mean time between a
-        sequence's tokens, C / (1 + E), breaks the ceiling.  If no arm keeps the ceiling, it does
-        not count.
-        """
-        ceiling, value = self._settings.tpot_ceiling_seconds, values.value
-        if self._possible is not None:
-            value = np.where(self._possible, value, value * _UNTHINKABLE)
-        if ceiling <= 0:
+    def _prepared(self, value: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Returns [arms, buckets], values that are almost 0 where the engine cannot run an arm."""
+        if self._possible is None:
             return value
-        tpot = values.costs.seconds / (1 + values.expected)
-        keeps = tpot <= ceiling
-        if self._possible is not None:
-            keeps &= self._possible
-        return np.where(keeps | ~keeps.any(axis=0), value, value * 1e-9)
+        return np.where(self._possible, value, value * _UNTHINKABLE)
+
+    def _keeping(
+        self, values: Values, discounts: NDArray[np.float64] | None = None
+    ) -> NDArray[np.bool_] | None:
+        """Returns [arms, buckets], which arms the engine can run within the bound; None: no bound.
+
+        Where costs were not measured, the bad case has to keep it: see `discounts`.
+        """
+        if self._bounds is None:
+            return None
+        tpot = values.tpot if discounts is None else values.tpot / discounts
+        keeps = self._bounds.keeping(tpot, self.choice, self._settings.switch_margin)
+        return keeps if self._possible is None else keeps & self._possible
+
+    def _looked_at(
+        self, value: NDArray[np.float64], keeps: NDArray[np.bool_] | None
+    ) -> NDArray[np.float64]:
+        if self._bounds is None or keeps is None:
+            return value
+        return self._bounds.looked_at(value, keeps)
+
+    def _bounded(
+        self, value: NDArray[np.float64], plain: NDArray[np.float64], keeps: NDArray[np.bool_]
+    ) -> NDArray[np.float64]:
+        """Narrows values to the bound, and says which choices it excludes.
+
+        value: of feasible arms, or almost 0.  plain: of all arms, as they are valued without the
+        price of seeing nothing.
+        """
+        if self._feasible is not None:
+            keeps = keeps & self._feasible
+            plain = np.where(self._feasible, plain, plain * _UNTHINKABLE)
+        kept = narrowed(value, plain, keeps)
+        self._say_excluded(value.argmax(axis=0), kept.argmax(axis=0))
+        return kept
+
+    def _within_bounds(self, choice: list[int], values: Values) -> list[int]:
+        """Replaces what a rule chose where it breaks the bound, by the best arm that keeps it.
+
+        Where no arm keeps it, by the one with the smallest time per token.
+        """
+        value, keeps = self._prepared(values.value), self._keeping(values)
+        assert keeps is not None
+        if self._feasible is not None:
+            value = np.where(self._feasible, value, value * _UNTHINKABLE)
+            keeps = keeps & self._feasible
+        best = narrowed(value, value, keeps).argmax(axis=0).tolist()
+        kept = [arm if keeps[arm, j] else best[j] for j, arm in enumerate(choice)]
+        self._say_excluded(choice, kept)
+        return kept
+
+    def _say_excluded(
+        self,
+        wanted: Sequence[int] | NDArray[np.int64],
+        chosen: Sequence[int] | NDArray[np.int64],
+    ) -> None:
+        assert self._bounds is not None
+        pairs = enumerate(zip(wanted, chosen, strict=True))
+        self._excluded = {j: int(arm) for j, (arm, instead) in pairs if arm != instead}
+        for j in self._excluded:
+            if self._bounds.commanded[j]:
+                self.reasons[j] = Reason.OVERRIDE
+
+    def take_excluded(self) -> dict[int, int]:
+        """Returns, by row, the arm that only a bound kept from being chosen in the last update.
+
+        It is forgotten: no later decision depends on it.
+        """
+        excluded, self._excluded = self._excluded, {}
+        return excluded
+
+    def may_probe(self, values: Values, row: int) -> NDArray[np.bool_] | None:
+        """Returns [arms], which may be probed in a row after an update; None: all."""
+        feasible = None if self._feasible is None else self._feasible[:, row]
+        if self._bounds is None or self.choice is None:
+            return feasible
+        share = self._settings.probe_share
+        if self.observation is not None:
+            share = max(share, float(self.observation.share[row]))
+        tpot, seconds = values.tpot[:, row], values.costs.seconds[:, row]
+        return self._bounds.may_probe(row, self.choice[row], tpot, seconds, feasible, share)

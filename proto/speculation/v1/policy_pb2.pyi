@@ -66,6 +66,7 @@ class OverrideRule(_message.Message):
     DENY_DRAFTERS_FIELD_NUMBER: _builtins.int
     DENY_UPDATES_FIELD_NUMBER: _builtins.int
     DENY_EXPLORATION_FIELD_NUMBER: _builtins.int
+    TPOT_MAX_SECONDS_FIELD_NUMBER: _builtins.int
     off: _builtins.bool
     """No speculation."""
     gamma: _builtins.int
@@ -74,6 +75,10 @@ class OverrideRule(_message.Message):
     drafter: _builtins.str
     deny_updates: _builtins.bool
     deny_exploration: _builtins.bool
+    tpot_max_seconds: _builtins.float
+    """Bound on the mean time between a sequence's output tokens, from 1e-6 to 3600.  Of several
+    that count, and of the sidecar's setting, the smallest holds.
+    """
     @_builtins.property
     def regime(self) -> _plan_pb2.Regime: ...
     @_builtins.property
@@ -90,10 +95,11 @@ class OverrideRule(_message.Message):
         deny_drafters: _abc.Iterable[_builtins.str] | None = ...,
         deny_updates: _builtins.bool = ...,
         deny_exploration: _builtins.bool = ...,
+        tpot_max_seconds: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_drafter", b"_drafter", "_gamma", b"_gamma", "_gamma_max", b"_gamma_max", "_gamma_min", b"_gamma_min", "_regime", b"_regime", "drafter", b"drafter", "gamma", b"gamma", "gamma_max", b"gamma_max", "gamma_min", b"gamma_min", "regime", b"regime"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_drafter", b"_drafter", "_gamma", b"_gamma", "_gamma_max", b"_gamma_max", "_gamma_min", b"_gamma_min", "_regime", b"_regime", "_tpot_max_seconds", b"_tpot_max_seconds", "drafter", b"drafter", "gamma", b"gamma", "gamma_max", b"gamma_max", "gamma_min", b"gamma_min", "regime", b"regime", "tpot_max_seconds", b"tpot_max_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drafter", b"_drafter", "_gamma", b"_gamma", "_gamma_max", b"_gamma_max", "_gamma_min", b"_gamma_min", "_regime", b"_regime", "deny_drafters", b"deny_drafters", "deny_exploration", b"deny_exploration", "deny_updates", b"deny_updates", "drafter", b"drafter", "gamma", b"gamma", "gamma_max", b"gamma_max", "gamma_min", b"gamma_min", "off", b"off", "regime", b"regime"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drafter", b"_drafter", "_gamma", b"_gamma", "_gamma_max", b"_gamma_max", "_gamma_min", b"_gamma_min", "_regime", b"_regime", "_tpot_max_seconds", b"_tpot_max_seconds", "deny_drafters", b"deny_drafters", "deny_exploration", b"deny_exploration", "deny_updates", b"deny_updates", "drafter", b"drafter", "gamma", b"gamma", "gamma_max", b"gamma_max", "gamma_min", b"gamma_min", "off", b"off", "regime", b"regime", "tpot_max_seconds", b"tpot_max_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__drafter: _TypeAlias = _typing.Literal["drafter"]  # noqa: Y015
     _WhichOneofArgType__drafter: _TypeAlias = _typing.Literal["_drafter", b"_drafter"]  # noqa: Y015
@@ -105,6 +111,8 @@ class OverrideRule(_message.Message):
     _WhichOneofArgType__gamma_min: _TypeAlias = _typing.Literal["_gamma_min", b"_gamma_min"]  # noqa: Y015
     _WhichOneofReturnType__regime: _TypeAlias = _typing.Literal["regime"]  # noqa: Y015
     _WhichOneofArgType__regime: _TypeAlias = _typing.Literal["_regime", b"_regime"]  # noqa: Y015
+    _WhichOneofReturnType__tpot_max_seconds: _TypeAlias = _typing.Literal["tpot_max_seconds"]  # noqa: Y015
+    _WhichOneofArgType__tpot_max_seconds: _TypeAlias = _typing.Literal["_tpot_max_seconds", b"_tpot_max_seconds"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__drafter) -> _WhichOneofReturnType__drafter | None: ...
     @_typing.overload
@@ -115,6 +123,8 @@ class OverrideRule(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__gamma_min) -> _WhichOneofReturnType__gamma_min | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__regime) -> _WhichOneofReturnType__regime | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tpot_max_seconds) -> _WhichOneofReturnType__tpot_max_seconds | None: ...
 
 Global___OverrideRule: _TypeAlias = OverrideRule  # noqa: Y015
 
@@ -316,6 +326,7 @@ class OverrideEffect(_message.Message):
     SHADOWED_BY_FIELD_NUMBER: _builtins.int
     UNABLE_FIELD_NUMBER: _builtins.int
     TIMING_FIELD_NUMBER: _builtins.int
+    ABOVE_BOUND_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     constrains: _builtins.bool
     """What the engine may run, learn or probe changes, even if what it runs now does not."""
@@ -340,6 +351,12 @@ class OverrideEffect(_message.Message):
     def shadowed_by(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Ids of the overrides that decide in its place, ascending."""
 
+    @_builtins.property
+    def above_bound(self) -> _containers.RepeatedCompositeFieldContainer[Global___BatchRange]:
+        """Batch sizes at which nothing that is left to run keeps the bound on the time per output token, by
+        the present estimates: the choice with the smallest time runs there.
+        """
+
     def __init__(
         self,
         *,
@@ -353,10 +370,11 @@ class OverrideEffect(_message.Message):
         shadowed_by: _abc.Iterable[_builtins.str] | None = ...,
         unable: _builtins.str = ...,
         timing: Global___OverrideEffect.Timing.ValueType = ...,
+        above_bound: _abc.Iterable[Global___BatchRange] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_regime_after", b"_regime_after", "_regime_before", b"_regime_before", "regime_after", b"regime_after", "regime_before", b"regime_before"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_regime_after", b"_regime_after", "_regime_before", b"_regime_before", "changes", b"changes", "constrains", b"constrains", "engine_id", b"engine_id", "regime_after", b"regime_after", "regime_before", b"regime_before", "regime_changes", b"regime_changes", "shadowed_by", b"shadowed_by", "stuck", b"stuck", "timing", b"timing", "unable", b"unable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_regime_after", b"_regime_after", "_regime_before", b"_regime_before", "above_bound", b"above_bound", "changes", b"changes", "constrains", b"constrains", "engine_id", b"engine_id", "regime_after", b"regime_after", "regime_before", b"regime_before", "regime_changes", b"regime_changes", "shadowed_by", b"shadowed_by", "stuck", b"stuck", "timing", b"timing", "unable", b"unable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__regime_after: _TypeAlias = _typing.Literal["regime_after"]  # noqa: Y015
     _WhichOneofArgType__regime_after: _TypeAlias = _typing.Literal["_regime_after", b"_regime_after"]  # noqa: Y015

@@ -675,6 +675,7 @@ class ArmExplanation(_message.Message):
     CATCH_UP_SECONDS_FIELD_NUMBER: _builtins.int
     FORBIDDEN_FIELD_NUMBER: _builtins.int
     LOST_FIELD_NUMBER: _builtins.int
+    SECONDS_PER_TOKEN_FIELD_NUMBER: _builtins.int
     drafter: _builtins.str
     gamma: _builtins.int
     expected_accepted: _builtins.float
@@ -694,6 +695,8 @@ class ArmExplanation(_message.Message):
     """Overrides forbid it, or the engine has not prepared it for this batch size, or has lost it."""
     lost: _builtins.bool
     """The engine has lost it: see ExplainResponse.lost."""
+    seconds_per_token: _builtins.float
+    """Expected mean time between a sequence's output tokens: step_seconds / (1 + expected_accepted)."""
     def __init__(
         self,
         *,
@@ -709,10 +712,11 @@ class ArmExplanation(_message.Message):
         catch_up_seconds: _builtins.float = ...,
         forbidden: _builtins.bool = ...,
         lost: _builtins.bool = ...,
+        seconds_per_token: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["catch_up_seconds", b"catch_up_seconds", "chosen", b"chosen", "cost_drift", b"cost_drift", "drafter", b"drafter", "expected_accepted", b"expected_accepted", "extrapolated", b"extrapolated", "forbidden", b"forbidden", "gamma", b"gamma", "lost", b"lost", "optimistic_tokens_per_second", b"optimistic_tokens_per_second", "step_seconds", b"step_seconds", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["catch_up_seconds", b"catch_up_seconds", "chosen", b"chosen", "cost_drift", b"cost_drift", "drafter", b"drafter", "expected_accepted", b"expected_accepted", "extrapolated", b"extrapolated", "forbidden", b"forbidden", "gamma", b"gamma", "lost", b"lost", "optimistic_tokens_per_second", b"optimistic_tokens_per_second", "seconds_per_token", b"seconds_per_token", "step_seconds", b"step_seconds", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -788,6 +792,7 @@ class ExplainResponse(_message.Message):
     SWITCH_SECONDS_FIELD_NUMBER: _builtins.int
     RESEMBLES_FIELD_NUMBER: _builtins.int
     TRAFFIC_STATES_FIELD_NUMBER: _builtins.int
+    BOUND_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     batch_size: _builtins.int
     profile_id: _builtins.str
@@ -857,6 +862,10 @@ class ExplainResponse(_message.Message):
     def resembles(self) -> Global___PastTraffic:
         """Earlier traffic that the present one is taken for; absent: it resembles none."""
 
+    @_builtins.property
+    def bound(self) -> Global___TokenTimeBound:
+        """The bound on the time per output token at this batch size; absent where there is none."""
+
     def __init__(
         self,
         *,
@@ -891,11 +900,14 @@ class ExplainResponse(_message.Message):
         switch_seconds: _builtins.float = ...,
         resembles: Global___PastTraffic | None = ...,
         traffic_states: _builtins.int = ...,
+        bound: Global___TokenTimeBound | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_limits", b"_limits", "_resembles", b"_resembles", "_training", b"_training", "_updates", b"_updates", "limits", b"limits", "plan", b"plan", "resembles", b"resembles", "store", b"store", "training", b"training", "updates", b"updates"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_bound", b"_bound", "_limits", b"_limits", "_resembles", b"_resembles", "_training", b"_training", "_updates", b"_updates", "bound", b"bound", "limits", b"limits", "plan", b"plan", "resembles", b"resembles", "store", b"store", "training", b"training", "updates", b"updates"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_limits", b"_limits", "_resembles", b"_resembles", "_training", b"_training", "_updates", b"_updates", "arms", b"arms", "batch_size", b"batch_size", "cost_outliers", b"cost_outliers", "engine_id", b"engine_id", "kv_tokens_per_sequence", b"kv_tokens_per_sequence", "limits", b"limits", "lost", b"lost", "margin", b"margin", "overrides", b"overrides", "plan", b"plan", "policy", b"policy", "positions", b"positions", "prior", b"prior", "probe_credit_seconds", b"probe_credit_seconds", "probe_lost_seconds", b"probe_lost_seconds", "probe_share", b"probe_share", "probe_steps", b"probe_steps", "probes", b"probes", "profile_id", b"profile_id", "resembles", b"resembles", "runner_up_drafter", b"runner_up_drafter", "runner_up_gamma", b"runner_up_gamma", "services", b"services", "shifts", b"shifts", "store", b"store", "switch_seconds", b"switch_seconds", "switches", b"switches", "traffic_states", b"traffic_states", "training", b"training", "updates", b"updates", "warm_start", b"warm_start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bound", b"_bound", "_limits", b"_limits", "_resembles", b"_resembles", "_training", b"_training", "_updates", b"_updates", "arms", b"arms", "batch_size", b"batch_size", "bound", b"bound", "cost_outliers", b"cost_outliers", "engine_id", b"engine_id", "kv_tokens_per_sequence", b"kv_tokens_per_sequence", "limits", b"limits", "lost", b"lost", "margin", b"margin", "overrides", b"overrides", "plan", b"plan", "policy", b"policy", "positions", b"positions", "prior", b"prior", "probe_credit_seconds", b"probe_credit_seconds", "probe_lost_seconds", b"probe_lost_seconds", "probe_share", b"probe_share", "probe_steps", b"probe_steps", "probes", b"probes", "profile_id", b"profile_id", "resembles", b"resembles", "runner_up_drafter", b"runner_up_drafter", "runner_up_gamma", b"runner_up_gamma", "services", b"services", "shifts", b"shifts", "store", b"store", "switch_seconds", b"switch_seconds", "switches", b"switches", "traffic_states", b"traffic_states", "training", b"training", "updates", b"updates", "warm_start", b"warm_start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__bound: _TypeAlias = _typing.Literal["bound"]  # noqa: Y015
+    _WhichOneofArgType__bound: _TypeAlias = _typing.Literal["_bound", b"_bound"]  # noqa: Y015
     _WhichOneofReturnType__limits: _TypeAlias = _typing.Literal["limits"]  # noqa: Y015
     _WhichOneofArgType__limits: _TypeAlias = _typing.Literal["_limits", b"_limits"]  # noqa: Y015
     _WhichOneofReturnType__resembles: _TypeAlias = _typing.Literal["resembles"]  # noqa: Y015
@@ -904,6 +916,8 @@ class ExplainResponse(_message.Message):
     _WhichOneofArgType__training: _TypeAlias = _typing.Literal["_training", b"_training"]  # noqa: Y015
     _WhichOneofReturnType__updates: _TypeAlias = _typing.Literal["updates"]  # noqa: Y015
     _WhichOneofArgType__updates: _TypeAlias = _typing.Literal["_updates", b"_updates"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__bound) -> _WhichOneofReturnType__bound | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__limits) -> _WhichOneofReturnType__limits | None: ...
     @_typing.overload
@@ -942,6 +956,57 @@ class PastTraffic(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PastTraffic: _TypeAlias = PastTraffic  # noqa: Y015
+
+@_typing.final
+class TokenTimeBound(_message.Message):
+    """How a bound on the mean time between a sequence's output tokens stands at one batch size."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SECONDS_FIELD_NUMBER: _builtins.int
+    OVERRIDE_ID_FIELD_NUMBER: _builtins.int
+    EXPECTED_SECONDS_FIELD_NUMBER: _builtins.int
+    ATTAINABLE_FIELD_NUMBER: _builtins.int
+    EXCLUDED_DRAFTER_FIELD_NUMBER: _builtins.int
+    EXCLUDED_GAMMA_FIELD_NUMBER: _builtins.int
+    KEPT_UP_TO_FIELD_NUMBER: _builtins.int
+    seconds: _builtins.float
+    override_id: _builtins.str
+    """The override that has set it; empty: the setting `planner.tpot_ceiling_seconds`."""
+    expected_seconds: _builtins.float
+    """Of the planned choice."""
+    attainable: _builtins.bool
+    """A choice that may run here keeps it."""
+    excluded_drafter: _builtins.str
+    """The choice that would have been made without it; absent where that is the same one."""
+    excluded_gamma: _builtins.int
+    kept_up_to: _builtins.int
+    """Up to this batch size some choice keeps every row's bound; 0: not even in the smallest batches."""
+    def __init__(
+        self,
+        *,
+        seconds: _builtins.float = ...,
+        override_id: _builtins.str = ...,
+        expected_seconds: _builtins.float = ...,
+        attainable: _builtins.bool = ...,
+        excluded_drafter: _builtins.str | None = ...,
+        excluded_gamma: _builtins.int | None = ...,
+        kept_up_to: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_excluded_drafter", b"_excluded_drafter", "_excluded_gamma", b"_excluded_gamma", "excluded_drafter", b"excluded_drafter", "excluded_gamma", b"excluded_gamma"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_excluded_drafter", b"_excluded_drafter", "_excluded_gamma", b"_excluded_gamma", "attainable", b"attainable", "excluded_drafter", b"excluded_drafter", "excluded_gamma", b"excluded_gamma", "expected_seconds", b"expected_seconds", "kept_up_to", b"kept_up_to", "override_id", b"override_id", "seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__excluded_drafter: _TypeAlias = _typing.Literal["excluded_drafter"]  # noqa: Y015
+    _WhichOneofArgType__excluded_drafter: _TypeAlias = _typing.Literal["_excluded_drafter", b"_excluded_drafter"]  # noqa: Y015
+    _WhichOneofReturnType__excluded_gamma: _TypeAlias = _typing.Literal["excluded_gamma"]  # noqa: Y015
+    _WhichOneofArgType__excluded_gamma: _TypeAlias = _typing.Literal["_excluded_gamma", b"_excluded_gamma"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__excluded_drafter) -> _WhichOneofReturnType__excluded_drafter | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__excluded_gamma) -> _WhichOneofReturnType__excluded_gamma | None: ...
+
+Global___TokenTimeBound: _TypeAlias = TokenTimeBound  # noqa: Y015
 
 @_typing.final
 class TrainingExplanation(_message.Message):
@@ -1130,6 +1195,8 @@ class OverrideLimits(_message.Message):
     OVERRIDES_FIELD_NUMBER: _builtins.int
     GAMMA_BY_FIELD_NUMBER: _builtins.int
     DRAFTER_BY_FIELD_NUMBER: _builtins.int
+    TPOT_MAX_SECONDS_FIELD_NUMBER: _builtins.int
+    TPOT_BY_FIELD_NUMBER: _builtins.int
     gamma_min: _builtins.int
     gamma_max: _builtins.int
     drafter: _builtins.str
@@ -1137,6 +1204,9 @@ class OverrideLimits(_message.Message):
     off: _builtins.bool
     exploration_denied: _builtins.bool
     drafter_by: _builtins.str
+    tpot_max_seconds: _builtins.float
+    """The strictest of the overrides' bounds on the time per output token, and the override of that."""
+    tpot_by: _builtins.str
     @_builtins.property
     def denied_drafters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -1161,12 +1231,16 @@ class OverrideLimits(_message.Message):
         overrides: _abc.Iterable[_builtins.str] | None = ...,
         gamma_by: _abc.Iterable[_builtins.str] | None = ...,
         drafter_by: _builtins.str = ...,
+        tpot_max_seconds: _builtins.float | None = ...,
+        tpot_by: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tpot_max_seconds", b"_tpot_max_seconds", "tpot_max_seconds", b"tpot_max_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["denied_drafters", b"denied_drafters", "drafter", b"drafter", "drafter_by", b"drafter_by", "exploration_denied", b"exploration_denied", "gamma_by", b"gamma_by", "gamma_max", b"gamma_max", "gamma_min", b"gamma_min", "off", b"off", "overrides", b"overrides"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tpot_max_seconds", b"_tpot_max_seconds", "denied_drafters", b"denied_drafters", "drafter", b"drafter", "drafter_by", b"drafter_by", "exploration_denied", b"exploration_denied", "gamma_by", b"gamma_by", "gamma_max", b"gamma_max", "gamma_min", b"gamma_min", "off", b"off", "overrides", b"overrides", "tpot_by", b"tpot_by", "tpot_max_seconds", b"tpot_max_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__tpot_max_seconds: _TypeAlias = _typing.Literal["tpot_max_seconds"]  # noqa: Y015
+    _WhichOneofArgType__tpot_max_seconds: _TypeAlias = _typing.Literal["_tpot_max_seconds", b"_tpot_max_seconds"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tpot_max_seconds) -> _WhichOneofReturnType__tpot_max_seconds | None: ...
 
 Global___OverrideLimits: _TypeAlias = OverrideLimits  # noqa: Y015
 

@@ -59,6 +59,8 @@ def everything(running: Engine) -> None:
     running.run(60)
     core.set_overrides([override("pin", Rule(gamma=2)), override("w", Rule(deny_updates=True))])
     running.run(20, batch_size=20)
+    core.set_overrides([override("slow", Rule(tpot_max_seconds=0.1 / 7))])
+    running.run(20, batch_size=20)
     core.set_overrides([])
     core.begin_from([Belief("dflash", "chat <b>", (0.9,), (30.0,))], "elsewhere")
     running.run(20)

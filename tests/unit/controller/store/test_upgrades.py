@@ -8,6 +8,7 @@ import contextlib
 import json
 import sqlite3
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,12 @@ import redis
 
 from controller.core.cost.profile import Profile
 from controller.core.errors import InvalidProfileError
-from controller.core.planning.overrides import InvalidOverrideError
+from controller.core.planning.overrides import InvalidOverrideError, Rule
 from controller.service.net.access import AccessFileError, AccessList
 from controller.store.file_store import FileStore
 from controller.store.interface import Actor, StoreBrokenError
 from controller.store.redis_store import RedisStore
-from controller.wire.overrides import from_body
+from controller.wire.overrides import from_body, to_body
 from tests.support.redis_server import RedisServer
 from tests.unit.controller.core.cost.small_profile import PROFILE
 
@@ -120,6 +121,18 @@ def fill(client: redis.Redis, tag: str, entry: dict[str, Any]) -> None:
     client.set(f"{tag}:revision", 7)
     client.set(f"{tag}:entry:slow", json.dumps(entry))
     client.zadd(f"{tag}:live", {"slow": "inf"})
+
+
+def test_an_override_without_a_bound_is_written_as_versions_before_bounds_wrote_it():
+    override = from_body(BODY)
+    assert override.rule.tpot_max_seconds is None
+    assert to_body(override) == BODY
+
+
+def test_a_bound_is_stored_to_the_last_bit():
+    override = replace(from_body(BODY), rule=Rule(tpot_max_seconds=0.1 / 7))
+    assert '"tpotMaxSeconds":' in to_body(override)
+    assert from_body(to_body(override)) == override
 
 
 def test_an_override_with_a_rule_of_a_newer_version_is_refused_by_the_name_of_the_rule():

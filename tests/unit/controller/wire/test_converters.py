@@ -2,7 +2,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.core.engine.explanation import ArmValue, Explanation, PastTraffic, PositionEstimate
+from controller.core.engine.explanation import (
+    ArmValue,
+    BoundState,
+    Explanation,
+    PastTraffic,
+    PositionEstimate,
+)
 from controller.core.engine_spec import (
     MAX_BATCH_SIZE,
     MAX_GAMMA,
@@ -23,6 +29,7 @@ from controller.core.model_shapes import (
     ModelShape,
 )
 from controller.core.plan import Plan, PlanRow, Probe, Reason, Regime, RegimeMode
+from controller.core.planning.token_time import TokenTimeBound
 from controller.core.step_report import MIN_STEP_SECONDS, ClassCounts, StepFlags, StepReport
 from controller.wire.engines import engine_from_proto, engine_to_proto
 from controller.wire.explanations import explanation_to_proto
@@ -217,6 +224,7 @@ def test_an_explanation_goes_out_whole():
                 extrapolated=True,
                 cost_drift=1.25,
                 catch_up_seconds=0.003,
+                seconds_per_token=0.004,
             ),
         ),
         (PositionEstimate("mtp", 1, 0.75, 120.0, "code"),),
@@ -237,6 +245,7 @@ def test_an_explanation_goes_out_whole():
         switch_seconds=0.0002,
         resembles=PastTraffic(90.0, 30.0, 2),
         traffic_states=3,
+        bound=BoundState(TokenTimeBound(0.02, "slow"), 0.004, True, Arm("mtp", 5), 48),
     )
     message = explanation_to_proto(explanation)
     assert message == service_pb2.ExplainResponse(
@@ -255,6 +264,7 @@ def test_an_explanation_goes_out_whole():
                 extrapolated=True,
                 cost_drift=1.25,
                 catch_up_seconds=0.003,
+                seconds_per_token=0.004,
             )
         ],
         positions=[
@@ -284,4 +294,13 @@ def test_an_explanation_goes_out_whole():
         resembles=service_pb2.PastTraffic(began_seconds_ago=90.0, ended_seconds_ago=30.0, visits=2),
         traffic_states=3,
         prior="roofline",
+        bound=service_pb2.TokenTimeBound(
+            seconds=0.02,
+            override_id="slow",
+            expected_seconds=0.004,
+            attainable=True,
+            excluded_drafter="mtp",
+            excluded_gamma=5,
+            kept_up_to=48,
+        ),
     )

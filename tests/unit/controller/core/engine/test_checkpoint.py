@@ -41,12 +41,14 @@ def attend(engine: Engine) -> None:
 
 
 PINS = (override("pin", Rule(gamma=2)), override("no", Rule(off=True)))
+BOUND = override("slow", Rule(tpot_max_seconds=0.004))
 WARM = [Belief("eagle3", label, (0.5, 0.25), (8.0, 4.0)) for label in ("", "new")]
 ACTIONS: dict[str, Callable[[Engine], object]] = {
     "run": lambda engine: engine.run(30),
     "large": lambda engine: engine.run(10, batch_size=24, acceptance=0.5),
     "shift": lambda engine: engine.run(20, acceptance=0.1),
     "pin": lambda engine: engine.core.set_overrides(PINS),
+    "bound": lambda engine: engine.core.set_overrides([BOUND]),
     "free": lambda engine: engine.core.set_overrides([]),
     "force": lambda engine: engine.core.force(Arm("dflash", 3)),
     "release": lambda engine: engine.core.force(None),
@@ -121,6 +123,7 @@ def test_what_is_not_recorded_never_changes(policy):
     clock = VirtualClock()
     core = fresh(clock, policy)
     engine = Engine(core, clock)  # type: ignore[arg-type]
+    act("bound", engine)
     before = _not_recorded(core)
     for action in ("run", "shift", "large", "attend", "run"):
         act(action, engine)

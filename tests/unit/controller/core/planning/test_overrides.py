@@ -57,6 +57,7 @@ def rules(draw: st.DrawFn) -> Rule:
                 Rule(drafter=drafter),
                 Rule(deny_drafters=(drafter,)),
                 Rule(deny_exploration=True),
+                Rule(tpot_max_seconds=(1 + low) / 100),
                 Rule(deny_updates=True),
                 Rule(regime=Regime(RegimeMode.ONLINE, 1 + low)),
                 Rule(regime=Regime(RegimeMode.COLLECT)),
@@ -186,6 +187,22 @@ def test_every_bound_in_force_was_asked_for_by_the_override_that_is_named(overri
     bounds = {bound for name in limits.gamma_by for bound in ranges[name]}
     assert {limits.gamma_min, limits.gamma_max} <= bounds | {0, MAX_GAMMA}
     assert limits.gamma_min <= limits.gamma_max
+
+
+@given(sets, batches)
+@settings(max_examples=300, deadline=None)
+def test_of_the_bounds_on_the_time_per_token_the_smallest_holds_whoever_has_set_it(
+    overrides, batch
+):
+    limits = merge(overrides, SPEC, batch)
+    asked = {
+        o.override_id: o.rule.tpot_max_seconds
+        for o in overrides
+        if o.covers(SPEC, batch) and o.rule.tpot_max_seconds is not None
+    }
+    assert limits.tpot_max_seconds == min(asked.values(), default=None)
+    assert asked.get(limits.tpot_by) == limits.tpot_max_seconds
+    assert bool(limits.tpot_by) == bool(asked)
 
 
 def test_the_sentence_names_every_rank_in_order():
@@ -358,6 +375,15 @@ def test_an_override_that_cannot_be_is_refused(change, message):
         ({"deny_drafters": ("a", "a")}, "named twice"),
         ({"deny_drafters": tuple("abcdefghijklmnopq")}, "16 at most"),
         ({"drafter": ""}, "drafter: 0 characters"),
+        (
+            {"tpot_max_seconds": 0.0},
+            "a time per output token is at least 1e-06 s",
+        ),
+        ({"tpot_max_seconds": -0.01}, "tpot_max_seconds -0.01"),
+        ({"tpot_max_seconds": 0.9e-6}, "tpot_max_seconds 9e-07"),
+        ({"tpot_max_seconds": 3601.0}, "at most 3600 s"),
+        ({"tpot_max_seconds": float("inf")}, "tpot_max_seconds inf"),
+        ({"tpot_max_seconds": float("nan")}, "tpot_max_seconds nan"),
         ({"regime": Regime(RegimeMode.ONLINE, 0)}, "need a stride"),
         ({"regime": Regime(RegimeMode.OFF, 3)}, "nothing else has one"),
         ({"regime": Regime(RegimeMode.ONLINE, 3), "deny_updates": True}, "pinned and denied"),

@@ -83,22 +83,6 @@ def test_a_switch_must_pay_back_its_catch_up():
     assert planner.choice == [1]
 
 
-def test_a_ceiling_on_the_time_between_tokens_rules_arms_out():
-    settings_ = PlannerSettings(probe_share=0.0, tpot_ceiling_seconds=0.01)
-    table = [[100.0], [200.0], [150.0], [50.0]]
-    seconds = [[0.02], [0.02], [0.02], [0.005]]
-    planner = Planner(ARMS, (1,), settings_)
-    planner.update(values(table, seconds=seconds), CALM)
-    assert planner.choice == [3]
-
-
-def test_a_ceiling_that_nothing_keeps_rules_nothing_out():
-    settings_ = PlannerSettings(probe_share=0.0, tpot_ceiling_seconds=0.001)
-    planner = Planner(ARMS, (1,), settings_)
-    planner.update(values([[100.0], [200.0], [150.0], [50.0]], seconds=[[0.02]] * 4), CALM)
-    assert planner.choice == [1]
-
-
 def test_where_traffic_shifts_often_a_small_gain_does_not_buy_blindness():
     table = [[100.0], [97.0], [90.0], [80.0]]
     seconds = [[0.01]] * 4
