@@ -99,6 +99,8 @@ def _print_explanation(answer: "service_pb2.ExplainResponse") -> None:
     print_wide(_arms_table(answer))
     if any(arm.extrapolated for arm in answer.arms):
         print_wide(Text("* outside of what the profile measured"))
+    if any(_above_bound(answer, arm) for arm in answer.arms):
+        print_wide(Text("! above the bound"))
     print_wide(_positions_table(answer))
     if answer.HasField("updates"):
         print_wide(_strides_table(answer.updates))
@@ -115,6 +117,7 @@ def _arms_table(answer: "service_pb2.ExplainResponse") -> "Table":
         "", "drafter", "gamma", "accepted", "step ms",
         *(["drift"] if drifted else []),
         *(["catch-up ms"] if priced else []),
+        *(["ms a token"] if answer.HasField("bound") else []),
         "tokens/s", "of best", "could be",
         title=f"{answer.engine_id} at B = {answer.batch_size}",
     )  # fmt: skip
@@ -128,11 +131,20 @@ def _arms_table(answer: "service_pb2.ExplainResponse") -> "Table":
             f"{arm.step_seconds * 1e3:.2f}{'*' if arm.extrapolated else ''}",
             *([f"x{arm.cost_drift:.2f}"] if drifted else []),
             *([f"{arm.catch_up_seconds * 1e3:.2f}"] if priced else []),
+            *([_token_ms(answer, arm)] if answer.HasField("bound") else []),
             f"{arm.tokens_per_second:.0f}",
             f"{arm.tokens_per_second / best:.3f}" if best else "-",
             _could_be(arm),
         )
     return table
+
+
+def _token_ms(answer: "service_pb2.ExplainResponse", arm: "service_pb2.ArmExplanation") -> str:
+    return f"{arm.seconds_per_token * 1e3:.2f}{'!' if _above_bound(answer, arm) else ''}"
+
+
+def _above_bound(answer: "service_pb2.ExplainResponse", arm: "service_pb2.ArmExplanation") -> bool:
+    return answer.HasField("bound") and arm.seconds_per_token > answer.bound.seconds
 
 
 def _could_be(arm: "service_pb2.ArmExplanation") -> str:
@@ -244,7 +256,7 @@ def _in_words(answer: "service_pb2.ExplainResponse") -> str:
     warm = f"acceptance began from {answer.warm_start}\n" if answer.warm_start else ""
     return (
         f"plan {plan.epoch}: {_reason(plan.reason)}; {plan.reason_detail}\n"
-        f"{_lost_text(answer.lost)}"
+        f"{_lost_text(answer.lost)}{_bound_text(answer)}"
         f"{_updates_text(answer)}{_training_text(answer)}"
         f"costs: {costs}; context {answer.kv_tokens_per_sequence:.0f} tokens a sequence; "
         f"{answer.cost_outliers} step times left out as outliers\n"
@@ -276,6 +288,26 @@ def resembles_text(answer: "service_pb2.ExplainResponse") -> str:
     return (
         f"; it resembles {began} to {ended}, seen {_counted(past.visits, 'time', 'times')} before"
     )
+
+
+def _bound_text(answer: "service_pb2.ExplainResponse") -> str:
+    """Tells which bound on the time per output token is in force, whose it is, and if it binds."""
+    if not answer.HasField("bound"):
+        return ""
+    it = answer.bound
+    whose = f"override {it.override_id}" if it.override_id else "planner.tpot_ceiling_seconds"
+    if it.expected_seconds > it.seconds:
+        found = f"not kept, {it.expected_seconds / it.seconds:.3g} times as long is expected"
+        found += "" if it.attainable else ", and no choice keeps it here"
+    elif it.HasField("excluded_drafter"):
+        found = f"it excludes {it.excluded_drafter} gamma {it.excluded_gamma}"
+    else:
+        found = "kept, and without it the choice would be the same"
+    if it.kept_up_to:
+        where = f"some choice keeps it in every batch up to {it.kept_up_to}"
+    else:
+        where = "no choice keeps it even in the smallest batches"
+    return f"bound of {it.seconds * 1e3:g} ms a token ({whose}): {found}; {where}\n"
 
 
 def _counted(number: int, one: str, several: str) -> str:
@@ -323,6 +355,8 @@ def _standing(it: "policy_pb2.Override", limits: "service_pb2.OverrideLimits") -
         by |= set(limits.gamma_by)
     if rule.HasField("drafter") and limits.drafter_by not in {"", it.override_id}:
         by.add(limits.drafter_by)
+    if rule.HasField("tpot_max_seconds") and limits.tpot_by not in {"", it.override_id}:
+        by.add(limits.tpot_by)
     return f" (shadowed by {', '.join(sorted(by))})" if by else ""
 
 

@@ -53,6 +53,10 @@ def set_(
     at_most: Annotated[
         int | None, typer.Option(min=0, max=UINT32_MAX, help="No longer drafts.")
     ] = None,
+    tpot_max_ms: Annotated[
+        float | None,
+        typer.Option(help="At most so many milliseconds per output token, on the mean."),
+    ] = None,
     drafter: Annotated[str | None, typer.Option(help="Only this drafter.")] = None,
     regime: Annotated[
         str | None, typer.Option(help="Online updates: off, collect, or online:STRIDE.")
@@ -99,6 +103,7 @@ def set_(
         off=off, gamma=gamma, gamma_min=at_least, gamma_max=at_most, drafter=drafter,
         deny_drafters=deny_drafter or [], deny_updates=deny_updates,
         deny_exploration=deny_exploration,
+        tpot_max_seconds=None if tpot_max_ms is None else tpot_max_ms / 1e3,
     )  # fmt: skip
     _add_regime(rule, regime)
     low, high = _batch_range(batch)
@@ -299,6 +304,11 @@ def _effect_lines(effect: "policy_pb2.OverrideEffect") -> list[str]:
         f"  B {_sizes(stuck)}: the overrides leave nothing that this "
         "engine can run, so it does not speculate there"
         for stuck in effect.stuck
+    ]
+    lines += [
+        f"  B {_sizes(above)}: no choice that is left keeps the bound on the time per output "
+        "token, so the one with the smallest time runs there"
+        for above in effect.above_bound
     ]
     if effect.regime_changes:
         before = regime_text(effect.regime_before) if effect.HasField("regime_before") else ""

@@ -199,6 +199,7 @@ function showEngine() {
     "switches, shifts": `${evidence.switches}, ${evidence.shifts}`,
     context: `${evidence.kv_tokens_per_sequence.toFixed(0)} tokens`,
     rule: evidence.policy,
+    ...(evidence.bound ? { "time per token": boundText(evidence.bound) } : {}),
   });
   find("time").replaceChildren(...timeChart(shown.points, drafters, find("time").clientWidth));
   showCosts(costs, drafters, evidence);
@@ -208,6 +209,11 @@ function showEngine() {
     put("strong", {}, `${it.was} → ${it.arm}`), ` at B = ${it.batch_size} `, put("span", { class: "pill" }, it.reason),
     ...(it.regime === "off" ? [] : [" ", put("span", { class: "pill" }, it.regime)]),
     put("span", { class: "detail" }, it.detail))));
+}
+
+function boundText(bound) {
+  const [expected, most] = [bound.expected_seconds, bound.seconds].map((it) => (1000 * it).toPrecision(3));
+  return `${expected} ms of at most ${most} ms${bound.kept ? "" : ", not kept"}`;
 }
 
 function showFacts(facts) {

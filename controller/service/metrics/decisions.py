@@ -35,6 +35,29 @@ DECISION: Final[tuple[Family[EngineSnapshot], ...]] = (
         label="reason",
     ),
     Family(
+        _GAUGE, "speculation_tpot_bound_seconds",
+        "Bound on the mean time per output token at the last reported batch size, by setting or "
+        "override; absent without one.",
+        lambda e: e.explanation.bound.bound.seconds if e.explanation.bound else None,
+        unit="seconds",
+    ),
+    Family(
+        _GAUGE, "speculation_tpot_bound_kept",
+        "1 if the planned choice is expected to keep that bound, 0 if not.",
+        lambda e: e.explanation.bound.is_kept if e.explanation.bound else None,
+    ),
+    Family(
+        _GAUGE, "speculation_tpot_bound_binds",
+        "1 if that bound changes the choice or is not kept, 0 if not.",
+        lambda e: e.explanation.bound.binds if e.explanation.bound else None,
+    ),
+    Family(
+        _GAUGE, "speculation_tpot_bound_batch_size",
+        "Largest batch size up to which every batch has a choice that is expected to keep its "
+        "bound; 0: not even the smallest has one.",
+        lambda e: e.explanation.bound.kept_up_to if e.explanation.bound else None,
+    ),
+    Family(
         _COUNTER, "speculation_switches", "Changes of the planned choice, over all batch sizes.",
         lambda e: e.session.core.switches,
     ),
@@ -101,6 +124,14 @@ ESTIMATES: Final[tuple[Family[EngineSnapshot], ...]] = (
         _GAUGE, "speculation_predicted_step_seconds",
         "Expected time of a step of the planned choice at the last reported batch size.",
         lambda e: e.chosen.step_seconds, unit="seconds",
+    ),
+    Family(
+        _GAUGE, "speculation_expected_tpot_seconds",
+        "Expected mean time between a sequence's output tokens with the planned choice, at the "
+        "last reported batch size.",
+        lambda e: e.chosen.seconds_per_token,
+        unit="seconds", like="sglang:request_time_per_output_token_seconds, "
+        "vllm:request_time_per_output_token_seconds (observed)",
     ),
     Family(
         _COUNTER, "speculation_plain_seconds",

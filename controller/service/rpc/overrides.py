@@ -198,8 +198,9 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
         """On every engine of this sidecar in its scope, by engine id."""
         found = []
         for session in self._override_registry.sessions_of(of.scope):
-            effect = effect_on(session.spec, of, before, after)
-            rows = session.core.preview(after) if effect.arms else ()
+            ceiling_seconds = session.core.tpot_ceiling_seconds
+            effect = effect_on(session.spec, of, before, after, ceiling_seconds)
+            rows = session.core.preview(after) if effect.arms or effect.bound else ()
             found.append(
                 messages.effect_to_proto(session.engine_id, rows, effect, _timing(session))
             )

@@ -120,7 +120,23 @@ def engine_detail(view: EngineSnapshot) -> dict[str, Any]:
             "cost_outliers": explanation.cost_outliers,
             "kv_tokens_per_sequence": explanation.kv_tokens_per_sequence,
             "warm_start": explanation.warm_start,
+            "bound": _bound(explanation),
         },
+    }
+
+
+def _bound(explanation: Explanation) -> dict[str, Any] | None:
+    """The bound on the time per output token; None without one.  override_id: "" = the setting."""
+    state = explanation.bound
+    if state is None:
+        return None
+    return {
+        "seconds": state.bound.seconds,
+        "override_id": state.bound.override_id,
+        "expected_seconds": state.expected_seconds,
+        "kept": state.is_kept,
+        "binds": state.binds,
+        "kept_up_to": state.kept_up_to,
     }
 
 

@@ -35,6 +35,7 @@ RULES = st.sampled_from(
     [
         *(Rule(gamma=gamma) for gamma in (0, 1, 3)),
         Rule(gamma_min=2), Rule(gamma_max=1), Rule(off=True), Rule(deny_exploration=True),
+        Rule(tpot_max_seconds=0.001), Rule(tpot_max_seconds=0.02),
         Rule(drafter="mtp"), Rule(deny_drafters=("mtp",)), Rule(deny_updates=True),
         Rule(regime=Regime(RegimeMode.ONLINE, 5)), Rule(regime=Regime(RegimeMode.COLLECT)),
     ]

@@ -66,7 +66,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
         prometheus(folder, port) as server,
         steered_engine(sidecar.address) as engine,
     ):
-        override(sidecar, "--engine", ENGINE, "--at-most", "5")
+        override(sidecar, "--engine", ENGINE, "--at-most", "5", "--tpot-max-ms", "500")
         engine.run_until(lambda: engine.drafts and engine.steps >= 400, "400 steps, some drafted")
         engine.run(5, flags=packets.UNSTEERED)
         engine.run(20)

@@ -280,6 +280,11 @@ def _right() -> dict[str, list[list[Message]]]:
             [policy_pb2.SetOverrideRequest(override=_override(regime=regime), dry_run=True)],
             [
                 policy_pb2.SetOverrideRequest(
+                    override=_override(tpot_max_seconds=0.02), ttl_seconds=0.05
+                )
+            ],
+            [
+                policy_pb2.SetOverrideRequest(
                     override=_override(deny_drafters=["mtp"], gamma_max=3), ttl_seconds=0.05
                 )
             ],

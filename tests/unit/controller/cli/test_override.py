@@ -105,6 +105,7 @@ def test_every_kind_of_rule_can_be_said(sidecar: SidecarProcess):
     rules = {
         "off": (["--fleet", "--off", "--batch", "64-"], "no speculation"),
         "bounds": (["--model", "target", "--at-least", "1", "--at-most", "2"], "gamma <= 2"),
+        "bound": (["--fleet", "--tpot-max-ms", "12.5"], "at most 12.5 ms a token"),
         "drafter": (["--fleet", "--drafter", "mtp", "--batch", "8-12"], "drafter mtp"),
         "regime": (["--engine", "day", "--regime", "online:10"], "regime online:10"),
         "deny": (["--fleet", "--deny-drafter", "dflash", "--deny-updates"], "not drafter dflash"),
@@ -139,6 +140,11 @@ def test_every_kind_of_rule_can_be_said(sidecar: SidecarProcess):
         (["--fleet", "--off", "--batch", "9-3"], "the range is empty"),
         (["--fleet", "--regime", "online"], "online:STRIDE"),
         (["--fleet", "--gamma", "99"], "gamma 99 is outside 0..64"),
+        (
+            ["--fleet", "--tpot-max-ms", "0"],
+            "tpot_max_seconds 0: a time per output token",
+        ),
+        (["--fleet", "--tpot-max-ms", "nan"], "tpot_max_seconds nan"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(
@@ -165,6 +171,30 @@ def test_effects_and_shadows_are_told_in_words(sidecar: SidecarProcess):
     assert "f lasts 5 h from now on" in longer.stdout
     for name in ("n", "f"):
         assert command(sidecar, "clear", name, "--reason", "x").returncode == 0
+
+
+def test_a_bound_is_told_with_what_it_does_and_does_not_reach(sidecar: SidecarProcess):
+    bound = ["set", "--engine", "night", "--reason", "x", "--tpot-max-ms"]
+    loose = command(sidecar, *bound, "500", "--id", "loose")
+    assert loose.returncode == 0, loose.stderr
+    assert "engine night runs as now, but what it may choose from changes" in loose.stdout
+    why = controller("explain", "night", "--address", sidecar.address).stdout
+    assert "ms a token" in why
+    assert (
+        "bound of 500 ms a token (override loose): kept, and without it the choice would be" in why
+    )
+    tight = command(sidecar, *bound, "0.01", "--id", "tight")
+    assert tight.returncode == 0, tight.stderr
+    assert "no choice that is left keeps the bound on the time per output token" in tight.stdout
+    why = controller("explain", "night", "--address", sidecar.address).stdout
+    assert "bound of 0.01 ms a token (override tight): not kept, " in why
+    assert "no choice keeps it here; no choice keeps it even in the smallest batches" in why
+    assert "! above the bound" in why
+    assert "override loose (shadowed by tight): engine night: at most 500 ms a token" in why
+    for name in ("loose", "tight"):
+        assert command(sidecar, "clear", name, "--reason", "x").returncode == 0
+    why = controller("explain", "night", "--address", sidecar.address).stdout
+    assert "ms a token" not in why
 
 
 @pytest.mark.parametrize("dry_run", [(), ("--dry-run",)])

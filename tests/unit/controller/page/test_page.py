@@ -115,6 +115,18 @@ def test_it_draws_history_costs_survival_and_reasons(scene: Scene):
     scene.run_until("document.querySelectorAll('#trail li time').length > 0", 4)
 
 
+def test_a_bound_on_the_time_per_token_is_among_the_facts(scene: Scene):
+    address = ("--address", scene.sidecar.address)
+    words = ("override", "set", "--fleet", "--id", "slow", "--reason", "why", "--tpot-max-ms")
+    set_ = controller(*words, "500", *address)
+    assert set_.returncode == 0, set_.stderr
+    scene.run_until("document.querySelector('#facts').textContent.includes('of at most 500 ms')", 4)
+    assert "not kept" not in scene.page.value("document.querySelector('#facts').textContent")
+    clear = controller("override", "clear", "slow", "--reason", "why", *address)
+    assert clear.returncode == 0, clear.stderr
+    scene.run_until("!document.querySelector('#facts').textContent.includes('of at most')", 4)
+
+
 def test_overrides_are_shown_with_author_and_end_and_nothing_becomes_markup(scene: Scene):
     page = scene.page
     for more in (

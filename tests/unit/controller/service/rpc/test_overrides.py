@@ -205,6 +205,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "empty engine": ({"scope": {"engine_id": ""}, "off": True}, "name the engine"),
     "gamma too large": ({"gamma": 65}, "gamma 65 is outside 0..64"),
     "pinned and bounded": ({"gamma": 3, "gamma_max": 5}, "bounds beside it"),
+    "no time per token": ({"tpot_max_seconds": 0.0}, "tpot_max_seconds 0"),
+    "endless time per token": ({"tpot_max_seconds": float("nan")}, "tpot_max_seconds nan"),
     "off and drafting": ({"off": True, "gamma_min": 1}, "off and drafting"),
     "empty range": ({"off": True, "low": 9, "high": 3}, "the range is empty"),
     "no author": ({"off": True, "author": ""}, "author: 0 characters"),

@@ -116,6 +116,26 @@ async def test_paths_lead_nowhere_else(tmp_path: Path):
         assert (await ask(port, "/" + "x" * 70_000))[0] == 414
 
 
+@pytest.mark.parametrize("ceiling", [0.0, 0.001])
+async def test_it_shows_a_bound_on_the_time_per_token_if_there_is_one(
+    tmp_path: Path, ceiling: float
+):
+    port = free_port()
+    async with serving(
+        tmp_path, page_port=port, planner={"tpot_ceiling_seconds": ceiling}
+    ) as running:
+        await steered(running)
+        _, _, body = await ask(port, "/api/v1/engine?id=engine-0")
+        bound = json.loads(body)["evidence"]["bound"]
+        told = await running.explain()
+        assert (bound is not None) is told.HasField("bound") is (ceiling > 0)
+        if bound is not None:
+            assert (bound["seconds"], bound["override_id"]) == (ceiling, "")
+            assert (bound["kept"], bound["binds"], bound["kept_up_to"]) == (False, True, 0)
+            expected = pytest.approx(told.bound.expected_seconds, rel=0.02)
+            assert bound["expected_seconds"] == expected
+
+
 async def test_it_tells_what_explain_tells_and_no_secret(tmp_path: Path):
     port = free_port()
     async with serving(tmp_path, page_port=port) as running:
