@@ -5,11 +5,12 @@
 tokens_i: what step i gains on average at the true acceptance of the requests in its batch.
 seconds_i: what it takes without noise, including what a switch and catching up cost.  The numerator
 is what plain decoding would have taken for the same tokens at the same batches and contexts, so the
-two need not be aligned.  The luck of a step, a passage or a request counts for nothing, as with the
-oracle (docs/simulation.md): a kind of requests is worth its mean, from a sequential replay.
+two need not be aligned.  The luck of a step counts for nothing, as with the oracle
+(docs/simulation.md): a kind of requests is worth its mean, from a sequential replay.  In traffic
+with memory requests of a kind differ, and a policy may find that out: there, each is worth its own.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,7 @@ from controller.simulation.engine import EngineOptions, simulate
 from controller.simulation.policy import ArmChoice, Policy, Situation, StepRecord
 from controller.simulation.scenario import Scenario
 from controller.simulation.surface import CostSurface
+from controller.simulation.workload import ClosedLoop, RequestPool, Workload
 
 WINDOW = 500
 # The controller is never below BAR in any window, but for a small share of scenarios, which stay
@@ -106,10 +108,20 @@ class AgainstOff:
 
 
 def against_off(
-    scenario: Scenario, policy: Policy | None = None, seed: int = 0, window: int = WINDOW
+    scenario: Scenario,
+    policy: Policy | None = None,
+    seed: int = 0,
+    window: int = WINDOW,
+    *,
+    by_request: bool = False,
 ) -> AgainstOff | None:
-    """Runs the scenario, by default with the production core; None if it has too few steps."""
+    """Runs the scenario, by default with the production core; None if it has too few steps.
+
+    by_request: every request is worth its own mean instead of its kind's.
+    """
     workload, surface, options = scenario.workload(seed), scenario.surface, scenario.options
+    if by_request:
+        workload = _apart(workload)
     expected = Truth(workload, surface).expected_by_kind()
     watched = Watched(policy or controller(scenario), surface, options, expected)
     simulate(workload, surface, watched, options, seed)
@@ -131,3 +143,18 @@ def against_off(
         sum(watched.probes[here]) / window,
         sum(watched.change_seconds[here]) / sum(watched.seconds[here]),
     )
+
+
+def _apart(workload: Workload) -> Workload:
+    """The same workload, in which every request is of a kind of its own."""
+    done: dict[int, RequestPool] = {}
+
+    def apart(pool: RequestPool) -> RequestPool:
+        if id(pool) not in done:
+            done[id(pool)] = replace(pool, kinds=np.arange(pool.requests))
+        return done[id(pool)]
+
+    if isinstance(workload, ClosedLoop):
+        phases = (replace(phase, pool=apart(phase.pool)) for phase in workload.phases)
+        return ClosedLoop(tuple(phases))
+    return replace(workload, pool=apart(workload.pool))

@@ -34,6 +34,11 @@ class Drawn:
     document: dict[str, Any]
     files: dict[str, str]
 
+    @property
+    def has_memory(self) -> bool:
+        """Tells whether requests of a kind differ."""
+        return any("memory" in section for section in self.document["traffic"].values())
+
     def scenario(self, folder: Path) -> Scenario:
         """Makes the scenario; its files are written to the folder."""
         for name, text in self.files.items():

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
 from controller.simulation.scenarios.read import load_scenario
 from tests.support.against_off import BAR, FLOOR, SHARE_BELOW_BAR, WINDOW, against_off
@@ -41,7 +42,7 @@ def _play(number: int, folder: Path) -> dict[str, Any]:
     if drawn is None:
         return {"number": number}
     with tempfile.TemporaryDirectory() as place:
-        found = against_off(drawn.scenario(Path(place)))
+        found = against_off(drawn.scenario(Path(place)), by_request=drawn.has_memory)
     if found is None:
         return {"number": number}
     if found.worst < BAR:
@@ -116,7 +117,9 @@ def _with_progress(results: Iterable[dict[str, Any]], scenarios: int) -> Iterato
 
 def _measure_files(files: Sequence[Path]) -> Iterable[Measurement]:
     for file in files:
-        found = against_off(load_scenario(file))
+        traffic = yaml.safe_load(file.read_text())["traffic"]
+        has_memory = any("memory" in section for section in traffic.values())
+        found = against_off(load_scenario(file), by_request=has_memory)
         if found is None:
             raise SystemExit(f"{file} has fewer than {WINDOW} steps")
         print(f"{file}: {_said(found.worst, found.begins)}")
