@@ -37,7 +37,7 @@ class Drawn:
     @property
     def has_memory(self) -> bool:
         """Tells whether requests of a kind differ."""
-        return any("memory" in section for section in self.document["traffic"].values())
+        return has_memory(self.document)
 
     def scenario(self, folder: Path) -> Scenario:
         """Makes the scenario; its files are written to the folder."""
@@ -57,6 +57,11 @@ class Drawn:
         lines = "".join(f"# {line}\n" for line in comment.splitlines())
         path.write_text(lines + yaml.safe_dump(document | {"name": name}, sort_keys=False))
         return path
+
+
+def has_memory(document: dict[str, Any]) -> bool:
+    """Returns whether requests of a kind differ in the scenario of this file."""
+    return any("memory" in section for section in document["traffic"].values())
 
 
 @st.composite

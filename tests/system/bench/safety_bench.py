@@ -27,7 +27,7 @@ import yaml
 from controller.simulation.scenarios.read import load_scenario
 from tests.support.against_off import BAR, FLOOR, SHARE_BELOW_BAR, WINDOW, against_off
 from tests.support.dealing import dealt
-from tests.support.random_scenarios import scenarios
+from tests.support.random_scenarios import has_memory, scenarios
 from tests.system.bench.measurement import RATIO, Measurement, run
 
 _CODE = ("controller/core", "controller/simulation")
@@ -117,9 +117,8 @@ def _with_progress(results: Iterable[dict[str, Any]], scenarios: int) -> Iterato
 
 def _measure_files(files: Sequence[Path]) -> Iterable[Measurement]:
     for file in files:
-        traffic = yaml.safe_load(file.read_text())["traffic"]
-        has_memory = any("memory" in section for section in traffic.values())
-        found = against_off(load_scenario(file), by_request=has_memory)
+        by_request = has_memory(yaml.safe_load(file.read_text()))
+        found = against_off(load_scenario(file), by_request=by_request)
         if found is None:
             raise SystemExit(f"{file} has fewer than {WINDOW} steps")
         print(f"{file}: {_said(found.worst, found.begins)}")

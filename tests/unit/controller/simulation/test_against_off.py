@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -9,7 +10,8 @@ from hypothesis import given, settings
 from controller.simulation.engine import EngineOptions
 from controller.simulation.peers.static import Static
 from controller.simulation.policy import ArmChoice
-from controller.simulation.scenarios.read import load_scenario
+from controller.simulation.scenarios.place import Place
+from controller.simulation.scenarios.read import load_scenario, parse_scenario
 from tests.support.against_off import against_off
 from tests.support.dealing import dealt
 from tests.support.random_scenarios import scenarios
@@ -94,6 +96,34 @@ def test_the_worst_window_is_where_a_policy_is_worst():
     found = played(small(0.0), LateFailure())
     assert found.begins >= 700
     assert found.worst < found.overall < 1
+
+
+def test_by_request_a_step_is_worth_what_the_requests_of_its_batch_accept():
+    """Long requests, one at a time, which accept more or less than their kind's mean."""
+    document = {
+        "name": "levels",
+        "cost": {"published": "h100-llama3.1-8b", "drafters": ["eagle"]},
+        "traffic": {
+            "chat": {
+                "geometric": {"eagle": 0.6},
+                "memory": {"level_spread": 2.0, "passage_spread": 0.0, "passage_tokens": 8},
+                "output_tokens_mean": 1000,
+                "context_tokens_mean": 400,
+            }
+        },
+        "phases": [{"kind": "chat", "batch": 1, "tokens": 20_000}],
+    }
+    made = parse_scenario(document, Place("levels")).scenario(Path())
+    arm = next(i for i, arm in enumerate(made.surface.arms) if arm.gamma == 3)
+    found = [
+        against_off(made, Static(made.surface.arms, arm), by_request=each)
+        for each in (False, True)
+    ]  # fmt: skip
+    assert found[0] is not None
+    assert found[1] is not None
+    assert found[1].overall == pytest.approx(found[0].overall, rel=0.1)
+    assert found[0].worst == pytest.approx(found[0].overall, rel=0.02)
+    assert found[1].worst < 0.8 * found[1].overall
 
 
 def test_a_run_without_500_steps_has_no_window():
