@@ -171,7 +171,8 @@ async def test_no_request_is_sent_on_a_connection_that_the_server_may_be_closing
 
 async def test_a_phase_that_loses_a_request_is_played_again_and_says_so():
     with ClosingServer(lose=1) as server:
-        played = await play((phase("a", 2, 0, 6), phase("b", 1, 6, 1)), server.url)
+        # One client: with two, the server may read the second one's request after what follows it.
+        played = await play((phase("a", 1, 0, 6), phase("b", 1, 6, 1)), server.url)
     assert [answer.request.index for answer in played.answers] == list(range(7))
     (text,) = played.lost
     assert "phase 'a' was played again: request " in text
