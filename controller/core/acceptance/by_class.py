@@ -35,7 +35,7 @@ class TrafficCurves:
     batch: of the batch that ran last (its classes mixed), by drafter.  states: of the current
     traffic state and of the remembered ones, by drafter.  likely: [octaves, states], how likely
     each state is for a batch of that size; None: the current one is certain.  octave: of the last
-    batch.  resembles: when traffic like the present one was seen before.
+    batch.  resembles: when traffic like the present one was seen before.  batch_size: the last one.
     """
 
     drafters: Mapping[str, AcceptanceCurve]
@@ -45,6 +45,7 @@ class TrafficCurves:
     likely: NDArray[np.float64] | None = None
     octave: int = 0
     resembles: Resemblance | None = None
+    batch_size: int = 0
 
     def by_state(self, arms: Sequence[Arm]) -> NDArray[np.float64]:
         """Returns [states, arms] draft tokens that are accepted of a sequence."""
@@ -55,16 +56,23 @@ class TrafficCurves:
     def expected(
         self, arms: Sequence[Arm], batch_sizes: NDArray[np.float64]
     ) -> NDArray[np.float64]:
-        """Returns [arms, batch sizes] draft tokens that are accepted of a sequence."""
+        """Returns [arms, rows] draft tokens that are accepted of a sequence.
+
+        batch_sizes: [rows], ascending upper ends.
+        """
         if self.likely is None:
             own = np.array([self.batch[arm.drafter].expected[arm.gamma] for arm in arms])
             return np.repeat(own[:, None], len(batch_sizes), axis=1)
         octaves = [octave_of(int(size)) for size in batch_sizes]
+        # The row of the last batch may end in the next octave.
+        row = int(np.searchsorted(batch_sizes, self.batch_size))
+        if row < len(octaves):
+            octaves[row] = self.octave
         mixed: NDArray[np.float64] = (self.likely[octaves] @ self.by_state(arms)).T
         return mixed
 
 
-@recorded("traffic_estimator", "states classes _awaited _mix")
+@recorded("traffic_estimator", "states classes _awaited _batch_size _mix")
 class TrafficEstimator:
     """Owns all acceptance estimators of one engine.
 
@@ -78,6 +86,8 @@ class TrafficEstimator:
         # Warm-start estimates of classes that have not been reported yet: by label and drafter.
         self._awaited: dict[str, dict[str, Belief]] = {}
         self._mix: dict[str, float] = {}
+        # Of the last report.
+        self._batch_size = 0
 
     def use_settings(self, settings: PlannerSettings) -> None:
         """Uses these settings from now on and keeps the evidence."""
@@ -107,6 +117,7 @@ class TrafficEstimator:
 
         now: seconds of the clock, by which traffic states are named.
         """
+        self._batch_size = report.batch_size
         shifted = self.states.fold(report, now)
         if report.classes or self._mix:
             self._fold_classes(report)
@@ -183,8 +194,9 @@ class TrafficEstimator:
             likely = self.states.weights()
             states = (mains, *self.states.remembered_curves()) if likely is not None else ()
             return TrafficCurves(
-                mains, classes, mains, states, likely, self.states.octave, resembles
-            )
+                mains, classes, mains, states, likely, self.states.octave, resembles,
+                self._batch_size,
+            )  # fmt: skip
         batch, rest = {}, max(0.0, 1 - sum(self._mix.values()))
         for name, curve in mains.items():
             expected = [rest * value for value in curve.expected]

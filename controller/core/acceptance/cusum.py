@@ -41,7 +41,7 @@ LARGE = Change(1.5, 1.0, 8.0)
 MODERATE = Change(0.6, 1.7, 60.0)
 
 
-@recorded("cusum", "_up _down _better _worse")
+@recorded("cusum", "_up _down _better _worse _behind")
 class Cusum:
     """Keeps both sums of one estimator, for one kind of change."""
 
@@ -52,13 +52,23 @@ class Cusum:
         self._down = [(0.0, 0.0)] * gamma_max
         self._better = 0.0
         self._worse = 0.0
+        # Exposures behind the estimates that steps are tested against.
+        self._behind = 0.0
 
     def use_settings(self, settings: PlannerSettings) -> None:
         """Uses these settings from now on and keeps the sums."""
         self._limit = self._change.limit * settings.shift_alarm
 
     def believe(self, conditional: Sequence[float], exposures: Sequence[float]) -> None:
-        """Takes the estimates that the next steps are tested against."""
+        """Takes the estimates that the next steps are tested against.
+
+        What they have learnt since the last ones is no evidence against them any more.
+        """
+        behind = exposures[0] if exposures else 0.0
+        left = min(1.0, (self._behind + _PRIOR_TRUST) / (behind + _PRIOR_TRUST))
+        self._better *= left
+        self._worse *= left
+        self._behind = behind
         self._up, self._down = [], []
         logits, half_trust = self._change.logits, self._change.half_trust
         factor = math.exp(logits)

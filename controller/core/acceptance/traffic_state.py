@@ -153,9 +153,11 @@ class Contrast:
 def contrast(of: AcceptanceCurve, against: AcceptanceCurve) -> Contrast:
     """Compares two curves of one drafter."""
     rejected, accepted, total = [], [0.0], 0.0
-    for x, n, y in zip(of.conditional, of.exposures, against.conditional, strict=True):
+    for k, (x, y) in enumerate(zip(of.conditional, against.conditional, strict=True)):
         p, q = _bounded(x), _bounded(y)
-        trust = n / (n + _HALF_TRUST)
+        # A state that has not seen the position predicts nothing that an outcome could refute.
+        n, m = of.exposures[k], against.exposures[k] + against.prior_exposures
+        trust = n / (n + _HALF_TRUST) * m / (m + _HALF_TRUST)
         rejected.append(total + trust * math.log((1 - p) / (1 - q)))
         total += trust * math.log(p / q)
         accepted.append(total)

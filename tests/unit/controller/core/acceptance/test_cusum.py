@@ -1,0 +1,29 @@
+"""A change is called for what the estimates do not explain, and not for what they have learnt."""
+
+from controller.core.acceptance.cusum import Cusum
+from controller.core.settings import PlannerSettings
+
+SETTINGS = PlannerSettings()
+
+
+def steps_until_called(believed, exposures, *, learning):
+    """Steps of 4 sequences, all rejected, until a shift is called; 200: none was."""
+    cusum = Cusum(1, SETTINGS)
+    for step in range(200):
+        if step % 4 == 0:
+            a = believed
+            if learning:
+                a = believed * exposures / (exposures + 4 * step)
+            cusum.believe([a], [exposures + 4 * step])
+        if cusum.fold([4, 0]):
+            return step
+    return 200
+
+
+def test_a_change_of_what_is_well_known_is_called_within_a_few_steps():
+    assert steps_until_called(0.7, 500.0, learning=True) < 8
+
+
+def test_an_estimate_that_is_hardly_more_than_its_prior_learns_instead():
+    assert steps_until_called(0.7, 2.0, learning=True) == 200
+    assert steps_until_called(0.7, 2.0, learning=False) < 200
