@@ -46,7 +46,10 @@ class Regime:
 @recorded("probe")
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Tries another arm for `steps` steps in its row's bucket.  `probe_id` is never reused."""
+    """Tries another arm for `steps` steps, in all rows that name it together.
+
+    `probe_id` is never reused.
+    """
 
     probe_id: int
     arm: Arm

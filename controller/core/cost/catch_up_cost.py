@@ -7,6 +7,9 @@ both follow the seconds that waking steps take beyond a plain one.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from controller.core.cost.drafter_backlog import DrafterBacklog
 from controller.core.engine_spec import Capabilities
 from controller.core.recorded_state import recorded
@@ -32,7 +35,10 @@ class CatchUpPrice:
     per_token: float
 
 
-@recorded("catch_up", "_backlog _fixed _rate _wakings _tokens _squares _seconds _products")
+@recorded(
+    "catch_up",
+    "_backlog _fixed _kv_tokens _batch_size _rate _wakings _tokens _squares _seconds _products",
+)
 class CatchUp:
     """Tracks each drafter's backlog and what reading it costs.  One object per engine.
 
@@ -44,6 +50,8 @@ class CatchUp:
         self, drafters: Sequence[str], seconds_per_token: float, able: Capabilities
     ) -> None:
         self._backlog = DrafterBacklog(drafters, able)
+        # Of the last report.
+        self._kv_tokens, self._batch_size = 0, 1
         self.use(seconds_per_token)
 
     def use(self, seconds_per_token: float) -> None:
@@ -67,11 +75,14 @@ class CatchUp:
 
         expected_seconds: of a plain step of this shape.
         """
+        self._kv_tokens, self._batch_size = report.kv_tokens, report.batch_size
         behind = self._backlog.observe(report)
         if behind > 0 and not (report.flags.after_gap or report.flags.first_use):
             excess = report.step_seconds - expected_seconds
-            # One outlier must not make waking look expensive for the next fifty.
-            excess = min(excess, 4 * expected_seconds)
+            # One outlier must not make waking look expensive for the next fifty, but reading many
+            # tokens may take as long as some steps that generate as many.
+            plain = max(4.0, behind / (4 * report.batch_size))
+            excess = min(excess, plain * expected_seconds)
             self._learn(excess, behind)
         return behind > 0
 
@@ -93,6 +104,22 @@ class CatchUp:
     def seconds(self) -> Mapping[str, float]:
         """Returns by drafter what using it in the next step costs beyond the step."""
         return {
-            name: self._fixed + self._rate * backlog if backlog else 0.0
+            name: self._fixed + self._rate * min(backlog, self._kv_tokens) if backlog else 0.0
+            for name, backlog in self._backlog.now.items()
+        }
+
+    def by_batch(
+        self, sizes: NDArray[np.float64], context: NDArray[np.float64]
+    ) -> Mapping[str, NDArray[np.float64]]:
+        """Returns the same, [buckets], if the next step has another batch.
+
+        sizes, context: [buckets] sequences, and tokens of a sequence.  The next batch may still be
+        the present requests, so their context counts where it is longer.
+        """
+        tokens = sizes * np.maximum(context, self._kv_tokens / self._batch_size)
+        return {
+            name: self._fixed + self._rate * np.minimum(backlog, tokens)
+            if backlog
+            else np.zeros(len(sizes))
             for name, backlog in self._backlog.now.items()
         }

@@ -13,7 +13,8 @@ class DrafterBacklog:
 
     A drafter misses what the engine generates while it sleeps (gamma = 0) or, in an engine whose
     drafters do not follow the stream by themselves, while another drafter runs.  One that sleeps
-    may catch up by itself every so many steps (`Capabilities.catch_up_steps`).
+    may catch up by itself every so many steps (`Capabilities.catch_up_steps`).  Tokens of requests
+    that have ended are among them: no drafter reads more than what is in the KV cache.
     """
 
     def __init__(self, drafters: Sequence[str], able: Capabilities) -> None:
@@ -48,10 +49,10 @@ class DrafterBacklog:
             self._backlog = dict.fromkeys(self._backlog, 0.0)
         else:
             self._slept_steps += 1
-        behind = self._backlog[report.drafter]
+        behind = min(self._backlog[report.drafter], float(report.kv_tokens))
         for name, backlog in self._backlog.items():
             if not runs or (self._apart and name != report.drafter):
-                self._backlog[name] = min(backlog + gained, float(report.kv_tokens + gained))
+                self._backlog[name] = backlog + gained
             elif report.gamma > 0:
                 self._backlog[name] = 0.0
         return behind if runs and report.gamma > 0 else 0.0

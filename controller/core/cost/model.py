@@ -59,11 +59,15 @@ _CHANGE_MIN = 0.1
 _LEAP_MIN = 0.3
 _LEAP_SHARE = 0.2
 _STEPS_SURE = 4
+# A cell with fewer steps is new.
+_STEPS_NEW = 2
 # Steps of other cells after which a cell's own evidence has lost two thirds of its weight.
 _IDLE_STEPS = 2000.0
 _NEAR_OCTAVES = 1.0
 _STEPS_AN_UPDATE = 8
 _STEPS_KNOWN = 32
+# Steps in a bucket after which it is not enough that gamma = 0 has run close by.
+_STEPS_SETTLED = 48
 _CELL_RATE_MIN = 0.01
 _SCATTER_START = 0.05
 _SCATTER_MIN = 0.01
@@ -71,6 +75,8 @@ _SCATTER_RATE = 0.02
 _OUTLIER_SCALES = 6.0
 _OUTLIER_FLOOR = 0.4
 _OUTLIERS_THAT_ARE_NEWS = 6
+# The same, in a cell that is hardly known.
+_SURPRISES = 2
 # A step that is faster than believed by more than this (log seconds) was not timed right.
 _FASTER_MAX = 3.0
 _SURPRISE_RATE = 0.2
@@ -181,6 +187,11 @@ class CostModel:
         profiled, prior = settings.cost_drift_max_profiled, settings.cost_drift_max_prior
         self._drift_max = math.log(profiled if self.profile_id else prior)
 
+    @property
+    def sizes(self) -> NDArray[np.float64]:
+        """Returns the buckets' batch sizes."""
+        return self._buckets
+
     def bucket_of(self, batch_size: int) -> int:
         """Returns the index of the bucket that serves a batch size."""
         return min(bisect_left(self._bucket_list, batch_size), len(self._bucket_list) - 1)
@@ -246,7 +257,8 @@ class CostModel:
             self._outliers_in_a_row = 0
             return False
         self._outliers_in_a_row += 1
-        if self._outliers_in_a_row >= _OUTLIERS_THAT_ARE_NEWS:
+        known = self._cell_steps[arm, bucket] >= _STEPS_SURE
+        if self._outliers_in_a_row >= (_OUTLIERS_THAT_ARE_NEWS if known else _SURPRISES):
             return False
         self.rejected += 1
         return True
@@ -351,6 +363,10 @@ class CostModel:
         self._correction = bounded + self._cell
         self._factors: NDArray[np.float64] = np.exp(self._correction)
 
+    def is_new(self, arm: int, batch_size: int) -> bool:
+        """Returns whether hardly a plain step has shown what this arm (by index) costs there."""
+        return bool(self._cell_steps[arm, self.bucket_of(batch_size)] < _STEPS_NEW)
+
     def is_known(self, arm: int, batch_size: int) -> bool:
         """Returns whether plain steps of this arm (by index) have shown what it costs there."""
         return bool(self._cell_steps[arm, self.bucket_of(batch_size)] >= _STEPS_SURE)
@@ -373,6 +389,13 @@ class CostModel:
         kv_seconds = self._kv_rate * (kv_tokens_per_sequence - self._kv_reference) * self._buckets
         return np.maximum(self._grid + kv_seconds, 0.1 * self._grid)
 
+    def _off_has_run(self) -> NDArray[np.bool_]:
+        """Returns [buckets], whether gamma = 0 has run there, or, if little else has, close by."""
+        there = (self._cell_seen[self._off] > 0).any(axis=0)
+        settled = self._cell_steps.sum(axis=0) >= _STEPS_SETTLED
+        found: NDArray[np.bool_] = np.where(settled, there, self._near @ there)
+        return found
+
     def uncertainty(self) -> CostUncertainty:
         """Returns how uncertain the costs are now, as a copy that later steps do not change."""
         idle = self.steps - self._cell_seen
@@ -383,7 +406,7 @@ class CostModel:
             self._cell_seen > 0,
             *self._variances(),
             self._disagreed.copy(),
-            self._near @ (self._cell_seen[self._off] > 0).any(axis=0),
+            self._off_has_run(),
             self._order,
             bool(self.prior),
         )

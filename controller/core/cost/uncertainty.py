@@ -24,7 +24,8 @@ class CostUncertainty:
     [arms, buckets], evidence in each cell, what it lost since included.  ran: [arms, buckets].
     cell: variance of what a single cell adds before any step; noise: variance of one step.
     disagreed: [buckets] error of the estimates (log seconds) that was found since gamma = 0 ran.
-    off_ran: [buckets], whether gamma = 0 has ever run there or at a similar batch size.
+    off_ran: [buckets], whether gamma = 0 has ever run there, or, in a bucket with few steps, at a
+    similar batch size.
     guessed: there is no profile.
     """
 

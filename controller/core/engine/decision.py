@@ -27,7 +27,7 @@ class Estimates:
     """Holds all estimates of one moment, before overrides determine a plan's rows.
 
     costs, drift: [arms, buckets] of the cost table, and the factors by which live steps have moved
-    it.  catch_up: seconds by drafter; catch_up_price: of any waking.  context:
+    it.  catch_up: by drafter, [buckets] seconds; catch_up_price: of any waking.  context:
     [buckets] tokens of a sequence.  switch_seconds: of any change of arm.  profile_id, prior: where
     costs come from, one of them "".
     """
@@ -36,7 +36,7 @@ class Estimates:
     costs: Costs
     drift: NDArray[np.float64]
     uncertainty: CostUncertainty
-    catch_up: Mapping[str, float]
+    catch_up: Mapping[str, NDArray[np.float64]]
     catch_up_price: CatchUpPrice
     context: NDArray[np.float64]
     switch_seconds: float
@@ -58,7 +58,7 @@ class Estimates:
             cost.costs(context),
             cost.drift(),
             cost.uncertainty(),
-            catch_up.seconds(),
+            catch_up.by_batch(cost.sizes, context),
             catch_up.price,
             context,
             switch_seconds,
@@ -68,8 +68,9 @@ class Estimates:
 
     def values(self, arms: Sequence[Arm], sizes: NDArray[np.float64], at: PlanRows) -> Values:
         """Returns the values of all arms in all rows.  sizes: [buckets], the costs' batches."""
-        costs = self.costs
+        costs, catch_up = self.costs, self.catch_up
         if at.split:
+            catch_up = {name: seconds[at.bucket] for name, seconds in catch_up.items()}
             costs = Costs(costs.seconds[:, at.bucket], costs.extrapolated[:, at.bucket])
             sizes = sizes[at.bucket]
         return evaluate(
@@ -77,7 +78,7 @@ class Estimates:
             sizes,
             self.traffic,
             costs,
-            self.catch_up,
+            catch_up,
             self.catch_up_price,
             self.switch_seconds,
         )

@@ -46,13 +46,14 @@ from controller.core.engine_spec import Arm, EngineSpec
 from controller.core.errors import StaleReportError, UnknownArmError
 from controller.core.plan import Plan, PlanRow, Probe, Reason, Regime
 from controller.core.planning.baseline_planners import make_planner
+from controller.core.planning.buckets import batch_buckets
 from controller.core.planning.cautious_start import discounts
 from controller.core.planning.constraints import PlanRows, covering, rows_under
 from controller.core.planning.exploration import Explorer, Situation
+from controller.core.planning.loss_account import LossAccount
 from controller.core.planning.observation_cost import budget
 from controller.core.planning.overrides import Override
-from controller.core.planning.plan_table import forced_rows, row_of, rows_of, without_probes
-from controller.core.planning.planner import batch_buckets
+from controller.core.planning.plan_table import forced_rows, reach, row_of, rows_of, without_probes
 from controller.core.recorded_state import recorded
 from controller.core.settings import PlannerSettings
 from controller.core.step_report import StepReport
@@ -72,7 +73,7 @@ _UNSETTLED_PAUSE = 0.2
 @recorded(
     "controller",
     "reports traffic cost explorer updates _catch_up _context _decided _epoch _evaluated_at "
-    "_evaluated_reports _forced _last_batch _last_step _parting _plan _plan_time _planner "
+    "_evaluated_reports _forced _last_batch _last_step _losses _parting _plan _plan_time _planner "
     "_switch_price _unsettled_until _warm_start",
 )
 class EngineController:
@@ -112,6 +113,7 @@ class EngineController:
             spec.able,
         )
         self._switch_price = SwitchPrice()
+        self._losses = LossAccount(self.arms)
         self._planner = make_planner(self.arms, self._buckets, settings)
         self._overrides = covering(overrides, spec)
         self._limit_planner()
@@ -197,17 +199,23 @@ class EngineController:
         woke = self._catch_up.observe(report, expected)
         plain = not (woke or report.flags.distorts_cost)
         if plain:
-            seconds = report.step_seconds
-            if report.flags.switched:
-                if self.cost.is_known(arm, report.batch_size):
-                    self._switch_price.observe(seconds, expected)
-                seconds = max(seconds - self._switch_price.seconds, 0.1 * seconds)
-            self.cost.observe(arm, report.batch_size, report.kv_tokens, expected, seconds)
+            if report.flags.switched and self.cost.is_known(arm, report.batch_size):
+                self._switch_price.observe(report.step_seconds, expected)
+            seconds = self._switch_price.without(report)
+            if not report.probe_id and self.cost.is_new(arm, report.batch_size):
+                # What this step shows may change the choice at once.
+                self._evaluated_at = -float("inf")
+            if seconds is not None:
+                self.cost.observe(arm, report.batch_size, report.kv_tokens, expected, seconds)
         self.prediction_audit.observe(
             arm, report, expected if plain and self._forced is None else None
         )
         if self._forced is None:
             self.updates.observe(report, expected)
+            extra = self._switch_price.seconds if report.flags.switched else 0.0
+            if woke:
+                extra = min(max(report.step_seconds - expected, 0.0), bearable)
+            self._losses.observe(arm, report.batch_size, extra)
         observation = self._planner.observation
         if observation is not None and report.gamma == 0:
             share = float(observation.share[self._rows_at.row_of(report.batch_size)])
@@ -437,7 +445,8 @@ class EngineController:
         hedge = None
         if self._planner.is_cautious:
             hedge = discounts(values, doubt, self.arms, at.bucket, proven)
-        choice = self._planner.update(values, hazard, hedge)
+        self._losses.settle(values, at, hazard)
+        choice = self._planner.update(values, hazard, hedge, self._losses.limits)
         if at.bounds:
             made = self._decision = replace(made, excluded=self._planner.take_excluded())
         active = at.row_of(self._last_batch)
@@ -448,6 +457,7 @@ class EngineController:
                 values, doubt, active, self._last_batch, choice[active],
                 self._planner.observation, 1 / hazard.expected,
                 int(at.bucket[active]), self._planner.may_probe(values, active),
+                self._losses.room, self._losses.room_for_news,
             )  # fmt: skip
             self.explorer.consider(situation, now)
         if at.regime is None and self.reports:
@@ -467,13 +477,18 @@ class EngineController:
         self, choice: Sequence[int], probing: tuple[int, Probe] | None
     ) -> tuple[PlanRow, ...]:
         """Returns the table; the rows of the last plan where nothing has changed."""
+        at, shared = self._rows_at, None
+        if probing is not None:
+            bucket, probe = probing
+            able = None if at.feasible is None else at.feasible[self.arms.index(probe.arm)]
+            shared = reach(at.upper, choice, bucket, able), probe
         kept = self._plan.rows if self._decided is not None else ()
-        decided = (self._rows_at.upper, [*choice], self._planner.reasons, probing)
+        decided = (at.upper, [*choice], self._planner.reasons, shared)
         if decided == self._decided:
             return kept
         self._decided = decided
         chosen = [self.arms[arm] for arm in choice]
-        return rows_of(self.spec, self._rows_at.upper, chosen, self._planner.reasons, probing, kept)
+        return rows_of(self.spec, at.upper, chosen, self._planner.reasons, shared, kept)
 
     def _regime_now(self) -> Regime:
         """Returns the regime of overrides, else the decided one; off beside a measurement."""

@@ -15,7 +15,7 @@ from controller.core.engine.decision import Decision
 from controller.core.engine_spec import Arm
 from controller.core.plan import Plan, Probe, Reason
 from controller.core.planning.constraints import PlanRows
-from controller.core.planning.exploration import relative_variance
+from controller.core.planning.doubt import relative_variance
 from controller.core.planning.overrides import Limits, Override
 from controller.core.planning.planner import Values
 from controller.core.planning.token_time import RowBounds, TokenTimeBound
@@ -221,7 +221,7 @@ def arms_in(
             i == chosen,
             bool(values.costs.extrapolated[i, row]),
             float(drift[i]),
-            float(values.catch_up[i]),
+            float(values.catch_up[i, row]),
             feasible is None or bool(feasible[i, row]),
             float(tpot[i]),
         )

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from controller.core.acceptance.hazard import Hazard
 from controller.core.engine_spec import Arm
-from controller.core.planning.planner import Planner, Values
+from controller.core.planning.planner import NO_LIMITS, LossLimits, Planner, Values
 from controller.core.recorded_state import recorded
 from controller.core.settings import PlannerSettings
 from controller.core.step_report import StepReport
@@ -50,10 +50,14 @@ class TidePlanner(Planner):
         self._off_arm = next((i for i in first if arms[i].gamma == 0), self._on_arm)
 
     def update(
-        self, values: Values, hazard: Hazard, discounts: NDArray[np.float64] | None = None
+        self,
+        values: Values,
+        hazard: Hazard,
+        discounts: NDArray[np.float64] | None = None,
+        limits: LossLimits = NO_LIMITS,
     ) -> Sequence[int]:
         """Chooses one of the two arms for each bucket."""
-        del discounts
+        del discounts, limits
         self.observation = self._observation_planner.observation(
             values.value, values.costs.seconds, values.catch_up_price, hazard
         )
@@ -136,10 +140,14 @@ class EmaPlanner(Planner):
         self._slot(report.batch_size).observe(accepted / report.batch_size, report.gamma)
 
     def update(
-        self, values: Values, hazard: Hazard, discounts: NDArray[np.float64] | None = None
+        self,
+        values: Values,
+        hazard: Hazard,
+        discounts: NDArray[np.float64] | None = None,
+        limits: LossLimits = NO_LIMITS,
     ) -> Sequence[int]:
         """Takes the slots' draft lengths; values matter only where those may not run."""
-        del hazard, discounts
+        del hazard, discounts, limits
         wanted = [self._index[self._slot(size).gamma] for size in self.buckets]
         return self._take(wanted, values)
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from controller.core.cost.uncertainty import CostUncertainty
 from controller.core.engine_spec import Arm
-from controller.core.planning.exploration import acceptance_variance
+from controller.core.planning.doubt import acceptance_variance
 from controller.core.planning.planner import Values
 
 # Standard deviations by which things may turn out worse than expected: to begin with speculation,

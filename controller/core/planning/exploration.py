@@ -24,18 +24,21 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.core.acceptance.by_class import TrafficCurves
 from controller.core.cost.uncertainty import CostUncertainty
 from controller.core.engine_spec import Arm
 from controller.core.plan import Probe
+from controller.core.planning.doubt import expected_improvement, relative_variance
 from controller.core.planning.observation_cost import ObservationCost, hopeful_tokens
 from controller.core.planning.planner import Values
 from controller.core.recorded_state import recorded
 from controller.core.settings import PlannerSettings
 from controller.core.step_report import StepReport
 
-# A probe whose steps never come (the batch left its bucket) is given up after this time.
+# A probe whose steps never come is given up after this time, or so many steps of others; sooner if
+# the batch has left its bucket.
 _PROBE_PATIENCE_SECONDS = 2.0
+_PROBE_PATIENCE_STEPS = 48
+_ELSEWHERE_PATIENCE_STEPS = 3
 # Doubts are weighed again after so many reports.
 _CONSIDER_EVERY = 12
 # Steps of gamma = 0 that settle a disagreement: the first one may pay for the switch.
@@ -59,10 +62,13 @@ class _Running:
     bucket: int
     deadline: float
     seen: int
+    # Of the current arm, a sequence.
     baseline_tokens_per_second: float
     guessed: bool
     switch_seconds: float
     lost_seconds: float = 0.0
+    # Steps of others since its last one.
+    missed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +89,10 @@ class Situation:
     horizon_steps: float
     cost_bucket: int
     feasible: NDArray[np.bool_] | None = None
+    # Plain steps that may be lost against gamma = 0 now, see `loss_account`: by any probe, and by
+    # one of an arm that has not run there.
+    room: float = math.inf
+    room_for_news: float = math.inf
 
 
 @recorded(
@@ -149,12 +159,14 @@ class Explorer:
         running = self._running
         if running and report.probe_id == running.probe.probe_id:
             running.seen += 1
+            running.missed = 0
             self.probe_steps += 1
             self._step_credit -= 1
             tokens = report.batch_size + sum(
                 k * count for k, count in enumerate(report.accepted_counts)
             )
-            lost = seconds - tokens / running.baseline_tokens_per_second
+            baseline = running.baseline_tokens_per_second * report.batch_size
+            lost = seconds - tokens / baseline
             if running.seen == running.probe.steps:
                 # The first step has paid for the switch, the next one pays for the way back.
                 lost += running.switch_seconds
@@ -165,59 +177,35 @@ class Explorer:
                 earned -= max(running.lost_seconds, 0.0) - max(before, 0.0)
             else:
                 earned -= max(lost, 0.0)
+        elif running:
+            running.missed += 1
         self._credit = min(self._credit + earned, self._settings.probe_credit_max_seconds)
-        if running and (running.seen >= running.probe.steps or now > running.deadline):
+        if running and (
+            running.seen >= running.probe.steps
+            or running.missed >= _PROBE_PATIENCE_STEPS
+            or now > running.deadline
+        ):
             self._running = None
 
     def consider(self, at: Situation, now: float) -> None:
         """Starts a probe in the active bucket if one is worth its price and the credit is there."""
+        self._leave(at.bucket)
         if self._running or self._settings.probe_share == 0 or len(self._arms) < 2:
             return
-        observation, values, bucket, current = at.observation, at.values, at.bucket, at.current
+        values, bucket, current = at.values, at.bucket, at.current
         if at.uncertainty.guessed and not self._is_scaled:
             # The settings cannot know how long a step takes on this engine.
             self._is_scaled = True
             some = _COLD_STEPS * float(values.costs.seconds[current, bucket])
             self._credit = min(some, self._settings.probe_credit_max_seconds)
-        due = self._reports >= self._consider_at
-        check = self._check(at)
-        interval = math.inf
-        if observation is not None and self._arms[current].gamma == 0:
-            interval = float(observation.interval[bucket])
-        if check is None and not due and self._blind_steps < interval:
+        wanted = self._wanted(at)
+        if wanted is None:
             return
-        here = values.value[:, bucket]
-        relative = here / here[current] - 1
-        best, steps = check, _CHECK_STEPS
-        if best is None and due:
-            self._consider_at = self._reports + _CONSIDER_EVERY
-            # The first step may have to catch up: the second one shows the cost.
-            steps = max(2, self._steps(at.batch_size))
-            # Without a profile everything has to be found out, and time alone is the limit.
-            if at.uncertainty.guessed or steps <= self._step_credit:
-                best = self._by_doubt(at, steps, relative)
-            if (
-                best is not None
-                and at.uncertainty.guessed
-                and not at.uncertainty.ran[best, at.cost_bucket]
-            ):
-                # The first probe only shows what it costs, for which 2 steps are enough.
-                steps = 2
-        if best is None and observation is not None and self._blind_steps >= interval:
-            drafter = self._looks % len(observation.arm)
-            look, steps = (
-                int(observation.arm[drafter, bucket]),
-                int(observation.steps[drafter, bucket]),
-            )
-            if at.feasible is not None and not at.feasible[look]:
-                return
-            lost = steps * max(-float(relative[look]), 0.0) * values.costs.seconds[look, bucket]
-            if lost + values.catch_up[look] <= self._credit:
-                best = look
-                self._looks += 1
-        if best is None:
+        arm, steps = wanted
+        steps = self._affordable(at, arm, steps)
+        if steps == 0:
             return
-        probe = Probe(self._next_id, self._arms[best], steps)
+        probe = Probe(self._next_id, self._arms[arm], steps)
         self._next_id += 1
         self.probes += 1
         self._running = _Running(
@@ -225,10 +213,77 @@ class Explorer:
             bucket,
             now + _PROBE_PATIENCE_SECONDS,
             0,
-            float(here[current]),
+            float(values.value[current, bucket]) / at.batch_size,
             at.uncertainty.guessed,
             values.switch_seconds,
         )
+
+    def _leave(self, bucket: int) -> None:
+        """Gives up the probe of a bucket that the batch has left for this one."""
+        running = self._running
+        if running and running.bucket != bucket and running.missed >= _ELSEWHERE_PATIENCE_STEPS:
+            self._running = None
+
+    def _wanted(self, at: Situation) -> tuple[int, int] | None:
+        """Returns which arm is worth how many steps of a probe, if any is."""
+        check = self._check(at)
+        if check is not None:
+            return check, _CHECK_STEPS
+        here = at.values.value[:, at.bucket]
+        relative = here / here[at.current] - 1
+        if self._reports >= self._consider_at:
+            self._consider_at = self._reports + _CONSIDER_EVERY
+            # The first step may have to catch up: the second one shows the cost.
+            steps = max(2, self._steps(at.batch_size))
+            # Without a profile everything has to be found out, and time alone is the limit.
+            if at.uncertainty.guessed or steps <= self._step_credit:
+                best = self._by_doubt(at, steps, relative)
+                if best is not None:
+                    is_new = not at.uncertainty.ran[best, at.cost_bucket]
+                    # The first probe only shows what it costs, for which 2 steps are enough.
+                    return best, 2 if at.uncertainty.guessed and is_new else steps
+        return self._look(at, relative)
+
+    def _look(self, at: Situation, relative: NDArray[np.float64]) -> tuple[int, int] | None:
+        """Returns the arm, and its steps, that looks from gamma = 0, if it is time and affordable.
+
+        relative: [arms] what values exceed the current one's by, as a share of it.
+        """
+        observation, values, bucket = at.observation, at.values, at.bucket
+        if observation is None or self._arms[at.current].gamma:
+            return None
+        if self._blind_steps < observation.interval[bucket]:
+            return None
+        drafter = self._looks % len(observation.arm)
+        arm, steps = int(observation.arm[drafter, bucket]), int(observation.steps[drafter, bucket])
+        if at.feasible is not None and not at.feasible[arm]:
+            return None
+        lost = steps * max(-float(relative[arm]), 0.0) * values.costs.seconds[arm, bucket]
+        if lost + values.catch_up[arm, bucket] > self._credit:
+            return None
+        self._looks += 1
+        return arm, steps
+
+    def _affordable(self, at: Situation, arm: int, steps: int) -> int:
+        """Returns how many of the steps may run without losing more than there is room for.
+
+        What counts is the loss against gamma = 0, in a bad case.
+        """
+        values, bucket = at.values, at.bucket
+        off = [i for i, one in enumerate(self._arms) if one.gamma == 0]
+        if not off or self._arms[arm].gamma == 0:
+            return steps
+        seconds = values.costs.seconds[:, bucket]
+        plain = float(seconds[off].min())
+        doubt = relative_variance(values, at.uncertainty, self._arms, at.cost_bucket, at.current)
+        gained = float((1 + values.expected[arm, bucket]) * np.exp(-2 * np.sqrt(doubt[arm])))
+        each = max(0.0, float(seconds[arm]) / plain - max(1.0, gained))
+        once = (float(values.catch_up[arm, bucket]) + 2 * values.switch_seconds) / plain
+        news = not at.uncertainty.ran[arm, at.cost_bucket]
+        room = (at.room_for_news if news else at.room) - once
+        if room < each:
+            return 0
+        return min(steps, int(room / each)) if each else steps
 
     def _check(self, at: Situation) -> int | None:
         """The arm with gamma = 0, if it is due and its price was earned back since the last one."""
@@ -247,7 +302,7 @@ class Explorer:
     def _by_doubt(self, at: Situation, steps: int, relative: NDArray[np.float64]) -> int | None:
         values, current = at.values, at.current
         seconds = values.costs.seconds[:, at.bucket]
-        once = values.catch_up + 2 * values.switch_seconds
+        once = values.catch_up[:, at.bucket] + 2 * values.switch_seconds
         loss = np.maximum(-relative, 0.0) + once / (steps * seconds)
         doubt = np.sqrt(
             relative_variance(
@@ -293,69 +348,3 @@ class Explorer:
     def cancel(self) -> None:
         """Cancels the probe under way, because other arms may or must run."""
         self._running = None
-
-
-def relative_variance(
-    values: Values,
-    uncertainty: CostUncertainty,
-    arms: Sequence[Arm],
-    bucket: int,
-    current: int,
-    *,
-    unseen: bool = False,
-) -> NDArray[np.float64]:
-    """Returns [arms], the variance of log(V_arm / V_current); shared estimates cancel.
-
-    unseen: only what running the current arm does not show anyway: positions behind its draft
-    length, other drafters, and costs.
-    """
-    found = uncertainty.relative(bucket, current)
-    return found + acceptance_variance(values, arms, current, unseen=unseen)
-
-
-def acceptance_variance(
-    values: Values, arms: Sequence[Arm], current: int, *, unseen: bool = False
-) -> NDArray[np.float64]:
-    """Returns [arms], the variance of log((1 + E_arm) / (1 + E_current)).
-
-    unseen: as in `relative_variance`.
-    """
-    total = np.zeros(len(arms))
-    running = arms[current]
-    for name, curve in values.traffic.batch.items():
-        slopes = curve.sensitivity() / (1 + np.array(curve.expected))[:, None]
-        here = np.zeros((len(arms), slopes.shape[1]))
-        mine = [i for i, arm in enumerate(arms) if arm.drafter == name]
-        here[mine] = slopes[[arms[i].gamma for i in mine]]
-        variance = curve.variance()
-        if unseen and name == running.drafter:
-            variance[: running.gamma] = 0.0
-        total += (here - here[current]) ** 2 @ variance
-    return total + _state_variance(values.traffic, arms, current)
-
-
-def _state_variance(
-    traffic: TrafficCurves, arms: Sequence[Arm], current: int
-) -> NDArray[np.float64] | float:
-    """Returns [arms], the variance of the same by not knowing which traffic state it is."""
-    if traffic.likely is None:
-        return 0.0
-    gained = np.log1p(traffic.by_state(arms))
-    apart = gained - gained[:, current : current + 1]
-    weights = traffic.likely[traffic.octave]
-    variance: NDArray[np.float64] = weights @ apart**2 - (weights @ apart) ** 2
-    return np.maximum(variance, 0.0)
-
-
-def expected_improvement(mean: NDArray[np.float64], sd: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Computes E[max(0, x)] of x ~ N(mean, sd^2), elementwise."""
-    safe = np.maximum(sd, 1e-9)
-    u = mean / safe
-    density = np.exp(-u * u / 2) / math.sqrt(2 * math.pi)
-    below = 0.5 * (1 + _erf(u / math.sqrt(2)))
-    return np.maximum(safe * density + mean * below, 0.0)
-
-
-def _erf(x: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Computes the error function, which numpy lacks."""
-    return np.array([math.erf(value) for value in x])

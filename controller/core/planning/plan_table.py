@@ -3,6 +3,9 @@
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
 
+import numpy as np
+from numpy.typing import NDArray
+
 from controller.core.engine_spec import Arm, EngineSpec
 from controller.core.plan import PlanRow, Probe, Reason
 
@@ -18,16 +21,16 @@ def rows_of(
     upper: Sequence[int],
     chosen: Sequence[Arm],
     reasons: Sequence[Reason],
-    probing: tuple[int, Probe] | None,
+    probing: tuple[tuple[int, ...], Probe] | None,
     kept: Sequence[PlanRow],
 ) -> tuple[PlanRow, ...]:
     """Makes all rows, and reuses those of `kept` (the plan before) that have not changed.
 
-    upper: largest batch of each bucket.  probing: (bucket, probe).
+    upper: largest batch of each bucket.  probing: (buckets, probe), the probe that they share.
     """
     rows = []
     for j, (size, arm, reason) in enumerate(zip(upper, chosen, reasons, strict=True)):
-        probe = probing[1] if probing and probing[0] == j else None
+        probe = probing[1] if probing and j in probing[0] else None
         row = kept[j] if j < len(kept) else None
         if row is None or (
             row.arm is not arm
@@ -38,6 +41,26 @@ def rows_of(
             row = row_of(spec, size, arm, reason, probe)
         rows.append(row)
     return tuple(rows)
+
+
+def reach(
+    upper: Sequence[int], choice: Sequence[int], bucket: int, feasible: NDArray[np.bool_] | None
+) -> tuple[int, ...]:
+    """Returns the buckets in which a probe for one of them may run.
+
+    A batch that moves on must not leave a probe behind, so these are the buckets around it, up to
+    twice or half as large, that have the same choice.  feasible: [buckets], where the probe's arm
+    may run, or None: everywhere.
+    """
+    size, chosen = upper[bucket], choice[bucket]
+    return tuple(
+        j
+        for j, end in enumerate(upper)
+        if size <= 2 * end
+        and end <= 2 * size
+        and choice[j] == chosen
+        and (feasible is None or feasible[j])
+    )
 
 
 def forced_rows(

@@ -6,9 +6,11 @@ gamma = 0 is an arm like any other (E = 0), and pays the `observation_cost` of s
 chosen arm changes only when another one's value exceeds it by `switch_margin`, so that noise at a
 pivot does not turn into switching, and when it pays back what the change costs (a drafter that
 slept or stood by has to catch up) within `payback_seconds`.  A bound on the time per output token
-leaves out the arms that break it (`token_time`).
+leaves out the arms that break it (`token_time`).  A drafter is woken only within what may be lost
+against gamma = 0 (`loss_account`); until then the best arm that is awake runs.
 """
 
+import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,50 +32,6 @@ from controller.core.step_report import StepReport
 
 # Factor on the value of an arm that may not run.
 _UNTHINKABLE = 1e-12
-# Every batch size up to here has its own row; beyond, rows are about an eighth apart.
-_EXACT_BUCKETS = 8
-
-
-# Memory and time per engine grow with arms times buckets.
-_BUCKETS_MAX = 128
-_CELLS_MAX = 4096
-
-
-def batch_buckets(
-    max_batch_size: int, graph_batch_sizes: Sequence[int] = (), arms: int = 1
-) -> tuple[int, ...]:
-    """Returns the ascending upper ends of the plan's batch buckets, up to `max_batch_size`.
-
-    An engine with captured graphs pads a batch to the next captured size: then those sizes are the
-    buckets.  There are at most 128, or as many as make 4096 with so many arms; where an engine has
-    captured more sizes, neighbours share a bucket, which begins with the large ones.
-    """
-    if graph_batch_sizes:
-        sizes = {b for b in graph_batch_sizes if b < max_batch_size}
-    else:
-        sizes = set(range(1, min(_EXACT_BUCKETS, max_batch_size) + 1))
-        size = float(_EXACT_BUCKETS)
-        while size < max_batch_size:
-            size *= 1.19
-            sizes.add(min(round(size), max_batch_size))
-    most = max(1, min(_BUCKETS_MAX, _CELLS_MAX // arms))
-    return _coarse([*sorted(sizes - {max_batch_size}), max_batch_size], most)
-
-
-def _coarse(sizes: Sequence[int], most: int) -> tuple[int, ...]:
-    """Keeps at most so many of the ascending sizes, evenly apart in log B, the last included."""
-    if len(sizes) <= most:
-        return tuple(sizes)
-    *captured, last = sizes
-    kept: list[int] = []
-    at, left = 0, most - 1
-    while left > 0 and at < len(captured):
-        kept.append(captured[at])
-        left -= 1
-        # The rest of the range is divided into equal ratios, one for each bucket that is left.
-        ratio = (captured[-1] / captured[at]) ** (1 / left) if left else 1.0
-        at = max(at + 1, bisect_left(captured, captured[at] * ratio * (1 - 1e-9)))
-    return (*kept, last)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +39,7 @@ class Values:
     """Holds everything that the choice is made from.
 
     traffic: the curves.  expected: [arms, buckets]
-    draft tokens.  catch_up: [arms] seconds that the arm's drafter needs to catch up first.
+    draft tokens.  catch_up: [arms, buckets] seconds that the arm's drafter needs to catch up first.
     switch_seconds: what any change of arm costs.  costs, value:
     [arms, buckets], value in tokens per second of the whole batch.
     """
@@ -105,13 +63,17 @@ def evaluate(
     sizes: NDArray[np.float64],
     traffic: TrafficCurves,
     costs: Costs,
-    catch_up: Mapping[str, float],
+    catch_up: Mapping[str, NDArray[np.float64]],
     catch_up_price: CatchUpPrice,
     switch_seconds: float = 0.0,
 ) -> Values:
-    """Computes the values of all arms at all buckets.  catch_up: seconds by drafter."""
+    """Computes the values of all arms at all buckets.
+
+    catch_up: by drafter, [buckets] seconds.
+    """
     expected = traffic.expected(arms, sizes)
-    price = np.array([catch_up[arm.drafter] if arm.gamma else 0.0 for arm in arms])
+    none = np.zeros(len(sizes))
+    price = np.array([catch_up[arm.drafter] if arm.gamma else none for arm in arms])
     return Values(
         traffic,
         expected,
@@ -121,6 +83,21 @@ def evaluate(
         (1 + expected) * sizes / costs.seconds,
         switch_seconds,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class LossLimits:
+    """Says what may be lost against plain decoding now, see `loss_account`.
+
+    waking: plain steps that waking a drafter may take.  by_belief: whether gamma = 0 pays nothing
+    for what it does not observe.
+    """
+
+    waking: float = math.inf
+    by_belief: bool = False
+
+
+NO_LIMITS = LossLimits()
 
 
 @recorded("planner", "choice observation proven reasons switches")
@@ -193,7 +170,11 @@ class Planner:
         return self.proven
 
     def update(
-        self, values: Values, hazard: Hazard, discounts: NDArray[np.float64] | None = None
+        self,
+        values: Values,
+        hazard: Hazard,
+        discounts: NDArray[np.float64] | None = None,
+        limits: LossLimits = NO_LIMITS,
     ) -> Sequence[int]:
         """Moves the choice where the gain beats margin and price; returns an arm per bucket.
 
@@ -207,7 +188,7 @@ class Planner:
             self.observation = self._observation_planner.observation(
                 self._looked_at(value, keeps), values.costs.seconds, values.catch_up_price, hazard
             )
-            if self.observation is not None:
+            if self.observation is not None and not limits.by_belief:
                 value = np.where(self._off[:, None], value * (1 - self.observation.loss), value)
         self.reasons = [Reason.EXPLOIT] * len(self.buckets)
         if self._feasible is not None:
@@ -219,20 +200,63 @@ class Planner:
         if self.choice is None:
             self.choice = best
             return self.choice
-        if best == self.choice:
+        return self._move(value, best, values, limits)
+
+    def _move(
+        self, value: NDArray[np.float64], best: list[int], values: Values, limits: LossLimits
+    ) -> Sequence[int]:
+        """Changes the choice to the best one where that is worth its price.
+
+        value: [arms, rows].
+        """
+        assert self.choice is not None
+        awake = self._affordable(values, limits)
+        if awake is None and best == self.choice:
             return self.choice
-        for j, (candidate, now) in enumerate(zip(best, self.choice, strict=True)):
-            if candidate == now:
+        if awake is not None:
+            value = np.where(awake, value, value * _UNTHINKABLE)
+        for j, (wanted, now) in enumerate(zip(best, self.choice, strict=True)):
+            if wanted == now and (awake is None or awake[now, j]):
                 continue
-            gain = value[candidate, j] / max(value[now, j], 1e-12) - 1
-            price = values.catch_up[candidate] + values.switch_seconds
-            paid_back = gain * self._settings.payback_seconds > price
-            if gain > self._settings.switch_margin and paid_back:
-                self.choice[j] = candidate
+            price = values.catch_up[:, j] + values.switch_seconds
+            taken = self._worth_it(value[:, j], now, price, limits)
+            if taken != now:
+                self.choice[j] = taken
                 self.switches += 1
-            elif self.reasons[j] is Reason.EXPLOIT:
+            if taken != wanted and self.reasons[j] is Reason.EXPLOIT:
                 self.reasons[j] = Reason.HOLD
         return self.choice
+
+    def _affordable(self, values: Values, limits: LossLimits) -> NDArray[np.bool_] | None:
+        """Marks [arms, buckets] whose drafter may be woken now, or is awake; None if all may."""
+        if not values.catch_up.any() or not self._off.any():
+            return None
+        price = np.where(values.catch_up > 0, values.catch_up + values.switch_seconds, 0.0)
+        plain = values.costs.seconds[self._off].min(axis=0)
+        found: NDArray[np.bool_] = price <= limits.waking * plain
+        if self._feasible is not None:
+            # Where gamma = 0 may not run there is nothing to lose against.
+            found |= ~self._feasible[self._off].any(axis=0)
+        return None if found.all() else found
+
+    def _worth_it(
+        self, value: NDArray[np.float64], now: int, price: NDArray[np.float64], limits: LossLimits
+    ) -> int:
+        """Returns the best arm of a row that pays for the change from `now`, or that one.
+
+        value, price: [arms], price in seconds of the change.
+        """
+        least = max(float(value[now]), 1e-12)
+        for arm in np.argsort(-value, kind="stable").tolist():
+            gain = float(value[arm]) / least - 1
+            if arm == now or gain <= 0:
+                return now
+            if self._off[arm] and limits.by_belief:
+                return int(arm)
+            paid_back = gain * self._settings.payback_seconds > price[arm]
+            if gain > self._settings.switch_margin and paid_back:
+                return int(arm)
+        return now
 
     def _say_overridden(self, wanted: Sequence[int] | NDArray[np.int64]) -> None:
         assert self._feasible is not None

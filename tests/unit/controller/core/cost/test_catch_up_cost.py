@@ -1,5 +1,6 @@
 """What a drafter missed is counted, and what catching up takes is learnt from wakings."""
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -80,7 +81,28 @@ def test_no_drafter_owes_more_than_the_context_that_is_there():
     catch_up = CatchUp(["mtp"], 1e-4, Capabilities(can_sleep=True))
     for step in range(1, 200):
         catch_up.observe(report(step, 0, kv=50), 0.01)
-    assert catch_up.seconds()["mtp"] == pytest.approx(54 * 1e-4)
+    assert catch_up.seconds()["mtp"] == pytest.approx(50 * 1e-4)
+
+
+def test_a_larger_batch_or_a_longer_context_has_more_to_read():
+    catch_up = CatchUp(["mtp"], 1e-4, Capabilities(can_sleep=True))
+    for step in range(1, 200):
+        catch_up.observe(report(step, 0, batch=4, kv=80), 0.01)
+    sizes, context = np.array([1.0, 4.0, 64.0]), np.array([5.0, 30.0, 10.0])
+    # The present context is 20 tokens; 796 tokens were missed.
+    found = catch_up.by_batch(sizes, context)["mtp"]
+    assert found == pytest.approx(1e-4 * np.array([20.0, 120.0, 796.0]))
+
+
+def test_an_expensive_waking_is_learnt_at_once_if_much_was_missed():
+    catch_up = CatchUp(["mtp"], 1e-6, Capabilities(can_sleep=True))
+    for step in range(1, 2001):
+        catch_up.observe(report(step, 0), 0.01)
+    # 8,000 tokens in 200 plain steps.
+    assert catch_up.observe(report(2001, 3, seconds=2.01), 0.01)
+    for step in range(2002, 2102):
+        catch_up.observe(report(step, 0), 0.01)
+    assert catch_up.seconds()["mtp"] == pytest.approx(400 * 2.0 / 8000, rel=0.1)
 
 
 @pytest.mark.parametrize("true_price", [2e-5, 5e-4])

@@ -13,12 +13,8 @@ from controller.core.acceptance.estimator import AcceptanceEstimator
 from controller.core.cost.catch_up_cost import CatchUpPrice
 from controller.core.cost.model import CostModel
 from controller.core.engine_spec import Arm
-from controller.core.planning.exploration import (
-    Explorer,
-    Situation,
-    expected_improvement,
-    relative_variance,
-)
+from controller.core.planning.doubt import expected_improvement, relative_variance
+from controller.core.planning.exploration import Explorer, Situation
 from controller.core.planning.planner import evaluate
 from controller.core.settings import PlannerSettings
 from controller.core.step_report import StepReport
@@ -57,7 +53,7 @@ def situation(acceptance, steps, current, bucket=0, horizon=2000.0, off_ran=True
     curve = estimator.curve()
     values = evaluate(
         ARMS, np.array(SIZES, dtype=float), TrafficCurves({"mtp": curve}, {}, {"mtp": curve}),
-        costs.costs(512.0), {"mtp": 0.0}, CatchUpPrice(0.0, 0.0, 0.0),
+        costs.costs(512.0), {"mtp": np.zeros(len(SIZES))}, CatchUpPrice(0.0, 0.0, 0.0),
     )  # fmt: skip
     return Situation(
         values, costs.uncertainty(), bucket, SIZES[bucket], current, None, horizon, bucket

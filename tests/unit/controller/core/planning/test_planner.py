@@ -14,7 +14,8 @@ from controller.core.cost.catch_up_cost import CatchUpPrice
 from controller.core.cost.model import Costs
 from controller.core.engine_spec import Arm
 from controller.core.plan import Reason
-from controller.core.planning.planner import Planner, Values, batch_buckets
+from controller.core.planning.buckets import batch_buckets
+from controller.core.planning.planner import LossLimits, Planner, Values
 from controller.core.settings import PlannerSettings
 
 ARMS = [Arm("mtp", g) for g in (0, 1, 2, 3)]
@@ -36,7 +37,7 @@ def values(table, *, seconds=None, catch_up=None, expected=None):
         TrafficCurves({}, {}, {}),
         np.repeat(each[:, None], array.shape[1], axis=1),
         costs,
-        np.zeros(len(array)) if catch_up is None else np.asarray(catch_up, dtype=float),
+        np.repeat(np.array(catch_up or [0.0] * len(array))[:, None], array.shape[1], axis=1),
         CatchUpPrice(0.0, 0.0, 0.0),
         array,
     )
@@ -81,6 +82,39 @@ def test_a_switch_must_pay_back_its_catch_up():
     assert planner.reasons == [Reason.HOLD]
     planner.update(values(better, catch_up=[0, 0.15, 0.15, 0.15]), CALM)
     assert planner.choice == [1]
+
+
+def test_the_second_best_runs_while_the_best_cannot_pay_for_its_catch_up():
+    planner = Planner(ARMS, (1,), PlannerSettings(probe_share=0.0, payback_seconds=2.0))
+    planner.update(values([[80.0], [100.0], [80.0], [80.0]]), CALM)
+    now = [[110.0], [100.0], [130.0], [80.0]]
+    planner.update(values(now, catch_up=[0, 0, 5.0, 5.0]), CALM)
+    assert planner.choice == [0]
+    assert planner.reasons == [Reason.HOLD]
+
+
+def test_a_drafter_is_woken_only_within_what_may_be_lost_and_an_override_wakes_it_anyway():
+    dear = values([[100.0], [130.0], [80.0], [80.0]], catch_up=[0, 0.3, 0.3, 0.3])
+    # A plain step takes 1 s in these tables.
+    planner = Planner(ARMS, (1,), PLAIN)
+    planner.update(dear, CALM)
+    for waking, arm in ((0.2, 0), (0.4, 1)):
+        planner.update(dear, CALM, None, LossLimits(waking))
+        assert planner.choice == [arm]
+    planner.limit((1,), np.array([1.0]), np.array([[False], [True], [False], [False]]))
+    planner.update(dear, CALM, None, LossLimits(0.0))
+    assert planner.choice == [1]
+
+
+def test_gamma_0_is_chosen_by_its_value_alone_once_enough_was_lost():
+    rule = PlannerSettings()
+    table = [[102.0], [100.0], [80.0], [80.0]]
+    often = Hazard(expected=0.02, better=0.02, unseen=0.02, found=3.0)
+    planner = Planner(ARMS, (1,), rule)
+    planner.update(values(table), often)
+    assert planner.choice == [1]
+    planner.update(values(table), often, None, LossLimits(by_belief=True))
+    assert planner.choice == [0]
 
 
 def test_where_traffic_shifts_often_a_small_gain_does_not_buy_blindness():

@@ -1,0 +1,81 @@
+"""Says how uncertain the value of an arm is relative to another one's, and what that is worth.
+
+What both arms have in common is uncertain for both and does not matter to a choice between them.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from controller.core.acceptance.by_class import TrafficCurves
+from controller.core.cost.uncertainty import CostUncertainty
+from controller.core.engine_spec import Arm
+from controller.core.planning.planner import Values
+
+
+def relative_variance(
+    values: Values,
+    uncertainty: CostUncertainty,
+    arms: Sequence[Arm],
+    bucket: int,
+    current: int,
+    *,
+    unseen: bool = False,
+) -> NDArray[np.float64]:
+    """Returns [arms], the variance of log(V_arm / V_current); shared estimates cancel.
+
+    unseen: only what running the current arm does not show anyway: positions behind its draft
+    length, other drafters, and costs.
+    """
+    found = uncertainty.relative(bucket, current)
+    return found + acceptance_variance(values, arms, current, unseen=unseen)
+
+
+def acceptance_variance(
+    values: Values, arms: Sequence[Arm], current: int, *, unseen: bool = False
+) -> NDArray[np.float64]:
+    """Returns [arms], the variance of log((1 + E_arm) / (1 + E_current)).
+
+    unseen: as in `relative_variance`.
+    """
+    total = np.zeros(len(arms))
+    running = arms[current]
+    for name, curve in values.traffic.batch.items():
+        slopes = curve.sensitivity() / (1 + np.array(curve.expected))[:, None]
+        here = np.zeros((len(arms), slopes.shape[1]))
+        mine = [i for i, arm in enumerate(arms) if arm.drafter == name]
+        here[mine] = slopes[[arms[i].gamma for i in mine]]
+        variance = curve.variance()
+        if unseen and name == running.drafter:
+            variance[: running.gamma] = 0.0
+        total += (here - here[current]) ** 2 @ variance
+    return total + _state_variance(values.traffic, arms, current)
+
+
+def _state_variance(
+    traffic: TrafficCurves, arms: Sequence[Arm], current: int
+) -> NDArray[np.float64] | float:
+    """Returns [arms], the variance of the same by not knowing which traffic state it is."""
+    if traffic.likely is None:
+        return 0.0
+    gained = np.log1p(traffic.by_state(arms))
+    apart = gained - gained[:, current : current + 1]
+    weights = traffic.likely[traffic.octave]
+    variance: NDArray[np.float64] = weights @ apart**2 - (weights @ apart) ** 2
+    return np.maximum(variance, 0.0)
+
+
+def expected_improvement(mean: NDArray[np.float64], sd: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Computes E[max(0, x)] of x ~ N(mean, sd^2), elementwise."""
+    safe = np.maximum(sd, 1e-9)
+    u = mean / safe
+    density = np.exp(-u * u / 2) / math.sqrt(2 * math.pi)
+    below = 0.5 * (1 + _erf(u / math.sqrt(2)))
+    return np.maximum(safe * density + mean * below, 0.0)
+
+
+def _erf(x: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Computes the error function, which numpy lacks."""
+    return np.array([math.erf(value) for value in x])

@@ -1,0 +1,116 @@
+"""Keeps what is lost against plain decoding within an allowance, whatever the estimates say.
+
+    debt <- max(0, debt + loss - ALLOWANCE)     after every step, in plain steps
+    loss = (C_arm / C_off - (1 + E_arm)) + (seconds of waking and switching) / C_off
+
+A plain step is one at gamma = 0 at the same batch and context, and E_arm what the estimates say
+after the step: a standard deviation less, while little is known.  The debt is the most that any
+stretch of steps that ends now has lost beyond the allowance (a CUSUM, Page 1954), so that gains
+before the stretch do not pay for it.  While no step is taken that would raise the debt above
+DEBT_MAX, no n steps lose more than DEBT_MAX + n * ALLOWANCE.
+
+Whatever costs something before it can pay asks for `room`: probes, looks from gamma = 0, waking a
+drafter, and drafting against belief because gamma = 0 observes nothing.
+
+Two things are allowed beyond it.  Where drafting has gained a lot lately, drafters may be exchanged
+for half of that, and looking may cost a tenth of it if better traffic returns often.  And a waking
+that costs more than the room is done after so many steps that it takes a small share of them.
+"""
+
+import math
+from collections.abc import Sequence
+
+from controller.core.acceptance.hazard import Hazard
+from controller.core.engine_spec import Arm
+from controller.core.planning.constraints import PlanRows
+from controller.core.planning.doubt import acceptance_variance
+from controller.core.planning.planner import LossLimits, Values
+from controller.core.recorded_state import recorded
+
+# In plain steps.  Together 7.5 in 500 steps, which are then worth 0.985 of plain decoding: the rest
+# up to 0.98 is for what the estimates find out too late.
+DEBT_MAX = 4.0
+ALLOWANCE = 0.007
+# A waking that costs more than DEBT_MAX is allowed when this share of the steps since the last one
+# pays for it.
+_WAKING_SHARE = 0.002
+# Drafters may be exchanged for so much of what drafting has gained in about so many steps.
+_GAIN_SHARE = 0.5
+_GAIN_STEPS = 250.0
+# The same for looks, where traffic in which drafting gained is likely to return in so many steps.
+_RETURN_SHARE = 0.1
+# Exposures of a drafter's first position from which its estimate is taken as it is.
+_SURE_EXPOSURES = 200.0
+
+
+@recorded("loss_account", "debt _gained _limit _pending _since_waking")
+class LossAccount:
+    """Holds the debt of one engine."""
+
+    def __init__(self, arms: Sequence[Arm]) -> None:
+        self._arms = tuple(arms)
+        self._off = [i for i, arm in enumerate(arms) if arm.gamma == 0]
+        self._drafts = [arm.gamma > 0 for arm in arms]
+        self.debt = 0.0
+        self._since_waking = 0.0
+        # The plain steps that drafting has gained lately.
+        self._gained = 0.0
+        self._limit = DEBT_MAX
+        # By arm and batch size since the last decision: steps, and seconds beyond plain ones.
+        self._pending: dict[tuple[int, int], tuple[int, float]] = {}
+
+    @property
+    def room(self) -> float:
+        """Returns the plain steps that may be lost now."""
+        return max(0.0, self._limit - self.debt)
+
+    @property
+    def room_for_news(self) -> float:
+        """Returns the same for an arm's first run, as what it costs may be wrong by a lot."""
+        return max(2 * DEBT_MAX, self.room) if self.debt < DEBT_MAX / 4 else self.room
+
+    @property
+    def limits(self) -> LossLimits:
+        """Returns what may be lost by the next choice."""
+        waking = max(self.room, _WAKING_SHARE * self._since_waking - self.debt)
+        waking += _GAIN_SHARE * self._gained
+        return LossLimits(waking, self.debt > self._limit / 2)
+
+    def observe(self, arm: int, batch_size: int, extra_seconds: float) -> None:
+        """Takes a step.  arm: by index.  extra_seconds: what waking and switching took of it."""
+        steps, seconds = self._pending.get((arm, batch_size), (0, 0.0))
+        self._pending[arm, batch_size] = steps + 1, seconds + extra_seconds
+
+    def settle(self, values: Values, at: PlanRows, hazard: Hazard) -> None:
+        """Charges the steps since the last decision by what is believed now.
+
+        Steps count only where gamma = 0 might have run instead.
+        """
+        for (arm, size), (steps, extra) in self._pending.items():
+            row = at.row_of(size)
+            off = [i for i in self._off if at.feasible is None or at.feasible[i, row]]
+            if not off:
+                continue
+            seconds = values.costs.seconds[:, row]
+            plain = float(seconds[off].min())
+            loss = extra / plain
+            if loss > DEBT_MAX:
+                self._since_waking = 0.0
+            if self._drafts[arm]:
+                tokens = (1 + float(values.expected[arm, row])) * self._caution(values, arm)
+                loss += steps * (float(seconds[arm]) / plain - tokens)
+            self._since_waking += steps
+            kept = self._gained * math.exp(-steps / _GAIN_STEPS)
+            self._gained = max(0.0, kept - loss)
+            self.debt = min(max(0.0, self.debt + loss - steps * ALLOWANCE), 2 * self._limit)
+        self._pending.clear()
+        returns = 1 - math.exp(-hazard.better * _GAIN_STEPS)
+        self._limit = DEBT_MAX + _RETURN_SHARE * returns * self._gained
+
+    def _caution(self, values: Values, arm: int) -> float:
+        """Returns the factor on an arm's tokens by which they may be fewer than expected."""
+        curve = values.traffic.batch.get(self._arms[arm].drafter)
+        if curve is None or curve.exposures[0] > _SURE_EXPOSURES:
+            return 1.0
+        variance = acceptance_variance(values, self._arms, self._off[0])
+        return math.exp(-math.sqrt(variance[arm]))
