@@ -147,3 +147,30 @@ def test_any_course_of_traffic_keeps_the_states_in_order(seed):
         assert len(states.remembered) <= MAX_REMEMBERED
         assert sum(state.probability for state in states.all) == pytest.approx(1.0)
         assert 0 <= engine.expected() <= 4
+
+
+def test_two_drafters_that_both_turn_useless_are_not_taken_for_good_in_turn():
+    engine = Engine()
+    engine.run(400, 0.5, batch=8, gamma=3)
+    engine.run(100, 0.3, batch=8, drafter="dflash")
+    engine.run(300, 0.5, batch=8, gamma=3)
+    called = 0
+    for _ in range(12):
+        for drafter in ("mtp", "dflash"):
+            called += len(engine.run(10, 0.0, batch=4, drafter=drafter))
+    assert called <= 12
+    assert engine.expected(batch=4) < 0.1
+    assert engine.expected(batch=4, drafter="dflash") < 0.1
+
+
+def test_the_row_of_the_last_batch_has_the_traffic_of_its_octave():
+    engine = Engine()
+    for _ in range(12):
+        engine.run(30, JSON, batch=62)
+        engine.run(30, GARBLED, batch=68)
+    engine.run(30, JSON, batch=62)
+    # A row up to 66 ends in the octave of 68.
+    row = np.array([56.0, 66.0, 80.0])
+    found = engine.traffic.curves().expected([Arm("mtp", 4)], row)[0]
+    assert found[1] == pytest.approx(tokens(JSON), rel=0.15)
+    assert found[2] < found[1]

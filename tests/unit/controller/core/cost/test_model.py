@@ -199,3 +199,33 @@ def test_a_drafter_without_measurements_is_never_silently_cheap():
     found = CostModel(arms, SIZES, profile(TABLE), SETTINGS).costs(100.0)
     assert np.all(found.seconds[4] >= found.seconds[:4].max())
     assert found.extrapolated[4].all()
+
+
+def test_gamma_0_counts_as_tried_close_by_until_many_steps_have_run_there():
+    model = CostModel(ARMS, SIZES, profile(TABLE), SETTINGS)
+    observe(model, 0, 1, 100, TABLE[0][0])
+    assert model.uncertainty().off_ran.tolist() == [True, False, False]
+    sizes = CostModel(ARMS, (4, 6), profile(TABLE), SETTINGS)
+    observe(sizes, 0, 4, 400, TABLE[0][1])
+    assert sizes.uncertainty().off_ran.tolist() == [True, True]
+    for _ in range(60):
+        observe(sizes, 1, 6, 600, sizes.predict(1, 6, 600))
+    assert sizes.uncertainty().off_ran.tolist() == [True, False]
+
+
+def test_a_cell_is_new_until_a_few_plain_steps_have_run():
+    model = CostModel(ARMS, SIZES, profile(TABLE), SETTINGS)
+    assert model.is_new(1, 4)
+    for _ in range(3):
+        observe(model, 1, 4, 400, TABLE[1][1])
+    assert not model.is_new(1, 4)
+    assert model.is_new(2, 4)
+
+
+def test_an_arm_that_costs_twice_what_was_believed_is_found_out_by_its_second_step():
+    model = CostModel(ARMS, SIZES, profile(TABLE), SETTINGS)
+    for _ in range(8):
+        observe(model, 0, 4, 400, TABLE[0][1])
+    for _ in range(2):
+        observe(model, 3, 4, 400, 2 * TABLE[3][1])
+    assert model.predict(3, 4, 400) > 1.5 * TABLE[3][1]

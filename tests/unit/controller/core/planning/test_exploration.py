@@ -216,3 +216,31 @@ def test_over_a_long_run_probing_keeps_to_its_share(acceptance, batch):
     assert explanation.probe_share == pytest.approx(
         max(explanation.probe_lost_seconds, 0) / engine.elapsed, rel=0.05, abs=1e-4
     )
+
+
+def test_a_probe_is_given_up_when_the_batch_has_left_its_bucket():
+    ours = explorer()
+    ours.consider(situation(0.85, 30, current=1), 0.0)
+    before = ours.running
+    assert before is not None
+    for step in range(1, 3):
+        ours.observe(report(step), 0.001, 0.0, 0.01)
+    elsewhere = situation(0.85, 30, current=1, bucket=1)
+    ours.consider(elsewhere, 0.01)
+    assert ours.running == before
+    ours.observe(report(3), 0.001, 0.0, 0.01)
+    ours.consider(elsewhere, 0.01)
+    assert ours.running != before
+
+
+def test_a_probe_runs_for_as_many_steps_as_may_be_lost_against_gamma_0():
+    at = situation(0.05, 200, current=0)
+    steps = {}
+    for room in (0.0, 0.5, 100.0):
+        ours = explorer()
+        limited = replace(at, room=room, room_for_news=room)
+        steps[room] = ours._affordable(limited, ARMS.index(Arm("mtp", 7)), 8)
+    assert steps[0.0] == 0
+    assert 0 <= steps[0.5] < steps[100.0] == 8
+    # gamma = 0 loses nothing against itself.
+    assert explorer()._affordable(replace(at, room=0.0), 0, 3) == 3

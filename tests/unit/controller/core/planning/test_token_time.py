@@ -36,7 +36,7 @@ def values(ms: Any, catch_up: float = 0.0) -> Values:
     seconds = tpot * (1 + expected)
     return Values(
         TrafficCurves({}, {}, {}), expected, Costs(seconds, np.zeros(seconds.shape, dtype=bool)),
-        np.full(len(ARMS), catch_up), CatchUpPrice(0.0, 0.0, 0.0), BATCH / tpot,
+        np.full(tpot.shape, catch_up), CatchUpPrice(0.0, 0.0, 0.0), BATCH / tpot,
     )  # fmt: skip
 
 
