@@ -59,7 +59,7 @@ _CHANGE_MIN = 0.1
 _LEAP_MIN = 0.3
 _LEAP_SHARE = 0.2
 _STEPS_SURE = 4
-# A cell with fewer steps is new.
+# A bucket with fewer steps is new.
 _STEPS_NEW = 2
 # Steps of other cells after which a cell's own evidence has lost two thirds of its weight.
 _IDLE_STEPS = 2000.0
@@ -363,9 +363,9 @@ class CostModel:
         self._correction = bounded + self._cell
         self._factors: NDArray[np.float64] = np.exp(self._correction)
 
-    def is_new(self, arm: int, batch_size: int) -> bool:
-        """Returns whether hardly a plain step has shown what this arm (by index) costs there."""
-        return bool(self._cell_steps[arm, self.bucket_of(batch_size)] < _STEPS_NEW)
+    def is_new(self, batch_size: int) -> bool:
+        """Returns whether hardly a plain step of any arm has shown what steps cost there."""
+        return bool(self._cell_steps[:, self.bucket_of(batch_size)].sum() < _STEPS_NEW)
 
     def is_known(self, arm: int, batch_size: int) -> bool:
         """Returns whether plain steps of this arm (by index) have shown what it costs there."""

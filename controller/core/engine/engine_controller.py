@@ -202,7 +202,7 @@ class EngineController:
             if report.flags.switched and self.cost.is_known(arm, report.batch_size):
                 self._switch_price.observe(report.step_seconds, expected)
             seconds = self._switch_price.without(report)
-            if not report.probe_id and self.cost.is_new(arm, report.batch_size):
+            if not report.probe_id and self.cost.is_new(report.batch_size):
                 # What this step shows may change the choice at once.
                 self._evaluated_at = -float("inf")
             if seconds is not None:

@@ -213,13 +213,13 @@ def test_gamma_0_counts_as_tried_close_by_until_many_steps_have_run_there():
     assert sizes.uncertainty().off_ran.tolist() == [True, False]
 
 
-def test_a_cell_is_new_until_a_few_plain_steps_have_run():
+def test_a_batch_size_is_new_until_a_few_plain_steps_have_run():
     model = CostModel(ARMS, SIZES, profile(TABLE), SETTINGS)
-    assert model.is_new(1, 4)
-    for _ in range(3):
-        observe(model, 1, 4, 400, TABLE[1][1])
-    assert not model.is_new(1, 4)
-    assert model.is_new(2, 4)
+    assert model.is_new(4)
+    for i in range(3):
+        observe(model, i, 4, 400, TABLE[i][1])
+    assert not model.is_new(4)
+    assert model.is_new(1)
 
 
 def test_an_arm_that_costs_twice_what_was_believed_is_found_out_by_its_second_step():
