@@ -4,7 +4,9 @@
 
 A recording knows a class and its variables by these names (without leading underscores), so classes
 and attributes may be renamed without a new format.  What a class does not declare is made by its
-constructor from the engine, the settings and the profile, or is never read by a decision.
+constructor from the engine, the settings and the profile, or is never read by a decision.  What it
+declares as derived follows from the recorded variables: it is None until it is needed, and None
+again in a restored object.
 """
 
 import dataclasses
@@ -19,13 +21,14 @@ _Class = TypeVar("_Class", bound=type)
 class RecordedClass:
     """Describes a class in recordings.
 
-    fields: by recorded name, the attribute.  is_whole: the fields are all that an object holds, so
-    that one can be built from a recording alone.
+    fields: by recorded name, the attribute.  derived: attributes that follow from them.  is_whole:
+    the fields are all that an object holds, so that one can be built from a recording alone.
     """
 
     name: str
     kind: type
     fields: Mapping[str, str]
+    derived: tuple[str, ...]
     is_whole: bool
 
 
@@ -35,12 +38,15 @@ RECORDED_OF: Final[dict[type, RecordedClass]] = {}
 """Every declared class by the class itself."""
 
 
-def recorded(name: str, same: str = "", **renamed: str) -> Callable[[_Class], _Class]:
+def recorded(
+    name: str, same: str = "", *, derived: str = "", **renamed: str
+) -> Callable[[_Class], _Class]:
     """Declares a class under a recorded name.
 
-    same: attributes that a recording calls as the class does, separated by spaces.  renamed: by
-    recorded name, attributes that the class calls otherwise.  Without any, a dataclass is recorded
-    with all its fields, and an enumeration by its members' names.  A subclass adds to its parent's.
+    same: attributes that a recording calls as the class does, separated by spaces.  derived:
+    attributes that follow from these, in the same way.  renamed: by recorded name, attributes that
+    the class calls otherwise.  Without any, a dataclass is recorded with all its fields, and an
+    enumeration by its members' names.  A subclass adds to its parent's.
     """
 
     def declare(kind: _Class) -> _Class:
@@ -48,11 +54,13 @@ def recorded(name: str, same: str = "", **renamed: str) -> Callable[[_Class], _C
         fields = {name.lstrip("_"): name for name in same.split()} | renamed
         if not fields:
             fields = {field.lstrip("_"): field for field in held}
+        follow = tuple(derived.split())
         inherited = RECORDED_OF.get(kind.__mro__[1])
         if inherited is not None:
             fields = {**inherited.fields, **fields}
+            follow = (*inherited.derived, *follow)
         is_whole = bool(held) and set(held) == set(fields.values())
-        RECORDED[name] = RECORDED_OF[kind] = RecordedClass(name, kind, fields, is_whole)
+        RECORDED[name] = RECORDED_OF[kind] = RecordedClass(name, kind, fields, follow, is_whole)
         return kind
 
     return declare

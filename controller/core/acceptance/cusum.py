@@ -41,19 +41,20 @@ LARGE = Change(1.5, 1.0, 8.0)
 MODERATE = Change(0.6, 1.7, 60.0)
 
 
-@recorded("cusum", "_up _down _better _worse _behind")
+@recorded("cusum", "_conditional _exposures _better _worse", derived="_steps")
 class Cusum:
     """Keeps both sums of one estimator, for one kind of change."""
 
-    def __init__(self, gamma_max: int, settings: PlannerSettings, change: Change = LARGE) -> None:
+    def __init__(self, settings: PlannerSettings, change: Change = LARGE) -> None:
         self._change = change
         self.use_settings(settings)
-        self._up = [(0.0, 0.0)] * gamma_max
-        self._down = [(0.0, 0.0)] * gamma_max
+        # What steps are tested against; nothing before the first decision.
+        self._conditional: Sequence[float] = []
+        self._exposures: Sequence[float] = []
+        # By position, what a success and a failure add to each sum.
+        self._steps: list[tuple[float, float, float, float]] | None = None
         self._better = 0.0
         self._worse = 0.0
-        # Exposures behind the estimates that steps are tested against.
-        self._behind = 0.0
 
     def use_settings(self, settings: PlannerSettings) -> None:
         """Uses these settings from now on and keeps the sums."""
@@ -64,43 +65,53 @@ class Cusum:
 
         What they have learnt since the last ones is no evidence against them any more.
         """
+        before = self._exposures[0] if self._exposures else 0.0
         behind = exposures[0] if exposures else 0.0
-        left = min(1.0, (self._behind + _PRIOR_TRUST) / (behind + _PRIOR_TRUST))
+        left = min(1.0, (before + _PRIOR_TRUST) / (behind + _PRIOR_TRUST))
         self._better *= left
         self._worse *= left
-        self._behind = behind
-        self._up, self._down = [], []
+        self._conditional, self._exposures, self._steps = conditional, exposures, None
+
+    def _worked_out(self) -> list[tuple[float, float, float, float]]:
+        """Returns by position what a success and a failure add: to `better`, then to `worse`."""
+        found = []
         logits, half_trust = self._change.logits, self._change.half_trust
         factor = math.exp(logits)
-        for a, n in zip(conditional, exposures, strict=True):
+        rise, fall = factor - 1, 1 / factor - 1
+        for a, n in zip(self._conditional, self._exposures, strict=True):
             p = min(max(a, _LEAST), _MOST)
             trust = (n + _PRIOR_TRUST) / (n + _PRIOR_TRUST + half_trust)
             # With b = p e^L / (1 - p + p e^L): log((1 - b) / (1 - p)) = -log(1 - p + p e^L).
-            better = -trust * math.log(1 + p * (factor - 1))
-            worse = -trust * math.log(1 + p * (1 / factor - 1))
+            better = -trust * math.log(1 + p * rise)
+            worse = -trust * math.log(1 + p * fall)
             # At either end nothing is left to change to: always 1 is no shift from 0.98.
-            self._up.append((better + trust * logits, better) if a < _MOST else (0.0, 0.0))
-            self._down.append((worse - trust * logits, worse) if a > _LEAST else (0.0, 0.0))
+            up = (better + trust * logits, better) if a < _MOST else (0.0, 0.0)
+            down = (worse - trust * logits, worse) if a > _LEAST else (0.0, 0.0)
+            found.append((*up, *down))
+        return found
 
     def fold(self, accepted_counts: Sequence[int]) -> int:
         """Takes a step's counts; returns the direction of a shift, 1 (better) or -1, else 0.
 
         It is one when a sum has passed the limit; both restart then.
         """
+        steps = self._steps
+        if steps is None:
+            # Most drafters that are believed do not run before the next decision.
+            steps = self._steps = self._worked_out()
         reached = sum(accepted_counts)
         up = down = 0.0
-        for k in range(min(len(accepted_counts) - 1, len(self._up))):
+        for failures, (good, bad, good_down, bad_down) in zip(
+            accepted_counts[:-1], steps, strict=False
+        ):
             if reached == 0:
                 break
-            failures = accepted_counts[k]
             reached -= failures
-            success, failure = self._up[k]
-            up += reached * success + failures * failure
-            success, failure = self._down[k]
-            down += reached * success + failures * failure
+            up += reached * good + failures * bad
+            down += reached * good_down + failures * bad_down
         self._better = max(0.0, self._better + up)
         self._worse = max(0.0, self._worse + down)
-        if max(self._better, self._worse) <= self._limit:
+        if self._better <= self._limit and self._worse <= self._limit:
             return 0
         direction = 1 if self._better > self._worse else -1
         self._better = self._worse = 0.0

@@ -101,7 +101,7 @@ class AcceptanceEstimator:
         # Steps seen, and the step of each position's last exposure: idle evidence fades on reading.
         self._steps = 0
         self._seen_at = [0] * gamma_max
-        self._alarms = [Cusum(gamma_max, settings, change) for change in changes]
+        self._alarms = [Cusum(settings, change) for change in changes]
         self.use_settings(settings)
 
     def use_settings(self, settings: PlannerSettings) -> None:
@@ -119,32 +119,38 @@ class AcceptanceEstimator:
         caller decides what that means: `forget`, or another estimator.
         """
         self._steps += 1
-        z = self._settings.shift_z
         gamma = min(len(accepted_counts) - 1, self.gamma_max)
-        reached = sum(accepted_counts)
         direction = 0
         if gamma > 0:
             for alarm in self._alarms:
                 direction = alarm.fold(accepted_counts) or direction
+        steps, seen_at, settings = self._steps, self._seen_at, self._settings
         fast_keeps, slow_keeps = self._fast_keeps, self._slow_keeps
         fast_most, slow_most = len(fast_keeps) - 1, len(slow_keeps) - 1
         fast_n, fast_s, slow_n, slow_s = self._fast_n, self._fast_s, self._slow_n, self._slow_s
+        reached = sum(accepted_counts)
         for k in range(gamma):
             if reached == 0:
                 break
             successes = reached - accepted_counts[k]
-            self._wake(k)
+            idle = steps - seen_at[k] - 1
+            seen_at[k] = steps
+            if idle > 0:
+                # Evidence fades by the steps in which the position was not observed.
+                keep = math.exp(-idle / settings.idle_steps)
+                slow_n[k] *= keep
+                slow_s[k] *= keep
             keep = fast_keeps[min(fast_most, reached)]
             fast = fast_n[k] = fast_n[k] * keep + reached
             fast_s[k] = fast_s[k] * keep + successes
             keep = slow_keeps[min(slow_most, reached)]
             slow = slow_n[k] = slow_n[k] * keep + reached
             slow_s[k] = slow_s[k] * keep + successes
-            if fast >= _SHIFT_MIN_EXPOSURES and slow >= 2 * fast:
+            if not direction and fast >= _SHIFT_MIN_EXPOSURES and slow >= 2 * fast:
                 slow_mean = slow_s[k] / slow
                 apart = fast_s[k] / fast - slow_mean
                 variance = max(slow_mean * (1 - slow_mean), 0.01) * (1 / fast + 1 / slow)
-                if not direction and apart * apart > z * z * variance:
+                if apart * apart > settings.shift_z**2 * variance:
                     direction = 1 if apart > 0 else -1
             reached = successes
         return direction
@@ -163,15 +169,6 @@ class AcceptanceEstimator:
     def pass_by(self) -> None:
         """Counts a step that ran without this drafter."""
         self._steps += 1
-
-    def _wake(self, k: int) -> None:
-        """Fades a position's evidence by the steps in which it was not observed."""
-        idle = self._steps - self._seen_at[k] - 1
-        self._seen_at[k] = self._steps
-        if idle > 0:
-            keep = math.exp(-idle / self._settings.idle_steps)
-            self._slow_n[k] *= keep
-            self._slow_s[k] *= keep
 
     def forget(self) -> None:
         """Keeps a weak memory of the fast window only (part of it is from before the shift)."""
@@ -231,26 +228,31 @@ class AcceptanceEstimator:
 
     def _estimates(self, parent: AcceptanceCurve | None) -> tuple[AcceptanceCurve, list[float]]:
         """Returns the curve, and a_k drawn with the weight of the prior only, k = 1..gamma_max."""
-        settings = self._settings
-        above = None if parent is None else parent.conditional
+        settings, steps = self._settings, self._steps
         mean, prior = settings.prior_acceptance, settings.prior_exposures
+        above = None if parent is None else parent.conditional
         weight = prior if above is None else settings.class_exposures
-        conditional, exposures, expected, own = [], [], [0.0], []
+        conditional: list[float] = []
+        exposures, expected = [], [0.0]
+        # Without a parent both are the same.
+        own = conditional if above is None else []
         survival, total = 1.0, 0.0
-        for k in range(self.gamma_max):
-            idle = self._steps - self._seen_at[k]
-            keep = math.exp(-idle / settings.idle_steps) if idle else 1.0
-            seen = self._slow_n[k] * keep
-            leaning = mean if above is None else above[k]
-            mean = (self._slow_s[k] * keep + weight * leaning) / (seen + weight)
-            own.append((self._slow_s[k] * keep + prior * leaning) / (seen + prior))
+        idle, keep = 0, 1.0
+        for k, seen_at in enumerate(self._seen_at):
+            if steps - seen_at != idle:
+                idle = steps - seen_at
+                keep = math.exp(-idle / settings.idle_steps)
+            seen, successes = self._slow_n[k] * keep, self._slow_s[k] * keep
+            if above is not None:
+                mean = above[k]
+                own.append((successes + prior * mean) / (seen + prior))
+            mean = (successes + weight * mean) / (seen + weight)
             survival *= mean
             total += survival
             conditional.append(mean)
             exposures.append(seen)
             expected.append(total)
-        curve = AcceptanceCurve(conditional, exposures, expected, prior)
-        return curve, own
+        return AcceptanceCurve(conditional, exposures, expected, prior), own
 
 
 @lru_cache(maxsize=8)

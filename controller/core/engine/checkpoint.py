@@ -16,7 +16,7 @@ import numpy as np
 
 from controller.core.engine.engine_controller import EngineController
 from controller.core.errors import InvalidStateError
-from controller.core.recorded_state import RECORDED, RECORDED_OF
+from controller.core.recorded_state import RECORDED, RECORDED_OF, RecordedClass
 
 _CONTROLLER: Final = RECORDED_OF[EngineController]
 _DTYPES = ("<f8", "<i8", "|b1")
@@ -57,7 +57,7 @@ def restore(core: EngineController, state: Mapping[str, Tree]) -> None:
         for label in state["traffic"].fields["classes"]:
             core.traffic.admit(str(label))
         core.traffic.states.make_room(len(state["traffic"].fields["states"].fields["remembered"]))
-        _fill(core, _CONTROLLER.name, _CONTROLLER.fields, state, core)
+        _fill(core, _CONTROLLER, state, core)
         core.take_estimates()
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise InvalidStateError(f"the state is not of this engine's core: {error!r}") from error
@@ -121,17 +121,20 @@ def _object(tree: Typed, current: Any) -> Any:
         built, current = object.__new__(declared.kind), None
     elif type(current) is not declared.kind:
         raise InvalidStateError(f"{tree.type} is recorded where the engine's core has none")
-    _fill(built, tree.type, declared.fields, tree.fields, current)
+    _fill(built, declared, tree.fields, current)
     return built
 
 
 def _fill(
-    built: object, of: str, fields: Mapping[str, str], state: Mapping[str, Tree], current: object
+    built: object, declared: RecordedClass, state: Mapping[str, Tree], current: object
 ) -> None:
+    fields = declared.fields
     if state.keys() != fields.keys():
         odd = min(state.keys() ^ fields.keys())
         where = "recorded but not known here" if odd in state else "missing in the recording"
-        raise InvalidStateError(f"variable {of}.{odd} is {where}")
+        raise InvalidStateError(f"variable {declared.name}.{odd} is {where}")
     for name, held in fields.items():
         value = _value(state[name], getattr(current, held, None))
         object.__setattr__(built, held, value)
+    for held in declared.derived:
+        object.__setattr__(built, held, None)

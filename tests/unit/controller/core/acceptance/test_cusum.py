@@ -8,7 +8,7 @@ SETTINGS = PlannerSettings()
 
 def steps_until_called(believed, exposures, *, learning):
     """Steps of 4 sequences, all rejected, until a shift is called; 200: none was."""
-    cusum = Cusum(1, SETTINGS)
+    cusum = Cusum(SETTINGS)
     for step in range(200):
         if step % 4 == 0:
             a = believed

@@ -96,7 +96,7 @@ def test_a_restored_core_goes_on_as_the_first_one(policy, before, after):
 
 
 def _not_recorded(core: EngineController) -> dict[str, dict[str, str]]:
-    """By class of the core's objects, the attributes that no recording holds, as texts."""
+    """By class of the core's objects, the attributes that no recording determines, as texts."""
     found: dict[str, dict[str, str]] = {}
 
     def look(value: Any) -> None:
@@ -106,10 +106,11 @@ def _not_recorded(core: EngineController) -> dict[str, dict[str, str]]:
         if (declared := RECORDED_OF.get(type(value))) is None or isinstance(value, Enum):
             return
         held = set(declared.fields.values())
+        known = held.union(declared.derived)
         every = vars(value) if hasattr(value, "__dict__") else {
             field.name: getattr(value, field.name) for field in dataclasses.fields(value)
         }  # fmt: skip
-        rest = {name: repr(item) for name, item in every.items() if name not in held}
+        rest = {name: repr(item) for name, item in every.items() if name not in known}
         found.setdefault(declared.name, {}).update(rest)
         for name in held:
             look(getattr(value, name))
