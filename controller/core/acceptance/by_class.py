@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from controller.core.acceptance.estimator import AcceptanceCurve, AcceptanceEstimator
 from controller.core.acceptance.hazard import Hazard
-from controller.core.acceptance.traffic_state import Resemblance, octave_of
+from controller.core.acceptance.remembered_curves import RememberedCurves
+from controller.core.acceptance.traffic_state import Resemblance, octaves_of
 from controller.core.acceptance.traffic_states import TrafficStates
 from controller.core.acceptance.warm_start import Belief
 from controller.core.engine_spec import Arm, DrafterSpec
@@ -32,26 +33,27 @@ class TrafficCurves:
     """Holds the acceptance of an engine's traffic at one moment.
 
     drafters: of all traffic, by drafter.  classes: of each request class, by label and drafter.
-    batch: of the batch that ran last (its classes mixed), by drafter.  states: of the current
-    traffic state and of the remembered ones, by drafter.  likely: [octaves, states], how likely
-    each state is for a batch of that size; None: the current one is certain.  octave: of the last
+    batch: of the batch that ran last (its classes mixed), by drafter.  remembered: of the traffic
+    states beside the current one.  likely: [octaves, states], how likely the current one and each
+    of those is for a batch of that size; None: the current one is certain.  octave: of the last
     batch.  resembles: when traffic like the present one was seen before.  batch_size: the last one.
     """
 
     drafters: Mapping[str, AcceptanceCurve]
     classes: Mapping[str, Mapping[str, AcceptanceCurve]]
     batch: Mapping[str, AcceptanceCurve]
-    states: tuple[Mapping[str, AcceptanceCurve], ...] = ()
+    remembered: RememberedCurves | None = None
     likely: NDArray[np.float64] | None = None
     octave: int = 0
     resembles: Resemblance | None = None
     batch_size: int = 0
 
     def by_state(self, arms: Sequence[Arm]) -> NDArray[np.float64]:
-        """Returns [states, arms] draft tokens that are accepted of a sequence."""
-        return np.array(
-            [[curves[arm.drafter].expected[arm.gamma] for arm in arms] for curves in self.states]
-        )
+        """Returns [states, arms] draft tokens that are accepted of a sequence, as in `likely`."""
+        own = np.array([[self.drafters[arm.drafter].expected[arm.gamma] for arm in arms]])
+        if self.remembered is None:
+            return own
+        return np.concatenate([own, self.remembered.expected(arms)])
 
     def expected(
         self, arms: Sequence[Arm], batch_sizes: NDArray[np.float64]
@@ -63,9 +65,9 @@ class TrafficCurves:
         if self.likely is None:
             own = np.array([self.batch[arm.drafter].expected[arm.gamma] for arm in arms])
             return np.repeat(own[:, None], len(batch_sizes), axis=1)
-        octaves = [octave_of(int(size)) for size in batch_sizes]
+        octaves = octaves_of(batch_sizes)
         # The row of the last batch may end in the next octave.
-        row = int(np.searchsorted(batch_sizes, self.batch_size))
+        row = int(batch_sizes.searchsorted(self.batch_size))
         if row < len(octaves):
             octaves[row] = self.octave
         mixed: NDArray[np.float64] = (self.likely[octaves] @ self.by_state(arms)).T
@@ -192,9 +194,9 @@ class TrafficEstimator:
         resembles = self.states.current.resemblance
         if not self._mix:
             likely = self.states.weights()
-            states = (mains, *self.states.remembered_curves()) if likely is not None else ()
+            remembered = self.states.remembered_curves() if likely is not None else None
             return TrafficCurves(
-                mains, classes, mains, states, likely, self.states.octave, resembles,
+                mains, classes, mains, remembered, likely, self.states.octave, resembles,
                 self._batch_size,
             )  # fmt: skip
         batch, rest = {}, max(0.0, 1 - sum(self._mix.values()))

@@ -1,6 +1,6 @@
 """Estimates how often the traffic shifts, and how often to more accepted drafts."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from controller.core.recorded_state import recorded
 
@@ -19,20 +19,17 @@ _PRIOR_MOVED = 0.02
 _FOUND_STEPS = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Hazard:
+class Hazard(NamedTuple):
     """Holds the probability of a shift in one step.
 
     expected: of any, with the prior.  better: of one to more accepted drafts, as observed.  unseen:
     of one to more accepted drafts in a step at gamma = 0, as observed; found: how many there were.
-    on_move: of any when the batch size moves to another octave.
     """
 
     expected: float
     better: float
     unseen: float = 0.0
     found: float = 0.0
-    on_move: float = 0.0
 
 
 @recorded(
@@ -93,12 +90,21 @@ class HazardEstimator:
         self._since_shift, self._direction = 0, direction
 
     @property
+    def expected(self) -> float:
+        """Returns the probability of any shift in one step, with the prior."""
+        return (1 + self._shifts) / self._steps
+
+    @property
+    def on_move(self) -> float:
+        """Returns the probability of any shift when the batch size moves to another octave."""
+        return (self._moved + _PRIOR_MOVED) / (self._moves + 1)
+
+    @property
     def hazard(self) -> Hazard:
-        """Returns the probability that the traffic shifts in one step."""
+        """Returns the probabilities that a plan is made with."""
         return Hazard(
-            (1 + self._shifts) / self._steps,
+            self.expected,
             self._better / self._steps,
             self._blind_better / max(self._blind_steps, 1.0),
             self._blind_better,
-            (self._moved + _PRIOR_MOVED) / (self._moves + 1),
         )

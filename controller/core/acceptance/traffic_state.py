@@ -8,20 +8,19 @@ proportional to its visits, and a report multiplies the probability of k by its 
     P_k <- (1 - h) P_k + h visits_k / visits
     P_k <- P_k prod over positions i of p_ki^successes_i (1 - p_ki)^failures_i, then to the sum of 1
 
-The likelihood is taken relative to the current state's.  A position at which k has little evidence
-counts less, and a large batch counts as `_REPORT_WEIGHT` sequences at most, since its sequences are
-alike.  When the batch size moves to another octave o, P_k is multiplied with P(o | k) too, because
-who runs in a small batch is often not who runs in a large one.
+The likelihood is taken relative to the current state's (`remembered_curves`).  A position at which
+k has little evidence counts less.  When the batch size moves to another octave o, P_k is multiplied
+with P(o | k) too, because who runs in a small batch is often not who runs in a large one.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.core.acceptance.estimator import AcceptanceCurve, AcceptanceEstimator
+from controller.core.acceptance.estimator import AcceptanceEstimator
 from controller.core.recorded_state import recorded
 
 # States that are remembered beside the current one.
@@ -32,7 +31,6 @@ OCTAVES = 16
 FORGOTTEN_STEPS = 20_000
 # Exposures of a position at which it counts by half.
 _HALF_TRUST = 8.0
-_REPORT_WEIGHT = 16.0
 _CERTAIN = 0.03
 # The visits that all octaves together count as having had before the first one.
 _PRIOR_VISITS = 1.0
@@ -42,8 +40,6 @@ _PRIOR_VISITS = 1.0
 _ALIKE = 0.03
 _ALIKE_TOTAL = 3.0
 _COMPARED_EXPOSURES = 16.0
-# A report changes the odds by no more than this.
-_SURE = 12.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,16 +102,10 @@ class TrafficState:
         self.visits += other.visits
         self.octaves = [a + b for a, b in zip(self.octaves, other.octaves, strict=True)]
 
-    def octave_logs(self) -> NDArray[np.float64]:
-        """Returns [octaves], log P(octave | this state)."""
-        seen = np.array(self.octaves) + _PRIOR_VISITS / OCTAVES
-        logs: NDArray[np.float64] = np.log(seen / seen.sum())
-        return logs
-
-    def octave_log(self, octave: int) -> float:
-        """Returns log P(octave | this state)."""
-        seen = self.octaves[octave] + _PRIOR_VISITS / OCTAVES
-        return math.log(seen / (sum(self.octaves) + _PRIOR_VISITS))
+    def octave_shares(self) -> list[float]:
+        """Returns [octaves], P(octave | this state)."""
+        total = sum(self.octaves) + _PRIOR_VISITS
+        return [(seen + _PRIOR_VISITS / OCTAVES) / total for seen in self.octaves]
 
 
 def octave_of(batch_size: int) -> int:
@@ -123,45 +113,10 @@ def octave_of(batch_size: int) -> int:
     return min((batch_size - 1).bit_length(), OCTAVES - 1)
 
 
-@recorded("contrast", "rejected accepted")
-@dataclass(frozen=True, slots=True)
-class Contrast:
-    """Says what a drafter's outcome adds to the odds of one state against another.
-
-    rejected: by accepted drafts j, of a sequence that was rejected at position j + 1.  accepted: by
-    gamma, of a sequence of which every draft was accepted.
-    """
-
-    rejected: tuple[float, ...]
-    accepted: tuple[float, ...]
-
-    def log_odds(self, accepted_counts: Sequence[int]) -> float:
-        """Returns what a report adds.  accepted_counts: gamma + 1 counts of accepted drafts."""
-        gamma = min(len(accepted_counts) - 1, len(self.rejected))
-        total, sequences = 0.0, 0
-        for j in range(gamma):
-            count = accepted_counts[j]
-            if count:
-                total += count * self.rejected[j]
-                sequences += count
-        count = sum(accepted_counts[gamma:])
-        total += count * self.accepted[gamma]
-        weight = min(1.0, _REPORT_WEIGHT / max(sequences + count, 1))
-        return max(-_SURE, min(_SURE, total * weight))
-
-
-def contrast(of: AcceptanceCurve, against: AcceptanceCurve) -> Contrast:
-    """Compares two curves of one drafter."""
-    rejected, accepted, total = [], [0.0], 0.0
-    for k, (x, y) in enumerate(zip(of.conditional, against.conditional, strict=True)):
-        p, q = _bounded(x), _bounded(y)
-        # A state that has not seen the position predicts nothing that an outcome could refute.
-        n, m = of.exposures[k], against.exposures[k] + against.prior_exposures
-        trust = n / (n + _HALF_TRUST) * m / (m + _HALF_TRUST)
-        rejected.append(total + trust * math.log((1 - p) / (1 - q)))
-        total += trust * math.log(p / q)
-        accepted.append(total)
-    return Contrast(tuple(rejected), tuple(accepted))
+def octaves_of(batch_sizes: NDArray[np.float64]) -> NDArray[np.int32]:
+    """Returns the octaves of whole batch sizes, in their shape."""
+    # A whole number has as many bits as its binary exponent, counted from 1/2.
+    return np.minimum(np.frexp(batch_sizes - 1)[1], OCTAVES - 1)
 
 
 def are_alike(a: TrafficState, b: TrafficState) -> bool:
@@ -175,10 +130,10 @@ def are_alike(a: TrafficState, b: TrafficState) -> bool:
         compared = True
         survival, apart, total = 1.0, 0.0, 0.0
         for k, (x, y) in enumerate(zip(one.conditional, other.conditional, strict=True)):
-            p, q = _bounded(x), _bounded(y)
+            p, q = bounded(x), bounded(y)
             n = min(one.exposures[k], other.exposures[k])
             distance = p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
-            apart += survival * distance * n / (n + _HALF_TRUST)
+            apart += survival * distance * trust_in(n)
             total += n * distance
             survival *= p
         if apart > _ALIKE and total > _ALIKE_TOTAL:
@@ -186,5 +141,11 @@ def are_alike(a: TrafficState, b: TrafficState) -> bool:
     return compared
 
 
-def _bounded(p: float) -> float:
+def bounded(p: float) -> float:
+    """Returns an acceptance that is never certain, as states are compared by it."""
     return min(max(p, _CERTAIN), 1 - _CERTAIN)
+
+
+def trust_in(exposures: float) -> float:
+    """Returns how much an estimate with so many exposures counts, below 1."""
+    return exposures / (exposures + _HALF_TRUST)

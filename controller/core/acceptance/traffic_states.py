@@ -7,7 +7,7 @@ or, where the current one is still young, it starts again.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 from controller.core.acceptance.cusum import LARGE, MODERATE
 from controller.core.acceptance.estimator import AcceptanceCurve, AcceptanceEstimator
 from controller.core.acceptance.hazard import HazardEstimator
+from controller.core.acceptance.remembered_curves import Believed, RememberedCurves, believed
 from controller.core.acceptance.traffic_state import (
     FORGOTTEN_STEPS,
     MAX_REMEMBERED,
-    Contrast,
+    OCTAVES,
     TrafficState,
     are_alike,
-    contrast,
     octave_of,
 )
 from controller.core.recorded_state import recorded
@@ -48,7 +48,9 @@ Curves = Mapping[str, AcceptanceCurve]
 
 
 @recorded(
-    "traffic_states", "current remembered shifts hazards _contrasts octave _stay _reports _mistakes"
+    "traffic_states",
+    "current remembered shifts hazards _believed octave _stay _reports _mistakes",
+    derived="_curves",
 )
 class TrafficStates:
     """Owns the estimators of all traffic.  `fold`, `believe` change it; `curves` reads it.
@@ -64,8 +66,10 @@ class TrafficStates:
         self.remembered: list[TrafficState] = []
         self.shifts = 0
         self.hazards = HazardEstimator()
-        # By drafter, one for each remembered state; as of the last decision.
-        self._contrasts: dict[str, list[Contrast]] = {}
+        # By drafter, what reports weigh the remembered states against; as of the last decision.
+        self._believed: dict[str, Believed] = {}
+        # What follows from the remembered states.
+        self._curves: RememberedCurves | None = None
         # Of the last batch; -1 before the first one.
         self.octave = -1
         # Reports since the octave or the state changed.
@@ -74,12 +78,13 @@ class TrafficStates:
 
     def make_room(self, remembered: int) -> None:
         """Makes so many empty remembered states, into which recorded ones can be put."""
-        self.remembered = [
-            TrafficState(
-                {name: e.successor(doubted=False) for name, e in self.current.drafters.items()}
-            )
-            for _ in range(remembered)
-        ]
+        drafters = self.current.drafters
+        self._recall(
+            [
+                TrafficState({name: e.successor(doubted=False) for name, e in drafters.items()})
+                for _ in range(remembered)
+            ]
+        )
 
     @property
     def all(self) -> tuple[TrafficState, ...]:
@@ -91,6 +96,7 @@ class TrafficStates:
         for state in self.all:
             for estimator in state.drafters.values():
                 estimator.use_settings(settings)
+        self._curves = None
 
     def fold(self, report: StepReport, now: float) -> bool:
         """Takes a report.  now: seconds.  Returns True if another state is current after it."""
@@ -141,18 +147,15 @@ class TrafficStates:
 
     def _predicted(self, hazard: float) -> list[float]:
         """Returns the probability of each state, as in `all`, after a change with this one."""
-        visits = sum(state.visits for state in self.all)
-        return [
-            (1 - hazard) * state.probability + hazard * state.visits / visits for state in self.all
-        ]
+        states = self.all
+        each = hazard / sum([state.visits for state in states])
+        return [(1 - hazard) * state.probability + each * state.visits for state in states]
 
     def _move_to(self, octave: int) -> None:
         if self.octave >= 0:
-            likely = self._predicted(self.hazards.hazard.on_move)
-            self._set(
-                p * math.exp(state.octave_log(octave))
-                for state, p in zip(self.all, likely, strict=True)
-            )
+            likely = self._predicted(self.hazards.on_move)
+            shares = [state.octave_shares()[octave] for state in self.all]
+            self._set([p * share for p, share in zip(likely, shares, strict=True)])
             self.hazards.move()
         self.octave, self._stay = octave, 1
 
@@ -160,19 +163,22 @@ class TrafficStates:
         """Moves the probabilities by a report, and returns the state that is the likeliest."""
         if not self.remembered:
             return self.current
-        likely = self._predicted(self.hazards.hazard.expected)
-        contrasts = self._contrasts.get(report.drafter)
-        if contrasts is not None and report.gamma > 0:
-            for k, against in enumerate(contrasts, start=1):
-                likely[k] *= math.exp(against.log_odds(report.accepted_counts))
+        likely = self._predicted(self.hazards.expected)
+        against = self._believed.get(report.drafter)
+        if against is not None and report.gamma > 0:
+            odds = self.remembered_curves().log_odds(
+                report.drafter, against, report.accepted_counts
+            )
+            for k, log_odds in enumerate(odds, start=1):
+                likely[k] *= math.exp(log_odds)
         self._set(likely)
-        return max(self.all, key=_probability)
+        most = likely.index(max(likely))
+        return self.remembered[most - 1] if most else self.current
 
-    def _set(self, likely: Iterable[float]) -> None:
+    def _set(self, likely: Sequence[float]) -> None:
         """Takes the probabilities of the states, in the order of `all`, up to a factor."""
-        values = list(likely)
-        total = sum(values)
-        for state, value in zip(self.all, values, strict=True):
+        total = sum(likely)
+        for state, value in zip(self.all, likely, strict=True):
             state.probability = value / total
 
     def _return_to(self, state: TrafficState, report: StepReport, now: float) -> None:
@@ -180,12 +186,11 @@ class TrafficStates:
         curves = [s.drafters[report.drafter].curve().expected for s in (before, state)]
         self.hazards.shift(1 if curves[1][gamma] > curves[0][gamma] else -1)
         self.shifts += 1
-        self.remembered.remove(state)
+        self._recall([other for other in self.remembered if other is not state])
         if before.steps >= _YOUNG_STEPS:
             self._remember(before)
         state.return_at(now)
         self.current, self._stay = state, 1
-        self._contrasts = {}
         self._set([s.probability for s in self.all])
 
     def _begin(self, running: str, now: float) -> None:
@@ -224,26 +229,28 @@ class TrafficStates:
             else:
                 kept.append(other)
         kept.sort(key=lambda other: other.last_step)
-        self.remembered = [*kept[-(MAX_REMEMBERED - 1) :], state]
-        self._contrasts = {}
+        self._recall([*kept[-(MAX_REMEMBERED - 1) :], state])
+
+    def _recall(self, states: list[TrafficState]) -> None:
+        """Remembers these states from now on; reports weigh them after the next decision."""
+        self.remembered, self._curves, self._believed = states, None, {}
 
     def believe(self) -> Curves:
         """Returns the current state's curves, and tests later reports against them."""
         found = {name: e.believe() for name, e in self.current.drafters.items()}
         if self.remembered:
-            self._contrasts = {
-                name: [contrast(state.drafters[name].curve(), curve) for state in self.remembered]
-                for name, curve in found.items()
-            }
+            self._believed = {name: believed(curve) for name, curve in found.items()}
         return found
 
     def curves(self) -> Curves:
         """Returns the current state's curves."""
         return {name: e.curve() for name, e in self.current.drafters.items()}
 
-    def remembered_curves(self) -> list[Curves]:
-        """Returns the curves of the remembered states."""
-        return [{n: e.curve() for n, e in state.drafters.items()} for state in self.remembered]
+    def remembered_curves(self) -> RememberedCurves:
+        """Returns what follows from the remembered states."""
+        if self._curves is None:
+            self._curves = RememberedCurves(self.remembered)
+        return self._curves
 
     def weights(self) -> NDArray[np.float64] | None:
         """Returns [octaves, states], P(state) if the batch is next in an octave; rows sum to 1.
@@ -252,11 +259,12 @@ class TrafficStates:
         """
         if not self.remembered:
             return None
-        hazard = self.hazards.hazard
-        likely = np.exp(np.array([state.octave_logs() for state in self.all]).T)
-        likely *= self._predicted(hazard.on_move)
+        likely = np.empty((OCTAVES, 1 + len(self.remembered)))
+        likely[:, 0] = self.current.octave_shares()
+        likely[:, 1:] = self.remembered_curves().octaves
+        likely *= self._predicted(self.hazards.on_move)
         if self.octave >= 0:
-            likely[self.octave] = self._predicted(hazard.expected)
+            likely[self.octave] = self._predicted(self.hazards.expected)
         likely /= likely.sum(axis=1, keepdims=True)
         return likely if bool((likely[:, 0] < 1 - _NEGLIGIBLE).any()) else None
 
