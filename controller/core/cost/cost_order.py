@@ -8,6 +8,7 @@ gain of an arm over plain decoding, (1 + E) C(0) / C(gamma), never exceeds its a
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +35,11 @@ class CostOrder:
             )
             for drafter in drafters
         ]
+        # Where the first of each of these costs no more than the second, all arms are in order.
+        pairs = [(a, b) for chain in self._chains for a, b in pairwise(chain)]
+        shortest = [next((i for i in chain if arms[i].gamma), None) for chain in self._chains]
+        pairs += [(a, b) for a in self._off for b in shortest if b is not None]
+        self._less, self._more = np.array(pairs, dtype=np.int64).reshape(-1, 2).T.copy()
         # [arms, arms]: the first costs no more than the second.
         self._below = np.array(
             [
@@ -53,19 +59,27 @@ class CostOrder:
 
         over_batches: False if the batches have different contexts, so that only arms are ordered.
         """
-        found = table
+        found = table if self._are_arms_ordered(table) else self._ordered_arms(table)
+        if over_batches and not _are_batches_ordered(found):
+            found = np.minimum.accumulate(found[:, ::-1], axis=1)[:, ::-1]
+        return found
+
+    def is_ordered(self, table: NDArray[np.float64]) -> bool:
+        """Returns whether a table is in order."""
+        return self._are_arms_ordered(table) and _are_batches_ordered(table)
+
+    def _are_arms_ordered(self, table: NDArray[np.float64]) -> bool:
+        less, more = table.take(self._less, axis=0), table.take(self._more, axis=0)
+        return not bool((more < less).any())
+
+    def _ordered_arms(self, table: NDArray[np.float64]) -> NDArray[np.float64]:
+        found = table.copy()
         for chain in self._chains:
-            if (table[chain[1:]] < table[chain[:-1]]).any():
-                found = found.copy() if found is table else found
-                rows = np.minimum.accumulate(table[chain[::-1]], axis=0)
-                found[chain[::-1]] = rows
+            longest_first = chain[::-1]
+            found[longest_first] = np.minimum.accumulate(table[longest_first], axis=0)
         if len(self._off) and len(self._drafting):
             least = found[self._drafting].min(axis=0)
-            if (found[self._off] > least).any():
-                found = found.copy() if found is table else found
-                found[self._off] = np.minimum(found[self._off], least)
-        if over_batches and (found[:, 1:] < found[:, :-1]).any():
-            found = np.minimum.accumulate(found[:, ::-1], axis=1)[:, ::-1]
+            found[self._off] = np.minimum(found[self._off], least)
         return found
 
     def settled(self, table: NDArray[np.float64], seen: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -95,3 +109,7 @@ class CostOrder:
             more = 1 if longest < 0 or sure[chain[longest]] or self._is_off[chain[longest]] else 0
             found[chain[: longest + 1 + more]] = True
         return found
+
+
+def _are_batches_ordered(table: NDArray[np.float64]) -> bool:
+    return not bool((table[:, 1:] < table[:, :-1]).any())

@@ -34,7 +34,12 @@ from controller.core.cost.features import features
 from controller.core.cost.grid import profiled_grid
 from controller.core.cost.prior import Prior, generic_prior
 from controller.core.cost.profile import Profile
-from controller.core.cost.uncertainty import DISAGREEMENT_MAX, CostUncertainty, cell_variance
+from controller.core.cost.uncertainty import (
+    DISAGREEMENT_MAX,
+    IDLE_STEPS,
+    CostUncertainty,
+    cell_variance,
+)
 from controller.core.engine_spec import Arm
 from controller.core.recorded_state import recorded
 from controller.core.settings import PlannerSettings
@@ -61,13 +66,9 @@ _LEAP_SHARE = 0.2
 _STEPS_SURE = 4
 # A bucket with fewer steps is new.
 _STEPS_NEW = 2
-# Steps of other cells after which a cell's own evidence has lost two thirds of its weight.
-_IDLE_STEPS = 2000.0
 _NEAR_OCTAVES = 1.0
 _STEPS_AN_UPDATE = 8
 _STEPS_KNOWN = 32
-# Steps in a bucket after which it is not enough that gamma = 0 has run close by.
-_STEPS_SETTLED = 48
 _CELL_RATE_MIN = 0.01
 _SCATTER_START = 0.05
 _SCATTER_MIN = 0.01
@@ -154,6 +155,8 @@ class CostModel:
         self.use_settings(settings)
         self._features = features(arms, self._buckets)
         self._flat_features = self._features.reshape(len(self._features), -1)
+        # [arms, buckets, coefficients]: those of a cell lie together.
+        self._causes = np.ascontiguousarray(np.moveaxis(self._features, 0, -1))
         drafters = (len(self._features) - 2) // 3
         sigma = np.array([*doubt[0][:2], *(doubt[0][2:] * drafters)])
         self._process_noise = np.diag(
@@ -199,8 +202,7 @@ class CostModel:
     def predict(self, arm: int, batch_size: int, kv_tokens: int) -> float:
         """Predicts the seconds of a plain step of this arm (by index) at this batch and context."""
         j = self.bucket_of(batch_size)
-        base = self._base(arm, j, batch_size, kv_tokens)
-        return base * math.exp(float(self._correction[arm, j]))
+        return self._base(arm, j, batch_size, kv_tokens) * self._factors.item(arm, j)
 
     def observe(
         self,
@@ -231,7 +233,7 @@ class CostModel:
         if pending is None:
             pending = self._pending[cell] = _Pending()
         # Relative to the table: the correction may have moved before this is learnt.
-        pending.total += error + float(self._correction[cell])
+        pending.total += error + self._correction.item(cell)
         pending.steps += 1
 
     def _base(self, i: int, j: int, batch_size: int, kv_tokens: int) -> float:
@@ -249,9 +251,9 @@ class CostModel:
         """
         limit = max(_OUTLIER_FLOOR, _OUTLIER_SCALES * self._scatter)
         if error > limit:
-            phi = self._features[:, arm, bucket]
+            phi = self._causes[arm, bucket]
             doubt = float(phi @ self._covariance @ phi)
-            doubt += cell_variance(*self._variances(), float(self._cell_steps[arm, bucket]))
+            doubt += cell_variance(*self._variances(), self._cell_steps.item(arm, bucket))
             limit = max(limit, _DEVIATIONS * math.sqrt(max(doubt, 0.0)))
         if self.steps < 3 or -_FASTER_MAX <= error <= limit:
             self._outliers_in_a_row = 0
@@ -270,22 +272,24 @@ class CostModel:
         ready = [
             cell for cell, pending in self._pending.items()
             if cell != self._now_cell or pending.steps >= _STEPS_AN_UPDATE
-            or self._cell_steps[cell] < _STEPS_KNOWN
+            or self._cell_steps.item(cell) < _STEPS_KNOWN
         ]  # fmt: skip
         for i, j in ready:
             pending = self._pending.pop((i, j))
             found = pending.total / pending.steps
-            believed = float(self._features[:, i, j] @ self._weights + self._cell[i, j])
+            believed = float(self._causes[i, j] @ self._weights) + self._cell.item(i, j)
             self._learn_cell(i, j, found - believed, pending.steps)
         if ready:
             self._refresh()
             self._keep_order()
 
     def _learn_cell(self, i: int, j: int, error: float, steps: int) -> None:
-        phi = self._features[:, i, j]
+        phi, covariance = self._causes[i, j], self._covariance
         prior, noise = self._variances()
-        self._fade(i, j)
-        cell_doubt = cell_variance(prior, noise, float(self._cell_steps[i, j]))
+        # A cell's evidence, without what it has lost while others ran.
+        idle = self.steps - self._cell_seen.item(i, j)
+        evidence = self._cell_steps.item(i, j) * math.exp(-idle / IDLE_STEPS)
+        cell_doubt = cell_variance(prior, noise, evidence)
         noise /= steps
         runs_on = (i, j) == self._last_cell
         if runs_on:
@@ -293,60 +297,54 @@ class CostModel:
             jump = min(max(error * error - cell_doubt - noise, 0.0), _PACE_MAX**2)
             self._pace += _PACE_RATE * (jump - self._pace)
         self._last_cell = (i, j)
-        self._covariance += steps * self._process_noise
-        self._covariance[0, 0] += self._pace
-        spread = self._covariance @ phi
+        covariance += steps * self._process_noise
+        covariance[0, 0] += self._pace
+        spread = covariance @ phi
         total = float(phi @ spread) + cell_doubt + noise
         least = _CHANGE_MIN if runs_on else _LEAP_MIN
-        known = runs_on or self._cell_steps[i, j] >= _STEPS_SURE
+        known = runs_on or evidence >= _STEPS_SURE
         if known and abs(error) > max(_DEVIATIONS * math.sqrt(total), least):
-            self._covariance[0, 0] += error * error
+            covariance[0, 0] += error * error
             if not runs_on:
                 # If it keeps happening whenever this arm runs, the arm is the cause.
                 cell_doubt += (_LEAP_SHARE * error) ** 2
-                self._cell_steps[i, j] /= 2
-            spread = self._covariance @ phi
+                evidence /= 2
+            spread = covariance @ phi
             total = float(phi @ spread) + cell_doubt + noise
         if self._off[i]:
             self._disagreed[j] = 0.0
         elif abs(error) > max(_DEVIATIONS * math.sqrt(cell_doubt + noise), _CHANGE_MIN):
             # Either the machine has changed or the estimates are wrong: gamma = 0 shows which.
             self._disagreed[j] += abs(error)
-        if self._cell_steps[i, j] == 0 and self.steps > steps:
+        if evidence == 0 and self.steps > steps:
             found = min(max(error * error / total, 0.0), _SURPRISE_MAX)
             self._surprise += _SURPRISE_RATE * (found - self._surprise)
             if found > 4:
                 # The table is wrong by more than its doubt allows: trust it less.
-                room = _DOUBT_GROWTH_MAX * self._covariance_start / np.trace(self._covariance)
-                self._covariance *= max(1.0, min(found / 2, float(room)))
-                spread = self._covariance @ phi
+                room = _DOUBT_GROWTH_MAX * self._covariance_start / float(np.trace(covariance))
+                covariance *= max(1.0, min(found / 2, room))
+                spread = covariance @ phi
                 total = float(phi @ spread) + cell_doubt + noise
         gain = spread / total
         self._weights += gain * error
-        self._covariance -= np.outer(gain, spread)
+        covariance -= gain[:, None] * spread
         left = error * (1 - float(phi @ gain))
         rate = max(cell_doubt / (cell_doubt + noise), min(1.0, _CELL_RATE_MIN * steps))
-        self._cell_steps[i, j] += steps
+        self._cell_steps[i, j] = evidence + steps
         self._cell_seen[i, j] = self.steps
         for k, share in ((j - 1, _NEIGHBOUR_SHARE), (j, 1.0), (j + 1, _NEIGHBOUR_SHARE)):
             if 0 <= k < len(self._bucket_list):
-                moved = self._cell[i, k] + rate * share * left
+                moved = self._cell.item(i, k) + rate * share * left
                 self._cell[i, k] = min(self._drift_max, max(-self._drift_max, moved))
 
     def _variances(self) -> tuple[float, float]:
         """Returns the variance of what a single cell adds before any step, and of one step."""
         return self._cell_sigma**2 * max(1.0, self._surprise), (1.25 * self._scatter) ** 2
 
-    def _fade(self, i: int, j: int) -> None:
-        """Reduces a cell's evidence by what it has lost while others ran."""
-        idle = self.steps - self._cell_seen[i, j]
-        self._cell_steps[i, j] *= math.exp(-idle / _IDLE_STEPS)
-
     def _keep_order(self) -> None:
         """Moves cells so that more work costs no less, at the present context."""
-        base = self._bases(self._kv_per_sequence)
-        seconds = base * self._factors
-        if self._order.lowered(seconds) is seconds:
+        seconds = self._bases(self._kv_per_sequence) * self._factors
+        if self._order.is_ordered(seconds):
             return
         moved = np.log(self._order.settled(seconds, self._cell_seen) / seconds)
         self._cell += moved
@@ -389,24 +387,18 @@ class CostModel:
         kv_seconds = self._kv_rate * (kv_tokens_per_sequence - self._kv_reference) * self._buckets
         return np.maximum(self._grid + kv_seconds, 0.1 * self._grid)
 
-    def _off_has_run(self) -> NDArray[np.bool_]:
-        """Returns [buckets], whether gamma = 0 has run there, or, if little else has, close by."""
-        there = (self._cell_seen[self._off] > 0).any(axis=0)
-        settled = self._cell_steps.sum(axis=0) >= _STEPS_SETTLED
-        found: NDArray[np.bool_] = np.where(settled, there, self._near @ there)
-        return found
-
     def uncertainty(self) -> CostUncertainty:
         """Returns how uncertain the costs are now, as a copy that later steps do not change."""
-        idle = self.steps - self._cell_seen
         return CostUncertainty(
             self._features,
             self._covariance.copy(),
-            self._cell_steps * np.exp(-idle / _IDLE_STEPS),
-            self._cell_seen > 0,
+            self._cell_steps.copy(),
+            self._cell_seen.copy(),
+            self.steps,
             *self._variances(),
             self._disagreed.copy(),
-            self._off_has_run(),
+            self._off,
+            self._near,
             self._order,
             bool(self.prior),
         )

@@ -10,6 +10,10 @@ from controller.core.cost.cost_order import CostOrder
 
 # Without a profile, steps of a draft length before a longer one is tried.
 _STEPS_RUNG = 8
+# Steps of other cells after which a cell's own evidence has lost two thirds of its weight.
+IDLE_STEPS = 2000.0
+# Steps in a bucket after which it is not enough that gamma = 0 has run close by.
+_STEPS_SETTLED = 48
 # Error of the estimates (log seconds) above which gamma = 0 has to be measured again.
 DISAGREEMENT_MAX = 0.05
 
@@ -20,25 +24,36 @@ _Number = TypeVar("_Number", float, NDArray[np.float64])
 class CostUncertainty:
     """Holds how uncertain the costs were at one moment.
 
-    features: [coefficients, arms, buckets].  covariance: [coefficients, coefficients].  steps:
-    [arms, buckets], evidence in each cell, what it lost since included.  ran: [arms, buckets].
-    cell: variance of what a single cell adds before any step; noise: variance of one step.
-    disagreed: [buckets] error of the estimates (log seconds) that was found since gamma = 0 ran.
-    off_ran: [buckets], whether gamma = 0 has ever run there, or, in a bucket with few steps, at a
-    similar batch size.
-    guessed: there is no profile.
+    features: [coefficients, arms, buckets].  covariance: [coefficients, coefficients].  evidence:
+    [arms, buckets], steps behind each cell when it was learnt last; seen: the engine's step at
+    which that was, 0: never; now: its step at the moment.  cell: variance of what a single cell
+    adds before any step; noise: variance of one step.  disagreed: [buckets] error of the estimates
+    (log seconds) that was found since gamma = 0 ran.  off: [arms], those with gamma = 0.  near:
+    [buckets, buckets], which are at similar batch sizes.  guessed: there is no profile.
     """
 
     features: NDArray[np.float64]
     covariance: NDArray[np.float64]
-    steps: NDArray[np.float64]
-    ran: NDArray[np.bool_]
+    evidence: NDArray[np.float64]
+    seen: NDArray[np.int64]
+    now: int
     cell: float
     noise: float
     disagreed: NDArray[np.float64]
-    off_ran: NDArray[np.bool_]
+    off: NDArray[np.bool_]
+    near: NDArray[np.bool_]
     order: CostOrder
     guessed: bool
+
+    @property
+    def ran(self) -> NDArray[np.bool_]:
+        """Returns [arms, buckets], which cells have run."""
+        return self.seen > 0
+
+    def arms_that_ran(self) -> NDArray[np.bool_]:
+        """Returns [arms], which have run in any bucket."""
+        found: NDArray[np.bool_] = np.any(self.seen, axis=1)
+        return found
 
     def relative(self, bucket: int, current: int) -> NDArray[np.float64]:
         """Returns [arms], the variance of log(C_arm / C_current) at a bucket."""
@@ -54,7 +69,7 @@ class CostUncertainty:
         # `tensordot` is this product, and takes three times as long for tables of this size.
         moved = np.dot(self.covariance, apart.reshape(len(apart), -1)).reshape(apart.shape)
         shared = np.einsum("pab,pab->ab", apart, moved)
-        cells = cell_variance(self.cell, self.noise, self.steps[:, buckets])
+        cells = cell_variance(self.cell, self.noise, self._steps(buckets))
         doubt: NDArray[np.float64] = np.maximum(shared, 0.0) + cells + cells[current]
         doubt[current] = 0.0
         return doubt
@@ -62,16 +77,29 @@ class CostUncertainty:
     def off_is_due(self, bucket: int) -> bool:
         """Returns whether gamma = 0 has to run there.
 
-        It has to before it ever ran, whatever the estimates say, and when they disagree.
+        It has to when the estimates disagree, and, whatever they say, before it ever ran there, or,
+        in a bucket with few steps, at a similar batch size.
         """
-        return bool(self.disagreed[bucket] > DISAGREEMENT_MAX or not self.off_ran[bucket])
+        if self.disagreed[bucket] > DISAGREEMENT_MAX:
+            return True
+        ran: NDArray[np.bool_] = np.any(self.seen[self.off], axis=0)
+        if self.evidence[:, bucket].sum() >= _STEPS_SETTLED:
+            return not bool(ran[bucket])
+        return not bool(ran[self.near[bucket]].any())
 
     def within_reach(self, bucket: int) -> NDArray[np.bool_]:
         """Marks [arms] of each drafter up to the longest that has run at a bucket, and one more.
 
         The one more is marked only if the longest has run for some steps.
         """
-        return self.order.next_to(self.ran[:, bucket], self.steps[:, bucket] >= _STEPS_RUNG)
+        sure = self._steps(slice(bucket, bucket + 1))[:, 0] >= _STEPS_RUNG
+        return self.order.next_to(self.seen[:, bucket] > 0, sure)
+
+    def _steps(self, buckets: slice) -> NDArray[np.float64]:
+        """Returns [arms, buckets], the evidence without what it has lost since."""
+        idle = self.now - self.seen[:, buckets]
+        found: NDArray[np.float64] = self.evidence[:, buckets] * np.exp(idle / -IDLE_STEPS)
+        return found
 
 
 def cell_variance(prior: float, noise: float, steps: _Number) -> _Number:

@@ -441,7 +441,7 @@ class EngineController:
             return rows, Reason.PROFILING, detail
         values, hazard, at = made.values, self.traffic.hazard, made.at
         doubt = made.estimates.uncertainty
-        proven = self._planner.prove(np.any(doubt.ran, axis=1))
+        proven = self._planner.prove(doubt.arms_that_ran())
         hedge = None
         if self._planner.is_cautious:
             hedge = discounts(values, doubt, self.arms, at.bucket, proven)

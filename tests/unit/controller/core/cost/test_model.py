@@ -202,15 +202,18 @@ def test_a_drafter_without_measurements_is_never_silently_cheap():
 
 
 def test_gamma_0_counts_as_tried_close_by_until_many_steps_have_run_there():
+    def due(model, buckets):
+        return [model.uncertainty().off_is_due(j) for j in range(buckets)]
+
     model = CostModel(ARMS, SIZES, profile(TABLE), SETTINGS)
     observe(model, 0, 1, 100, TABLE[0][0])
-    assert model.uncertainty().off_ran.tolist() == [True, False, False]
+    assert due(model, 3) == [False, True, True]
     sizes = CostModel(ARMS, (4, 6), profile(TABLE), SETTINGS)
     observe(sizes, 0, 4, 400, TABLE[0][1])
-    assert sizes.uncertainty().off_ran.tolist() == [True, True]
+    assert due(sizes, 2) == [False, False]
     for _ in range(60):
         observe(sizes, 1, 6, 600, sizes.predict(1, 6, 600))
-    assert sizes.uncertainty().off_ran.tolist() == [True, False]
+    assert due(sizes, 2) == [False, True]
 
 
 def test_a_batch_size_is_new_until_a_few_plain_steps_have_run():
