@@ -70,6 +70,11 @@ class CatchUp:
         """The present estimates, with the cheapest waking of all drafters."""
         return CatchUpPrice(min(self.seconds().values()), self._fixed, self._rate)
 
+    def seconds_of(self, drafter: str) -> float:
+        """Returns what using a drafter in the next step costs beyond the step."""
+        backlog = self._backlog.now[drafter]
+        return self._fixed + self._rate * min(backlog, self._kv_tokens) if backlog else 0.0
+
     def observe(self, report: StepReport, expected_seconds: float) -> bool:
         """Takes a step; True if it woke a drafter, so that it was not a plain step.
 
@@ -102,11 +107,8 @@ class CatchUp:
             self._fixed, self._rate = 0.0, max(0.0, self._products / self._squares)
 
     def seconds(self) -> Mapping[str, float]:
-        """Returns by drafter what using it in the next step costs beyond the step."""
-        return {
-            name: self._fixed + self._rate * min(backlog, self._kv_tokens) if backlog else 0.0
-            for name, backlog in self._backlog.now.items()
-        }
+        """Returns `seconds_of` each drafter."""
+        return {name: self.seconds_of(name) for name in self._backlog.now}
 
     def by_batch(
         self, sizes: NDArray[np.float64], context: NDArray[np.float64]

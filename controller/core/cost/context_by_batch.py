@@ -42,9 +42,10 @@ class ContextByBatch:
         np.fill_diagonal(near, 0.0)
         self._near = near
         self.mean = start
-        self._means = np.full(len(buckets), start)
-        self._weights = np.zeros(len(buckets))
-        self._seen = np.zeros(len(buckets), dtype=np.int64)
+        # Plain lists: each step reads and writes one entry.
+        self._means = [start] * len(buckets)
+        self._weights = [0.0] * len(buckets)
+        self._seen = [0] * len(buckets)
         self._steps = 0
 
     def observe(self, bucket: int, kv_per_sequence: float) -> None:
@@ -52,7 +53,7 @@ class ContextByBatch:
         self._steps += 1
         self.mean += (kv_per_sequence - self.mean) / min(_MEMORY_STEPS, float(self._steps))
         idle = self._steps - self._seen[bucket] - 1
-        weight = float(self._weights[bucket]) * math.exp(-idle / _ADAPTS_STEPS)
+        weight = self._weights[bucket] * math.exp(-idle / _ADAPTS_STEPS)
         weight = min(weight + 1, _MEMORY_STEPS)
         self._means[bucket] += (kv_per_sequence - self._means[bucket]) / weight
         self._weights[bucket] = weight
@@ -60,14 +61,13 @@ class ContextByBatch:
 
     def by_bucket(self) -> NDArray[np.float64]:
         """Returns [buckets], tokens of a sequence."""
+        means = np.array(self._means)
         if self._steps == 0:
-            return self._means.copy()
-        weights = self._weights * np.exp(-(self._steps - self._seen) / _FADES_STEPS)
-        shares = self._near * weights
+            return means
+        idle = self._steps - np.array(self._seen)
+        weights = np.array(self._weights) * np.exp(idle / -_FADES_STEPS)
+        totals = weights * means
         # The mean of all counts where nothing near was seen.
-        total = shares.sum(axis=1) + _LEAST
-        others = (shares @ self._means + _LEAST * self.mean) / total
-        found: NDArray[np.float64] = (weights * self._means + _LEANING * others) / (
-            weights + _LEANING
-        )
+        others = (self._near @ totals + _LEAST * self.mean) / (self._near @ weights + _LEAST)
+        found: NDArray[np.float64] = (totals + _LEANING * others) / (weights + _LEANING)
         return found

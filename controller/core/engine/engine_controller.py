@@ -195,7 +195,7 @@ class EngineController:
         bucket = self.cost.bucket_of(report.batch_size)
         self._context.observe(bucket, report.kv_tokens / report.batch_size)
         expected = self.cost.predict(arm, report.batch_size, report.kv_tokens)
-        bearable = _WILD_STEP * expected + self._catch_up.seconds()[report.drafter]
+        bearable = _WILD_STEP * expected + self._catch_up.seconds_of(report.drafter)
         woke = self._catch_up.observe(report, expected)
         plain = not (woke or report.flags.distorts_cost)
         if plain:

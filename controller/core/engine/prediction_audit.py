@@ -17,6 +17,8 @@ reads anything here.
 
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
+
 from controller.core.engine_spec import Arm, EngineSpec
 from controller.core.planning.planner import Values
 from controller.core.step_report import StepReport
@@ -40,7 +42,7 @@ class PredictionAudit:
         self._others = {name: found for name, found in others.items() if found}
         self.instead_seconds = dict.fromkeys(self._others, 0.0)
         # Of the last plan: draft tokens by arm and row, and the row of a batch size.
-        self._expected: list[list[float]] = [[0.0] for _ in arms]
+        self._expected = np.zeros((len(arms), 1))
         self._row_of: Callable[[int], int] = lambda _: 0
         # Seconds times tokens a sequence, by arm and batch, since the last plan.
         self._pending: dict[tuple[int, int], float] = {}
@@ -48,7 +50,7 @@ class PredictionAudit:
     def observe(self, arm: int, report: StepReport, predicted: float | None) -> None:
         """Counts a step.  arm: by index; predicted: seconds, None if it was not a plain one."""
         size = report.batch_size
-        self.expected_tokens += size * self._expected[arm][self._row_of(size)]
+        self.expected_tokens += size * self._expected.item(arm, self._row_of(size))
         if predicted is None:
             return
         seconds, accepted = report.step_seconds, 0
@@ -66,14 +68,14 @@ class PredictionAudit:
 
         row_of: by batch size, the row of the values.
         """
+        seconds, expected = values.costs.seconds.item, values.expected.item
         for (arm, size), weight in self._pending.items():
             row = row_of(size)
-            seconds, expected = values.costs.seconds[:, row], values.expected[:, row]
             for name, others in self._others.items():
-                instead = seconds[others] / (1 + expected[others])
-                self.instead_seconds[name] += weight * float(instead.min() / seconds[arm])
+                instead = min(seconds(i, row) / (1 + expected(i, row)) for i in others)
+                self.instead_seconds[name] += weight * instead / seconds(arm, row)
         self._pending.clear()
-        self._expected, self._row_of = values.expected.tolist(), row_of
+        self._expected, self._row_of = values.expected, row_of
 
 
 def static_arm(spec: EngineSpec) -> Arm | None:

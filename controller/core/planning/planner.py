@@ -165,8 +165,8 @@ class Planner:
         ran: [arms], whether a step has run with the arm in any batch.
         """
         if self.choice is not None:
-            pairs = zip(self.choice, self.proven, strict=True)
-            self.proven = [now if ran[now] else before for now, before in pairs]
+            has_run, pairs = ran.tolist(), zip(self.choice, self.proven, strict=True)
+            self.proven = [now if has_run[now] else before for now, before in pairs]
         return self.proven
 
     def update(
