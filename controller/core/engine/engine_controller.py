@@ -446,7 +446,7 @@ class EngineController:
         if self._planner.is_cautious:
             hedge = discounts(values, doubt, self.arms, at.bucket, proven)
         self._losses.settle(values, at, hazard)
-        choice = self._planner.update(values, hazard, hedge, self._losses.limits)
+        choice = self._planner.update(values, hazard, hedge, self._losses.limits(values))
         if at.bounds:
             made = self._decision = replace(made, excluded=self._planner.take_excluded())
         active = at.row_of(self._last_batch)

@@ -14,11 +14,15 @@ drafter, and drafting against belief because gamma = 0 observes nothing.
 
 Two things are allowed beyond it.  Where drafting has gained a lot lately, drafters may be exchanged
 for half of that, and looking may cost a tenth of it if better traffic returns often.  And a waking
-that costs more than the room is done after so many steps that it takes a small share of them.
+that costs more than the room is done at once if a cautious estimate says that drafting pays for it
+soon, and otherwise after so many steps that it takes a small share of them.
 """
 
 import math
 from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 from controller.core.acceptance.hazard import Hazard
 from controller.core.engine_spec import Arm
@@ -34,6 +38,8 @@ ALLOWANCE = 0.007
 # A waking that costs more than DEBT_MAX is allowed when this share of the steps since the last one
 # pays for it.
 _WAKING_SHARE = 0.002
+# It is allowed at once when so many steps pay for it by what drafting gains in the bad case.
+_WAKING_STEPS = 50.0
 # Drafters may be exchanged for so much of what drafting has gained in about so many steps.
 _GAIN_SHARE = 0.5
 _GAIN_STEPS = 250.0
@@ -69,12 +75,20 @@ class LossAccount:
         """Returns the same for an arm's first run, as what it costs may be wrong by a lot."""
         return max(2 * DEBT_MAX, self.room) if self.debt < DEBT_MAX / 4 else self.room
 
-    @property
-    def limits(self) -> LossLimits:
+    def limits(self, values: Values) -> LossLimits:
         """Returns what may be lost by the next choice."""
-        waking = max(self.room, _WAKING_SHARE * self._since_waking - self.debt)
-        waking += _GAIN_SHARE * self._gained
+        room = max(self.room, _WAKING_SHARE * self._since_waking - self.debt)
+        waking: NDArray[np.float64] = np.array(room + _GAIN_SHARE * self._gained)
+        if self._off and values.catch_up.any():
+            waking = np.maximum(waking, _WAKING_STEPS * self._gains(values))
         return LossLimits(waking, self.debt > self._limit / 2)
+
+    def _gains(self, values: Values) -> NDArray[np.float64]:
+        """Returns [arms, rows], the plain steps that a step gains where its tokens are few."""
+        seconds, off = values.costs.seconds, self._off
+        doubt = np.sqrt(acceptance_variance(values, self._arms, off[0]))
+        tokens = (1 + values.expected) * np.exp(-doubt)[:, None]
+        return tokens - seconds / seconds[off].min(axis=0)
 
     def observe(self, arm: int, batch_size: int, extra_seconds: float) -> None:
         """Takes a step.  arm: by index.  extra_seconds: what waking and switching took of it."""

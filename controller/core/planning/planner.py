@@ -89,11 +89,11 @@ def evaluate(
 class LossLimits:
     """Says what may be lost against plain decoding now, see `loss_account`.
 
-    waking: plain steps that waking a drafter may take.  by_belief: whether gamma = 0 pays nothing
-    for what it does not observe.
+    waking: plain steps that waking a drafter may take, [arms, rows] or one for all.
+    by_belief: whether gamma = 0 pays nothing for what it does not observe.
     """
 
-    waking: float = math.inf
+    waking: float | NDArray[np.float64] = math.inf
     by_belief: bool = False
 
 

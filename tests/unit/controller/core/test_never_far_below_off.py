@@ -26,8 +26,8 @@ EXAMPLES: Final = int(os.environ.get("SAFETY_EXAMPLES", "250"))
 SEED: Final = int(os.environ.get("SAFETY_SEED", "1"))
 _PHASES: Final = [Phase.generate, *([Phase.shrink] if os.environ.get("SAFETY_SHRINK") else [])]
 # The lowest window of any scenario, and the share of scenarios with one below the bar.
-LOWEST: Final = 0.5
-SHARE_BELOW: Final = 0.15
+LOWEST: Final = 0.85
+SHARE_BELOW: Final = 0.09
 # Where a counterexample is written to.
 _FOLDER: Final = Path("build/safety")
 

@@ -1,11 +1,14 @@
 """What is lost against plain decoding stays within an allowance."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controller.core.acceptance.by_class import TrafficCurves
+from controller.core.acceptance.estimator import AcceptanceEstimator
 from controller.core.acceptance.hazard import Hazard
 from controller.core.cost.catch_up_cost import CatchUpPrice
 from controller.core.cost.model import Costs
@@ -14,6 +17,7 @@ from controller.core.planning.constraints import rows_under
 from controller.core.planning.loss_account import ALLOWANCE, DEBT_MAX, LossAccount
 from controller.core.planning.overrides import Override, Rule, Scope, ScopeKind
 from controller.core.planning.planner import Values
+from controller.core.settings import PlannerSettings
 from tests.support.virtual_engine import engine_spec
 
 ARMS = (Arm("mtp", 0), Arm("mtp", 1), Arm("mtp", 3))
@@ -87,10 +91,10 @@ def test_where_gamma_0_may_not_run_nothing_is_owed():
 
 def test_drafters_may_be_exchanged_for_a_share_of_what_drafting_has_gained():
     account = LossAccount(ARMS)
-    before = account.limits.waking
+    before = account.limits(values()).waking
     # Each gains 0.3 of a plain step.
     run(account, 1, 100)
-    assert account.limits.waking > before + 10
+    assert account.limits(values()).waking > before + 10
     assert account.room == pytest.approx(DEBT_MAX)
 
 
@@ -105,13 +109,28 @@ def test_looking_may_cost_more_where_better_traffic_returns_often():
 def test_an_expensive_waking_is_done_in_the_end():
     account = LossAccount(ARMS)
     run(account, 0, 10_000)
-    assert account.limits.waking == pytest.approx(20)
+    assert account.limits(values()).waking == pytest.approx(20)
     run(account, 0, 1, extra=0.2)
-    assert account.limits.waking < DEBT_MAX
+    assert account.limits(values()).waking < DEBT_MAX
+
+
+@pytest.mark.parametrize(("steps", "least", "most"), [(1, DEBT_MAX, 12.0), (5000, 14.0, 16.0)])
+def test_an_expensive_waking_is_done_at_once_where_drafting_surely_pays(steps, least, most):
+    estimator = AcceptanceEstimator(3, PlannerSettings())
+    for _ in range(steps):
+        estimator.fold([4, 2, 1, 1])
+    curves = {"mtp": estimator.curve()}
+    traffic = TrafficCurves(curves, {}, curves)
+    made = replace(values(), traffic=traffic, catch_up=np.full((3, 3), 0.1))
+    waking = LossAccount(ARMS).limits(made).waking
+    # Drafting gains 0.3 of a plain step a step: 50 of them pay for 15.
+    assert least <= waking[1, 0] <= most
+    # Three drafts gain nothing.
+    assert waking[2, 0] == DEBT_MAX
 
 
 def test_gamma_0_pays_nothing_for_what_it_does_not_see_once_half_is_lost():
     account = LossAccount(ARMS)
-    assert not account.limits.by_belief
+    assert not account.limits(values()).by_belief
     run(account, 0, 1, extra=0.01 * 0.6 * DEBT_MAX)
-    assert account.limits.by_belief
+    assert account.limits(values()).by_belief
