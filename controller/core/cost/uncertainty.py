@@ -12,8 +12,10 @@ from controller.core.cost.cost_order import CostOrder
 _STEPS_RUNG = 8
 # Steps of other cells after which a cell's own evidence has lost two thirds of its weight.
 IDLE_STEPS = 2000.0
-# Steps in a bucket after which it is not enough that gamma = 0 has run close by.
+# Steps in a bucket after which it is not enough that gamma = 0 has run close by, unless it is
+# believed to be so many times as slow for each token.
 _STEPS_SETTLED = 48
+_CLEAR = 1.5
 # Error of the estimates (log seconds) above which gamma = 0 has to be measured again.
 DISAGREEMENT_MAX = 0.05
 
@@ -74,16 +76,18 @@ class CostUncertainty:
         doubt[current] = 0.0
         return doubt
 
-    def off_is_due(self, bucket: int) -> bool:
+    def off_is_due(self, bucket: int, gain: float) -> bool:
         """Returns whether gamma = 0 has to run there.
 
         It has to when the estimates disagree, and, whatever they say, before it ever ran there, or,
-        in a bucket with few steps, at a similar batch size.
+        in a bucket with few steps or with a large gain, at a similar batch size.
+
+        gain: what the current arm is believed to be worth over gamma = 0, as a ratio.
         """
         if self.disagreed[bucket] > DISAGREEMENT_MAX:
             return True
         ran: NDArray[np.bool_] = np.any(self.seen[self.off], axis=0)
-        if self.evidence[:, bucket].sum() >= _STEPS_SETTLED:
+        if gain < _CLEAR and self.evidence[:, bucket].sum() >= _STEPS_SETTLED:
             return not bool(ran[bucket])
         return not bool(ran[self.near[bucket]].any())
 

@@ -147,7 +147,7 @@ class Explorer:
         """Earns credit, charges a probe's step, ends a probe that is done or stuck.
 
         seconds: the step's, without what has nothing to do with the choice.  share: of step time
-        that probing may cost now, see `watch.budget`.
+        that probing may cost now, see `observation_cost.budget`.
         """
         self._reports += 1
         if report.gamma:
@@ -287,12 +287,15 @@ class Explorer:
 
     def _check(self, at: Situation) -> int | None:
         """The arm with gamma = 0, if it is due and its price was earned back since the last one."""
-        if self._arms[at.current].gamma == 0 or not at.uncertainty.off_is_due(at.cost_bucket):
+        if self._arms[at.current].gamma == 0:
             return None
-        seconds = at.values.costs.seconds[:, at.bucket]
+        seconds, value = at.values.costs.seconds[:, at.bucket], at.values.value[:, at.bucket]
         for i, arm in enumerate(self._arms):
             if arm.gamma == 0 and (at.feasible is None or at.feasible[i]):
-                return i if self._credit + _CHECK_STEPS * seconds[i] >= 0 else None
+                gain = float(value[at.current] / value[i])
+                is_due = at.uncertainty.off_is_due(at.cost_bucket, gain)
+                earned = self._credit + _CHECK_STEPS * seconds[i] >= 0
+                return i if is_due and earned else None
         return None
 
     def _steps(self, batch_size: int) -> int:

@@ -88,7 +88,8 @@ class LossAccount:
         seconds, off = values.costs.seconds, self._off
         doubt = np.sqrt(acceptance_variance(values, self._arms, off[0]))
         tokens = (1 + values.expected) * np.exp(-doubt)[:, None]
-        return tokens - seconds / seconds[off].min(axis=0)
+        gains: NDArray[np.float64] = tokens - seconds / seconds[off].min(axis=0)
+        return gains
 
     def observe(self, arm: int, batch_size: int, extra_seconds: float) -> None:
         """Takes a step.  arm: by index.  extra_seconds: what waking and switching took of it."""

@@ -202,8 +202,8 @@ def test_a_drafter_without_measurements_is_never_silently_cheap():
 
 
 def test_gamma_0_counts_as_tried_close_by_until_many_steps_have_run_there():
-    def due(model, buckets):
-        return [model.uncertainty().off_is_due(j) for j in range(buckets)]
+    def due(model, buckets, gain=1.1):
+        return [model.uncertainty().off_is_due(j, gain) for j in range(buckets)]
 
     model = CostModel(ARMS, SIZES, profile(TABLE), SETTINGS)
     observe(model, 0, 1, 100, TABLE[0][0])
@@ -214,6 +214,8 @@ def test_gamma_0_counts_as_tried_close_by_until_many_steps_have_run_there():
     for _ in range(60):
         observe(sizes, 1, 6, 600, sizes.predict(1, 6, 600))
     assert due(sizes, 2) == [False, True]
+    # A profile that is so wrong about one batch size only is not worth the steps.
+    assert due(sizes, 2, gain=1.6) == [False, False]
 
 
 def test_a_batch_size_is_new_until_a_few_plain_steps_have_run():

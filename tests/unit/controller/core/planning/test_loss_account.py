@@ -122,7 +122,7 @@ def test_an_expensive_waking_is_done_at_once_where_drafting_surely_pays(steps, l
     curves = {"mtp": estimator.curve()}
     traffic = TrafficCurves(curves, {}, curves)
     made = replace(values(), traffic=traffic, catch_up=np.full((3, 3), 0.1))
-    waking = LossAccount(ARMS).limits(made).waking
+    waking = np.broadcast_to(LossAccount(ARMS).limits(made).waking, (3, 3))
     # Drafting gains 0.3 of a plain step a step: 50 of them pay for 15.
     assert least <= waking[1, 0] <= most
     # Three drafts gain nothing.
