@@ -28,6 +28,9 @@ _LOOK_ACCEPTED = 4.0
 _INTERVAL_MIN = 4.0
 # How much more than `probe_share` may be spent where looking finds something.
 _FOUND_SHARES = 6.0
+# The share of the steps that looks may take, however cheap, until they have found something or
+# traffic shifts more often than every `_BUSY_STEPS`.
+_LOOK_STEPS = 0.015
 _COST_MIN = 0.01
 # Traffic that shifts once in so many steps or more often earns the whole budget, calm traffic this.
 _BUSY_STEPS = 1000.0
@@ -120,20 +123,23 @@ class ObservationPlanner:
             nothing = np.zeros(arm.shape[1])
             return ObservationCost(arm, steps, nothing + np.inf, nothing, nothing)
         rate = max(hazard.expected, hazard.unseen)
-        best = np.maximum(np.sqrt(2 * cost / (gain * rate)), _INTERVAL_MIN)
+        finds = min(1 + hazard.found, _FOUND_SHARES)
+        often = _LOOK_STEPS * finds * max(1.0, math.sqrt(_BUSY_STEPS * hazard.expected))
+        least = np.maximum(steps.mean(axis=0) / often, _INTERVAL_MIN)
+        best = np.maximum(np.sqrt(2 * cost / (gain * rate)), least)
         # Reading what was missed takes its share of every step, however often probes run.
         asleep = catch_up.per_token * self._sizes / seconds[off]
         # Looking that has found better traffic again and again may cost more than other probes.
-        most = settings.probe_share * min(1 + hazard.found, _FOUND_SHARES)
+        most = settings.probe_share * finds
         share = most if hazard.found else share
         shares = np.minimum(share + asleep, most)
         due = np.maximum(best, (cost + catch_up.now / seconds[off]) / shares)
         cost = cost + catch_up.fixed / seconds[off]
         better = max(hazard.better, hazard.unseen)
         # What was missed ends where the requests do.
-        often = cost / np.maximum(shares - asleep, 1e-9)
+        short = cost / np.maximum(shares - asleep, 1e-9)
         rarely = (cost + asleep * _MISSED_STEPS_MAX) / shares
-        apart = np.maximum(best, np.minimum(often, rarely))
+        apart = np.maximum(best, np.minimum(short, rarely))
         blind = cost / apart + np.minimum(asleep, shares) + gain * better * apart / 2
         blind = np.where(better > 0, np.minimum(blind, 0.9), 0.0)
         return ObservationCost(

@@ -28,12 +28,12 @@ def observation(penalty=0.02, hazard=None, catch_up=FREE, settings=SETTINGS, off
 
 
 def test_the_interval_loses_least_among_all_intervals():
-    hazard = Hazard(1e-3, 1e-3)
+    hazard = Hazard(1e-3, 1e-3, unseen=1e-3, found=5.0)
     generous = PlannerSettings(probe_share=0.9)
-    found = observation(hazard=hazard, settings=generous)
+    found = observation(penalty=0.45, hazard=hazard, settings=generous)
     hopeful = (1 - 0.8**4) / (1 - 0.8)
     gain = hopeful / 1.3 - 1
-    lost = np.array([0.02 * 1.1, 2 * 0.02 * 1.3])
+    lost = np.array([0.45 * 1.1, 2 * 0.45 * 1.3])
     cost = min(lost * np.ceil(4 / (np.array([0.8, hopeful - 1]) * 1)))
     intervals = np.arange(8, 20_000)
     losses = cost / intervals + gain * hazard.expected * intervals / 2
@@ -52,6 +52,16 @@ def test_looking_keeps_to_its_share_of_the_steps():
     found = observation(penalty=0.5, hazard=Hazard(0.1, 0.1))
     lost = 0.5 * 1.1 * found.steps
     assert np.all(lost / found.interval <= SETTINGS.probe_share * 1.001)
+
+
+def test_cheap_looks_take_few_steps_too_until_they_have_found_something():
+    free, calm = 0.0001, Hazard(1e-3, 1e-3)
+    found = observation(penalty=free, hazard=calm)
+    assert np.all(found.steps.mean(axis=0) / found.interval <= 0.015 * 1.001)
+    busy = observation(penalty=free, hazard=Hazard(0.1, 0.1))
+    assert busy.interval[0] == pytest.approx(found.interval[0] / 10)
+    seen = observation(penalty=free, hazard=calm._replace(found=2.0))
+    assert seen.interval[0] == pytest.approx(found.interval[0] / 3)
 
 
 def test_where_a_good_day_would_not_pay_nothing_looks():
