@@ -51,8 +51,8 @@ class RememberedCurves:
             for state in states
         ]
         self.octaves: NDArray[np.float64] = np.array([s.octave_shares() for s in states]).T
-        # By drafter, for each state and position: t log p, t log(1 - p) and t.
-        self._logs: dict[str, list[list[tuple[float, float, float]]]] = {}
+        # By drafter, [3 * positions, states]: for each position t log p, t log(1 - p) and t.
+        self._logs: dict[str, NDArray[np.float64]] = {}
         self._arms: Sequence[Arm] = ()
         self._expected = np.zeros((len(states), 0))
 
@@ -73,32 +73,28 @@ class RememberedCurves:
         believed: of the current state.  accepted_counts: gamma + 1 counts of accepted drafts.
         """
         sequences = reached = sum(accepted_counts)
-        outcomes = []
+        # What each of a state's logs is multiplied with.
+        factors: list[float] = []
         for failures, (q, trust) in zip(accepted_counts[:-1], believed, strict=False):
             if reached == 0:
                 break
             reached -= failures
             own = reached * math.log(q) + failures * math.log(1 - q)
-            outcomes.append((trust * reached, trust * failures, trust * own))
+            factors += (trust * reached, trust * failures, -trust * own)
         weight = min(1.0, _REPORT_WEIGHT / max(sequences, 1))
-        found = []
-        for positions in self._logs_of(drafter):
-            total = 0.0
-            for (accepted, rejected, trust), (passed, failed, own) in zip(
-                positions, outcomes, strict=False
-            ):
-                total += passed * accepted + failed * rejected - trust * own
-            found.append(max(-_SURE, min(_SURE, total * weight)))
-        return found
+        totals: list[float] = (np.array(factors) @ self._logs_of(drafter)[: len(factors)]).tolist()
+        return [max(-_SURE, min(_SURE, total * weight)) for total in totals]
 
-    def _logs_of(self, drafter: str) -> list[list[tuple[float, float, float]]]:
+    def _logs_of(self, drafter: str) -> NDArray[np.float64]:
         found = self._logs.get(drafter)
         if found is None:
-            found = self._logs[drafter] = []
+            rows = []
             for by_drafter in self._curves:
-                curve, positions = by_drafter[drafter], []
+                curve = by_drafter[drafter]
+                row: list[float] = []
                 for a, n in zip(curve.conditional, curve.exposures, strict=True):
                     p, trust = bounded(a), trust_in(n)
-                    positions.append((trust * math.log(p), trust * math.log(1 - p), trust))
-                found.append(positions)
+                    row += (trust * math.log(p), trust * math.log(1 - p), trust)
+                rows.append(row)
+            found = self._logs[drafter] = np.array(rows).T.copy()
         return found

@@ -70,7 +70,7 @@ class CostOrder:
 
     def _are_arms_ordered(self, table: NDArray[np.float64]) -> bool:
         less, more = table.take(self._less, axis=0), table.take(self._more, axis=0)
-        return not bool((more < less).any())
+        return not np.count_nonzero(more < less)
 
     def _ordered_arms(self, table: NDArray[np.float64]) -> NDArray[np.float64]:
         found = table.copy()
@@ -112,4 +112,4 @@ class CostOrder:
 
 
 def _are_batches_ordered(table: NDArray[np.float64]) -> bool:
-    return not bool((table[:, 1:] < table[:, :-1]).any())
+    return not np.count_nonzero(table[:, 1:] < table[:, :-1])

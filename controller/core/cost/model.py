@@ -108,6 +108,7 @@ class _Pending:
     "rejected steps _cell _cell_seen _cell_steps _correction _covariance _disagreed _factors "
     "_kv_per_sequence _last_cell _last_error _now_cell _outliers_in_a_row _pace _pending "
     "_scatter _surprise _weights",
+    derived="_new",
 )
 class CostModel:
     """Estimates the costs of `arms` at the batch sizes `buckets` (ascending), for one engine.
@@ -147,6 +148,8 @@ class CostModel:
             doubt = _ROOFLINE_DOUBT if prior.name == "roofline" else _PRIOR_DOUBT
         self._order = CostOrder(arms)
         self._grid = grid = self._order.lowered(grid)
+        # Whatever the context, a step takes this much.
+        self._grid_least = 0.1 * grid
         self._off = np.array([arm.gamma == 0 for arm in arms])
         octaves = np.log2(self._buckets)
         # [buckets, buckets]: which are close enough that gamma = 0 in one tells of the other.
@@ -360,10 +363,14 @@ class CostModel:
         bounded = np.minimum(shared - machine, 2 * self._drift_max) + machine
         self._correction = bounded + self._cell
         self._factors: NDArray[np.float64] = np.exp(self._correction)
+        # [buckets], whether each is new, see `is_new`.
+        self._new: list[bool] | None = None
 
     def is_new(self, batch_size: int) -> bool:
         """Returns whether hardly a plain step of any arm has shown what steps cost there."""
-        return bool(self._cell_steps[:, self.bucket_of(batch_size)].sum() < _STEPS_NEW)
+        if self._new is None:
+            self._new = (self._cell_steps.sum(axis=0) < _STEPS_NEW).tolist()
+        return self._new[self.bucket_of(batch_size)]
 
     def is_known(self, arm: int, batch_size: int) -> bool:
         """Returns whether plain steps of this arm (by index) have shown what it costs there."""
@@ -385,7 +392,7 @@ class CostModel:
 
     def _bases(self, kv_tokens_per_sequence: float | NDArray[np.float64]) -> NDArray[np.float64]:
         kv_seconds = self._kv_rate * (kv_tokens_per_sequence - self._kv_reference) * self._buckets
-        return np.maximum(self._grid + kv_seconds, 0.1 * self._grid)
+        return np.maximum(self._grid + kv_seconds, self._grid_least)
 
     def uncertainty(self) -> CostUncertainty:
         """Returns how uncertain the costs are now, as a copy that later steps do not change."""
