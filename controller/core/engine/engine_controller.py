@@ -220,7 +220,7 @@ class EngineController:
         if observation is not None and report.gamma == 0:
             share = float(observation.share[self._rows_at.row_of(report.batch_size)])
         else:
-            share = budget(self._settings, self.traffic.hazard)
+            share = budget(self._settings, self.traffic.states.hazards.expected)
         seconds = min(report.step_seconds, bearable)
         self.explorer.observe(report, seconds, share, self._clock.now())
 

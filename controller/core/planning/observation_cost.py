@@ -57,15 +57,15 @@ class ObservationCost:
     share: NDArray[np.float64]
 
 
-def budget(settings: PlannerSettings, hazard: Hazard) -> float:
+def budget(settings: PlannerSettings, shift: float) -> float:
     """Returns the share of step time for probing: all of `probe_share` if traffic shifts often.
 
     If it has not shifted for long, probes find less and get less: by the square root, like the
     best interval.
+
+    shift: the probability of any shift in one step.
     """
-    return settings.probe_share * min(
-        1.0, max(_CALM_SHARE, math.sqrt(_BUSY_STEPS * hazard.expected))
-    )
+    return settings.probe_share * min(1.0, max(_CALM_SHARE, math.sqrt(_BUSY_STEPS * shift)))
 
 
 def hopeful_tokens(gamma: int) -> float:
@@ -80,9 +80,11 @@ class ObservationPlanner:
         self, arms: Sequence[Arm], sizes: NDArray[np.float64], settings: PlannerSettings
     ) -> None:
         self._off = next((i for i, arm in enumerate(arms) if arm.gamma == 0), None)
-        self._drafting = np.array([arm.gamma > 0 for arm in arms])
-        self._hopeful = np.array([[hopeful_tokens(arm.gamma)] for arm in arms])
-        wanted = np.ceil(_LOOK_ACCEPTED / np.maximum((self._hopeful - 1) * sizes, 1e-9))
+        self._drafting = np.flatnonzero([arm.gamma > 0 for arm in arms])
+        hopeful = np.array([[hopeful_tokens(arm.gamma)] for arm in arms])
+        # [arms that draft, 1]
+        self._hopeful = hopeful[self._drafting]
+        wanted = np.ceil(_LOOK_ACCEPTED / np.maximum((hopeful - 1) * sizes, 1e-9))
         names = dict.fromkeys(arm.drafter for arm in arms if arm.gamma)
         # [drafters, arms]: which arms each drafter has not.
         self._others = np.array(
@@ -103,21 +105,19 @@ class ObservationPlanner:
 
         value, seconds: [arms, buckets].
         """
-        if self._off is None or not self._drafting.any():
+        if self._off is None or not len(self._drafting):
             return None
-        off, settings = self._off, self._settings
-        gain = (self._hopeful / seconds)[self._drafting].max(axis=0) * seconds[off] - 1
-        loss = np.maximum(1 - value / value[off], 0.0) * seconds / seconds[off]
+        settings, plain = self._settings, seconds[self._off]
+        gain = (self._hopeful / seconds[self._drafting]).max(axis=0) * plain - 1
+        loss = np.maximum(1 - value / value[self._off], 0.0) * seconds / plain
         price = np.where(self._others[:, :, None], np.inf, self._steps * loss)
         arm = price.argmin(axis=1)
-        columns = np.arange(arm.shape[1])
-        steps = self._steps[arm, columns]
+        steps = self._steps[arm, np.arange(arm.shape[1])]
         # Each drafter observes in turn.
-        each = np.take_along_axis(price, arm[:, None], axis=1)[:, 0]
-        cost = np.maximum(each.mean(axis=0), _COST_MIN)
+        cost = np.maximum(price.min(axis=1).sum(axis=0) / len(arm), _COST_MIN)
         worth = gain > settings.switch_margin
         gain = np.where(worth, gain, 1.0)
-        share = budget(settings, hazard)
+        share = budget(settings, hazard.expected)
         if share == 0:
             # There are no probes, so gamma = 0 is final and has no price.
             nothing = np.zeros(arm.shape[1])
@@ -125,27 +125,24 @@ class ObservationPlanner:
         rate = max(hazard.expected, hazard.unseen)
         finds = min(1 + hazard.found, _FOUND_SHARES)
         often = _LOOK_STEPS * finds * max(1.0, math.sqrt(_BUSY_STEPS * hazard.expected))
-        least = np.maximum(steps.mean(axis=0) / often, _INTERVAL_MIN)
+        least = np.maximum(steps.sum(axis=0) / len(arm) / often, _INTERVAL_MIN)
         best = np.maximum(np.sqrt(2 * cost / (gain * rate)), least)
         # Reading what was missed takes its share of every step, however often probes run.
-        asleep = catch_up.per_token * self._sizes / seconds[off]
+        asleep = catch_up.per_token * self._sizes / plain
         # Looking that has found better traffic again and again may cost more than other probes.
         most = settings.probe_share * finds
         share = most if hazard.found else share
         shares = np.minimum(share + asleep, most)
-        due = np.maximum(best, (cost + catch_up.now / seconds[off]) / shares)
-        cost = cost + catch_up.fixed / seconds[off]
+        due = np.where(worth, np.maximum(best, (cost + catch_up.now / plain) / shares), np.inf)
         better = max(hazard.better, hazard.unseen)
+        if better == 0:
+            # Nothing has ever been missed.
+            return ObservationCost(arm, steps, due, np.zeros(len(due)), shares)
+        cost = cost + catch_up.fixed / plain
         # What was missed ends where the requests do.
         short = cost / np.maximum(shares - asleep, 1e-9)
         rarely = (cost + asleep * _MISSED_STEPS_MAX) / shares
         apart = np.maximum(best, np.minimum(short, rarely))
         blind = cost / apart + np.minimum(asleep, shares) + gain * better * apart / 2
-        blind = np.where(better > 0, np.minimum(blind, 0.9), 0.0)
-        return ObservationCost(
-            arm,
-            steps,
-            np.where(worth, due, np.inf),
-            np.where(worth, blind, 0.0),
-            shares,
-        )
+        priced = np.where(worth, np.minimum(blind, 0.9), 0.0)
+        return ObservationCost(arm, steps, due, priced, shares)

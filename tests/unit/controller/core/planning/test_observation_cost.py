@@ -114,6 +114,6 @@ def test_with_probing_off_plain_decoding_is_taken_as_final():
 
 
 def test_calm_traffic_earns_less_than_its_whole_share():
-    busy, calm = (budget(SETTINGS, Hazard(h, 0)) for h in (1e-2, 1e-7))
+    busy, calm = (budget(SETTINGS, h) for h in (1e-2, 1e-7))
     assert busy == SETTINGS.probe_share
     assert 0 < calm < busy
