@@ -72,8 +72,10 @@ def evaluate(
     catch_up: by drafter, [buckets] seconds.
     """
     expected = traffic.expected(arms, sizes)
-    none = np.zeros(len(sizes))
-    price = np.array([catch_up[arm.drafter] if arm.gamma else none for arm in arms])
+    price = np.zeros(expected.shape)
+    for i, arm in enumerate(arms):
+        if arm.gamma:
+            price[i] = catch_up[arm.drafter]
     return Values(
         traffic,
         expected,
@@ -218,8 +220,7 @@ class Planner:
         for j, (wanted, now) in enumerate(zip(best, self.choice, strict=True)):
             if wanted == now and (awake is None or awake[now, j]):
                 continue
-            price = values.catch_up[:, j] + values.switch_seconds
-            taken = self._worth_it(value[:, j], now, price, limits)
+            taken = self._worth_it(value[:, j].tolist(), now, j, values, limits)
             if taken != now:
                 self.choice[j] = taken
                 self.switches += 1
@@ -240,22 +241,27 @@ class Planner:
         return None if found.all() else found
 
     def _worth_it(
-        self, value: NDArray[np.float64], now: int, price: NDArray[np.float64], limits: LossLimits
+        self, value: list[float], now: int, row: int, values: Values, limits: LossLimits
     ) -> int:
         """Returns the best arm of a row that pays for the change from `now`, or that one.
 
-        value, price: [arms], price in seconds of the change.
+        value: [arms] of the row, by which it is chosen.
         """
-        least = max(float(value[now]), 1e-12)
-        for arm in np.argsort(-value, kind="stable").tolist():
-            gain = float(value[arm]) / least - 1
+        least = max(value[now], 1e-12)
+        for arm in sorted(range(len(value)), key=value.__getitem__, reverse=True):
+            gain = value[arm] / least - 1
             if arm == now or gain <= 0:
                 return now
-            if self._off[arm] and limits.by_belief:
-                return int(arm)
-            paid_back = gain * self._settings.payback_seconds > price[arm]
+            if limits.by_belief:
+                if self._off[arm]:
+                    return arm
+            elif gain <= self._settings.switch_margin:
+                # The others gain less.
+                return now
+            price = values.catch_up.item(arm, row) + values.switch_seconds
+            paid_back = gain * self._settings.payback_seconds > price
             if gain > self._settings.switch_margin and paid_back:
-                return int(arm)
+                return arm
         return now
 
     def _say_overridden(self, wanted: Sequence[int] | NDArray[np.int64]) -> None:
