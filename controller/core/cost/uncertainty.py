@@ -54,26 +54,29 @@ class CostUncertainty:
 
     def arms_that_ran(self) -> NDArray[np.bool_]:
         """Returns [arms], which have run in any bucket."""
-        found: NDArray[np.bool_] = np.any(self.seen, axis=1)
+        found: NDArray[np.bool_] = np.any(self.ran, axis=1)
         return found
 
     def relative(self, bucket: int, current: int) -> NDArray[np.float64]:
         """Returns [arms], the variance of log(C_arm / C_current) at a bucket."""
-        return self._relative(slice(bucket, bucket + 1), current)[:, 0]
+        return self.relatives(np.array([bucket]), np.array([current]))[:, 0]
 
-    def relatives(self, current: int) -> NDArray[np.float64]:
-        """Returns [arms, buckets], the variance of log(C_arm / C_current)."""
-        return self._relative(slice(None), current)
+    def relatives(
+        self, buckets: NDArray[np.int64], current: NDArray[np.int64]
+    ) -> NDArray[np.float64]:
+        """Returns [arms, rows], the variance of log(C_arm / C_current).
 
-    def _relative(self, buckets: slice, current: int) -> NDArray[np.float64]:
+        buckets, current: [rows], the bucket and the arm (by index) of each.
+        """
+        rows = np.arange(len(buckets))
         phi = self.features[:, :, buckets]
-        apart = phi - phi[:, current : current + 1]
+        apart = phi - phi[:, None, current, rows]
         # `tensordot` is this product, and takes three times as long for tables of this size.
         moved = np.dot(self.covariance, apart.reshape(len(apart), -1)).reshape(apart.shape)
         shared = np.einsum("pab,pab->ab", apart, moved)
         cells = cell_variance(self.cell, self.noise, self._steps(buckets))
-        doubt: NDArray[np.float64] = np.maximum(shared, 0.0) + cells + cells[current]
-        doubt[current] = 0.0
+        doubt: NDArray[np.float64] = np.maximum(shared, 0.0) + cells + cells[current, rows]
+        doubt[current, rows] = 0.0
         return doubt
 
     def off_is_due(self, bucket: int, gain: float) -> bool:
@@ -86,21 +89,21 @@ class CostUncertainty:
         """
         if self.disagreed[bucket] > DISAGREEMENT_MAX:
             return True
-        ran: NDArray[np.bool_] = np.any(self.seen[self.off], axis=0)
-        if gain < _CLEAR and self.evidence[:, bucket].sum() >= _STEPS_SETTLED:
-            return not bool(ran[bucket])
-        return not bool(ran[self.near[bucket]].any())
+        if self.seen[self.off, bucket].any():
+            return False
+        settled = gain < _CLEAR and self.evidence[:, bucket].sum() >= _STEPS_SETTLED
+        return settled or not bool(self.seen[self.off][:, self.near[bucket]].any())
 
     def within_reach(self, bucket: int) -> NDArray[np.bool_]:
         """Marks [arms] of each drafter up to the longest that has run at a bucket, and one more.
 
         The one more is marked only if the longest has run for some steps.
         """
-        sure = self._steps(slice(bucket, bucket + 1))[:, 0] >= _STEPS_RUNG
+        sure = self._steps(np.array([bucket]))[:, 0] >= _STEPS_RUNG
         return self.order.next_to(self.seen[:, bucket] > 0, sure)
 
-    def _steps(self, buckets: slice) -> NDArray[np.float64]:
-        """Returns [arms, buckets], the evidence without what it has lost since."""
+    def _steps(self, buckets: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Returns [arms, rows] of these buckets, the evidence without what it has lost since."""
         idle = self.now - self.seen[:, buckets]
         found: NDArray[np.float64] = self.evidence[:, buckets] * np.exp(idle / -IDLE_STEPS)
         return found

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from controller.core.cost.uncertainty import CostUncertainty
 from controller.core.engine_spec import Arm
-from controller.core.planning.doubt import acceptance_variance
+from controller.core.planning.doubt import AcceptanceDoubt
 from controller.core.planning.planner import Values
 
 # Standard deviations by which things may turn out worse than expected: to begin with speculation,
@@ -40,17 +40,15 @@ def discounts(
     """
     if not doubts.guessed:
         return None
-    least = min(range(len(arms)), key=lambda i: arms[i].gamma)
-    reference = [least if arm is None else arm for arm in proven]
-    found = np.ones((len(arms), len(buckets)))
-    for now in set(reference):
-        rows = np.array([j for j, arm in enumerate(reference) if arm == now])
-        more = np.array(
-            [a.gamma > arms[now].gamma or (a.gamma > 0 and a.drafter != arms[now].drafter)
-             for a in arms]
-        )  # fmt: skip
-        doubt = doubts.relatives(now)[:, buckets[rows]]
-        doubt = np.sqrt(doubt + acceptance_variance(values, arms, now)[:, None])
-        z = _DEVIATIONS_TO_EXTEND if arms[now].gamma else _DEVIATIONS_TO_BEGIN
-        found[:, rows] = np.where(more[:, None], np.exp(-z * doubt), 1.0)
-    return found
+    gammas = np.array([arm.gamma for arm in arms])
+    least = int(gammas.argmin())
+    now = np.array([least if arm is None else arm for arm in proven])
+    acceptance = AcceptanceDoubt(values.traffic, arms)
+    by_arm = {arm: acceptance.variance(arm) for arm in set(now.tolist())}
+    doubt = doubts.relatives(buckets, now) + np.array([by_arm[arm] for arm in now.tolist()]).T
+    names = list(dict.fromkeys(arm.drafter for arm in arms))
+    drafter = np.array([names.index(arm.drafter) for arm in arms])
+    others = (gammas[:, None] > 0) & (drafter[:, None] != drafter[now])
+    more = others | (gammas[:, None] > gammas[now])
+    z = np.where(gammas[now] > 0, _DEVIATIONS_TO_EXTEND, _DEVIATIONS_TO_BEGIN)
+    return np.where(more, np.exp(-z * np.sqrt(doubt)), 1.0)

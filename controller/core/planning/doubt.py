@@ -29,42 +29,55 @@ def relative_variance(
     unseen: only what running the current arm does not show anyway: positions behind its draft
     length, other drafters, and costs.
     """
-    found = uncertainty.relative(bucket, current)
-    return found + acceptance_variance(values, arms, current, unseen=unseen)
+    doubt = AcceptanceDoubt(values.traffic, arms)
+    return uncertainty.relative(bucket, current) + doubt.variance(current, unseen=unseen)
 
 
-def acceptance_variance(
-    values: Values, arms: Sequence[Arm], current: int, *, unseen: bool = False
-) -> NDArray[np.float64]:
-    """Returns [arms], the variance of log((1 + E_arm) / (1 + E_current)).
+class AcceptanceDoubt:
+    """Says how uncertain arms' tokens are by acceptance; immutable.
 
-    unseen: as in `relative_variance`.
+    The positions of all drafters stand one after another.
     """
-    total = np.zeros(len(arms))
-    running = arms[current]
-    for name, curve in values.traffic.batch.items():
-        slopes = curve.sensitivity() / (1 + np.array(curve.expected))[:, None]
-        here = np.zeros((len(arms), slopes.shape[1]))
-        mine = [i for i, arm in enumerate(arms) if arm.drafter == name]
-        here[mine] = slopes[[arms[i].gamma for i in mine]]
-        variance = curve.variance()
-        if unseen and name == running.drafter:
-            variance[: running.gamma] = 0.0
-        total += (here - here[current]) ** 2 @ variance
-    return total + _state_variance(values.traffic, arms, current)
 
+    def __init__(self, traffic: TrafficCurves, arms: Sequence[Arm]) -> None:
+        self._traffic, self._arms = traffic, arms
+        positions = sum([len(curve.conditional) for curve in traffic.batch.values()])
+        # [arms, positions], d log(1 + E_arm) / da_k; [positions], the variance of a_k.
+        self._slopes = np.zeros((len(arms), positions))
+        self._variance = np.empty(positions)
+        self._begins: dict[str, int] = {}
+        begin = 0
+        for name, curve in traffic.batch.items():
+            end = begin + len(curve.conditional)
+            mine = [i for i, arm in enumerate(arms) if arm.drafter == name]
+            slopes = curve.sensitivity() / (1 + np.array(curve.expected))[:, None]
+            self._slopes[mine, begin:end] = slopes[[arms[i].gamma for i in mine]]
+            self._variance[begin:end] = curve.variance()
+            self._begins[name], begin = begin, end
 
-def _state_variance(
-    traffic: TrafficCurves, arms: Sequence[Arm], current: int
-) -> NDArray[np.float64] | float:
-    """Returns [arms], the variance of the same by not knowing which traffic state it is."""
-    if traffic.likely is None:
-        return 0.0
-    gained = np.log1p(traffic.by_state(arms))
-    apart = gained - gained[:, current : current + 1]
-    weights = traffic.likely[traffic.octave]
-    variance: NDArray[np.float64] = weights @ apart**2 - (weights @ apart) ** 2
-    return np.maximum(variance, 0.0)
+    def variance(self, current: int, *, unseen: bool = False) -> NDArray[np.float64]:
+        """Returns [arms], the variance of log((1 + E_arm) / (1 + E_current)).
+
+        unseen: as in `relative_variance`.
+        """
+        variance, running = self._variance, self._arms[current]
+        if unseen:
+            begin = self._begins[running.drafter]
+            variance = variance.copy()
+            variance[begin : begin + running.gamma] = 0.0
+        found: NDArray[np.float64] = (self._slopes - self._slopes[current]) ** 2 @ variance
+        return found + self._of_state(current)
+
+    def _of_state(self, current: int) -> NDArray[np.float64] | float:
+        """Returns [arms], the variance of the same by not knowing which traffic state it is."""
+        traffic = self._traffic
+        if traffic.likely is None:
+            return 0.0
+        gained = np.log1p(traffic.by_state(self._arms))
+        apart = gained - gained[:, current : current + 1]
+        weights = traffic.likely[traffic.octave]
+        variance: NDArray[np.float64] = weights @ apart**2 - (weights @ apart) ** 2
+        return np.maximum(variance, 0.0)
 
 
 def expected_improvement(mean: NDArray[np.float64], sd: NDArray[np.float64]) -> NDArray[np.float64]:

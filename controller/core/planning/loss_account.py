@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from controller.core.acceptance.hazard import Hazard
 from controller.core.engine_spec import Arm
 from controller.core.planning.constraints import PlanRows
-from controller.core.planning.doubt import acceptance_variance
+from controller.core.planning.doubt import AcceptanceDoubt
 from controller.core.planning.planner import LossLimits, Values
 from controller.core.recorded_state import recorded
 
@@ -78,17 +78,22 @@ class LossAccount:
     def limits(self, values: Values) -> LossLimits:
         """Returns what may be lost by the next choice."""
         room = max(self.room, _WAKING_SHARE * self._since_waking - self.debt)
-        waking: NDArray[np.float64] = np.array(room + _GAIN_SHARE * self._gained)
+        waking: float | NDArray[np.float64] = room + _GAIN_SHARE * self._gained
         if self._off and values.catch_up.any():
-            waking = np.maximum(waking, _WAKING_STEPS * self._gains(values))
+            plain = values.costs.seconds[self._off].min(axis=0)
+            price = values.catch_up + values.switch_seconds
+            if np.count_nonzero(price > waking * plain):
+                # The gains matter only where a waking costs more than may be lost anyway.
+                waking = np.maximum(waking, _WAKING_STEPS * self._gains(values, plain))
         return LossLimits(waking, self.debt > self._limit / 2)
 
-    def _gains(self, values: Values) -> NDArray[np.float64]:
-        """Returns [arms, rows], the plain steps that a step gains where its tokens are few."""
-        seconds, off = values.costs.seconds, self._off
-        doubt = np.sqrt(acceptance_variance(values, self._arms, off[0]))
-        tokens = (1 + values.expected) * np.exp(-doubt)[:, None]
-        gains: NDArray[np.float64] = tokens - seconds / seconds[off].min(axis=0)
+    def _gains(self, values: Values, plain: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Returns [arms, rows], the plain steps that a step gains where its tokens are few.
+
+        plain: [rows] seconds of a plain step.
+        """
+        tokens = (1 + values.expected) * self._cautions(values)[:, None]
+        gains: NDArray[np.float64] = tokens - values.costs.seconds / plain
         return gains
 
     def observe(self, arm: int, batch_size: int, extra_seconds: float) -> None:
@@ -101,19 +106,23 @@ class LossAccount:
 
         Steps count only where gamma = 0 might have run instead.
         """
+        seconds, expected = values.costs.seconds.item, values.expected.item
+        cautions: list[float] = []
         for (arm, size), (steps, extra) in self._pending.items():
             row = at.row_of(size)
             off = [i for i in self._off if at.feasible is None or at.feasible[i, row]]
             if not off:
                 continue
-            seconds = values.costs.seconds[:, row]
-            plain = float(seconds[off].min())
+            plain = min([seconds(i, row) for i in off])
             loss = extra / plain
             if loss > DEBT_MAX:
                 self._since_waking = 0.0
             if self._drafts[arm]:
-                tokens = (1 + float(values.expected[arm, row])) * self._caution(values, arm)
-                loss += steps * (float(seconds[arm]) / plain - tokens)
+                tokens = 1 + expected(arm, row)
+                if self._is_doubtful(values, arm):
+                    cautions = cautions or self._cautions(values).tolist()
+                    tokens *= cautions[arm]
+                loss += steps * (seconds(arm, row) / plain - tokens)
             self._since_waking += steps
             kept = self._gained * math.exp(-steps / _GAIN_STEPS)
             self._gained = max(0.0, kept - loss)
@@ -122,10 +131,12 @@ class LossAccount:
         returns = 1 - math.exp(-hazard.better * _GAIN_STEPS)
         self._limit = DEBT_MAX + _RETURN_SHARE * returns * self._gained
 
-    def _caution(self, values: Values, arm: int) -> float:
-        """Returns the factor on an arm's tokens by which they may be fewer than expected."""
+    def _is_doubtful(self, values: Values, arm: int) -> bool:
         curve = values.traffic.batch.get(self._arms[arm].drafter)
-        if curve is None or curve.exposures[0] > _SURE_EXPOSURES:
-            return 1.0
-        variance = acceptance_variance(values, self._arms, self._off[0])
-        return math.exp(-math.sqrt(variance[arm]))
+        return curve is not None and curve.exposures[0] <= _SURE_EXPOSURES
+
+    def _cautions(self, values: Values) -> NDArray[np.float64]:
+        """Returns [arms], factors on the tokens by which they may be fewer than expected."""
+        doubt = AcceptanceDoubt(values.traffic, self._arms).variance(self._off[0])
+        factors: NDArray[np.float64] = np.exp(-np.sqrt(doubt))
+        return factors
