@@ -1,8 +1,8 @@
 """Whether a process holds more and more: a robust slope over windows, against a stated tolerance.
 
-The first quarter of a process's life is its warm-up and left out.  The rest is cut into windows;
-of each its low tenth counts, since moving load comes and goes, and what leaks stays.  Growth is the
-Theil-Sen slope over the windows, times the time between the first and the last.
+The first quarter of a process's life, 10 s at least, is its warm-up and left out.  The rest is cut
+into windows; of each its low tenth counts, since moving load comes and goes, and what leaks stays.
+Growth is the Theil-Sen slope over the windows, times the time between the first and the last.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,6 +16,8 @@ import numpy as np
 from tests.system.soak.sampling import Sample
 
 _WARM_UP = 0.25
+# A process that starts on a busy machine takes up to so many seconds, whatever its life.
+_START_SECONDS = 10.0
 _WINDOWS = 8
 _LOW = 10
 # A life with fewer samples after its warm-up says nothing.
@@ -106,7 +108,8 @@ def growths(samples: Sequence[Sample]) -> list[Growth]:
 
 def _of_life(name: str, pid: int, life: list[Sample]) -> Iterable[Growth]:
     began, ended = life[0].seconds, life[-1].seconds
-    warm = [s for s in life if s.seconds >= began + _WARM_UP * (ended - began)]
+    warm_up = max(_WARM_UP * (ended - began), _START_SECONDS)
+    warm = [sample for sample in life if sample.seconds >= began + warm_up]
     if len(warm) < _SAMPLES_MIN:
         return
     for kind, tolerances in TOLERANCES.items():
