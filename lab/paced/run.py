@@ -32,7 +32,8 @@ from lab.paced.plays import LATE_SHARE_MAX, PacedPlay
 
 # Dilations to choose from.
 DILATIONS = (3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 16.0, 20.0)
-_ROOM = 1.3
+# Beside the work of a warm engine, whose 95th percentile counts: steering, and a busier machine.
+_ROOM = 1.6
 _WARM_UP_SEED = 977
 # The log is written when the engine has become idle.
 _LOG_SECONDS = 10.0
