@@ -10,6 +10,7 @@ import atexit
 import logging
 import pkgutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -121,7 +122,7 @@ class EngineStartup:
         if sleepless is None:
             sleep = IdleDrafter(worker, settings.sleep_positions, dual)
         online = self._online_updates(worker, scheduler)
-        collector, deployment = self._collection(worker, scheduler)
+        collector, deployment = self._collection(worker, scheduler, found)
         spec = introduce(
             scheduler,
             settings,
@@ -182,23 +183,38 @@ class EngineStartup:
             return None
         from engine_shim.sglang.learning.online_updates import updates_for
 
-        online = updates_for(worker, scheduler.tp_worker.model_runner, self._settings)
+        device = scheduler.tp_worker.model_runner.device
+        online = updates_for(worker, device, sglang_api.config_leaf("tp_size"), self._settings)
         atexit.register(online.close)
         return online
 
     def _collection(
-        self, worker: Any, scheduler: Any
+        self, worker: Any, scheduler: Any, losses: Losses
     ) -> tuple[SignalCollector | None, Deployment | None]:
+        """Makes both, or neither: signals are of use only for a drafter that takes versions.
+
+        losses: take the reason where the drafter has no student.
+        """
         if not self._settings.signals_folder or not ranks.is_first():
             return None, None
-        from engine_shim.sglang.learning.deployment import deployment_for
+        from engine_shim.sglang.learning.deployment import Deployment
         from engine_shim.sglang.learning.signal_collector import collector_for
+        from engine_shim.sglang.learning.student import live_drafter
+        from engine_shim.training.configs import UnsupportedDrafterError
         from engine_shim.training.versions import VersionError
 
-        runner = scheduler.tp_worker.model_runner
+        runner, folder = scheduler.tp_worker.model_runner, self._settings.signals_folder
         try:
-            collector = collector_for(worker, runner, self._settings)
-            deployment = deployment_for(worker, self._settings)
+            drafter = live_drafter(worker, sglang_api.config_leaf("tp_size"))
+            deployment = Deployment(Path(folder), drafter)
+            collector = collector_for(runner, self._settings)
+        except UnsupportedDrafterError as error:
+            for capability in (
+                engine_pb2.CAPABILITY_COLLECT,
+                engine_pb2.CAPABILITY_TAKE_VERSIONS,
+            ):
+                losses.lose(capability, f"the drafter has no student: {error}")
+            return None, None
         except (OSError, VersionError) as error:
             raise PluginError(f"SPECULATION_SIGNALS_FOLDER: {error}") from error
         atexit.register(collector.close)

@@ -104,7 +104,7 @@ def _matches(student: DraftStudent, signal: Signal, depth: int) -> list[int]:
     unrolled = student.unroll(features, tokens, depth, first_anchor=first, positions=positions)
     right = torch.stack(
         [
-            logits.argmax(-1)[0] == tokens[0, first + 2 + step : rows + 2 + step]
+            student.drafted(logits)[0] == tokens[0, first + 2 + step : rows + 2 + step]
             for step, logits in enumerate(unrolled)
         ]
     )

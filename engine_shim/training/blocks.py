@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -61,33 +62,28 @@ class RmsNorm(nn.Module):
         return functional.rms_norm(x.float(), (x.shape[-1],), self.weight, self.epsilon)
 
 
-class RotaryTable(nn.Module):
-    """Cosines and sines of rotary position embedding in the half-split ("NeoX") layout."""
+class Rotary(nn.Module):
+    """Cosines and sines of rotary position embedding in the half-split ("NeoX") layout.
 
-    cosines: Tensor
-    sines: Tensor
+    SGLang serves a drafter beyond its config's ``max_position_embeddings``, so there is no table
+    that could end before the positions do.
+    """
+
+    frequencies: Tensor
 
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
         exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
-        angles = (
-            torch.arange(shape.max_positions, dtype=torch.float32)[:, None]
-            * shape.rope_base**-exponents
-        )
-        self.register_buffer("cosines", torch.cat([angles.cos()] * 2, dim=-1), persistent=False)
-        self.register_buffer("sines", torch.cat([angles.sin()] * 2, dim=-1), persistent=False)
+        self.register_buffer("frequencies", shape.rope_base**-exponents, persistent=False)
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Looks up cosines and sines [..., 1, head_dim] of ``positions`` [...].
-
-        Positions beyond the last one, where nothing can be served, count as the last.
-        """
-        positions = positions.clamp_max(len(self.cosines) - 1)
-        return self.cosines[positions].unsqueeze(-2), self.sines[positions].unsqueeze(-2)
+        """Computes cosines and sines [..., 1, head_dim] of ``positions`` [...], in float32."""
+        angles = positions[..., None, None].float() * self.frequencies
+        return torch.cat([angles.cos()] * 2, dim=-1), torch.cat([angles.sin()] * 2, dim=-1)
 
 
 def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Applies a rotation from :meth:`RotaryTable.at` to heads ``x`` [..., heads, head_dim]."""
+    """Applies a rotation from :meth:`Rotary.at` to heads ``x`` [..., heads, head_dim]."""
     cosines, sines = rotation
     first, second = x.chunk(2, dim=-1)
     return x * cosines + torch.cat([-second, first], dim=-1) * sines
@@ -181,20 +177,56 @@ class PreNormLayer(nn.Module):
         return output
 
 
-class BorrowingStudent(nn.Module):
-    """A trainable drafter that uses the target's embedding and head, which are never trained.
+class Borrowed(NamedTuple):
+    """What a drafter uses and never trains.
 
-    embedding, head: [vocabulary, hidden]; no head: the embedding serves as head.
+    embedding, head: the target's, [vocabulary, hidden]; no head: the embedding serves as head, or
+    the drafter has one of its own.  tokens: int64 [draft vocabulary], the target's id of each token
+    that the drafter can draft; None where the drafter's ids are the target's.
     """
 
     embedding: Tensor
-    head: Tensor | None
+    head: Tensor | None = None
+    tokens: Tensor | None = None
 
-    def __init__(self, embedding: Tensor, head: Tensor | None = None) -> None:
+
+class BorrowingStudent(nn.Module):
+    """A trainable drafter; the arguments are those of `Borrowed`, and none of them is trained."""
+
+    embedding: Tensor
+    head: Tensor | None
+    tokens: Tensor | None
+    _columns: Tensor | None
+
+    def __init__(
+        self, embedding: Tensor, head: Tensor | None = None, tokens: Tensor | None = None
+    ) -> None:
         super().__init__()
-        self.register_buffer("embedding", embedding.detach().clone(), persistent=False)
-        own = None if head is None else head.detach().clone()
-        self.register_buffer("head", own, persistent=False)
+        columns = None
+        if tokens is not None:
+            columns = torch.full((len(embedding),), -1, device=tokens.device)
+            columns[tokens] = torch.arange(len(tokens), device=tokens.device)
+        for name, part in Borrowed(embedding, head, tokens)._asdict().items():
+            own = None if part is None else part.detach().clone()
+            self.register_buffer(name, own, persistent=False)
+        self.register_buffer("_columns", columns, persistent=False)
+
+    @property
+    def borrowed(self) -> Borrowed:
+        """What it uses and never trains."""
+        return Borrowed(self.embedding, self.head, self.tokens)
+
+    def drafted(self, logits: Tensor) -> Tensor:
+        """Returns the likeliest token of logits [..., draft vocabulary], as the target's id."""
+        chosen = logits.argmax(dim=-1)
+        return chosen if self.tokens is None else self.tokens[chosen]
+
+    def columns(self, tokens: Tensor) -> Tensor:
+        """Returns the columns of the logits that belong to the target's ``tokens``, int64.
+
+        A token that the drafter cannot draft has the column -1.
+        """
+        return tokens if self._columns is None else self._columns[tokens]
 
     def target_logits(self, hidden: Tensor) -> Tensor:
         """Maps normed hidden states [..., hidden] to logits [..., vocabulary]."""

@@ -49,7 +49,7 @@ class ChainStudent(BorrowingStudent):
             valid: which rows exist, bool [batch, L]; all of them when absent.
 
         Returns:
-            One tensor a step, [batch, L - first_anchor, vocabulary]; step ``j`` of row ``t``
+            One tensor a step, [batch, L - first_anchor, draft vocabulary]; step ``j`` of row ``t``
             predicts token ``t + 2 + j``.
         """
         length = features.shape[1]
@@ -92,7 +92,7 @@ class ChainStudent(BorrowingStudent):
         for _ in range(steps):
             made = tokens.shape[1] - features.shape[1]
             logits = self.unroll(features, tokens, made, first_anchor=features.shape[1] - 1)[-1]
-            tokens = torch.cat([tokens, logits.argmax(dim=-1)], dim=1)
+            tokens = torch.cat([tokens, self.drafted(logits)], dim=1)
         return tokens[:, -steps:]
 
     @abstractmethod

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,9 +17,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine_shim.training.blocks import DecoderShape
+from engine_shim.training.configs import (
+    DECODER_KEYS,
+    EAGLE3,
+    EAGLE_LAYERS,
+    decoder_shape,
+    draft_tokens,
+    eagle3_shape,
+)
 from engine_shim.training.dflash import DFlashShape, DFlashStudent
-from engine_shim.training.eagle3 import Eagle3Shape, Eagle3Student
-from engine_shim.training.mtp import MtpShape
+from engine_shim.training.eagle3 import Eagle3Student
 from engine_shim.training.qwen3 import Qwen3Target
 from engine_shim.training.sd2 import SD2_ARCHITECTURE, Sd2Draft, Sd2Shape
 
@@ -28,21 +35,8 @@ _WEIGHTS: Final = "model.safetensors"
 _LIVE_LAYER: Final = "model.layers.0."
 _DRAFT_LAYER: Final = "midlayer."
 _DECODER: Final = "decoder."
-# Fields of DecoderShape, and their names in a config.
-_CONFIG_KEYS: Final = {
-    "vocabulary": "vocab_size",
-    "hidden": "hidden_size",
-    "mlp": "intermediate_size",
-    "layers": "num_hidden_layers",
-    "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "max_positions": "max_position_embeddings",
-    "norm_epsilon": "rms_norm_eps",
-    "rope_base": "rope_theta",
-}
-_EAGLE_LAYERS: Final = "eagle_aux_hidden_state_layer_ids"
-_VOCABULARY_MAPS: Final = ("d2t", "t2d")
+# What an EAGLE3 checkpoint holds beside the parameters of its student.
+_NOT_LEARNT: Final = ("d2t", "t2d", "embed_tokens.weight")
 
 
 def save_target(target: Qwen3Target, folder: Path) -> None:
@@ -54,70 +48,53 @@ def save_target(target: Qwen3Target, folder: Path) -> None:
 def load_target(folder: Path) -> Qwen3Target:
     """Reads back :func:`save_target`, in float32 and ready for inference."""
     config, parts = _read(folder)
-    target = Qwen3Target(_shape(config))
+    target = Qwen3Target(decoder_shape(config))
     target.load_state_dict(parts)
     return target.eval()
 
 
 def save_draft(student: Eagle3Student, folder: Path) -> None:
-    """Writes ``student`` as a ``LlamaForCausalLMEagle3`` checkpoint."""
+    """Writes ``student`` as a ``LlamaForCausalLMEagle3`` checkpoint, as its config was."""
     shape = student.shape
+    vocabulary = shape.decoder.vocabulary
     parts = {_draft_name(name): part for name, part in _split(student.state_dict(), shape.decoder)}
-    # SGLang reads d2t as (target id - draft id): zeros say that draft ids are target ids.
-    parts["d2t"] = torch.zeros(shape.decoder.vocabulary, dtype=torch.int64)
-    parts["t2d"] = torch.ones(shape.decoder.vocabulary, dtype=torch.bool)
+    if shape.own_head:
+        own = torch.arange(vocabulary) if student.tokens is None else student.tokens
+        # SGLang reads d2t as (target id - draft id): zeros say that draft ids are target ids.
+        parts["d2t"] = own - torch.arange(len(own), device=own.device)
+        parts["t2d"] = torch.isin(torch.arange(vocabulary), own.cpu())
+    layers = {EAGLE_LAYERS: list(shape.feature_layers)} if shape.feature_layers else {}
+    norms = {
+        name: True for name in ("norm_before_fc", "fc_norm", "norm_output") if getattr(shape, name)
+    }
     _save(
         folder,
         shape.decoder,
         parts,
-        "LlamaForCausalLMEagle3",
+        EAGLE3,
         model_type="llama",
-        draft_vocab_size=shape.decoder.vocabulary,
-        eagle_config={_EAGLE_LAYERS: list(shape.feature_layers)},
+        draft_vocab_size=shape.drafts if shape.own_head else None,
+        **({"eagle_config": layers} if layers else {}),
+        **norms,
     )
 
 
-def load_draft(folder: Path, embedding: Tensor) -> Eagle3Student:
-    """Reads back :func:`save_draft`, in float32, beside the target's ``embedding``."""
+def load_draft(folder: Path, embedding: Tensor, head: Tensor | None = None) -> Eagle3Student:
+    """Reads an EAGLE3 draft, in float32, beside the target's ``embedding`` and ``head``.
+
+    The embedding of a checkpoint is passed over, as SGLang does.  Raises UnsupportedDrafterError
+    for one that has no student.
+    """
     config, parts = _read(folder)
-    feature_layers = tuple(config["eagle_config"][_EAGLE_LAYERS])
-    student = Eagle3Student(Eagle3Shape(_shape(config), feature_layers), embedding.float())
+    shape = eagle3_shape(config)
+    offsets = parts.get("d2t")
+    # SGLang's hot_token_id.
+    hot = None if offsets is None else offsets + torch.arange(len(offsets))
+    student = Eagle3Student(shape, embedding.float(), head, draft_tokens(hot, shape))
     student.load_state_dict(
-        {_live_name(name): part for name, part in parts.items() if name not in _VOCABULARY_MAPS}
+        {_live_name(name): part for name, part in parts.items() if name not in _NOT_LEARNT}
     )
     return student.eval()
-
-
-def eagle3_shape(config: Mapping[str, Any], feature_layers: int) -> Eagle3Shape:
-    """Takes a student's sizes from a drafter's config.
-
-    feature_layers: how many target layers it reads; a config that does not say which has 0, 1, ...
-    """
-    named = (config.get("eagle_config") or {}).get(_EAGLE_LAYERS)
-    return Eagle3Shape(_live_shape(config), _layers(named, feature_layers))
-
-
-def dflash_shape(
-    config: Mapping[str, Any], feature_layers: int, block: int, mask_token: int
-) -> DFlashShape:
-    """Takes a student's sizes from a drafter's config and from the engine that serves it."""
-    named = (config.get("dflash_config") or {}).get("target_layer_ids")
-    return DFlashShape(_live_shape(config), _layers(named, feature_layers), block, mask_token)
-
-
-def mtp_shape(config: Mapping[str, Any]) -> MtpShape:
-    """Takes a predictor's sizes from its target's config."""
-    return MtpShape(_live_shape({**config, "num_hidden_layers": 1}))
-
-
-def _layers(named: Sequence[int] | None, count: int) -> tuple[int, ...]:
-    return tuple(named) if named is not None and len(named) == count else tuple(range(count))
-
-
-def _live_shape(config: Mapping[str, Any]) -> DecoderShape:
-    rotary = config.get("rope_parameters") or {}
-    base = config.get("rope_theta") or rotary.get("rope_theta")
-    return _shape({**config, "rope_theta": base})
 
 
 def save_dflash(student: DFlashStudent, folder: Path, target_layers: int | None = None) -> None:
@@ -144,7 +121,7 @@ def load_dflash(folder: Path, embedding: Tensor, head: Tensor | None = None) -> 
     config, parts = _read(folder)
     draft = config["dflash_config"]
     shape = DFlashShape(
-        _shape(config),
+        decoder_shape(config),
         tuple(draft["target_layer_ids"]),
         config["block_size"],
         draft["mask_token_id"],
@@ -164,15 +141,15 @@ def save_sd2(draft: Sd2Draft, folder: Path) -> None:
         {_sd2_stored_name(name): part for name, part in parts},
         SD2_ARCHITECTURE,
         tie_word_embeddings=True,
-        eagle_config={_EAGLE_LAYERS: list(shape.feature_layers)},
+        eagle_config={EAGLE_LAYERS: list(shape.feature_layers)},
     )
 
 
 def load_sd2(folder: Path) -> Sd2Draft:
     """Reads back :func:`save_sd2`, in float32."""
     config, parts = _read(folder)
-    layers = tuple(config["eagle_config"][_EAGLE_LAYERS])
-    draft = Sd2Draft(Sd2Shape(_shape(config), config["hidden_size"], layers))
+    layers = tuple(config["eagle_config"][EAGLE_LAYERS])
+    draft = Sd2Draft(Sd2Shape(decoder_shape(config), config["hidden_size"], layers))
     draft.load_state_dict({_sd2_live_name(name): part for name, part in parts.items()})
     return draft.eval()
 
@@ -218,7 +195,9 @@ def _join(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
             )
         elif not any(piece in name for piece in ("k_proj", "v_proj", "up_proj")):
             state[name] = part
-    return {name: tensor.float() for name, tensor in state.items()}
+    return {
+        name: part.float() if part.is_floating_point() else part for name, part in state.items()
+    }
 
 
 def _draft_name(live: str) -> str:
@@ -229,10 +208,6 @@ def _live_name(stored: str) -> str:
     if stored.startswith(_DRAFT_LAYER):
         return stored.replace(_DRAFT_LAYER, _LIVE_LAYER)
     return stored if stored.startswith("lm_head") else f"model.{stored}"
-
-
-def _shape(config: Mapping[str, Any]) -> DecoderShape:
-    return DecoderShape(**{field: config[key] for field, key in _CONFIG_KEYS.items()})
 
 
 def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -246,7 +221,7 @@ def _save(
 ) -> None:
     """Writes a checkpoint; more: what its config has beside the sizes of the decoder."""
     config = {
-        **{key: getattr(shape, field) for field, key in _CONFIG_KEYS.items()},
+        **{key: getattr(shape, field) for field, key in DECODER_KEYS.items()},
         "hidden_act": "silu",
         "attention_bias": False,
         "torch_dtype": "bfloat16",

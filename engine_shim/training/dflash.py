@@ -27,7 +27,7 @@ from engine_shim.training.blocks import (
     BorrowingStudent,
     DecoderShape,
     RmsNorm,
-    RotaryTable,
+    Rotary,
     initialise,
 )
 from engine_shim.training.qwen3 import DecoderLayer
@@ -74,7 +74,7 @@ class DFlashStudent(BorrowingStudent):
             DecoderLayer(shape.decoder) for _ in range(shape.decoder.layers)
         )
         self.norm = RmsNorm(hidden, epsilon)
-        self.rotary = RotaryTable(shape.decoder)
+        self.rotary = Rotary(shape.decoder)
         initialise(self)
 
     @property
@@ -166,7 +166,7 @@ class DFlashStudent(BorrowingStudent):
         ``features`` [batch, L, ...] are the target's for all but the newest token.
         """
         anchor = torch.tensor([features.shape[1]], device=tokens.device)
-        return self.blocks(features, tokens, anchor)[:, 0].argmax(dim=-1)
+        return self.drafted(self.blocks(features, tokens, anchor)[:, 0])
 
 
 def position_weights(block: int) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engine_shim.training.blocks import DecoderShape, PreNormLayer, RmsNorm, RotaryTable, initialise
+from engine_shim.training.blocks import DecoderShape, PreNormLayer, RmsNorm, Rotary, initialise
 from engine_shim.training.chain import ChainStudent
 
 
@@ -51,7 +51,7 @@ class MtpStudent(ChainStudent):
         super().__init__(embedding, head)
         self.shape = shape
         self.model = Predictor(shape.decoder)
-        self.rotary = RotaryTable(shape.decoder)
+        self.rotary = Rotary(shape.decoder)
         initialise(self)
 
     def _enter(self, features: Tensor) -> Tensor:

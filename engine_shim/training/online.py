@@ -142,7 +142,7 @@ class OnlineStudent:
         self.restart()
 
     def _logs(self, found: Round, gamma: int) -> list[Tensor]:
-        """Computes log-probabilities of each draft position, [B, anchors, vocabulary]."""
+        """Computes log-probabilities of each draft position, [B, anchors, draft vocabulary]."""
         rows = self._rows(found, gamma)
         unrolled = self.student.unroll(
             found.features[:, :rows],
@@ -161,11 +161,12 @@ class OnlineStudent:
     def _loss(self, found: Round, logs: list[Tensor], reference: list[Tensor] | None) -> Tensor:
         rows = self._rows(found, len(logs))
         first = max(0, rows - self._settings.anchors)
+        columns = self.student.columns(found.top_tokens)
         total = weight = torch.zeros(())
         for step, student in enumerate(logs):
             at = slice(first + 1 + step, rows + 1 + step)
             counts = found.taught[:, at] & found.valid[:, first:rows]
-            rows_loss = divergence(found.top_tokens[:, at], found.top_logs[:, at], student)
+            rows_loss = divergence(columns[:, at], found.top_logs[:, at], student)
             if reference is not None:
                 near = functional.kl_div(
                     student, reference[step], log_target=True, reduction="none"
@@ -177,20 +178,31 @@ class OnlineStudent:
         return total / weight.clamp_min(1.0)
 
 
-def divergence(top_tokens: Tensor, top_logs: Tensor, student: Tensor) -> Tensor:
-    """Computes KL(target || student) [B, A] in nats, all but the target's likeliest tokens as one.
+def divergence(columns: Tensor, top_logs: Tensor, student: Tensor) -> Tensor:
+    """Computes KL(target || student) [B, A] in nats, over the listed tokens and one bucket.
 
-    top_tokens, top_logs: [B, A, top].  student: log-probabilities [B, A, vocabulary].
+    columns: int64 [B, A, top], the columns of the target's likeliest tokens in ``student``, -1 for
+    a token that the drafter cannot draft.  top_logs: [B, A, top], their log-probabilities.
+    student: log-probabilities [B, A, draft vocabulary].
+
+    The bucket holds everything else: of the target all tokens that are not listed or cannot be
+    drafted, of the student all columns that are not listed.  So the loss is finite whatever the
+    draft vocabulary misses, and it is the divergence of the whole distributions where nothing is
+    missing.  The trainers of EAGLE-3 (arXiv:2503.01840, `traineagle3/cnets.py` of its repository)
+    and SpecForge (arXiv:2603.18567, `_compute_target_p`) have the target's logits of all tokens:
+    they renormalise the target over the draft vocabulary, and leave out positions whose likeliest
+    token is not in it.  The bucket keeps those positions, where it teaches the drafter that none of
+    its listed tokens is likely.
     """
-    mine = student.gather(-1, top_tokens)
-    loss = (top_logs.exp() * (top_logs - mine)).sum(-1)
-    if top_tokens.shape[-1] == student.shape[-1]:
-        return loss
-    rest, my_rest = _rest(top_logs), _rest(mine)
-    return loss + rest.exp() * (rest - my_rest)
+    listed = columns >= 0
+    mine = student.gather(-1, columns.clamp_min(0))
+    theirs = torch.where(listed, top_logs.exp(), 0.0)
+    # What has no probability has no part in the divergence, whatever its logarithm.
+    terms = torch.where(theirs > 0, theirs * (top_logs - mine), 0.0)
+    rest = _rest(theirs.sum(-1))
+    return terms.sum(-1) + rest.exp() * (rest - _rest(torch.where(listed, mine.exp(), 0.0).sum(-1)))
 
 
-def _rest(logs: Tensor) -> Tensor:
-    """Computes the log-probability of everything that is not listed."""
-    listed = logs.logsumexp(-1).clamp_max(-1e-6)
-    return torch.log(-torch.expm1(listed))
+def _rest(listed: Tensor) -> Tensor:
+    """Computes the log-probability of the bucket from the probability of what is listed."""
+    return torch.log1p(-listed.clamp_max(1 - 1e-6))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engine_shim.training.blocks import DecoderShape, PreNormLayer, RmsNorm, RotaryTable, initialise
+from engine_shim.training.blocks import DecoderShape, PreNormLayer, RmsNorm, Rotary, initialise
 
 
 class DecoderLayer(PreNormLayer):
@@ -50,7 +50,7 @@ class Qwen3Target(nn.Module):
         super().__init__()
         self.shape = shape
         self.model = Decoder(shape)
-        self.rotary = RotaryTable(shape)
+        self.rotary = Rotary(shape)
         initialise(self)
         # The residual stream sums 2 * layers branches: scaled so that its variance does not grow
         # with depth.

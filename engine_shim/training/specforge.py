@@ -12,14 +12,16 @@ comes back as a version of the drafter, which serves without a restart.
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+from safetensors import SafetensorError
 
 from engine_shim.training.checkpoint import load_dflash, load_draft, save_dflash, save_draft
 from engine_shim.training.dflash import DFlashStudent
-from engine_shim.training.eagle3 import Eagle3Student
+from engine_shim.training.eagle3 import Eagle3Shape, Eagle3Student
 from engine_shim.training.mtp import MtpStudent
 from engine_shim.training.signals import Signal, readable, signal_paths
 from engine_shim.training.students import DraftStudent
@@ -98,6 +100,21 @@ def _trainable(student: DraftStudent) -> Eagle3Student | DFlashStudent:
     """Raises ExportError for a drafter that SpecForge has no recipe for."""
     if isinstance(student, MtpStudent):
         raise ExportError("SpecForge trains EAGLE3 and DFlash drafters, not multi-token predictors")
+    if isinstance(student, Eagle3Student):
+        tokens, shape = student.tokens, student.shape
+        obstacles = {
+            "the drafter's head is the target's, and SpecForge trains one": not shape.own_head,
+            "the drafter has a norm before fc (norm_before_fc), and SpecForge's have none": (
+                shape.norm_before_fc
+            ),
+            # Its t2d is a mask, which keeps the order of the target's ids.
+            "the drafter's d2t is not in the order of the target's ids, and SpecForge's are": (
+                tokens is not None and not bool((tokens.diff() > 0).all())
+            ),
+        }
+        for reason, is_so in obstacles.items():
+            if is_so:
+                raise ExportError(reason)
     return student
 
 
@@ -149,15 +166,14 @@ def import_draft(folder: Path, versions: Versions) -> int:
     """Stores a drafter in SGLang's layout (`specforge export --to sglang`); returns its version.
 
     Raises VersionError where it is not the base's kind of drafter, ExportError where SpecForge has
-    no such kind, OSError.
+    no such kind.
     """
     base = _trainable(versions.student(0))
     kind = "EAGLE3" if isinstance(base, Eagle3Student) else "DFlash"
     try:
         made = _load(folder, base)
-    except (KeyError, RuntimeError, ValueError) as error:
+    except (KeyError, RuntimeError, ValueError, OSError, SafetensorError) as error:
         raise VersionError(f"{folder} cannot be read as {kind} drafter: {error}") from error
-    _require_whole_vocabulary(folder)
     parameters = dict(made.named_parameters())
     check_parameters(parameters, dict(base.named_parameters()), folder)
     facts = Made(0, 0.0, 0.0, 0.0, 0, 0.0)
@@ -166,7 +182,9 @@ def import_draft(folder: Path, versions: Versions) -> int:
 
 def _load(folder: Path, like: Eagle3Student | DFlashStudent) -> Eagle3Student | DFlashStudent:
     if isinstance(like, Eagle3Student):
-        return load_draft(folder, like.embedding)
+        draft = load_draft(folder, like.embedding, like.head)
+        _require_alike(draft, like)
+        return draft
     made = load_dflash(folder, like.embedding, like.head)
     ours, theirs = like.shape, made.shape
     if (ours.block, ours.mask_token) != (theirs.block, theirs.mask_token):
@@ -177,10 +195,29 @@ def _load(folder: Path, like: Eagle3Student | DFlashStudent) -> Eagle3Student | 
     return made
 
 
-def _require_whole_vocabulary(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    size, drafts = config["vocab_size"], config.get("draft_vocab_size") or config["vocab_size"]
-    if size != drafts:
-        raise VersionError(
-            f"{folder} drafts {drafts} of {size} tokens: train it with the whole vocabulary"
-        )
+def _facts(shape: Eagle3Shape) -> dict[str, Any]:
+    facts = asdict(shape)
+    return facts.pop("decoder") | facts
+
+
+def _require_alike(draft: Eagle3Student, like: Eagle3Student) -> None:
+    """Raises ValueError where a draft with these parameters would be another one than ``like``.
+
+    Parameters alone do not show the rotary base, the norms' epsilon, which tokens the head drafts,
+    or which target layers are read.
+    """
+    ours, theirs = _facts(like.shape), _facts(draft.shape)
+    if not (ours["feature_layers"] and theirs["feature_layers"]):
+        # Without names the engine chooses, and the config does not say of how many layers.
+        del ours["feature_layers"]
+    # It says nothing about what is computed.
+    del ours["max_positions"]
+    for name, fact in ours.items():
+        if theirs[name] != fact:
+            raise ValueError(f"its {name} is {theirs[name]}, that of the engine's drafter {fact}")
+    if (draft.tokens is None) != (like.tokens is None) or (
+        draft.tokens is not None
+        and like.tokens is not None
+        and not torch.equal(draft.tokens, like.tokens)
+    ):
+        raise ValueError("its d2t is not that of the engine's drafter")

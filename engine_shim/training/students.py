@@ -1,7 +1,7 @@
 """Makes drafters in plain torch, of each kind that can learn here.
 
-Whatever the kind, `unroll` gives the logits of each draft step from every row, frozen are the
-target's embedding and head, and ``state_dict`` keys are the live model's parameter names.
+Whatever the kind, `unroll` gives the logits of each draft step from every row, what is `Borrowed`
+is never trained, and ``state_dict`` keys are the live model's parameter names.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, Final
 
-from torch import Tensor
-
-from engine_shim.training.blocks import DecoderShape
+from engine_shim.training.blocks import Borrowed, DecoderShape
 from engine_shim.training.dflash import DFlashShape, DFlashStudent
 from engine_shim.training.eagle3 import Eagle3Shape, Eagle3Student
 from engine_shim.training.mtp import MtpShape, MtpStudent
@@ -27,18 +25,13 @@ _KINDS: Final[dict[str, type[DraftShape]]] = {
 }
 
 
-def student_of(shape: DraftShape, embedding: Tensor, head: Tensor | None = None) -> DraftStudent:
-    """Makes an untrained student.
-
-    embedding, head [vocabulary, hidden]: the target's; no head: the embedding serves as head.
-
-    An EAGLE3 draft has a head of its own.
-    """
+def student_of(shape: DraftShape, borrowed: Borrowed) -> DraftStudent:
+    """Makes an untrained student."""
     if isinstance(shape, Eagle3Shape):
-        return Eagle3Student(shape, embedding)
+        return Eagle3Student(shape, *borrowed)
     if isinstance(shape, MtpShape):
-        return MtpStudent(shape, embedding, head)
-    return DFlashStudent(shape, embedding, head)
+        return MtpStudent(shape, borrowed.embedding, borrowed.head)
+    return DFlashStudent(shape, borrowed.embedding, borrowed.head)
 
 
 def encoded(shape: DraftShape) -> dict[str, Any]:

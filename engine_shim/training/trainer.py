@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine_shim.training.blocks import Borrowed
 from engine_shim.training.exchange import Channel, Layout, Message, MessageKind, SharedTensors
 from engine_shim.training.online import NotFiniteError, OnlineSettings, OnlineStudent, Round
 from engine_shim.training.students import DraftShape, decoded, encoded, student_of
@@ -24,9 +25,7 @@ from engine_shim.training.students import DraftShape, decoded, encoded, student_
 # Below the engine's priority, which shares the processor.
 _NICE = 5
 WEIGHT = "weight:"
-# The target's, float32; no head where the embedding is it, or the drafter has its own.
-EMBEDDING = "embedding"
-HEAD = "head"
+BORROWED = "borrowed:"
 
 
 def order(
@@ -48,14 +47,10 @@ class Trainer:
 
     def __init__(self, asked: dict[str, Any], memory: SharedTensors) -> None:
         self._tensors = memory.tensors
-        head = self._tensors.get(HEAD)
-        student = student_of(decoded(asked["shape"]), self._tensors[EMBEDDING], head)
+        borrowed = Borrowed(**_starting_with(BORROWED, self._tensors))
+        student = student_of(decoded(asked["shape"]), borrowed)
         self._online = OnlineStudent(student, OnlineSettings(**asked["settings"]))
-        self._weights: dict[str, Tensor] = {
-            name.removeprefix(WEIGHT): tensor
-            for name, tensor in self._tensors.items()
-            if name.startswith(WEIGHT)
-        }
+        self._weights = _starting_with(WEIGHT, self._tensors)
         self.take_weights()
 
     def take_weights(self) -> None:
@@ -82,6 +77,14 @@ class Trainer:
         for name, tensor in self._weights.items():
             tensor.copy_(state[name])
         return Message(MessageKind.LEARNT, loss=update.loss, seconds=update.seconds)
+
+
+def _starting_with(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        name.removeprefix(prefix): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(prefix)
+    }
 
 
 def main(memory_fd: int, socket_fd: int, text: str) -> None:

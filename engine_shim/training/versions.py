@@ -1,11 +1,12 @@
 """Keeps versions of a drafter in a folder: the base that an engine loaded, and trained ones.
 
-    base.safetensors        what the engine has left: parameters, what the drafter borrows of the
-                            target (embedding, head), sizes
+    base.safetensors        what the engine has left: parameters, what the drafter uses and does not
+                            train (the target's embedding and head, the draft vocabulary), sizes
     00000001.safetensors    version 1: the same parameters, other values
 
 A version belongs to one base, by digest: parameters of other names or shapes, or trained for
-another drafter, are refused by whoever loads them.  Files appear whole or not at all.
+another drafter, are refused by whoever loads them.  Files appear whole or not at all, and what is
+read is compared by value (a digest) with what was written.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from engine_shim.training.blocks import Borrowed
 from engine_shim.training.students import (
     DraftShape,
     DraftStudent,
@@ -39,10 +41,8 @@ FOLDER: Final = "drafter"
 _MALFORMED: Final = (ArithmeticError, LookupError, RecursionError, TypeError, ValueError)
 _BASE: Final = "base"
 _SUFFIX: Final = ".safetensors"
-# The target's, between the drafter's parameters.
+# What is not trained, between the drafter's parameters.
 _BORROWED: Final = "target:"
-_EMBEDDING: Final = _BORROWED + "embedding"
-_HEAD: Final = _BORROWED + "head"
 _LOCK: Final = ".lock"
 
 
@@ -86,45 +86,52 @@ class Versions:
         self,
         shape: DraftShape,
         parameters: Mapping[str, Tensor],
-        embedding: Tensor,
-        head: Tensor | None = None,
+        borrowed: Borrowed,
     ) -> str:
         """Stores what an engine has loaded as the base; returns its digest.
 
-        embedding, head: the target's, as `student_of` has them.  Raises VersionError where the
-        folder belongs to another drafter.
+        A base of the same values whose shape says something else, which an earlier release may
+        have left, is written again.  Raises VersionError where the folder belongs to another
+        drafter.
         """
-        digest = digest_of(parameters)
+        digest = digest_of(_own(parameters, borrowed))
+        facts = {"digest": digest, "shape": json.dumps(encoded(shape))}
         path = self._path(0)
         if path.exists():
-            found = _facts(path).get("digest")
-            if found != digest:
+            found = _facts(path)
+            if found.get("digest") != digest:
                 raise VersionError(
-                    f"{self.folder} holds signals and versions of another drafter ({found}, this "
-                    f"one is {digest}): set SPECULATION_SIGNALS_FOLDER to another folder"
+                    f"{self.folder} holds signals and versions of another drafter "
+                    f"({found.get('digest')}, this one is {digest}): set "
+                    "SPECULATION_SIGNALS_FOLDER to another folder"
                 )
-            return digest
-        tensors = {**parameters, _EMBEDDING: embedding}
-        if head is not None:
-            tensors[_HEAD] = head
-        self._write(path, tensors, {"digest": digest, "shape": json.dumps(encoded(shape))})
+            if facts.items() <= found.items():
+                return digest
+        others = {
+            _BORROWED + name: part for name, part in borrowed._asdict().items() if part is not None
+        }
+        self._write(path, {**parameters, **others}, facts)
         return digest
 
     def base_digest(self) -> str:
-        """The digest of the base.  Raises VersionError, and FileNotFoundError without a base."""
+        """The digest of the base.  Raises VersionError, also without a base."""
         found = _facts(self._path(0)).get("digest")
         if not found:
             raise VersionError(f"{self._path(0)} has no digest")
         return found
 
     def student(self, version: int) -> DraftStudent:
-        """Loads a version of the drafter in float32.  Raises VersionError, FileNotFoundError."""
+        """Loads a version of the drafter in float32.  Raises VersionError."""
         path = self._path(0)
+        facts = _facts(path)
         try:
-            shape = decoded(json.loads(_facts(path)["shape"]))
-            base = {name: part.float() for name, part in _tensors(path).items()}
-            student = student_of(shape, base.pop(_EMBEDDING), base.pop(_HEAD, None))
-            student.load_state_dict(base)
+            parameters, others = _parted(_tensors(path))
+            borrowed = Borrowed(**others)
+            _require_values(path, facts, _own(parameters, borrowed))
+            student = student_of(decoded(json.loads(facts["shape"])), _in_float32(borrowed))
+            student.load_state_dict(parameters)
+        except VersionError:
+            raise
         except (*_MALFORMED, RuntimeError) as error:
             raise VersionError(f"{path}: {error}") from error
         if version:
@@ -134,7 +141,7 @@ class Versions:
     def load(self, version: int, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Reads the parameters of a version, checked against those of `like`.
 
-        Raises VersionError, FileNotFoundError.
+        Raises VersionError.
         """
         path = self._path(version)
         facts = _facts(path)
@@ -142,17 +149,22 @@ class Versions:
             raise VersionError(f"{path} was made for another drafter")
         found = _tensors(path)
         check_parameters(found, like, path)
+        _require_values(path, facts, found)
         return found
 
     def publish(self, parameters: Mapping[str, Tensor], made: Made) -> int:
         """Stores new parameters under the next free number, which is returned."""
         version = max([0, *self.numbers()]) + 1
-        facts = {"base": self.base_digest(), "made": json.dumps(asdict(made))}
+        facts = {
+            "base": self.base_digest(),
+            "made": json.dumps(asdict(made)),
+            "digest": digest_of(parameters),
+        }
         self._write(self._path(version), parameters, facts)
         return version
 
     def made(self, version: int) -> Made:
-        """Reads the origin of a version.  Raises VersionError, FileNotFoundError."""
+        """Reads the origin of a version.  Raises VersionError."""
         path = self._path(version)
         try:
             return Made(**json.loads(_facts(path)["made"]))
@@ -219,9 +231,47 @@ def digest_of(parameters: Mapping[str, Tensor]) -> str:
     return found.hexdigest()[:16]
 
 
+def _own(parameters: Mapping[str, Tensor], borrowed: Borrowed) -> dict[str, Tensor]:
+    """What makes a drafter this one: its parameters, and its draft vocabulary if it has one."""
+    own = dict(parameters)
+    if borrowed.tokens is not None:
+        own[_BORROWED + "tokens"] = borrowed.tokens
+    return own
+
+
+def _parted(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Parts a base into the parameters and what is not trained, the latter by the field's name."""
+    others = {
+        name.removeprefix(_BORROWED): part
+        for name, part in tensors.items()
+        if name.startswith(_BORROWED)
+    }
+    own = {name: part for name, part in tensors.items() if not name.startswith(_BORROWED)}
+    return own, others
+
+
+def _in_float32(borrowed: Borrowed) -> Borrowed:
+    embedding, head, tokens = borrowed
+    return Borrowed(embedding.float(), None if head is None else head.float(), tokens)
+
+
+def _require_values(path: Path, facts: Mapping[str, str], found: Mapping[str, Tensor]) -> None:
+    """Raises VersionError unless the values are those that were written.
+
+    Versions of earlier releases have no digest of their own.
+    """
+    written = facts.get("digest")
+    if written is not None and written != digest_of(found):
+        raise VersionError(f"{path} is damaged: its values are not those that were written")
+
+
 def _facts(path: Path) -> dict[str, str]:
     if not path.exists():
-        raise FileNotFoundError(path)
+        hint = (
+            ": no engine has left its drafter there.  Start one with SPECULATION_SIGNALS_FOLDER; "
+            "its log gives the reason where the drafter cannot learn"
+        )
+        raise VersionError(f"{path} is not there{hint if path.stem == _BASE else ''}")
     try:
         with safe_open(path, "pt") as file:
             facts: dict[str, str] = file.metadata() or {}

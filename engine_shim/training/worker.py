@@ -192,7 +192,7 @@ class TrainingWorker:
             try:
                 if self._versions.made(version).imported:
                     yield version, self._versions.student(version)
-            except (VersionError, FileNotFoundError) as error:
+            except VersionError as error:
                 _log.warning("version_passed_over", error=str(error))
 
 

@@ -1,5 +1,7 @@
 """A small target and a student of it, and rounds as an engine would have verified them."""
 
+from dataclasses import replace
+
 import torch
 from torch.nn import functional
 
@@ -30,6 +32,21 @@ def make_student(target: Qwen3Target) -> Eagle3Student:
     return Eagle3Student(
         Eagle3Shape(SHAPE.with_layers(1), LAYERS), target.model.embed_tokens.weight
     )
+
+
+def with_draft_vocabulary(student: Eagle3Student, tokens: torch.Tensor) -> Eagle3Student:
+    """The same drafter, which can draft these of its tokens only: the other rows of its head go."""
+    shape = replace(student.shape, draft_vocabulary=len(tokens))
+    made = Eagle3Student(shape, student.embedding, tokens=tokens)
+    kept = {name: part.detach() for name, part in student.state_dict().items()}
+    made.load_state_dict(kept | {"lm_head.weight": kept["lm_head.weight"][tokens]})
+    return made
+
+
+def make_pruned_student(target: Qwen3Target) -> Eagle3Student:
+    """It can draft 30 of the 40 tokens."""
+    tokens = torch.arange(SHAPE.vocabulary)
+    return with_draft_vocabulary(make_student(target), tokens[tokens % 4 != 1])
 
 
 def make_block_student(target: Qwen3Target, block: int = 5) -> DFlashStudent:

@@ -14,11 +14,8 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from sglang.srt.runtime_context import get_parallel
-
-from engine_shim.sglang.learning.student import cannot_learn_reason, live_drafter
 from engine_shim.sglang.learning.weights import DrafterWeights
 from engine_shim.training.versions import FOLDER as VERSIONS_FOLDER
 from engine_shim.training.versions import VersionError, Versions
@@ -28,25 +25,11 @@ if TYPE_CHECKING:
 
     import torch
 
-    from engine_shim.sglang.api.settings import PluginSettings
     from engine_shim.sglang.learning.student import LiveDrafter
 
 _RETRY_SECONDS: Final = 10.0
 
 _log = logging.getLogger(__name__)
-
-
-def deployment_for(worker: Any, settings: PluginSettings) -> Deployment | None:
-    """Makes the deployment of this `EAGLEWorkerV2`; None, and a log line, where it has none.
-
-    Raises OSError, VersionError for a folder that cannot be used.
-    """
-    reason = cannot_learn_reason(worker, get_parallel().tp_size)
-    if reason is None:
-        folder = Path(settings.signals_folder) / VERSIONS_FOLDER
-        return Deployment(folder, live_drafter(worker))
-    _log.warning("the drafter takes no versions that a trainer makes: %s", reason)
-    return None
 
 
 @dataclass(slots=True)
@@ -62,15 +45,13 @@ class DeploymentCounters:
 
 
 class Deployment:
-    """Deploys a trainer's versions in one engine."""
+    """Deploys a trainer's versions in one engine.  signals_folder: which the trainer reads."""
 
-    def __init__(self, folder: Path, drafter: LiveDrafter) -> None:
+    def __init__(self, signals_folder: Path, drafter: LiveDrafter) -> None:
         """Leaves the drafter in the folder.  Raises OSError, VersionError."""
         self.counters = DeploymentCounters()
-        self._versions = Versions(folder)
-        self._versions.adopt_base(
-            drafter.shape, drafter.parameters, drafter.embedding, drafter.head
-        )
+        self._versions = Versions(signals_folder / VERSIONS_FOLDER)
+        self._versions.adopt_base(drafter.shape, drafter.parameters, drafter.borrowed)
         self._weights = DrafterWeights(drafter.parameters, drafter.refresh)
         self._reading: _Reading | None = None
         self._retry_at = 0.0
@@ -148,8 +129,6 @@ class _Reading:
                 name: part.to(self._like[name].device)
                 for name, part in self._versions.load(self.version, self._like).items()
             }
-        except FileNotFoundError as error:
-            self.why = f"{error} is not there"
         except (VersionError, OSError) as error:
             self.why = str(error)
         except Exception as error:  # noqa: BLE001 - no memory for it, say

@@ -17,18 +17,19 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from engine_shim.sglang.api import sglang_api
 from engine_shim.sglang.api.errors import UnsupportedEngineError
 from engine_shim.sglang.learning.rollback_guard import GuardVerdict, RollbackGuard
-from engine_shim.sglang.learning.student import cannot_learn_reason, live_drafter
+from engine_shim.sglang.learning.student import live_drafter
 from engine_shim.sglang.learning.verified_step import UpdateStatus
 from engine_shim.sglang.learning.weights import DrafterWeights
 from engine_shim.sglang.learning.windows import Windows
 from engine_shim.training import trainer
+from engine_shim.training.configs import UnsupportedDrafterError
 from engine_shim.training.exchange import Channel, Layout, Message, MessageKind, SharedTensors
 
 if TYPE_CHECKING:
     from engine_shim.sglang.api.settings import PluginSettings
+    from engine_shim.sglang.learning.student import LiveDrafter
     from engine_shim.sglang.learning.verified_step import Verification
 
 # Requests of a batch that a round is learnt from, at most.
@@ -62,37 +63,33 @@ class OnlineCounters:
     state: str = "starting"
 
 
-def cannot_update_reason(worker: Any, device: str, ranks: int) -> str | None:
-    """Explains why the drafter of this `EAGLEWorkerV2` cannot learn; None when it can."""
-    if device != "cpu":
-        return f"on {device} it is untested: the CPU only"
-    return cannot_learn_reason(worker, ranks)
+def updates_for(worker: Any, device: str, ranks: int, settings: PluginSettings) -> OnlineUpdates:
+    """Makes the updates of this `EAGLEWorkerV2`.
 
-
-def updates_for(worker: Any, runner: Any, settings: PluginSettings) -> OnlineUpdates:
-    """Makes the updates of this `EAGLEWorkerV2`; runner: the target's.
-
-    Raises UnsupportedEngineError.
+    device, ranks: that it runs on, and that share it.  Raises UnsupportedEngineError.
     """
-    reason = cannot_update_reason(worker, runner.device, sglang_api.config_leaf("tp_size"))
-    if reason is not None:
-        raise UnsupportedEngineError(f"SPECULATION_ONLINE_UPDATES is set, but {reason}")
-    return OnlineUpdates(worker, settings, settings.gammas[-1])
+    refused = "SPECULATION_ONLINE_UPDATES is set, but the drafter cannot learn"
+    if device != "cpu":
+        raise UnsupportedEngineError(f"{refused}: on {device} this is untested, the CPU only")
+    try:
+        drafter = live_drafter(worker, ranks)
+    except UnsupportedDrafterError as error:
+        raise UnsupportedEngineError(f"{refused}: {error}") from error
+    return OnlineUpdates(drafter, settings, settings.gammas[-1])
 
 
 class OnlineUpdates:
-    """Updates the drafter of one engine.
+    """Updates the drafter of one engine."""
 
-    worker: its `EAGLEWorkerV2`, for which `cannot_update_reason` is None.
-    """
-
-    def __init__(self, worker: Any, settings: PluginSettings, largest_gamma: int) -> None:
-        """Raises UnsupportedEngineError where a student would not be this drafter."""
+    def __init__(self, drafter: LiveDrafter, settings: PluginSettings, largest_gamma: int) -> None:
         self.counters = OnlineCounters()
         self._per_request = settings.online_scope == "request"
-        online = settings.online
-        drafter = live_drafter(worker)
-        shape, parameters, embedding = drafter.shape, drafter.parameters, drafter.embedding
+        online, parameters = settings.online, drafter.parameters
+        borrowed = {
+            trainer.BORROWED + name: part.detach()
+            for name, part in drafter.borrowed._asdict().items()
+            if part is not None
+        }
         self._weights = DrafterWeights(parameters, drafter.refresh)
         self._windows = Windows(online.window, online.top)
         self._rollback_guard = RollbackGuard()
@@ -109,11 +106,10 @@ class OnlineUpdates:
         self._tainted: set[str] = set()
         size = MOST_REQUESTS, online.window + largest_gamma + 1
         layouts = {
-            **self._windows.layouts(size, drafter.groups * embedding.shape[1], embedding.shape[0]),
+            **self._windows.layouts(size, drafter.feature_width, drafter.shape.decoder.vocabulary),
             **{
-                name: Layout(tuple(part.shape), "float32")
-                for name, part in ((trainer.EMBEDDING, embedding), (trainer.HEAD, drafter.head))
-                if part is not None
+                name: Layout(tuple(part.shape), "float32" if part.is_floating_point() else "int64")
+                for name, part in borrowed.items()
             },
             **{
                 trainer.WEIGHT + name: Layout(tuple(live.shape), "float32")
@@ -121,11 +117,10 @@ class OnlineUpdates:
             },
         }
         self._memory = SharedTensors(layouts)
-        self._memory.tensors[trainer.EMBEDDING].copy_(embedding)
-        if drafter.head is not None:
-            self._memory.tensors[trainer.HEAD].copy_(drafter.head)
+        for name, part in borrowed.items():
+            self._memory.tensors[name].copy_(part)
         self._share()
-        order = trainer.order(shape, online, layouts, threads=1)
+        order = trainer.order(drafter.shape, online, layouts, threads=1)
         self._process, self._channel = _started(order, self._memory)
 
     @property

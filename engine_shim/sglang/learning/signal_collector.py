@@ -24,7 +24,6 @@ from engine_shim.sglang.api import sglang_api
 from engine_shim.sglang.api.errors import UnsupportedEngineError
 from engine_shim.sglang.learning.canvases import Canvas, DeviceBudget, canvas_bytes, canvas_of
 from engine_shim.sglang.learning.signal_runs import SignalRuns
-from engine_shim.sglang.learning.student import LEARN
 from engine_shim.training.signals import SignalStore, SignalWriter
 
 if TYPE_CHECKING:
@@ -39,14 +38,6 @@ _BATCHES: Final = 2
 _CLOSE_SECONDS: Final = 10.0
 
 _log = logging.getLogger(__name__)
-
-
-def cannot_collect_reason(worker: Any) -> str | None:
-    """Explains why the rounds of this `EAGLEWorkerV2` cannot be collected; None when they can."""
-    kind = type(worker.draft_worker.draft_runner.model).__name__
-    if kind not in LEARN:
-        return f"{kind} has no trainer: drafters of {', '.join(LEARN)} only"
-    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,14 +206,11 @@ class SignalCollector:
             self._writer.put(signal)
 
 
-def collector_for(worker: Any, runner: Any, settings: PluginSettings) -> SignalCollector:
-    """Makes the collector of this `EAGLEWorkerV2`; runner: the target's.
+def collector_for(runner: Any, settings: PluginSettings) -> SignalCollector:
+    """Makes the collector of an engine; runner: the target's.
 
     Raises UnsupportedEngineError, OSError for a folder that cannot be made.
     """
-    reason = cannot_collect_reason(worker)
-    if reason is not None:
-        raise UnsupportedEngineError(f"SPECULATION_SIGNALS_FOLDER is set, but {reason}")
     if settings.signals_final_states:
         reason = no_final_states_reason(runner.model, sglang_api.graph_batch_sizes(runner))
         if reason is not None:

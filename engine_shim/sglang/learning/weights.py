@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 _SAMPLED: Final = 64
 
 
+class WeightsDifferError(RuntimeError):
+    """The drafter does not have the values that were copied into it; the message names a part."""
+
+
 class DrafterWeights:
     """Writes the weights of the serving model.
 
@@ -42,16 +46,31 @@ class DrafterWeights:
         """Writes them in place: a graph that reads them goes on reading the same memory.
 
         weights: they may have been made on another stream, by a thread that reads files, and be
-        dropped afterwards.
+        dropped afterwards.  Raises WeightsDifferError.
         """
         with torch.no_grad():
             for name, live in self.parameters.items():
                 live.data.copy_(weights[name])
                 keep_for_this_stream(weights[name])
+            self._compare(weights)
         if self._refresh is not None:
             self._refresh()
         self._served = self._sample()
         self.changed = True
+
+    def _compare(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Raises WeightsDifferError where the drafter does not have these values.
+
+        Two names that stand for the same memory show here, once both are written.  On another
+        device than the CPU an engine would have to wait for the answer, and is not asked.
+        """
+        for name, live in self.parameters.items():
+            if live.device.type != "cpu":
+                continue
+            if not torch.equal(live, weights[name].to(live.dtype)):
+                raise WeightsDifferError(
+                    f"{name} has other values in the drafter than were written to it"
+                )
 
     def serve_first(self) -> None:
         """Restores the weights as if nothing had been learnt."""

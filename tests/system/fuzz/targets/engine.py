@@ -187,7 +187,7 @@ def _published(folder: Path) -> Versions:
     student = make_student(make_target())
     parameters = {name: part.detach() for name, part in student.named_parameters()}
     found = Versions(folder)
-    found.adopt_base(student.shape, parameters, student.embedding)
+    found.adopt_base(student.shape, parameters, student.borrowed)
     found.publish(parameters, _MADE)
     return found
 

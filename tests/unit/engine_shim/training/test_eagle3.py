@@ -77,6 +77,7 @@ def chain_one_row_at_a_time(
         residual = hidden + layer.self_attn.o_proj(torch.cat(outputs))
         residual = residual + layer.mlp(layer.post_attention_layernorm(residual))
         assert residual.shape == (width,)
+        assert student.lm_head is not None
         return residual, student.lm_head(student.model.norm(residual))
 
     for row in range(anchor + 1):

@@ -88,7 +88,7 @@ def test_embedding_and_head_are_not_its_own(student: MtpStudent) -> None:
 
 
 def test_it_is_made_again_from_its_sizes(student: MtpStudent) -> None:
-    made = student_of(decoded(encoded(student.shape)), student.embedding, student.head)
+    made = student_of(decoded(encoded(student.shape)), student.borrowed)
     assert isinstance(made, MtpStudent)
     made.load_state_dict(student.state_dict())
     with pytest.raises(ValueError, match="one layer, not 2"):

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from engine_shim.training.checkpoint import save_dflash, save_draft
+from engine_shim.training.configs import EAGLE_LAYERS
 from engine_shim.training.dflash import DFlashShape, DFlashStudent
 from engine_shim.training.eagle3 import Eagle3Shape, Eagle3Student
 from engine_shim.training.mtp import MtpShape, MtpStudent
@@ -25,7 +27,7 @@ from engine_shim.training.students import DraftStudent
 from engine_shim.training.versions import FOLDER, VersionError, Versions
 from tests.support.engine import ROOT, TARGET
 from tests.support.installed_wheel import fetched
-from tests.support.training_rounds import SHAPE
+from tests.support.training_rounds import SHAPE, with_draft_vocabulary
 
 SPECFORGE = "0.2.0"
 PROBE = Path(__file__).with_name("specforge_probe.py")
@@ -74,7 +76,7 @@ def student() -> Eagle3Student:
 def base_of(student: DraftStudent, folder: Path) -> Versions:
     found = Versions(folder / FOLDER)
     parameters = {name: part.detach() for name, part in student.named_parameters()}
-    found.adopt_base(student.shape, parameters, student.embedding)
+    found.adopt_base(student.shape, parameters, student.borrowed)
     return found
 
 
@@ -91,10 +93,14 @@ def folder(tmp_path: Path, student: Eagle3Student) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
+@pytest.mark.parametrize("tokens", [None, torch.arange(3, 33)], ids=["whole", "part"])
 def test_signals_go_out_and_what_specforge_exports_comes_back(
-    folder: Path, student: Eagle3Student, tmp_path: Path
+    folder: Path, student: Eagle3Student, tmp_path: Path, tokens: torch.Tensor | None
 ):
     versions = Versions(folder / FOLDER)
+    if tokens is not None:
+        student = with_draft_vocabulary(student, tokens)
+        versions = base_of(student, tmp_path / "part")
     out = tmp_path / "out"
     assert export_signals(folder, versions, 0, str(TARGET), out) == 3
     found = probe("eagle3", out, tmp_path / "run")
@@ -109,6 +115,10 @@ def test_signals_go_out_and_what_specforge_exports_comes_back(
         "input_ids": [1, 40],
     }
     assert found["first"] == signal(40, 0).tokens.tolist()
+    exported = load_file(tmp_path / "run" / "sglang" / "model.safetensors")
+    drafts = torch.arange(SHAPE.vocabulary) if tokens is None else tokens
+    assert torch.equal(exported["d2t"] + torch.arange(len(drafts)), drafts)
+    assert torch.equal(exported["t2d"].nonzero().flatten(), drafts)
     # It has doubled the head, and nothing else.
     assert import_draft(tmp_path / "run" / "sglang", versions) == 1
     assert versions.made(1).imported
@@ -189,19 +199,97 @@ def test_a_drafter_of_other_sizes_is_refused(folder: Path, tmp_path: Path):
     assert versions.numbers() == []
 
 
-def test_a_drafter_of_a_smaller_vocabulary_is_refused(
+def test_a_drafter_of_another_vocabulary_is_refused(
     folder: Path, tmp_path: Path, student: Eagle3Student
 ):
+    save_draft(with_draft_vocabulary(student, torch.arange(0, 40, 2)), tmp_path / "draft")
+    versions = Versions(folder / FOLDER)
+    with pytest.raises(VersionError, match="its draft_vocabulary is 20, that of the engine's"):
+        import_draft(tmp_path / "draft", versions)
+    even = with_draft_vocabulary(student, torch.arange(0, 40, 2))
+    others = base_of(even, tmp_path / "even")
+    assert import_draft(tmp_path / "draft", others) == 1
+    save_draft(with_draft_vocabulary(student, torch.arange(1, 40, 2)), tmp_path / "odd")
+    with pytest.raises(VersionError, match="its d2t is not that of the engine's drafter"):
+        import_draft(tmp_path / "odd", others)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"rope_theta": 5e5}, "its rope_base is 500000.0, that of the engine's drafter 10000.0"),
+        ({"norm_output": True}, "its norm_output is True"),
+        ({"eagle_config": {EAGLE_LAYERS: [1, 2, 3]}}, r"its feature_layers is \(1, 2, 3\)"),
+        ({"rope_scaling": {"type": "longrope"}}, "rotary positions are scaled"),
+    ],
+)
+def test_a_drafter_that_computes_something_else_is_refused(
+    folder: Path,
+    tmp_path: Path,
+    student: Eagle3Student,
+    changes: dict[str, object],
+    reason: str,
+):
     save_draft(student, tmp_path / "draft")
-    config = tmp_path / "draft" / "config.json"
-    config.write_text(
-        json.dumps(json.loads(config.read_text()) | {"draft_vocab_size": SHAPE.vocabulary - 8})
-    )
-    with pytest.raises(VersionError, match="whole vocabulary"):
+    change_config(tmp_path / "draft", **changes)
+    with pytest.raises(VersionError, match=reason):
         import_draft(tmp_path / "draft", Versions(folder / FOLDER))
 
 
+def test_a_drafter_whose_config_names_no_layers_reads_those_of_the_engine(
+    folder: Path, tmp_path: Path, student: Eagle3Student
+):
+    save_draft(student, tmp_path / "draft")
+    change_config(tmp_path / "draft", eagle_config=None, max_position_embeddings=9000)
+    versions = Versions(folder / FOLDER)
+    assert import_draft(tmp_path / "draft", versions) == 1
+    found = versions.student(1)
+    assert isinstance(found, Eagle3Student)
+    assert found.shape.feature_layers == LAYERS
+    # And where the engine's names none either, the exported one does not.
+    unnamed = replace(student.shape, feature_layers=())
+    made = Eagle3Student(unnamed, student.embedding)
+    save_draft(made, tmp_path / "unnamed")
+    assert "eagle_config" not in json.loads((tmp_path / "unnamed" / "config.json").read_text())
+    assert import_draft(tmp_path / "unnamed", base_of(made, tmp_path / "other")) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "tokens", "reason"),
+    [
+        ({"own_head": False}, None, "the drafter's head is the target's"),
+        ({"norm_before_fc": True}, None, "norm before fc"),
+        ({}, torch.arange(39, -1, -1), "not in the order of the target's ids"),
+    ],
+)
+def test_a_drafter_that_specforge_does_not_train_is_not_exported(
+    folder: Path,
+    tmp_path: Path,
+    student: Eagle3Student,
+    changes: dict[str, bool],
+    tokens: torch.Tensor | None,
+    reason: str,
+):
+    other = Eagle3Student(replace(student.shape, **changes), student.embedding, tokens=tokens)  # type: ignore[arg-type]
+    versions = base_of(other, tmp_path / "other")
+    with pytest.raises(ExportError, match=reason):
+        export_signals(folder, versions, 0, "t", tmp_path / "out")
+
+
+def test_without_a_drafter_the_export_says_what_is_missing(tmp_path: Path):
+    versions = Versions(tmp_path / FOLDER)
+    with pytest.raises(VersionError, match="no engine has left its drafter there"):
+        export_signals(tmp_path, versions, 0, "t", tmp_path / "out")
+    with pytest.raises(VersionError, match="no engine has left its drafter there"):
+        import_draft(tmp_path, versions)
+
+
+def change_config(folder: Path, **changes: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
 def test_a_folder_that_is_no_drafter_is_refused(folder: Path, tmp_path: Path):
-    with pytest.raises((VersionError, OSError)):
+    with pytest.raises(VersionError, match="cannot be read as EAGLE3 drafter"):
         import_draft(tmp_path / "nowhere", Versions(folder / FOLDER))
     assert Versions(folder / FOLDER).numbers() == []

@@ -64,14 +64,14 @@ def started(student: DraftStudent) -> Iterator[Running]:
         "taught": Layout(size, "bool"),
         "valid": Layout(size, "bool"),
         "positions": Layout(size, "int64"),
-        trainer.EMBEDDING: Layout(tuple(student.embedding.shape), "float32"),
+        trainer.BORROWED + "embedding": Layout(tuple(student.embedding.shape), "float32"),
         **{
             trainer.WEIGHT + name: Layout(tuple(part.shape), "float32")
             for name, part in student.state_dict().items()
         },
     }
     memory = SharedTensors(layouts)
-    memory.tensors[trainer.EMBEDDING].copy_(student.embedding)
+    memory.tensors[trainer.BORROWED + "embedding"].copy_(student.embedding)
     for name, part in student.state_dict().items():
         memory.tensors[trainer.WEIGHT + name].copy_(part)
     settings = OnlineSettings(anchors=8, top=TOP, learning_rate=3e-3)

@@ -38,7 +38,7 @@ def student(request: pytest.FixtureRequest) -> DraftStudent:
 @pytest.fixture
 def versions(tmp_path: Path, student: DraftStudent) -> Versions:
     found = Versions(tmp_path / "deep" / "drafter")
-    found.adopt_base(student.shape, parameters(student), student.embedding)
+    found.adopt_base(student.shape, parameters(student), student.borrowed)
     return found
 
 
@@ -71,7 +71,7 @@ def test_a_head_that_is_not_the_embedding_comes_back_too(tmp_path: Path):
     like = make_block_student(target)
     student = DFlashStudent(like.shape, like.embedding, head=like.embedding + 1)
     versions = Versions(tmp_path)
-    versions.adopt_base(student.shape, parameters(student), student.embedding, student.head)
+    versions.adopt_base(student.shape, parameters(student), student.borrowed)
     versions.publish(moved(student), MADE)
     for version in (0, 1):
         found = versions.student(version)
@@ -85,13 +85,13 @@ def test_a_head_that_is_not_the_embedding_comes_back_too(tmp_path: Path):
 def test_an_engine_that_starts_again_finds_its_folder_its_own(
     versions: Versions, student: DraftStudent
 ):
-    again = versions.adopt_base(student.shape, parameters(student), student.embedding)
+    again = versions.adopt_base(student.shape, parameters(student), student.borrowed)
     assert again == versions.base_digest() == digest_of(parameters(student))
 
 
 def test_a_folder_of_another_drafter_is_refused(versions: Versions, student: DraftStudent):
     with pytest.raises(VersionError, match="another drafter"):
-        versions.adopt_base(student.shape, moved(student), student.embedding)
+        versions.adopt_base(student.shape, moved(student), student.borrowed)
 
 
 def a_matrix(found: dict[str, Tensor]) -> str:
@@ -140,7 +140,7 @@ def test_a_version_of_another_base_is_refused(
     tmp_path: Path, versions: Versions, student: DraftStudent
 ):
     elsewhere = Versions(tmp_path / "other")
-    elsewhere.adopt_base(student.shape, moved(student), student.embedding)
+    elsewhere.adopt_base(student.shape, moved(student), student.borrowed)
     elsewhere.publish(parameters(student), MADE)
     (elsewhere.folder / "00000001.safetensors").rename(versions.folder / "00000001.safetensors")
     with pytest.raises(VersionError, match="made for another drafter"):
@@ -164,11 +164,11 @@ def test_a_damaged_file_is_named(
 
 
 def test_what_is_not_there_is_said(versions: Versions, student: DraftStudent):
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(VersionError, match=r"00000003\.safetensors is not there$"):
         versions.load(3, parameters(student))
     versions.publish(moved(student), MADE)
     (versions.folder / "base.safetensors").unlink()
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(VersionError, match="no engine has left its drafter there"):
         versions.load(1, parameters(student))
 
 

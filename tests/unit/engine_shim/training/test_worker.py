@@ -28,7 +28,7 @@ class Place:
         self.folder = folder
         self.versions = Versions(folder / FOLDER)
         self.versions.adopt_base(
-            self.student.shape, self.parameters(self.student), self.student.embedding
+            self.student.shape, self.parameters(self.student), self.student.borrowed
         )
         self.store = SignalStore(folder, 1 << 30)
         self.attendant = TrainingWorker(

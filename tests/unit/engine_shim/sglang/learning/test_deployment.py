@@ -9,7 +9,7 @@ import torch
 from engine_shim.sglang.learning import deployment
 from engine_shim.sglang.learning.deployment import Deployment, DeploymentCounters
 from engine_shim.sglang.learning.student import LiveDrafter
-from engine_shim.training.versions import Made, VersionError, Versions
+from engine_shim.training.versions import FOLDER, Made, VersionError, Versions
 from tests.support.training_rounds import make_student, make_target
 
 MADE = Made(0, 0.3, 0.6, 0.4, 50, 1.0)
@@ -28,10 +28,10 @@ class Engine:
         def refresh() -> None:
             self.copied.append(float(parameters[name].flatten()[0]))
 
-        self.live = LiveDrafter(student.shape, parameters, student.embedding, 2, refresh=refresh)
+        self.live = LiveDrafter(student.shape, parameters, student.borrowed, 64, refresh=refresh)
         self.first = {name: part.clone() for name, part in parameters.items()}
         self.deployment = Deployment(folder, self.live)
-        self.versions = Versions(folder)
+        self.versions = Versions(folder / FOLDER)
 
     def moved(self, by: float) -> dict[str, torch.Tensor]:
         return {name: part + by for name, part in self.first.items()}

@@ -1,4 +1,4 @@
-"""Which drafters can learn; and one that does, with a real trainer and no engine around it."""
+"""A drafter that learns, with a real trainer and no engine around it."""
 
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -12,85 +12,15 @@ from engine_shim.sglang.api.settings import load_settings
 from engine_shim.sglang.learning.online_updates import (
     OnlineCounters,
     OnlineUpdates,
-    cannot_update_reason,
+    updates_for,
 )
+from engine_shim.sglang.learning.student import live_drafter
 from engine_shim.sglang.learning.verified_step import NO_UPDATE, UpdateStatus, Verification
-from engine_shim.training.eagle3 import Eagle3Student
 from tests.support.eventually import eventually
+from tests.support.live_drafters import LlamaForCausalLMEagle3, worker_of
 from tests.support.training_rounds import SHAPE, make_round, make_student, make_target
 
 GAMMA = 3
-
-
-def worker(name: str = "LlamaForCausalLMEagle3", **changes: Any) -> Any:
-    config = {"num_hidden_layers": 1, "rope_scaling": None} | changes
-    hot = config.pop("hot_token_id", torch.arange(40))
-    model = type(name, (), {})()
-    model.config, model.hot_token_id = SimpleNamespace(**config), hot
-    runner = SimpleNamespace(model=model)
-    return SimpleNamespace(draft_worker=SimpleNamespace(draft_runner=runner))
-
-
-def test_a_dflash_drafter_can_learn_on_a_cpu() -> None:
-    assert cannot_update_reason(worker("DFlashDraftModel", num_hidden_layers=5), "cpu", 1) is None
-    types = ["full_attention"] * 2
-    assert cannot_update_reason(worker("DFlashDraftModel", layer_types=types), "cpu", 1) is None
-
-
-@pytest.mark.parametrize("hot", [None, torch.arange(40)])
-def test_an_eagle3_drafter_of_the_whole_vocabulary_can_learn_on_a_cpu(hot: Any) -> None:
-    assert cannot_update_reason(worker(hot_token_id=hot), "cpu", 1) is None
-    default = {"rope_type": "default", "rope_theta": 1e4}
-    assert cannot_update_reason(worker(rope_scaling=default), "cpu", 1) is None
-
-
-@pytest.mark.parametrize(
-    ("asked", "device", "ranks", "reason"),
-    [
-        (worker("MistralForCausalLM"), "cpu", 1, "MistralForCausalLM has no student"),
-        (worker("DFlashDraftModel"), "cpu", 2, "2 ranks share the drafter's weights"),
-        (worker("DFlashDraftModel", rope_scaling={"factor": 8.0}), "cpu", 1, "are scaled"),
-        (worker("DFlashDraftModel", is_causal=True), "cpu", 1, "its blocks are causal"),
-        (
-            worker("DFlashDraftModel", layer_types=["full_attention", "sliding_attention"]),
-            "cpu",
-            1,
-            "do not see the whole context",
-        ),
-        (worker(), "cuda", 1, "on cuda it is untested"),
-        (worker(), "cpu", 2, "2 ranks share the drafter's weights"),
-        (worker(hot_token_id=torch.arange(40) * 2), "cpu", 1, "vocabulary is smaller"),
-        (worker(rope_scaling={"factor": 8.0}), "cpu", 1, "rotary positions are scaled"),
-        (worker(num_hidden_layers=2), "cpu", 1, "it has 2 layers"),
-    ],
-)
-def test_others_are_named(asked: Any, device: str, ranks: int, reason: str) -> None:
-    assert reason in str(cannot_update_reason(asked, device, ranks))
-
-
-class LlamaForCausalLMEagle3(torch.nn.Module):
-    """As much of SGLang's as is asked for."""
-
-    def __init__(self, student: Eagle3Student) -> None:
-        super().__init__()
-        self.model = student.model
-        self.model.embed_tokens = torch.nn.Embedding.from_pretrained(student.embedding)
-        vars(self.model)["num_aux_hidden_states"] = 2
-        self.lm_head = student.lm_head
-        self.hot_token_id = None
-        shape = {
-            "vocab_size": SHAPE.vocabulary,
-            "hidden_size": SHAPE.hidden,
-            "intermediate_size": SHAPE.mlp,
-            "num_attention_heads": SHAPE.heads,
-            "num_key_value_heads": SHAPE.kv_heads,
-            "head_dim": SHAPE.head_dim,
-            "num_hidden_layers": 1,
-            "max_position_embeddings": SHAPE.max_positions,
-            "rms_norm_eps": SHAPE.norm_epsilon,
-            "rope_theta": SHAPE.rope_base,
-        }
-        self.config = SimpleNamespace(**shape, rope_scaling=None, to_dict=lambda: shape)
 
 
 class Driver:
@@ -103,13 +33,11 @@ class Driver:
             monkeypatch.setenv(f"SPECULATION_ONLINE_{name}", value)
         target = make_target()
         self.model = LlamaForCausalLMEagle3(make_student(target))
+        drafter = live_drafter(worker_of(self.model), 1)
         self._rounds = [
             make_round(target, GAMMA + 1, seed, top=SHAPE.vocabulary) for seed in range(20)
         ]
-        runner = SimpleNamespace(model=self.model)
-        worker = SimpleNamespace(draft_worker=SimpleNamespace(draft_runner=runner))
-        assert cannot_update_reason(worker, "cpu", 1) is None
-        self.online = OnlineUpdates(worker, load_settings(), GAMMA)
+        self.online = OnlineUpdates(drafter, load_settings(), GAMMA)
         self._steps = self._length = 0
         self.update_status: list[UpdateStatus] = []
 
@@ -298,13 +226,15 @@ def test_each_request_begins_with_the_first_weights(monkeypatch: pytest.MonkeyPa
         driver.online.close()
 
 
-def test_a_drafter_of_other_parameters_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    make = LlamaForCausalLMEagle3.__init__
-
-    def made_otherwise(self: LlamaForCausalLMEagle3, student: Eagle3Student) -> None:
-        make(self, student)
-        self.lm_head = torch.nn.Linear(SHAPE.hidden, SHAPE.vocabulary + 1, bias=False)
-
-    monkeypatch.setattr(LlamaForCausalLMEagle3, "__init__", made_otherwise)
-    with pytest.raises(UnsupportedEngineError, match=r"its lm_head.weight is \(41, 32\)"):
-        Driver(monkeypatch)
+@pytest.mark.parametrize(
+    ("device", "ranks", "reason"),
+    [("cuda", 1, "on cuda this is untested"), ("cpu", 2, "2 ranks share the drafter's weights")],
+)
+def test_an_engine_whose_drafter_cannot_learn_is_refused(
+    monkeypatch: pytest.MonkeyPatch, device: str, ranks: int, reason: str
+) -> None:
+    monkeypatch.setenv("SPECULATION_SIDECAR", "unix:/nowhere")
+    worker = worker_of(LlamaForCausalLMEagle3(make_student(make_target())))
+    said = f"SPECULATION_ONLINE_UPDATES is set, but the drafter cannot learn: {reason}"
+    with pytest.raises(UnsupportedEngineError, match=said):
+        updates_for(worker, device, ranks, load_settings())
