@@ -1,0 +1,65 @@
+"""A drafter that SGLang serves and that has no student: nothing is announced of what it cannot do."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from engine_shim.training.specforge import export_signals
+from engine_shim.training.versions import FOLDER, VersionError, Versions
+from speculation.v1 import engine_pb2
+from tests.support.engine import DRAFT, EAGLE3, TARGET, serving
+from tests.support.eventually import eventually
+from tests.support.prompts_in_flight import WAVE_LENGTH, WAVES
+from tests.support.scripted_sidecar import ScriptedSidecar
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+
+REASON = "the drafter has no student: its rotary positions are scaled (linear)"
+
+
+@pytest.fixture
+def draft(tmp_path: Path) -> Path:
+    """The shipped one, with a scaling of rotary positions that changes nothing."""
+    folder = Path(shutil.copytree(DRAFT, tmp_path / "draft"))
+    config = json.loads((folder / "config.json").read_text())
+    scaled = config | {"rope_scaling": {"rope_type": "linear", "factor": 1.0}}
+    (folder / "config.json").write_text(json.dumps(scaled))
+    return folder
+
+
+def test_it_serves_and_neither_collects_nor_takes_versions(
+    draft: Path, tmp_path: Path, sidecar: ScriptedSidecar, plain: dict[str, list[list[int]]]
+) -> None:
+    signals = tmp_path / "signals"
+    variables = {
+        **sidecar.variables,
+        "SPECULATION_GAMMAS": "0,1,3",
+        "SPECULATION_SIGNALS_FOLDER": str(signals),
+    }
+    arguments = (*EAGLE3[:-1], str(draft))
+    with serving(tmp_path / "engine", arguments, variables) as engine:
+        eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
+        spec = sidecar.server.introductions[0]
+        # Even if it is asked for.
+        sidecar.collect = True
+        sidecar.run(lambda _: (3, False))
+        answers = engine.generate(WAVES[0], [WAVE_LENGTH] * len(WAVES[0]))
+        status = engine.internal_state()["speculation_controller"]
+        log = engine.log.read_text()
+    assert [answer.tokens for answer in answers] == plain["waves"][: len(WAVES[0])]
+    assert not spec.capabilities.can_collect
+    assert not spec.capabilities.can_take_versions
+    lost = {loss.capability: loss.reason for loss in spec.lost}
+    assert lost.keys() == {
+        engine_pb2.CAPABILITY_COLLECT,
+        engine_pb2.CAPABILITY_TAKE_VERSIONS,
+    }
+    for reason in lost.values():
+        assert reason.startswith(REASON)
+    assert f"this engine has lost collect and tells the sidecar so: {REASON}" in log
+    assert (status["signals"], status["draft"]) == (None, None)
+    assert not list(signals.glob("*.safetensors"))
+    with pytest.raises(VersionError, match="no engine has left its drafter there"):
+        export_signals(signals, Versions(signals / FOLDER), 0, str(TARGET), tmp_path / "out")
