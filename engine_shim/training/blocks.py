@@ -178,7 +178,7 @@ class PreNormLayer(nn.Module):
 
 
 class Borrowed(NamedTuple):
-    """What a drafter uses and never trains.
+    """Holds what a drafter uses and never trains.
 
     embedding, head: the target's, [vocabulary, hidden]; no head: the embedding serves as head, or
     the drafter has one of its own.  tokens: int64 [draft vocabulary], the target's id of each token
@@ -213,7 +213,7 @@ class BorrowingStudent(nn.Module):
 
     @property
     def borrowed(self) -> Borrowed:
-        """What it uses and never trains."""
+        """Returns what it uses and never trains."""
         return Borrowed(self.embedding, self.head, self.tokens)
 
     def drafted(self, logits: Tensor) -> Tensor:

@@ -180,7 +180,7 @@ def decoder_shape(config: Mapping[str, Any]) -> DecoderShape:
 
 
 def _scaling(rotary: Mapping[str, Any]) -> str | None:
-    """Names the scaling of rotary positions; None where there is none."""
+    """Names the scaling of rotary positions; None if there is no scaling."""
     if "mrope_section" in rotary:
         # SGLang calls it "default" once it has read the config.
         return "mrope"

@@ -197,7 +197,8 @@ def _load(folder: Path, like: Eagle3Student | DFlashStudent) -> Eagle3Student | 
 
 def _facts(shape: Eagle3Shape) -> dict[str, Any]:
     facts = asdict(shape)
-    return facts.pop("decoder") | facts
+    decoder: dict[str, Any] = facts.pop("decoder")
+    return decoder | facts
 
 
 def _require_alike(draft: Eagle3Student, like: Eagle3Student) -> None:

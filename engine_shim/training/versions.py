@@ -232,7 +232,7 @@ def digest_of(parameters: Mapping[str, Tensor]) -> str:
 
 
 def _own(parameters: Mapping[str, Tensor], borrowed: Borrowed) -> dict[str, Tensor]:
-    """What makes a drafter this one: its parameters, and its draft vocabulary if it has one."""
+    """Returns what makes a drafter this one: parameters, and a draft vocabulary if it has one."""
     own = dict(parameters)
     if borrowed.tokens is not None:
         own[_BORROWED + "tokens"] = borrowed.tokens

@@ -1,4 +1,4 @@
-"""A drafter that SGLang serves and that has no student: nothing is announced of what it cannot do."""
+"""A drafter that SGLang serves and that has no student: what it cannot do is not announced."""
 
 import json
 import shutil

@@ -10,7 +10,7 @@ import torch
 from engine_shim.sglang.learning.student import live_drafter
 from engine_shim.sglang.learning.weights import DrafterWeights, WeightsDifferError
 from engine_shim.training.configs import UnsupportedDrafterError
-from engine_shim.training.eagle3 import Eagle3Student
+from engine_shim.training.eagle3 import Eagle3Shape, Eagle3Student
 from engine_shim.training.students import student_of
 from tests.support.live_drafters import LlamaForCausalLMEagle3, worker_of
 from tests.support.training_rounds import (
@@ -77,6 +77,7 @@ def test_the_targets_head_is_used_and_never_trained() -> None:
     model.load_lm_head_from_target = True
     found = live_drafter(worker_of(model), 1)
     assert HEAD not in found.parameters
+    assert isinstance(found.shape, Eagle3Shape)
     assert not found.shape.own_head
     assert found.borrowed.head is not None
     assert torch.equal(found.borrowed.head, head)
