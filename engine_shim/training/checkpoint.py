@@ -24,14 +24,19 @@ from engine_shim.training.configs import (
     decoder_shape,
     draft_tokens,
     eagle3_shape,
+    mtp_shape,
 )
 from engine_shim.training.dflash import DFlashShape, DFlashStudent
 from engine_shim.training.eagle3 import Eagle3Student
-from engine_shim.training.qwen3 import Qwen3Target
+from engine_shim.training.mtp import MtpStudent
+from engine_shim.training.qwen3 import Qwen2Target, Qwen3Target
 from engine_shim.training.sd2 import SD2_ARCHITECTURE, Sd2Draft, Sd2Shape
 
 _CONFIG: Final = "config.json"
 _WEIGHTS: Final = "model.safetensors"
+_PREDICTOR: Final = "mtp.safetensors"
+_PREDICTOR_LAYER: Final = "model.mtp_layers.0."
+_MIMO: Final = "MiMoForCausalLM"
 _LIVE_LAYER: Final = "model.layers.0."
 _DRAFT_LAYER: Final = "midlayer."
 _DECODER: Final = "decoder."
@@ -40,17 +45,50 @@ _NOT_LEARNT: Final = ("d2t", "t2d", "embed_tokens.weight")
 
 
 def save_target(target: Qwen3Target, folder: Path) -> None:
-    """Writes ``target`` as a ``Qwen3ForCausalLM`` checkpoint."""
+    """Writes ``target`` as a ``Qwen3ForCausalLM`` or ``MiMoForCausalLM`` checkpoint.
+
+    A MiMo's predictor comes from :func:`save_predictor`.
+    """
     parts = dict(_split(target.state_dict(), target.shape))
-    _save(folder, target.shape, parts, "Qwen3ForCausalLM", tie_word_embeddings=True)
+    of_mimo: dict[str, Any] = {}
+    if target.qwen2:
+        of_mimo = {"model_type": "qwen2", "attention_bias": True, "num_nextn_predict_layers": 1}
+    architecture = _MIMO if target.qwen2 else "Qwen3ForCausalLM"
+    _save(folder, target.shape, parts, architecture, tie_word_embeddings=True, **of_mimo)
 
 
 def load_target(folder: Path) -> Qwen3Target:
     """Reads back :func:`save_target`, in float32 and ready for inference."""
     config, parts = _read(folder)
-    target = Qwen3Target(decoder_shape(config))
+    kind = Qwen2Target if _MIMO in config["architectures"] else Qwen3Target
+    target = kind(decoder_shape(config))
     target.load_state_dict(parts)
     return target.eval()
+
+
+def save_predictor(student: MtpStudent, folder: Path) -> None:
+    """Adds the predictor of a MiMo to the folder of its target."""
+    parts = _split(student.state_dict(), student.shape.decoder)
+    _save_weights(folder / _PREDICTOR, {_predictor_name(name): part for name, part in parts})
+
+
+def load_predictor(folder: Path, embedding: Tensor) -> MtpStudent:
+    """Reads back :func:`save_predictor`, in float32, beside the target's ``embedding``."""
+    config = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
+    student = MtpStudent(mtp_shape(config), embedding.float())
+    stored = _join(load_file(folder / _PREDICTOR))
+    student.load_state_dict({_live_predictor_name(name): part for name, part in stored.items()})
+    return student.eval()
+
+
+def _predictor_name(live: str) -> str:
+    return _PREDICTOR_LAYER + live.removeprefix("model.").removeprefix("mtp_block.")
+
+
+def _live_predictor_name(stored: str) -> str:
+    name = stored.removeprefix(_PREDICTOR_LAYER)
+    beside = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
+    return f"model.{name}" if name.startswith(beside) else f"model.mtp_block.{name}"
 
 
 def save_draft(student: Eagle3Student, folder: Path) -> None:
@@ -235,11 +273,14 @@ def _save(
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    _save_weights(folder / _WEIGHTS, parts)
+
+
+def _save_weights(file: Path, parts: Mapping[str, Tensor]) -> None:
     stored = {}
     for name, part in parts.items():
         dtype = torch.bfloat16 if part.is_floating_point() else part.dtype
         stored[name] = part.detach().to(dtype, copy=True).contiguous()
-    weights = folder / _WEIGHTS
-    save_file(stored, weights, metadata={"format": "pt"})
+    save_file(stored, file, metadata={"format": "pt"})
     # safetensors writes for the owner only; an engine often runs as another user.
-    weights.chmod(0o644)
+    file.chmod(0o644)

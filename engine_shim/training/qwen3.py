@@ -1,7 +1,8 @@
-"""A Qwen3 decoder in plain torch, to train a target and read the features drafts need.
+"""Qwen decoders in plain torch, to train a target and read the features drafts need.
 
-Architecture: Qwen3 technical report (arXiv:2505.09388); numerically the same as
-``transformers.Qwen3ForCausalLM``.
+Architectures: Qwen3 technical report (arXiv:2505.09388) and Qwen2 technical report
+(arXiv:2407.10671); numerically the same as ``transformers.Qwen3ForCausalLM`` and
+``Qwen2ForCausalLM``.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from engine_shim.training.blocks import DecoderShape, PreNormLayer, RmsNorm, Rot
 
 
 class DecoderLayer(PreNormLayer):
-    """A Qwen3 layer, which norms queries and keys."""
+    """A layer of a Qwen3, which norms queries and keys, or of a Qwen2, which adds biases."""
 
-    def __init__(self, shape: DecoderShape) -> None:
-        super().__init__(shape, norm_heads=True)
+    def __init__(self, shape: DecoderShape, *, qwen2: bool = False) -> None:
+        super().__init__(shape, norm_heads=not qwen2, bias=qwen2)
 
     def forward(
         self, residual: Tensor, rotation: tuple[Tensor, Tensor], mlp_bias: Tensor | None = None
@@ -36,20 +37,22 @@ class DecoderLayer(PreNormLayer):
 class Decoder(nn.Module):
     """Embedding, layers and final norm, which a checkpoint calls ``model``."""
 
-    def __init__(self, shape: DecoderShape) -> None:
+    def __init__(self, shape: DecoderShape, *, qwen2: bool = False) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(shape.vocabulary, shape.hidden)
-        self.layers = nn.ModuleList(DecoderLayer(shape) for _ in range(shape.layers))
+        self.layers = nn.ModuleList(DecoderLayer(shape, qwen2=qwen2) for _ in range(shape.layers))
         self.norm = RmsNorm(shape.hidden, shape.norm_epsilon)
 
 
 class Qwen3Target(nn.Module):
     """The target model with tied input and output embeddings."""
 
+    qwen2 = False
+
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
         self.shape = shape
-        self.model = Decoder(shape)
+        self.model = Decoder(shape, qwen2=self.qwen2)
         self.rotary = Rotary(shape)
         initialise(self)
         # The residual stream sums 2 * layers branches: scaled so that its variance does not grow
@@ -72,6 +75,13 @@ class Qwen3Target(nn.Module):
         the *output* of layer ``k``, counted from zero, which is how SGLang reads
         ``eagle_aux_hidden_state_layer_ids``.
         """
+        hidden, features = self.hidden_and_features(tokens, feature_layers)
+        return functional.linear(hidden, self.model.embed_tokens.weight), features
+
+    def hidden_and_features(
+        self, tokens: Tensor, feature_layers: Collection[int]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Returns what the head reads, [batch, length, hidden], and the features."""
         rotation = self.rotary.at(torch.arange(tokens.shape[1], device=tokens.device))
         residual = self.model.embed_tokens(tokens)
         features = []
@@ -79,9 +89,13 @@ class Qwen3Target(nn.Module):
             residual = layer(residual, rotation)
             if index in feature_layers:
                 features.append(residual)
-        return functional.linear(
-            self.model.norm(residual), self.model.embed_tokens.weight
-        ), features
+        return self.model.norm(residual), features
+
+
+class Qwen2Target(Qwen3Target):
+    """A target with Qwen2's layers, such as MiMo's."""
+
+    qwen2 = True
 
 
 def grow(target: Qwen3Target, layers: int) -> Qwen3Target:
@@ -106,7 +120,7 @@ def grow(target: Qwen3Target, layers: int) -> Qwen3Target:
     parts = [1] + [each + (index < extra) for index in range(depth - 1)]
     sources = [source for source, count in enumerate(parts) for _ in range(count)]
 
-    grown = Qwen3Target(target.shape.with_layers(layers))
+    grown = type(target)(target.shape.with_layers(layers))
     grown.model.embed_tokens.load_state_dict(target.model.embed_tokens.state_dict())
     grown.model.norm.load_state_dict(target.model.norm.state_dict())
     for layer, source in zip(grown.model.layers, sources, strict=True):

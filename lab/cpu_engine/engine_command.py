@@ -10,6 +10,7 @@ _SHIPPED = Path(__file__).parent / "models"
 MODELS = Path(os.environ.get("LAB_MODELS") or _SHIPPED).absolute()
 # The set of a target with few layers.
 SHALLOW = _SHIPPED / "shallow"
+MIMO = _SHIPPED / "mimo"
 
 
 def engine_command(port: int, max_batch_size: int, flags: Sequence[str]) -> list[str]:
@@ -36,8 +37,17 @@ def engine_command(port: int, max_batch_size: int, flags: Sequence[str]) -> list
 
 def eagle3_flags(draft: Path, gamma: int) -> list[str]:
     """Makes the flags for chains of `gamma` drafts by the drafter in that folder."""
+    return _chain_flags("EAGLE3", draft, gamma)
+
+
+def predictor_flags(target: Path, gamma: int) -> list[str]:
+    """Makes the flags for chains of `gamma` drafts by a target's own multi-token predictor."""
+    return _chain_flags("NEXTN", target, gamma)
+
+
+def _chain_flags(algorithm: str, draft: Path, gamma: int) -> list[str]:
     return [
-        "--speculative-algorithm", "EAGLE3",
+        "--speculative-algorithm", algorithm,
         "--speculative-draft-model-path", str(draft),
         "--speculative-num-steps", str(gamma),
         "--speculative-eagle-topk", "1",

@@ -1,4 +1,4 @@
-"""Trains the shipped drafts, EAGLE3 and DFlash, and measures how far the target follows them."""
+"""Trains the shipped drafts and predictors, and measures how far the target follows them."""
 
 from collections.abc import Mapping
 from typing import Final
@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from engine_shim.training.dflash import DFlashShape, DFlashStudent, position_weights
 from engine_shim.training.eagle3 import Eagle3Shape, Eagle3Student
+from engine_shim.training.mtp import MtpShape, MtpStudent
 from engine_shim.training.qwen3 import Qwen3Target
 from lab.cpu_engine.models.batches import held_out_sampler, training_sampler
 from lab.cpu_engine.models.corpus import Split
@@ -33,6 +34,26 @@ def train_draft(
     torch.manual_seed(1)
     student = Eagle3Student(shape, target.model.embed_tokens.weight)
     student.start_from(target.model.embed_tokens.weight, target.model.norm.weight)
+    _distil(student, recipe, target, splits)
+    return student
+
+
+def train_predictor(
+    recipe: DraftRecipe, shape: MtpShape, target: Qwen3Target, splits: Mapping[str, Split]
+) -> MtpStudent:
+    """Trains the predictor of a target with Qwen2's layers, whose weights must be those served."""
+    torch.manual_seed(1)
+    student = MtpStudent(shape, target.model.embed_tokens.weight)
+    _distil(student, recipe, target, splits)
+    return student
+
+
+def _distil(
+    student: Eagle3Student | MtpStudent,
+    recipe: DraftRecipe,
+    target: Qwen3Target,
+    splits: Mapping[str, Split],
+) -> None:
     sampler = training_sampler(splits, recipe.mixture, seed=5)
 
     def loss_of_step() -> Tensor:
@@ -41,11 +62,13 @@ def train_draft(
 
     rate = LearningRate(peak=3e-3, warmup_steps=30)
     fit(f"draft on {dict(recipe.mixture)}", student, loss_of_step, recipe.budget, rate)
-    return student
 
 
 def agreement_by_domain(
-    student: Eagle3Student, target: Qwen3Target, splits: Mapping[str, Split], steps: int = _UNROLL
+    student: Eagle3Student | MtpStudent,
+    target: Qwen3Target,
+    splits: Mapping[str, Split],
+    steps: int = _UNROLL,
 ) -> dict[str, list[float]]:
     """Computes the held-out share of rows with the same token, by domain and draft step."""
     shares = {}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine_shim.training.qwen3 import DecoderLayer, Qwen3Target, grow
+from engine_shim.training.qwen3 import DecoderLayer, Qwen2Target, Qwen3Target, grow
 from lab.cpu_engine.models.batches import held_out_sampler, training_sampler
 from lab.cpu_engine.models.corpus import Split
 from lab.cpu_engine.models.prompts import DOMAINS
@@ -33,10 +33,11 @@ def train_target(recipe: Recipe, splits: Mapping[str, Split]) -> Qwen3Target:
             ``Recipe.least_branch_share``).
     """
     torch.manual_seed(0)
-    shallow = Qwen3Target(recipe.shallow_shape)
-    _train(shallow, splits, recipe.shallow_budget, LearningRate(peak=4e-3, warmup_steps=40), seed=0)
-    target = grow(shallow, recipe.shape.layers)
-    _train(target, splits, recipe.full_budget, LearningRate(peak=3e-3, warmup_steps=20), seed=1)
+    target = (Qwen3Target if recipe.predictor is None else Qwen2Target)(recipe.shallow_shape)
+    _train(target, splits, recipe.shallow_budget, LearningRate(peak=4e-3, warmup_steps=40), seed=0)
+    if recipe.full_budget.steps:
+        target = grow(target, recipe.shape.layers)
+        _train(target, splits, recipe.full_budget, LearningRate(peak=3e-3, warmup_steps=20), seed=1)
 
     shares = branch_shares(target, _mixed_windows(splits))
     _log.info(

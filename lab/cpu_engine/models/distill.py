@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine_shim.training.eagle3 import Eagle3Student
+from engine_shim.training.mtp import MtpStudent
 from engine_shim.training.qwen3 import Qwen3Target
 
 STEP_DISCOUNT = 0.8
@@ -29,16 +30,21 @@ class Lesson:
 
 
 @torch.no_grad()
-def teach(target: Qwen3Target, student: Eagle3Student, tokens: Tensor, steps: int) -> Lesson:
+def teach(
+    target: Qwen3Target, student: Eagle3Student | MtpStudent, tokens: Tensor, steps: int
+) -> Lesson:
     """Runs the target over ``tokens`` [batch, L + steps]; keeps what ``steps`` draft steps need."""
-    logits, features = target.logits_and_features(tokens, student.shape.feature_layers)
+    layers = student.shape.feature_layers if isinstance(student, Eagle3Student) else ()
+    last, features = target.hidden_and_features(tokens, layers)
+    read = torch.cat(features, dim=-1) if layers else last
+    logits = functional.linear(last, target.model.embed_tokens.weight)
     length = tokens.shape[1] - steps
-    return Lesson(
-        tokens, torch.cat(features, dim=-1)[:, :length], functional.log_softmax(logits, dim=-1)
-    )
+    return Lesson(tokens, read[:, :length], functional.log_softmax(logits, dim=-1))
 
 
-def step_divergences(student: Eagle3Student, lesson: Lesson, steps: int) -> list[Tensor]:
+def step_divergences(
+    student: Eagle3Student | MtpStudent, lesson: Lesson, steps: int
+) -> list[Tensor]:
     """Computes KL(target || draft) of each draft step, in nats, averaged over rows."""
     return [
         functional.kl_div(
@@ -59,7 +65,7 @@ def discounted(divergences: list[Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def agreement(student: Eagle3Student, lesson: Lesson, steps: int) -> list[float]:
+def agreement(student: Eagle3Student | MtpStudent, lesson: Lesson, steps: int) -> list[float]:
     """Computes by step the share of rows where both name the same likeliest token."""
     return [
         float((logits.argmax(dim=-1) == aims.argmax(dim=-1)).float().mean())
@@ -68,7 +74,7 @@ def agreement(student: Eagle3Student, lesson: Lesson, steps: int) -> list[float]
 
 
 def _unrolled(
-    student: Eagle3Student, lesson: Lesson, steps: int
+    student: Eagle3Student | MtpStudent, lesson: Lesson, steps: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields the student's logits of each draft step, and the target's log-probabilities."""
     length = lesson.features.shape[1]

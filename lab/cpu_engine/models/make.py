@@ -26,6 +26,7 @@ from engine_shim.training.checkpoint import (
     load_target,
     save_dflash,
     save_draft,
+    save_predictor,
     save_sd2,
     save_target,
 )
@@ -35,11 +36,12 @@ from lab.cpu_engine.models._draft import (
     block_agreement_by_domain,
     train_blocks,
     train_draft,
+    train_predictor,
 )
 from lab.cpu_engine.models._sd2 import train_sd2
 from lab.cpu_engine.models._target import cross_entropy, train_target
 from lab.cpu_engine.models.prompts import passage_file
-from lab.cpu_engine.models.recipe import SHALLOW, Recipe
+from lab.cpu_engine.models.recipe import MIMO, SHALLOW, Recipe
 
 TARGET = "target"
 HELD_OUT = "held_out"
@@ -77,6 +79,10 @@ def make(
     # engine serves.
     target = load_target(output / TARGET).requires_grad_(False)
     _log.info("target as served: cross entropy %s", cross_entropy(target, splits))
+    if recipe.predictor is not None:
+        predictor = train_predictor(recipe.predictor, recipe.predictor_shape, target, splits)
+        save_predictor(predictor, output / TARGET)
+        _log.info("predictor: agreement %s", agreement_by_domain(predictor, target, splits))
     for name, draft in recipe.drafts.items():
         student = train_draft(draft, recipe.draft_shape, target, splits)
         save_draft(student, output / name)
@@ -142,13 +148,23 @@ def main() -> None:
         action="store_true",
         help="make the set for tests beside the full one, whose tokenizer it shares",
     )
+    parser.add_argument(
+        "--mimo",
+        action="store_true",
+        help="make the set with a multi-token predictor, which shares the full one's tokenizer",
+    )
     arguments = parser.parse_args()
+    if arguments.mimo and arguments.shallow:
+        parser.error("--shallow and --mimo are two sets: make one after the other")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     torch.set_num_threads(1)  # more threads wait for each other on matrices this small
     recipe, output, tokenizer = Recipe(), arguments.output, None
-    if arguments.shallow:
+    if arguments.shallow or arguments.mimo:
         tokenizer = Tokenizer.from_file(str(output / TARGET / TOKENIZER))
+    if arguments.shallow:
         recipe, output = SHALLOW, output / "shallow"
+    if arguments.mimo:
+        recipe, output = MIMO, output / "mimo"
     if arguments.only:
         groups = ("drafts", "blocks", "sd2")
         chosen = {

@@ -7,6 +7,7 @@ from typing import Final
 from engine_shim.training.blocks import DecoderShape
 from engine_shim.training.dflash import DFlashShape
 from engine_shim.training.eagle3 import Eagle3Shape
+from engine_shim.training.mtp import MtpShape
 from engine_shim.training.sd2 import Sd2Shape
 from lab.cpu_engine.models.schedule import StepBudget
 
@@ -52,7 +53,8 @@ class Recipe:
     """A whole set.  The defaults are the one that the demo serves: about 35 minutes on one core.
 
     ``least_branch_share``: a layer whose output is less than this share of the residual stream it
-    joins counts as doing nothing, and the target is refused.
+    joins counts as doing nothing, and the target is refused.  ``predictor``: of a MiMo, which has
+    Qwen2's layers; None for a Qwen3.
     """
 
     shape: DecoderShape = field(default_factory=DecoderShape)
@@ -63,6 +65,7 @@ class Recipe:
     drafts: Mapping[str, DraftRecipe] = field(default_factory=lambda: _DRAFTS)
     blocks: Mapping[str, DraftRecipe] = field(default_factory=lambda: _BLOCKS)
     sd2: Mapping[str, Sd2Recipe] = field(default_factory=lambda: _SD2)
+    predictor: DraftRecipe | None = None
     block: int = 8
 
     @property
@@ -79,6 +82,11 @@ class Recipe:
         """
         layers = self.shape.layers
         return Eagle3Shape(self.shape.with_layers(1), (2, layers // 2, layers - 2))
+
+    @property
+    def predictor_shape(self) -> MtpShape:
+        """One layer, fed with what the target's head reads."""
+        return MtpShape(self.shape.with_layers(1))
 
     @property
     def sd2_shape(self) -> Sd2Shape:
@@ -99,4 +107,15 @@ SHALLOW: Final = Recipe(
     shallow_layers=6,
     shallow_budget=StepBudget(steps=700, seconds=400),
     full_budget=StepBudget(steps=0, seconds=0),
+)
+
+# A target with a multi-token predictor of its own, and DFlash beside it.
+MIMO: Final = Recipe(
+    shape=DecoderShape(layers=6),
+    shallow_layers=6,
+    shallow_budget=StepBudget(steps=700, seconds=400),
+    full_budget=StepBudget(steps=0, seconds=0),
+    drafts={},
+    sd2={},
+    predictor=DraftRecipe(MIXTURE, StepBudget(steps=400, seconds=300)),
 )

@@ -9,6 +9,7 @@ from typing import Any
 
 _ATTENTION = (
     ("sglang.srt.models.qwen3", "Qwen3Attention"),
+    ("sglang.srt.models.qwen2", "Qwen2Attention"),
     ("sglang.srt.models.llama", "LlamaAttention"),
     ("sglang.srt.models.dflash", "DFlashAttention"),
 )

@@ -1,17 +1,18 @@
-"""The target: the same function as transformers' Qwen3, before and after it is grown."""
+"""The target: the same function as transformers' Qwen3 and Qwen2, before and after it is grown."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import Qwen3ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from engine_shim.training.blocks import DecoderShape
 from engine_shim.training.checkpoint import load_target, save_target
-from engine_shim.training.qwen3 import DecoderLayer, Qwen3Target, grow
+from engine_shim.training.qwen3 import DecoderLayer, Qwen2Target, Qwen3Target, grow
 
 SHAPE = DecoderShape(
     hidden=48, heads=6, kv_heads=2, head_dim=16, mlp=64, layers=3, vocabulary=97, max_positions=128
@@ -40,6 +41,23 @@ def test_forward_equals_transformers_on_the_saved_folder(
     save_target(target, tmp_path)
     ours = load_target(tmp_path)
     theirs = Qwen3ForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_a_mimos_layers_equal_transformers_qwen2(tokens: Tensor, tmp_path: Path) -> None:
+    # Its heads are as wide as Qwen2's have to be.
+    shape = replace(SHAPE, hidden=96)
+    torch.manual_seed(3)
+    made = Qwen2Target(shape).eval()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    save_target(made, tmp_path)
+    ours = load_target(tmp_path)
+    assert isinstance(ours, Qwen2Target)
+    config = Qwen2Config.from_pretrained(tmp_path)
+    theirs = Qwen2ForCausalLM.from_pretrained(tmp_path, config=config, dtype=torch.float32).eval()
     with torch.no_grad():
         torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-4)
 

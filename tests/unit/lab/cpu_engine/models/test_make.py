@@ -11,7 +11,14 @@ import torch
 from tokenizers import Tokenizer
 
 from engine_shim.training.blocks import DecoderShape
-from engine_shim.training.checkpoint import load_dflash, load_draft, load_sd2, load_target
+from engine_shim.training.checkpoint import (
+    load_dflash,
+    load_draft,
+    load_predictor,
+    load_sd2,
+    load_target,
+)
+from engine_shim.training.qwen3 import Qwen2Target
 from lab.cpu_engine.models import corpus
 from lab.cpu_engine.models.make import make
 from lab.cpu_engine.models.prompts import DOMAINS, LONGEST_PROMPT, PASSAGES, passage_file
@@ -67,8 +74,14 @@ def test_a_recipe_becomes_folders(few_texts: dict[str, list[str]], tmp_path: Pat
 def test_a_second_set_shares_the_tokenizer_and_the_held_out_text(
     few_texts: dict[str, list[str]], tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    make(replace(recipe(), drafts={}, blocks={}, sd2={}), tmp_path, few_texts, tokenizer=tokenizer)
+    predictor = DraftRecipe({"json": 1.0}, A_FEW)
+    with_predictor = replace(recipe(), drafts={}, blocks={}, sd2={}, predictor=predictor)
+    make(with_predictor, tmp_path, few_texts, tokenizer=tokenizer)
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
+    target = load_target(tmp_path / "target")
+    assert isinstance(target, Qwen2Target)
+    made = load_predictor(tmp_path / "target", target.model.embed_tokens.weight)
+    assert made.shape == with_predictor.predictor_shape
     saved = Tokenizer.from_file(str(tmp_path / "target/tokenizer.json"))
     assert saved.to_str() == tokenizer.to_str()
 

@@ -13,16 +13,23 @@ from torch.nn import functional
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 import lab.cpu_engine.models
-from engine_shim.training.checkpoint import load_dflash, load_draft, load_sd2, load_target
-from engine_shim.training.qwen3 import Qwen3Target
+from engine_shim.training.checkpoint import (
+    load_dflash,
+    load_draft,
+    load_predictor,
+    load_sd2,
+    load_target,
+)
+from engine_shim.training.qwen3 import Qwen2Target, Qwen3Target
 from engine_shim.training.sd2 import divergence
 from lab.cpu_engine.models._target import branch_shares
 from lab.cpu_engine.models.distill import agreement, teach
 from lab.cpu_engine.models.prompts import DOMAINS, held_out_prompts
-from lab.cpu_engine.models.recipe import SHALLOW, Recipe
+from lab.cpu_engine.models.recipe import MIMO, SHALLOW, Recipe
 
 MODELS = Path(lab.cpu_engine.models.__file__).parent
 SHALLOW_SET = MODELS / "shallow"
+MIMO_SET = MODELS / "mimo"
 RECIPE = Recipe()
 DRAFTS = tuple(RECIPE.drafts)
 CEILINGS = {"code": 3.8, "prose": 4.0, "json": 0.6, "csv": 1.2}
@@ -115,6 +122,20 @@ def test_the_shallow_set_is_its_recipes_and_speculates() -> None:
     assert load_sd2(SHALLOW_SET / "sd2").shape == SHALLOW.sd2_shape
 
 
+def test_the_mimo_set_is_its_recipes_and_both_of_its_drafters_speculate() -> None:
+    target = load_target(MIMO_SET / "target").requires_grad_(False)
+    assert isinstance(target, Qwen2Target)
+    assert target.shape == MIMO.shape
+    embedding = target.model.embed_tokens.weight
+    predictor = load_predictor(MIMO_SET / "target", embedding)
+    assert predictor.shape == MIMO.predictor_shape
+    for domain, least in (("json", 0.6), ("prose", 0.5)):
+        lesson = teach(target, predictor, windows(domain, 16, 134), 6)
+        assert min(agreement(predictor, lesson, 6)) > least
+    block = load_dflash(MIMO_SET / "dflash", embedding)
+    assert block.shape == MIMO.block_shape(block.shape.mask_token)
+
+
 @pytest.mark.parametrize("domain", ["json", "csv"])
 def test_the_mixed_draft_follows_regular_text_to_the_sixth_step(
     target: Qwen3Target, domain: str
@@ -157,7 +178,7 @@ def test_the_whole_set_stays_small() -> None:
     shipped = [
         path for path in MODELS.rglob("*") if path.is_file() and path.suffix not in {".py", ".pyc"}
     ]
-    assert sum(path.stat().st_size for path in shipped) < 20_500_000
+    assert sum(path.stat().st_size for path in shipped) < 24_500_000
 
 
 @pytest.mark.parametrize("domain", DOMAINS)
