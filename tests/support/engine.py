@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import engine_shim
-from lab.cpu_engine.engine_command import MODELS, SHALLOW
+from lab.cpu_engine.engine_command import MIMO, MODELS, SHALLOW
 from lab.cpu_engine.environment import cpu_engine_env
 from lab.cpu_engine.forking import DESCRIPTOR, PRELOAD
 from lab.harness.fork_server import ForkedProcess, ForkServer
@@ -33,6 +33,11 @@ DRAFT = SHALLOW / "draft-mixed"
 DFLASH = SHALLOW / "dflash"
 EAGLE3 = ("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(DRAFT))
 LONE = ("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(DFLASH))
+# A target with a multi-token predictor of its own; MIMO holds a DFlash drafter for it as well.
+MTP = (
+    "--model-path", str(MIMO / "target"), "--speculative-algorithm", "NEXTN",
+    "--speculative-draft-model-path", str(MIMO / "target"),
+)  # fmt: skip
 # The models that the demo serves, for a price that depends on how a step's time is made up.
 DEEP = ("--model-path", str(MODELS / "target"), "--context-length", "2048")
 # A drafter that has seen code and nothing else.

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from engine_shim.training.checkpoint import load_dflash, load_target
+from engine_shim.training.dflash import DFlashStudent
+from engine_shim.training.qwen3 import Qwen3Target
 from lab.cpu_engine.models.prompts import DOMAINS, held_out_prompts
 from speculation.v1.engine_pb2 import StepReport
 from tests.support.engine import DFLASH, TARGET, EngineProcess, Generated
@@ -127,14 +129,20 @@ def accepted_by_context(reports: Sequence[StepReport], drafter: str, gamma: int)
     }
 
 
-def check_against_student(live: dict[int, int], tokens: Sequence[int]) -> None:
+def check_against_student(
+    live: dict[int, int],
+    tokens: Sequence[int],
+    target: Qwen3Target | None = None,
+    student: DFlashStudent | None = None,
+) -> None:
     """Whole blocks were accepted as far as the trained student's would have been.
 
     But for one in thirty: where two tokens are as good as equal, rounding decides.
-    live: as `accepted_by_context`; tokens: the sequence, prompt and answer.
+    live: as `accepted_by_context`; tokens: the sequence, prompt and answer.  target, student: those
+    that ran; None: the shallow ones.
     """
-    target = load_target(TARGET)
-    student = load_dflash(DFLASH, target.model.embed_tokens.weight)
+    target = target or load_target(TARGET)
+    student = student or load_dflash(DFLASH, target.model.embed_tokens.weight)
     row = torch.tensor([list(tokens)])
     with torch.no_grad():
         _, features = target.logits_and_features(row, student.shape.feature_layers)

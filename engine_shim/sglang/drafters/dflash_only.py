@@ -20,6 +20,7 @@ from sglang.srt.speculative.eagle_utils import default_tree_mask_mode
 
 from engine_shim.sglang.api import hook_check, sglang_api
 from engine_shim.sglang.api.errors import UnsupportedEngineError
+from engine_shim.sglang.drafters import target_capture
 from engine_shim.sglang.drafters.dflash import DFlashDrafter
 from engine_shim.sglang.drafters.hidden_states import draft_config, emit_for_block
 
@@ -131,6 +132,8 @@ class DFlashOnlyWorker(EagleDraftWorkerBase):
 def register() -> None:
     """Hooks it in, before the engine's workers are built."""
     hook_check.register(sglang_api.RESOLVE_CAPTURE, around_resolve, HookType.AROUND)
+    configure = target_capture.around_configure
+    hook_check.register(sglang_api.CONFIGURE_CAPTURE, configure, HookType.AROUND)
     hook_check.register(sglang_api.DRAFT_WORKER, DFlashOnlyWorker, HookType.REPLACE)
     # The last to read what the scheduler shares is the verification, as in a DFLASH engine.
     eagle_worker_v2.EAGLEWorkerV2.last_shared_read_runner = property(

@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.aux_hidden_states import pack_aux_hidden_states
 from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
 
 from engine_shim.sglang.api.errors import UnsupportedEngineError
+from engine_shim.sglang.drafters import target_capture
 
 
 class SharedCapture:
@@ -57,17 +59,13 @@ class SharedCapture:
     ) -> None:
         """Wraps `configure_aux_hidden_state_capture`, to set the union of both drafters.
 
-        Raises UnsupportedEngineError for a target that keeps its list elsewhere.
+        Raises UnsupportedEngineError for a target that cannot emit what DFlash reads.
         """
         if self._config is None or not arguments["dflash_use_aux_hidden_state"]:
             original(model=model, **arguments)
             return
-        holder = next((m for m in model.modules() if hasattr(m, "layers_to_capture")), None)
-        if holder is None:
-            raise UnsupportedEngineError(
-                f"{type(model).__name__} does not say which layers it emits: two drafters cannot "
-                "share it"
-            )
+        target_capture.enable(model)
+        holder = target_capture.holder_of(model)
         wanted = {}
         for who, other in (
             ("own", "dflash_use_aux_hidden_state"),
@@ -89,11 +87,12 @@ class SharedCapture:
         aux: Any, *rest: Any,
     ) -> Any:  # fmt: skip
         """Wraps `LogitsProcessor._get_hidden_states_to_store`, to add the last hidden state."""
-        stored = original(processor, hidden, before_norm, aux, *rest)
         mode = rest[-1].capture_hidden_mode
         if self._appends_last and aux is not None and mode.is_full():
-            stored = torch.cat([stored, hidden], dim=-1)
-        return stored
+            # SGLang would store either of them, and a model may say that its last one is another.
+            last = hidden if before_norm is None else before_norm
+            return torch.cat([pack_aux_hidden_states(aux), last], dim=-1)
+        return original(processor, hidden, before_norm, aux, *rest)
 
     def split(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[rows, groups * H] to what the engine's own drafter reads, and what DFlash reads."""

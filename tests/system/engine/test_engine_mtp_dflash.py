@@ -1,0 +1,221 @@
+"""A target's multi-token predictor and a DFlash drafter in one real SGLang, with trained weights.
+
+SGLang's MiMo does not emit hidden states for DFlash: the plugin has it do so.
+"""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine_shim.training.checkpoint import load_dflash, load_predictor, load_target
+from lab.cpu_engine.engine_command import MIMO
+from speculation.v1.engine_pb2 import DRAFTER_KIND_DFLASH, DRAFTER_KIND_MTP
+from tests.support.engine import MODES, MTP, EngineProcess, serving
+from tests.support.eventually import eventually
+from tests.support.prompts_in_flight import (
+    ALONE,
+    LENGTHS,
+    PLAYS_MAX,
+    PROMPTS,
+    accepted_by_context,
+    check_against_student,
+    play,
+    play_any_order,
+    play_arm,
+)
+from tests.support.scripted_sidecar import Arm, Script, ScriptedSidecar, scripted_sidecar
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+
+BLOCK_MODEL = MIMO / "dflash"
+TWO_RANKS = ("--tp-size", "2")
+GAMMAS = (0, 1, 3, 5, 7)
+CHAIN: list[Arm] = [(gamma, False, 0) for gamma in GAMMAS]
+BLOCK: list[Arm] = [(gamma, False, 1) for gamma in GAMMAS[1:]]
+ARMS: list[Arm] = [*CHAIN, *BLOCK, (0, True, 0)]
+ALONE_LENGTH = 200
+# Drafts of each drafter amid the other's, and amid steps without drafts.
+MIXED: dict[str, Script] = {
+    "always": lambda _: (3, False, 0),
+    "amid blocks": lambda count: (3, False, 0) if count % 3 == 0 else (5, False, 1),
+    "amid plain steps": lambda count: (3, False, 0) if count % 3 == 0 else (0, False, 0),
+    "after sleep": lambda count: (3, False, 0) if count % 12 < 4 else (0, True, 0),
+}
+
+
+@pytest.fixture(scope="module", params=["eager", "overlapped"])
+def mode(request: pytest.FixtureRequest) -> str:
+    """How an engine runs its passes: the first of `MODES`, and the last."""
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[int]]]:
+    target = ("--model-path", str(MIMO / "target"))
+    with serving(tmp_path_factory.mktemp("plain"), target) as engine:
+        return {
+            "batch": [answer.tokens for answer in engine.generate(PROMPTS, LENGTHS)],
+            "alone": [answer.tokens for answer in engine.generate(ALONE, [ALONE_LENGTH])],
+        }
+
+
+@pytest.fixture(scope="module")
+def sidecar(mode: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedSidecar]:
+    """One for each mode's engine."""
+    with scripted_sidecar(tmp_path_factory.mktemp(f"sidecar-{mode}")) as scripted:
+        yield scripted
+
+
+def variables(mode: str, sidecar: ScriptedSidecar) -> dict[str, str]:
+    return {
+        **sidecar.variables,
+        **MODES[mode],
+        "SPECULATION_DFLASH_MODEL_PATH": str(BLOCK_MODEL),
+        "SPECULATION_GAMMAS": ",".join(map(str, GAMMAS)),
+        "SPECULATION_SLEEP_POSITIONS": "12",
+    }
+
+
+@pytest.fixture(scope="module")
+def engine(
+    mode: str,
+    plain: dict[str, list[list[int]]],
+    sidecar: ScriptedSidecar,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[EngineProcess]:
+    learning = {"SPECULATION_ONLINE_UPDATES": "1"}
+    with serving(
+        tmp_path_factory.mktemp("steered"), MTP, variables(mode, sidecar) | learning
+    ) as running:
+        eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
+        yield running
+
+
+def test_it_introduces_both(mode: str, engine: EngineProcess, sidecar: ScriptedSidecar) -> None:
+    first, second = sidecar.server.introductions[0].drafters
+    assert (first.name, first.kind) == ("nextn", DRAFTER_KIND_MTP)
+    assert (second.name, second.kind) == ("dflash", DRAFTER_KIND_DFLASH)
+    assert tuple(first.gammas) == GAMMAS
+    assert tuple(second.gammas) == GAMMAS[1:]
+    assert second.shape.block_size == 8
+
+
+@pytest.mark.parametrize("arm", [(3, False, 0), (7, False, 1)])
+def test_both_draft_what_is_accepted(
+    arm: Arm, engine: EngineProcess, sidecar: ScriptedSidecar, plain: dict[str, list[list[int]]]
+) -> None:
+    name = "nextn" if arm[2:] == (0,) else "dflash"
+    reports = play_arm(engine, sidecar, (name, arm), plain["batch"])
+    assert not any(report.flags.eager_fallback for report in reports)
+    answers, reports = play(engine, sidecar, lambda _: arm, ALONE, [ALONE_LENGTH])
+    assert [answer.tokens for answer in answers] == plain["alone"]
+    found = accepted_by_context(reports, name, arm[0])
+    assert sum(found.values()) / len(found) > 0.5 * arm[0]
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_any_order_of_arms_gives_plain_decodings_tokens(
+    seed: int, engine: EngineProcess, sidecar: ScriptedSidecar, plain: dict[str, list[list[int]]]
+) -> None:
+    play_any_order(engine, sidecar, ARMS, seed, plain["batch"])
+
+
+@pytest.mark.parametrize("script", MIXED)
+def test_the_predictor_drafts_what_its_student_would_whoever_drafted_before(
+    script: str, engine: EngineProcess, sidecar: ScriptedSidecar, plain: dict[str, list[list[int]]]
+) -> None:
+    live: dict[int, int] = {}
+    for prompt_end in range(4):
+        prompt = [*ALONE[0], *plain["alone"][0][:prompt_end]]
+        length = ALONE_LENGTH - prompt_end
+        answers, reports = play(engine, sidecar, MIXED[script], [prompt], [length])
+        assert answers[0].tokens == plain["alone"][0][prompt_end:]
+        live |= accepted_by_context(reports, "nextn", 3)
+    tokens = torch.tensor([[*ALONE[0], *plain["alone"][0]]])
+    target = load_target(MIMO / "target")
+    student = load_predictor(MIMO / "target", target.model.embed_tokens.weight)
+    with torch.no_grad():
+        hidden, _ = target.hidden_and_features(tokens, ())
+    contexts = [context for context in live if context + 4 <= tokens.shape[1]]
+    wrong = 0
+    for context in contexts:
+        chain = student.greedy_chain(hidden[:, :context], tokens[:, : context + 1], 3)[0]
+        truth = tokens[0, context + 1 : context + 4]
+        wrong += live[context] != int((chain == truth).int().cumprod(0).sum())
+    assert len(contexts) > 10
+    # Where two tokens are as good as equal, rounding decides.
+    assert wrong <= len(contexts) // 30
+
+
+def test_the_blocks_are_those_that_the_trained_student_would_draft(
+    engine: EngineProcess, sidecar: ScriptedSidecar, plain: dict[str, list[list[int]]]
+) -> None:
+    script: Script = lambda count: (7, False, 1) if count % 3 else (3, False, 0)  # noqa: E731
+    live: dict[int, int] = {}
+    for prompt_end in range(3):
+        prompt = [*ALONE[0], *plain["alone"][0][:prompt_end]]
+        _, reports = play(engine, sidecar, script, [prompt], [ALONE_LENGTH - prompt_end])
+        live |= accepted_by_context(reports, "dflash", 7)
+    target = load_target(MIMO / "target")
+    student = load_dflash(BLOCK_MODEL, target.model.embed_tokens.weight)
+    check_against_student(live, [*ALONE[0], *plain["alone"][0]], target, student)
+
+
+def test_the_predictor_learns_beside_the_block_drafter(
+    engine: EngineProcess, sidecar: ScriptedSidecar, plain: dict[str, list[list[int]]]
+) -> None:
+    def online() -> dict[str, Any]:
+        found: dict[str, Any] = engine.internal_state()["speculation_controller"]["online"]
+        return found
+
+    arms = [(3, False, 0), (3, False, 1), (0, False, 0)]
+    sidecar.stride = 2
+
+    def ready() -> bool:
+        play(engine, sidecar, lambda _: (3, False, 0), ALONE, [8])
+        return bool(online()["state"] == "ready")
+
+    eventually(ready, within=240.0, what="the trainer is ready")
+    before = online()["updates"]
+    # An update may take longer than a play.
+    for _ in range(PLAYS_MAX):
+        answers, _ = play(engine, sidecar, lambda count: arms[count // 5 % 3])
+        assert [answer.tokens for answer in answers] == plain["batch"]
+        if online()["updates"] > before:
+            break
+    sidecar.stride = 0
+    found = online()
+    assert (found["state"], found["refused"]) == ("ready", 0)
+    assert found["updates"] > before
+
+
+def test_two_ranks_run_both(tmp_path: Path) -> None:
+    target = ("--model-path", str(MIMO / "target"))
+    with serving(tmp_path / "plain", [*target, *TWO_RANKS]) as engine:
+        expected = [answer.tokens for answer in engine.generate(PROMPTS, LENGTHS)]
+    choose = random.Random(3)
+    # The ranks must be given one order.
+    order = choose.choices(ARMS, k=5000)
+    with scripted_sidecar(tmp_path) as sidecar:
+        given = variables("overlapped", sidecar) | {"SPECULATION_SLEEP_POSITIONS": "8"}
+        with serving(tmp_path / "steered", [*MTP, *TWO_RANKS], given) as engine:
+            eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
+            before = sidecar.run(lambda count: order[count % 5000])
+            asked = {("nextn", gamma) for gamma in GAMMAS}
+            asked |= {("dflash", gamma) for gamma in GAMMAS[1:]}
+            ran: set[tuple[str, int]] = set()
+            rows = 0
+            for _ in range(PLAYS_MAX):
+                answers = engine.generate(PROMPTS, LENGTHS)
+                assert [answer.tokens for answer in answers] == expected
+                rows += sum(answer.meta["spec_verify_ct"] for answer in answers)
+                reports = sidecar.reports_since(before, rows)
+                ran = {(report.drafter, report.gamma) for report in reports}
+                if ran >= asked:
+                    break
+            assert ran >= asked

@@ -1,0 +1,109 @@
+"""Targets that emit hidden states for DFlash although SGLang's model does not: which, and how."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from engine_shim.sglang.api.errors import UnsupportedEngineError
+from engine_shim.sglang.drafters import target_capture
+
+
+class Layers(nn.Module):
+    """The inner model: emits the inputs of the layers on its list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(4, 2)
+        self.layers_to_capture: list[int] = []
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        emitted = [hidden * 10**layer for layer in self.layers_to_capture]
+        return (hidden, emitted) if emitted else hidden
+
+
+class LogitsProcessor(nn.Module):
+    """Returns what it was given."""
+
+    def forward(self, tokens: Any, hidden: Any, head: Any, batch: Any, aux: Any = None) -> Any:
+        return tokens, hidden, head, batch, aux
+
+
+class MiMoForCausalLM(nn.Module):
+    """As SGLang's: what the layers return goes on as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Layers()
+        self.logits_processor = LogitsProcessor()
+
+    def get_input_embeddings(self, input_ids: Any) -> Any:
+        return self.model.embed_tokens(input_ids)
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        return self.logits_processor("tokens", self.model(hidden), "head", "batch")
+
+
+class Glm4MoeForCausalLM(MiMoForCausalLM):
+    """Passes emitted states on by itself, for EAGLE3."""
+
+    capture_aux_hidden_states = False
+
+
+class OtherForCausalLM(MiMoForCausalLM):
+    """A model of which nothing is known."""
+
+
+class Ready(MiMoForCausalLM):
+    """SGLang has what is needed."""
+
+    def set_dflash_layers_to_capture(self, layers: list[int]) -> None:
+        self.asked = layers
+
+
+def test_a_mimo_hands_both_parts_to_its_head() -> None:
+    model: Any = MiMoForCausalLM()
+    target_capture.enable(model)
+    hidden = torch.ones(3, 2)
+    assert model(hidden) == ("tokens", hidden, "head", "batch", None)
+    model.set_dflash_layers_to_capture([0, 2])
+    tokens, last, head, batch, aux = model(hidden)
+    assert (tokens, head, batch) == ("tokens", "head", "batch")
+    assert last is hidden
+    # The output of layer k is the input of layer k + 1.
+    assert [float(part[0, 0]) for part in aux] == [10.0, 1000.0]
+
+
+def test_a_mimo_gives_its_embedding_when_asked_without_tokens() -> None:
+    model: Any = MiMoForCausalLM()
+    target_capture.enable(model)
+    assert model.get_input_embeddings() is model.model.embed_tokens
+
+
+def test_a_model_that_does_so_for_eagle3_is_switched_to_it() -> None:
+    model: Any = Glm4MoeForCausalLM()
+    target_capture.enable(model)
+    model.set_dflash_layers_to_capture([1])
+    assert model.capture_aux_hidden_states
+    assert model.model.layers_to_capture == [2]
+
+
+def test_a_model_that_has_it_is_left_alone() -> None:
+    model = Ready()
+    target_capture.enable(model)
+    model.set_dflash_layers_to_capture([1])
+    assert model.asked == [1]
+    assert model.model.layers_to_capture == []
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (OtherForCausalLM(), "OtherForCausalLM does not pass on what its layers emit"),
+        (nn.Linear(1, 1), "Linear cannot emit the hidden states of its layers"),
+    ],
+)
+def test_others_are_refused_with_a_reason(model: nn.Module, reason: str) -> None:
+    with pytest.raises(UnsupportedEngineError, match=reason):
+        target_capture.enable(model)
