@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lab.cpu_engine.engine_command import eagle3_flags
+from lab.cpu_engine.engine_command import eagle3_flags, predictor_flags
 from lab.cpu_engine.forking import popen
 from lab.cpu_engine.pace.pacer import VARIABLE, Pace
 from lab.cpu_engine.pace.step_costs import OWN, SECOND
@@ -18,6 +18,8 @@ from lab.harness.engines import Engine, Workplace, launch_engine
 
 OFF, ADAPTIVE, STEERED = "off", "sglang-adaptive", "steered"
 _STATIC = "static-"
+# A steered engine starts with SGLang's usual number of drafts.
+_START_GAMMA = 3
 READY_SECONDS = 240.0
 # SGLang would choose it by the device's memory; the simulator reads prompts in the same chunks.
 PREFILL_CHUNK_TOKENS = 8192
@@ -30,22 +32,42 @@ class Setting:
     """Holds what all engines of a run share.
 
     pace: without its log, which each engine has for itself.  second: whether the steered engine has
-    a DFlash drafter beside its own.
+    a DFlash drafter beside its own.  predictor: its own is the target's multi-token predictor
+    (NEXTN), and not an EAGLE3 drafter.
     """
 
     pace: Pace
     models: Path
     max_batch_size: int
     second: bool = False
+    predictor: bool = False
 
     @classmethod
-    def make(cls, pace: Pace, folder: Path, max_batch_size: int, *, second: bool) -> "Setting":
+    def make(
+        cls,
+        pace: Pace,
+        folder: Path,
+        max_batch_size: int,
+        *,
+        second: bool,
+        predictor: bool = False,
+    ) -> "Setting":
         """Writes the models' configs to a folder."""
         for name, config in json.loads(_SHAPE.read_text(encoding="utf-8")).items():
             model = folder / name
             model.mkdir(parents=True, exist_ok=True)
             (model / "config.json").write_text(json.dumps(config))
-        return cls(pace, folder, max_batch_size, second)
+        return cls(pace, folder, max_batch_size, second, predictor)
+
+    @property
+    def target(self) -> Path:
+        """The folder of the target."""
+        return self.models / ("mimo" if self.predictor else "target")
+
+    @property
+    def own_drafter(self) -> str:
+        """Returns what the steered engine calls its own drafter."""
+        return "nextn" if self.predictor else "eagle3"
 
 
 def static(gamma: int) -> str:
@@ -67,7 +89,7 @@ def command(policy: str, setting: Setting, port: int) -> list[str]:
     """Makes the command line of an engine."""
     return [
         sys.executable, "-m", "lab.cpu_engine.serve",
-        "--model-path", str(setting.models / "target"),
+        "--model-path", str(setting.target),
         "--load-format", "dummy",
         "--skip-tokenizer-init",
         "--host", "127.0.0.1",
@@ -80,15 +102,16 @@ def command(policy: str, setting: Setting, port: int) -> list[str]:
         "--log-level-http", "warning",
         # On a CPU SGLang does not speculate with the overlap schedule: no engine has it.
         "--disable-overlap-schedule",
-        *speculation_flags(policy, setting.models / OWN),
+        *(
+            predictor_flags(setting.target, _START_GAMMA)
+            if setting.predictor and is_steered(policy)
+            else speculation_flags(policy, setting.models / OWN)
+        ),
     ]  # fmt: skip
 
 
 def speculation_flags(policy: str, draft: Path) -> list[str]:
-    """Returns the flags that distinguish the engines' command lines; draft: the drafter's folder.
-
-    A steered engine starts with SGLang's usual three drafts.
-    """
+    """Returns the flags that distinguish the engines' command lines; draft: the EAGLE3 drafter."""
     if policy == OFF:
         return []
     if policy == ADAPTIVE:
@@ -97,7 +120,8 @@ def speculation_flags(policy: str, draft: Path) -> list[str]:
             "--speculative-draft-model-path", str(draft),
             "--speculative-adaptive",
         ]  # fmt: skip
-    return eagle3_flags(draft, 3 if is_steered(policy) else int(policy.removeprefix(_STATIC)))
+    gamma = _START_GAMMA if is_steered(policy) else int(policy.removeprefix(_STATIC))
+    return eagle3_flags(draft, gamma)
 
 
 def environment(policy: str, setting: Setting, place: Workplace) -> dict[str, str]:

@@ -80,13 +80,16 @@ class PacedHarness(Harness):
         max_batch_size: int,
         *,
         second: bool = False,
+        predictor: bool = False,
     ) -> None:
         super().__init__(place, terminal, stack)
         self._dilation_file = place.scratch / "dilation"
         self.dilation = pace.dilation
         self._write_dilation()
         pace = replace(pace, dilation_file=str(self._dilation_file))
-        self.setting = Setting.make(pace, place.scratch / "models", max_batch_size, second=second)
+        self.setting = Setting.make(
+            pace, place.scratch / "models", max_batch_size, second=second, predictor=predictor
+        )
         self._recordings = place.scratch / "recordings"
         self._sidecars: dict[str, SidecarHandle] = {}
 

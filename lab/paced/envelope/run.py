@@ -134,7 +134,7 @@ class _Sweep(PacedHarness):
             TABLE, options.dilation, gammas=GAMMAS, max_batch_size=largest,
             curves=published_curves(TABLE),
         )  # fmt: skip
-        super().__init__(place, terminal, stack, pace, largest, second=True)
+        super().__init__(place, terminal, stack, pace, largest, second=True, predictor=True)
         self._options = options
         self._costs = pace.costs()
 
@@ -162,7 +162,8 @@ class _Sweep(PacedHarness):
                 (options.output / f"profile-{concurrency}.json").write_text(profile)
             for policy, drafter in ((MTP, OWN), (DFLASH, SECOND)):
                 arm = best_arm(rates, drafter)
-                with sidecar.pinned(arm.gamma, drafter):
+                name = self.setting.own_drafter if drafter == OWN else drafter
+                with sidecar.pinned(arm.gamma, name):
                     runs[policy] = self._run(policy, arm, stream)
             with self._terminal.working("warming up"):
                 self._once(STEERED, warm_up)
