@@ -219,3 +219,18 @@ def test_two_ranks_run_both(tmp_path: Path) -> None:
                 if ran >= asked:
                     break
             assert ran >= asked
+
+
+def test_dflash_may_be_the_only_drafter(plain: dict[str, list[list[int]]], tmp_path: Path) -> None:
+    alone = ("--model-path", str(MIMO / "target"), "--speculative-algorithm", "DFLASH")
+    with scripted_sidecar(tmp_path) as sidecar:
+        given = variables("overlapped", sidecar)
+        del given["SPECULATION_DFLASH_MODEL_PATH"]
+        arguments = [*alone, "--speculative-draft-model-path", str(BLOCK_MODEL)]
+        with serving(tmp_path / "engine", arguments, given) as engine:
+            eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
+            arms: list[Arm] = [(gamma, False) for gamma in GAMMAS]
+            play_any_order(engine, sidecar, arms, 1, plain["batch"])
+            _, reports = play(engine, sidecar, lambda _: (7, False), ALONE, [ALONE_LENGTH])
+            found = accepted_by_context(reports, "dflash", 7)
+            assert sum(found.values()) / len(found) > 3.5
