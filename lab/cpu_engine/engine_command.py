@@ -37,15 +37,14 @@ def engine_command(port: int, max_batch_size: int, flags: Sequence[str]) -> list
 
 def eagle3_flags(draft: Path, gamma: int) -> list[str]:
     """Makes the flags for chains of `gamma` drafts by the drafter in that folder."""
-    return _chain_flags("EAGLE3", draft, gamma)
+    return chain_flags("EAGLE3", draft, gamma)
 
 
-def predictor_flags(target: Path, gamma: int) -> list[str]:
-    """Makes the flags for chains of `gamma` drafts by a target's own multi-token predictor."""
-    return _chain_flags("NEXTN", target, gamma)
+def chain_flags(algorithm: str, draft: Path, gamma: int) -> list[str]:
+    """Makes the flags for chains of `gamma` drafts.
 
-
-def _chain_flags(algorithm: str, draft: Path, gamma: int) -> list[str]:
+    algorithm: SGLang's name, NEXTN for a target's multi-token predictor, whose folder draft is.
+    """
     return [
         "--speculative-algorithm", algorithm,
         "--speculative-draft-model-path", str(draft),

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lab.cpu_engine.engine_command import eagle3_flags, predictor_flags
+from lab.cpu_engine.engine_command import chain_flags
 from lab.cpu_engine.forking import popen
 from lab.cpu_engine.pace.pacer import VARIABLE, Pace
 from lab.cpu_engine.pace.step_costs import OWN, SECOND
@@ -65,9 +65,19 @@ class Setting:
         return self.models / ("mimo" if self.predictor else "target")
 
     @property
+    def draft(self) -> Path:
+        """The folder of the engines' own drafter."""
+        return self.target if self.predictor else self.models / OWN
+
+    @property
+    def algorithm(self) -> str:
+        """SGLang's name for speculation with the engines' own drafter."""
+        return "NEXTN" if self.predictor else "EAGLE3"
+
+    @property
     def own_drafter(self) -> str:
         """Returns what the steered engine calls its own drafter."""
-        return "nextn" if self.predictor else "eagle3"
+        return self.algorithm.lower()
 
 
 def static(gamma: int) -> str:
@@ -102,26 +112,22 @@ def command(policy: str, setting: Setting, port: int) -> list[str]:
         "--log-level-http", "warning",
         # On a CPU SGLang does not speculate with the overlap schedule: no engine has it.
         "--disable-overlap-schedule",
-        *(
-            predictor_flags(setting.target, _START_GAMMA)
-            if setting.predictor and is_steered(policy)
-            else speculation_flags(policy, setting.models / OWN)
-        ),
+        *speculation_flags(policy, setting.draft, setting.algorithm),
     ]  # fmt: skip
 
 
-def speculation_flags(policy: str, draft: Path) -> list[str]:
-    """Returns the flags that distinguish the engines' command lines; draft: the EAGLE3 drafter."""
+def speculation_flags(policy: str, draft: Path, algorithm: str = "EAGLE3") -> list[str]:
+    """Returns the flags that distinguish the engines' command lines; draft: its folder."""
     if policy == OFF:
         return []
     if policy == ADAPTIVE:
         return [
-            "--speculative-algorithm", "EAGLE3",
+            "--speculative-algorithm", algorithm,
             "--speculative-draft-model-path", str(draft),
             "--speculative-adaptive",
         ]  # fmt: skip
     gamma = _START_GAMMA if is_steered(policy) else int(policy.removeprefix(_STATIC))
-    return eagle3_flags(draft, gamma)
+    return chain_flags(algorithm, draft, gamma)
 
 
 def environment(policy: str, setting: Setting, place: Workplace) -> dict[str, str]:
