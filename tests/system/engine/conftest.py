@@ -50,6 +50,13 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[int]]
         return made
 
 
+@pytest.fixture(scope="module")
+def plain_waves(plain: dict[str, list[list[int]]]) -> list[list[list[int]]]:
+    """Tokens of plain decoding by wave and prompt."""
+    found = iter(plain["waves"])
+    return [[next(found) for _ in prompts] for prompts in WAVES]
+
+
 def _decoded_plainly(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[int]]]:
     """The plugin is installed, and off.
 

@@ -115,23 +115,3 @@ def eagle_draft(folder: Path) -> Path:
         "attention_bias": False,
     }
     return _save(folder, weights, config)
-
-
-def block_draft(folder: Path) -> Path:
-    """A DFlash draft for the same target, whose blocks are right by luck only."""
-    weights = _Weights()
-    weights.matrix("fc.weight", HIDDEN, 2 * HIDDEN)
-    weights.ones("hidden_norm.weight", "norm.weight")
-    weights.block("layers.0", bias=False)
-    for part in ("q", "k"):
-        weights[f"layers.0.self_attn.{part}_norm.weight"] = torch.ones(_HEAD)
-    config = {
-        "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
-        "num_hidden_layers": 1,
-        "attention_bias": False,
-        "layer_types": ["full_attention"],
-        "block_size": 6,
-        "dflash_config": {"target_layer_ids": [0, 1], "mask_token_id": 1},
-    }
-    return _save(folder, weights, config)

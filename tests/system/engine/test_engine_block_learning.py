@@ -6,7 +6,6 @@ It begins as a damaged copy of the shipped one, so that there is something to le
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from engine_shim.training.signals import Signal, SignalStore
 from engine_shim.training.versions import FOLDER, Made, Versions
 from tests.support.engine import DFLASH, LONE, TARGET, EngineProcess, serving
 from tests.support.eventually import eventually
-from tests.support.prompts_in_flight import WAVE_LENGTH, WAVES
+from tests.support.learning_engine import between_steps, status, wave
 from tests.support.scripted_sidecar import ScriptedSidecar
 from tests.support.waits import WAITS
 
@@ -36,12 +35,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def waits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the engine lists what would wait for a device."""
     return tmp_path_factory.mktemp("waits") / "waits.json"
-
-
-@pytest.fixture(scope="module")
-def plain_waves(plain: dict[str, list[list[int]]]) -> list[list[list[int]]]:
-    found = iter(plain["waves"])
-    return [[next(found) for _ in prompts] for prompts in WAVES]
 
 
 @pytest.fixture(scope="module")
@@ -69,30 +62,6 @@ def engine(
     with serving(tmp_path_factory.mktemp("learning"), arguments, variables) as running:
         eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
         yield running
-
-
-def status(engine: EngineProcess, part: str) -> dict[str, Any]:
-    found: dict[str, Any] = engine.internal_state()["speculation_controller"][part]
-    return found
-
-
-def wave(engine: EngineProcess, number: int, plain_waves: list[list[list[int]]]) -> float:
-    """The acceptance length; tokens are plain decoding's."""
-    answers = engine.generate(WAVES[number], [WAVE_LENGTH] * len(WAVES[number]))
-    assert [answer.tokens for answer in answers] == plain_waves[number]
-    accepted: int = sum(answer.meta["spec_num_correct_drafts"] for answer in answers)
-    steps: int = sum(answer.meta["spec_verify_ct"] for answer in answers)
-    return 1 + accepted / steps
-
-
-def between_steps(engine: EngineProcess, part: str, name: str, value: object) -> None:
-    """Waits until the engine says so; it is asked between steps."""
-
-    def so() -> bool:
-        engine.generate(WAVES[0][:1], [4])
-        return bool(status(engine, part)[name] == value)
-
-    eventually(so, within=60.0, what=f"{part}: {name} is {value}")
 
 
 def test_what_it_reads_is_collected_and_a_version_made_of_it_serves(

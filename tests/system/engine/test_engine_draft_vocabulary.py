@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +22,8 @@ from engine_shim.training.specforge import export_signals, import_draft
 from engine_shim.training.versions import FOLDER, Versions
 from tests.support.engine import CODE_ONLY, TARGET, EngineProcess, serving
 from tests.support.eventually import eventually
-from tests.support.prompts_in_flight import PLAYS_MAX, WAVE_LENGTH, WAVES
+from tests.support.learning_engine import between_steps, status, wave
+from tests.support.prompts_in_flight import PLAYS_MAX, WAVES
 from tests.support.scripted_sidecar import ScriptedSidecar
 from tests.support.training_rounds import with_draft_vocabulary
 
@@ -32,12 +32,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 EMBEDDING = load_target(TARGET).model.embed_tokens.weight.detach()
 TOKENS, DRAFTS = 1024, 768
 GAMMA = 3
-
-
-@pytest.fixture(scope="module")
-def plain_waves(plain: dict[str, list[list[int]]]) -> list[list[list[int]]]:
-    found = iter(plain["waves"])
-    return [[next(found) for _ in prompts] for prompts in WAVES]
 
 
 @pytest.fixture(scope="module")
@@ -88,30 +82,6 @@ def engine(
     with serving(tmp_path_factory.mktemp("vocabulary"), arguments, variables) as running:
         eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
         yield running
-
-
-def status(engine: EngineProcess, part: str) -> dict[str, Any]:
-    found: dict[str, Any] = engine.internal_state()["speculation_controller"][part]
-    return found
-
-
-def wave(engine: EngineProcess, number: int, plain_waves: list[list[list[int]]]) -> float:
-    """The acceptance length; tokens are plain decoding's."""
-    answers = engine.generate(WAVES[number], [WAVE_LENGTH] * len(WAVES[number]))
-    assert [answer.tokens for answer in answers] == plain_waves[number]
-    accepted: int = sum(answer.meta["spec_num_correct_drafts"] for answer in answers)
-    steps: int = sum(answer.meta["spec_verify_ct"] for answer in answers)
-    return 1 + accepted / steps
-
-
-def between_steps(engine: EngineProcess, part: str, name: str, value: object) -> None:
-    """Waits until the engine says so; it is asked between steps."""
-
-    def so() -> bool:
-        engine.generate(WAVES[0][:1], [4])
-        return bool(status(engine, part)[name] == value)
-
-    eventually(so, within=240.0, what=f"{part}: {name} is {value}")
 
 
 def test_it_serves_exactly_with_every_draft_length(

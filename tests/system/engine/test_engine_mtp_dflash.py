@@ -26,6 +26,7 @@ from tests.support.prompts_in_flight import (
     play,
     play_any_order,
     play_arm,
+    play_until,
 )
 from tests.support.scripted_sidecar import Arm, Script, ScriptedSidecar, scripted_sidecar
 
@@ -45,6 +46,10 @@ MIXED: dict[str, Script] = {
     "amid plain steps": lambda count: (3, False, 0) if count % 3 == 0 else (0, False, 0),
     "after sleep": lambda count: (3, False, 0) if count % 12 < 4 else (0, True, 0),
 }
+
+
+def blocks_amid_chains(count: int) -> Arm:
+    return (7, False, 1) if count % 3 else (3, False, 0)
 
 
 @pytest.fixture(scope="module", params=["eager", "overlapped"])
@@ -155,11 +160,12 @@ def test_the_predictor_drafts_what_its_student_would_whoever_drafted_before(
 def test_the_blocks_are_those_that_the_trained_student_would_draft(
     engine: EngineProcess, sidecar: ScriptedSidecar, plain: dict[str, list[list[int]]]
 ) -> None:
-    script: Script = lambda count: (7, False, 1) if count % 3 else (3, False, 0)  # noqa: E731
     live: dict[int, int] = {}
     for prompt_end in range(3):
         prompt = [*ALONE[0], *plain["alone"][0][:prompt_end]]
-        _, reports = play(engine, sidecar, script, [prompt], [ALONE_LENGTH - prompt_end])
+        _, reports = play(
+            engine, sidecar, blocks_amid_chains, [prompt], [ALONE_LENGTH - prompt_end]
+        )
         live |= accepted_by_context(reports, "dflash", 7)
     target = load_target(MIMO / "target")
     student = load_dflash(BLOCK_MODEL, target.model.embed_tokens.weight)
@@ -205,20 +211,15 @@ def test_two_ranks_run_both(tmp_path: Path) -> None:
         given = variables("overlapped", sidecar) | {"SPECULATION_SLEEP_POSITIONS": "8"}
         with serving(tmp_path / "steered", [*MTP, *TWO_RANKS], given) as engine:
             eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
-            before = sidecar.run(lambda count: order[count % 5000])
             asked = {("nextn", gamma) for gamma in GAMMAS}
             asked |= {("dflash", gamma) for gamma in GAMMAS[1:]}
-            ran: set[tuple[str, int]] = set()
-            rows = 0
-            for _ in range(PLAYS_MAX):
-                answers = engine.generate(PROMPTS, LENGTHS)
-                assert [answer.tokens for answer in answers] == expected
-                rows += sum(answer.meta["spec_verify_ct"] for answer in answers)
-                reports = sidecar.reports_since(before, rows)
-                ran = {(report.drafter, report.gamma) for report in reports}
-                if ran >= asked:
-                    break
-            assert ran >= asked
+            play_until(
+                engine,
+                sidecar,
+                lambda count: order[count % 5000],
+                lambda reports: {(report.drafter, report.gamma) for report in reports} >= asked,
+                expected,
+            )
 
 
 def test_dflash_may_be_the_only_drafter(plain: dict[str, list[list[int]]], tmp_path: Path) -> None:

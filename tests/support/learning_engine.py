@@ -1,0 +1,31 @@
+"""What tests of a drafter that learns ask an engine, between its steps."""
+
+from typing import Any
+
+from tests.support.engine import EngineProcess
+from tests.support.eventually import eventually
+from tests.support.prompts_in_flight import WAVE_LENGTH, WAVES
+
+
+def status(engine: EngineProcess, part: str) -> dict[str, Any]:
+    found: dict[str, Any] = engine.internal_state()["speculation_controller"][part]
+    return found
+
+
+def wave(engine: EngineProcess, number: int, plain_waves: list[list[list[int]]]) -> float:
+    """The acceptance length; tokens are plain decoding's."""
+    answers = engine.generate(WAVES[number], [WAVE_LENGTH] * len(WAVES[number]))
+    assert [answer.tokens for answer in answers] == plain_waves[number]
+    accepted: int = sum(answer.meta["spec_num_correct_drafts"] for answer in answers)
+    steps: int = sum(answer.meta["spec_verify_ct"] for answer in answers)
+    return 1 + accepted / steps
+
+
+def between_steps(engine: EngineProcess, part: str, name: str, value: object) -> None:
+    """Waits until the engine says so; it is asked between steps."""
+
+    def so() -> bool:
+        engine.generate(WAVES[0][:1], [4])
+        return bool(status(engine, part)[name] == value)
+
+    eventually(so, within=240.0, what=f"{part}: {name} is {value}")
