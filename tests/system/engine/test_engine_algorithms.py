@@ -1,6 +1,7 @@
 """EAGLE and NEXTN on the real SGLang: the same plugin, the same exactness; NEXTN learns, too."""
 
 import random
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +149,8 @@ def test_a_predictor_is_its_student_and_learns(
             updates = state("online")["updates"]
     print(f"acceptance length {before:.2f}, then {learnt} after {updates} updates")
     assert updates > 20
-    assert learnt[-1] > before + 0.2
+    # One play says little: the drafter is updated while it drafts, at a high rate.
+    assert statistics.median(learnt) > before + 0.2
 
 
 @torch.no_grad()

@@ -116,5 +116,9 @@ def test_a_drafters_pass_without_its_graph_is_exact_and_reported(
         refused.unlink()
     assert [answer.tokens for answer in answers] == plain["batch"][few]
     assert {report.flags.eager_fallback for report in reports} == {eager}
-    # A step that was launched beside the last one is not waited for.
-    assert counted() - before in (range(len(reports), len(reports) + 4) if eager else [0])
+    # A step that was launched beside a request's last one is not reported if nothing else ran in
+    # it; on a busy machine the requests may run one after the other.
+    unreported = len(answers) + 1
+    assert counted() - before in (
+        range(len(reports), len(reports) + unreported + 1) if eager else [0]
+    )
