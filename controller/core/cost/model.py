@@ -9,7 +9,8 @@ Live steps move w, a handful of coefficients with a Kalman filter: how slow the 
 now (quick: it moves every arm alike, so a slow minute is no reason to switch), how that grows with
 B, and per drafter what drafting at all, each further pass, and the verified width add.  So one arm
 that turns out more expensive than its table moves all arms that share the cause.  The rest of the
-error goes to the single cell and half of it to its neighbours in B.  A table that surprises is
+error goes to the single cell and half of it to its neighbours in B, but not from a cell that the
+profile did not measure to one that it did.  A table that surprises is
 trusted less: the doubt about cells never run grows with the errors found on first visits.
 
 Two rules keep a slow minute from being charged to the arms that ran in it.  When a cell runs on and
@@ -56,6 +57,8 @@ _PACE_RATE = 0.1
 _PACE_MAX = 0.3
 _KV_RATE = 0.05
 _NEIGHBOUR_SHARE = 0.5
+# Standard deviation (log seconds) of a cell that the profile did not measure.
+_EXTRAPOLATED_DOUBT = 0.3
 # An error of so many standard deviations, and of so much (log seconds), is a change and not noise.
 _DEVIATIONS = 3.0
 _CHANGE_MIN = 0.1
@@ -289,6 +292,11 @@ class CostModel:
     def _learn_cell(self, i: int, j: int, error: float, steps: int) -> None:
         phi, covariance = self._causes[i, j], self._covariance
         prior, noise = self._variances()
+        outside = self._extrapolated.item(i, j)
+        if outside:
+            phi = np.eye(1, len(phi))[0]
+            # What is wrong there is the extrapolation or the machine's pace, and not the arm.
+            prior = max(prior, _EXTRAPOLATED_DOUBT**2)
         # A cell's evidence, without what it has lost while others ran.
         idle = self.steps - self._cell_seen.item(i, j)
         evidence = self._cell_steps.item(i, j) * math.exp(-idle / IDLE_STEPS)
@@ -319,7 +327,7 @@ class CostModel:
         elif abs(error) > max(_DEVIATIONS * math.sqrt(cell_doubt + noise), _CHANGE_MIN):
             # Either the machine has changed or the estimates are wrong: gamma = 0 shows which.
             self._disagreed[j] += abs(error)
-        if evidence == 0 and self.steps > steps:
+        if evidence == 0 and self.steps > steps and not outside:
             found = min(max(error * error / total, 0.0), _SURPRISE_MAX)
             self._surprise += _SURPRISE_RATE * (found - self._surprise)
             if found > 4:
@@ -336,7 +344,7 @@ class CostModel:
         self._cell_steps[i, j] = evidence + steps
         self._cell_seen[i, j] = self.steps
         for k, share in ((j - 1, _NEIGHBOUR_SHARE), (j, 1.0), (j + 1, _NEIGHBOUR_SHARE)):
-            if 0 <= k < len(self._bucket_list):
+            if 0 <= k < len(self._bucket_list) and self._extrapolated.item(i, k) >= outside:
                 moved = self._cell.item(i, k) + rate * share * left
                 self._cell[i, k] = min(self._drift_max, max(-self._drift_max, moved))
 

@@ -234,3 +234,20 @@ def test_an_arm_that_costs_twice_what_was_believed_is_found_out_by_its_second_st
     for _ in range(2):
         observe(model, 3, 4, 400, 2 * TABLE[3][1])
     assert model.predict(3, 4, 400) > 1.5 * TABLE[3][1]
+
+
+def test_what_was_not_measured_does_not_move_what_was():
+    """A profile of one batch size: smaller batches are cheaper, most of all with long drafts."""
+    cells = tuple(ProfileCell("mtp", g, 16, plain(i, 2), 0.0, 10) for i, g in enumerate(GAMMAS))
+    narrow = Profile(Fingerprint("t"), (DrafterIdentity("mtp"),), 100.0, 0.0, cells)
+    model = CostModel(ARMS, SIZES, narrow, SETTINGS)
+    measured = model.costs(100.0).seconds[:, 2]
+    for _ in range(30):
+        for arm, share in ((0, 0.9), (3, 0.7)):
+            for batch_size in (1, 4):
+                observe(model, arm, batch_size, 100 * batch_size, share * plain(arm, 2))
+    now = model.costs(100.0).seconds
+    for arm, share in ((0, 0.9), (3, 0.7)):
+        assert now[arm, :2] == pytest.approx(share * plain(arm, 2), rel=0.05)
+    ratios = now[:, 2] / measured
+    assert ratios.max() / ratios.min() < 1.06
