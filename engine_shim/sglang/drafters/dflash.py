@@ -75,10 +75,6 @@ class DFlashDrafter:
         self.over, self._fallback = "", fallback
         self._model_path, self._revision = model_path, revision
         target = outer.target_worker.model_runner
-        if target.model_config.model_is_mrope or hasattr(target.req_to_token_pool, "mamba_pool"):
-            raise UnsupportedEngineError(
-                "a DFlash drafter is untested with multimodal positions and with recurrent layers"
-            )
         draft = parse_dflash_draft_config(draft_hf_config=config.hf_config)
         self.block_size = size = int(draft.resolve_block_size(default=16))
         if sglang_api.widest_step() < size:
@@ -225,6 +221,7 @@ class DFlashDrafter:
                 "it, or start the engine without it"
             ) from error
 
+    @torch.no_grad()
     def _rehearse(self) -> None:
         """Reads one position and drafts one block.
 

@@ -41,6 +41,8 @@ def prepare_sglang() -> None:
         verify_samples()
         continue_pages()
         hand_over_caches()
+        wait_for_no_device()
+        roll_back_states()
 
 
 def pace() -> None:
@@ -67,7 +69,8 @@ def accept_any_weight() -> None:
     amx_utils.dtype_is_supported = lambda weight: (
         weight.dtype == torch.float32 or dtype_fits(weight)
     )
-    amx_utils.dim_is_supported = lambda weight: weight.ndim == 2 or shape_fits(weight)
+    # Experts' matrices lie in one tensor.
+    amx_utils.dim_is_supported = lambda weight: weight.ndim in (2, 3) or shape_fits(weight)
     logits_processor.use_intel_amx_backend = lambda head: (
         head_fits(head) or head.weight.dtype == torch.float32
     )
@@ -200,3 +203,33 @@ def hand_over_caches() -> None:
         build(*arguments, **named)
 
     type.__setattr__(PrefillBootstrapQueue, "__init__", build_with_senders)
+
+
+def wait_for_no_device() -> None:
+    """Let models that wait for CUDA's device at the end of a step run without one."""
+    import torch
+
+    vars(torch.cuda)["synchronize"] = lambda device=None: None
+
+
+def roll_back_states() -> None:
+    """Let layers with a recurrent state verify drafts.
+
+    SGLang keeps the state after each draft, and copies the one after the last accepted draft with a
+    kernel that is written for GPUs.
+    """
+    from sglang.srt.layers.attention import hybrid_linear_attn_backend as hybrid
+
+    copy = hybrid.HybridLinearAttnBackend._scatter_speculative_state_with_mask
+
+    def scatter(
+        caches: Any, slots: Any, steps: Any, track: Any, track_steps: Any, *, src_indices_raw: Any
+    ) -> None:
+        pairs = [(caches.temporal, caches.intermediate_ssm)]
+        pairs += zip(caches.conv, caches.intermediate_conv_window, strict=True)
+        for state, after in pairs:
+            copy(state, after, slots, steps, src_indices_raw)
+            if track is not None:
+                copy(state, after, track, track_steps, src_indices_raw)
+
+    vars(hybrid)["scatter_mamba_states_after_mtp_verify"] = scatter

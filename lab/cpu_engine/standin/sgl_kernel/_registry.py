@@ -24,13 +24,7 @@ LOOKED_UP_AT_IMPORT = (
     "conv3d_embed_cpu",
     "flash_attn_varlen_func",
     "fused_dual_residual_rmsnorm_cpu",
-    "fused_gdn_gating_cpu",
     "fused_moe_router_cpu",
-    "fused_qk_gemma_rmsnorm_cpu",
-    "fused_qk_gemma_rmsnorm_with_gate_cpu",
-    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
-    "fused_sigmoid_gating_delta_rule_update_cpu",
-    "fused_sigmoid_mul_cpu",
 )
 
 # SGLang asks for these with `hasattr` and calls them when they are there (models/utils.py,
@@ -43,15 +37,16 @@ class MissingOperatorError(NotImplementedError):
 
 
 class OperatorPlaceholder:
-    """Stands for an operator that SGLang imports but dense text models never call."""
+    """Stands for an operator that SGLang imports and no model calls that is covered here."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = name
 
     def __call__(self, *args: object, **kwargs: object) -> NoReturn:
         raise MissingOperatorError(
-            f"sgl_kernel.{self.__name__} has no CPU stand-in, which covers dense Qwen3/Llama-style "
-            "text models; install a CPU build of sgl_kernel for this model"
+            f"sgl_kernel.{self.__name__} has no CPU stand-in, which covers dense and mixture-of-"
+            "experts text models, latent attention and gated delta networks; install a CPU build "
+            "of sgl_kernel for this model"
         )
 
     def __repr__(self) -> str:

@@ -158,6 +158,34 @@ def decode_attention_cpu(
     _attend_all(query, k_cache, v_cache, None, None, tiles, sm_scale, output)
 
 
+def _attend_new(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    seq_lens: Tensor,
+    extend_seq_lens: Tensor,
+    scale: float,
+) -> None:
+    """Attends among new tokens whose cache holds latent rows instead of keys and values (MLA).
+
+    Each sequence is computed alone; see ``extend_attention_cpu``.
+
+    Raises:
+        NotImplementedError: a sequence has tokens in the cache.
+    """
+    if not torch.equal(seq_lens, extend_seq_lens):
+        raise NotImplementedError("the stand-in reads latent rows of a prefix as latent rows only")
+    group, first = query.shape[1] // key.shape[1], 0
+    for length in extend_seq_lens.tolist():
+        rows = slice(first, first + length)
+        heads = (query[rows], *(x[rows].repeat_interleave(group, 1) for x in (key, value)))
+        q, k, v = (x.transpose(0, 1).float()[None] for x in heads)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+        output[rows].copy_(mixed[0].transpose(0, 1))
+        first += length
+
+
 def _spans(
     requests: Tensor, lengths: Tensor, widths: Tensor, starts: Tensor, tree_mask: Tensor | None
 ) -> Spans:
@@ -220,6 +248,13 @@ def extend_attention_cpu(
         ValueError: for a tree mask over sequences with different numbers of new tokens.
     """
     _reject(logit_cap, is_cross_attention, sliding_window, encoder_lens, sinks)
+    if (
+        key is not None
+        and value is not None
+        and key.shape[1:].numel() != k_buffer.shape[1:].numel()
+    ):
+        _attend_new(query, key, value, output, seq_lens, extend_seq_lens, sm_scale)
+        return
     group, size = query.shape[1] // k_buffer.shape[1], query.shape[2]
     trees = tree_mask if is_causal else None
     tiles = _extend_memo.get(

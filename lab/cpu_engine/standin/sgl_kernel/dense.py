@@ -74,6 +74,42 @@ def fused_add_rmsnorm_cpu(x: Tensor, residual: Tensor, weight: Tensor, eps: floa
 
 
 @operator
+def gemma_rmsnorm_cpu(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Computes ``rmsnorm_cpu`` with ``1 + weight`` for a weight: Gemma's checkpoints hold that."""
+    return _rms(x.float(), 1.0 + weight.float(), eps).to(x.dtype)
+
+
+@operator
+def gemma3_rmsnorm_cpu(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Computes what ``gemma_rmsnorm_cpu`` does; SGLang has a name of its own for Gemma 3."""
+    return _rms(x.float(), 1.0 + weight.float(), eps).to(x.dtype)
+
+
+@operator
+def gemma_fused_add_rmsnorm_cpu(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
+    """Sets ``residual += x`` and ``x = gemma_rmsnorm(residual)`` in place; both ``[rows, d]``."""
+    total = x.float() + residual.float()
+    residual.copy_(total)
+    x.copy_(_rms(total, 1.0 + weight.float(), eps))
+
+
+@operator
+def gemma4_rmsnorm_cpu(
+    x: Tensor, weight: Tensor, eps: float, scale_shift: float, with_scale: bool
+) -> Tensor:
+    """Computes ``rmsnorm_cpu`` with ``scale_shift + weight`` for a weight, or without one."""
+    factor = weight.float() + scale_shift if with_scale else torch.ones_like(weight.float())
+    return _rms(x.float(), factor, eps).to(x.dtype)
+
+
+@operator
+def gelu_tanh_and_mul_cpu(x: Tensor) -> Tensor:
+    """Computes ``gelu(x[..., :d]) * x[..., d:]`` with tanh's approximation; float32 inside."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.gelu(gate.float(), approximate="tanh").mul_(up.float()).to(x.dtype)
+
+
+@operator
 def silu_and_mul_cpu(x: Tensor) -> Tensor:
     """Computes ``silu(x[..., :d]) * x[..., d:]`` for ``x [..., 2 d]``; float32 inside."""
     gate, up = x.chunk(2, dim=-1)
@@ -130,3 +166,41 @@ def rotary_embedding_cpu(
     widths = (math.prod(query.shape[1:]), math.prod(key.shape[1:]))
     rotated_query, rotated_key = torch.split_with_sizes(turned.view(flat.shape), widths, -1)
     return rotated_query.view(query.shape), rotated_key.view(key.shape)
+
+
+@operator
+def multimodal_rotary_embedding_cpu(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor,
+    head_size: int,
+    cos_sin_cache: Tensor,
+    sections: list[int] | None,
+    interleaved: bool,
+    is_neox: bool,
+) -> None:
+    """Rotates queries and keys in place by positions in time, height and width.
+
+    Args:
+        positions: ``[3, tokens]``, or ``[tokens]`` where all three are the same.
+        query: see ``rotary_embedding_cpu``, also for ``key`` and ``cos_sin_cache``.
+        sections: how many frequencies turn with each of the three.
+        interleaved: the three take turns, and time has what is left; else one follows the other.
+    """
+    if positions.dim() == 1 or not sections:
+        at = positions if positions.dim() == 1 else positions[0]
+        turned = rotary_embedding_cpu(at, query, key, head_size, cos_sin_cache, is_neox)
+    else:
+        cos, sin = cos_sin_cache[positions].chunk(2, dim=-1)
+        axis = torch.zeros(cos.shape[-1], dtype=torch.int64)
+        for which, size in enumerate(sections):
+            if interleaved:
+                axis[which : 3 * size : 3] = which
+            else:
+                axis[sum(sections[:which]) :][:size] = which
+        own = torch.arange(cos.shape[-1])
+        cache = torch.cat((cos[axis, :, own].T, sin[axis, :, own].T), -1)
+        rows = torch.arange(positions.shape[1])
+        turned = rotary_embedding_cpu(rows, query, key, head_size, cache, is_neox)
+    query.copy_(turned[0])
+    key.copy_(turned[1])

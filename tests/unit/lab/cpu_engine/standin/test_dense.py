@@ -7,6 +7,12 @@ from hypothesis import strategies as st
 from sgl_kernel import (
     convert_weight_packed,
     fused_add_rmsnorm_cpu,
+    gelu_tanh_and_mul_cpu,
+    gemma3_rmsnorm_cpu,
+    gemma4_rmsnorm_cpu,
+    gemma_fused_add_rmsnorm_cpu,
+    gemma_rmsnorm_cpu,
+    multimodal_rotary_embedding_cpu,
     rmsnorm_cpu,
     rotary_embedding_cpu,
     silu_and_mul_cpu,
@@ -193,3 +199,51 @@ def test_rotary_embedding_never_uses_factors_of_another_call(
             table.add_(0.01 * amount)
         turned, _ = rotary_embedding_cpu(positions, query, key, 32, table, True)
         assert_near(turned, rotated(query, positions, 32, table, True), query.dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gemmas_norms_add_one_to_the_weight(dtype: torch.dtype) -> None:
+    x, residual = draw(5, 64, dtype=dtype), draw(5, 64, seed=1, dtype=dtype)
+    weight = draw(64, dtype=dtype)
+    ones = torch.ones(64, dtype=torch.float64)
+    expected = _normed(x.double(), ones + weight.double())
+    for norm in (gemma_rmsnorm_cpu, gemma3_rmsnorm_cpu):
+        assert_near(norm(x, weight, 1e-6), expected, dtype)
+    assert_near(gemma4_rmsnorm_cpu(x, weight, 1e-6, 1.0, True), expected, dtype)
+    assert_near(gemma4_rmsnorm_cpu(x, weight, 1e-6, 1.0, False), _normed(x.double(), ones), dtype)
+    total = x.double() + residual.double()
+    gemma_fused_add_rmsnorm_cpu(x, residual, weight, 1e-6)
+    assert_near(residual, total, dtype)
+    assert_near(x, _normed(total, ones + weight.double()), dtype)
+
+
+def _normed(x: Tensor, weight: Tensor) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
+
+
+def test_gelu_gates() -> None:
+    x = draw(5, 64)
+    gate, up = x.double().chunk(2, -1)
+    inner = 0.7978845608028654 * (gate + 0.044715 * gate**3)
+    assert_near(gelu_tanh_and_mul_cpu(x), 0.5 * gate * (1 + inner.tanh()) * up, torch.float32)
+
+
+@pytest.mark.parametrize(("interleaved", "axes"), [(True, [0, 1, 2, 0]), (False, [0, 0, 1, 2])])
+def test_frequencies_turn_with_time_height_or_width(interleaved: bool, axes: list[int]) -> None:
+    cache, positions = draw(50, 8), torch.tensor([[3, 9], [4, 20], [31, 2]])
+    query, key = draw(2, 3 * 16), draw(2, 16)
+    turned = query.clone(), key.clone()
+    multimodal_rotary_embedding_cpu(positions, *turned, 16, cache, [2, 1, 1], interleaved, True)
+    own = torch.stack(
+        [
+            torch.cat([cache[positions[axes[i % 4], token], i].view(1) for i in range(8)])
+            for token in range(2)
+        ]
+    )
+    expected = rotary_embedding_cpu(torch.arange(2), query, key, 16, own, True)
+    assert all(map(torch.equal, turned, expected))
+    # The same position in all three is that of a text.
+    text = query.clone(), key.clone()
+    at = torch.tensor([5, 7])
+    multimodal_rotary_embedding_cpu(at, *text, 16, cache, [2, 1, 1], interleaved, True)
+    assert all(map(torch.equal, text, rotary_embedding_cpu(at, query, key, 16, cache, True)))
