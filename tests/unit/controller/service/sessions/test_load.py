@@ -79,9 +79,10 @@ async def test_one_engine_more_than_a_sidecar_can_serve_is_refused(tmp_path: Pat
             first = 1 + look * LONG_MESSAGE
             steps = range(first, first + LONG_MESSAGE)
             await stream.send(*(report_message(step) for step in steps), dropped=1)
-            await until(lambda last=steps[-1]: session.counters.reports == last)
+            # A message is counted when all of its reports are.
+            await until(lambda sent=look + 1: session.counters.messages == sent)
+            assert session.counters.reports == steps[-1]
             load.look(running.sidecar.registry)
-        assert session.counters.messages == 2
         code, detail = await failure(running.introduce("engine-1"))
         assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "run another sidecar" in detail
