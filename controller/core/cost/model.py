@@ -10,8 +10,8 @@ now (quick: it moves every arm alike, so a slow minute is no reason to switch), 
 B, and per drafter what drafting at all, each further pass, and the verified width add.  So one arm
 that turns out more expensive than its table moves all arms that share the cause.  The rest of the
 error goes to the single cell and half of it to its neighbours in B, but not from a cell that the
-profile did not measure to one that it did.  A table that surprises is
-trusted less: the doubt about cells never run grows with the errors found on first visits.
+profile did not measure to one that it did.  A table that surprises is trusted less: the doubt about
+cells never run grows with the errors found on first visits.
 
 Two rules keep a slow minute from being charged to the arms that ran in it.  When a cell runs on and
 its time changes, only the machine can have changed, and when the time of a known cell leaps, that
@@ -294,8 +294,8 @@ class CostModel:
         prior, noise = self._variances()
         outside = self._extrapolated.item(i, j)
         if outside:
-            phi = np.eye(1, len(phi))[0]
             # What is wrong there is the extrapolation or the machine's pace, and not the arm.
+            phi = np.eye(1, len(phi))[0]
             prior = max(prior, _EXTRAPOLATED_DOUBT**2)
         # A cell's evidence, without what it has lost while others ran.
         idle = self.steps - self._cell_seen.item(i, j)

@@ -221,6 +221,7 @@ class DFlashDrafter:
                 "it, or start the engine without it"
             ) from error
 
+    # Parameters of some of SGLang's models require gradients (Gemma 3).
     @torch.no_grad()
     def _rehearse(self) -> None:
         """Reads one position and drafts one block.

@@ -37,7 +37,7 @@ class MissingOperatorError(NotImplementedError):
 
 
 class OperatorPlaceholder:
-    """Stands for an operator that SGLang imports and no model calls that is covered here."""
+    """Stands for an operator that SGLang imports and that no model covered here calls."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = name
