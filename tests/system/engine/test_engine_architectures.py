@@ -1,8 +1,8 @@
 """Models of the architectures that people serve, with their real structure at a small width.
 
 `architectures.json` has what each config has beside its sizes; the weights are random.
-docs/compatibility.md lists what is known about each architecture.  By default three run, which between
-them have latent attention, experts and recurrent layers; the others:
+docs/compatibility.md lists what is known about each architecture.  By default three
+run, which between them have latent attention, experts and recurrent layers; the others:
 
     ARCHITECTURES=llama,gemma3,qwen3_moe,qwen3_next \\
         make test ARGS=tests/system/engine/test_engine_architectures.py
