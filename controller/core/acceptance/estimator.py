@@ -13,8 +13,15 @@ fast and a slow window.  When the fast one leaves the slow one by `shift_z` stan
 positions together indicate a large change (`shift_alarm`, see `cusum`), the fast one replaces the
 slow one, and the memory starts short again.
 
-A position with little evidence is drawn towards the position before it (a geometric tail, a_k =
-a_{k-1}), the first one towards a prior, and those of a request class towards all traffic.
+A position with little evidence is drawn towards the one before it.  Acceptance by position is a
+random walk whose steps have the variance a (1 - a) / W, seen through n_k exposures each (the local
+level model of Durbin and Koopman 2012, ch. 2; W = `_WALK_EXPOSURES`).  Its filter is
+
+    a_k = (successes_k + w_k a_{k-1}) / (n_k + w_k)
+    1 / w_{k+1} = 1 / (n_k + w_k) + 1 / W
+
+so that a position that was hardly seen sets neither itself nor those behind it.  The first position
+is drawn towards a prior, and those of a request class towards all traffic.
 """
 
 import math
@@ -37,6 +44,9 @@ _SHIFT_KEEP = 0.1
 # Exposures that an idle drafter keeps after the traffic has shifted: hardly any.  Drafters differ
 # most in the traffic that they are good at; with more the other one would never be tried again.
 _DOUBTED_EXPOSURES = 0.1
+# What a position tells about the next one if it is known exactly: in exposures, W above.  Two
+# neighbours differ by a tenth, as a standard deviation.
+_WALK_EXPOSURES = 20.0
 # Exposures of a position that count on when its traffic returns.
 _RECALLED_EXPOSURES = 200.0
 
@@ -47,20 +57,40 @@ class AcceptanceCurve:
 
     conditional, exposures: a_k and the sequences behind it, for k = 1..gamma_max.
     expected: E[accepted | gamma] = s_1 + ... + s_gamma, s_k = a_1 ... a_k, gamma = 0..gamma_max.
-    prior_exposures: the weight of the prior of a position that was never observed.
+    prior_exposures: w_k, what the value that a_k is drawn to counts as.  is_walk: that value is
+    a_{k-1}, behind the first position; else it has nothing to do with the other positions.
     """
 
     conditional: list[float]
     exposures: list[float]
     expected: list[float]
-    prior_exposures: float
+    prior_exposures: list[float]
+    is_walk: bool = True
 
     def variance(self) -> NDArray[np.float64]:
         """Returns [gamma_max], the variance of the estimate of a_k."""
         means = np.array(self.conditional)
-        evidence = np.array(self.exposures) + self.prior_exposures
+        evidence = np.array(self.exposures) + np.array(self.prior_exposures)
         variance: NDArray[np.float64] = means * (1 - means) / evidence
         return variance
+
+    def independent_parts(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Splits what is unknown about E[accepted | gamma] into parts that are independent.
+
+        Part k is what a_k does not share with a_{k-1}; it also moves a_{k+1}, a_{k+2} and so on, as
+        far as those are drawn to a_k.  Returns [gamma_max + 1, gamma_max], dE[accepted | gamma] /
+        d part_k, and [gamma_max], the variance of part k.
+        """
+        slopes, variance = self.sensitivity(), self.variance()
+        if self.is_walk:
+            seen, weights = np.array(self.exposures), np.array(self.prior_exposures)
+            drawn = weights / (seen + weights)
+            for k in range(len(drawn) - 1, 0, -1):
+                slopes[:, k - 1] += drawn[k] * slopes[:, k]
+            # That of a step of the walk, and of what was seen.
+            own = (weights**2 / _WALK_EXPOSURES + seen) / (seen + weights)
+            variance[1:] *= own[1:]
+        return slopes, variance
 
     def sensitivity(self) -> NDArray[np.float64]:
         """Returns [gamma_max + 1, gamma_max], dE[accepted | gamma] / da_k.
@@ -233,7 +263,7 @@ class AcceptanceEstimator:
         above = None if parent is None else parent.conditional
         weight = prior if above is None else settings.class_exposures
         conditional: list[float] = []
-        exposures, expected = [], [0.0]
+        exposures, weights, expected = [], [], [0.0]
         # Without a parent both are the same.
         own = conditional if above is None else []
         survival, total = 1.0, 0.0
@@ -251,8 +281,13 @@ class AcceptanceEstimator:
             total += survival
             conditional.append(mean)
             exposures.append(seen)
+            weights.append(weight)
             expected.append(total)
-        return AcceptanceCurve(conditional, exposures, expected, prior), own
+            if above is None:
+                known = seen + weight
+                weight = known * _WALK_EXPOSURES / (known + _WALK_EXPOSURES)
+        curve = AcceptanceCurve(conditional, exposures, expected, weights, above is None)
+        return curve, own
 
 
 @lru_cache(maxsize=8)

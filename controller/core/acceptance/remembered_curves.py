@@ -32,11 +32,8 @@ Believed: TypeAlias = Sequence[tuple[float, float]]
 
 def believed(curve: AcceptanceCurve) -> Believed:
     """Returns what reports weigh the remembered states against, while this is the current one."""
-    prior = curve.prior_exposures
-    return [
-        (bounded(a), trust_in(n + prior))
-        for a, n in zip(curve.conditional, curve.exposures, strict=True)
-    ]
+    known = zip(curve.conditional, curve.exposures, curve.prior_exposures, strict=True)
+    return [(bounded(a), trust_in(n + prior)) for a, n, prior in known]
 
 
 class RememberedCurves:

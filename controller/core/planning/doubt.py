@@ -42,7 +42,7 @@ class AcceptanceDoubt:
     def __init__(self, traffic: TrafficCurves, arms: Sequence[Arm]) -> None:
         self._traffic, self._arms = traffic, arms
         positions = sum([len(curve.conditional) for curve in traffic.batch.values()])
-        # [arms, positions], d log(1 + E_arm) / da_k; [positions], the variance of a_k.
+        # [arms, positions], d log(1 + E_arm) / d part_k; [positions], the variance of part k.
         self._slopes = np.zeros((len(arms), positions))
         self._variance = np.empty(positions)
         self._begins: dict[str, int] = {}
@@ -50,9 +50,9 @@ class AcceptanceDoubt:
         for name, curve in traffic.batch.items():
             end = begin + len(curve.conditional)
             mine = [i for i, arm in enumerate(arms) if arm.drafter == name]
-            slopes = curve.sensitivity() / (1 + np.array(curve.expected))[:, None]
+            slopes, self._variance[begin:end] = curve.independent_parts()
+            slopes /= (1 + np.array(curve.expected))[:, None]
             self._slopes[mine, begin:end] = slopes[[arms[i].gamma for i in mine]]
-            self._variance[begin:end] = curve.variance()
             self._begins[name], begin = begin, end
 
     def variance(self, current: int, *, unseen: bool = False) -> NDArray[np.float64]:

@@ -43,7 +43,7 @@ def test_a_recorded_step_is_the_other_cores_probe_only_if_it_ran_that_arm(runnin
 
 
 def test_the_deepest_position_says_whether_an_arm_was_seen():
-    curves = {"mtp": AcceptanceCurve([0.5] * 3, [100.0, 8.0, 2.0], [0.0] * 4, 4.0)}
+    curves = {"mtp": AcceptanceCurve([0.5] * 3, [100.0, 8.0, 2.0], [0.0] * 4, [4.0] * 3)}
     core = SimpleNamespace(
         decision=SimpleNamespace(values=SimpleNamespace(traffic=SimpleNamespace(batch=curves)))
     )

@@ -59,6 +59,45 @@ def test_positions_never_seen_lean_on_those_before_them():
     assert means[1:] == pytest.approx([means[0]] * 4)
 
 
+def test_a_position_that_was_hardly_seen_sets_neither_itself_nor_those_behind_it():
+    estimator = AcceptanceEstimator(8, SETTINGS)
+    for _ in range(300):
+        estimator.fold([2, 1, 1, 6])
+    before = estimator.curve().conditional
+    # One sequence reached the fourth position, and its draft was rejected there.
+    estimator.fold([0, 0, 0, 1, 0])
+    after = estimator.curve().conditional
+    assert after[3:] == pytest.approx(before[3:], abs=0.05)
+    # Many of them do set it, and those behind it.
+    for _ in range(300):
+        estimator.fold([2, 1, 1, 4, 1])
+    assert max(estimator.curve().conditional[3:]) < 0.35
+
+
+def test_what_is_unknown_splits_into_what_positions_do_not_share():
+    estimator = AcceptanceEstimator(8, SETTINGS)
+    for _ in range(20):
+        estimator.fold([1, 1, 2])
+    curve = estimator.curve()
+    slopes, parts = curve.independent_parts()
+    # Behind what was seen all positions are drawn to the same value: they are wrong together.
+    assert slopes[8, 1] > 2 * curve.sensitivity()[8, 1]
+    # By Monte Carlo: a walk drawn with the parts' variances has the deviation that they say.
+    rng = np.random.default_rng(1)
+    drawn = np.array(curve.prior_exposures) / (
+        np.array(curve.prior_exposures) + np.array(curve.exposures)
+    )
+    found = []
+    for _ in range(4000):
+        apart, own = 0.0, 1e-2 * rng.normal(size=8) * np.sqrt(parts)
+        walk = []
+        for k in range(8):
+            apart = own[k] + (drawn[k] * apart if k else 0.0)
+            walk.append(curve.conditional[k] + apart)
+        found.append(np.cumprod(walk).sum())
+    assert np.std(found) == pytest.approx(1e-2 * np.sqrt(slopes[8] ** 2 @ parts), rel=0.06)
+
+
 def test_what_goes_unobserved_keeps_its_mean_and_loses_its_confidence():
     estimator = AcceptanceEstimator(3, SETTINGS)
     for _ in range(300):

@@ -25,7 +25,7 @@ def test_the_odds_are_those_of_successes_and_failures_by_position():
     # Of 6 sequences 2 were rejected at the first position, and 1 at the second.
     for k, (successes, failures) in enumerate([(4, 2), (3, 1)]):
         p, q = curve.conditional[k], own.conditional[k]
-        n, m = curve.exposures[k], own.exposures[k] + own.prior_exposures
+        n, m = curve.exposures[k], own.exposures[k] + own.prior_exposures[k]
         each = successes * math.log(p / q) + failures * math.log((1 - p) / (1 - q))
         wanted += n / (n + 8) * m / (m + 8) * each
     found = RememberedCurves([known, current]).log_odds("mtp", believed(own), (2, 1, 3))
