@@ -256,7 +256,7 @@ def _in_words(answer: "service_pb2.ExplainResponse") -> str:
     warm = f"acceptance began from {answer.warm_start}\n" if answer.warm_start else ""
     return (
         f"plan {plan.epoch}: {_reason(plan.reason)}; {plan.reason_detail}\n"
-        f"{_lost_text(answer.lost)}{_bound_text(answer)}"
+        f"{_lost_text(answer.lost)}{_bound_text(answer)}{_mixtures_text(answer)}"
         f"{_updates_text(answer)}{_training_text(answer)}"
         f"costs: {costs}; context {answer.kv_tokens_per_sequence:.0f} tokens a sequence; "
         f"{answer.cost_outliers} step times left out as outliers\n"
@@ -308,6 +308,14 @@ def _bound_text(answer: "service_pb2.ExplainResponse") -> str:
     else:
         where = "no choice keeps it even in the smallest batches"
     return f"bound of {it.seconds * 1e3:g} ms a token ({whose}): {found}; {where}\n"
+
+
+def _mixtures_text(answer: "service_pb2.ExplainResponse") -> str:
+    return "".join(
+        f"{it.drafter}: lately {it.free_share:.0%} of the rows used the free drafter, "
+        f"{it.gained:+.1f} tokens each\n"
+        for it in answer.mixtures
+    )
 
 
 def _counted(number: int, one: str, several: str) -> str:

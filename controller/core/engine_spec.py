@@ -41,11 +41,22 @@ class Fingerprint:
 
 
 @dataclass(frozen=True, slots=True)
+class Mixture:
+    """Names the two drafters of which a mixture uses one in each row of a step.
+
+    free: a prompt lookup, whose proposals cost next to nothing.
+    """
+
+    main: str
+    free: str
+
+
+@dataclass(frozen=True, slots=True)
 class DrafterSpec:
     """Describes a drafter and the draft lengths, ascending, that the engine has prepared for it.
 
     shape: its sizes, when known.  batch_limits: (gamma, largest batch) of draft lengths that are
-    prepared for small batches only.
+    prepared for small batches only.  mixture: of what it is one; None for other kinds.
     """
 
     name: str
@@ -55,8 +66,13 @@ class DrafterSpec:
     revision: str = ""
     shape: DrafterShape | None = None
     batch_limits: tuple[tuple[int, int], ...] = ()
+    mixture: Mixture | None = None
 
     def __post_init__(self) -> None:
+        if (self.kind is DrafterKind.MIXTURE) != (self.mixture is not None):
+            raise InvalidEngineError(
+                f"drafter {self.name[:64]!r}: a mixture, and nothing else, names its two drafters"
+            )
         if not (1 <= len(self.name) <= 64 and self.name.isprintable()):
             raise InvalidEngineError(
                 f"drafter name {self.name[:64]!r}: 1 to 64 printable characters are needed"
@@ -97,6 +113,7 @@ class Capabilities:
     overlap_steps: int = 0
     drafters_follow: bool = False
     catch_up_steps: int = 0
+    draft_lag: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +158,7 @@ class EngineSpec:
             raise InvalidEngineError(
                 f"max_batch_size {self.max_batch_size} is outside 1..{MAX_BATCH_SIZE}"
             )
+        self._check_lag_and_mixtures()
         if not any(self.is_prepared(arm, self.max_batch_size) for arm in self.arms):
             raise InvalidEngineError(
                 f"every draft length is limited to batches below {self.max_batch_size}: "
@@ -149,6 +167,32 @@ class EngineSpec:
         if self.safe_gamma not in {None, *self.drafters[0].gammas}:
             raise InvalidEngineError(f"{names[0]!r} has not prepared safe_gamma {self.safe_gamma}")
         require_known(self.lost, self)
+
+    def _check_lag_and_mixtures(self) -> None:
+        if self.capabilities.draft_lag not in {0, 1}:
+            raise InvalidEngineError(f"draft_lag {self.capabilities.draft_lag} is neither 0 nor 1")
+        for drafter in self.drafters:
+            if drafter.mixture is not None:
+                self._check_mixture(drafter, drafter.mixture)
+
+    def _check_mixture(self, drafter: DrafterSpec, mixture: Mixture) -> None:
+        plain = {d.name: d for d in self.drafters if d.mixture is None}
+        named = (mixture.main, mixture.free)
+        if not set(named) <= plain.keys() or len(set(named)) < 2:
+            raise InvalidEngineError(
+                f"mixture {drafter.name!r}: {list(named)} are not two of the drafters {list(plain)}"
+            )
+        if plain[mixture.free].kind is not DrafterKind.NGRAM:
+            raise InvalidEngineError(
+                f"mixture {drafter.name!r}: its free drafter {mixture.free!r} is "
+                f"{plain[mixture.free].kind.value}, not {DrafterKind.NGRAM.value}"
+            )
+        lacking = {g for g in drafter.gammas if g} - set(plain[mixture.main].gammas)
+        if lacking:
+            raise InvalidEngineError(
+                f"mixture {drafter.name!r}: {mixture.main!r} has not prepared its draft lengths "
+                f"{sorted(lacking)}"
+            )
 
     @property
     def arms(self) -> tuple[Arm, ...]:

@@ -22,6 +22,7 @@ class DrafterKind(Enum):
     DFLASH = "dflash"  # one pass for a fixed block
     STANDALONE = "standalone"  # gamma serial passes of a small model
     NGRAM = "ngram"  # prompt lookup
+    MIXTURE = "mixture"  # of two other drafters, row by row
 
 
 @dataclass(frozen=True, slots=True)

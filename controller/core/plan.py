@@ -71,13 +71,30 @@ class PlanRow:
     drafter_asleep: bool = False
 
 
+@recorded("mixture_rule")
+@dataclass(frozen=True, slots=True)
+class MixtureRule:
+    """Says by what a mixture's step chooses each row's drafter; see proto `MixtureRule`.
+
+    arm: the mixture and its draft length.  main_expected: accepted tokens of a proposal of the main
+    drafter.  free_expected: of the free one, by match length from `least_match` on; the last one is
+    of all longer matches.  ratio_weight: weight of a step in a request's running means.
+    """
+
+    arm: Arm
+    main_expected: float
+    free_expected: tuple[float, ...]
+    least_match: int
+    ratio_weight: float
+
+
 @recorded("plan")
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Maps batch sizes to choices.  `rows` ascend; the last one also serves every larger batch.
 
     overrides: ids of those that count anywhere in it.  draft_version: of the drafter that is to
-    serve, 0 = as loaded.
+    serve, 0 = as loaded.  rules: of all mixtures at all their draft lengths.
     """
 
     epoch: int
@@ -88,6 +105,7 @@ class Plan:
     reason_detail: str
     overrides: tuple[str, ...] = ()
     draft_version: int = 0
+    rules: tuple[MixtureRule, ...] = ()
 
     def row_for(self, batch_size: int) -> PlanRow:
         """Returns the row that serves this batch size."""

@@ -4,6 +4,7 @@ gamma is the draft length; accepted counts exclude the bonus token.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from controller.core.engine_spec import MAX_BATCH_SIZE, MAX_GAMMA, Arm
@@ -13,6 +14,8 @@ MAX_STEP_SECONDS = 3600.0
 MIN_STEP_SECONDS = 1e-6  # nothing decodes in less, and less would overflow what divides by it
 MAX_REPORT_CLASSES = 64
 MAX_LABEL_CHARACTERS = 64
+MAX_GROUPS = 16
+MAX_PROPOSALS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +29,12 @@ class StepFlags:
     switched: bool = False
     updating: bool = False
     drafter_reset: bool = False
+    mixed_choice: bool = False
 
     @property
     def distorts_shape(self) -> bool:
         """Whether the step's seconds differ from those of any other step of its shape."""
-        return self.after_gap or self.eager_fallback or self.first_use
+        return self.after_gap or self.eager_fallback or self.first_use or self.mixed_choice
 
     @property
     def distorts_cost(self) -> bool:
@@ -50,6 +54,35 @@ class ClassCounts:
 
 
 @dataclass(frozen=True, slots=True)
+class RowGroup:
+    """Holds the rows of a step in which the same was verified: gamma + 1 counts."""
+
+    drafter: str
+    gamma: int
+    accepted_counts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ProposalCounts:
+    """Counts what a drafter's proposals would have given, as proto `ProposalCounts` does.
+
+    match_length: of a lookup, 0 = without a match, or not a lookup.  accepted_counts: width + 1
+    counts of rows of which exactly k tokens would have been accepted.  censored_counts: width
+    counts of those of which at least k would have been, or none.
+    """
+
+    drafter: str
+    match_length: int
+    accepted_counts: tuple[int, ...]
+    censored_counts: tuple[int, ...] = ()
+
+    @property
+    def rows(self) -> int:
+        """Counts the rows."""
+        return sum(self.accepted_counts) + sum(self.censored_counts)
+
+
+@dataclass(frozen=True, slots=True)
 class StepReport:
     """Holds the telemetry of one decode step.  Raises InvalidReportError for values out of range.
 
@@ -59,7 +92,10 @@ class StepReport:
     for engines that know one.  confidences: the drafter's own mean probability of each of the gamma
     drafted positions, or empty; they are checked and recorded, and no decision uses them yet.
     update_seconds: duration of the drafter's update that landed before this step, 0 without one.
-    draft_version: of the drafter that served the step, 0 = as loaded.
+    draft_version: of the drafter that served the step, 0 = as loaded.  groups: the rows by what was
+    verified in them, or none: all alike; accepted_counts is their sum, and gamma that of the widest
+    one.  proposals: what drafters would have given, used or not.  prefill_tokens: prompt tokens
+    that the step read beside its decoding.
     """
 
     step: int
@@ -76,6 +112,9 @@ class StepReport:
     confidences: tuple[float, ...] = ()
     update_seconds: float = 0.0
     draft_version: int = 0
+    groups: tuple[RowGroup, ...] = ()
+    proposals: tuple[ProposalCounts, ...] = ()
+    prefill_tokens: int = 0
 
     def __post_init__(self) -> None:
         if self.batch_size < 1 or self.batch_size > MAX_BATCH_SIZE:
@@ -113,6 +152,10 @@ class StepReport:
             self._check_classes()
         if self.confidences:
             self._check_confidences()
+        if self.groups:
+            self._check_groups()
+        if self.proposals:
+            self._check_proposals()
 
     def _check_classes(self) -> None:
         labels = [part.label for part in self.classes]
@@ -148,7 +191,90 @@ class StepReport:
                 "probabilities"
             )
 
+    def _check_groups(self) -> None:
+        if len(self.groups) > MAX_GROUPS:
+            raise InvalidReportError(
+                f"step {self.step}: {len(self.groups)} groups of rows, {MAX_GROUPS} at most"
+            )
+        total = [0] * (self.gamma + 1)
+        for group in self.groups:
+            counts = group.accepted_counts
+            if len(counts) != group.gamma + 1 or group.gamma > self.gamma or min(counts) < 0:
+                raise InvalidReportError(
+                    f"step {self.step}: a group of gamma {group.gamma} with counts "
+                    f"{list(counts)[:80]} in a step of gamma {self.gamma}"
+                )
+            for k, count in enumerate(counts):
+                total[k] += count
+        if tuple(total) != tuple(self.accepted_counts):
+            raise InvalidReportError(
+                f"step {self.step}: its groups accepted {total}, accepted_counts are "
+                f"{list(self.accepted_counts)}"
+            )
+
+    def _check_proposals(self) -> None:
+        if len(self.proposals) > MAX_PROPOSALS:
+            raise InvalidReportError(
+                f"step {self.step}: {len(self.proposals)} entries of proposals, {MAX_PROPOSALS} at "
+                "most"
+            )
+        keys = {(part.drafter, part.match_length) for part in self.proposals}
+        if len(keys) < len(self.proposals):
+            raise InvalidReportError(
+                f"step {self.step}: a drafter's proposals of one match length are counted twice"
+            )
+        rows: dict[str, int] = {}
+        for part in self.proposals:
+            exact, censored = part.accepted_counts, part.censored_counts
+            fits = 2 <= len(exact) <= MAX_GAMMA + 1 and len(censored) in {0, len(exact) - 1}
+            if not fits or min(exact) < 0 or min(censored, default=0) < 0:
+                raise InvalidReportError(
+                    f"step {self.step}: proposals of {part.drafter[:64]!r}: counts "
+                    f"{list(exact)[:80]} and censored {list(censored)[:80]} are not of one width"
+                )
+            rows[part.drafter] = rows.get(part.drafter, 0) + part.rows
+            if rows[part.drafter] > self.batch_size:
+                raise InvalidReportError(
+                    f"step {self.step}: {rows[part.drafter]} proposals of {part.drafter[:64]!r} in "
+                    f"a batch of {self.batch_size}"
+                )
+
+    @property
+    def drafted(self) -> tuple[Sequence[int], Sequence[int]]:
+        """Returns accepted and censored counts of the rows that were drafted for.
+
+        A group that is narrower than `gamma` shows nothing behind its own width.
+        """
+        if not self.groups or self.gamma == 0:
+            return self.accepted_counts, ()
+        exact, censored = [0] * (self.gamma + 1), [0] * self.gamma
+        for group in self.groups:
+            if group.gamma == self.gamma:
+                _add(exact, group.accepted_counts, 0)
+            elif group.gamma:
+                _add(exact, group.accepted_counts[:-1], 0)
+                censored[group.gamma] += group.accepted_counts[-1]
+        return exact, censored if any(censored) else ()
+
+    @property
+    def shown(self) -> dict[str, tuple[Sequence[int], Sequence[int]]]:
+        """Returns by drafter its accepted and censored counts, over all match lengths."""
+        found: dict[str, tuple[list[int], list[int]]] = {}
+        for part in self.proposals:
+            width = len(part.accepted_counts)
+            exact, censored = found.setdefault(part.drafter, ([], []))
+            _add(exact, part.accepted_counts, width)
+            _add(censored, part.censored_counts, width - 1)
+        return dict(found)
+
     @property
     def arm(self) -> Arm:
         """The drafter and the draft length that really ran."""
         return Arm(self.drafter, self.gamma)
+
+
+def _add(total: list[int], counts: Sequence[int], length: int) -> None:
+    """Adds counts to a total, which is `length` long at least afterwards."""
+    total.extend([0] * (length - len(total)))
+    for k, count in enumerate(counts):
+        total[k] += count

@@ -6,7 +6,7 @@ from dataclasses import replace
 from google.protobuf.message import Message
 
 from controller.core.capabilities import added, require_known
-from controller.core.engine_spec import Capabilities, DrafterSpec, EngineSpec, Fingerprint
+from controller.core.engine_spec import Capabilities, DrafterSpec, EngineSpec, Fingerprint, Mixture
 from controller.core.errors import InvalidEngineError
 from controller.core.model_shapes import DrafterKind
 from controller.wire.capabilities import all_lost_from_proto, lost_to_proto
@@ -28,6 +28,7 @@ _KIND_TO_PROTO = {
     DrafterKind.DFLASH: engine_pb2.DRAFTER_KIND_DFLASH,
     DrafterKind.STANDALONE: engine_pb2.DRAFTER_KIND_STANDALONE,
     DrafterKind.NGRAM: engine_pb2.DRAFTER_KIND_NGRAM,
+    DrafterKind.MIXTURE: engine_pb2.DRAFTER_KIND_MIXTURE,
 }
 _KIND_FROM_PROTO = {value: kind for kind, value in _KIND_TO_PROTO.items()}
 
@@ -84,6 +85,7 @@ def _drafter_from_proto(message: engine_pb2.Drafter) -> DrafterSpec:
         kind=kind,
         shape=drafter_shape_from_proto(message.shape, kind) if message.HasField("shape") else None,
         batch_limits=tuple((limit.gamma, limit.max_batch_size) for limit in message.batch_limits),
+        mixture=value_of(Mixture, message.mixture) if message.HasField("mixture") else None,
     )
 
 
@@ -115,4 +117,7 @@ def _drafter_to_proto(drafter: DrafterSpec) -> engine_pb2.Drafter:
             engine_pb2.BatchLimit(gamma=gamma, max_batch_size=largest)
             for gamma, largest in drafter.batch_limits
         ],
+        mixture=(
+            None if drafter.mixture is None else message_of(engine_pb2.Mixture, drafter.mixture)
+        ),
     )

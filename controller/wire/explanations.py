@@ -43,6 +43,10 @@ def explanation_to_proto(explanation: Explanation) -> service_pb2.ExplainRespons
             else None
         ),
         bound=_bound_to_proto(explanation.bound) if explanation.bound else None,
+        mixtures=[
+            message_of(service_pb2.MixtureExplanation, use, drafter=name)
+            for name, use in explanation.mixtures.items()
+        ],
         # The service adds them, with the time that is left.
         overrides=None,
     )

@@ -1,7 +1,7 @@
 """Converts the core's plans, with their rows, probes and regimes, to protobuf."""
 
 from controller.core.engine_spec import Arm
-from controller.core.plan import Plan, PlanRow, Probe, Reason, Regime, RegimeMode
+from controller.core.plan import MixtureRule, Plan, PlanRow, Probe, Reason, Regime, RegimeMode
 from speculation.v1 import plan_pb2, service_pb2
 
 _REASON_TO_PROTO = {
@@ -37,6 +37,18 @@ def plan_to_proto(plan: Plan) -> plan_pb2.Plan:
         reason_detail=plan.reason_detail,
         overrides=plan.overrides,
         draft_version=plan.draft_version,
+        rules=map(_rule_to_proto, plan.rules),
+    )
+
+
+def _rule_to_proto(rule: MixtureRule) -> plan_pb2.MixtureRule:
+    return plan_pb2.MixtureRule(
+        drafter=rule.arm.drafter,
+        gamma=rule.arm.gamma,
+        main_expected=rule.main_expected,
+        free_expected=rule.free_expected,
+        least_match=rule.least_match,
+        ratio_weight=rule.ratio_weight,
     )
 
 

@@ -3,9 +3,13 @@
 from controller.core.engine_spec import MAX_GAMMA
 from controller.core.errors import InvalidReportError
 from controller.core.step_report import (
+    MAX_GROUPS,
+    MAX_PROPOSALS,
     MAX_REPORT_CLASSES,
     NO_FLAGS,
     ClassCounts,
+    ProposalCounts,
+    RowGroup,
     StepFlags,
     StepReport,
 )
@@ -20,7 +24,7 @@ def report_from_proto(message: engine_pb2.StepReport) -> StepReport:
         said = message.flags
         flags = StepFlags(
             said.after_gap, said.eager_fallback, said.first_use, said.unsteered, said.switched,
-            said.updating, said.drafter_reset,
+            said.updating, said.drafter_reset, said.mixed_choice,
         )  # fmt: skip
     return StepReport(
         message.step,
@@ -37,6 +41,17 @@ def report_from_proto(message: engine_pb2.StepReport) -> StepReport:
         tuple(message.confidences),
         message.update_seconds,
         message.draft_version,
+        tuple(RowGroup(g.drafter, g.gamma, tuple(g.accepted_counts)) for g in message.groups),
+        tuple(
+            ProposalCounts(
+                part.drafter,
+                part.match_length,
+                tuple(part.accepted_counts),
+                tuple(part.censored_counts),
+            )
+            for part in message.proposals
+        ),
+        message.prefill_tokens,
     )
 
 
@@ -55,6 +70,19 @@ def _bound_report(message: engine_pb2.StepReport) -> None:
         raise InvalidReportError(
             f"step {message.step}: {len(classes)} classes, at most {MAX_REPORT_CLASSES} with "
             f"{MAX_GAMMA + 1} counts each are possible"
+        )
+    groups, proposals = message.groups, message.proposals
+    if len(groups) > MAX_GROUPS or len(proposals) > MAX_PROPOSALS:
+        raise InvalidReportError(
+            f"step {message.step}: {len(groups)} groups and {len(proposals)} entries of proposals, "
+            f"at most {MAX_GROUPS} and {MAX_PROPOSALS} are possible"
+        )
+    if any(len(group.accepted_counts) > MAX_GAMMA + 1 for group in groups) or any(
+        len(part.accepted_counts) > MAX_GAMMA + 1 or len(part.censored_counts) > MAX_GAMMA
+        for part in proposals
+    ):
+        raise InvalidReportError(
+            f"step {message.step}: a group or a proposal has more than {MAX_GAMMA + 1} counts"
         )
 
 
@@ -77,6 +105,22 @@ def report_to_proto(report: StepReport) -> engine_pb2.StepReport:
         confidences=report.confidences,
         update_seconds=report.update_seconds,
         draft_version=report.draft_version,
+        groups=[
+            engine_pb2.RowGroup(
+                drafter=group.drafter, gamma=group.gamma, accepted_counts=group.accepted_counts
+            )
+            for group in report.groups
+        ],
+        proposals=[
+            engine_pb2.ProposalCounts(
+                drafter=part.drafter,
+                match_length=part.match_length,
+                accepted_counts=part.accepted_counts,
+                censored_counts=part.censored_counts,
+            )
+            for part in report.proposals
+        ],
+        prefill_tokens=report.prefill_tokens,
     )
     flags = report.flags
     if flags != NO_FLAGS:
@@ -89,6 +133,7 @@ def report_to_proto(report: StepReport) -> engine_pb2.StepReport:
                 switched=flags.switched,
                 updating=flags.updating,
                 drafter_reset=flags.drafter_reset,
+                mixed_choice=flags.mixed_choice,
             )
         )
     return message

@@ -37,6 +37,7 @@ class TrafficCurves:
     states beside the current one.  likely: [octaves, states], how likely the current one and each
     of those is for a batch of that size; None: the current one is certain.  octave: of the last
     batch.  resembles: when traffic like the present one was seen before.  batch_size: the last one.
+    undrafted: share of the rows that no arm drafts for, because their requests have opted out.
     """
 
     drafters: Mapping[str, AcceptanceCurve]
@@ -47,13 +48,14 @@ class TrafficCurves:
     octave: int = 0
     resembles: Resemblance | None = None
     batch_size: int = 0
+    undrafted: float = 0.0
 
     def by_state(self, arms: Sequence[Arm]) -> NDArray[np.float64]:
         """Returns [states, arms] draft tokens that are accepted of a sequence, as in `likely`."""
         own = np.array([[self.drafters[arm.drafter].expected[arm.gamma] for arm in arms]])
-        if self.remembered is None:
-            return own
-        return np.concatenate([own, self.remembered.expected(arms)])
+        if self.remembered is not None:
+            own = np.concatenate([own, self.remembered.expected(arms)])
+        return own * (1 - self.undrafted) if self.undrafted else own
 
     def expected(
         self, arms: Sequence[Arm], batch_sizes: NDArray[np.float64]
@@ -64,6 +66,8 @@ class TrafficCurves:
         """
         if self.likely is None:
             own = np.array([self.batch[arm.drafter].expected[arm.gamma] for arm in arms])
+            if self.undrafted:
+                own *= 1 - self.undrafted
             return np.repeat(own[:, None], len(batch_sizes), axis=1)
         octaves = octaves_of(batch_sizes)
         # The row of the last batch may end in the next octave.
@@ -74,7 +78,7 @@ class TrafficCurves:
         return mixed
 
 
-@recorded("traffic_estimator", "states classes _awaited _batch_size _mix")
+@recorded("traffic_estimator", "states classes _awaited _batch_size _mix _undrafted")
 class TrafficEstimator:
     """Owns all acceptance estimators of one engine.
 
@@ -90,6 +94,7 @@ class TrafficEstimator:
         self._mix: dict[str, float] = {}
         # Of the last report.
         self._batch_size = 0
+        self._undrafted = 0.0
 
     def use_settings(self, settings: PlannerSettings) -> None:
         """Uses these settings from now on and keeps the evidence."""
@@ -120,6 +125,10 @@ class TrafficEstimator:
         now: seconds of the clock, by which traffic states are named.
         """
         self._batch_size = report.batch_size
+        if report.groups or self._undrafted:
+            plain = sum([sum(g.accepted_counts) for g in report.groups if g.gamma == 0])
+            if report.gamma or not report.groups:
+                self._undrafted = plain / report.batch_size
         shifted = self.states.fold(report, now)
         if report.classes or self._mix:
             self._fold_classes(report)
@@ -197,7 +206,7 @@ class TrafficEstimator:
             remembered = self.states.remembered_curves() if likely is not None else None
             return TrafficCurves(
                 mains, classes, mains, remembered, likely, self.states.octave, resembles,
-                self._batch_size,
+                self._batch_size, self._undrafted,
             )  # fmt: skip
         batch, rest = {}, max(0.0, 1 - sum(self._mix.values()))
         for name, curve in mains.items():
@@ -206,4 +215,4 @@ class TrafficEstimator:
                 own = classes[label][name].expected
                 expected = [e + share * o for e, o in zip(expected, own, strict=True)]
             batch[name] = dataclasses.replace(curve, expected=expected)
-        return TrafficCurves(mains, classes, batch, resembles=resembles)
+        return TrafficCurves(mains, classes, batch, resembles=resembles, undrafted=self._undrafted)

@@ -142,24 +142,46 @@ class AcceptanceEstimator:
         for alarm in self._alarms:
             alarm.use_settings(settings)
 
-    def fold(self, accepted_counts: Sequence[int]) -> int:
+    def fold(self, accepted_counts: Sequence[int], censored_counts: Sequence[int] = ()) -> int:
         """Takes one step's histogram (gamma + 1 counts).
+
+        censored_counts: gamma counts, entry k = sequences of which k drafts were accepted and no
+        more were drafted; or none.  A step with any is not tested for a shift.
 
         Returns 1 when the traffic has shifted to more accepted drafts, -1 to fewer, 0 else.  The
         caller decides what that means: `forget`, or another estimator.
         """
-        self._steps += 1
-        gamma = min(len(accepted_counts) - 1, self.gamma_max)
         direction = 0
-        if gamma > 0:
+        if len(accepted_counts) > 1 and self.gamma_max > 0 and not censored_counts:
             for alarm in self._alarms:
                 direction = alarm.fold(accepted_counts) or direction
+        return self._fold(accepted_counts, censored_counts, direction)
+
+    def fold_aside(
+        self, accepted_counts: Sequence[int], censored_counts: Sequence[int] = ()
+    ) -> None:
+        """Takes what the drafter would have given in a step in which others were used.
+
+        accepted_counts: width + 1 counts.  censored_counts: width counts, entry k = sequences of
+        which at least k tokens would have been accepted and nothing more is known; or none.  No
+        test for a shift sees it.
+        """
+        self._fold(accepted_counts, censored_counts, 1)
+
+    def _fold(
+        self, accepted_counts: Sequence[int], censored_counts: Sequence[int], direction: int
+    ) -> int:
+        """Adds a step to both windows, and returns the direction of a shift (given one: that)."""
+        self._steps += 1
+        gamma = min(len(accepted_counts) - 1, self.gamma_max)
         steps, seen_at, settings = self._steps, self._seen_at, self._settings
         fast_keeps, slow_keeps = self._fast_keeps, self._slow_keeps
         fast_most, slow_most = len(fast_keeps) - 1, len(slow_keeps) - 1
         fast_n, fast_s, slow_n, slow_s = self._fast_n, self._fast_s, self._slow_n, self._slow_s
-        reached = sum(accepted_counts)
+        reached = sum(accepted_counts) + sum(censored_counts)
         for k in range(gamma):
+            if censored_counts:
+                reached -= censored_counts[k]
             if reached == 0:
                 break
             successes = reached - accepted_counts[k]

@@ -140,10 +140,16 @@ class TrafficStates:
         state = self.current
         state.steps += 1
         state.last_step, state.ended = self._reports, now
+        shown = report.shown
+        direction = 0
         for name, estimator in state.drafters.items():
-            if name != report.drafter:
+            if name == report.drafter and report.gamma:
+                direction = estimator.fold(*report.drafted)
+            elif name in shown:
+                estimator.fold_aside(*shown[name])
+            else:
                 estimator.pass_by()
-        return state.drafters[report.drafter].fold(report.accepted_counts)
+        return direction
 
     def _predicted(self, hazard: float) -> list[float]:
         """Returns the probability of each state, as in `all`, after a change with this one."""
@@ -166,9 +172,8 @@ class TrafficStates:
         likely = self._predicted(self.hazards.expected)
         against = self._believed.get(report.drafter)
         if against is not None and report.gamma > 0:
-            odds = self.remembered_curves().log_odds(
-                report.drafter, against, report.accepted_counts
-            )
+            exact, _ = report.drafted
+            odds = self.remembered_curves().log_odds(report.drafter, against, exact)
             for k, log_odds in enumerate(odds, start=1):
                 likely[k] *= math.exp(log_odds)
         self._set(likely)

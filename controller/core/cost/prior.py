@@ -39,6 +39,10 @@ class Prior:
 def prior_for(spec: EngineSpec, arms: Sequence[Arm], buckets: Sequence[int]) -> Prior:
     """Returns the best prior for an engine that was not profiled."""
     shapes = {d.name: d.shape for d in spec.drafters if d.shape is not None}
+    for drafter in spec.drafters:
+        # Its free drafter costs next to nothing.
+        if drafter.mixture is not None and (main := shapes.get(drafter.mixture.main)) is not None:
+            shapes[drafter.name] = main
     if spec.shape is None or len(shapes) < len(spec.drafters):
         return generic_prior(arms, buckets)
     try:

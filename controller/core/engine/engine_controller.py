@@ -17,6 +17,7 @@ from dataclasses import replace
 import numpy as np
 
 from controller.core.acceptance.by_class import TrafficCurves, TrafficEstimator
+from controller.core.acceptance.mixtures import Mixtures
 from controller.core.acceptance.warm_start import Belief
 from controller.core.capabilities import LostCapability, added, is_blind, require_known
 from controller.core.clock import Clock
@@ -44,7 +45,7 @@ from controller.core.engine.explanation import (
 from controller.core.engine.prediction_audit import PredictionAudit
 from controller.core.engine_spec import Arm, EngineSpec
 from controller.core.errors import StaleReportError, UnknownArmError
-from controller.core.plan import Plan, PlanRow, Probe, Reason, Regime
+from controller.core.plan import MixtureRule, Plan, PlanRow, Probe, Reason, Regime
 from controller.core.planning.baseline_planners import make_planner
 from controller.core.planning.buckets import batch_buckets
 from controller.core.planning.cautious_start import discounts
@@ -72,9 +73,9 @@ _UNSETTLED_PAUSE = 0.2
 
 @recorded(
     "controller",
-    "reports traffic cost explorer updates _catch_up _context _decided _epoch _evaluated_at "
-    "_evaluated_reports _forced _last_batch _last_step _losses _parting _plan _plan_time _planner "
-    "_switch_price _unsettled_until _warm_start",
+    "reports traffic mixtures cost explorer updates _catch_up _context _decided _epoch "
+    "_evaluated_at _evaluated_reports _forced _last_batch _last_step _losses _parting _plan "
+    "_plan_time _planner _switch_price _unsettled_until _warm_start",
 )
 class EngineController:
     """Estimates and plans for one introduced engine.  The first plan is made at once.
@@ -106,6 +107,7 @@ class EngineController:
         self._buckets = batch_buckets(spec.max_batch_size, graphs, len(self.arms))
         self._sizes = np.asarray(self._buckets, dtype=np.float64)
         self.traffic = TrafficEstimator(spec.drafters, settings)
+        self.mixtures = Mixtures(spec.drafters, settings)
         self.cost = self._cost_model(profile)
         self._catch_up = CatchUp(
             [d.name for d in spec.drafters],
@@ -127,6 +129,8 @@ class EngineController:
         self._last_step = -1
         self._last_batch = 1
         self._epoch = 0
+        # Of the plan that is issued next.
+        self._rules: tuple[MixtureRule, ...] = ()
         # What the plan's rows were made from: they are made again only when that changes.
         self._decided: tuple[object, ...] | None = None
         self._plan_time = 0.0
@@ -174,13 +178,7 @@ class EngineController:
 
     def observe(self, report: StepReport) -> None:
         """Folds one report.  Raises StaleReportError or UnknownArmError; nothing is used then."""
-        if report.step <= self._last_step:
-            raise StaleReportError(
-                f"step {report.step} does not follow step {self._last_step}: steps must go forward"
-            )
-        arm = self._arm_index.get((report.drafter, report.gamma), -1)
-        if arm < 0:
-            self.spec.require(report.arm)
+        arm = self._require_usable(report)
         self._last_step = report.step
         self._last_batch = report.batch_size
         self.reports += 1
@@ -192,6 +190,7 @@ class EngineController:
                 # What the plan was made for is over.
                 self._evaluated_at = -float("inf")
             self._planner.observe(report)
+            self.mixtures.fold(report)
         bucket = self.cost.bucket_of(report.batch_size)
         self._context.observe(bucket, report.kv_tokens / report.batch_size)
         expected = self.cost.predict(arm, report.batch_size, report.kv_tokens)
@@ -223,6 +222,21 @@ class EngineController:
             share = budget(self._settings, self.traffic.states.hazards.expected)
         seconds = min(report.step_seconds, bearable)
         self.explorer.observe(report, seconds, share, self._clock.now())
+
+    def _require_usable(self, report: StepReport) -> int:
+        """Returns the index of the report's arm.  Raises StaleReportError or UnknownArmError."""
+        if report.step <= self._last_step:
+            raise StaleReportError(
+                f"step {report.step} does not follow step {self._last_step}: steps must go forward"
+            )
+        arm = self._arm_index.get((report.drafter, report.gamma), -1)
+        if arm < 0:
+            self.spec.require(report.arm)
+        for group in report.groups:
+            self.spec.drafter(group.drafter)
+        for part in report.proposals:
+            self.spec.drafter(part.drafter)
+        return arm
 
     def set_overrides(self, overrides: Iterable[Override]) -> bool:
         """Plans under these from now on; True when that is a change for this engine."""
@@ -277,7 +291,8 @@ class EngineController:
         rows, reason, detail = self._decide_rows(now)
         at = self._rows_at
         said, now_is = self._plan, (at.named, self._regime_now(), self.updates.version)
-        if (said.overrides, said.regime, said.draft_version) == now_is and rows == self._plan.rows:
+        same = (said.overrides, said.regime, said.draft_version) == now_is
+        if same and rows == said.rows and self._rules == said.rules:
             if not half_gone:
                 return None
             reason = Reason.LEASE if reason is Reason.EXPLOIT else reason
@@ -339,7 +354,7 @@ class EngineController:
         if settings == self._settings:
             return
         self._settings = settings
-        for part in (self.traffic, self.cost, self.explorer):
+        for part in (self.traffic, self.mixtures, self.cost, self.explorer):
             part.use_settings(settings)
         before, self._planner = self._planner, make_planner(self.arms, self._buckets, settings)
         self._limit_planner()
@@ -409,6 +424,7 @@ class EngineController:
             resembles=past_traffic(estimates.traffic.resembles, self._clock.now()),
             traffic_states=len(self.traffic.states.all),
             bound=bound_in(made, self.arms, row, current),
+            mixtures=self.mixtures.uses(),
         )
 
     def take_estimates(self) -> None:
@@ -434,6 +450,8 @@ class EngineController:
         self._evaluated_at, self._evaluated_reports = now, self.reports
         self.cost.learn()
         made = self._decision = self._assessed(self.traffic.believe())
+        before = self._plan.rules if self._epoch else ()
+        self._rules = self.mixtures.rules(made.estimates.traffic.drafters, before)
         if self._forced is not None:
             self._decided = None
             detail = f"measuring {self._forced.drafter} at gamma {self._forced.gamma}"
@@ -501,5 +519,7 @@ class EngineController:
         self._plan_time = now
         lease, named = self._settings.lease_seconds, self._rows_at.named
         regime, version = self._regime_now(), self.updates.version
-        self._plan = Plan(self._epoch, rows, regime, lease, reason, detail, named, version)
+        self._plan = Plan(
+            self._epoch, rows, regime, lease, reason, detail, named, version, self._rules
+        )
         return self._plan

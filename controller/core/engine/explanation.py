@@ -1,7 +1,7 @@
 """Puts the last decision into words and numbers for people (`EngineController.explain`)."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from controller.core.acceptance.by_class import TrafficCurves
 from controller.core.acceptance.estimator import AcceptanceCurve
+from controller.core.acceptance.mixtures import MixtureUse
 from controller.core.acceptance.traffic_state import Resemblance
 from controller.core.capabilities import LostCapability
 from controller.core.engine.decision import Decision
@@ -147,7 +148,7 @@ class Explanation:
     the engine can no longer do.  switch_seconds: what a change of arm costs, as measured.
     resembles: earlier traffic that the present one is taken for.  traffic_states: kinds of traffic
     that are remembered, the present one included.  bound: how the bound on the time per output
-    token stands, None where no bound holds.
+    token stands, None where no bound holds.  mixtures: by name, how those that ran were used.
     """
 
     engine_id: str
@@ -180,6 +181,7 @@ class Explanation:
     resembles: PastTraffic | None = None
     traffic_states: int = 1
     bound: BoundState | None = None
+    mixtures: Mapping[str, MixtureUse] = field(default_factory=dict)
 
 
 def value_table(at: PlanRows, values: Values) -> ValueTable:

@@ -34,6 +34,8 @@ class _DrafterKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DrafterKi
     """An independent small model."""
     DRAFTER_KIND_NGRAM: _DrafterKind.ValueType  # 4
     """Prompt lookup, no model."""
+    DRAFTER_KIND_MIXTURE: _DrafterKind.ValueType  # 5
+    """For each row of a step one of two others of the engine: see Mixture."""
 
 class DrafterKind(_DrafterKind, metaclass=_DrafterKindEnumTypeWrapper):
     """Kind of drafter.  It tells the cost model how drafting scales with the draft length."""
@@ -47,6 +49,8 @@ DRAFTER_KIND_STANDALONE: DrafterKind.ValueType  # 3
 """An independent small model."""
 DRAFTER_KIND_NGRAM: DrafterKind.ValueType  # 4
 """Prompt lookup, no model."""
+DRAFTER_KIND_MIXTURE: DrafterKind.ValueType  # 5
+"""For each row of a step one of two others of the engine: see Mixture."""
 Global___DrafterKind: _TypeAlias = DrafterKind  # noqa: Y015
 
 class _Capability:
@@ -88,6 +92,34 @@ CAPABILITY_REPORT: Capability.ValueType  # 6
 Global___Capability: _TypeAlias = Capability  # noqa: Y015
 
 @_typing.final
+class Mixture(_message.Message):
+    """Two drafters that propose tokens for the same rows.  For each row the engine verifies the
+    proposal that its rule (Plan.rules) takes for the better one.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAIN_FIELD_NUMBER: _builtins.int
+    FREE_FIELD_NUMBER: _builtins.int
+    main: _builtins.str
+    """Names of two drafters that the engine introduces, neither of them a mixture."""
+    free: _builtins.str
+    """A prompt lookup (DRAFTER_KIND_NGRAM): its proposals cost next to nothing."""
+    def __init__(
+        self,
+        *,
+        main: _builtins.str = ...,
+        free: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["free", b"free", "main", b"main"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Mixture: _TypeAlias = Mixture  # noqa: Y015
+
+@_typing.final
 class Drafter(_message.Message):
     """A drafter that the engine holds, and the draft lengths it can run."""
 
@@ -100,6 +132,7 @@ class Drafter(_message.Message):
     REVISION_FIELD_NUMBER: _builtins.int
     SHAPE_FIELD_NUMBER: _builtins.int
     BATCH_LIMITS_FIELD_NUMBER: _builtins.int
+    MIXTURE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Short stable name, unique within the engine, e.g. "eagle3"."""
     kind: Global___DrafterKind.ValueType
@@ -122,6 +155,10 @@ class Drafter(_message.Message):
         One draft length at least is not listed, or not with all drafters.
         """
 
+    @_builtins.property
+    def mixture(self) -> Global___Mixture:
+        """With DRAFTER_KIND_MIXTURE, and only then."""
+
     def __init__(
         self,
         *,
@@ -132,13 +169,19 @@ class Drafter(_message.Message):
         revision: _builtins.str = ...,
         shape: Global___DrafterShape | None = ...,
         batch_limits: _abc.Iterable[Global___BatchLimit] | None = ...,
+        mixture: Global___Mixture | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_shape", b"_shape", "shape", b"shape"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_mixture", b"_mixture", "_shape", b"_shape", "mixture", b"mixture", "shape", b"shape"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_shape", b"_shape", "batch_limits", b"batch_limits", "gammas", b"gammas", "kind", b"kind", "model", b"model", "name", b"name", "revision", b"revision", "shape", b"shape"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_mixture", b"_mixture", "_shape", b"_shape", "batch_limits", b"batch_limits", "gammas", b"gammas", "kind", b"kind", "mixture", b"mixture", "model", b"model", "name", b"name", "revision", b"revision", "shape", b"shape"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__mixture: _TypeAlias = _typing.Literal["mixture"]  # noqa: Y015
+    _WhichOneofArgType__mixture: _TypeAlias = _typing.Literal["_mixture", b"_mixture"]  # noqa: Y015
     _WhichOneofReturnType__shape: _TypeAlias = _typing.Literal["shape"]  # noqa: Y015
     _WhichOneofArgType__shape: _TypeAlias = _typing.Literal["_shape", b"_shape"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__mixture) -> _WhichOneofReturnType__mixture | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__shape) -> _WhichOneofReturnType__shape | None: ...
 
 Global___Drafter: _TypeAlias = Drafter  # noqa: Y015
@@ -242,6 +285,7 @@ class Capabilities(_message.Message):
     DRAFTERS_FOLLOW_FIELD_NUMBER: _builtins.int
     CATCH_UP_STEPS_FIELD_NUMBER: _builtins.int
     CAN_TAKE_VERSIONS_FIELD_NUMBER: _builtins.int
+    DRAFT_LAG_FIELD_NUMBER: _builtins.int
     can_sleep: _builtins.bool
     """A row may say `drafter_asleep`: at gamma = 0 the engine can skip all draft-side work."""
     can_switch_drafter: _builtins.bool
@@ -262,6 +306,10 @@ class Capabilities(_message.Message):
     """
     can_take_versions: _builtins.bool
     """The engine can be given versions of its first drafter (Plan.draft_version)."""
+    draft_lag: _builtins.int
+    """0: a step verifies what was drafted within it.  1: the engine drafts at the end of a step and
+    verifies in the next one, so that a plan's choice is verified one step later.
+    """
     def __init__(
         self,
         *,
@@ -273,10 +321,11 @@ class Capabilities(_message.Message):
         drafters_follow: _builtins.bool = ...,
         catch_up_steps: _builtins.int = ...,
         can_take_versions: _builtins.bool = ...,
+        draft_lag: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["can_collect", b"can_collect", "can_sleep", b"can_sleep", "can_switch_drafter", b"can_switch_drafter", "can_take_versions", b"can_take_versions", "can_update_online", b"can_update_online", "catch_up_steps", b"catch_up_steps", "drafters_follow", b"drafters_follow", "overlap_steps", b"overlap_steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["can_collect", b"can_collect", "can_sleep", b"can_sleep", "can_switch_drafter", b"can_switch_drafter", "can_take_versions", b"can_take_versions", "can_update_online", b"can_update_online", "catch_up_steps", b"catch_up_steps", "draft_lag", b"draft_lag", "drafters_follow", b"drafters_follow", "overlap_steps", b"overlap_steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -635,6 +684,9 @@ class StepReport(_message.Message):
     CONFIDENCES_FIELD_NUMBER: _builtins.int
     UPDATE_SECONDS_FIELD_NUMBER: _builtins.int
     DRAFT_VERSION_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    PROPOSALS_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Engine-side counter of decode steps, strictly increasing within a session."""
     batch_size: _builtins.int
@@ -656,6 +708,8 @@ class StepReport(_message.Message):
     """
     draft_version: _builtins.int
     """Version of the drafter that served the step; 0: as loaded."""
+    prefill_tokens: _builtins.int
+    """Prompt tokens that the step read beside its decoding."""
     @_builtins.property
     def accepted_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """accepted_counts[k] = sequences that accepted exactly k draft tokens (bonus token excluded);
@@ -678,6 +732,18 @@ class StepReport(_message.Message):
         gamma values in [0, 1], or none.
         """
 
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowGroup]:
+        """The rows of the step by what was verified in them, where not all rows are alike: they used
+        different drafters, or widths, or some must not be drafted for.  None: one group, which is
+        `drafter`, `gamma` and `accepted_counts`.  Else `drafter` is the arm that ran (a mixture, say),
+        `gamma` the widest group's, and `accepted_counts` the sum of all groups.
+        """
+
+    @_builtins.property
+    def proposals(self) -> _containers.RepeatedCompositeFieldContainer[Global___ProposalCounts]:
+        """What drafters would have given, whether they were used or not: evidence about idle ones."""
+
     def __init__(
         self,
         *,
@@ -695,14 +761,94 @@ class StepReport(_message.Message):
         confidences: _abc.Iterable[_builtins.float] | None = ...,
         update_seconds: _builtins.float = ...,
         draft_version: _builtins.int = ...,
+        groups: _abc.Iterable[Global___RowGroup] | None = ...,
+        proposals: _abc.Iterable[Global___ProposalCounts] | None = ...,
+        prefill_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["flags", b"flags"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_counts", b"accepted_counts", "batch_size", b"batch_size", "classes", b"classes", "confidences", b"confidences", "draft_version", b"draft_version", "drafter", b"drafter", "flags", b"flags", "gamma", b"gamma", "kv_tokens", b"kv_tokens", "plan_epoch", b"plan_epoch", "probe_id", b"probe_id", "step", b"step", "step_seconds", b"step_seconds", "update_seconds", b"update_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_counts", b"accepted_counts", "batch_size", b"batch_size", "classes", b"classes", "confidences", b"confidences", "draft_version", b"draft_version", "drafter", b"drafter", "flags", b"flags", "gamma", b"gamma", "groups", b"groups", "kv_tokens", b"kv_tokens", "plan_epoch", b"plan_epoch", "prefill_tokens", b"prefill_tokens", "probe_id", b"probe_id", "proposals", b"proposals", "step", b"step", "step_seconds", b"step_seconds", "update_seconds", b"update_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepReport: _TypeAlias = StepReport  # noqa: Y015
+
+@_typing.final
+class RowGroup(_message.Message):
+    """Rows of a step in which the same was verified."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DRAFTER_FIELD_NUMBER: _builtins.int
+    GAMMA_FIELD_NUMBER: _builtins.int
+    ACCEPTED_COUNTS_FIELD_NUMBER: _builtins.int
+    drafter: _builtins.str
+    """One of the engine's, not a mixture."""
+    gamma: _builtins.int
+    """0: rows that were not drafted for."""
+    @_builtins.property
+    def accepted_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """gamma + 1 counts; all groups together count each row of the batch once."""
+
+    def __init__(
+        self,
+        *,
+        drafter: _builtins.str = ...,
+        gamma: _builtins.int = ...,
+        accepted_counts: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_counts", b"accepted_counts", "drafter", b"drafter", "gamma", b"gamma"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RowGroup: _TypeAlias = RowGroup  # noqa: Y015
+
+@_typing.final
+class ProposalCounts(_message.Message):
+    """What a drafter proposed for rows of a step, compared with the tokens that the step verified.
+
+    A step that accepted a drafts shows a + 1 tokens.  A proposal that differs from one of them would
+    have been accepted up to there (accepted_counts).  One that agrees with all of them, and is
+    longer, would have been accepted at least that far (censored_counts).
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DRAFTER_FIELD_NUMBER: _builtins.int
+    MATCH_LENGTH_FIELD_NUMBER: _builtins.int
+    ACCEPTED_COUNTS_FIELD_NUMBER: _builtins.int
+    CENSORED_COUNTS_FIELD_NUMBER: _builtins.int
+    drafter: _builtins.str
+    """One of the engine's.  The rows may be fewer than the batch's: a lookup finds no match in some."""
+    match_length: _builtins.int
+    """For a lookup, the tokens of the suffix that it found again, by which they are counted apart;
+    0 where that has no meaning.
+    """
+    @_builtins.property
+    def accepted_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """width + 1 counts: entry k = rows of which exactly k tokens would have been accepted."""
+
+    @_builtins.property
+    def censored_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """width counts, or none: entry k = rows of which at least k would have been accepted."""
+
+    def __init__(
+        self,
+        *,
+        drafter: _builtins.str = ...,
+        match_length: _builtins.int = ...,
+        accepted_counts: _abc.Iterable[_builtins.int] | None = ...,
+        censored_counts: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_counts", b"accepted_counts", "censored_counts", b"censored_counts", "drafter", b"drafter", "match_length", b"match_length"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProposalCounts: _TypeAlias = ProposalCounts  # noqa: Y015
 
 @_typing.final
 class ClassCounts(_message.Message):
@@ -747,6 +893,7 @@ class StepFlags(_message.Message):
     SWITCHED_FIELD_NUMBER: _builtins.int
     UPDATING_FIELD_NUMBER: _builtins.int
     DRAFTER_RESET_FIELD_NUMBER: _builtins.int
+    MIXED_CHOICE_FIELD_NUMBER: _builtins.int
     after_gap: _builtins.bool
     """A prefill or an idle gap lies between the previous decode step and this one."""
     eager_fallback: _builtins.bool
@@ -761,6 +908,8 @@ class StepFlags(_message.Message):
     """An online update was being computed beside the step, or landed before it."""
     drafter_reset: _builtins.bool
     """Before this step the drafter went back to earlier weights, or was given others."""
+    mixed_choice: _builtins.bool
+    """With Capabilities.draft_lag: the step verified one choice and drafted for another."""
     def __init__(
         self,
         *,
@@ -771,10 +920,11 @@ class StepFlags(_message.Message):
         switched: _builtins.bool = ...,
         updating: _builtins.bool = ...,
         drafter_reset: _builtins.bool = ...,
+        mixed_choice: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_gap", b"after_gap", "drafter_reset", b"drafter_reset", "eager_fallback", b"eager_fallback", "first_use", b"first_use", "switched", b"switched", "unsteered", b"unsteered", "updating", b"updating"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_gap", b"after_gap", "drafter_reset", b"drafter_reset", "eager_fallback", b"eager_fallback", "first_use", b"first_use", "mixed_choice", b"mixed_choice", "switched", b"switched", "unsteered", b"unsteered", "updating", b"updating"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

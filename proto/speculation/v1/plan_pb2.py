@@ -14,23 +14,25 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19speculation/v1/plan.proto\x12\x0especulation.v1\"B\n\x06Regime\x12(\n\x04mode\x18\x01 \x01(\x0e\x32\x1a.speculation.v1.RegimeMode\x12\x0e\n\x06stride\x18\x02 \x01(\r\"H\n\x05Probe\x12\x10\n\x08probe_id\x18\x01 \x01(\x04\x12\x0f\n\x07\x64rafter\x18\x02 \x01(\t\x12\r\n\x05gamma\x18\x03 \x01(\r\x12\r\n\x05steps\x18\x04 \x01(\r\"\xb6\x01\n\x07PlanRow\x12\x16\n\x0emax_batch_size\x18\x01 \x01(\r\x12\x0f\n\x07\x64rafter\x18\x02 \x01(\t\x12\r\n\x05gamma\x18\x03 \x01(\r\x12)\n\x05probe\x18\x04 \x01(\x0b\x32\x15.speculation.v1.ProbeH\x00\x88\x01\x01\x12&\n\x06reason\x18\x05 \x01(\x0e\x32\x16.speculation.v1.Reason\x12\x16\n\x0e\x64rafter_asleep\x18\x06 \x01(\x08\x42\x08\n\x06_probe\"\xdf\x01\n\x04Plan\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12%\n\x04rows\x18\x02 \x03(\x0b\x32\x17.speculation.v1.PlanRow\x12&\n\x06regime\x18\x03 \x01(\x0b\x32\x16.speculation.v1.Regime\x12\x10\n\x08lease_ms\x18\x04 \x01(\r\x12&\n\x06reason\x18\x05 \x01(\x0e\x32\x16.speculation.v1.Reason\x12\x15\n\rreason_detail\x18\x06 \x01(\t\x12\x11\n\toverrides\x18\x07 \x03(\t\x12\x15\n\rdraft_version\x18\x08 \x01(\r*\xb0\x01\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x12\n\x0eREASON_EXPLOIT\x10\x01\x12\x10\n\x0cREASON_PROBE\x10\x02\x12\x0f\n\x0bREASON_HOLD\x10\x03\x12\x1a\n\x16REASON_PROFILE_MISSING\x10\x04\x12\x14\n\x10REASON_PROFILING\x10\x05\x12\x10\n\x0cREASON_LEASE\x10\x06\x12\x13\n\x0fREASON_OVERRIDE\x10\x07*o\n\nRegimeMode\x12\x1b\n\x17REGIME_MODE_UNSPECIFIED\x10\x00\x12\x13\n\x0fREGIME_MODE_OFF\x10\x01\x12\x16\n\x12REGIME_MODE_ONLINE\x10\x02\x12\x17\n\x13REGIME_MODE_COLLECT\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19speculation/v1/plan.proto\x12\x0especulation.v1\"B\n\x06Regime\x12(\n\x04mode\x18\x01 \x01(\x0e\x32\x1a.speculation.v1.RegimeMode\x12\x0e\n\x06stride\x18\x02 \x01(\r\"H\n\x05Probe\x12\x10\n\x08probe_id\x18\x01 \x01(\x04\x12\x0f\n\x07\x64rafter\x18\x02 \x01(\t\x12\r\n\x05gamma\x18\x03 \x01(\r\x12\r\n\x05steps\x18\x04 \x01(\r\"\xb6\x01\n\x07PlanRow\x12\x16\n\x0emax_batch_size\x18\x01 \x01(\r\x12\x0f\n\x07\x64rafter\x18\x02 \x01(\t\x12\r\n\x05gamma\x18\x03 \x01(\r\x12)\n\x05probe\x18\x04 \x01(\x0b\x32\x15.speculation.v1.ProbeH\x00\x88\x01\x01\x12&\n\x06reason\x18\x05 \x01(\x0e\x32\x16.speculation.v1.Reason\x12\x16\n\x0e\x64rafter_asleep\x18\x06 \x01(\x08\x42\x08\n\x06_probe\"\x86\x01\n\x0bMixtureRule\x12\x0f\n\x07\x64rafter\x18\x01 \x01(\t\x12\r\n\x05gamma\x18\x02 \x01(\r\x12\x15\n\rmain_expected\x18\x03 \x01(\x01\x12\x15\n\rfree_expected\x18\x04 \x03(\x01\x12\x13\n\x0bleast_match\x18\x05 \x01(\r\x12\x14\n\x0cratio_weight\x18\x06 \x01(\x01\"\x8b\x02\n\x04Plan\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12%\n\x04rows\x18\x02 \x03(\x0b\x32\x17.speculation.v1.PlanRow\x12&\n\x06regime\x18\x03 \x01(\x0b\x32\x16.speculation.v1.Regime\x12\x10\n\x08lease_ms\x18\x04 \x01(\r\x12&\n\x06reason\x18\x05 \x01(\x0e\x32\x16.speculation.v1.Reason\x12\x15\n\rreason_detail\x18\x06 \x01(\t\x12\x11\n\toverrides\x18\x07 \x03(\t\x12\x15\n\rdraft_version\x18\x08 \x01(\r\x12*\n\x05rules\x18\t \x03(\x0b\x32\x1b.speculation.v1.MixtureRule*\xb0\x01\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x12\n\x0eREASON_EXPLOIT\x10\x01\x12\x10\n\x0cREASON_PROBE\x10\x02\x12\x0f\n\x0bREASON_HOLD\x10\x03\x12\x1a\n\x16REASON_PROFILE_MISSING\x10\x04\x12\x14\n\x10REASON_PROFILING\x10\x05\x12\x10\n\x0cREASON_LEASE\x10\x06\x12\x13\n\x0fREASON_OVERRIDE\x10\x07*o\n\nRegimeMode\x12\x1b\n\x17REGIME_MODE_UNSPECIFIED\x10\x00\x12\x13\n\x0fREGIME_MODE_OFF\x10\x01\x12\x16\n\x12REGIME_MODE_ONLINE\x10\x02\x12\x17\n\x13REGIME_MODE_COLLECT\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'speculation.v1.plan_pb2', _globals)
 if _descriptor._USE_C_DESCRIPTORS == False:
   DESCRIPTOR._options = None
-  _globals['_REASON']._serialized_start=599
-  _globals['_REASON']._serialized_end=775
-  _globals['_REGIMEMODE']._serialized_start=777
-  _globals['_REGIMEMODE']._serialized_end=888
+  _globals['_REASON']._serialized_start=780
+  _globals['_REASON']._serialized_end=956
+  _globals['_REGIMEMODE']._serialized_start=958
+  _globals['_REGIMEMODE']._serialized_end=1069
   _globals['_REGIME']._serialized_start=45
   _globals['_REGIME']._serialized_end=111
   _globals['_PROBE']._serialized_start=113
   _globals['_PROBE']._serialized_end=185
   _globals['_PLANROW']._serialized_start=188
   _globals['_PLANROW']._serialized_end=370
-  _globals['_PLAN']._serialized_start=373
-  _globals['_PLAN']._serialized_end=596
+  _globals['_MIXTURERULE']._serialized_start=373
+  _globals['_MIXTURERULE']._serialized_end=507
+  _globals['_PLAN']._serialized_start=510
+  _globals['_PLAN']._serialized_end=777
 # @@protoc_insertion_point(module_scope)

@@ -183,6 +183,56 @@ class PlanRow(_message.Message):
 Global___PlanRow: _TypeAlias = PlanRow  # noqa: Y015
 
 @_typing.final
+class MixtureRule(_message.Message):
+    """The rule by which a mixture's step with this draft length chooses a row's drafter.
+
+    The free drafter is used where it has found a match of m tokens and
+        free_ratio * free_expected[m] > main_ratio * main_expected
+    The ratios belong to the row's request and are kept by the engine: running means of what each of
+    the two really gave there divided by what was expected, 1 at its start.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DRAFTER_FIELD_NUMBER: _builtins.int
+    GAMMA_FIELD_NUMBER: _builtins.int
+    MAIN_EXPECTED_FIELD_NUMBER: _builtins.int
+    FREE_EXPECTED_FIELD_NUMBER: _builtins.int
+    LEAST_MATCH_FIELD_NUMBER: _builtins.int
+    RATIO_WEIGHT_FIELD_NUMBER: _builtins.int
+    drafter: _builtins.str
+    """The mixture."""
+    gamma: _builtins.int
+    main_expected: _builtins.float
+    """Tokens of the main drafter's proposal that are accepted, on average."""
+    least_match: _builtins.int
+    ratio_weight: _builtins.float
+    """Weight of a step in the ratios; 0: they stay at 1."""
+    @_builtins.property
+    def free_expected(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """The same of the free drafter's by match length: of `least_match` tokens, of one more, and so
+        on; the last entry counts for all longer ones.
+        """
+
+    def __init__(
+        self,
+        *,
+        drafter: _builtins.str = ...,
+        gamma: _builtins.int = ...,
+        main_expected: _builtins.float = ...,
+        free_expected: _abc.Iterable[_builtins.float] | None = ...,
+        least_match: _builtins.int = ...,
+        ratio_weight: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafter", b"drafter", "free_expected", b"free_expected", "gamma", b"gamma", "least_match", b"least_match", "main_expected", b"main_expected", "ratio_weight", b"ratio_weight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MixtureRule: _TypeAlias = MixtureRule  # noqa: Y015
+
+@_typing.final
 class Plan(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -194,6 +244,7 @@ class Plan(_message.Message):
     REASON_DETAIL_FIELD_NUMBER: _builtins.int
     OVERRIDES_FIELD_NUMBER: _builtins.int
     DRAFT_VERSION_FIELD_NUMBER: _builtins.int
+    RULES_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Strictly increasing within a session."""
     lease_ms: _builtins.int
@@ -215,6 +266,13 @@ class Plan(_message.Message):
     def overrides(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Ids of the overrides that count anywhere in it."""
 
+    @_builtins.property
+    def rules(self) -> _containers.RepeatedCompositeFieldContainer[Global___MixtureRule]:
+        """Rules of all mixtures, also of those that no row names now: with them an engine can tell what
+        a mixture would have given (StepReport.proposals).  Without its rule, a mixture's step uses the
+        main drafter in every row.
+        """
+
     def __init__(
         self,
         *,
@@ -226,10 +284,11 @@ class Plan(_message.Message):
         reason_detail: _builtins.str = ...,
         overrides: _abc.Iterable[_builtins.str] | None = ...,
         draft_version: _builtins.int = ...,
+        rules: _abc.Iterable[Global___MixtureRule] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["regime", b"regime"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_version", b"draft_version", "epoch", b"epoch", "lease_ms", b"lease_ms", "overrides", b"overrides", "reason", b"reason", "reason_detail", b"reason_detail", "regime", b"regime", "rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_version", b"draft_version", "epoch", b"epoch", "lease_ms", b"lease_ms", "overrides", b"overrides", "reason", b"reason", "reason_detail", b"reason_detail", "regime", b"regime", "rows", b"rows", "rules", b"rules"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

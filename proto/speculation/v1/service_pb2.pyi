@@ -793,6 +793,7 @@ class ExplainResponse(_message.Message):
     RESEMBLES_FIELD_NUMBER: _builtins.int
     TRAFFIC_STATES_FIELD_NUMBER: _builtins.int
     BOUND_FIELD_NUMBER: _builtins.int
+    MIXTURES_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     batch_size: _builtins.int
     profile_id: _builtins.str
@@ -866,6 +867,10 @@ class ExplainResponse(_message.Message):
     def bound(self) -> Global___TokenTimeBound:
         """The bound on the time per output token at this batch size; absent where there is none."""
 
+    @_builtins.property
+    def mixtures(self) -> _containers.RepeatedCompositeFieldContainer[Global___MixtureExplanation]:
+        """How the mixtures that have run were used lately."""
+
     def __init__(
         self,
         *,
@@ -901,10 +906,11 @@ class ExplainResponse(_message.Message):
         resembles: Global___PastTraffic | None = ...,
         traffic_states: _builtins.int = ...,
         bound: Global___TokenTimeBound | None = ...,
+        mixtures: _abc.Iterable[Global___MixtureExplanation] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_bound", b"_bound", "_limits", b"_limits", "_resembles", b"_resembles", "_training", b"_training", "_updates", b"_updates", "bound", b"bound", "limits", b"limits", "plan", b"plan", "resembles", b"resembles", "store", b"store", "training", b"training", "updates", b"updates"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bound", b"_bound", "_limits", b"_limits", "_resembles", b"_resembles", "_training", b"_training", "_updates", b"_updates", "arms", b"arms", "batch_size", b"batch_size", "bound", b"bound", "cost_outliers", b"cost_outliers", "engine_id", b"engine_id", "kv_tokens_per_sequence", b"kv_tokens_per_sequence", "limits", b"limits", "lost", b"lost", "margin", b"margin", "overrides", b"overrides", "plan", b"plan", "policy", b"policy", "positions", b"positions", "prior", b"prior", "probe_credit_seconds", b"probe_credit_seconds", "probe_lost_seconds", b"probe_lost_seconds", "probe_share", b"probe_share", "probe_steps", b"probe_steps", "probes", b"probes", "profile_id", b"profile_id", "resembles", b"resembles", "runner_up_drafter", b"runner_up_drafter", "runner_up_gamma", b"runner_up_gamma", "services", b"services", "shifts", b"shifts", "store", b"store", "switch_seconds", b"switch_seconds", "switches", b"switches", "traffic_states", b"traffic_states", "training", b"training", "updates", b"updates", "warm_start", b"warm_start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bound", b"_bound", "_limits", b"_limits", "_resembles", b"_resembles", "_training", b"_training", "_updates", b"_updates", "arms", b"arms", "batch_size", b"batch_size", "bound", b"bound", "cost_outliers", b"cost_outliers", "engine_id", b"engine_id", "kv_tokens_per_sequence", b"kv_tokens_per_sequence", "limits", b"limits", "lost", b"lost", "margin", b"margin", "mixtures", b"mixtures", "overrides", b"overrides", "plan", b"plan", "policy", b"policy", "positions", b"positions", "prior", b"prior", "probe_credit_seconds", b"probe_credit_seconds", "probe_lost_seconds", b"probe_lost_seconds", "probe_share", b"probe_share", "probe_steps", b"probe_steps", "probes", b"probes", "profile_id", b"profile_id", "resembles", b"resembles", "runner_up_drafter", b"runner_up_drafter", "runner_up_gamma", b"runner_up_gamma", "services", b"services", "shifts", b"shifts", "store", b"store", "switch_seconds", b"switch_seconds", "switches", b"switches", "traffic_states", b"traffic_states", "training", b"training", "updates", b"updates", "warm_start", b"warm_start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__bound: _TypeAlias = _typing.Literal["bound"]  # noqa: Y015
     _WhichOneofArgType__bound: _TypeAlias = _typing.Literal["_bound", b"_bound"]  # noqa: Y015
@@ -928,6 +934,37 @@ class ExplainResponse(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__updates) -> _WhichOneofReturnType__updates | None: ...
 
 Global___ExplainResponse: _TypeAlias = ExplainResponse  # noqa: Y015
+
+@_typing.final
+class MixtureExplanation(_message.Message):
+    """How a mixture was used in its latest steps, on average."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DRAFTER_FIELD_NUMBER: _builtins.int
+    FREE_SHARE_FIELD_NUMBER: _builtins.int
+    GAINED_FIELD_NUMBER: _builtins.int
+    drafter: _builtins.str
+    free_share: _builtins.float
+    """Share of the rows that used its free drafter."""
+    gained: _builtins.float
+    """Tokens that each of those rows accepted more than with the main drafter; at most, since a step
+    does not always show how far a proposal would have been accepted.
+    """
+    def __init__(
+        self,
+        *,
+        drafter: _builtins.str = ...,
+        free_share: _builtins.float = ...,
+        gained: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafter", b"drafter", "free_share", b"free_share", "gained", b"gained"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MixtureExplanation: _TypeAlias = MixtureExplanation  # noqa: Y015
 
 @_typing.final
 class PastTraffic(_message.Message):

@@ -2,7 +2,14 @@
 
 import pytest
 
-from controller.core.engine_spec import Arm, DrafterSpec, EngineSpec, Fingerprint
+from controller.core.engine_spec import (
+    Arm,
+    Capabilities,
+    DrafterSpec,
+    EngineSpec,
+    Fingerprint,
+    Mixture,
+)
 from controller.core.errors import InvalidEngineError, UnknownArmError
 from controller.core.model_shapes import DrafterKind
 
@@ -61,3 +68,38 @@ def test_an_arm_must_have_been_introduced():
         spec.require(Arm("mtp", 2))
     with pytest.raises(UnknownArmError, match="unknown drafter 'dflash'"):
         spec.require(Arm("dflash", 1))
+
+
+MTP = DrafterSpec("mtp", DrafterKind.MTP, (0, 1, 3))
+NGRAM = DrafterSpec("ngram", DrafterKind.NGRAM, (1, 3))
+
+
+def mixture(main="mtp", free="ngram", gammas=(1, 3)):
+    return DrafterSpec("both", DrafterKind.MIXTURE, gammas, mixture=Mixture(main, free))
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        (mixture(main="ngram"), "are not two of the drafters"),
+        (mixture(main="other"), "are not two of the drafters"),
+        (mixture(main="both"), "are not two of the drafters"),
+        (mixture(main="ngram", free="mtp"), "its free drafter 'mtp' is mtp, not ngram"),
+        (mixture(gammas=(1, 2)), "'mtp' has not prepared its draft lengths \\[2\\]"),
+    ],
+)
+def test_a_mixture_is_of_two_drafters_that_the_engine_has(part, message):
+    with pytest.raises(InvalidEngineError, match=message):
+        EngineSpec("e", Fingerprint("t"), (MTP, NGRAM, part), 8)
+
+
+def test_only_a_mixture_names_two_drafters():
+    with pytest.raises(InvalidEngineError, match="names its two drafters"):
+        DrafterSpec("both", DrafterKind.MIXTURE, (1,))
+    with pytest.raises(InvalidEngineError, match="names its two drafters"):
+        DrafterSpec("mtp", DrafterKind.MTP, (1,), mixture=Mixture("a", "b"))
+
+
+def test_a_draft_is_verified_in_its_step_or_in_the_next_one():
+    with pytest.raises(InvalidEngineError, match="draft_lag 2"):
+        EngineSpec("e", Fingerprint("t"), (MTP,), 8, Capabilities(draft_lag=2))

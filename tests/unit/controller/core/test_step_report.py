@@ -7,7 +7,7 @@ import pytest
 
 from controller.core.engine_spec import Arm
 from controller.core.errors import InvalidReportError
-from controller.core.step_report import ClassCounts, StepReport
+from controller.core.step_report import ClassCounts, ProposalCounts, RowGroup, StepReport
 
 GOOD: dict[str, Any] = {
     "step": 1,
@@ -22,6 +22,14 @@ GOOD: dict[str, Any] = {
 
 def classes(*parts):
     return tuple(ClassCounts(label, counts) for label, counts in parts)
+
+
+def groups(*parts):
+    return tuple(RowGroup(*part) for part in parts)
+
+
+def proposals(*parts):
+    return tuple(ProposalCounts(*part) for part in parts)
 
 
 @pytest.mark.parametrize(
@@ -50,6 +58,16 @@ def classes(*parts):
         ({"confidences": (0.5,)}, "are not 2 probabilities"),
         ({"confidences": (0.5, 1.1)}, "are not 2 probabilities"),
         ({"confidences": (0.5, math.nan)}, "are not 2 probabilities"),
+        ({"groups": groups(("mtp", 2, (1, 1, 1)))}, "its groups accepted"),
+        ({"groups": groups(("mtp", 3, (1, 1, 2, 0)))}, "a group of gamma 3"),
+        ({"groups": groups(("mtp", 2, (2, 1, 2)), ("mtp", 0, (-1,)))}, "a group of gamma 0"),
+        ({"groups": groups(*[("mtp", 0, (0,))] * 17)}, "17 groups of rows, 16 at most"),
+        ({"proposals": proposals(("ngram", 3, (1, 0)), ("ngram", 3, (1, 0)))}, "counted twice"),
+        ({"proposals": proposals(("ngram", 3, (3, 1), (1,)))}, "5 proposals of 'ngram' in a batch"),
+        ({"proposals": proposals(("ngram", 3, (3, 1), (1, 0)))}, "are not of one width"),
+        ({"proposals": proposals(("ngram", 3, (3,)))}, "are not of one width"),
+        ({"proposals": proposals(("ngram", 3, (3, -1)))}, "are not of one width"),
+        ({"proposals": proposals(*(("ngram", m, (1, 0)) for m in range(65)))}, "65 entries"),
     ],
 )
 def test_a_report_that_cannot_be_true_is_refused_and_says_why(change, message):
@@ -64,3 +82,18 @@ def test_a_good_report_is_taken():
 def test_classes_may_leave_sequences_out():
     parts = classes(("code", (0, 0, 2)), ("chat", (1, 0, 0)))
     assert StepReport(**GOOD, classes=parts, confidences=(0.9, 0.0)).classes == parts
+
+
+def test_rows_that_were_not_drafted_for_say_nothing_of_the_drafter():
+    parts = groups(("mtp", 2, (0, 1, 2)), ("mtp", 0, (1,)))
+    assert StepReport(**GOOD, groups=parts).drafted == ([0, 1, 2], ())
+
+
+def test_a_narrow_row_that_was_accepted_whole_is_censored_at_its_width():
+    parts = groups(("mtp", 2, (0, 0, 2)), ("mtp", 1, (1, 1)))
+    assert StepReport(**GOOD, groups=parts).drafted == ([1, 0, 2], [0, 1])
+
+
+def test_proposals_are_summed_over_match_lengths():
+    parts = proposals(("ngram", 0, (1, 0)), ("ngram", 4, (0, 1, 0), (0, 2)))
+    assert StepReport(**GOOD, proposals=parts).shown == {"ngram": ([1, 1, 0], [0, 2])}

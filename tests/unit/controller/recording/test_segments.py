@@ -158,8 +158,8 @@ def test_a_second_opening_is_no_segment(whole: bytes, tmp_path: Path):
 
 def test_a_recording_of_another_format_is_refused_by_name(whole: bytes, tmp_path: Path):
     path = tmp_path / "engine-0@00000001.record"
-    path.write_bytes(whole.replace(MAGIC, b"speculation-record/3\n", 1))
-    said = "has format 3, and this version of the controller reads format 4 only"
+    path.write_bytes(whole.replace(MAGIC, b"speculation-record/4\n", 1))
+    said = "has format 4, and this version of the controller reads format 5 only"
     with pytest.raises(RecordingError, match=said):
         replay(find(tmp_path))
     with pytest.raises(RecordingError, match=said):
@@ -168,10 +168,10 @@ def test_a_recording_of_another_format_is_refused_by_name(whole: bytes, tmp_path
 
 def test_a_segment_of_another_format_is_a_gap_among_others(whole: bytes, tmp_path: Path):
     older, newer = (tmp_path / f"engine-0@0000000{i}.record" for i in (1, 2))
-    older.write_bytes(whole.replace(MAGIC, b"speculation-record/3\n", 1))
+    older.write_bytes(whole.replace(MAGIC, b"speculation-record/4\n", 1))
     newer.write_bytes(whole)
     verdict = replay(find(tmp_path))
     assert verdict.is_same
     [(name, why)] = verdict.gaps
     assert name == older.name
-    assert "has format 3" in why
+    assert "has format 4" in why

@@ -17,6 +17,7 @@ from controller.core.engine_spec import (
     DrafterSpec,
     EngineSpec,
     Fingerprint,
+    Mixture,
 )
 from controller.core.errors import InvalidEngineError
 from controller.core.model_shapes import (
@@ -30,7 +31,14 @@ from controller.core.model_shapes import (
 )
 from controller.core.plan import Plan, PlanRow, Probe, Reason, Regime, RegimeMode
 from controller.core.planning.token_time import TokenTimeBound
-from controller.core.step_report import MIN_STEP_SECONDS, ClassCounts, StepFlags, StepReport
+from controller.core.step_report import (
+    MIN_STEP_SECONDS,
+    ClassCounts,
+    ProposalCounts,
+    RowGroup,
+    StepFlags,
+    StepReport,
+)
 from controller.wire.engines import engine_from_proto, engine_to_proto
 from controller.wire.explanations import explanation_to_proto
 from controller.wire.plans import plan_to_proto, reason_to_proto
@@ -81,7 +89,7 @@ drafter_shapes = {
 
 @st.composite
 def drafters(draw: st.DrawFn) -> DrafterSpec:
-    kind = draw(st.sampled_from(DrafterKind))
+    kind = draw(st.sampled_from(DrafterKind).filter(lambda kind: kind is not DrafterKind.MIXTURE))
     shapes = st.none() | drafter_shapes.get(kind, st.none())
     return DrafterSpec(
         draw(names.filter(lambda name: bool(name) and name.isprintable())),
@@ -101,6 +109,13 @@ engines = st.builds(
     st.integers(1, MAX_BATCH_SIZE),
     st.builds(Capabilities, *(st.booleans() for _ in range(4)), overlap_steps=st.integers(0, 4)),
     st.none() | model_shapes,
+)
+
+
+_PROPOSALS = (
+    ProposalCounts("ngram", 0, (1, 0)),
+    ProposalCounts("ngram", 3, (0, 0, 0), (0, 1)),
+    ProposalCounts("mtp", 0, (0, 1)),
 )
 
 
@@ -126,7 +141,26 @@ def reports(draw: st.DrawFn) -> StepReport:
         draw(uint64),
         draw(st.sampled_from([(), tuple(classes)])),
         draw(st.just(()) | sure),
+        groups=draw(st.sampled_from([(), (RowGroup("mtp", len(counts) - 1, tuple(counts)),)])),
+        proposals=draw(st.sampled_from([(), _PROPOSALS])) if sum(counts) > 1 else (),
+        prefill_tokens=draw(uint64),
     )
+
+
+def test_a_mixture_survives_the_wire():
+    spec = EngineSpec(
+        "engine", Fingerprint("model"),
+        (
+            DrafterSpec("mtp", DrafterKind.MTP, (0, 1, 3)),
+            DrafterSpec("ngram", DrafterKind.NGRAM, (1, 3)),
+            DrafterSpec(
+                "mtp+ngram", DrafterKind.MIXTURE, (1, 3), mixture=Mixture("mtp", "ngram")
+            ),
+        ),
+        8, Capabilities(draft_lag=1),
+    )  # fmt: skip
+    wire = engine_to_proto(spec).SerializeToString()
+    assert engine_from_proto(engine_pb2.EngineSpec.FromString(wire)) == spec
 
 
 @given(engines)

@@ -202,6 +202,28 @@ def test_a_class_leans_on_all_traffic_until_it_has_shown_its_own():
     assert everyone.curve().conditional[0] > 0.8
 
 
+def test_what_would_have_been_accepted_is_evidence_as_far_as_the_step_shows_it():
+    truth = [0.8, 0.6, 0.7]
+    rng = random.Random(6)
+    estimator = AcceptanceEstimator(3, SETTINGS)
+    for _ in range(1500):
+        exact, censored = [0] * 4, [0] * 3
+        for _ in range(4):
+            accepted = draw(rng, 1, 3, truth).index(1)
+            # The step shows one, two or three tokens, whatever the proposal was.
+            known = rng.randint(1, 3)
+            if accepted < known:
+                exact[accepted] += 1
+            elif known == 3:
+                exact[3] += 1
+            else:
+                censored[known] += 1
+        estimator.fold_aside(exact, censored)
+    curve = estimator.curve()
+    assert curve.conditional == pytest.approx(truth, abs=0.06)
+    assert curve.exposures[0] > curve.exposures[1] > curve.exposures[2] > 50
+
+
 @given(st.lists(st.floats(0.05, 0.95), min_size=2, max_size=6), st.integers(1, 400))
 @settings(max_examples=60, deadline=None)
 def test_sensitivity_is_the_derivative_of_the_expectation(acceptance, weight):

@@ -1,0 +1,191 @@
+"""Estimates what mixtures choose by: a lookup's acceptance by the length of its match.
+
+A mixture uses one of two drafters in each row: its main one, or a free one, which looks up the
+newest tokens in what the request already holds.  A longer match tells of a longer copy, so the
+lookup's acceptance is estimated for each match length apart, from all rows in which it found one,
+whether the step used its proposal or not.  The rule follows:
+
+    free_expected[m] = E[accepted | gamma] of a lookup that matched m tokens
+    main_expected    = E[accepted | gamma] of the main drafter
+
+What a request differs by from this average, the engine keeps in two running means (see proto
+`MixtureRule`): it sees each row, and the estimates here do not.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from controller.core.acceptance.estimator import AcceptanceCurve, AcceptanceEstimator
+from controller.core.engine_spec import Arm, DrafterSpec
+from controller.core.plan import MixtureRule
+from controller.core.recorded_state import recorded
+from controller.core.settings import PlannerSettings
+from controller.core.step_report import StepReport
+
+# Match lengths that are told apart; longer ones count as the last.
+LEAST_MATCH, LONGEST_MATCH = 2, 5
+# Weight of a step in what an engine keeps of a request.
+_RATIO_WEIGHT = 0.1
+# Rules that differ by less than this share are the same: a plan need not say it again.
+_SAME = 0.04
+# Weight of a step in the averages that explain how a mixture is used.
+_USE_WEIGHT = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureUse:
+    """Tells how a mixture was used lately.
+
+    free_share: rows that used its free drafter.  gained: tokens that each of those rows accepted
+    more than its main drafter's proposal would have given; at most, since a step does not always
+    show how far a proposal would have been accepted.
+    """
+
+    free_share: float
+    gained: float
+
+
+@recorded("mixture_estimator", "_by_length _used _free_rows _gained _seen")
+class MixtureEstimator:
+    """Owns the estimates of one mixture.  `fold` changes it; `rules` and `use` read it."""
+
+    def __init__(self, mixture: DrafterSpec, settings: PlannerSettings) -> None:
+        assert mixture.mixture is not None
+        self._spec, self._of = mixture, mixture.mixture
+        self._by_length = [
+            AcceptanceEstimator(max(mixture.gammas[-1], 1), settings)
+            for _ in range(LEAST_MATCH, LONGEST_MATCH + 1)
+        ]
+        # Running means by step: rows of all groups, those that used the free drafter, and the
+        # tokens that they gained.
+        self._used = self._free_rows = self._gained = 0.0
+        self._seen = False
+
+    def use_settings(self, settings: PlannerSettings) -> None:
+        """Uses these settings from now on and keeps the evidence."""
+        for estimator in self._by_length:
+            estimator.use_settings(settings)
+
+    def fold(self, report: StepReport) -> None:
+        """Takes a step's proposals, and how it used them."""
+        seen: set[int] = set()
+        for part in report.proposals:
+            if part.drafter == self._of.free and part.match_length >= LEAST_MATCH:
+                index = min(part.match_length, LONGEST_MATCH) - LEAST_MATCH
+                self._by_length[index].fold_aside(part.accepted_counts, part.censored_counts)
+                seen.add(index)
+        for index, estimator in enumerate(self._by_length):
+            if index not in seen:
+                estimator.pass_by()
+        if report.drafter == self._spec.name:
+            self._count(report)
+
+    def _count(self, report: StepReport) -> None:
+        free_rows = free_tokens = main_used = 0
+        for group in report.groups:
+            tokens = sum(k * n for k, n in enumerate(group.accepted_counts))
+            if group.drafter == self._of.free:
+                free_rows += sum(group.accepted_counts)
+                free_tokens += tokens
+            else:
+                main_used += tokens
+        main_all = sum(
+            sum(k * n for k, n in enumerate(part.accepted_counts))
+            + sum(k * n for k, n in enumerate(part.censored_counts))
+            for part in report.proposals
+            if part.drafter == self._of.main
+        )
+        gained = free_tokens - (main_all - main_used) if main_all else 0
+        weight = _USE_WEIGHT if self._seen else 1.0
+        self._seen = True
+        self._used += weight * (report.batch_size - self._used)
+        self._free_rows += weight * (free_rows - self._free_rows)
+        self._gained += weight * (gained - self._gained)
+
+    def use(self) -> MixtureUse | None:
+        """Returns how it was used lately; None if it has not run."""
+        if not self._seen:
+            return None
+        rows = max(self._free_rows, 1e-9)
+        share = self._free_rows / max(self._used, 1e-9)
+        return MixtureUse(share, self._gained / rows if self._free_rows > 0 else 0.0)
+
+    def rules(self, curves: Mapping[str, AcceptanceCurve]) -> tuple[MixtureRule, ...]:
+        """Returns the rule of each draft length.  curves: of all traffic, by drafter."""
+        main, free = curves[self._of.main], curves[self._of.free]
+        lengths = [
+            estimator.curve(_fit(free, estimator.gamma_max)) for estimator in self._by_length
+        ]
+        return tuple(
+            MixtureRule(
+                Arm(self._spec.name, gamma),
+                main.expected[gamma],
+                tuple(curve.expected[gamma] for curve in lengths),
+                LEAST_MATCH,
+                _RATIO_WEIGHT,
+            )
+            for gamma in self._spec.gammas
+            if gamma
+        )
+
+
+def _fit(curve: AcceptanceCurve, gamma_max: int) -> AcceptanceCurve:
+    """Returns a curve of exactly so many positions: the last one stands for those behind it."""
+    short = gamma_max - len(curve.conditional)
+    if short <= 0:
+        return curve
+    return AcceptanceCurve(
+        [*curve.conditional, *[curve.conditional[-1]] * short],
+        [*curve.exposures, *[0.0] * short],
+        curve.expected,
+        [*curve.prior_exposures, *[curve.prior_exposures[-1]] * short],
+        curve.is_walk,
+    )
+
+
+@recorded("mixtures", "_each")
+class Mixtures:
+    """Owns the estimates of all mixtures of an engine, by name.  `fold` changes it."""
+
+    def __init__(self, drafters: Sequence[DrafterSpec], settings: PlannerSettings) -> None:
+        self._each = {
+            d.name: MixtureEstimator(d, settings) for d in drafters if d.mixture is not None
+        }
+
+    def use_settings(self, settings: PlannerSettings) -> None:
+        """Uses these settings from now on and keeps the evidence."""
+        for mixture in self._each.values():
+            mixture.use_settings(settings)
+
+    def fold(self, report: StepReport) -> None:
+        """Takes a step's proposals, and how it used them."""
+        for mixture in self._each.values():
+            mixture.fold(report)
+
+    def uses(self) -> dict[str, MixtureUse]:
+        """Returns how those that have run were used lately."""
+        uses = {name: mixture.use() for name, mixture in self._each.items()}
+        return {name: use for name, use in uses.items() if use is not None}
+
+    def rules(
+        self, curves: Mapping[str, AcceptanceCurve], before: tuple[MixtureRule, ...]
+    ) -> tuple[MixtureRule, ...]:
+        """Returns the rules of all mixtures; those of before as long as they hold.
+
+        curves: of all traffic, by drafter.
+        """
+        rules = tuple(rule for mixture in self._each.values() for rule in mixture.rules(curves))
+        return before if _are_same(before, rules) else rules
+
+
+def _are_same(a: Sequence[MixtureRule], b: Sequence[MixtureRule]) -> bool:
+    """Returns whether a plan with rules `b` need not be replaced because of rules `a`."""
+    return len(a) == len(b) and all(
+        one.arm == other.arm and abs(x - y) <= _SAME * max(x, y)
+        for one, other in zip(a, b, strict=True)
+        for x, y in zip(
+            (one.main_expected, *one.free_expected),
+            (other.main_expected, *other.free_expected),
+            strict=True,
+        )
+    )
