@@ -5,8 +5,10 @@ started from one installation, so the version only guards against a mixed one: a
 refused, never guessed at.
 
   HELLO   engine -> agent   the introduction: a serialized proto IntroduceRequest
-  REPORT  engine -> agent   one decode step, 66 + 4 * (gamma + 1) bytes
-  PLAN    agent -> engine   a table over batch sizes, 40 + 21 * rows bytes
+  REPORT  engine -> agent   one decode step, 70 + 4 * (gamma + 1) bytes, and for groups of rows and
+                            for proposals 4 bytes each and 4 for each of their counts
+  PLAN    agent -> engine   a table over batch sizes, 41 + 21 * rows bytes, and the rules of
+                            mixtures, 12 bytes each and 4 for each match length
   EVENT   agent -> engine   how the sidecar is doing
   LOST    engine -> agent   something that the engine can no longer do: a proto LostCapability
 
@@ -22,7 +24,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 from engine_shim.link.errors import PacketError
 
-VERSION: Final = 4
+VERSION: Final = 5
 HELLO: Final = 1
 REPORT: Final = 2
 PLAN: Final = 3
@@ -31,6 +33,9 @@ LOST: Final = 5
 
 MAX_GAMMA: Final = 64
 MAX_ROWS: Final = 512
+MAX_RULES: Final = 255
+# Groups and proposals of a report together.
+MAX_PARTS: Final = 80
 MAX_HELLO_BYTES: Final = 64 * 1024
 MAX_EVENT_TEXT_BYTES: Final = 256
 MAX_LOST_BYTES: Final = 1024
@@ -43,21 +48,32 @@ UNSTEERED: Final = 8
 SWITCHED: Final = 16
 UPDATING: Final = 32
 DRAFTER_RESET: Final = 64
-ALL_FLAGS: Final = 127
+MIXED_CHOICE: Final = 128
+ALL_FLAGS: Final = 255
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 _HEAD: Final = struct.Struct("<BB")
-_REPORT_HEAD: Final = "<BBBBHIIIQQdQQfI"
+_REPORT_HEAD: Final = "<BBBBHIIIQQdQQfII"
 _REPORTS: Final = tuple(struct.Struct(f"{_REPORT_HEAD}{g + 1}I") for g in range(MAX_GAMMA + 1))
 _REPORT_FIXED: Final = struct.Struct(_REPORT_HEAD)
-_PLAN_HEAD: Final = struct.Struct("<BBHIQqIBII")
+# Of a group, or of proposals: which of both, drafter, match length, width.
+_PART_HEAD: Final = struct.Struct("<BBBB")
+_GROUP: Final = 0
+_PROPOSALS: Final = 1
+_PLAN_HEAD: Final = struct.Struct("<BBHIQqIBIIB")
+# Drafter, gamma, least match, match lengths, main_expected, ratio_weight.
+_RULE_HEAD: Final = struct.Struct("<BBBBff")
 _ROW: Final = struct.Struct("<IBBBBBIQ")
 _EVENT_HEAD: Final = struct.Struct("<BBBH")
 _ASLEEP: Final = 1
 _HAS_PROBE: Final = 2
 
-MAX_PLAN_BYTES: Final = _PLAN_HEAD.size + MAX_ROWS * _ROW.size
+# Rules are for a handful of match lengths.
+MAX_MATCH_LENGTHS: Final = 16
+MAX_PLAN_BYTES: Final = (
+    _PLAN_HEAD.size + MAX_ROWS * _ROW.size + MAX_RULES * (_RULE_HEAD.size + 4 * MAX_MATCH_LENGTHS)
+)
 
 
 class SidecarState(IntEnum):
@@ -67,6 +83,23 @@ class SidecarState(IntEnum):
     STEERING = 1  # a session is open
     AWAY = 2  # cannot be reached, or the session broke off; the agent keeps trying
     REFUSED = 3  # the sidecar refused the introduction; the text says why
+
+
+class GroupEntry(NamedTuple):
+    """Rows of a step in which the same was verified: gamma + 1 counts."""
+
+    drafter_index: int
+    gamma: int
+    accepted_counts: Sequence[int]
+
+
+class ProposalsEntry(NamedTuple):
+    """What a drafter's proposals would have given; counts as in proto ProposalCounts."""
+
+    drafter_index: int
+    match_length: int
+    accepted_counts: Sequence[int]
+    censored_counts: Sequence[int]
 
 
 class ReportPacket(NamedTuple):
@@ -91,6 +124,9 @@ class ReportPacket(NamedTuple):
     update_seconds: float = 0.0
     draft_version: int = 0
     dropped_before: int = 0
+    prefill_tokens: int = 0
+    groups: Sequence[GroupEntry] = ()
+    proposals: Sequence[ProposalsEntry] = ()
 
 
 class ProbeEntry(NamedTuple):
@@ -112,6 +148,17 @@ class RowEntry(NamedTuple):
     probe: ProbeEntry | None
 
 
+class RuleEntry(NamedTuple):
+    """The rule of a mixture at one draft length, as proto MixtureRule has it."""
+
+    drafter_index: int
+    gamma: int
+    main_expected: float
+    free_expected: tuple[float, ...]
+    least_match: int
+    ratio_weight: float
+
+
 class PlanPacket(NamedTuple):
     """A plan as the engine uses it.
 
@@ -128,6 +175,7 @@ class PlanPacket(NamedTuple):
     regime_stride: int
     rows: tuple[RowEntry, ...]
     draft_version: int = 0
+    rules: tuple[RuleEntry, ...] = ()
 
 
 class EventPacket(NamedTuple):
@@ -176,12 +224,24 @@ def encode_report(report: ReportPacket) -> bytes:
     # Unpacked at once: a look-up of each field by name would cost the engine more.
     (
         step, batch_size, kv_tokens, drafter, gamma, accepted_counts, seconds, flags, epoch, probe,
-        session, update_seconds, draft_version, dropped,
+        session, update_seconds, draft_version, dropped, prefill_tokens, groups, proposals,
     ) = report  # fmt: skip
-    return _REPORTS[gamma].pack(
+    packed = _REPORTS[gamma].pack(
         VERSION, REPORT, drafter, gamma, flags, session, dropped, batch_size, step, kv_tokens,
-        seconds, epoch, probe, update_seconds, draft_version, *accepted_counts,
+        seconds, epoch, probe, update_seconds, draft_version, prefill_tokens, *accepted_counts,
     )  # fmt: skip
+    if not groups and not proposals:
+        return packed
+    parts = [packed]
+    for group in groups:
+        parts.append(_PART_HEAD.pack(_GROUP, group.drafter_index, 0, group.gamma))
+        parts.append(struct.pack(f"<{group.gamma + 1}I", *group.accepted_counts))
+    for entry in proposals:
+        width = len(entry.accepted_counts) - 1
+        parts.append(_PART_HEAD.pack(_PROPOSALS, entry.drafter_index, entry.match_length, width))
+        counts = (*entry.accepted_counts, *(entry.censored_counts or (0,) * width))
+        parts.append(struct.pack(f"<{2 * width + 1}I", *counts))
+    return b"".join(parts)
 
 
 def decode_report(data: Buffer) -> ReportPacket:
@@ -191,16 +251,41 @@ def decode_report(data: Buffer) -> ReportPacket:
     if gamma > MAX_GAMMA:
         raise PacketError(f"report: gamma {gamma}, limit {MAX_GAMMA}")
     layout = _REPORTS[gamma]
-    if len(data) != layout.size:
+    if len(data) < layout.size:
         raise PacketError(f"report: {len(data)} bytes, gamma {gamma} needs {layout.size}")
     (
         _, _, drafter, gamma, flags, session, dropped, batch_size, step, kv_tokens,
-        seconds, epoch, probe, update_seconds, draft_version, *accepted_counts,
-    ) = layout.unpack(data)  # fmt: skip
+        seconds, epoch, probe, update_seconds, draft_version, prefill_tokens, *accepted_counts,
+    ) = layout.unpack_from(data)  # fmt: skip
+    groups, proposals = _parts(data, layout.size) if len(data) > layout.size else ((), ())
     return ReportPacket(
         step, batch_size, kv_tokens, drafter, gamma, tuple(accepted_counts), seconds, flags, epoch,
-        probe, session, update_seconds, draft_version, dropped,
+        probe, session, update_seconds, draft_version, dropped, prefill_tokens, groups, proposals,
     )  # fmt: skip
+
+
+def _parts(data: Buffer, offset: int) -> tuple[tuple[GroupEntry, ...], tuple[ProposalsEntry, ...]]:
+    """Unpacks what follows the counts of a report.  Raises PacketError."""
+    groups: list[GroupEntry] = []
+    proposals: list[ProposalsEntry] = []
+    while offset < len(data):
+        if len(groups) + len(proposals) == MAX_PARTS:
+            raise PacketError(f"report: more than {MAX_PARTS} groups and proposals")
+        try:
+            kind, drafter, match_length, width = _PART_HEAD.unpack_from(data, offset)
+            offset += _PART_HEAD.size
+            counts = struct.unpack_from(f"<{(1 + kind) * width + 1}I", data, offset)
+        except struct.error as error:
+            raise PacketError(f"report: a part is cut off: {error}") from error
+        offset += 4 * len(counts)
+        if kind > _PROPOSALS or width > MAX_GAMMA:
+            raise PacketError(f"report: a part of kind {kind} and width {width}")
+        if kind == _GROUP:
+            groups.append(GroupEntry(drafter, width, counts))
+        else:
+            exact, censored = counts[: width + 1], counts[width + 1 :]
+            proposals.append(ProposalsEntry(drafter, match_length, exact, censored))
+    return tuple(groups), tuple(proposals)
 
 
 def encode_plan(plan: PlanPacket) -> bytes:
@@ -216,8 +301,23 @@ def encode_plan(plan: PlanPacket) -> bytes:
         plan.regime_mode,
         plan.regime_stride,
         plan.draft_version,
+        len(plan.rules),
     )
-    return head + b"".join(_encode_row(row) for row in plan.rows)
+    rows = b"".join(_encode_row(row) for row in plan.rows)
+    return head + rows + b"".join(_encode_rule(rule) for rule in plan.rules)
+
+
+def _encode_rule(rule: RuleEntry) -> bytes:
+    free = rule.free_expected
+    head = _RULE_HEAD.pack(
+        rule.drafter_index,
+        rule.gamma,
+        rule.least_match,
+        len(free),
+        rule.main_expected,
+        rule.ratio_weight,
+    )
+    return head + struct.pack(f"<{len(free)}f", *free)
 
 
 def _encode_row(row: RowEntry) -> bytes:
@@ -241,15 +341,50 @@ def decode_plan(data: Buffer) -> PlanPacket:
     """Unpacks a plan.  Raises PacketError, also for an impossible table."""
     _require(data, PLAN, _PLAN_HEAD.size)
     head = _PLAN_HEAD.unpack_from(data)
-    _, _, count, session, epoch, arrival_ns, lease_ms, mode, stride, version = head
+    _, _, count, session, epoch, arrival_ns, lease_ms, mode, stride, version, rule_count = head
     if not 1 <= count <= MAX_ROWS:
         raise PacketError(f"plan: {count} rows leave 1..{MAX_ROWS}")
-    if len(data) != _PLAN_HEAD.size + count * _ROW.size:
+    end = _PLAN_HEAD.size + count * _ROW.size
+    if len(data) < end or (len(data) > end and not rule_count):
         raise PacketError(f"plan: {len(data)} bytes do not hold {count} rows")
     if lease_ms < 1:
         raise PacketError("plan: a lease of 0 ms")
-    rows = _rows(bytes(data[_PLAN_HEAD.size :]))
-    return PlanPacket(session, epoch, arrival_ns, lease_ms, mode, stride, rows, version)
+    rows = _rows(bytes(data[_PLAN_HEAD.size : end]))
+    rules = _rules(bytes(data[end:]), rule_count) if rule_count else ()
+    return PlanPacket(session, epoch, arrival_ns, lease_ms, mode, stride, rows, version, rules)
+
+
+# As with the rows: a renewed plan has the same ones.
+@lru_cache(maxsize=4)
+def _rules(data: bytes, count: int) -> tuple[RuleEntry, ...]:
+    rules, offset = [], 0
+    try:
+        for _ in range(count):
+            drafter, gamma, least, lengths, main, weight = _RULE_HEAD.unpack_from(data, offset)
+            offset += _RULE_HEAD.size
+            free = struct.unpack_from(f"<{lengths}f", data, offset)
+            offset += 4 * lengths
+            rule = RuleEntry(drafter, gamma, main, free, least, weight)
+            if why := rule_fault(rule):
+                raise PacketError(f"plan: {why}")
+            rules.append(rule)
+    except struct.error as error:
+        raise PacketError(f"plan: a rule is cut off: {error}") from error
+    if offset != len(data):
+        raise PacketError(f"plan: {len(data) - offset} bytes after {count} rules")
+    return tuple(rules)
+
+
+def rule_fault(rule: RuleEntry) -> str:
+    """Returns what is wrong with a rule; "" if nothing is."""
+    numbers = (rule.main_expected, rule.ratio_weight, *rule.free_expected)
+    if not 1 <= rule.gamma <= MAX_GAMMA or not 1 <= rule.least_match <= MAX_GAMMA:
+        return f"a rule of gamma {rule.gamma} for matches of {rule.least_match} tokens"
+    if not 1 <= len(rule.free_expected) <= MAX_MATCH_LENGTHS:
+        return f"a rule for {len(rule.free_expected)} match lengths"
+    if not all(0 <= n <= MAX_GAMMA for n in numbers) or rule.ratio_weight > 1:
+        return f"a rule with the numbers {numbers}"
+    return ""
 
 
 # A renewed plan has the rows of the one before it: the engine's thread need not read them again.

@@ -4,8 +4,8 @@ import hashlib
 
 from engine_shim.link import packets
 from engine_shim.link.errors import UnusablePlanError
-from engine_shim.link.packets import PlanPacket, ProbeEntry, ReportPacket, RowEntry
-from speculation.v1.engine_pb2 import EngineSpec, StepFlags, StepReport
+from engine_shim.link.packets import PlanPacket, ProbeEntry, ReportPacket, RowEntry, RuleEntry
+from speculation.v1.engine_pb2 import EngineSpec, ProposalCounts, RowGroup, StepFlags, StepReport
 from speculation.v1.plan_pb2 import (
     REGIME_MODE_COLLECT,
     REGIME_MODE_OFF,
@@ -58,6 +58,24 @@ class Translator:
             probe_id=packet.probe_id if ours else 0,
             update_seconds=packet.update_seconds,
             draft_version=packet.draft_version,
+            prefill_tokens=packet.prefill_tokens,
+            groups=[
+                RowGroup(
+                    drafter=self._names[group.drafter_index],
+                    gamma=group.gamma,
+                    accepted_counts=group.accepted_counts,
+                )
+                for group in packet.groups
+            ],
+            proposals=[
+                ProposalCounts(
+                    drafter=self._names[entry.drafter_index],
+                    match_length=entry.match_length,
+                    accepted_counts=entry.accepted_counts,
+                    censored_counts=entry.censored_counts if any(entry.censored_counts) else (),
+                )
+                for entry in packet.proposals
+            ],
         )
         flags = packet.flags
         if flags:
@@ -70,6 +88,7 @@ class Translator:
                     switched=bool(flags & packets.SWITCHED),
                     updating=bool(flags & packets.UPDATING),
                     drafter_reset=bool(flags & packets.DRAFTER_RESET),
+                    mixed_choice=bool(flags & packets.MIXED_CHOICE),
                 )
             )
         return message
@@ -98,7 +117,27 @@ class Translator:
             regime_stride=plan.regime.stride,
             rows=tuple(rows),
             draft_version=plan.draft_version,
+            rules=self._rules(plan),
         )
+
+    def _rules(self, plan: Plan) -> tuple[RuleEntry, ...]:
+        if len(plan.rules) > packets.MAX_RULES:
+            raise UnusablePlanError(f"plan {plan.epoch}: {len(plan.rules)} rules")
+        rules = []
+        for said in plan.rules:
+            index = self._arm(plan.epoch, said.drafter, said.gamma)
+            rule = RuleEntry(
+                index,
+                said.gamma,
+                said.main_expected,
+                tuple(said.free_expected),
+                said.least_match,
+                said.ratio_weight,
+            )
+            if why := packets.rule_fault(rule):
+                raise UnusablePlanError(f"plan {plan.epoch}: {why}")
+            rules.append(rule)
+        return tuple(rules)
 
     def _row(self, epoch: int, row: PlanRow) -> RowEntry:
         index = self._arm(epoch, row.drafter, row.gamma)

@@ -2,7 +2,14 @@
 
 from hypothesis import strategies as st
 
-from engine_shim.link.packets import MAX_GAMMA, PlanPacket, ProbeEntry, RowEntry
+from engine_shim.link.packets import (
+    MAX_GAMMA,
+    MAX_MATCH_LENGTHS,
+    PlanPacket,
+    ProbeEntry,
+    RowEntry,
+    RuleEntry,
+)
 
 UINT8 = st.integers(0, 2**8 - 1)
 UINT32 = st.integers(0, 2**32 - 1)
@@ -35,6 +42,16 @@ def rows(
     return tuple(made)
 
 
+_EXPECTED = st.floats(0, MAX_GAMMA, width=32)
+RULES = st.builds(
+    RuleEntry,
+    UINT8,
+    st.integers(1, MAX_GAMMA),
+    _EXPECTED,
+    st.lists(_EXPECTED, min_size=1, max_size=MAX_MATCH_LENGTHS).map(tuple),
+    st.integers(1, MAX_GAMMA),
+    st.floats(0, 1, width=32),
+)
 ANY_ARM = st.tuples(UINT8, GAMMAS)
 PLANS = st.builds(
     PlanPacket,
@@ -46,4 +63,5 @@ PLANS = st.builds(
     regime_stride=UINT32,
     rows=rows(ANY_ARM, probes(ANY_ARM)),
     draft_version=UINT32,
+    rules=st.lists(RULES, max_size=4).map(tuple),
 )

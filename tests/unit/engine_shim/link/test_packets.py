@@ -18,6 +18,8 @@ DECODERS: list[Callable[[bytes], object]] = [
     packets.decode_event,
     packets.decode_lost,
 ]
+REPORT = packets.ReportPacket(1, 1, 1, 0, 3, (1, 0, 0, 0), 0.1, 0, 0, 0)
+RULE = packets.RuleEntry(2, 3, 1.5, (0.5, 2.5), 2, 0.125)
 ONE_ROW = PlanPacket(1, 1, 0, 1000, 1, 0, (RowEntry(8, 0, 3, asleep=False, probe=None),))
 
 
@@ -31,20 +33,20 @@ def test_a_plan_comes_back_as_it_was_sent(plan: PlanPacket):
     data=st.data(),
     drafter=UINT8,
     flags=st.integers(0, packets.ALL_FLAGS),
-    numbers=st.tuples(UINT64, UINT32, UINT64, UINT64, UINT64, UINT32, UINT32, UINT32),
+    numbers=st.tuples(UINT64, UINT32, UINT64, UINT64, UINT64, UINT32, UINT32, UINT32, UINT32),
     seconds=st.floats(),
     update=st.floats(width=32, allow_nan=False),
 )
 def test_a_report_comes_back_as_it_was_sent(gamma, data, drafter, flags, numbers, seconds, update):
-    step, batch, kv, epoch, probe, session, dropped, version = numbers
+    step, batch, kv, epoch, probe, session, dropped, version, prefill = numbers
     counts = data.draw(st.lists(UINT32, min_size=gamma + 1, max_size=gamma + 1))
     sent = packets.ReportPacket(
         step, batch, kv, drafter, gamma, tuple(counts), seconds, flags, epoch, probe, session,
-        update, version, dropped,
+        update, version, dropped, prefill,
     )  # fmt: skip
     packet = packets.encode_report(sent)
     report = packets.decode_report(packet)
-    assert len(packet) == 66 + 4 * (gamma + 1)
+    assert len(packet) == 70 + 4 * (gamma + 1)
     assert report.step_seconds == seconds or math.isnan(seconds)
     assert report._replace(step_seconds=0.0) == sent._replace(step_seconds=0.0)
 
@@ -107,7 +109,7 @@ def test_a_plan_with_a_flipped_bit_is_a_plan_or_refused(plan: PlanPacket, data):
 def test_another_version_is_refused_by_name():
     packet = bytearray(packets.encode_plan(ONE_ROW))
     packet[0] = packets.VERSION + 1
-    with pytest.raises(PacketError, match="packet version 5, this end speaks 4"):
+    with pytest.raises(PacketError, match="packet version 6, this end speaks 5"):
         packets.decode_plan(packet)
 
 
@@ -149,6 +151,61 @@ def test_counts_that_do_not_fit_are_not_sent(counts):
 def test_the_largest_plan_fits_the_stated_size():
     row = ONE_ROW.rows[0]
     rows = tuple(row._replace(max_batch_size=i + 1) for i in range(packets.MAX_ROWS))
-    plan = PlanPacket(1, 1, 0, 1, 0, 0, rows)
+    rules = (RULE._replace(free_expected=(1.0,) * packets.MAX_MATCH_LENGTHS),) * packets.MAX_RULES
+    plan = PlanPacket(1, 1, 0, 1, 0, 0, rows, rules=rules)
     assert len(packets.encode_plan(plan)) == packets.MAX_PLAN_BYTES
     assert packets.decode_plan(packets.encode_plan(plan)) == plan
+
+
+def counts_of(width: int) -> st.SearchStrategy[tuple[int, ...]]:
+    return st.lists(UINT32, min_size=width, max_size=width).map(tuple)
+
+
+GROUPS = GAMMAS.flatmap(
+    lambda gamma: st.builds(packets.GroupEntry, UINT8, st.just(gamma), counts_of(gamma + 1))
+)
+PROPOSALS = GAMMAS.flatmap(
+    lambda width: st.builds(
+        packets.ProposalsEntry, UINT8, UINT8, counts_of(width + 1), counts_of(width)
+    )
+)
+
+
+@given(st.lists(GROUPS, max_size=4).map(tuple), st.lists(PROPOSALS, max_size=6).map(tuple))
+def test_groups_and_proposals_come_back_as_they_were_sent(groups, proposals):
+    sent = REPORT._replace(groups=groups, proposals=proposals)
+    assert packets.decode_report(packets.encode_report(sent)) == sent
+
+
+@given(st.integers(1, 30))
+def test_a_report_whose_parts_are_cut_off_is_refused(count: int):
+    part = packets.ProposalsEntry(1, 3, (1, 0, 2, 0), (0, 0, 1))
+    packet = packets.encode_report(REPORT._replace(proposals=(part,)))
+    with pytest.raises(PacketError, match="cut off"):
+        packets.decode_report(packet[:-count])
+
+
+def test_parts_without_end_are_refused():
+    group = packets.GroupEntry(0, 0, (1,))
+    packet = packets.encode_report(REPORT._replace(groups=(group,) * (packets.MAX_PARTS + 1)))
+    with pytest.raises(PacketError, match="more than 80 groups and proposals"):
+        packets.decode_report(packet)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gamma": 0}, "a rule of gamma 0"),
+        ({"least_match": 0}, "for matches of 0 tokens"),
+        ({"free_expected": ()}, "a rule for 0 match lengths"),
+        ({"main_expected": math.nan}, "a rule with the numbers"),
+        ({"main_expected": 65.0}, "a rule with the numbers"),
+        ({"free_expected": (-1.0,)}, "a rule with the numbers"),
+        ({"ratio_weight": 1.5}, "a rule with the numbers"),
+    ],
+)
+def test_a_rule_that_is_none_is_refused(changes, message):
+    with pytest.raises(PacketError, match=message):
+        packets.decode_plan(
+            packets.encode_plan(ONE_ROW._replace(rules=(RULE._replace(**changes),)))
+        )
