@@ -18,7 +18,7 @@ from time import monotonic
 from typing import NamedTuple
 
 from engine_shim.link.engine_link import EngineLink
-from engine_shim.link.packets import PlanPacket
+from engine_shim.link.packets import PlanPacket, RuleEntry
 from engine_shim.link.plan_follower import PlanFollower, StepChoice
 
 
@@ -98,6 +98,11 @@ class Ranks:
         """Returns the version of the drafter that is to serve; None before the first plan."""
         plan = self._steering.plan
         return None if plan is None else plan.draft_version
+
+    def rules(self) -> tuple[RuleEntry, ...]:
+        """Returns the rules of mixtures in the newest plan."""
+        plan = self._steering.plan
+        return () if plan is None else plan.rules
 
     def choose(self, batch_size: int) -> StepChoice:
         """Chooses what the decode step that begins now runs; called once for each step."""

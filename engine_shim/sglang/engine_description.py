@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import engine_shim
 from engine_shim.sglang.api import sglang_api, versions
+from engine_shim.sglang.drafters.row_counts import Role
 from engine_shim.sglang.model_shape import set_shapes
 from engine_shim.training.sd2 import SD2_ARCHITECTURE
 from speculation.v1 import engine_pb2
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 # The name of a DFlash drafter beside the engine's own.
 DFLASH_NAME: Final = "dflash"
+# Of a prompt lookup.  A mixture is called after both of its drafters.
+LOOKUP_NAME: Final = "ngram"
 
 
 def introduce(
@@ -70,6 +73,31 @@ def introduce(
         if block is not None and drafter.HasField("shape"):
             drafter.shape.block_size = block.block_size
     return spec
+
+
+def add_lookup(spec: engine_pb2.EngineSpec) -> dict[str, Role]:
+    """Adds a prompt lookup, and a mixture of it with every drafter of the engine.
+
+    Returns what each drafter of the introduction drafts with, by its name and in its order.
+    """
+    mains = list(spec.drafters)
+    lengths = sorted({gamma for main in mains for gamma in main.gammas if gamma})
+    lookup = spec.drafters.add(name=LOOKUP_NAME, kind=engine_pb2.DRAFTER_KIND_NGRAM, gammas=lengths)
+    if all(main.HasField("shape") for main in mains):
+        lookup.shape.bytes_per_weight = 1.0
+    roles = {main.name: Role(index, is_mixed=False) for index, main in enumerate(mains)}
+    roles[LOOKUP_NAME] = Role(None, is_mixed=False)
+    for index, main in enumerate(mains):
+        name = f"{main.name}+{LOOKUP_NAME}"
+        spec.drafters.add(
+            name=name,
+            kind=engine_pb2.DRAFTER_KIND_MIXTURE,
+            gammas=[gamma for gamma in main.gammas if gamma],
+            mixture=engine_pb2.Mixture(main=main.name, free=LOOKUP_NAME),
+        )
+        roles[name] = Role(index, is_mixed=True)
+    spec.capabilities.can_switch_drafter = True
+    return roles
 
 
 def set_batch_limits(spec: engine_pb2.EngineSpec, limits: Mapping[int, int]) -> None:

@@ -28,6 +28,7 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from engine_shim.link.losses import reason_of
 from engine_shim.sglang.api import attention_dp, hook_check, ranks, sglang_api
+from engine_shim.sglang.drafters.row_counts import Role
 from engine_shim.sglang.eager_passes import NO_PASSES
 from engine_shim.sglang.engine_description import DFLASH_NAME
 from engine_shim.sglang.learning.verified_step import NO_UPDATE, UpdateStatus, Verification
@@ -47,14 +48,16 @@ if TYPE_CHECKING:
     from engine_shim.sglang.drafters.dflash import DFlashDrafter
     from engine_shim.sglang.drafters.dual import DualDrafter
     from engine_shim.sglang.drafters.idle_kv import IdleDrafter
+    from engine_shim.sglang.drafters.row_drafting import RowDrafting
     from engine_shim.sglang.eager_passes import EagerPasses
     from engine_shim.sglang.graph_states import GraphStates
     from engine_shim.sglang.learning.deployment import Deployment
     from engine_shim.sglang.learning.online_updates import OnlineUpdates
     from engine_shim.sglang.learning.signal_collector import SignalCollector
 
-# The second drafter's place in the introduction.
-SECOND = 1
+# Places in the introduction: the engine's own drafter's, and a second one's.
+OWN, SECOND = 0, 1
+OWN_ALONE = Role(OWN, is_mixed=False)
 
 _log = logging.getLogger(__name__)
 
@@ -66,6 +69,7 @@ class EngineHooks:
     ranks: what this rank has adopted.  several: other ranks must not differ from this one.
     attention_dp: they have batches of their own (see api/attention_dp.py).
     link, tap: of rank 0 only.  block: the engine's DFlash drafter, `dual`'s or the only one.
+    rows: the prompt lookup, which may draft single rows.
     What an engine does not have is None, and what has failed is set to None.
     """
 
@@ -81,6 +85,7 @@ class EngineHooks:
     sleep: IdleDrafter | None = None
     dual: DualDrafter | None = None
     block: DFlashDrafter | None = None
+    rows: RowDrafting | None = None
     online: OnlineUpdates | None = None
     collector: SignalCollector | None = None
     deployment: Deployment | None = None
@@ -100,8 +105,10 @@ class EngineHooks:
         if self.several:
             hook_check.register(sglang_api.OWN_REQUESTS, self.own_requests, after)
             hook_check.register(sglang_api.REQUEST_KINDS, self.after_request_kinds, after)
-        if self.dual is not None:
+        if self.dual is not None or self.rows is not None:
             hook_check.register(sglang_api.DRAFT, self.around_draft, around)
+        if self.rows is not None:
+            hook_check.register(sglang_api.COPY_RESULT, self.rows.around_copy, around)
         if self.attention_dp:
             hook_check.register(attention_dp.GATHERED, attention_dp.keep_sizes, after)
             hook_check.register(attention_dp.RECEIVED, self.after_received, after)
@@ -148,12 +155,17 @@ class EngineHooks:
         if self.online is not None or self.deployment is not None:
             self._update(lambda online: online.before_step())
             launch.update_status = self._update_status()
+        if (rows := self.rows) is not None:
+            unread = 0 if before is None or before.is_read_back else before.choice.gamma + 1
+            rows.attempt(lambda: rows.before_decode(batch, unread))
         self._launching = launch
         eager.seen = NO_PASSES
         result = original(worker, batch, *args, **kwargs)
         launch.eager = eager.seen
         if self.block is not None:
             self._report_lost_block(self.block)
+        if rows is not None and rows.over:
+            self._lose_lookup(rows)
         result.speculation_launch = launch
         return result
 
@@ -168,6 +180,8 @@ class EngineHooks:
             return original(worker, batch, *args, **kwargs)
         if self.sleep is not None:
             self.sleep.forget(batch.reqs)
+        if (rows := self.rows) is not None:
+            rows.attempt(lambda: rows.before_prefill(batch))
         self._update(lambda online: online.before_prefill([r.rid for r in batch.reqs]))
         result = original(worker, batch, *args, **kwargs)
         if self.block is not None:
@@ -177,20 +191,43 @@ class EngineHooks:
     def around_draft(
         self, original: Callable[..., Any], draft: Any, batch: Any, **kwargs: Any
     ) -> Any:
-        """Wraps `EagleDraftWorker.draft`, with a second drafter."""
-        launch = self._launching
-        if launch is not None and launch.choice.drafter_index == SECOND and self.dual:
-            verify = self.dual.draft(draft, batch)
+        """Wraps `EagleDraftWorker.draft`, with a second drafter or a lookup."""
+        launch, rows = self._launching, self.rows
+        if launch is None or batch.forward_mode.is_idle():
+            return original(draft, batch, **kwargs)
+        role, verify = self._role_of(launch), None
+        if role.main is None and rows is not None:
+            verify = rows.attempt(lambda: rows.draft_alone(draft, batch))
             if verify is not None:
                 return verify
-            launch.choice = launch.choice._replace(drafter_index=0)
-        return original(draft, batch, **kwargs)
+        elif role.main == SECOND and self.dual is not None:
+            verify = self.dual.draft(draft, batch)
+        if verify is None:
+            if role.main != OWN:
+                role = OWN_ALONE
+                launch.choice = launch.choice._replace(drafter_index=OWN)
+            verify = original(draft, batch, **kwargs)
+        if rows is not None:
+            rows.attempt(lambda: rows.join(verify, batch, role, self.ranks.rules()))
+            if rows.over and role.is_mixed and role.main is not None:
+                launch.choice = launch.choice._replace(drafter_index=role.main)
+        return verify
+
+    def _role_of(self, launch: Launch) -> Role:
+        """Returns what a step drafts with."""
+        index = launch.choice.drafter_index
+        if self.rows is not None:
+            return self.rows.roles[index]
+        return Role(index, is_mixed=False)
 
     def around_draft_extend(
         self, original: Callable[..., None], draft: Any, batch: Any, result: Any, **kwargs: Any
     ) -> None:
         """Wraps the method `EagleDraftWorker._draft_extend_for_decode`."""
         launch, sleep = self._launching, self.sleep
+        if (rows := self.rows) is not None and not batch.forward_mode.is_idle():
+            reports = self.tap is not None
+            rows.attempt(lambda: rows.after_verify(batch, result, reports=reports))
         if self.online is not None or self.collector is not None:
             self._learn(batch, result, launch)
         if launch is not None and launch.asleep and sleep is not None:
@@ -251,6 +288,12 @@ class EngineHooks:
     def _report_lost_block(self, block: DFlashDrafter) -> None:
         if block.over:
             self.losses.lose(engine_pb2.CAPABILITY_DRAFTER, block.over, DFLASH_NAME)
+            if self.rows is not None and (mixture := self.rows.mixture_of(DFLASH_NAME)):
+                self.losses.lose(engine_pb2.CAPABILITY_DRAFTER, block.over, mixture)
+
+    def _lose_lookup(self, rows: RowDrafting) -> None:
+        for name in rows.names:
+            self.losses.lose(engine_pb2.CAPABILITY_DRAFTER, rows.over, name)
 
     def _catch_up(self, sleep: IdleDrafter, batch: Any, asleep: bool, unread: int) -> bool:
         """True when the drafter may sleep through the step that begins."""
@@ -307,7 +350,7 @@ class EngineHooks:
         features = result.logits_output.hidden_states
         if second is not None:
             features, _ = second.split(features)
-        own = second is None or launch is None or launch.choice.drafter_index != SECOND
+        own = launch is None or self._role_of(launch) == OWN_ALONE or launch.choice.gamma == 0
         found = Verification(batch, result, features, own)
         self._update(lambda online: online.after_verify(found, self.ranks.stride()))
         self._collect(found)

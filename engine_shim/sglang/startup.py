@@ -25,7 +25,12 @@ from engine_shim.sglang.api import attention_dp, hook_check, ranks, sglang_api
 from engine_shim.sglang.api.errors import HookError, PluginError
 from engine_shim.sglang.api.losses import Losses
 from engine_shim.sglang.drafters.idle_kv import IdleDrafter, cannot_sleep_reason
-from engine_shim.sglang.engine_description import DFLASH_NAME, introduce, set_batch_limits
+from engine_shim.sglang.engine_description import (
+    DFLASH_NAME,
+    add_lookup,
+    introduce,
+    set_batch_limits,
+)
 from engine_shim.sglang.graph_states import GraphStates
 from engine_shim.sglang.hooks import EngineHooks
 from engine_shim.sglang.runtime_switch import RuntimeSwitch
@@ -50,6 +55,7 @@ AGREED_SETTINGS: Final = (
     "sleep_positions",
     "dflash_model_path",
     "dflash_revision",
+    "lookup",
 )
 
 _log = logging.getLogger(__name__)
@@ -134,6 +140,11 @@ class EngineStartup:
             second=dual,
             lost=found.all,
         )
+        rows = None
+        if settings.lookup:
+            from engine_shim.sglang.drafters.row_drafting import RowDrafting
+
+            rows = RowDrafting(worker, add_lookup(spec))
         set_batch_limits(spec, self._graph_states.batch_limits)
         eager = eager_passes.watch(worker, worker.adaptive_controller._states.values(), block)
         link = None
@@ -149,7 +160,7 @@ class EngineStartup:
         tap = None
         if link is not None:
             atexit.register(link.close)
-            tap = StepTap(link, tuple(spec.fingerprint.graph_batch_sizes), eager)
+            tap = StepTap(link, tuple(spec.fingerprint.graph_batch_sizes), eager, rows)
             self._graph_states.log()
             eager.log()
             _log.info(
@@ -173,6 +184,7 @@ class EngineStartup:
             sleep=sleep,
             dual=dual,
             block=block,
+            rows=rows,
             online=online,
             collector=collector,
             deployment=deployment,

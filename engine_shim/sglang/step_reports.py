@@ -32,6 +32,8 @@ from engine_shim.sglang.learning.verified_step import NO_UPDATE
 
 if TYPE_CHECKING:
     from engine_shim.link.engine_link import EngineLink
+    from engine_shim.link.packets import GroupEntry, ProposalsEntry
+    from engine_shim.sglang.drafters.row_drafting import RowDrafting
 
 
 class Launch:
@@ -92,14 +94,16 @@ class StepTap:
     """Turns launches and results into reports.
 
     `graph_batch_sizes`: ascending; batches are padded up to the next one, and a larger batch runs
-    eagerly.  Empty: the engine has no graphs.  `eager`: counts the passes without a graph.
+    eagerly.  Empty: the engine has no graphs.  `eager`: counts the passes without a graph.  `rows`:
+    knows which drafter each row used.
     """
 
     def __init__(
         self, link: EngineLink, graph_batch_sizes: tuple[int, ...] = (),
-        eager: EagerPasses | None = None,
+        eager: EagerPasses | None = None, rows: RowDrafting | None = None,
     ) -> None:  # fmt: skip
         self._link = link
+        self._rows = rows
         self._eager = eager or EagerPasses()
         self._graph_batch_sizes = graph_batch_sizes
         # Drafter, draft length, sleep and padded batch of every shape that has run.
@@ -147,6 +151,10 @@ class StepTap:
                 flags |= UPDATING
             if update_status.reset:
                 flags |= DRAFTER_RESET
+        groups: tuple[GroupEntry, ...] = ()
+        proposals: tuple[ProposalsEntry, ...] = ()
+        if self._rows is not None and gamma:
+            groups, proposals = self._rows.counts(result, accepted, gamma, choice.drafter_index)
         self._last_iter, self._last_end = iteration, now
         self._step += 1
         report = ReportPacket(
@@ -163,6 +171,8 @@ class StepTap:
             choice.session,
             update_status.seconds,
             update_status.version,
+            groups=groups,
+            proposals=proposals,
         )
         self._link.report(report)
 

@@ -14,6 +14,7 @@ from speculation.v1.plan_pb2 import (
     REGIME_MODE_COLLECT,
     REGIME_MODE_OFF,
     REGIME_MODE_ONLINE,
+    MixtureRule,
     Plan,
     PlanRow,
     Regime,
@@ -39,6 +40,7 @@ class ScriptedSidecar:
     draft_version: of the drafter that is to serve.
     plans_once: only `run` sends a plan, and no message is answered.
     bounds: largest batch of each row of a plan; rows after the first have the script's next arms.
+    rules: of the engine's mixtures.
     """
 
     server: FakeSidecar
@@ -49,6 +51,7 @@ class ScriptedSidecar:
     draft_version: int = 0
     plans_once: bool = False
     bounds: tuple[int, ...] = (64,)
+    rules: tuple[MixtureRule, ...] = ()
     arms: dict[int, Arm] = field(default_factory=dict)
     collecting: set[int] = field(default_factory=set)
     _lock: Lock = field(default_factory=Lock)
@@ -139,6 +142,7 @@ class ScriptedSidecar:
             lease_ms=self.lease_ms,
             draft_version=self.draft_version,
             reason=REASON_EXPLOIT,
+            rules=self.rules,
         )
 
 

@@ -37,6 +37,12 @@ class PluginSettings(LinkSettings):
         "first block. By default the engine starts with its own drafter alone, logs an error, and "
         "tells the sidecar.",
     )
+    lookup: bool = Field(
+        default=False,
+        description="Draft by prompt lookup (n-gram) too: alone, and in a mixture with every "
+        "drafter of the engine, in which each row of a step gets the proposal that promises more. "
+        "A request is compared with its own tokens only.",
+    )
     graph_limits: Annotated[dict[int, int], NoDecode] = Field(
         default={},
         description="Draft lengths that shall get graphs for small batches only, as "

@@ -47,6 +47,8 @@ INIT_GRAPHS: Final = f"{_EAGLE}.EAGLEWorkerV2.init_cuda_graphs"
 BUILD_STATE: Final = f"{_EAGLE}.EAGLEWorkerV2.build_adaptive_runtime_state"
 DRAFT_EXTEND: Final = f"{_EAGLE}.EagleDraftWorker._draft_extend_for_decode"
 DRAFT: Final = f"{_EAGLE}.EagleDraftWorker.draft"
+# What is read back of a step.
+COPY_RESULT: Final = "sglang.srt.managers.utils.GenerationBatchResult.copy_to_cpu"
 # With DFlash alone.
 DRAFT_WORKER: Final = f"{_EAGLE}.EagleDraftWorker"
 # With a second drafter.
@@ -154,6 +156,13 @@ def no_dflash_reason(args: ServerArgs) -> str | None:
         ),
     }
     return next((reason for reason, is_so in obstacles.items() if is_so), None)
+
+
+def copy_to_host(tensor: Any) -> Any:
+    """Copies a tensor as SGLang copies a step's results: without a wait, for its own event."""
+    from sglang.srt.utils.common import async_d2h
+
+    return async_d2h(tensor)
 
 
 def is_dflash_only(config: Any) -> bool:

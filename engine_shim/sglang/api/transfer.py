@@ -8,7 +8,7 @@ import torch
 
 
 def to_device(
-    values: Sequence[int], device: torch.device | str, dtype: torch.dtype = torch.int64
+    values: Sequence[float], device: torch.device | str, dtype: torch.dtype = torch.int64
 ) -> torch.Tensor:
     """Returns `values` as a tensor on `device`, which work launched from now on finds there.
 

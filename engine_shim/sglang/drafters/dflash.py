@@ -18,13 +18,13 @@ from sglang.srt.runtime_context import get_spec
 from sglang.srt.speculative import dflash_worker_v2
 from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
 from sglang.srt.speculative.draft_worker_common import make_draft_input_v2
-from sglang.srt.speculative.eagle_worker_common import build_eagle_verify_input
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from engine_shim.link.losses import reason_of
 from engine_shim.sglang.api import ranks, sglang_api
 from engine_shim.sglang.api.errors import HookError, UnsupportedEngineError
 from engine_shim.sglang.api.transfer import to_device
+from engine_shim.sglang.drafters.chains import verification_of
 
 Found = TypeVar("Found")
 
@@ -247,25 +247,8 @@ class DFlashDrafter:
         self.draft(batch).tolist()
 
     def chain(self, draft: Any, batch: Any, block: torch.Tensor) -> Any:
-        """Has the first gamma tokens of a block verified.
-
-        draft: the `EagleDraftWorker` (or what stands for it), set to gamma.
-        """
-        gamma, size = draft.speculative_num_steps, batch.seq_lens.shape[0]
-        return build_eagle_verify_input(
-            batch,
-            batch.spec_info,
-            draft._topk1_parents_prealloc[:size],
-            draft._topk1_score_indices_prealloc[:size],
-            block[:, 1 : gamma + 1].contiguous(),
-            None,
-            target_worker=draft.target_worker,
-            topk=1,
-            num_steps=gamma,
-            num_draft_tokens=gamma + 1,
-            tree_mask_mode=draft.tree_mask_mode,
-            device=draft.device,
-        )
+        """Has the first gamma tokens of a block verified; see `verification_of`."""
+        return verification_of(draft, batch, block[:, 1 : draft.speculative_num_steps + 1])
 
     def read_prompt(self, batch: Any, hidden: torch.Tensor, kv_loc_plan: Any) -> None:
         """Reads a prefill's positions: hidden [tokens, width], request after request."""

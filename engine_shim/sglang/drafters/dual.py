@@ -17,6 +17,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.speculative import eagle_worker_v2
 
 from engine_shim.sglang.api import hook_check, sglang_api
+from engine_shim.sglang.drafters.chains import fits
 from engine_shim.sglang.drafters.dflash import DFlashDrafter
 from engine_shim.sglang.drafters.hidden_states import SharedCapture
 
@@ -99,7 +100,7 @@ class DualDrafter:
 
     def draft(self, draft: Any, batch: Any) -> Any | None:
         """Drafts instead of `EagleDraftWorker.draft`; None when the other drafter must."""
-        if batch.seq_lens.shape[0] > draft._topk1_parents_prealloc.shape[0]:
+        if not fits(draft, batch):
             return None
         return self.block.attempt(lambda: self.block.chain(draft, batch, self.block.draft(batch)))
 

@@ -1,0 +1,150 @@
+"""Prompt lookup on the device: the newest tokens of a request, found again in what it holds.
+
+Drafts what followed the latest earlier occurrence of the longest suffix of 2 to 5 tokens (prompt
+lookup decoding, Saxena 2023).  With the overlap schedule the host is one step behind, so each
+request's tokens are kept in a buffer on the device, and nothing here waits for it: the operations
+have fixed shapes for a given batch size, draft length and width, and can be captured in a graph.
+
+A request is only ever compared with its own tokens.  Those of others, even of earlier requests in
+the same row, are out of reach: their text could otherwise be observed through the time of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from engine_shim.sglang.api.transfer import to_device
+
+# Lengths of suffixes that are looked up.
+LEAST_MATCH: Final = 2
+LONGEST_MATCH: Final = 5
+# The narrowest part of the buffer that is searched; wider ones are doubled until they suffice.
+_WIDTH_LEAST: Final = 256
+# No token: where nothing is known of a request, and in front of its first one, so that a suffix can
+# be compared with what ends at any token.
+_UNKNOWN: Final = -1
+_FRONT: Final = LONGEST_MATCH - 1
+
+
+class Proposal(NamedTuple):
+    """Drafts of B requests.
+
+    tokens: int64 [B, gamma].  match: int64 [B], tokens of the suffix that was found again; 0: none
+    was, and the tokens are only there to fill the shape.
+    """
+
+    tokens: torch.Tensor
+    match: torch.Tensor
+
+
+class TokenHistory:
+    """Holds the tokens of all running requests: int32 [rows, width] on the device.
+
+    rows: the requests' places in SGLang's request pool.  width: the longest context, with the
+    widest step behind it.
+    """
+
+    def __init__(self, rows: int, width: int, device: torch.device | str) -> None:
+        self.width = width
+        shape = rows, _FRONT + width
+        self._tokens = torch.full(shape, _UNKNOWN, dtype=torch.int32, device=device)
+        self._offsets = torch.arange(width, dtype=torch.int32, device=device)
+        self._back = torch.arange(-_FRONT, 1, device=device)
+        # Which of the five tokens agree, as a number, the newest one in the highest bit; and how
+        # many do without a gap from the newest one on.
+        self._bits = 2 ** torch.arange(LONGEST_MATCH, dtype=torch.uint8, device=device)
+        lengths = [f"{bits:0{LONGEST_MATCH}b}".find("0") for bits in range(2**LONGEST_MATCH)]
+        lengths[-1] = LONGEST_MATCH
+        self._lengths = to_device(lengths, device, torch.int32)
+        # By row: whose tokens it holds, and how many of them the host has written.
+        self._held: dict[int, tuple[str, int]] = {}
+
+    @property
+    def bytes(self) -> int:
+        """The device memory that it takes."""
+        return self._tokens.nbytes
+
+    def read_prompt(self, requests: Sequence[Any]) -> list[int]:
+        """Takes the prompts (or the next parts of them) of a prefill's requests.
+
+        Returns the rows that have changed hands.
+        """
+        return self._read([(r, r.get_fill_ids()) for r in requests])
+
+    def meet(self, requests: Sequence[Any]) -> list[int]:
+        """Takes what the host knows of requests that decode without a prefill here.
+
+        Returns the rows that have changed hands.
+        """
+        held = self._held
+        news = [r for r in requests if held.get(r.kv.req_pool_idx, ("", 0))[0] != r.rid]
+        if not news:
+            return []
+        return self._read([(r, [*r.origin_input_ids, *r.output_ids]) for r in news])
+
+    def _read(self, prompts: Sequence[tuple[Any, Sequence[int]]]) -> list[int]:
+        fresh: list[int] = []
+        rows: list[int] = []
+        places: list[int] = []
+        tokens: list[int] = []
+        for request, known in prompts:
+            row, length = request.kv.req_pool_idx, min(len(known), self.width)
+            rid, written = self._held.get(row, ("", 0))
+            if rid != request.rid or written > length:
+                fresh.append(row)
+                written = 0
+            rows += [row] * (length - written)
+            places += range(_FRONT + written, _FRONT + length)
+            tokens += known[written:length]
+            self._held[row] = (request.rid, length)
+        device = self._tokens.device
+        if fresh:
+            self._tokens.index_fill_(0, to_device(fresh, device), _UNKNOWN)
+        if tokens:
+            found = to_device([*rows, *places, *tokens], device).view(3, -1)
+            self._tokens[found[0], found[1]] = found[2].to(torch.int32)
+        return fresh
+
+    def add(self, rows: torch.Tensor, begins: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Writes tokens [B, n] of requests, from the positions `begins` [B] on.
+
+        What lies behind a request's newest token is never read, so it may be anything.
+        """
+        places = begins[:, None] + self._offsets[: tokens.shape[1]]
+        places = places.clamp_(max=self.width - 1).add_(_FRONT)
+        self._tokens[rows[:, None], places] = tokens.to(torch.int32)
+
+    def propose(
+        self, rows: torch.Tensor, newest: torch.Tensor, gamma: int, longest: int
+    ) -> Proposal:
+        """Looks up B requests.
+
+        rows: [B].  newest: [B], the position of each one's newest token.  longest: no newest token
+        lies further, as the host knows.
+        """
+        width = self._width_for(longest + 1)
+        held = self._tokens[:, : _FRONT + width].index_select(0, rows)
+        newest = newest.to(torch.int64).clamp(max=width - 1)[:, None]
+        suffix = held.gather(1, newest + _FRONT + self._back)
+        same = held.unfold(1, LONGEST_MATCH, 1) == suffix[:, None]
+        length = self._lengths[(same * self._bits).sum(dim=2, dtype=torch.int32)]
+        # The longest match, and of those the latest, in one number.
+        places = self._offsets[:width]
+        score = length * width + places
+        ends = (length >= LEAST_MATCH) & (places < newest)
+        best = score.masked_fill_(~ends, 0).amax(dim=1, keepdim=True).to(torch.int64)
+        match, end = best // width, best % width
+        # A copy of what is still being written goes on from its own beginning.
+        period = (newest - end).clamp_(min=1)
+        ahead = end + 1 + self._offsets[:gamma].to(torch.int64) % period
+        tokens = held.gather(1, ahead.clamp_(max=width - 1).add_(_FRONT)).to(torch.int64)
+        return Proposal(tokens.clamp_(min=0), match[:, 0])
+
+    def _width_for(self, length: int) -> int:
+        width = _WIDTH_LEAST
+        while width < length:
+            width *= 2
+        return min(width, self.width)

@@ -1,0 +1,160 @@
+"""Chooses a drafter for every row of a step, on the device, and counts what each would have given.
+
+Two drafters propose tokens for the same positions, and a verification has one shape whoever
+proposed a row.  So in a mixture's step each row gets the proposal that the plan's rule takes for
+the better one (proto `MixtureRule`).  What the rule knows of a request are two running means: what
+the main drafter's proposals, and the lookup's, were really accepted for there, divided by what the
+plan expects of them.  Both are updated from what each step has verified, without the host.
+
+Any choice is exact: the target verifies all tokens, whoever proposed them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import torch
+
+from engine_shim.sglang.api.transfer import to_device
+from engine_shim.sglang.drafters.lookup import LEAST_MATCH, LONGEST_MATCH, Proposal
+
+if TYPE_CHECKING:
+    from engine_shim.link.packets import RuleEntry
+
+# Columns of the ratios.
+_MAIN, _FREE = 0, 1
+_EXPECTED_LEAST: Final = 1e-3
+
+
+class DeviceRule(NamedTuple):
+    """A rule as the device reads it: free_expected has an entry for each match length from 0 on."""
+
+    main_expected: float
+    free_expected: torch.Tensor
+    ratio_weight: float
+
+
+class Drafted(NamedTuple):
+    """What was proposed for the B rows of a step.
+
+    rows: [B] of the request pool.  main: [B, gamma] of the main drafter, None where it has not
+    drafted.  free: of the lookup.  chose: [B], rows for which the rule prefers the lookup, None
+    without a rule.  is_mixed: whether the step does what the rule says.
+    """
+
+    rows: torch.Tensor
+    gamma: int
+    main: torch.Tensor | None
+    free: Proposal
+    chose: torch.Tensor | None
+    rule: DeviceRule | None
+    is_mixed: bool
+
+
+class RowChoice:
+    """Keeps the running means of all requests: float32 [requests, 2] on the device."""
+
+    def __init__(self, requests: int, device: torch.device | str) -> None:
+        self._ratios = torch.ones((requests, 2), device=device)
+        self._device = device
+        self._entries: Sequence[RuleEntry] = ()
+        self._rules: dict[tuple[int, int], DeviceRule] = {}
+
+    def forget(self, rows: Sequence[int]) -> None:
+        """Starts again for these rows of the request pool, whose requests are new."""
+        if rows:
+            self._ratios.index_fill_(0, to_device(rows, self._device), 1.0)
+
+    def rule(self, entries: Sequence[RuleEntry], mixture: int, gamma: int) -> DeviceRule | None:
+        """Returns the plan's rule for a mixture (its place in the introduction), if it has one."""
+        if entries is not self._entries:
+            self._entries, self._rules = entries, {}
+        found = self._rules.get((mixture, gamma))
+        if found is None:
+            for entry in entries:
+                if (entry.drafter_index, entry.gamma) == (mixture, gamma):
+                    found = self._rules[mixture, gamma] = self._on_device(entry)
+        return found
+
+    def _on_device(self, entry: RuleEntry) -> DeviceRule:
+        free, least = entry.free_expected, entry.least_match
+        by_length = [
+            free[min(length - least, len(free) - 1)] if length >= max(least, LEAST_MATCH) else 0.0
+            for length in range(LONGEST_MATCH + 1)
+        ]
+        expected = to_device(by_length, self._device, torch.float32)
+        return DeviceRule(entry.main_expected, expected, entry.ratio_weight)
+
+    def choose(
+        self, rows: torch.Tensor, main: torch.Tensor, free: Proposal, rule: DeviceRule | None, *,
+        is_mixed: bool,
+    ) -> tuple[torch.Tensor, Drafted]:  # fmt: skip
+        """Returns the tokens [B, gamma] that are to be verified, and what was proposed."""
+        gamma, chose = main.shape[1], None
+        if rule is not None:
+            ratios = self._ratios.index_select(0, rows)
+            hoped = ratios[:, _FREE] * rule.free_expected[free.match]
+            chose = hoped > ratios[:, _MAIN] * rule.main_expected
+        drafted = Drafted(rows, gamma, main, free, chose, rule, is_mixed and chose is not None)
+        if chose is None or not is_mixed:
+            return main, drafted
+        return torch.where(chose[:, None], free.tokens, main), drafted
+
+    def learn(self, drafted: Drafted, verified: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
+        """Compares the proposals with what a step has verified, and updates the running means.
+
+        verified: [B, gamma + 1] tokens, of which the first known [B] (accepted drafts and one
+        more) are the request's.  Returns int16 [B, 5]: whether the rule prefers the lookup, the
+        length of its match, for how many tokens the main drafter's proposal (-1: none) and the
+        lookup's were shown to be accepted, and how many drafts were accepted.
+        """
+        main, free = drafted.main, drafted.free
+        known = known.to(torch.int64)
+        accepted = known - 1
+        free_shown = _agreed(free.tokens, verified, known)
+        if main is None:
+            main_shown, free_shown = torch.full_like(accepted, -1), accepted
+        else:
+            main_shown = _agreed(main, verified, known)
+            if drafted.is_mixed and drafted.chose is not None:
+                # What was verified is known: sampling may reject a draft and draw it again.
+                main_shown = torch.where(drafted.chose, main_shown, accepted)
+                free_shown = torch.where(drafted.chose, accepted, free_shown)
+            else:
+                main_shown = accepted
+        chose = drafted.chose
+        if chose is None:
+            chose = torch.zeros_like(accepted, dtype=torch.bool)
+        elif drafted.rule is not None:
+            self._update(drafted, drafted.rule, main_shown, free_shown, known)
+        columns = (chose.to(torch.int64), free.match, main_shown, free_shown, accepted)
+        return torch.stack(columns, dim=1).to(torch.int16)
+
+    def _update(
+        self, drafted: Drafted, rule: DeviceRule, main_shown: torch.Tensor,
+        free_shown: torch.Tensor, known: torch.Tensor,
+    ) -> None:  # fmt: skip
+        rows, gamma, match = drafted.rows, drafted.gamma, drafted.free.match
+        ratios = self._ratios.index_select(0, rows)
+        expected = torch.stack(
+            (
+                torch.full_like(ratios[:, 0], max(rule.main_expected, _EXPECTED_LEAST)),
+                rule.free_expected[match].clamp(min=_EXPECTED_LEAST),
+            ),
+            dim=1,
+        )
+        shown = torch.stack((main_shown, free_shown), dim=1)
+        # A proposal that agrees with all that is known, and is longer, is worth that at least.
+        is_censored = (shown == known[:, None]) & (known[:, None] < gamma)
+        shown = shown.to(ratios.dtype)
+        shown = torch.where(is_censored, torch.maximum(shown, ratios * expected), shown)
+        moved = ratios + rule.ratio_weight * (shown / expected - ratios)
+        moved[:, _FREE] = torch.where(match >= LEAST_MATCH, moved[:, _FREE], ratios[:, _FREE])
+        self._ratios[rows] = moved
+
+
+def _agreed(tokens: torch.Tensor, verified: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
+    """Returns [B], the leading tokens of a proposal that agree with what is known."""
+    agree = (tokens == verified[:, : tokens.shape[1]]).cumprod(dim=1).sum(dim=1)
+    return torch.minimum(agree, known)

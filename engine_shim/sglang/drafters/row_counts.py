@@ -1,0 +1,77 @@
+"""Counts, for a step's report, which drafter the rows used and what each would have given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from engine_shim.link.packets import GroupEntry, ProposalsEntry
+
+
+class Role(NamedTuple):
+    """What a step drafts with.
+
+    main: the drafter that drafts, by its place in the introduction; None: the lookup alone.
+    is_mixed: the lookup's proposal may be used in its place, row by row.
+    """
+
+    main: int | None
+    is_mixed: bool
+
+
+class RowCounts(NamedTuple):
+    """The parts of a report that tell of rows."""
+
+    groups: tuple[GroupEntry, ...]
+    proposals: tuple[ProposalsEntry, ...]
+
+
+def count_rows(
+    outcome: Any, accepted: Sequence[int], gamma: int, role: Role, lookup: int, mixture: int | None
+) -> RowCounts:
+    """Counts a step.
+
+    outcome: [B, 5], as `RowChoice.learn` returns it.  accepted: [B] accepted drafts, as the host
+    counts them.  lookup, mixture: places in the introduction; mixture: of the
+    main drafter's, None if there was no rule for it.
+    """
+    chose, match, main_shown, free_shown, found = np.asarray(outcome, dtype=np.int64).T
+    chose, counted = chose.astype(bool), np.array(accepted, dtype=np.int64)
+    groups: list[GroupEntry] = []
+    proposals = [
+        _proposals(lookup, int(length), free_shown[match == length], found[match == length], gamma)
+        for length in np.unique(match)
+        if length
+    ]
+    if len(without := found[match == 0]):
+        # Where nothing was found again nothing would have been accepted.
+        exact = (len(without), *[0] * gamma)
+        proposals.append(ProposalsEntry(lookup, 0, exact, (0,) * gamma))
+    if role.is_mixed and role.main is not None:
+        groups += [
+            GroupEntry(drafter, gamma, _histogram(counted[rows], gamma))
+            for drafter, rows in ((role.main, ~chose), (lookup, chose))
+            if rows.any()
+        ]
+        proposals.append(_proposals(role.main, 0, main_shown, found, gamma))
+    elif role.main is not None and mixture is not None:
+        would = np.where(chose, free_shown, main_shown)
+        proposals.append(_proposals(mixture, 0, would, found, gamma))
+    return RowCounts(tuple(groups), tuple(proposals))
+
+
+def _proposals(
+    drafter: int, match: int, shown: np.ndarray, accepted: np.ndarray, gamma: int
+) -> ProposalsEntry:
+    # A step shows accepted + 1 tokens.
+    is_censored = (shown == accepted + 1) & (shown < gamma)
+    censored = np.bincount(shown[is_censored], minlength=gamma)
+    return ProposalsEntry(
+        drafter, match, _histogram(shown[~is_censored], gamma), tuple(censored.tolist())
+    )
+
+
+def _histogram(values: np.ndarray, gamma: int) -> tuple[int, ...]:
+    return tuple(np.bincount(values, minlength=gamma + 1).tolist())

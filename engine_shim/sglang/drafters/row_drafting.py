@@ -1,0 +1,185 @@
+"""A prompt lookup beside an engine's drafters: alone, or in mixtures that choose row by row.
+
+The lookup runs in every step that drafts, so that each step shows what it would have given.  All of
+its work is launched on the device behind the drafter's, and only its counts come back, with the
+result that SGLang copies anyway.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import torch
+
+from engine_shim.link.losses import reason_of
+from engine_shim.sglang.api import ranks, sglang_api
+from engine_shim.sglang.api.errors import UnsupportedEngineError
+from engine_shim.sglang.drafters.chains import fits, verification_of
+from engine_shim.sglang.drafters.lookup import Proposal, TokenHistory
+from engine_shim.sglang.drafters.row_choice import Drafted, RowChoice
+from engine_shim.sglang.drafters.row_counts import Role, RowCounts, count_rows
+
+if TYPE_CHECKING:
+    from engine_shim.link.packets import RuleEntry
+
+# Where a step's counts are on its result.
+_OUTCOME: Final = "speculation_rows"
+
+Found = TypeVar("Found")
+
+_log = logging.getLogger(__name__)
+
+
+def cannot_look_up_reason() -> str | None:
+    """Explains why no lookup can draft in this engine; None when one can."""
+    obstacles = {
+        "--speculative-use-rejection-sampling needs the distribution it drafts from": (
+            sglang_api.config_leaf("speculative_use_rejection_sampling")
+        ),
+        "--enable-mixed-chunk decodes inside prefill batches": sglang_api.config_leaf(
+            "enable_mixed_chunk"
+        ),
+    }
+    return next((reason for reason, is_so in obstacles.items() if is_so), None)
+
+
+class RowDrafting:
+    """Drafts with a lookup, and chooses the drafter of each row; one object per engine.
+
+    roles: of each drafter in the introduction.  names: of the lookup and the mixtures.  over: why
+    it no longer drafts; "" while it does.
+    """
+
+    def __init__(self, worker: Any, roles: Mapping[str, Role]) -> None:
+        """Makes room for the tokens of all requests.  Raises UnsupportedEngineError."""
+        if (reason := cannot_look_up_reason()) is not None:
+            raise UnsupportedEngineError(f"SPECULATION_LOOKUP: {reason}")
+        pool = worker.req_to_token_pool.req_to_token
+        self.over = ""
+        self.roles = tuple(roles.values())
+        self._all_names = tuple(roles)
+        self._lookup = self.roles.index(Role(None, is_mixed=False))
+        self._mixtures: Mapping[int, int] = {
+            role.main: index
+            for index, role in enumerate(self.roles)
+            if role.is_mixed and role.main is not None
+        }
+        self._history = TokenHistory(
+            pool.shape[0], pool.shape[1] + sglang_api.widest_step(), pool.device
+        )
+        self._choice = RowChoice(pool.shape[0], pool.device)
+        self._drafted: Drafted | None = None
+        self._longest = 0
+        _log.info("prompt lookup keeps %.1f MB of tokens", self._history.bytes / 1e6)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Returns the names of what ends with it: the lookup and all mixtures."""
+        return tuple(self._all_names[i] for i in (self._lookup, *self._mixtures.values()))
+
+    def mixture_of(self, main: str) -> str:
+        """Returns the name of a drafter's mixture; "" if it has none."""
+        index = self._mixtures.get(self._all_names.index(main)) if main in self._all_names else None
+        return "" if index is None else self._all_names[index]
+
+    def attempt(self, part: Callable[[], Found]) -> Found | None:
+        """Runs a part of its work; returns None once it has failed.
+
+        After the first error nothing of it runs any more.  Raises the error where other ranks would
+        go on with it.
+        """
+        if not self.over:
+            try:
+                return part()
+            except Exception as error:
+                if ranks.are_several():
+                    raise
+                self.over = reason_of(error)
+                _log.exception("prompt lookup no longer drafts; the engine's own drafter does")
+        return None
+
+    def before_prefill(self, batch: Any) -> None:
+        """Takes the prompts of a prefill."""
+        self._choice.forget(self._history.read_prompt(batch.reqs))
+
+    def before_decode(self, batch: Any, unread_tokens: int) -> None:
+        """Gets ready for a decode step.
+
+        unread_tokens: the most that the step before has added to a request, where the scheduler has
+        not read that back.
+        """
+        self._drafted = None
+        self._choice.forget(self._history.meet(batch.reqs))
+        if batch.seq_lens_cpu is not None:
+            self._longest = int(batch.seq_lens_cpu.max())
+        else:
+            committed = max(request.kv.kv_committed_len for request in batch.reqs)
+            self._longest = committed + unread_tokens
+
+    def draft_alone(self, draft: Any, batch: Any) -> Any | None:
+        """Has the lookup's tokens verified; None when another drafter must draft."""
+        if not fits(draft, batch):
+            return None
+        gamma = draft.speculative_num_steps
+        free = self._propose(batch, gamma)
+        self._drafted = Drafted(
+            batch.req_pool_indices, gamma, None, free, None, None, is_mixed=False
+        )
+        return verification_of(draft, batch, free.tokens)
+
+    def join(self, verify: Any, batch: Any, role: Role, rules: Sequence[RuleEntry]) -> None:
+        """Looks up beside the drafter that has drafted `verify`, and mixes if that is the role."""
+        assert role.main is not None
+        size = batch.seq_lens.shape[0]
+        canvas = verify.draft_token.view(size, -1)
+        gamma = canvas.shape[1] - 1
+        free = self._propose(batch, gamma)
+        rule = None
+        if (mixture := self._mixtures.get(role.main)) is not None:
+            rule = self._choice.rule(rules, mixture, gamma)
+        tokens, self._drafted = self._choice.choose(
+            batch.req_pool_indices, canvas[:, 1:], free, rule, is_mixed=role.is_mixed
+        )
+        if self._drafted.is_mixed:
+            mixed = torch.cat((canvas[:, :1], tokens.to(canvas.dtype)), dim=1)
+            verify.draft_token = mixed.view_as(verify.draft_token)
+
+    def _propose(self, batch: Any, gamma: int) -> Proposal:
+        rows, lengths = batch.req_pool_indices, batch.seq_lens
+        # The newest token is not in the cache yet, so that it stands where the cache ends.
+        self._history.add(rows, lengths, batch.spec_info.bonus_tokens.view(-1, 1))
+        return self._history.propose(rows, lengths, gamma, self._longest)
+
+    def after_verify(self, batch: Any, result: Any, *, reports: bool) -> None:
+        """Takes what a step has verified.  reports: leave the counts on the result."""
+        size = batch.seq_lens.shape[0]
+        verified = result.next_token_ids.view(size, -1)
+        self._history.add(batch.req_pool_indices, batch.seq_lens + 1, verified)
+        drafted, self._drafted = self._drafted, None
+        if drafted is not None:
+            outcome = self._choice.learn(drafted, verified, result.accept_lens)
+            if reports:
+                setattr(result, _OUTCOME, outcome)
+
+    def counts(self, result: Any, accepted: Sequence[int], gamma: int, index: int) -> RowCounts:
+        """Counts the rows of a step whose result is on the CPU.
+
+        index: of the drafter that ran, by its place in the introduction.
+        """
+        outcome = getattr(result, _OUTCOME, None)
+        if outcome is None:
+            return RowCounts((), ())
+        role = self.roles[index]
+        mixture = None if role.main is None else self._mixtures.get(role.main)
+        return count_rows(outcome, accepted, gamma, role, self._lookup, mixture)
+
+    def around_copy(
+        self, original: Callable[..., None], result: Any, *arguments: Any, **named: Any
+    ) -> None:
+        """Wraps `GenerationBatchResult.copy_to_cpu`: a step's counts go with its other results."""
+        outcome = getattr(result, _OUTCOME, None)
+        if outcome is not None:
+            setattr(result, _OUTCOME, sglang_api.copy_to_host(outcome))
+        original(result, *arguments, **named)

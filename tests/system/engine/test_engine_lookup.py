@@ -1,0 +1,219 @@
+"""Prompt lookup in one real SGLang: alone, beside two drafters, and mixed with them row by row."""
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from engine_shim.sglang.drafters.lookup import LEAST_MATCH, LONGEST_MATCH
+from speculation.v1.engine_pb2 import (
+    DRAFTER_KIND_MIXTURE,
+    DRAFTER_KIND_NGRAM,
+    StepReport,
+)
+from speculation.v1.plan_pb2 import MixtureRule
+from tests.support.engine import DFLASH, EAGLE3, MODES, EngineProcess, serving
+from tests.support.eventually import eventually
+from tests.support.prompts_in_flight import (
+    LENGTHS,
+    PLAYS_MAX,
+    PROMPTS,
+    accepted_by_context,
+    play,
+    play_any_order,
+    play_arm,
+)
+from tests.support.scripted_sidecar import Arm, ScriptedSidecar, scripted_sidecar
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+
+GAMMAS = (0, 1, 3, 7)
+NAMES = ("eagle3", "dflash", "ngram", "eagle3+ngram", "dflash+ngram")
+LOOKUP = 2
+ARMS: list[Arm] = [
+    (0, False, 0),
+    (0, True, 0),
+    *[(gamma, False, which) for which in range(len(NAMES)) for gamma in GAMMAS[1:]],
+]
+
+
+def rules(main_expected: float, *free_expected: float) -> tuple[MixtureRule, ...]:
+    return tuple(
+        MixtureRule(
+            drafter=name,
+            gamma=gamma,
+            main_expected=main_expected,
+            free_expected=free_expected,
+            least_match=LEAST_MATCH,
+            ratio_weight=0.1,
+        )
+        for name in NAMES[3:]
+        for gamma in GAMMAS[1:]
+    )
+
+
+@pytest.fixture(scope="module", params=["eager", "overlapped"])
+def mode(request: pytest.FixtureRequest) -> str:
+    """How an engine runs its passes: the first of `MODES`, and the last."""
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="module")
+def sidecar(mode: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedSidecar]:
+    """One for each mode's engine."""
+    with scripted_sidecar(tmp_path_factory.mktemp(f"sidecar-{mode}")) as scripted:
+        scripted.rules = rules(1.5, 1.0, 1.4, 1.8, 3.0)
+        yield scripted
+
+
+@pytest.fixture(scope="module")
+def engine(
+    mode: str, sidecar: ScriptedSidecar, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EngineProcess]:
+    variables = {
+        **sidecar.variables,
+        **MODES[mode],
+        "SPECULATION_LOOKUP": "1",
+        "SPECULATION_DFLASH_MODEL_PATH": str(DFLASH),
+        "SPECULATION_GAMMAS": ",".join(map(str, GAMMAS)),
+        "SPECULATION_SLEEP_POSITIONS": "12",
+    }
+    with serving(tmp_path_factory.mktemp("steered"), EAGLE3, variables) as running:
+        eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
+        yield running
+
+
+def test_it_introduces_the_lookup_and_two_mixtures(
+    engine: EngineProcess, sidecar: ScriptedSidecar
+) -> None:
+    drafters = sidecar.server.introductions[0].drafters
+    assert tuple(drafter.name for drafter in drafters) == NAMES
+    assert drafters[LOOKUP].kind == DRAFTER_KIND_NGRAM
+    for drafter, main in zip(drafters[3:], NAMES, strict=False):
+        assert drafter.kind == DRAFTER_KIND_MIXTURE
+        assert (drafter.mixture.main, drafter.mixture.free) == (main, "ngram")
+        assert tuple(drafter.gammas) == GAMMAS[1:]
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_any_order_of_arms_gives_plain_decodings_tokens(
+    seed: int, engine: EngineProcess, sidecar: ScriptedSidecar, plain: dict[str, list[list[int]]]
+) -> None:
+    play_any_order(engine, sidecar, ARMS, seed, plain["batch"])
+
+
+def test_the_lookup_drafts_what_followed_the_longest_match(
+    engine: EngineProcess, sidecar: ScriptedSidecar, plain: dict[str, list[list[int]]]
+) -> None:
+    tokens = [*PROMPTS[0], *plain["batch"][0]]
+    # Prompt lengths without overlap: every context is met with the reports of one request.
+    _, reports = play(engine, sidecar, lambda _: (7, False, LOOKUP), PROMPTS[:1], LENGTHS[:1])
+    live = accepted_by_context(reports, "ngram", 7)
+    assert len(live) > 5
+    matches = {
+        report.kv_tokens: report.proposals[0].match_length
+        for report in reports
+        if report.drafter == "ngram"
+    }
+    for context, accepted in live.items():
+        known, truth = tokens[: context + 1], tokens[context + 1 : context + 8]
+        match, drafts = looked_up(known, 7)
+        assert matches[context] == match
+        if len(truth) == 7 and match:
+            agreed = next((k for k in range(7) if drafts[k] != truth[k]), 7)
+            assert accepted == agreed
+
+
+def looked_up(known: list[int], gamma: int) -> tuple[int, list[int]]:
+    """The length of the longest match, and the drafts, worked out without any tensor."""
+    newest = len(known) - 1
+    for length in range(LONGEST_MATCH, LEAST_MATCH - 1, -1):
+        suffix = known[newest + 1 - length :]
+        for end in range(newest - 1, length - 2, -1):
+            if known[end + 1 - length : end + 1] == suffix:
+                return length, [known[end + 1 + k % (newest - end)] for k in range(gamma)]
+    return 0, []
+
+
+@pytest.mark.parametrize("main", [0, 1])
+def test_a_mixture_uses_both_and_reports_what_each_would_have_given(
+    main: int, engine: EngineProcess, sidecar: ScriptedSidecar, plain: dict[str, list[list[int]]]
+) -> None:
+    name = NAMES[3 + main]
+    rows: Counter[str] = Counter()
+    for _ in range(PLAYS_MAX):
+        for report in play_arm(engine, sidecar, (name, (3, False, 3 + main)), plain["batch"]):
+            if report.drafter == name:
+                check_counts(report)
+                for group in report.groups:
+                    rows[group.drafter] += sum(group.accepted_counts)
+        if min(rows[NAMES[main]], rows["ngram"]) > 20:
+            return
+    pytest.fail(f"the rows of a mixture used {dict(rows)}")
+
+
+def check_counts(report: StepReport) -> None:
+    """All rows are in one group, and each drafter's proposals are of all rows."""
+    total = [0] * (report.gamma + 1)
+    for group in report.groups:
+        total = [a + b for a, b in zip(total, group.accepted_counts, strict=True)]
+    assert total == list(report.accepted_counts)
+    by_drafter: Counter[str] = Counter()
+    for part in report.proposals:
+        by_drafter[part.drafter] += sum(part.accepted_counts) + sum(part.censored_counts)
+        # What a step cannot show lies behind its last token.
+        assert not part.censored_counts or part.censored_counts[0] == 0
+    assert set(by_drafter.values()) == {report.batch_size}
+
+
+def test_beside_its_main_drafter_alone_a_mixture_would_have_given_what_its_rule_says(
+    engine: EngineProcess, sidecar: ScriptedSidecar, plain: dict[str, list[list[int]]]
+) -> None:
+    kept, sidecar.rules = sidecar.rules, rules(64.0, 0.0)
+    try:
+        # A rule that never prefers the lookup: the mixture is its main drafter.
+        reports = play_arm(engine, sidecar, ("eagle3", (3, False, 0)), plain["batch"])
+    finally:
+        sidecar.rules = kept
+    steps = [report for report in reports if (report.drafter, report.gamma) == ("eagle3", 3)]
+    assert len(steps) > 10
+    for report in steps[-5:]:
+        (mixture,) = [part for part in report.proposals if part.drafter == "eagle3+ngram"]
+        assert list(mixture.accepted_counts) == list(report.accepted_counts)
+        assert not report.groups
+
+
+def test_the_rule_decides_which_rows_use_the_lookup(
+    engine: EngineProcess, sidecar: ScriptedSidecar, plain: dict[str, list[list[int]]]
+) -> None:
+    kept, sidecar.rules = sidecar.rules, rules(0.0, 5.0)
+    try:
+        reports = play_arm(engine, sidecar, ("eagle3+ngram", (3, False, 3)), plain["batch"])
+    finally:
+        sidecar.rules = kept
+    # Wherever it has found a match: in the last steps, that is, after the plan has come.
+    for report in reports[-5:]:
+        without = sum(
+            sum(part.accepted_counts)
+            for part in report.proposals
+            if (part.drafter, part.match_length) == ("ngram", 0)
+        )
+        own = sum(sum(g.accepted_counts) for g in report.groups if g.drafter == "eagle3")
+        assert own == without
+
+
+def test_other_requests_in_the_same_rows_are_out_of_reach(
+    engine: EngineProcess, sidecar: ScriptedSidecar, plain: dict[str, list[list[int]]]
+) -> None:
+    """What a request of before has left in a row is never found."""
+    choose = random.Random(4)
+    prompt = [choose.randrange(200, 400) for _ in range(40)]
+    sidecar.run(lambda _: (3, False, LOOKUP))
+    engine.generate([prompt], [4])
+    # All distinct tokens: a match could only come from the row's last owner.
+    fresh = choose.sample(range(200, 400), 30)
+    _, reports = play(engine, sidecar, lambda _: (3, False, LOOKUP), [fresh], [2])
+    (first, *_) = reports
+    assert [part.match_length for part in first.proposals] == [0]
