@@ -29,15 +29,20 @@ class RowCounts(NamedTuple):
 
 
 def count_rows(
-    outcome: Any, accepted: Sequence[int], gamma: int, role: Role, lookup: int, mixture: int | None
+    outcome_cpu: Any,
+    accepted: Sequence[int],
+    gamma: int,
+    role: Role,
+    lookup: int,
+    mixture: int | None,
 ) -> RowCounts:
     """Counts a step.
 
-    outcome: [B, 5], as `RowChoice.learn` returns it.  accepted: [B] accepted drafts, as the host
-    counts them.  lookup, mixture: places in the introduction; mixture: of the
-    main drafter's, None if there was no rule for it.
+    outcome_cpu: [B, 5], as `RowChoice.learn` returns it.  accepted: [B] accepted drafts, as the
+    host counts them.  lookup, mixture: places in the introduction; mixture: of the main drafter's,
+    None if there was no rule for it.
     """
-    chose, match, main_shown, free_shown, found = np.asarray(outcome, dtype=np.int64).T
+    chose, match, main_shown, free_shown, found = np.asarray(outcome_cpu, dtype=np.int64).T
     chose, counted = chose.astype(bool), np.array(accepted, dtype=np.int64)
     groups: list[GroupEntry] = []
     proposals = [

@@ -1,12 +1,14 @@
 """Prompt lookup in one real SGLang: alone, beside two drafters, and mixed with them row by row."""
 
+import json
 import random
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from engine_shim.sglang.drafters.lookup import LEAST_MATCH, LONGEST_MATCH
+from engine_shim.sglang.drafters.lookup import LEAST_MATCH
 from speculation.v1.engine_pb2 import (
     DRAFTER_KIND_MIXTURE,
     DRAFTER_KIND_NGRAM,
@@ -15,6 +17,7 @@ from speculation.v1.engine_pb2 import (
 from speculation.v1.plan_pb2 import MixtureRule
 from tests.support.engine import DFLASH, EAGLE3, MODES, EngineProcess, serving
 from tests.support.eventually import eventually
+from tests.support.looking_up import looked_up
 from tests.support.prompts_in_flight import (
     LENGTHS,
     PLAYS_MAX,
@@ -25,6 +28,7 @@ from tests.support.prompts_in_flight import (
     play_arm,
 )
 from tests.support.scripted_sidecar import Arm, ScriptedSidecar, scripted_sidecar
+from tests.support.waits import WAITS
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -69,12 +73,19 @@ def sidecar(mode: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scr
 
 
 @pytest.fixture(scope="module")
+def waits(mode: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the engine lists what would wait for a device."""
+    return tmp_path_factory.mktemp(f"waits-{mode}") / "waits.json"
+
+
+@pytest.fixture(scope="module")
 def engine(
-    mode: str, sidecar: ScriptedSidecar, tmp_path_factory: pytest.TempPathFactory
+    mode: str, sidecar: ScriptedSidecar, waits: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[EngineProcess]:
     variables = {
         **sidecar.variables,
         **MODES[mode],
+        "CPU_ENGINE_SYNCHRONISATIONS": str(waits) if mode == "overlapped" else "",
         "SPECULATION_LOOKUP": "1",
         "SPECULATION_DFLASH_MODEL_PATH": str(DFLASH),
         "SPECULATION_GAMMAS": ",".join(map(str, GAMMAS)),
@@ -124,17 +135,6 @@ def test_the_lookup_drafts_what_followed_the_longest_match(
         if len(truth) == 7 and match:
             agreed = next((k for k in range(7) if drafts[k] != truth[k]), 7)
             assert accepted == agreed
-
-
-def looked_up(known: list[int], gamma: int) -> tuple[int, list[int]]:
-    """The length of the longest match, and the drafts, worked out without any tensor."""
-    newest = len(known) - 1
-    for length in range(LONGEST_MATCH, LEAST_MATCH - 1, -1):
-        suffix = known[newest + 1 - length :]
-        for end in range(newest - 1, length - 2, -1):
-            if known[end + 1 - length : end + 1] == suffix:
-                return length, [known[end + 1 + k % (newest - end)] for k in range(gamma)]
-    return 0, []
 
 
 @pytest.mark.parametrize("main", [0, 1])
@@ -217,3 +217,10 @@ def test_other_requests_in_the_same_rows_are_out_of_reach(
     _, reports = play(engine, sidecar, lambda _: (3, False, LOOKUP), [fresh], [2])
     (first, *_) = reports
     assert [part.match_length for part in first.proposals] == [0]
+
+
+def test_nothing_waits_for_the_device(mode: str, engine: EngineProcess, waits: Path) -> None:
+    """After all other tests of this engine."""
+    if mode != "overlapped":
+        pytest.skip("the list is made where lengths are not on the host")
+    assert set(json.loads(waits.read_text())) <= WAITS.keys()

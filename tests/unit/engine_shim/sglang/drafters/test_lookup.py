@@ -1,0 +1,83 @@
+"""Lookup on tensors finds what a search through lists finds."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine_shim.sglang.drafters.lookup import TokenHistory
+from tests.support.looking_up import Request, looked_up
+
+WIDTH = 320
+
+
+def history_of(*requests: Request) -> TokenHistory:
+    history = TokenHistory(8, WIDTH, "cpu")
+    history.read_prompt(requests)
+    return history
+
+
+TOKENS = st.integers(2, 6).flatmap(
+    lambda kinds: st.lists(st.integers(0, kinds), min_size=1, max_size=120)
+)
+
+
+@given(st.lists(TOKENS, min_size=1, max_size=5), st.integers(1, 9))
+def test_it_drafts_what_followed_the_latest_of_the_longest_matches(texts, gamma):
+    requests = [Request(str(i), 7 - i, text) for i, text in enumerate(texts)]
+    history = history_of(*requests)
+    rows = torch.tensor([request.row for request in requests])
+    newest = torch.tensor([len(text) - 1 for text in texts])
+    found = history.propose(rows, newest, gamma, int(newest.max()))
+    for i, text in enumerate(texts):
+        match, drafts = looked_up(text, gamma)
+        assert int(found.match[i]) == match
+        if match:
+            assert found.tokens[i].tolist() == drafts
+
+
+def test_what_a_step_adds_is_found_and_what_it_wrote_too_far_is_not():
+    history = history_of(Request("a", 3, [1, 2, 3, 4, 9]))
+    row = torch.tensor([3])
+    # Two of the four are the request's, and the next step writes over the others.
+    history.add(row, torch.tensor([5]), torch.tensor([[1, 2, 7, 7]]))
+    found = history.propose(row, torch.tensor([6]), 3, 6)
+    assert found.match.tolist() == [2]
+    assert found.tokens.tolist() == [[3, 4, 9]]
+
+
+def test_a_prompt_comes_in_parts_and_a_retracted_request_comes_again():
+    whole = [1, 2, 3, 1, 2]
+    history = TokenHistory(8, WIDTH, "cpu")
+    assert history.read_prompt([Request("a", 2, whole[:3])]) == [2]
+    assert history.read_prompt([Request("a", 2, whole)]) == []
+    found = history.propose(torch.tensor([2]), torch.tensor([4]), 2, 4)
+    assert found.tokens.tolist() == [[3, 1]]
+    assert history.read_prompt([Request("a", 5, whole)]) == [5]
+    found = history.propose(torch.tensor([5]), torch.tensor([4]), 2, 4)
+    assert found.tokens.tolist() == [[3, 1]]
+
+
+def test_nothing_of_a_rows_last_owner_is_left():
+    history = history_of(Request("a", 1, [5, 6, 7, 5, 6, 7, 8, 9] * 20))
+    history.read_prompt([Request("b", 1, [5, 6])])
+    found = history.propose(torch.tensor([1]), torch.tensor([1]), 3, 1)
+    assert found.match.tolist() == [0]
+    # Nor of what it would write next.
+    history.add(torch.tensor([1]), torch.tensor([2]), torch.tensor([[5, 6]]))
+    found = history.propose(torch.tensor([1]), torch.tensor([3]), 3, 3)
+    assert found.tokens.tolist() == [[5, 6, 5]]
+
+
+def test_a_request_without_a_prefill_is_met_with_what_the_host_knows():
+    history = TokenHistory(8, WIDTH, "cpu")
+    request = Request("a", 0, [1, 2, 3], [1, 2])
+    assert history.meet([request]) == [0]
+    assert history.meet([request]) == []
+    found = history.propose(torch.tensor([0]), torch.tensor([4]), 1, 4)
+    assert found.tokens.tolist() == [[3]]
+
+
+def test_a_length_that_the_host_knows_too_short_is_no_error():
+    history = history_of(Request("a", 0, list(range(300))))
+    found = history.propose(torch.tensor([0]), torch.tensor([299]), 3, 10)
+    assert found.match.tolist() == [0]

@@ -1,0 +1,164 @@
+"""The choice of rows, what steps show of proposals, and the counts that are reported of them."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine_shim.link.packets import RuleEntry
+from engine_shim.sglang.drafters.lookup import LEAST_MATCH, Proposal
+from engine_shim.sglang.drafters.row_choice import Drafted, RowChoice
+from engine_shim.sglang.drafters.row_counts import Role, RowCounts, count_rows
+
+MAIN, LOOKUP, MIXTURE = 0, 1, 2
+WEIGHT = 0.25
+
+
+def rule_of(main: float, *free: float, gamma: int = 4) -> RuleEntry:
+    return RuleEntry(MIXTURE, gamma, main, free, LEAST_MATCH, WEIGHT)
+
+
+def proposal(tokens: Sequence[Sequence[int]], match: Sequence[int]) -> Proposal:
+    return Proposal(torch.tensor(tokens), torch.tensor(match))
+
+
+def leading(a: Sequence[int], b: Sequence[int]) -> int:
+    n = 0
+    while n < min(len(a), len(b)) and a[n] == b[n]:
+        n += 1
+    return n
+
+
+ROW = st.tuples(
+    st.lists(st.integers(0, 1), min_size=4, max_size=4),
+    st.lists(st.integers(0, 1), min_size=4, max_size=4),
+    st.sampled_from([0, 2, 3, 5]),
+    st.lists(st.integers(0, 1), min_size=5, max_size=5),
+)
+
+
+@given(st.lists(ROW, min_size=1, max_size=6), st.booleans(), st.booleans())
+def test_a_step_shows_of_each_proposal_what_its_tokens_tell(rows, is_mixed, has_rule):
+    choice = RowChoice(8, "cpu")
+    main, free, match, truth = (list(column) for column in zip(*rows, strict=True))
+    rule = choice.rule((rule_of(1.0, 0.5, 2.0, 2.0, 3.0),), MIXTURE, 4) if has_rule else None
+    tokens, drafted = choice.choose(
+        torch.arange(len(rows)), torch.tensor(main), proposal(free, match), rule, is_mixed=is_mixed
+    )
+    chose = [has_rule and length >= 3 for length in match]
+    used = [f if c and is_mixed else m for m, f, c in zip(main, free, chose, strict=True)]
+    assert tokens.tolist() == used
+    accepted = [leading(u, t) for u, t in zip(used, truth, strict=True)]
+    verified = [[*t[: a + 1], *[9] * (4 - a)] for t, a in zip(truth, accepted, strict=True)]
+    outcome = choice.learn(drafted, torch.tensor(verified), torch.tensor(accepted) + 1)
+    role = Role(MAIN, is_mixed=is_mixed and has_rule)
+    counts = count_rows(outcome, accepted, 4, role, LOOKUP, MIXTURE)
+    expected: Counter[tuple[int, int, int, bool]] = Counter()
+    for m, f, length, c, a, t in zip(main, free, match, chose, accepted, truth, strict=True):
+        shown = {MAIN: leading(m, t[: a + 1]), LOOKUP: leading(f, t[: a + 1])}
+        if not length:
+            shown[LOOKUP] = 0
+        if not role.is_mixed:
+            shown[MIXTURE] = shown[LOOKUP if c else MAIN]
+            del shown[MAIN]
+        for drafter, n in shown.items():
+            key = length if drafter == LOOKUP else 0
+            expected[drafter, key, n, n == a + 1 and n < 4] += 1
+    assert counted(counts) == expected
+    assert sum(sum(group.accepted_counts) for group in counts.groups) == (
+        len(rows) if role.is_mixed else 0
+    )
+
+
+def counted(counts: RowCounts) -> Counter[tuple[int, int, int, bool]]:
+    """By drafter, match length, tokens and whether they are censored: rows."""
+    found: Counter[tuple[int, int, int, bool]] = Counter()
+    for part in counts.proposals:
+        for censored in (False, True):
+            for n, many in enumerate(part.censored_counts if censored else part.accepted_counts):
+                if many:
+                    found[part.drafter_index, part.match_length, n, censored] += many
+    return found
+
+
+def test_groups_hold_the_rows_of_each_drafter():
+    outcome = torch.tensor([[1, 5, 1, 3, 3], [0, 0, 2, 0, 2], [1, 2, 0, 1, 1]])
+    groups = count_rows(outcome, [3, 2, 1], 4, Role(MAIN, is_mixed=True), LOOKUP, MIXTURE).groups
+    assert [(g.drafter_index, g.accepted_counts) for g in groups] == [
+        (MAIN, (0, 0, 1, 0, 0)),
+        (LOOKUP, (0, 1, 0, 1, 0)),
+    ]
+
+
+def test_a_lookup_that_drafts_alone_tells_of_itself_only():
+    choice = RowChoice(8, "cpu")
+    rows = torch.tensor([1, 2])
+    free = proposal([[1, 1], [1, 1]], [3, 0])
+    drafted = Drafted(rows, 2, None, free, None, None, is_mixed=False)
+    outcome = choice.learn(drafted, torch.tensor([[1, 0, 0], [0, 0, 0]]), torch.tensor([2, 1]))
+    counts = count_rows(outcome, [1, 0], 2, Role(None, is_mixed=False), LOOKUP, None)
+    assert counts.groups == ()
+    assert [(p.drafter_index, p.match_length, p.accepted_counts) for p in counts.proposals] == [
+        (LOOKUP, 3, (0, 1, 0)),
+        (LOOKUP, 0, (1, 0, 0)),
+    ]
+
+
+def steps(
+    choice: RowChoice, rule: RuleEntry, main: Sequence[int], free: Sequence[int], times: int
+) -> list[bool]:
+    """Whether row 3 prefers the lookup, step after step; all of them verify 1, 1, 1, 1, 1."""
+    found = []
+    rows, truth = torch.tensor([3]), torch.ones((1, 5), dtype=torch.int64)
+    for _ in range(times):
+        device_rule = choice.rule((rule,), MIXTURE, 4)
+        tokens, drafted = choice.choose(
+            rows, torch.tensor([main]), proposal([free], [5]), device_rule, is_mixed=True
+        )
+        known = (tokens == truth[:, :4]).cumprod(1).sum(1) + 1
+        choice.learn(drafted, truth, known)
+        assert drafted.chose is not None
+        found.append(bool(drafted.chose[0]))
+    return found
+
+
+def test_a_request_that_differs_from_what_is_expected_is_learnt_and_forgotten():
+    choice = RowChoice(8, "cpu")
+    # The lookup is expected to be worth less, and is accepted whole in this request.
+    found = steps(choice, rule_of(2.0, 1.5), [1, 0, 0, 0], [1, 1, 1, 1], 12)
+    assert found[0] is False
+    assert all(found[6:])
+    choice.forget([3])
+    assert steps(choice, rule_of(2.0, 1.5), [1, 0, 0, 0], [1, 1, 1, 1], 1) == [False]
+
+
+def test_what_a_step_cannot_show_does_not_count_against_a_proposal():
+    choice = RowChoice(8, "cpu")
+    # The main drafter is used and rejected at once: the step shows one token of the lookup's.
+    found = steps(choice, rule_of(3.0, 2.9), [0, 0, 0, 0], [1, 1, 1, 1], 3)
+    assert found[-1] is True
+
+
+def test_without_a_rule_the_main_drafter_is_used():
+    choice = RowChoice(8, "cpu")
+    main = torch.tensor([[1, 2]])
+    tokens, drafted = choice.choose(
+        torch.tensor([0]), main, proposal([[3, 4]], [5]), None, is_mixed=True
+    )
+    assert tokens.tolist() == main.tolist()
+    assert not drafted.is_mixed
+
+
+@pytest.mark.parametrize(("match", "wanted"), [(0, False), (2, False), (3, True), (5, True)])
+def test_a_longer_match_than_the_rule_names_counts_as_its_longest(match, wanted):
+    choice = RowChoice(8, "cpu")
+    rule = choice.rule((rule_of(1.0, 0.5, 1.5),), MIXTURE, 4)
+    _, drafted = choice.choose(
+        torch.tensor([0]), torch.zeros((1, 4), dtype=torch.int64),
+        proposal([[1, 1, 1, 1]], [match]), rule, is_mixed=True,
+    )  # fmt: skip
+    assert drafted.chose is not None
+    assert drafted.chose.tolist() == [wanted]

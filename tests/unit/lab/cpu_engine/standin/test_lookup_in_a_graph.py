@@ -1,0 +1,74 @@
+"""A lookup, the choice of rows and what is learnt from them run in a graph, within a budget."""
+
+import random
+
+import torch
+from cpu_graphs import graph
+from cpu_graphs.graph import Graph
+from cpu_graphs.recorder import Recording
+from torch.utils._pytree import tree_leaves
+
+from engine_shim.link.packets import RuleEntry
+from engine_shim.sglang.drafters.lookup import LEAST_MATCH, TokenHistory
+from engine_shim.sglang.drafters.row_choice import RowChoice
+from tests.support.looking_up import Request, looked_up
+
+WIDTH = 320
+# It always prefers a lookup that has found something.
+RULE = RuleEntry(2, 4, 0.0, (1.0,), LEAST_MATCH, 0.1)
+# What a lookup of 64 requests with 8,192 tokens each may launch, and touch, on the device.
+KERNELS_MOST = 32
+BYTES_A_TOKEN_MOST = 105
+
+
+def tensors_in(arguments: object) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
+
+
+def test_lookup_choice_and_learning_are_captured_in_a_graph_that_follows_their_inputs():
+    choose = random.Random(1)
+    history, choice = TokenHistory(8, WIDTH, "cpu"), RowChoice(8, "cpu")
+    rows, newest = torch.tensor([0, 4, 6]), torch.zeros(3, dtype=torch.int64)
+    main, known = torch.zeros((3, 4), dtype=torch.int64), torch.ones(3, dtype=torch.int64)
+    verified = torch.zeros((3, 5), dtype=torch.int64)
+    rule = choice.rule((RULE,), 2, 4)
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        free = history.propose(rows, newest, 4, WIDTH - 1)
+        tokens, drafted = choice.choose(rows, main, free, rule, is_mixed=True)
+        return tokens, choice.learn(drafted, verified, known)
+
+    step()
+    made = Graph()
+    with graph.capture(made), torch.no_grad():
+        tokens, outcome = step()
+    for _ in range(5):
+        texts = [[choose.randrange(4) for _ in range(choose.randint(5, 200))] for _ in range(3)]
+        history.read_prompt(
+            [
+                Request(str(choose.random()), row, text)
+                for row, text in zip((0, 4, 6), texts, strict=True)
+            ]
+        )
+        newest.copy_(torch.tensor([len(text) - 1 for text in texts]))
+        made.replay()
+        expected = [looked_up(text, 4) for text in texts]
+        assert outcome[:, 1].tolist() == [match for match, _ in expected]
+        for row, (match, drafts) in enumerate(expected):
+            assert tokens[row].tolist() == (drafts if match else [0] * 4)
+
+
+def test_it_stays_within_its_budget_of_kernels_and_bytes():
+    batch, context = 64, 8192
+    history = TokenHistory(batch, context + 16, "cpu")
+    rows, newest = torch.arange(batch), torch.full((batch,), context - 1)
+    with Recording() as recording:
+        history.propose(rows, newest, 7, context - 1)
+    moved = sum(
+        tensor.nbytes
+        for node in recording.nodes
+        for tensor in (*tensors_in(node.arguments), *node.outputs)
+    )
+    print(f"{len(recording.nodes)} kernels, {moved / batch / context:.1f} bytes a token")
+    assert len(recording.nodes) <= KERNELS_MOST
+    assert moved <= BYTES_A_TOKEN_MOST * batch * context
