@@ -14,6 +14,7 @@ MAX_STEP_SECONDS = 3600.0
 MIN_STEP_SECONDS = 1e-6  # nothing decodes in less, and less would overflow what divides by it
 MAX_REPORT_CLASSES = 64
 MAX_LABEL_CHARACTERS = 64
+MAX_PREFILL_TOKENS = 1 << 24
 MAX_GROUPS = 16
 MAX_PROPOSALS = 64
 
@@ -152,10 +153,8 @@ class StepReport:
             self._check_classes()
         if self.confidences:
             self._check_confidences()
-        if self.groups:
-            self._check_groups()
-        if self.proposals:
-            self._check_proposals()
+        if self.groups or self.proposals or self.prefill_tokens:
+            self._check_rows()
 
     def _check_classes(self) -> None:
         labels = [part.label for part in self.classes]
@@ -190,6 +189,17 @@ class StepReport:
                 f"step {self.step}: confidences {list(self.confidences)[:80]} are not {self.gamma} "
                 "probabilities"
             )
+
+    def _check_rows(self) -> None:
+        if not 0 <= self.prefill_tokens <= MAX_PREFILL_TOKENS:
+            raise InvalidReportError(
+                f"step {self.step}: prefill_tokens {self.prefill_tokens} is outside "
+                f"0..{MAX_PREFILL_TOKENS}"
+            )
+        if self.groups:
+            self._check_groups()
+        if self.proposals:
+            self._check_proposals()
 
     def _check_groups(self) -> None:
         if len(self.groups) > MAX_GROUPS:

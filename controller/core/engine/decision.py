@@ -26,10 +26,10 @@ from controller.core.planning.planner import Values, evaluate
 class Estimates:
     """Holds all estimates of one moment, before overrides determine a plan's rows.
 
-    costs, drift: [arms, buckets] of the cost table, and the factors by which live steps have moved
-    it.  catch_up: by drafter, [buckets] seconds; catch_up_price: of any waking.  context:
-    [buckets] tokens of a sequence.  switch_seconds: of any change of arm.  profile_id, prior: where
-    costs come from, one of them "".
+    costs, drift: [arms, buckets] of the cost table with what prompts add to a step, and the factors
+    by which live steps have moved the table.  catch_up: by drafter, [buckets] seconds;
+    catch_up_price: of any waking.  context: [buckets] tokens of a sequence.  switch_seconds: of any
+    change of arm.  profile_id, prior: where costs come from, one of them "".
     """
 
     traffic: TrafficCurves
@@ -51,11 +51,18 @@ class Estimates:
         catch_up: CatchUp,
         context: NDArray[np.float64],
         switch_seconds: float,
+        prefill_seconds: float,
     ) -> "Estimates":
-        """Takes the present estimates of an engine, as copies where they would change."""
+        """Takes the present estimates of an engine, as copies where they would change.
+
+        prefill_seconds: what prompts add to a step.
+        """
+        costs = cost.costs(context)
+        if prefill_seconds:
+            costs = Costs(costs.seconds + prefill_seconds, costs.extrapolated)
         return cls(
             traffic,
-            cost.costs(context),
+            costs,
             cost.drift(),
             cost.uncertainty(),
             catch_up.by_batch(cost.sizes, context),

@@ -24,6 +24,7 @@ from controller.core.clock import Clock
 from controller.core.cost.catch_up_cost import CatchUp
 from controller.core.cost.context_by_batch import ContextByBatch
 from controller.core.cost.model import CostModel
+from controller.core.cost.prefill_price import PrefillPrice
 from controller.core.cost.prior import prior_for
 from controller.core.cost.profile import Profile
 from controller.core.cost.switch_price import SwitchPrice
@@ -75,7 +76,7 @@ _UNSETTLED_PAUSE = 0.2
     "controller",
     "reports traffic mixtures cost explorer updates _catch_up _context _decided _epoch "
     "_evaluated_at _evaluated_reports _forced _last_batch _last_step _losses _parting _plan "
-    "_plan_time _planner _switch_price _unsettled_until _warm_start",
+    "_plan_time _planner _prefill _switch_price _unsettled_until _warm_start",
 )
 class EngineController:
     """Estimates and plans for one introduced engine.  The first plan is made at once.
@@ -115,11 +116,12 @@ class EngineController:
             spec.able,
         )
         self._switch_price = SwitchPrice()
+        self._prefill = PrefillPrice()
         self._losses = LossAccount(self.arms)
         self._planner = make_planner(self.arms, self._buckets, settings)
         self._overrides = covering(overrides, spec)
         self._limit_planner()
-        self.explorer = Explorer(self.arms, settings)
+        self.explorer = Explorer(self.arms, settings, spec.capabilities.draft_lag)
         self.updates = DrafterUpdates(spec, self.arms, training or TrainingSettings(), trained)
         self.prediction_audit = PredictionAudit(spec, self.arms)
         reference = profile.kv_tokens_per_sequence if profile else 0.0
@@ -194,9 +196,14 @@ class EngineController:
         bucket = self.cost.bucket_of(report.batch_size)
         self._context.observe(bucket, report.kv_tokens / report.batch_size)
         expected = self.cost.predict(arm, report.batch_size, report.kv_tokens)
-        bearable = _WILD_STEP * expected + self._catch_up.seconds_of(report.drafter)
+        prompts = self._prefill.seconds_of(report.prefill_tokens)
+        bearable = _WILD_STEP * (expected + prompts) + self._catch_up.seconds_of(report.drafter)
         woke = self._catch_up.observe(report, expected)
+        self._prefill.count(report.prefill_tokens)
         plain = not (woke or report.flags.distorts_cost)
+        if plain and report.prefill_tokens:
+            plain = False
+            self._prefill.observe(report.prefill_tokens, report.step_seconds, expected)
         if plain:
             if report.flags.switched and self.cost.is_known(arm, report.batch_size):
                 self._switch_price.observe(report.step_seconds, expected)
@@ -441,6 +448,7 @@ class EngineController:
             self._catch_up,
             self._context.by_bucket(),
             self._switch_price.seconds,
+            self._prefill.seconds_a_step,
         )
         values = estimates.values(self.arms, self._sizes, self._rows_at)
         return Decision(estimates, values, self._rows_at, self._overrides, self.reports)

@@ -101,9 +101,13 @@ class Situation:
     "_is_scaled _consider_at _step_credit _looks _seen",
 )
 class Explorer:
-    """Decides when to probe what, and keeps the credit.  One object per engine."""
+    """Decides when to probe what, and keeps the credit.  One object per engine.
 
-    def __init__(self, arms: Sequence[Arm], settings: PlannerSettings) -> None:
+    draft_lag: steps between the one that drafts for an arm and the one that verifies it.
+    """
+
+    def __init__(self, arms: Sequence[Arm], settings: PlannerSettings, draft_lag: int = 0) -> None:
+        self._draft_lag = draft_lag
         self._arms = tuple(arms)
         self._settings = settings
         self._credit = settings.probe_credit_start_seconds
@@ -205,6 +209,8 @@ class Explorer:
         steps = self._affordable(at, arm, steps)
         if steps == 0:
             return
+        # The first ones still verify what was drafted for the choice before.
+        steps += self._draft_lag
         probe = Probe(self._next_id, self._arms[arm], steps)
         self._next_id += 1
         self.probes += 1

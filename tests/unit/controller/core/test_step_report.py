@@ -58,6 +58,8 @@ def proposals(*parts):
         ({"confidences": (0.5,)}, "are not 2 probabilities"),
         ({"confidences": (0.5, 1.1)}, "are not 2 probabilities"),
         ({"confidences": (0.5, math.nan)}, "are not 2 probabilities"),
+        ({"prefill_tokens": -1}, "prefill_tokens -1 is outside"),
+        ({"prefill_tokens": 1 << 25}, "is outside 0..16777216"),
         ({"groups": groups(("mtp", 2, (1, 1, 1)))}, "its groups accepted"),
         ({"groups": groups(("mtp", 3, (1, 1, 2, 0)))}, "a group of gamma 3"),
         ({"groups": groups(("mtp", 2, (2, 1, 2)), ("mtp", 0, (-1,)))}, "a group of gamma 0"),

@@ -143,7 +143,7 @@ def reports(draw: st.DrawFn) -> StepReport:
         draw(st.just(()) | sure),
         groups=draw(st.sampled_from([(), (RowGroup("mtp", len(counts) - 1, tuple(counts)),)])),
         proposals=draw(st.sampled_from([(), _PROPOSALS])) if sum(counts) > 1 else (),
-        prefill_tokens=draw(uint64),
+        prefill_tokens=draw(st.integers(0, 1 << 24)),
     )
 
 
