@@ -56,7 +56,10 @@ class ClassCounts:
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """Holds the rows of a step in which the same was verified: gamma + 1 counts."""
+    """Holds the rows of a step in which the same was verified: gamma + 1 counts.
+
+    drafter: "" for rows that must not be drafted for.
+    """
 
     drafter: str
     gamma: int
@@ -209,7 +212,8 @@ class StepReport:
         total = [0] * (self.gamma + 1)
         for group in self.groups:
             counts = group.accepted_counts
-            if len(counts) != group.gamma + 1 or group.gamma > self.gamma or min(counts) < 0:
+            fits = len(counts) == group.gamma + 1 and group.gamma <= self.gamma
+            if not fits or min(counts) < 0 or (group.gamma and not group.drafter):
                 raise InvalidReportError(
                     f"step {self.step}: a group of gamma {group.gamma} with counts "
                     f"{list(counts)[:80]} in a step of gamma {self.gamma}"
@@ -248,6 +252,12 @@ class StepReport:
                     f"step {self.step}: {rows[part.drafter]} proposals of {part.drafter[:64]!r} in "
                     f"a batch of {self.batch_size}"
                 )
+
+    @property
+    def undrafted_share(self) -> float:
+        """Returns the share of the rows that must not be drafted for."""
+        rows = sum([group.accepted_counts[0] for group in self.groups if not group.drafter])
+        return rows / self.batch_size
 
     @property
     def drafted(self) -> tuple[Sequence[int], Sequence[int]]:

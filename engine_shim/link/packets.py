@@ -34,8 +34,8 @@ LOST: Final = 5
 MAX_GAMMA: Final = 64
 MAX_ROWS: Final = 512
 MAX_RULES: Final = 255
-# Groups and proposals of a report together.
-MAX_PARTS: Final = 80
+# Groups, proposals and classes of a report together.
+MAX_PARTS: Final = 144
 MAX_HELLO_BYTES: Final = 64 * 1024
 MAX_EVENT_TEXT_BYTES: Final = 256
 MAX_LOST_BYTES: Final = 1024
@@ -57,10 +57,15 @@ _HEAD: Final = struct.Struct("<BB")
 _REPORT_HEAD: Final = "<BBBBHIIIQQdQQfII"
 _REPORTS: Final = tuple(struct.Struct(f"{_REPORT_HEAD}{g + 1}I") for g in range(MAX_GAMMA + 1))
 _REPORT_FIXED: Final = struct.Struct(_REPORT_HEAD)
-# Of a group, or of proposals: which of both, drafter, match length, width.
+# Of a group, of proposals, or of a request class: which of them, drafter (of a class: the bytes of
+# its label, which follow), match length, width.
 _PART_HEAD: Final = struct.Struct("<BBBB")
 _GROUP: Final = 0
 _PROPOSALS: Final = 1
+_CLASS: Final = 2
+# In place of a drafter: rows that must not be drafted for.
+NO_DRAFTER: Final = 255
+MAX_LABEL_BYTES: Final = 255
 _PLAN_HEAD: Final = struct.Struct("<BBHIQqIBIIB")
 # Drafter, gamma, least match, match lengths, main_expected, ratio_weight.
 _RULE_HEAD: Final = struct.Struct("<BBBBff")
@@ -94,12 +99,19 @@ class GroupEntry(NamedTuple):
 
 
 class ProposalsEntry(NamedTuple):
-    """What a drafter's proposals would have given; counts as in proto ProposalCounts."""
+    """Counts what a drafter's proposals would have given; counts as in proto ProposalCounts."""
 
     drafter_index: int
     match_length: int
     accepted_counts: Sequence[int]
     censored_counts: Sequence[int]
+
+
+class ClassEntry(NamedTuple):
+    """A request class's part of a step: gamma + 1 counts."""
+
+    label: str
+    accepted_counts: Sequence[int]
 
 
 class ReportPacket(NamedTuple):
@@ -127,6 +139,7 @@ class ReportPacket(NamedTuple):
     prefill_tokens: int = 0
     groups: Sequence[GroupEntry] = ()
     proposals: Sequence[ProposalsEntry] = ()
+    classes: Sequence[ClassEntry] = ()
 
 
 class ProbeEntry(NamedTuple):
@@ -225,12 +238,13 @@ def encode_report(report: ReportPacket) -> bytes:
     (
         step, batch_size, kv_tokens, drafter, gamma, accepted_counts, seconds, flags, epoch, probe,
         session, update_seconds, draft_version, dropped, prefill_tokens, groups, proposals,
+        classes,
     ) = report  # fmt: skip
     packed = _REPORTS[gamma].pack(
         VERSION, REPORT, drafter, gamma, flags, session, dropped, batch_size, step, kv_tokens,
         seconds, epoch, probe, update_seconds, draft_version, prefill_tokens, *accepted_counts,
     )  # fmt: skip
-    if not groups and not proposals:
+    if not groups and not proposals and not classes:
         return packed
     parts = [packed]
     for group in groups:
@@ -241,6 +255,10 @@ def encode_report(report: ReportPacket) -> bytes:
         parts.append(_PART_HEAD.pack(_PROPOSALS, entry.drafter_index, entry.match_length, width))
         counts = (*entry.accepted_counts, *(entry.censored_counts or (0,) * width))
         parts.append(struct.pack(f"<{2 * width + 1}I", *counts))
+    for part in classes:
+        label = part.label.encode()[:MAX_LABEL_BYTES]
+        parts.append(_PART_HEAD.pack(_CLASS, len(label), 0, gamma) + label)
+        parts.append(struct.pack(f"<{gamma + 1}I", *part.accepted_counts))
     return b"".join(parts)
 
 
@@ -257,35 +275,55 @@ def decode_report(data: Buffer) -> ReportPacket:
         _, _, drafter, gamma, flags, session, dropped, batch_size, step, kv_tokens,
         seconds, epoch, probe, update_seconds, draft_version, prefill_tokens, *accepted_counts,
     ) = layout.unpack_from(data)  # fmt: skip
-    groups, proposals = _parts(data, layout.size) if len(data) > layout.size else ((), ())
+    parts = _Parts()
+    if len(data) > layout.size:
+        parts.take(data, layout.size)
     return ReportPacket(
         step, batch_size, kv_tokens, drafter, gamma, tuple(accepted_counts), seconds, flags, epoch,
-        probe, session, update_seconds, draft_version, dropped, prefill_tokens, groups, proposals,
+        probe, session, update_seconds, draft_version, dropped, prefill_tokens,
+        tuple(parts.groups), tuple(parts.proposals), tuple(parts.classes),
     )  # fmt: skip
 
 
-def _parts(data: Buffer, offset: int) -> tuple[tuple[GroupEntry, ...], tuple[ProposalsEntry, ...]]:
-    """Unpacks what follows the counts of a report.  Raises PacketError."""
-    groups: list[GroupEntry] = []
-    proposals: list[ProposalsEntry] = []
-    while offset < len(data):
-        if len(groups) + len(proposals) == MAX_PARTS:
-            raise PacketError(f"report: more than {MAX_PARTS} groups and proposals")
+class _Parts:
+    """Holds what follows the counts of a report."""
+
+    def __init__(self) -> None:
+        self.groups: list[GroupEntry] = []
+        self.proposals: list[ProposalsEntry] = []
+        self.classes: list[ClassEntry] = []
+
+    def take(self, data: Buffer, offset: int) -> None:
+        """Unpacks all parts from an offset on.  Raises PacketError."""
+        taken = 0
         try:
-            kind, drafter, match_length, width = _PART_HEAD.unpack_from(data, offset)
-            offset += _PART_HEAD.size
-            counts = struct.unpack_from(f"<{(1 + kind) * width + 1}I", data, offset)
-        except struct.error as error:
+            while offset < len(data):
+                if (taken := taken + 1) > MAX_PARTS:
+                    raise PacketError(f"report: more than {MAX_PARTS} parts")
+                offset = self._take_one(data, offset)
+        except (struct.error, UnicodeDecodeError) as error:
             raise PacketError(f"report: a part is cut off: {error}") from error
-        offset += 4 * len(counts)
-        if kind > _PROPOSALS or width > MAX_GAMMA:
+
+    def _take_one(self, data: Buffer, offset: int) -> int:
+        kind, drafter, match_length, width = _PART_HEAD.unpack_from(data, offset)
+        offset += _PART_HEAD.size
+        if kind > _CLASS or width > MAX_GAMMA:
             raise PacketError(f"report: a part of kind {kind} and width {width}")
+        label = ""
+        if kind == _CLASS:
+            label = bytes(data[offset : offset + drafter]).decode()
+            offset += drafter
+        count: int = 2 * width + 1 if kind == _PROPOSALS else width + 1
+        counts = struct.unpack_from(f"<{count}I", data, offset)
         if kind == _GROUP:
-            groups.append(GroupEntry(drafter, width, counts))
+            self.groups.append(GroupEntry(drafter, width, counts))
+        elif kind == _CLASS:
+            self.classes.append(ClassEntry(label, counts))
         else:
             exact, censored = counts[: width + 1], counts[width + 1 :]
-            proposals.append(ProposalsEntry(drafter, match_length, exact, censored))
-    return tuple(groups), tuple(proposals)
+            self.proposals.append(ProposalsEntry(drafter, match_length, exact, censored))
+        end: int = offset + 4 * count
+        return end
 
 
 def encode_plan(plan: PlanPacket) -> bytes:

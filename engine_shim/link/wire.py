@@ -5,7 +5,14 @@ import hashlib
 from engine_shim.link import packets
 from engine_shim.link.errors import UnusablePlanError
 from engine_shim.link.packets import PlanPacket, ProbeEntry, ReportPacket, RowEntry, RuleEntry
-from speculation.v1.engine_pb2 import EngineSpec, ProposalCounts, RowGroup, StepFlags, StepReport
+from speculation.v1.engine_pb2 import (
+    ClassCounts,
+    EngineSpec,
+    ProposalCounts,
+    RowGroup,
+    StepFlags,
+    StepReport,
+)
 from speculation.v1.plan_pb2 import (
     REGIME_MODE_COLLECT,
     REGIME_MODE_OFF,
@@ -61,7 +68,7 @@ class Translator:
             prefill_tokens=packet.prefill_tokens,
             groups=[
                 RowGroup(
-                    drafter=self._names[group.drafter_index],
+                    drafter=self._name_or_none(group.drafter_index),
                     gamma=group.gamma,
                     accepted_counts=group.accepted_counts,
                 )
@@ -75,6 +82,10 @@ class Translator:
                     censored_counts=entry.censored_counts if any(entry.censored_counts) else (),
                 )
                 for entry in packet.proposals
+            ],
+            classes=[
+                ClassCounts(label=part.label, accepted_counts=part.accepted_counts)
+                for part in packet.classes
             ],
         )
         flags = packet.flags
@@ -92,6 +103,9 @@ class Translator:
                 )
             )
         return message
+
+    def _name_or_none(self, index: int) -> str:
+        return "" if index == packets.NO_DRAFTER else self._names[index]
 
     def plan(self, plan: Plan, session: int, arrival_ns: int) -> PlanPacket:
         """The packet of a plan.  Raises UnusablePlanError; the message says what is wrong."""

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from engine_shim.sglang.learning.deployment import Deployment
     from engine_shim.sglang.learning.online_updates import OnlineUpdates
     from engine_shim.sglang.learning.signal_collector import SignalCollector
+    from engine_shim.sglang.request_wishes import RequestWishes
 
 # Places in the introduction: the engine's own drafter's, and a second one's.
 OWN, SECOND = 0, 1
@@ -69,7 +70,7 @@ class EngineHooks:
     ranks: what this rank has adopted.  several: other ranks must not differ from this one.
     attention_dp: they have batches of their own (see api/attention_dp.py).
     link, tap: of rank 0 only.  block: the engine's DFlash drafter, `dual`'s or the only one.
-    rows: the prompt lookup, which may draft single rows.
+    rows: the prompt lookup, which may draft single rows.  wishes: what requests ask for.
     What an engine does not have is None, and what has failed is set to None.
     """
 
@@ -86,6 +87,7 @@ class EngineHooks:
     dual: DualDrafter | None = None
     block: DFlashDrafter | None = None
     rows: RowDrafting | None = None
+    wishes: RequestWishes | None = None
     online: OnlineUpdates | None = None
     collector: SignalCollector | None = None
     deployment: Deployment | None = None
@@ -105,8 +107,7 @@ class EngineHooks:
         if self.several:
             hook_check.register(sglang_api.OWN_REQUESTS, self.own_requests, after)
             hook_check.register(sglang_api.REQUEST_KINDS, self.after_request_kinds, after)
-        if self.dual is not None or self.rows is not None:
-            hook_check.register(sglang_api.DRAFT, self.around_draft, around)
+        hook_check.register(sglang_api.DRAFT, self.around_draft, around)
         if self.rows is not None:
             hook_check.register(sglang_api.COPY_RESULT, self.rows.around_copy, around)
         if self.attention_dp:
@@ -155,6 +156,8 @@ class EngineHooks:
         if self.online is not None or self.deployment is not None:
             self._update(lambda online: online.before_step())
             launch.update_status = self._update_status()
+        if (wishes := self.wishes) is not None and wishes.is_asked:
+            launch.undrafted, launch.labels = wishes.of(batch.reqs)
         if (rows := self.rows) is not None:
             unread = 0 if before is None or before.is_read_back else before.choice.gamma + 1
             rows.attempt(lambda: rows.before_decode(batch, unread))
@@ -180,6 +183,8 @@ class EngineHooks:
             return original(worker, batch, *args, **kwargs)
         if self.sleep is not None:
             self.sleep.forget(batch.reqs)
+        if self.wishes is not None:
+            self.wishes.before_prefill(batch.reqs)
         if (rows := self.rows) is not None:
             rows.attempt(lambda: rows.before_prefill(batch))
         self._update(lambda online: online.before_prefill([r.rid for r in batch.reqs]))
@@ -191,11 +196,19 @@ class EngineHooks:
     def around_draft(
         self, original: Callable[..., Any], draft: Any, batch: Any, **kwargs: Any
     ) -> Any:
-        """Wraps `EagleDraftWorker.draft`, with a second drafter or a lookup."""
-        launch, rows = self._launching, self.rows
+        """Wraps `EagleDraftWorker.draft`: drafts with whom the plan names."""
+        launch = self._launching
         if launch is None or batch.forward_mode.is_idle():
             return original(draft, batch, **kwargs)
-        role, verify = self._role_of(launch), None
+        verify = self._draft(launch, original, draft, batch, **kwargs)
+        if launch.undrafted and self.wishes is not None:
+            self.wishes.withhold(verify, launch.undrafted)
+        return verify
+
+    def _draft(
+        self, launch: Launch, original: Callable[..., Any], draft: Any, batch: Any, **kwargs: Any
+    ) -> Any:
+        rows, role, verify = self.rows, self._role_of(launch), None
         if role.main is None and rows is not None:
             verify = rows.attempt(lambda: rows.draft_alone(draft, batch))
             if verify is not None:

@@ -33,6 +33,7 @@ from engine_shim.sglang.engine_description import (
 )
 from engine_shim.sglang.graph_states import GraphStates
 from engine_shim.sglang.hooks import EngineHooks
+from engine_shim.sglang.request_wishes import RequestWishes
 from engine_shim.sglang.runtime_switch import RuntimeSwitch
 from engine_shim.sglang.step_reports import StepTap
 from speculation.v1 import engine_pb2
@@ -185,6 +186,9 @@ class EngineStartup:
             dual=dual,
             block=block,
             rows=rows,
+            wishes=RequestWishes(
+                settings.classes, scheduler.tp_worker.model_runner.model_config.vocab_size - 1
+            ),
             online=online,
             collector=collector,
             deployment=deployment,

@@ -27,12 +27,13 @@ from engine_shim.link.packets import (
     ReportPacket,
 )
 from engine_shim.link.plan_follower import Source, StepChoice
+from engine_shim.sglang.drafters.row_counts import NOTHING_APART, RowCounts
 from engine_shim.sglang.eager_passes import NO_PASSES, EagerPasses, Passes
 from engine_shim.sglang.learning.verified_step import NO_UPDATE
+from engine_shim.sglang.request_wishes import classes_of, groups_with
 
 if TYPE_CHECKING:
     from engine_shim.link.engine_link import EngineLink
-    from engine_shim.link.packets import GroupEntry, ProposalsEntry
     from engine_shim.sglang.drafters.row_drafting import RowDrafting
 
 
@@ -44,11 +45,12 @@ class Launch:
     the rank that has most, 0 where ranks share one batch.  `started`: perf_counter seconds.
     `update_status`: of the drafter's online updates.  `eager`: the drafters' passes that ran
     without a graph.  `is_read_back`: whether the scheduler has counted what the step accepted.
+    `undrafted`: rows that must not be drafted for.  `labels`: class of each row, or none at all.
     """
 
     __slots__ = (
-        "asleep", "choice", "eager", "forward_iter", "is_read_back", "kv_tokens", "largest_batch",
-        "started", "update_status",
+        "asleep", "choice", "eager", "forward_iter", "is_read_back", "kv_tokens", "labels",
+        "largest_batch", "started", "undrafted", "update_status",
     )  # fmt: skip
 
     def __init__(
@@ -63,6 +65,8 @@ class Launch:
         self.kv_tokens = kv_tokens
         self.largest_batch = largest_batch
         self.asleep = self.is_read_back = False
+        self.undrafted: list[int] = []
+        self.labels: list[str] = []
         self.update_status = NO_UPDATE
         self.eager = NO_PASSES
         self.started = perf_counter()
@@ -120,6 +124,9 @@ class StepTap:
         gamma: int = result.speculative_num_draft_tokens - 1
         accepted: list[int] = result.num_correct_drafts_per_req_cpu
         batch_size = len(accepted)
+        apart = NOTHING_APART
+        if self._rows is not None or launch.undrafted:
+            accepted, apart = self._count_apart(launch, result, gamma)
         counts = [0] * (gamma + 1)
         for length in accepted:
             counts[length] += 1
@@ -151,10 +158,6 @@ class StepTap:
                 flags |= UPDATING
             if update_status.reset:
                 flags |= DRAFTER_RESET
-        groups: tuple[GroupEntry, ...] = ()
-        proposals: tuple[ProposalsEntry, ...] = ()
-        if self._rows is not None and gamma:
-            groups, proposals = self._rows.counts(result, accepted, gamma, choice.drafter_index)
         self._last_iter, self._last_end = iteration, now
         self._step += 1
         report = ReportPacket(
@@ -171,10 +174,28 @@ class StepTap:
             choice.session,
             update_status.seconds,
             update_status.version,
-            groups=groups,
-            proposals=proposals,
+            groups=apart.groups,
+            proposals=apart.proposals,
+            classes=classes_of(launch.labels, accepted, gamma) if launch.labels else (),
         )
         self._link.report(report)
+
+    def _count_apart(self, launch: Launch, result: Any, gamma: int) -> tuple[list[int], RowCounts]:
+        """Returns accepted drafts, none where none may be drafted, and counts of unlike rows."""
+        accepted: list[int] = result.num_correct_drafts_per_req_cpu
+        undrafted, index = launch.undrafted, launch.choice.drafter_index
+        if undrafted:
+            accepted = accepted.copy()
+            for row in undrafted:
+                accepted[row] = 0
+        found = NOTHING_APART
+        if self._rows is not None and gamma:
+            found = self._rows.counts(result, accepted, undrafted, gamma, index)
+            index = self._rows.verified_by(index)
+        if not undrafted:
+            return accepted, found
+        groups = groups_with(undrafted, found.groups, index if gamma else 0, accepted, gamma)
+        return accepted, found._replace(groups=groups)
 
     def _changed(self, ran: tuple[int, int, bool, int]) -> int:
         """The flags of a step that ran something else than the one before."""

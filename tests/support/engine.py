@@ -89,6 +89,14 @@ class EngineProcess:
         answers = self._call("/generate", body)
         return [Generated(answer["output_ids"], answer["meta_info"]) for answer in answers]
 
+    def complete(self, custom_params: Mapping[str, Any]) -> dict[str, Any]:
+        """An answer of the OpenAI-compatible API."""
+        body = {"model": "any", "prompt": "a b c", "max_tokens": 8, "ignore_eos": True}
+        answer: dict[str, Any] = self._call(
+            "/v1/completions", {**body, "custom_params": custom_params}
+        )
+        return answer
+
     def ask(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:
         """SGLang's answers to a request, or requests, in its own words."""
         answers = self._call("/generate", body)

@@ -125,10 +125,7 @@ class TrafficEstimator:
         now: seconds of the clock, by which traffic states are named.
         """
         self._batch_size = report.batch_size
-        if report.groups or self._undrafted:
-            plain = sum([sum(g.accepted_counts) for g in report.groups if g.gamma == 0])
-            if report.gamma or not report.groups:
-                self._undrafted = plain / report.batch_size
+        self._undrafted = report.undrafted_share if report.groups else 0.0
         shifted = self.states.fold(report, now)
         if report.classes or self._mix:
             self._fold_classes(report)

@@ -240,7 +240,8 @@ class EngineController:
         if arm < 0:
             self.spec.require(report.arm)
         for group in report.groups:
-            self.spec.drafter(group.drafter)
+            if group.drafter:
+                self.spec.drafter(group.drafter)
         for part in report.proposals:
             self.spec.drafter(part.drafter)
         return arm

@@ -43,6 +43,13 @@ class PluginSettings(LinkSettings):
         "drafter of the engine, in which each row of a step gets the proposal that promises more. "
         "A request is compared with its own tokens only.",
     )
+    classes: Annotated[tuple[Literal["grammar", "temperature", "label"], ...], NoDecode] = Field(
+        default=(),
+        description="By what requests are told apart, so that the sidecar estimates the acceptance "
+        "of each class: grammar (JSON schema, tool call, other grammars), temperature (greedy, "
+        "below 0.7, above), label (what the client sends as speculation_class), separated by "
+        "commas.",
+    )
     graph_limits: Annotated[dict[int, int], NoDecode] = Field(
         default={},
         description="Draft lengths that shall get graphs for small batches only, as "
@@ -121,6 +128,13 @@ class PluginSettings(LinkSettings):
             anchors=self.online_anchors,
             window=self.online_window,
         )
+
+    @field_validator("classes", mode="before")
+    @classmethod
+    def _split_classes(cls, value: object) -> object:
+        if not isinstance(value, str):
+            return value
+        return tuple(dict.fromkeys(part.strip() for part in value.split(",") if part.strip()))
 
     @field_validator("graph_limits", mode="before")
     @classmethod

@@ -36,7 +36,7 @@ class DeviceRule(NamedTuple):
 
 
 class Drafted(NamedTuple):
-    """What was proposed for the B rows of a step.
+    """Holds what was proposed for the B rows of a step.
 
     rows: [B] of the request pool.  main: [B, gamma] of the main drafter, None where it has not
     drafted.  free: of the lookup.  chose: [B], rows for which the rule prefers the lookup, None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from engine_shim.link.packets import GroupEntry, ProposalsEntry
 
 
 class Role(NamedTuple):
-    """What a step drafts with.
+    """Names what a step drafts with.
 
     main: the drafter that drafts, by its place in the introduction; None: the lookup alone.
     is_mixed: the lookup's proposal may be used in its place, row by row.
@@ -26,6 +26,10 @@ class RowCounts(NamedTuple):
 
     groups: tuple[GroupEntry, ...]
     proposals: tuple[ProposalsEntry, ...]
+
+
+# Of a step whose rows are all alike.
+NOTHING_APART: Final = RowCounts((), ())
 
 
 def count_rows(

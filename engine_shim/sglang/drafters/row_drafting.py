@@ -19,7 +19,7 @@ from engine_shim.sglang.api.errors import UnsupportedEngineError
 from engine_shim.sglang.drafters.chains import fits, verification_of
 from engine_shim.sglang.drafters.lookup import Proposal, TokenHistory
 from engine_shim.sglang.drafters.row_choice import Drafted, RowChoice
-from engine_shim.sglang.drafters.row_counts import Role, RowCounts, count_rows
+from engine_shim.sglang.drafters.row_counts import NOTHING_APART, Role, RowCounts, count_rows
 
 if TYPE_CHECKING:
     from engine_shim.link.packets import RuleEntry
@@ -163,22 +163,40 @@ class RowDrafting:
             if reports:
                 setattr(result, _OUTCOME, outcome)
 
-    def counts(self, result: Any, accepted: Sequence[int], gamma: int, index: int) -> RowCounts:
+    def counts(
+        self,
+        result: Any,
+        accepted: Sequence[int],
+        undrafted: Sequence[int],
+        gamma: int,
+        index: int,
+    ) -> RowCounts:
         """Counts the rows of a step whose result is on the CPU.
 
-        index: of the drafter that ran, by its place in the introduction.
+        undrafted: rows that are left out.  index: of the drafter that ran, by its place in the
+        introduction.
         """
-        outcome = getattr(result, _OUTCOME, None)
-        if outcome is None:
-            return RowCounts((), ())
+        outcome_cpu = getattr(result, _OUTCOME, None)
+        if outcome_cpu is None:
+            return NOTHING_APART
+        if undrafted:
+            left = set(undrafted)
+            kept = [row for row in range(len(accepted)) if row not in left]
+            outcome_cpu = outcome_cpu.numpy()[kept]
+            accepted = [accepted[row] for row in kept]
         role = self.roles[index]
         mixture = None if role.main is None else self._mixtures.get(role.main)
-        return count_rows(outcome, accepted, gamma, role, self._lookup, mixture)
+        return count_rows(outcome_cpu, accepted, gamma, role, self._lookup, mixture)
+
+    def verified_by(self, index: int) -> int:
+        """Returns the place of the drafter that a step uses where it does not mix."""
+        main = self.roles[index].main
+        return self._lookup if main is None else main
 
     def around_copy(
         self, original: Callable[..., None], result: Any, *arguments: Any, **named: Any
     ) -> None:
-        """Wraps `GenerationBatchResult.copy_to_cpu`: a step's counts go with its other results."""
+        """Sends a step's counts with its other results (wraps `copy_to_cpu` of the result)."""
         outcome = getattr(result, _OUTCOME, None)
         if outcome is not None:
             setattr(result, _OUTCOME, sglang_api.copy_to_host(outcome))

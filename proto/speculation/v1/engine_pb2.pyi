@@ -783,9 +783,10 @@ class RowGroup(_message.Message):
     GAMMA_FIELD_NUMBER: _builtins.int
     ACCEPTED_COUNTS_FIELD_NUMBER: _builtins.int
     drafter: _builtins.str
-    """One of the engine's, not a mixture."""
+    """One of the engine's, not a mixture; empty for rows that must not be drafted for, because their
+    requests said so.  Those are a group of gamma 0 in every step, whatever the others run.
+    """
     gamma: _builtins.int
-    """0: rows that were not drafted for."""
     @_builtins.property
     def accepted_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """gamma + 1 counts; all groups together count each row of the batch once."""

@@ -87,6 +87,7 @@ def engine(
         **MODES[mode],
         "CPU_ENGINE_SYNCHRONISATIONS": str(waits) if mode == "overlapped" else "",
         "SPECULATION_LOOKUP": "1",
+        "SPECULATION_CLASSES": "label,grammar",
         "SPECULATION_DFLASH_MODEL_PATH": str(DFLASH),
         "SPECULATION_GAMMAS": ",".join(map(str, GAMMAS)),
         "SPECULATION_SLEEP_POSITIONS": "12",
@@ -154,18 +155,19 @@ def test_a_mixture_uses_both_and_reports_what_each_would_have_given(
     pytest.fail(f"the rows of a mixture used {dict(rows)}")
 
 
-def check_counts(report: StepReport) -> None:
-    """All rows are in one group, and each drafter's proposals are of all rows."""
+def check_counts(report: StepReport, rows: int = 0) -> None:
+    """All rows are in one group, and each drafter's proposals are of all rows that it may draft."""
     total = [0] * (report.gamma + 1)
     for group in report.groups:
-        total = [a + b for a, b in zip(total, group.accepted_counts, strict=True)]
+        for k, count in enumerate(group.accepted_counts):
+            total[k] += count
     assert total == list(report.accepted_counts)
     by_drafter: Counter[str] = Counter()
     for part in report.proposals:
         by_drafter[part.drafter] += sum(part.accepted_counts) + sum(part.censored_counts)
         # What a step cannot show lies behind its last token.
         assert not part.censored_counts or part.censored_counts[0] == 0
-    assert set(by_drafter.values()) == {report.batch_size}
+    assert set(by_drafter.values()) == {rows or report.batch_size}
 
 
 def test_beside_its_main_drafter_alone_a_mixture_would_have_given_what_its_rule_says(
@@ -217,6 +219,66 @@ def test_other_requests_in_the_same_rows_are_out_of_reach(
     _, reports = play(engine, sidecar, lambda _: (3, False, LOOKUP), [fresh], [2])
     (first, *_) = reports
     assert [part.match_length for part in first.proposals] == [0]
+
+
+@pytest.mark.parametrize("which", [0, 1, LOOKUP, 3])
+def test_a_request_that_must_not_be_drafted_for_is_a_group_of_its_own(
+    which: int, engine: EngineProcess, sidecar: ScriptedSidecar, plain: dict[str, list[list[int]]]
+) -> None:
+    sidecar.run(lambda _: (3, False, which))
+    answers, reports = ask_apart(engine, sidecar, {"speculation": False})
+    assert answers == plain["batch"][:2]
+    together = [report for report in reports if report.batch_size == 2 and report.gamma == 3]
+    assert len(together) > 5
+    for report in together[5:]:
+        (none,) = [group for group in report.groups if not group.drafter]
+        assert (none.gamma, list(none.accepted_counts)) == (0, [1])
+        check_counts(report, rows=1)
+    alone = [report for report in reports if report.batch_size == 1]
+    # It goes on alone for longer than the other one, at any draft length one token a step.
+    assert all(report.accepted_counts[0] == 1 for report in alone[-5:])
+
+
+def ask_apart(
+    engine: EngineProcess, sidecar: ScriptedSidecar, wish: dict[str, object]
+) -> tuple[list[list[int]], list[StepReport]]:
+    """Two requests at once, of which the second has a wish, and the reports of their steps."""
+    before = len(sidecar.reports)
+    parameters: list[dict[str, object]] = [
+        {"temperature": 0, "max_new_tokens": length, "ignore_eos": True} for length in LENGTHS[:2]
+    ]
+    parameters[1]["custom_params"] = wish
+    answers = engine.ask({"input_ids": PROMPTS[:2], "sampling_params": parameters})
+    rows = sum(answer["meta_info"]["spec_verify_ct"] for answer in answers)
+    tokens = [answer["output_ids"] for answer in answers]
+    return tokens, sidecar.reports_since(before, rows)
+
+
+def test_requests_are_reported_by_the_class_that_clients_name(
+    engine: EngineProcess, sidecar: ScriptedSidecar, plain: dict[str, list[list[int]]]
+) -> None:
+    sidecar.run(lambda _: (3, False, 0))
+    answers, reports = ask_apart(engine, sidecar, {"speculation_class": "invoices\n"})
+    assert answers == plain["batch"][:2]
+    for report in reports:
+        counts = {part.label: list(part.accepted_counts) for part in report.classes}
+        # The other request has no class.
+        assert set(counts) <= {"invoices"}
+        if report.batch_size == 2:
+            assert sum(counts["invoices"]) == 1
+
+
+def test_the_openai_api_hands_a_wish_on(engine: EngineProcess, sidecar: ScriptedSidecar) -> None:
+    sidecar.run(lambda _: (3, False, 0))
+    before = len(sidecar.reports)
+    answer = engine.complete({"speculation_class": "letters"})
+    assert answer["choices"][0]["text"]
+    eventually(
+        lambda: any(
+            part.label == "letters" for r in sidecar.reports[before:] for part in r.classes
+        ),
+        what="a report with the class",
+    )
 
 
 def test_nothing_waits_for_the_device(mode: str, engine: EngineProcess, waits: Path) -> None:

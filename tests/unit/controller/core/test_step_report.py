@@ -63,6 +63,7 @@ def proposals(*parts):
         ({"groups": groups(("mtp", 2, (1, 1, 1)))}, "its groups accepted"),
         ({"groups": groups(("mtp", 3, (1, 1, 2, 0)))}, "a group of gamma 3"),
         ({"groups": groups(("mtp", 2, (2, 1, 2)), ("mtp", 0, (-1,)))}, "a group of gamma 0"),
+        ({"groups": groups(("", 2, (1, 1, 2)))}, "a group of gamma 2"),
         ({"groups": groups(*[("mtp", 0, (0,))] * 17)}, "17 groups of rows, 16 at most"),
         ({"proposals": proposals(("ngram", 3, (1, 0)), ("ngram", 3, (1, 0)))}, "counted twice"),
         ({"proposals": proposals(("ngram", 3, (3, 1), (1,)))}, "5 proposals of 'ngram' in a batch"),
@@ -86,9 +87,11 @@ def test_classes_may_leave_sequences_out():
     assert StepReport(**GOOD, classes=parts, confidences=(0.9, 0.0)).classes == parts
 
 
-def test_rows_that_were_not_drafted_for_say_nothing_of_the_drafter():
-    parts = groups(("mtp", 2, (0, 1, 2)), ("mtp", 0, (1,)))
-    assert StepReport(**GOOD, groups=parts).drafted == ([0, 1, 2], ())
+def test_rows_that_must_not_be_drafted_for_say_nothing_of_the_drafter():
+    parts = groups(("mtp", 2, (0, 1, 2)), ("", 0, (1,)))
+    report = StepReport(**GOOD, groups=parts)
+    assert report.drafted == ([0, 1, 2], ())
+    assert report.undrafted_share == 0.25
 
 
 def test_a_narrow_row_that_was_accepted_whole_is_censored_at_its_width():

@@ -171,9 +171,16 @@ PROPOSALS = GAMMAS.flatmap(
 )
 
 
-@given(st.lists(GROUPS, max_size=4).map(tuple), st.lists(PROPOSALS, max_size=6).map(tuple))
-def test_groups_and_proposals_come_back_as_they_were_sent(groups, proposals):
-    sent = REPORT._replace(groups=groups, proposals=proposals)
+CLASSES = st.builds(packets.ClassEntry, st.text(max_size=60), counts_of(4))
+
+
+@given(
+    st.lists(GROUPS, max_size=4).map(tuple),
+    st.lists(PROPOSALS, max_size=6).map(tuple),
+    st.lists(CLASSES, max_size=4).map(tuple),
+)
+def test_the_parts_of_a_report_come_back_as_they_were_sent(groups, proposals, classes):
+    sent = REPORT._replace(groups=groups, proposals=proposals, classes=classes)
     assert packets.decode_report(packets.encode_report(sent)) == sent
 
 
@@ -188,7 +195,7 @@ def test_a_report_whose_parts_are_cut_off_is_refused(count: int):
 def test_parts_without_end_are_refused():
     group = packets.GroupEntry(0, 0, (1,))
     packet = packets.encode_report(REPORT._replace(groups=(group,) * (packets.MAX_PARTS + 1)))
-    with pytest.raises(PacketError, match="more than 80 groups and proposals"):
+    with pytest.raises(PacketError, match="more than 144 parts"):
         packets.decode_report(packet)
 
 

@@ -19,11 +19,12 @@ OTHERS: dict[str, Any] = {
     "sleep_positions": 0,
     "dflash_model_path": "drafts/other",
     "dflash_revision": "5a1c0de",
+    "lookup": True,
 }
 # Rank 0 alone has the link, and writes signals.
 RANK_0 = {
     "sidecar", "ca", "client_certificate", "client_key", "token_file", "engine_id",
-    "lease_max_seconds", "report_buffer", "report_interval_ms", "agent_nice",
+    "lease_max_seconds", "report_buffer", "report_interval_ms", "agent_nice", "classes",
     "signals_folder", "signals_megabytes", "signals_device_megabytes", "signals_top",
     "signals_final_states",
 }  # fmt: skip

@@ -1,0 +1,107 @@
+"""What requests ask for is read once, bounded, and reported as counts only."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from engine_shim.link.packets import NO_DRAFTER, ClassEntry, GroupEntry
+from engine_shim.sglang.request_wishes import (
+    LABELS_MOST,
+    OTHER,
+    RequestWishes,
+    classes_of,
+    groups_with,
+)
+
+
+def request(params: object = None, **sampling: Any) -> SimpleNamespace:
+    defaults = {
+        "json_schema": None, "structural_tag": None, "regex": None, "ebnf": None,
+        "temperature": 1.0, "top_k": -1, "custom_params": params,
+    }  # fmt: skip
+    return SimpleNamespace(sampling_params=SimpleNamespace(**(defaults | sampling)))
+
+
+def test_nothing_is_looked_for_before_a_request_has_asked():
+    wishes = RequestWishes(("grammar", "label"), 9)
+    plain = [request(), request({"other": 1})]
+    wishes.before_prefill(plain)
+    assert not wishes.is_asked
+    assert wishes.of(plain) == ([], [])
+
+
+@pytest.mark.parametrize("value", [True, None, 0, "false", "off", []])
+def test_only_false_keeps_a_request_from_being_drafted_for(value):
+    wishes = RequestWishes((), 9)
+    wishes.before_prefill([request({"speculation": value})])
+    assert not wishes.is_asked
+    wishes.before_prefill([other := request({"speculation": False})])
+    assert wishes.of([request(), other]) == ([1], [])
+
+
+@pytest.mark.parametrize("params", [None, [], "speculation", 3, {"speculation_class": 5}])
+def test_parameters_of_another_shape_are_no_wish(params):
+    wishes = RequestWishes(("label",), 9)
+    wishes.before_prefill([request(params)])
+    assert not wishes.is_asked
+
+
+@pytest.mark.parametrize(
+    ("sampling", "label"),
+    [
+        ({"json_schema": "{}"}, "json warm"),
+        ({"structural_tag": "x", "temperature": 0.3}, "tool cool"),
+        ({"regex": "a*", "top_k": 1}, "grammar greedy"),
+        ({"ebnf": "root ::= 'a'"}, "grammar warm"),
+        ({}, "warm"),
+    ],
+)
+def test_traits_are_joined_to_one_label(sampling, label):
+    wishes = RequestWishes(("grammar", "temperature"), 9)
+    wishes.before_prefill([asked := request(**sampling)])
+    assert wishes.of([asked])[1] == [label]
+
+
+def test_a_clients_label_is_cut_and_printable():
+    wishes = RequestWishes(("label",), 9)
+    wishes.before_prefill([asked := request({"speculation_class": "a\n\x1b[31m" + "b" * 300})])
+    (label,) = wishes.of([asked])[1]
+    assert len(label) == 40
+    assert label.isprintable()
+
+
+def test_labels_without_end_are_one_class():
+    wishes = RequestWishes(("label",), 9)
+    asked = [request({"speculation_class": f"class {i}"}) for i in range(LABELS_MOST + 5)]
+    wishes.before_prefill(asked)
+    labels = wishes.of(asked)[1]
+    assert len(set(labels)) == LABELS_MOST + 1
+    assert set(labels[LABELS_MOST:]) == {OTHER}
+
+
+def test_drafts_of_a_row_are_taken_out_and_its_own_token_stays():
+    wishes = RequestWishes((), 9)
+    verify = SimpleNamespace(
+        draft_token=torch.arange(6), retrieve_next_token=torch.zeros((2, 3), dtype=torch.int64)
+    )
+    wishes.withhold(verify, [1])
+    assert verify.draft_token.tolist() == [0, 1, 2, 3, 9, 9]
+
+
+def test_rows_that_are_not_drafted_for_are_a_group_beside_the_others():
+    assert groups_with([1], (), 0, [2, 0, 1], 2) == (
+        GroupEntry(0, 2, [0, 1, 1]),
+        GroupEntry(NO_DRAFTER, 0, (1,)),
+    )
+    mixed = (GroupEntry(0, 2, (0, 1, 0)), GroupEntry(2, 2, (0, 0, 1)))
+    assert groups_with([0], mixed, 0, [0, 1, 2], 2) == (*mixed, GroupEntry(NO_DRAFTER, 0, (1,)))
+    assert groups_with([0, 1], (), 0, [0, 0], 2) == (GroupEntry(NO_DRAFTER, 0, (2,)),)
+
+
+def test_classes_count_the_rows_that_have_one():
+    assert classes_of(["a", "", "b", "a"], [2, 1, 0, 0], 2) == (
+        ClassEntry("a", [1, 0, 1]),
+        ClassEntry("b", [1, 0, 0]),
+    )
