@@ -196,7 +196,7 @@ class EngineHooks:
     def around_draft(
         self, original: Callable[..., Any], draft: Any, batch: Any, **kwargs: Any
     ) -> Any:
-        """Wraps `EagleDraftWorker.draft`: drafts with whom the plan names."""
+        """Drafts with the drafter that the plan names (wraps `EagleDraftWorker.draft`)."""
         launch = self._launching
         if launch is None or batch.forward_mode.is_idle():
             return original(draft, batch, **kwargs)

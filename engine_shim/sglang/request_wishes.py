@@ -19,7 +19,7 @@ from engine_shim.sglang.api.transfer import to_device
 # Keys of `custom_params`.
 SPECULATION: Final = "speculation"
 CLASS: Final = "speculation_class"
-# Labels that are told apart; those of later requests count as OTHER.
+# Labels that are kept apart; those of later requests count as OTHER.
 LABELS_MOST: Final = 32
 OTHER: Final = "other"
 _LABEL_CHARACTERS: Final = 40
@@ -68,9 +68,9 @@ def _params(request: Any) -> Mapping[str, Any]:
 class RequestWishes:
     """Keeps what the requests of one engine ask for.
 
-    traits: names of `TRAITS` by which requests are told apart, none for no classes.  filler: the
-    token that rows get which must not be drafted for; it is accepted only where the target writes
-    just that.  is_asked: whether any request has asked for anything so far.
+    traits: names of `TRAITS` by which requests are divided into classes; empty for no classes.
+    filler: the token that rows get which must not be drafted for; it is accepted only where the
+    target writes just that.  is_asked: whether any request has asked for anything so far.
     """
 
     def __init__(self, traits: Sequence[str], filler: int) -> None:
@@ -103,7 +103,7 @@ class RequestWishes:
     def of(self, requests: Sequence[Any]) -> tuple[list[int], list[str]]:
         """Returns the rows that must not be drafted for, and the class of each row.
 
-        A class is "" for a row without one; there is none at all where no request has one.
+        A class is "" for a row without one; the list is empty where no request has one.
         """
         undrafted = labels = []
         if self._has_undrafted:

@@ -45,10 +45,10 @@ class PluginSettings(LinkSettings):
     )
     classes: Annotated[tuple[Literal["grammar", "temperature", "label"], ...], NoDecode] = Field(
         default=(),
-        description="By what requests are told apart, so that the sidecar estimates the acceptance "
-        "of each class: grammar (JSON schema, tool call, other grammars), temperature (greedy, "
-        "below 0.7, above), label (what the client sends as speculation_class), separated by "
-        "commas.",
+        description="By what requests are divided into classes, so that the sidecar estimates the "
+        "acceptance of each class: grammar (JSON schema, tool call, other grammars), temperature "
+        "(greedy, below 0.7, above), label (what the client sends as speculation_class), separated "
+        "by commas.",
     )
     graph_limits: Annotated[dict[int, int], NoDecode] = Field(
         default={},

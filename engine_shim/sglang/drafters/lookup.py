@@ -23,7 +23,7 @@ LEAST_MATCH: Final = 2
 LONGEST_MATCH: Final = 5
 # The narrowest part of the buffer that is searched; wider ones are doubled until they suffice.
 _WIDTH_LEAST: Final = 256
-# No token: where nothing is known of a request, and in front of its first one, so that a suffix can
+# No token: where nothing is known about a request, and in front of its first one, so that a suffix can
 # be compared with what ends at any token.
 _UNKNOWN: Final = -1
 _FRONT: Final = LONGEST_MATCH - 1
@@ -137,7 +137,7 @@ class TokenHistory:
         ends = (length >= LEAST_MATCH) & (places < newest)
         best = score.masked_fill_(~ends, 0).amax(dim=1, keepdim=True).to(torch.int64)
         match, end = best // width, best % width
-        # A copy of what is still being written goes on from its own beginning.
+        # A copy of what is still being written continues from its own beginning.
         period = (newest - end).clamp_(min=1)
         ahead = end + 1 + self._offsets[:gamma].to(torch.int64) % period
         tokens = held.gather(1, ahead.clamp_(max=width - 1).add_(_FRONT)).to(torch.int64)

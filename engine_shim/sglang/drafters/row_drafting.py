@@ -88,7 +88,7 @@ class RowDrafting:
         """Runs a part of its work; returns None once it has failed.
 
         After the first error nothing of it runs any more.  Raises the error where other ranks would
-        go on with it.
+        continue with it.
         """
         if not self.over:
             try:

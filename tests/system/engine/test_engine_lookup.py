@@ -4,11 +4,13 @@ import json
 import random
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from engine_shim.sglang.drafters.lookup import LEAST_MATCH
+from lab.conformance.shim_side import ShimCheck
 from speculation.v1.engine_pb2 import (
     DRAFTER_KIND_MIXTURE,
     DRAFTER_KIND_NGRAM,
@@ -286,3 +288,24 @@ def test_nothing_waits_for_the_device(mode: str, engine: EngineProcess, waits: P
     if mode != "overlapped":
         pytest.skip("the list is made where lengths are not on the host")
     assert set(json.loads(waits.read_text())) <= WAITS.keys()
+
+
+def test_the_shim_keeps_the_contract(tmp_path: Path) -> None:
+    """By the same check that authors of other shims run."""
+    address = f"unix:{tmp_path}/check.sock"
+    lines: list[str] = []
+    variables = {
+        "SPECULATION_SIDECAR": address,
+        "SPECULATION_REPORT_INTERVAL_MS": "0",
+        "SPECULATION_LOOKUP": "1",
+        "SPECULATION_GAMMAS": "0,1,3",
+    }
+    with (
+        ThreadPoolExecutor(1) as pool,
+        serving(tmp_path, EAGLE3, variables) as engine,
+    ):
+        check = pool.submit(ShimCheck(address, lines.append, 60.0).run)
+        while not check.done():
+            engine.generate(PROMPTS, LENGTHS)
+        assert check.result().lines() == []
+    assert any("eagle3+ngram at 3" in line for line in lines)

@@ -1,0 +1,1 @@
+"""Checks whether an engine's shim, or a sidecar, keeps the contract."""

@@ -1,0 +1,126 @@
+"""Checks the reports of one session against the contract, by rules with a name each."""
+
+from collections.abc import Mapping, Sequence
+
+from lab.conformance.finding import Findings
+from speculation.v1.engine_pb2 import EngineSpec, StepReport
+from speculation.v1.plan_pb2 import Plan, PlanRow
+
+
+def check_reports(
+    engine: EngineSpec, plans: Mapping[int, Plan], reports: Sequence[StepReport]
+) -> Findings:
+    """Returns the rules that the reports break.
+
+    plans: all that were sent in the session, by epoch.
+    """
+    found = Findings()
+    gammas = {drafter.name: set(drafter.gammas) for drafter in engine.drafters}
+    probed: dict[int, int] = {}
+    step = epoch = 0
+    for report in reports:
+        where = f"step {report.step}"
+        found.expect(report.step > step, "steps increase strictly", where)
+        found.expect(
+            report.gamma in gammas.get(report.drafter, ()),
+            "drafter and draft length were introduced",
+            f"{where}: {report.drafter!r} at {report.gamma}",
+        )
+        found.expect(report.step_seconds > 0, "step_seconds is above 0", where)
+        found.expect(report.kv_tokens > 0, "kv_tokens counts the context", where)
+        found.expect(
+            1 <= report.batch_size <= engine.max_batch_size, "batch_size is possible", where
+        )
+        _check_counts(found, report, where)
+        _check_rows(found, report, set(gammas), where)
+        said = report.plan_epoch
+        found.expect(said == 0 or said in plans, "plan_epoch is of a plan of this session", where)
+        found.expect(said == 0 or said >= epoch, "plan_epoch does not go back", where)
+        step, epoch = report.step, max(epoch, said)
+        if said in plans:
+            _check_choice(found, plans[said], report, probed, where)
+    return found
+
+
+def _check_counts(found: Findings, report: StepReport, where: str) -> None:
+    counts = report.accepted_counts
+    found.expect(
+        len(counts) == report.gamma + 1 and sum(counts) == report.batch_size,
+        "accepted_counts are gamma + 1 counts of all sequences",
+        f"{where}: {list(counts)} at gamma {report.gamma}, batch {report.batch_size}",
+    )
+    for part in report.classes:
+        found.expect(
+            len(part.accepted_counts) == report.gamma + 1,
+            "a class has gamma + 1 counts",
+            f"{where}: {part.label!r}",
+        )
+
+
+def _check_rows(found: Findings, report: StepReport, names: set[str], where: str) -> None:
+    if report.groups:
+        total = [0] * (report.gamma + 1)
+        for group in report.groups:
+            found.expect(
+                group.drafter in names or (not group.drafter and group.gamma == 0),
+                "a group names a drafter, or is of rows at gamma 0 that must not be drafted for",
+                f"{where}: {group.drafter!r} at {group.gamma}",
+            )
+            for k, count in enumerate(group.accepted_counts[: report.gamma + 1]):
+                total[k] += count
+        found.expect(
+            total == list(report.accepted_counts), "groups sum up to accepted_counts", where
+        )
+    rows: dict[str, int] = {}
+    for part in report.proposals:
+        found.expect(part.drafter in names, "proposals name a drafter", f"{where}: {part.drafter}")
+        width = len(part.accepted_counts) - 1
+        found.expect(
+            width >= 1 and len(part.censored_counts) in {0, width},
+            "censored_counts have one entry less than accepted_counts",
+            f"{where}: {part.drafter}",
+        )
+        found.expect(
+            not part.censored_counts or part.censored_counts[0] == 0,
+            "a step shows the first token of every proposal",
+            f"{where}: {part.drafter}",
+        )
+        mine = sum(part.accepted_counts) + sum(part.censored_counts)
+        rows[part.drafter] = rows.get(part.drafter, 0) + mine
+    found.expect(
+        all(many <= report.batch_size for many in rows.values()),
+        "a drafter proposes once for a row",
+        f"{where}: {rows}",
+    )
+
+
+def _check_choice(
+    found: Findings, plan: Plan, report: StepReport, probed: dict[int, int], where: str
+) -> None:
+    row = row_for(plan, report.batch_size)
+    asked, ran = (row.drafter, row.gamma), (report.drafter, report.gamma)
+    if report.probe_id:
+        probed[report.probe_id] = probed.get(report.probe_id, 0) + 1
+        found.expect(
+            row.HasField("probe") and row.probe.probe_id == report.probe_id,
+            "probe_id is of the row's probe",
+            where,
+        )
+        found.expect(
+            probed[report.probe_id] <= max(row.probe.steps, 1),
+            "a probe runs for its steps and no longer",
+            f"{where}: {probed[report.probe_id]} of {row.probe.steps}",
+        )
+        asked = (row.probe.drafter, row.probe.gamma)
+    if not (report.flags.unsteered or report.flags.mixed_choice):
+        # At gamma 0 nobody drafts, so either name will do.
+        found.expect(
+            ran == asked or ran[1] == asked[1] == 0,
+            "a step runs what its plan asks for at its batch size",
+            f"{where}: {ran} where plan {plan.epoch} asks for {asked}",
+        )
+
+
+def row_for(plan: Plan, batch_size: int) -> PlanRow:
+    """Returns the row that serves a batch size."""
+    return next((row for row in plan.rows if batch_size <= row.max_batch_size), plan.rows[-1])

@@ -1,0 +1,195 @@
+"""Plays an engine of three drafters and a mixture against a running sidecar."""
+
+import random
+import time
+from collections.abc import Iterator, Sequence
+from queue import SimpleQueue
+
+import grpc
+
+from lab.conformance.finding import Findings
+from lab.conformance.plans import check_plan
+from lab.conformance.reports import row_for
+from speculation.v1.engine_pb2 import (
+    DRAFTER_KIND_DFLASH,
+    DRAFTER_KIND_MIXTURE,
+    DRAFTER_KIND_MTP,
+    DRAFTER_KIND_NGRAM,
+    Capabilities,
+    Drafter,
+    EngineSpec,
+    Fingerprint,
+    Mixture,
+    ProposalCounts,
+    RowGroup,
+    StepReport,
+)
+from speculation.v1.plan_pb2 import Plan
+from speculation.v1.service_pb2 import IntroduceRequest, SteerRequest, SteerResponse
+from speculation.v1.service_pb2_grpc import SpeculationServiceStub
+
+BATCH = 4
+_ANSWER_SECONDS = 10.0
+_REPORTS_A_MESSAGE = 8
+
+
+def engine_spec(engine_id: str) -> EngineSpec:
+    """An engine that nobody has profiled."""
+    gammas = [0, 1, 3, 5]
+    return EngineSpec(
+        engine_id=engine_id,
+        fingerprint=Fingerprint(target_model="conformance", engine="conformance", device="none"),
+        drafters=[
+            Drafter(name="mtp", kind=DRAFTER_KIND_MTP, gammas=gammas),
+            Drafter(name="dflash", kind=DRAFTER_KIND_DFLASH, gammas=gammas[1:]),
+            Drafter(name="ngram", kind=DRAFTER_KIND_NGRAM, gammas=gammas[1:]),
+            Drafter(
+                name="mtp+ngram",
+                kind=DRAFTER_KIND_MIXTURE,
+                gammas=gammas[1:],
+                mixture=Mixture(main="mtp", free="ngram"),
+            ),
+        ],
+        max_batch_size=8,
+        capabilities=Capabilities(can_switch_drafter=True, drafters_follow=True),
+    )
+
+
+class PlayedEngine:
+    """Runs what plans ask for, in no time, and reports it."""
+
+    def __init__(self, engine: EngineSpec, seed: int = 1) -> None:
+        self.engine = engine
+        self._rng = random.Random(seed)
+        self._step = 0
+        self._left: dict[int, int] = {}
+
+    def step(self, plan: Plan) -> StepReport:
+        """Returns the report of a step under a plan."""
+        self._step += 1
+        row = row_for(plan, BATCH)
+        drafter, gamma, probe = row.drafter, row.gamma, 0
+        if row.HasField("probe"):
+            left = self._left.setdefault(row.probe.probe_id, row.probe.steps)
+            if left:
+                self._left[row.probe.probe_id] = left - 1
+                drafter, gamma, probe = row.probe.drafter, row.probe.gamma, row.probe.probe_id
+        accepted = [self._accepted(gamma) for _ in range(BATCH)]
+        report = StepReport(
+            step=self._step, batch_size=BATCH, kv_tokens=BATCH * 100, drafter=drafter, gamma=gamma,
+            accepted_counts=_histogram(accepted, gamma), step_seconds=0.01 + 0.001 * gamma,
+            plan_epoch=plan.epoch, probe_id=probe,
+        )  # fmt: skip
+        if gamma and drafter in {"mtp", "mtp+ngram"}:
+            self._add_rows(report, accepted, mixed=drafter == "mtp+ngram")
+        return report
+
+    def _accepted(self, gamma: int) -> int:
+        n = 0
+        while n < gamma and self._rng.random() < 0.7:
+            n += 1
+        return n
+
+    def _add_rows(self, report: StepReport, accepted: Sequence[int], *, mixed: bool) -> None:
+        gamma = report.gamma
+        if mixed:
+            report.groups.extend(
+                RowGroup(drafter=name, gamma=gamma, accepted_counts=_histogram(rows, gamma))
+                for name, rows in (("mtp", accepted[:2]), ("ngram", accepted[2:]))
+            )
+        report.proposals.append(
+            ProposalCounts(
+                drafter="ngram", match_length=4, accepted_counts=_histogram(accepted[2:], gamma)
+            )
+        )
+        report.proposals.append(ProposalCounts(drafter="ngram", accepted_counts=[2, *[0] * gamma]))
+
+
+def _histogram(values: Sequence[int], gamma: int) -> list[int]:
+    return [sum(value == k for value in values) for k in range(gamma + 1)]
+
+
+def check_sidecar(address: str, steps: int = 400) -> Findings:
+    """Plays and returns the rules that the sidecar broke.  Raises grpc.RpcError."""
+    found = Findings()
+    with grpc.insecure_channel(address) as channel:
+        stub = SpeculationServiceStub(channel)
+        engine = engine_spec(f"conformance-{time.time_ns() % 10**9}")
+        request = IntroduceRequest(engine=engine, engine_secret=f"secret of {engine.engine_id}")
+        answer = stub.Introduce(request, timeout=_ANSWER_SECONDS)
+        found.expect(bool(answer.session_id), "an introduction opens a session", "Introduce")
+        check_plan(found, engine, answer.plan, 0)
+        _play(found, stub, PlayedEngine(engine), answer.session_id, answer.plan, steps)
+        _check_refusals(found, stub, request)
+    return found
+
+
+def _play(
+    found: Findings, stub: SpeculationServiceStub, engine: PlayedEngine, session: str, plan: Plan,
+    steps: int,
+) -> None:  # fmt: skip
+    outgoing: SimpleQueue[SteerRequest | None] = SimpleQueue()
+
+    def messages() -> Iterator[SteerRequest]:
+        while (message := outgoing.get()) is not None:
+            yield message
+
+    stream = stub.Steer(messages(), timeout=60)
+    sent, newest = 0, plan.epoch
+    while sent < steps:
+        reports = [engine.step(plan) for _ in range(_REPORTS_A_MESSAGE)]
+        if sent == 0:
+            # It cannot be true, and the rest of its message is still to be used.
+            reports.append(StepReport(step=10**6, batch_size=1, drafter="mtp"))
+        outgoing.put(SteerRequest(session_id=session, reports=reports))
+        sent += len(reports)
+        for response in _until_received(stream, sent):
+            if response.rejections:
+                steps_refused = [rejection.step for rejection in response.rejections]
+                found.expect(
+                    steps_refused == [10**6],
+                    "of a message, what cannot be true is refused and the rest is used",
+                    f"refused: {steps_refused}",
+                )
+            if response.HasField("plan"):
+                plan = response.plan
+                check_plan(found, engine.engine, plan, newest)
+                newest = max(newest, plan.epoch)
+    found.expect(newest > 1, "reports lead to new plans", f"epoch {newest} after {sent} reports")
+    found.expect(bool(plan.rules), "an engine with a mixture is sent its rules", "the last plan")
+    outgoing.put(None)
+
+
+def _until_received(stream: Iterator[SteerResponse], sent: int) -> Iterator[SteerResponse]:
+    for response in stream:
+        yield response
+        if response.received_so_far.reports >= sent:
+            return
+
+
+def _check_refusals(found: Findings, stub: SpeculationServiceStub, good: IntroduceRequest) -> None:
+    bad = IntroduceRequest()
+    bad.CopyFrom(good)
+    bad.engine.drafters[3].mixture.free = "dflash"
+    code = _code_of(lambda: stub.Introduce(bad, timeout=_ANSWER_SECONDS))
+    found.expect(
+        code is grpc.StatusCode.INVALID_ARGUMENT,
+        "an introduction that contradicts itself is INVALID_ARGUMENT",
+        f"a mixture of no lookup: {code}",
+    )
+    lost = iter([SteerRequest(session_id="no such session")])
+    code = _code_of(lambda: list(stub.Steer(lost, timeout=_ANSWER_SECONDS)))
+    found.expect(
+        code is grpc.StatusCode.FAILED_PRECONDITION,
+        "a session that is unknown is FAILED_PRECONDITION",
+        f"Steer: {code}",
+    )
+
+
+def _code_of(call: object) -> grpc.StatusCode | None:
+    try:
+        call()  # type: ignore[operator]
+    except grpc.RpcError as error:
+        code: grpc.StatusCode = error.code()
+        return code
+    return None
