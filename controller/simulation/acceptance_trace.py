@@ -194,8 +194,9 @@ def read_requests(path: Path, kind: str) -> list[RecordedRequest]:
     position on, it tells what a prompt lookup finds again.
 
     Raises InvalidInputError with the line: not JSON, a key that is missing, a list that is empty,
-    a token that is none, an output shorter than the positions, a length that is no whole number or
-    leaves 1..MAX_GAMMA + 1, drafters other than the first line's; and for a file without a request.
+    something that is no token, an output shorter than the positions, a length that is no whole
+    number or leaves 1..MAX_GAMMA + 1, drafters other than the first line's; and for a file without
+    a request.
     """
     found: list[RecordedRequest] = []
     for line, text in text_lines(path, _JSON_LINE_BYTES_MAX):

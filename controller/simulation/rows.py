@@ -96,7 +96,7 @@ class _Seen:
     """Tells what a step shows of a drafter's proposals, row by row.
 
     would: tokens that would be accepted.  accepted: those that were, of what was verified.  known:
-    whether the step shows `would`, or that it is more than `accepted` and no more.
+    whether the step shows `would`; else it shows only that it is more than `accepted`.
     """
 
     would: Whole
@@ -125,7 +125,7 @@ class _Seen:
 
 
 def _table(rows: Whole, columns: Whole, width: int) -> list[list[int]]:
-    """Counts pairs: [row, column]."""
+    """Returns how often each pair occurs: [row, column]."""
     counts = np.bincount(rows * width + columns)
     whole = np.zeros((-(-len(counts) // width)) * width, dtype=np.int64)
     whole[: len(counts)] = counts

@@ -106,12 +106,13 @@ def run_rows(trace: AcceptanceTrace, batch_size: int, steps: int, seed: int) -> 
     gained = float(probe.tokens_per_step("eagle", [4])[0])
     phase = PhaseSpec("rows", acceptance, batch_size, round(steps * batch_size * gained))
     requests = 2 * len(acceptance.recorded)
+    source = ClosedSource((phase,), None, None, requests)
     scenario = Scenario(
-        "rows", "rows", "", costs, ClosedSource((phase,), None, None, requests),
+        "rows", "rows", "", costs, source,
         ProfileSection().measured(costs, Place("lab.papers rows")), costs.max_batch_size,
         shifting=False, options=EngineOptions(switch_seconds=SWITCH_SECONDS),
     )  # fmt: skip
-    workload = scenario.workload(seed)
+    workload = source(seed)
     truth = Truth(workload, costs)
 
     kv = batch_size * float((probe.context_tokens + probe.output_tokens / 2).mean())

@@ -22,7 +22,7 @@ from controller.core.recorded_state import recorded
 from controller.core.settings import PlannerSettings
 from controller.core.step_report import StepReport
 
-# Match lengths that are told apart; longer ones count as the last.
+# Match lengths that are kept apart; longer ones count as the last.
 LEAST_MATCH, LONGEST_MATCH = 2, 5
 # Weight of a step in what an engine keeps of a request.
 _RATIO_WEIGHT = 0.1
