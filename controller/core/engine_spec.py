@@ -1,5 +1,6 @@
 """Describes an engine as it introduces itself: its drafters, capabilities and identity."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from controller.core.capabilities import LostCapability, able, require_known
@@ -99,6 +100,21 @@ class DrafterSpec:
     def largest_batch(self, gamma: int) -> int:
         """Returns the largest batch that this draft length is prepared for."""
         return dict(self.batch_limits).get(gamma, MAX_BATCH_SIZE)
+
+
+def kept_together(drafters: Sequence[DrafterSpec]) -> dict[str, set[str]]:
+    """Returns for each drafter the names of those that miss nothing of a step that it drafts in.
+
+    A mixture keeps both of its drafters in step.  So does its main one alone: a lookup reads the
+    tokens themselves, and a mixture has missed what its main drafter has.
+    """
+    found = {d.name: {d.name} for d in drafters}
+    mixtures = [(d.name, d.mixture) for d in drafters if d.mixture is not None]
+    for name, mixture in mixtures:
+        found[mixture.main] |= {name, mixture.free}
+    for name, mixture in mixtures:
+        found[name] = found[mixture.main]
+    return found
 
 
 @dataclass(frozen=True, slots=True)

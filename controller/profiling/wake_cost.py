@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from controller.core.cost.drafter_backlog import DrafterBacklog
 from controller.core.cost.profile import ProfileCell
-from controller.core.engine_spec import Arm, EngineSpec
+from controller.core.engine_spec import Arm, EngineSpec, kept_together
 from controller.core.step_report import StepReport
 
 # Fewer say nothing.
@@ -51,7 +51,7 @@ class WakeUps:
     def begin_load(self) -> None:
         """The requests of before are gone, and nobody will read what they had missed."""
         names = [drafter.name for drafter in self._spec.drafters]
-        self._backlog = DrafterBacklog(names, self._spec.able)
+        self._backlog = DrafterBacklog(names, self._spec.able, kept_together(self._spec.drafters))
 
     def observe(self, report: StepReport) -> None:
         """One step of the engine, of whatever batch."""

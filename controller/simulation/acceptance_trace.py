@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from controller.core.engine_spec import MAX_GAMMA
 from controller.simulation.errors import InvalidInputError
+from controller.simulation.match_lengths import match_lengths
 from controller.simulation.reading import csv_rows, shown, text_lines
 from controller.simulation.workload import RequestPool
 
@@ -24,6 +25,8 @@ _JSON_LINE_BYTES_MAX = 16 << 20
 _PREFIX = "acc_"
 _LENGTHS = "acc_len"
 _PROMPT = "prompt_token_ids"
+_OUTPUT = "generated_token_ids"
+_TOKENS_MAX = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +36,13 @@ class RecordedRequest:
     kind: of its traffic: the file or the category that it comes from.
     accepted: drafter -> [positions or more] of uint8, drafts accepted if drafting started there.
     context_tokens: of its prompt.
+    matches: [positions or more] of uint8, tokens of a lookup's match; None if nobody knows.
     """
 
     kind: str
     context_tokens: int
     accepted: Mapping[str, NDArray[np.uint8]]
+    matches: NDArray[np.uint8] | None = None
 
     @property
     def positions(self) -> int:
@@ -152,7 +157,18 @@ class AcceptanceTrace:
             },
             names if self.labelled else ("",),
             kinds,
+            _matches(served),
         )
+
+
+def _matches(served: Sequence[tuple[RecordedRequest, int]]) -> NDArray[np.uint8] | None:
+    """[positions] match lengths of requests that are served for so many tokens; None: unknown."""
+    parts = [
+        np.resize(request.matches[: request.positions], tokens)
+        for request, tokens in served
+        if request.matches is not None
+    ]
+    return np.concatenate(parts) if len(parts) == len(served) > 0 else None
 
 
 def _cut(kind: str, rounds: Mapping[str, NDArray[np.uint8]]) -> Iterator[RecordedRequest]:
@@ -174,11 +190,13 @@ def read_requests(path: Path, kind: str) -> list[RecordedRequest]:
     Every key `acc_NAME` is a drafter; its `acc_len` lists, for every output position, the tokens
     that a step there gains: the accepted drafts and the bonus token, so that 1 is nothing accepted.
     Where the lists of a request differ in length, the positions that all drafters have count.
-    `prompt_token_ids` is the context.
+    `prompt_token_ids` is the context.  With `generated_token_ids`, the output from the first
+    position on, it tells what a prompt lookup finds again.
 
     Raises InvalidInputError with the line: not JSON, a key that is missing, a list that is empty,
-    a length that is no whole number or leaves 1..MAX_GAMMA + 1, drafters other than the first
-    line's; and for a file without a request.
+    something that is no token, an output shorter than the positions, a length that is no whole
+    number or leaves 1..MAX_GAMMA + 1, drafters other than the first line's; and for a file without
+    a request.
     """
     found: list[RecordedRequest] = []
     for line, text in text_lines(path, _JSON_LINE_BYTES_MAX):
@@ -210,7 +228,17 @@ def _request(path: Path, line: int, text: str, kind: str) -> RecordedRequest:
     accepted = {
         name.removeprefix(_PREFIX): _accepted(path, line, name, body[name]) for name in names
     }
-    return RecordedRequest(kind, len(prompt), accepted)
+    request = RecordedRequest(kind, len(prompt), accepted)
+    if (output := body.get(_OUTPUT)) is None:
+        return request
+    if not isinstance(output, list) or len(output) < request.positions:
+        fault = f"{_OUTPUT!r} is no list of {request.positions} tokens or more"
+        raise InvalidInputError(path, line, fault)
+    tokens = [*prompt, *output]
+    for token in tokens:
+        if type(token) is not int or not 0 <= token < _TOKENS_MAX:
+            raise InvalidInputError(path, line, f"{shown(token)} is no token")
+    return replace(request, matches=match_lengths(np.array(tokens, dtype=np.int64), len(prompt)))
 
 
 def _accepted(path: Path, line: int, name: str, value: object) -> NDArray[np.uint8]:

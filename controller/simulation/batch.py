@@ -2,16 +2,20 @@
 
 import bisect
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import mul
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from controller.core.engine_spec import MAX_GAMMA
+from controller.core.plan import MixtureRule
 from controller.simulation.errors import InvalidInputError
 from controller.simulation.latency import RequestTimes
-from controller.simulation.policy import IdleCounts
+from controller.simulation.policy import IdleCounts, RowEvidence
+from controller.simulation.rows import RowChoice
 from controller.simulation.surface import CostSurface
 from controller.simulation.workload import (
     ClosedLoop,
@@ -58,13 +62,14 @@ class Batch:
 
     All per-sequence state is in numpy arrays of which the first `size` entries are in use.
     idle_positions: draft positions at which idle drafters are evaluated, 0 if nobody asks for that;
-    `idle` holds the last step's result.
+    `idle` holds the last step's result.  `evidence` is what the last step with rules has shown.
     """
 
     def __init__(self, workload: Workload, surface: CostSurface, idle_positions: int = 0) -> None:
         self._idle_positions = idle_positions
         self.idle: list[IdleCounts] = []
-        self._drafters = [d.name for d in surface.drafters]
+        self.evidence: RowEvidence | None = None
+        self._drafters = [d.name for d in surface.drafters if d.mixture is None]
         if isinstance(workload, ClosedLoop):
             self._closed: ClosedLoop | None = workload
             pools = [phase.pool for phase in workload.phases]
@@ -83,6 +88,7 @@ class Batch:
                 f"a batch of {capacity} is asked for, costs reach {surface.max_batch_size}",
             )  # fmt: skip
         self._join(pools, distinct_pools(workload))
+        self._mixed = self._row_choice(surface, distinct_pools(workload))
         # cursor, end and base: where a sequence stands, ends and began in the acceptance arrays.
         self._rows = np.zeros((8, capacity), dtype=np.int64)
         (self._cursor, self._end, self._base, self._context, self._label, self._kind,
@@ -132,6 +138,18 @@ class Batch:
         self._kinds = first_kind
         self._pools = [rows[id(pool)] for pool in pools]
         self._flat = [np.concatenate(parts) for parts in flats]
+
+    def _row_choice(
+        self, surface: CostSurface, distinct: tuple[RequestPool, ...]
+    ) -> RowChoice | None:
+        mixtures = [d.mixture for d in surface.drafters if d.mixture is not None]
+        if not mixtures:
+            return None
+        matches = np.concatenate([pool.known_matches for pool in distinct])
+        choice = RowChoice(surface.drafters, tuple(self._flat), matches)
+        # Without rules a mixture is its main drafter.
+        self._flat += [self._flat[self._drafters.index(mixture.main)] for mixture in mixtures]
+        return choice
 
     @property
     def waiting_prefill(self) -> bool:
@@ -202,17 +220,28 @@ class Batch:
         self._started += 1
 
     def step(
-        self, drafter: int, gamma: int, thinning: NDArray[np.float64] | None
+        self,
+        drafter: int,
+        gamma: int,
+        thinning: NDArray[np.float64] | None,
+        rules: Sequence[MixtureRule] = (),
     ) -> tuple[list[int], list[tuple[str, list[int]]], float]:
         """Runs one decode step: (accepted_counts, counts by class, tokens gained)."""
         n = self.size
         cursor = self._cursor[:n]
         start = cursor.copy() if self._idle_positions else None
+        accepted: NDArray[np.integer[Any]] | None
+        self.evidence = None
         if gamma > 0:
-            accepted = self._flat[drafter].take(cursor)
-            np.minimum(accepted, gamma, out=accepted)
-            if thinning is not None:
-                accepted = (accepted * thinning).astype(np.uint8)
+            if rules and self._mixed is not None:
+                accepted, self.evidence = self._mixed.step(
+                    drafter, gamma, cursor, self._number[:n], rules, thinning
+                )
+            else:
+                accepted = self._flat[drafter].take(cursor)
+                np.minimum(accepted, gamma, out=accepted)
+                if thinning is not None:
+                    accepted = (accepted * thinning).astype(np.uint8)
             counts: list[int] = np.bincount(accepted, minlength=gamma + 1).tolist()
             cursor += accepted
             tokens = n + sum(map(mul, counts, _ACCEPTED))
@@ -259,7 +288,7 @@ class Batch:
         return found
 
     def _classes(
-        self, accepted: NDArray[np.uint8] | None, gamma: int, n: int
+        self, accepted: NDArray[np.integer[Any]] | None, gamma: int, n: int
     ) -> list[tuple[str, list[int]]]:
         """Counts by label; sequences without one belong to no class."""
         width = gamma + 1

@@ -8,11 +8,12 @@ from controller.core.engine_spec import Capabilities, EngineSpec, Fingerprint
 from controller.core.plan import Plan
 from controller.core.settings import PlannerSettings
 from controller.core.step_report import ClassCounts, StepReport
-from controller.simulation.policy import ArmChoice, StepRecord
+from controller.simulation.policy import ArmChoice, RowEvidence, StepRecord
 from controller.simulation.results import PolicyOrigin
 from controller.simulation.surface import CostSurface
 
 FINGERPRINT = Fingerprint("simulated", engine="simulation")
+_NO_ROWS = RowEvidence((), ())
 
 
 class VirtualTime:
@@ -62,6 +63,7 @@ class ControllerPolicy:
 
     def _use(self, plan: Plan) -> None:
         self._rows = plan.rows
+        self._rules = plan.rules
         self._limits = [row.max_batch_size for row in plan.rows]
 
     def choose(self, batch_size: int, now: float) -> ArmChoice:
@@ -76,11 +78,11 @@ class ControllerPolicy:
             if self._probe_left > 0:
                 self._probe_left -= 1
                 arm, probe_id = probe.arm, probe.probe_id
-        return ArmChoice(self._index[arm], probe_id, row.drafter_asleep)
+        return ArmChoice(self._index[arm], probe_id, row.drafter_asleep, self._rules)
 
     def observe(self, record: StepRecord, now: float) -> None:
         """One report in, and the plan, if it is a new one, out."""
-        arm = self._arms[record.arm]
+        arm, rows = self._arms[record.arm], record.rows or _NO_ROWS
         self._time.seconds = now
         self.controller.observe(
             StepReport(
@@ -94,6 +96,8 @@ class ControllerPolicy:
                 record.flags,
                 probe_id=record.probe_id,
                 classes=tuple(ClassCounts(name, tuple(row)) for name, row in record.classes),
+                groups=rows.groups,
+                proposals=rows.proposals,
             )
         )
         plan = self.controller.next_plan()

@@ -15,6 +15,7 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
+from controller.core.engine_spec import kept_together
 from controller.core.step_report import StepFlags
 from controller.simulation.batch import Batch
 from controller.simulation.errors import InvalidInputError
@@ -172,6 +173,7 @@ class _EngineRun:
         self._idle_positions = policy.idle_positions if isinstance(policy, FullInformation) else 0
         self._batch = Batch(workload, surface, self._idle_positions)
         self._drafters = [d.name for d in surface.drafters]
+        self._plain_drafters = sum(d.mixture is None for d in surface.drafters)
         self._drafter_of = [self._drafters.index(arm.drafter) for arm in surface.arms]
         self._gammas = [arm.gamma for arm in surface.arms]
         # Plain lists: a numpy scalar read costs more than the sum it goes into.
@@ -179,6 +181,12 @@ class _EngineRun:
         self._kv_seconds: list[float] = surface.kv_seconds.tolist()
         self._last_column = surface.max_batch_size
         self._backlog = [0.0] * len(self._drafters)
+        together = kept_together(surface.drafters)
+        # By drafter, those that miss nothing of what it drafts.
+        self._together = [
+            [d for d, other in enumerate(self._drafters) if other in together[name]]
+            for name in self._drafters
+        ]
         self._asleep_steps = 0
         self._stale_left = 0
         self._noise: list[float] = []
@@ -261,11 +269,11 @@ class _EngineRun:
         switched = arm != self._last_arm and self._last_arm >= 0
         seconds = self._step_seconds(arm, n, kv, switched, asleep)
         counts, classes, tokens = batch.step(
-            self._drafter_of[arm], self._gammas[arm], self._thinning()
+            self._drafter_of[arm], self._gammas[arm], self._thinning(), choice.rules
         )
         if self._idle_positions:
             # The other drafters read the step's tokens, and so miss none.
-            seconds += (len(self._drafters) - 1) * self._surface.catch_up_seconds(tokens)
+            seconds += (self._plain_drafters - 1) * self._surface.catch_up_seconds(tokens)
         else:
             self._keep_up(arm, asleep, tokens)
         self._now = now = self._account(self._now, seconds, tokens)
@@ -286,9 +294,10 @@ class _EngineRun:
         flags = _FLAGS[self._gap, switched]
         self._late.append(
             StepRecord(
-                step, n, kv, arm, counts, seconds, flags, choice.probe_id, classes, batch.idle
+                step, n, kv, arm, counts, seconds, flags, choice.probe_id, classes, batch.idle,
+                batch.evidence,
             )
-        )
+        )  # fmt: skip
         self._last_arm, self._gap = arm, False
 
     def _step_seconds(self, arm: int, n: int, kv: int, switched: bool, asleep: bool) -> float:
@@ -305,7 +314,8 @@ class _EngineRun:
             drafter = self._drafter_of[arm]
             if self._backlog[drafter]:
                 seconds += surface.catch_up_seconds(min(self._backlog[drafter], kv))
-                self._backlog[drafter] = 0.0
+                for d in self._together[drafter]:
+                    self._backlog[d] = 0.0
         if switched:
             seconds += options.switch_seconds
         return seconds
@@ -315,7 +325,7 @@ class _EngineRun:
         sleeping = asleep and self._gammas[arm] == 0
         running = self._drafter_of[arm]
         for d in range(len(self._backlog)):
-            if sleeping or d != running:
+            if sleeping or d not in self._together[running]:
                 self._backlog[d] += tokens
         if sleeping:
             self._asleep_steps += 1

@@ -7,7 +7,8 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from controller.core.step_report import StepFlags
+from controller.core.plan import MixtureRule
+from controller.core.step_report import ProposalCounts, RowGroup, StepFlags
 
 
 @dataclass(slots=True)
@@ -15,11 +16,25 @@ class ArmChoice:
     """Names what the next step runs: an arm by its index in `CostSurface.arms`.
 
     probe_id: passed back in the step's record.  asleep: at gamma = 0, no drafter is kept in step.
+    rules: of the engine's mixtures.  Without them a mixture uses its main drafter in every row, and
+    the step's record does not say what drafters that were not used would have given.
     """
 
     arm: int
     probe_id: int = 0
     asleep: bool = True
+    rules: Sequence[MixtureRule] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RowEvidence:
+    """Says what was verified in the rows of a step, and what other proposals would have given.
+
+    groups: none where all rows are alike.
+    """
+
+    groups: tuple[RowGroup, ...]
+    proposals: tuple[ProposalCounts, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +56,8 @@ class StepRecord:
 
     arm: index of what ran.  counts: gamma + 1 counts of accepted lengths.  classes: (label, counts)
     of the batch's request classes, empty when there is only one.  kv_tokens: before the step.
-    idle: the drafters that did not draft, for a policy with `FullInformation` only.
+    idle: the drafters that did not draft, for a policy with `FullInformation` only.  rows: for a
+    choice with rules, None where nothing was drafted.
     """
 
     step: int
@@ -54,6 +70,7 @@ class StepRecord:
     probe_id: int
     classes: Sequence[tuple[str, list[int]]] = ()
     idle: Sequence[IdleCounts] = ()
+    rows: RowEvidence | None = None
 
 
 class Policy(Protocol):

@@ -86,14 +86,21 @@ def _chosen(pools: Sequence[RequestPool], kinds: NDArray[np.int64]) -> RequestPo
     chosen = [(pools[kind], i) for i, kind in enumerate(kinds.tolist())]
     output = np.array([pool.output_tokens[i] for pool, i in chosen], dtype=np.int64)
     context = np.array([pool.context_tokens[i] for pool, i in chosen], dtype=np.int64)
-    accepted = {}
-    for drafter in pools[0].accepted:
-        if all(drafter in pool.accepted for pool in pools):
-            parts = []
-            for (pool, i), length in zip(chosen, output.tolist(), strict=True):
-                start = int(pool.offsets[i])
-                parts.append(pool.accepted[drafter][start : start + length])
-            accepted[drafter] = np.concatenate(parts)
+    spans = [
+        (kind, int(pool.offsets[i]), length)
+        for kind, (pool, i), length in zip(kinds.tolist(), chosen, output.tolist(), strict=True)
+    ]
+
+    def taken(by_pool: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
+        return np.concatenate([by_pool[kind][at : at + length] for kind, at, length in spans])
+
+    accepted = {
+        drafter: taken([pool.accepted[drafter] for pool in pools])
+        for drafter in pools[0].accepted
+        if all(drafter in pool.accepted for pool in pools)
+    }
+    known = any(pool.matches is not None for pool in pools)
+    matches = taken([pool.known_matches for pool in pools]) if known else None
     labels = np.zeros(len(chosen), dtype=np.int64)
     counts = [pool.kind_count for pool in pools]
     firsts = np.cumsum([0, *counts])
@@ -101,7 +108,7 @@ def _chosen(pools: Sequence[RequestPool], kinds: NDArray[np.int64]) -> RequestPo
     within = [kinds_of[kind][i] for i, kind in enumerate(kinds.tolist())]
     true_kinds: NDArray[np.int64] = firsts[kinds] + np.array(within, dtype=np.int64)
     starts = np.cumsum(output) - output
-    return RequestPool(context, output, starts, labels, accepted, kinds=true_kinds)
+    return RequestPool(context, output, starts, labels, accepted, kinds=true_kinds, matches=matches)
 
 
 @dataclass(frozen=True, slots=True)

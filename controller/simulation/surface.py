@@ -85,6 +85,13 @@ class CostSurface:
             kv_seconds=self.kv_seconds[keep],
         )
 
+    @property
+    def plain(self) -> "CostSurface":
+        """Returns the surface without mixtures, which are the last of its drafters."""
+        if all(d.mixture is None for d in self.drafters):
+            return self
+        return self.only(*(d.name for d in self.drafters if d.mixture is None))
+
     def profile(
         self,
         fingerprint: Fingerprint,

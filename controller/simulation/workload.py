@@ -14,6 +14,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+# Where nobody knows the match lengths of a lookup, all rows have one and the same.
+_UNKNOWN_MATCH = 2
+
 
 @dataclass(frozen=True, slots=True)
 class RequestPool:
@@ -23,6 +26,8 @@ class RequestPool:
     the engine reports as classes.
     offsets: [requests] of int64, where a request's positions start in `accepted`.
     accepted: drafter -> [positions] of uint8, drafts that would be accepted from that position on.
+    matches: [positions] of uint8, tokens of the newest text that a prompt lookup finds again there,
+    0 where it finds none.  None: nobody knows.
     kinds: [requests] of int64 from 0, the kind of traffic that each request really is.  No engine
     knows it; only the oracle does.  None: all are alike.
     """
@@ -34,11 +39,20 @@ class RequestPool:
     accepted: Mapping[str, NDArray[np.uint8]]
     label_names: tuple[str, ...] = ("",)
     kinds: NDArray[np.int64] | None = None
+    matches: NDArray[np.uint8] | None = None
 
     @property
     def requests(self) -> int:
         """Counts the requests."""
         return len(self.output_tokens)
+
+    @property
+    def known_matches(self) -> NDArray[np.uint8]:
+        """Returns [positions], `matches`, or one length everywhere if nobody knows."""
+        if self.matches is not None:
+            return self.matches
+        positions = max(len(values) for values in self.accepted.values())
+        return np.full(positions, _UNKNOWN_MATCH, dtype=np.uint8)
 
     @property
     def kind_of(self) -> NDArray[np.int64]:

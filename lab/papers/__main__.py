@@ -10,6 +10,7 @@ from rich.console import Console, RenderableType
 from controller.core.errors import SpeculationError
 from controller.core.training.gpu_allocation import Demand, Pool, evaluate
 from controller.util.exit_codes import Exit
+from lab.papers import rows
 from lab.papers.drafters import reproduce_drafters
 from lab.papers.memory import compare
 from lab.papers.reproductions import tables
@@ -123,6 +124,25 @@ def memory(
                 )
     except SpeculationError as error:
         typer.echo(f"lab.papers memory: {' '.join(str(error).splitlines())}", err=True)
+        raise typer.Exit(Exit.USAGE) from error
+
+
+@app.command("rows")
+def rows_command(
+    files: Annotated[list[Path], typer.Argument(help="SpecDecode-Bench files, JSON lines.")],
+    batch_sizes: Annotated[
+        str, typer.Option(help="Sequences at a time, separated by commas.")
+    ] = "1,8,32,64,128",
+    steps: Annotated[int, typer.Option(help="Steps of a run, about.")] = 3000,
+    seed: Annotated[int, typer.Option(help="Of the order of the requests and the noise.")] = 0,
+    processes: Annotated[int | None, typer.Option(help="Side by side; all processors.")] = None,
+) -> None:
+    """Runs the controller with a mixture of EAGLE and a lookup on recorded requests."""
+    try:
+        sizes = [int(size) for size in batch_sizes.split(",")]
+        _show(rows.table(rows.run_all(files, sizes, steps, seed, processes)))
+    except (SpeculationError, ValueError) as error:
+        typer.echo(f"lab.papers rows: {' '.join(str(error).splitlines())}", err=True)
         raise typer.Exit(Exit.USAGE) from error
 
 

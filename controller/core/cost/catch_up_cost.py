@@ -4,7 +4,7 @@ The price of a token starts at the profile's and the fixed part, a pass of the d
 both follow the seconds that waking steps take beyond a plain one.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,13 +43,17 @@ class CatchUp:
     """Tracks each drafter's backlog and what reading it costs.  One object per engine.
 
     The price is a least-squares line, excess seconds over missed tokens, with a ridge penalty on
-    the fixed part; neither part is below 0.
+    the fixed part; neither part is below 0.  together: see `DrafterBacklog`.
     """
 
     def __init__(
-        self, drafters: Sequence[str], seconds_per_token: float, able: Capabilities
+        self,
+        drafters: Sequence[str],
+        seconds_per_token: float,
+        able: Capabilities,
+        together: Mapping[str, Collection[str]] | None = None,
     ) -> None:
-        self._backlog = DrafterBacklog(drafters, able)
+        self._backlog = DrafterBacklog(drafters, able, together)
         # Of the last report.
         self._kv_tokens, self._batch_size = 0, 1
         self.use(seconds_per_token)

@@ -1,6 +1,6 @@
 """Counts the generated tokens that each drafter has not read yet."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from controller.core.engine_spec import Capabilities
 from controller.core.recorded_state import recorded
@@ -12,13 +12,20 @@ class DrafterBacklog:
     """Missed tokens by drafter.  One object per engine.
 
     A drafter misses what the engine generates while it sleeps (gamma = 0) or, in an engine whose
-    drafters do not follow the stream by themselves, while another drafter runs.  One that sleeps
-    may catch up by itself every so many steps (`Capabilities.catch_up_steps`).  Tokens of requests
-    that have ended are among them: no drafter reads more than what is in the KV cache.
+    drafters do not follow the stream by themselves, while another drafter runs, unless the two are
+    `together`: by drafter, what is kept in step by its drafting, if more than itself.  One that
+    sleeps may catch up by itself every so many steps (`Capabilities.catch_up_steps`).  Tokens of
+    requests that have ended are among them: no drafter reads more than what is in the KV cache.
     """
 
-    def __init__(self, drafters: Sequence[str], able: Capabilities) -> None:
+    def __init__(
+        self,
+        drafters: Sequence[str],
+        able: Capabilities,
+        together: Mapping[str, Collection[str]] | None = None,
+    ) -> None:
         self._backlog = dict.fromkeys(drafters, 0.0)
+        self._together = {name: (together or {}).get(name, (name,)) for name in drafters}
         self.use(able)
         self._apart = len(self._backlog) > 1 and not able.drafters_follow
         # While all drafters follow and have missed nothing there is nothing to do.
@@ -50,8 +57,9 @@ class DrafterBacklog:
         else:
             self._slept_steps += 1
         behind = min(self._backlog[report.drafter], float(report.kv_tokens))
+        together = self._together[report.drafter]
         for name, backlog in self._backlog.items():
-            if not runs or (self._apart and name != report.drafter):
+            if not runs or (self._apart and name not in together):
                 self._backlog[name] = backlog + gained
             elif report.gamma > 0:
                 self._backlog[name] = 0.0

@@ -44,7 +44,7 @@ from controller.core.engine.explanation import (
     why,
 )
 from controller.core.engine.prediction_audit import PredictionAudit
-from controller.core.engine_spec import Arm, EngineSpec
+from controller.core.engine_spec import Arm, EngineSpec, kept_together
 from controller.core.errors import StaleReportError, UnknownArmError
 from controller.core.plan import MixtureRule, Plan, PlanRow, Probe, Reason, Regime
 from controller.core.planning.baseline_planners import make_planner
@@ -114,6 +114,7 @@ class EngineController:
             [d.name for d in spec.drafters],
             profile.catch_up_seconds_per_token if profile else 0.0,
             spec.able,
+            kept_together(spec.drafters),
         )
         self._switch_price = SwitchPrice()
         self._prefill = PrefillPrice()

@@ -1,8 +1,9 @@
 """Names everything that may run in a scenario, and makes it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+from controller.core.plan import MixtureRule
 from controller.core.settings import PlannerSettings
 from controller.simulation.comparison.hindsight import (
     SegmentSchedule,
@@ -43,13 +44,16 @@ def static_names(surface: CostSurface) -> dict[str, int]:
 
 def policy_names(scenario: Scenario) -> list[str]:
     """Lists everything that `wanted` may name."""
-    peers = standard_peers(scenario.surface.arms, scenario.profile, ((1, 1, 0),))
+    peers = standard_peers(scenario.surface.plain.arms, scenario.profile, ((1, 1, 0),))
     return [OURS, ORACLE, BY_REQUEST, *static_names(scenario.surface), *peers]
 
 
-def statics(surface: CostSurface) -> dict[str, Factory]:
-    """Makes one policy for every static arm."""
-    return {name: partial(Static, surface.arms, arm) for name, arm in static_names(surface).items()}
+def statics(surface: CostSurface, rules: Sequence[MixtureRule] = ()) -> dict[str, Factory]:
+    """Makes one policy for every static arm.  rules: of mixtures, see `Truth`."""
+    return {
+        name: partial(Static, surface.arms, arm, rules)
+        for name, arm in static_names(surface).items()
+    }
 
 
 def oracle_candidates(
@@ -59,12 +63,12 @@ def oracle_candidates(
 
     static_runs: of every static arm, in the order of `static_names`.
     """
-    found = clairvoyants(scenario.surface, scenario.options, truth.expected_by_pool())
+    found = clairvoyants(scenario.surface, scenario.options, truth.expected_by_pool(), truth.rules)
     index = list(static_names(scenario.surface).values())
     best = best_by_segment(list(static_runs.values()), segment_classes(workload))
     schedule = [index[i] for i in best]
     if len(set(schedule)) > 1:
-        found["schedule"] = partial(SegmentSchedule, schedule)
+        found["schedule"] = partial(SegmentSchedule, schedule, truth.rules)
     return found
 
 
@@ -72,14 +76,17 @@ def by_request_candidates(scenario: Scenario, truth: Truth) -> dict[str, Factory
     """Makes what knows of every running request which kind it is; {} where all are alike."""
     if not truth.mixed:
         return {}
-    return clairvoyants(scenario.surface, scenario.options, truth.expected_by_kind())
+    return clairvoyants(scenario.surface, scenario.options, truth.expected_by_kind(), truth.rules)
 
 
 def peers(scenario: Scenario, static_runs: Mapping[str, RunResult]) -> dict[str, Factory]:
-    """Makes every peer.  static_runs: see `oracle_candidates`; they give the table in hindsight."""
-    surface = scenario.surface
+    """Makes every peer; none of them knows what a mixture is, so they do not see its arms.
+
+    static_runs: see `oracle_candidates`; they give the table in hindsight.
+    """
+    surface = scenario.surface.plain
     # Every arm at gamma = 0 is the one static arm OFF.
-    name_of = {arm: name for name, arm in static_names(surface).items()}
+    name_of = {arm: name for name, arm in static_names(scenario.surface).items()}
     by_arm = [static_runs[name_of.get(i, OFF)] for i in range(len(surface.arms))]
     table = best_table([result.octaves for result in by_arm])
     return dict(standard_peers(surface.arms, scenario.profile, table))

@@ -10,6 +10,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from controller.core.plan import MixtureRule
 from controller.simulation.engine import EngineOptions, RunResult
 from controller.simulation.policy import ArmChoice, Policy, Situation, StepRecord
 from controller.simulation.results import PolicyOrigin
@@ -25,8 +26,8 @@ class SegmentSchedule:
 
     origin = PolicyOrigin.HINDSIGHT
 
-    def __init__(self, arm_by_segment: Sequence[int]) -> None:
-        self._arms = [ArmChoice(arm) for arm in arm_by_segment]
+    def __init__(self, arm_by_segment: Sequence[int], rules: Sequence[MixtureRule] = ()) -> None:
+        self._arms = [ArmChoice(arm, rules=rules) for arm in arm_by_segment]
         self._current = self._arms[0]
 
     def enter(self, situation: Situation) -> None:
@@ -52,8 +53,8 @@ class BestArm:
     one of a fast request, in proportion to the time that it takes.  The arithmetic mean would serve
     the fast requests and keep the slow ones in the batch.
 
-    drafter: the only one that may draft; None: any.  asleep: no drafter is kept in step at
-    gamma = 0, for which the others pay `warm_factor`.
+    rules: of mixtures.  drafter: the only one that may draft; None: any.  asleep: no drafter is
+    kept in step at gamma = 0, for which the others pay `warm_factor`.
 
     patience: 0 switches whenever another arm is better in this step.  Above, it switches once an
     arm would have saved, since the last switch, this share of the seconds that changing over to it
@@ -67,6 +68,7 @@ class BestArm:
         surface: CostSurface,
         options: EngineOptions,
         expected: NDArray[np.float64],
+        rules: Sequence[MixtureRule] = (),
         *,
         drafter: str | None = None,
         asleep: bool = True,
@@ -84,7 +86,7 @@ class BestArm:
         names = [spec.name for spec in surface.drafters]
         self._drafter_of = np.array([names.index(arm.drafter) for arm in arms])
         self._switch_seconds = options.switch_seconds
-        self._choices = [ArmChoice(i, asleep=asleep) for i in range(len(arms))]
+        self._choices = [ArmChoice(i, asleep=asleep, rules=rules) for i in range(len(arms))]
         self._lost = np.zeros(len(arms))
         self._last = -1
         self._situation: Situation | None = None
@@ -162,16 +164,19 @@ def segment_classes(workload: Workload) -> list[int] | None:
 
 
 def clairvoyants(
-    surface: CostSurface, options: EngineOptions, expected: NDArray[np.float64]
+    surface: CostSurface,
+    options: EngineOptions,
+    expected: NDArray[np.float64],
+    rules: Sequence[MixtureRule] = (),
 ) -> dict[str, Callable[[], Policy]]:
     """Names the policies that know every step; those alone that differ on this engine.
 
-    expected: see `BestArm`.
+    expected, rules: see `BestArm`.
     """
     drafters = [spec.name for spec in surface.drafters]
     catching_up = surface.catch_up_seconds(1.0) > 0
     priced = options.switch_seconds > 0 or catching_up
-    best = partial(BestArm, surface, options, expected)
+    best = partial(BestArm, surface, options, expected, rules)
     found: dict[str, Callable[[], Policy]] = {"best arm": best}
     if priced and len(drafters) > 1:
         found |= {f"only {drafter}": partial(best, drafter=drafter) for drafter in drafters}

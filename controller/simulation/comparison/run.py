@@ -99,7 +99,7 @@ def run_seed(
         )
         return _summary(name, policy, result, recovery), result
 
-    fixed = {name: play(name, factory()) for name, factory in statics(surface).items()}
+    fixed = {name: play(name, factory()) for name, factory in statics(surface, truth.rules).items()}
     static_runs = {name: result for name, (_, result) in fixed.items()}
     best = max(static_runs, key=lambda name: static_runs[name].score)
     runs = [run for run, _ in fixed.values()]

@@ -66,10 +66,12 @@ def sustained(
     def keeps(factories: Sequence[Factory], speed: float) -> bool:
         return any(_p99(run(factory(), speed)) <= bound for factory in factories)
 
-    fixed = statics(scenario.surface)
-    entrants: dict[str, Sequence[Factory]] = {name: [fixed[name]] for name in fixed}
     truth = Truth(workload, scenario.surface)
-    knowing = clairvoyants(scenario.surface, scenario.options, truth.expected_by_pool())
+    fixed = statics(scenario.surface, truth.rules)
+    entrants: dict[str, Sequence[Factory]] = {name: [fixed[name]] for name in fixed}
+    knowing = clairvoyants(
+        scenario.surface, scenario.options, truth.expected_by_pool(), truth.rules
+    )
     entrants[ORACLE] = [*knowing.values(), *fixed.values()]
     following = by_request_candidates(scenario, truth)
     entrants[BY_REQUEST] = [*following.values(), *entrants[ORACLE]]

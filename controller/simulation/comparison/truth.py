@@ -4,11 +4,14 @@ An average over the positions of a recorded request would be wrong: a step start
 ended, so a position within an accepted draft is passed over, and which ones are depends on gamma.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from controller.core.plan import MixtureRule
+from controller.simulation.comparison.row_rules import hindsight_rules, mixture_steps
 from controller.simulation.surface import CostSurface
 from controller.simulation.workload import RequestPool, Workload, distinct_pools
 
@@ -38,27 +41,41 @@ class Replay:
         return found
 
 
-def replay(pool: RequestPool, surface: CostSurface) -> Replay:
-    """Replays every request of the pool from its first position to its last, at every arm."""
+def replay(pool: RequestPool, surface: CostSurface, rules: Sequence[MixtureRule] = ()) -> Replay:
+    """Replays every request of the pool from its first position to its last, at every arm.
+
+    rules: of mixtures.
+    """
     kinds, count = pool.kind_of, pool.kind_count
     tokens = np.bincount(kinds, weights=pool.output_tokens, minlength=count)
-    steps = np.concatenate([pool.steps(d.name, d.gammas) for d in surface.drafters])
+    steps = np.concatenate(
+        [
+            pool.steps(d.name, d.gammas)
+            if d.mixture is None
+            else mixture_steps(pool, surface.drafters, i, rules)
+            for i, d in enumerate(surface.drafters)
+        ]
+    )
     by_kind = [np.bincount(kinds, weights=arm, minlength=count) for arm in steps]
     return Replay(tokens.astype(np.float64), np.stack(by_kind, axis=1).astype(np.float64))
 
 
 class Truth:
-    """Knows the replay of every pool of a workload; each is replayed once, when it is asked for."""
+    """Knows the replay of every pool of a workload; each is replayed once, when it is asked for.
+
+    rules: of mixtures, in hindsight.
+    """
 
     def __init__(self, workload: Workload, surface: CostSurface) -> None:
         self.surface = surface
         self._pools = distinct_pools(workload)
+        self.rules = hindsight_rules(self._pools, surface.drafters)
         self._replays: dict[int, Replay] = {}
 
     def of(self, pool: RequestPool) -> Replay:
         """Returns the replay of one of the workload's pools."""
         if id(pool) not in self._replays:
-            self._replays[id(pool)] = replay(pool, self.surface)
+            self._replays[id(pool)] = replay(pool, self.surface, self.rules)
         return self._replays[id(pool)]
 
     @property

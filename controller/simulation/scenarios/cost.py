@@ -15,6 +15,7 @@ from controller.core.model_shapes import DrafterKind
 from controller.core.step_report import MAX_STEP_SECONDS
 from controller.simulation import published
 from controller.simulation.errors import InvalidInputError
+from controller.simulation.mixtures import MixtureCost, with_mixtures
 from controller.simulation.scenarios.fields import (
     DrafterName,
     Factor,
@@ -73,6 +74,22 @@ class CostFormula(Section):
     drafters: Annotated[dict[DrafterName, DraftFormula], Field(min_length=1)]
 
 
+class MixtureSection(Section):
+    """Describes a mixture: in each row of its steps one of two drafters, main and free, is used.
+
+    free: a lookup.  once_seconds, share_of_step: what looking up adds to a step of the main one.
+    """
+
+    main: DrafterName
+    free: DrafterName
+    once_seconds: Seconds = 0.0
+    share_of_step: Share = 0.0
+
+    def cost(self) -> MixtureCost:
+        """Returns what the surface is given."""
+        return MixtureCost(self.main, self.free, self.once_seconds, self.share_of_step)
+
+
 class CostSection(Section):
     """Costs of a step: exactly one of `published`, `table`, `profile` and `formula`.
 
@@ -84,6 +101,7 @@ class CostSection(Section):
     which the costs hold; they replace those of the source, and a formula has its own.
     catch_up_seconds_per_token, catch_up_pass_seconds: what a drafter pays for every token that it
     missed, and once for all of them; they replace those of the source.
+    mixtures: name -> mixture of two of the drafters, with the draft lengths of the main one.
     switch_seconds: paid by a step whose arm is not that of the last one.
     scale: multiplies all costs, switching and catching up included.
     """
@@ -96,6 +114,7 @@ class CostSection(Section):
     gammas: Annotated[tuple[Gamma, ...], Field(min_length=1)] | None = None
     extrapolate: bool = False
     kinds: dict[DrafterName, DrafterKind] = Field(default_factory=dict)
+    mixtures: dict[DrafterName, MixtureSection] = Field(default_factory=dict)
     seconds_per_kv_token: Seconds | None = None
     kv_reference: MeanLength | None = None
     catch_up_seconds_per_token: Seconds | None = None
@@ -145,6 +164,10 @@ class CostSection(Section):
                     fault = f"{name!r} is not one of {known}"
                     raise place.fault(("cost", "drafters", i), fault)
             surface = surface.only(*self.drafters)
+        if self.mixtures:
+            with place.at("cost", "mixtures"):
+                mixtures = {name: section.cost() for name, section in self.mixtures.items()}
+                surface = with_mixtures(surface, mixtures)
         return self._priced(surface)
 
     def _source(self, max_batch_size: int | None, folder: Path, place: Place) -> CostSurface:

@@ -156,7 +156,7 @@ class ScenarioFile(Section):
 def _require_drafters(
     surface: CostSurface, source: AcceptanceSource, place: Place, *path: str
 ) -> None:
-    missing = [d.name for d in surface.drafters if d.name not in source.drafters]
+    missing = [d.name for d in surface.plain.drafters if d.name not in source.drafters]
     if missing:
         fault = f"has no acceptance for drafter {missing[0]!r}, only for {list(source.drafters)}"
         raise place.fault(path, fault)

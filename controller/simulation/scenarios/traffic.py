@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from controller.core.engine_spec import MAX_GAMMA
 from controller.simulation.acceptance_trace import AcceptanceTrace
 from controller.simulation.chain import Chain, Memory
+from controller.simulation.copying import Copying
 from controller.simulation.curves import Curves, conditional, geometric
 from controller.simulation.scenarios.fields import (
     DrafterName,
@@ -93,13 +94,30 @@ class TraceSection(Section):
         return AcceptanceTrace.load_rounds(rounds, labelled=self.labelled)
 
 
+class CopyingSection(Section):
+    """Describes requests that copy from their prompt; see `copying.Copying`."""
+
+    model: DrafterName = Copying("").model
+    lookup: DrafterName = Copying("").lookup
+    copied: Number = Copying("").copied
+    copied_spread: Number = Copying("").copied_spread
+    copied_tokens: Number = Copying("").copied_tokens
+    faithful: Number = Copying("").faithful
+    easy: Number = Copying("").easy
+    easy_copied: Number = Copying("").easy_copied
+    easy_spread: Number = Copying("").easy_spread
+    chance: Number = Copying("").chance
+    chance_accepted: Number = Copying("").chance_accepted
+
+
 class KindSection(Section):
-    """A kind of requests: exactly one of a curve (in three notations), a trace and a mix.
+    """A kind of requests: exactly one of a curve (in three notations), copying, a trace and a mix.
 
     geometric: drafter -> acceptance at every position.  positions: drafter -> conditional
     acceptance a_1, a_2, ...; deeper positions have the last value.  survival: drafter -> P(the
     first k drafts are accepted), k = 1, 2, ...; deeper positions are never accepted.
     memory: draws the curve with memory; without it every step is independent of the others.
+    copying: requests that copy from their prompt, for a model and a lookup.
     trace: recorded requests.  mix: other kinds -> weight, drawn for each request; labelled: the
     requests carry the name of their kind as class label.
     output_tokens_mean, context_tokens_mean: lengths, lognormal around these means (sigma 0.5), at
@@ -111,6 +129,7 @@ class KindSection(Section):
     positions: Annotated[dict[DrafterName, _Curve], Field(min_length=1)] | None = None
     survival: Annotated[dict[DrafterName, _Curve], Field(min_length=1)] | None = None
     memory: MemorySection | None = None
+    copying: CopyingSection | None = None
     trace: TraceSection | None = None
     mix: Annotated[dict[KindName, _Weight], Field(min_length=1)] | None = None
     labelled: bool = False
@@ -119,12 +138,12 @@ class KindSection(Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        sources = ("geometric", "positions", "survival", "trace", "mix")
+        sources = ("geometric", "positions", "survival", "copying", "trace", "mix")
         given = [name for name in sources if getattr(self, name) is not None]
         if len(given) != 1:
             found = " and ".join(given) or "nothing"
             raise ValueError(f"one of {', '.join(sources)} is needed; there is {found}")
-        if self.memory is not None and given[0] in {"trace", "mix"}:
+        if self.memory is not None and given[0] in {"copying", "trace", "mix"}:
             raise ValueError(f"memory has no meaning beside {given[0]}")
         if self.labelled and given[0] != "mix":
             raise ValueError(f"labelled has no meaning beside {given[0]}")
@@ -162,6 +181,14 @@ class KindSection(Section):
         curves, mean = self.curves(place, name), self.mean_tokens
         assert mean.output is not None
         assert mean.context is not None
+        if self.copying is not None:
+            with place.at("traffic", name, "copying"):
+                return Copying(
+                    name,
+                    **self.copying.model_dump(),
+                    output_tokens_mean=mean.output,
+                    context_tokens_mean=mean.context,
+                )
         if self.memory is None:
             return Curves(name, curves, mean.output, mean.context)
         with place.at("traffic", name, "memory"):

@@ -174,7 +174,8 @@ class _StepWorth:
     """Works out what a step of the best arm gains, by truth, from a sample of the requests."""
 
     def __init__(self, surface: CostSurface) -> None:
-        self._surface = surface
+        # Mixtures are left out: what they give depends on rules.
+        self._surface = surface.plain
         self._samples: dict[tuple[int, MeanTokens], tuple[NDArray[np.float64], float]] = {}
 
     def tokens(self, source: AcceptanceSource, mean: MeanTokens, batch: int) -> float:

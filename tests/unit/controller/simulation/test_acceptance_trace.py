@@ -204,3 +204,27 @@ def test_a_bad_round_is_refused_with_its_line(write, row, message):
     with pytest.raises(InvalidInputError, match=message) as caught:
         AcceptanceTrace.load_rounds({"mtp": path})
     assert caught.value.line == 3
+
+
+def with_tokens(prompt, output, **drafters):
+    keys = {f"acc_{name}": {"acc_len": values} for name, values in drafters.items()}
+    return json.dumps({"prompt_token_ids": prompt, "generated_token_ids": output, **keys}) + "\n"
+
+
+def test_match_lengths_come_from_the_tokens_that_were_recorded(write):
+    text = with_tokens([1, 2, 3, 4], [1, 2, 3, 9], eagle=[1] * 4, ngram=[1] * 4)
+    made = pool(AcceptanceTrace.load([write("a.jsonl", text)]), 1, outputs=np.array([6]))
+    assert made.matches.tolist() == [0, 0, 2, 3, 0, 0]
+
+
+def test_without_tokens_nobody_knows_match_lengths(write):
+    made = pool(AcceptanceTrace.load([write("a.jsonl", line(eagle=[1, 2], ngram=[1, 1]))]), 1)
+    assert made.matches is None
+    assert made.known_matches.tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("output", [[1], "text", [1, -1], [1, True], [1, 2.0]])
+def test_an_output_that_is_no_list_of_its_tokens_is_refused(write, output):
+    path = write("a.jsonl", with_tokens([1, 2], output, eagle=[1, 2]))
+    with pytest.raises(InvalidInputError, match=r"a\.jsonl:1: .*token"):
+        AcceptanceTrace.load([path])

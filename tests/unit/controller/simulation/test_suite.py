@@ -38,7 +38,7 @@ def test_every_known_trap_has_a_scenario():
         r"wrong-profile/fast-x2", r"wrong-profile/fast-x5", r"context-by-batch/20",
         r"acceptance-by-batch/100", r"recurring/traffic/(20|50|100|200|400)", r"recurring/drafters",
         r"memory/editing/B=(1|16)", r"switch-price", r"wrong-profile/drafting-x3",
-        r"wrong-profile/every-second", r"fast-engine", r"hours",
+        r"wrong-profile/every-second", r"fast-engine", r"hours", r"rows/(editing|chat)",
     ],
 )  # fmt: skip
 def test_every_blind_spot_has_a_scenario(pattern: str):

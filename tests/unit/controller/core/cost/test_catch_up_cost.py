@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controller.core.cost.catch_up_cost import CatchUp
-from controller.core.engine_spec import Capabilities
+from controller.core.engine_spec import Capabilities, DrafterSpec, Mixture, kept_together
+from controller.core.model_shapes import DrafterKind
 from controller.core.step_report import StepFlags, StepReport
 
 
@@ -174,3 +175,23 @@ def test_prices_stay_finite_and_not_below_zero(steps, can_sleep):
     for step, (drafter, gamma, seconds) in enumerate(steps):
         catch_up.observe(report(step, gamma, seconds, drafter=drafter), 0.01)
         assert all(0 <= value < 1e9 for value in catch_up.seconds().values())
+
+
+def test_a_mixture_its_main_drafter_and_its_lookup_are_kept_in_step_together():
+    specs = (
+        DrafterSpec("mtp", DrafterKind.MTP, (0, 3)),
+        DrafterSpec("ngram", DrafterKind.NGRAM, (3,)),
+        DrafterSpec("both", DrafterKind.MIXTURE, (3,), mixture=Mixture("mtp", "ngram")),
+        DrafterSpec("dflash", DrafterKind.DFLASH, (3,)),
+    )
+    names = [spec.name for spec in specs]
+    catch_up = CatchUp(names, 1e-4, Capabilities(can_sleep=True), kept_together(specs))
+
+    def behind(step, drafter):
+        catch_up.observe(report(step, 3, drafter=drafter), 0.01)
+        return {name for name, seconds in catch_up.seconds().items() if seconds}
+
+    assert behind(1, "mtp") == behind(2, "both") == {"dflash"}
+    assert behind(3, "ngram") == {"mtp", "both", "dflash"}
+    assert behind(4, "mtp") == {"dflash"}
+    assert behind(5, "dflash") == {"mtp", "ngram", "both"}

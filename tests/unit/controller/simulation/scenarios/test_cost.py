@@ -99,3 +99,20 @@ def test_costs_that_cannot_be_are_refused(cost, fault):
     with pytest.raises(InvalidInputError, match=r"small") as error:
         file(cost=cost).scenario()
     assert fault in str(error.value)
+
+
+def test_mixtures_stand_behind_the_drafters_and_are_scaled_with_them():
+    both = {"main": "eagle", "free": "ngram", "share_of_step": 0.01}
+    cost = {
+        "published": "h100-llama3.1-8b",
+        "gammas": [2, 4],
+        "scale": 2.0,
+        "mixtures": {"both": both},
+    }
+    traffic = {"code": {"geometric": {"eagle": 0.7, "ngram": 0.2}}}
+    surface = file(cost=cost, traffic=traffic).scenario().surface
+    assert [(d.name, d.gammas) for d in surface.drafters][2] == ("both", (2, 4))
+    assert surface.seconds[-2:] == pytest.approx(1.01 * surface.seconds[1:3])
+    both["free"] = "other"
+    with pytest.raises(InvalidInputError, match=r"cost\.mixtures: .*'other' is not one of"):
+        file(cost=cost, traffic=traffic).scenario()

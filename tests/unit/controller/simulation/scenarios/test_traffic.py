@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from controller.simulation.chain import Chain, Memory
+from controller.simulation.copying import Copying
 from controller.simulation.errors import InvalidInputError
 from controller.simulation.scenarios.place import Place
 from controller.simulation.scenarios.traffic import KindSection, sources
@@ -104,7 +105,7 @@ def test_a_mix_draws_its_parts_by_weight(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "fault"),
     [
-        ({}, "one of geometric, positions, survival, trace, mix is needed"),
+        ({}, "one of geometric, positions, survival, copying, trace, mix is needed"),
         ({"geometric": {"eagle": 0.5}, "mix": {"a": 1}}, "there is geometric and mix"),
         ({"mix": {"a": 1}, "memory": {}}, "memory has no meaning beside mix"),
         ({"geometric": {"eagle": 0.5}, "labelled": True}, "labelled has no meaning beside geometr"),
@@ -129,3 +130,24 @@ def test_a_mix_of_mixes_is_refused(tmp_path):
             b={"mix": {"a": 1}},
             c={"geometric": {"eagle": 0.5}},
         )
+
+
+def test_copying_requests_have_the_fields_that_are_given_and_lengths_of_their_own(tmp_path):
+    kind = {"copying": {"lookup": "suffix", "copied": 0.9}, "output_tokens_mean": 50}
+    source = made(tmp_path, code=kind)["code"]
+    assert source == Copying(
+        "code", lookup="suffix", copied=0.9, output_tokens_mean=50.0, context_tokens_mean=384.0
+    )
+    with pytest.raises(InvalidInputError, match=r"code\.copying: copied: 2\.0 leaves 0\.\.1"):
+        made(tmp_path, code={"copying": {"copied": 2.0}})
+
+
+def test_match_lengths_go_along_when_kinds_are_mixed(tmp_path):
+    kinds = {
+        "code": {"copying": {"copied": 1.0, "faithful": 1.0, "chance": 0}},
+        "prose": {"geometric": {"eagle": 0.5, "ngram": 0.1}},
+        "both": {"mix": {"code": 1, "prose": 1}},
+    }
+    pool = made(tmp_path, **kinds)["both"].pool(np.random.default_rng(0), 50)
+    starts = zip(pool.offsets.tolist(), pool.kinds.tolist(), strict=True)
+    assert {(kind, int(pool.matches[at])) for at, kind in starts} == {(0, 0), (1, 2)}

@@ -1,0 +1,188 @@
+"""Measures mixtures on recorded requests: the controller against the best single drafter.
+
+For each file of SpecDecode-Bench (arXiv 2601.11580) and for all of them mixed, at several batch
+sizes, the production core chooses among EAGLE, a prompt lookup, their mixture and no drafting, on
+the step costs of a modern engine with CUDA graphs on an H100, in milliseconds:
+
+    5.886 + 0.021 B (gamma + 1) + 3.93e-5 kv + 1.2, and with EAGLE 0.5 + 0.45 gamma more
+
+A request of more than `PIECE` output tokens is served in pieces of that length, as requests of
+their own.  Otherwise the few that repeat themselves to the limit of the recording would run alone
+at the end, or not be seen at all in a run of some thousand steps.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from rich.table import Table
+
+from controller.core.engine_spec import Arm
+from controller.simulation.acceptance_trace import AcceptanceTrace, RecordedRequest
+from controller.simulation.comparison.contestants import controller, statics
+from controller.simulation.comparison.truth import Truth
+from controller.simulation.engine import EngineOptions, RunResult, simulate
+from controller.simulation.scenario import Scenario
+from controller.simulation.scenarios.cost import SWITCH_SECONDS, CostSection
+from controller.simulation.scenarios.place import Place
+from controller.simulation.scenarios.profile import ProfileSection
+from controller.simulation.sources import ClosedSource, PhaseSpec
+from controller.simulation.surface import CostSurface
+
+PIECE = 512
+MIXTURE = "eagle+ngram"
+# Of each drafter, the arms whose runs decide which is its best; a replay chooses them.
+_RUN_ARMS = 2
+_GAMMAS = list(range(1, 9))
+_COST = {
+    "formula": {
+        "step": {
+            "base_seconds": 7.086e-3,
+            "seconds_per_token": 2.1e-5,
+            "seconds_per_kv_token": 3.93e-8,
+        },
+        "drafters": {
+            "eagle": {
+                "kind": "mtp",
+                "gammas": _GAMMAS,
+                "once_seconds": 5e-4,
+                "seconds_per_pass": 4.5e-4,
+            },
+            "ngram": {"kind": "ngram", "gammas": _GAMMAS},
+        },
+    },
+    "mixtures": {MIXTURE: {"main": "eagle", "free": "ngram"}},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RowRun:
+    """Holds the result of one trace at one batch size: rates over that of the best single arm.
+
+    best: its name.  ours_later: in the second half of the tokens.  mixture: of its best static arm,
+    with rules learnt in hindsight.  share: of the controller's steps that ran the mixture.
+    """
+
+    trace: str
+    batch_size: int
+    steps: int
+    best: str
+    mixture: float
+    ours: float
+    ours_later: float
+    share: float
+
+
+def surface(max_batch_size: int) -> CostSurface:
+    """Makes the step costs, for batches of up to this size."""
+    section = CostSection.model_validate(_COST)
+    return section.surface(max_batch_size, Path(), Place("lab.papers rows"))
+
+
+def in_pieces(trace: AcceptanceTrace, tokens: int = PIECE) -> AcceptanceTrace:
+    """Returns the trace with its requests cut into pieces of so many output tokens."""
+    return replace(trace, recorded=tuple(p for r in trace.recorded for p in _pieces(r, tokens)))
+
+
+def _pieces(request: RecordedRequest, tokens: int) -> Iterator[RecordedRequest]:
+    for start in range(0, request.positions, tokens):
+        end = min(start + tokens, request.positions)
+        yield replace(
+            request,
+            context_tokens=request.context_tokens + start,
+            accepted={name: values[start:end] for name, values in request.accepted.items()},
+            matches=None if request.matches is None else request.matches[start:end],
+        )
+
+
+def run_rows(trace: AcceptanceTrace, batch_size: int, steps: int, seed: int) -> RowRun:
+    """Runs the controller and the best static arms for about so many steps."""
+    costs = surface(max(batch_size, 64))
+    acceptance = in_pieces(trace)
+    probe = acceptance.pool(np.random.default_rng(0), len(acceptance.recorded))
+    gained = float(probe.tokens_per_step("eagle", [4])[0])
+    phase = PhaseSpec("rows", acceptance, batch_size, round(steps * batch_size * gained))
+    requests = 2 * len(acceptance.recorded)
+    source = ClosedSource((phase,), None, None, requests)
+    scenario = Scenario(
+        "rows", "rows", "", costs, source,
+        ProfileSection().measured(costs, Place("lab.papers rows")), costs.max_batch_size,
+        shifting=False, options=EngineOptions(switch_seconds=SWITCH_SECONDS),
+    )  # fmt: skip
+    workload = source(seed)
+    truth = Truth(workload, costs)
+
+    kv = batch_size * float((probe.context_tokens + probe.output_tokens / 2).mean())
+    value = (1 + truth.of(workload.phases[0].pool).expected) / costs.step_seconds(batch_size, kv)
+    factories = statics(costs, truth.rules)
+    runs: dict[str, dict[str, RunResult]] = {}
+    for name in _promising(costs, value):
+        drafter = name.rpartition("-")[0]
+        runs.setdefault(drafter, {})[name] = simulate(
+            workload, costs, factories[name](), scenario.options, seed
+        )
+    ours = simulate(workload, costs, controller(scenario), scenario.options, seed)
+    mixed = runs.pop(f"static-{MIXTURE}")
+    single = {name: run for by_arm in runs.values() for name, run in by_arm.items()}
+    best = max(single, key=lambda name: single[name].rate)
+    drafters = [costs.arms[arm].drafter for arm in ours.trace.arms]
+    return RowRun(
+        trace.name,
+        batch_size,
+        ours.steps,
+        best,
+        max(run.rate for run in mixed.values()) / single[best].rate,
+        ours.rate / single[best].rate,
+        _later(ours) / _later(single[best]),
+        drafters.count(MIXTURE) / ours.steps,
+    )
+
+
+def _promising(costs: CostSurface, value: np.ndarray) -> Iterator[str]:
+    """Names the best static arms of each drafter by a replay, and no drafting."""
+    yield "off"
+    for drafter in costs.drafters:
+        own = [Arm(drafter.name, gamma) for gamma in drafter.gammas if gamma]
+        own.sort(key=lambda arm: -value[costs.arms.index(arm)])
+        yield from (f"static-{arm.drafter}-{arm.gamma}" for arm in own[:_RUN_ARMS])
+
+
+def _later(run: RunResult) -> float:
+    """Tokens per second in the second half of a run's tokens."""
+    tokens = np.cumsum(run.trace.tokens)
+    half = int(np.searchsorted(tokens, tokens[-1] / 2))
+    return float((tokens[-1] - tokens[half]) / (run.trace.ends[-1] - run.trace.ends[half]))
+
+
+def run_all(
+    files: Sequence[Path],
+    batch_sizes: Sequence[int],
+    steps: int,
+    seed: int = 0,
+    processes: int | None = None,
+) -> list[RowRun]:
+    """Runs each file, and all of them mixed where there are several, at every batch size."""
+    traces = [AcceptanceTrace.load([file]) for file in files]
+    if len(files) > 1:
+        traces.append(replace(AcceptanceTrace.load(files), name="all"))
+    tasks = [(trace, size, steps, seed) for trace in traces for size in batch_sizes]
+    with ProcessPoolExecutor(processes or len(os.sched_getaffinity(0))) as pool:
+        return list(pool.map(run_rows, *zip(*tasks, strict=True)))
+
+
+def table(runs: Sequence[RowRun]) -> Table:
+    """Shows one row for each trace and batch size."""
+    found = Table(title="Rates over that of the best single static arm", title_justify="left")
+    for column in ("trace", "best single arm"):
+        found.add_column(column)
+    for column in ("B", "steps", "mixture, static", "controller", "second half", "mixture's steps"):
+        found.add_column(column, justify="right")
+    for run in runs:
+        found.add_row(
+            run.trace, run.best, str(run.batch_size), str(run.steps), f"{run.mixture:.3f}",
+            f"{run.ours:.3f}", f"{run.ours_later:.3f}", f"{run.share:.0%}",
+        )  # fmt: skip
+    return found
