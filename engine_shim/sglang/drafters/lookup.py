@@ -23,8 +23,8 @@ LEAST_MATCH: Final = 2
 LONGEST_MATCH: Final = 5
 # The narrowest part of the buffer that is searched; wider ones are doubled until they suffice.
 _WIDTH_LEAST: Final = 256
-# No token: where nothing is known about a request, and in front of its first one, so that a suffix can
-# be compared with what ends at any token.
+# No token: where nothing is known about a request, and in front of its first one, so that a suffix
+# can be compared with what ends at any token.
 _UNKNOWN: Final = -1
 _FRONT: Final = LONGEST_MATCH - 1
 
