@@ -150,7 +150,7 @@ def test_ranks_that_were_set_up_differently_do_not_start(tmp_path: Path) -> None
         "PYTHONPATH": str(plugins),
     }
     arguments = with_cpu_defaults([*EAGLE3, *TWO_RANKS])
-    # Spawned, as on a GPU: a forked rank could not have other variables.
+    # Its ranks are spawned, as on a GPU: a forked one could not have other variables.
     with launched(tmp_path / "engine", arguments, variables, "sglang.launch_server") as engine:
         eventually(lambda: engine.process.poll() is not None, within=500.0, what="it gives up")
         log = engine.log.read_text()
