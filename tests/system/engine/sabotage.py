@@ -115,7 +115,11 @@ def let_one_rank_differ() -> None:
 
 
 def retract_often() -> None:
-    """Every 25 steps some requests have to give up their memory, as when it is full."""
+    """Every 25 steps some requests have to give up their memory, as when it is full.
+
+    RETRACT_INTERVAL: another number of steps.
+    """
     scheduler = sys.modules.get(sglang_api.SCHEDULER_MODULE)
     if scheduler is not None:
-        vars(scheduler).update(TEST_RETRACT=True, TEST_RETRACT_INTERVAL=25)
+        interval = int(os.environ.get("RETRACT_INTERVAL", "25"))
+        vars(scheduler).update(TEST_RETRACT=True, TEST_RETRACT_INTERVAL=interval)
