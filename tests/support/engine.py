@@ -184,13 +184,13 @@ def forked(
         )
 
 
-def run_lab(
+def start_lab(
     module: str,
     *arguments: str,
     environment: Mapping[str, str] | None = None,
     imported_with: Sequence[str] = ("",),
-) -> subprocess.CompletedProcess[str]:
-    """A command of the lab, run to its end with the shallow models.
+) -> subprocess.Popen[str]:
+    """Starts a command of the lab with the shallow models; what it says is in one pipe.
 
     Its CPU engines find SGLang imported.  environment: further variables.  imported_with: what
     SGLang reads while it is imported, as NAME=VALUE; "" for nothing, and each for some engines.
@@ -201,15 +201,31 @@ def run_lab(
         "LAB_MODELS": str(SHALLOW),
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "proto")]),
     }
-    return subprocess.run(
+    return subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
         env=os.environ | variables | dict(environment or {}),
         pass_fds=[server.fileno() for server in servers.values()],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        check=False,
     )
+
+
+def run_lab(
+    module: str,
+    *arguments: str,
+    environment: Mapping[str, str] | None = None,
+    imported_with: Sequence[str] = ("",),
+) -> subprocess.CompletedProcess[str]:
+    """Runs a command as `start_lab` starts it, to its end."""
+    with start_lab(
+        module, *arguments, environment=environment, imported_with=imported_with
+    ) as process:
+        try:
+            said, _ = process.communicate()
+        finally:
+            process.kill()
+    return subprocess.CompletedProcess(process.args, process.returncode, said)
 
 
 @contextmanager
