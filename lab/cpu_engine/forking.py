@@ -16,7 +16,8 @@ from lab.cpu_engine.environment import cpu_engine_env
 from lab.harness.fork_server import ForkClient, ForkedProcess, ForkServer
 
 _ENGINE = [sys.executable, "-m", "lab.cpu_engine.serve"]
-# Names the descriptor of a fork server's control socket, for engines with the usual variables.
+# Names the descriptors of fork servers' control sockets, and after a colon the variables of SGLang
+# that a server was started with beside this process's own: "7 9:SGLANG_SIMULATE_ACC_LEN=1".
 DESCRIPTOR = "FORK_SERVER_DESCRIPTOR"
 PRELOAD = "lab.cpu_engine.engine_imports"
 # By the variables that SGLang reads while it is imported.
@@ -32,13 +33,22 @@ def popen(
     env = cpu_engine_env(env)
     key = _key(env)
     if key not in _servers:
-        descriptor = os.environ.get(DESCRIPTOR, "")
+        descriptor = _descriptors().get(key)
         _servers[key] = (
-            ForkClient(socket.socket(fileno=int(descriptor)))
-            if descriptor and key == _key(cpu_engine_env())
-            else ForkServer(PRELOAD, env)
+            ForkServer(PRELOAD, env)
+            if descriptor is None
+            else ForkClient(socket.socket(fileno=descriptor))
         )
     return _servers[key].start(command[2], command[3:], env, Path.cwd(), stdout.fileno())
+
+
+def _descriptors() -> dict[frozenset[tuple[str, str]], int]:
+    found = {}
+    for word in os.environ.get(DESCRIPTOR, "").split():
+        descriptor, _, variables = word.partition(":")
+        more = dict(one.split("=", 1) for one in variables.split(",") if one)
+        found[_key(cpu_engine_env() | more)] = int(descriptor)
+    return found
 
 
 def _key(environment: Mapping[str, str]) -> frozenset[tuple[str, str]]:

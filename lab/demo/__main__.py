@@ -16,7 +16,6 @@ from lab.paced.day import DAY, DAY_SEED, UNSEEN_DAY, UNSEEN_SEED, build_stream
 EXIT_FAILED = 1
 EXIT_NOT_EXACT = 3
 _TABLE = "h100-llama3.1-8b"
-_PROFILE_SECONDS = 60.0
 _FULL_SEEDS = 3
 
 
@@ -25,6 +24,9 @@ class StreamName(Enum):
 
     DAY = "day"
     UNSEEN = "unseen"
+
+
+_PROFILE_SECONDS = {StreamName.DAY: 60.0, StreamName.UNSEEN: 30.0}
 
 
 def demo(
@@ -55,7 +57,7 @@ def demo(
         table=pace,
         streams=tuple(build_stream(stream.value, plans, one) for one in seeds),
         dilation=dilation,
-        profile_seconds=_PROFILE_SECONDS,
+        profile_seconds=_PROFILE_SECONDS[stream],
         output=output,
         neighbours=full,
         unpaced=unpaced,

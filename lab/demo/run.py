@@ -100,9 +100,11 @@ def _paced(options: DemoOptions, scratch: Path, terminal: Terminal) -> DemoOutco
             return harness.play_paced(STEERED, stream)
 
         plays: dict[str, list[PacedPlay]] = {policy: [] for policy in order}
+        # What takes longest begins: the profile with its play, and the slowest policy.
+        longest_first = (order[-1], *order[:-1])
         for repeat, one in enumerate(options.streams):
             jobs: dict[str, Callable[[], PacedPlay]] = {
-                policy: partial(harness.play_paced, policy, one) for policy in order[::-1]
+                policy: partial(harness.play_paced, policy, one) for policy in longest_first
             }
             text = f"repeat {repeat + 1}/{len(options.streams)}, two engines at a time"
             if repeat == 0:

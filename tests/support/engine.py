@@ -192,28 +192,48 @@ def forked(
         )
 
 
-def run_lab(
-    module: str, *arguments: str, environment: Mapping[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    """A command of the lab, run to its end with the shallow models.
+def start_lab(
+    module: str,
+    *arguments: str,
+    environment: Mapping[str, str] | None = None,
+    imported_with: Sequence[str] = ("",),
+) -> subprocess.Popen[str]:
+    """Starts a command of the lab with the shallow models; what it says is in one pipe.
 
-    Its CPU engines find SGLang imported.  environment: further variables.
+    Its CPU engines find SGLang imported.  environment: further variables.  imported_with: what
+    SGLang reads while it is imported, as NAME=VALUE; "" for nothing, and each for some engines.
     """
-    server = _fork_server()
+    servers = {variable: _fork_server(variable=variable) for variable in imported_with}
     variables = {
-        DESCRIPTOR: str(server.fileno()),
+        DESCRIPTOR: " ".join(f"{server.fileno()}:{name}" for name, server in servers.items()),
         "LAB_MODELS": str(SHALLOW),
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "proto")]),
     }
-    return subprocess.run(
+    return subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
         env=os.environ | variables | dict(environment or {}),
-        pass_fds=[server.fileno()],
+        pass_fds=[server.fileno() for server in servers.values()],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        check=False,
     )
+
+
+def run_lab(
+    module: str,
+    *arguments: str,
+    environment: Mapping[str, str] | None = None,
+    imported_with: Sequence[str] = ("",),
+) -> subprocess.CompletedProcess[str]:
+    """Runs a command as `start_lab` starts it, to its end."""
+    with start_lab(
+        module, *arguments, environment=environment, imported_with=imported_with
+    ) as process:
+        try:
+            said, _ = process.communicate()
+        finally:
+            process.kill()
+    return subprocess.CompletedProcess(process.args, process.returncode, said)
 
 
 @contextmanager
@@ -237,7 +257,7 @@ def launched(
         options += ["--model-path", str(TARGET), "--context-length", "2048"]
     options += arguments
     process: subprocess.Popen[bytes] | ForkedProcess
-    if module == SERVE and not fresh:
+    if not fresh:
         process = forked(module, options, folder, variables, log)
     else:
         with log.open("wb") as output:
@@ -274,7 +294,13 @@ def serving(
 
 
 @functools.cache
-def _fork_server(other: tuple[str, ...] = ()) -> ForkServer:
-    """One for this process, from the first server to the end.  other: paths of another SGLang."""
+def _fork_server(other: tuple[str, ...] = (), variable: str = "") -> ForkServer:
+    """One for this process, from the first server to the end.
+
+    other: paths of another SGLang.  variable: NAME=VALUE that SGLang reads while it is imported.
+    """
     own = {"PYTHONPATH": os.pathsep.join([*other, str(ROOT), str(ROOT / "proto")])}
+    if variable:
+        name, _, own_value = variable.partition("=")
+        own[name] = own_value
     return ForkServer(PRELOAD, cpu_engine_env({**os.environ, **own}))

@@ -23,7 +23,7 @@ from speculation.v1.service_pb2 import SteerRequest, SteerResponse
 from tests.support.eventually import eventually
 from tests.support.fake_sidecar import FakeSidecar
 
-_REST_SECONDS: Final = 0.1
+_REST_SECONDS: Final = 0.05
 _REST_SECONDS_MAX: Final = 2.0
 
 Arm = tuple[int, bool] | tuple[int, bool, int]

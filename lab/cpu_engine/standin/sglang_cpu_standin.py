@@ -8,6 +8,9 @@ import os
 import sys
 from typing import Any
 
+# How long a controller waits for a request before it sees to its watchdog.
+_WAIT_MILLISECONDS = 100
+
 
 def _wanted() -> bool:
     return os.environ.get("SGLANG_USE_CPU_ENGINE") == "1"
@@ -33,6 +36,8 @@ def prepare_sglang() -> None:
     from cpu_graphs import patches
 
     patches.install()
+    if "sglang.srt.managers.data_parallel_controller" in sys.modules:
+        wait_for_requests()
     # A process that has not loaded the scheduler never drafts.
     if "sglang.srt.managers.scheduler" in sys.modules:
         draft_in_blocks()
@@ -74,6 +79,24 @@ def accept_any_weight() -> None:
     logits_processor.use_intel_amx_backend = lambda head: (
         head_fits(head) or head.weight.dtype == torch.float32
     )
+
+
+def wait_for_requests() -> None:
+    """Let the controller of data-parallel ranks rest while no request comes.
+
+    SGLang's asks its socket again and again, which would keep a core busy.
+    """
+    import zmq
+    from sglang.srt.managers import data_parallel_controller
+
+    receive = data_parallel_controller.sock_recv
+
+    def wait_and_receive(socket: Any, flags: int = 0) -> Any:
+        if flags & zmq.NOBLOCK:
+            socket.poll(_WAIT_MILLISECONDS)
+        return receive(socket, flags=flags)
+
+    vars(data_parallel_controller)["sock_recv"] = wait_and_receive
 
 
 def mask_for_triton() -> None:

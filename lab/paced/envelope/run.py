@@ -75,12 +75,12 @@ class EnvelopeOptions:
     @property
     def output_tokens(self) -> int:
         """Output tokens of a request; in a whole run, as many as were published."""
-        return 256 if self.quick else 1024
+        return 192 if self.quick else 1024
 
     @property
     def least_tokens(self) -> int:
         """The fewest output tokens of a run: with few of them, luck decides."""
-        return 256 if self.quick else 4096
+        return 192 if self.quick else 4096
 
     @property
     def profile_seconds(self) -> float:

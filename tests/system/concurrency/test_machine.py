@@ -14,7 +14,7 @@ import pytest
 from tests.system.concurrency.dealing import run
 from tests.system.concurrency.machine import Link
 
-EXAMPLES: Final = int(os.environ.get("CONCURRENCY_EXAMPLES", "50"))
+EXAMPLES: Final = int(os.environ.get("CONCURRENCY_EXAMPLES", "30"))
 SEED: Final = int(os.environ.get("CONCURRENCY_SEED", "1"))
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from controller.core.cost.profile import Profile
-from lab.cpu_engine.forking import DESCRIPTOR
 from lab.gpu_check import acceptance
 from lab.gpu_check.shapes import QWEN3_8B, SMALL
 from tests.support.engine import ROOT, install_plugin, run_lab
@@ -17,6 +16,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 GRAPHS = {"CPU_ENGINE_GRAPHS": "1"}
+# What engines have that accept drafts without weights; SGLang reads it while it is imported.
+ACCEPTING = "SGLANG_SIMULATE_ACC_LEN=1"
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,7 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "lab.gpu_check", "--cpu", "--shape", SMALL.name, "--repeats", "1", "--profile-seconds", "8",
         "--parts", "all",
         "--output", str(folder), "--keep-profile", str(folder / "profiles"),
-        environment=GRAPHS,
+        environment=GRAPHS, imported_with=("", ACCEPTING),
     )  # fmt: skip
     print(done.stdout)
     assert done.returncode == 0, done.stdout
@@ -105,12 +106,10 @@ def test_the_page_has_a_verdict_for_each_part(output: Path):
 def test_a_wrong_token_fails_the_check(tmp_path: Path):
     """Accepted drafts are all overwritten with one token, wherever anything is speculated."""
     sabotage = acceptance.environment(tmp_path / "sabotage")
-    # SGLang reads one of the variables while it is imported: not from the process that all share.
-    sabotage[DESCRIPTOR] = ""
     sabotage["PYTHONPATH"] += os.pathsep + str(ROOT / "proto")
     done = run_lab(
         "lab.gpu_check", "--cpu", "--shape", SMALL.name, "--parts", "exact",
-        "--output", str(tmp_path), environment=sabotage,
+        "--output", str(tmp_path), environment=sabotage, imported_with=(ACCEPTING,),
     )  # fmt: skip
     print(done.stdout)
     assert done.returncode == 1
@@ -134,7 +133,7 @@ def test_a_draft_without_its_graph_fails_the_check(tmp_path: Path):
     }
     done = run_lab(
         "lab.gpu_check", "--cpu", "--shape", SMALL.name, "--parts", "graphs",
-        "--output", str(tmp_path), environment=sabotage,
+        "--output", str(tmp_path), environment=sabotage, imported_with=(ACCEPTING,),
     )  # fmt: skip
     print(done.stdout)
     assert done.returncode == 3

@@ -50,7 +50,7 @@ def engine(
     arguments = with_cpu_defaults([*EAGLE3, "--disable-radix-cache"])
     folder = tmp_path_factory.mktemp("steered")
     # Started as on a GPU, its processes spawned: the other tests' are forked.
-    with serving(folder, arguments, variables, module="sglang.launch_server") as running:
+    with serving(folder, arguments, variables, "sglang.launch_server") as running:
         eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
         yield running
 

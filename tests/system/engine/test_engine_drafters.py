@@ -47,6 +47,9 @@ ALONE_LENGTH = 200
 TURNS: list[Arm] = [(3, False, 0), (0, False, 0), (7, False, 1)]
 
 
+# What is drafted can hardly depend on how passes run: the first way and the last show it.
+FIRST_AND_LAST = pytest.mark.parametrize("mode", ["eager", "overlapped"], indirect=True)
+
 # What each arm accepted of each prompt, as the first mode that ran it has it.
 ACCEPTED: dict[Arm, list[float]] = {}
 
@@ -170,6 +173,7 @@ def undisturbed(
     return found
 
 
+@FIRST_AND_LAST
 @pytest.mark.parametrize(("which", "drafter"), [(0, "eagle3"), (1, "dflash")])
 @pytest.mark.parametrize("pause", [(3, False, 0), (2, False, 1), (0, False, 0), (0, True, 0)])
 def test_nothing_goes_stale_while_another_drafts_or_none(
@@ -199,6 +203,7 @@ def test_nothing_goes_stale_while_another_drafts_or_none(
     assert {c: mixed[c] for c in both} == {c: always[c] for c in both}
 
 
+@FIRST_AND_LAST
 def test_on_regular_text_a_block_goes_further_than_a_short_chain(
     engine: EngineProcess, sidecar: ScriptedSidecar, plain: dict[str, list[list[int]]]
 ) -> None:
@@ -207,6 +212,7 @@ def test_on_regular_text_a_block_goes_further_than_a_short_chain(
     assert gained / len(reports) > 2.5
 
 
+@FIRST_AND_LAST
 def test_the_blocks_are_those_that_the_trained_student_would_draft(
     engine: EngineProcess, sidecar: ScriptedSidecar, plain: dict[str, list[list[int]]]
 ) -> None:
@@ -215,6 +221,7 @@ def test_the_blocks_are_those_that_the_trained_student_would_draft(
     check_against_student(live, [*ALONE[0], *plain["alone"][0][:ALONE_LENGTH]])
 
 
+@FIRST_AND_LAST
 @pytest.mark.parametrize("first", TURNS)
 def test_a_follow_up_finds_all_of_the_answer_read(
     first: Arm, engine: EngineProcess, sidecar: ScriptedSidecar
@@ -230,6 +237,7 @@ def test_a_follow_up_finds_all_of_the_answer_read(
     check_against_student(live, [*follow_up, *answers[0].tokens])
 
 
+@FIRST_AND_LAST
 def test_the_own_drafter_is_the_one_that_learns(
     engine: EngineProcess, sidecar: ScriptedSidecar, plain: dict[str, list[list[int]]], folder: Path
 ) -> None:
@@ -282,10 +290,9 @@ def test_the_own_drafter_is_the_one_that_learns(
     assert found["updates"] > before
 
 
-def test_nothing_waits_for_the_device(mode: str, engine: EngineProcess, waits: Path) -> None:
-    """After all other tests of this engine."""
-    if mode != "overlapped":
-        pytest.skip("the list is made where lengths are not on the host")
+@pytest.mark.parametrize("mode", ["overlapped"], indirect=True)
+def test_nothing_waits_for_the_device(engine: EngineProcess, waits: Path) -> None:
+    """After all other tests of this engine, where lengths are not on the host."""
     assert set(json.loads(waits.read_text())) <= WAITS.keys()
 
 

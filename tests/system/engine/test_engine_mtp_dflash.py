@@ -135,7 +135,7 @@ def test_the_predictor_drafts_what_its_student_would_whoever_drafted_before(
     script: str, engine: EngineProcess, sidecar: ScriptedSidecar, plain: dict[str, list[list[int]]]
 ) -> None:
     live: dict[int, int] = {}
-    for prompt_end in range(4):
+    for prompt_end in range(2):
         prompt = [*ALONE[0], *plain["alone"][0][:prompt_end]]
         length = ALONE_LENGTH - prompt_end
         answers, reports = play(engine, sidecar, MIXED[script], [prompt], [length])
@@ -161,7 +161,7 @@ def test_the_blocks_are_those_that_the_trained_student_would_draft(
     engine: EngineProcess, sidecar: ScriptedSidecar, plain: dict[str, list[list[int]]]
 ) -> None:
     live: dict[int, int] = {}
-    for prompt_end in range(3):
+    for prompt_end in range(2):
         prompt = [*ALONE[0], *plain["alone"][0][:prompt_end]]
         _, reports = play(
             engine, sidecar, blocks_amid_chains, [prompt], [ALONE_LENGTH - prompt_end]

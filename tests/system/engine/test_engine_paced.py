@@ -14,7 +14,14 @@ from lab.cpu_engine.pace.acceptance import DrawnAcceptance, RequestId
 from lab.cpu_engine.pace.pacer import VARIABLE, Pace
 from lab.cpu_engine.pace.step_costs import OWN
 from lab.cpu_engine.pace.step_log import LogPart, PacedStep, read_log
-from tests.support.engine import EAGLE3, START_SECONDS, EngineProcess, launched, serving
+from tests.support.engine import (
+    EAGLE3,
+    START_SECONDS,
+    EngineProcess,
+    install_plugin,
+    launched,
+    serving,
+)
 from tests.support.eventually import eventually
 from tests.support.prompts_in_flight import LENGTHS, PROMPTS
 from tests.support.scripted_sidecar import ScriptedSidecar
@@ -221,9 +228,10 @@ def test_an_engine_that_cannot_be_paced_does_not_start(
 def test_a_request_that_is_retracted_goes_on_where_it_was(tmp_path: Path) -> None:
     """SGLang retracts every few passes, for its own tests, and reads such requests again."""
     crowd = [RequestId("hard", 40 + i, 40) for i in range(len(PROMPTS))]
-    variables = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "7"}
-    variables |= paced(PACE, tmp_path)
-    with serving(tmp_path, (*CHAINS, FRESH), variables, fresh=True) as engine:
+    target = "tests.system.engine.sabotage:retract_often"
+    retracting = install_plugin(tmp_path / "sabotage", target, name="zz_sabotage")
+    variables = {"RETRACT_INTERVAL": "7", "PYTHONPATH": str(retracting), **paced(PACE, tmp_path)}
+    with serving(tmp_path, (*CHAINS, FRESH), variables) as engine:
         begin = eventually(lambda: read_log(log_of(tmp_path)).end, within=30.0, what="a probe")
         ask(engine, crowd, PROMPTS)
         part = ended(tmp_path, begin, len(crowd))

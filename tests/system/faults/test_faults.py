@@ -5,7 +5,7 @@ import pytest
 from tests.system.faults.catalogue import linked_faults
 from tests.system.faults.fault import Fault, injected
 
-_KILLS = 10
+_KILLS = 6
 QUICK = [fault for fault in linked_faults(_KILLS) if fault.quick]
 
 pytestmark = pytest.mark.slow

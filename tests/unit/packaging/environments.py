@@ -1,7 +1,6 @@
 """Virtual environments, and what is installed in them."""
 
 import importlib.metadata
-import json
 import os
 import subprocess
 import sys
@@ -43,8 +42,10 @@ def environment(path: Path) -> Path:
 
 
 def installed(python: Path) -> dict[str, str]:
-    listed: list[dict[str, str]] = json.loads(pip(python, "list", "--format=json"))
-    return {canonicalize_name(entry["name"]): entry["version"] for entry in listed}
+    """Name and version of every package in the environment of that interpreter."""
+    (packages,) = (python.parents[1] / "lib").glob("python3*/site-packages")
+    found = importlib.metadata.distributions(path=[str(packages)])
+    return {canonicalize_name(one.name): one.version for one in found}
 
 
 def closure(names: list[str]) -> Iterator[importlib.metadata.Distribution]:

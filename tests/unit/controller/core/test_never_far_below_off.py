@@ -22,7 +22,7 @@ from tests.support.against_off import BAR, WINDOW, against_off
 from tests.support.dealing import without_constants_of_modules
 from tests.support.random_scenarios import Drawn, scenarios
 
-EXAMPLES: Final = int(os.environ.get("SAFETY_EXAMPLES", "250"))
+EXAMPLES: Final = int(os.environ.get("SAFETY_EXAMPLES", "120"))
 SEED: Final = int(os.environ.get("SAFETY_SEED", "1"))
 _PHASES: Final = [Phase.generate, *([Phase.shrink] if os.environ.get("SAFETY_SHRINK") else [])]
 # The lowest window of any scenario, and the share of scenarios with one below the bar.

@@ -1,5 +1,6 @@
 """The environment of an SGLang process on a CPU."""
 
+import json
 import os
 import subprocess
 import sys
@@ -9,8 +10,10 @@ import pytest
 
 import engine_shim
 from lab.cpu_engine.environment import STANDIN_FOLDER, cpu_engine_env
+from tests.support.engine import forked
 
 ROOT = Path(engine_shim.__file__).parents[1]
+PATIENCE_SECONDS = 240.0
 
 
 def test_the_base_is_kept_and_left_alone() -> None:
@@ -58,7 +61,7 @@ def run(code: str, env: dict[str, str]) -> str:
         capture_output=True,
         text=True,
         check=True,
-        timeout=240,
+        timeout=PATIENCE_SECONDS,
     )
     return done.stdout.strip()
 
@@ -94,7 +97,7 @@ def test_a_process_that_imported_torch_cannot_enter() -> None:
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_sglang_serves_models_with_its_own_code() -> None:
+def test_sglang_serves_models_with_its_own_code(tmp_path: Path) -> None:
     """A model file that fails to import would fall back on Transformers, silently."""
     modules = {
         "Qwen3ForCausalLM": "sglang.srt.models.qwen3",
@@ -102,9 +105,8 @@ def test_sglang_serves_models_with_its_own_code() -> None:
         "LlamaForCausalLMEagle3": "sglang.srt.models.llama_eagle3",
         "MiMoMTP": "sglang.srt.models.mimo_mtp",
     }
-    code = (
-        "from sglang.srt.models.registry import ModelRegistry as registry\n"
-        f"classes = {{name: registry.resolve_model_cls([name])[0] for name in {list(modules)}}}\n"
-        "print({name: found.__module__ for name, found in classes.items()})"
-    )
-    assert run(code, cpu_engine_env()).splitlines()[-1] == str(modules)
+    found, log = tmp_path / "found.json", tmp_path / "log"
+    module = "tests.unit.lab.cpu_engine.registry_probe"
+    probe = forked(module, [found.name, *modules], tmp_path, {}, log)
+    assert probe.wait(PATIENCE_SECONDS) == 0, log.read_text()
+    assert json.loads(found.read_text()) == modules

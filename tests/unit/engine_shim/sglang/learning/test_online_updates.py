@@ -1,5 +1,6 @@
 """A drafter that learns, with a real trainer and no engine around it."""
 
+import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -88,6 +89,8 @@ class Driver:
                 self.step(accepted, stride, gamma)
                 if what():
                     return True
+            # The trainer needs a processor, too.
+            time.sleep(0.02)
             return False
 
         eventually(done, within=60.0)

@@ -1,11 +1,14 @@
 """Run in SGLang's environment: which attention kernel a forward pass is sent to.
 
-Reads a JSON object with the sequences' `lengths` and `rows` on stdin, writes one: by kind of pass,
-what planned it and what attended.
+    python -m tests.unit.lab.cpu_engine.standin.one_token_probe ASKED FOUND
+
+ASKED: a JSON object with the sequences' `lengths` and `rows`.  FOUND: file for one: by kind of
+pass, what planned it and what attended.
 """
 
 import json
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +17,7 @@ from sglang.srt.layers.attention.intel_amx_backend import IntelAMXAttnBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang_cpu_standin import verify_one_as_decoding
 
-SEQUENCES = json.load(sys.stdin)
+SEQUENCES = json.loads(sys.argv[1])
 
 
 class Backend(IntelAMXAttnBackend):  # type: ignore[misc]
@@ -65,7 +68,7 @@ def main() -> None:
     for name, (mode, width) in passes.items():
         attend(backend, ForwardMode.TARGET_VERIFY, 1)
         found[name] = attend(backend, mode, width)
-    print("\n" + json.dumps(found))
+    Path(sys.argv[2]).write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
