@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from engine_shim.sglang.drafters.lookup import LEAST_MATCH
 from lab.conformance.shim_side import ShimCheck
 from speculation.v1.engine_pb2 import (
     DRAFTER_KIND_MIXTURE,
@@ -20,6 +19,7 @@ from speculation.v1.plan_pb2 import MixtureRule
 from tests.support.engine import DFLASH, EAGLE3, MODES, EngineProcess, serving
 from tests.support.eventually import eventually
 from tests.support.looking_up import looked_up
+from tests.support.mixture_rules import rules_of
 from tests.support.prompts_in_flight import (
     LENGTHS,
     PLAYS_MAX,
@@ -45,18 +45,7 @@ ARMS: list[Arm] = [
 
 
 def rules(main_expected: float, *free_expected: float) -> tuple[MixtureRule, ...]:
-    return tuple(
-        MixtureRule(
-            drafter=name,
-            gamma=gamma,
-            main_expected=main_expected,
-            free_expected=free_expected,
-            least_match=LEAST_MATCH,
-            ratio_weight=0.1,
-        )
-        for name in NAMES[3:]
-        for gamma in GAMMAS[1:]
-    )
+    return rules_of(NAMES[3:], GAMMAS, main_expected, free_expected)
 
 
 @pytest.fixture(scope="module", params=["eager", "overlapped"])
@@ -70,7 +59,7 @@ def mode(request: pytest.FixtureRequest) -> str:
 def sidecar(mode: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedSidecar]:
     """One for each mode's engine."""
     with scripted_sidecar(tmp_path_factory.mktemp(f"sidecar-{mode}")) as scripted:
-        scripted.rules = rules(1.5, 1.0, 1.4, 1.8, 3.0)
+        scripted.rules = rules_of(NAMES[3:], GAMMAS)
         yield scripted
 
 

@@ -16,6 +16,7 @@ from lab.cpu_engine.engine_command import MIMO
 from speculation.v1.engine_pb2 import DRAFTER_KIND_DFLASH, DRAFTER_KIND_MTP
 from tests.support.engine import MODES, MTP, EngineProcess, serving
 from tests.support.eventually import eventually
+from tests.support.mixture_rules import rules_of
 from tests.support.prompts_in_flight import (
     ALONE,
     LENGTHS,
@@ -37,7 +38,9 @@ TWO_RANKS = ("--tp-size", "2")
 GAMMAS = (0, 1, 3, 5, 7)
 CHAIN: list[Arm] = [(gamma, False, 0) for gamma in GAMMAS]
 BLOCK: list[Arm] = [(gamma, False, 1) for gamma in GAMMAS[1:]]
-ARMS: list[Arm] = [*CHAIN, *BLOCK, (0, True, 0)]
+# A lookup, alone and in a mixture with each drafter.
+LOOKUPS: list[Arm] = [(5, False, which) for which in (2, 3, 4)]
+ARMS: list[Arm] = [*CHAIN, *BLOCK, *LOOKUPS, (0, True, 0)]
 ALONE_LENGTH = 200
 # Drafts of each drafter amid the other's, and amid steps without drafts.
 MIXED: dict[str, Script] = {
@@ -73,6 +76,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[int]]
 def sidecar(mode: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedSidecar]:
     """One for each mode's engine."""
     with scripted_sidecar(tmp_path_factory.mktemp(f"sidecar-{mode}")) as scripted:
+        scripted.rules = rules_of(("nextn+ngram", "dflash+ngram"), GAMMAS)
         yield scripted
 
 
@@ -82,6 +86,7 @@ def variables(mode: str, sidecar: ScriptedSidecar) -> dict[str, str]:
         **MODES[mode],
         "SPECULATION_DFLASH_MODEL_PATH": str(BLOCK_MODEL),
         "SPECULATION_GAMMAS": ",".join(map(str, GAMMAS)),
+        "SPECULATION_LOOKUP": "1",
         "SPECULATION_SLEEP_POSITIONS": "12",
     }
 
@@ -102,7 +107,7 @@ def engine(
 
 
 def test_it_introduces_both(mode: str, engine: EngineProcess, sidecar: ScriptedSidecar) -> None:
-    first, second = sidecar.server.introductions[0].drafters
+    first, second, *_ = sidecar.server.introductions[0].drafters
     assert (first.name, first.kind) == ("nextn", DRAFTER_KIND_MTP)
     assert (second.name, second.kind) == ("dflash", DRAFTER_KIND_DFLASH)
     assert tuple(first.gammas) == GAMMAS

@@ -18,6 +18,7 @@ from tests.support.engine import (
     serving,
 )
 from tests.support.eventually import eventually
+from tests.support.mixture_rules import rules_of
 from tests.support.scripted_sidecar import Arm, ScriptedSidecar, scripted_sidecar
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -27,8 +28,11 @@ GAMMAS = (0, 1, 3, 7)
 ARMS: list[Arm] = [
     *((gamma, False, 0) for gamma in GAMMAS),
     *((gamma, False, 1) for gamma in GAMMAS[1:]),
+    *((gamma, False, which) for which in (2, 3, 4) for gamma in (3, 7)),
     (0, True, 0),
 ]
+# A lookup, alone and in a mixture with each drafter.
+LOOKUPS = ("ngram", "eagle3+ngram", "dflash+ngram")
 PROMPTS = [
     prompt
     for domain in DOMAINS
@@ -55,6 +59,7 @@ def way(request: pytest.FixtureRequest) -> str:
 def sidecar(way: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedSidecar]:
     """One for each way's engine."""
     with scripted_sidecar(tmp_path_factory.mktemp(f"sidecar-{way}")) as scripted:
+        scripted.rules = rules_of(LOOKUPS[1:], GAMMAS)
         yield scripted
 
 
@@ -71,6 +76,7 @@ def engine(
         **MODES[way],
         "SPECULATION_DFLASH_MODEL_PATH": str(DFLASH),
         "SPECULATION_GAMMAS": ",".join(map(str, GAMMAS)),
+        "SPECULATION_LOOKUP": "1",
         "SPECULATION_SLEEP_POSITIONS": "8",
         "SPECULATION_GRACE_SECONDS": "0.6",
     }
@@ -101,6 +107,7 @@ def test_ranks_run_the_same_arm_in_every_step(
     arms = order.choices(ARMS, k=5000)
     before = sidecar.run(lambda count: arms[count % 5000])
     every = {("eagle3", gamma) for gamma in GAMMAS} | {("dflash", gamma) for gamma in GAMMAS[1:]}
+    every |= {(name, gamma) for name in LOOKUPS for gamma in (3, 7)}
     rows = 0
     # On a busy machine a plan comes for every few steps only.
     for _ in range(20):
