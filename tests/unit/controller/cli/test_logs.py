@@ -115,7 +115,8 @@ def test_a_reader_that_stalls_stalls_nobody_else(tmp_path: Path) -> None:
         grpc.insecure_channel(sidecar.address) as channel,
     ):
         stub = service_pb2_grpc.SpeculationServiceStub(channel)
-        for number in range(1500):
+        # Its own id is free: nobody has introduced an engine under it.
+        for number in range(1, 1501):
             request = service_pb2.IntroduceRequest(engine=engine_message(f"engine-{number}"))
             stub.Introduce(request, timeout=PATIENCE_SECONDS)
         assert Engine(channel).run(10).epoch

@@ -15,8 +15,10 @@ from controller.simulation.cold_start import (
 
 CELLS = {cell.name: cell for cell in cold_starts((1, 8, 64))}
 
-# A single sequence shows one draft a step: what it lost before that was known is luck.
+# A single sequence shows one draft a step: what it lost before that was known is luck, and so is
+# how far its draft length has come.
 LEAST_OF_OFF = {1: 0.97}
+LEAST_SETTLED = {1: 0.93}
 
 CHOSEN = [
     (f"{engine}/{traffic}/B={size}", seed)
@@ -33,7 +35,7 @@ def test_it_starts_cautiously_and_finds_what_pays(name, seed):
     run = run_cold(cell, seed)
     assert run.off >= LEAST_OF_OFF.get(cell.batch_size, 0.98)
     if run.gain >= WORTHWHILE_GAIN:
-        assert run.settled >= 0.95
+        assert run.settled >= LEAST_SETTLED.get(cell.batch_size, 0.95)
 
 
 def test_the_first_step_does_not_speculate_and_the_second_length_comes_after_the_first():
