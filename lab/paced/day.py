@@ -95,11 +95,11 @@ DAY = (
 DAY_SEED = 1109
 # The same shape of a day with another order, other sizes and another seed.
 UNSEEN_DAY = (
-    PhasePlan("evening", ("chat",), 2, 3, 96),
-    PhasePlan("burst", ("hard", "math"), 96, 112, 96),
-    PhasePlan("collapse", ("unseen",), 12, 30, 96),
-    PhasePlan("recovery", ("code",), 12, 24, 96),
-    PhasePlan("night", ("math",), 1, 2, 96),
+    PhasePlan("evening", ("chat",), 2, 4, 128),
+    PhasePlan("burst", ("hard", "math"), 96, 112, 112),
+    PhasePlan("collapse", ("unseen",), 12, 30, 112),
+    PhasePlan("recovery", ("code",), 12, 30, 112),
+    PhasePlan("night", ("math",), 1, 3, 128),
 )
 UNSEEN_SEED = 4711
 

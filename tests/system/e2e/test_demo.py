@@ -20,7 +20,7 @@ from tests.support.engine import run_lab, start_lab
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1200)]
 
-POLICIES = ["off", "static-5", "sglang-adaptive", "steered"]
+POLICIES = ["off", "static-4", "sglang-adaptive", "steered"]
 # A machine that other tests keep busy misses the pace that it kept when the demo began.
 DILATIONS: tuple[list[str], ...] = ([], ["--dilation", "10"], ["--dilation", "20"])
 # What the imposed table and SGLang's way of batching leave to chance, from play to play.
@@ -73,7 +73,7 @@ def test_every_step_was_held_to_its_pace(unseen: Ran):
 
 
 def test_off_and_static_are_as_fast_as_the_table_says(unseen: Ran):
-    for policy, arm in (("off", "0"), ("static-5", "eagle3 5")):
+    for policy, arm in (("off", "0"), ("static-4", "eagle3 4")):
         computed = unseen.oracle["statics"][arm]
         assert unseen.run(policy)["tokens_per_second"] == pytest.approx(computed, rel=TOLERANCE)
 

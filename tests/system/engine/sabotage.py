@@ -1,5 +1,6 @@
 """SGLang plugins that get in this plugin's way, for tests."""
 
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable
@@ -104,23 +105,13 @@ def refuse_graphs_on_demand() -> None:
 
 
 def let_one_rank_differ() -> None:
-    """Whatever is forked after the first scheduler tells the others of other variables.
-
-    As on another host: a forked rank has read its own with the process that it comes from.
-    """
-    os.register_at_fork(after_in_child=_differ_from_the_first)
-
-
-def _differ_from_the_first() -> None:
+    """The second scheduler to start has other variables, as on another host."""
+    if multiprocessing.parent_process() is None or sglang_api.SCHEDULER_MODULE not in sys.modules:
+        return
     try:
         Path(os.environ["FIRST_RANK"]).mkdir()
     except FileExistsError:
-        from engine_shim.sglang import startup
-        from engine_shim.sglang.api.settings import load_settings
-
         os.environ["SPECULATION_GAMMAS"] = "0,1,3,7"
-        told = startup.facts_to_agree_on
-        vars(startup)["facts_to_agree_on"] = lambda _, version: told(load_settings(), version)
 
 
 def retract_often() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lab.cpu_engine.models.prompts import DOMAINS, held_out_prompts
+from lab.cpu_engine.serve import with_cpu_defaults
 from tests.support.engine import (
     DFLASH,
     EAGLE3,
@@ -155,7 +156,9 @@ def test_ranks_that_were_set_up_differently_do_not_start(tmp_path: Path) -> None
         "FIRST_RANK": str(tmp_path / "first"),
         "PYTHONPATH": str(plugins),
     }
-    with launched(tmp_path / "engine", [*EAGLE3, *TWO_RANKS], variables) as engine:
+    arguments = with_cpu_defaults([*EAGLE3, *TWO_RANKS])
+    # Its ranks are spawned, as on a GPU: a forked one could not have other variables.
+    with launched(tmp_path / "engine", arguments, variables, "sglang.launch_server") as engine:
         eventually(lambda: engine.process.poll() is not None, within=500.0, what="it gives up")
         log = engine.log.read_text()
     assert re.search(r"the ranks disagree: SPECULATION_GAMMAS is \(0, 1, .*7\) on rank 0", log)
