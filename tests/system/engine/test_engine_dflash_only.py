@@ -8,6 +8,7 @@ import pytest
 from speculation.v1.engine_pb2 import DRAFTER_KIND_DFLASH
 from tests.support.engine import DFLASH, LONE, MODES, EngineProcess, install_plugin, serving
 from tests.support.eventually import eventually
+from tests.support.mixture_rules import rules_of
 from tests.support.prompts_in_flight import (
     ALONE,
     accepted_by_context,
@@ -22,7 +23,9 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 # The last is longer than a block, and no arm of this drafter's.
 GAMMAS = (0, 1, 2, 3, 5, 7, 9)
-ARMS: list[Arm] = [*((gamma, False) for gamma in GAMMAS[:-1]), (0, True)]
+BLOCK: list[Arm] = [*((gamma, False) for gamma in GAMMAS[:-1]), (0, True)]
+# A lookup, alone and in a mixture with the block.
+ARMS: list[Arm] = [*BLOCK, (3, False, 1), (3, False, 2), (7, False, 2)]
 ALONE_LENGTH = 200
 
 
@@ -30,6 +33,7 @@ ALONE_LENGTH = 200
 def sidecar(mode: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedSidecar]:
     """One for each mode's engine."""
     with scripted_sidecar(tmp_path_factory.mktemp(f"sidecar-{mode}")) as scripted:
+        scripted.rules = rules_of(("dflash+ngram",), GAMMAS[:-1])
         yield scripted
 
 
@@ -47,6 +51,7 @@ def engine(
         "SPECULATION_GAMMAS": ",".join(map(str, GAMMAS)),
         "SPECULATION_SLEEP_POSITIONS": "12",
         "SPECULATION_GRAPH_LIMITS": "7:8",
+        "SPECULATION_LOOKUP": "1",
     }
     with serving(tmp_path_factory.mktemp("steered"), LONE, variables) as running:
         eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
@@ -55,13 +60,13 @@ def engine(
 
 def test_it_introduces_itself(mode: str, engine: EngineProcess, sidecar: ScriptedSidecar) -> None:
     spec = sidecar.server.introductions[0]
-    assert [drafter.name for drafter in spec.drafters] == ["dflash"]
+    assert [drafter.name for drafter in spec.drafters] == ["dflash", "ngram", "dflash+ngram"]
     drafter = spec.drafters[0]
     assert (drafter.kind, drafter.model) == (DRAFTER_KIND_DFLASH, str(DFLASH))
     assert tuple(drafter.gammas) == GAMMAS[:-1]
     assert drafter.shape.block_size == 8
     assert spec.capabilities.can_sleep
-    assert not spec.capabilities.can_switch_drafter
+    assert spec.capabilities.can_switch_drafter
     # With graphs up to 8 the limit limits nothing.
     limits = [(limit.gamma, limit.max_batch_size) for limit in drafter.batch_limits]
     assert limits == ([(7, 8)] if mode == "eager" else [])
@@ -71,7 +76,7 @@ def test_it_introduces_itself(mode: str, engine: EngineProcess, sidecar: Scripte
     assert all(state["seconds"] > 0 for state in graph_states.values())
 
 
-@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize("arm", BLOCK)
 def test_every_arm_gives_plain_decodings_tokens(
     arm: Arm, engine: EngineProcess, sidecar: ScriptedSidecar, plain: dict[str, list[list[int]]]
 ) -> None:
