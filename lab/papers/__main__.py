@@ -136,11 +136,14 @@ def rows_command(
     steps: Annotated[int, typer.Option(help="Steps of a run, about.")] = 3000,
     seed: Annotated[int, typer.Option(help="Of the order of the requests and the noise.")] = 0,
     processes: Annotated[int | None, typer.Option(help="Side by side; all processors.")] = None,
+    longest: Annotated[
+        int, typer.Option(help="Leave out requests with more output tokens; 0: keep all.", min=0)
+    ] = 0,
 ) -> None:
     """Runs the controller with a mixture of EAGLE and a lookup on recorded requests."""
     try:
         sizes = [int(size) for size in batch_sizes.split(",")]
-        _show(rows.table(rows.run_all(files, sizes, steps, seed, processes)))
+        _show(rows.table(rows.run_all(files, sizes, steps, seed, processes, longest)))
     except (SpeculationError, ValueError) as error:
         typer.echo(f"lab.papers rows: {' '.join(str(error).splitlines())}", err=True)
         raise typer.Exit(Exit.USAGE) from error

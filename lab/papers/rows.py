@@ -8,7 +8,8 @@ the step costs of a modern engine with CUDA graphs on an H100, in milliseconds:
 
 A request of more than `PIECE` output tokens is served in pieces of that length, as requests of
 their own.  Otherwise the few that repeat themselves to the limit of the recording would run alone
-at the end, or not be seen at all in a run of some thousand steps.
+at the end, or not be seen at all in a run of some thousand steps.  How much of a gain they carry,
+a run without the longest requests shows.
 """
 
 import os
@@ -98,6 +99,11 @@ def _pieces(request: RecordedRequest, tokens: int) -> Iterator[RecordedRequest]:
         )
 
 
+def _shorter(trace: AcceptanceTrace, longest: int) -> AcceptanceTrace:
+    kept = tuple(r for r in trace.recorded if r.positions <= longest)
+    return replace(trace, recorded=kept)
+
+
 def run_rows(trace: AcceptanceTrace, batch_size: int, steps: int, seed: int) -> RowRun:
     """Runs the controller and the best static arms for about so many steps."""
     costs = surface(max(batch_size, 64))
@@ -163,11 +169,17 @@ def run_all(
     steps: int,
     seed: int = 0,
     processes: int | None = None,
+    longest: int = 0,
 ) -> list[RowRun]:
-    """Runs each file, and all of them mixed where there are several, at every batch size."""
+    """Runs each file, and all of them mixed where there are several, at every batch size.
+
+    longest: requests with more output tokens are left out; 0 = none are.  Raises InvalidInputError.
+    """
     traces = [AcceptanceTrace.load([file]) for file in files]
     if len(files) > 1:
         traces.append(replace(AcceptanceTrace.load(files), name="all"))
+    if longest:
+        traces = [_shorter(trace, longest) for trace in traces]
     tasks = [(trace, size, steps, seed) for trace in traces for size in batch_sizes]
     with ProcessPoolExecutor(processes or len(os.sched_getaffinity(0))) as pool:
         return list(pool.map(run_rows, *zip(*tasks, strict=True)))
