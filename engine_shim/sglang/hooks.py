@@ -161,6 +161,8 @@ class EngineHooks:
         if (rows := self.rows) is not None:
             unread = 0 if before is None or before.is_read_back else before.choice.gamma + 1
             rows.attempt(lambda: rows.before_decode(batch, unread))
+            if choice.gamma == 0 and not launch.asleep:
+                rows.attempt(lambda: rows.watch(batch, worker.draft_worker))
         self._launching = launch
         eager.seen = NO_PASSES
         result = original(worker, batch, *args, **kwargs)

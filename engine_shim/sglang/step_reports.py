@@ -189,7 +189,7 @@ class StepTap:
             for row in undrafted:
                 accepted[row] = 0
         found = NOTHING_APART
-        if self._rows is not None and gamma:
+        if self._rows is not None:
             found = self._rows.counts(result, accepted, undrafted, gamma, index)
             index = self._rows.verified_by(index)
         if not undrafted:

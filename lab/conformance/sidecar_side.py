@@ -30,7 +30,7 @@ from speculation.v1.service_pb2_grpc import SpeculationServiceStub
 
 BATCH = 4
 _ANSWER_SECONDS = 10.0
-_REPORTS_A_MESSAGE = 8
+_REPORTS_A_MESSAGE = 32
 
 
 def engine_spec(engine_id: str) -> EngineSpec:
@@ -109,7 +109,7 @@ def _histogram(values: Sequence[int], gamma: int) -> list[int]:
     return [sum(value == k for value in values) for k in range(gamma + 1)]
 
 
-def check_sidecar(address: str, steps: int = 400) -> Findings:
+def check_sidecar(address: str, steps: int = 256) -> Findings:
     """Plays and returns the rules that the sidecar broke.  Raises grpc.RpcError."""
     found = Findings()
     with grpc.insecure_channel(address) as channel:

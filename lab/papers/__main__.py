@@ -10,7 +10,7 @@ from rich.console import Console, RenderableType
 from controller.core.errors import SpeculationError
 from controller.core.training.gpu_allocation import Demand, Pool, evaluate
 from controller.util.exit_codes import Exit
-from lab.papers import rows
+from lab.papers import row_rules, rows
 from lab.papers.drafters import reproduce_drafters
 from lab.papers.memory import compare
 from lab.papers.reproductions import tables
@@ -146,6 +146,21 @@ def rows_command(
         _show(rows.table(rows.run_all(files, sizes, steps, seed, processes, longest)))
     except (SpeculationError, ValueError) as error:
         typer.echo(f"lab.papers rows: {' '.join(str(error).splitlines())}", err=True)
+        raise typer.Exit(Exit.USAGE) from error
+
+
+@app.command(name="row-rules")
+def row_rules_command(
+    files: Annotated[list[Path], typer.Argument(help="SpecDecode-Bench files, JSON lines.")],
+    batch_sizes: Annotated[
+        str, typer.Option(help="Sequences at a time, separated by commas.")
+    ] = "1,32,64,128",
+) -> None:
+    """Compares rules that choose a drafter for each row, on recorded requests."""
+    try:
+        _show(row_rules.compare(files, [int(size) for size in batch_sizes.split(",")]))
+    except (SpeculationError, ValueError) as error:
+        typer.echo(f"lab.papers row-rules: {' '.join(str(error).splitlines())}", err=True)
         raise typer.Exit(Exit.USAGE) from error
 
 

@@ -40,7 +40,8 @@ class Drafted(NamedTuple):
 
     rows: [B] of the request pool.  main: [B, gamma] of the main drafter, None where it has not
     drafted.  free: of the lookup.  chose: [B], rows for which the rule prefers the lookup, None
-    without a rule.  is_mixed: whether the step does what the rule says.
+    without a rule.  is_mixed: whether the step does what the rule says.  is_verified: whether the
+    step verifies any of it; at gamma 0 proposals are compared, and none is verified.
     """
 
     rows: torch.Tensor
@@ -50,6 +51,7 @@ class Drafted(NamedTuple):
     chose: torch.Tensor | None
     rule: DeviceRule | None
     is_mixed: bool
+    is_verified: bool = True
 
 
 class RowChoice:
@@ -114,15 +116,17 @@ class RowChoice:
         accepted = known - 1
         free_shown = _agreed(free.tokens, verified, known)
         if main is None:
-            main_shown, free_shown = torch.full_like(accepted, -1), accepted
+            main_shown = torch.full_like(accepted, -1)
         else:
             main_shown = _agreed(main, verified, known)
-            if drafted.is_mixed and drafted.chose is not None:
-                # What was verified is known: sampling may reject a draft and draw it again.
-                main_shown = torch.where(drafted.chose, main_shown, accepted)
-                free_shown = torch.where(drafted.chose, accepted, free_shown)
-            else:
-                main_shown = accepted
+        # What was verified is known: sampling may reject a draft and draw it again.
+        if drafted.is_mixed and drafted.chose is not None:
+            main_shown = torch.where(drafted.chose, main_shown, accepted)
+            free_shown = torch.where(drafted.chose, accepted, free_shown)
+        elif drafted.is_verified:
+            main_shown, free_shown = (
+                (main_shown, accepted) if main is None else (accepted, free_shown)
+            )
         chose = drafted.chose
         if chose is None:
             chose = torch.zeros_like(accepted, dtype=torch.bool)

@@ -71,6 +71,24 @@ def count_rows(
     return RowCounts(tuple(groups), tuple(proposals))
 
 
+def count_watched(outcome_cpu: Any, main: int, lookup: int) -> RowCounts:
+    """Counts a step at gamma 0, in which only first tokens were compared.
+
+    main: place of the drafter that reads along; its column is -1 where it proposes nothing.
+    """
+    _, match, main_shown, free_shown, found = np.asarray(outcome_cpu, dtype=np.int64).T
+    proposals = [
+        _proposals(lookup, int(length), free_shown[match == length], found[match == length], 1)
+        for length in np.unique(match)
+        if length
+    ]
+    if without := int((match == 0).sum()):
+        proposals.append(ProposalsEntry(lookup, 0, (without, 0), (0,)))
+    if main_shown[0] >= 0:
+        proposals.append(_proposals(main, 0, main_shown, found, 1))
+    return RowCounts((), tuple(proposals))
+
+
 def _proposals(
     drafter: int, match: int, shown: np.ndarray, accepted: np.ndarray, gamma: int
 ) -> ProposalsEntry:

@@ -19,13 +19,21 @@ from engine_shim.sglang.api.errors import UnsupportedEngineError
 from engine_shim.sglang.drafters.chains import fits, verification_of
 from engine_shim.sglang.drafters.lookup import Proposal, TokenHistory
 from engine_shim.sglang.drafters.row_choice import Drafted, RowChoice
-from engine_shim.sglang.drafters.row_counts import NOTHING_APART, Role, RowCounts, count_rows
+from engine_shim.sglang.drafters.row_counts import (
+    NOTHING_APART,
+    Role,
+    RowCounts,
+    count_rows,
+    count_watched,
+)
 
 if TYPE_CHECKING:
     from engine_shim.link.packets import RuleEntry
 
 # Where a step's counts are on its result.
 _OUTCOME: Final = "speculation_rows"
+# The engine's own drafter's place in the introduction.
+_OWN: Final = 0
 
 Found = TypeVar("Found")
 
@@ -118,6 +126,24 @@ class RowDrafting:
             committed = max(request.kv.kv_committed_len for request in batch.reqs)
             self._longest = committed + unread_tokens
 
+    def watch(self, batch: Any, draft: Any) -> None:
+        """Compares, in a step at gamma 0, the first token that each drafter would propose.
+
+        draft: the `EagleDraftWorker` (or what stands for it), which reads along.
+        """
+        known = batch.spec_info
+        if known is None or not hasattr(known, "topk_index"):
+            return
+        first = None
+        if sglang_api.dflash_only(draft) is None:
+            first = known.topk_index[:, :1]
+            if draft.hot_token_id is not None:
+                first = draft.hot_token_id[first]
+        free = self._propose(batch, 1)
+        self._drafted = Drafted(
+            batch.req_pool_indices, 1, first, free, None, None, is_mixed=False, is_verified=False
+        )
+
     def draft_alone(self, draft: Any, batch: Any) -> Any | None:
         """Has the lookup's tokens verified; None when another drafter must draft."""
         if not fits(draft, batch):
@@ -171,7 +197,7 @@ class RowDrafting:
         gamma: int,
         index: int,
     ) -> RowCounts:
-        """Counts the rows of a step whose result is on the CPU.
+        """Counts the rows of a step whose result is on the CPU; at gamma 0, the watched ones.
 
         undrafted: rows that are left out.  index: of the drafter that ran, by its place in the
         introduction.
@@ -184,6 +210,8 @@ class RowDrafting:
             kept = [row for row in range(len(accepted)) if row not in left]
             outcome_cpu = outcome_cpu.numpy()[kept]
             accepted = [accepted[row] for row in kept]
+        if gamma == 0:
+            return count_watched(outcome_cpu, _OWN, self._lookup)
         role = self.roles[index]
         mixture = None if role.main is None else self._mixtures.get(role.main)
         return count_rows(outcome_cpu, accepted, gamma, role, self._lookup, mixture)

@@ -15,6 +15,7 @@ import pytest
 from lab.cpu_engine.models.prompts import held_out_prompts
 from tests.support.engine import DFLASH, EAGLE3, MODES, EngineProcess, serving
 from tests.support.eventually import eventually
+from tests.support.mixture_rules import rules_of
 from tests.support.request_kinds import (
     GREEDY,
     LONG,
@@ -43,6 +44,8 @@ GAMMAS = (0, 1, 2, 3, 5, 7)
 ARMS: list[Arm] = [
     *((gamma, False, 0) for gamma in GAMMAS),
     *((gamma, False, 1) for gamma in GAMMAS[1:]),
+    # A lookup, alone and in a mixture with each drafter.
+    *((gamma, False, which) for which in (2, 3, 4) for gamma in (3, 7)),
     (0, True, 0),
 ]
 AWAKE_OR_ASLEEP: list[Arm] = [(0, False, 0), (0, True, 0)]
@@ -79,7 +82,9 @@ def engine(
         "SPECULATION_DFLASH_MODEL_PATH": str(DFLASH),
         "SPECULATION_GAMMAS": ",".join(map(str, GAMMAS)),
         "SPECULATION_SLEEP_POSITIONS": "12",
+        "SPECULATION_LOOKUP": "1",
     }
+    sidecar.rules = rules_of(("eagle3+ngram", "dflash+ngram"), GAMMAS)
     options = [
         *EAGLE3, *GRAMMAR,
         "--chunked-prefill-size", str(CHUNK),
@@ -242,6 +247,7 @@ def test_all_arms_have_run(engine: EngineProcess, sidecar: ScriptedSidecar) -> N
     """After all others: none of them was spared what it is about."""
     reports = sidecar.reports
     every = {("eagle3", gamma) for gamma in GAMMAS} | {("dflash", gamma) for gamma in GAMMAS[1:]}
+    every |= {(name, g) for name in ("ngram", "eagle3+ngram", "dflash+ngram") for g in (3, 7)}
     assert {(report.drafter, report.gamma) for report in reports} == every
     assert not any(report.flags.eager_fallback for report in reports)
     status = engine.internal_state()["speculation_controller"]

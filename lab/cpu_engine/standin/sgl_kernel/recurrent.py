@@ -14,8 +14,8 @@ from torch import Tensor
 from ._registry import operator
 from .dense import gemma_rmsnorm_cpu, rmsnorm_cpu
 
-# Numbers of a vector register.
-_LANES = 16
+# Numbers that torch's loops take at a time: two vector registers, of 512 bits at most.
+_LANES = 32
 
 
 def _in_lanes(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from engine_shim.link.packets import RuleEntry
 from engine_shim.sglang.drafters.lookup import LEAST_MATCH, Proposal
 from engine_shim.sglang.drafters.row_choice import Drafted, RowChoice
-from engine_shim.sglang.drafters.row_counts import Role, RowCounts, count_rows
+from engine_shim.sglang.drafters.row_counts import Role, RowCounts, count_rows, count_watched
 
 MAIN, LOOKUP, MIXTURE = 0, 1, 2
 WEIGHT = 0.25
@@ -104,6 +104,25 @@ def test_a_lookup_that_drafts_alone_tells_of_itself_only():
     assert [(p.drafter_index, p.match_length, p.accepted_counts) for p in counts.proposals] == [
         (LOOKUP, 3, (0, 1, 0)),
         (LOOKUP, 0, (1, 0, 0)),
+    ]
+
+
+def test_at_gamma_0_first_tokens_are_compared_and_nothing_is_accepted():
+    choice = RowChoice(8, "cpu")
+    free = proposal([[5], [5], [6]], [3, 0, 2])
+    main = torch.tensor([[5], [6], [5]])
+    drafted = Drafted(torch.arange(3), 1, main, free, None, None, is_mixed=False, is_verified=False)
+    outcome = choice.learn(drafted, torch.tensor([[5], [6], [6]]), torch.tensor([1, 1, 1]))
+    counts = count_watched(outcome, MAIN, LOOKUP)
+    assert counts.groups == ()
+    assert [
+        (p.drafter_index, p.match_length, p.accepted_counts, p.censored_counts)
+        for p in counts.proposals
+    ] == [
+        (LOOKUP, 2, (0, 1), (0,)),
+        (LOOKUP, 3, (0, 1), (0,)),
+        (LOOKUP, 0, (1, 0), (0,)),
+        (MAIN, 0, (1, 2), (0,)),
     ]
 
 
