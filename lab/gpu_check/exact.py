@@ -22,6 +22,7 @@ GAMMAS = (0, 1, 2, 3, 5, 7)
 ARMS = (
     *(("eagle3", gamma) for gamma in GAMMAS),
     *(("dflash", gamma) for gamma in GAMMAS if gamma),
+    *((name, gamma) for name in ("ngram", "eagle3+ngram", "dflash+ngram") for gamma in (3, 7)),
 )
 # Below this difference of the two best logprobs, a differing token is rounding.
 NEAR_TIE = 1e-3
@@ -95,6 +96,7 @@ def environment(policy: str, address: str) -> dict[str, str]:
         "SPECULATION_ENGINE_ID": policy,
         "SPECULATION_GAMMAS": ",".join(map(str, GAMMAS)),
         "SPECULATION_DFLASH_MODEL_PATH": str(MODELS / "dflash"),
+        "SPECULATION_LOOKUP": "1",
     }
 
 
