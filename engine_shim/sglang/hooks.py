@@ -156,7 +156,8 @@ class EngineHooks:
         if self.online is not None or self.deployment is not None:
             self._update(lambda online: online.before_step())
             launch.update_status = self._update_status()
-        if (wishes := self.wishes) is not None and wishes.is_asked:
+        wishes = self.wishes
+        if wishes is not None and (wishes.is_asked or wishes.without_prefills):
             launch.undrafted, launch.labels = wishes.of(batch.reqs)
         if (rows := self.rows) is not None:
             unread = 0 if before is None or before.is_read_back else before.choice.gamma + 1

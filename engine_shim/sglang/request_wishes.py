@@ -70,15 +70,19 @@ class RequestWishes:
 
     traits: names of `TRAITS` by which requests are divided into classes; empty for no classes.
     filler: the token that rows get which must not be drafted for; it is accepted only where the
-    target writes just that.  is_asked: whether any request has asked for anything so far.
+    target writes just that.  without_prefills: requests come from another server, which has read
+    their prompts.  is_asked: whether any request has asked for anything so far.
     """
 
-    def __init__(self, traits: Sequence[str], filler: int) -> None:
+    def __init__(
+        self, traits: Sequence[str], filler: int, *, without_prefills: bool = False
+    ) -> None:
         self._traits = [TRAITS[name] for name in traits]
         self._filler = filler
         self._labels: set[str] = set()
         # Nothing is looked for before a request has asked for something.
         self.is_asked = self._has_undrafted = self._has_labels = False
+        self.without_prefills = without_prefills
 
     def before_prefill(self, requests: Sequence[Any]) -> None:
         """Reads the wishes of a prefill's requests."""
@@ -105,11 +109,18 @@ class RequestWishes:
 
         A class is "" for a row without one; the list is empty where no request has one.
         """
+        if self.without_prefills:
+            self.before_prefill(requests)
         undrafted = labels = []
         if self._has_undrafted:
             undrafted = [row for row, r in enumerate(requests) if getattr(r, _UNDRAFTED, False)]
         if self._has_labels:
-            labels = [getattr(request, _LABEL, "") for request in requests]
+            # A row without drafts says nothing of its class.
+            left = set(undrafted)
+            labels = [
+                "" if row in left else getattr(request, _LABEL, "")
+                for row, request in enumerate(requests)
+            ]
         return undrafted, labels
 
     def withhold(self, verify: Any, rows: Sequence[int]) -> None:

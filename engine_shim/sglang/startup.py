@@ -187,7 +187,9 @@ class EngineStartup:
             block=block,
             rows=rows,
             wishes=RequestWishes(
-                settings.classes, scheduler.tp_worker.model_runner.model_config.vocab_size - 1
+                settings.classes,
+                scheduler.tp_worker.model_runner.model_config.vocab_size - 1,
+                without_prefills=sglang_api.config_leaf("disaggregation_mode") == "decode",
             ),
             online=online,
             collector=collector,

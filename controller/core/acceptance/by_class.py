@@ -133,6 +133,8 @@ class TrafficEstimator:
 
     def _fold_classes(self, report: StepReport) -> None:
         self._mix = {}
+        # Classes are of rows that may be drafted for.
+        drafted = max(1.0, report.batch_size * (1 - self._undrafted))
         for part in report.classes:
             known = self.classes.get(part.label)
             if known is None:
@@ -147,7 +149,7 @@ class TrafficEstimator:
                         estimator.forget()
                 else:
                     estimator.pass_by()
-            self._mix[part.label] = sum(part.accepted_counts) / report.batch_size
+            self._mix[part.label] = sum(part.accepted_counts) / drafted
 
     def admit(self, label: str) -> dict[str, AcceptanceEstimator]:
         """Estimates a request class by itself from now on; returns its estimators by drafter."""

@@ -64,6 +64,9 @@ def unsupported_reason(
         "a DFlash drafter is untested with it": has_block,
         "SPECULATION_ONLINE_UPDATES updates a drafter of one rank only": settings.online_updates,
         "SPECULATION_SIGNALS_FOLDER is untested with it": settings.signals_folder != "",
+        "SPECULATION_LOOKUP would have an idle rank draft where the others look up": (
+            settings.lookup
+        ),
         "--disaggregation-mode is untested with it": view.disaggregation_mode != "null",
         "--enable-dp-attention-local-control-broadcast keeps plans from the other ranks": (
             view.enable_dp_attention_local_control_broadcast

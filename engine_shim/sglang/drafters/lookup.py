@@ -12,6 +12,7 @@ the same row, are out of reach: their text could otherwise be observed through t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -26,7 +27,15 @@ _WIDTH_LEAST: Final = 256
 # No token: where nothing is known about a request, and in front of its first one, so that a suffix
 # can be compared with what ends at any token.
 _UNKNOWN: Final = -1
+_NOTHING: Final = -2
 _FRONT: Final = LONGEST_MATCH - 1
+# What a search may take of the device's memory beside the buffer; larger batches are searched part
+# by part.  A token takes some 36 bytes at the peak.
+_WORK_BYTES: Final = 64 << 20
+_BYTES_A_TOKEN: Final = 36
+# Where a request's number is kept on SGLang's request: clients choose request ids, and may do so
+# twice.
+_NUMBER: Final = "speculation_number"
 
 
 class Proposal(NamedTuple):
@@ -44,11 +53,13 @@ class TokenHistory:
     """Holds the tokens of all running requests: int32 [rows, width] on the device.
 
     rows: the requests' places in SGLang's request pool.  width: the longest context, with the
-    widest step behind it.
+    widest step behind it.  vocabulary: tokens that the target knows; others, which stand for parts
+    of images, are never proposed.
     """
 
-    def __init__(self, rows: int, width: int, device: torch.device | str) -> None:
-        self.width = width
+    def __init__(self, rows: int, width: int, vocabulary: int, device: torch.device | str) -> None:
+        self.width, self._vocabulary = width, vocabulary
+        self._numbers = count(1)
         shape = rows, _FRONT + width
         self._tokens = torch.full(shape, _UNKNOWN, dtype=torch.int32, device=device)
         self._offsets = torch.arange(width, dtype=torch.int32, device=device)
@@ -59,8 +70,9 @@ class TokenHistory:
         lengths = [f"{bits:0{LONGEST_MATCH}b}".find("0") for bits in range(2**LONGEST_MATCH)]
         lengths[-1] = LONGEST_MATCH
         self._lengths = to_device(lengths, device, torch.int32)
-        # By row: whose tokens it holds, and how many of them the host has written.
-        self._held: dict[int, tuple[str, int]] = {}
+        # By row: the number of the request whose tokens it holds, and how many of them the host
+        # has written.
+        self._held: dict[int, tuple[int, int]] = {}
 
     @property
     def bytes(self) -> int:
@@ -80,7 +92,11 @@ class TokenHistory:
         Returns the rows that have changed hands.
         """
         held = self._held
-        news = [r for r in requests if held.get(r.kv.req_pool_idx, ("", 0))[0] != r.rid]
+        news = [
+            r
+            for r in requests
+            if held.get(r.kv.req_pool_idx, (0, 0))[0] != getattr(r, _NUMBER, None)
+        ]
         if not news:
             return []
         return self._read([(r, [*r.origin_input_ids, *r.output_ids]) for r in news])
@@ -92,20 +108,26 @@ class TokenHistory:
         tokens: list[int] = []
         for request, known in prompts:
             row, length = request.kv.req_pool_idx, min(len(known), self.width)
-            rid, written = self._held.get(row, ("", 0))
-            if rid != request.rid or written > length:
+            number = getattr(request, _NUMBER, 0)
+            if not number:
+                number = next(self._numbers)
+                setattr(request, _NUMBER, number)
+            owner, written = self._held.get(row, (0, 0))
+            if owner != number or written > length:
                 fresh.append(row)
                 written = 0
             rows += [row] * (length - written)
             places += range(_FRONT + written, _FRONT + length)
             tokens += known[written:length]
-            self._held[row] = (request.rid, length)
+            self._held[row] = (number, length)
         device = self._tokens.device
         if fresh:
             self._tokens.index_fill_(0, to_device(fresh, device), _UNKNOWN)
         if tokens:
             found = to_device([*rows, *places, *tokens], device).view(3, -1)
-            self._tokens[found[0], found[1]] = found[2].to(torch.int32)
+            is_token = (found[2] >= 0) & (found[2] < self._vocabulary)
+            ids = torch.where(is_token, found[2], _UNKNOWN)
+            self._tokens[found[0], found[1]] = ids.to(torch.int32)
         return fresh
 
     def add(self, rows: torch.Tensor, begins: torch.Tensor, tokens: torch.Tensor) -> None:
@@ -126,9 +148,19 @@ class TokenHistory:
         lies further, as the host knows.
         """
         width = self._width_for(longest + 1)
+        most = max(1, _WORK_BYTES // (_BYTES_A_TOKEN * width))
+        if len(rows) <= most:
+            return self._search(rows, newest, gamma, width)
+        parts = zip(rows.split(most), newest.split(most), strict=True)
+        found = [self._search(some, ends, gamma, width) for some, ends in parts]
+        return Proposal(*map(torch.cat, zip(*found, strict=True)))
+
+    def _search(self, rows: torch.Tensor, newest: torch.Tensor, gamma: int, width: int) -> Proposal:
         held = self._tokens[:, : _FRONT + width].index_select(0, rows)
         newest = newest.to(torch.int64).clamp(max=width - 1)[:, None]
         suffix = held.gather(1, newest + _FRONT + self._back)
+        # What is unknown agrees with nothing, not even with what is unknown elsewhere.
+        suffix = suffix.masked_fill(suffix < 0, _NOTHING)
         same = held.unfold(1, LONGEST_MATCH, 1) == suffix[:, None]
         length = self._lengths[(same * self._bits).sum(dim=2, dtype=torch.int32)]
         # The longest match, and of those the latest, in one number.
@@ -141,7 +173,7 @@ class TokenHistory:
         period = (newest - end).clamp_(min=1)
         ahead = end + 1 + self._offsets[:gamma].to(torch.int64) % period
         tokens = held.gather(1, ahead.clamp_(max=width - 1).add_(_FRONT)).to(torch.int64)
-        return Proposal(tokens.clamp_(min=0), match[:, 0])
+        return Proposal(tokens.clamp_(0, self._vocabulary - 1), match[:, 0])
 
     def _width_for(self, length: int) -> int:
         width = _WIDTH_LEAST

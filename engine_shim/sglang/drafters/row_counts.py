@@ -84,7 +84,7 @@ def count_watched(outcome_cpu: Any, main: int, lookup: int) -> RowCounts:
     ]
     if without := int((match == 0).sum()):
         proposals.append(ProposalsEntry(lookup, 0, (without, 0), (0,)))
-    if main_shown[0] >= 0:
+    if len(main_shown) and main_shown[0] >= 0:
         proposals.append(_proposals(main, 0, main_shown, found, 1))
     return RowCounts((), tuple(proposals))
 

@@ -75,7 +75,10 @@ class RowDrafting:
             if role.is_mixed and role.main is not None
         }
         self._history = TokenHistory(
-            pool.shape[0], pool.shape[1] + sglang_api.widest_step(), pool.device
+            pool.shape[0],
+            pool.shape[1] + sglang_api.widest_step(),
+            worker.target_worker.model_runner.model_config.vocab_size,
+            pool.device,
         )
         self._choice = RowChoice(pool.shape[0], pool.device)
         self._drafted: Drafted | None = None
@@ -227,5 +230,5 @@ class RowDrafting:
         """Sends a step's counts with its other results (wraps `copy_to_cpu` of the result)."""
         outcome = getattr(result, _OUTCOME, None)
         if outcome is not None:
-            setattr(result, _OUTCOME, sglang_api.copy_to_host(outcome))
+            setattr(result, _OUTCOME, self.attempt(lambda: sglang_api.copy_to_host(outcome)))
         original(result, *arguments, **named)

@@ -81,6 +81,18 @@ def test_labels_without_end_are_one_class():
     assert set(labels[LABELS_MOST:]) == {OTHER}
 
 
+def test_a_row_without_drafts_says_nothing_of_its_class():
+    wishes = RequestWishes(("temperature",), 9)
+    asked = [request({"speculation": False}), request()]
+    wishes.before_prefill(asked)
+    assert wishes.of(asked) == ([0], ["", "warm"])
+
+
+def test_requests_whose_prompts_another_server_has_read_are_met_in_their_first_step():
+    wishes = RequestWishes((), 9, without_prefills=True)
+    assert wishes.of([request(), request({"speculation": False})]) == ([1], [])
+
+
 def test_drafts_of_a_row_are_taken_out_and_its_own_token_stays():
     wishes = RequestWishes((), 9)
     verify = SimpleNamespace(

@@ -2,13 +2,14 @@
 
 import random
 
+import numpy as np
 import pytest
 
 from controller.core.acceptance.by_class import MAX_CLASSES, TrafficEstimator
-from controller.core.engine_spec import DrafterSpec
+from controller.core.engine_spec import Arm, DrafterSpec
 from controller.core.model_shapes import DrafterKind
 from controller.core.settings import PlannerSettings
-from controller.core.step_report import ClassCounts, StepReport
+from controller.core.step_report import ClassCounts, RowGroup, StepReport
 
 SPECS = (
     DrafterSpec("mtp", DrafterKind.MTP, (0, 1, 3)),
@@ -51,6 +52,20 @@ def changes(traffic, steps):
     """The changes of traffic that the hazard counts after so many steps."""
     prior_steps = 1 / TrafficEstimator(SPECS, SETTINGS).hazard.expected
     return traffic.hazard.expected * (prior_steps + steps) - 1
+
+
+def test_rows_that_are_not_drafted_for_are_discounted_once():
+    traffic, rng = TrafficEstimator(SPECS, SETTINGS), random.Random(0)
+    for step in range(1, 400):
+        counts = counts_of(rng, 4, 3, 0.9)
+        total = (counts[0] + 4, *counts[1:])
+        groups = (RowGroup("mtp", 3, counts), RowGroup("", 0, (4,)))
+        classes = (ClassCounts("code", counts),)
+        traffic.fold(
+            StepReport(step, 8, 1000, "mtp", 3, total, 0.01, classes=classes, groups=groups)
+        )
+    found = traffic.curves().expected([Arm("mtp", 3)], np.array([8.0]))
+    assert found[0, 0] == pytest.approx(sum(0.9**k for k in (1, 2, 3)) / 2, rel=0.05)
 
 
 def test_the_next_batch_is_priced_as_its_own_mix():

@@ -4,14 +4,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine_shim.sglang.drafters import lookup
 from engine_shim.sglang.drafters.lookup import TokenHistory
 from tests.support.looking_up import Request, looked_up
 
 WIDTH = 320
+VOCABULARY = 1000
 
 
 def history_of(*requests: Request) -> TokenHistory:
-    history = TokenHistory(8, WIDTH, "cpu")
+    history = TokenHistory(8, WIDTH, VOCABULARY, "cpu")
     history.read_prompt(requests)
     return history
 
@@ -47,12 +49,15 @@ def test_what_a_step_adds_is_found_and_what_it_wrote_too_far_is_not():
 
 def test_a_prompt_comes_in_parts_and_a_retracted_request_comes_again():
     whole = [1, 2, 3, 1, 2]
-    history = TokenHistory(8, WIDTH, "cpu")
-    assert history.read_prompt([Request("a", 2, whole[:3])]) == [2]
-    assert history.read_prompt([Request("a", 2, whole)]) == []
+    history = TokenHistory(8, WIDTH, VOCABULARY, "cpu")
+    request = Request("a", 2, whole[:3])
+    assert history.read_prompt([request]) == [2]
+    request.tokens = whole
+    assert history.read_prompt([request]) == []
     found = history.propose(torch.tensor([2]), torch.tensor([4]), 2, 4)
     assert found.tokens.tolist() == [[3, 1]]
-    assert history.read_prompt([Request("a", 5, whole)]) == [5]
+    request.row = 5
+    assert history.read_prompt([request]) == [5]
     found = history.propose(torch.tensor([5]), torch.tensor([4]), 2, 4)
     assert found.tokens.tolist() == [[3, 1]]
 
@@ -69,7 +74,7 @@ def test_nothing_of_a_rows_last_owner_is_left():
 
 
 def test_a_request_without_a_prefill_is_met_with_what_the_host_knows():
-    history = TokenHistory(8, WIDTH, "cpu")
+    history = TokenHistory(8, WIDTH, VOCABULARY, "cpu")
     request = Request("a", 0, [1, 2, 3], [1, 2])
     assert history.meet([request]) == [0]
     assert history.meet([request]) == []
@@ -81,3 +86,31 @@ def test_a_length_that_the_host_knows_too_short_is_no_error():
     history = history_of(Request("a", 0, list(range(300))))
     found = history.propose(torch.tensor([0]), torch.tensor([299]), 3, 10)
     assert found.match.tolist() == [0]
+
+
+def test_a_request_id_that_is_used_again_is_another_request():
+    history = history_of(Request("a", 1, [5, 6, 777, 778, 1]))
+    assert history.read_prompt([Request("a", 1, [9, 9, 9, 9, 9, 5, 6])]) == [1]
+    found = history.propose(torch.tensor([1]), torch.tensor([6]), 2, 6)
+    assert found.match.tolist() == [0]
+
+
+def test_what_stands_for_an_image_is_never_proposed():
+    # Its low 32 bits would make a token.
+    pad = (1 << 40) + 5
+    history = history_of(Request("a", 0, [1, 2, pad, pad, pad, 1, 2]))
+    found = history.propose(torch.tensor([0]), torch.tensor([6]), 4, 6)
+    assert found.match.tolist() == [2]
+    assert int(found.tokens.min()) >= 0
+    assert int(found.tokens.max()) < VOCABULARY
+
+
+def test_a_batch_that_is_searched_in_parts_finds_the_same(monkeypatch):
+    texts = [[(row * at) % 5 for at in range(40 + row)] for row in range(8)]
+    history = history_of(*(Request(str(row), row, text) for row, text in enumerate(texts)))
+    rows, newest = torch.arange(8), torch.tensor([len(text) - 1 for text in texts])
+    whole = history.propose(rows, newest, 3, 47)
+    monkeypatch.setattr(lookup, "_WORK_BYTES", 3 * 36 * 256)
+    parts = history.propose(rows, newest, 3, 47)
+    assert torch.equal(whole.tokens, parts.tokens)
+    assert torch.equal(whole.match, parts.match)

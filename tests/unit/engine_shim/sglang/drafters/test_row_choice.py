@@ -126,6 +126,10 @@ def test_at_gamma_0_first_tokens_are_compared_and_nothing_is_accepted():
     ]
 
 
+def test_at_gamma_0_a_batch_without_a_row_that_may_be_drafted_for_has_no_counts():
+    assert count_watched(torch.zeros((0, 5)), MAIN, LOOKUP).proposals == ()
+
+
 def steps(
     choice: RowChoice, rule: RuleEntry, main: Sequence[int], free: Sequence[int], times: int
 ) -> list[bool]:
