@@ -13,13 +13,19 @@ from engine_shim.training.students import DraftStudent
 from engine_shim.training.versions import FOLDER, Versions
 from tests.support.engine import MODES, Generated, serving
 from tests.support.eventually import eventually
+from tests.support.mixture_rules import rules_of
 from tests.support.prompts_in_flight import accepted_by_context
-from tests.support.scripted_sidecar import ScriptedSidecar, scripted_sidecar
+from tests.support.scripted_sidecar import Arm, ScriptedSidecar, scripted_sidecar
 from tests.system.engine.random_models import HIDDEN, VOCABULARY, eagle_draft, mtp_target
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
-ARMS = ((2, False), (0, True), (0, True), (3, False), (0, False), (1, False), (0, True), (5, False))
+# The second drafter is a lookup, the third one the mixture of both.
+ARMS: tuple[Arm, ...] = (
+    (2, False), (0, True), (0, True), (3, False), (3, False, 2), (0, False), (1, False), (0, True),
+    (2, False, 1), (5, False), (5, False, 2),
+)  # fmt: skip
+GAMMAS = (0, 1, 2, 3, 5, 7)
 LENGTHS = [160, 91, 128, 205]
 
 
@@ -46,7 +52,7 @@ def plain(target: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[i
 
 
 def steered(
-    folder: Path, arguments: list[str], plain: list[list[int]], mode: str
+    folder: Path, arguments: list[str], plain: list[list[int]], mode: str, mixture: str
 ) -> tuple[list[Generated], ScriptedSidecar]:
     """Serves the prompts until the drafter was caught up after a sleep and several lengths ran.
 
@@ -55,7 +61,9 @@ def steered(
     answers: list[Generated] = []
     with scripted_sidecar(folder) as sidecar:
         sidecar.script = lambda count: ARMS[count % len(ARMS)]
-        with serving(folder, arguments, sidecar.variables | dict(MODES[mode])) as engine:
+        sidecar.rules = rules_of((mixture,), GAMMAS)
+        variables = {**sidecar.variables, **MODES[mode], "SPECULATION_LOOKUP": "1"}
+        with serving(folder, arguments, variables) as engine:
             eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
 
             def caught_up() -> bool:
@@ -66,7 +74,9 @@ def steered(
                 sleep = engine.internal_state()["speculation_controller"]["sleep"]
                 assert sleep["cold"] == 0
                 gammas = {report.gamma for report in sidecar.reports}
-                return bool(sleep["passes"]) and 0 in gammas and len(gammas) > 3
+                drafted = {report.drafter for report in sidecar.reports if report.gamma}
+                several = 0 in gammas and len(gammas) > 3 and len(drafted) == 3
+                return bool(sleep["passes"]) and several
 
             eventually(caught_up, within=120.0, what="a step after a sleep, and several lengths")
         return answers, sidecar
@@ -82,7 +92,8 @@ def test_every_token_is_plain_decodings(
     speculation = (
         "--speculative-algorithm", algorithm, "--speculative-draft-model-path", str(draft),
     )  # fmt: skip
-    answers, sidecar = steered(tmp_path, options(target, *speculation), plain, mode)
+    mixture = f"{algorithm.lower()}+ngram"
+    answers, sidecar = steered(tmp_path, options(target, *speculation), plain, mode, mixture)
     introduction = sidecar.server.introductions[0]
     assert introduction.drafters[0].name == algorithm.lower()
     assert introduction.HasField("shape")
