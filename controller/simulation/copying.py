@@ -118,7 +118,7 @@ class Copying:
     def _spans(
         self, rng: np.random.Generator, output_tokens: NDArray[np.int64]
     ) -> NDArray[np.bool_]:
-        """[positions] whether a token stands in a copied span."""
+        """Returns [positions], whether a token stands in a copied span."""
         share = _shifted(self.copied, self.copied_spread * rng.standard_normal(len(output_tokens)))
         whole = [
             _alternating(rng, tokens, float(s), self.copied_tokens)
@@ -129,7 +129,7 @@ class Copying:
     def _chance(
         self, rng: np.random.Generator, positions: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """[positions] lengths of matches by chance, 0 for none, and what is accepted of them."""
+        """Returns [positions] lengths of chance matches (0: no match), and what they accept."""
         has_match = rng.random(positions) < self.chance
         longer = rng.geometric(1 - _LONGER, positions) - 1
         accepted = rng.geometric(max(1 - self.chance_accepted, _NEVER), positions) - 1
@@ -137,7 +137,7 @@ class Copying:
 
 
 def _shifted(share: float, shift: NDArray[np.float64]) -> NDArray[np.float64]:
-    """[requests] shares whose log-odds are moved; 0 and 1 stay what they are."""
+    """Returns [requests] shares whose log-odds are moved; 0 and 1 stay what they are."""
     if share in {0.0, 1.0}:
         return np.full(len(shift), share)
     found: NDArray[np.float64] = 1 / (1 + (1 - share) / share * np.exp(-shift))
@@ -147,7 +147,7 @@ def _shifted(share: float, shift: NDArray[np.float64]) -> NDArray[np.float64]:
 def _alternating(
     rng: np.random.Generator, tokens: int, share: float, copied_tokens: float
 ) -> NDArray[np.bool_]:
-    """[tokens] whether each is copied; the first span is cut where the output begins."""
+    """Returns [tokens], whether each is copied; the output begins within the first span."""
     if not _NEVER < share < 1 - _NEVER:
         return np.full(tokens, share > 0.5)
     means: Sequence[float] = (copied_tokens * (1 - share) / share, copied_tokens)
@@ -164,7 +164,7 @@ def _alternating(
 
 
 def _run_from(values: NDArray[np.bool_], is_last: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """[positions] true values in a row from each position on, within its request."""
+    """Counts [positions] true values in a row from each position on, within its request."""
     at = np.arange(len(values))
     # The position behind the run: that of the first false one, or behind the request's end.
     end = np.where(values, np.where(is_last, at + 1, len(values)), at)
@@ -173,7 +173,7 @@ def _run_from(values: NDArray[np.bool_], is_last: NDArray[np.bool_]) -> NDArray[
 
 
 def _run_before(values: NDArray[np.bool_], is_last: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """[positions] true values in a row that end just before each position, within its request."""
+    """Counts [positions] true values in a row up to each position, without it, in its request."""
     at = np.arange(len(values))
     broken = np.concatenate(([True], ~values[:-1] | is_last[:-1]))[: len(values)]
     found: NDArray[np.int64] = at - np.maximum.accumulate(np.where(broken, at, 0))

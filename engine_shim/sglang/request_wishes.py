@@ -111,7 +111,8 @@ class RequestWishes:
         """
         if self.without_prefills:
             self.before_prefill(requests)
-        undrafted = labels = []
+        undrafted: list[int] = []
+        labels: list[str] = []
         if self._has_undrafted:
             undrafted = [row for row, r in enumerate(requests) if getattr(r, _UNDRAFTED, False)]
         if self._has_labels:

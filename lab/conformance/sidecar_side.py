@@ -2,7 +2,7 @@
 
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
 
 import grpc
@@ -186,9 +186,9 @@ def _check_refusals(found: Findings, stub: SpeculationServiceStub, good: Introdu
     )
 
 
-def _code_of(call: object) -> grpc.StatusCode | None:
+def _code_of(call: Callable[[], object]) -> grpc.StatusCode | None:
     try:
-        call()  # type: ignore[operator]
+        call()
     except grpc.RpcError as error:
         code: grpc.StatusCode = error.code()
         return code

@@ -6,10 +6,8 @@ is; where it would build the verification, it is stopped, and its block lies in 
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Never, TypeVar
+from typing import Any, Never
 
 import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -21,14 +19,11 @@ from sglang.srt.speculative.draft_worker_common import make_draft_input_v2
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from engine_shim.link.losses import reason_of
-from engine_shim.sglang.api import ranks, sglang_api
+from engine_shim.sglang.api import sglang_api
 from engine_shim.sglang.api.errors import HookError, UnsupportedEngineError
 from engine_shim.sglang.api.transfer import to_device
+from engine_shim.sglang.drafters.attempts import Attempts
 from engine_shim.sglang.drafters.chains import verification_of
-
-Found = TypeVar("Found")
-
-_log = logging.getLogger(__name__)
 
 
 class _DraftedError(Exception):
@@ -57,7 +52,7 @@ class _DraftingHalf(dflash_worker_v2.DFlashWorkerV2):
             )
 
 
-class DFlashDrafter:
+class DFlashDrafter(Attempts):
     """Owns the drafting half, from its construction on.
 
     over: why it no longer drafts; "" while it does.  It has then missed something of the stream.
@@ -72,7 +67,7 @@ class DFlashDrafter:
         lives in, or stands for.  fallback: tells the log what happens without it.  Raises
         PluginError.
         """
-        self.over, self._fallback = "", fallback
+        super().__init__(f"DFlash no longer drafts; {fallback}")
         self._model_path, self._revision = model_path, revision
         target = outer.target_worker.model_runner
         draft = parse_dflash_draft_config(draft_hf_config=config.hf_config)
@@ -186,22 +181,6 @@ class DFlashDrafter:
         finally:
             batch.spec_info = keep
         raise HookError("DFlash verified its block itself: SGLang's order of calls has changed")
-
-    def attempt(self, part: Callable[[], Found]) -> Found | None:
-        """Runs a part of this drafter's work; returns None once it has failed.
-
-        After the first error nothing of it runs any more.  Raises the error where other ranks would
-        go on drafting.
-        """
-        if not self.over:
-            try:
-                return part()
-            except Exception as error:
-                if ranks.are_several():
-                    raise
-                self.over = reason_of(error)
-                _log.exception("DFlash no longer drafts; %s", self._fallback)
-        return None
 
     def rehearse(self, *, required: bool) -> None:
         """Drafts a block before there is traffic.

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from engine_shim.link.losses import reason_of
-from engine_shim.sglang.api import ranks, sglang_api
+from engine_shim.sglang.api import sglang_api
 from engine_shim.sglang.api.errors import UnsupportedEngineError
+from engine_shim.sglang.drafters.attempts import Attempts
 from engine_shim.sglang.drafters.chains import fits, verification_of
 from engine_shim.sglang.drafters.lookup import Proposal, TokenHistory
 from engine_shim.sglang.drafters.row_choice import Drafted, RowChoice
@@ -35,8 +35,6 @@ _OUTCOME: Final = "speculation_rows"
 # The engine's own drafter's place in the introduction.
 _OWN: Final = 0
 
-Found = TypeVar("Found")
-
 _log = logging.getLogger(__name__)
 
 
@@ -53,11 +51,10 @@ def cannot_look_up_reason() -> str | None:
     return next((reason for reason, is_so in obstacles.items() if is_so), None)
 
 
-class RowDrafting:
+class RowDrafting(Attempts):
     """Drafts with a lookup, and chooses the drafter of each row; one object per engine.
 
-    roles: of each drafter in the introduction.  names: of the lookup and the mixtures.  over: why
-    it no longer drafts; "" while it does.
+    roles: of each drafter in the introduction.  names: of the lookup and the mixtures.
     """
 
     def __init__(self, worker: Any, roles: Mapping[str, Role]) -> None:
@@ -65,7 +62,7 @@ class RowDrafting:
         if (reason := cannot_look_up_reason()) is not None:
             raise UnsupportedEngineError(f"SPECULATION_LOOKUP: {reason}")
         pool = worker.req_to_token_pool.req_to_token
-        self.over = ""
+        super().__init__("prompt lookup no longer drafts; the engine's own drafter does")
         self.roles = tuple(roles.values())
         self._all_names = tuple(roles)
         self._lookup = self.roles.index(Role(None, is_mixed=False))
@@ -94,22 +91,6 @@ class RowDrafting:
         """Returns the name of a drafter's mixture; "" if it has none."""
         index = self._mixtures.get(self._all_names.index(main)) if main in self._all_names else None
         return "" if index is None else self._all_names[index]
-
-    def attempt(self, part: Callable[[], Found]) -> Found | None:
-        """Runs a part of its work; returns None once it has failed.
-
-        After the first error nothing of it runs any more.  Raises the error where other ranks would
-        continue with it.
-        """
-        if not self.over:
-            try:
-                return part()
-            except Exception as error:
-                if ranks.are_several():
-                    raise
-                self.over = reason_of(error)
-                _log.exception("prompt lookup no longer drafts; the engine's own drafter does")
-        return None
 
     def before_prefill(self, batch: Any) -> None:
         """Takes the prompts of a prefill."""
