@@ -151,6 +151,18 @@ def test_a_mixture_is_found_without_a_probe_where_rows_differ():
     assert engine.core.explorer.probes == 0
 
 
+def test_what_idle_drafters_would_have_given_is_learnt_without_running_them():
+    engine = Engine(0.0, probes=False)
+    engine.run(600)
+    assert engine.steps_by["ngram"] < 5
+    first = next(
+        p for p in engine.core.explain().positions if (p.drafter, p.position) == ("ngram", 1)
+    )
+    assert first.exposures > 500
+    # It finds a match in every second row, of which a fifth is accepted.
+    assert first.conditional_acceptance == pytest.approx(0.1, abs=0.04)
+
+
 @pytest.mark.parametrize(("copies", "best"), [(0.0, "eagle3"), (1.0, "ngram")])
 def test_where_all_rows_are_alike_one_drafter_runs(copies, best):
     engine = Engine(copies)

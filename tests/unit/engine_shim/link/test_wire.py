@@ -1,11 +1,29 @@
+from typing import Any
+
 import pytest
 
 from engine_shim.link import packets
 from engine_shim.link.errors import UnusablePlanError
-from engine_shim.link.packets import ProbeEntry, ReportPacket, RowEntry
+from engine_shim.link.packets import (
+    ClassEntry,
+    GroupEntry,
+    ProbeEntry,
+    ProposalsEntry,
+    ReportPacket,
+    RowEntry,
+    RuleEntry,
+)
 from engine_shim.link.wire import Translator, session_tag
-from speculation.v1.engine_pb2 import Drafter, EngineSpec, StepFlags, StepReport
-from speculation.v1.plan_pb2 import REGIME_MODE_ONLINE, Plan, PlanRow, Probe, Regime
+from speculation.v1.engine_pb2 import (
+    ClassCounts,
+    Drafter,
+    EngineSpec,
+    ProposalCounts,
+    RowGroup,
+    StepFlags,
+    StepReport,
+)
+from speculation.v1.plan_pb2 import REGIME_MODE_ONLINE, MixtureRule, Plan, PlanRow, Probe, Regime
 
 ENGINE = EngineSpec(
     engine_id="e",
@@ -29,6 +47,60 @@ def test_a_report_names_its_drafter_and_keeps_every_number():
         update_seconds=0.25,
         draft_version=3,
     )
+
+
+def test_rows_that_differ_go_by_the_names_of_their_drafters():
+    message = TRANSLATOR.report(
+        REPORT._replace(
+            prefill_tokens=77,
+            groups=(GroupEntry(1, 1, (0, 2)), GroupEntry(packets.NO_DRAFTER, 0, (1,))),
+            proposals=(ProposalsEntry(0, 3, (1, 0, 0), (0, 2)), ProposalsEntry(0, 0, (1, 0), (0,))),
+            classes=(ClassEntry("letters", (1, 0)),),
+        ),
+        5,
+    )
+    assert message.prefill_tokens == 77
+    assert list(message.groups) == [
+        RowGroup(drafter="dflash", gamma=1, accepted_counts=[0, 2]),
+        RowGroup(drafter="", gamma=0, accepted_counts=[1]),
+    ]
+    assert list(message.proposals) == [
+        ProposalCounts(
+            drafter="eagle3", match_length=3, accepted_counts=[1, 0, 0], censored_counts=[0, 2]
+        ),
+        ProposalCounts(drafter="eagle3", accepted_counts=[1, 0]),
+    ]
+    assert list(message.classes) == [ClassCounts(label="letters", accepted_counts=[1, 0])]
+
+
+def rule(**changes):
+    known: dict[str, Any] = {
+        "drafter": "dflash",
+        "gamma": 7,
+        "main_expected": 1.5,
+        "free_expected": [0.5, 2.0],
+    }
+    return MixtureRule(**({**known, "least_match": 2, "ratio_weight": 0.125} | changes))
+
+
+def test_a_rule_becomes_an_index():
+    plan = Plan(epoch=1, rows=[good_row()], lease_ms=1, rules=[rule()])
+    assert TRANSLATOR.plan(plan, 5, 0).rules == (RuleEntry(1, 7, 1.5, (0.5, 2.0), 2, 0.125),)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"drafter": "medusa"}, "drafter 'medusa'"),
+        ({"gamma": 3}, "did not introduce gamma 3"),
+        ({"free_expected": []}, "a rule for 0 match lengths"),
+        ({"main_expected": float("inf")}, "a rule with the numbers"),
+    ],
+)
+def test_a_rule_that_the_engine_cannot_use_is_refused(changes, message):
+    plan = Plan(epoch=1, rows=[good_row()], lease_ms=1, rules=[rule(**changes)])
+    with pytest.raises(UnusablePlanError, match=message):
+        TRANSLATOR.plan(plan, 5, 0)
 
 
 def test_flags_are_told_apart():

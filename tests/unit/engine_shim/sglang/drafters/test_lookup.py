@@ -73,6 +73,16 @@ def test_nothing_of_a_rows_last_owner_is_left():
     assert found.tokens.tolist() == [[5, 6, 5]]
 
 
+def test_what_the_host_does_not_know_yet_is_not_filled_by_a_rows_last_owner():
+    history = history_of(Request("a", 1, [5, 6, 7, 8, 5, 6, 7, 8]))
+    # Of the new request the host knows two tokens, and the device two more, three places on.
+    history.meet([Request("b", 1, [5, 6])])
+    history.add(torch.tensor([1]), torch.tensor([5]), torch.tensor([[5, 6]]))
+    found = history.propose(torch.tensor([1]), torch.tensor([6]), 3, 6)
+    assert found.match.tolist() == [2]
+    assert not {7, 8} & set(found.tokens[0].tolist())
+
+
 def test_a_request_without_a_prefill_is_met_with_what_the_host_knows():
     history = TokenHistory(8, WIDTH, VOCABULARY, "cpu")
     request = Request("a", 0, [1, 2, 3], [1, 2])

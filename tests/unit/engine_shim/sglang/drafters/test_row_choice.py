@@ -165,6 +165,15 @@ def test_what_a_step_cannot_show_does_not_count_against_a_proposal():
     assert found[-1] is True
 
 
+def test_a_proposal_that_was_cut_short_keeps_what_is_expected_of_it():
+    choice = RowChoice(8, "cpu")
+    # One token was seen of a proposal from which 2.9 are expected: that is no reason for less.
+    steps(choice, rule_of(3.0, 2.9), [0, 0, 0, 0], [1, 1, 1, 1], 1)
+    # The main drafter's ratio is three quarters by now: the lookup's must be above 0.9.
+    found = steps(choice, rule_of(1.2, 1.0), [0, 0, 0, 0], [1, 1, 1, 1], 1)
+    assert found == [True]
+
+
 def test_without_a_rule_the_main_drafter_is_used():
     choice = RowChoice(8, "cpu")
     main = torch.tensor([[1, 2]])
