@@ -47,13 +47,16 @@ class MixtureUse:
 
 @recorded("mixture_estimator", "_by_length _used _free_rows _gained _seen")
 class MixtureEstimator:
-    """Owns the estimates of one mixture.  `fold` changes it; `rules` and `use` read it."""
+    """Owns the estimates of one mixture.  `fold` changes it; `rules` and `use` read it.
 
-    def __init__(self, mixture: DrafterSpec, settings: PlannerSettings) -> None:
+    longest: the longest draft of its free drafter.
+    """
+
+    def __init__(self, mixture: DrafterSpec, longest: int, settings: PlannerSettings) -> None:
         assert mixture.mixture is not None
-        self._spec, self._of = mixture, mixture.mixture
+        self._spec, self._of, self._longest = mixture, mixture.mixture, longest
         self._by_length = [
-            AcceptanceEstimator(max(mixture.gammas[-1], 1), settings)
+            AcceptanceEstimator(max(longest, 1), settings)
             for _ in range(LEAST_MATCH, LONGEST_MATCH + 1)
         ]
         # Running means by step: rows of all groups, those that used the free drafter, and the
@@ -113,14 +116,12 @@ class MixtureEstimator:
     def rules(self, curves: Mapping[str, AcceptanceCurve]) -> tuple[MixtureRule, ...]:
         """Returns the rule of each draft length.  curves: of all traffic, by drafter."""
         main, free = curves[self._of.main], curves[self._of.free]
-        lengths = [
-            estimator.curve(_fit(free, estimator.gamma_max)) for estimator in self._by_length
-        ]
+        lengths = [estimator.curve(free) for estimator in self._by_length]
         return tuple(
             MixtureRule(
                 Arm(self._spec.name, gamma),
                 main.expected[gamma],
-                tuple(curve.expected[gamma] for curve in lengths),
+                tuple(curve.expected[min(gamma, self._longest)] for curve in lengths),
                 LEAST_MATCH,
                 _RATIO_WEIGHT,
             )
@@ -129,27 +130,16 @@ class MixtureEstimator:
         )
 
 
-def _fit(curve: AcceptanceCurve, gamma_max: int) -> AcceptanceCurve:
-    """Returns a curve of exactly so many positions: the last one stands for those behind it."""
-    short = gamma_max - len(curve.conditional)
-    if short <= 0:
-        return curve
-    return AcceptanceCurve(
-        [*curve.conditional, *[curve.conditional[-1]] * short],
-        [*curve.exposures, *[0.0] * short],
-        curve.expected,
-        [*curve.prior_exposures, *[curve.prior_exposures[-1]] * short],
-        curve.is_walk,
-    )
-
-
 @recorded("mixtures", "_each")
 class Mixtures:
     """Owns the estimates of all mixtures of an engine, by name.  `fold` changes it."""
 
     def __init__(self, drafters: Sequence[DrafterSpec], settings: PlannerSettings) -> None:
+        longest = {d.name: d.gammas[-1] for d in drafters}
         self._each = {
-            d.name: MixtureEstimator(d, settings) for d in drafters if d.mixture is not None
+            d.name: MixtureEstimator(d, longest[d.mixture.free], settings)
+            for d in drafters
+            if d.mixture is not None
         }
 
     def use_settings(self, settings: PlannerSettings) -> None:

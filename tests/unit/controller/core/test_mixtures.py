@@ -194,3 +194,20 @@ def test_how_a_mixture_is_used_is_explained():
     assert use.drafter == "eagle3+ngram"
     assert 0.2 < use.free_share < 0.7
     assert use.gained > 1
+
+
+def test_a_lookup_that_drafts_less_than_its_mixture_promises_no_more_than_its_longest_draft():
+    spec = EngineSpec(
+        "e",
+        Fingerprint("target"),
+        (
+            DrafterSpec("eagle3", DrafterKind.MTP, GAMMAS),
+            DrafterSpec("ngram", DrafterKind.NGRAM, (1, 2)),
+            DrafterSpec("both", DrafterKind.MIXTURE, (2, 6), mixture=Mixture("eagle3", "ngram")),
+        ),
+        BATCH,
+    )
+    core = EngineController(spec, PlannerSettings(), None, VirtualClock())
+    short, long = core.current_plan().rules
+    assert long.free_expected == short.free_expected
+    assert long.main_expected > short.main_expected
