@@ -7,7 +7,7 @@ SGLang version means: run those tests on it, and write what differs into a modul
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final
 
@@ -156,6 +156,12 @@ def no_dflash_reason(args: ServerArgs) -> str | None:
         ),
     }
     return next((reason for reason, is_so in obstacles.items() if is_so), None)
+
+
+def adapters(model_runner: Any) -> Mapping[str, Any]:
+    """Returns the `LoRARef` of each adapter that a target can use, by its id, as it changes."""
+    found: Mapping[str, Any] = getattr(getattr(model_runner, "lora_manager", None), "lora_refs", {})
+    return found
 
 
 def copy_to_host(tensor: Any) -> Any:
