@@ -33,6 +33,7 @@ _FRONT: Final = LONGEST_MATCH - 1
 # by part.  A token takes some 36 bytes at the peak.
 _WORK_BYTES: Final = 64 << 20
 _BYTES_A_TOKEN: Final = 36
+_HELD_BYTES: Final = 4
 # Where a request's number is kept on SGLang's request: clients choose request ids, and may do so
 # twice.
 _NUMBER: Final = "speculation_number"
@@ -47,6 +48,11 @@ class Proposal(NamedTuple):
 
     tokens: torch.Tensor
     match: torch.Tensor
+
+
+def device_bytes(rows: int, width: int) -> int:
+    """Returns what a `TokenHistory` of this shape and its searches take of a device's memory."""
+    return rows * (_FRONT + width) * _HELD_BYTES + max(_WORK_BYTES, _BYTES_A_TOKEN * width)
 
 
 class TokenHistory:

@@ -15,9 +15,10 @@ import torch
 
 from engine_shim.sglang.api import sglang_api
 from engine_shim.sglang.api.errors import UnsupportedEngineError
+from engine_shim.sglang.attention_memory import MIB
 from engine_shim.sglang.drafters.attempts import Attempts
 from engine_shim.sglang.drafters.chains import fits, verification_of
-from engine_shim.sglang.drafters.lookup import Proposal, TokenHistory
+from engine_shim.sglang.drafters.lookup import Proposal, TokenHistory, device_bytes
 from engine_shim.sglang.drafters.row_choice import Drafted, RowChoice
 from engine_shim.sglang.drafters.row_counts import (
     NOTHING_APART,
@@ -80,7 +81,11 @@ class RowDrafting(Attempts):
         self._choice = RowChoice(pool.shape[0], pool.device)
         self._drafted: Drafted | None = None
         self._longest = 0
-        _log.info("prompt lookup keeps %.1f MB of tokens", self._history.bytes / 1e6)
+        _log.info(
+            "prompt lookup keeps %.1f MiB of tokens, and takes %.1f MiB with its searches",
+            self._history.bytes / MIB,
+            device_bytes(pool.shape[0], self._history.width) / MIB,
+        )
 
     @property
     def names(self) -> tuple[str, ...]:

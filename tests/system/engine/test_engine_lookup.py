@@ -109,6 +109,15 @@ def test_it_introduces_the_lookup_and_two_mixtures(
         assert tuple(drafter.gammas) == GAMMAS[1:]
 
 
+def test_memory_was_left_for_what_the_lookup_takes(engine: EngineProcess) -> None:
+    log = engine.log.read_text()
+    (left,) = re.findall(r"MiB are left .*, and ([\d.]+) for prompt lookup", log)
+    (found,) = re.findall(r"keeps ([\d.]+) MiB of tokens, and takes ([\d.]+) MiB with", log)
+    kept, taken = map(float, found)
+    # The request pool's rows are longer than the longest context; a page is added at most.
+    assert 0 < kept < taken <= float(left) <= taken + 0.1
+
+
 @pytest.mark.parametrize("seed", [1, 2])
 def test_any_order_of_arms_gives_plain_decodings_tokens(
     seed: int, engine: EngineProcess, sidecar: ScriptedSidecar, plain: dict[str, list[list[int]]]

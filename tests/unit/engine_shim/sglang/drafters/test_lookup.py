@@ -1,11 +1,13 @@
 """Lookup on tensors finds what a search through lists finds."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_shim.sglang.drafters import lookup
 from engine_shim.sglang.drafters.lookup import TokenHistory
+from tests.support.device_memory import PeakMemory
 from tests.support.looking_up import Request, looked_up
 
 WIDTH = 320
@@ -113,6 +115,24 @@ def test_what_stands_for_an_image_is_never_proposed():
     assert found.match.tolist() == [2]
     assert int(found.tokens.min()) >= 0
     assert int(found.tokens.max()) < VOCABULARY
+
+
+@pytest.mark.parametrize(("batch", "context"), [(64, 8192), (3, 300), (1, 1 << 17), (200, 250)])
+def test_a_history_and_its_searches_take_no_more_than_is_set_aside(
+    batch: int, context: int
+) -> None:
+    """On a processor: kernels of a GPU keep less between their parts."""
+    width = context + 16
+    history = TokenHistory(batch, width, VOCABULARY, "cpu")
+    history.read_prompt([Request(str(row), row, [row, row + 1] * 40) for row in range(batch)])
+    rows, newest = torch.arange(batch), torch.full((batch,), context - 1)
+    with PeakMemory() as peak:
+        history.add(rows, newest, torch.ones((batch, 8), dtype=torch.int64))
+        history.propose(rows, newest, 7, context - 1)
+    taken = history.bytes + peak.bytes
+    assert taken <= lookup.device_bytes(batch, width)
+    # It is no guess far off, either.
+    assert peak.bytes > 0.5 * min(lookup._WORK_BYTES, 36 * batch * width)
 
 
 def test_a_batch_that_is_searched_in_parts_finds_the_same(monkeypatch):
