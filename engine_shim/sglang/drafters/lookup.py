@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from itertools import count
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 import torch
 
 from engine_shim.sglang.api.transfer import to_device
@@ -37,6 +38,11 @@ _HELD_BYTES: Final = 4
 # Where a request's number is kept on SGLang's request: clients choose request ids, and may do so
 # twice.
 _NUMBER: Final = "speculation_number"
+
+
+def _ids(tokens: Sequence[int]) -> np.ndarray:
+    """Copies token ids: SGLang's array cannot grow while another object looks into it."""
+    return np.array(tokens, dtype=np.int64)
 
 
 class Proposal(NamedTuple):
@@ -90,7 +96,7 @@ class TokenHistory:
 
         Returns the rows that have changed hands.
         """
-        return self._read([(r, r.get_fill_ids()) for r in requests])
+        return self._read([(r, _ids(r.get_fill_ids())) for r in requests])
 
     def meet(self, requests: Sequence[Any]) -> list[int]:
         """Takes what the host knows of requests that decode without a prefill here.
@@ -105,13 +111,13 @@ class TokenHistory:
         ]
         if not news:
             return []
-        return self._read([(r, [*r.origin_input_ids, *r.output_ids]) for r in news])
+        return self._read(
+            [(r, np.concatenate((_ids(r.origin_input_ids), _ids(r.output_ids)))) for r in news]
+        )
 
-    def _read(self, prompts: Sequence[tuple[Any, Sequence[int]]]) -> list[int]:
+    def _read(self, prompts: Sequence[tuple[Any, np.ndarray]]) -> list[int]:
         fresh: list[int] = []
-        rows: list[int] = []
-        places: list[int] = []
-        tokens: list[int] = []
+        parts: list[np.ndarray] = []
         for request, known in prompts:
             row, length = request.kv.req_pool_idx, min(len(known), self.width)
             number = getattr(request, _NUMBER, 0)
@@ -122,15 +128,15 @@ class TokenHistory:
             if owner != number or written > length:
                 fresh.append(row)
                 written = 0
-            rows += [row] * (length - written)
-            places += range(_FRONT + written, _FRONT + length)
-            tokens += known[written:length]
+            if written < length:
+                places = np.arange(_FRONT + written, _FRONT + length)
+                parts.append(np.stack((np.full_like(places, row), places, known[written:length])))
             self._held[row] = (number, length)
         device = self._tokens.device
         if fresh:
             self._tokens.index_fill_(0, to_device(fresh, device), _UNKNOWN)
-        if tokens:
-            found = to_device([*rows, *places, *tokens], device).view(3, -1)
+        if parts:
+            found = to_device(np.concatenate(parts, axis=1), device)
             is_token = (found[2] >= 0) & (found[2] < self._vocabulary)
             ids = torch.where(is_token, found[2], _UNKNOWN)
             self._tokens[found[0], found[1]] = ids.to(torch.int32)
