@@ -45,6 +45,11 @@ def _ids(tokens: Sequence[int]) -> np.ndarray:
     return np.array(tokens, dtype=np.int64)
 
 
+def _most_rows(width: int) -> int:
+    """Returns how many rows are searched at once."""
+    return max(1, _WORK_BYTES // (_BYTES_A_TOKEN * width))
+
+
 class Proposal(NamedTuple):
     """Drafts of B requests.
 
@@ -152,20 +157,32 @@ class TokenHistory:
         self._tokens[rows[:, None], places] = tokens.to(torch.int32)
 
     def propose(
-        self, rows: torch.Tensor, newest: torch.Tensor, gamma: int, longest: int
+        self, rows: torch.Tensor, newest: torch.Tensor, gamma: int, furthest: Sequence[int]
     ) -> Proposal:
         """Looks up B requests.
 
-        rows: [B].  newest: [B], the position of each one's newest token.  longest: no newest token
-        lies further, as the host knows.
+        rows: [B].  newest: [B], the position of each one's newest token.  furthest: B positions
+        behind which it does not lie, as the host knows.
         """
-        width = self._width_for(longest + 1)
-        most = max(1, _WORK_BYTES // (_BYTES_A_TOKEN * width))
-        if len(rows) <= most:
+        width = self._width_for(max(furthest) + 1)
+        if len(furthest) <= _most_rows(width):
             return self._search(rows, newest, gamma, width)
-        parts = zip(rows.split(most), newest.split(most), strict=True)
-        found = [self._search(some, ends, gamma, width) for some, ends in parts]
-        return Proposal(*map(torch.cat, zip(*found, strict=True)))
+        # The longest ones first, so that few rows are searched as far as these.
+        order = sorted(range(len(furthest)), key=furthest.__getitem__, reverse=True)
+        places = [0] * len(order)
+        for place, row in enumerate(order):
+            places[row] = place
+        device = self._tokens.device
+        sorted_rows, sorted_newest = (part[to_device(order, device)] for part in (rows, newest))
+        found: list[Proposal] = []
+        first = 0
+        while first < len(order):
+            width = self._width_for(furthest[order[first]] + 1)
+            at = slice(first, first + _most_rows(width))
+            found.append(self._search(sorted_rows[at], sorted_newest[at], gamma, width))
+            first = at.stop
+        back = to_device(places, device)
+        return Proposal(*(torch.cat(parts)[back] for parts in zip(*found, strict=True)))
 
     def _search(self, rows: torch.Tensor, newest: torch.Tensor, gamma: int, width: int) -> Proposal:
         held = self._tokens[:, : _FRONT + width].index_select(0, rows)

@@ -31,7 +31,7 @@ def test_it_drafts_what_followed_the_latest_of_the_longest_matches(texts, gamma)
     history = history_of(*requests)
     rows = torch.tensor([request.row for request in requests])
     newest = torch.tensor([len(text) - 1 for text in texts])
-    found = history.propose(rows, newest, gamma, int(newest.max()))
+    found = history.propose(rows, newest, gamma, newest.tolist())
     for i, text in enumerate(texts):
         match, drafts = looked_up(text, gamma)
         assert int(found.match[i]) == match
@@ -44,7 +44,7 @@ def test_what_a_step_adds_is_found_and_what_it_wrote_too_far_is_not():
     row = torch.tensor([3])
     # Two of the four are the request's, and the next step writes over the others.
     history.add(row, torch.tensor([5]), torch.tensor([[1, 2, 7, 7]]))
-    found = history.propose(row, torch.tensor([6]), 3, 6)
+    found = history.propose(row, torch.tensor([6]), 3, [6])
     assert found.match.tolist() == [2]
     assert found.tokens.tolist() == [[3, 4, 9]]
 
@@ -56,22 +56,22 @@ def test_a_prompt_comes_in_parts_and_a_retracted_request_comes_again():
     assert history.read_prompt([request]) == [2]
     request.tokens = whole
     assert history.read_prompt([request]) == []
-    found = history.propose(torch.tensor([2]), torch.tensor([4]), 2, 4)
+    found = history.propose(torch.tensor([2]), torch.tensor([4]), 2, [4])
     assert found.tokens.tolist() == [[3, 1]]
     request.row = 5
     assert history.read_prompt([request]) == [5]
-    found = history.propose(torch.tensor([5]), torch.tensor([4]), 2, 4)
+    found = history.propose(torch.tensor([5]), torch.tensor([4]), 2, [4])
     assert found.tokens.tolist() == [[3, 1]]
 
 
 def test_nothing_of_a_rows_last_owner_is_left():
     history = history_of(Request("a", 1, [5, 6, 7, 5, 6, 7, 8, 9] * 20))
     history.read_prompt([Request("b", 1, [5, 6])])
-    found = history.propose(torch.tensor([1]), torch.tensor([1]), 3, 1)
+    found = history.propose(torch.tensor([1]), torch.tensor([1]), 3, [1])
     assert found.match.tolist() == [0]
     # Nor of what it would write next.
     history.add(torch.tensor([1]), torch.tensor([2]), torch.tensor([[5, 6]]))
-    found = history.propose(torch.tensor([1]), torch.tensor([3]), 3, 3)
+    found = history.propose(torch.tensor([1]), torch.tensor([3]), 3, [3])
     assert found.tokens.tolist() == [[5, 6, 5]]
 
 
@@ -80,7 +80,7 @@ def test_what_the_host_does_not_know_yet_is_not_filled_by_a_rows_last_owner():
     # Of the new request the host knows two tokens, and the device two more, three places on.
     history.meet([Request("b", 1, [5, 6])])
     history.add(torch.tensor([1]), torch.tensor([5]), torch.tensor([[5, 6]]))
-    found = history.propose(torch.tensor([1]), torch.tensor([6]), 3, 6)
+    found = history.propose(torch.tensor([1]), torch.tensor([6]), 3, [6])
     assert found.match.tolist() == [2]
     assert not {7, 8} & set(found.tokens[0].tolist())
 
@@ -90,20 +90,20 @@ def test_a_request_without_a_prefill_is_met_with_what_the_host_knows():
     request = Request("a", 0, [1, 2, 3], [1, 2])
     assert history.meet([request]) == [0]
     assert history.meet([request]) == []
-    found = history.propose(torch.tensor([0]), torch.tensor([4]), 1, 4)
+    found = history.propose(torch.tensor([0]), torch.tensor([4]), 1, [4])
     assert found.tokens.tolist() == [[3]]
 
 
 def test_a_length_that_the_host_knows_too_short_is_no_error():
     history = history_of(Request("a", 0, list(range(300))))
-    found = history.propose(torch.tensor([0]), torch.tensor([299]), 3, 10)
+    found = history.propose(torch.tensor([0]), torch.tensor([299]), 3, [10])
     assert found.match.tolist() == [0]
 
 
 def test_a_request_id_that_is_used_again_is_another_request():
     history = history_of(Request("a", 1, [5, 6, 777, 778, 1]))
     assert history.read_prompt([Request("a", 1, [9, 9, 9, 9, 9, 5, 6])]) == [1]
-    found = history.propose(torch.tensor([1]), torch.tensor([6]), 2, 6)
+    found = history.propose(torch.tensor([1]), torch.tensor([6]), 2, [6])
     assert found.match.tolist() == [0]
 
 
@@ -111,7 +111,7 @@ def test_what_stands_for_an_image_is_never_proposed():
     # Its low 32 bits would make a token.
     pad = (1 << 40) + 5
     history = history_of(Request("a", 0, [1, 2, pad, pad, pad, 1, 2]))
-    found = history.propose(torch.tensor([0]), torch.tensor([6]), 4, 6)
+    found = history.propose(torch.tensor([0]), torch.tensor([6]), 4, [6])
     assert found.match.tolist() == [2]
     assert int(found.tokens.min()) >= 0
     assert int(found.tokens.max()) < VOCABULARY
@@ -128,7 +128,7 @@ def test_a_history_and_its_searches_take_no_more_than_is_set_aside(
     rows, newest = torch.arange(batch), torch.full((batch,), context - 1)
     with PeakMemory() as peak:
         history.add(rows, newest, torch.ones((batch, 8), dtype=torch.int64))
-        history.propose(rows, newest, 7, context - 1)
+        history.propose(rows, newest, 7, newest.tolist())
     taken = history.bytes + peak.bytes
     assert taken <= lookup.device_bytes(batch, width)
     # It is no guess far off, either.
@@ -136,11 +136,15 @@ def test_a_history_and_its_searches_take_no_more_than_is_set_aside(
 
 
 def test_a_batch_that_is_searched_in_parts_finds_the_same(monkeypatch):
-    texts = [[(row * at) % 5 for at in range(40 + row)] for row in range(8)]
-    history = history_of(*(Request(str(row), row, text) for row, text in enumerate(texts)))
-    rows, newest = torch.arange(8), torch.tensor([len(text) - 1 for text in texts])
-    whole = history.propose(rows, newest, 3, 47)
+    """The rows come back in their order, whatever their lengths."""
+    history = TokenHistory(8, 2048, VOCABULARY, "cpu")
+    lengths = [40, 900, 41, 300, 42, 43, 600, 44]
+    texts = [[(row * at) % 5 for at in range(length)] for row, length in enumerate(lengths)]
+    history.read_prompt([Request(str(row), row, text) for row, text in enumerate(texts)])
+    rows, newest = torch.arange(8), torch.tensor(lengths) - 1
+    whole = history.propose(rows, newest, 3, newest.tolist())
     monkeypatch.setattr(lookup, "_WORK_BYTES", 3 * 36 * 256)
-    parts = history.propose(rows, newest, 3, 47)
+    parts = history.propose(rows, newest, 3, newest.tolist())
     assert torch.equal(whole.tokens, parts.tokens)
     assert torch.equal(whole.match, parts.match)
+    assert whole.match.max() == 5
