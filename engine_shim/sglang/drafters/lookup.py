@@ -35,9 +35,10 @@ _FRONT: Final = LONGEST_MATCH - 1
 _WORK_BYTES: Final = 64 << 20
 _BYTES_A_TOKEN: Final = 36
 _HELD_BYTES: Final = 4
-# Where a request's number is kept on SGLang's request: clients choose request ids, and may do so
-# twice.
+# Where a request's number is kept on SGLang's request (clients choose request ids, and may do so
+# twice), and the row that it was read into.
 _NUMBER: Final = "speculation_number"
+_ROW: Final = "speculation_row"
 
 
 def _ids(tokens: Sequence[int]) -> np.ndarray:
@@ -129,6 +130,11 @@ class TokenHistory:
             if not number:
                 number = next(self._numbers)
                 setattr(request, _NUMBER, number)
+            before = getattr(request, _ROW, row)
+            if before != row and self._held.get(before, (0, 0))[0] == number:
+                # Should it come back there, it has gone on elsewhere.
+                del self._held[before]
+            setattr(request, _ROW, row)
             owner, written = self._held.get(row, (0, 0))
             if owner != number or written > length:
                 fresh.append(row)

@@ -1,5 +1,7 @@
 """Lookup on tensors finds what a search through lists finds."""
 
+import random
+
 import pytest
 import torch
 from hypothesis import given
@@ -148,3 +150,115 @@ def test_a_batch_that_is_searched_in_parts_finds_the_same(monkeypatch):
     assert torch.equal(whole.tokens, parts.tokens)
     assert torch.equal(whole.match, parts.match)
     assert whole.match.max() == 5
+
+
+class Course:
+    """A scheduler with the overlap schedule: the host knows a step's tokens one step later.
+
+    Requests are read in parts, decoded, retracted (what the host does not know yet is lost then),
+    ended and aborted; their rows go to others at once.
+    """
+
+    ROWS = 4
+
+    def __init__(self, seed: int, *, prefills: bool) -> None:
+        self.choose = random.Random(seed)
+        self.prefills = prefills
+        self.history = TokenHistory(self.ROWS + 1, WIDTH, VOCABULARY, "cpu")
+        self.free = list(range(1, self.ROWS + 1))
+        self.running: list[Request] = []
+        self.waiting: list[Request] = []
+        # By request: the newest tokens, which the host does not know yet.
+        self.unread: dict[int, list[int]] = {}
+        self.matches = 0
+
+    def tokens(self, most: int) -> list[int]:
+        return [self.choose.randrange(3) for _ in range(self.choose.randint(1, most))]
+
+    def run(self, steps: int) -> None:
+        for number in range(steps):
+            if self.free and self.choose.random() < 0.4:
+                self.admit(number)
+            if self.running and self.choose.random() < 0.2:
+                self.retract(self.choose.choice(self.running))
+            if self.running:
+                self.step()
+            if self.running and self.choose.random() < 0.15:
+                self.end(self.choose.choice(self.running))
+
+    def admit(self, number: int) -> None:
+        if self.waiting and self.choose.random() < 0.7:
+            request = self.waiting.pop()
+        else:
+            # Ids are used again.
+            request = Request(str(number % 3), 0, self.tokens(60))
+        request.row = self.free.pop(self.choose.randrange(len(self.free)))
+        whole = [*request.tokens, *request.output_ids]
+        if self.prefills:
+            ends = sorted({self.choose.randint(1, len(whole)), len(whole)})
+            for end in ends:
+                part = Request(request.rid, request.row, whole[:end])
+                part.__dict__ |= {k: v for k, v in request.__dict__.items() if k[:4] == "spec"}
+                self.history.read_prompt([part])
+                request.__dict__ |= {k: v for k, v in part.__dict__.items() if k[:4] == "spec"}
+        if self.prefills or not request.output_ids:
+            self.unread[id(request)] = [self.choose.randrange(3)]
+        if not self.prefills:
+            # The other server of a pair has told the host.
+            self.read(request)
+        self.running.append(request)
+
+    def read(self, request: Request) -> None:
+        request.output_ids += self.unread.pop(id(request), [])
+
+    def retract(self, request: Request) -> None:
+        self.unread.pop(id(request), None)
+        self.leave(request)
+        self.waiting.append(request)
+
+    def end(self, request: Request) -> None:
+        self.unread.pop(id(request), None)
+        self.leave(request)
+
+    def leave(self, request: Request) -> None:
+        self.running.remove(request)
+        self.free.append(request.row)
+
+    def step(self) -> None:
+        gamma = self.choose.randint(1, 6)
+        self.history.meet(self.running)
+        known = [
+            [*r.tokens, *r.output_ids, *self.unread.get(id(r), [])] for r in self.running
+        ]
+        rows = torch.tensor([r.row for r in self.running])
+        newest = torch.tensor([len(tokens) - 1 for tokens in known])
+        bonus = torch.tensor([tokens[-1:] for tokens in known])
+        self.history.add(rows, newest, bonus)
+        slack = [int(n) + self.choose.randint(0, 8) for n in newest]
+        found = self.history.propose(rows, newest, gamma, slack)
+        for row, tokens in enumerate(known):
+            match, drafts = looked_up(tokens, gamma)
+            assert int(found.match[row]) == match
+            if match:
+                self.matches += 1
+                assert found.tokens[row].tolist() == drafts
+        verified = torch.tensor(
+            [[self.choose.randrange(3) for _ in range(gamma + 1)] for _ in self.running]
+        )
+        self.history.add(rows, newest + 1, verified)
+        for row, request in enumerate(list(self.running)):
+            self.read(request)
+            accepted = self.choose.randint(1, gamma + 1)
+            self.unread[id(request)] = verified[row, :accepted].tolist()
+            if len(known[row]) > WIDTH - 30:
+                self.end(request)
+
+
+@pytest.mark.parametrize("prefills", [True, False])
+@pytest.mark.parametrize("seed", range(8))
+def test_whatever_becomes_of_requests_each_finds_what_its_own_tokens_hold(
+    seed: int, prefills: bool
+) -> None:
+    course = Course(seed, prefills=prefills)
+    course.run(250)
+    assert course.matches > 100
