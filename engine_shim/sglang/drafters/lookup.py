@@ -31,9 +31,9 @@ _UNKNOWN: Final = -1
 _NOTHING: Final = -2
 _FRONT: Final = LONGEST_MATCH - 1
 # What a search may take of the device's memory beside the buffer; larger batches are searched part
-# by part.  A token takes some 36 bytes at the peak.
+# by part.  A token takes up to 38 bytes at the peak.
 _WORK_BYTES: Final = 64 << 20
-_BYTES_A_TOKEN: Final = 36
+_BYTES_A_TOKEN: Final = 40
 _HELD_BYTES: Final = 4
 # Where a request's number is kept on SGLang's request (clients choose request ids, and may do so
 # twice), and the row that it was read into.

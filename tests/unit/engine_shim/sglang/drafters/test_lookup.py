@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from engine_shim.sglang.drafters import lookup
 from engine_shim.sglang.drafters.lookup import TokenHistory
-from tests.support.device_memory import PeakMemory
 from tests.support.looking_up import Request, looked_up
+from tests.support.peak_memory import peak_bytes
 
 WIDTH = 320
 VOCABULARY = 1000
@@ -119,22 +119,26 @@ def test_what_stands_for_an_image_is_never_proposed():
     assert int(found.tokens.max()) < VOCABULARY
 
 
-@pytest.mark.parametrize(("batch", "context"), [(64, 8192), (3, 300), (1, 1 << 17), (200, 250)])
+@pytest.mark.parametrize(
+    ("batch", "context"), [(64, 8192), (3, 300), (28, 1 << 16), (1, 1 << 21), (200, 250)]
+)
 def test_a_history_and_its_searches_take_no_more_than_is_set_aside(
     batch: int, context: int
 ) -> None:
-    """On a processor: kernels of a GPU keep less between their parts."""
+    """On a processor, with what its operators use."""
     width = context + 16
     history = TokenHistory(batch, width, VOCABULARY, "cpu")
     history.read_prompt([Request(str(row), row, [row, row + 1] * 40) for row in range(batch)])
     rows, newest = torch.arange(batch), torch.full((batch,), context - 1)
-    with PeakMemory() as peak:
+
+    def look_up() -> object:
         history.add(rows, newest, torch.ones((batch, 8), dtype=torch.int64))
-        history.propose(rows, newest, 7, newest.tolist())
-    taken = history.bytes + peak.bytes
-    assert taken <= lookup.device_bytes(batch, width)
+        return history.propose(rows, newest, 7, newest.tolist())
+
+    peak = peak_bytes(look_up)
+    assert history.bytes + peak <= lookup.device_bytes(batch, width)
     # It is no guess far off, either.
-    assert peak.bytes > 0.5 * min(lookup._WORK_BYTES, 36 * batch * width)
+    assert peak > 0.5 * min(lookup._WORK_BYTES, 40 * batch * width)
 
 
 def test_a_batch_that_is_searched_in_parts_finds_the_same(monkeypatch):
@@ -145,7 +149,7 @@ def test_a_batch_that_is_searched_in_parts_finds_the_same(monkeypatch):
     history.read_prompt([Request(str(row), row, text) for row, text in enumerate(texts)])
     rows, newest = torch.arange(8), torch.tensor(lengths) - 1
     whole = history.propose(rows, newest, 3, newest.tolist())
-    monkeypatch.setattr(lookup, "_WORK_BYTES", 3 * 36 * 256)
+    monkeypatch.setattr(lookup, "_WORK_BYTES", 3 * 40 * 256)
     parts = history.propose(rows, newest, 3, newest.tolist())
     assert torch.equal(whole.tokens, parts.tokens)
     assert torch.equal(whole.match, parts.match)
@@ -227,9 +231,7 @@ class Course:
     def step(self) -> None:
         gamma = self.choose.randint(1, 6)
         self.history.meet(self.running)
-        known = [
-            [*r.tokens, *r.output_ids, *self.unread.get(id(r), [])] for r in self.running
-        ]
+        known = [[*r.tokens, *r.output_ids, *self.unread.get(id(r), [])] for r in self.running]
         rows = torch.tensor([r.row for r in self.running])
         newest = torch.tensor([len(tokens) - 1 for tokens in known])
         bonus = torch.tensor([tokens[-1:] for tokens in known])

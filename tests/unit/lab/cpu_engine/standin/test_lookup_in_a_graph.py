@@ -86,7 +86,7 @@ def test_one_long_request_does_not_have_all_others_searched_as_far(
 ) -> None:
     batch, long, short = 64, 8192, 200
     # Two rows of the long one's width at once.
-    monkeypatch.setattr(lookup, "_WORK_BYTES", 2 * 36 * long)
+    monkeypatch.setattr(lookup, "_WORK_BYTES", 2 * 40 * long)
     history = TokenHistory(batch, long + 16, 1000, "cpu")
     furthest = [short] * batch
     furthest[17] = long - 1
