@@ -160,7 +160,7 @@ def _check(text: str, tree: ast.Module, _: random.Random) -> Edit | None:
 
 
 def _begun(kind: str, wish: str, bare: str, make: Callable[[Function], list[str]]) -> Edit | None:
-    """Makes an edit that begins every function with new lines; None if there are none."""
+    """Makes an edit that begins every function with new lines; None if nothing was to add."""
     lines = bare.split("\n")
     functions = [node for node in ast.walk(ast.parse(bare)) if isinstance(node, Function)]
     added = 0

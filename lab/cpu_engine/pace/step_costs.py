@@ -36,7 +36,7 @@ OWN, SECOND = "eagle3", "dflash"
 LOOKUP = "ngram"
 WARM_FACTOR = 1.05
 SWITCH_SECONDS = 1e-4
-# Of a lookup on the device: tests/unit/lab/cpu_engine/standin/test_lookup_in_a_graph.py counts both.
+# Of a lookup on the device (counted by test_lookup_in_a_graph.py).
 LOOKUP_KERNELS = 33
 LOOKUP_BYTES = 104
 LAUNCH_SECONDS = 5e-6
