@@ -121,6 +121,11 @@ class Settings(BaseSettings):
         None,
         description="File with the access list: who may read, steer, measure, install, override.",
     )
+    policy: Path | None = Field(
+        None,
+        description="File with policy: draft lengths and bounds without an end, which any override "
+        "displaces; read again when it changes.",
+    )
     tls_certificate: Path | None = Field(None, description="PEM file; TCP is then served with TLS.")
     tls_key: Path | None = Field(None, description="PEM file with the private key.")
     tls_client_ca: Path | None = Field(
