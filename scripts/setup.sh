@@ -99,7 +99,7 @@ fi
 
 # Programs that tests start, as PROGRAM=DEBIAN_PACKAGE.
 missing=()
-for pair in redis-server=redis-server strace=strace prometheus=prometheus chromium=chromium faketime=faketime ip=iproute2; do
+for pair in redis-server=redis-server strace=strace prometheus=prometheus chromium=chromium faketime=faketime ip=iproute2 debootstrap=debootstrap; do
   command -v "${pair%%=*}" >/dev/null || missing+=("${pair#*=}")
 done
 [ ${#missing[@]} = 0 ] || apt "${missing[@]}" ||

@@ -269,6 +269,15 @@ def test_a_version_of_kustomize_without_replacements_is_not_enough():
     assert "Kustomize Version: v5" in said
 
 
+def test_vllm_gets_what_sglang_gets():
+    """The two components differ in the engine's name and port only."""
+    folders = [KUBERNETES / "components" / name for name in ("sglang", "vllm")]
+    texts = [
+        "".join(path.read_text() for path in sorted(folder.iterdir())).lower() for folder in folders
+    ]
+    assert texts[0].replace("sglang", "vllm").replace(":30000", ":8000") == texts[1]
+
+
 def test_the_base_is_such_a_workload_too():
     added = by_name(template(ordered("deployment")[0])["spec"]["initContainers"])
     for name in ("controller", "profile"):
