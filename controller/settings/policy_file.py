@@ -46,7 +46,7 @@ from controller.wire.override_text import batch_range
 POLICY_PREFIX: Final = "policy:"
 _MAX_BYTES: Final = 64 * 1024
 # Overrides of a file: every plan is made under all of them.
-_MAX_OVERRIDES: Final = 200
+_MAX_OVERRIDES: Final = 64
 _AUTHOR: Final = "policy file"
 _TEXT: Final = "tag:yaml.org,2002:str"
 _Location: TypeAlias = tuple[str | int, ...]

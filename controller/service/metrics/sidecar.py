@@ -102,7 +102,7 @@ OF_THE_SIDECAR: Final[tuple[Family[SidecarSnapshot], ...]] = (
     ),
     Family(
         _GAUGE, "speculation_policy_entries",
-        "Entries of the policy file that are in force; no other metric of overrides counts them.",
+        "Entries of the policy file that are in force; speculation_overrides does not count them.",
         lambda s: len(s.policy.overrides),
     ),
     Family(

@@ -256,9 +256,11 @@ def test_a_chart_of_ones_own_includes_the_parts(tmp_path: Path):
         .replace("      labels:\n", "      labels:\n        app: mine\n")
         .replace("        - name: engine\n", "        - name: engine\n          image: mine\n")
     )
-    values = {"speculation-controller": {
-        "engine": {"create": False, "kind": "vllm"}, "image": {"repository": "registry.example/s"},
-    }}  # fmt: skip
+    values = yaml.safe_load(page.partition("# values.yaml of your chart\n")[2].partition("```")[0])
+    mine_only = values["speculation-controller"]
+    assert mine_only == {"engine": {"create": False, "kind": "sglang"}}
+    mine_only["engine"]["kind"] = "vllm"
+    mine_only["image"] = {"repository": "registry.example/s"}
     done = helm("template", "prod", mine, values=values)
     assert done.returncode == 0, done.stderr
     found = [item for item in yaml.safe_load_all(done.stdout) if item]

@@ -7,10 +7,13 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from controller.cli import app
 from controller.core.engine_spec import MAX_BATCH_SIZE
 from controller.core.planning.overrides import Override, Rule, Scope, ScopeKind
 from controller.settings.policy_file import PolicyFileError, read_policy
+from controller.util.exit_codes import Exit
 
 FILE = """\
 policies:
@@ -66,6 +69,22 @@ def test_the_file_of_the_page_is_one(tmp_path: Path):
     text = page.read_text().partition("<!-- policy -->\n```yaml\n")[2].partition("```")[0]
     names = [override.override_id for override in read(tmp_path, text)]
     assert names == ["policy:chat:1", "policy:chat:9", "policy:chat:33", "policy:memory"]
+
+
+def test_the_command_prints_what_a_file_stands_for_or_what_is_wrong_with_it(tmp_path: Path):
+    path = tmp_path / "policy.yaml"
+    path.write_text(FILE)
+    done = CliRunner().invoke(app, ["policy", "check", str(path)])
+    assert done.exit_code == Exit.DONE
+    assert done.stdout.splitlines()[1] == (
+        "policy:chat:9  model org/model at B 9-32: gamma = 3, drafter eagle3; measured in May"
+    )
+    path.write_text("policies: 1\n")
+    done = CliRunner().invoke(app, ["policy", "check", str(path)])
+    assert done.exit_code == Exit.USAGE
+    assert f"{path}, line 1: policies: a list is needed" in done.stderr
+    path.write_text("")
+    assert "empty policy" in CliRunner().invoke(app, ["policy", "check", str(path)]).stdout
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "policies: []\n", "---\n"])
@@ -132,8 +151,8 @@ def test_every_fault_of_a_file_is_named_at_once(tmp_path: Path):
 
 
 def test_a_file_has_a_size_and_a_number_of_entries(tmp_path: Path):
-    steps = ", ".join(f"{{batch: {size}, gamma: 1}}" for size in range(1, 202))
-    with pytest.raises(PolicyFileError, match="201 entries, at most 200"):
+    steps = ", ".join(f"{{batch: {size}, gamma: 1}}" for size in range(1, 66))
+    with pytest.raises(PolicyFileError, match="65 entries, at most 64"):
         read(tmp_path, entry(f"schedule: [{steps}]"))
     with pytest.raises(PolicyFileError, match="larger than 64 KiB"):
         read(tmp_path, "#" * 65_537)
