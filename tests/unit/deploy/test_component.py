@@ -175,6 +175,57 @@ def test_the_measurement_asks_the_engine_where_it_listens(kind: str, port: int):
     assert by_name(step["env"])["ENGINE_URL"]["value"] == f"http://127.0.0.1:{port}"
 
 
+@each_kind
+def test_names_and_images_of_the_owner_reach_what_was_added(kind: str):
+    objects = written(kind)
+    engine = objects[0]["metadata"]["labels"][LABEL]
+    image = {"name": "speculation-controller", "newName": "registry.example/s", "newTag": "7"}
+    after = build(
+        objects, "sidecar", engine, namePrefix="blue-", nameSuffix="-b", namespace="prod",
+        images=[image],
+        configMapGenerator=[{"name": "speculation-policy", "literals": ["policy.yaml="]}],
+    )  # fmt: skip
+    name = f"blue-{objects[0]['metadata']['name']}-b"
+    (workload,) = (item for item in after if item["metadata"]["name"] == name)
+    pod = template(workload)["spec"]
+    for container in pod["initContainers"][-2:]:
+        assert container["image"] == "registry.example/s:7"
+    asked = {
+        volume["configMap"]["name"]
+        for volume in pod["volumes"]
+        if volume["name"] in VOLUMES and "configMap" in volume
+    }
+    made = {item["metadata"]["name"] for item in after if item["kind"] == "ConfigMap"}
+    assert asked == made
+    assert len(made) == 2
+
+
+def test_an_image_can_be_set_in_a_running_pod():
+    """The command of docs/own-deployment.md, on a pod that no server holds."""
+    page = (ROOT / "docs" / "own-deployment.md").read_text()
+    command = "kubectl set image pod/POD controller=IMAGE profile=IMAGE"
+    assert command in page
+    pod = template(ordered("deployment")[0])
+    manifest = {"apiVersion": "v1", "kind": "Pod", **pod}
+    manifest["metadata"] = manifest["metadata"] | {"name": "llama-1"}
+    words = command.replace("IMAGE", "registry.example/s:8").split()[3:]
+    done = subprocess.run(
+        [program("kubectl"), "set", "image", "--local", "-f", "-", "-o", "yaml", *words[1:]],
+        input=yaml.safe_dump(manifest), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    changed = yaml.safe_load(done.stdout)["spec"]
+    images = {name: c["image"] for name, c in by_name(changed["initContainers"]).items()}
+    assert images == {
+        "download": "downloader:1",
+        "controller": "registry.example/s:8",
+        "profile": "registry.example/s:8",
+    }
+    engines = [{name: c["image"] for name, c in by_name(items).items()} for items in
+               (changed["containers"], pod["spec"]["containers"])]  # fmt: skip
+    assert engines[0] == engines[1]
+
+
 def test_every_rank_of_an_engine_is_switched_on():
     sets = ordered("leaderworkerset")[0]["spec"]["leaderWorkerTemplate"]
     worker = sets["workerTemplate"]["spec"]
