@@ -398,9 +398,10 @@ def _batch_range(text: str | None) -> tuple[int, int]:
     if text is None:
         return 0, 0
     try:
-        return batch_range(text)
+        low, high = batch_range(text)
     except ValueError as error:
         raise typer.BadParameter(f"--batch {text}: {error}") from error
+    return _count("--batch", str(low)), _count("--batch", str(high))
 
 
 def _count(option: str, digits: str) -> int:

@@ -55,7 +55,7 @@ def batch_range(text: str) -> tuple[int, int]:
 
     Returns the smallest and the largest size, 0 for no largest one.  Raises ValueError.
     """
-    found = re.fullmatch(r"(\d{0,9})(-?)(\d{0,9})", text, re.ASCII)
+    found = re.fullmatch(r"(\d{0,20})(-?)(\d{0,20})", text, re.ASCII)
     if not found or not (found[1] or found[3]):
         raise ValueError("a batch size or a range is needed: 8, 8-32, 64- or -4")
     low = int(found[1] or "1")

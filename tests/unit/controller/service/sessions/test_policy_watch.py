@@ -1,5 +1,6 @@
 """Policy from a file at a real sidecar: in force, displaced, changed, bad, gone."""
 
+import asyncio
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from controller.settings.policy_file import PolicyFileError
 from speculation.v1 import policy_pb2
 from tests.support.override_calls import FLEET, asked, clear, gammas, listed, set_
 from tests.support.service_harness import (
+    PATIENCE_SECONDS,
     Running,
     SteerClient,
     failure,
@@ -72,6 +74,15 @@ def mounted(tmp_path: Path) -> Mounted:
 
 async def planned(running: Running) -> dict[int, int]:
     return gammas((await running.status()).plan)
+
+
+async def audited(running: Running) -> policy_pb2.AuditRecord:
+    """The newest record, once there is one: it is written beside what the sidecar does."""
+    request = policy_pb2.QueryAuditRequest(limit=1)
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while not (found := (await soon(running.policy.QueryAudit(request))).records):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    return found[0]
 
 
 async def news_of(watch: Any) -> policy_pb2.WatchOverridesResponse:
@@ -148,8 +159,7 @@ async def test_a_change_of_the_mounted_map_reaches_the_engine_and_the_audit(
             (kinds.KIND_ENDED, "policy:day:5"),
             (kinds.KIND_SET, "policy:bound"),
         }
-        audit = await soon(running.policy.QueryAudit(policy_pb2.QueryAuditRequest(limit=1)))
-        (record,) = audit.records
+        record = await audited(running)
         assert (record.action, record.origin) == ("policy", str(mounted.path))
         assert record.reason == "1 entries, 2 before"
 
