@@ -23,6 +23,7 @@ from controller.util.atomic_file import write_whole
 
 _LOOK_SECONDS: Final = 1.0
 _KEPT: Final = "policy.yaml"
+_KEPT_MODE: Final = 0o640
 # Tells two contents of a file apart; None: there is no file.
 _Stamp: TypeAlias = tuple[int, int, int] | None
 
@@ -107,6 +108,7 @@ class PolicyWatch:
         overrides, text = read_policy(path)
         try:
             write_whole(self._kept, text.encode())
+            self._kept.chmod(_KEPT_MODE)
         except OSError as error:
             _log.warning("policy_not_kept", path=str(self._kept), error=str(error))
         return Policy(path, overrides, time.time())

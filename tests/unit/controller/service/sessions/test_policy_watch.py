@@ -205,8 +205,9 @@ async def test_a_sidecar_that_restarts_with_a_bad_file_goes_on_with_what_it_said
     tmp_path: Path, mounted: Mounted
 ):
     mounted.write(SCHEDULE)
-    async with serving(tmp_path, policy=mounted.path):
-        pass
+    async with serving(tmp_path, policy=mounted.path) as running:
+        kept = running.sidecar._settings.state_path / "policy.yaml"
+        assert kept.stat().st_mode & 0o777 == 0o640
     mounted.write(BAD)
     async with serving(tmp_path, policy=mounted.path) as running:
         await running.introduce()
