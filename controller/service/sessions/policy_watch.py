@@ -102,16 +102,20 @@ class PolicyWatch:
 
     def _read(self, path: Path) -> Policy:
         """Reads the file and keeps a copy; without a file, there is no policy."""
-        if self._seen is None:
-            self._kept.unlink(missing_ok=True)
-            return Policy(path, (), time.time())
-        overrides, text = read_policy(path)
+        overrides, text = ((), None) if self._seen is None else read_policy(path)
         try:
-            write_whole(self._kept, text.encode())
-            self._kept.chmod(_KEPT_MODE)
+            self._keep(text)
         except OSError as error:
             _log.warning("policy_not_kept", path=str(self._kept), error=str(error))
         return Policy(path, overrides, time.time())
+
+    def _keep(self, text: str | None) -> None:
+        """Writes the copy, or removes it where there is no file.  Raises OSError."""
+        if text is None:
+            self._kept.unlink(missing_ok=True)
+            return
+        write_whole(self._kept, text.encode())
+        self._kept.chmod(_KEPT_MODE)
 
 
 def _log_policy(policy: Policy) -> None:

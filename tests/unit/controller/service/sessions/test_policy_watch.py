@@ -215,6 +215,22 @@ async def test_a_sidecar_that_restarts_with_a_bad_file_goes_on_with_what_it_said
         assert "at_mots" in (await status(running)).detail
 
 
+async def test_a_copy_that_cannot_be_kept_keeps_no_policy_out(tmp_path: Path, mounted: Mounted):
+    mounted.write(SCHEDULE)
+    async with serving(tmp_path, policy=mounted.path) as running:
+        await running.introduce()
+        registry = running.sidecar.override_registry
+        kept = running.sidecar._settings.state_path / "policy.yaml"
+        kept.unlink()
+        (kept / "in the way").mkdir(parents=True)
+        mounted.write(BOUND)
+        await until(lambda: len(registry.policy.overrides) == 1)
+        mounted.remove()
+        await until(lambda: not registry.policy.overrides)
+        mounted.write(SCHEDULE)
+        await until(lambda: len(registry.policy.overrides) == 2)
+
+
 async def test_a_first_start_with_a_bad_file_is_refused(tmp_path: Path, mounted: Mounted):
     mounted.write(BAD)
     with pytest.raises(PolicyFileError, match="line 2: at_mots is not a key"):
