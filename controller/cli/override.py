@@ -22,6 +22,7 @@ from controller.cli.connection import (
 from controller.util.exit_codes import Exit
 from controller.wire.override_text import (
     PRECEDENCE,
+    author_text,
     batch_range,
     regime_text,
     rule_text,
@@ -215,7 +216,7 @@ def watch(as_json: AsJson = False, address: Address = DEFAULT_ADDRESS) -> None:
             held = news.held
             print(
                 f"{kind.lower():8} {held.override.override_id}  {scope_text(held.override)}: "
-                f"{rule_text(held.override)}; {held.override.author}: {held.override.reason}",
+                f"{rule_text(held.override)}; {author_text(held)}: {held.override.reason}",
                 flush=True,
             )
 

@@ -50,6 +50,11 @@ def scope_text(override: "policy_pb2.Override") -> str:
     return f"{whom} at B {low or 1}-{high or ''}"
 
 
+def author_text(held: "policy_pb2.HeldOverride") -> str:
+    """Names who has set an override, or the file that policy comes from."""
+    return f"{held.override.author} {held.origin}".rstrip()
+
+
 def batch_range(text: str) -> tuple[int, int]:
     """Reads a range of batch sizes as it is typed: 8, 8-32, 64- or -4.
 

@@ -57,7 +57,15 @@ def test_policy_is_listed_with_its_file_and_a_bad_file_is_reported(tmp_path: Pat
         lines = [json.loads(line) for line in command(running, "list", "--json").stdout.split("\n")
                  if line]  # fmt: skip
         assert [line.get("origin", "") for line in lines] == ["", str(policy)]
-        assert "policy entries" not in command(running, "list").stderr
+        assert not command(running, "list").stderr
+        with grpc.insecure_channel(running.address) as channel:
+            service_pb2_grpc.SpeculationServiceStub(channel).Introduce(
+                service_pb2.IntroduceRequest(engine=engine_message("pod")), timeout=PATIENCE_SECONDS
+            )
+        explained = " ".join(
+            controller("explain", "pod", "--address", running.address).stdout.split()
+        )
+        assert f"gamma <= 2; policy file {policy}: memory" in explained
         policy.write_text("policies: 1\n")
         said = eventually_said(running, "a list is needed")
         assert "what it said before stays in force" in said

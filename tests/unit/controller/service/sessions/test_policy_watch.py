@@ -112,6 +112,8 @@ async def test_a_schedule_is_in_force_from_the_first_plan_and_listed_with_its_or
         held = found["policy:day:1"]
         assert (held.origin, held.override.from_file) == (str(mounted.path), True)
         assert not held.HasField("remaining_seconds")
+        lines = (await running.sidecar._status_cache.state())["overrides"]
+        assert {line["author"] for line in lines} == {f"policy file {mounted.path}"}
         explained = await running.explain(12)
         assert list(explained.limits.overrides) == ["policy:day:5"]
         assert (await status(running)).ok
