@@ -1,5 +1,7 @@
 """The command line.  Commands import what they need when they run, so that `--help` is instant."""
 
+from typing import Annotated
+
 import typer
 
 from controller.cli import (
@@ -42,6 +44,24 @@ app.command("replay")(replay.replay)
 app.command("report")(incident_report.report)
 app.command("convert")(convert.convert)
 app.command("advise")(advise.advise)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        version()
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=_print_version, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    del version
 
 
 @app.command("version")

@@ -2,11 +2,20 @@
 
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from controller.cli.connection import DEFAULT_ADDRESS, UINT32_MAX, Address, connected, print_wide
+from controller.cli.output import (
+    Column,
+    Listing,
+    Output,
+    OutputOption,
+    plain_values,
+    print_document,
+    show,
+)
 from controller.wire.override_text import (
     PRECEDENCE,
     author_text,
@@ -25,7 +34,7 @@ _ANSWER_SECONDS_MAX = 5.0
 _PAST_ROUNDS = 4
 
 
-def engines(address: Address = DEFAULT_ADDRESS) -> None:
+def engines(output: OutputOption = Output.TABLE, address: Address = DEFAULT_ADDRESS) -> None:
     """Lists the engines that the sidecar steers."""
     from controller.client.paging import every_engine
     from speculation.v1 import service_pb2, service_pb2_grpc
@@ -37,13 +46,12 @@ def engines(address: Address = DEFAULT_ADDRESS) -> None:
                 service_pb2.ListEnginesRequest(page_token=token), timeout=_ANSWER_SECONDS_MAX
             )
         )
-    if answer.engines:
-        _print_engines(answer)
-        for status in answer.engines:
-            for line in _lost_text(status.engine.lost).splitlines():
-                print(f"{status.engine.engine_id}: {line}")
-    else:
-        print("no engine has introduced itself")
+    show(_ENGINES, answer.engines, output, "no engine has introduced itself")
+    if output not in {Output.TABLE, Output.WIDE}:
+        return
+    for status in answer.engines:
+        for line in _lost_text(status.engine.lost).splitlines():
+            print(f"{status.engine.engine_id}: {line}")
     print(_health_text(answer.sidecar.services), end="")
 
 
@@ -55,6 +63,9 @@ def explain(
             min=0, max=UINT32_MAX, help="Batch size to explain; 0: that of the last report."
         ),
     ] = 0,
+    output: Annotated[
+        Literal["table", "json", "yaml"], typer.Option("--output", "-o", help="How to print.")
+    ] = "table",
     address: Address = DEFAULT_ADDRESS,
 ) -> None:
     """Shows why an engine runs the draft length that it runs: every choice with its numbers.
@@ -69,34 +80,42 @@ def explain(
             service_pb2.ExplainRequest(engine_id=engine, batch_size=batch_size),
             timeout=_ANSWER_SECONDS_MAX,
         )
-    _print_explanation(answer)
+    if output == "table":
+        _print_explanation(answer)
+    else:
+        print_document("Explanation", plain_values(answer), Output(output))
 
 
-def _print_engines(answer: "service_pb2.ListEnginesResponse") -> None:
-    from rich.table import Table
+def _last_size(status: "service_pb2.EngineStatus") -> int:
+    return status.last_report.batch_size if status.HasField("last_report") else 0
 
-    table = Table(
-        "engine", "profile", "B", "gamma", "reason", "reports", "rejected", "dropped",
-        "last report",
-    )  # fmt: skip
-    for status in answer.engines:
-        if status.unavailable:
-            table.add_row(status.engine.engine_id, status.unavailable)
-            continue
-        last = status.last_report if status.HasField("last_report") else None
-        row = _row_for(status.plan, last.batch_size if last else 1)
-        table.add_row(
-            status.engine.engine_id,
-            status.profile_id or "none (prior)",
-            str(last.batch_size) if last else "-",
-            f"{row.drafter} {row.gamma}",
-            _reason(status.plan.reason),
-            str(status.reports),
-            str(status.rejected_reports),
-            str(status.dropped_reports),
-            f"{status.seconds_since_last_report:.1f} s ago" if last else "never",
-        )
-    print_wide(table)
+
+def _planned(status: "service_pb2.EngineStatus") -> str:
+    row = _row_for(status.plan, _last_size(status) or 1)
+    return f"{row.drafter} {row.gamma}"
+
+
+def _last_report(status: "service_pb2.EngineStatus") -> str:
+    return f"{status.seconds_since_last_report:.1f} s ago" if _last_size(status) else "never"
+
+
+_ENGINES: "Listing[service_pb2.EngineStatus]" = Listing(
+    "EngineStatusList",
+    lambda status: status.engine.engine_id,
+    (
+        Column("engine", lambda status: status.engine.engine_id),
+        Column("profile", lambda status: status.profile_id or "none (prior)", priority=3),
+        Column("B", lambda status: str(_last_size(status) or "-"), right=True),
+        Column("gamma", _planned),
+        Column("reason", lambda status: _reason(status.plan.reason), priority=1),
+        Column("reports", lambda status: str(status.reports), right=True, priority=4),
+        Column("rejected", lambda status: str(status.rejected_reports), right=True, priority=5),
+        Column("dropped", lambda status: str(status.dropped_reports), right=True, priority=5),
+        Column("last report", _last_report, right=True, priority=2),
+    ),
+    plain_values,
+    lambda status: status.unavailable,
+)
 
 
 def _print_explanation(answer: "service_pb2.ExplainResponse") -> None:

@@ -7,7 +7,7 @@ import os
 import re
 import secrets
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -17,8 +17,8 @@ from controller.cli.connection import (
     Address,
     connected,
     for_operators,
-    print_wide,
 )
+from controller.cli.output import Column, Listing, Output, OutputOption, plain_values, show
 from controller.util.exit_codes import Exit
 from controller.wire.override_text import (
     PRECEDENCE,
@@ -41,7 +41,7 @@ override = typer.Typer(
     help=f"Pins, bounds and forbids what engines may run, for a while.\n\n{PRECEDENCE}",
 )
 
-AsJson = Annotated[bool, typer.Option("--json", help="As JSON lines, for programs.")]
+AsJson = Annotated[bool, typer.Option("--json", help="As JSON lines: one message a line.")]
 
 
 @override.command("set")
@@ -175,7 +175,11 @@ def clear(
 
 
 @override.command("list")
-def list_(as_json: AsJson = False, address: Address = DEFAULT_ADDRESS) -> None:
+def list_(
+    output: OutputOption = Output.TABLE,
+    as_json: AsJson = False,
+    address: Address = DEFAULT_ADDRESS,
+) -> None:
     """Shows the overrides in force, and which one wins."""
     from speculation.v1 import policy_pb2, policy_pb2_grpc
 
@@ -185,11 +189,10 @@ def list_(as_json: AsJson = False, address: Address = DEFAULT_ADDRESS) -> None:
         )
     if as_json:
         _print_json(answer.overrides)
-    elif answer.overrides:
-        _print_overrides(answer.overrides)
-        print(PRECEDENCE)
     else:
-        print("no override is in force")
+        show(_OVERRIDES, answer.overrides, output, "no override is in force")
+        if answer.overrides and output in {Output.TABLE, Output.WIDE}:
+            print(PRECEDENCE)
     if answer.HasField("policy") and not answer.policy.ok:
         typer.echo(
             f"the policy file cannot be used, so what it said before stays in force: "
@@ -225,12 +228,11 @@ def watch(as_json: AsJson = False, address: Address = DEFAULT_ADDRESS) -> None:
 def log(
     override_id: Annotated[str, typer.Argument(help="Only of this override.")] = "",
     limit: Annotated[int, typer.Option(min=1, max=1000, help="The newest so many.")] = 50,
+    output: OutputOption = Output.TABLE,
     as_json: AsJson = False,
     address: Address = DEFAULT_ADDRESS,
 ) -> None:
     """Shows who changed what, when, why and from where; the newest first."""
-    from rich.table import Table
-
     from speculation.v1 import policy_pb2, policy_pb2_grpc
 
     with connected(address) as channel:
@@ -240,16 +242,8 @@ def log(
         )
     if as_json:
         _print_json(answer.records)
-        return
-    table = Table("when", "what", "override", "who", "why", "from", "before", "after")
-    for record in answer.records:
-        table.add_row(
-            _moment(record.at), record.action, record.override_id, record.author or "-",
-            record.reason, record.origin,
-            _in_short(record.before) if record.HasField("before") else "-",
-            _in_short(record.after) if record.HasField("after") else "-",
-        )  # fmt: skip
-    print_wide(table)
+    else:
+        show(_CHANGES, answer.records, output, "no override was ever changed")
 
 
 def _moment(seconds: float) -> str:
@@ -257,21 +251,56 @@ def _moment(seconds: float) -> str:
     return f"{dt.datetime.fromtimestamp(seconds, dt.UTC):%Y-%m-%d %H:%M:%S}"
 
 
-def _in_short(override: "policy_pb2.Override") -> str:
+def _in_short(record: "policy_pb2.AuditRecord", name: Literal["before", "after"]) -> str:
+    if not record.HasField(name):
+        return "-"
+    override = record.before if name == "before" else record.after
     return f"{scope_text(override)}: {rule_text(override)}"
 
 
-def _print_overrides(overrides: "Iterable[policy_pb2.HeldOverride]") -> None:
-    from rich.table import Table
+def _lasts(held: "policy_pb2.HeldOverride") -> str:
+    if held.origin:
+        return "with its file"
+    if not held.HasField("remaining_seconds"):
+        return "permanent"
+    seconds = round(held.remaining_seconds)
+    for unit, size in (("d", 86_400), ("h", 3600), ("m", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds} s"
 
-    table = Table("override", "for", "what", "origin", "who", "why", "set at", "ends in", "etag")
-    for held in overrides:
-        it = held.override
-        table.add_row(
-            it.override_id, scope_text(it), rule_text(it), held.origin or "operator", it.author,
-            it.reason, _moment(held.created_at), _lasts(held), held.etag or "-",
-        )  # fmt: skip
-    print_wide(table)
+
+_OVERRIDES: "Listing[policy_pb2.HeldOverride]" = Listing(
+    "OverrideList",
+    lambda held: held.override.override_id,
+    (
+        Column("override", lambda held: held.override.override_id),
+        Column("for", lambda held: scope_text(held.override), priority=1),
+        Column("what", lambda held: rule_text(held.override)),
+        Column("origin", lambda held: held.origin or "operator", priority=5),
+        Column("who", lambda held: held.override.author, priority=3),
+        Column("why", lambda held: held.override.reason, priority=2),
+        Column("set at", lambda held: _moment(held.created_at), priority=6),
+        Column("ends in", _lasts, right=True, priority=1),
+        Column("etag", lambda held: held.etag or "-", priority=7),
+    ),
+    plain_values,
+)
+_CHANGES: "Listing[policy_pb2.AuditRecord]" = Listing(
+    "OverrideChangeList",
+    lambda record: record.override_id,
+    (
+        Column("when", lambda record: _moment(record.at)),
+        Column("what", lambda record: record.action),
+        Column("override", lambda record: record.override_id),
+        Column("who", lambda record: record.author or "-", priority=1),
+        Column("why", lambda record: record.reason, priority=2),
+        Column("from", lambda record: record.origin, priority=5),
+        Column("before", lambda record: _in_short(record, "before"), priority=4),
+        Column("after", lambda record: _in_short(record, "after"), priority=3),
+    ),
+    plain_values,
+)
 
 
 def _print_effects(
@@ -352,18 +381,6 @@ def _print_json(messages: Iterable[Any]) -> None:
     for message in messages:
         found = json_format.MessageToDict(message, preserving_proto_field_name=True)
         print(json.dumps(found, ensure_ascii=False), flush=True)
-
-
-def _lasts(held: "policy_pb2.HeldOverride") -> str:
-    if held.origin:
-        return "with its file"
-    if not held.HasField("remaining_seconds"):
-        return "permanent"
-    seconds = round(held.remaining_seconds)
-    for unit, size in (("d", 86_400), ("h", 3600), ("m", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds} s"
 
 
 def _scope(engine: str | None, model: str | None, fleet: bool) -> "policy_pb2.Scope":

@@ -14,13 +14,15 @@ from controller.cli.connection import (
     for_operators,
     print_wide,
 )
+from controller.cli.output import Column, Listing, Output, OutputOption, plain_values
+from controller.cli.output import show as show_list
 from controller.util.exit_codes import Exit
 
 if TYPE_CHECKING:
     import grpc
 
     from controller.core.cost.profile import Profile
-    from speculation.v1 import service_pb2_grpc
+    from speculation.v1 import service_pb2, service_pb2_grpc
 
 _ANSWER_SECONDS = 10.0
 # Two profiles of different engines, as where a file at --output is another engine's.
@@ -68,37 +70,35 @@ def pull(
     print(f"{output}: profile {found.profile_id}")
 
 
-def list_(address: Address = DEFAULT_ADDRESS) -> None:
-    """Lists the profiles that the sidecar keeps, the newest first."""
-    from rich.table import Table
+_PROFILES: "Listing[service_pb2.ShelvedProfile]" = Listing(
+    "ProfileList",
+    lambda item: item.profile_id,
+    (
+        Column("identity", lambda item: item.identity, priority=3),
+        Column("profile", lambda item: item.profile_id),
+        Column("target model", lambda item: item.fingerprint.target_model, priority=1),
+        Column("device", lambda item: item.fingerprint.device, priority=2),
+        Column("drafters", lambda item: ", ".join(item.drafters), priority=4),
+        Column("measurements", lambda item: " ".join(item.measurements), priority=8),
+        Column("cells", lambda item: str(item.cells), right=True, priority=7),
+        Column("steps", lambda item: str(item.steps), right=True, priority=6),
+        Column("newest", lambda item: item.measured_at, priority=5),
+        Column("belongs to", lambda item: ", ".join(item.engine_ids) or "no engine here"),
+    ),
+    plain_values,
+)
 
+
+def list_(output: OutputOption = Output.TABLE, address: Address = DEFAULT_ADDRESS) -> None:
+    """Lists the profiles that the sidecar keeps, the newest first."""
     from speculation.v1 import service_pb2
 
     with connected(address) as channel:
         answer = _stub(channel).ListProfiles(
             service_pb2.ListProfilesRequest(), timeout=_ANSWER_SECONDS
         )
-    if not answer.profiles:
-        print("no profile is in the store: measure one with `controller profile`")
-        return
-    table = Table(
-        "identity", "profile", "target model", "device", "drafters", "measurements", "cells",
-        "steps", "newest", "belongs to",
-    )  # fmt: skip
-    for item in answer.profiles:
-        table.add_row(
-            item.identity,
-            item.profile_id,
-            item.fingerprint.target_model,
-            item.fingerprint.device,
-            ", ".join(item.drafters),
-            " ".join(item.measurements),
-            str(item.cells),
-            str(item.steps),
-            item.measured_at,
-            ", ".join(item.engine_ids) or "no engine here",
-        )
-    print_wide(table)
+    none = "no profile is in the store: measure one with `controller profile`"
+    show_list(_PROFILES, answer.profiles, output, none)
 
 
 def show(

@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -323,6 +323,8 @@ GROUPS: Mapping[str, type[PlannerSettings | TrainingSettings]] = {
     "planner": PlannerSettings,
     "training": TrainingSettings,
 }
+# Names that an unknown one is answered with.
+_NEAREST = 3
 # Not quoted in errors: a URL may hold a password.
 _SECRETS = frozenset({"redis_url", "otlp_endpoint"})
 # What is of no use without the other.
@@ -414,7 +416,11 @@ def _refuse_unknown(environment: Mapping[str, str]) -> None:
         if name.upper().startswith(PREFIX) and name not in known and name not in links
     ]
     if unknown:
-        raise SettingsError(
-            f"unknown environment variables: {', '.join(unknown)}; known are "
-            f"{', '.join(sorted(known))}"
-        )
+        lines = [f"unknown environment variable {name}{_nearest(name, known)}" for name in unknown]
+        raise SettingsError("\n".join(lines))
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    """Returns the end of a sentence that names the variables that may have been meant."""
+    nearest = difflib.get_close_matches(name.upper(), sorted(known), _NEAREST, cutoff=0.0)
+    return f": did you mean {', '.join(nearest)}? (`controller config` lists all)"

@@ -171,7 +171,7 @@ def test_every_kind_of_rule_can_be_said(sidecar: SidecarProcess):
         done = command(sidecar, "set", *words, *more)
         assert done.returncode == 0, done.stderr
         listed = command(sidecar, "list").stdout
-        assert text in next(line for line in listed.splitlines() if f" {name} " in line)
+        assert text in next(line for line in listed.splitlines() if line.startswith(f"{name} "))
     assert "permanent" in command(sidecar, "list").stdout
     overrides = [
         json.loads(line) for line in command(sidecar, "list", "--json").stdout.splitlines()
@@ -341,7 +341,7 @@ def test_over_tcp_with_tls_and_a_token(tmp_path: Path):
         words.append("--allow-no-effect")
         assert controller(*words, *address, environment=caller).returncode == 0
         listed = controller("override", "list", *address, environment=caller)
-        assert " tls " in listed.stdout
+        assert "\ntls " in listed.stdout
         token.write_text("guessed")
         refused = controller("override", "list", *address, environment=caller)
         assert refused.returncode == 1

@@ -116,7 +116,11 @@ def test_a_broken_profile_refuses_the_start_with_file_and_reason(tmp_path: Path)
     [
         (("--metrics-port", "70000"), {}, "metrics_port: "),
         (("--address", "127.0.0.1:9"), {}, "unix:PATH or /PATH, is needed"),
-        ((), {"CONTROLLER_ADRESS": "unix:/x"}, "unknown environment variables: CONTROLLER_ADRESS"),
+        (
+            (),
+            {"CONTROLLER_ADRESS": "unix:/x"},
+            "unknown environment variable CONTROLLER_ADRESS: did you mean CONTROLLER_ADDRESS, ",
+        ),
         (("--adress", "unix:/x"), {}, "No such option"),
     ],
 )

@@ -56,7 +56,7 @@ def test_both_spellings_of_a_unix_address_are_understood(address: str):
 )
 def test_unknown_variables_are_refused(monkeypatch: pytest.MonkeyPatch, name: str):
     monkeypatch.setenv(name, "1")
-    with pytest.raises(SettingsError, match=f"unknown environment variables: {name}"):
+    with pytest.raises(SettingsError, match=f"unknown environment variable {name}: did you mean "):
         Settings.load()
 
 

@@ -1,0 +1,127 @@
+"""What lists look like: on terminals of any width, in pipes, and for programs."""
+
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import yaml
+from rich.console import Console
+
+from controller.cli.explain import _ENGINES
+from controller.cli.output import Column, Listing, Output, fitting_table, show
+from controller.cli.override import _OVERRIDES
+from controller.cli.top import ENGINES
+from speculation.v1.policy_pb2 import HeldOverride, Override
+from speculation.v1.service_pb2 import EngineOverview
+
+
+@dataclass(frozen=True)
+class Pod:
+    name: str
+    gain: str = "x1.20"
+    note: str = "quiet"
+    missing: str = ""
+
+
+PODS: Listing[Pod] = Listing(
+    "PodList",
+    lambda pod: pod.name,
+    (
+        Column("pod", lambda pod: pod.name),
+        Column("gain", lambda pod: pod.gain, right=True, priority=1),
+        Column("note", lambda pod: pod.note, priority=2),
+        Column("host", lambda pod: f"host of {pod.name}", wide=True),
+    ),
+    lambda pod: {"name": pod.name, "gain": pod.gain},
+    lambda pod: pod.missing,
+)
+LONG = "a-pod-with-a-name-as-kubernetes-makes-them-7f9c4d-x2x9q"
+
+
+def on_terminal(
+    listing: Listing[Any], items: Sequence[Any], width: int, *, wide: bool = False
+) -> str:
+    shown = io.StringIO()
+    console = Console(file=shown, width=width, force_terminal=True, color_system=None)
+    table, left_out = fitting_table(listing, items, console, wide=wide)
+    console.print(table)
+    return f"{shown.getvalue()}left out: {left_out}"
+
+
+def test_in_a_pipe_there_is_one_aligned_line_for_each_item(capsys) -> None:
+    show(PODS, [Pod(LONG), Pod("b", gain="x10.00")], Output.TABLE)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3
+    assert lines[0].split() == ["pod", "gain", "note"]
+    assert lines[1].split() == [LONG, "x1.20", "quiet"]
+    assert lines[2].index("x10.00") + 6 == lines[1].index("x1.20") + 5
+
+
+def test_the_least_important_columns_go_first_and_ids_are_never_cut() -> None:
+    assert "left out: []" in on_terminal(PODS, [Pod(LONG)], 90)
+    narrow = on_terminal(PODS, [Pod(LONG)], 74)
+    assert "left out: ['note']" in narrow
+    assert LONG in narrow
+    assert "left out: ['note', 'gain']" in on_terminal(PODS, [Pod(LONG)], 62)
+    folded = on_terminal(PODS, [Pod(LONG)], 30)
+    assert LONG in "".join(c for c in folded if c not in "│ \n")
+
+
+def test_wide_shows_all_columns(capsys) -> None:
+    show(PODS, [Pod("a")], Output.WIDE)
+    assert capsys.readouterr().out.splitlines()[0].split() == ["pod", "gain", "note", "host"]
+    assert "left out: []" in on_terminal(PODS, [Pod(LONG)], 40, wide=True)
+
+
+def test_documents_name_their_version_and_kind(capsys) -> None:
+    expected = {
+        "api_version": "speculation.v1",
+        "kind": "PodList",
+        "items": [{"name": "ä", "gain": "x1.20"}],
+    }
+    show(PODS, [Pod("ä")], Output.JSON)
+    assert json.loads(capsys.readouterr().out) == expected
+    show(PODS, [Pod("ä")], Output.YAML)
+    assert yaml.safe_load(capsys.readouterr().out) == expected
+    show(PODS, [], Output.JSON)
+    assert json.loads(capsys.readouterr().out)["items"] == []
+
+
+def test_names_are_one_a_line(capsys) -> None:
+    show(PODS, [Pod("a"), Pod("b")], Output.NAME)
+    assert capsys.readouterr().out == "a\nb\n"
+    show(PODS, [], Output.NAME, "nothing is there")
+    assert capsys.readouterr().out == ""
+
+
+def test_an_empty_table_says_so(capsys) -> None:
+    show(PODS, [], Output.TABLE, "nothing is there")
+    assert capsys.readouterr().out == "nothing is there\n"
+
+
+def test_an_item_that_cannot_be_shown_says_why(capsys) -> None:
+    show(PODS, [Pod("a"), Pod("b", missing="it is away")], Output.TABLE)
+    assert capsys.readouterr().out.splitlines()[2].split(maxsplit=1) == ["b", "it is away"]
+    assert "it is away" in on_terminal(PODS, [Pod("b", missing="it is away")], 60)
+
+
+@pytest.mark.parametrize("output", [Output.TABLE, Output.NAME])
+def test_the_words_of_others_cannot_command_a_terminal(output: Output, capsys) -> None:
+    show(PODS, [Pod("a\x1b[2J\nb")], output)
+    assert "\x1b" not in capsys.readouterr().out
+
+
+def test_at_80_columns_top_has_the_batch_and_the_draft_length_and_lists_whole_ids() -> None:
+    line = EngineOverview(
+        engine_id="inference-7f9c4d-x2x9q:30000", batch_size=128, gamma=3, drafter="eagle3+ngram",
+        accept_length=2.5, tokens_per_second=12345, gain=1.3, regime="off", reason="exploit",
+        link="steered", overrides=["night-pin-of-the-fleet"],
+    )  # fmt: skip
+    found = on_terminal(ENGINES, [line], 80)
+    assert "inference-7f9c4d-x2x9q:30000 │ 128 │ 3 │" in found
+    held = HeldOverride(override=Override(override_id="o-20261126-093015-7f9c4d2a"), etag="1-ab")
+    assert "o-20261126-093015-7f9c4d2a" in on_terminal(_OVERRIDES, [held], 80)
+    assert _ENGINES.columns[0].priority == 0
