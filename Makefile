@@ -6,13 +6,16 @@ PYTHON ?= python3
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check format test bench faults soak fuzz golden demo lab gpu-check models proto lock licences sbom audit clean
+.PHONY: help setup setup-vllm check format test bench faults soak fuzz golden demo lab gpu-check models proto lock licences sbom audit clean
 
 help: ## What there is to make
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: ## Virtual environment .venv with CPU torch, SGLang and the project
 	@scripts/setup.sh
+
+setup-vllm: ## Virtual environment .venv-vllm with CPU torch, vLLM and the shim (one minute, 3 GB)
+	@scripts/setup_vllm.sh
 
 check: setup ## The static part: format, lint, types, contract, drift of what is generated
 	@echo "check: ruff format" && .venv/bin/ruff format --check .
@@ -77,5 +80,5 @@ audit: setup ## Asks for known vulnerabilities of what the images install (needs
 	@$(PYTHON_IN) scripts/audit.py
 
 clean: ## Removes everything that was made, .venv included
-	@rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf .venv .venv-vllm build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -7,13 +7,8 @@ import pytest
 import torch
 
 from engine_shim.link.packets import NO_DRAFTER, ClassEntry, GroupEntry
-from engine_shim.sglang.request_wishes import (
-    LABELS_MOST,
-    OTHER,
-    RequestWishes,
-    classes_of,
-    groups_with,
-)
+from engine_shim.sglang.request_wishes import LABELS_MOST, OTHER, RequestWishes
+from engine_shim.steering.row_groups import classes_of, groups_with
 
 
 def request(params: object = None, **sampling: Any) -> SimpleNamespace:
