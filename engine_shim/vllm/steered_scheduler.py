@@ -134,6 +134,10 @@ class Steering:
             "lost": self._losses.status(),
         }
 
+    def poll(self) -> None:
+        """Takes in what has come from the sidecar, between two steps."""
+        self._link.poll()
+
     def close(self) -> None:
         """Ends the agent."""
         self._link.close()

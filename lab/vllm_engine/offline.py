@@ -1,14 +1,16 @@
 """Runs engines of vLLM one after the other in one process: `python -m lab.vllm_engine.offline JOB`.
 
-JOB is a JSON file: `{"engines": [{"name": ..., "arguments": {...}}], "requests": [{"prompt": [ids],
-"new_tokens": n, "extra": {...}}], "output": path}`.  The output has for each engine the tokens of
-every request and vLLM's own counters of speculation.  Greedy decoding in float32.
+JOB is a JSON file: `{"engines": [{"name": ..., "arguments": {...}, "overlap": false}],
+"requests": [{"prompt": [ids], "new_tokens": n, "extra": {...}}], "output": path}`.  The output has
+for each engine the tokens of every request and vLLM's own counters of speculation.  Greedy decoding
+in float32.  overlap: with async scheduling, which vLLM by itself never uses on a processor.
 """
 
 import gc
 import json
 import os
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -28,12 +30,43 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
+_PLAN_SECONDS = 60.0
+
+
+def set_overlap(wanted: bool) -> None:
+    """Has vLLM's platform keep or switch off async scheduling, whatever a processor's would do."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    original = getattr(CpuPlatform, "lab_original", CpuPlatform.check_and_update_config)
+
+    def check_and_update_config(config: Any) -> None:
+        original(config)
+        config.scheduler_config.async_scheduling = wanted
+
+    CpuPlatform.lab_original = original
+    CpuPlatform.check_and_update_config = staticmethod(check_and_update_config)
+
+
+def wait_for_plan(steering: Any) -> None:
+    """Waits until the sidecar's first plan has arrived."""
+    ends = time.monotonic() + _PLAN_SECONDS
+    while not steering.status()["plans_taken"] and time.monotonic() < ends:
+        steering.poll()
+        time.sleep(0.02)
+
+
 def run(engine: dict[str, Any], requests: list[dict[str, Any]]) -> dict[str, Any]:
     """Returns the answers of one engine, and what it counted."""
     from vllm import LLM, SamplingParams
 
+    set_overlap(engine.get("overlap", False))
     llm = LLM(**(_DEFAULTS | engine["arguments"]))
     try:
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        steering = getattr(scheduler, "speculation", None)
+        if steering is not None:
+            wait_for_plan(steering)
+        began = time.monotonic()
         answers = llm.generate(
             [{"prompt_token_ids": request["prompt"]} for request in requests],
             [
@@ -47,17 +80,17 @@ def run(engine: dict[str, Any], requests: list[dict[str, Any]]) -> dict[str, Any
             ],
             use_tqdm=False,
         )
+        seconds = time.monotonic() - began
         metrics = {
             metric.name: getattr(metric, "value", None)
             for metric in llm.get_metrics()
             if "spec_decode" in metric.name
         }
-        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-        steering = getattr(scheduler, "speculation", None)
         return {
             "tokens": [list(answer.outputs[0].token_ids) for answer in answers],
             "metrics": metrics,
             "scheduler": type(scheduler).__name__,
+            "seconds": seconds,
             "status": None if steering is None else steering.status(),
         }
     finally:
