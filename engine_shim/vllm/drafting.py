@@ -21,13 +21,14 @@ def hook_drafting() -> None:
     Not earlier: where vLLM replaces Triton's kernels on a processor, it looks through everything
     that is imported, and does not survive numba, which the lookup brings.
     """
-    _on_import(vllm_api.DFLASH, whole_block)
-    _on_import(vllm_api.NGRAM, no_search_for_nothing)
+    _on_import(vllm_api.DFLASH, vllm_api.PROPOSER, whole_block)
+    _on_import(vllm_api.NGRAM, vllm_api.NGRAM, no_search_for_nothing)
 
 
-def _on_import(owner: str, wrapper: Callable[[Any], Any]) -> None:
+def _on_import(owner: str, defined_by: str, wrapper: Callable[[Any], Any]) -> None:
     def wrap() -> None:
-        found = vllm_api.require_contract(owner)
+        vllm_api.require_contract(defined_by)
+        found = vllm_api.resolve(owner)
         if not hasattr(found.propose, "speculation_controller"):
             found.propose = wrapper(found.propose)
 

@@ -29,6 +29,8 @@ def _register() -> None:
     from engine_shim.vllm.settings import VllmSettings
 
     settings = VllmSettings.load_or_refuse()
-    settings.require_version("vLLM", vllm_api.vllm_version(), vllm_api.TESTED)
+    settings.require_version(
+        "vLLM", vllm_api.vllm_version(), vllm_api.TESTED, vllm_api.SAME_SIGNATURES
+    )
     SteeredConfiguration(settings).hook()
     hook_drafting()

@@ -24,3 +24,8 @@ def test_a_version_that_was_not_tested_is_refused_unless_it_is_asked_for(
     ShimSettings.load().require_version("An engine", "2.0", ("1.0", "2.0"))
     monkeypatch.setenv("SPECULATION_ALLOW_UNKNOWN_VERSION", "1")
     ShimSettings.load().require_version("An engine", "3.0", ("1.0", "2.0"))
+
+
+def test_a_version_that_is_alike_starts_with_a_warning(caplog: pytest.LogCaptureFixture):
+    ShimSettings.load().require_version("An engine", "1.9", ("2.0",), ("1.8", "1.9"))
+    assert "An engine 1.9 has what the plugin uses" in caplog.text
