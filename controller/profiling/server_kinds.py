@@ -1,4 +1,4 @@
-"""What the HTTP APIs of SGLang and of vLLM call the same things."""
+"""Names what the HTTP APIs of SGLang and of vLLM both have, as each of them calls it."""
 
 import re
 from collections.abc import Sequence

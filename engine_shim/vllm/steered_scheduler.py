@@ -198,7 +198,7 @@ def captured_tokens(config: Any) -> int:
 def steered(base: Any, settings: VllmSettings) -> Any:
     """Returns a subclass of vLLM's scheduler, synchronous or not, that is steered.
 
-    Raises UnsupportedEngineError for a class that is none.
+    Raises UnsupportedEngineError for any other class.
     """
     scheduler = vllm_api.require_contract(vllm_api.SCHEDULER)
     vllm_api.require_contract(vllm_api.ASYNC_SCHEDULER)

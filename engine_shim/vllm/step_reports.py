@@ -161,7 +161,9 @@ class StepTap:
         choice = _choice_of_most(rows.choices)
         if choice is None:  # all rows may not be drafted for
             choice = next(under for under in launch.drafted_under if under is not None)
-        if self._is_mixed(launch, rows, gamma):
+        drafts = launch.drafts_under
+        verified = {gamma, choice.gamma, *(under.gamma for under in rows.choices)}
+        if drafts is None or verified != {drafts.gamma}:
             flags |= MIXED_CHOICE
         if choice.source is not Source.PLAN:
             flags |= UNSTEERED
@@ -192,13 +194,6 @@ class StepTap:
                 groups=groups if len(groups) > 1 or rows.undrafted else (),
             )
         )
-
-    @staticmethod
-    def _is_mixed(launch: Launch, rows: Rows, gamma: int) -> bool:
-        """Whether a step verified one draft length and drafted another."""
-        drafts = launch.drafts_under
-        verified = {under.gamma for under in rows.choices} or {gamma}
-        return drafts is None or verified != {drafts.gamma}
 
 
 def _groups(rows: Rows) -> tuple[GroupEntry, ...]:

@@ -206,6 +206,24 @@ def test_nothing_is_drafted_where_nobody_may_be_drafted_for():
     assert report.flags & MIXED_CHOICE  # the plan asked for 3
 
 
+def test_a_row_without_drafts_verified_less_than_its_choice_whatever_comes_next():
+    engine = Engine(choice(3), choice(0))
+    engine.add(request("b", extra={"speculation": False}))
+    engine.step({"b": 1}, {}, {"b": 1})
+    engine.step({"b": 1}, {}, {"b": 1})
+    assert engine.link.reports[0].flags & MIXED_CHOICE
+
+
+def test_drafts_that_were_cut_at_the_longest_sequence_are_no_arm_of_their_own():
+    engine = Engine(choice(3))
+    engine.add(request("a"))
+    engine.step({"a": 1}, {}, {"a": 1})
+    engine.step({"a": 2}, {"a": 1}, {"a": 2})
+    (report,) = engine.link.reports
+    assert (report.gamma, list(report.accepted_counts), report.groups) == (1, [0, 1], ())
+    assert report.flags & MIXED_CHOICE
+
+
 @pytest.mark.parametrize(
     ("extra", "wish"),
     [
