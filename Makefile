@@ -6,7 +6,7 @@ PYTHON ?= python3
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm check format test bench faults soak fuzz golden demo lab gpu-check models proto lock licences sbom audit clean
+.PHONY: help setup setup-vllm check format test bench faults soak fuzz golden demo demo-vllm lab gpu-check models proto lock licences sbom audit clean
 
 help: ## What there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -54,6 +54,9 @@ golden: setup ## Compares the standard suite's numbers with the golden ones, exa
 
 demo: setup ## What steering gains: one day, four policies, the real SGLang at an H100's pace (8 minutes)
 	@$(PYTHON_IN) -m lab.demo $(ARGS)
+
+demo-vllm: setup setup-vllm ## vLLM on this processor: off, one static draft length, steered; exact tokens (3 minutes)
+	@$(PYTHON_IN) -m lab.vllm_engine
 
 lab: setup ## What the papers say of drafters that learn, on small real models (25 minutes)
 	@$(PYTHON_IN) -m lab.learning $(ARGS)

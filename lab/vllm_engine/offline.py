@@ -1,9 +1,10 @@
 """Runs engines of vLLM one after the other in one process: `python -m lab.vllm_engine.offline JOB`.
 
 JOB is a JSON file: `{"engines": [{"name": ..., "arguments": {...}, "overlap": false}],
-"requests": [{"prompt": [ids], "new_tokens": n, "extra": {...}}], "output": path}`.  The output has
-for each engine the tokens of every request and vLLM's own counters of speculation.  Greedy decoding
-in float32.  overlap: with async scheduling, which vLLM by itself never uses on a processor.
+"phases": [[{"prompt": [ids], "new_tokens": n, "extra": {...}}]], "output": path}`.  The requests
+of a phase are answered at once.  The output has for each engine the tokens of every request, the
+seconds of every phase, and vLLM's own counters of speculation.  Greedy decoding in float32.
+overlap: with async scheduling, which vLLM by itself never uses on a processor.
 """
 
 import gc
@@ -55,9 +56,9 @@ def wait_for_plan(steering: Any) -> None:
         time.sleep(0.02)
 
 
-def run(engine: dict[str, Any], requests: list[dict[str, Any]]) -> dict[str, Any]:
+def run(engine: dict[str, Any], phases: list[list[dict[str, Any]]]) -> dict[str, Any]:
     """Returns the answers of one engine, and what it counted."""
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
     set_overlap(engine.get("overlap", False))
     llm = LLM(**(_DEFAULTS | engine["arguments"]))
@@ -66,36 +67,46 @@ def run(engine: dict[str, Any], requests: list[dict[str, Any]]) -> dict[str, Any
         steering = getattr(scheduler, "speculation", None)
         if steering is not None:
             wait_for_plan(steering)
-        began = time.monotonic()
-        answers = llm.generate(
-            [{"prompt_token_ids": request["prompt"]} for request in requests],
-            [
-                SamplingParams(
-                    temperature=0,
-                    max_tokens=request["new_tokens"],
-                    ignore_eos=True,
-                    extra_args=request.get("extra"),
-                )
-                for request in requests
-            ],
-            use_tqdm=False,
-        )
-        seconds = time.monotonic() - began
-        metrics = {
-            metric.name: getattr(metric, "value", None)
-            for metric in llm.get_metrics()
-            if "spec_decode" in metric.name
-        }
+        tokens: list[list[int]] = []
+        seconds: list[float] = []
+        for requests in phases:
+            began = time.monotonic()
+            tokens += answer(llm, requests)
+            seconds.append(time.monotonic() - began)
         return {
-            "tokens": [list(answer.outputs[0].token_ids) for answer in answers],
-            "metrics": metrics,
-            "scheduler": type(scheduler).__name__,
+            "tokens": tokens,
             "seconds": seconds,
+            "metrics": {
+                metric.name: getattr(metric, "value", None)
+                for metric in llm.get_metrics()
+                if "spec_decode" in metric.name
+            },
+            "scheduler": type(scheduler).__name__,
             "status": None if steering is None else steering.status(),
         }
     finally:
         # Ends the scheduler, and with it the plugin's agent.
         llm.llm_engine.engine_core.shutdown()
+
+
+def answer(llm: Any, requests: list[dict[str, Any]]) -> list[list[int]]:
+    """Returns the tokens of each request."""
+    from vllm import SamplingParams
+
+    answers = llm.generate(
+        [{"prompt_token_ids": request["prompt"]} for request in requests],
+        [
+            SamplingParams(
+                temperature=0,
+                max_tokens=request["new_tokens"],
+                ignore_eos=True,
+                extra_args=request.get("extra"),
+            )
+            for request in requests
+        ],
+        use_tqdm=False,
+    )
+    return [list(each.outputs[0].token_ids) for each in answers]
 
 
 def main() -> None:
@@ -106,7 +117,7 @@ def main() -> None:
     found: dict[str, Any] = {}
     for engine in job["engines"]:
         try:
-            found[engine["name"]] = run(engine, engine.get("requests", job["requests"]))
+            found[engine["name"]] = run(engine, job["phases"])
         except Exception as error:  # noqa: BLE001  # for the caller to judge
             traceback.print_exc()
             found[engine["name"]] = {"error": f"{type(error).__name__}: {error}"}

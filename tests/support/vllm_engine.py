@@ -64,7 +64,7 @@ def job(
     folder.mkdir(parents=True, exist_ok=True)
     written = folder / "job.json"
     written.write_text(
-        json.dumps({"engines": engines, "requests": requests, "output": str(folder / "out.json")})
+        json.dumps({"engines": engines, "phases": [requests], "output": str(folder / "out.json")})
     )
     with (folder / "engine.log").open("wb") as output:
         process = subprocess.Popen(
