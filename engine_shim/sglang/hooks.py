@@ -41,6 +41,7 @@ from speculation.v1 import engine_pb2
 
 if TYPE_CHECKING:
     from engine_shim.link.engine_link import EngineLink
+    from engine_shim.link.plan_follower import StepChoice
     from engine_shim.link.ranks import Ranks, RankUpdate
     from engine_shim.sglang.adaptive_policy import SteeredPolicy
     from engine_shim.sglang.drafters.dflash import DFlashDrafter
@@ -147,11 +148,15 @@ class EngineHooks:
         self.policy.run(choice)
         before, sleep, eager = self._launching, self.sleep, self.eager
         launch = Launch(choice, batch.forward_iter, kv_tokens_at_launch(batch), largest)
-        if sleep is not None and (choice.asleep or sleep.is_behind):
+        idle = choice.asleep and choice.gamma == 0
+        if self.rows is not None and choice.gamma:
+            idle = self.rows.is_alone(choice.drafter_index)
+        if sleep is not None and (idle or sleep.is_behind):
             unread = 0 if before is None or before.is_read_back else before.choice.gamma + 1
-            launch.asleep = self._catch_up(
-                sleep, batch, choice.asleep and choice.gamma == 0, unread
-            )
+            launch.asleep = self._catch_up(sleep, batch, idle, unread)
+            if not idle and sleep.must_wait:
+                launch.waits = True
+                launch.choice = self._while_waiting(choice)
         if self.online is not None or self.deployment is not None:
             self._update(lambda online: online.before_step())
             launch.update_status = self._update_status()
@@ -161,7 +166,7 @@ class EngineHooks:
         if (rows := self.rows) is not None:
             unread = 0 if before is None or before.is_read_back else before.choice.gamma + 1
             rows.attempt(lambda: rows.before_decode(batch, unread))
-            if choice.gamma == 0 and not launch.asleep:
+            if choice.gamma == 0 and not (launch.asleep or launch.waits):
                 rows.attempt(lambda: rows.watch(batch, worker.draft_worker))
         self._launching = launch
         eager.seen = NO_PASSES
@@ -221,6 +226,7 @@ class EngineHooks:
             if role.main != OWN:
                 role = OWN_ALONE
                 launch.choice = launch.choice._replace(drafter_index=OWN)
+                launch.asleep = False
             verify = original(draft, batch, **kwargs)
         if rows is not None:
             rows.attempt(lambda: rows.join(verify, batch, role, self.ranks.rules()))
@@ -245,10 +251,13 @@ class EngineHooks:
             rows.attempt(lambda: rows.after_verify(batch, result, reports=reports))
         if self.online is not None or self.collector is not None:
             self._learn(batch, result, launch)
-        if launch is not None and launch.asleep and sleep is not None:
+        if launch is not None and sleep is not None and (launch.asleep or launch.waits):
             try:
-                sleep.sleep_through(batch, result)
-                return
+                width = launch.choice.gamma + 1
+                if launch.asleep:
+                    launch.slept = sleep.sleep_through(batch, result, width)
+                    return
+                launch.slept = sleep.keep(batch, result, width, is_read=True)
             except Exception as error:  # out of memory, say: then as if awake
                 if self.several:
                     raise
@@ -266,6 +275,9 @@ class EngineHooks:
         if launch is not None:
             launch.is_read_back = True
         tokens = original(processor, result, batch)
+        if launch is not None and launch.slept is not None:
+            # The bonus token is one more than the accepted drafts.
+            launch.slept.counts = [k + 1 for k in result.num_correct_drafts_per_req_cpu]
         if launch is None or self.tap is None:
             return tokens
         try:
@@ -319,6 +331,12 @@ class EngineHooks:
             self._stop_sleeping(error)
             return False
         return asleep
+
+    def _while_waiting(self, choice: StepChoice) -> StepChoice:
+        """Returns what runs while the drafter that is wanted cannot draft yet."""
+        if self.rows is None or choice.gamma == 0:
+            return choice
+        return choice._replace(drafter_index=self.rows.lookup, probe_id=0)
 
     def _stop_sleeping(self, error: Exception) -> None:
         self.sleep = None

@@ -32,6 +32,7 @@ from engine_shim.steering.row_groups import classes_of, groups_with
 
 if TYPE_CHECKING:
     from engine_shim.link.engine_link import EngineLink
+    from engine_shim.sglang.drafters.idle_kv_buffer import BacklogStep
     from engine_shim.sglang.drafters.row_drafting import RowDrafting
 
 
@@ -43,12 +44,14 @@ class Launch:
     the rank that has most, 0 where ranks share one batch.  `started`: perf_counter seconds.
     `update_status`: of the drafter's online updates.  `eager`: the drafters' passes that ran
     without a graph.  `is_read_back`: whether the scheduler has counted what the step accepted.
+    `waits`: the drafter that is wanted will draft from the next step on.
+    `slept`: what a drafter slept through, whose counts the host has yet to read, if anything.
     `undrafted`: rows that must not be drafted for.  `labels`: class of each row, or none at all.
     """
 
     __slots__ = (
         "asleep", "choice", "eager", "forward_iter", "is_read_back", "kv_tokens", "labels",
-        "largest_batch", "started", "undrafted", "update_status",
+        "largest_batch", "slept", "started", "undrafted", "update_status", "waits",
     )  # fmt: skip
 
     def __init__(
@@ -62,7 +65,8 @@ class Launch:
         self.forward_iter = forward_iter
         self.kv_tokens = kv_tokens
         self.largest_batch = largest_batch
-        self.asleep = self.is_read_back = False
+        self.asleep = self.waits = self.is_read_back = False
+        self.slept: BacklogStep | None = None
         self.undrafted: list[int] = []
         self.labels: list[str] = []
         self.update_status = NO_UPDATE

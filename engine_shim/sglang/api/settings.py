@@ -54,8 +54,8 @@ class PluginSettings(ShimSettings):
         default=32,
         ge=0,
         le=4096,
-        description="Positions of each request that a sleeping drafter may miss before they are "
-        "caught up in one pass. 0: the drafter never sleeps.",
+        description="Steps that a sleeping drafter may miss before it catches up in one pass. "
+        "0: the drafter never sleeps.",
     )
 
     online_updates: bool = Field(

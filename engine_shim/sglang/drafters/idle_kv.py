@@ -1,12 +1,18 @@
-"""A drafter that sleeps at gamma = 0, and wakes up without having missed anything.
+"""A drafter that sleeps while nothing of it is used, and wakes up without having missed anything.
 
 Awake, the drafter reads every position the target has passed (the target's hidden state at p, and
 token p + 1), in one draft-extend per step, so that its KV cache keeps up.  At gamma = 0 that is
-most of what speculation still costs.  Asleep, the step's hidden states and tokens are kept instead,
-and one draft-extend of as many positions as were missed catches up
+most of what speculation still costs.  Asleep, at gamma = 0 or while a lookup drafts alone, the
+step's hidden states and tokens are kept instead, and one draft-extend of as many positions as were
+missed catches up
 
   - before the first step with the drafter awake, which also gives the state drafting begins from;
   - while asleep, whenever the buffer is full: late and in bulk, far cheaper for each position.
+
+With the overlap schedule, the host learns a step later how many drafts of a lookup were accepted.
+So a drafter that is to wake up then stays idle for one more step, in which the lookup drafts and it
+reads along: that step's draft-extend gives the state drafting begins from, and what was missed is
+read in the next one.
 
 So the buffer is bounded and no request goes cold, however long the sleep.  What is not caught up is
 the tail (at most one buffer) of a request that finishes asleep: its target KV may be found again
@@ -89,6 +95,15 @@ class IdleDrafter:
         self.is_behind = False
         self.counters = IdleCounters()
 
+    @property
+    def must_wait(self) -> bool:
+        """Whether a drafter that wakes up can only draft from the next step on.
+
+        To be asked between `before_step` and the step.
+        """
+        newest = self._backlog.newest
+        return newest is not None and newest.counts is None and not newest.is_read
+
     def before_step(self, batch: Any, *, asleep: bool, unread_tokens: int = 0) -> None:
         """To be called as a decode step begins, before anything drafts.
 
@@ -98,30 +113,41 @@ class IdleDrafter:
         if not asleep and not self.is_behind:
             return
         self._lengths = self._known_lengths(batch, unread_tokens)
-        if self.is_behind and (not asleep or self._backlog.is_full_for(len(batch.reqs))):
+        if not self.is_behind:
+            return
+        if self._backlog.is_full_for(len(batch.reqs)) if asleep else not self.must_wait:
             self._catch_up(batch)
 
     def forget(self, requests: Sequence[Any]) -> None:
         """To be called with the requests of a prefill, which the drafter reads as well."""
         self._backlog.forget([request.rid for request in requests])
 
-    def sleep_through(self, batch: Any, result: Any) -> None:
+    def sleep_through(self, batch: Any, result: Any, width: int = 1) -> BacklogStep:
         """Replaces a step's draft-extend: keeps what it would have read.
 
-        `batch` and `result` as SGLang hands them to `_draft_extend_for_decode` at gamma = 0.
+        `batch` and `result` as SGLang hands them to `_draft_extend_for_decode`; width: tokens that
+        it has verified of each request.  Returns the step, whose counts the host knows later.
         """
-        size = len(batch.reqs)
+        step = self.keep(batch, result, width)
+        self._worker._stub_skipped_draft_extend(batch, result)
+        self.counters.slept += 1
+        return step
+
+    def keep(self, batch: Any, result: Any, width: int, *, is_read: bool = False) -> BacklogStep:
+        """Keeps a step; is_read: its draft-extend runs all the same."""
+        rows = len(batch.reqs) * width
         step = BacklogStep(
             [request.rid for request in batch.reqs],
             # Copies: with graphs, these live in buffers that the next step overwrites.
-            result.next_token_ids[:size].clone(),
-            result.logits_output.hidden_states[:size].clone(),
+            result.next_token_ids[:rows].clone(),
+            result.logits_output.hidden_states[:rows].clone(),
             *self._lengths,
+            width=width,
+            is_read=is_read,
         )
-        self._worker._stub_skipped_draft_extend(batch, result)
         self._backlog.add(step)
         self.is_behind = True
-        self.counters.slept += 1
+        return step
 
     def _known_lengths(self, batch: Any, unread_tokens: int) -> tuple[list[int], int]:
         """Each request's context length and by how much it may be larger, without any wait.
@@ -129,27 +155,34 @@ class IdleDrafter:
         Where SGLang keeps no lengths on the host (FlashAttention, TensorRT-LLM), they follow from
         what its requests have committed, and from what the step before has added since.
         """
+        newest = self._backlog.newest
         if batch.seq_lens_cpu is not None:
-            return batch.seq_lens_cpu.tolist(), 0
+            lengths = batch.seq_lens_cpu.tolist()
+            if newest is not None and newest.counts is None:
+                ends = {r.rid: end for r, end in zip(batch.reqs, lengths, strict=True)}
+                begun = zip(newest.request_ids, newest.known, strict=True)
+                newest.counts = [ends.get(rid, known + 1) - known for rid, known in begun]
+            return lengths, 0
         committed = [request.kv.kv_committed_len for request in batch.reqs]
         if not unread_tokens:
             return committed, 0
-        # Asleep it added one token to each; awake, the buffer is empty.
-        newest = self._backlog.newest_ids
-        if newest:
+        if newest is not None and newest.counts is not None:
+            # It added one token to each.
+            ids = frozenset(newest.request_ids)
             found = zip(batch.reqs, committed, strict=True)
-            return [length + (request.rid in newest) for request, length in found], 0
+            return [length + (request.rid in ids) for request, length in found], 0
         return committed, unread_tokens
 
     def _catch_up(self, batch: Any) -> None:
-        tokens, hidden = self._backlog.tensors()
-        backlog = self._backlog.of_batch([request.rid for request in batch.reqs], self._lengths[0])
-        self._backlog.clear()
-        self.is_behind = False
+        part = self._backlog.take_counted()
+        # What is left was not read, and is slept through with what follows it.
+        self.is_behind = len(self._backlog) > 0
+        backlog = part.of_batch([request.rid for request in batch.reqs], self._lengths[0])
         self.counters.cold += backlog.cold
         self.counters.unread += backlog.unread
         if not backlog.rows:
             return
+        tokens, hidden = part.tensors()
         count, size = len(backlog.order), len(backlog.rows)
         missed = [
             (row, start + place)
@@ -159,9 +192,12 @@ class IdleDrafter:
             for place in range(length)
         ]  # fmt: skip
         owners, places = zip(*missed, strict=True)
-        lists = to_device([*backlog.order, *owners, *places, *backlog.rows], tokens.device)
-        order, owner, positions, rows = lists.split([count, count, count, size])
-        extend = _extend_batch(batch, backlog, rows, owner, positions)
+        ends = [a + n for a, n in zip(backlog.starts, backlog.lengths, strict=True)]
+        lists = [*backlog.order, *owners, *places, *backlog.rows, *ends]
+        order, owner, positions, rows, seq_lens = to_device(lists, tokens.device).split(
+            [count, count, count, size, size]
+        )
+        extend = _extend_batch(batch, backlog, rows, owner, positions, seq_lens)
         hidden, draft = hidden[order], self._worker.draft_worker
         if sglang_api.dflash_only(draft) is not None:
             draft.catch_up(hidden, extend.out_cache_loc, positions)
@@ -169,7 +205,8 @@ class IdleDrafter:
             if self._dual is not None:
                 hidden = self._dual.catch_up(hidden, extend.out_cache_loc, positions)
             output = _read(draft, extend, tokens[order], hidden)
-            _install(batch.spec_info, rows, output)
+            if part.is_latest:
+                _install(batch.spec_info, rows, output)
         self.counters.passes += 1
         self.counters.caught_up += len(backlog.order)
 
@@ -180,18 +217,19 @@ def _extend_batch(
     rows: torch.Tensor,
     owner: torch.Tensor,
     positions: torch.Tensor,
+    seq_lens: torch.Tensor,
 ) -> Any:
     """A `ScheduleBatch` of the requests that are behind, extending by what they missed.
 
-    rows: their places in the batch; owner: that of each of the missed positions.  The slots it
-    writes are those the target has filled already: nothing is allocated.
+    rows: their places in the batch; owner: that of each of the missed positions; seq_lens: where
+    these end.  The slots it writes are those the target has filled already: nothing is allocated.
     """
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
     extend = copy.copy(batch)
     extend.reqs = [batch.reqs[row] for row in backlog.rows]
     extend.req_pool_indices = batch.req_pool_indices[rows]
-    extend.seq_lens = batch.seq_lens[rows]
+    extend.seq_lens = seq_lens.to(batch.seq_lens.dtype)
     ends = zip(backlog.starts, backlog.lengths, strict=True)
     extend.seq_lens_cpu = torch.tensor([start + length for start, length in ends])
     extend.seq_lens_sum = sum(backlog.starts) + sum(backlog.lengths)

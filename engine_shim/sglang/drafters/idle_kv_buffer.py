@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 # Catching up has a prefill's shape, and SGLang's default for those is a chunk of 8192 tokens.
 MAX_POSITIONS: Final = 8192
@@ -15,13 +16,16 @@ MAX_POSITIONS: Final = 8192
 MAX_BYTES: Final = 256 * 2**20
 
 
-class BacklogStep(NamedTuple):
-    """One step that the drafter slept through; a row for each request.
+@dataclass(slots=True, eq=False)
+class BacklogStep:
+    """One step that the drafter slept through; `width` rows for each request.
 
-    tokens: int[B], what the target chose (for position + 1); hidden: [B, H], its hidden states
-    at the position that it read, in the form the drafter takes.  Both are on the device.  known:
-    the positions as the host knew them, which may each be up to `slack` too small while the step
-    before was not read back.
+    tokens: int[B * width], what the target chose (for position + 1); hidden: [B * width, H], its
+    hidden states at the positions that it read, in the form the drafter takes.  Both are on the
+    device.  known: the first positions as the host knew them, which may each be up to `slack` too
+    small while the step before was not read back.  counts: how many of a request's rows the target
+    has accepted; None until the host has read that back.  A step without drafts has one each.
+    is_read: the drafter was awake and has read it; it is kept for what may follow it.
     """
 
     request_ids: list[str]
@@ -29,6 +33,14 @@ class BacklogStep(NamedTuple):
     hidden: torch.Tensor
     known: list[int]
     slack: int = 0
+    width: int = 1
+    counts: list[int] | None = None
+    is_read: bool = False
+
+    def __post_init__(self) -> None:
+        """Counts a step without drafts."""
+        if self.width == 1 and self.counts is None:
+            self.counts = [1] * len(self.request_ids)
 
 
 class BacklogRows(NamedTuple):
@@ -61,77 +73,118 @@ class BacklogSteps:
         self._positions = 0
         # Of rows of the present steps, which are all of one size.
         self._most_rows = max_positions
-        # Request -> index of the first step that still counts for it.
+        # Request -> number of the first step that still counts for it.
         self._valid_from: dict[str, int] = {}
+        # Steps that have left the buffer.
+        self._left = 0
 
     def __len__(self) -> int:
         return len(self._steps)
 
-    def is_full_for(self, batch_size: int) -> bool:
-        """True when one more step of this size would not fit."""
+    def is_full_for(self, rows: int) -> bool:
+        """True when one more step of so many rows would not fit."""
         if not self._steps:
             return False
-        too_many = self._positions + batch_size > self._most_rows
+        too_many = self._positions + rows > self._most_rows
         return too_many or len(self._steps) >= self._max_steps
 
     def add(self, step: BacklogStep) -> None:
-        """One more missed step."""
+        """One more missed step, or a step that was read behind missed ones."""
         if not self._steps:
-            row_bytes = step.hidden.nbytes // len(step.request_ids)
+            row_bytes = step.hidden.nbytes // step.hidden.shape[0]
             self._most_rows = min(self._max_positions, self._max_bytes // row_bytes)
         self._steps.append(step)
-        self._positions += len(step.request_ids)
+        self._positions += step.hidden.shape[0]
 
     def forget(self, request_ids: Sequence[str]) -> None:
         """These requests were prefilled, and the drafter with them: it has missed nothing."""
         if self._steps:
             for request_id in request_ids:
-                self._valid_from[request_id] = len(self._steps)
+                self._valid_from[request_id] = self._left + len(self._steps)
 
     def clear(self) -> None:
         """Forgets all steps."""
         self._steps.clear()
         self._valid_from.clear()
-        self._positions = 0
-
-    def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens (int64) and hidden states of the whole buffer, step after step."""
-        steps = self._steps
-        return (
-            torch.cat([step.tokens for step in steps]).to(torch.int64),
-            torch.cat([step.hidden for step in steps]),
-        )
+        self._positions = self._left = 0
 
     @property
-    def newest_ids(self) -> frozenset[str]:
-        """The requests of the newest step; none when the buffer is empty."""
-        return frozenset(self._steps[-1].request_ids if self._steps else ())
+    def newest(self) -> BacklogStep | None:
+        """The newest step; None when the buffer is empty."""
+        return self._steps[-1] if self._steps else None
+
+    def take_counted(self) -> BacklogPart:
+        """Takes out the steps of which the host knows what was accepted, oldest first.
+
+        What is left is forgotten if the drafter has read it.
+        """
+        kept = len(self._steps)
+        while kept and self._steps[kept - 1].counts is None:
+            kept -= 1
+        taken, self._steps = self._steps[:kept], self._steps[kept:]
+        part = BacklogPart(taken, self._left, dict(self._valid_from), is_latest=not self._steps)
+        self._left += kept
+        self._positions -= sum(step.hidden.shape[0] for step in taken)
+        if all(step.is_read for step in self._steps):
+            self.clear()
+        return part
+
+
+class BacklogPart:
+    """The steps that a catch-up reads.
+
+    first: number of the first one.  valid_from: request -> number of the first step that counts.
+    is_latest: no step was kept behind these.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[BacklogStep],
+        first: int,
+        valid_from: Mapping[str, int],
+        *,
+        is_latest: bool,
+    ) -> None:
+        self._steps, self._first, self._valid_from = steps, first, valid_from
+        self.is_latest = is_latest
+
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens (int64) and hidden states of all missed steps, step after step."""
+        return (
+            torch.cat([step.tokens for step in self._steps]).to(torch.int64),
+            torch.cat([step.hidden for step in self._steps]),
+        )
 
     def of_batch(self, request_ids: Sequence[str], lengths: Sequence[int]) -> BacklogRows:
-        """Describes what each request of a batch has missed; `lengths`: its context lengths now.
+        """Describes what each request of a batch has missed.
 
-        A step at gamma = 0 adds one token to each request, so the missed positions are the last
-        ones, unless a request went on unseen: then the oldest of them is not where the host saw it.
+        lengths: its context lengths behind these steps.  The missed positions lead up to them,
+        unless a request went on unseen: then the oldest of them is not where the host saw it.
         """
         backlog: dict[str, list[int]] = {request_id: [] for request_id in request_ids}
         oldest: dict[str, tuple[int, int]] = {}
         cold = unread = base = 0
-        for index, step in enumerate(self._steps):
-            for row, request_id in enumerate(step.request_ids, base):
-                if self._valid_from.get(request_id, 0) > index:
+        for number, step in enumerate(self._steps, self._first):
+            assert step.counts is not None
+            for place, (request_id, count) in enumerate(
+                zip(step.request_ids, step.counts, strict=True)
+            ):
+                if self._valid_from.get(request_id, 0) > number:
                     continue
-                if request_id in backlog:
-                    backlog[request_id].append(row)
-                    oldest.setdefault(request_id, (step.known[row - base], step.slack))
+                if request_id not in backlog:
+                    unread += 0 if step.is_read else count
                 else:
-                    unread += 1
-            base += len(step.request_ids)
+                    first = base + place * step.width
+                    backlog[request_id] += range(first, first + count)
+                    oldest.setdefault(request_id, (step.known[place], step.slack))
+            base += len(step.request_ids) * step.width
         found = BacklogRows([], [], [], [], 0, 0)
         for row, (request_id, length) in enumerate(zip(request_ids, lengths, strict=True)):
             order = backlog[request_id]
             if not order:
                 continue
-            start, (known, slack) = length - len(order), oldest[request_id]
+            start = length - len(order)
+            known, slack = oldest[request_id]
             if not known <= start <= known + slack:
                 cold += 1
                 unread += len(order)

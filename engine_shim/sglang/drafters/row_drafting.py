@@ -54,7 +54,8 @@ def cannot_look_up_reason() -> str | None:
 class RowDrafting(Attempts):
     """Drafts with a lookup, and chooses the drafter of each row; one object per engine.
 
-    roles: of each drafter in the introduction.  names: of the lookup and the mixtures.
+    roles: of each drafter in the introduction.  lookup: its place there.  names: of the lookup and
+    the mixtures.
     """
 
     def __init__(self, worker: Any, roles: Mapping[str, Role]) -> None:
@@ -65,7 +66,7 @@ class RowDrafting(Attempts):
         super().__init__("prompt lookup no longer drafts; the engine's own drafter does")
         self.roles = tuple(roles.values())
         self._all_names = tuple(roles)
-        self._lookup = self.roles.index(Role(None, is_mixed=False))
+        self.lookup = self.roles.index(Role(None, is_mixed=False))
         self._mixtures: Mapping[int, int] = {
             role.main: index
             for index, role in enumerate(self.roles)
@@ -85,7 +86,11 @@ class RowDrafting(Attempts):
     @property
     def names(self) -> tuple[str, ...]:
         """Returns the names of what ends with it: the lookup and all mixtures."""
-        return tuple(self._all_names[i] for i in (self._lookup, *self._mixtures.values()))
+        return tuple(self._all_names[i] for i in (self.lookup, *self._mixtures.values()))
+
+    def is_alone(self, index: int) -> bool:
+        """Whether no other drafter drafts beside the lookup where this one runs."""
+        return index == self.lookup and not self.over
 
     def mixture_of(self, main: str) -> str:
         """Returns the name of a drafter's mixture; "" if it has none."""
@@ -195,15 +200,15 @@ class RowDrafting(Attempts):
             outcome_cpu = outcome_cpu.numpy()[kept]
             accepted = [accepted[row] for row in kept]
         if gamma == 0:
-            return count_watched(outcome_cpu, _OWN, self._lookup)
+            return count_watched(outcome_cpu, _OWN, self.lookup)
         role = self.roles[index]
         mixture = None if role.main is None else self._mixtures.get(role.main)
-        return count_rows(outcome_cpu, accepted, gamma, role, self._lookup, mixture)
+        return count_rows(outcome_cpu, accepted, gamma, role, self.lookup, mixture)
 
     def verified_by(self, index: int) -> int:
         """Returns the place of the drafter that a step uses where it does not mix."""
         main = self.roles[index].main
-        return self._lookup if main is None else main
+        return self.lookup if main is None else main
 
     def around_copy(
         self, original: Callable[..., None], result: Any, *arguments: Any, **named: Any

@@ -1,5 +1,6 @@
 """Prompt lookup in one real SGLang: alone, beside two drafters, and mixed with them row by row."""
 
+import itertools
 import json
 import random
 from collections import Counter
@@ -21,6 +22,8 @@ from tests.support.eventually import eventually
 from tests.support.looking_up import looked_up
 from tests.support.mixture_rules import rules_of
 from tests.support.prompts_in_flight import (
+    ALONE,
+    ALONE_LENGTH,
     LENGTHS,
     PLAYS_MAX,
     PROMPTS,
@@ -151,6 +154,60 @@ def test_without_drafts_first_tokens_are_compared_with_what_is_decoded(
         if at < len(known):
             assert parts["ngram"] == ([0, 1] if match and drafts == known[at : at + 1] else [1, 0])
     assert compared > 5
+
+
+def test_a_drafter_that_slept_while_the_lookup_drafted_has_missed_nothing(
+    mode: str,
+    engine: EngineProcess,
+    sidecar: ScriptedSidecar,
+    plain: dict[str, list[list[int]]],
+) -> None:
+    def naps(count: int) -> Arm:
+        # Of 2, 5 and 20 steps: shorter and longer than the buffer of 12.
+        at = count % 40
+        return (3, False, LOOKUP if at in (4, 5) or 9 <= at < 14 or at >= 20 else 0)
+
+    def sleep() -> dict[str, int]:
+        found: dict[str, int] = engine.internal_state()["speculation_controller"]["sleep"]
+        return found
+
+    awake: dict[int, int] = {}
+    for script in (lambda _: (3, False, 0), lambda count: (3 * (count % 2), False, 0)):
+        answers, reports = play(engine, sidecar, script, ALONE, [ALONE_LENGTH])
+        assert answers[0].tokens == plain["alone"][0]
+        awake |= accepted_by_context(reports, "eagle3", 3)
+
+    before = sleep()
+    # Contexts at which a step follows one of the lookup, and all others.
+    fresh: dict[int, int] = {}
+    later: dict[int, int] = {}
+    for _ in range(PLAYS_MAX):
+        answers, reports = play(engine, sidecar, naps, ALONE, [ALONE_LENGTH])
+        assert answers[0].tokens == plain["alone"][0]
+        found = accepted_by_context(reports, "eagle3", 3)
+        woken = {
+            after.kv_tokens
+            for first, after in itertools.pairwise(reports)
+            if (first.drafter, after.drafter) == ("ngram", "eagle3")
+        }
+        fresh |= {at: found[at] for at in woken & found.keys() & awake.keys()}
+        later |= {at: k for at, k in found.items() if at in awake and at not in woken}
+        slept = {name: count - before[name] for name, count in sleep().items()}
+        if slept["slept"] > 40 and len(fresh) > 5 and len(later) > 10:
+            break
+    assert slept["slept"] > 40
+    assert slept["caught_up"] > slept["slept"]
+    assert slept["cold"] == 0
+    assert len(fresh) > 5
+    assert len(later) > 10
+    assert later == {context: awake[context] for context in later}
+    expected = {context: awake[context] for context in fresh}
+    if mode == "eager":
+        assert fresh == expected
+    else:
+        # It begins with what it reads while the lookup drafts once more; the last tokens that it
+        # slept through are read behind that.
+        assert sum(fresh.values()) >= 0.6 * sum(expected.values()) > 0
 
 
 @pytest.mark.parametrize("main", [0, 1])

@@ -37,7 +37,7 @@ class Sleep:
 
     def __init__(self, failing: str = "") -> None:
         self.failing = failing
-        self.is_behind = True
+        self.is_behind, self.must_wait = True, False
         self.counters = IdleCounters()
         self.calls: list[str] = []
 
@@ -49,8 +49,8 @@ class Sleep:
     def before_step(self, batch: Any, *, asleep: bool, unread_tokens: int) -> None:
         self._note(f"before {'asleep' if asleep else 'awake'}")
 
-    def sleep_through(self, batch: Any, result: Any) -> None:
-        self._note("through")
+    def sleep_through(self, batch: Any, result: Any, width: int) -> None:
+        self._note(f"through {width}")
 
     def forget(self, requests: Any) -> None:
         self._note("forget")
@@ -153,7 +153,7 @@ def test_a_step_that_sleeps_skips_the_draft_extend() -> None:
     result, worked = run_step(made)
     assert not worked
     assert result.speculation_launch.asleep
-    assert made.sleep.calls == ["before asleep", "through"]
+    assert made.sleep.calls == ["before asleep", "through 1"]
 
 
 @pytest.mark.parametrize(("asleep", "gamma"), [(False, 0), (False, 3), (True, 3)])

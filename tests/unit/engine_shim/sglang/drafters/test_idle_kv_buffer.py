@@ -7,20 +7,29 @@ from hypothesis import strategies as st
 from engine_shim.sglang.drafters.idle_kv_buffer import BacklogStep, BacklogSteps
 
 
-def step(lengths: dict[str, int]) -> BacklogStep:
-    """A step over these requests at these context lengths; the token at p + 1 is 100 + p."""
-    positions = torch.tensor(list(lengths.values()))
+def step(
+    lengths: dict[str, int], accepted: dict[str, int] | None = None, width: int = 1
+) -> BacklogStep:
+    """A step over these requests at these context lengths; the token at p + 1 is 100 + p.
+
+    accepted: how many of its rows each request keeps; None: the host does not know yet, unless the
+    width is 1.
+    """
+    positions = torch.tensor([start + i for start in lengths.values() for i in range(width)])
+    counts = None if accepted is None else [accepted[name] for name in lengths]
     return BacklogStep(
-        list(lengths), positions + 100, positions[:, None].float(), [*lengths.values()]
-    )
+        list(lengths), positions + 100, positions[:, None].float(), [*lengths.values()],
+        width=width, counts=counts,
+    )  # fmt: skip
 
 
 def of_batch(
     backlog: BacklogSteps, lengths: dict[str, int]
 ) -> tuple[dict[str, list[int]], int, int]:
     """Missed positions by request, and how many are cold and unread."""
-    positions = [token - 100 for token in backlog.tensors()[0].tolist()]
-    found = backlog.of_batch(list(lengths), list(lengths.values()))
+    part = backlog.take_counted()
+    positions = [token - 100 for token in part.tensors()[0].tolist()]
+    found = part.of_batch(list(lengths), list(lengths.values()))
     names = list(lengths)
     result, at = {}, 0
     for row, start, length in zip(found.rows, found.starts, found.lengths, strict=True):
@@ -124,3 +133,69 @@ def test_what_is_found_is_what_was_missed(events: list[str], data: st.DataObject
         found, cold, _ = of_batch(backlog, lengths)
         assert found == {name: positions for name, positions in expected.items() if positions}
         assert cold == 0
+
+
+def test_of_a_lookup_s_step_only_what_was_accepted_is_read() -> None:
+    backlog = BacklogSteps(8)
+    backlog.add(step({"a": 5, "b": 9}, {"a": 3, "b": 1}, width=4))
+    backlog.add(step({"a": 8, "b": 10}))
+    backlog.add(step({"b": 11, "a": 9}, {"a": 1, "b": 4}, width=4))
+    found = of_batch(backlog, {"a": 10, "b": 15})
+    assert found == ({"a": [5, 6, 7, 8, 9], "b": [9, 10, 11, 12, 13, 14]}, 0, 0)
+
+
+def test_a_step_that_the_host_has_not_read_back_stays() -> None:
+    backlog = BacklogSteps(8)
+    backlog.add(step({"a": 5}, {"a": 2}, width=3))
+    newest = step({"a": 7}, width=3)
+    backlog.add(newest)
+    assert of_batch(backlog, {"a": 7}) == ({"a": [5, 6]}, 0, 0)
+    assert backlog.newest is newest
+    newest.counts = [3]
+    assert of_batch(backlog, {"a": 10}) == ({"a": [7, 8, 9]}, 0, 0)
+    assert len(backlog) == 0
+
+
+def test_what_the_drafter_has_read_behind_missed_steps_is_forgotten_with_them() -> None:
+    backlog = BacklogSteps(8)
+    backlog.add(step({"a": 5}, {"a": 2}, width=3))
+    read = step({"a": 7}, width=3)
+    read.is_read = True
+    backlog.add(read)
+    part = backlog.take_counted()
+    assert not part.is_latest
+    assert part.of_batch(["a"], [7]).lengths == [2]
+    assert len(backlog) == 0
+
+
+def test_a_read_step_is_read_again_if_the_drafter_goes_on_sleeping() -> None:
+    backlog = BacklogSteps(8)
+    backlog.add(step({"a": 5}, {"a": 2}, width=3))
+    read = step({"a": 7}, {"a": 1}, width=3)
+    read.is_read = True
+    backlog.add(read)
+    backlog.add(step({"a": 8}, {"a": 2}, width=3))
+    assert of_batch(backlog, {"a": 10}) == ({"a": [5, 6, 7, 8, 9]}, 0, 0)
+
+
+def test_a_prefill_counts_also_for_what_is_taken_out_later() -> None:
+    backlog = BacklogSteps(8)
+    backlog.add(step({"a": 5}, {"a": 2}, width=3))
+    newest = step({"a": 7, "b": 4}, width=3)
+    backlog.add(newest)
+    backlog.forget(["b"])
+    of_batch(backlog, {"a": 7})
+    newest.counts = [1, 1]
+    backlog.add(step({"a": 8, "b": 30}))
+    assert of_batch(backlog, {"a": 9, "b": 31}) == ({"a": [7, 8], "b": [30]}, 0, 0)
+
+
+def test_rows_that_were_not_accepted_take_room_until_they_are_taken_out() -> None:
+    backlog = BacklogSteps(100, max_positions=8)
+    backlog.add(step({"a": 1}, {"a": 1}, width=5))
+    assert backlog.is_full_for(5)
+    assert not backlog.is_full_for(3)
+    backlog.add(step({"a": 2}, width=3))
+    backlog.take_counted()
+    assert not backlog.is_full_for(5)
+    assert backlog.is_full_for(6)
