@@ -5,6 +5,7 @@ It logs an error while this module is imported and continues without it, so noth
 that could fail; an error of `register` ends the process.
 """
 
+import logging
 import os
 
 SIDECAR_VARIABLE = "SPECULATION_SIDECAR"
@@ -28,9 +29,18 @@ def _register() -> None:
     from engine_shim.vllm.drafting import hook_drafting
     from engine_shim.vllm.settings import VllmSettings
 
+    _log_as_vllm()
     settings = VllmSettings.load_or_refuse()
     settings.require_version(
         "vLLM", vllm_api.vllm_version(), vllm_api.TESTED, vllm_api.SAME_SIGNATURES
     )
     SteeredConfiguration(settings).hook()
     hook_drafting()
+
+
+def _log_as_vllm() -> None:
+    """Has the plugin's lines appear in vLLM's log, which shows those of its own package only."""
+    ours, theirs = logging.getLogger("engine_shim"), logging.getLogger("vllm")
+    if theirs.handlers and not ours.handlers:
+        ours.handlers, ours.propagate = list(theirs.handlers), False
+        ours.setLevel(theirs.level)

@@ -74,6 +74,7 @@ def test_it_introduces_itself_and_is_steered_exactly(
     status = stand.engines()[ENGINE]
     assert status.engine.fingerprint.engine == "vllm"
     assert status.engine.safe_gamma == GAMMAS[-1]
+    assert "the-vllm is steered: draft lengths 0,1,3,5,7" in stand.server.log.read_text()
     before = stand.reports()
     answers = stand.server.generate(prompts, NEW_TOKENS)
     assert answers == [tokens[:NEW_TOKENS] for tokens in plain]

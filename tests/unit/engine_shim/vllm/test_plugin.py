@@ -1,5 +1,6 @@
 """The entry point: silent when off, and never half on."""
 
+import logging
 import subprocess
 import sys
 import tomllib
@@ -59,3 +60,15 @@ def test_settings_of_another_engine_are_refused(monkeypatch):
     with pytest.raises(SystemExit, match="unknown setting SPECULATION_DFLASH_MODEL_PATH"):
         plugin.register()
     assert "dflash_model_path" not in VllmSettings.model_fields
+
+
+def test_its_lines_are_in_vllms_log(monkeypatch, caplog):
+    ours, theirs = logging.getLogger("engine_shim"), logging.getLogger("vllm")
+    for logger in (ours, theirs):
+        for name in ("handlers", "propagate", "level"):
+            monkeypatch.setattr(logger, name, getattr(logger, name))
+    theirs.handlers, theirs.level = [caplog.handler], logging.INFO
+    ours.handlers = []
+    plugin._log_as_vllm()
+    logging.getLogger("engine_shim.vllm.anything").info("it is steered")
+    assert caplog.text.count("it is steered") == 1
