@@ -7,7 +7,7 @@ from pathlib import Path
 import grpc.aio
 
 from controller.client.credentials import Credentials, CredentialsError
-from controller.doctor import dependencies, local, sidecar
+from controller.doctor import dependencies, local, processes, sidecar
 from controller.doctor.finding import Finding, fail, ok
 from controller.settings.settings import DEFAULT_ADDRESS, Settings, SettingsError
 from controller.util.socket_paths import socket_path
@@ -48,6 +48,8 @@ async def diagnose(request: DoctorRequest) -> AsyncIterator[Finding]:
             request.engine_url, request.api_key, introduced
         ):
             yield finding
+    for finding in processes.check_processes():
+        yield finding
     if settings is None:
         return
     # Beside the socket that was asked, which need not be the one that the settings name.
