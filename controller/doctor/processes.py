@@ -1,4 +1,4 @@
-"""Looks for engines on this host that name a sidecar and have no agent, so that nobody steers them.
+"""Looks for engines on this host that name the sidecar and have no agent: nobody steers them.
 
 An engine whose plugins were loaded before `SPECULATION_SIDECAR` was set, or not at all (embedded in
 another program, or spawned by one), runs as if nothing had been asked for.  Processes of other
@@ -12,9 +12,9 @@ from pathlib import Path
 
 from controller.doctor.finding import Finding, warn
 
-_VARIABLE = b"SPECULATION_SIDECAR="
+_VARIABLE = "SPECULATION_SIDECAR"
 _AGENT = "engine_shim.link.agent"
-# What of a command line is told.
+# Words of a command line that a finding has.
 _WORDS = 4
 
 
@@ -24,12 +24,12 @@ class _Process:
     command: tuple[str, ...]
 
 
-def check_processes(proc: Path = Path("/proc")) -> Iterator[Finding]:
-    """Yields a warning for each tree of processes that names a sidecar and has no agent.
+def check_processes(address: str, proc: Path = Path("/proc")) -> Iterator[Finding]:
+    """Yields a warning for each tree of processes that names the sidecar and has no agent.
 
-    proc: the kernel's file system of processes.
+    address: the sidecar's, as an engine names it.  proc: the kernel's file system of processes.
     """
-    found = _naming_a_sidecar(proc)
+    found = _naming(address, proc)
     steered: set[int] = set()
     for process in [p for p in found.values() if _AGENT in p.command]:
         steered.add(_root(process.parent, found))
@@ -41,27 +41,26 @@ def check_processes(proc: Path = Path("/proc")) -> Iterator[Finding]:
         command = " ".join(process.command[:_WORDS])
         yield warn(
             f"process {pid}",
-            f"{command}: it names a sidecar and has no agent: it is still starting, or it runs "
+            f"{command}: it names the sidecar and has no agent: it is still starting, or it runs "
             "unsteered, because its plugins were not loaded, or before the variable was set",
             "wait for its start to end; in a program of your own, set SPECULATION_SIDECAR before "
-            "anything of the engine is imported, and load its plugins before its arguments are made",
+            "anything of the engine is imported, and load its plugins before its arguments exist",
         )
 
 
-def _naming_a_sidecar(proc: Path) -> dict[int, _Process]:
+def _naming(address: str, proc: Path) -> dict[int, _Process]:
+    wanted = f"{_VARIABLE}={address}".encode()
     found: dict[int, _Process] = {}
     for folder in proc.iterdir():
         if not folder.name.isdecimal() or int(folder.name) == os.getpid():
             continue
         try:
-            variables = (folder / "environ").read_bytes().split(b"\0")
-            if not any(v.startswith(_VARIABLE) and v != _VARIABLE for v in variables):
+            if wanted not in (folder / "environ").read_bytes().split(b"\0"):
                 continue
             command = (folder / "cmdline").read_bytes().decode(errors="replace")
             # The name of the program, in brackets, may hold anything.
-            parent = int(
-                (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()[1]
-            )
+            state = (folder / "stat").read_text(errors="replace").rpartition(")")[2]
+            parent = int(state.split()[1])
         except (OSError, IndexError, ValueError):
             continue  # it has ended, or is another user's
         found[int(folder.name)] = _Process(parent, tuple(command.rstrip("\0").split("\0")))

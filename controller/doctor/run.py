@@ -48,7 +48,7 @@ async def diagnose(request: DoctorRequest) -> AsyncIterator[Finding]:
             request.engine_url, request.api_key, introduced
         ):
             yield finding
-    for finding in processes.check_processes():
+    for finding in processes.check_processes(address):
         yield finding
     if settings is None:
         return

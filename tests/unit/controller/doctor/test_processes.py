@@ -27,7 +27,7 @@ def process(
 
 
 def told(proc: Path) -> list[str]:
-    found = list(check_processes(proc))
+    found = list(check_processes("unix:/s", proc))
     assert all(it.level is Level.WARN and it.fix for it in found)
     return [it.check for it in found]
 
@@ -55,8 +55,8 @@ def test_an_engine_that_is_embedded_is_known_by_what_it_has_started(tmp_path: Pa
     assert told(tmp_path) == ["process 21"]
 
 
-@pytest.mark.parametrize("sidecar", [None, ""])
-def test_who_names_no_sidecar_is_not_looked_at(tmp_path: Path, sidecar: str | None):
+@pytest.mark.parametrize("sidecar", [None, "", "unix:/another"])
+def test_who_names_another_sidecar_or_none_is_not_looked_at(tmp_path: Path, sidecar: str | None):
     process(tmp_path, 10, 1, SGLANG, sidecar)
     assert told(tmp_path) == []
 
@@ -70,13 +70,14 @@ def test_what_cannot_be_read_says_nothing(tmp_path: Path):
 
 
 def test_it_reads_what_the_kernel_says():
-    variables = {**os.environ, "SPECULATION_SIDECAR": "unix:/nowhere"}
+    address = f"unix:/nowhere/{os.getpid()}"
+    variables = {**os.environ, "SPECULATION_SIDECAR": address}
     command = [sys.executable, "-c", "import time; time.sleep(600)", "sglang"]
     with subprocess.Popen(command, env=variables) as started:
         try:
             wanted = f"process {started.pid}"
             eventually(
-                lambda: wanted in [found.check for found in check_processes()],
+                lambda: wanted in [found.check for found in check_processes(address)],
                 what="the process is seen",
             )
         finally:
