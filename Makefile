@@ -6,7 +6,7 @@ PYTHON ?= python3
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm check format test bench faults soak fuzz golden demo demo-vllm lab gpu-check models proto lock licences sbom audit clean
+.PHONY: help setup setup-vllm check format test bench faults soak fuzz golden demo demo-vllm lab gpu-check models proto lock licences sbom audit upstream clean
 
 help: ## What there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -81,6 +81,9 @@ sbom: setup ## A CycloneDX bill of materials of the sidecar's image (build/sbom.
 
 audit: setup ## Asks for known vulnerabilities of what the images install (needs the advisories' service)
 	@$(PYTHON_IN) scripts/audit.py
+
+upstream: setup ## Holds the newest version of each engine against what the plugins use, for maintainers (0.4 GB)
+	@$(PYTHON_IN) scripts/upstream.py
 
 clean: ## Removes everything that was made, .venv included
 	@rm -rf .venv .venv-vllm build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
