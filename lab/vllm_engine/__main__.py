@@ -66,7 +66,7 @@ def _run(
     if speculation is not None:
         arguments["speculative_config"] = speculation
     warm_up = [{"prompt": held_out_prompts("code", 1, 32, seed=9)[0], "new_tokens": 16}]
-    job = {
+    job: dict[str, Any] = {
         "engines": [{"name": name, "arguments": arguments}],
         "phases": [warm_up, *map(_requests, range(len(PHASES)))],
         "output": str(scratch / f"{name}.json"),

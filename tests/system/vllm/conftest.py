@@ -7,8 +7,8 @@ import pytest
 from lab.cpu_engine.models.prompts import DOMAINS, held_out_prompts
 from lab.vllm_engine.convert import convert_eagle3
 from lab.vllm_engine.environment import is_made
-from tests.support.engine import DRAFT
-from tests.support.vllm_engine import TARGET, run_job
+from tests.support.engine import DRAFT, TARGET
+from tests.support.vllm_engine import run_job
 
 WHY_NOT = "VLLM IS NOT TESTED HERE: there is no .venv-vllm (make setup-vllm makes it)"
 

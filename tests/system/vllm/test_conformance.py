@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from lab.cpu_engine.models.prompts import held_out_prompts
-from tests.support.sidecar_process import ENVIRONMENT
-from tests.support.vllm_engine import TARGET, eagle3, job
+from tests.support.engine import TARGET
+from tests.support.service_harness import ENVIRONMENT
+from tests.support.vllm_engine import eagle3, job
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 

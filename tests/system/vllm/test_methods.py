@@ -18,7 +18,8 @@ from lab.harness.fake_sidecar import FakeSidecar
 from speculation.v1.engine_pb2 import EngineSpec, StepReport
 from speculation.v1.plan_pb2 import REASON_EXPLOIT, Plan, PlanRow
 from speculation.v1.service_pb2 import SteerRequest, SteerResponse
-from tests.support.vllm_engine import TARGET, dflash, draft_model, eagle3, ngram, run_job
+from tests.support.engine import TARGET
+from tests.support.vllm_engine import dflash, draft_model, eagle3, ngram, run_job
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
