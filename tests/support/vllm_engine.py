@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lab.cpu_engine.engine_command import MIMO
 from lab.harness.ports import free_port
 from lab.vllm_engine.environment import PYTHON, vllm_env
 from lab.vllm_engine.serve import serve_command
@@ -22,6 +23,8 @@ from tests.support.eventually import eventually
 START_SECONDS = 240.0
 JOB_SECONDS = 420.0
 LONGEST = 7
+# A MiMo with a multi-token predictor.
+MTP_TARGET = MIMO / "target"
 
 
 def eagle3(draft: Path) -> dict[str, Any]:
@@ -36,6 +39,11 @@ def dflash() -> dict[str, Any]:
 def draft_model() -> dict[str, Any]:
     """The target drafts for itself: there is no smaller model with its vocabulary."""
     return {"method": "draft_model", "model": str(TARGET), "num_speculative_tokens": LONGEST}
+
+
+def mtp() -> dict[str, Any]:
+    """For a target with a multi-token predictor of its own."""
+    return {"method": "mtp", "num_speculative_tokens": LONGEST}
 
 
 def ngram() -> dict[str, Any]:

@@ -8,7 +8,7 @@ from lab.cpu_engine.models.prompts import DOMAINS, held_out_prompts
 from lab.vllm_engine.convert import convert_eagle3
 from lab.vllm_engine.environment import is_made
 from tests.support.engine import DRAFT, TARGET
-from tests.support.vllm_engine import run_job
+from tests.support.vllm_engine import MTP_TARGET, run_job
 
 WHY_NOT = "VLLM IS NOT TESTED HERE: there is no .venv-vllm (make setup-vllm makes it)"
 
@@ -36,13 +36,23 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="session")
-def plain(prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
-    """Their tokens by plain decoding, 64 of each."""
-    folder = tmp_path_factory.mktemp("plain")
-    engines = [{"name": "plain", "arguments": {"model": str(TARGET)}}]
+def decoded_plainly(
+    prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[list[int]]]:
+    """The prompts' tokens by plain decoding, 64 of each, by the folder of the target."""
+    engines = [
+        {"name": str(target), "arguments": {"model": str(target)}}
+        for target in (TARGET, MTP_TARGET)
+    ]
     requests = [{"prompt": prompt, "new_tokens": 64} for prompt in prompts]
-    found = run_job(folder, engines, requests)["plain"]
-    assert found["scheduler"] == "Scheduler"
-    assert found["metrics"] == {}
-    tokens: list[list[int]] = found["tokens"]
-    return tokens
+    found = run_job(tmp_path_factory.mktemp("plain"), engines, requests)
+    for answer in found.values():
+        assert answer["scheduler"] == "Scheduler"
+        assert answer["metrics"] == {}
+    return {target: answer["tokens"] for target, answer in found.items()}
+
+
+@pytest.fixture(scope="session")
+def plain(decoded_plainly: dict[str, list[list[int]]]) -> list[list[int]]:
+    """Those of the small target that most engines serve."""
+    return decoded_plainly[str(TARGET)]

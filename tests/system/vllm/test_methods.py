@@ -19,7 +19,15 @@ from speculation.v1.engine_pb2 import EngineSpec, StepReport
 from speculation.v1.plan_pb2 import REASON_EXPLOIT, Plan, PlanRow
 from speculation.v1.service_pb2 import SteerRequest, SteerResponse
 from tests.support.engine import TARGET
-from tests.support.vllm_engine import dflash, draft_model, eagle3, ngram, run_job
+from tests.support.vllm_engine import (
+    MTP_TARGET,
+    dflash,
+    draft_model,
+    eagle3,
+    mtp,
+    ngram,
+    run_job,
+)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -27,7 +35,14 @@ GAMMAS = (0, 1, 3, 5, 7)
 # The last request must not be drafted for.
 UNDRAFTED = -1
 # vLLM's replacement of Triton's kernels does not survive numba: the lookup comes last.
-METHODS = ("eagle3", "eagle3, overlapped", "draft_model", "dflash", "dflash, overlapped", "ngram")
+METHODS = (
+    "eagle3", "eagle3, overlapped", "mtp", "mtp, overlapped", "draft_model", "dflash",
+    "dflash, overlapped", "ngram",
+)  # fmt: skip
+
+
+def target_of(name: str) -> str:
+    return str(MTP_TARGET if name.startswith("mtp") else TARGET)
 
 
 class RandomSidecar:
@@ -75,13 +90,17 @@ def all_played(
 ) -> Iterator[dict[str, Played]]:
     folder = tmp_path_factory.mktemp("methods")
     made = {
-        "eagle3": eagle3(draft), "dflash": dflash(), "draft_model": draft_model(), "ngram": ngram(),
+        "eagle3": eagle3(draft), "mtp": mtp(), "dflash": dflash(), "draft_model": draft_model(),
+        "ngram": ngram(),
     }  # fmt: skip
     engines = [
         {
             "name": name,
             "overlap": "overlapped" in name,
-            "arguments": {"model": str(TARGET), "speculative_config": made[name.split(",")[0]]},
+            "arguments": {
+                "model": target_of(name),
+                "speculative_config": made[name.split(",")[0]],
+            },
         }
         for name in METHODS
     ]
@@ -118,7 +137,10 @@ def played(all_played: dict[str, Played], request: pytest.FixtureRequest) -> Pla
     return all_played[request.param]
 
 
-def test_every_token_is_plain_decodings(played: Played, plain: list[list[int]]) -> None:
+def test_every_token_is_plain_decodings(
+    played: Played, decoded_plainly: dict[str, list[list[int]]]
+) -> None:
+    plain = decoded_plainly[played.spec.fingerprint.target_model]
     cut = [whole[: len(mine)] for whole, mine in zip(plain, played.answer["tokens"], strict=True)]
     assert played.answer["tokens"] == cut
 
@@ -180,7 +202,7 @@ def test_it_says_which_engine_it_is(
 ) -> None:
     name = request.node.callspec.params["played"]
     mark, drafter = played.spec.fingerprint, played.spec.drafters[0]
-    assert (mark.engine, mark.target_model, mark.dtype) == ("vllm", str(TARGET), "float32")
+    assert (mark.engine, mark.target_model, mark.dtype) == ("vllm", target_of(name), "float32")
     assert drafter.name == name.split(",")[0]
     assert tuple(drafter.gammas) == GAMMAS
     assert played.spec.capabilities.draft_lag == 1

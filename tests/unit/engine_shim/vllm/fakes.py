@@ -35,6 +35,8 @@ class Link:
 
     def lose(self, _: Any) -> None: ...
 
+    def close(self) -> None: ...
+
 
 def request(
     name: str, prompt: int = 10, output: int = 1, extra: object = None, **fields: Any

@@ -1,5 +1,6 @@
 """Each step's report is about the choice that its drafts were made under, one step before."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from engine_shim.link.packets import (
     GroupEntry,
 )
 from engine_shim.link.plan_follower import Source, StepChoice
+from engine_shim.vllm import steered_scheduler
+from engine_shim.vllm.settings import VllmSettings
 from engine_shim.vllm.steered_scheduler import Steering, may_not_be_drafted_for
 from engine_shim.vllm.step_reports import StepTap
 from tests.unit.engine_shim.vllm.fakes import Link, choice, output, request, result
@@ -313,3 +316,63 @@ def test_a_result_of_an_unknown_step_is_not_reported():
     engine.step({"a": 1}, {}, {"a": 1})
     engine.finish(output({"a": 4}, {"a": 3}), {"a": 1})
     assert engine.link.reports == []
+
+
+def test_the_last_token_of_a_prompt_is_no_decoding_row():
+    engine = Engine(choice(0))
+    engine.add(request("a", output=0), request("b"))
+    engine.step({"a": 9, "b": 1}, {}, {"a": 0, "b": 1})
+    engine.requests["a"].num_computed_tokens = 9
+    engine.step({"a": 1, "b": 1}, {}, {"a": 1, "b": 1})
+    (report,) = engine.link.reports
+    assert (report.batch_size, report.prefill_tokens) == (1, 1)
+
+
+def test_a_result_of_another_step_is_not_taken_for_the_one_that_waits():
+    engine = Engine(choice(3))
+    engine.add(request("a"))
+    engine.step({"a": 1}, {}, {"a": 1})
+    waiting = engine.schedule({"a": 4}, {"a": 3})
+    engine.finish(output({"a": 4}, {"a": 3}), {"a": 1})
+    engine.finish(waiting, {"a": 1})
+    assert engine.link.reports == []
+
+
+def test_with_async_scheduling_prompts_in_every_step_are_no_gap():
+    engine = Engine(choice(3), is_async=True)
+    engine.add(request("a"), request("b", prompt=100, output=0))
+    engine.step({"a": 1}, {}, {"a": 1})
+    for _ in range(2):
+        engine.step({"a": 4, "b": 16}, {"a": 3}, {"a": 1, "b": 0})
+        engine.requests["b"].num_computed_tokens = 16
+    engine.step({"a": 4}, {"a": 3}, {"a": 1})
+    found = [bool(report.flags & AFTER_GAP) for report in engine.link.reports]
+    assert found == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("method", "is_async", "may_draft_less"),
+    [("ngram", False, True), ("eagle3", True, False)],
+)
+def test_an_engine_is_reported_as_it_is_configured(monkeypatch, method, is_async, may_draft_less):
+    started: list[Any] = []
+
+    def start_link(spec: Any, settings: Any, gamma: int) -> Link:
+        started.append((spec, gamma))
+        return Link(choice(3))
+
+    monkeypatch.setattr(steered_scheduler.EngineLink, "start", start_link)
+    monkeypatch.setattr(
+        steered_scheduler, "introduce", lambda *_: SimpleNamespace(engine_id="named")
+    )
+    config = SimpleNamespace(
+        speculative_config=SimpleNamespace(method=method, num_speculative_tokens=5),
+        scheduler_config=SimpleNamespace(async_scheduling=is_async),
+        compilation_config=SimpleNamespace(cudagraph_mode=None, cudagraph_capture_sizes=None),
+    )
+    scheduler = SimpleNamespace(vllm_config=config, dynamic_sd_lookup=[0, 5, 5, 3, 2, 1, 0])
+    steering = steered_scheduler.start(scheduler, VllmSettings.load())
+    tap = steering._tap
+    assert tap is not None
+    assert (tap._may_draft_less, tap._is_async) == (may_draft_less, is_async)
+    assert [gamma for _, gamma in started] == [5]
