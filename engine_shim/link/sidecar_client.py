@@ -3,7 +3,7 @@
 import asyncio
 from dataclasses import dataclass, field
 from time import monotonic, monotonic_ns
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -11,14 +11,23 @@ from google.protobuf.message import DecodeError
 from engine_shim.link.agent_socket import AgentSocket
 from engine_shim.link.credentials import EngineCredentials
 from engine_shim.link.errors import PacketError, UnusablePlanError
+from engine_shim.link.older_sidecar import reduced
 from engine_shim.link.packets import ReportPacket, SidecarState
 from engine_shim.link.rate_limited_log import RateLimitedLog
 from engine_shim.link.report_buffer import InFlightReports, ReportBuffer
 from engine_shim.link.wire import Translator, session_tag
 from speculation.v1.engine_pb2 import EngineSpec
 from speculation.v1.plan_pb2 import Plan
-from speculation.v1.service_pb2 import IntroduceRequest, SteerRequest, SteerResponse
+from speculation.v1.service_pb2 import (
+    IntroduceRequest,
+    IntroduceResponse,
+    SteerRequest,
+    SteerResponse,
+)
 from speculation.v1.service_pb2_grpc import SpeculationServiceStub
+
+if TYPE_CHECKING:
+    from speculation.v1.service_pb2_grpc import SpeculationServiceAsyncStub
 
 _REPORTS_PER_MESSAGE: Final = 128
 # Both of a slow sidecar's first answers, the connection's and the call's, lie in it; and the end of
@@ -99,19 +108,9 @@ class SidecarClient:
             return SidecarState.REFUSED, grpc.StatusCode.UNAUTHENTICATED, detail
         async with channel:
             stub = SpeculationServiceStub(channel)
-            engine, losses = EngineSpec(lost=self.port.losses.all), len(self.port.losses)
-            engine.MergeFrom(self.engine)
+            losses = len(self.port.losses)
             try:
-                before = "" if self._unsettled is None else self._unsettled.session_id
-                opened = await stub.Introduce(
-                    IntroduceRequest(
-                        engine=engine,
-                        previous_session_id=before,
-                        engine_secret=self.secret,
-                    ),
-                    timeout=_INTRODUCE_SECONDS,
-                    metadata=metadata,
-                )
+                opened, left_out = await self._introduce(stub, metadata)
             except grpc.aio.AioRpcError as error:
                 refused = error.code() in _REFUSALS
                 state = SidecarState.REFUSED if refused else SidecarState.AWAY
@@ -124,21 +123,54 @@ class SidecarClient:
             self._unsettled = sent = InFlightReports(
                 self.buffer, opened.session_id, opened.messages_in_flight_max
             )
-            session = _Session(self, stub.Steer(metadata=metadata), sent, losses)
+            session = _Session(self, stub.Steer(metadata=metadata), sent, losses, left_out)
             # Of the session's id only the tag is shown: the id itself is a secret.
             tag = f"session {session_tag(opened.session_id):08x}"
-            self.port.send_state(SidecarState.STEERING, 0, tag)
+            lacks = f", which does not know {', '.join(left_out)}" if left_out else ""
+            self.port.send_state(SidecarState.STEERING, 0, tag + lacks)
             self.log.info("sidecar-steering", target=self.target, session=tag)
             if opened.HasField("plan"):
                 session.take_plan(opened.plan)
             code, detail = await session.run()
             return SidecarState.AWAY, code, detail
 
+    async def _introduce(
+        self, stub: "SpeculationServiceAsyncStub", metadata: tuple[tuple[str, str], ...]
+    ) -> tuple[IntroduceResponse, tuple[str, ...]]:
+        """Opens a session; returns with it the drafters that the sidecar does not know.
+
+        Raises AioRpcError.
+        """
+        engine = EngineSpec(lost=self.port.losses.all)
+        engine.MergeFrom(self.engine)
+        request = IntroduceRequest(
+            engine=engine,
+            previous_session_id="" if self._unsettled is None else self._unsettled.session_id,
+            engine_secret=self.secret,
+        )
+        timeout = _INTRODUCE_SECONDS
+        try:
+            return await stub.Introduce(request, timeout=timeout, metadata=metadata), ()
+        except grpc.aio.AioRpcError as error:
+            less = reduced(engine, error.code(), error.details() or "")
+            if less is None:
+                raise
+        request.engine.CopyFrom(less.engine)
+        opened = await stub.Introduce(request, timeout=timeout, metadata=metadata)
+        self.log.warning(
+            "sidecar-older",
+            target=self.target,
+            left_out=less.left_out,
+            detail="the sidecar does not know mixtures and steers without them: upgrade it",
+        )
+        return opened, less.left_out
+
 
 class _Session:
     """One Steer stream.  `run` ends when the stream does, or when the sidecar fell silent.
 
-    told_losses: so many of the losses does this session know.
+    told_losses: so many of the losses does this session know.  left_out: drafters of the engine
+    that this sidecar does not know.
     """
 
     def __init__(
@@ -147,6 +179,7 @@ class _Session:
         call: grpc.aio.StreamStreamCall[SteerRequest, SteerResponse],
         sent: InFlightReports,
         told_losses: int,
+        left_out: tuple[str, ...] = (),
     ) -> None:
         self._call = call
         self._id = sent.session_id
@@ -157,6 +190,7 @@ class _Session:
         self._sent = sent
         self._log = client.log
         self._told_losses = told_losses
+        self._left_out = left_out
         self._epoch = 0
         self._lease_seconds = 1.0
         self._plan_at = monotonic()
@@ -249,14 +283,18 @@ class _Session:
         request = SteerRequest(session_id=self._id)
         for packet in self._buffer.take(_REPORTS_PER_MESSAGE if self._has_reports else 0):
             try:
-                request.reports.append(self._translator.report(packet, self._tag))
+                report = self._translator.report(packet, self._tag)
             except IndexError:
+                report = None
+            if report is None or report.drafter in self._left_out:
                 self._buffer.lose()
                 self._log.warning("report-of-unknown-drafter", index=packet.drafter_index)
             else:
+                request.reports.append(report)
                 batch.append(packet)
         if self._has_losses:
-            request.lost.extend(self._port.losses.all)
+            losses = self._port.losses.all
+            request.lost.extend(loss for loss in losses if loss.drafter not in self._left_out)
             self._told_losses = len(self._port.losses)
         request.dropped_reports = self._buffer.dropped
         self._sent.begin(batch, request.dropped_reports)

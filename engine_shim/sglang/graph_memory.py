@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from engine_shim.sglang.attention_memory import MIB, Attention, Place, Size, Use, backend
@@ -75,30 +75,28 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Describes what the draft lengths beside the first take, and collecting training signals.
+    """Describes what the draft lengths beside the first take, and the plugin's own parts.
 
-    start: the first draft length.  collecting: MiB, 0 where nothing can be collected.
+    start: the first draft length.  parts: MiB by what they are for.
     """
 
     shape: AttentionShape
     start: int
     reserves: tuple[Reserve, ...]
-    collecting: float = 0.0
+    parts: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def total(self) -> float:
         """Sum over all of it, in MiB."""
-        return sum(row.total for row in self.reserves) + self.collecting
+        return sum(row.total for row in self.reserves) + sum(self.parts.values())
 
     def __str__(self) -> str:
         """One sentence for the log."""
         each = ", ".join(f"{row.gamma}: {row.total:.0f}" for row in self.reserves)
-        collecting = (
-            f", and {self.collecting:.0f} for collecting signals" if self.collecting else ""
-        )
+        parts = "".join(f", and {size:.1f} for {name}" for name, size in self.parts.items())
         return (
             f"{self.total:.0f} MiB are left for the draft lengths beside {self.start} (MiB by "
-            f"length: {each}{collecting}), for the attention backends {self.shape.names}"
+            f"length: {each}{parts}), for the attention backends {self.shape.names}"
             f"{'' if self.shape.exact else ', whose sizes are approximated'}"
         )
 

@@ -45,7 +45,7 @@ def table(reserves: Sequence[Reserve]) -> str:
 def page(prediction: Prediction, share: str) -> str:
     """Returns the table with what its reader has to know; `share`: a last sentence."""
     shape = prediction.shape
-    collecting = f"MiB for collecting training signals: {prediction.collecting:.1f}"
+    parts = [f"MiB for {name}: {size:.1f}" for name, size in prediction.parts.items()]
     start = f"MiB on each device, for each draft length beside {prediction.start}"
     return "\n".join(
         (
@@ -54,7 +54,7 @@ def page(prediction: Prediction, share: str) -> str:
             + ("." if shape.exact else "; their sizes are approximated."),
             table(prediction.reserves),
             NOTES,
-            *([collecting] if prediction.collecting else []),
+            *parts,
             share,
         )
     )

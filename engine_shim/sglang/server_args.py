@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from engine_shim.sglang.api import attention_dp, hook_check, sglang_api
 from engine_shim.sglang.api.attention import attention_shape
 from engine_shim.sglang.attention_memory import MIB
+from engine_shim.sglang.drafters.lookup import device_bytes
 from engine_shim.sglang.graph_memory import Prediction, reserve
 from engine_shim.sglang.learning.likeliest import WORKING_BYTES
 from engine_shim.steering.errors import UnsupportedEngineError
@@ -92,7 +93,7 @@ class SteeredConfiguration:
         return original(args) + prediction.total
 
     def predict(self, args: ServerArgs) -> Prediction:
-        """Returns what each draft length takes but the first, and what collecting signals takes.
+        """Returns what each draft length takes but the first, and what the plugin's parts take.
 
         Within the limits of SPECULATION_GRAPH_LIMITS.
         """
@@ -113,14 +114,22 @@ class SteeredConfiguration:
                 for gamma in self._settings.gammas
                 if gamma != start
             ),
-            self._collecting(),
+            self._parts(view, shape.target.context),
         )
 
-    def _collecting(self) -> float:
-        """Returns what collecting training signals takes of the device, in MiB."""
-        if not self._settings.signals_folder:
-            return 0.0
-        return self._settings.signals_device_megabytes + WORKING_BYTES / MIB
+    def _parts(self, view: Any, context: int) -> dict[str, float]:
+        """Returns what the plugin's own parts take of the device, in MiB by what they are for."""
+        settings = self._settings
+        parts = {}
+        if settings.signals_folder:
+            parts["collecting training signals"] = (
+                settings.signals_device_megabytes + WORKING_BYTES / MIB
+            )
+        if settings.lookup:
+            rows = sglang_api.most_request_rows(view)
+            width = sglang_api.longest_row(view, context, settings.gammas[-1] + 1)
+            parts["prompt lookup"] = device_bytes(rows, width) / MIB
+        return parts
 
     def _refuse_conflicts(self, config: Any) -> None:
         """Refuses what a user asked for that conflicts with a steered draft length."""

@@ -31,6 +31,7 @@ from engine_shim.sglang.engine_description import (
 )
 from engine_shim.sglang.graph_states import GraphStates
 from engine_shim.sglang.hooks import EngineHooks
+from engine_shim.sglang.request_classes import RequestClasses, read_key
 from engine_shim.sglang.request_wishes import RequestWishes
 from engine_shim.sglang.runtime_switch import RuntimeSwitch
 from engine_shim.sglang.step_reports import StepTap
@@ -69,6 +70,7 @@ class EngineStartup:
         self._settings = settings
         self._switch = RuntimeSwitch()
         self._graph_states = GraphStates(settings.graph_limits)
+        self._class_key = read_key(settings.class_key_file)
 
     def around_init_model_worker(self, original: Callable[..., None], scheduler: Any) -> None:
         """Hooks the worker before it exists, and its steps when it is ready to serve."""
@@ -187,7 +189,12 @@ class EngineStartup:
             block=block,
             rows=rows,
             wishes=RequestWishes(
-                settings.classes,
+                RequestClasses(
+                    settings.classes,
+                    key=self._class_key,
+                    prompt_tokens=settings.class_prompt_tokens,
+                    adapters=sglang_api.adapters(scheduler.tp_worker.model_runner),
+                ),
                 scheduler.tp_worker.model_runner.model_config.vocab_size - 1,
                 without_prefills=sglang_api.config_leaf("disaggregation_mode") == "decode",
             ),

@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
+from controller.core.errors import InvalidReportError
+from controller.wire.reports import report_from_proto
 from lab.conformance.finding import Findings
 from speculation.v1.engine_pb2 import EngineSpec, StepReport
 from speculation.v1.plan_pb2 import Plan, PlanRow
@@ -31,6 +33,7 @@ def check_reports(
         found.expect(
             1 <= report.batch_size <= engine.max_batch_size, "batch_size is possible", where
         )
+        _check_taken(found, report)
         _check_counts(found, report, where)
         _check_rows(found, report, set(gammas), where)
         said = report.plan_epoch
@@ -40,6 +43,14 @@ def check_reports(
         if said in plans:
             _check_choice(found, plans[said], report, probed, where)
     return found
+
+
+def _check_taken(found: Findings, report: StepReport) -> None:
+    """Whatever else a sidecar checks: labels, widths, bounds of lists and numbers."""
+    try:
+        report_from_proto(report)
+    except InvalidReportError as error:
+        found.expect(holds=False, rule="a sidecar takes the report", where=str(error))
 
 
 def _check_counts(found: Findings, report: StepReport, where: str) -> None:

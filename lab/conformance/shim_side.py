@@ -3,6 +3,8 @@
 import time
 from collections.abc import Callable, Iterator
 
+from controller.core.errors import InvalidEngineError
+from controller.wire.engines import engine_from_proto
 from lab.conformance.finding import Findings
 from lab.conformance.reports import check_reports
 from lab.harness.fake_sidecar import FakeSidecar
@@ -41,11 +43,18 @@ class ShimCheck:
             self._ask(self._plan(self._safe_arm(), probe=probed), "a probe")
             self._let_lapse()
             found = check_reports(engine, self._plans, server.reports)
+            check_introduction(found, engine)
             self._check_arms(found, engine)
             return found
 
     def _arms(self, engine: EngineSpec) -> list[tuple[str, int]]:
-        lost = {(loss.drafter, gamma) for loss in engine.lost for gamma in loss.gammas}
+        drafters = {drafter.name: drafter.gammas for drafter in engine.drafters}
+        # A loss without draft lengths is of all that draft.
+        lost = {
+            (loss.drafter, gamma)
+            for loss in engine.lost
+            for gamma in loss.gammas or filter(None, drafters.get(loss.drafter, ()))
+        }
         return [
             (drafter.name, gamma)
             for drafter in engine.drafters
@@ -127,6 +136,14 @@ class ShimCheck:
             if time.monotonic() > ends:
                 raise TimeoutError(f"{what} did not come within {self._wait:g} s")
             time.sleep(0.02)
+
+
+def check_introduction(found: Findings, engine: EngineSpec) -> None:
+    """Notes what a sidecar would refuse an introduction for."""
+    try:
+        engine_from_proto(engine)
+    except InvalidEngineError as error:
+        found.expect(holds=False, rule="a sidecar takes the introduction", where=str(error))
 
 
 def _rules(engine: EngineSpec) -> Iterator[MixtureRule]:

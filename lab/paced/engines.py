@@ -2,6 +2,7 @@
 
 Their weights are dummies, as small as SGLang takes them, because a step that is held to the pace of
 a GPU has to be done by then.  So many sequences, and their acceptance, are drawn (see pace/).
+Where the tokens matter, a small trained set is served.
 """
 
 import json
@@ -33,7 +34,8 @@ class Setting:
 
     pace: without its log, which each engine has for itself.  second: whether the steered engine has
     a DFlash drafter beside its own.  predictor: its own is the target's multi-token predictor
-    (NEXTN), and not an EAGLE3 drafter.
+    (NEXTN), and not an EAGLE3 drafter.  trained: the models are a trained set, `target` and
+    `draft`, and no dummies.
     """
 
     pace: Pace
@@ -41,6 +43,7 @@ class Setting:
     max_batch_size: int
     second: bool = False
     predictor: bool = False
+    trained: bool = False
 
     @classmethod
     def make(
@@ -67,6 +70,8 @@ class Setting:
     @property
     def draft(self) -> Path:
         """The folder of the engines' own drafter."""
+        if self.trained:
+            return self.models / "draft"
         return self.target if self.predictor else self.models / OWN
 
     @property
@@ -100,7 +105,8 @@ def command(policy: str, setting: Setting, port: int) -> list[str]:
     return [
         sys.executable, "-m", "lab.cpu_engine.serve",
         "--model-path", str(setting.target),
-        "--load-format", "dummy",
+        # In bfloat16 the tokens would depend on how many rows are verified together.
+        *(("--dtype", "float32") if setting.trained else ("--load-format", "dummy")),
         "--skip-tokenizer-init",
         "--host", "127.0.0.1",
         "--port", str(port),

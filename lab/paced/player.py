@@ -23,7 +23,7 @@ class Served:
     id: RequestId
     sent: float
     answered: float
-    tokens: int
+    tokens: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ async def _generate(session: aiohttp.ClientSession, request: Request) -> Served:
     except (aiohttp.ClientError, TimeoutError) as error:
         raise EngineFailedError(f"request {request.id} was lost: {error!r}") from error
     answered = time.perf_counter()
-    tokens = len(reply["output_ids"])
-    if tokens != request.id.output_tokens:
-        raise EngineFailedError(f"request {request.id}: {tokens} tokens were decoded")
+    tokens = tuple(reply["output_ids"])
+    if len(tokens) != request.id.output_tokens:
+        raise EngineFailedError(f"request {request.id}: {len(tokens)} tokens were decoded")
     return Served(request.id, sent, answered, tokens)

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -68,7 +69,7 @@ def dilated_planner(dilation: float) -> dict[str, str]:
 class PacedHarness(Harness):
     """A sidecar and paced engines.  The context of `stack` ends them all.
 
-    dilation: None, it is chosen by `find_dilation`.
+    trained: the folder of a trained set of models; None: dummies are made.
     """
 
     def __init__(
@@ -81,15 +82,19 @@ class PacedHarness(Harness):
         *,
         second: bool = False,
         predictor: bool = False,
+        trained: Path | None = None,
     ) -> None:
         super().__init__(place, terminal, stack)
         self._dilation_file = place.scratch / "dilation"
         self.dilation = pace.dilation
         self._write_dilation()
         pace = replace(pace, dilation_file=str(self._dilation_file))
-        self.setting = Setting.make(
-            pace, place.scratch / "models", max_batch_size, second=second, predictor=predictor
-        )
+        if trained is None:
+            self.setting = Setting.make(
+                pace, place.scratch / "models", max_batch_size, second=second, predictor=predictor
+            )
+        else:
+            self.setting = Setting(pace, trained, max_batch_size, trained=True)
         self._recordings = place.scratch / "recordings"
         self._sidecars: dict[str, SidecarHandle] = {}
 
@@ -115,16 +120,20 @@ class PacedHarness(Harness):
 
                 engine.wait_ready(engines.READY_SECONDS, tick)
 
-    def find_dilation(self, policies: Sequence[str], *, fixed: bool) -> None:
+    def find_dilation(
+        self, policies: Sequence[str], *, fixed: bool, stream: Stream | None = None
+    ) -> None:
         """Warms engines up and chooses the dilation that leaves room for their own work.
 
-        fixed: the dilation stands.  Raises HarnessError when the machine is too slow for any.
+        fixed: the dilation stands.  stream: the warm-up, for engines with models of their own.
+        Raises HarnessError when the machine is too slow for any.
         """
-        plans = (
-            PhasePlan("one", self._kinds(), 1, 1, 48),
-            PhasePlan("all", self._kinds(), self.setting.max_batch_size, 1, 48),
-        )
-        stream = build_stream("warm-up", plans, _WARM_UP_SEED)
+        if stream is None:
+            plans = (
+                PhasePlan("one", self._kinds(), 1, 1, 48),
+                PhasePlan("all", self._kinds(), self.setting.max_batch_size, 1, 48),
+            )
+            stream = build_stream("warm-up", plans, _WARM_UP_SEED)
         with self._terminal.working("warming up, and finding the dilation") as work:
             plays = self._side_by_side({p: partial(self._once, p, stream) for p in policies})
             needed = max(_needed(found.log.steps) for found in plays.values())

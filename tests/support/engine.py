@@ -97,6 +97,14 @@ class EngineProcess:
         )
         return answer
 
+    def chat(self, system: str, user: str, **more: Any) -> dict[str, Any]:
+        """An answer of the OpenAI-compatible API to two messages."""
+        roles = {"system": system, "user": user}
+        messages = [{"role": role, "content": said} for role, said in roles.items()]
+        body = {"model": "any", "messages": messages, "max_tokens": 8, "ignore_eos": True, **more}
+        answer: dict[str, Any] = self._call("/v1/chat/completions", body)
+        return answer
+
     def ask(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:
         """SGLang's answers to a request, or requests, in its own words."""
         answers = self._call("/generate", body)

@@ -80,7 +80,8 @@ class MixtureEstimator:
         for index, estimator in enumerate(self._by_length):
             if index not in seen:
                 estimator.pass_by()
-        if report.drafter == self._spec.name:
+        # Without groups all rows were alike, and it is not said which drafter they used.
+        if report.drafter == self._spec.name and report.groups:
             self._count(report)
 
     def _count(self, report: StepReport) -> None:

@@ -204,7 +204,9 @@ class EngineController:
         plain = not (woke or report.flags.distorts_cost)
         if plain and report.prefill_tokens:
             plain = False
-            self._prefill.observe(report.prefill_tokens, report.step_seconds, expected)
+            # Once there is a price, a step that is far above it was not made slow by its prompts.
+            took = min(report.step_seconds, bearable) if prompts else report.step_seconds
+            self._prefill.observe(report.prefill_tokens, took, expected)
         if plain:
             if report.flags.switched and self.cost.is_known(arm, report.batch_size):
                 self._switch_price.observe(report.step_seconds, expected)

@@ -36,12 +36,27 @@ class PluginSettings(ShimSettings):
         "drafter of the engine, in which each row of a step gets the proposal that promises more. "
         "A request is compared with its own tokens only.",
     )
-    classes: Annotated[tuple[Literal["grammar", "temperature", "label"], ...], NoDecode] = Field(
+    classes: Annotated[
+        tuple[Literal["grammar", "temperature", "prompt", "adapter", "label"], ...], NoDecode
+    ] = Field(
         default=(),
         description="By what requests are divided into classes, so that the sidecar estimates the "
         "acceptance of each class: grammar (JSON schema, tool call, other grammars), temperature "
-        "(greedy, below 0.7, above), label (what the client sends as speculation_class), separated "
-        "by commas.",
+        "(greedy, below 0.7, above), prompt (a keyed hash of the first tokens), adapter (name of "
+        "the LoRA adapter), label (what the client sends as speculation_class), separated by "
+        "commas.",
+    )
+    class_key_file: str = Field(
+        default="",
+        description="File with the key of that hash, 16 bytes or more. Who knows the key and a "
+        "label can try out which prompt it is.",
+    )
+    class_prompt_tokens: int = Field(
+        default=64,
+        ge=8,
+        le=4096,
+        description="First tokens of a prompt that the hash is of. Shorter prompts have no such "
+        "class.",
     )
     graph_limits: Annotated[dict[int, int], NoDecode] = Field(
         default={},
@@ -152,6 +167,15 @@ class PluginSettings(ShimSettings):
             raise ValueError(
                 f"SPECULATION_GRAPH_LIMITS limits {self.safe_gamma}, which SPECULATION_SAFE_GAMMA "
                 "needs at every batch size"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_classes(self) -> Self:
+        if ("prompt" in self.classes) != bool(self.class_key_file):
+            raise ValueError(
+                "SPECULATION_CLASSES=prompt and SPECULATION_CLASS_KEY_FILE go together: one of "
+                "them is not set"
             )
         return self
 

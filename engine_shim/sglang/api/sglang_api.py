@@ -7,7 +7,7 @@ SGLang version means: run those tests on it, and write what differs into a modul
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final
 
@@ -26,6 +26,10 @@ CHAIN_ALGORITHM: Final = "EAGLE"
 DEFAULT_STEPS: Final = 3
 # Requests at once to which SGLang limits an engine that speculates, without another value.
 DEFAULT_REQUESTS: Final = 48
+# Up to so many, a decode server makes room for twice as many further ones.
+_FEW_REQUESTS: Final = 32
+# What SGLang may yet replace a page size by.
+_LARGEST_PAGE: Final = 128
 
 _PARAMS: Final = "sglang.srt.speculative.adaptive_spec_params"
 _EAGLE: Final = "sglang.srt.speculative.eagle_worker_v2"
@@ -158,6 +162,12 @@ def no_dflash_reason(args: ServerArgs) -> str | None:
     return next((reason for reason, is_so in obstacles.items() if is_so), None)
 
 
+def adapters(model_runner: Any) -> Mapping[str, Any]:
+    """Returns the `LoRARef` of each adapter that a target can use, by its id, as it changes."""
+    found: Mapping[str, Any] = getattr(getattr(model_runner, "lora_manager", None), "lora_refs", {})
+    return found
+
+
 def copy_to_host(tensor: Any) -> Any:
     """Copies a tensor as SGLang copies a step's results: without a wait, for its own event."""
     from sglang.srt.utils.common import async_d2h
@@ -198,6 +208,28 @@ def widest_step() -> int:
 def most_requests(view: Any) -> int:
     """The most requests that an engine that speculates runs at once; `view`: its arguments."""
     return view.max_running_requests or DEFAULT_REQUESTS
+
+
+def most_request_rows(view: Any) -> int:
+    """The rows that SGLang's request pool will have, at most; `view`: the engine's arguments."""
+    requests = most_requests(view)
+    if view.disaggregation_mode != "decode":
+        return requests + 1
+    # For requests that the other server is still sending; SGLang settles it later than its memory.
+    further = view.disaggregation_decode_extra_slots
+    if further is None:
+        further = 2 * requests if requests <= _FEW_REQUESTS else 0
+    return int(requests + further + 1)
+
+
+def longest_row(view: Any, context: int, widest: int) -> int:
+    """The tokens that a row of the request pool has room for, at most, with a step behind them.
+
+    context: the longest one.  widest: tokens of one sequence in a step.  As SGLang's
+    `get_req_to_token_extra_context_len` has it.
+    """
+    page = max(view.page_size or 1, _LARGEST_PAGE)
+    return context + max(4 + widest, 2 * widest + page - 1) + widest
 
 
 def captured_batches(args: ServerArgs) -> tuple[int, ...]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 
 def to_device(
-    values: Sequence[float], device: torch.device | str, dtype: torch.dtype = torch.int64
+    values: Sequence[float] | np.ndarray,
+    device: torch.device | str,
+    dtype: torch.dtype = torch.int64,
 ) -> torch.Tensor:
     """Returns `values` as a tensor on `device`, which work launched from now on finds there.
 

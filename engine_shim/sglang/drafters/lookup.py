@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from itertools import count
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 import torch
 
 from engine_shim.sglang.api.transfer import to_device
@@ -30,12 +31,24 @@ _UNKNOWN: Final = -1
 _NOTHING: Final = -2
 _FRONT: Final = LONGEST_MATCH - 1
 # What a search may take of the device's memory beside the buffer; larger batches are searched part
-# by part.  A token takes some 36 bytes at the peak.
+# by part.  A token takes up to 38 bytes at the peak.
 _WORK_BYTES: Final = 64 << 20
-_BYTES_A_TOKEN: Final = 36
-# Where a request's number is kept on SGLang's request: clients choose request ids, and may do so
-# twice.
+_BYTES_A_TOKEN: Final = 40
+_HELD_BYTES: Final = 4
+# Where a request's number is kept on SGLang's request (clients choose request ids, and may do so
+# twice), and the row that it was read into.
 _NUMBER: Final = "speculation_number"
+_ROW: Final = "speculation_row"
+
+
+def _ids(tokens: Sequence[int]) -> np.ndarray:
+    """Copies token ids: SGLang's array cannot grow while another object looks into it."""
+    return np.array(tokens, dtype=np.int64)
+
+
+def _most_rows(width: int) -> int:
+    """Returns how many rows are searched at once."""
+    return max(1, _WORK_BYTES // (_BYTES_A_TOKEN * width))
 
 
 class Proposal(NamedTuple):
@@ -47,6 +60,11 @@ class Proposal(NamedTuple):
 
     tokens: torch.Tensor
     match: torch.Tensor
+
+
+def device_bytes(rows: int, width: int) -> int:
+    """Returns what a `TokenHistory` of this shape and its searches take of a device's memory."""
+    return rows * (_FRONT + width) * _HELD_BYTES + max(_WORK_BYTES, _BYTES_A_TOKEN * width)
 
 
 class TokenHistory:
@@ -84,7 +102,7 @@ class TokenHistory:
 
         Returns the rows that have changed hands.
         """
-        return self._read([(r, r.get_fill_ids()) for r in requests])
+        return self._read([(r, _ids(r.get_fill_ids())) for r in requests])
 
     def meet(self, requests: Sequence[Any]) -> list[int]:
         """Takes what the host knows of requests that decode without a prefill here.
@@ -99,32 +117,37 @@ class TokenHistory:
         ]
         if not news:
             return []
-        return self._read([(r, [*r.origin_input_ids, *r.output_ids]) for r in news])
+        return self._read(
+            [(r, np.concatenate((_ids(r.origin_input_ids), _ids(r.output_ids)))) for r in news]
+        )
 
-    def _read(self, prompts: Sequence[tuple[Any, Sequence[int]]]) -> list[int]:
+    def _read(self, prompts: Sequence[tuple[Any, np.ndarray]]) -> list[int]:
         fresh: list[int] = []
-        rows: list[int] = []
-        places: list[int] = []
-        tokens: list[int] = []
+        parts: list[np.ndarray] = []
         for request, known in prompts:
             row, length = request.kv.req_pool_idx, min(len(known), self.width)
             number = getattr(request, _NUMBER, 0)
             if not number:
                 number = next(self._numbers)
                 setattr(request, _NUMBER, number)
+            before = getattr(request, _ROW, row)
+            if before != row and self._held.get(before, (0, 0))[0] == number:
+                # Should it come back there, it has gone on elsewhere.
+                del self._held[before]
+            setattr(request, _ROW, row)
             owner, written = self._held.get(row, (0, 0))
             if owner != number or written > length:
                 fresh.append(row)
                 written = 0
-            rows += [row] * (length - written)
-            places += range(_FRONT + written, _FRONT + length)
-            tokens += known[written:length]
+            if written < length:
+                places = np.arange(_FRONT + written, _FRONT + length)
+                parts.append(np.stack((np.full_like(places, row), places, known[written:length])))
             self._held[row] = (number, length)
         device = self._tokens.device
         if fresh:
             self._tokens.index_fill_(0, to_device(fresh, device), _UNKNOWN)
-        if tokens:
-            found = to_device([*rows, *places, *tokens], device).view(3, -1)
+        if parts:
+            found = to_device(np.concatenate(parts, axis=1), device)
             is_token = (found[2] >= 0) & (found[2] < self._vocabulary)
             ids = torch.where(is_token, found[2], _UNKNOWN)
             self._tokens[found[0], found[1]] = ids.to(torch.int32)
@@ -140,20 +163,32 @@ class TokenHistory:
         self._tokens[rows[:, None], places] = tokens.to(torch.int32)
 
     def propose(
-        self, rows: torch.Tensor, newest: torch.Tensor, gamma: int, longest: int
+        self, rows: torch.Tensor, newest: torch.Tensor, gamma: int, furthest: Sequence[int]
     ) -> Proposal:
         """Looks up B requests.
 
-        rows: [B].  newest: [B], the position of each one's newest token.  longest: no newest token
-        lies further, as the host knows.
+        rows: [B].  newest: [B], the position of each one's newest token.  furthest: B positions
+        behind which it does not lie, as the host knows.
         """
-        width = self._width_for(longest + 1)
-        most = max(1, _WORK_BYTES // (_BYTES_A_TOKEN * width))
-        if len(rows) <= most:
+        width = self._width_for(max(furthest) + 1)
+        if len(furthest) <= _most_rows(width):
             return self._search(rows, newest, gamma, width)
-        parts = zip(rows.split(most), newest.split(most), strict=True)
-        found = [self._search(some, ends, gamma, width) for some, ends in parts]
-        return Proposal(*map(torch.cat, zip(*found, strict=True)))
+        # The longest ones first, so that few rows are searched as far as these.
+        order = sorted(range(len(furthest)), key=furthest.__getitem__, reverse=True)
+        places = [0] * len(order)
+        for place, row in enumerate(order):
+            places[row] = place
+        device = self._tokens.device
+        sorted_rows, sorted_newest = (part[to_device(order, device)] for part in (rows, newest))
+        found: list[Proposal] = []
+        first = 0
+        while first < len(order):
+            width = self._width_for(furthest[order[first]] + 1)
+            at = slice(first, first + _most_rows(width))
+            found.append(self._search(sorted_rows[at], sorted_newest[at], gamma, width))
+            first = at.stop
+        back = to_device(places, device)
+        return Proposal(*(torch.cat(parts)[back] for parts in zip(*found, strict=True)))
 
     def _search(self, rows: torch.Tensor, newest: torch.Tensor, gamma: int, width: int) -> Proposal:
         held = self._tokens[:, : _FRONT + width].index_select(0, rows)

@@ -107,9 +107,9 @@ class RowChoice:
         """Compares the proposals with what a step has verified, and updates the running means.
 
         verified: [B, gamma + 1] tokens, of which the first known [B] (accepted drafts and one
-        more) are the request's.  Returns int16 [B, 5]: whether the rule prefers the lookup, the
-        length of its match, for how many tokens the main drafter's proposal (-1: none) and the
-        lookup's were shown to be accepted, and how many drafts were accepted.
+        more) are the request's.  Returns int16 [B, 5]: whether the rule prefers the lookup (-1:
+        there is no rule), the length of its match, for how many tokens the main drafter's proposal
+        (-1: none) and the lookup's were shown to be accepted, and how many drafts were accepted.
         """
         main, free = drafted.main, drafted.free
         known = known.to(torch.int64)
@@ -127,12 +127,12 @@ class RowChoice:
             main_shown, free_shown = (
                 (main_shown, accepted) if main is None else (accepted, free_shown)
             )
-        chose = drafted.chose
-        if chose is None:
-            chose = torch.zeros_like(accepted, dtype=torch.bool)
-        elif drafted.rule is not None:
+        if drafted.chose is None or drafted.rule is None:
+            chose = torch.full_like(accepted, -1)
+        else:
+            chose = drafted.chose.to(torch.int64)
             self._update(drafted, drafted.rule, main_shown, free_shown, known)
-        columns = (chose.to(torch.int64), free.match, main_shown, free_shown, accepted)
+        columns = (chose, free.match, main_shown, free_shown, accepted)
         return torch.stack(columns, dim=1).to(torch.int16)
 
     def _update(

@@ -44,10 +44,12 @@ def count_rows(
 
     outcome_cpu: [B, 5], as `RowChoice.learn` returns it.  accepted: [B] accepted drafts, as the
     host counts them.  lookup, mixture: places in the introduction; mixture: of the main drafter's,
-    None if there was no rule for it.
+    None if it has none.
     """
     chose, match, main_shown, free_shown, found = np.asarray(outcome_cpu, dtype=np.int64).T
-    chose, counted = chose.astype(bool), np.array(accepted, dtype=np.int64)
+    # Without a rule nobody knows what the mixture would have done.
+    has_rule, chose = bool((chose >= 0).all()), chose > 0
+    counted = np.array(accepted, dtype=np.int64)
     groups: list[GroupEntry] = []
     proposals = [
         _proposals(lookup, int(length), free_shown[match == length], found[match == length], gamma)
@@ -65,7 +67,7 @@ def count_rows(
             if rows.any()
         ]
         proposals.append(_proposals(role.main, 0, main_shown, found, gamma))
-    elif role.main is not None and mixture is not None:
+    elif role.main is not None and mixture is not None and has_rule:
         would = np.where(chose, free_shown, main_shown)
         proposals.append(_proposals(mixture, 0, would, found, gamma))
     return RowCounts(tuple(groups), tuple(proposals))

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from engine_shim.sglang.api import sglang_api
+from engine_shim.sglang.attention_memory import MIB
 from engine_shim.sglang.drafters.attempts import Attempts
 from engine_shim.sglang.drafters.chains import fits, verification_of
-from engine_shim.sglang.drafters.lookup import Proposal, TokenHistory
+from engine_shim.sglang.drafters.lookup import Proposal, TokenHistory, device_bytes
 from engine_shim.sglang.drafters.row_choice import Drafted, RowChoice
 from engine_shim.sglang.drafters.row_counts import (
     NOTHING_APART,
@@ -80,8 +81,13 @@ class RowDrafting(Attempts):
         )
         self._choice = RowChoice(pool.shape[0], pool.device)
         self._drafted: Drafted | None = None
-        self._longest = 0
-        _log.info("prompt lookup keeps %.1f MB of tokens", self._history.bytes / 1e6)
+        # By row: its newest token lies no further.
+        self._furthest: Sequence[int] = ()
+        _log.info(
+            "prompt lookup keeps %.1f MiB of tokens, and takes %.1f MiB with its searches",
+            self._history.bytes / MIB,
+            device_bytes(pool.shape[0], self._history.width) / MIB,
+        )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -110,10 +116,9 @@ class RowDrafting(Attempts):
         self._drafted = None
         self._choice.forget(self._history.meet(batch.reqs))
         if batch.seq_lens_cpu is not None:
-            self._longest = int(batch.seq_lens_cpu.max())
+            self._furthest = batch.seq_lens_cpu.tolist()
         else:
-            committed = max(request.kv.kv_committed_len for request in batch.reqs)
-            self._longest = committed + unread_tokens
+            self._furthest = [r.kv.kv_committed_len + unread_tokens for r in batch.reqs]
 
     def watch(self, batch: Any, draft: Any) -> None:
         """Compares, in a step at gamma 0, the first token that each drafter would propose.
@@ -165,7 +170,7 @@ class RowDrafting(Attempts):
         rows, lengths = batch.req_pool_indices, batch.seq_lens
         # The newest token is not in the cache yet, so that it stands where the cache ends.
         self._history.add(rows, lengths, batch.spec_info.bonus_tokens.view(-1, 1))
-        return self._history.propose(rows, lengths, gamma, self._longest)
+        return self._history.propose(rows, lengths, gamma, self._furthest)
 
     def after_verify(self, batch: Any, result: Any, *, reports: bool) -> None:
         """Takes what a step has verified.  reports: leave the counts on the result."""

@@ -31,7 +31,7 @@ DOCUMENT_TOKEN_ID: Final = 0
 VALIDATION_FRACTION: Final = 0.08
 """Share of each domain's documents that no training step may see."""
 
-_SKIPPED_FOLDERS: Final = frozenset(
+SKIPPED_FOLDERS: Final = frozenset(
     {"site-packages", "test", "tests", "idlelib", "lib2to3", "pydoc_data", "encodings", "idle_test"}
 )
 _SHORTEST_PROSE: Final = 60
@@ -63,7 +63,7 @@ def documents(seed: int = 0) -> dict[str, list[str]]:
     prose: list[str] = []
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
-        if _SKIPPED_FOLDERS.intersection(path.relative_to(root).parts):
+        if SKIPPED_FOLDERS.intersection(path.relative_to(root).parts):
             continue
         try:
             source = path.read_text(encoding="utf-8")

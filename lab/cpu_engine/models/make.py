@@ -9,7 +9,7 @@ somewhat worse set rather than a later one.
 import argparse
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from engine_shim.training.checkpoint import (
     save_sd2,
     save_target,
 )
+from engine_shim.training.eagle3 import Eagle3Student
 from lab.cpu_engine.models import corpus
 from lab.cpu_engine.models._draft import (
     agreement_by_domain,
@@ -38,14 +39,19 @@ from lab.cpu_engine.models._draft import (
     train_draft,
     train_predictor,
 )
+from lab.cpu_engine.models._edits import train_edit_draft, train_edit_target
 from lab.cpu_engine.models._sd2 import train_sd2
 from lab.cpu_engine.models._target import cross_entropy, train_target
+from lab.cpu_engine.models.edits import KINDS, EncodedEdit, code_edits, save_edits
 from lab.cpu_engine.models.prompts import passage_file
-from lab.cpu_engine.models.recipe import MIMO, SHALLOW, Recipe
+from lab.cpu_engine.models.recipe import EDITS, MIMO, SHALLOW, Recipe
 
 TARGET = "target"
 HELD_OUT = "held_out"
 TOKENIZER = "tokenizer.json"
+# The edits that are kept for requests: so many of each kind, with answers of such lengths.
+_KEPT_EDITS = 40
+_KEPT_LENGTHS = range(150, 451)
 
 _log = logging.getLogger(__name__)
 
@@ -95,6 +101,32 @@ def make(
     for name, sd2 in recipe.sd2.items():
         made = train_sd2(sd2, recipe.sd2_shape, target, splits)
         save_sd2(made, output / name)
+
+
+def make_edits(shipped: Path, output: Path, *, keep_target: bool) -> None:
+    """Trains a target that edits code, from the shallow one, and its draft, and keeps edits.
+
+    shipped: the folder of the sets that exist.  keep_target: the one in ``output`` stays.
+    """
+    tokenizer = Tokenizer.from_file(str(shipped / TARGET / TOKENIZER))
+    split = code_edits(tokenizer)
+    if not keep_target:
+        target = load_target(shipped / "shallow" / TARGET)
+        train_edit_target(EDITS, target, split)
+        save_target(target, output / TARGET)
+        save_tokenizer(tokenizer, output / TARGET)
+    target = load_target(output / TARGET).requires_grad_(False)
+    student = Eagle3Student(SHALLOW.draft_shape, target.model.embed_tokens.weight)
+    train_edit_draft(EDITS, student, target, split)
+    save_draft(student, output / "draft")
+    save_edits([edit for kind in KINDS for edit in _kept(kind, split.validation)], output)
+
+
+def _kept(kind: str, edits: Sequence[EncodedEdit]) -> list[EncodedEdit]:
+    """Returns evenly spaced edits of a kind, no two of the same request."""
+    found = {e.prompt: e for e in edits if e.kind == kind and len(e.answer) in _KEPT_LENGTHS}
+    picks = np.linspace(0, len(found) - 1, _KEPT_EDITS).astype(int)
+    return [list(found.values())[pick] for pick in picks]
 
 
 def mask_token(tokenizer: Tokenizer) -> int:
@@ -153,11 +185,22 @@ def main() -> None:
         action="store_true",
         help="make the set with a multi-token predictor, which shares the full one's tokenizer",
     )
+    parser.add_argument(
+        "--edits",
+        action="store_true",
+        help="make the set that edits code, from the shallow one (35 minutes)",
+    )
     arguments = parser.parse_args()
-    if arguments.mimo and arguments.shallow:
-        parser.error("--shallow and --mimo are two sets: make one after the other")
+    if arguments.mimo + arguments.shallow + arguments.edits > 1:
+        parser.error(
+            "--shallow, --mimo and --edits are sets of their own: make one after the other"
+        )
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     torch.set_num_threads(1)  # more threads wait for each other on matrices this small
+    if arguments.edits:
+        folder = arguments.output / "code-edits"
+        make_edits(arguments.output, folder, keep_target=arguments.keep_target)
+        return
     recipe, output, tokenizer = Recipe(), arguments.output, None
     if arguments.shallow or arguments.mimo:
         tokenizer = Tokenizer.from_file(str(output / TARGET / TOKENIZER))

@@ -34,6 +34,16 @@ class Sd2Recipe:
     budget: StepBudget
 
 
+@dataclass(frozen=True)
+class EditRecipe:
+    """Kinds of edits, by weight, and how long a target learns to copy and to edit, and a draft."""
+
+    mixture: Mapping[str, float]
+    copying: StepBudget
+    editing: StepBudget
+    draft: StepBudget
+
+
 _DRAFTS: Final = {
     "draft-mixed": DraftRecipe(MIXTURE, StepBudget(steps=600, seconds=720)),
     # Blind to three domains on purpose: traffic that leaves code is a real shift in acceptance.
@@ -100,6 +110,14 @@ class Recipe:
         features = tuple(sorted({round(1 + i * (layers - 4) / 4) for i in range(5)}))
         return DFlashShape(self.shape.with_layers(2), features, self.block, mask_token)
 
+
+# A target that edits code, from the shallow one, and an EAGLE3 drafter for it.
+EDITS: Final = EditRecipe(
+    {"check": 0.35, "document": 0.2, "log": 0.25, "rename": 0.2},
+    copying=StepBudget(steps=550, seconds=400),
+    editing=StepBudget(steps=900, seconds=900),
+    draft=StepBudget(steps=1000, seconds=900),
+)
 
 # For tests of what an engine does: with a quarter of the layers, its steps are much shorter.
 SHALLOW: Final = Recipe(

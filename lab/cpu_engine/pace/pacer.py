@@ -24,7 +24,13 @@ from lab.cpu_engine.environment import PACE_VARIABLE
 from lab.cpu_engine.pace import dummy_layers
 from lab.cpu_engine.pace.acceptance import DrawnAcceptance, RequestId, accept
 from lab.cpu_engine.pace.shim_watch import ShimWatch
-from lab.cpu_engine.pace.step_costs import OWN, SECOND, StepCosts, load_step_costs
+from lab.cpu_engine.pace.step_costs import (
+    LOOKUP,
+    OWN,
+    SECOND,
+    StepCosts,
+    load_step_costs,
+)
 from lab.cpu_engine.pace.step_log import PacedRequest, PacedStep, StepLog
 from lab.cpu_engine.pace.support import unsupported_reason
 
@@ -35,6 +41,7 @@ _AWAKE_SECONDS = 2e-4
 # for less, since it begins when this one was due.
 _LATE_SHARE = 0.25
 _SECOND_MODEL = "SPECULATION_DFLASH_MODEL_PATH"
+_LOOKUP = "SPECULATION_LOOKUP"
 # What this module notes on a request of SGLang's.
 _FIRST_SEEN = "paced_first_token"
 
@@ -62,6 +69,7 @@ class Pace:
     max_batch_size: int = 256
     curves: Mapping[str, Mapping[str, Sequence[float]]] | None = None
     dilation_file: str = ""
+    lookup: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.dilation < math.inf:
@@ -78,7 +86,7 @@ class Pace:
 
     def costs(self) -> StepCosts:
         """Loads the costs that are imposed.  Raises InvalidInputError."""
-        return load_step_costs(self.table, self.gammas, self.max_batch_size)
+        return load_step_costs(self.table, self.gammas, self.max_batch_size, lookup=self.lookup)
 
 
 def register() -> None:
@@ -94,6 +102,7 @@ def register() -> None:
     from sglang.srt.speculative import spec_utils
 
     second = bool(os.environ.get(_SECOND_MODEL))
+    lookup = os.environ.get(_LOOKUP, "") not in ("", "0", "false")
     try:
         pace = Pace.from_json(text)
         pacer = Pacer(pace)
@@ -108,7 +117,7 @@ def register() -> None:
     costs = pace.costs()
 
     def check(_: None, args: Any) -> None:
-        reason = unsupported_reason(args, costs, second)
+        reason = unsupported_reason(args, costs, second=second, lookup=lookup)
         if reason is not None:
             raise SystemExit(f"{VARIABLE}: this engine cannot be paced: {reason}")
 
@@ -228,7 +237,7 @@ class Pacer:
         width = getattr(result, "speculative_num_draft_tokens", None)
         speculates = scheduler.draft_worker is not None and width
         gamma = int(width) - 1 if speculates and width else 0
-        drafter = SECOND if watch.block_drafted else OWN
+        drafter = SECOND if watch.block_drafted else LOOKUP if watch.lookup_drafted else OWN
         arm = Arm(drafter if gamma else OWN, gamma)
         gains = result.accept_lens.tolist() if speculates else [1] * size
         accepted = sum(gains) - size
@@ -242,17 +251,25 @@ class Pacer:
         if watch.has_second and not watch.asleep:
             # The drafter that did not draft reads what was accepted.
             catch_up += costs.surface.catch_up_seconds_per_token * (size + accepted)
+        lookup = 0.0
+        if watch.lookup_drafted and not watch.asleep:
+            catch_up += costs.reading_seconds(size + accepted)
+        elif watch.looked_up:
+            longest = max(len(r.origin_input_ids) + len(r.output_ids) for r in batch.reqs)
+            lookup = costs.lookup_seconds(size * longest)
         launch = getattr(result, "speculation_launch", None)
         choice = None if launch is None else launch.choice
         return {
-            "seconds": seconds + switch + catch_up,
+            "seconds": seconds + switch + catch_up + lookup,
             "drafter": drafter if speculates else "",
             "gamma": gamma,
             "asleep": watch.asleep,
+            "mixed": watch.mixed,
             "accepted": accepted,
             "tokens": sum(map(min, gains, left)),
             "switch_seconds": switch,
             "catch_up_seconds": catch_up,
+            "lookup_seconds": lookup,
             "probe": 0 if choice is None else choice.probe_id,
             "epoch": 0 if choice is None else choice.epoch,
             "steered": choice is not None and choice.source.value == "plan",

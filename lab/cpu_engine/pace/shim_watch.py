@@ -10,6 +10,7 @@ from typing import Any
 
 _IDLE = "engine_shim.sglang.drafters.idle_kv"
 _DUAL = "engine_shim.sglang.drafters.dual"
+_ROWS = "engine_shim.sglang.drafters.row_drafting"
 _HOOKS = "engine_shim.sglang.hooks"
 # Methods of EngineHooks that are given the method of SGLang's that they wrap.
 _AROUND = ("around_forward", "around_draft", "around_draft_extend", "around_resolve")
@@ -18,21 +19,25 @@ _AROUND = ("around_forward", "around_draft", "around_draft_extend", "around_reso
 class ShimWatch:
     """Counts of the step that runs; `begin` clears them.
 
-    block_drafted: the second drafter drafted.  asleep: the draft-extend was left out.
-    caught_up: positions that a drafter read late.
+    block_drafted: the second drafter drafted.  lookup_drafted: the lookup did, alone.  looked_up:
+    it searched.  mixed: rows chose between it and another drafter.  asleep: the draft-extend was
+    left out.  caught_up: positions that a drafter read late.
     """
 
     def __init__(self) -> None:
-        self.block_drafted = self.asleep = self.has_second = False
+        self.block_drafted = self.lookup_drafted = self.looked_up = self.mixed = False
+        self.asleep = self.has_second = False
         self.caught_up = 0
         self._seconds = 0.0
         self._watched: set[str] = set()
 
     def begin(self) -> None:
         """Clears what the step before has left, and wraps what has been imported since."""
-        self.block_drafted = self.asleep = False
+        self.block_drafted = self.lookup_drafted = self.looked_up = False
+        self.mixed = self.asleep = False
         self.caught_up = 0
-        for name, wrap in ((_IDLE, self._wrap_idle), (_DUAL, self._wrap_dual)):
+        wraps = (_IDLE, self._wrap_idle), (_DUAL, self._wrap_dual), (_ROWS, self._wrap_rows)
+        for name, wrap in wraps:
             module = sys.modules.get(name)
             if module is not None and name not in self._watched:
                 self._watched.add(name)
@@ -124,3 +129,33 @@ class ShimWatch:
             return result
 
         kind.draft, kind.follow = drafted, followed
+
+    def _wrap_rows(self, module: Any) -> None:
+        kind = module.RowDrafting
+        alone, propose, after_verify = kind.draft_alone, kind._propose, kind.after_verify
+        join = kind.join
+
+        def drafted(rows: Any, *args: Any, **kwargs: Any) -> Any:
+            verify = alone(rows, *args, **kwargs)
+            self.lookup_drafted = verify is not None
+            return verify
+
+        def joined(rows: Any, *args: Any, **kwargs: Any) -> None:
+            join(rows, *args, **kwargs)
+            self.mixed = rows._drafted is not None and rows._drafted.is_mixed
+
+        def proposed(rows: Any, *args: Any, **kwargs: Any) -> Any:
+            began = perf_counter()
+            found = propose(rows, *args, **kwargs)
+            self.looked_up = True
+            # What it launches on the device is priced, and not the hooks' own work.
+            self._seconds -= perf_counter() - began
+            return found
+
+        def verified(rows: Any, *args: Any, **kwargs: Any) -> None:
+            began = perf_counter()
+            after_verify(rows, *args, **kwargs)
+            self._seconds -= perf_counter() - began
+
+        kind.draft_alone, kind._propose, kind.after_verify = drafted, proposed, verified
+        kind.join = joined

@@ -12,6 +12,10 @@ What a table does not tell is derived from it, as this list says:
   padding          a batch is priced as the next larger batch that SGLang captures a graph for;
                    its context is that of its own sequences
   switching        SWITCH_SECONDS for a step that runs another arm than the one before it (assumed)
+  a lookup         alone, the table's n-gram drafter; beside another drafter, LOOKUP_KERNELS
+                   launches of LAUNCH_SECONDS (assumed), and LOOKUP_BYTES for each token that is
+                   searched, at LOOKUP_BANDWIDTH.  A drafter that reads along while the lookup
+                   drafts alone pays a pass, and `catch_up_seconds_per_token` for each token
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,14 +33,25 @@ from controller.simulation.surface import CostSurface, profile_surface, table_su
 
 # The drafters' names in the engine: SGLang's own one, and the second one beside it.
 OWN, SECOND = "eagle3", "dflash"
+LOOKUP = "ngram"
 WARM_FACTOR = 1.05
 SWITCH_SECONDS = 1e-4
+# Of a lookup on the device (counted by test_lookup_in_a_graph.py).
+LOOKUP_KERNELS = 33
+LOOKUP_BYTES = 104
+LAUNCH_SECONDS = 5e-6
+LOOKUP_BANDWIDTH = 3.35e12
 # The sizes that SGLang captures for speculation on a GPU (arg_groups/cuda_graph_hook.py).
 GRAPH_BATCH_SIZES = (*range(1, 9), *range(10, 33, 2), *range(40, 65, 4), *range(72, 257, 8))
 _MAX_BATCH = 256
 # A published table is asked for draft lengths up to this one, or up to its own longest.
 _ASKED = 8
 
+_ROLES: Mapping[DrafterKind, str] = {
+    DrafterKind.MTP: OWN,
+    DrafterKind.DFLASH: SECOND,
+    DrafterKind.NGRAM: LOOKUP,
+}
 _SOURCES: Mapping[str, str] = {
     "h100-llama3.1-8b": "fit to vLLM 0.10.1, Llama-3.1-8B with EAGLE on one H100 "
     "(arXiv 2601.11580); batches above 64 are extrapolated, linearly",
@@ -83,6 +98,18 @@ class StepCosts:
         )
         return seconds * self.warm_factor if warm and arm.gamma == 0 else seconds
 
+    def lookup_seconds(self, searched: int) -> float:
+        """Seconds that a lookup adds to another drafter's step.
+
+        searched: tokens of all sequences, each counted as long as the longest one.
+        """
+        moved = LOOKUP_BYTES * searched / LOOKUP_BANDWIDTH
+        return LOOKUP_KERNELS * LAUNCH_SECONDS + moved
+
+    def reading_seconds(self, tokens: int) -> float:
+        """Seconds in which a drafter that does not draft reads a step's tokens in a pass."""
+        return self.surface.catch_up_seconds(tokens)
+
     def prefill_seconds(self, tokens: int) -> float:
         """Seconds of a pass that reads so many tokens of prompts."""
         surface = self.surface
@@ -98,14 +125,17 @@ def load_step_costs(
     gammas: Sequence[int] = (),
     max_batch_size: int = _MAX_BATCH,
     graph_batch_sizes: Sequence[int] = GRAPH_BATCH_SIZES,
+    *,
+    lookup: bool = False,
 ) -> StepCosts:
     """Loads the costs of a published name, of a step-cost CSV, or of a profile (a JSON file).
 
     gammas: the engine's draft lengths, to which 0 is added; none for all that the table has.  A
-    drafter of serial passes plays the engine's own, a block drafter the second one.
+    drafter of serial passes plays the engine's own, a block drafter the second one.  lookup: an
+    n-gram drafter plays the prompt lookup.
 
     Raises InvalidInputError: neither a name nor a readable file, a file without a draft length of
-    the engine, no drafter that can play the engine's own, a number out of range.
+    the engine, no drafter that can play the engine's own or the lookup, a number out of range.
     """
     wanted = tuple(sorted({0, *gammas}))
     if wanted[0] < 0 or wanted[-1] > MAX_GAMMA:
@@ -116,14 +146,14 @@ def load_step_costs(
         )
     if table in published.names():
         source = _SOURCES[table]
-        surface = _as_engine(_published(table, wanted[-1], max_batch_size))
+        surface = _as_engine(_published(table, wanted[-1], max_batch_size), lookup)
     elif not Path(table).is_file():
         raise InvalidInputError(
             table, 0, f"is neither a file nor one of: {', '.join(published.names())}"
         )
     else:
         found, source = _of_file(Path(table), max_batch_size)
-        surface = _with_prefill(_as_engine(found))
+        surface = _with_prefill(_as_engine(found, lookup))
     if gammas:
         surface = _taking(surface, wanted)
     rows = {arm: i for i, arm in enumerate(surface.arms)}
@@ -231,16 +261,20 @@ def _with_prefill(surface: CostSurface) -> CostSurface:
     return replace(surface, prefill_seconds_per_token=per_token)
 
 
-def _as_engine(surface: CostSurface) -> CostSurface:
-    """Gives the drafters their names in the engine, and leaves out those that it cannot run.
+def _as_engine(surface: CostSurface, lookup: bool) -> CostSurface:
+    """Gives the drafters their names in the engine, and leaves out those that it does not run.
 
-    Raises InvalidInputError where no drafter can play the engine's own.
+    Raises InvalidInputError where no drafter can play the engine's own, or the lookup.
     """
     names: dict[str, str] = {}
     for spec in surface.drafters:
-        role = {DrafterKind.MTP: OWN, DrafterKind.DFLASH: SECOND}.get(spec.kind)
+        role = _ROLES.get(spec.kind)
+        if role == LOOKUP and not lookup:
+            continue
         if role is not None and role not in names.values():
             names[spec.name] = role
+    if lookup and LOOKUP not in names.values():
+        raise InvalidInputError(surface.name, 0, "no drafter of it looks up n-grams")
     if OWN not in names.values():
         raise InvalidInputError(surface.name, 0, "no drafter of it drafts in serial passes")
     keep = [i for i, arm in enumerate(surface.arms) if arm.drafter in names]

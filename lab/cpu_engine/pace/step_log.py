@@ -19,10 +19,11 @@ class PacedStep:
 
     began, launched, ended: seconds of the machine's monotonic clock; the scheduler began with it
     at `launched`.  It was to end at `due`, and was late if the engine's own work took longer.
-    seconds: the imposed duration in the model's time, of which switch_seconds and catch_up_seconds
-    are parts.  used_seconds: what the engine's own work took, on the machine's clock.
+    seconds: the imposed duration in the model's time, of which switch_seconds, catch_up_seconds and
+    lookup_seconds are parts.  used_seconds: of the engine's own work, on the machine's clock.
     shim_seconds: of which the shim's hooks.
     kinds: sequences by class.  drafter: "" without speculation.  gamma: -1 in a prefill.
+    mixed: rows chose between this drafter and a lookup.
     accepted: drafts accepted by all sequences, also beyond a request's end.  tokens: that were read
     of prompts in a prefill, else that the sequences gained, up to their ends.
     """
@@ -38,6 +39,7 @@ class PacedStep:
     drafter: str = ""
     gamma: int = -1
     asleep: bool = False
+    mixed: bool = False
     accepted: int = 0
     tokens: int = 0
     probe: int = 0
@@ -46,6 +48,7 @@ class PacedStep:
     late: bool = False
     switch_seconds: float = 0.0
     catch_up_seconds: float = 0.0
+    lookup_seconds: float = 0.0
     used_seconds: float = 0.0
     shim_seconds: float = 0.0
 

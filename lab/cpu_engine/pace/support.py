@@ -4,16 +4,19 @@ import os
 from typing import Any
 
 from controller.core.engine_spec import Arm
-from lab.cpu_engine.pace.step_costs import OWN, SECOND, StepCosts
+from lab.cpu_engine.pace.step_costs import LOOKUP, OWN, SECOND, StepCosts
 
 # Chains of drafts by serial passes, by the names that SGLang has for them.
 _CHAINS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE")
 
 
-def unsupported_reason(args: Any, costs: StepCosts, second: bool) -> str | None:
+def unsupported_reason(
+    args: Any, costs: StepCosts, *, second: bool, lookup: bool = False
+) -> str | None:
     """Explains why an engine with these arguments cannot be paced; None when it can.
 
-    args: SGLang's, resolved.  second: a DFlash drafter is loaded beside the engine's own.
+    args: SGLang's, resolved.  second: a DFlash drafter is loaded beside the engine's own.  lookup:
+    a prompt lookup drafts beside it.
     """
     from sglang.srt.arg_groups.overrides import resolved_view
 
@@ -38,16 +41,18 @@ def unsupported_reason(args: Any, costs: StepCosts, second: bool) -> str | None:
         "sequences that are priced": (view.max_running_requests or 0) > _largest(costs),
     }
     found = next((reason for reason, is_so in obstacles.items() if is_so), None)
-    return found or _missing_price(view, costs, second)
+    return found or _missing_price(view, costs, second, lookup)
 
 
-def _missing_price(view: Any, costs: StepCosts, second: bool) -> str | None:
+def _missing_price(view: Any, costs: StepCosts, second: bool, lookup: bool) -> str | None:
     priced = set(costs.surface.arms)
     missing = [gamma for gamma in _draft_lengths(view) if Arm(OWN, gamma) not in priced]
     if missing:
         return f"{costs.name} has no price for the draft lengths {missing}"
     if second and not any(arm.drafter == SECOND for arm in priced):
         return f"{costs.name} has no price for a second drafter (SPECULATION_DFLASH_MODEL_PATH)"
+    if lookup and not any(arm.drafter == LOOKUP for arm in priced):
+        return f"{costs.name} was loaded without a prompt lookup's price (SPECULATION_LOOKUP)"
     return None
 
 

@@ -3,10 +3,12 @@
 import itertools
 import json
 import random
+import re
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from urllib.error import HTTPError
 
 import pytest
 
@@ -40,6 +42,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 GAMMAS = (0, 1, 3, 7)
 NAMES = ("eagle3", "dflash", "ngram", "eagle3+ngram", "dflash+ngram")
 LOOKUP = 2
+# More than the prompts of the other tests have.
+SYSTEM_TOKENS = 96
 ARMS: list[Arm] = [
     (0, False, 0),
     (0, True, 0),
@@ -76,17 +80,22 @@ def waits(mode: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine(
     mode: str, sidecar: ScriptedSidecar, waits: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[EngineProcess]:
+    key = tmp_path_factory.mktemp("key") / "key"
+    key.write_text("of no one but this engine\n")
     variables = {
         **sidecar.variables,
         **MODES[mode],
         "CPU_ENGINE_SYNCHRONISATIONS": str(waits) if mode == "overlapped" else "",
         "SPECULATION_LOOKUP": "1",
-        "SPECULATION_CLASSES": "label,grammar",
+        "SPECULATION_CLASSES": "label,grammar,prompt,adapter",
+        "SPECULATION_CLASS_KEY_FILE": str(key),
+        "SPECULATION_CLASS_PROMPT_TOKENS": str(SYSTEM_TOKENS),
         "SPECULATION_DFLASH_MODEL_PATH": str(DFLASH),
         "SPECULATION_GAMMAS": ",".join(map(str, GAMMAS)),
         "SPECULATION_SLEEP_POSITIONS": "12",
     }
-    with serving(tmp_path_factory.mktemp("steered"), EAGLE3, variables) as running:
+    options = (*EAGLE3, "--chat-template", "chatml")
+    with serving(tmp_path_factory.mktemp("steered"), options, variables) as running:
         eventually(lambda: sidecar.server.introductions, what="the engine introduces itself")
         yield running
 
@@ -101,6 +110,15 @@ def test_it_introduces_the_lookup_and_two_mixtures(
         assert drafter.kind == DRAFTER_KIND_MIXTURE
         assert (drafter.mixture.main, drafter.mixture.free) == (main, "ngram")
         assert tuple(drafter.gammas) == GAMMAS[1:]
+
+
+def test_memory_was_left_for_what_the_lookup_takes(engine: EngineProcess) -> None:
+    log = engine.log.read_text()
+    (left,) = re.findall(r"MiB are left .*, and ([\d.]+) for prompt lookup", log)
+    (found,) = re.findall(r"keeps ([\d.]+) MiB of tokens, and takes ([\d.]+) MiB with", log)
+    kept, taken = map(float, found)
+    # The request pool's rows are longer than the longest context; a page is added at most.
+    assert 0 < kept < taken <= float(left) <= taken + 0.1
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -351,6 +369,44 @@ def test_the_openai_api_hands_a_wish_on(engine: EngineProcess, sidecar: Scripted
         ),
         what="a report with the class",
     )
+
+
+def test_chats_with_one_system_prompt_are_a_class_from_the_second_one_on(
+    engine: EngineProcess, sidecar: ScriptedSidecar
+) -> None:
+    sidecar.run(lambda _: (3, False, 0))
+
+    def hashes(system: str, label: str) -> set[str]:
+        """Those in a chat's reports; label: of a chat after it, which shows that all have come."""
+        before = len(sidecar.reports)
+        engine.chat(system, f"Is this {label}?")
+        engine.chat("Short.", "And this?", custom_params={"speculation_class": label})
+
+        def found() -> set[str]:
+            return {part.label for report in sidecar.reports[before:] for part in report.classes}
+
+        eventually(lambda: label in found(), what="a report of the chat after it")
+        return {name for name in found() if re.fullmatch("[0-9a-f]{8}", name)}
+
+    first, second = (f"You read {name}. " * SYSTEM_TOKENS for name in ("invoices", "letters"))
+    assert hashes(first, "the first request") == set()
+    (own,) = hashes(first, "the second request")
+    assert hashes(second, "the first one of another") == set()
+    (other,) = hashes(second, "the second one of another")
+    assert hashes(first, "the third request") == {own} != {other}
+
+
+def test_an_adapter_that_is_asked_for_is_refused_and_no_class(
+    engine: EngineProcess, sidecar: ScriptedSidecar
+) -> None:
+    """A steered SGLang has no adapters."""
+    with pytest.raises(HTTPError, match="400"):
+        engine.chat("Short.", "What is the sum?", lora_path="invoices")
+    sidecar.run(lambda _: (3, False, 0))
+    before = len(sidecar.reports)
+    assert engine.chat("Short.", "What is the sum?")["choices"][0]["message"]["content"]
+    eventually(lambda: len(sidecar.reports) > before, what="a report")
+    assert not any(report.classes for report in sidecar.reports[before:])
 
 
 def test_nothing_waits_for_the_device(mode: str, engine: EngineProcess, waits: Path) -> None:

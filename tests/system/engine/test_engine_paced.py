@@ -12,7 +12,7 @@ from controller.core.engine_spec import Arm
 from lab.cpu_engine.models.prompts import held_out_prompts
 from lab.cpu_engine.pace.acceptance import DrawnAcceptance, RequestId
 from lab.cpu_engine.pace.pacer import VARIABLE, Pace
-from lab.cpu_engine.pace.step_costs import OWN
+from lab.cpu_engine.pace.step_costs import LOOKUP, OWN
 from lab.cpu_engine.pace.step_log import LogPart, PacedStep, read_log
 from tests.support.engine import (
     EAGLE3,
@@ -23,6 +23,7 @@ from tests.support.engine import (
     serving,
 )
 from tests.support.eventually import eventually
+from tests.support.mixture_rules import rules_of
 from tests.support.prompts_in_flight import LENGTHS, PROMPTS
 from tests.support.scripted_sidecar import ScriptedSidecar
 
@@ -172,6 +173,38 @@ def test_sleep_is_plain_decoding_and_waking_up_is_paid_for(
         assert step.seconds == pytest.approx(expected + step.switch_seconds + caught_up)
         slept = slept + 1 if step.asleep else 0
         before = step
+
+
+def test_a_lookup_pays_for_itself_alone_and_beside_a_drafter(
+    tmp_path: Path, sidecar: ScriptedSidecar
+) -> None:
+    pace = replace(PACE, curves=None, lookup=True)
+    costs = pace.costs()
+    variables = {
+        **sidecar.variables,
+        **paced(pace, tmp_path),
+        "SPECULATION_GAMMAS": "0,1,3",
+        "SPECULATION_LOOKUP": "1",
+    }
+    sidecar.rules = rules_of(("eagle3+ngram",), (0, 1, GAMMA))
+    with serving(tmp_path, (*EAGLE3, FRESH), variables) as engine:
+        begin = eventually(lambda: read_log(log_of(tmp_path)).end, within=30.0, what="a probe")
+        eventually(lambda: sidecar.server.introductions, within=30.0, what="its introduction")
+        # The drafters' places: EAGLE3, the lookup, and their mixture.
+        sidecar.run(lambda count: (GAMMA, False, count // 6 % 3))
+        engine.generate(PROMPTS[:1], [120])
+        steps = [step for step in ended(tmp_path, begin, 1).steps if step.is_decode]
+    ran = Counter((step.drafter, step.mixed) for step in steps if step.gamma)
+    assert min(ran[OWN, False], ran[LOOKUP, False], ran[OWN, True]) > 0
+    for step in steps:
+        arm = Arm(step.drafter if step.gamma else OWN, step.gamma)
+        expected = costs.decode_seconds(arm, 1, step.kv_tokens, warm=not step.asleep)
+        assert step.asleep == (step.drafter == LOOKUP)
+        if step.drafter != LOOKUP:
+            # One sequence searches its own context.
+            assert step.lookup_seconds == pytest.approx(costs.lookup_seconds(step.kv_tokens))
+        extra = step.switch_seconds + step.catch_up_seconds + step.lookup_seconds
+        assert step.seconds == pytest.approx(expected + extra)
 
 
 def test_a_paced_engine_decodes_the_same_tokens_and_reads_prompts_in_chunks(

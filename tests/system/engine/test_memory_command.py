@@ -79,6 +79,16 @@ def test_with_flashinfer(tmp_path: Path) -> None:
     assert re.search(rf"{total:.0f} MiB are left for the draft lengths beside 3 \(MiB by", output)
 
 
+def test_a_lookup_keeps_the_tokens_of_all_requests(tmp_path: Path) -> None:
+    options = ("--attention-backend", "triton", "--max-running-requests", "1000")
+    code, output = ran(tmp_path, *EAGLE3, *options, SPECULATION_LOOKUP="1")
+    assert code == 0, output
+    (found,) = re.findall(r"^MiB for prompt lookup: ([\d.]+)$", output, re.MULTILINE)
+    # Of a row for each request and one for padding: the context and some tokens behind it.
+    context = 1001 * 2048 * 4 / MIB
+    assert 64 + context < float(found) < 64 + 1.1 * context
+
+
 def test_without_graphs_flashinfer_keeps_its_workspaces(tmp_path: Path) -> None:
     options = ("--attention-backend", "flashinfer", "--disable-cuda-graph")
     code, output = ran(tmp_path, *EAGLE3, *options)

@@ -14,13 +14,18 @@ import time
 from engine_shim.link import packets
 from engine_shim.link.engine_link import EngineLink
 from engine_shim.link.settings import LinkSettings
-from speculation.v1.engine_pb2 import DRAFTER_KIND_MTP, Drafter, EngineSpec
+from speculation.v1 import engine_pb2
+from speculation.v1.engine_pb2 import (
+    DRAFTER_KIND_MTP,
+    DRAFTER_KIND_NGRAM,
+    Drafter,
+    EngineSpec,
+)
 
 
 def main() -> None:
     """Until its input ends."""
-    drafter = Drafter(name="eagle3", kind=DRAFTER_KIND_MTP, gammas=(0, 1, 2, 3, 5, 7))
-    spec = EngineSpec(engine_id="of-another-version", drafters=[drafter], max_batch_size=64)
+    spec = EngineSpec(engine_id="of-another-version", drafters=_drafters(), max_batch_size=64)
     link = EngineLink.start(spec, LinkSettings(sidecar=sys.argv[1]), startup_gamma=1)
     # The oldest link takes the fields of a report one by one; their order is the same.
     takes_fields = len(inspect.signature(link.report).parameters) > 1
@@ -33,7 +38,7 @@ def main() -> None:
                 counts = [0] * choice.gamma + [4]
                 seconds = 0.01 * (1 + 0.08 * choice.gamma)
                 fields = (
-                    *(step, 4, 2048, 0, choice.gamma, counts, seconds, 0),
+                    *(step, 4, 2048, choice.drafter_index, choice.gamma, counts, seconds, 0),
                     *(choice.epoch, choice.probe_id, choice.session),
                 )
                 if takes_fields:
@@ -44,6 +49,25 @@ def main() -> None:
             print(json.dumps({"source": choice.source.value, "gamma": choice.gamma}), flush=True)
     finally:
         link.close()
+
+
+def _drafters() -> list[Drafter]:
+    """All that this version can introduce."""
+    gammas = (1, 2, 3, 5, 7)
+    drafters = [
+        Drafter(name="eagle3", kind=DRAFTER_KIND_MTP, gammas=(0, *gammas)),
+        Drafter(name="ngram", kind=DRAFTER_KIND_NGRAM, gammas=gammas),
+    ]
+    if hasattr(engine_pb2, "Mixture"):
+        drafters.append(
+            Drafter(
+                name="eagle3+ngram",
+                kind=engine_pb2.DRAFTER_KIND_MIXTURE,
+                gammas=gammas,
+                mixture=engine_pb2.Mixture(main="eagle3", free="ngram"),
+            )
+        )
+    return drafters
 
 
 if __name__ == "__main__":

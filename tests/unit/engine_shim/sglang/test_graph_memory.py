@@ -104,6 +104,11 @@ def test_the_log_has_one_sentence_with_backends_lengths_and_sum() -> None:
         "832 MiB are left for the draft lengths beside 3 (MiB by length: 0: 416, 7: 416), for the "
         "attention backends flashinfer (target), fa3 (drafter)"
     )
+    parts = {"collecting training signals": 320.0, "prompt lookup": 64.25}
+    assert replace(prediction, parts=parts).total == prediction.total + 384.25
+    assert "7: 416, and 320.0 for collecting training signals, and 64.2 for prompt lookup)" in str(
+        replace(prediction, parts=parts)
+    )
     approximated = replace(prediction, shape=shape("intel_amx"))
     assert str(approximated).endswith("intel_amx (drafter), whose sizes are approximated")
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from engine_shim.link.packets import NO_DRAFTER, ClassEntry, GroupEntry
-from engine_shim.sglang.request_wishes import LABELS_MOST, OTHER, RequestWishes
+from engine_shim.sglang.request_classes import RequestClasses
+from engine_shim.sglang.request_wishes import RequestWishes
 from engine_shim.steering.row_groups import classes_of, groups_with
 
 
@@ -20,7 +21,7 @@ def request(params: object = None, **sampling: Any) -> SimpleNamespace:
 
 
 def test_nothing_is_looked_for_before_a_request_has_asked():
-    wishes = RequestWishes(("grammar", "label"), 9)
+    wishes = RequestWishes(RequestClasses(("grammar", "label")), 9)
     plain = [request(), request({"other": 1})]
     wishes.before_prefill(plain)
     assert not wishes.is_asked
@@ -29,7 +30,7 @@ def test_nothing_is_looked_for_before_a_request_has_asked():
 
 @pytest.mark.parametrize("value", [True, None, 0, "false", "off", []])
 def test_only_false_keeps_a_request_from_being_drafted_for(value):
-    wishes = RequestWishes((), 9)
+    wishes = RequestWishes(RequestClasses(()), 9)
     wishes.before_prefill([request({"speculation": value})])
     assert not wishes.is_asked
     wishes.before_prefill([other := request({"speculation": False})])
@@ -38,58 +39,25 @@ def test_only_false_keeps_a_request_from_being_drafted_for(value):
 
 @pytest.mark.parametrize("params", [None, [], "speculation", 3, {"speculation_class": 5}])
 def test_parameters_of_another_shape_are_no_wish(params):
-    wishes = RequestWishes(("label",), 9)
+    wishes = RequestWishes(RequestClasses(("label",)), 9)
     wishes.before_prefill([request(params)])
     assert not wishes.is_asked
 
 
-@pytest.mark.parametrize(
-    ("sampling", "label"),
-    [
-        ({"json_schema": "{}"}, "json warm"),
-        ({"structural_tag": "x", "temperature": 0.3}, "tool cool"),
-        ({"regex": "a*", "top_k": 1}, "grammar greedy"),
-        ({"ebnf": "root ::= 'a'"}, "grammar warm"),
-        ({}, "warm"),
-    ],
-)
-def test_traits_are_joined_to_one_label(sampling, label):
-    wishes = RequestWishes(("grammar", "temperature"), 9)
-    wishes.before_prefill([asked := request(**sampling)])
-    assert wishes.of([asked])[1] == [label]
-
-
-def test_a_clients_label_is_cut_and_printable():
-    wishes = RequestWishes(("label",), 9)
-    wishes.before_prefill([asked := request({"speculation_class": "a\n\x1b[31m" + "b" * 300})])
-    (label,) = wishes.of([asked])[1]
-    assert len(label) == 40
-    assert label.isprintable()
-
-
-def test_labels_without_end_are_one_class():
-    wishes = RequestWishes(("label",), 9)
-    asked = [request({"speculation_class": f"class {i}"}) for i in range(LABELS_MOST + 5)]
-    wishes.before_prefill(asked)
-    labels = wishes.of(asked)[1]
-    assert len(set(labels)) == LABELS_MOST + 1
-    assert set(labels[LABELS_MOST:]) == {OTHER}
-
-
 def test_a_row_without_drafts_says_nothing_of_its_class():
-    wishes = RequestWishes(("temperature",), 9)
+    wishes = RequestWishes(RequestClasses(("temperature",)), 9)
     asked = [request({"speculation": False}), request()]
     wishes.before_prefill(asked)
     assert wishes.of(asked) == ([0], ["", "warm"])
 
 
 def test_requests_whose_prompts_another_server_has_read_are_met_in_their_first_step():
-    wishes = RequestWishes((), 9, without_prefills=True)
+    wishes = RequestWishes(RequestClasses(()), 9, without_prefills=True)
     assert wishes.of([request(), request({"speculation": False})]) == ([1], [])
 
 
 def test_drafts_of_a_row_are_taken_out_and_its_own_token_stays():
-    wishes = RequestWishes((), 9)
+    wishes = RequestWishes(RequestClasses(()), 9)
     verify = SimpleNamespace(
         draft_token=torch.arange(6), retrieve_next_token=torch.zeros((2, 3), dtype=torch.int64)
     )

@@ -186,6 +186,40 @@ def test_with_data_parallel_attention_what_is_untested_is_refused(
     assert reason in resolve(tmp_path, asked, **variables)["it"].get("error", "it was accepted")
 
 
+CONTEXT = 1 << 18
+LONG = EAGLE3 | {"json_model_override_args": json.dumps({"max_position_embeddings": CONTEXT})}
+DECODE = LONG | {"disaggregation_mode": "decode"}
+# With the rows of SGLang's request pool, of which one is for padding.
+LOOKED_UP: dict[str, tuple[dict[str, Any], int]] = {
+    "by default": (LONG, 49),
+    "many": (LONG | {"max_running_requests": 200}, 201),
+    # Two for each that another server is still sending.
+    "few that decode": (DECODE | {"max_running_requests": 16}, 49),
+    "few that decode, and three": (
+        DECODE | {"max_running_requests": 16, "disaggregation_decode_extra_slots": 3},
+        20,
+    ),
+    "many that decode": (DECODE | {"max_running_requests": 64}, 65),
+}
+
+
+def test_memory_is_left_for_the_tokens_of_a_lookup(tmp_path: Path) -> None:
+    device_mib = 8000
+    steered = {
+        "DEVICE_MIB": str(device_mib),
+        "SPECULATION_SIDECAR": "unix:/x",
+    }
+    asked = {name: arguments for name, (arguments, _) in LOOKED_UP.items()}
+    without = resolve(tmp_path, asked, **steered)
+    found = resolve(tmp_path, asked, **steered, SPECULATION_LOOKUP="1")
+    for name, (_, rows) in LOOKED_UP.items():
+        less = without[name]["mem_fraction_static"] - found[name]["mem_fraction_static"]
+        # All contexts with some tokens behind them, and 64 MiB for a search.
+        least = 64 + rows * CONTEXT * 4 / 2**20
+        rounding = 0.0011 * device_mib
+        assert least - rounding <= less * device_mib <= 1.01 * least + rounding, name
+
+
 DEVICE_MIB = 24 * 1024
 GRAPHS = EAGLE3 | {"disable_cuda_graph": False}
 MEMORY = {

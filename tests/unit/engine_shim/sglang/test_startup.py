@@ -25,6 +25,7 @@ OTHERS: dict[str, Any] = {
 RANK_0 = {
     "sidecar", "ca", "client_certificate", "client_key", "token_file", "engine_id",
     "lease_max_seconds", "report_buffer", "report_interval_ms", "agent_nice", "classes",
+    "class_key_file", "class_prompt_tokens",
     "signals_folder", "signals_megabytes", "signals_device_megabytes", "signals_top",
     "signals_final_states",
 }  # fmt: skip

@@ -361,7 +361,7 @@ def test_an_engine_is_reported_as_it_is_configured(monkeypatch, method, is_async
         started.append((spec, gamma))
         return Link(choice(3))
 
-    monkeypatch.setattr(steered_scheduler.EngineLink, "start", start_link)
+    monkeypatch.setattr("engine_shim.vllm.steered_scheduler.EngineLink.start", start_link)
     monkeypatch.setattr(
         steered_scheduler, "introduce", lambda *_: SimpleNamespace(engine_id="named")
     )

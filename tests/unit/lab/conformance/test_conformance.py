@@ -10,8 +10,16 @@ from lab.conformance.__main__ import app
 from lab.conformance.finding import Findings
 from lab.conformance.plans import check_plan
 from lab.conformance.reports import check_reports
+from lab.conformance.shim_side import ShimCheck, check_introduction
 from lab.conformance.sidecar_side import PlayedEngine, engine_spec
-from speculation.v1.engine_pb2 import ProposalCounts, RowGroup, StepReport
+from speculation.v1.engine_pb2 import (
+    CAPABILITY_DRAFTER,
+    ClassCounts,
+    EngineSpec,
+    ProposalCounts,
+    RowGroup,
+    StepReport,
+)
 from speculation.v1.plan_pb2 import MixtureRule, Plan, PlanRow, Probe
 from tests.support.sidecar_process import sidecar_process
 
@@ -85,6 +93,17 @@ def test_what_the_played_engine_reports_keeps_the_contract() -> None:
             },
             "a step shows the first token of every proposal",
         ),
+        # What the sidecar refuses, in its own words.
+        (
+            {"groups": [RowGroup(drafter="mtp", gamma=3, accepted_counts=[1, 1, 1, 1, 0, 0, 0])]},
+            "a sidecar takes the report",
+        ),
+        (
+            {"classes": [ClassCounts(label="a\n", accepted_counts=[1, 0, 0, 0])]},
+            "a sidecar takes the report",
+        ),
+        ({"prefill_tokens": 1 << 30}, "a sidecar takes the report"),
+        ({"step_seconds": float("nan")}, "a sidecar takes the report"),
     ],
 )
 def test_a_report_that_breaks_a_rule_is_named_with_it(change: dict[str, Any], rule: str) -> None:
@@ -93,6 +112,28 @@ def test_a_report_that_breaks_a_rule_is_named_with_it(change: dict[str, Any], ru
         reports[-1].ClearField(name)  # type: ignore[arg-type]
         reports[-1].MergeFrom(StepReport(**{name: value}))
     assert any(line.startswith(rule) for line in check_reports(ENGINE, {3: PLAN}, reports).lines())
+
+
+def test_a_drafter_that_was_lost_is_not_asked_for(tmp_path: Path) -> None:
+    engine = EngineSpec()
+    engine.CopyFrom(ENGINE)
+    engine.lost.add(capability=CAPABILITY_DRAFTER, drafter="dflash")
+    engine.lost.add(capability=CAPABILITY_DRAFTER, drafter="mtp", gammas=[5])
+    arms = ShimCheck(f"unix:{tmp_path}/none.sock", print, 1.0)._arms(engine)
+    assert {drafter for drafter, _ in arms} == {"mtp", "ngram", "mtp+ngram"}
+    assert [gamma for drafter, gamma in arms if drafter == "mtp"] == [0, 1, 3]
+
+
+def test_an_introduction_that_a_sidecar_would_refuse_is_named() -> None:
+    found = Findings()
+    check_introduction(found, ENGINE)
+    assert found.lines() == []
+    broken = EngineSpec()
+    broken.CopyFrom(ENGINE)
+    broken.drafters[3].gammas.append(7)
+    check_introduction(found, broken)
+    (line,) = found.lines()
+    assert line.startswith("a sidecar takes the introduction: mixture 'mtp+ngram': 'mtp' has not")
 
 
 def test_a_probe_that_runs_for_too_long_is_named() -> None:

@@ -65,7 +65,7 @@ def play_of(
             for r in STREAM.phases[phase].requests
         ]
     served = tuple(
-        Served(request.id, began + phase * long, began + (phase + 1) * long, 9)
+        Served(request.id, began + phase * long, began + (phase + 1) * long, (7,) * 9)
         for phase, found in enumerate(STREAM.phases)
         for request in found.requests
     )

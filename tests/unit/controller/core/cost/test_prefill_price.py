@@ -26,6 +26,8 @@ class Engine:
         profile = profile_of(spec, gpu_like)
         self.core = EngineController(spec, PlannerSettings(), profile, self.clock)
         self.every, self.tokens, self.step = every, tokens, 0
+        # What a step beside prompts takes longer.
+        self.standstill = 0.0
 
     def run(self, steps: int) -> None:
         for _ in range(steps):
@@ -40,6 +42,7 @@ class Engine:
                 counts[accepted] += 1
             tokens = self.tokens if self.every and self.step % self.every == 0 else 0
             seconds = gpu_like(arm.gamma, BATCH) + 2e-5 * tokens
+            seconds += self.standstill if tokens else 0.0
             self.clock.advance(seconds)
             report = StepReport(
                 self.step, BATCH, BATCH * 512, arm.drafter, arm.gamma, tuple(counts), seconds,
@@ -80,6 +83,22 @@ def test_where_every_step_reads_prompts_a_longer_draft_pays():
     for engine in (calm, busy):
         engine.run(600)
     assert busy.gamma > calm.gamma
+
+
+def test_a_machine_that_stood_still_beside_a_prompt_is_no_price_of_prompts():
+    engine = Engine(every=1, tokens=1000)
+    engine.run(200)
+    before = engine.core._prefill.seconds_of(1000)
+    engine.standstill = 600.0
+    engine.run(1)
+    engine.standstill = 0.0
+    after = engine.core._prefill.seconds_of(1000)
+    assert before == pytest.approx(0.02, rel=0.2)
+    assert after < 1.2 * before
+    # One that lasts is learnt all the same.
+    engine.standstill = 0.2
+    engine.run(600)
+    assert engine.core._prefill.seconds_of(1000) == pytest.approx(0.22, rel=0.2)
 
 
 def test_a_probe_of_an_engine_that_verifies_a_step_later_lasts_a_step_longer():

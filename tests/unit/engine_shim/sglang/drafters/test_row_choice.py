@@ -62,7 +62,8 @@ def test_a_step_shows_of_each_proposal_what_its_tokens_tell(rows, is_mixed, has_
         if not length:
             shown[LOOKUP] = 0
         if not role.is_mixed:
-            shown[MIXTURE] = shown[LOOKUP if c else MAIN]
+            if has_rule:
+                shown[MIXTURE] = shown[LOOKUP if c else MAIN]
             del shown[MAIN]
         for drafter, n in shown.items():
             key = length if drafter == LOOKUP else 0

@@ -7,6 +7,7 @@ from controller.core.engine_spec import Arm, Fingerprint
 from controller.simulation import published
 from controller.simulation.errors import InvalidInputError
 from lab.cpu_engine.pace.step_costs import (
+    LOOKUP,
     SWITCH_SECONDS,
     WARM_FACTOR,
     load_step_costs,
@@ -179,3 +180,34 @@ def test_a_profile_that_cannot_price_the_engine_is_refused(tmp_path, drafters, c
 def test_bad_input_is_refused_in_a_sentence(arguments, complaint):
     with pytest.raises(InvalidInputError, match=complaint):
         load_step_costs(*arguments)
+
+
+def test_a_lookup_drafts_at_the_price_of_the_tables_n_gram_drafter() -> None:
+    costs = load_step_costs(H100, GAMMAS, lookup=True)
+    fixed, token, context = VERIFY
+    verify = fixed + token * 8 * 4 + context * 4000
+    # arXiv 2601.11580: the n-gram drafter takes this share of a verification.
+    expected = 1.005875 * verify + OVERHEAD
+    assert costs.decode_seconds(Arm(LOOKUP, 3), 8, 4000) == pytest.approx(expected, rel=1e-9)
+    assert costs.decode_seconds(Arm("eagle3", 3), 8, 4000) == pytest.approx(
+        h100_seconds(3, 8, 4000), rel=1e-12
+    )
+
+
+def test_a_lookup_beside_a_drafter_pays_its_launches_and_the_bytes_it_touches() -> None:
+    costs = load_step_costs(H100, GAMMAS, lookup=True)
+    searched = 64 * 8192
+    moved = 104 * searched / 3.35e12
+    assert costs.lookup_seconds(searched) == pytest.approx(33 * 5e-6 + moved)
+    assert costs.lookup_seconds(0) == pytest.approx(33 * 5e-6)
+
+
+def test_a_drafter_that_reads_along_pays_a_pass() -> None:
+    costs = load_step_costs(H100, GAMMAS, lookup=True)
+    assert costs.reading_seconds(12) == costs.catch_up_seconds(12) > costs.catch_up_seconds(1) > 0
+
+
+def test_a_lookup_is_priced_only_where_one_runs() -> None:
+    assert {arm.drafter for arm in load_step_costs(H100, GAMMAS).surface.arms} == {"eagle3"}
+    with pytest.raises(InvalidInputError, match="no drafter of it looks up"):
+        load_step_costs("tide-llama3.3-70b", GAMMAS, lookup=True)

@@ -2,6 +2,7 @@
 
 import random
 
+import pytest
 import torch
 from cpu_graphs import graph
 from cpu_graphs.graph import Graph
@@ -9,6 +10,7 @@ from cpu_graphs.recorder import Recording
 from torch.utils._pytree import tree_leaves
 
 from engine_shim.link.packets import RuleEntry
+from engine_shim.sglang.drafters import lookup
 from engine_shim.sglang.drafters.lookup import LEAST_MATCH, TokenHistory
 from engine_shim.sglang.drafters.row_choice import RowChoice
 from tests.support.looking_up import Request, looked_up
@@ -25,6 +27,15 @@ def tensors_in(arguments: object) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
 
 
+def moved_by(recording: Recording) -> int:
+    """Bytes that the operations read and write."""
+    return sum(
+        tensor.nbytes
+        for node in recording.nodes
+        for tensor in (*tensors_in(node.arguments), *node.outputs)
+    )
+
+
 def test_lookup_choice_and_learning_are_captured_in_a_graph_that_follows_their_inputs():
     choose = random.Random(1)
     history, choice = TokenHistory(8, WIDTH, 1000, "cpu"), RowChoice(8, "cpu")
@@ -34,7 +45,7 @@ def test_lookup_choice_and_learning_are_captured_in_a_graph_that_follows_their_i
     rule = choice.rule((RULE,), 2, 4)
 
     def step() -> tuple[torch.Tensor, torch.Tensor]:
-        free = history.propose(rows, newest, 4, WIDTH - 1)
+        free = history.propose(rows, newest, 4, [WIDTH - 1] * 3)
         tokens, drafted = choice.choose(rows, main, free, rule, is_mixed=True)
         return tokens, choice.learn(drafted, verified, known)
 
@@ -63,12 +74,26 @@ def test_it_stays_within_its_budget_of_kernels_and_bytes():
     history = TokenHistory(batch, context + 16, 1000, "cpu")
     rows, newest = torch.arange(batch), torch.full((batch,), context - 1)
     with Recording() as recording:
-        history.propose(rows, newest, 7, context - 1)
-    moved = sum(
-        tensor.nbytes
-        for node in recording.nodes
-        for tensor in (*tensors_in(node.arguments), *node.outputs)
-    )
+        history.propose(rows, newest, 7, [context - 1] * batch)
+    moved = moved_by(recording)
     print(f"{len(recording.nodes)} kernels, {moved / batch / context:.1f} bytes a token")
     assert len(recording.nodes) <= KERNELS_MOST
     assert moved <= BYTES_A_TOKEN_MOST * batch * context
+
+
+def test_one_long_request_does_not_have_all_others_searched_as_far(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    batch, long, short = 64, 8192, 200
+    # Two rows of the long one's width at once.
+    monkeypatch.setattr(lookup, "_WORK_BYTES", 2 * 40 * long)
+    history = TokenHistory(batch, long + 16, 1000, "cpu")
+    furthest = [short] * batch
+    furthest[17] = long - 1
+    with Recording() as recording:
+        history.propose(torch.arange(batch), torch.tensor(furthest), 7, furthest)
+    # Two searches, the sorting, and what puts the rows back.
+    assert len(recording.nodes) <= 2 * KERNELS_MOST + 10
+    # Each search is counted with the whole buffer, of which it reads its rows.
+    searched = BYTES_A_TOKEN_MOST * (2 * long + batch * 256)
+    assert moved_by(recording) <= searched + 2 * history.bytes

@@ -1,0 +1,86 @@
+"""What is said of the edits: the best single arm, the gain over it, and differing tokens."""
+
+import pytest
+
+from controller.core.engine_spec import Arm
+from lab.cpu_engine.models.edits import EncodedEdit
+from lab.cpu_engine.pace.step_log import LogPart, PacedStep
+from lab.harness.terminal import Terminal
+from lab.paced.edits import report
+from lab.paced.edits.outcome import EditsOutcome, shares
+from lab.paced.edits.stream import build_stream
+from lab.paced.player import Played, Served
+from lab.paced.plays import PacedPlay
+
+EDITS = tuple(
+    EncodedEdit("log" if n % 2 else "rename", (0, n, 0), tuple(range(1, 5 + n))) for n in range(6)
+)
+STREAM = build_stream("edits", EDITS, 2, 8, seed=3)
+DILATION = 2.0
+
+
+def step(drafter: str = "eagle3", gamma: int = 3, *, mixed: bool = False) -> PacedStep:
+    return PacedStep(
+        0.0, 0.0, 1.0, 1.0, 0.5, 2, 10, {}, drafter, gamma, tokens=4, mixed=mixed
+    )  # fmt: skip
+
+
+def played(policy: str, seconds: float, *steps: PacedStep, wrong: bool = False) -> PacedPlay:
+    """A play that took so long in the model's time."""
+    served = []
+    for request in STREAM.phases[0].requests:
+        tokens = [7] * request.id.output_tokens
+        if wrong and request.id.number == 5:
+            tokens[3] = 8
+        served.append(Served(request.id, 0.0, seconds * DILATION, tuple(tokens)))
+    found = Played(tuple(served), (0.0,), seconds * DILATION)
+    return PacedPlay(policy, STREAM, DILATION, found, LogPart(steps or (step(),), (), 0))
+
+
+OUTCOME = EditsOutcome(
+    played("off", 12.0, step("", 0)),
+    {Arm("eagle3", 3): played("a", 10.0), Arm("ngram", 5): played("b", 8.0, step("ngram", 5))},
+    {Arm("eagle3+ngram", 3): played("c", 7.0, step(mixed=True))},
+    [
+        played("steered", 6.0, step(mixed=True), step("ngram", 5)),
+        played("steered", 8.0, wrong=True),
+    ],
+)
+
+
+def test_the_best_single_arm_is_the_fastest_one_of_those_that_ran() -> None:
+    assert OUTCOME.best_arm == Arm("ngram", 5)
+    assert OUTCOME.gain.values == pytest.approx((8 / 6, 1.0))
+
+
+def test_plain_decoding_may_be_the_best() -> None:
+    slow = EditsOutcome(played("off", 4.0), OUTCOME.singles, OUTCOME.mixed, OUTCOME.steered)
+    assert slow.best_arm is None
+    assert slow.gain.high == pytest.approx(4 / 6)
+
+
+def test_an_answer_with_another_token_than_plain_decodings_is_counted() -> None:
+    assert (OUTCOME.compared, OUTCOME.differing) == (8 * 5, 1)
+
+
+def test_steps_are_named_by_what_drafted() -> None:
+    assert shares(OUTCOME.steered[0]) == {"eagle3+ngram 3": 0.5, "ngram 5": 0.5}
+    assert shares(OUTCOME.off) == {"off": 1.0}
+
+
+def test_the_table_has_every_play_and_the_sentence_what_follows(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    report.show(OUTCOME, "table", Terminal())
+    text = " ".join(capsys.readouterr().out.split())
+    for part in ("eagle3 3", "ngram 5", "eagle3+ngram 3, fixed", "1.333", "39 of 40 answers"):
+        assert part in text
+    assert "best single arm (ngram 5): 1.167 (1.000–1.333)" in text
+
+
+def test_a_stream_has_all_edits_once_before_any_comes_again() -> None:
+    prompts = [request.prompt for request in STREAM.phases[0].requests]
+    assert sorted(prompts[:6]) == sorted(edit.prompt for edit in EDITS)
+    assert len(prompts) == 8
+    lengths = {request.prompt: request.id.output_tokens for request in STREAM.phases[0].requests}
+    assert all(lengths[edit.prompt] == len(edit.answer) for edit in EDITS)
