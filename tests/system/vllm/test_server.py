@@ -5,7 +5,8 @@ One server for all tests, which build on each other.
 
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
@@ -32,7 +33,6 @@ class Stand:
     folder: Path
     sidecar: SidecarProcess
     server: VllmServer
-    others: list[SidecarProcess] = field(default_factory=list)
 
     @property
     def address(self) -> str:
@@ -48,10 +48,18 @@ class Stand:
     def reports(self) -> int:
         return self.engines()[ENGINE].reports
 
-    def ran(self) -> str:
-        done = controller("explain", ENGINE, "--address", self.address)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+    @contextmanager
+    def pinned(self, gamma: int) -> Iterator[None]:
+        """An operator's override, for the length of the block."""
+        name, where = f"pin-{gamma}", ("--address", self.address)
+        for command in (
+            ("set", "--engine", ENGINE, "--gamma", str(gamma), "--id", name, "--reason", "test"),
+            ("clear", name, "--reason", "done"),
+        ):
+            done = controller("override", *command, *where)
+            assert done.returncode == 0, done.stderr
+            if command[0] == "set":
+                yield
 
 
 @pytest.fixture(scope="module")
@@ -85,56 +93,41 @@ def test_it_introduces_itself_and_is_steered_exactly(
     assert status.unsteered_steps < status.reports / 2
 
 
-def test_the_sidecars_sums_are_those_of_vllm(stand: Stand, prompts: list[list[int]]) -> None:
-    def pin(gamma: int) -> str:
-        done = controller(
-            "override", "set", "--engine", ENGINE, "--gamma", str(gamma), "--reason", "test",
-            "--address", stand.address,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    pin(3)
-    # The answer before the last still ran what was chosen earlier.
-    stand.server.generate(prompts[:1], 8)
-    before, reported = stand.server.counters(), stand.reports()
-    stand.server.generate(prompts[:4], NEW_TOKENS)
-    after = stand.server.counters()
-    drafts, tokens = (after[name] - before[name] for name in ("drafts", "draft_tokens"))
-    assert drafts > 0
-    assert tokens == 3 * drafts
-    eventually(lambda: stand.reports() > reported, what="the steps are reported")
-    assert "eagle3 3" in controller("engines", "--address", stand.address).stdout
-    found = controller("override", "list", "--address", stand.address, "--json")
-    assert found.returncode == 0, found.stderr
-    pin(0)
-    stand.server.generate(prompts[:1], 8)
-    before = stand.server.counters()
-    stand.server.generate(prompts[:2], 16)
-    assert stand.server.counters() == before
+def test_an_override_is_obeyed_as_vllms_own_counters_show(
+    stand: Stand, prompts: list[list[int]]
+) -> None:
+    with stand.pinned(3):
+        # The first steps may still verify what was drafted before.
+        stand.server.generate(prompts[:1], 8)
+        before, reported = stand.server.counters(), stand.reports()
+        stand.server.generate(prompts[:4], NEW_TOKENS)
+        after = stand.server.counters()
+        drafts, tokens = (after[name] - before[name] for name in ("drafts", "draft_tokens"))
+        assert drafts > 0
+        assert tokens == 3 * drafts
+        eventually(lambda: stand.reports() > reported, what="the steps are reported")
+        assert "eagle3 3" in controller("engines", "--address", stand.address).stdout
+    with stand.pinned(0):
+        stand.server.generate(prompts[:1], 8)
+        before = stand.server.counters()
+        stand.server.generate(prompts[:2], 16)
+        assert stand.server.counters() == before
 
 
 def test_a_client_can_do_without_drafts(
     stand: Stand, prompts: list[list[int]], plain: list[list[int]]
 ) -> None:
-    done = controller(
-        "override", "set", "--engine", ENGINE, "--gamma", "5", "--reason", "test",
-        "--address", stand.address,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    stand.server.generate(prompts[:1], 8)
-    before = stand.server.counters()
-    answers = stand.server.generate(prompts[:2], NEW_TOKENS, {"speculation": False})
-    assert answers == [tokens[:NEW_TOKENS] for tokens in plain[:2]]
-    assert stand.server.counters() == before
-    stand.server.generate(prompts[:2], 16, {"speculation": True})
-    assert stand.server.counters()["drafts"] > before["drafts"]
+    with stand.pinned(5):
+        stand.server.generate(prompts[:1], 8)
+        before = stand.server.counters()
+        answers = stand.server.generate(prompts[:2], NEW_TOKENS, {"speculation": False})
+        assert answers == [tokens[:NEW_TOKENS] for tokens in plain[:2]]
+        assert stand.server.counters() == before
+        stand.server.generate(prompts[:2], 16, {"speculation": True})
+        assert stand.server.counters()["drafts"] > before["drafts"]
 
 
 def test_its_steps_are_profiled(stand: Stand) -> None:
-    for line in controller("override", "list", "--address", stand.address).stdout.splitlines():
-        for word in line.replace("│", " ").split()[:1]:
-            controller("override", "clear", word, "--reason", "done", "--address", stand.address)
     output = stand.folder / "profile.json"
     done = controller(
         "profile", "--engine-url", stand.server.url, "--sidecar", stand.address,
