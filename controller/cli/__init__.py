@@ -10,6 +10,7 @@ from controller.cli import (
     explain,
     incident_report,
     override,
+    policy,
     profile,
     profiles,
     replay,
@@ -34,6 +35,7 @@ app.command("engines")(explain.engines)
 app.command("explain")(explain.explain)
 app.command("top")(top.top)
 app.add_typer(override.override, name="override")
+app.add_typer(policy.policy, name="policy")
 app.command("doctor")(doctor.doctor)
 app.command("simulate")(simulate.simulate)
 app.command("replay")(replay.replay)

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from controller.cli.connection import DEFAULT_ADDRESS, UINT32_MAX, Address, connected, print_wide
-from controller.wire.override_text import PRECEDENCE, regime_text, rule_text, scope_text
+from controller.wire.override_text import (
+    PRECEDENCE,
+    author_text,
+    regime_text,
+    rule_text,
+    scope_text,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -344,7 +350,7 @@ def _overrides_text(answer: "service_pb2.ExplainResponse") -> str:
         it = held.override
         lines.append(
             f"override {it.override_id}{_standing(it, answer.limits)}: {scope_text(it)}: "
-            f"{rule_text(it)}; {it.author}: {it.reason}\n"
+            f"{rule_text(it)}; {author_text(held)}: {it.reason}\n"
         )
     if lines:
         lines.append(f"{PRECEDENCE}\n")

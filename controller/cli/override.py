@@ -20,7 +20,14 @@ from controller.cli.connection import (
     print_wide,
 )
 from controller.util.exit_codes import Exit
-from controller.wire.override_text import PRECEDENCE, regime_text, rule_text, scope_text
+from controller.wire.override_text import (
+    PRECEDENCE,
+    author_text,
+    batch_range,
+    regime_text,
+    rule_text,
+    scope_text,
+)
 
 if TYPE_CHECKING:
     from speculation.v1 import policy_pb2
@@ -183,6 +190,11 @@ def list_(as_json: AsJson = False, address: Address = DEFAULT_ADDRESS) -> None:
         print(PRECEDENCE)
     else:
         print("no override is in force")
+    if answer.HasField("policy") and not answer.policy.ok:
+        typer.echo(
+            f"the policy file cannot be used, so what it said before stays in force: "
+            f"{answer.policy.detail}", err=True,
+        )  # fmt: skip
     if not answer.store.ok:
         typer.echo(f"the store is in trouble: {answer.store.detail}", err=True)
 
@@ -204,7 +216,7 @@ def watch(as_json: AsJson = False, address: Address = DEFAULT_ADDRESS) -> None:
             held = news.held
             print(
                 f"{kind.lower():8} {held.override.override_id}  {scope_text(held.override)}: "
-                f"{rule_text(held.override)}; {held.override.author}: {held.override.reason}",
+                f"{rule_text(held.override)}; {author_text(held)}: {held.override.reason}",
                 flush=True,
             )
 
@@ -252,12 +264,12 @@ def _in_short(override: "policy_pb2.Override") -> str:
 def _print_overrides(overrides: "Iterable[policy_pb2.HeldOverride]") -> None:
     from rich.table import Table
 
-    table = Table("override", "for", "what", "who", "why", "set at", "ends in", "etag")
+    table = Table("override", "for", "what", "origin", "who", "why", "set at", "ends in", "etag")
     for held in overrides:
         it = held.override
         table.add_row(
-            it.override_id, scope_text(it), rule_text(it), it.author, it.reason,
-            _moment(held.created_at), _lasts(held), held.etag,
+            it.override_id, scope_text(it), rule_text(it), held.origin or "operator", it.author,
+            it.reason, _moment(held.created_at), _lasts(held), held.etag or "-",
         )  # fmt: skip
     print_wide(table)
 
@@ -343,6 +355,8 @@ def _print_json(messages: Iterable[Any]) -> None:
 
 
 def _lasts(held: "policy_pb2.HeldOverride") -> str:
+    if held.origin:
+        return "with its file"
     if not held.HasField("remaining_seconds"):
         return "permanent"
     seconds = round(held.remaining_seconds)
@@ -384,11 +398,11 @@ def _add_regime(rule: "policy_pb2.OverrideRule", text: str | None) -> None:
 def _batch_range(text: str | None) -> tuple[int, int]:
     if text is None:
         return 0, 0
-    found = re.fullmatch(r"(\d*)(-?)(\d*)", text)
-    if not found or not (found[1] or found[3]):
-        raise typer.BadParameter("--batch is a size or a range: 8, 8-32, 64- or -4")
-    low = _count("--batch", found[1] or "1")
-    return low, (_count("--batch", found[3] or "0") if found[2] else low)
+    try:
+        low, high = batch_range(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"--batch {text}: {error}") from error
+    return _count("--batch", str(low)), _count("--batch", str(high))
 
 
 def _count(option: str, digits: str) -> int:

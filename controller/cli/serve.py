@@ -104,8 +104,8 @@ def serve(
     before the file.  `controller config` shows the resulting settings.
 
     Exit codes: 0 stopped by SIGTERM or SIGINT, 2 options or settings, 8 a socket or port is taken,
-    9 a file that a setting names (profile, access list, certificate) cannot be used, 10 the state
-    directory or the store cannot be used, 1 anything else.
+    9 a file that a setting names (profile, access list, policy, certificate) cannot be used, 10 the
+    state directory or the store cannot be used, 1 anything else.
     """
     # All are read from the context: `controller config` reads a command line of ours the same way.
     del config, address, tcp, access, tls_certificate, tls_key, tls_client_ca, state_directory
@@ -161,6 +161,7 @@ def _code_of(error: "SpeculationError") -> Exit:
     from controller.service.net.errors import AddressTakenError
     from controller.service.net.unix_socket import SocketTakenError
     from controller.service.sessions.profile_registry import ProfileFileError
+    from controller.settings.policy_file import PolicyFileError
     from controller.store.interface import StoreError
     from controller.store.redis_client import RedisUrlError
 
@@ -169,6 +170,7 @@ def _code_of(error: "SpeculationError") -> Exit:
         (AddressTakenError, Exit.TAKEN),
         (AccessFileError, Exit.BAD_FILE),
         (ProfileFileError, Exit.BAD_FILE),
+        (PolicyFileError, Exit.BAD_FILE),
         (StoreError, Exit.NO_STORE),
         (RedisUrlError, Exit.USAGE),
     )

@@ -86,6 +86,8 @@ def check_sidecar(answers: Answers) -> Iterator[Finding]:
     yield _version(sidecar.version)
     yield _clock(answers)
     yield _store(answers.overrides.store)
+    if answers.overrides.HasField("policy"):
+        yield _policy(answers.overrides)
 
 
 def check_engines(answers: Answers, address: str) -> Iterator[Finding]:
@@ -152,6 +154,18 @@ def _store(store: policy_pb2.StoreStatus) -> Finding:
             "mend it: overrides in force stay, new ones are refused",
         )
     return ok("store", store.detail or "can be read and written")
+
+
+def _policy(overrides: policy_pb2.ListOverridesResponse) -> Finding:
+    policy = overrides.policy
+    if not policy.ok:
+        return fail(
+            "policy",
+            f"{policy.detail}; what the file said before is in force",
+            "correct the file, or the ConfigMap that it comes from; it is read again by itself",
+        )
+    entries = sum(held.override.from_file for held in overrides.overrides)
+    return ok("policy", f"{entries} entries of {policy.path} are in force")
 
 
 def _engine(engine: service_pb2.EngineStatus) -> Finding:

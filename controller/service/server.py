@@ -40,6 +40,7 @@ from controller.service.sessions.fleet_estimates import FleetEstimates
 from controller.service.sessions.fleet_profiles import FleetProfiles
 from controller.service.sessions.load import LOOK_SECONDS
 from controller.service.sessions.override_registry import OverrideRegistry
+from controller.service.sessions.policy_watch import PolicyWatch
 from controller.service.sessions.profile_registry import ProfileRegistry
 from controller.service.sessions.registry import CoreFactory, SessionRegistry
 from controller.service.sessions.session import EngineSession, SessionObserver
@@ -87,6 +88,9 @@ class Sidecar(SessionObserver):
         self.store = store = _make_store(settings)
         self.override_registry = OverrideRegistry(store, self.registry)
         self._audit = AuditLog(store)
+        self._policy_watch = PolicyWatch(
+            settings.policy, settings.state_path, self.override_registry, self._audit
+        )
         self._fleet = FleetProfiles(store.blobs, self.profiles, self.registry)
         self._estimates = FleetEstimates(store.blobs, self.registry)
         self._training = TrainingStateFiles(settings.state_path / "training", self.registry)
@@ -168,8 +172,8 @@ class Sidecar(SessionObserver):
     async def start(self) -> None:
         """Returns when the sidecar is SERVING.
 
-        Raises StartRefusedError, SocketTakenError, ProfileFileError, StoreError; nothing is left
-        behind then.
+        Raises StartRefusedError, SocketTakenError, ProfileFileError, PolicyFileError, StoreError;
+        nothing is left behind then.
         """
         settings = self._settings
         self.profiles.load(settings.profiles)
@@ -179,6 +183,7 @@ class Sidecar(SessionObserver):
             self._servers.bind([self._telemetry.interceptor] if self._telemetry else [])
             self._bind_health()
             await self.override_registry.open()
+            await self._policy_watch.open()
             if self._recorder is not None:
                 self._recorder.open()
             if settings.metrics_port:
@@ -243,6 +248,7 @@ class Sidecar(SessionObserver):
         await self._fleet.close()
         await self._estimates.close()
         await self._training.close()
+        await self._policy_watch.close()
         await self._audit.close()
         await self.override_registry.close()
         if self._recorder is not None:

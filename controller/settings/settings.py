@@ -27,6 +27,7 @@ from controller.core.errors import SpeculationError
 from controller.core.settings import PlannerSettings
 from controller.core.training.selective_training import TrainingSettings
 from controller.settings.listeners import Listener, clashes
+from controller.settings.service_links import service_links
 from controller.settings.sources import PREFIX, Sources, variable
 from controller.settings.yaml_file import (
     SettingsFile,
@@ -36,12 +37,6 @@ from controller.settings.yaml_file import (
 from controller.util.socket_paths import socket_path
 
 DEFAULT_ADDRESS = "unix:/run/speculation/controller.sock"
-
-# What Kubernetes puts into every pod when a Service is named "controller": not ours, not refused.
-_SERVICE_LINK = re.compile(
-    r"CONTROLLER_(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
-)
-
 
 CONFIG_VARIABLE = f"{PREFIX}CONFIG"
 
@@ -120,6 +115,11 @@ class Settings(BaseSettings):
     access: Path | None = Field(
         None,
         description="File with the access list: who may read, steer, measure, install, override.",
+    )
+    policy: Path | None = Field(
+        None,
+        description="File with policy: draft lengths and bounds without an end, which any override "
+        "displaces; read again when it changes.",
     )
     tls_certificate: Path | None = Field(None, description="PEM file; TCP is then served with TLS.")
     tls_key: Path | None = Field(None, description="PEM file with the private key.")
@@ -404,14 +404,14 @@ def _default(key: str) -> Any:
 
 
 def _refuse_unknown(environment: Mapping[str, str]) -> None:
+    # A Service named "controller" or "controller-manager" brings variables that are not ours.
     known = variables() | CLIENT_VARIABLES | {CONFIG_VARIABLE}
+    links = service_links(environment)
     unknown = [
         name
         for name in sorted(environment)
         # pydantic-settings would take any case.
-        if name.upper().startswith(PREFIX)
-        and name not in known
-        and not _SERVICE_LINK.fullmatch(name)
+        if name.upper().startswith(PREFIX) and name not in known and name not in links
     ]
     if unknown:
         raise SettingsError(

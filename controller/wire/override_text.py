@@ -1,5 +1,6 @@
 """Overrides and plans in words, for people."""
 
+import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -47,6 +48,23 @@ def scope_text(override: "policy_pb2.Override") -> str:
     if low <= 1 and not high:
         return whom
     return f"{whom} at B {low or 1}-{high or ''}"
+
+
+def author_text(held: "policy_pb2.HeldOverride") -> str:
+    """Names who has set an override, or the file that policy comes from."""
+    return f"{held.override.author} {held.origin}".rstrip()
+
+
+def batch_range(text: str) -> tuple[int, int]:
+    """Reads a range of batch sizes as it is typed: 8, 8-32, 64- or -4.
+
+    Returns the smallest and the largest size, 0 for no largest one.  Raises ValueError.
+    """
+    found = re.fullmatch(r"(\d{0,20})(-?)(\d{0,20})", text, re.ASCII)
+    if not found or not (found[1] or found[3]):
+        raise ValueError("a batch size or a range is needed: 8, 8-32, 64- or -4")
+    low = int(found[1] or "1")
+    return low, (int(found[3] or "0") if found[2] else low)
 
 
 def regime_text(regime: "plan_pb2.Regime") -> str:

@@ -89,9 +89,14 @@ def to_body(override: Override) -> str:
 
 
 def from_body(body: str) -> Override:
-    """Reads an override.  Raises InvalidOverrideError (written by hand, or by a newer sidecar)."""
+    """Reads an override.  Raises InvalidOverrideError (written by hand, or by a newer sidecar).
+
+    A store holds what operators have set, so none of it is file-based policy.
+    """
     try:
-        return override_from_proto(json_format.Parse(body, policy_pb2.Override()))
+        message = json_format.Parse(body, policy_pb2.Override())
+        message.from_file = False
+        return override_from_proto(message)
     except json_format.ParseError as error:
         raise InvalidOverrideError(f"the stored override cannot be read: {error}") from error
 

@@ -10,6 +10,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from engine_shim.link.errors import LinkSettingsError
 from engine_shim.link.packets import MAX_GAMMA
+from engine_shim.link.service_links import service_links
 
 PREFIX: Final = "SPECULATION_"
 
@@ -137,11 +138,13 @@ class LinkSettings(BaseSettings):
     def load(cls) -> Self:
         """Settings from the environment.
 
-        Raises LinkSettingsError for a variable with the prefix that no field has, and for a value
-        that its field refuses.
+        Raises LinkSettingsError for a variable with the prefix that no field has, unless Kubernetes
+        has made it for a Service, and for a value that its field refuses.
         """
         fields = {PREFIX + name.upper() for name in cls.model_fields}
-        for variable in sorted(os.environ):
+        # A Service named "speculation-router", for example, brings variables that are not ours.
+        links = service_links(os.environ)
+        for variable in sorted(os.environ.keys() - links):
             if variable.startswith(PREFIX) and variable not in fields:
                 close = difflib.get_close_matches(variable, fields, n=1, cutoff=0.85)
                 known = ", ".join(sorted(fields))

@@ -165,6 +165,15 @@ class Rule:
         return self.gamma_min or 0, MAX_GAMMA if self.gamma_max is None else self.gamma_max
 
     @property
+    def can_yield(self) -> bool:
+        """Tells whether a stronger override can displace all that the rule demands.
+
+        Off, denials and bounds on the time per output token hold whatever their strength.
+        """
+        denied = self.off or self.deny_drafters or self.deny_updates or self.deny_exploration
+        return not denied and self.tpot_max_seconds is None
+
+    @property
     def for_batches(self) -> bool:
         """Tells whether the rule can be limited to a range of batch sizes."""
         return self.regime is None and not self.deny_updates
@@ -176,7 +185,8 @@ class Override:
 
     min_batch_size, max_batch_size: batches that it is for, both included; 0 = no bound.  revision:
     of the store when it was written; the newer override has the larger one.  from_file: it is
-    file-based policy, not the command of an operator.
+    file-based policy, not the command of an operator; of two such ones, the later in the file has
+    the larger revision.
     """
 
     override_id: str
@@ -202,6 +212,11 @@ class Override:
             raise InvalidOverrideError(f"batch sizes {low}-{high} leave 0..{MAX_BATCH_SIZE}")
         if high and low > high:
             raise InvalidOverrideError(f"batch sizes {low}-{high}: the range is empty")
+        if self.from_file and not self.rule.can_yield:
+            raise InvalidOverrideError(
+                "file-based policy is weakest: it can pin and bound, but what no override could "
+                "displace (off, denials, bounds on the time per output token) needs an override"
+            )
         if (low > 1 or high) and not self.rule.for_batches:
             raise InvalidOverrideError(
                 "the regime and online updates are the engine's, not a batch's: leave the batch "

@@ -68,9 +68,10 @@ class SidecarCollector(Collector):
                 for labels, number in found:
                     written.add_metric([session.engine_id, *labels], number)
             await asyncio.sleep(0)
+        held = [held for held in self._override_registry.held() if not held.override.from_file]
         sidecar = SidecarSnapshot(
-            sessions, self._override_registry.held(), self._override_registry.health, unreadable,
-            self._registry.load.is_too_much,
+            sessions, held, self._override_registry.policy, self._override_registry.health,
+            unreadable, self._registry.load.is_too_much,
         )  # fmt: skip
         general = [(family, family.empty()) for family in OF_THE_SIDECAR]
         for of_all, written in general:

@@ -10,6 +10,7 @@ from controller.core.planning.overrides import ScopeKind
 from controller.service.metrics.family import Family, MetricKind
 from controller.service.sessions.override_registry import ActiveOverride
 from controller.service.sessions.session import EngineSession
+from controller.settings.policy_file import Policy
 from controller.store.interface import Health
 from controller.util import logs
 
@@ -21,7 +22,9 @@ class SidecarSnapshot:
     """All of it, at the time of a scrape."""
 
     sessions: Sequence[EngineSession]
+    # Of operators, without the entries of the policy.
     held: Sequence[ActiveOverride]
+    policy: Policy
     store: Health
     # Sessions whose own metrics could not be read.
     unreadable: int = 0
@@ -39,6 +42,11 @@ class SidecarSnapshot:
         """Overrides, by the kind of their scope."""
         kinds = [held.override.scope.kind for held in self.held]
         return {kind.value: kinds.count(kind) for kind in ScopeKind}
+
+    @property
+    def policy_ok(self) -> bool | None:
+        """Whether the policy file is in force as it is now; None without one."""
+        return None if self.policy.path is None else not self.policy.error
 
     @property
     def soonest_end_seconds(self) -> float | None:
@@ -91,6 +99,17 @@ OF_THE_SIDECAR: Final[tuple[Family[SidecarSnapshot], ...]] = (
         _GAUGE, "speculation_override_oldest_age_seconds",
         "Time since the oldest override was set (absent if no override is in force).",
         lambda s: s.oldest_seconds, unit="seconds",
+    ),
+    Family(
+        _GAUGE, "speculation_policy_entries",
+        "Entries of the policy file that are in force; speculation_overrides does not count them.",
+        lambda s: len(s.policy.overrides),
+    ),
+    Family(
+        _GAUGE, "speculation_policy_ok",
+        "1 while the policy file is in force as it is now, 0 while an earlier content is, because "
+        "it cannot be used (absent without a policy file).",
+        lambda s: s.policy_ok,
     ),
     Family(
         _GAUGE, "speculation_store_ok", "1 while the store of overrides can be read and written.",

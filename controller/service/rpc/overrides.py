@@ -27,12 +27,10 @@ from controller.service.net.errors import (
     abort,
 )
 from controller.service.rpc.store_messages import audit_to_proto, health_to_proto
-from controller.service.sessions.override_registry import (
-    ActiveOverride,
-    OverrideOutcome,
-    OverrideRegistry,
-)
+from controller.service.sessions.override_conflicts import OverrideOutcome
+from controller.service.sessions.override_registry import ActiveOverride, OverrideRegistry
 from controller.service.sessions.session import EngineSession
+from controller.settings.policy_file import POLICY_PREFIX, Policy
 from controller.store.interface import Actor, AuditRecord, StoreUnavailableError
 from controller.wire import overrides as messages
 from speculation.v1 import policy_pb2, policy_pb2_grpc
@@ -75,7 +73,9 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
     ) -> policy_pb2.SetOverrideResponse:
         """Durable and in force here when it returns.  A dry run does all but the last step."""
         try:
+            request.override.from_file = False
             override = replace(messages.override_from_proto(request.override), revision=0)
+            _require_own_id(override.override_id)
             _require_scope(override)
             seconds = messages.lifetime_of(request, self.default_seconds, self.max_seconds)
             outcome = await self._override_registry.try_set(override, seconds, request.etag)
@@ -127,6 +127,11 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
             ]
             if not known:
                 raise NoOverrideError(f"no override {request.override_id[:128]!r} is in force")
+            if known[0].override.from_file:
+                raise NoOverrideError(
+                    f"{request.override_id} is no override but policy: change "
+                    f"{known[0].origin}, or set an override, which displaces it"
+                )
             _require_scope(known[0].override)
             before, after = (
                 self._override_registry.active(),
@@ -150,6 +155,7 @@ class PolicyServicer(policy_pb2_grpc.PolicyServiceServicer):
         return policy_pb2.ListOverridesResponse(
             overrides=map(held_to_proto, self._override_registry.held()),
             store=health_to_proto(self._override_registry.health),
+            policy=_policy_to_proto(self._override_registry.policy),
         )
 
     async def WatchOverrides(
@@ -281,7 +287,26 @@ def held_to_proto(held: ActiveOverride) -> policy_pb2.HeldOverride:
         etag=held.etag,
         remaining_seconds=held.remaining_seconds,
         created_at=held.created_at,
+        origin=held.origin,
     )
+
+
+def _policy_to_proto(policy: Policy) -> policy_pb2.PolicyStatus | None:
+    """Converts the state of the policy file; None without one."""
+    if policy.path is None:
+        return None
+    return policy_pb2.PolicyStatus(
+        path=str(policy.path), ok=not policy.error, detail=policy.error, read_at=policy.read_at
+    )
+
+
+def _require_own_id(override_id: str) -> None:
+    """Raises InvalidOverrideError for an id that only policy has."""
+    if override_id.startswith(POLICY_PREFIX):
+        raise InvalidOverrideError(
+            f"override id {override_id!r}: ids that begin with {POLICY_PREFIX!r} are those of "
+            "file-based policy; choose another one"
+        )
 
 
 def _require_scope(override: Override) -> None:

@@ -4,6 +4,7 @@
     install_profile  costs of the engines named were replaced
     push_profile     a profile was given to the fleet
     replace_session  an engine id went from one process to another
+    policy           what the policy file says has changed
 
 These actions do not wait for the store.  A record that the store does not take is logged in full.
 
@@ -51,6 +52,10 @@ class AuditLog:
     def record(self, action: str, subject: str, caller: Caller, reason: str) -> None:
         """Adds a record.  subject: what it was done to.  reason: what was done, in words."""
         self._begin(action, subject, Actor(caller.name, reason, caller.origin))
+
+    def policy(self, path: str, reason: str) -> None:
+        """The policy file has changed.  reason: what changed, in words."""
+        self._begin("policy", "policy", Actor("policy file", reason, path))
 
     def replaced(self, session: EngineSession, before: EngineSession) -> None:
         """An engine introduced itself under the id of another one."""

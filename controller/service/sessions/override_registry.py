@@ -1,7 +1,8 @@
 """The overrides in force here: taken from the store, handed to the engines, ended on time.
 
     store --entries--> book --set_overrides--> every session's core --> plans
-                        ^ set, clear: through the store first, then here at once
+                       ^  ^ set, clear: through the store first, then here at once
+                       policy file (`policy_watch`)
 
 An override ends by this process's monotonic clock, whether or not the store can be asked.
 """
@@ -12,7 +13,6 @@ import math
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import TypeAlias
 
 import structlog
@@ -21,13 +21,18 @@ from controller.core.errors import SpeculationError
 from controller.core.planning.overrides import InvalidOverrideError, Override, Scope
 from controller.service.net.errors import (
     NoOverrideError,
-    OverrideChangedError,
-    OverrideExistsError,
     SlowClientError,
     TooManyOverridesError,
 )
+from controller.service.sessions.override_conflicts import (
+    OverrideOutcome,
+    conflict_of,
+    judge,
+    revision_of,
+)
 from controller.service.sessions.registry import SessionRegistry
 from controller.service.sessions.session import EngineSession
+from controller.settings.policy_file import Policy
 from controller.store.interface import (
     Actor,
     AuditRecord,
@@ -45,37 +50,28 @@ _ASK_AGAIN_SECONDS = 30.0
 _WATCH_MAX = 1000
 # In force at a time: every plan is made under all of them.
 MAX_OVERRIDES = 200
-# Two requests with the same id and content ask for the same time to live if it differs by less.
-_SAME_LIFETIME_SECONDS = 1.0
 
 _log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class ActiveOverride:
-    """Holds an override in force.  until: monotonic seconds, inf without an end."""
+    """Holds an override in force.
+
+    until: monotonic seconds, inf without an end.  created_at: Unix seconds.  origin: path of the
+    policy file that it comes from; empty for one that an operator has set.
+    """
 
     override: Override
     etag: str
     until: float
     created_at: float
+    origin: str = ""
 
     @property
     def remaining_seconds(self) -> float | None:
         """Returns the time left; None without an end."""
         return None if math.isinf(self.until) else max(0.0, self.until - time.monotonic())
-
-
-class OverrideOutcome(Enum):
-    """Names the effect of a request to set an override.
-
-    REPEATED: the same request was answered before, and nothing changes.  END_MOVED: the same
-    override is in force, and lasts as long as this request says from now on.
-    """
-
-    SET = "set"
-    REPEATED = "repeated"
-    END_MOVED = "end moved"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +93,8 @@ class OverrideRegistry:
         self._store = store
         self._registry = registry
         self._held: dict[str, ActiveOverride] = {}
+        self.policy = Policy()
+        self._policies: dict[str, ActiveOverride] = {}
         self._unreadable: set[str] = set()
         self._news = asyncio.Event()
         self._keeping: asyncio.Task[None] | None = None
@@ -123,9 +121,13 @@ class OverrideRegistry:
         return self._store.health
 
     def active(self) -> tuple[Override, ...]:
-        """All that are in force now, whomever they are for."""
+        """All that are in force now, whomever they are for; file-based policy among them."""
+        return tuple(held.override for held in self._live())
+
+    def _live(self) -> list[ActiveOverride]:
         now = time.monotonic()
-        return tuple(held.override for held in self._held.values() if held.until > now)
+        live = [held for held in self._held.values() if held.until > now]
+        return [*live, *self._policies.values()]
 
     def ends_at(self, override_id: str) -> float | None:
         """Returns Unix seconds; None if it never ends, or if none is in force."""
@@ -134,10 +136,25 @@ class OverrideRegistry:
         return None if seconds is None else time.time() + seconds
 
     def held(self) -> list[ActiveOverride]:
-        """All that are in force now, by id."""
-        now = time.monotonic()
-        found = [held for held in self._held.values() if held.until > now]
-        return sorted(found, key=lambda held: held.override.override_id)
+        """All that are in force now, by id; file-based policy among them."""
+        return sorted(self._live(), key=lambda held: held.override.override_id)
+
+    async def use_policy(self, policy: Policy) -> None:
+        """Puts a policy into force in place of the one before."""
+        self.policy = policy
+        new = {
+            o.override_id: ActiveOverride(o, "", math.inf, policy.read_at, str(policy.path))
+            for o in policy.overrides
+        }
+        old, self._policies = self._policies, new
+        for name, held in old.items():
+            if name not in new:
+                self._tell(OverrideChange("ended", held))
+        changed = [n for n, held in new.items() if n not in old or old[n].override != held.override]
+        for name in changed:
+            self._tell(OverrideChange("set", new[name]))
+        if changed or old.keys() != new.keys():
+            await self._apply()
 
     async def set(
         self, override: Override, seconds: float | None, etag: str, who: Actor
@@ -150,15 +167,15 @@ class OverrideRegistry:
         name, body = override.override_id, to_body(override)
         outcome = OverrideOutcome.SET
         try:
-            entry = await self._store.write(name, body, seconds, _revision(etag), who)
+            entry = await self._store.write(name, body, seconds, revision_of(etag), who)
         except ConflictError as conflict:
-            outcome, found = _judge(conflict.found, override, seconds, etag)
+            outcome, found = judge(conflict.found, override, seconds, etag)
             if outcome is OverrideOutcome.REPEATED:
                 return await self._take(found), outcome
             try:
                 entry = await self._store.write(name, body, seconds, found.revision, who)
             except ConflictError as again:
-                raise _conflict(name, found.etag, again.found) from again
+                raise conflict_of(name, found.etag, again.found) from again
         held = await self._take(entry)
         _log.info(
             "override_set", override=name, scope=str(override.scope), author=who.author,
@@ -171,12 +188,12 @@ class OverrideRegistry:
     ) -> OverrideOutcome:
         """Returns what `set` would do now and changes nothing.  Raises what `set` would raise."""
         self._require_room(override)
-        expected = _revision(etag)
+        expected = revision_of(etag)
         entries = await self._store.entries()
         found = next((e for e in entries if e.override_id == override.override_id), None)
         if expected == (0 if found is None else found.revision):
             return OverrideOutcome.SET
-        return _judge(found, override, seconds, etag)[0]
+        return judge(found, override, seconds, etag)[0]
 
     def _require_room(self, override: Override) -> None:
         if override.override_id not in self._held and len(self._held) >= MAX_OVERRIDES:
@@ -191,11 +208,11 @@ class OverrideRegistry:
         """
         entry = await self._find(override_id)
         if etag and etag != entry.etag:
-            raise _conflict(override_id, etag, entry)
+            raise conflict_of(override_id, etag, entry)
         try:
             await self._store.clear(override_id, entry.revision, who)
         except ConflictError as conflict:
-            raise _conflict(override_id, etag or "the newest", conflict.found) from conflict
+            raise conflict_of(override_id, etag or "the newest", conflict.found) from conflict
         _log.info(
             "override_cleared", override=override_id, author=who.author, reason=who.reason,
             origin=who.origin,
@@ -355,51 +372,3 @@ async def _changes(queue: "_Queue") -> AsyncIterator[OverrideChange]:
         if isinstance(change, SpeculationError):
             raise change
         yield change
-
-
-def _revision(etag: str) -> int:
-    number = etag.partition("-")[0]
-    if etag and not number.isdecimal():
-        raise OverrideChangedError(f"etag {etag[:40]!r} is not an etag: send it as it was given")
-    return int(number[:18]) if etag else 0
-
-
-def _judge(
-    found: Entry | None, override: Override, seconds: float | None, etag: str
-) -> tuple[OverrideOutcome, Entry]:
-    """Returns the outcome of a request whose etag is not the stored entry's, and that entry.
-
-    Raises OverrideExistsError, OverrideChangedError, NoOverrideError.
-    """
-    if etag or found is None or found.ended or found.body != to_body(override):
-        raise _conflict(override.override_id, etag, found)
-    lasted = _lifetime(found)
-    if lasted is None or seconds is None:
-        same = lasted is seconds
-    else:
-        same = abs(lasted - seconds) < _SAME_LIFETIME_SECONDS
-    return OverrideOutcome.REPEATED if same else OverrideOutcome.END_MOVED, found
-
-
-def _lifetime(entry: Entry) -> float | None:
-    """Returns the seconds that it was given when it was written; None without an end."""
-    left = entry.remaining_seconds
-    return None if left is None else left + time.time() - entry.created_at
-
-
-def _conflict(override_id: str, etag: str, found: Entry | None) -> SpeculationError:
-    if found is None:
-        return NoOverrideError(f"override {override_id!r} is not there (any more)")
-    if found.ended:
-        return OverrideExistsError(
-            f"override {override_id!r} was {found.ended} before: its id is not taken again, so "
-            "that a repeated request cannot bring it back; choose another id"
-        )
-    if not etag:
-        return OverrideExistsError(
-            f"override {override_id!r} exists with other content (etag {found.etag}): to replace "
-            "it, send that etag (`--etag` of the command)"
-        )
-    return OverrideChangedError(
-        f"override {override_id!r} has changed: its etag is {found.etag}; look at it again"
-    )

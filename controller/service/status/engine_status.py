@@ -206,7 +206,7 @@ def override_line(held: ActiveOverride) -> dict[str, Any]:
         "override_id": override.override_id,
         "scope": scope_text(message),
         "rule": rule_text(message),
-        "author": override.author,
+        "author": f"{override.author} {held.origin}".rstrip(),
         "reason": override.reason,
         "created_at": held.created_at,
         "ends_at": None if left is None else time.time() + left,

@@ -1,7 +1,7 @@
 """Training of the models that edit code: a target that copies, and an EAGLE3 draft for it.
 
-A target of this size learns to copy (induction heads) only from text in which nothing else helps:
-random tokens that are repeated, short spans first.  After that it learns edits within minutes.
+Models of this size learn to copy (induction heads) only from text in which nothing else helps:
+random tokens that are repeated, short spans first.  After that they learn edits within minutes.
 """
 
 import logging
@@ -56,14 +56,22 @@ def train_edit_draft(
     """Trains a draft for ``target``, whose weights must be those served (rounded to bfloat16)."""
     torch.manual_seed(1)
     student.start_from(target.model.embed_tokens.weight, target.model.norm.weight)
-    sampler = EditSampler(split.train, recipe.mixture, _DRAFT_TOKENS, seed=5)
 
-    def loss_of_step() -> Tensor:
-        lesson = teach(target, student, sampler.draw()[0], _UNROLL)
+    def loss_on(tokens: Tensor) -> Tensor:
+        lesson = teach(target, student, tokens, _UNROLL)
         return discounted(step_divergences(student, lesson, _UNROLL))
 
-    rate = LearningRate(peak=3e-3, warmup_steps=30)
-    fit("draft on edits", student, loss_of_step, recipe.draft, rate)
+    rng, spans = np.random.default_rng(4), _spans_of(recipe.draft_copying)
+    fit(
+        "draft on copies", student,
+        lambda: loss_on(copies(rng, next(spans), _DRAFT_TOKENS)[0]),
+        recipe.draft_copying, LearningRate(peak=3e-3, warmup_steps=30, final_share=0.3),
+    )  # fmt: skip
+    sampler = EditSampler(split.train, recipe.mixture, _DRAFT_TOKENS, seed=5)
+    fit(
+        "draft on edits", student, lambda: loss_on(sampler.draw()[0]), recipe.draft,
+        LearningRate(peak=2e-3, warmup_steps=30),
+    )  # fmt: skip
     for kind in KINDS:
         tokens, _ = EditSampler(split.validation, {kind: 1.0}, _DRAFT_TOKENS, seed=1).draw()
         shares = agreement(student, teach(target, student, tokens, _UNROLL), _UNROLL)
@@ -100,11 +108,10 @@ def _losses(target: Qwen3Target, tokens: Tensor, aims: Tensor) -> tuple[Tensor, 
 def _learn_to_copy(target: Qwen3Target, budget: StepBudget) -> None:
     rng = np.random.default_rng(3)
     fast: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    progress = budget.progress()
+    spans = _spans_of(budget)
 
     def loss_of_step(_: int) -> Tensor:
-        _, used = next(progress, (0, 1.0))
-        tokens, repeated = copies(rng, round(_SPAN[0] + used * used * (_SPAN[1] - _SPAN[0])))
+        tokens, repeated = copies(rng, next(spans), _COPY_TOKENS)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=fast):
             logits = target(tokens[:, :-1]).float()
         losses = functional.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none")
@@ -118,14 +125,24 @@ def _learn_to_copy(target: Qwen3Target, budget: StepBudget) -> None:
     train(target, loss_of_step, budget, rate, weight_decay=0.01, on_step=report)
 
 
-def copies(rng: np.random.Generator, longest: int) -> tuple[Tensor, Tensor]:
+def _spans_of(budget: StepBudget) -> Iterator[int]:
+    """Yields how long spans may be in each step of a training."""
+    least, most = _SPAN
+    for _, used in budget.progress():
+        yield round(least + used * used * (most - least))
+    while True:
+        yield most
+
+
+def copies(rng: np.random.Generator, longest: int, total: int) -> tuple[Tensor, Tensor]:
     """Draws spans of random tokens that are repeated.
 
-    longest: of a span.  Returns tokens [batch, length], and which of them can be copied.
+    longest: of a span.  total: of tokens, about.  Returns tokens [batch, length], and which of them
+    can be copied.
     """
     length = max(48, 3 * longest + 8)
     rows, marks = [], []
-    for _ in range(max(1, _COPY_TOKENS // length)):
+    for _ in range(max(1, total // length)):
         row, mark = [DOCUMENT_TOKEN_ID], [False]
         for span in _spans(rng, longest):
             for repeat in range(3 if longest < _SHORT else 2):

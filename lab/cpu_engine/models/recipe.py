@@ -36,11 +36,12 @@ class Sd2Recipe:
 
 @dataclass(frozen=True)
 class EditRecipe:
-    """Kinds of edits, by weight, and how long a target learns to copy and to edit, and a draft."""
+    """Kinds of edits, by weight, and how long a target and its draft learn to copy and to edit."""
 
     mixture: Mapping[str, float]
     copying: StepBudget
     editing: StepBudget
+    draft_copying: StepBudget
     draft: StepBudget
 
 
@@ -116,7 +117,8 @@ EDITS: Final = EditRecipe(
     {"check": 0.35, "document": 0.2, "log": 0.25, "rename": 0.2},
     copying=StepBudget(steps=550, seconds=400),
     editing=StepBudget(steps=900, seconds=900),
-    draft=StepBudget(steps=1000, seconds=900),
+    draft_copying=StepBudget(steps=500, seconds=450),
+    draft=StepBudget(steps=1200, seconds=1000),
 )
 
 # For tests of what an engine does: with a quarter of the layers, its steps are much shorter.

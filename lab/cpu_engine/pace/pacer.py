@@ -254,7 +254,7 @@ class Pacer:
         lookup = 0.0
         if watch.lookup_drafted and not watch.asleep:
             catch_up += costs.reading_seconds(size + accepted)
-        elif watch.looked_up:
+        elif watch.looked_up and not watch.lookup_drafted:
             longest = max(len(r.origin_input_ids) + len(r.output_ids) for r in batch.reqs)
             lookup = costs.lookup_seconds(size * longest)
         launch = getattr(result, "speculation_launch", None)

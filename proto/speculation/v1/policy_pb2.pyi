@@ -140,6 +140,7 @@ class Override(_message.Message):
     AUTHOR_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
+    FROM_FILE_FIELD_NUMBER: _builtins.int
     override_id: _builtins.str
     """Chosen by the caller: 1 to 128 letters, digits, . _ : -"""
     min_batch_size: _builtins.int
@@ -149,6 +150,8 @@ class Override(_message.Message):
     reason: _builtins.str
     revision: _builtins.int
     """Set by the sidecar, ignored in requests: of two overrides the newer one has the larger."""
+    from_file: _builtins.bool
+    """Set by the sidecar, ignored in requests: it is file-based policy, which any override displaces."""
     @_builtins.property
     def scope(self) -> Global___Scope: ...
     @_builtins.property
@@ -164,10 +167,11 @@ class Override(_message.Message):
         author: _builtins.str = ...,
         reason: _builtins.str = ...,
         revision: _builtins.int = ...,
+        from_file: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["rule", b"rule", "scope", b"scope"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["author", b"author", "max_batch_size", b"max_batch_size", "min_batch_size", b"min_batch_size", "override_id", b"override_id", "reason", b"reason", "revision", b"revision", "rule", b"rule", "scope", b"scope"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["author", b"author", "from_file", b"from_file", "max_batch_size", b"max_batch_size", "min_batch_size", b"min_batch_size", "override_id", b"override_id", "reason", b"reason", "revision", b"revision", "rule", b"rule", "scope", b"scope"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -183,11 +187,14 @@ class HeldOverride(_message.Message):
     ETAG_FIELD_NUMBER: _builtins.int
     REMAINING_SECONDS_FIELD_NUMBER: _builtins.int
     CREATED_AT_FIELD_NUMBER: _builtins.int
+    ORIGIN_FIELD_NUMBER: _builtins.int
     etag: _builtins.str
     remaining_seconds: _builtins.float
     """Seconds until it ends by itself; absent: never."""
     created_at: _builtins.float
-    """Unix seconds by the store's clock."""
+    """Unix seconds by the store's clock; of policy, when its file was read."""
+    origin: _builtins.str
+    """Path of the file that policy comes from; empty: an operator has set the override."""
     @_builtins.property
     def override(self) -> Global___Override: ...
     def __init__(
@@ -197,10 +204,11 @@ class HeldOverride(_message.Message):
         etag: _builtins.str = ...,
         remaining_seconds: _builtins.float | None = ...,
         created_at: _builtins.float = ...,
+        origin: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_remaining_seconds", b"_remaining_seconds", "override", b"override", "remaining_seconds", b"remaining_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_remaining_seconds", b"_remaining_seconds", "created_at", b"created_at", "etag", b"etag", "override", b"override", "remaining_seconds", b"remaining_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_remaining_seconds", b"_remaining_seconds", "created_at", b"created_at", "etag", b"etag", "origin", b"origin", "override", b"override", "remaining_seconds", b"remaining_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__remaining_seconds: _TypeAlias = _typing.Literal["remaining_seconds"]  # noqa: Y015
     _WhichOneofArgType__remaining_seconds: _TypeAlias = _typing.Literal["_remaining_seconds", b"_remaining_seconds"]  # noqa: Y015
@@ -511,23 +519,64 @@ class ListOverridesResponse(_message.Message):
 
     OVERRIDES_FIELD_NUMBER: _builtins.int
     STORE_FIELD_NUMBER: _builtins.int
+    POLICY_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def overrides(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldOverride]: ...
     @_builtins.property
     def store(self) -> Global___StoreStatus: ...
+    @_builtins.property
+    def policy(self) -> Global___PolicyStatus:
+        """Absent if the sidecar has no policy file."""
+
     def __init__(
         self,
         *,
         overrides: _abc.Iterable[Global___HeldOverride] | None = ...,
         store: Global___StoreStatus | None = ...,
+        policy: Global___PolicyStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["store", b"store"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_policy", b"_policy", "policy", b"policy", "store", b"store"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["overrides", b"overrides", "store", b"store"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_policy", b"_policy", "overrides", b"overrides", "policy", b"policy", "store", b"store"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__policy: _TypeAlias = _typing.Literal["policy"]  # noqa: Y015
+    _WhichOneofArgType__policy: _TypeAlias = _typing.Literal["_policy", b"_policy"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__policy) -> _WhichOneofReturnType__policy | None: ...
+
+Global___ListOverridesResponse: _TypeAlias = ListOverridesResponse  # noqa: Y015
+
+@_typing.final
+class PolicyStatus(_message.Message):
+    """How the sidecar's policy file is doing."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: _builtins.int
+    OK_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    READ_AT_FIELD_NUMBER: _builtins.int
+    path: _builtins.str
+    ok: _builtins.bool
+    """Whether the file as it is now is in force."""
+    detail: _builtins.str
+    """Why it is not, with line and field; what it said before stays in force."""
+    read_at: _builtins.float
+    """Unix seconds at which the policy in force was read."""
+    def __init__(
+        self,
+        *,
+        path: _builtins.str = ...,
+        ok: _builtins.bool = ...,
+        detail: _builtins.str = ...,
+        read_at: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "ok", b"ok", "path", b"path", "read_at", b"read_at"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ListOverridesResponse: _TypeAlias = ListOverridesResponse  # noqa: Y015
+Global___PolicyStatus: _TypeAlias = PolicyStatus  # noqa: Y015
 
 @_typing.final
 class StoreStatus(_message.Message):

@@ -74,7 +74,7 @@ class PolicyServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListOverrides(self, request, context):
-        """Those in force, by id.
+        """Those in force, by id; file-based policy is among them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

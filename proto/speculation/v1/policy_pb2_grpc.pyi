@@ -50,7 +50,7 @@ class PolicyServiceStub:
     ClearOverride: _grpc.UnaryUnaryMultiCallable[_policy_pb2.ClearOverrideRequest, _policy_pb2.ClearOverrideResponse]
     """Ends an override now.  NOT_FOUND: no such override is in force.  ABORTED: as above."""
     ListOverrides: _grpc.UnaryUnaryMultiCallable[_policy_pb2.ListOverridesRequest, _policy_pb2.ListOverridesResponse]
-    """Those in force, by id."""
+    """Those in force, by id; file-based policy is among them."""
     WatchOverrides: _grpc.UnaryStreamMultiCallable[_policy_pb2.WatchOverridesRequest, _policy_pb2.WatchOverridesResponse]
     """First everything in force, then every change, until the client goes."""
     QueryAudit: _grpc.UnaryUnaryMultiCallable[_policy_pb2.QueryAuditRequest, _policy_pb2.QueryAuditResponse]
@@ -78,7 +78,7 @@ class PolicyServiceAsyncStub(PolicyServiceStub):
     ClearOverride: _aio.UnaryUnaryMultiCallable[_policy_pb2.ClearOverrideRequest, _policy_pb2.ClearOverrideResponse]  # type: ignore[assignment]
     """Ends an override now.  NOT_FOUND: no such override is in force.  ABORTED: as above."""
     ListOverrides: _aio.UnaryUnaryMultiCallable[_policy_pb2.ListOverridesRequest, _policy_pb2.ListOverridesResponse]  # type: ignore[assignment]
-    """Those in force, by id."""
+    """Those in force, by id; file-based policy is among them."""
     WatchOverrides: _aio.UnaryStreamMultiCallable[_policy_pb2.WatchOverridesRequest, _policy_pb2.WatchOverridesResponse]  # type: ignore[assignment]
     """First everything in force, then every change, until the client goes."""
     QueryAudit: _aio.UnaryUnaryMultiCallable[_policy_pb2.QueryAuditRequest, _policy_pb2.QueryAuditResponse]  # type: ignore[assignment]
@@ -121,7 +121,7 @@ class PolicyServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _policy_pb2.ListOverridesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_policy_pb2.ListOverridesResponse, _abc.Awaitable[_policy_pb2.ListOverridesResponse]]:
-        """Those in force, by id."""
+        """Those in force, by id; file-based policy is among them."""
 
     @_abc_1.abstractmethod
     def WatchOverrides(

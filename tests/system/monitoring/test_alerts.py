@@ -2,13 +2,17 @@
 
 from pathlib import Path
 
+import yaml
+
+from tests.support.headings import anchors_of
 from tests.support.prometheus_server import ALERTS, promtool
 
+RUNBOOKS = ALERTS.parents[2] / "docs" / "alerts.md"
 CASES = Path(__file__).parent / "alerts_test.yml"
 
 
 def test_the_rules_are_clean():
-    assert "20 rules found" in promtool("check", "rules", "--lint=all", "--lint-fatal", ALERTS)
+    assert "21 rules found" in promtool("check", "rules", "--lint=all", "--lint-fatal", ALERTS)
 
 
 def test_every_alert_fires_for_who_is_ill_and_for_nobody_else():
@@ -20,3 +24,15 @@ def test_every_alert_has_such_a_case():
     cases = CASES.read_text()
     for rule in rules:
         assert f"alertname: {rule.split()[0]}\n" in cases
+
+
+def test_every_alert_leads_to_its_section_of_the_runbooks():
+    groups = yaml.safe_load(ALERTS.read_text())["groups"]
+    rules = [rule for group in groups for rule in group["rules"]]
+    anchors = anchors_of(RUNBOOKS.read_text())
+    for rule in rules:
+        address, _, anchor = rule["annotations"]["runbook_url"].partition("#")
+        assert address.rpartition("/")[2] == RUNBOOKS.name
+        assert anchor == rule["alert"].lower()
+        assert anchor in anchors, rule["alert"]
+    assert len(anchors) == len(rules) + 1  # the title

@@ -61,8 +61,12 @@ def override(sidecar: SidecarProcess, *words: str) -> None:
 @pytest.fixture(scope="module")
 def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     folder, port = tmp_path_factory.mktemp("stage"), free_port()
+    policy = folder / "policy.yaml"
+    policy.write_text("policies:\n  - {name: a, fleet: true, reason: test, at_most: 6}\n")
     with (
-        sidecar_process(folder, "--metrics-port", str(port)) as sidecar,
+        sidecar_process(
+            folder, "--metrics-port", str(port), environment={"CONTROLLER_POLICY": str(policy)}
+        ) as sidecar,
         prometheus(folder, port) as server,
         steered_engine(sidecar.address) as engine,
     ):
@@ -85,7 +89,8 @@ def test_prometheus_has_what_the_engine_reported(stage: Stage):
     assert stage.number("speculation_fallback") == 0
     assert stage.number("speculation_steering") == 1
     assert stage.number("speculation_dropped_reports_total") == engine.refused
-    assert stage.number("speculation_engine_overrides") == 1
+    assert stage.number("speculation_engine_overrides") == 2  # the policy is one of them
+    assert stage.prometheus.value("speculation_policy_entries") == 1
     assert stage.prometheus.value("sum(speculation_overrides)") == 1
     assert 3000 < stage.prometheus.value("speculation_override_soonest_end_seconds") <= 3600
     by_position = stage.prometheus.value("sum(speculation_accepted_tokens_per_pos_total)")

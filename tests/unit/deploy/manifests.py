@@ -3,6 +3,7 @@
 import functools
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +16,28 @@ OVERLAYS = ("single", "fleet", "demo")
 Manifest = dict[str, Any]
 
 
-def kubectl() -> str:
-    """Its path; a test that needs it fails without it."""
-    found = shutil.which("kubectl")
-    assert found is not None, "kubectl is missing (Debian: apt-get install kubernetes-client)"
+def program(name: str) -> str:
+    """Returns the path of kubectl or helm; a test that needs one fails without it."""
+    beside = Path(sys.executable).parent / name
+    found = str(beside) if beside.exists() else shutil.which(name)
+    assert found is not None, f"{name} is missing: `make setup` installs it"
     return found
+
+
+def kustomize(folder: Path) -> tuple[Manifest, ...]:
+    """Returns every object of a kustomization."""
+    command = [program("kubectl"), "kustomize", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    # What kustomize deprecates, it reports there.
+    assert done.stderr == ""
+    return tuple(yaml.safe_load_all(done.stdout))
 
 
 @functools.cache
 def rendered(overlay: str) -> tuple[Manifest, ...]:
     """Every object of it."""
-    command = [kubectl(), "kustomize", str(KUBERNETES / "overlays" / overlay)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    assert done.returncode == 0, done.stderr
-    return tuple(yaml.safe_load_all(done.stdout))
+    return kustomize(KUBERNETES / "overlays" / overlay)
 
 
 def objects(overlay: str, kind: str) -> list[Manifest]:

@@ -35,7 +35,7 @@ SECRETS = "/var/run/secrets/speculation"
 
 def projected() -> dict[str, tuple[str, str]]:
     """(Secret, key) of every file that the sidecar is given."""
-    (volume,) = [v for v in pod("fleet")["volumes"] if v["name"] == "secrets"]
+    (volume,) = [v for v in pod("fleet")["volumes"] if v["name"] == "speculation-secrets"]
     assert volume["projected"]["defaultMode"] == 0o440
     return {
         item["path"]: (source["secret"]["name"], item["key"])
@@ -46,7 +46,7 @@ def projected() -> dict[str, tuple[str, str]]:
 
 def test_the_sidecar_runs_on_its_settings_and_secrets(tmp_path: Path):
     sidecar = containers("fleet")["controller"]
-    assert mounts(sidecar)["secrets"]["mountPath"] == SECRETS
+    assert mounts(sidecar)["speculation-secrets"]["mountPath"] == SECRETS
     make_authority(tmp_path, ["localhost"])
     contents = {
         "redis-password": "pa55\n",
@@ -63,7 +63,7 @@ def test_the_sidecar_runs_on_its_settings_and_secrets(tmp_path: Path):
     ports = {port["name"]: free_port() for port in sidecar["ports"]}
     for port in sidecar["ports"]:
         text = text.replace(str(port["containerPort"]), str(ports[port["name"]]))
-    for place in (SECRETS, "/run/speculation", "/var/lib/speculation"):
+    for place in (SECRETS, "/etc/speculation-policy", "/run/speculation", "/var/lib/speculation"):
         assert place in text
         text = text.replace(place, str(tmp_path))
     file.write_text(text.replace("0.0.0.0", "127.0.0.1"))
@@ -82,7 +82,7 @@ def test_the_sidecar_runs_on_its_settings_and_secrets(tmp_path: Path):
         ) as process:
             try:
                 wait_until_serving(f"unix:{tmp_path}/controller.sock", process)
-                with grpc.insecure_channel(f"127.0.0.1:{ports['health']}") as channel:
+                with grpc.insecure_channel(f"127.0.0.1:{ports['spec-health']}") as channel:
                     answer = health_stub(channel).Check(
                         health_pb2.HealthCheckRequest(), timeout=PATIENCE_SECONDS
                     )
@@ -130,6 +130,12 @@ def test_prometheus_finds_the_metrics_under_the_name_that_the_rules_use():
     assert {"targetLabel": "job", "replacement": JOB} in endpoint["relabelings"]
 
 
+@pytest.mark.parametrize("kind", ["PodMonitor", "PrometheusRule"])
+def test_kube_prometheus_stack_selects_the_operators_objects(kind: str):
+    # What its values select by as they are, `release: NAME`, and the name that its manual uses.
+    assert one("fleet", kind)["metadata"]["labels"]["release"] == "kube-prometheus-stack"
+
+
 def test_the_prometheus_rule_is_the_rules(tmp_path: Path):
     groups = one("fleet", "PrometheusRule")["spec"]
     assert groups == yaml.safe_load(ALERTS.read_text())
@@ -150,3 +156,16 @@ def test_a_prometheus_rule_that_says_something_else_is_noticed(tmp_path: Path, s
     )  # fmt: skip
     assert done.returncode == int(stale)
     assert ("is not what the rules say" in done.stdout) == stale
+
+
+def test_the_alerts_lead_to_wherever_the_runbooks_are_published(tmp_path: Path):
+    file = tmp_path / "rule.yaml"
+    subprocess.run(
+        [sys.executable, "scripts/prometheus_rule.py", "--file", str(file),
+         "--runbooks", "https://wiki.example/alerts"],
+        cwd=ROOT, env=dict(os.environ), check=True,
+    )  # fmt: skip
+    groups = yaml.safe_load(file.read_text())["spec"]["groups"]
+    for rule in (rule for group in groups for rule in group["rules"]):
+        address = f"https://wiki.example/alerts#{rule['alert'].lower()}"
+        assert rule["annotations"]["runbook_url"] == address

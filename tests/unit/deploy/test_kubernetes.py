@@ -40,7 +40,7 @@ def settings_of(
     """What `controller serve` runs with in the pod."""
     container = containers(overlay)["controller"]
     environment = variables(container)
-    mount = mounts(container)["settings"]["mountPath"]
+    mount = mounts(container)["speculation-settings"]["mountPath"]
     assert environment["CONTROLLER_CONFIG"] == f"{mount}/controller.yaml"
     environment["CONTROLLER_CONFIG"] = str(settings_file(overlay, folder))
     for name, value in environment.items():
@@ -53,7 +53,7 @@ def settings_of(
 def test_kubernetes_knows_every_field(overlay: str, version: str):
     own = [m for m in rendered(overlay) if "monitoring.coreos.com" not in m["apiVersion"]]
     kinds = {manifest["kind"] for manifest in own}
-    assert {"Deployment", "Service", "ConfigMap", "NetworkPolicy"} <= kinds
+    assert {"Deployment", "Service", "ConfigMap", "NetworkPolicy", "PodDisruptionBudget"} <= kinds
     for manifest in own:
         kubernetes_validate.validate(manifest, version, strict=True)
 
@@ -70,10 +70,14 @@ def test_the_prometheus_operator_knows_every_field(overlay: str):
 
 
 def test_the_sidecar_is_native_and_the_engine_is_not_held_up_by_its_restarts(overlay: str):
-    (sidecar,) = pod(overlay)["initContainers"]
-    assert sidecar["name"] == "controller"
-    assert sidecar["restartPolicy"] == "Always"
+    sidecar, profile = pod(overlay)["initContainers"]
+    assert (sidecar["name"], profile["name"]) == ("controller", "profile")
+    assert sidecar["restartPolicy"] == profile["restartPolicy"] == "Always"
     assert "readinessProbe" not in sidecar
+    # It ends with the engine's start if it has to succeed before that.
+    assert "startupProbe" not in profile
+    # `kubectl logs POD` shows the engine.
+    assert [container["name"] for container in pod(overlay)["containers"]] == ["sglang"]
 
 
 def test_nobody_is_root_and_nothing_can_be_written_but_volumes(overlay: str):
@@ -104,7 +108,7 @@ def test_the_probes_ask_the_port_that_the_settings_name(
         assert sidecar[probe]["grpc"].get("service", "") == ""
         assert sidecar[probe]["grpc"]["port"] == settings.health_port
     ports = {port["name"]: port["containerPort"] for port in sidecar["ports"]}
-    wanted = {"metrics": settings.metrics_port, "health": settings.health_port}
+    wanted = {"spec-metrics": settings.metrics_port, "spec-health": settings.health_port}
     if settings.tcp is not None:
         wanted["grpc"] = int(settings.tcp.rpartition(":")[2])
     assert ports == wanted
@@ -142,18 +146,19 @@ def test_all_containers_have_the_same_socket_in_the_same_place(
 ):
     settings, _ = settings_of(overlay, tmp_path, monkeypatch)
     for container in containers(overlay).values():
-        assert mounts(container)["socket"]["mountPath"] == str(settings.socket_path.parent)
+        place = mounts(container)["speculation-socket"]["mountPath"]
+        assert place == str(settings.socket_path.parent)
     assert variables(containers(overlay)["profile"])["CONTROLLER_ADDRESS"] == settings.address
-    (volume,) = [v for v in pod(overlay)["volumes"] if v["name"] == "socket"]
+    (volume,) = [v for v in pod(overlay)["volumes"] if v["name"] == "speculation-socket"]
     assert volume["emptyDir"] == {"medium": "Memory", "sizeLimit": "1Mi"}
-    assert mounts(containers(overlay)["sglang"])["socket"]["readOnly"] is True
+    assert mounts(containers(overlay)["sglang"])["speculation-socket"]["readOnly"] is True
 
 
 def test_what_the_sidecar_writes_lies_on_the_state_volume(
     overlay: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     settings, _ = settings_of(overlay, tmp_path, monkeypatch)
-    place = Path(mounts(containers(overlay)["controller"])["state"]["mountPath"])
+    place = Path(mounts(containers(overlay)["controller"])["speculation-state"]["mountPath"])
     written = [settings.state_directory, settings.profile_directory]
     for path in written:
         assert path is not None
@@ -164,9 +169,21 @@ def test_what_the_sidecar_writes_lies_on_the_state_volume(
     assert measured is not None
     assert place in Path(measured[1]).parents
     assert Path(measured[1]) not in written
-    (volume,) = [v for v in pod(overlay)["volumes"] if v["name"] == "state"]
+    (volume,) = [v for v in pod(overlay)["volumes"] if v["name"] == "speculation-state"]
     kind = "persistentVolumeClaim" if overlay == "single" else "emptyDir"
     assert set(volume) == {"name", kind}
+
+
+def test_the_policy_is_read_where_its_map_is_mounted_and_may_be_missing(
+    overlay: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    settings, _ = settings_of(overlay, tmp_path, monkeypatch)
+    mount = mounts(containers(overlay)["controller"])["speculation-policy"]
+    assert settings.policy == Path(mount["mountPath"]) / "policy.yaml"
+    # A file that is mounted by subPath would never change.
+    assert "subPath" not in mount
+    (volume,) = [v for v in pod(overlay)["volumes"] if v["name"] == "speculation-policy"]
+    assert volume["configMap"] == {"name": "speculation-policy", "optional": True}
 
 
 def test_the_startup_step_is_a_command_that_exists_and_has_time(overlay: str):
@@ -175,13 +192,12 @@ def test_the_startup_step_is_a_command_that_exists_and_has_time(overlay: str):
     (line,) = re.findall(r"controller profile .*(?= &)", step["args"][0])
     options = parsed(line.replace('"$ENGINE_URL"', variables(step)["ENGINE_URL"]).split())
     assert options["engine_url"] == "http://127.0.0.1:30000"
-    probe = step["startupProbe"]
+    probe = step["readinessProbe"]
     settled = probe["exec"]["command"][-1]
     assert f"settled={settled}\n" in step["args"][0]
-    assert settled.startswith(mounts(step)["socket"]["mountPath"])
+    assert settled.startswith(mounts(step)["speculation-socket"]["mountPath"])
     (attempts,) = re.findall(r'"\$attempts" = (\d)', step["args"][0])
     longest = int(attempts) * (options["wait_seconds"] + 2 * options["budget"])
-    assert probe["periodSeconds"] * probe["failureThreshold"] > longest
     assert one(overlay, "Deployment")["spec"]["progressDeadlineSeconds"] > longest
 
 
@@ -198,8 +214,8 @@ def test_there_is_time_to_stop_and_to_come_back(
 
 
 def test_requests_and_limits_are_given(overlay: str):
-    for name in ("controller", "profile"):
-        resources = containers(overlay)[name]["resources"]
+    for found in containers(overlay).values():
+        resources = found["resources"]
         assert {"cpu", "memory"} <= resources["requests"].keys()
         assert "memory" in resources["limits"]
         assert "cpu" not in resources["limits"]  # throttled, it would be late with plans
@@ -223,13 +239,14 @@ def test_volumes_are_mounted_and_mounts_have_volumes(overlay: str):
 def test_what_is_named_exists(overlay: str):
     names = {(m["kind"], m["metadata"]["name"]) for m in rendered(overlay)}
     for volume in pod(overlay)["volumes"]:
-        if "configMap" in volume:
+        if "configMap" in volume and not volume["configMap"].get("optional"):
             assert ("ConfigMap", volume["configMap"]["name"]) in names
         claim = volume.get("persistentVolumeClaim", {}).get("claimName", "models")
         assert claim == "models" or ("PersistentVolumeClaim", claim) in names
     labels = one(overlay, "Deployment")["spec"]["template"]["metadata"]["labels"]
-    assert one(overlay, "Service")["spec"]["selector"] == labels
-    assert one(overlay, "NetworkPolicy")["spec"]["podSelector"]["matchLabels"] == labels
+    assert one(overlay, "Service")["spec"]["selector"].items() <= labels.items()
+    for kind, name in (("NetworkPolicy", "podSelector"), ("PodDisruptionBudget", "selector")):
+        assert one(overlay, kind)["spec"][name]["matchLabels"].items() <= labels.items()
     if overlay == "demo":
         folders = [
             a.partition("=")[2] for a in containers(overlay)["sglang"]["args"] if "-path" in a
@@ -252,6 +269,9 @@ def test_only_who_must_gets_in_and_out(
     assert out.keys() == {53} | ({6379} if overlay == "fleet" else set())
     for peers in (*into.values(), *out.values()):
         assert peers
+    # The port has administrative routes: nobody gets in by being in some namespace.
+    for peer in into[30000]:
+        assert peer["podSelector"]["matchLabels"] == {"speculation-client": "true"}
     (prometheus,) = into[settings.metrics_port]
     assert prometheus["podSelector"]["matchLabels"]
     assert prometheus["namespaceSelector"]["matchLabels"]

@@ -35,7 +35,7 @@ class Step:
             "--wait-seconds 1800 --budget 45",
             f"--wait-seconds {wait_seconds} --budget 2 --batch-sizes 1,2",
         )
-        settled = step["startupProbe"]["exec"]["command"][-1]
+        settled = step["readinessProbe"]["exec"]["command"][-1]
         self.settled = Path(settled.replace("/run/speculation", str(folder)))
         self._command = [*step["command"], script]
         self._environment = (
@@ -133,17 +133,21 @@ else:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes other users' places")
-def test_the_engine_may_open_the_socket_and_not_the_operators_one(tmp_path: Path):
+@pytest.mark.parametrize("has_fs_group", [True, False])
+def test_the_engine_may_open_the_socket_and_not_the_operators_one(
+    tmp_path: Path, has_fs_group: bool
+):
     spec = pod("single")
     own, group = spec["securityContext"]["runAsUser"], spec["securityContext"]["fsGroup"]
+    assert spec["securityContext"]["supplementalGroups"] == [group]
     engine = containers("single")["sglang"]["securityContext"]
     place = tmp_path / "run"
     place.mkdir()
     for parent in (tmp_path, *list(tmp_path.parents)[:3]):
         parent.chmod(parent.stat().st_mode | 0o755)
-    # As the kubelet makes an emptyDir of a pod with an fsGroup.
-    os.chown(place, 0, group)
-    place.chmod(0o2777)
+    # As the kubelet makes an emptyDir of a pod with an fsGroup, or of one without.
+    os.chown(place, 0, group if has_fs_group else 0)
+    place.chmod(0o2777 if has_fs_group else 0o777)
 
     def connects(path: Path, user: int, own_group: int) -> bool:
         command = [sys.executable, "-c", CONNECT, str(path), *map(str, (user, own_group, group))]
@@ -155,7 +159,9 @@ def test_the_engine_may_open_the_socket_and_not_the_operators_one(tmp_path: Path
         sock = place / "controller.sock"
         operators = operators_path(sock)
         for path in (sock, operators):
-            os.chown(path, own, -1)
+            # The container's own group, which the kernel takes where the folder has none to give.
+            own_group = containers("single")["controller"]["securityContext"]["runAsGroup"]
+            os.chown(path, own, -1 if has_fs_group else own_group)
         assert sock.stat().st_gid == group
         assert connects(sock, engine["runAsUser"], engine["runAsGroup"])
         assert not connects(operators, engine["runAsUser"], engine["runAsGroup"])

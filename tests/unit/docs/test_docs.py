@@ -15,6 +15,7 @@ from controller.core.settings import PlannerSettings
 from controller.settings.settings import CLIENT_VARIABLES, Settings, variables
 from controller.wire.override_text import PRECEDENCE
 from engine_shim.sglang.api.settings import PluginSettings
+from tests.support.headings import anchors_of
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = [
@@ -23,7 +24,7 @@ PAGES = [
 ]
 TEXTS = {page.name: page.read_text(encoding="utf-8") for page in PAGES}
 FOLDERS = "tests|controller|engine_shim|lab|proto|deploy|scripts|requirements"
-PATH = re.compile(rf"(?<![\w/])((?:{FOLDERS})/[\w/-]+(?:\.\w+)?)")
+PATH = re.compile(rf"(?<![\w/-])((?:{FOLDERS})/[\w/-]+(?:\.\w+)?)")
 # Names the settings file.
 OTHER_VARIABLES = {"CONTROLLER_CONFIG"}
 
@@ -124,7 +125,7 @@ def test_links_lead_somewhere() -> None:
         for target, anchor in re.findall(r"\]\(([^)#\s]*)#([^)]+)\)", text):
             if not target.startswith("http"):
                 other = (page.parent / target).read_text() if target else text
-                assert anchor in anchors(other), f"{page.name}: {target}#{anchor}"
+                assert anchor in anchors_of(other), f"{page.name}: {target}#{anchor}"
 
 
 def test_sections_that_are_named_in_words_exist() -> None:
@@ -138,11 +139,6 @@ def test_sections_that_are_named_in_words_exist() -> None:
             titles += re.findall(r"\*\*([^*]+?)\.?\*\*", other.read_text())
             assert section in titles, f"{page.name}: {other.name} has no section {section!r}"
     assert found
-
-
-def anchors(text: str) -> set[str]:
-    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 def test_settings_that_are_named_exist() -> None:

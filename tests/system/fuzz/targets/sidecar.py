@@ -38,6 +38,7 @@ from controller.recording.replay import replay
 from controller.recording.window import Window
 from controller.service.net.access import AccessList
 from controller.service.sessions.profile_registry import ProfileRegistry
+from controller.settings.policy_file import read_policy
 from controller.settings.settings import Settings
 from speculation.v1 import record_pb2
 from tests.support import recorded_events
@@ -167,6 +168,14 @@ read cert:spiffe://pod/engine
 override uid:1000 bob
 steer gid:2000
 """
+_POLICY = """\
+policies:
+  - name: chat
+    model: org/model
+    reason: measured in May
+    schedule: [{batch: 1-8, gamma: 5}, {batch: 9-, gamma: 3, drafter: eagle3}]
+  - {name: bounds, fleet: true, reason: memory, at_least: 1, at_most: 5, batch: -16}
+"""
 
 
 @lru_cache(maxsize=1)
@@ -280,6 +289,13 @@ TARGETS = (
         lambda: [_ACCESS.encode()],
         text_of,
         file_reader(AccessList, "access"),
+        _ERRORS,
+    ),
+    Target(
+        "policy",
+        lambda: [_POLICY.encode()],
+        text_of,
+        file_reader(read_policy, "policy.yaml"),
         _ERRORS,
     ),
     Target(

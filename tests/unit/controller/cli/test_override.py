@@ -16,6 +16,7 @@ from controller.util.exit_codes import Exit
 from controller.wire.override_text import PRECEDENCE
 from speculation.v1 import service_pb2, service_pb2_grpc
 from tests.support.credentials import free_address, make_authority, token_line
+from tests.support.eventually import eventually
 from tests.support.service_harness import ENVIRONMENT, PATIENCE_SECONDS, engine_message
 from tests.support.sidecar_process import CONTROLLER, SidecarProcess, controller, sidecar_process
 
@@ -38,6 +39,60 @@ def sidecar(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SidecarProcess
 
 def command(sidecar: SidecarProcess, *words: str) -> "subprocess.CompletedProcess[str]":
     return controller("override", *words, "--address", sidecar.address)
+
+
+def test_policy_is_listed_with_its_file_and_a_bad_file_is_reported(tmp_path: Path):
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("policies:\n  - {name: bound, fleet: true, reason: memory, at_most: 2}\n")
+    environment = {"CONTROLLER_POLICY": str(policy)}
+    with sidecar_process(tmp_path, environment=environment) as running:
+        assert command(running, "set", "--fleet", "--gamma", "1", "--id", "mine", "--reason", "r",
+                       "--allow-no-effect").returncode == 0  # fmt: skip
+        rows = command(running, "list").stdout.splitlines()
+        (of_file,) = [row for row in rows if "policy:bound" in row]
+        (of_operator,) = [row for row in rows if "mine" in row]
+        assert str(policy) in of_file
+        assert "with its file" in of_file
+        assert "operator" in of_operator
+        lines = [json.loads(line) for line in command(running, "list", "--json").stdout.split("\n")
+                 if line]  # fmt: skip
+        assert [line.get("origin", "") for line in lines] == ["", str(policy)]
+        assert not command(running, "list").stderr
+        with grpc.insecure_channel(running.address) as channel:
+            service_pb2_grpc.SpeculationServiceStub(channel).Introduce(
+                service_pb2.IntroduceRequest(engine=engine_message("pod")), timeout=PATIENCE_SECONDS
+            )
+        explained = " ".join(
+            controller("explain", "pod", "--address", running.address).stdout.split()
+        )
+        assert f"gamma <= 2; policy file {policy}: memory" in explained
+        policy.write_text("policies: 1\n")
+        said = eventually_said(running, "a list is needed")
+        assert "what it said before stays in force" in said
+        doctor = controller("doctor", "--address", running.address, "--engine-url", "")
+        assert f"fail policy: {policy}, line 1: policies: a list is needed" in doctor.stdout
+        assert command(running, "clear", "policy:bound", "--reason", "r").returncode == Exit.FAILED
+    # It keeps a copy; where nothing is kept, such a file is refused.
+    done = subprocess.run(
+        [*CONTROLLER, "serve", "--address", f"unix:{tmp_path}/other.sock", "--metrics-port", "0"],
+        env=ENVIRONMENT | environment, capture_output=True, text=True, check=False,
+        timeout=PATIENCE_SECONDS,
+    )  # fmt: skip
+    assert done.returncode == Exit.BAD_FILE
+    assert f"{policy}, line 1: policies: a list is needed" in done.stderr
+
+
+def eventually_said(sidecar: SidecarProcess, text: str) -> str:
+    """What `override list` says on standard error once it says this."""
+    said = ""
+
+    def there() -> bool:
+        nonlocal said
+        said = command(sidecar, "list").stderr
+        return text in said
+
+    eventually(there, within=PATIENCE_SECONDS, what=text)
+    return said
 
 
 def test_online_updates_where_the_engine_can_and_where_it_cannot(sidecar: SidecarProcess):

@@ -60,22 +60,23 @@ def test_unknown_variables_are_refused(monkeypatch: pytest.MonkeyPatch, name: st
         Settings.load()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "CONTROLLER_SERVICE_HOST",
-        "CONTROLLER_SERVICE_PORT",
-        "CONTROLLER_SERVICE_PORT_GRPC",
-        "CONTROLLER_PORT",
-        "CONTROLLER_PORT_9464_TCP",
-        "CONTROLLER_PORT_9464_TCP_ADDR",
-    ],
-)
-def test_what_kubernetes_says_about_a_service_of_that_name_is_no_setting(
-    monkeypatch: pytest.MonkeyPatch, name: str
+LINKS = (
+    "SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_GRPC", "PORT", "PORT_9464_TCP",
+    "PORT_9464_TCP_ADDR",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("service", ["CONTROLLER", "CONTROLLER_MANAGER"])
+def test_what_kubernetes_says_about_a_service_of_such_a_name_is_no_setting(
+    monkeypatch: pytest.MonkeyPatch, service: str
 ):
-    monkeypatch.setenv(name, "tcp://10.0.0.1:9464")
+    for name in LINKS:
+        monkeypatch.setenv(f"{service}_{name}", "tcp://10.0.0.1:9464")
     Settings.load()
+    # It is a Service's only if there is one.
+    monkeypatch.delenv(f"{service}_SERVICE_HOST")
+    with pytest.raises(SettingsError, match=f"{service}_PORT_9464_TCP_ADDR"):
+        Settings.load()
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,16 @@ def test_an_unknown_variable_is_refused_and_the_likely_one_named(monkeypatch):
         LinkSettings.load()
 
 
+@pytest.mark.parametrize("service", ["SPECULATION", "SPECULATION_ROUTER"])
+def test_what_kubernetes_says_about_a_service_of_such_a_name_is_no_setting(monkeypatch, service):
+    for name in ("SERVICE_HOST", "SERVICE_PORT", "PORT", "PORT_80_TCP_PROTO"):
+        monkeypatch.setenv(f"{service}_{name}", "tcp://10.0.0.1:80")
+    LinkSettings.load()
+    monkeypatch.delenv(f"{service}_SERVICE_HOST")
+    with pytest.raises(LinkSettingsError, match=f"unknown setting {service}_"):
+        LinkSettings.load()
+
+
 def test_an_unknown_variable_like_no_other_gets_the_list(monkeypatch):
     monkeypatch.setenv("SPECULATION_CPU_MODEL", "x")
     with pytest.raises(LinkSettingsError, match=r"known: .*SPECULATION_SIDECAR"):

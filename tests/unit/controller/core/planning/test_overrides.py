@@ -83,7 +83,7 @@ def commands(draw: st.DrawFn) -> Override:
         first,
         last,
         number,
-        draw(st.booleans()),
+        rule.can_yield and draw(st.booleans()),
     )
 
 
@@ -203,6 +203,22 @@ def test_of_the_bounds_on_the_time_per_token_the_smallest_holds_whoever_has_set_
     assert limits.tpot_max_seconds == min(asked.values(), default=None)
     assert asked.get(limits.tpot_by) == limits.tpot_max_seconds
     assert bool(limits.tpot_by) == bool(asked)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        Rule(off=True),
+        Rule(gamma=0, deny_drafters=("mtp",)),
+        Rule(gamma_max=3, deny_exploration=True),
+        Rule(deny_updates=True),
+        Rule(gamma_max=3, tpot_max_seconds=0.02),
+    ],
+)
+def test_policy_cannot_demand_what_no_override_could_displace(rule: Rule):
+    with pytest.raises(InvalidOverrideError, match="file-based policy is weakest"):
+        Override("policy:a", FLEET, rule, "ann", "why", from_file=True)
+    Override("a", FLEET, rule, "ann", "why")
 
 
 def test_the_sentence_names_every_rank_in_order():

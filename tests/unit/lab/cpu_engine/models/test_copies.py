@@ -10,7 +10,7 @@ from lab.cpu_engine.models._edits import copies
 
 @pytest.mark.parametrize("longest", [8, 60, 128])
 def test_what_is_marked_can_be_copied_from_what_stands_before(longest: int) -> None:
-    tokens, marked = copies(np.random.default_rng(1), longest)
+    tokens, marked = copies(np.random.default_rng(1), longest, 3000)
     assert tokens.shape == marked.shape
     assert 0.3 < marked.float().mean() < 0.8
     for row, mark in zip(tokens.tolist(), marked.tolist(), strict=True):

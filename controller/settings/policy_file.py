@@ -1,0 +1,249 @@
+"""Reads the policy file: draft lengths and bounds that hold until the file changes.
+
+    policies:
+      - name: chat                          # policy:chat in every list
+        model: org/model                    # or engine: ID, or fleet: true
+        reason: measured in May
+        schedule:                           # a fixed draft length for ranges of batch sizes
+          - {batch: 1-8, gamma: 5}
+          - {batch: 9-32, gamma: 3, drafter: eagle3}
+      - name: bounds
+        fleet: true
+        reason: longer drafts run out of memory
+        at_most: 5                          # also: at_least, gamma, drafter, batch
+
+Every entry becomes one override, a schedule one for each of its ranges.  What they mean beside the
+overrides of operators is decided in `controller.core.planning.overrides`; they are the weakest.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, ClassVar, Final, Self, TypeAlias
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+from controller.core.engine_spec import MAX_BATCH_SIZE, MAX_GAMMA
+from controller.core.errors import SpeculationError
+from controller.core.planning.overrides import (
+    InvalidOverrideError,
+    Override,
+    Rule,
+    Scope,
+    ScopeKind,
+)
+from controller.util.strict_yaml import (
+    StrictLoader,
+    StrictYamlError,
+    fault,
+    load_mapping,
+    read_text,
+)
+from controller.wire.override_text import batch_range
+
+POLICY_PREFIX: Final = "policy:"
+_MAX_BYTES: Final = 64 * 1024
+# Overrides of a file: every plan is made under all of them.
+_MAX_OVERRIDES: Final = 64
+_AUTHOR: Final = "policy file"
+_TEXT: Final = "tag:yaml.org,2002:str"
+_Location: TypeAlias = tuple[str | int, ...]
+
+
+class PolicyFileError(SpeculationError):
+    """A policy file that cannot be used; the message names file, line and field."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Holds the policy in force and the state of its file.
+
+    path: None if the sidecar has no policy file.  overrides: in force.  read_at: Unix seconds at
+    which they were read.  error: why the file as it is now cannot be used; empty if it can.
+    """
+
+    path: Path | None = None
+    overrides: tuple[Override, ...] = ()
+    read_at: float = 0.0
+    error: str = ""
+
+
+def read_policy(path: Path) -> tuple[tuple[Override, ...], str]:
+    """Returns the overrides that a file stands for, in its order, and its text.
+
+    An empty file is an empty policy.  Raises PolicyFileError.
+    """
+    try:
+        text = read_text(path, _MAX_BYTES)
+        found = load_mapping(text, _Loader, _lines)
+    except StrictYamlError as error:
+        where = f", line {error.line}" if error.line else ""
+        raise PolicyFileError(f"{path}{where}: {error}") from error
+    if found is None:
+        return (), text
+    values, lines = found
+    try:
+        file = _File.model_validate(values)
+    except ValidationError as error:
+        raise PolicyFileError(_readable(path, lines, error)) from error
+    overrides: list[Override] = []
+    for index, entry in enumerate(file.policies):
+        try:
+            overrides += entry.overrides(len(overrides) + 1)
+        except InvalidOverrideError as error:
+            where = _place(path, lines, ("policies", index))
+            raise PolicyFileError(f"{where}: {entry.name}: {error}") from error
+    if len(overrides) > _MAX_OVERRIDES:
+        raise PolicyFileError(f"{path}: {len(overrides)} entries, at most {_MAX_OVERRIDES}")
+    return tuple(overrides), text
+
+
+def _batches(value: object) -> tuple[int, int]:
+    # `batch: 8` is a number in YAML.
+    low, high = batch_range(str(value))
+    if max(low, high) > MAX_BATCH_SIZE or 0 < high < low or low < 1:
+        raise ValueError(f"batch {value}: ascending sizes from 1 to {MAX_BATCH_SIZE} are needed")
+    return low, high
+
+
+_Gamma: TypeAlias = Annotated[int, Field(strict=True, ge=0, le=MAX_GAMMA)]
+_Batch: TypeAlias = Annotated[tuple[int, int], BeforeValidator(_batches)]
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class _Step(_Model):
+    """One range of a schedule."""
+
+    batch: _Batch
+    gamma: _Gamma
+    drafter: str | None = None
+
+
+class _Entry(_Model):
+    """One entry of the file."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+    reason: str
+    engine: str | None = None
+    model: str | None = None
+    fleet: Annotated[bool, Field(strict=True)] = False
+    gamma: _Gamma | None = None
+    at_least: _Gamma | None = None
+    at_most: _Gamma | None = None
+    drafter: str | None = None
+    batch: _Batch | None = None
+    schedule: tuple[_Step, ...] = ()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if [self.engine is not None, self.model is not None, self.fleet].count(True) != 1:
+            raise ValueError(f"{self.name}: one of engine, model and fleet: true is needed")
+        single = (self.gamma, self.at_least, self.at_most, self.drafter, self.batch)
+        if self.schedule and any(value is not None for value in single):
+            raise ValueError(
+                f"{self.name}: a schedule stands alone; put gamma, at_least, at_most, drafter and "
+                "batch into another entry"
+            )
+        end = 0
+        for step in self.schedule:
+            low, high = step.batch
+            if low <= end:
+                raise ValueError(
+                    f"{self.name}: the ranges of a schedule ascend and do not overlap; {low} "
+                    f"follows {end}"
+                )
+            end = high or MAX_BATCH_SIZE
+        return self
+
+    @property
+    def scope(self) -> Scope:
+        """Returns whom the entry is for.  Raises InvalidOverrideError."""
+        if self.engine is not None:
+            return Scope(ScopeKind.ENGINE, self.engine)
+        if self.model is not None:
+            return Scope(ScopeKind.MODEL, self.model)
+        return Scope(ScopeKind.FLEET)
+
+    def overrides(self, revision: int) -> Iterator[Override]:
+        """Makes the overrides, from a revision on.  Raises InvalidOverrideError."""
+        name = f"{POLICY_PREFIX}{self.name}"
+        for number, step in enumerate(self.schedule):
+            rule = Rule(gamma=step.gamma, drafter=step.drafter)
+            yield self._override(f"{name}:{step.batch[0]}", rule, step.batch, revision + number)
+        if not self.schedule:
+            rule = Rule(
+                gamma=self.gamma, gamma_min=self.at_least, gamma_max=self.at_most,
+                drafter=self.drafter,
+            )  # fmt: skip
+            yield self._override(name, rule, self.batch or (0, 0), revision)
+
+    def _override(self, name: str, rule: Rule, batch: tuple[int, int], revision: int) -> Override:
+        return Override(
+            name, self.scope, rule, _AUTHOR, self.reason, *batch, revision, from_file=True
+        )
+
+
+class _File(_Model):
+    policies: tuple[_Entry, ...] = ()
+
+    @model_validator(mode="after")
+    def _check_names(self) -> Self:
+        names = [entry.name for entry in self.policies]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"{twice}: this name is used twice; every entry needs its own")
+        return self
+
+
+class _Loader(StrictLoader):
+    # The document, its entries, one of them, its schedule, a range of it, and a value.
+    depth_max: ClassVar[int] = 6
+    too_deep: ClassVar[str] = "an entry has plain values and at most a schedule"
+
+
+def _lines(root: yaml.Node, place: _Location = ()) -> dict[_Location, int]:
+    """Returns the line of every node, by its place.  Raises MarkedYAMLError for a repeated key."""
+    lines = {place: root.start_mark.line + 1}
+    if isinstance(root, yaml.SequenceNode):
+        for index, item in enumerate(root.value):
+            lines |= _lines(item, (*place, index))
+    elif isinstance(root, yaml.MappingNode):
+        for key, value in root.value:
+            if key.tag != _TEXT:  # as that of `off` and of `<<`
+                name = key.value if isinstance(key, yaml.ScalarNode) else "this"
+                raise fault(key, f"{name} is not a key of the policy file")
+            below = (*place, key.value)
+            if below in lines:
+                raise fault(key, f"{key.value} is set twice; remove one")
+            lines |= _lines(value, below) | {below: key.start_mark.line + 1}
+    return lines
+
+
+def _readable(path: Path, lines: Mapping[_Location, int], error: ValidationError) -> str:
+    """Describes every fault, with its line, without the values."""
+    return "; ".join(
+        f"{_place(path, lines, item['loc'])}: {_fault(item)}"
+        for item in error.errors(include_url=False, include_input=False)
+    )
+
+
+def _fault(item: ErrorDetails) -> str:
+    if item["type"] == "extra_forbidden":
+        return f"{item['loc'][-1]} is not a key of the policy file"
+    if item["type"] == "tuple_type":
+        return f"{item['loc'][-1]}: a list is needed, with a dash before each item"
+    text = item["msg"].removeprefix("Value error, ")
+    names = [str(part) for part in item["loc"] if isinstance(part, str)]
+    return f"{names[-1]}: {text}" if names and item["type"] != "value_error" else text
+
+
+def _place(path: Path, lines: Mapping[_Location, int], place: _Location) -> str:
+    """Names the file and the line of a place, or of the nearest one around it."""
+    while place and place not in lines:
+        place = place[:-1]
+    return f"{path}, line {lines.get(place, 1)}"
