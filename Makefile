@@ -6,13 +6,16 @@ PYTHON ?= python3
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check format test bench faults soak fuzz golden demo lab gpu-check models proto lock licences sbom audit clean
+.PHONY: help setup setup-vllm check format test bench faults soak fuzz golden demo demo-vllm lab gpu-check models proto lock licences sbom audit upstream clean
 
 help: ## What there is to make
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: ## Virtual environment .venv with CPU torch, SGLang and the project
 	@scripts/setup.sh
+
+setup-vllm: ## Virtual environment .venv-vllm with CPU torch, vLLM and the shim (one minute, 3 GB)
+	@scripts/setup_vllm.sh
 
 check: setup ## The static part: format, lint, types, contract, drift of what is generated
 	@echo "check: ruff format" && .venv/bin/ruff format --check .
@@ -53,6 +56,9 @@ golden: setup ## Compares the standard suite's numbers with the golden ones, exa
 demo: setup ## What steering gains: one day, four policies, the real SGLang at an H100's pace (8 minutes)
 	@$(PYTHON_IN) -m lab.demo $(ARGS)
 
+demo-vllm: setup setup-vllm ## vLLM on this processor: off, one static draft length, steered; exact tokens (3 minutes)
+	@$(PYTHON_IN) -m lab.vllm_engine
+
 lab: setup ## What the papers say of drafters that learn, on small real models (25 minutes)
 	@$(PYTHON_IN) -m lab.learning $(ARGS)
 
@@ -77,6 +83,9 @@ sbom: setup ## A CycloneDX bill of materials of the sidecar's image (build/sbom.
 audit: setup ## Asks for known vulnerabilities of what the images install (needs the advisories' service)
 	@$(PYTHON_IN) scripts/audit.py
 
+upstream: setup ## Holds the newest version of each engine against what the plugins use, for maintainers (0.4 GB)
+	@$(PYTHON_IN) scripts/upstream.py
+
 clean: ## Removes everything that was made, .venv included
-	@rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf .venv .venv-vllm build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

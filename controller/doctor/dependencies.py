@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import grpc
@@ -11,6 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from controller.doctor.finding import Finding, fail, ok, warn
 from controller.profiling.engine_http import EngineHttp
 from controller.profiling.errors import ProfilingError
+from controller.profiling.server_kinds import VLLM
 from controller.settings.settings import Settings
 
 _ANSWER_SECONDS = 5.0
@@ -18,14 +20,22 @@ _CLOCK_SECONDS = 2.0
 _PLUGIN = "speculation_controller"
 
 
-async def check_engine_http(url: str, api_key: str) -> list[Finding]:
-    """Reachable, and steered as it sees it itself."""
+async def check_engine_http(
+    url: str, api_key: str, introduced: Collection[str] | None
+) -> list[Finding]:
+    """Reachable, and steered as it sees it itself.
+
+    introduced: what kinds of engines the sidecar knows ("vllm"); None if it does not say.  vLLM's
+    API has no room for the plugin's state.
+    """
     another = "start the engine, or name its address with --engine-url"
     try:
         engine = EngineHttp(url, api_key)
         status, _ = await engine.call("GET", "/health", seconds=_ANSWER_SECONDS)
         if status != 200:
             return [fail("engine HTTP", f"{url}/health answers {status}", "see the engine's log")]
+        if await engine.kind() is VLLM:
+            return [ok("engine HTTP", f"{url} answers (vLLM)"), *_vllm_plugin(introduced)]
         status, said = await engine.call("GET", "/server_info", seconds=_ANSWER_SECONDS)
     except ProfilingError as error:
         return [fail("engine HTTP", str(error), another)]
@@ -35,6 +45,21 @@ async def check_engine_http(url: str, api_key: str) -> list[Finding]:
     elif status == 200 and isinstance(said, dict):
         found.append(_plugin(said))
     return found
+
+
+def _vllm_plugin(introduced: Collection[str] | None) -> Iterator[Finding]:
+    if introduced is None:
+        return
+    if "vllm" in introduced:
+        yield ok("plugin", "an engine of vLLM has introduced itself")
+        return
+    yield fail(
+        "plugin",
+        "no engine of vLLM has introduced itself: this one runs without the plugin, or names "
+        "another sidecar",
+        "install 'speculation-controller-shim' in its image, set SPECULATION_SIDECAR, and leave "
+        "VLLM_PLUGINS unset or name speculation_controller in it",
+    )
 
 
 def _plugin(said: dict[str, Any]) -> Finding:

@@ -7,7 +7,7 @@ from pathlib import Path
 import grpc.aio
 
 from controller.client.credentials import Credentials, CredentialsError
-from controller.doctor import dependencies, local, sidecar
+from controller.doctor import dependencies, local, processes, sidecar
 from controller.doctor.finding import Finding, fail, ok
 from controller.settings.settings import DEFAULT_ADDRESS, Settings, SettingsError
 from controller.util.socket_paths import socket_path
@@ -40,11 +40,16 @@ async def diagnose(request: DoctorRequest) -> AsyncIterator[Finding]:
     address = request.address or (settings.address if settings else DEFAULT_ADDRESS)
     if address.startswith("unix:"):
         yield local.check_socket(socket_path(address))
-    for finding in await _sidecar(address):
+    findings, introduced = await _sidecar(address)
+    for finding in findings:
         yield finding
     if request.engine_url:
-        for finding in await dependencies.check_engine_http(request.engine_url, request.api_key):
+        for finding in await dependencies.check_engine_http(
+            request.engine_url, request.api_key, introduced
+        ):
             yield finding
+    for finding in processes.check_processes(address):
+        yield finding
     if settings is None:
         return
     # Beside the socket that was asked, which need not be the one that the settings name.
@@ -58,14 +63,17 @@ async def diagnose(request: DoctorRequest) -> AsyncIterator[Finding]:
         yield await dependencies.check_health_port(settings.health_port)
 
 
-async def _sidecar(address: str) -> list[Finding]:
+async def _sidecar(address: str) -> tuple[list[Finding], set[str] | None]:
+    """Asks the sidecar.  Returns what kinds of engines it knows, too; None without an answer."""
     try:
         credentials = Credentials.for_address(address)
     except CredentialsError as error:
-        return [fail("sidecar", str(error), "correct the variable, or ask on the unix socket")]
+        found = fail("sidecar", str(error), "correct the variable, or ask on the unix socket")
+        return [found], None
     async with credentials.aio_channel(address) as channel:
         try:
             answers = await sidecar.ask(channel, credentials.metadata())
         except grpc.aio.AioRpcError as error:
-            return [sidecar.check_silence(address, error)]
-    return [*sidecar.check_sidecar(answers), *sidecar.check_engines(answers, address)]
+            return [sidecar.check_silence(address, error)], None
+    kinds = {engine.engine.fingerprint.engine for engine in answers.engines.engines}
+    return [*sidecar.check_sidecar(answers), *sidecar.check_engines(answers, address)], kinds

@@ -1,4 +1,4 @@
-"""The engine's own HTTP API (SGLang's): is it ready, what can it hold, and load for a measurement.
+"""The engine's own HTTP API: is it ready, what can it hold, and load for a measurement.
 
 Standard library only, in threads: a handful of requests a minute needs no HTTP framework.
 """
@@ -10,7 +10,6 @@ import json
 import socket
 import ssl
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -19,20 +18,20 @@ from controller.profiling.errors import (
     EngineUnreachableError,
     ProfilingUsageError,
 )
+from controller.profiling.server_kinds import (
+    SGLANG,
+    VLLM,
+    EngineLimits,
+    ServerKind,
+    load_body,
+    sglang_limits,
+    vllm_limits,
+)
 
 _ANSWER_SECONDS = 30.0
 # /health_generate itself waits up to 20 s for the scheduler.
 _HEALTH_SECONDS = 25.0
 _LOAD_SECONDS = 1800.0
-_FALLBACK_CONTEXT = 2048
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLimits:
-    """Tokens that one sequence, and all sequences together, may hold."""
-
-    sequence_tokens: int
-    pool_tokens: int
 
 
 class EngineHttp:
@@ -53,41 +52,58 @@ class EngineHttp:
         self._host, self._port = parts.hostname, port
         self._prefix = parts.path.rstrip("/")
         self._headers = {"Content-Type": "application/json", "Connection": "close"}
+        self._kind: ServerKind | None = None
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
+
+    async def kind(self) -> ServerKind:
+        """Returns which server it is.  Raises EngineUnreachableError if it does not answer."""
+        if self._kind is None:
+            status, said = await self.call("GET", "/version")
+            is_vllm = status == 200 and isinstance(said, dict) and "version" in said
+            self._kind = VLLM if is_vllm else SGLANG
+        return self._kind
 
     async def why_not_ready(self) -> str:
         """Names what keeps the engine from generating; "" when nothing does."""
         try:
-            status, _ = await self.call("GET", "/health_generate", seconds=_HEALTH_SECONDS)
+            path = (await self.kind()).ready
+            status, _ = await self.call("GET", path, seconds=_HEALTH_SECONDS)
         except EngineUnreachableError as error:
             return str(error)
-        return "" if status == 200 else f"{self.url}/health_generate answers {status}"
+        return "" if status == 200 else f"{self.url}{path} answers {status}"
 
     async def limits(self) -> EngineLimits:
         """Reads the limits from the engine's description of itself; cautious where it does not say.
 
         Raises EngineUnreachableError when it does not answer, or refuses to.
         """
-        status, body = await self.call("GET", "/server_info")
-        if status == 404:
-            status, body = await self.call("GET", "/get_server_info")
+        if await self.kind() is VLLM:
+            models = await self._described("/v1/models")
+            _, metrics = await self.call("GET", "/metrics")
+            return vllm_limits(models, metrics if isinstance(metrics, str) else "")
+        return sglang_limits(await self._described("/server_info", "/get_server_info"))
+
+    async def _described(self, *paths: str) -> dict[str, Any]:
+        """Returns what the first of these paths says that there is."""
+        for path in paths:
+            status, body = await self.call("GET", path)
+            if status != 404:
+                break
         if status in {401, 403}:
             raise EngineUnreachableError(
                 f"{self.url} answers {status}: it wants an API key (--api-key)"
             )
         if status != 200 or not isinstance(body, dict):
             raise EngineUnreachableError(
-                f"{self.url}/server_info answers {status}: is this an SGLang server?"
+                f"{self.url}{paths[0]} answers {status}: is this a server of SGLang or vLLM?"
             )
-        pool = _positive(body.get("max_total_num_tokens"))
-        longest = _positive(body.get("max_req_input_len")) or _FALLBACK_CONTEXT
-        return EngineLimits(longest, pool or longest)
+        return body
 
     async def tokenize(self, text: str) -> list[int]:
         """Ids of the engine's own tokenizer; [] when it runs without one."""
         body = {"prompt": text, "add_special_tokens": False}
-        status, answer = await self.call("POST", "/v1/tokenize", body)
+        status, answer = await self.call("POST", (await self.kind()).tokenize, body)
         tokens = answer.get("tokens") if status == 200 and isinstance(answer, dict) else None
         if isinstance(tokens, list) and all(isinstance(t, int) for t in tokens):
             return tokens
@@ -97,16 +113,8 @@ class EngineHttp:
         self, prompts: Sequence[Sequence[int]], ids: Sequence[str], new_tokens: int
     ) -> "Generation":
         """Starts one request of several prompts; greedy, and never ended by a stop token."""
-        body = {
-            "input_ids": [list(prompt) for prompt in prompts],
-            "rid": list(ids),
-            "sampling_params": {
-                "temperature": 0,
-                "max_new_tokens": new_tokens,
-                "ignore_eos": True,
-            },
-        }
-        return Generation(self, body)
+        kind = self._kind or SGLANG
+        return Generation(self, kind, load_body(kind, prompts, ids, new_tokens), ids)
 
     async def call(
         self, method: str, path: str, body: object = None, seconds: float = _ANSWER_SECONDS
@@ -156,9 +164,12 @@ class EngineHttp:
 class Generation:
     """A request that is being generated, from `EngineHttp.generate`."""
 
-    def __init__(self, engine: EngineHttp, body: dict[str, Any]) -> None:
+    def __init__(
+        self, engine: EngineHttp, kind: ServerKind, body: dict[str, Any], ids: Sequence[str]
+    ) -> None:
         self._engine = engine
-        self._ids: list[str] = body["rid"]
+        self._kind = kind
+        self._ids = list(ids)
         self._connection = engine.connection(_LOAD_SECONDS)
         self._stopped = False
         self._task = asyncio.create_task(asyncio.to_thread(self._run, body))
@@ -174,7 +185,9 @@ class Generation:
         status, answer = self._task.result()
         if status != 200 and not self._stopped:
             text = answer if isinstance(answer, str) else json.dumps(answer)
-            raise EngineRefusedError(f"{self._engine.url}/generate answers {status}: {text[:300]}")
+            raise EngineRefusedError(
+                f"{self._engine.url}{self._kind.generate} answers {status}: {text[:300]}"
+            )
         return True
 
     async def stop(self) -> None:
@@ -183,8 +196,9 @@ class Generation:
             self._stopped = True
             with contextlib.suppress(EngineUnreachableError):
                 await asyncio.to_thread(self._abort)
-            # An engine that refuses to abort notices that the client has hung up.
-            await asyncio.wait({self._task}, timeout=2.0)
+            if self._kind.abort:
+                # An engine that refuses to abort notices that the client has hung up.
+                await asyncio.wait({self._task}, timeout=2.0)
         self._hang_up()
         await asyncio.wait({self._task})
         # What a request says that was cut off is not news.
@@ -192,20 +206,16 @@ class Generation:
 
     def _run(self, body: dict[str, Any]) -> tuple[int, Any]:
         try:
-            return self._engine.exchange(self._connection, "POST", "/generate", body)
+            return self._engine.exchange(self._connection, "POST", self._kind.generate, body)
         finally:
             self._connection.close()
 
     def _abort(self) -> None:
-        for request_id in self._ids:
-            self._engine.ask("POST", "/abort_request", {"rid": request_id}, _ANSWER_SECONDS)
+        for request_id in self._ids if self._kind.abort else ():
+            self._engine.ask("POST", self._kind.abort, {"rid": request_id}, _ANSWER_SECONDS)
 
     def _hang_up(self) -> None:
         open_socket = self._connection.sock
         if open_socket is not None:
             with contextlib.suppress(OSError):
                 open_socket.shutdown(socket.SHUT_RDWR)
-
-
-def _positive(value: object) -> int:
-    return value if isinstance(value, int) and value > 0 else 0

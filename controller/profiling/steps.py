@@ -41,15 +41,20 @@ class StepFilter:
         context = report.kv_tokens // report.batch_size
         if context not in self._context_tokens:
             return f"context of about {round(context, -2)} tokens"
-        flags = report.flags
-        if flags.unsteered:
+        if report.flags.unsteered:
             return "ran without a valid plan"
+        return self._why_disturbed(report)
+
+    def _why_disturbed(self, report: StepReport) -> str:
+        flags = report.flags
         if flags.distorts_cost or flags.switched:
             # What disturbed this step may still be felt in the next.
             self._unsettled = max(self._unsettled - 1, 1)
-            names = ("after_gap", "eager_fallback", "first_use", "switched")
+            names = (
+                "after_gap", "eager_fallback", "first_use", "mixed_choice", "switched", "updating",
+            )  # fmt: skip
             return f"flagged {next(name for name in names if getattr(flags, name))}"
-        if self._unsettled:
-            self._unsettled -= 1
-            return "right after a change"
-        return ""
+        if report.prefill_tokens:
+            return "read prompts beside decoding"
+        settled, self._unsettled = not self._unsettled, max(self._unsettled - 1, 0)
+        return "" if settled else "right after a change"

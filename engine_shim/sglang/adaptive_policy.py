@@ -7,13 +7,10 @@ SGLang asks for the decision once inside it.
 
 from __future__ import annotations
 
-import logging
-
-from engine_shim.link.plan_follower import Source, StepChoice, safe_choice
+from engine_shim.link.plan_follower import StepChoice, safe_choice
 from engine_shim.sglang.api import hook_check, sglang_api
 from engine_shim.sglang.api.settings import load_settings
-
-_log = logging.getLogger(__name__)
+from engine_shim.steering.source_log import log_source
 
 
 class SteeredPolicy:
@@ -41,12 +38,8 @@ class SteeredPolicy:
 
     def run(self, choice: StepChoice) -> None:
         """Keeps the choice for the decode step that begins now; logs a change of its source."""
-        old, new = self.choice.source, choice.source
-        if new is not old:
-            if new is Source.PLAN:
-                _log.info("the sidecar steers (before: %s)", old.value)
-            else:
-                _log.warning("the sidecar does not steer: %s (before: %s)", new.value, old.value)
+        if choice.source is not self.choice.source:
+            log_source(self.choice.source, choice.source)
         self.choice = choice
 
     def get_steps_for_batch(self, batch_size: int) -> int:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
-import socket
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import engine_shim
 from engine_shim.sglang.api import sglang_api, versions
 from engine_shim.sglang.drafters.row_counts import Role
 from engine_shim.sglang.model_shape import set_shapes
+from engine_shim.steering.naming import default_engine_id, processor_name, revision_of
 from engine_shim.training.sd2 import SD2_ARCHITECTURE
 from speculation.v1 import engine_pb2
 
@@ -63,7 +61,7 @@ def introduce(
             kind=engine_pb2.DRAFTER_KIND_DFLASH,
             gammas=second.gammas,
             model=second.model_path,
-            revision=_revision(second.model_path, second.revision),
+            revision=revision_of(second.model_path, second.revision),
         )
         runners.append(second.block.runner)
     set_shapes(spec, scheduler.tp_worker.model_runner, runners)
@@ -110,12 +108,6 @@ def set_batch_limits(spec: engine_pb2.EngineSpec, limits: Mapping[int, int]) -> 
         )
 
 
-def default_engine_id(port: int) -> str:
-    """Returns `<host name>:<port>`: stable across restarts, and different for each server."""
-    host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())
-    return f"{host[:120]}:{port}"
-
-
 def _fingerprint(scheduler: Any) -> engine_pb2.Fingerprint:
     runner = scheduler.tp_worker.model_runner
     return engine_pb2.Fingerprint(
@@ -147,7 +139,7 @@ def _drafter(scheduler: Any, gammas: tuple[int, ...]) -> engine_pb2.Drafter:
         kind=_kind(scheduler, has_block=block is not None),
         gammas=gammas,
         model=model,
-        revision=_revision(model, revision),
+        revision=revision_of(model, revision),
     )
 
 
@@ -160,18 +152,10 @@ def _kind(scheduler: Any, *, has_block: bool) -> engine_pb2.DrafterKind.ValueTyp
     return engine_pb2.DRAFTER_KIND_STANDALONE if is_sd2 else engine_pb2.DRAFTER_KIND_MTP
 
 
-def _revision(model: str, revision: str) -> str:
-    # SGLang says "main" for a local folder too.
-    return "" if Path(model).is_dir() else revision
-
-
 def _device_name(device: str) -> str:
     """Names the device as the driver reports it, and a CPU as the kernel does."""
     if device == "cpu":
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-        return "cpu"
+        return processor_name()
     from sglang.srt.utils.common import get_device_name
 
     name: str = get_device_name()

@@ -20,8 +20,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from enum import Enum
-from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.plugins.hook_registry import HookType
@@ -38,6 +36,7 @@ from engine_shim.sglang.step_reports import (
     kv_tokens_at_launch,
     kv_tokens_before,
 )
+from engine_shim.steering.status import link_status
 from speculation.v1 import engine_pb2
 
 if TYPE_CHECKING:
@@ -45,7 +44,6 @@ if TYPE_CHECKING:
     from engine_shim.link.plan_follower import StepChoice
     from engine_shim.link.ranks import Ranks, RankUpdate
     from engine_shim.sglang.adaptive_policy import SteeredPolicy
-    from engine_shim.sglang.api.losses import Losses
     from engine_shim.sglang.drafters.dflash import DFlashDrafter
     from engine_shim.sglang.drafters.dual import DualDrafter
     from engine_shim.sglang.drafters.idle_kv import IdleDrafter
@@ -56,6 +54,7 @@ if TYPE_CHECKING:
     from engine_shim.sglang.learning.online_updates import OnlineUpdates
     from engine_shim.sglang.learning.signal_collector import SignalCollector
     from engine_shim.sglang.request_wishes import RequestWishes
+    from engine_shim.steering.losses import Losses
 
 # Places in the introduction: the engine's own drafter's, and a second one's.
 OWN, SECOND = 0, 1
@@ -301,8 +300,7 @@ class EngineHooks:
 
     def status(self) -> dict[str, Any]:
         """The state of the link and the counters of idling, as plain values."""
-        status = {} if self.link is None else asdict(self.link.status())
-        return {name: _plain(value) for name, value in status.items()} | {
+        return link_status(self.link) | {
             "sleep": None if self.sleep is None else asdict(self.sleep.counters),
             "online": None if self.online is None else asdict(self.online.counters),
             "signals": None if self.collector is None else self.collector.status(),
@@ -400,10 +398,3 @@ class EngineHooks:
             self.collector.give_up(reason_of(error))
         if self.collector.over:
             self.losses.lose(engine_pb2.CAPABILITY_COLLECT, self.collector.over)
-
-
-def _plain(value: Any) -> Any:
-    """An enum by its name; None for what JSON has no number for; anything else as it is."""
-    if isinstance(value, Enum):
-        return value.name
-    return None if isinstance(value, float) and not isfinite(value) else value

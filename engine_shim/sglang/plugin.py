@@ -7,6 +7,8 @@ would only log end the process here: a server that looks steered and is not must
 import os
 import sys
 
+from engine_shim.steering.refusal import register_or_exit
+
 SIDECAR_VARIABLE = "SPECULATION_SIDECAR"
 
 
@@ -17,12 +19,7 @@ def register() -> None:
     """
     if not os.environ.get(SIDECAR_VARIABLE):
         return
-    try:
-        _register()
-    except Exception as error:  # SGLang would log any Exception and continue without the plugin
-        raise SystemExit(
-            f"speculation-controller: the engine does not start: {type(error).__name__}: {error}"
-        ) from error
+    register_or_exit(_register)
 
 
 def _register() -> None:
@@ -31,18 +28,12 @@ def _register() -> None:
 
     from engine_shim.sglang.adaptive_policy import SteeredPolicy
     from engine_shim.sglang.api import attention_dp, hook_check, sglang_api, versions
-    from engine_shim.sglang.api.errors import UnsupportedEngineError
     from engine_shim.sglang.api.settings import load_settings
     from engine_shim.sglang.server_args import SteeredConfiguration
     from engine_shim.sglang.startup import EngineStartup
 
     settings = load_settings()
-    found = versions.sglang_version()
-    if found not in versions.TESTED and not settings.allow_unknown_version:
-        raise UnsupportedEngineError(
-            f"SGLang {found or 'of unknown version'} is installed, the plugin is tested with "
-            f"{' and '.join(versions.TESTED)}; SPECULATION_ALLOW_UNKNOWN_VERSION=1 tries anyway"
-        )
+    settings.require_version("SGLang", versions.sglang_version(), versions.TESTED)
     configuration = SteeredConfiguration(settings)
     register_resolution_hook(sglang_api.RESOLUTION_STEP)(configuration.resolve)
     hook_check.register(sglang_api.CANDIDATE_STEPS, configuration.candidate_steps, HookType.REPLACE)

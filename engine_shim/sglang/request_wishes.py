@@ -11,12 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from engine_shim.link.packets import NO_DRAFTER, ClassEntry, GroupEntry
 from engine_shim.sglang.api.transfer import to_device
 from engine_shim.sglang.request_classes import RequestClasses, params_of
+from engine_shim.steering.row_groups import SPECULATION
 
-# The key of `custom_params`.
-SPECULATION: Final = "speculation"
 # Where a request's wishes are kept on SGLang's request.
 _UNDRAFTED: Final = "speculation_undrafted"
 _LABEL: Final = "speculation_label"
@@ -79,35 +77,3 @@ class RequestWishes:
         """Takes the drafts of these rows out of a verification."""
         canvas = verify.draft_token.view(verify.retrieve_next_token.shape)
         canvas[:, 1:].index_fill_(0, to_device(rows, canvas.device), self._filler)
-
-
-def groups_with(
-    undrafted: Sequence[int],
-    groups: Sequence[GroupEntry],
-    main: int,
-    accepted: Sequence[int],
-    gamma: int,
-) -> tuple[GroupEntry, ...]:
-    """Returns a step's groups with one of the rows that must not be drafted for.
-
-    groups: of the other rows, () where all of these have used the drafter `main`.  accepted: [B].
-    """
-    if not groups and len(undrafted) < len(accepted):
-        left = set(undrafted)
-        counts = [0] * (gamma + 1)
-        for row, length in enumerate(accepted):
-            if row not in left:
-                counts[length] += 1
-        groups = (GroupEntry(main, gamma, counts),)
-    return (*groups, GroupEntry(NO_DRAFTER, 0, (len(undrafted),)))
-
-
-def classes_of(
-    labels: Sequence[str], accepted: Sequence[int], gamma: int
-) -> tuple[ClassEntry, ...]:
-    """Counts accepted drafts by class."""
-    counts: dict[str, list[int]] = {}
-    for label, length in zip(labels, accepted, strict=True):
-        if label:
-            counts.setdefault(label, [0] * (gamma + 1))[length] += 1
-    return tuple(ClassEntry(label, found) for label, found in counts.items())

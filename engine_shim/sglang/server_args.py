@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from engine_shim.sglang.api import attention_dp, hook_check, sglang_api
 from engine_shim.sglang.api.attention import attention_shape
-from engine_shim.sglang.api.errors import UnsupportedEngineError
 from engine_shim.sglang.attention_memory import MIB
 from engine_shim.sglang.drafters.lookup import device_bytes
 from engine_shim.sglang.graph_memory import Prediction, reserve
 from engine_shim.sglang.learning.likeliest import WORKING_BYTES
+from engine_shim.steering.errors import UnsupportedEngineError
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs

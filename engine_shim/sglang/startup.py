@@ -22,8 +22,6 @@ from engine_shim.link.secret import secret_of
 from engine_shim.sglang import eager_passes, target_scope
 from engine_shim.sglang.adaptive_policy import SteeredPolicy
 from engine_shim.sglang.api import attention_dp, hook_check, ranks, sglang_api
-from engine_shim.sglang.api.errors import HookError, PluginError
-from engine_shim.sglang.api.losses import Losses
 from engine_shim.sglang.drafters.idle_kv import IdleDrafter, cannot_sleep_reason
 from engine_shim.sglang.engine_description import (
     DFLASH_NAME,
@@ -37,6 +35,8 @@ from engine_shim.sglang.request_classes import RequestClasses, read_key
 from engine_shim.sglang.request_wishes import RequestWishes
 from engine_shim.sglang.runtime_switch import RuntimeSwitch
 from engine_shim.sglang.step_reports import StepTap
+from engine_shim.steering.errors import HookError, PluginError
+from engine_shim.steering.losses import Losses
 from speculation.v1 import engine_pb2
 
 if TYPE_CHECKING:

@@ -12,7 +12,6 @@ data-parallel attention: what it accepted counts, and its seconds do not.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +19,6 @@ from engine_shim.link.packets import (
     AFTER_GAP,
     DRAFTER_RESET,
     EAGER_FALLBACK,
-    FIRST_USE,
-    SWITCHED,
     UNSTEERED,
     UPDATING,
     ReportPacket,
@@ -30,7 +27,8 @@ from engine_shim.link.plan_follower import Source, StepChoice
 from engine_shim.sglang.drafters.row_counts import NOTHING_APART, RowCounts
 from engine_shim.sglang.eager_passes import NO_PASSES, EagerPasses, Passes
 from engine_shim.sglang.learning.verified_step import NO_UPDATE
-from engine_shim.sglang.request_wishes import classes_of, groups_with
+from engine_shim.steering.arms_run import ArmsRun
+from engine_shim.steering.row_groups import classes_of, groups_with
 
 if TYPE_CHECKING:
     from engine_shim.link.engine_link import EngineLink
@@ -113,14 +111,11 @@ class StepTap:
         self._link = link
         self._rows = rows
         self._eager = eager or EagerPasses()
-        self._graph_batch_sizes = graph_batch_sizes
-        # Drafter, draft length, sleep and padded batch of every shape that has run.
-        self._used: set[tuple[int, int, bool, int]] = set()
+        self._has_graphs = bool(graph_batch_sizes)
+        self._arms_run = ArmsRun(graph_batch_sizes)
         self._step = 0
         self._last_iter: int | None = None
         self._last_end = 0.0
-        # Drafter, draft length, sleep and batch of the last step.
-        self._last: tuple[int, int, bool, int] | None = None
 
     def settle(self, launch: Launch, result: Any) -> None:
         """Reports a step whose result SGLang has read back and counted."""
@@ -143,16 +138,17 @@ class StepTap:
         else:
             seconds = now - self._last_end
         largest = launch.largest_batch
-        if largest > batch_size and self._padded(largest) > self._padded(batch_size):
+        padded = self._arms_run.padded
+        if largest > batch_size and padded(largest) > padded(batch_size):
             # Its seconds are those of another rank's batch.
             flags |= AFTER_GAP
         ran = (choice.drafter_index, gamma, launch.asleep, batch_size)
-        if ran != self._last:
-            flags |= self._changed(ran)
+        if ran != self._arms_run.last:
+            flags |= self._arms_run.change(ran)
         if choice.source is not Source.PLAN:
             flags |= UNSTEERED
         eager = launch.eager
-        if self._graph_batch_sizes and not result.can_run_cuda_graph:
+        if self._has_graphs and not result.can_run_cuda_graph:
             eager |= Passes.VERIFICATION
         if eager and self._eager.count(eager):
             flags |= EAGER_FALLBACK
@@ -200,18 +196,3 @@ class StepTap:
             return accepted, found
         groups = groups_with(undrafted, found.groups, index if gamma else 0, accepted, gamma)
         return accepted, found._replace(groups=groups)
-
-    def _changed(self, ran: tuple[int, int, bool, int]) -> int:
-        """The flags of a step that ran something else than the one before."""
-        last, self._last = self._last, ran
-        flags = SWITCHED if last is not None and last[:3] != ran[:3] else 0
-        shape = (*ran[:3], self._padded(ran[3]))
-        if shape not in self._used:
-            self._used.add(shape)
-            flags |= FIRST_USE
-        return flags
-
-    def _padded(self, batch_size: int) -> int:
-        sizes = self._graph_batch_sizes
-        index = bisect_left(sizes, batch_size)
-        return sizes[index] if index < len(sizes) else batch_size

@@ -11,12 +11,12 @@ from engine_shim.link import packets
 from engine_shim.link.engine_link import EngineLink
 from engine_shim.link.packets import PlanPacket, ReportPacket, RowEntry
 from engine_shim.link.ranks import Ranks
-from engine_shim.sglang.api.losses import Losses
 from engine_shim.sglang.drafters.idle_kv import IdleDrafter
 from engine_shim.sglang.eager_passes import EagerPasses
 from engine_shim.sglang.graph_states import GraphStates
 from engine_shim.sglang.hooks import EngineHooks
 from engine_shim.sglang.step_reports import StepTap
+from engine_shim.steering.losses import Losses
 
 _DECODE: Final = SimpleNamespace(is_decode=lambda: True)
 

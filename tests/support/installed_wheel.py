@@ -1,4 +1,4 @@
-"""A version of SGLang as text: what it says, without importing (or running) any of it."""
+"""A version of an engine as text: what it says, without importing (or running) any of it."""
 
 import ast
 import copy
@@ -46,10 +46,10 @@ def fetched(package: str, version: str) -> Path:
 
 
 class Wheel:
-    """One version's source."""
+    """One version's source: SGLang's, or what lies in a folder."""
 
-    def __init__(self, version: str) -> None:
-        self._folder = unpacked(version)
+    def __init__(self, version: str, folder: Path | None = None) -> None:
+        self._folder = folder or unpacked(version)
         self._modules: dict[str, ast.Module] = {}
 
     def module(self, name: str) -> ast.Module:
@@ -74,11 +74,11 @@ class Wheel:
                     (n for n in body if isinstance(n, Definition) and n.name == name),
                     None,
                 )
-                assert found is not None, f"{target}: SGLang has no {name} any more"
+                assert found is not None, f"{target}: there is no {name} any more"
                 body = found.body
             assert found is not None
             return found
-        raise AssertionError(f"{target}: SGLang has no such module any more")
+        raise AssertionError(f"{target}: there is no such module any more")
 
     def parameters(self, target: str) -> str:
         """The parameters of a function as Python writes them, without annotations."""

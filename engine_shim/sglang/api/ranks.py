@@ -13,7 +13,7 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.utils import TypeBasedDispatcher
 
 from engine_shim.link.ranks import RankUpdate
-from engine_shim.sglang.api.errors import UnsupportedEngineError
+from engine_shim.steering.errors import UnsupportedEngineError
 
 if TYPE_CHECKING:
     from collections.abc import Callable

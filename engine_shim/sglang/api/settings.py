@@ -1,4 +1,4 @@
-"""Settings of the plugin: those of the link, and its own."""
+"""Settings of the plugin: those of every shim, and its own."""
 
 from __future__ import annotations
 
@@ -7,22 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import NoDecode
 
-from engine_shim.link.errors import LinkSettingsError
-from engine_shim.link.settings import LinkSettings
-from engine_shim.sglang.api.errors import PluginError
+from engine_shim.steering.settings import ShimSettings
 
 if TYPE_CHECKING:
     from engine_shim.training.online import OnlineSettings
 
 
-class PluginSettings(LinkSettings):
+class PluginSettings(ShimSettings):
     """One field for each SPECULATION_* variable."""
 
-    allow_unknown_version: bool = Field(
-        default=False,
-        description="Start on an SGLang version that this plugin was not tested with. Its "
-        "self-check still runs.",
-    )
     dflash_model_path: str = Field(
         default="",
         description="A DFlash checkpoint for the same target: it is loaded beside the engine's "
@@ -195,7 +188,4 @@ class PluginSettings(LinkSettings):
 
 def load_settings() -> PluginSettings:
     """Settings from the environment.  Raises PluginError."""
-    try:
-        return PluginSettings.load()
-    except LinkSettingsError as error:
-        raise PluginError(str(error)) from error
+    return PluginSettings.load_or_refuse()

@@ -20,10 +20,10 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from engine_shim.link.losses import reason_of
 from engine_shim.sglang.api import sglang_api
-from engine_shim.sglang.api.errors import HookError, UnsupportedEngineError
 from engine_shim.sglang.api.transfer import to_device
 from engine_shim.sglang.drafters.attempts import Attempts
 from engine_shim.sglang.drafters.chains import verification_of
+from engine_shim.steering.errors import HookError, UnsupportedEngineError
 
 
 class _DraftedError(Exception):

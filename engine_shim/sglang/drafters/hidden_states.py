@@ -15,8 +15,8 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.aux_hidden_states import pack_aux_hidden_states
 from sglang.srt.speculative.dflash_utils import parse_dflash_draft_config
 
-from engine_shim.sglang.api.errors import UnsupportedEngineError
 from engine_shim.sglang.drafters import target_capture
+from engine_shim.steering.errors import UnsupportedEngineError
 
 
 class SharedCapture:

@@ -17,7 +17,7 @@ from sglang.srt.runtime_context import get_parallel
 from torch import nn
 from torch.nn import functional
 
-from engine_shim.sglang.api.errors import UnsupportedEngineError
+from engine_shim.steering.errors import UnsupportedEngineError
 from engine_shim.training.sd2 import SD2_ARCHITECTURE
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from engine_shim.sglang.api.errors import UnsupportedEngineError
+from engine_shim.steering.errors import UnsupportedEngineError
 
 # Models whose `forward` hands on what the layers return as it is, be it one tensor or two parts.
 _HANDS_ON = frozenset({"MiMoForCausalLM"})

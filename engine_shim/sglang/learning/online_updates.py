@@ -17,12 +17,12 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from engine_shim.sglang.api.errors import UnsupportedEngineError
 from engine_shim.sglang.learning.rollback_guard import GuardVerdict, RollbackGuard
 from engine_shim.sglang.learning.student import live_drafter
 from engine_shim.sglang.learning.verified_step import UpdateStatus
 from engine_shim.sglang.learning.weights import DrafterWeights
 from engine_shim.sglang.learning.windows import Windows
+from engine_shim.steering.errors import UnsupportedEngineError
 from engine_shim.training import trainer
 from engine_shim.training.configs import UnsupportedDrafterError
 from engine_shim.training.exchange import Channel, Layout, Message, MessageKind, SharedTensors

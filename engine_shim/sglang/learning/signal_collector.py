@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from engine_shim.sglang.api import sglang_api
-from engine_shim.sglang.api.errors import UnsupportedEngineError
 from engine_shim.sglang.learning.canvases import Canvas, DeviceBudget, canvas_bytes, canvas_of
 from engine_shim.sglang.learning.signal_runs import SignalRuns
+from engine_shim.steering.errors import UnsupportedEngineError
 from engine_shim.training.signals import SignalStore, SignalWriter
 
 if TYPE_CHECKING:

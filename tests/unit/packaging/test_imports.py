@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-ENGINE_SIDE = {"engine_shim", "sglang", "torch", "transformers"}
+ENGINE_SIDE = {"engine_shim", "sglang", "torch", "transformers", "vllm"}
 PACKAGES = ("controller", "engine_shim", "lab")
 LINT = Path(sys.executable).with_name("lint-imports")
 
@@ -52,7 +52,9 @@ def test_the_layers_hold(tree: Path):
         ("controller/core/cost/grid.py", "import controller.core.planning.planner", "core"),
         ("controller/cli/doctor.py", "import lab.papers.tide", "lab"),
         ("engine_shim/link/errors.py", "import controller.core.errors", "shim"),
-        ("engine_shim/sglang/api/losses.py", "import engine_shim.sglang.hooks", "plugin"),
+        ("engine_shim/steering/losses.py", "import engine_shim.sglang.hooks", "shim"),
+        ("engine_shim/steering/naming.py", "import torch", "share"),
+        ("engine_shim/sglang/api/transfer.py", "import engine_shim.sglang.hooks", "plugin"),
         ("engine_shim/sglang/drafters/dual.py", "import engine_shim.sglang.learning", "plugin"),
         ("lab/harness/ports.py", "import lab.demo.run", "lab"),
     ],

@@ -9,7 +9,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
-TESTED: Final = ("0.5.21", "0.5.23")
+TESTED: Final = ("0.5.21", "0.5.22", "0.5.23")
 
 
 def sglang_version() -> str:

@@ -22,8 +22,8 @@ from engine_shim.link.packets import (
 from engine_shim.link.plan_follower import PlanFollower, safe_choice
 from engine_shim.link.settings import LinkSettings
 from engine_shim.link.wire import Translator, session_tag
-from engine_shim.sglang.api.errors import PluginError
 from engine_shim.sglang.api.settings import load_settings
+from engine_shim.steering.errors import PluginError
 from engine_shim.training import signals
 from engine_shim.training.exchange import Channel, Message, MessageKind
 from engine_shim.training.versions import Made, VersionError, Versions

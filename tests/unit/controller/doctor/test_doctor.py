@@ -52,11 +52,15 @@ class Http:
     def __init__(self) -> None:
         self.health = 200
         self.info: tuple[int, Any] = (200, {"internal_states": [{}]})
+        # What vLLM answers, and SGLang has no path for.
+        self.version: tuple[int, Any] = (404, {})
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 status, body = (outer.health, {}) if self.path == "/health" else outer.info
+                if self.path == "/version":
+                    status, body = outer.version
                 self.send_response(status)
                 self.end_headers()
                 self.wfile.write(json.dumps(body).encode())
@@ -130,6 +134,21 @@ async def test_all_is_well(tmp_path: Path, http: Http, monkeypatch: pytest.Monke
             "ok",
         )  # fmt: skip
         await stream.call.done_writing()
+
+
+async def test_a_vllm_engine_is_looked_for_among_those_that_have_introduced_themselves(
+    tmp_path: Path, http: Http
+):
+    http.version = (200, {"version": "0.32.0"})
+    async with serving(tmp_path) as running:
+        found = await examined(tmp_path, engine_url=http.url)
+        assert found["engine HTTP"].found.endswith("answers (vLLM)")
+        assert found["plugin"].level is Level.FAIL
+        assert "VLLM_PLUGINS" in found["plugin"].fix
+        stream = await steered(running, engine="vllm")
+        assert (await examined(tmp_path, engine_url=http.url))["plugin"].level is Level.OK
+        await stream.call.done_writing()
+    assert "plugin" not in await examined(tmp_path, engine_url=http.url)
 
 
 async def test_a_sidecar_without_engine_and_profile(tmp_path: Path):

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from controller.core.step_report import StepFlags, StepReport
@@ -26,11 +28,20 @@ def test_steps_right_after_a_switch_are_left_out_flagged_or_not(settled):
     assert flagged == [False, False, True]
 
 
-@pytest.mark.parametrize("flag", ["after_gap", "eager_fallback", "first_use", "switched"])
+DISTURBED = ["after_gap", "eager_fallback", "first_use", "mixed_choice", "switched", "updating"]
+
+
+@pytest.mark.parametrize("flag", DISTURBED)
 def test_a_disturbed_step_and_the_one_after_it_are_left_out(settled, flag):
     verdicts = [settled.accepts(step(**{flag: i == 0})) for i in range(3)]
     assert verdicts == [False, False, True]
     assert settled.left_out[f"flagged {flag}"] == 1
+
+
+def test_a_step_that_read_prompts_as_well_is_left_out(settled):
+    assert not settled.accepts(replace(step(), prefill_tokens=16))
+    assert settled.left_out["read prompts beside decoding"] == 1
+    assert settled.accepts(step())
 
 
 def test_a_step_that_nobody_steered_is_left_out(settled):

@@ -11,7 +11,8 @@ import torch
 
 from engine_shim.sglang.api import sglang_api, versions
 from engine_shim.sglang.api.settings import PluginSettings
-from engine_shim.sglang.engine_description import default_engine_id, introduce
+from engine_shim.sglang.engine_description import introduce
+from engine_shim.steering.naming import default_engine_id
 from speculation.v1.engine_pb2 import DRAFTER_KIND_MTP
 
 

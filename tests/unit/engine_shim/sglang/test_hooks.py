@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from engine_shim.link.plan_follower import Source, StepChoice
-from engine_shim.sglang.api.losses import Losses
 from engine_shim.sglang.drafters.idle_kv import IdleCounters
 from engine_shim.sglang.eager_passes import EagerPasses
 from engine_shim.sglang.graph_states import GraphStates
 from engine_shim.sglang.hooks import EngineHooks
 from engine_shim.sglang.learning.online_updates import OnlineCounters
 from engine_shim.sglang.learning.verified_step import NO_UPDATE, UpdateStatus, Verification
+from engine_shim.steering.losses import Losses
 from speculation.v1.engine_pb2 import Capability, LostCapability
 
 

@@ -82,7 +82,7 @@ def calls_of(engine: HookedSteps) -> Counter[str]:
 def test_a_plan_that_is_in_use_is_not_looked_up_again(engine: HookedSteps) -> None:
     engine.take(3)
     first = calls_of(engine)
-    assert {"PlanFollower.accept", "PlanFollower.choose", "StepTap._changed"} <= first.keys()
+    assert {"PlanFollower.accept", "PlanFollower.choose", "ArmsRun.change"} <= first.keys()
     found = calls_of(engine)
     assert found == {
         "EngineHooks.around_forward": 1,

@@ -8,7 +8,8 @@ import torch
 
 from engine_shim.link.packets import NO_DRAFTER, ClassEntry, GroupEntry
 from engine_shim.sglang.request_classes import RequestClasses
-from engine_shim.sglang.request_wishes import RequestWishes, classes_of, groups_with
+from engine_shim.sglang.request_wishes import RequestWishes
+from engine_shim.steering.row_groups import classes_of, groups_with
 
 
 def request(params: object = None, **sampling: Any) -> SimpleNamespace:

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from engine_shim.sglang.api.errors import PluginError, UnsupportedEngineError
 from engine_shim.sglang.api.settings import PluginSettings, load_settings
 from engine_shim.sglang.server_args import SteeredConfiguration
+from engine_shim.steering.errors import PluginError, UnsupportedEngineError
 
 
 @pytest.fixture(autouse=True)

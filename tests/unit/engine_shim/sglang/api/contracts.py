@@ -46,6 +46,7 @@ HOOKS = {
     ),
 }
 INTERNAL_STATE = {
+    "0.5.22": (f"{INTERNAL}.SchedulerInternalStateController._add_speculative", "self, state"),
     "0.5.23": (f"{INTERNAL}.SchedulerInternalStateController._add_speculative", "self, state"),
     "0.5.21": ("sglang.srt.managers.scheduler.Scheduler.get_internal_state", "self, recv_req"),
 }
@@ -311,6 +312,7 @@ ATTRIBUTES = {
 
 # What an older version has otherwise.  None: it is not there, and the plugin does without.
 OLDER_PARAMETERS: dict[str, dict[str, str | None]] = {
+    "0.5.22": {"sglang.srt.speculative.spec_utils.draft_tp_context": "owns_attention"},
     "0.5.21": {
         sglang_api.DRAFT_EXTEND: "self, batch, batch_result",
         sglang_api.DRAFT_PREFILL: (
@@ -326,6 +328,19 @@ OLDER_PARAMETERS: dict[str, dict[str, str | None]] = {
     },
 }
 OLDER_CODE: dict[str, dict[str, str | None]] = {
+    "0.5.22": {
+        # Data-parallel attention is not steered there.
+        sglang_api.INIT_GRAPHS: None,
+        f"{GATHER}.prepare_mlp_sync_batch_raw": None,
+        f"{GATHER}.MLPSyncBatchInfo": None,
+        f"{EAGLE}.EagleDraftWorker._draft_extend_for_prefill": "7ffff7ee24ecff7e",
+        sglang_api.DRAFT_EXTEND: "f32085e49424f9bd",
+        f"{DFLASH}.forward_batch_generation": "f5aad24f824460bc",
+        f"{DFLASH}._defer_target_verify_gather": None,
+        sglang_api.FORWARD: "12f5a5a4c44ce6eb",
+        f"{EAGLE}.EAGLEWorkerV2.build_adaptive_runtime_state": "5f7081a276e32104",
+        sglang_api.RESOLVE_TOKENS: "8b0833f69aa4202c",
+    },
     "0.5.21": {
         # Data-parallel attention is not steered there.
         sglang_api.INIT_GRAPHS: None,
@@ -345,6 +360,13 @@ OLDER_CODE: dict[str, dict[str, str | None]] = {
     },
 }
 OLDER_ATTRIBUTES = {
+    "0.5.22": {
+        f"{EAGLE}.EagleDraftWorker": {
+            *(ATTRIBUTES[f"{EAGLE}.EagleDraftWorker"] - {"parallel_layout"}),
+            "draft_owns_attention",
+        },
+        DFLASH: {*(ATTRIBUTES[DFLASH] - {"draft_parallel_layout"}), "draft_owns_attention"},
+    },
     "0.5.21": {
         f"{EAGLE}.EagleDraftWorker": {
             *(ATTRIBUTES[f"{EAGLE}.EagleDraftWorker"] - {"parallel_layout"}),

@@ -11,7 +11,7 @@ import pytest
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from engine_shim.sglang.api import hook_check
-from engine_shim.sglang.api.errors import HookError
+from engine_shim.steering.errors import HookError
 
 MODULE = "hooked_for_a_test"
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from engine_shim.sglang.api.errors import UnsupportedEngineError
 from engine_shim.sglang.drafters import target_capture
+from engine_shim.steering.errors import UnsupportedEngineError
 
 
 class Layers(nn.Module):

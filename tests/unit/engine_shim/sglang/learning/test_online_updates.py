@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from engine_shim.sglang.api.errors import UnsupportedEngineError
 from engine_shim.sglang.api.settings import load_settings
 from engine_shim.sglang.learning.online_updates import (
     OnlineCounters,
@@ -17,6 +16,7 @@ from engine_shim.sglang.learning.online_updates import (
 )
 from engine_shim.sglang.learning.student import live_drafter
 from engine_shim.sglang.learning.verified_step import NO_UPDATE, UpdateStatus, Verification
+from engine_shim.steering.errors import UnsupportedEngineError
 from tests.support.eventually import eventually
 from tests.support.live_drafters import LlamaForCausalLMEagle3, worker_of
 from tests.support.training_rounds import SHAPE, make_round, make_student, make_target

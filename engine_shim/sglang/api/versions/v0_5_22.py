@@ -1,0 +1,40 @@
+"""Describes where SGLang 0.5.22 differs."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Final
+
+from engine_shim.sglang.api.versions import v0_5_23 as newer
+
+INTERNAL_STATE: Final = newer.INTERNAL_STATE
+internal_state = newer.internal_state
+attention_ranks = newer.attention_ranks
+has_attention_dp = newer.has_attention_dp
+with_draft_config = newer.with_draft_config
+
+# The requests of each rank, and the gathered sizes, are untested here.
+STEERS_ATTENTION_DP: Final = False
+
+
+def attention_dp_is_on() -> bool:
+    """Returns False, because an engine with it was refused."""
+    return False
+
+
+def without_attention_dp() -> AbstractContextManager[None]:
+    """Needs no change, because it is refused."""
+    return nullcontext()
+
+
+def draft_scope(draft: Any) -> AbstractContextManager[Any]:
+    """Does what 0.5.23's does."""
+    from sglang.srt.speculative.spec_utils import draft_tp_context
+
+    scope: AbstractContextManager[Any] = draft_tp_context(draft.draft_owns_attention)
+    return scope
+
+
+def lie_like(draft: Any, block_worker: Any) -> None:
+    """Does what 0.5.23's does."""
+    draft.draft_owns_attention = block_worker.draft_owns_attention

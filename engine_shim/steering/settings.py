@@ -1,0 +1,52 @@
+"""Settings that every shim has besides those of the link."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Self
+
+from pydantic import Field
+
+from engine_shim.link.errors import LinkSettingsError
+from engine_shim.link.settings import LinkSettings
+from engine_shim.steering.errors import PluginError, UnsupportedEngineError
+
+_log = logging.getLogger(__name__)
+
+
+class ShimSettings(LinkSettings):
+    """One field for each SPECULATION_* variable; a shim adds its own."""
+
+    allow_unknown_version: bool = Field(
+        default=False,
+        description="Start on a version of the engine that this plugin was not tested with. Its "
+        "self-check still runs.",
+    )
+
+    @classmethod
+    def load_or_refuse(cls) -> Self:
+        """Settings from the environment.  Raises PluginError."""
+        try:
+            return cls.load()
+        except LinkSettingsError as error:
+            raise PluginError(str(error)) from error
+
+    def require_version(
+        self, engine: str, found: str, tested: Sequence[str], alike: Sequence[str] = ()
+    ) -> None:
+        """Raises UnsupportedEngineError for a version that the plugin does not know.
+
+        engine: its name for people.  found: "" if it is not known.  alike: versions that were not
+        run, but have all that is used as the tested ones do; they start with a warning.
+        """
+        if found in alike:
+            _log.warning(
+                "%s %s has what the plugin uses, and was not run with it; it was with %s",
+                engine, found, " and ".join(tested),
+            )  # fmt: skip
+        elif found not in tested and not self.allow_unknown_version:
+            raise UnsupportedEngineError(
+                f"{engine} {found or 'of unknown version'} is installed, the plugin is tested with "
+                f"{' and '.join(tested)}; SPECULATION_ALLOW_UNKNOWN_VERSION=1 tries anyway"
+            )

@@ -1,0 +1,151 @@
+"""The engine's configuration: checked, and completed so that every draft length is prepared.
+
+vLLM can change its draft length by the batch size (`num_speculative_tokens_per_batch_size`), and
+prepares graphs for each length that this schedule names.  The plugin writes a schedule that names
+all of SPECULATION_GAMMAS, and decides by the sidecar's plan in its place.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from engine_shim.steering.errors import UnsupportedEngineError
+from engine_shim.vllm import vllm_api
+from engine_shim.vllm.settings import VllmSettings
+
+# Methods whose proposers take a length that changes, in both of vLLM's model runners.
+METHODS: Final = ("eagle", "eagle3", "mtp", "dflash", "ngram", "draft_model")
+_SCHEDULE: Final = "num_speculative_tokens_per_batch_size"
+
+_log = logging.getLogger(__name__)
+
+Schedule = list[tuple[int, int, int]]
+
+
+class SteeredConfiguration:
+    """Hooks for every process in which vLLM makes or uses its configuration."""
+
+    def __init__(self, settings: VllmSettings) -> None:
+        self._settings = settings
+
+    def hook(self) -> None:
+        """Wraps `VllmConfig.__post_init__` and `SchedulerConfig.get_scheduler_cls`, once."""
+        config = vllm_api.require_contract(vllm_api.CONFIG)
+        scheduler_config = vllm_api.require_contract(vllm_api.SCHEDULER_CONFIG)
+        if not hasattr(config.__post_init__, "speculation_controller"):
+            config.__post_init__ = self._around_post_init(config.__post_init__)
+        original = scheduler_config.get_scheduler_cls
+        if not hasattr(original, "speculation_controller"):
+            scheduler_config.get_scheduler_cls = self._around_get_scheduler_cls(original)
+
+    def _around_post_init(self, original: Callable[[Any], None]) -> Callable[[Any], None]:
+        def post_init(config: Any) -> None:
+            self.prepare(config)
+            original(config)
+            if config.model_config is not None:
+                require_schedule(config)
+
+        post_init.speculation_controller = True  # type: ignore[attr-defined]
+        return post_init
+
+    def _around_get_scheduler_cls(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def get_scheduler_cls(config: Any) -> Any:
+            from engine_shim.vllm.steered_scheduler import steered
+
+            return steered(original(config), self._settings)
+
+        get_scheduler_cls.speculation_controller = True  # type: ignore[attr-defined]
+        return get_scheduler_cls
+
+    def prepare(self, config: Any) -> None:
+        """Writes the schedule into a `VllmConfig`.  Raises UnsupportedEngineError.
+
+        A configuration without a model, which vLLM makes for itself, is left alone, and a copy of
+        one that was prepared has the schedule already.
+        """
+        if config.model_config is None:
+            return
+        reason = unsupported_reason(config)
+        if reason is not None:
+            raise UnsupportedEngineError(f"SPECULATION_SIDECAR is set, but {reason}")
+        speculative = config.speculative_config
+        gammas = self._settings.gammas_within(speculative.num_speculative_tokens)
+        largest = config.scheduler_config.max_num_seqs
+        reason = impossible_gammas(gammas, speculative.num_speculative_tokens, largest)
+        if reason is not None:
+            raise UnsupportedEngineError(reason)
+        schedule = schedule_of(gammas, largest)
+        found = getattr(speculative, _SCHEDULE)
+        if found is None:
+            _log.info("draft lengths %s are prepared", ",".join(map(str, gammas)))
+            setattr(speculative, _SCHEDULE, schedule)
+        elif [tuple(entry) for entry in found] != schedule:
+            raise UnsupportedEngineError(
+                f"{_SCHEDULE} and SPECULATION_SIDECAR exclude each other: the sidecar decides, and "
+                "SPECULATION_GAMMAS lists the draft lengths"
+            )
+
+
+def schedule_of(gammas: Sequence[int], largest: int) -> Schedule:
+    """Returns a schedule that names every draft length, each at as large a batch as possible.
+
+    vLLM chooses the sizes of its graphs by the largest batch of each length.
+    """
+    first = largest - len(gammas) + 1
+    longest, *others = sorted(gammas, reverse=True)
+    return [(1, first, longest)] + [
+        (first + place, first + place, gamma) for place, gamma in enumerate(others, start=1)
+    ]
+
+
+def impossible_gammas(gammas: Sequence[int], most: int, largest: int) -> str | None:
+    """Says why an engine cannot prepare these draft lengths; None if it can.
+
+    most: `num_speculative_tokens`.  largest: `max_num_seqs`.
+    """
+    listed = ",".join(map(str, gammas))
+    if gammas[-1] == 0:
+        return "SPECULATION_GAMMAS lists no draft length above 0: there is nothing to steer"
+    if gammas[-1] != most:
+        return (
+            f"SPECULATION_GAMMAS is {listed}, but num_speculative_tokens is {most}: it has to be "
+            "the largest of them, since vLLM sizes its buffers by it"
+        )
+    if largest < len(gammas):
+        return (
+            f"max_num_seqs is {largest}: vLLM can prepare one draft length for each batch size, "
+            f"and {listed} are {len(gammas)}; raise it, or list fewer in SPECULATION_GAMMAS"
+        )
+    return None
+
+
+def unsupported_reason(config: Any) -> str | None:
+    """Says why an engine of this configuration cannot be steered; None if it can."""
+    speculative, parallel = config.speculative_config, config.parallel_config
+    if speculative is None:
+        return (
+            "there is no --speculative-config: one with a method of "
+            f"{', '.join(METHODS)} is needed (or unset SPECULATION_SIDECAR)"
+        )
+    obstacles = {
+        f"the speculative method is {speculative.method!r}: one of {', '.join(METHODS)} is needed, "
+        "whose drafts may have another length in each step": speculative.method not in METHODS,
+        f"data_parallel_size is {parallel.data_parallel_size}: vLLM allows one draft length only "
+        "where its ranks have batches of their own": parallel.data_parallel_size > 1,
+        f"pipeline_parallel_size is {parallel.pipeline_parallel_size}: several batches are on "
+        "their way at once, which is untested": parallel.pipeline_parallel_size > 1,
+        "enable_adaptive_verification is set: vLLM then verifies another number of drafts than "
+        "the sidecar asks for": getattr(speculative, "enable_adaptive_verification", False),
+    }
+    return next((reason for reason, is_so in obstacles.items() if is_so), None)
+
+
+def require_schedule(config: Any) -> None:
+    """Raises UnsupportedEngineError if vLLM has removed the schedule from its configuration."""
+    if getattr(config.speculative_config, _SCHEDULE) is None:
+        raise UnsupportedEngineError(
+            "vLLM does not allow draft lengths that change in this configuration; its log says "
+            "why: 'Disabling num_speculative_tokens_per_batch_size'"
+        )

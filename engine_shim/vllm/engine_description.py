@@ -1,0 +1,100 @@
+"""Describes an engine to the sidecar: the EngineSpec of a scheduler that is ready to serve."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import engine_shim
+from engine_shim.steering.naming import default_engine_id, revision_of
+from engine_shim.vllm import vllm_api
+from speculation.v1 import engine_pb2
+
+if TYPE_CHECKING:
+    from engine_shim.vllm.settings import VllmSettings
+
+# By vLLM's name of the method.
+KINDS: Final = {
+    "eagle": engine_pb2.DRAFTER_KIND_MTP,
+    "eagle3": engine_pb2.DRAFTER_KIND_MTP,
+    "mtp": engine_pb2.DRAFTER_KIND_MTP,
+    "dflash": engine_pb2.DRAFTER_KIND_DFLASH,
+    "draft_model": engine_pb2.DRAFTER_KIND_STANDALONE,
+    "ngram": engine_pb2.DRAFTER_KIND_NGRAM,
+}
+_DEFAULT_PORT: Final = 8000
+
+
+def introduce(config: Any, settings: VllmSettings, gammas: Sequence[int]) -> engine_pb2.EngineSpec:
+    """Describes the engine of a `VllmConfig`."""
+    speculative, is_async = config.speculative_config, config.scheduler_config.async_scheduling
+    return engine_pb2.EngineSpec(
+        engine_id=settings.engine_id or default_engine_id(server_word(sys.argv)),
+        fingerprint=_fingerprint(config),
+        drafters=[_drafter(speculative, gammas)],
+        max_batch_size=config.scheduler_config.max_num_seqs,
+        capabilities=engine_pb2.Capabilities(
+            # At gamma 0 the drafter's first pass still runs, so it reads every token.
+            drafters_follow=True,
+            overlap_steps=1 if is_async else 0,
+            draft_lag=1,
+        ),
+    )
+
+
+def server_word(arguments: Sequence[str]) -> int | str:
+    """Returns the port that this command line serves on, or else the process as a word.
+
+    The scheduler's process has the command line of its server, and no other way to know the port.
+    """
+    for place, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name == "--port":
+            value = value if equals else "".join(arguments[place + 1 : place + 2])
+            if value.isdecimal():
+                return int(value)
+    if "serve" in arguments[1:2] or any("api_server" in argument for argument in arguments[:1]):
+        return _DEFAULT_PORT
+    return f"vllm-{os.getpid()}"
+
+
+def _drafter(speculative: Any, gammas: Sequence[int]) -> engine_pb2.Drafter:
+    is_model = speculative.draft_model_config is not None and speculative.method != "ngram"
+    model = str(speculative.draft_model_config.model) if is_model else ""
+    return engine_pb2.Drafter(
+        name=speculative.method,
+        kind=KINDS[speculative.method],
+        gammas=gammas,
+        model=model,
+        revision=revision_of(model, speculative.revision) if model else "",
+    )
+
+
+def _fingerprint(config: Any) -> engine_pb2.Fingerprint:
+    model, parallel = config.model_config, config.parallel_config
+    return engine_pb2.Fingerprint(
+        target_model=model.model,
+        target_revision=revision_of(model.model, model.revision),
+        engine="vllm",
+        engine_version=vllm_api.vllm_version(),
+        device=vllm_api.device_name(config),
+        dtype=str(model.dtype).removeprefix("torch."),
+        quantization=model.quantization or "",
+        tensor_parallel_size=parallel.tensor_parallel_size,
+        data_parallel_size=parallel.data_parallel_size,
+        attention_backend=_how_steps_run(config),
+        shim_version=engine_shim.__version__,
+    )
+
+
+def _how_steps_run(config: Any) -> str:
+    """Names what else the time of a step depends on: backend, graphs, scheduling.
+
+    vLLM's graphs are for numbers of tokens and not of sequences, so `graph_batch_sizes` is empty.
+    """
+    backend = getattr(getattr(config.attention_config, "backend", None), "name", "auto")
+    graphs = getattr(config.compilation_config.cudagraph_mode, "name", "NONE")
+    scheduling = "async" if config.scheduler_config.async_scheduling else "sync"
+    return f"{backend},{graphs},{scheduling}".lower()

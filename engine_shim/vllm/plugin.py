@@ -1,0 +1,46 @@
+"""Entry point `speculation_controller` of the group `vllm.general_plugins`.
+
+vLLM calls `register` in every process it starts: the API server, the engine core and the workers.
+It logs an error while this module is imported and continues without it, so nothing is imported here
+that could fail; an error of `register` ends the process.
+"""
+
+import logging
+import os
+
+SIDECAR_VARIABLE = "SPECULATION_SIDECAR"
+
+
+def register() -> None:
+    """Hooks the plugin into this process of vLLM; does nothing unless SPECULATION_SIDECAR is set.
+
+    Raises SystemExit with the reason when the plugin cannot work here.
+    """
+    if not os.environ.get(SIDECAR_VARIABLE):
+        return
+    from engine_shim.steering.refusal import register_or_exit
+
+    register_or_exit(_register)
+
+
+def _register() -> None:
+    from engine_shim.vllm import vllm_api
+    from engine_shim.vllm.configuration import SteeredConfiguration
+    from engine_shim.vllm.drafting import hook_drafting
+    from engine_shim.vllm.settings import VllmSettings
+
+    _log_as_vllm()
+    settings = VllmSettings.load_or_refuse()
+    settings.require_version(
+        "vLLM", vllm_api.vllm_version(), vllm_api.TESTED, vllm_api.SAME_SIGNATURES
+    )
+    SteeredConfiguration(settings).hook()
+    hook_drafting()
+
+
+def _log_as_vllm() -> None:
+    """Has the plugin's lines appear in vLLM's log, which shows those of its own package only."""
+    ours, theirs = logging.getLogger("engine_shim"), logging.getLogger("vllm")
+    if theirs.handlers and not ours.handlers:
+        ours.handlers, ours.propagate = list(theirs.handlers), False
+        ours.setLevel(theirs.level)

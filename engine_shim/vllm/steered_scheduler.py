@@ -1,0 +1,241 @@
+"""vLLM's scheduler with its draft length chosen by the sidecar's plan.
+
+One step, in vLLM's order:
+
+  schedule                 which requests, and how many tokens of each
+    _update_after_schedule choose what this step drafts, for the next one to verify
+  update_from_output       the result is here: count, let vLLM work it in, report
+  update_draft_token_ids   without async scheduling: the drafts, but for who must have none
+
+A request says that it must not be drafted for in vLLM's extra arguments, which the
+OpenAI-compatible API takes as `vllm_xargs`: `{"vllm_xargs": {"speculation": false}}`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+from collections.abc import Iterable, Mapping
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from engine_shim.link.engine_link import EngineLink
+from engine_shim.link.errors import LinkStartError
+from engine_shim.link.losses import reason_of
+from engine_shim.link.plan_follower import StepChoice
+from engine_shim.steering.errors import HookError, UnsupportedEngineError
+from engine_shim.steering.losses import Losses
+from engine_shim.steering.row_groups import SPECULATION
+from engine_shim.steering.source_log import log_source
+from engine_shim.steering.status import link_status
+from engine_shim.vllm import vllm_api
+from engine_shim.vllm.engine_description import introduce
+from engine_shim.vllm.step_reports import Launch, Rows, StepTap
+from speculation.v1 import engine_pb2
+
+if TYPE_CHECKING:
+    from engine_shim.vllm.settings import VllmSettings
+
+_log = logging.getLogger(__name__)
+
+
+class Steering:
+    """Does what one scheduler does for the sidecar, on the scheduler's own thread.
+
+    gammas: the prepared draft lengths.  undrafted: requests that must not be drafted for.
+    """
+
+    def __init__(self, link: EngineLink, tap: StepTap, gammas: Iterable[int]) -> None:
+        self._link = link
+        self._tap: StepTap | None = tap
+        self._losses = Losses(link)
+        self._can_rest = 0 in gammas
+        self._last = link.steering.safe
+        # By request: the choice that its drafts are made under, which its next step verifies.
+        self._drafted_under: dict[str, StepChoice] = {}
+        self.undrafted: set[str] = set()
+
+    def arrived(self, request: Any) -> None:
+        """Reads what a request wishes."""
+        if may_not_be_drafted_for(request):
+            self.undrafted.add(request.request_id)
+
+    def scheduled(self, output: Any, requests: Mapping[str, Any]) -> None:
+        """Chooses the draft length of a step that was scheduled, and remembers both."""
+        names = output.num_scheduled_tokens
+        under = self._drafted_under
+        drafted_under = [under.get(name) for name in names]
+        drafts_under = self._choose(names, requests)
+        if drafts_under is not None:
+            under.update(dict.fromkeys(names, drafts_under))
+        for name in output.finished_req_ids:
+            under.pop(name, None)
+            self.undrafted.discard(name)
+        if names:
+            rests = self._can_rest and (drafts_under is None or self.undrafted.issuperset(names))
+            output.num_spec_tokens_to_schedule = 0 if rests else self._last.gamma
+        if self._tap is not None:
+            self._tap.launched(Launch(output, drafted_under, drafts_under, perf_counter()))
+
+    def _choose(self, names: Mapping[str, int], requests: Mapping[str, Any]) -> StepChoice | None:
+        """Returns the choice for the rows that will decode next; None if none will."""
+        decoding = 0
+        for name, scheduled in names.items():
+            request = requests[name]
+            # As vLLM knows a prompt that is read to its end.
+            decoding += request.num_computed_tokens + scheduled >= (
+                request.num_tokens + request.num_output_placeholders
+            )
+        if decoding == 0:
+            self._link.poll()
+            return None
+        choice = self._link.choose(decoding)
+        if choice.source is not self._last.source:
+            log_source(self._last.source, choice.source)
+        self._last = choice
+        return choice
+
+    def withhold(self, names: Iterable[str], requests: Mapping[str, Any]) -> None:
+        """Takes the drafts from requests that must not be drafted for."""
+        for name in self.undrafted.intersection(names):
+            request = requests.get(name)
+            if request is not None:
+                request.spec_token_ids = []
+
+    def read(
+        self, output: Any, result: Any, requests: Mapping[str, Any]
+    ) -> tuple[Launch, Rows] | None:
+        """Counts the rows of a result before vLLM works it in."""
+        if self._tap is None:
+            return None
+        try:
+            launch = self._tap.launch_of(output)
+            if launch is None:
+                return None
+            return launch, self._tap.rows(launch, result, requests, self.undrafted)
+        except Exception as error:  # noqa: BLE001 - telemetry must not end an engine
+            self._stop_reporting(error)
+            return None
+
+    def worked_in(self, found: tuple[Launch, Rows] | None) -> None:
+        """Reports a step, once vLLM has worked its result in."""
+        if self._tap is None or found is None:
+            return
+        try:
+            self._tap.settle(*found)
+        except Exception as error:  # noqa: BLE001 - same
+            self._stop_reporting(error)
+
+    def status(self) -> dict[str, Any]:
+        """The state of the link, as plain values."""
+        return link_status(self._link) | {
+            "reporting": self._tap is not None,
+            "skipped": 0 if self._tap is None else self._tap.skipped,
+            "lost": self._losses.status(),
+        }
+
+    def poll(self) -> None:
+        """Takes in what has come from the sidecar, between two steps."""
+        self._link.poll()
+
+    def close(self) -> None:
+        """Ends the agent."""
+        self._link.close()
+
+    def _stop_reporting(self, error: Exception) -> None:
+        self._tap = None
+        _log.exception("steps are no longer reported to the sidecar")
+        self._losses.lose(engine_pb2.CAPABILITY_REPORT, reason_of(error))
+
+
+def may_not_be_drafted_for(request: Any) -> bool:
+    """Whether a request says `speculation: false`.
+
+    The OpenAI-compatible API makes 0 of false, since extra arguments are texts and numbers there.
+    """
+    extra = getattr(request.sampling_params, "extra_args", None)
+    if not isinstance(extra, Mapping):
+        return False
+    wish = extra.get(SPECULATION)
+    return isinstance(wish, (bool, int, float)) and wish == 0
+
+
+def start(scheduler: Any, settings: VllmSettings) -> Steering:
+    """Checks what vLLM has built, introduces the engine, starts the link.  Raises PluginError."""
+    config = scheduler.vllm_config
+    speculative = config.speculative_config
+    gammas = settings.gammas_within(speculative.num_speculative_tokens)
+    prepared = set((scheduler.dynamic_sd_lookup or [])[1:])
+    if not set(gammas) <= prepared:
+        raise HookError(
+            f"draft lengths {sorted(set(gammas) - prepared)} were not prepared by vLLM, only "
+            f"{sorted(prepared)}: the plugin's configuration did not take"
+        )
+    spec = introduce(config, settings, gammas)
+    try:
+        link = EngineLink.start(spec, settings, speculative.num_speculative_tokens)
+    except LinkStartError as error:
+        raise UnsupportedEngineError(str(error)) from error
+    atexit.register(link.close)
+    tap = StepTap(
+        link,
+        may_draft_less=speculative.method == "ngram",
+        is_async=bool(config.scheduler_config.async_scheduling),
+        captured_tokens=captured_tokens(config),
+    )
+    _log.info("%s is steered: draft lengths %s", spec.engine_id, ",".join(map(str, gammas)))
+    return Steering(link, tap, gammas)
+
+
+def captured_tokens(config: Any) -> int:
+    """Returns the most tokens of a step with graphs; 0 where the engine has none."""
+    compilation = config.compilation_config
+    mode = getattr(compilation.cudagraph_mode, "name", "NONE")
+    sizes = compilation.cudagraph_capture_sizes or ()
+    return 0 if mode == "NONE" else max(sizes, default=0)
+
+
+def steered(base: Any, settings: VllmSettings) -> Any:
+    """Returns a subclass of vLLM's scheduler, synchronous or not, that is steered.
+
+    Raises UnsupportedEngineError for any other class.
+    """
+    scheduler = vllm_api.require_contract(vllm_api.SCHEDULER)
+    vllm_api.require_contract(vllm_api.ASYNC_SCHEDULER)
+    if not (isinstance(base, type) and issubclass(base, scheduler)):
+        raise UnsupportedEngineError(
+            f"the scheduler is {base!r}, which is no subclass of vLLM's {vllm_api.SCHEDULER}"
+        )
+
+    class SteeredScheduler(base):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.speculation = start(self, settings)
+
+        def add_request(self, request: Any) -> None:
+            super().add_request(request)
+            self.speculation.arrived(request)
+
+        def _update_after_schedule(self, scheduler_output: Any) -> None:
+            self.speculation.scheduled(scheduler_output, self.requests)
+            super()._update_after_schedule(scheduler_output)
+            if self.speculation.undrafted:
+                self.speculation.withhold(scheduler_output.num_scheduled_tokens, self.requests)
+
+        def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+            found = self.speculation.read(scheduler_output, model_runner_output, self.requests)
+            outputs = super().update_from_output(scheduler_output, model_runner_output)
+            self.speculation.worked_in(found)
+            return outputs
+
+        def update_draft_token_ids(self, draft_token_ids: Any) -> None:
+            super().update_draft_token_ids(draft_token_ids)
+            if self.speculation.undrafted:
+                self.speculation.withhold(draft_token_ids.req_ids, self.requests)
+
+        def shutdown(self) -> None:
+            self.speculation.close()
+            super().shutdown()
+
+    SteeredScheduler.__name__ = SteeredScheduler.__qualname__ = f"Steered{base.__name__}"
+    return SteeredScheduler

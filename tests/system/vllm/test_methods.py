@@ -1,0 +1,214 @@
+"""Every method of vLLM with a small model, its draft length drawn anew at every plan.
+
+All engines run one after the other in one process; what they answered and reported is then looked
+at by each test.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lab.conformance.reports import check_reports
+from lab.harness.fake_sidecar import FakeSidecar
+from speculation.v1.engine_pb2 import EngineSpec, StepReport
+from speculation.v1.plan_pb2 import REASON_EXPLOIT, Plan, PlanRow
+from speculation.v1.service_pb2 import SteerRequest, SteerResponse
+from tests.support.engine import TARGET
+from tests.support.vllm_engine import (
+    MTP_TARGET,
+    dflash,
+    draft_model,
+    eagle3,
+    mtp,
+    ngram,
+    run_job,
+)
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+
+GAMMAS = (0, 1, 3, 5, 7)
+# The last request must not be drafted for.
+UNDRAFTED = -1
+# vLLM's replacement of Triton's kernels does not survive numba: the lookup comes last.
+METHODS = (
+    "eagle3", "eagle3, overlapped", "mtp", "mtp, overlapped", "draft_model", "dflash",
+    "dflash, overlapped", "ngram",
+)  # fmt: skip
+
+
+def target_of(name: str) -> str:
+    return str(MTP_TARGET if name.startswith("mtp") else TARGET)
+
+
+class RandomSidecar:
+    """Answers every message with a plan for another draft length, drawn with a seed."""
+
+    def __init__(self, server: FakeSidecar) -> None:
+        self.server = server
+        self.plans: dict[int, Plan] = {}
+        self._random = random.Random(7)
+        server.first_plan = self._plan
+        server.answer = self._answer
+
+    def _plan(self) -> Plan:
+        epoch = len(self.plans) + 1
+        row = PlanRow(
+            max_batch_size=8,
+            drafter=self.server.introductions[-1].drafters[0].name,
+            gamma=self._random.choice(GAMMAS),
+            reason=REASON_EXPLOIT,
+        )
+        plan = Plan(epoch=epoch, rows=[row], lease_ms=60_000, reason=REASON_EXPLOIT)
+        self.plans[epoch] = plan
+        return plan
+
+    def _answer(self, _: SteerRequest) -> SteerResponse:
+        return SteerResponse(plan=self._plan())
+
+
+@dataclass(frozen=True)
+class Played:
+    """What one engine has said of itself, answered and reported."""
+
+    spec: EngineSpec
+    answer: dict[str, Any]
+    reports: list[StepReport]
+    plans: dict[int, Plan]
+
+    def total(self, of: Any) -> int:
+        return sum(map(of, self.reports))
+
+
+@pytest.fixture(scope="module")
+def all_played(
+    prompts: list[list[int]], draft: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Played]]:
+    folder = tmp_path_factory.mktemp("methods")
+    made = {
+        "eagle3": eagle3(draft), "mtp": mtp(), "dflash": dflash(), "draft_model": draft_model(),
+        "ngram": ngram(),
+    }  # fmt: skip
+    engines = [
+        {
+            "name": name,
+            "overlap": "overlapped" in name,
+            "arguments": {
+                "model": target_of(name),
+                "speculative_config": made[name.split(",")[0]],
+            },
+        }
+        for name in METHODS
+    ]
+    requests: list[dict[str, Any]] = [
+        {"prompt": prompt, "new_tokens": 64 - 5 * place} for place, prompt in enumerate(prompts)
+    ]
+    requests[UNDRAFTED]["extra"] = {"speculation": False}
+    with FakeSidecar(f"unix:{folder / 'sidecar.sock'}") as server:
+        sidecar = RandomSidecar(server)
+        found = run_job(
+            folder,
+            engines,
+            requests,
+            {
+                "SPECULATION_SIDECAR": server.target,
+                "SPECULATION_GAMMAS": ",".join(map(str, GAMMAS)),
+                "SPECULATION_REPORT_INTERVAL_MS": "0",
+            },
+        )
+        by_session: dict[str, list[StepReport]] = {}
+        for request in server.requests:
+            by_session.setdefault(request.session_id, []).extend(request.reports)
+        assert len(server.introductions) == len(METHODS)
+        yield {
+            name: Played(spec, found[name], by_session[f"session-{place}"], sidecar.plans)
+            for place, (name, spec) in enumerate(
+                zip(METHODS, server.introductions, strict=True), start=1
+            )
+        }
+
+
+@pytest.fixture(params=METHODS)
+def played(all_played: dict[str, Played], request: pytest.FixtureRequest) -> Played:
+    return all_played[request.param]
+
+
+def test_every_token_is_plain_decodings(
+    played: Played, decoded_plainly: dict[str, list[list[int]]]
+) -> None:
+    plain = decoded_plainly[played.spec.fingerprint.target_model]
+    cut = [whole[: len(mine)] for whole, mine in zip(plain, played.answer["tokens"], strict=True)]
+    assert played.answer["tokens"] == cut
+
+
+def test_draft_lengths_change_and_the_reports_keep_the_contract(played: Played) -> None:
+    assert played.answer["status"]["reports_dropped"] == 0
+    assert played.answer["status"]["reports_invalid"] == 0
+    assert played.answer["status"]["lost"] == []
+    assert check_reports(played.spec, played.plans, played.reports).lines() == []
+    assert len({report.gamma for report in played.reports}) > 2
+    assert any(report.flags.mixed_choice for report in played.reports)
+
+
+def test_reports_agree_with_vllms_own_counters(
+    played: Played, request: pytest.FixtureRequest
+) -> None:
+    metrics = played.answer["metrics"]
+
+    def accepted(report: StepReport) -> int:
+        return sum(k * count for k, count in enumerate(report.accepted_counts))
+
+    assert played.total(accepted) == metrics["vllm:spec_decode_num_accepted_tokens"]
+    if "ngram" in request.node.name:
+        return  # what the lookup did not find counts as refused here, and not at all there
+
+    def parts(report: StepReport) -> list[tuple[int, int]]:
+        groups = report.groups or [report]
+        return [(group.gamma, sum(group.accepted_counts)) for group in groups]
+
+    drafts = played.total(lambda r: sum(rows for gamma, rows in parts(r) if gamma))
+    tokens = played.total(lambda r: sum(gamma * rows for gamma, rows in parts(r)))
+    assert drafts == metrics["vllm:spec_decode_num_drafts"]
+    assert tokens == metrics["vllm:spec_decode_num_draft_tokens"]
+
+
+def test_every_token_but_the_first_is_in_a_report(played: Played) -> None:
+    """A step's row gives what it accepted and one more; a stop may have cut its last."""
+    reported = Counter[str]()
+    for report in played.reports:
+        reported["rows"] += report.batch_size
+        reported["accepted"] += sum(k * n for k, n in enumerate(report.accepted_counts))
+    answered = sum(len(tokens) - 1 for tokens in played.answer["tokens"])
+    cut_at_most = max(GAMMAS) * len(played.answer["tokens"])
+    assert answered <= reported["rows"] + reported["accepted"] <= answered + cut_at_most
+
+
+def test_a_request_that_must_not_be_drafted_for_is_a_group_without_drafts(
+    played: Played,
+) -> None:
+    its_tokens = len(played.answer["tokens"][UNDRAFTED])
+    undrafted = [group for report in played.reports for group in report.groups if not group.drafter]
+    assert {(group.gamma, tuple(group.accepted_counts)) for group in undrafted} == {(0, (1,))}
+    # One token each step, but for the first, which ends its prompt.
+    assert len(undrafted) == its_tokens - 1
+
+
+def test_it_says_which_engine_it_is(
+    played: Played, draft: Path, request: pytest.FixtureRequest
+) -> None:
+    name = request.node.callspec.params["played"]
+    mark, drafter = played.spec.fingerprint, played.spec.drafters[0]
+    assert (mark.engine, mark.target_model, mark.dtype) == ("vllm", target_of(name), "float32")
+    assert drafter.name == name.split(",")[0]
+    assert tuple(drafter.gammas) == GAMMAS
+    assert played.spec.capabilities.draft_lag == 1
+    assert played.spec.capabilities.overlap_steps == ("overlapped" in name)
+    assert played.answer["scheduler"] == (
+        "SteeredAsyncScheduler" if "overlapped" in name else "SteeredScheduler"
+    )
+    if drafter.name == "eagle3":
+        assert drafter.model == str(draft)

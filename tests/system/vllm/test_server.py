@@ -1,0 +1,195 @@
+"""`vllm` as a server, steered by a real `controller serve`, from its start to the sidecar's end.
+
+One server for all tests, which build on each other.
+"""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import pytest
+
+from controller.core.cost.profile import Profile
+from speculation.v1 import service_pb2, service_pb2_grpc
+from tests.support.engine import EAGLE3, serving
+from tests.support.eventually import eventually
+from tests.support.sidecar_process import SidecarProcess, controller, sidecar_process
+from tests.support.vllm_engine import VllmServer, eagle3, vllm_serving
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+
+GAMMAS = (0, 1, 3, 5, 7)
+NEW_TOKENS = 48
+ENGINE = "the-vllm"
+
+
+@dataclass
+class Stand:
+    """A sidecar and a server of vLLM."""
+
+    folder: Path
+    sidecar: SidecarProcess
+    server: VllmServer
+
+    @property
+    def address(self) -> str:
+        return self.sidecar.address
+
+    def engines(self) -> dict[str, service_pb2.EngineStatus]:
+        with grpc.insecure_channel(self.address) as channel:
+            answer = service_pb2_grpc.InspectionServiceStub(channel).ListEngines(
+                service_pb2.ListEnginesRequest(), timeout=30, wait_for_ready=True
+            )
+        return {status.engine.engine_id: status for status in answer.engines}
+
+    def reports(self) -> int:
+        return self.engines()[ENGINE].reports
+
+    @contextmanager
+    def pinned(self, gamma: int) -> Iterator[None]:
+        """An operator's override, for the length of the block."""
+        name, where = f"pin-{gamma}", ("--address", self.address)
+        for command in (
+            ("set", "--engine", ENGINE, "--gamma", str(gamma), "--id", name, "--reason", "test"),
+            ("clear", name, "--reason", "done"),
+        ):
+            done = controller("override", *command, *where)
+            assert done.returncode == 0, done.stderr
+            if command[0] == "set":
+                yield
+
+
+@pytest.fixture(scope="module")
+def stand(draft: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
+    folder = tmp_path_factory.mktemp("server")
+    with sidecar_process(folder, log=folder / "sidecar.log") as sidecar:
+        variables = {
+            "SPECULATION_SIDECAR": sidecar.address,
+            "SPECULATION_GAMMAS": ",".join(map(str, GAMMAS)),
+            "SPECULATION_ENGINE_ID": ENGINE,
+            "SPECULATION_GRACE_SECONDS": "0.5",
+        }
+        with vllm_serving(folder, eagle3(draft), variables) as server:
+            yield Stand(folder, sidecar, server)
+
+
+def test_it_introduces_itself_and_is_steered_exactly(
+    stand: Stand, prompts: list[list[int]], plain: list[list[int]]
+) -> None:
+    status = stand.engines()[ENGINE]
+    assert status.engine.fingerprint.engine == "vllm"
+    assert status.engine.safe_gamma == GAMMAS[-1]
+    assert "the-vllm is steered: draft lengths 0,1,3,5,7" in stand.server.log.read_text()
+    before = stand.reports()
+    answers = stand.server.generate(prompts, NEW_TOKENS)
+    assert answers == [tokens[:NEW_TOKENS] for tokens in plain]
+    eventually(lambda: stand.reports() > before + 8, what="the steps are reported")
+    status = stand.engines()[ENGINE]
+    assert (status.rejected_reports, status.dropped_reports) == (0, 0)
+    # Only steps from before the first plan arrived, if any, ran without a lease.
+    assert status.unsteered_steps < status.reports / 2
+
+
+def test_an_override_is_obeyed_as_vllms_own_counters_show(
+    stand: Stand, prompts: list[list[int]]
+) -> None:
+    with stand.pinned(3):
+        # The first steps may still verify what was drafted before.
+        stand.server.generate(prompts[:1], 8)
+        before, reported = stand.server.counters(), stand.reports()
+        stand.server.generate(prompts[:4], NEW_TOKENS)
+        after = stand.server.counters()
+        drafts, tokens = (after[name] - before[name] for name in ("drafts", "draft_tokens"))
+        assert drafts > 0
+        assert tokens == 3 * drafts
+        eventually(lambda: stand.reports() > reported, what="the steps are reported")
+        assert "eagle3 3" in controller("engines", "--address", stand.address).stdout
+    with stand.pinned(0):
+        stand.server.generate(prompts[:1], 8)
+        before = stand.server.counters()
+        stand.server.generate(prompts[:2], 16)
+        assert stand.server.counters() == before
+
+
+def test_a_client_can_do_without_drafts(
+    stand: Stand, prompts: list[list[int]], plain: list[list[int]]
+) -> None:
+    with stand.pinned(5):
+        stand.server.generate(prompts[:1], 8)
+        before = stand.server.counters()
+        answers = stand.server.generate(prompts[:2], NEW_TOKENS, {"speculation": False})
+        assert answers == [tokens[:NEW_TOKENS] for tokens in plain[:2]]
+        assert stand.server.counters() == before
+        stand.server.generate(prompts[:2], 16, {"speculation": True})
+        assert stand.server.counters()["drafts"] > before["drafts"]
+
+
+def test_its_steps_are_profiled(stand: Stand) -> None:
+    output = stand.folder / "profile.json"
+    done = controller(
+        "profile", "--engine-url", stand.server.url, "--sidecar", stand.address,
+        "--engine-id", ENGINE, "--output", str(output), "--budget", "12",
+        "--batch-sizes", "1,4",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr + done.stdout
+    profile = Profile.from_json(output.read_text())
+    assert profile.fingerprint.engine == "vllm"
+    found = {(cell.gamma, cell.batch_size) for cell in profile.cells}
+    assert found == {(gamma, size) for gamma in GAMMAS for size in (1, 4)}
+    assert stand.engines()[ENGINE].profile_id == profile.profile_id
+
+
+def test_an_engine_of_sglang_beside_it_is_another_engine(
+    stand: Stand, prompts: list[list[int]], plain: list[list[int]]
+) -> None:
+    variables = {"SPECULATION_SIDECAR": stand.address, "SPECULATION_ENGINE_ID": "the-sglang"}
+    with serving(stand.folder / "sglang", EAGLE3, variables) as other:
+        eventually(lambda: "the-sglang" in stand.engines(), what="both are there")
+        before = {name: status.reports for name, status in stand.engines().items()}
+        mine = stand.server.generate(prompts, NEW_TOKENS)
+        theirs = other.generate(prompts, [NEW_TOKENS] * len(prompts))
+        assert mine == [tokens[:NEW_TOKENS] for tokens in plain]
+        assert mine == [answer.tokens for answer in theirs]
+
+        def both_reported() -> bool:
+            return all(s.reports > before[name] for name, s in stand.engines().items())
+
+        eventually(both_reported, what="both report")
+        found = stand.engines()
+    vllm, sglang = found[ENGINE].engine, found["the-sglang"].engine
+    assert (vllm.fingerprint.engine, sglang.fingerprint.engine) == ("vllm", "sglang")
+    assert vllm.fingerprint != sglang.fingerprint
+    assert (vllm.capabilities.draft_lag, sglang.capabilities.draft_lag) == (1, 0)
+    # The profile of one is not the other's, and no report of one was taken for the other's.
+    assert found[ENGINE].profile_id
+    assert not found["the-sglang"].profile_id
+    assert [status.rejected_reports for status in found.values()] == [0, 0]
+
+
+def test_the_doctor_finds_it_well(stand: Stand) -> None:
+    done = controller("doctor", "--address", stand.address, "--engine-url", stand.server.url)
+    said = " ".join(done.stdout.split())
+    assert "answers (vLLM)" in said
+    assert "ok plugin" in said
+
+
+def test_without_a_sidecar_it_goes_on_and_is_steered_again_later(
+    stand: Stand, prompts: list[list[int]], plain: list[list[int]]
+) -> None:
+    wanted = [tokens[:NEW_TOKENS] for tokens in plain]
+    stand.sidecar.stop(signal.SIGKILL)
+    for _ in range(3):
+        assert stand.server.generate(prompts, NEW_TOKENS) == wanted
+    with sidecar_process(stand.folder, log=stand.folder / "sidecar.log") as again:
+        assert again.address == stand.address
+        eventually(lambda: ENGINE in stand.engines(), what="it introduces itself again")
+
+        def steered() -> bool:
+            assert stand.server.generate(prompts[:2], 16) == [tokens[:16] for tokens in plain[:2]]
+            status = stand.engines()[ENGINE]
+            return status.steering and status.reports > status.unsteered_steps
+
+        eventually(steered, what="it is steered again")

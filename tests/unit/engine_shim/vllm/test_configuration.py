@@ -1,0 +1,142 @@
+"""An engine that cannot be steered does not start, and one that can has every length prepared."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engine_shim.steering.errors import HookError, PluginError, UnsupportedEngineError
+from engine_shim.vllm.configuration import (
+    SteeredConfiguration,
+    impossible_gammas,
+    require_schedule,
+    schedule_of,
+)
+from engine_shim.vllm.settings import VllmSettings
+from engine_shim.vllm.steered_scheduler import captured_tokens, start
+
+
+def config(**changes: Any) -> SimpleNamespace:
+    """A VllmConfig; changes: by "part.field"."""
+    made = SimpleNamespace(
+        model_config=SimpleNamespace(),
+        speculative_config=SimpleNamespace(
+            method="eagle3", num_speculative_tokens=7, enable_adaptive_verification=False,
+            num_speculative_tokens_per_batch_size=None,
+        ),
+        parallel_config=SimpleNamespace(data_parallel_size=1, pipeline_parallel_size=1),
+        scheduler_config=SimpleNamespace(max_num_seqs=16),
+    )  # fmt: skip
+    for name, value in changes.items():
+        part, _, field = name.partition("__")
+        setattr(getattr(made, part) if field else made, field or part, value)
+    return made
+
+
+def prepare(made: Any) -> Any:
+    SteeredConfiguration(VllmSettings.load()).prepare(made)
+    return made.speculative_config.num_speculative_tokens_per_batch_size
+
+
+def lookup(schedule: Any, largest: int) -> list[int]:
+    """As vLLM expands a schedule."""
+    dense = [0] * (largest + 1)
+    for first, last, gamma in schedule:
+        for size in range(first, last + 1):
+            dense[size] = gamma
+    return dense[1:]
+
+
+@pytest.mark.parametrize("largest", [6, 7, 256])
+def test_every_draft_length_is_named_by_the_schedule_and_at_a_large_batch(largest):
+    gammas = (0, 1, 2, 3, 5, 7)
+    dense = lookup(schedule_of(gammas, largest), largest)
+    assert set(dense) == set(gammas)
+    widest = {gamma: size for size, gamma in enumerate(dense, start=1)}
+    assert min(widest.values()) == largest - len(gammas) + 1
+    assert dense == sorted(dense, reverse=True)
+
+
+def test_a_configuration_gets_the_schedule_and_a_copy_of_it_has_it_already():
+    made = config()
+    schedule = prepare(made)
+    assert lookup(schedule, 16)[-6:] == [7, 5, 3, 2, 1, 0]
+    assert prepare(made) == schedule
+    made.speculative_config.num_speculative_tokens_per_batch_size = [list(e) for e in schedule]
+    prepare(made)
+
+
+def test_the_default_lengths_end_at_what_the_engine_can_draft(monkeypatch):
+    assert VllmSettings.load().gammas_within(3) == (0, 1, 2, 3)
+    assert VllmSettings.load().gammas_within(4) == (0, 1, 2, 3, 4)
+    assert VllmSettings.load().gammas_within(9) == (0, 1, 2, 3, 5, 7, 9)
+    monkeypatch.setenv("SPECULATION_GAMMAS", "0,3")
+    assert VllmSettings.load().gammas_within(9) == (0, 3)
+
+
+def test_what_vllm_makes_for_itself_is_left_alone():
+    made = config(model_config=None, speculative_config=None)
+    SteeredConfiguration(VllmSettings.load()).prepare(made)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"speculative_config": None}, "there is no --speculative-config"),
+        ({"speculative_config__method": "suffix"}, "the speculative method is 'suffix'"),
+        ({"speculative_config__enable_adaptive_verification": True}, "enable_adaptive_verific"),
+        ({"parallel_config__data_parallel_size": 2}, "data_parallel_size is 2"),
+        ({"parallel_config__pipeline_parallel_size": 2}, "pipeline_parallel_size is 2"),
+        ({"scheduler_config__max_num_seqs": 5}, "max_num_seqs is 5"),
+        (
+            {"speculative_config__num_speculative_tokens_per_batch_size": [(1, 16, 3)]},
+            "exclude each other",
+        ),
+    ],
+)
+def test_an_engine_that_cannot_be_steered_is_refused_with_the_reason(changes, reason):
+    with pytest.raises(UnsupportedEngineError, match=reason):
+        prepare(config(**changes))
+
+
+@pytest.mark.parametrize(
+    ("gammas", "most", "reason"),
+    [
+        ((0,), 7, "no draft length above 0"),
+        ((0, 3), 7, "has to be the largest"),
+        ((0, 9), 7, "has to be the largest"),
+        ((0, 7), 7, None),
+    ],
+)
+def test_lengths_that_the_engine_cannot_prepare_are_refused(gammas, most, reason):
+    found = impossible_gammas(gammas, most, 16)
+    assert (found is None) if reason is None else (reason in (found or ""))
+
+
+def test_a_schedule_that_vllm_has_removed_is_noticed():
+    with pytest.raises(UnsupportedEngineError, match="its log says why"):
+        require_schedule(config())
+
+
+@pytest.mark.parametrize("found", [None, [0, 7, 7, 3], [0]])
+def test_a_scheduler_without_the_prepared_lengths_does_not_start(found):
+    scheduler = SimpleNamespace(vllm_config=config(), dynamic_sd_lookup=found)
+    with pytest.raises(HookError, match="were not prepared"):
+        start(scheduler, VllmSettings.load())
+
+
+@pytest.mark.parametrize(
+    ("mode", "sizes", "most"),
+    [("NONE", [1, 8], 0), ("PIECEWISE", [1, 8], 8), ("FULL", None, 0)],
+)
+def test_graphs_are_for_numbers_of_tokens(mode, sizes, most):
+    compilation = SimpleNamespace(
+        cudagraph_mode=SimpleNamespace(name=mode), cudagraph_capture_sizes=sizes
+    )
+    assert captured_tokens(SimpleNamespace(compilation_config=compilation)) == most
+
+
+def test_a_bad_setting_is_an_error_of_the_plugin(monkeypatch):
+    monkeypatch.setenv("SPECULATION_LOOKUP", "1")  # of SGLang's plugin
+    with pytest.raises(PluginError, match="unknown setting SPECULATION_LOOKUP"):
+        VllmSettings.load_or_refuse()

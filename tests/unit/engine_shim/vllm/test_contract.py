@@ -1,0 +1,61 @@
+"""What the plugin relies on in vLLM, held against the source of each version that it knows.
+
+`signatures.json` was read from the wheels of these versions by `scripts/vllm_signatures.py`.  A
+failure means that vLLM changed under the plugin: read the change, adapt what uses it, then the
+tables of `vllm_api`.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine_shim.vllm import vllm_api
+from lab.vllm_engine.environment import VENV, is_made
+from scripts.vllm_signatures import CODE, surface
+from tests.support.installed_wheel import Wheel
+
+TABLE: list[dict[str, Any]] = json.loads(
+    Path(__file__).with_name("signatures.json").read_text(encoding="utf-8")
+)
+# The schedulers' code: before a step's facts lay elsewhere, which the plugin does not use.
+CODES = {
+    ("0.26.0", "0.27.0", "0.28.0", "0.29.0", "0.30.0"),
+    ("0.31.0", "0.32.0", "0.33.0"),
+}
+
+
+def without_defaults(parameters: str) -> str:
+    return ", ".join(part.partition("=")[0] for part in parameters.split(", "))
+
+
+def test_every_version_is_in_the_table():
+    versions = [version for row in TABLE for version in row["versions"]]
+    assert sorted(versions) == sorted({*vllm_api.TESTED, *vllm_api.SAME_SIGNATURES})
+    assert {tuple(row["versions"]) for row in TABLE} == CODES
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row["versions"][0])
+def test_a_function_takes_what_the_plugin_gives_it(row):
+    for target, expected in vllm_api.SIGNATURES.items():
+        found = without_defaults(row["parameters"][target] or "")
+        if target.startswith(vllm_api.PROPOSER):
+            assert found.startswith(expected), target
+        else:
+            assert found == expected, target
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row["versions"][0])
+def test_an_object_has_what_the_plugin_reads_or_writes(row):
+    for target, fields in vllm_api.FIELDS.items():
+        assert set(row["fields"][target]) == fields, target
+
+
+@pytest.mark.skipif(not is_made(), reason="VLLM IS NOT INSTALLED HERE: make setup-vllm installs it")
+def test_the_installed_version_is_as_its_wheel():
+    (packages,) = (VENV / "lib").glob("python3*/site-packages")
+    found = surface(Wheel("installed", packages))
+    (row,) = (row for row in TABLE if vllm_api.TESTED[0] in row["versions"])
+    assert found == {key: row[key] for key in ("parameters", "fields", "code")}
+    assert found["code"].keys() == set(CODE)

@@ -1,0 +1,81 @@
+"""What an engine of vLLM says of itself."""
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engine_shim.vllm import vllm_api
+from engine_shim.vllm.configuration import METHODS
+from engine_shim.vllm.engine_description import KINDS, introduce, server_word
+from engine_shim.vllm.settings import VllmSettings
+from speculation.v1 import engine_pb2
+
+
+def config(method: str = "eagle3", *, is_async: bool = True) -> Any:
+    draft = None if method == "ngram" else SimpleNamespace(model="org/draft")
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            model="org/target", revision="abc", dtype="torch.bfloat16", quantization=None
+        ),
+        parallel_config=SimpleNamespace(tensor_parallel_size=2, data_parallel_size=1),
+        scheduler_config=SimpleNamespace(max_num_seqs=64, async_scheduling=is_async),
+        speculative_config=SimpleNamespace(method=method, draft_model_config=draft, revision=None),
+        attention_config=SimpleNamespace(backend=None),
+        compilation_config=SimpleNamespace(cudagraph_mode=SimpleNamespace(name="PIECEWISE")),
+        device_config=SimpleNamespace(device_type="cpu"),
+    )
+
+
+def spec(made: Any) -> engine_pb2.EngineSpec:
+    return introduce(made, VllmSettings.load(), (0, 1, 3))
+
+
+def test_it_drafts_a_step_before_it_verifies_and_is_warm_without_drafts(monkeypatch):
+    monkeypatch.setattr(vllm_api, "vllm_version", lambda: "0.32.0")
+    monkeypatch.setenv("SPECULATION_ENGINE_ID", "pod-3")
+    found = spec(config())
+    assert (found.engine_id, found.max_batch_size) == ("pod-3", 64)
+    capabilities = found.capabilities
+    assert (capabilities.draft_lag, capabilities.overlap_steps) == (1, 1)
+    assert capabilities.drafters_follow
+    assert not capabilities.can_sleep
+    assert not capabilities.can_update_online
+    assert not capabilities.can_switch_drafter
+    (drafter,) = found.drafters
+    assert (drafter.name, drafter.model, list(drafter.gammas)) == ("eagle3", "org/draft", [0, 1, 3])
+    mark = found.fingerprint
+    assert (mark.engine, mark.engine_version) == ("vllm", "0.32.0")
+    assert (mark.target_model, mark.target_revision) == ("org/target", "abc")
+    assert (mark.dtype, mark.tensor_parallel_size) == ("bfloat16", 2)
+    assert mark.attention_backend == "auto,piecewise,async"
+    assert list(mark.graph_batch_sizes) == []
+
+
+def test_without_async_scheduling_results_come_at_once_and_costs_are_others():
+    found = spec(config(is_async=False))
+    assert found.capabilities.overlap_steps == 0
+    assert found.fingerprint != spec(config()).fingerprint
+
+
+def test_every_method_has_a_kind_and_a_lookup_has_no_model():
+    assert KINDS.keys() == set(METHODS)
+    (drafter,) = spec(config("ngram")).drafters
+    assert (drafter.kind, drafter.model) == (engine_pb2.DRAFTER_KIND_NGRAM, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["/bin/vllm", "serve", "m", "--port", "8123"], 8123),
+        (["/bin/vllm", "serve", "m", "--port=8124"], 8124),
+        (["/bin/vllm", "serve", "m"], 8000),
+        (["/x/vllm/entrypoints/openai/api_server.py", "--model", "m"], 8000),
+        (["script.py", "--port"], None),
+        (["script.py", "--port", "x"], None),
+        ([], None),
+    ],
+)
+def test_the_engine_is_named_by_its_port_or_else_by_its_process(arguments, word):
+    assert server_word(arguments) == (word or f"vllm-{os.getpid()}")

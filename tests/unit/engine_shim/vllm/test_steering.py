@@ -1,0 +1,378 @@
+"""Each step's report is about the choice that its drafts were made under, one step before."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from engine_shim.link.packets import (
+    AFTER_GAP,
+    EAGER_FALLBACK,
+    FIRST_USE,
+    MIXED_CHOICE,
+    NO_DRAFTER,
+    SWITCHED,
+    UNSTEERED,
+    GroupEntry,
+)
+from engine_shim.link.plan_follower import Source, StepChoice
+from engine_shim.vllm import steered_scheduler
+from engine_shim.vllm.settings import VllmSettings
+from engine_shim.vllm.steered_scheduler import Steering, may_not_be_drafted_for
+from engine_shim.vllm.step_reports import StepTap
+from tests.unit.engine_shim.vllm.fakes import Link, choice, output, request, result
+
+GAMMAS = (0, 1, 3, 5)
+
+
+class Engine:
+    """Steps of a scheduler, by hand: every request is decoding unless it has no output."""
+
+    def __init__(self, *choices: StepChoice, gammas: Any = GAMMAS, **tap: Any) -> None:
+        self.link = Link(*choices)
+        made = StepTap(self.link, **({"may_draft_less": False, "is_async": False} | tap))  # type: ignore[arg-type]
+        self.steering = Steering(self.link, made, gammas)  # type: ignore[arg-type]
+        self.requests: dict[str, Any] = {}
+
+    def add(self, *requests: Any) -> None:
+        for one in requests:
+            self.requests[one.request_id] = one
+            self.steering.arrived(one)
+
+    def schedule(self, scheduled: Any, drafts: Any = None, finished: Any = ()) -> Any:
+        made = output(scheduled, drafts, finished)
+        self.steering.scheduled(made, self.requests)
+        for name, tokens in scheduled.items():
+            self.requests[name].num_computed_tokens += tokens
+        return made
+
+    def finish(self, made: Any, sampled: Any) -> None:
+        found = self.steering.read(made, result(sampled), self.requests)
+        for name, tokens in sampled.items():
+            if name not in self.requests:
+                continue
+            mine = self.requests[name]
+            mine.num_tokens += tokens
+            mine.num_output_tokens += tokens
+            mine.num_computed_tokens = mine.num_tokens - 1
+        self.steering.worked_in(found)
+
+    def step(self, scheduled: Any, drafts: Any, sampled: Any) -> Any:
+        made = self.schedule(scheduled, drafts)
+        self.finish(made, sampled)
+        return made
+
+
+def flags(report: Any) -> int:
+    return int(report.flags & ~FIRST_USE)
+
+
+def test_what_a_step_verifies_was_drafted_under_the_choice_before():
+    engine = Engine(choice(3, epoch=1), choice(5, epoch=2, probe=8), choice(1, epoch=3))
+    engine.add(request("a", output=0))
+    made = engine.step({"a": 10}, {}, {"a": 1})
+    assert made.num_spec_tokens_to_schedule == 3
+    assert engine.link.reports == []  # it read a prompt
+    engine.step({"a": 4}, {"a": 3}, {"a": 3})
+    engine.step({"a": 6}, {"a": 5}, {"a": 1})
+    engine.step({"a": 2}, {"a": 1}, {"a": 2})
+    found = [
+        (r.step, r.gamma, r.plan_epoch, r.probe_id, list(r.accepted_counts))
+        for r in engine.link.reports
+    ]
+    assert found == [
+        (1, 3, 1, 0, [0, 0, 1, 0]),
+        (2, 5, 2, 8, [1, 0, 0, 0, 0, 0]),
+        (3, 1, 3, 0, [0, 1]),
+    ]
+    # The first two verified one length and drafted another.
+    assert [flags(r) for r in engine.link.reports] == [
+        MIXED_CHOICE, MIXED_CHOICE | SWITCHED, SWITCHED,
+    ]  # fmt: skip
+
+
+def test_with_async_scheduling_the_result_comes_after_the_next_schedule():
+    engine = Engine(choice(3, 1), choice(1, 2), choice(0, 3), is_async=True)
+    engine.add(request("a", output=0))
+    prompt = engine.schedule({"a": 10})
+    first = engine.schedule({"a": 4}, {"a": 3})
+    engine.finish(prompt, {"a": 1})
+    second = engine.schedule({"a": 2}, {"a": 1})
+    engine.finish(first, {"a": 4})
+    engine.finish(second, {"a": 1})
+    assert [(r.gamma, r.plan_epoch) for r in engine.link.reports] == [(3, 1), (1, 2)]
+    # Drafting after the prompt fell into the first step.
+    assert flags(engine.link.reports[0]) == MIXED_CHOICE | AFTER_GAP
+
+
+def test_the_plan_is_asked_for_the_rows_that_will_decode_next():
+    engine = Engine(choice(3))
+    engine.add(request("a"), request("b", prompt=30, output=0), request("c", prompt=5, output=0))
+    made = engine.schedule({"a": 1, "b": 16, "c": 5})
+    assert engine.link.asked == [2]
+    assert made.num_spec_tokens_to_schedule == 3
+
+
+@pytest.mark.parametrize(("gammas", "drafts"), [(GAMMAS, 0), ((1, 3), 7)])
+def test_a_step_after_which_nothing_decodes_asks_for_nothing(gammas, drafts):
+    engine = Engine(choice(3, probe=4), gammas=gammas)
+    engine.add(request("a", prompt=30, output=0))
+    made = engine.schedule({"a": 16})
+    assert engine.link.asked == []
+    assert engine.link.polls == 1
+    assert made.num_spec_tokens_to_schedule == drafts
+
+
+def test_an_empty_schedule_is_left_alone_and_is_a_pause():
+    engine = Engine(choice(3))
+    engine.add(request("a"))
+    engine.step({"a": 1}, {}, {"a": 1})
+    engine.step({"a": 4}, {"a": 3}, {"a": 2})
+    made = engine.schedule({})
+    assert made.num_spec_tokens_to_schedule == 7
+    engine.finish(made, {})
+    engine.step({"a": 4}, {"a": 3}, {"a": 2})
+    assert [flags(r) for r in engine.link.reports] == [0, AFTER_GAP]
+
+
+def test_prompt_tokens_beside_decoding_are_counted_and_no_rows_of_it():
+    engine = Engine(choice(3))
+    engine.add(request("a"), request("b", output=0))
+    engine.step({"a": 1}, {}, {"a": 1})
+    engine.step({"a": 4, "b": 10}, {"a": 3}, {"a": 1, "b": 1})
+    (report,) = engine.link.reports
+    assert (report.batch_size, report.prefill_tokens, report.kv_tokens) == (1, 10, 11)
+    assert list(report.accepted_counts) == [1, 0, 0, 0]
+
+
+def test_rows_of_other_widths_are_groups():
+    engine = Engine(choice(3))
+    engine.add(request("a"), request("b"))
+    engine.step({"a": 1, "b": 1}, {}, {"a": 1, "b": 1})
+    # b is near the longest sequence that the model takes.
+    engine.step({"a": 4, "b": 2}, {"a": 3, "b": 1}, {"a": 4, "b": 2})
+    (report,) = engine.link.reports
+    assert report.gamma == 3
+    assert list(report.accepted_counts) == [0, 1, 0, 1]
+    assert report.groups == (GroupEntry(0, 1, [0, 1]), GroupEntry(0, 3, [0, 0, 0, 1]))
+
+
+@pytest.mark.parametrize(
+    ("lookup", "grammar"), [(True, False), (False, True)], ids=["lookup", "grammar"]
+)
+def test_drafts_that_a_lookup_or_a_grammar_left_out_count_as_refused(lookup, grammar):
+    engine = Engine(choice(3), may_draft_less=lookup)
+    engine.add(request("a", use_structured_output=grammar), request("b"))
+    engine.step({"a": 1, "b": 1}, {}, {"a": 1, "b": 1})
+    engine.step({"a": 1, "b": 4}, {"b": 3}, {"a": 1, "b": 3})
+    (report,) = engine.link.reports
+    assert (list(report.accepted_counts), report.groups) == ([1, 0, 1, 0], ())
+
+
+def test_rows_drafted_under_another_choice_are_reported_as_mixed():
+    engine = Engine(choice(3, 1), choice(5, 2))
+    engine.add(*(request(name) for name in "abc"))
+    engine.step(dict.fromkeys("abc", 1), {}, dict.fromkeys("abc", 1))
+    engine.step({"a": 4, "b": 4}, {"a": 3, "b": 3}, {"a": 1, "b": 1})
+    # c was left out of the step before.
+    engine.step({"a": 6, "b": 6, "c": 4}, {"a": 5, "b": 5, "c": 3}, dict.fromkeys("abc", 1))
+    report = engine.link.reports[-1]
+    assert (report.plan_epoch, report.gamma, report.batch_size) == (2, 5, 3)
+    assert report.flags & MIXED_CHOICE
+    assert report.groups == (GroupEntry(0, 3, [1, 0, 0, 0]), GroupEntry(0, 5, [2, 0, 0, 0, 0, 0]))
+
+
+def test_requests_that_must_not_be_drafted_for_are_a_group_of_their_own():
+    engine = Engine(choice(3))
+    engine.add(request("a"), request("b", extra={"speculation": False}))
+    engine.step({"a": 1, "b": 1}, {}, {"a": 1, "b": 1})
+    engine.requests["a"].spec_token_ids = engine.requests["b"].spec_token_ids = [1, 2, 3]
+    engine.steering.withhold(["a", "b", "gone"], engine.requests)
+    assert engine.requests["a"].spec_token_ids == [1, 2, 3]
+    assert engine.requests["b"].spec_token_ids == []
+    engine.step({"a": 4, "b": 1}, {"a": 3}, {"a": 2, "b": 1})
+    (report,) = engine.link.reports
+    assert list(report.accepted_counts) == [1, 1, 0, 0]
+    assert report.groups == (GroupEntry(0, 3, [0, 1, 0, 0]), GroupEntry(NO_DRAFTER, 0, (1,)))
+    assert not report.flags & MIXED_CHOICE
+
+
+def test_nothing_is_drafted_where_nobody_may_be_drafted_for():
+    engine = Engine(choice(3))
+    engine.add(request("b", extra={"speculation": 0}))
+    for _ in range(2):
+        made = engine.step({"b": 1}, {}, {"b": 1})
+        assert made.num_spec_tokens_to_schedule == 0
+    (report,) = engine.link.reports
+    assert (report.gamma, list(report.accepted_counts)) == (0, [1])
+    assert report.groups == (GroupEntry(NO_DRAFTER, 0, (1,)),)
+    assert report.flags & MIXED_CHOICE  # the plan asked for 3
+
+
+def test_a_row_without_drafts_verified_less_than_its_choice_whatever_comes_next():
+    engine = Engine(choice(3), choice(0))
+    engine.add(request("b", extra={"speculation": False}))
+    engine.step({"b": 1}, {}, {"b": 1})
+    engine.step({"b": 1}, {}, {"b": 1})
+    assert engine.link.reports[0].flags & MIXED_CHOICE
+
+
+def test_drafts_that_were_cut_at_the_longest_sequence_are_no_arm_of_their_own():
+    engine = Engine(choice(3))
+    engine.add(request("a"))
+    engine.step({"a": 1}, {}, {"a": 1})
+    engine.step({"a": 2}, {"a": 1}, {"a": 2})
+    (report,) = engine.link.reports
+    assert (report.gamma, list(report.accepted_counts), report.groups) == (1, [0, 1], ())
+    assert report.flags & MIXED_CHOICE
+
+
+@pytest.mark.parametrize(
+    ("extra", "wish"),
+    [
+        ({"speculation": False}, True),
+        ({"speculation": 0}, True),
+        ({"speculation": 0.0}, True),
+        ({"speculation": True}, False),
+        ({"speculation": 1}, False),
+        ({"speculation": "false"}, False),
+        ({"speculation": None}, False),
+        ({"speculation": []}, False),
+        ({}, False),
+        (None, False),
+        ("speculation", False),
+    ],
+)
+def test_only_false_keeps_a_request_from_being_drafted_for(extra, wish):
+    assert may_not_be_drafted_for(request("a", extra=extra)) is wish
+    assert not may_not_be_drafted_for(request("a", sampling_params=None))
+
+
+def test_requests_that_have_ended_are_forgotten_and_their_rows_are_not_counted():
+    engine = Engine(choice(3))
+    engine.add(request("a"), request("b", extra={"speculation": False}), request("c"))
+    engine.step(dict.fromkeys("abc", 1), {}, dict.fromkeys("abc", 1))
+    made = engine.schedule({"a": 4, "b": 1, "c": 4}, {"a": 3, "c": 3})
+    engine.requests["a"].is_finished = lambda: True
+    del engine.requests["c"]
+    engine.finish(made, {"a": 4, "b": 1, "c": 4})
+    (report,) = engine.link.reports
+    assert (report.batch_size, report.gamma) == (1, 0)
+    engine.schedule({"b": 1}, {}, finished=["a", "b", "c"])
+    assert engine.steering.undrafted == set()
+    assert engine.steering._drafted_under == {}
+
+
+def test_a_preempted_request_reads_its_tokens_again_as_a_prompt():
+    engine = Engine(choice(3))
+    engine.add(request("a"), request("b"))
+    engine.step({"a": 1, "b": 1}, {}, {"a": 1, "b": 1})
+    engine.requests["b"].num_computed_tokens = 0
+    engine.step({"a": 4, "b": 12}, {"a": 3}, {"a": 1, "b": 1})
+    report = engine.link.reports[-1]
+    assert (report.batch_size, report.prefill_tokens) == (1, 12)
+
+
+def test_a_step_without_a_lease_or_beyond_the_graphs_says_so():
+    unsteered = choice(3, 0, source=Source.GRACE)
+    engine = Engine(unsteered, captured_tokens=4)
+    engine.add(request("a"), request("b"))
+    engine.step({"a": 1}, {}, {"a": 1})
+    engine.step({"a": 4}, {"a": 3}, {"a": 1})
+    engine.step({"a": 4, "b": 1}, {"a": 3}, {"a": 1, "b": 1})
+    engine.step({"a": 4, "b": 4}, {"a": 3, "b": 3}, {"a": 1, "b": 1})
+    assert flags(engine.link.reports[0]) == UNSTEERED
+    assert engine.link.reports[-1].flags & EAGER_FALLBACK
+
+
+def test_steps_of_more_different_rows_than_the_contract_has_groups_are_not_reported():
+    engine = Engine(choice(17))
+    names = [f"r{n}" for n in range(17)]
+    engine.add(*map(request, names))
+    engine.step(dict.fromkeys(names, 1), {}, dict.fromkeys(names, 1))
+    widths = {name: place + 1 for place, name in enumerate(names)}
+    engine.step({n: w + 1 for n, w in widths.items()}, widths, dict.fromkeys(names, 1))
+    assert engine.link.reports == []
+    assert engine.steering._tap is not None
+    assert engine.steering._tap.skipped == 1
+
+
+def test_an_error_ends_the_reports_and_not_the_engine(caplog):
+    engine = Engine(choice(3))
+    engine.add(request("a"))
+    engine.step({"a": 1}, {}, {"a": 1})
+    made = engine.schedule({"a": 4}, {"a": 3})
+    made.scheduled_spec_decode_tokens = None
+    engine.finish(made, {"a": 1})
+    assert "no longer reported" in caplog.text
+    made = engine.step({"a": 4}, {"a": 3}, {"a": 1})
+    assert made.num_spec_tokens_to_schedule == 3
+    assert engine.link.reports == []
+
+
+def test_a_result_of_an_unknown_step_is_not_reported():
+    engine = Engine(choice(3))
+    engine.add(request("a"))
+    engine.step({"a": 1}, {}, {"a": 1})
+    engine.finish(output({"a": 4}, {"a": 3}), {"a": 1})
+    assert engine.link.reports == []
+
+
+def test_the_last_token_of_a_prompt_is_no_decoding_row():
+    engine = Engine(choice(0))
+    engine.add(request("a", output=0), request("b"))
+    engine.step({"a": 9, "b": 1}, {}, {"a": 0, "b": 1})
+    engine.requests["a"].num_computed_tokens = 9
+    engine.step({"a": 1, "b": 1}, {}, {"a": 1, "b": 1})
+    (report,) = engine.link.reports
+    assert (report.batch_size, report.prefill_tokens) == (1, 1)
+
+
+def test_a_result_of_another_step_is_not_taken_for_the_one_that_waits():
+    engine = Engine(choice(3))
+    engine.add(request("a"))
+    engine.step({"a": 1}, {}, {"a": 1})
+    waiting = engine.schedule({"a": 4}, {"a": 3})
+    engine.finish(output({"a": 4}, {"a": 3}), {"a": 1})
+    engine.finish(waiting, {"a": 1})
+    assert engine.link.reports == []
+
+
+def test_with_async_scheduling_prompts_in_every_step_are_no_gap():
+    engine = Engine(choice(3), is_async=True)
+    engine.add(request("a"), request("b", prompt=100, output=0))
+    engine.step({"a": 1}, {}, {"a": 1})
+    for _ in range(2):
+        engine.step({"a": 4, "b": 16}, {"a": 3}, {"a": 1, "b": 0})
+        engine.requests["b"].num_computed_tokens = 16
+    engine.step({"a": 4}, {"a": 3}, {"a": 1})
+    found = [bool(report.flags & AFTER_GAP) for report in engine.link.reports]
+    assert found == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("method", "is_async", "may_draft_less"),
+    [("ngram", False, True), ("eagle3", True, False)],
+)
+def test_an_engine_is_reported_as_it_is_configured(monkeypatch, method, is_async, may_draft_less):
+    started: list[Any] = []
+
+    def start_link(spec: Any, settings: Any, gamma: int) -> Link:
+        started.append((spec, gamma))
+        return Link(choice(3))
+
+    monkeypatch.setattr("engine_shim.vllm.steered_scheduler.EngineLink.start", start_link)
+    monkeypatch.setattr(
+        steered_scheduler, "introduce", lambda *_: SimpleNamespace(engine_id="named")
+    )
+    config = SimpleNamespace(
+        speculative_config=SimpleNamespace(method=method, num_speculative_tokens=5),
+        scheduler_config=SimpleNamespace(async_scheduling=is_async),
+        compilation_config=SimpleNamespace(cudagraph_mode=None, cudagraph_capture_sizes=None),
+    )
+    scheduler = SimpleNamespace(vllm_config=config, dynamic_sd_lookup=[0, 5, 5, 3, 2, 1, 0])
+    steering = steered_scheduler.start(scheduler, VllmSettings.load())
+    tap = steering._tap
+    assert tap is not None
+    assert (tap._may_draft_less, tap._is_async) == (may_draft_less, is_async)
+    assert [gamma for _, gamma in started] == [5]
