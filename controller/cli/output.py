@@ -1,4 +1,4 @@
-"""Prints lists: tables for people, JSON and YAML for programs, names for scripts.
+"""Prints lists as tables for people, as JSON and YAML for programs, and as names for scripts.
 
 On a terminal, columns that do not fit are left out, the least important first; nothing that is
 shown is cut.  Into a pipe or a file all columns go, aligned by spaces, one line for each item.
@@ -77,7 +77,7 @@ class Listing(Generic[Item]):
 
 
 def show(listing: Listing[Item], items: Sequence[Item], output: Output, empty: str = "") -> None:
-    """Prints items.  empty: what to say in a table's place where there are none."""
+    """Prints items in the form that was asked for.  empty: what to say in place of a table."""
     if output in {Output.JSON, Output.YAML}:
         found = {"items": [listing.document(item) for item in items]}
         print_document(listing.kind, found, output)

@@ -130,7 +130,7 @@ def _screen(
 
 
 def _print(answer: "service_pb2.OverviewResponse", output: Output, trouble: str = "") -> None:
-    """Prints one look; what is said besides the engines is for tables only."""
+    """Prints one look; everything but the engines is for tables only."""
     if output not in {Output.TABLE, Output.WIDE}:
         show(ENGINES, answer.engines, output)
         return
