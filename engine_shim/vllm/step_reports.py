@@ -214,7 +214,7 @@ def _sum(groups: Sequence[GroupEntry], gamma: int) -> list[int]:
 def _was_paused(launch: Launch, last_end: float, now: float) -> bool:
     """Whether a step waited for longer than it ran.
 
-    An engine that is told to pause and to keep its requests schedules nothing, and leaves no other
+    An engine that pauses and keeps its requests schedules nothing, and leaves no other
     trace of it.
     """
     return launch.started - last_end > now - launch.started
