@@ -204,18 +204,9 @@ def start(scheduler: Any, settings: VllmSettings) -> Steering:
         gammas,
         may_draft_less=speculative.method == "ngram",
         is_async=bool(config.scheduler_config.async_scheduling),
-        captured_tokens=captured_tokens(config),
     )
     _log.info("%s is steered: draft lengths %s", spec.engine_id, ",".join(map(str, gammas)))
     return Steering(link, tap, gammas)
-
-
-def captured_tokens(config: Any) -> int:
-    """Returns the most tokens of a step with graphs; 0 where the engine has none."""
-    compilation = config.compilation_config
-    mode = getattr(compilation.cudagraph_mode, "name", "NONE")
-    sizes = compilation.cudagraph_capture_sizes or ()
-    return 0 if mode == "NONE" else max(sizes, default=0)
 
 
 def steered(base: Any, settings: VllmSettings) -> Any:

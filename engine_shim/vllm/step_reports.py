@@ -8,6 +8,9 @@ order of the schedules.
 step_seconds runs from the end of the engine's step before, whatever that was, to the end of this
 one.  Two rows of a step may have been drafted under different choices, where one of them was left
 out of the step before; the report is then about that of most rows, and flagged MIXED_CHOICE.
+
+No step has the flag EAGER_FALLBACK: whether vLLM has a graph for it follows from the batch and the
+draft length alone, so a step without one costs what its shape always does.
 """
 
 from __future__ import annotations
@@ -19,7 +22,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from engine_shim.link.packets import (
     AFTER_GAP,
-    EAGER_FALLBACK,
     MIXED_CHOICE,
     NO_DRAFTER,
     UNSTEERED,
@@ -73,8 +75,7 @@ class StepTap:
 
     gammas: the draft lengths that were introduced.  may_draft_less: the drafter proposes fewer
     tokens than it was asked for where it finds none, and what is missing counts as refused.
-    is_async: results are read a step later.  captured_tokens: the most tokens of a step with
-    graphs, 0 where the engine has none.
+    is_async: results are read a step later.
     """
 
     def __init__(
@@ -84,13 +85,11 @@ class StepTap:
         *,
         may_draft_less: bool,
         is_async: bool,
-        captured_tokens: int = 0,
     ) -> None:
         self._link = link
         self._gammas = frozenset(gammas)
         self._may_draft_less = may_draft_less
         self._is_async = is_async
-        self._captured_tokens = captured_tokens
         self._arms_run = ArmsRun()
         self._launches: deque[Launch] = deque(maxlen=_MOST_LAUNCHES)
         self._step = 0
@@ -178,8 +177,6 @@ class StepTap:
             flags |= MIXED_CHOICE
         if choice.source is not Source.PLAN:
             flags |= UNSTEERED
-        if 0 < self._captured_tokens < batch_size * (gamma + 1):
-            flags |= EAGER_FALLBACK
         ran = (choice.drafter_index, gamma, False, batch_size)
         if ran != self._arms_run.last:
             flags |= self._arms_run.change(ran)
