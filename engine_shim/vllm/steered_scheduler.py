@@ -57,11 +57,15 @@ class Steering:
         self._drafted_under: dict[str, StepChoice] = {}
         self.undrafted: set[str] = set()
 
-    def arrived(self, request: Any) -> None:
-        """Reads what a request wishes."""
+    def arrived(self, request: Any, requests: Mapping[str, Any]) -> None:
+        """Reads what a request wishes.
+
+        A part of a request that comes in parts can add the wish; only another request takes it
+        away, which has the name of one that has just ended.
+        """
         if may_not_be_drafted_for(request):
             self.undrafted.add(request.request_id)
-        else:  # the next part of a request that comes in parts wishes something else
+        elif requests.get(request.request_id) is request:
             self.undrafted.discard(request.request_id)
 
     def scheduled(self, output: Any, requests: Mapping[str, Any]) -> None:
@@ -228,7 +232,7 @@ def steered(base: Any, settings: VllmSettings) -> Any:
 
         def add_request(self, request: Any) -> None:
             super().add_request(request)
-            self.speculation.arrived(request)
+            self.speculation.arrived(request, self.requests)
 
         def _update_after_schedule(self, scheduler_output: Any) -> None:
             self.speculation.scheduled(scheduler_output, self.requests)

@@ -77,6 +77,8 @@ def test_the_default_lengths_end_at_what_the_engine_can_draft(monkeypatch):
 def test_what_vllm_makes_for_itself_is_left_alone():
     made = config(model_config=None, speculative_config=None)
     SteeredConfiguration(VllmSettings.load()).prepare(made)
+    made = config(model_config=SimpleNamespace(runner_type="draft"), speculative_config=None)
+    SteeredConfiguration(VllmSettings.load())._around_post_init(lambda _: None)(made)
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ class Engine:
     def add(self, *requests: Any) -> None:
         for one in requests:
             self.requests[one.request_id] = one
-            self.steering.arrived(one)
+            self.steering.arrived(one, self.requests)
 
     def schedule(
         self, scheduled: Any, drafts: Any = None, finished: Any = (), preempted: Any = ()
@@ -373,6 +373,16 @@ def test_a_name_that_is_used_again_at_once_keeps_the_new_requests_wish():
     assert engine.steering.undrafted == {"a"}
     engine.add(request("a", output=0))
     assert engine.steering.undrafted == set()
+
+
+def test_the_end_of_a_request_in_parts_does_not_take_back_its_wish():
+    """vLLM announces the end with a part of its own, which has the wishes of the first one."""
+    engine = Engine(choice(3))
+    engine.add(request("a"))
+    engine.steering.arrived(request("a", extra={"speculation": False}), engine.requests)
+    assert engine.steering.undrafted == {"a"}
+    engine.steering.arrived(request("a"), engine.requests)
+    assert engine.steering.undrafted == {"a"}
 
 
 def test_an_ended_request_whose_cache_is_still_needed_is_forgotten():
