@@ -1,6 +1,6 @@
 """Changes what drafters do where the draft length changes, in the workers.
 
-Both changes are for vLLM's first model runner; the second one has its drafts cut by itself.
+Both changes are for vLLM's first model runner; the second one drafts a whole block by itself.
 """
 
 from __future__ import annotations

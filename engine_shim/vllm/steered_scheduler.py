@@ -116,7 +116,7 @@ class Steering:
         """Keeps as many drafts of each row as the last step was to make.
 
         Where a sequence is too long for the drafter, vLLM's first model runner hands on zeros, and
-        always as many as it could draft.
+        always as many as it could draft.  The second one does so in every step before vLLM 0.32.
         """
         for row in drafts:
             del row[self._drafts :]
