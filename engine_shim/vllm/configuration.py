@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any, Final
 
 from engine_shim.steering.errors import UnsupportedEngineError
@@ -41,6 +42,7 @@ class SteeredConfiguration:
             scheduler_config.get_scheduler_cls = self._around_get_scheduler_cls(original)
 
     def _around_post_init(self, original: Callable[[Any], None]) -> Callable[[Any], None]:
+        @wraps(original)
         def post_init(config: Any) -> None:
             self.prepare(config)
             original(config)
@@ -51,6 +53,7 @@ class SteeredConfiguration:
         return post_init
 
     def _around_get_scheduler_cls(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        @wraps(original)
         def get_scheduler_cls(config: Any) -> Any:
             from engine_shim.vllm.steered_scheduler import steered
 

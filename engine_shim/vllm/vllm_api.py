@@ -82,8 +82,9 @@ def vllm_version() -> str:
 def require_contract(owner: str) -> Any:
     """Imports a class, and checks everything that is hooked or called of it.
 
-    Returns the class.  Raises HookError for what the installed vLLM has otherwise.  The fields are
-    looked for by the contract test alone: an instance may assign them.
+    Returns the class.  What the plugin has wrapped counts as what it was before, because a process
+    may load its plugins twice.  Raises HookError for what the installed vLLM has otherwise.  The
+    fields are looked for by the contract test alone: an instance may assign them.
     """
     for target, expected in SIGNATURES.items():
         if target.rpartition(".")[0] != owner:
