@@ -62,16 +62,22 @@ def _all(address: str, proc: Path) -> dict[int, _Process]:
         if not folder.name.isdecimal() or int(folder.name) == os.getpid():
             continue
         try:
-            names_sidecar = wanted in (folder / "environ").read_bytes().split(b"\0")
             command = (folder / "cmdline").read_bytes().decode(errors="replace")
             # The name of the program, in brackets, may hold anything.
             state = (folder / "stat").read_text(errors="replace").rpartition(")")[2]
             parent = int(state.split()[1])
         except (OSError, IndexError, ValueError):
-            continue  # it has ended, or is another user's
+            continue  # it has ended
         words = tuple(command.rstrip("\0").split("\0"))
-        found[int(folder.name)] = _Process(parent, words, names_sidecar)
+        found[int(folder.name)] = _Process(parent, words, _has(wanted, folder / "environ"))
     return found
+
+
+def _has(variable: bytes, environment: Path) -> bool:
+    try:
+        return variable in environment.read_bytes().split(b"\0")
+    except OSError:
+        return False  # it is another user's, or may not be looked into
 
 
 def _root(pid: int, found: dict[int, _Process]) -> int | None:
