@@ -63,10 +63,11 @@ class Steering:
         A part of a request that comes in parts can add the wish; only another request takes it
         away, which has the name of one that has just ended.
         """
+        name: str = request.request_id
         if may_not_be_drafted_for(request):
-            self.undrafted.add(request.request_id)
-        elif requests.get(request.request_id) is request:
-            self.undrafted.discard(request.request_id)
+            self.undrafted.add(name)
+        elif requests.get(name) is request:
+            self.undrafted.discard(name)
 
     def scheduled(self, output: Any, requests: Mapping[str, Any]) -> None:
         """Chooses the draft length of a step that was scheduled, and remembers both."""

@@ -5,6 +5,7 @@ import logging
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -83,10 +84,11 @@ def test_what_is_wrapped_has_the_signature_that_a_second_loading_expects():
     def propose(self: Any, num_speculative_tokens: int, sampled_token_ids: Any) -> None: ...
 
     configuration = SteeredConfiguration(VllmSettings())
-    for wrapper, original in (
+    wrapped: list[tuple[Callable[[Any], Any], Any]] = [
         (configuration._around_post_init, post_init),
         (configuration._around_get_scheduler_cls, post_init),
         (whole_block, propose),
         (no_search_for_nothing, propose),
-    ):
+    ]
+    for wrapper, original in wrapped:
         assert inspect.signature(wrapper(original)) == inspect.signature(original)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from engine_shim.link.engine_link import EngineLink
 from engine_shim.link.packets import (
     AFTER_GAP,
     FIRST_USE,
@@ -306,7 +307,7 @@ def test_a_step_without_a_lease_says_so():
 def test_a_batch_beyond_the_graphs_is_a_plain_step_since_it_never_has_one(monkeypatch):
     """Else its cost would never be learnt: vLLM's graphs end at 512 tokens by default."""
     link = Link(choice(3))
-    monkeypatch.setattr(steered_scheduler.EngineLink, "start", lambda *_: link)
+    monkeypatch.setattr(EngineLink, "start", lambda *_: link)
     monkeypatch.setattr(steered_scheduler, "introduce", lambda *_: SimpleNamespace(engine_id="x"))
     compilation = SimpleNamespace(
         cudagraph_mode=SimpleNamespace(name="PIECEWISE"), cudagraph_capture_sizes=[1, 2]
