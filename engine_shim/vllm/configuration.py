@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any, Final
 
 from engine_shim.steering.errors import UnsupportedEngineError
@@ -41,16 +42,18 @@ class SteeredConfiguration:
             scheduler_config.get_scheduler_cls = self._around_get_scheduler_cls(original)
 
     def _around_post_init(self, original: Callable[[Any], None]) -> Callable[[Any], None]:
+        @wraps(original)
         def post_init(config: Any) -> None:
             self.prepare(config)
             original(config)
-            if config.model_config is not None:
+            if is_served(config):
                 require_schedule(config)
 
         post_init.speculation_controller = True  # type: ignore[attr-defined]
         return post_init
 
     def _around_get_scheduler_cls(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        @wraps(original)
         def get_scheduler_cls(config: Any) -> Any:
             from engine_shim.vllm.steered_scheduler import steered
 
@@ -62,10 +65,10 @@ class SteeredConfiguration:
     def prepare(self, config: Any) -> None:
         """Writes the schedule into a `VllmConfig`.  Raises UnsupportedEngineError.
 
-        A configuration without a model, which vLLM makes for itself, is left alone, and a copy of
-        one that was prepared has the schedule already.
+        What vLLM makes for itself is left alone (`is_served`), and a copy of a configuration that
+        was prepared has the schedule already.
         """
-        if config.model_config is None:
+        if not is_served(config):
             return
         reason = unsupported_reason(config)
         if reason is not None:
@@ -86,6 +89,16 @@ class SteeredConfiguration:
                 f"{_SCHEDULE} and SPECULATION_SIDECAR exclude each other: the sidecar decides, and "
                 "SPECULATION_GAMMAS lists the draft lengths"
             )
+
+
+def is_served(config: Any) -> bool:
+    """Whether a `VllmConfig` is of an engine.
+
+    vLLM makes some for itself: without a model, and for a drafter's model alone, with which its
+    cache of weights is warmed.
+    """
+    model = config.model_config
+    return model is not None and getattr(model, "runner_type", "") != "draft"
 
 
 def schedule_of(gammas: Sequence[int], largest: int) -> Schedule:

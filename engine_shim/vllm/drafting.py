@@ -1,12 +1,13 @@
 """Changes what drafters do where the draft length changes, in the workers.
 
-Both changes are for vLLM's first model runner; the second one has its drafts cut by itself.
+Both changes are for vLLM's first model runner; the second one drafts a whole block by itself.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import wraps
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -76,6 +77,7 @@ def whole_block(original: Any) -> Any:
     The block was trained with that length, and a shorter one is accepted less often.
     """
 
+    @wraps(original)
     def propose(drafter: Any, num_speculative_tokens: int, *args: Any, **kwargs: Any) -> Any:
         full = drafter.speculative_config.num_speculative_tokens
         if num_speculative_tokens in {0, full}:
@@ -93,6 +95,7 @@ def whole_block(original: Any) -> Any:
 def no_search_for_nothing(original: Any) -> Any:
     """Has the lookup search nothing where no token is wanted: it has no state to keep up."""
 
+    @wraps(original)
     def propose(
         drafter: Any, num_speculative_tokens: int, sampled_token_ids: Any, *args: Any, **kwargs: Any
     ) -> Any:

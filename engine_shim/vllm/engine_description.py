@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from hashlib import sha256
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import engine_shim
@@ -45,19 +47,43 @@ def introduce(config: Any, settings: VllmSettings, gammas: Sequence[int]) -> eng
 
 
 def server_word(arguments: Sequence[str]) -> int | str:
-    """Returns the port that this command line serves on, or else the process as a word.
+    """Returns the port that this command line serves on, or else a word for its server.
 
-    The scheduler's process has the command line of its server, and no other way to know the port.
+    The word is of the unix socket (`--uds`), which vLLM prefers to a port, or of the process.  The
+    scheduler's process has the command line of its server, and no other way to know this.
     """
+    given = _configured(_last(arguments, "--config"))
+    given |= {name: found for name in ("port", "uds") if (found := _last(arguments, f"--{name}"))}
+    if path := given.get("uds"):
+        return f"uds-{sha256(path.encode()).hexdigest()[:8]}"
+    port = given.get("port", "")
+    if port.isdecimal() and int(port):
+        return int(port)
+    is_server = "serve" in arguments[1:2] or any("api_server" in word for word in arguments[:1])
+    return _DEFAULT_PORT if is_server and not port else f"vllm-{os.getpid()}"
+
+
+def _last(arguments: Sequence[str], option: str) -> str:
+    """The value of an option, which counts where it is given last; "" without one."""
+    value = ""
     for place, argument in enumerate(arguments):
-        name, equals, value = argument.partition("=")
-        if name == "--port":
-            value = value if equals else "".join(arguments[place + 1 : place + 2])
-            if value.isdecimal():
-                return int(value)
-    if "serve" in arguments[1:2] or any("api_server" in argument for argument in arguments[:1]):
-        return _DEFAULT_PORT
-    return f"vllm-{os.getpid()}"
+        name, equals, rest = argument.partition("=")
+        if name == option:
+            value = rest if equals else "".join(arguments[place + 1 : place + 2])
+    return value
+
+
+def _configured(file: str) -> dict[str, str]:
+    """Reads vLLM's configuration file; returns nothing where it cannot be read."""
+    if not file:
+        return {}
+    import yaml
+
+    try:
+        found = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return {str(k): str(v) for k, v in found.items()} if isinstance(found, dict) else {}
 
 
 def _drafter(speculative: Any, gammas: Sequence[int]) -> engine_pb2.Drafter:

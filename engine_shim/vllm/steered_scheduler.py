@@ -51,31 +51,49 @@ class Steering:
         self._losses = Losses(link)
         self._can_rest = 0 in gammas
         self._last = link.steering.safe
+        # What the last step was to draft for each row.
+        self._drafts = self._last.gamma
         # By request: the choice that its drafts are made under, which its next step verifies.
         self._drafted_under: dict[str, StepChoice] = {}
         self.undrafted: set[str] = set()
 
-    def arrived(self, request: Any) -> None:
-        """Reads what a request wishes."""
+    def arrived(self, request: Any, requests: Mapping[str, Any]) -> None:
+        """Reads what a request wishes.
+
+        A part of a request that comes in parts can add the wish; only another request takes it
+        away, which has the name of one that has just ended.
+        """
+        name: str = request.request_id
         if may_not_be_drafted_for(request):
-            self.undrafted.add(request.request_id)
+            self.undrafted.add(name)
+        elif requests.get(name) is request:
+            self.undrafted.discard(name)
 
     def scheduled(self, output: Any, requests: Mapping[str, Any]) -> None:
         """Chooses the draft length of a step that was scheduled, and remembers both."""
         names = output.num_scheduled_tokens
         under = self._drafted_under
+        self._forget(output, requests)
         drafted_under = [under.get(name) for name in names]
         drafts_under = self._choose(names, requests)
         if drafts_under is not None:
             under.update(dict.fromkeys(names, drafts_under))
-        for name in output.finished_req_ids:
-            under.pop(name, None)
-            self.undrafted.discard(name)
         if names:
             rests = self._can_rest and (drafts_under is None or self.undrafted.issuperset(names))
-            output.num_spec_tokens_to_schedule = 0 if rests else self._last.gamma
+            output.num_spec_tokens_to_schedule = self._drafts = 0 if rests else self._last.gamma
         if self._tap is not None:
             self._tap.launched(Launch(output, drafted_under, drafts_under, perf_counter()))
+
+    def _forget(self, output: Any, requests: Mapping[str, Any]) -> None:
+        """Forgets requests that have ended, and the drafts of those that were preempted."""
+        for name in output.preempted_req_ids or ():
+            self._drafted_under.pop(name, None)
+        for name in output.finished_req_ids:
+            self._drafted_under.pop(name, None)
+            request = requests.get(name)
+            # Another request may have its name already.
+            if request is None or request.is_finished():
+                self.undrafted.discard(name)
 
     def _choose(self, names: Mapping[str, int], requests: Mapping[str, Any]) -> StepChoice | None:
         """Returns the choice for the rows that will decode next; None if none will."""
@@ -94,6 +112,15 @@ class Steering:
             log_source(self._last.source, choice.source)
         self._last = choice
         return choice
+
+    def cut(self, drafts: Iterable[list[int]]) -> None:
+        """Keeps as many drafts of each row as the last step was to make.
+
+        Where a sequence is too long for the drafter, vLLM's first model runner hands on zeros, and
+        always as many as it could draft.  The second one does so in every step before vLLM 0.32.
+        """
+        for row in drafts:
+            del row[self._drafts :]
 
     def withhold(self, names: Iterable[str], requests: Mapping[str, Any]) -> None:
         """Takes the drafts from requests that must not be drafted for."""
@@ -179,20 +206,12 @@ def start(scheduler: Any, settings: VllmSettings) -> Steering:
     atexit.register(link.close)
     tap = StepTap(
         link,
+        gammas,
         may_draft_less=speculative.method == "ngram",
         is_async=bool(config.scheduler_config.async_scheduling),
-        captured_tokens=captured_tokens(config),
     )
     _log.info("%s is steered: draft lengths %s", spec.engine_id, ",".join(map(str, gammas)))
     return Steering(link, tap, gammas)
-
-
-def captured_tokens(config: Any) -> int:
-    """Returns the most tokens of a step with graphs; 0 where the engine has none."""
-    compilation = config.compilation_config
-    mode = getattr(compilation.cudagraph_mode, "name", "NONE")
-    sizes = compilation.cudagraph_capture_sizes or ()
-    return 0 if mode == "NONE" else max(sizes, default=0)
 
 
 def steered(base: Any, settings: VllmSettings) -> Any:
@@ -214,7 +233,7 @@ def steered(base: Any, settings: VllmSettings) -> Any:
 
         def add_request(self, request: Any) -> None:
             super().add_request(request)
-            self.speculation.arrived(request)
+            self.speculation.arrived(request, self.requests)
 
         def _update_after_schedule(self, scheduler_output: Any) -> None:
             self.speculation.scheduled(scheduler_output, self.requests)
@@ -229,6 +248,7 @@ def steered(base: Any, settings: VllmSettings) -> Any:
             return outputs
 
         def update_draft_token_ids(self, draft_token_ids: Any) -> None:
+            self.speculation.cut(draft_token_ids.draft_token_ids)
             super().update_draft_token_ids(draft_token_ids)
             if self.speculation.undrafted:
                 self.speculation.withhold(draft_token_ids.req_ids, self.requests)

@@ -8,18 +8,20 @@ order of the schedules.
 step_seconds runs from the end of the engine's step before, whatever that was, to the end of this
 one.  Two rows of a step may have been drafted under different choices, where one of them was left
 out of the step before; the report is then about that of most rows, and flagged MIXED_CHOICE.
+
+No step has the flag EAGER_FALLBACK: whether vLLM has a graph for it follows from the batch and the
+draft length alone, so a step without one costs what its shape always does.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from engine_shim.link.packets import (
     AFTER_GAP,
-    EAGER_FALLBACK,
     MIXED_CHOICE,
     NO_DRAFTER,
     UNSTEERED,
@@ -71,18 +73,23 @@ class Rows(NamedTuple):
 class StepTap:
     """Turns schedules and results into reports.
 
-    may_draft_less: the drafter proposes fewer tokens than it was asked for where it finds none, and
-    what is missing counts as refused.  is_async: results are read a step later.  captured_tokens:
-    the most tokens of a step with graphs, 0 where the engine has none.
+    gammas: the draft lengths that were introduced.  may_draft_less: the drafter proposes fewer
+    tokens than it was asked for where it finds none, and what is missing counts as refused.
+    is_async: results are read a step later.
     """
 
     def __init__(
-        self, link: EngineLink, *, may_draft_less: bool, is_async: bool, captured_tokens: int = 0
+        self,
+        link: EngineLink,
+        gammas: Collection[int],
+        *,
+        may_draft_less: bool,
+        is_async: bool,
     ) -> None:
         self._link = link
+        self._gammas = frozenset(gammas)
         self._may_draft_less = may_draft_less
         self._is_async = is_async
-        self._captured_tokens = captured_tokens
         self._arms_run = ArmsRun()
         self._launches: deque[Launch] = deque(maxlen=_MOST_LAUNCHES)
         self._step = 0
@@ -118,7 +125,7 @@ class StepTap:
             output.num_scheduled_tokens.items(), launch.drafted_under, strict=True
         ):
             request = requests.get(name)
-            if request is None or request.is_finished():
+            if request is None or request.is_finished() or _is_dropped(request):
                 continue  # its tokens are thrown away
             width = len(drafts.get(name, ()))
             # A request's first token ends its prompt; one that was preempted reads it again.
@@ -142,6 +149,8 @@ class StepTap:
         """Reports a step whose result vLLM has worked in."""
         now = perf_counter()
         last_end, self._last_end = self._last_end, now
+        if _was_paused(launch, last_end, now):
+            last_end = 0.0
         last_prefill, self._last_prefill = self._last_prefill, rows.prefill_tokens
         if launch.output.total_num_scheduled_tokens == 0:
             self._last_end = 0.0  # nothing could run, for as long as it took
@@ -150,10 +159,11 @@ class StepTap:
         if batch_size == 0:
             return
         groups = _groups(rows)
-        if len(groups) > MOST_GROUPS:
+        gamma = max(group.gamma for group in groups)
+        # All rows may have been cut, at the longest sequence, to a length that is no arm.
+        if len(groups) > MOST_GROUPS or gamma not in self._gammas:
             self.skipped += 1
             return
-        gamma = max(group.gamma for group in groups)
         flags = 0
         if not last_end or (self._is_async and last_prefill and not rows.prefill_tokens):
             # With async scheduling, drafting after a long prompt falls into this step.
@@ -167,15 +177,9 @@ class StepTap:
             flags |= MIXED_CHOICE
         if choice.source is not Source.PLAN:
             flags |= UNSTEERED
-        if 0 < self._captured_tokens < batch_size * (gamma + 1):
-            flags |= EAGER_FALLBACK
         ran = (choice.drafter_index, gamma, False, batch_size)
         if ran != self._arms_run.last:
             flags |= self._arms_run.change(ran)
-        counts = [0] * (gamma + 1)
-        for group in groups:
-            for accepted, number in enumerate(group.accepted_counts):
-                counts[accepted] += number
         self._step += 1
         self._link.report(
             ReportPacket(
@@ -184,7 +188,7 @@ class StepTap:
                 rows.kv_tokens,
                 choice.drafter_index,
                 gamma,
-                counts,
+                _sum(groups, gamma),
                 now - (last_end or launch.started),
                 flags,
                 choice.epoch,
@@ -194,6 +198,32 @@ class StepTap:
                 groups=groups if len(groups) > 1 or rows.undrafted else (),
             )
         )
+
+
+def _sum(groups: Sequence[GroupEntry], gamma: int) -> list[int]:
+    counts = [0] * (gamma + 1)
+    for group in groups:
+        for accepted, number in enumerate(group.accepted_counts):
+            counts[accepted] += number
+    return counts
+
+
+def _was_paused(launch: Launch, last_end: float, now: float) -> bool:
+    """Whether a step waited for longer than it ran.
+
+    An engine that pauses and keeps its requests schedules nothing, and leaves no other
+    trace of it.
+    """
+    return launch.started - last_end > now - launch.started
+
+
+def _is_dropped(request: Any) -> bool:
+    """Whether vLLM drops a result, because all requests were preempted while it was on its way.
+
+    vLLM 0.26 has no such fields.
+    """
+    stale = getattr(request, "num_stale_output_tokens", 0)
+    return bool(stale) and bool(getattr(request, "drop_stale_output", False))
 
 
 def _groups(rows: Rows) -> tuple[GroupEntry, ...]:

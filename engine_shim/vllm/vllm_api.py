@@ -52,10 +52,10 @@ SIGNATURES: Final[Mapping[str, str]] = {
 FIELDS: Final[Mapping[str, frozenset[str]]] = {
     "vllm.v1.core.sched.output.SchedulerOutput": frozenset({
         "num_scheduled_tokens", "total_num_scheduled_tokens", "scheduled_spec_decode_tokens",
-        "finished_req_ids", "num_spec_tokens_to_schedule",
+        "finished_req_ids", "preempted_req_ids", "num_spec_tokens_to_schedule",
     }),
     "vllm.v1.outputs.ModelRunnerOutput": frozenset({"sampled_token_ids", "req_id_to_index"}),
-    "vllm.v1.outputs.DraftTokenIds": frozenset({"req_ids"}),
+    "vllm.v1.outputs.DraftTokenIds": frozenset({"req_ids", "draft_token_ids"}),
     REQUEST: frozenset({
         "num_computed_tokens", "num_tokens", "num_output_tokens", "num_output_placeholders",
         "spec_token_ids", "is_prefill_chunk", "is_finished", "use_structured_output",
@@ -82,8 +82,9 @@ def vllm_version() -> str:
 def require_contract(owner: str) -> Any:
     """Imports a class, and checks everything that is hooked or called of it.
 
-    Returns the class.  Raises HookError for what the installed vLLM has otherwise.  The fields are
-    looked for by the contract test alone: an instance may assign them.
+    Returns the class.  What the plugin has wrapped counts as what it was before, because a process
+    may load its plugins twice.  Raises HookError for what the installed vLLM has otherwise.  The
+    fields are looked for by the contract test alone: an instance may assign them.
     """
     for target, expected in SIGNATURES.items():
         if target.rpartition(".")[0] != owner:

@@ -77,6 +77,24 @@ def test_an_import_error_inside_the_plugin_ends_the_start() -> None:
     assert "speculation-controller: the engine does not start: ModuleNotFoundError" in done.stderr
 
 
+TWICE = """
+from engine_shim.vllm.plugin import register
+import vllm.v1.spec_decode.dflash
+import vllm.v1.spec_decode.ngram_proposer
+register()
+from vllm.config import VllmConfig
+hooked = VllmConfig.__post_init__
+register()
+assert VllmConfig.__post_init__ is hooked
+print("it goes on")
+"""
+
+
+def test_a_process_may_load_the_plugin_twice() -> None:
+    done = run("-c", TWICE)
+    assert done.stdout.strip().endswith("it goes on"), done.stderr[-2000:]
+
+
 def test_without_a_sidecar_nothing_is_hooked() -> None:
     done = run("-c", BROKEN, SPECULATION_SIDECAR="")
     assert done.stdout.strip().endswith("it goes on"), done.stderr[-2000:]

@@ -174,6 +174,8 @@ def test_the_doctor_finds_it_well(stand: Stand) -> None:
     said = " ".join(done.stdout.split())
     assert "answers (vLLM)" in said
     assert "ok plugin" in said
+    # The title of the engine's process hides its environment, and not that it has an agent.
+    assert "has no agent" not in said
 
 
 def test_without_a_sidecar_it_goes_on_and_is_steered_again_later(

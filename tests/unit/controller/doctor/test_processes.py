@@ -39,6 +39,32 @@ def test_an_engine_with_an_agent_below_it_is_steered(tmp_path: Path):
     assert told(tmp_path) == []
 
 
+@pytest.mark.parametrize("title", ["sglang::scheduler", "VLLM::EngineCore"])
+def test_a_title_hides_the_environment_of_the_process_between_both(tmp_path: Path, title: str):
+    """As `setproctitle` does with the scheduler's process of either engine."""
+    process(tmp_path, 10, 1, SGLANG)
+    process(tmp_path, 11, 10, (title,), sidecar=None)
+    assert told(tmp_path) == ["process 10"]
+    process(tmp_path, 12, 11, AGENT)
+    assert told(tmp_path) == []
+
+
+def test_who_may_not_be_looked_into_still_links_an_agent_to_its_engine(tmp_path: Path):
+    process(tmp_path, 10, 1, SGLANG)
+    process(tmp_path, 11, 10, ("sglang::scheduler",), sidecar=None)
+    (tmp_path / "11" / "environ").unlink()
+    process(tmp_path, 12, 11, AGENT)
+    assert told(tmp_path) == []
+
+
+def test_an_engine_is_known_by_its_title_alone(tmp_path: Path):
+    process(tmp_path, 10, 1, ("python", "my_server.py"))
+    process(tmp_path, 11, 10, ("VLLM::EngineCore",), sidecar=None)
+    process(tmp_path, 20, 21, SGLANG)
+    process(tmp_path, 21, 20, ("bash",))
+    assert told(tmp_path) == ["process 10", "process 21"]
+
+
 def test_an_engine_without_an_agent_is_told_once(tmp_path: Path):
     process(tmp_path, 10, 1, SGLANG)
     process(tmp_path, 11, 10, ("sglang::scheduler",))

@@ -57,7 +57,10 @@ def request(
 
 
 def output(
-    scheduled: Mapping[str, int], drafts: Mapping[str, int] | None = None, finished: Any = ()
+    scheduled: Mapping[str, int],
+    drafts: Mapping[str, int] | None = None,
+    finished: Any = (),
+    preempted: Any = (),
 ) -> SimpleNamespace:
     """A SchedulerOutput.  drafts: how many of each request are verified."""
     return SimpleNamespace(
@@ -65,6 +68,7 @@ def output(
         total_num_scheduled_tokens=sum(scheduled.values()),
         scheduled_spec_decode_tokens={name: [5] * n for name, n in (drafts or {}).items()},
         finished_req_ids=set(finished),
+        preempted_req_ids=set(preempted),
         num_spec_tokens_to_schedule=7,
     )
 

@@ -13,7 +13,7 @@ from engine_shim.vllm.configuration import (
     schedule_of,
 )
 from engine_shim.vllm.settings import VllmSettings
-from engine_shim.vllm.steered_scheduler import captured_tokens, start
+from engine_shim.vllm.steered_scheduler import start
 
 
 def config(**changes: Any) -> SimpleNamespace:
@@ -77,6 +77,8 @@ def test_the_default_lengths_end_at_what_the_engine_can_draft(monkeypatch):
 def test_what_vllm_makes_for_itself_is_left_alone():
     made = config(model_config=None, speculative_config=None)
     SteeredConfiguration(VllmSettings.load()).prepare(made)
+    made = config(model_config=SimpleNamespace(runner_type="draft"), speculative_config=None)
+    SteeredConfiguration(VllmSettings.load())._around_post_init(lambda _: None)(made)
 
 
 @pytest.mark.parametrize(
@@ -123,17 +125,6 @@ def test_a_scheduler_without_the_prepared_lengths_does_not_start(found):
     scheduler = SimpleNamespace(vllm_config=config(), dynamic_sd_lookup=found)
     with pytest.raises(HookError, match="were not prepared"):
         start(scheduler, VllmSettings.load())
-
-
-@pytest.mark.parametrize(
-    ("mode", "sizes", "most"),
-    [("NONE", [1, 8], 0), ("PIECEWISE", [1, 8], 8), ("FULL", None, 0)],
-)
-def test_graphs_are_for_numbers_of_tokens(mode, sizes, most):
-    compilation = SimpleNamespace(
-        cudagraph_mode=SimpleNamespace(name=mode), cudagraph_capture_sizes=sizes
-    )
-    assert captured_tokens(SimpleNamespace(compilation_config=compilation)) == most
 
 
 def test_a_bad_setting_is_an_error_of_the_plugin(monkeypatch):

@@ -71,6 +71,11 @@ def test_every_method_has_a_kind_and_a_lookup_has_no_model():
         (["/bin/vllm", "serve", "m", "--port", "8123"], 8123),
         (["/bin/vllm", "serve", "m", "--port=8124"], 8124),
         (["/bin/vllm", "serve", "m"], 8000),
+        (["/bin/vllm", "serve", "m", "--port", "8123", "--port", "8125"], 8125),
+        (["/bin/vllm", "serve", "m", "--port", "0"], None),
+        (["/bin/vllm", "serve", "m", "--uds", "/run/a.sock"], "uds-93d3f03a"),
+        (["/bin/vllm", "serve", "m", "--port=8123", "--uds=/run/b.sock"], "uds-95242085"),
+        (["/bin/vllm", "serve", "m", "--config", "/nowhere.yaml"], 8000),
         (["/x/vllm/entrypoints/openai/api_server.py", "--model", "m"], 8000),
         (["script.py", "--port"], None),
         (["script.py", "--port", "x"], None),
@@ -79,3 +84,15 @@ def test_every_method_has_a_kind_and_a_lookup_has_no_model():
 )
 def test_the_engine_is_named_by_its_port_or_else_by_its_process(arguments, word):
     assert server_word(arguments) == (word or f"vllm-{os.getpid()}")
+
+
+def test_the_port_may_be_in_vllms_configuration_file(tmp_path):
+    file = tmp_path / "vllm.yaml"
+    command = ["/bin/vllm", "serve", "m", "--config", str(file)]
+    file.write_text("port: 8126\nmax-num-seqs: 8\n")
+    assert server_word(command) == 8126
+    assert server_word([*command, "--port", "8127"]) == 8127
+    file.write_text("- a list\n")
+    assert server_word(command) == 8000
+    file.write_text("{")
+    assert server_word(command) == 8000

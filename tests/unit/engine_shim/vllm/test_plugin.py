@@ -1,15 +1,20 @@
 """The entry point: silent when off, and never half on."""
 
+import inspect
 import logging
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import engine_shim
 from engine_shim.vllm import plugin, vllm_api
+from engine_shim.vllm.configuration import SteeredConfiguration
+from engine_shim.vllm.drafting import no_search_for_nothing, whole_block
 from engine_shim.vllm.settings import VllmSettings
 
 
@@ -72,3 +77,18 @@ def test_its_lines_are_in_vllms_log(monkeypatch, caplog):
     plugin._log_as_vllm()
     logging.getLogger("engine_shim.vllm.anything").info("it is steered")
     assert caplog.text.count("it is steered") == 1
+
+
+def test_what_is_wrapped_has_the_signature_that_a_second_loading_expects():
+    def post_init(self: Any) -> None: ...
+    def propose(self: Any, num_speculative_tokens: int, sampled_token_ids: Any) -> None: ...
+
+    configuration = SteeredConfiguration(VllmSettings())
+    wrapped: list[tuple[Callable[[Any], Any], Any]] = [
+        (configuration._around_post_init, post_init),
+        (configuration._around_get_scheduler_cls, post_init),
+        (whole_block, propose),
+        (no_search_for_nothing, propose),
+    ]
+    for wrapper, original in wrapped:
+        assert inspect.signature(wrapper(original)) == inspect.signature(original)

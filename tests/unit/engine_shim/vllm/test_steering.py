@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from engine_shim.link.engine_link import EngineLink
 from engine_shim.link.packets import (
     AFTER_GAP,
-    EAGER_FALLBACK,
     FIRST_USE,
     MIXED_CHOICE,
     NO_DRAFTER,
@@ -16,13 +16,33 @@ from engine_shim.link.packets import (
     GroupEntry,
 )
 from engine_shim.link.plan_follower import Source, StepChoice
-from engine_shim.vllm import steered_scheduler
+from engine_shim.vllm import steered_scheduler, step_reports
 from engine_shim.vllm.settings import VllmSettings
 from engine_shim.vllm.steered_scheduler import Steering, may_not_be_drafted_for
 from engine_shim.vllm.step_reports import StepTap
 from tests.unit.engine_shim.vllm.fakes import Link, choice, output, request, result
 
 GAMMAS = (0, 1, 3, 5)
+TICK_SECONDS = 0.01
+
+
+class Clock:
+    """Goes on by a tick each time it is read."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        self.now += TICK_SECONDS
+        return self.now
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    made = Clock()
+    monkeypatch.setattr(steered_scheduler, "perf_counter", made)
+    monkeypatch.setattr(step_reports, "perf_counter", made)
+    return made
 
 
 class Engine:
@@ -30,17 +50,19 @@ class Engine:
 
     def __init__(self, *choices: StepChoice, gammas: Any = GAMMAS, **tap: Any) -> None:
         self.link = Link(*choices)
-        made = StepTap(self.link, **({"may_draft_less": False, "is_async": False} | tap))  # type: ignore[arg-type]
+        made = StepTap(self.link, gammas, **({"may_draft_less": False, "is_async": False} | tap))  # type: ignore[arg-type]
         self.steering = Steering(self.link, made, gammas)  # type: ignore[arg-type]
         self.requests: dict[str, Any] = {}
 
     def add(self, *requests: Any) -> None:
         for one in requests:
             self.requests[one.request_id] = one
-            self.steering.arrived(one)
+            self.steering.arrived(one, self.requests)
 
-    def schedule(self, scheduled: Any, drafts: Any = None, finished: Any = ()) -> Any:
-        made = output(scheduled, drafts, finished)
+    def schedule(
+        self, scheduled: Any, drafts: Any = None, finished: Any = (), preempted: Any = ()
+    ) -> Any:
+        made = output(scheduled, drafts, finished, preempted)
         self.steering.scheduled(made, self.requests)
         for name, tokens in scheduled.items():
             self.requests[name].num_computed_tokens += tokens
@@ -258,7 +280,8 @@ def test_requests_that_have_ended_are_forgotten_and_their_rows_are_not_counted()
     engine.finish(made, {"a": 4, "b": 1, "c": 4})
     (report,) = engine.link.reports
     assert (report.batch_size, report.gamma) == (1, 0)
-    engine.schedule({"b": 1}, {}, finished=["a", "b", "c"])
+    del engine.requests["a"], engine.requests["b"]
+    engine.schedule({}, {}, finished=["a", "b", "c"])
     assert engine.steering.undrafted == set()
     assert engine.steering._drafted_under == {}
 
@@ -273,20 +296,132 @@ def test_a_preempted_request_reads_its_tokens_again_as_a_prompt():
     assert (report.batch_size, report.prefill_tokens) == (1, 12)
 
 
-def test_a_step_without_a_lease_or_beyond_the_graphs_says_so():
-    unsteered = choice(3, 0, source=Source.GRACE)
-    engine = Engine(unsteered, captured_tokens=4)
-    engine.add(request("a"), request("b"))
+def test_a_step_without_a_lease_says_so():
+    engine = Engine(choice(3, 0, source=Source.GRACE))
+    engine.add(request("a"))
     engine.step({"a": 1}, {}, {"a": 1})
     engine.step({"a": 4}, {"a": 3}, {"a": 1})
-    engine.step({"a": 4, "b": 1}, {"a": 3}, {"a": 1, "b": 1})
-    engine.step({"a": 4, "b": 4}, {"a": 3, "b": 3}, {"a": 1, "b": 1})
     assert flags(engine.link.reports[0]) == UNSTEERED
-    assert engine.link.reports[-1].flags & EAGER_FALLBACK
+
+
+def test_a_batch_beyond_the_graphs_is_a_plain_step_since_it_never_has_one(monkeypatch):
+    """Else its cost would never be learnt: vLLM's graphs end at 512 tokens by default."""
+    link = Link(choice(3))
+    monkeypatch.setattr(EngineLink, "start", lambda *_: link)
+    monkeypatch.setattr(steered_scheduler, "introduce", lambda *_: SimpleNamespace(engine_id="x"))
+    compilation = SimpleNamespace(
+        cudagraph_mode=SimpleNamespace(name="PIECEWISE"), cudagraph_capture_sizes=[1, 2]
+    )
+    config = SimpleNamespace(
+        speculative_config=SimpleNamespace(method="eagle3", num_speculative_tokens=3),
+        scheduler_config=SimpleNamespace(async_scheduling=False),
+        compilation_config=compilation,
+    )
+    scheduler = SimpleNamespace(vllm_config=config, dynamic_sd_lookup=[0, 3, 2, 1, 0])
+    engine = Engine(choice(3))
+    engine.steering = steered_scheduler.start(scheduler, VllmSettings.load())
+    engine.add(request("a"))
+    engine.step({"a": 1}, {}, {"a": 1})
+    engine.step({"a": 4}, {"a": 3}, {"a": 1})
+    engine.step({"a": 4}, {"a": 3}, {"a": 1})
+    assert [report.flags for report in link.reports] == [FIRST_USE, 0]
+
+
+def test_a_step_after_a_pause_of_the_engine_says_so(clock):
+    """vLLM can be told to pause and to keep its requests: it then schedules nothing at all."""
+    engine = Engine(choice(3))
+    engine.add(request("a"))
+    engine.step({"a": 1}, {}, {"a": 1})
+    engine.step({"a": 4}, {"a": 3}, {"a": 1})
+    clock.now += 60
+    engine.step({"a": 4}, {"a": 3}, {"a": 1})
+    engine.step({"a": 4}, {"a": 3}, {"a": 1})
+    assert [bool(r.flags & AFTER_GAP) for r in engine.link.reports] == [False, True, False]
+    seconds = [round(r.step_seconds / TICK_SECONDS) for r in engine.link.reports]
+    assert seconds == [2, 1, 2]
+
+
+def test_a_step_of_a_length_that_is_no_arm_is_not_reported():
+    engine = Engine(choice(3))
+    engine.add(request("a"), request("b"))
+    engine.step({"a": 1, "b": 1}, {}, {"a": 1, "b": 1})
+    # Both are near the longest sequence that the model takes.
+    engine.step({"a": 3, "b": 2}, {"a": 2, "b": 1}, {"a": 3, "b": 1})
+    assert engine.link.reports == []
+    assert engine.steering._tap is not None
+    assert engine.steering._tap.skipped == 1
+
+
+def test_more_drafts_than_were_chosen_are_cut():
+    """vLLM's first model runner hands on zeros where a sequence is too long for the drafter."""
+    engine = Engine(choice(1), choice(0))
+    engine.add(request("a"), request("b"))
+    engine.step({"a": 1, "b": 1}, {}, {"a": 1, "b": 1})
+    drafts = [[0] * 7, [4], []]
+    engine.steering.cut(drafts)
+    assert drafts == [[0], [4], []]
+    engine.step({"a": 2, "b": 2}, {"a": 1, "b": 1}, {"a": 1, "b": 1})
+    engine.steering.cut(drafts)
+    assert drafts == [[], [], []]
+
+
+def test_a_name_that_is_used_again_at_once_keeps_the_new_requests_wish():
+    engine = Engine(choice(3))
+    engine.add(request("a", extra={"speculation": False}))
+    engine.step({"a": 1}, {}, {"a": 1})
+    engine.add(request("a", output=0, extra={"speculation": False}), request("b", output=0))
+    engine.schedule({"a": 10, "b": 10}, {}, finished=["a"])
+    assert engine.steering.undrafted == {"a"}
+    engine.add(request("a", output=0))
+    assert engine.steering.undrafted == set()
+
+
+def test_the_end_of_a_request_in_parts_does_not_take_back_its_wish():
+    """vLLM announces the end with a part of its own, which has the wishes of the first one."""
+    engine = Engine(choice(3))
+    engine.add(request("a"))
+    engine.steering.arrived(request("a", extra={"speculation": False}), engine.requests)
+    assert engine.steering.undrafted == {"a"}
+    engine.steering.arrived(request("a"), engine.requests)
+    assert engine.steering.undrafted == {"a"}
+
+
+def test_an_ended_request_whose_cache_is_still_needed_is_forgotten():
+    engine = Engine(choice(3))
+    engine.add(request("a", extra={"speculation": False}), request("b"))
+    engine.step({"a": 1, "b": 1}, {}, {"a": 1, "b": 1})
+    engine.requests["a"].is_finished = lambda: True
+    engine.schedule({"b": 4}, {"b": 3}, finished=["a"])
+    assert engine.steering.undrafted == set()
+
+
+@pytest.mark.parametrize(("dropped", "rows"), [(True, 1), (False, 2)])
+def test_what_vllm_drops_after_a_preemption_of_all_is_no_row(dropped, rows):
+    engine = Engine(choice(3))
+    engine.add(request("a"), request("b"))
+    engine.step({"a": 1, "b": 1}, {}, {"a": 1, "b": 1})
+    made = engine.schedule({"a": 4, "b": 4}, {"a": 3, "b": 3})
+    engine.requests["b"].num_stale_output_tokens = 4
+    engine.requests["b"].drop_stale_output = dropped
+    engine.finish(made, {"a": 2, "b": 4})
+    (report,) = engine.link.reports
+    assert report.batch_size == rows
+
+
+def test_a_preempted_request_has_lost_its_drafts_and_refused_none():
+    """All but its newest token may be in the prefix cache when it is taken up again."""
+    engine = Engine(choice(3), may_draft_less=True)
+    engine.add(request("a"), request("b"))
+    engine.step({"a": 1, "b": 1}, {}, {"a": 1, "b": 1})
+    made = engine.schedule({"a": 4}, {"a": 3}, preempted=["b"])
+    engine.finish(made, {"a": 1})
+    engine.step({"a": 4, "b": 1}, {"a": 3}, {"a": 1, "b": 1})
+    report = engine.link.reports[-1]
+    assert (report.batch_size, report.prefill_tokens) == (1, 1)
 
 
 def test_steps_of_more_different_rows_than_the_contract_has_groups_are_not_reported():
-    engine = Engine(choice(17))
+    engine = Engine(choice(17), gammas=range(18))
     names = [f"r{n}" for n in range(17)]
     engine.add(*map(request, names))
     engine.step(dict.fromkeys(names, 1), {}, dict.fromkeys(names, 1))
