@@ -101,6 +101,10 @@ def test_a_shift_is_learnt_beside_the_engine(tmp_path: Path) -> None:
                 # A second one has nothing to do here.
                 with trainer(tmp_path, sidecar.address, signals) as second:
                     assert second.wait(60) == 3
+                # The controller would draft now and then only, and learn from as few steps.
+                pin = ["--fleet", "--gamma", "3", "--reason", "every step drafts"]
+                done = controller("override", "set", "--address", sidecar.address, *pin)
+                assert not done.returncode, done.stderr
                 seed = 0
                 # The drafter is at home in code: nothing is kept.
                 while watched.training.measured < 12 or seed < 2:
@@ -108,10 +112,6 @@ def test_a_shift_is_learnt_beside_the_engine(tmp_path: Path) -> None:
                     seed += 1
                 assert (watched.training.phase, watched.training.rounds) == ("watching", 0)
                 assert not list(signals.glob("*.safetensors"))
-                # The controller would draft now and then only, and learn from as few steps.
-                pin = ["--fleet", "--gamma", "3", "--reason", "every step drafts"]
-                done = controller("override", "set", "--address", sidecar.address, *pin)
-                assert not done.returncode, done.stderr
                 before = watched.wave("json", 1000)
                 while watched.training.phase != "training":
                     watched.wave("json", seed)
