@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,6 +14,7 @@ from controller.cli.output import (
     OutputOption,
     plain_values,
     print_document,
+    printable,
     show,
 )
 from controller.wire.override_text import (
@@ -63,9 +64,7 @@ def explain(
             min=0, max=UINT32_MAX, help="Batch size to explain; 0: that of the last report."
         ),
     ] = 0,
-    output: Annotated[
-        Literal["table", "json", "yaml"], typer.Option("--output", "-o", help="How to print.")
-    ] = "table",
+    output: OutputOption = Output.TABLE,
     address: Address = DEFAULT_ADDRESS,
 ) -> None:
     """Shows why an engine runs the draft length that it runs: every choice with its numbers.
@@ -80,10 +79,12 @@ def explain(
             service_pb2.ExplainRequest(engine_id=engine, batch_size=batch_size),
             timeout=_ANSWER_SECONDS_MAX,
         )
-    if output == "table":
+    if output in {Output.TABLE, Output.WIDE}:
         _print_explanation(answer)
+    elif output is Output.NAME:
+        print(printable(answer.engine_id))
     else:
-        print_document("Explanation", plain_values(answer), Output(output))
+        print_document("Explanation", plain_values(answer), output)
 
 
 def _last_size(status: "service_pb2.EngineStatus") -> int:
