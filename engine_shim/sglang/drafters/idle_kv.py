@@ -112,6 +112,7 @@ class IdleDrafter:
         """
         if not asleep and not self.is_behind:
             return
+        self._count_newest(batch)
         self._lengths = self._known_lengths(batch, unread_tokens)
         if not self.is_behind:
             return
@@ -149,23 +150,29 @@ class IdleDrafter:
         self.is_behind = True
         return step
 
+    def _count_newest(self, batch: Any) -> None:
+        """Counts what the newest step has accepted, where the host has lengths already."""
+        newest = self._backlog.newest
+        if newest is None or newest.counts is not None or batch.seq_lens_cpu is None:
+            return
+        lengths = batch.seq_lens_cpu.tolist()
+        ends = {r.rid: end for r, end in zip(batch.reqs, lengths, strict=True)}
+        begun = zip(newest.request_ids, newest.known, strict=True)
+        # Of a request that has left nothing is read.
+        newest.counts = [ends.get(rid, known + 1) - known for rid, known in begun]
+
     def _known_lengths(self, batch: Any, unread_tokens: int) -> tuple[list[int], int]:
         """Each request's context length and by how much it may be larger, without any wait.
 
         Where SGLang keeps no lengths on the host (FlashAttention, TensorRT-LLM), they follow from
         what its requests have committed, and from what the step before has added since.
         """
-        newest = self._backlog.newest
         if batch.seq_lens_cpu is not None:
-            lengths = batch.seq_lens_cpu.tolist()
-            if newest is not None and newest.counts is None:
-                ends = {r.rid: end for r, end in zip(batch.reqs, lengths, strict=True)}
-                begun = zip(newest.request_ids, newest.known, strict=True)
-                newest.counts = [ends.get(rid, known + 1) - known for rid, known in begun]
-            return lengths, 0
+            return batch.seq_lens_cpu.tolist(), 0
         committed = [request.kv.kv_committed_len for request in batch.reqs]
         if not unread_tokens:
             return committed, 0
+        newest = self._backlog.newest
         if newest is not None and newest.counts is not None:
             # It added one token to each.
             ids = frozenset(newest.request_ids)

@@ -131,31 +131,32 @@ class ShimWatch:
         kind.draft, kind.follow = drafted, followed
 
     def _wrap_rows(self, module: Any) -> None:
-        kind = module.RowDrafting
-        alone, propose, after_verify = kind.draft_alone, kind._propose, kind.after_verify
-        join = kind.join
+        rows, history, choice = module.RowDrafting, module.TokenHistory, module.RowChoice
+        alone, after_verify = rows.draft_alone, rows.after_verify
+        propose, choose = history.propose, choice.choose
 
-        def drafted(rows: Any, *args: Any, **kwargs: Any) -> Any:
-            verify = alone(rows, *args, **kwargs)
+        def drafted(kind: Any, *args: Any, **kwargs: Any) -> Any:
+            verify = alone(kind, *args, **kwargs)
             self.lookup_drafted = verify is not None
             return verify
 
-        def joined(rows: Any, *args: Any, **kwargs: Any) -> None:
-            join(rows, *args, **kwargs)
-            self.mixed = rows._drafted is not None and rows._drafted.is_mixed
+        def chose(kind: Any, *args: Any, **kwargs: Any) -> Any:
+            tokens, proposed = choose(kind, *args, **kwargs)
+            self.mixed = proposed.is_mixed
+            return tokens, proposed
 
-        def proposed(rows: Any, *args: Any, **kwargs: Any) -> Any:
+        def looked_up(kind: Any, *args: Any, **kwargs: Any) -> Any:
             began = perf_counter()
-            found = propose(rows, *args, **kwargs)
+            found = propose(kind, *args, **kwargs)
             self.looked_up = True
             # What it launches on the device is priced, and not the hooks' own work.
             self._seconds -= perf_counter() - began
             return found
 
-        def verified(rows: Any, *args: Any, **kwargs: Any) -> None:
+        def verified(kind: Any, *args: Any, **kwargs: Any) -> None:
             began = perf_counter()
-            after_verify(rows, *args, **kwargs)
+            after_verify(kind, *args, **kwargs)
             self._seconds -= perf_counter() - began
 
-        kind.draft_alone, kind._propose, kind.after_verify = drafted, proposed, verified
-        kind.join = joined
+        rows.draft_alone, rows.after_verify = drafted, verified
+        history.propose, choice.choose = looked_up, chose
